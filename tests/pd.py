@@ -41,6 +41,9 @@ _PAIRS = itertools.count()
 
 POISON = 0x7F
 """The byte caches are filled with: as float32 a huge number, so that reading it shows."""
+HANG_S = 600.0
+"""Longer than pytest lets a test take: what never comes ends with the stacks of all threads, and a machine
+that stands still for a minute ends nothing."""
 NAN_POISON = -1
 """As float32 a NaN: also what is multiplied by zero shows."""
 
@@ -101,13 +104,13 @@ class Side:
 
     def call(self, command: object) -> list[object]:
         """Run a command on every rank."""
-        return self.engine.leader.call(command).result(60)
+        return self.engine.leader.call(command).result(HANG_S)
 
     def run(self, action: Callable[[], object]) -> object:
         """Run something on the loop's thread and wait for it."""
         answer: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.engine.leader.post(lambda: answer.put(action()))
-        return answer.get(timeout=60)
+        return answer.get(timeout=HANG_S)
 
 
 @dataclass(eq=False)
@@ -261,8 +264,9 @@ class Pair:
         for side in (self.p, self.d):
             wait_until(
                 side.has_all_blocks,
-                60.0,
-                lambda side=side: f"{side.num_free_blocks} of {side.num_blocks} free in {side.engine.name}",  # type: ignore[misc]
+                what=lambda side=side: (
+                    f"{side.num_free_blocks} of {side.num_blocks} free in {side.engine.name}"
+                ),  # type: ignore[misc]
             )
             side.run(side.engine.leader.check_integrity)
             assert side.engine.leader.manager.leases == ()
@@ -304,7 +308,9 @@ def _make_side(
         stack.callback(made.close)
         return made
 
-    engine = ThreadEngine(config, name=name, make_extension=extension, handover=handover, **options)
+    engine = ThreadEngine(
+        config, name=name, make_extension=extension, handover=handover, timeout_s=HANG_S, **options
+    )
     return Side(stack.enter_context(engine), handover)
 
 
@@ -327,7 +333,7 @@ class Clock:
 
 
 def wait_until(
-    condition: Callable[[], bool], timeout_s: float = 60.0, what: Callable[[], str] = lambda: "a condition"
+    condition: Callable[[], bool], timeout_s: float = HANG_S, what: Callable[[], str] = lambda: "a condition"
 ) -> None:
     """Poll until it holds. AssertionError after the timeout."""
     until = time.monotonic() + timeout_s

@@ -21,7 +21,7 @@ from rayk.oracle.tiny import HYBRID
 from rayk.types.config import EngineConfig
 from rayk.types.errors import CheckpointError, EngineDied, InternalError, Unsupported, UserError
 from rayk.types.request import FinishReason
-from tests.pd import NAN_POISON, POISON, make_request, wait_until
+from tests.pd import HANG_S, NAN_POISON, POISON, make_request, wait_until
 
 NUM_TOKENS = 24
 
@@ -43,7 +43,7 @@ class Model:
 
     def engine(self, *, poison: int | None = NAN_POISON, **config: Any) -> ThreadEngine:
         settings = {"num_blocks": 64, "model": str(self.path), **config}
-        return ThreadEngine(EngineConfig(**settings), poison=poison, timeout_s=20)
+        return ThreadEngine(EngineConfig(**settings), poison=poison, timeout_s=HANG_S)
 
 
 @pytest.fixture(scope="module")
@@ -296,9 +296,9 @@ def test_closing_ends_what_still_runs(qwen3: Model) -> None:
 @pytest.mark.parametrize("tp", [1, 2])
 def test_errors_at_the_start_are_raised_as_they_are(qwen3: Model, tp: int, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
-        ThreadEngine(EngineConfig(model=str(tmp_path / "nothing"), tp=tp), timeout_s=20)
+        ThreadEngine(EngineConfig(model=str(tmp_path / "nothing"), tp=tp), timeout_s=HANG_S)
     with pytest.raises(Unsupported):
-        ThreadEngine(EngineConfig(model=str(qwen3.path), tp=3), timeout_s=20)
+        ThreadEngine(EngineConfig(model=str(qwen3.path), tp=3), timeout_s=HANG_S)
 
 
 def test_one_rank_that_cannot_start_does_not_hang_the_others(
@@ -352,7 +352,7 @@ class Echo(NoExtension):
 
 def test_commands_run_on_every_rank_while_requests_run(qwen3: Model) -> None:
     config = EngineConfig(model=str(qwen3.path), tp=2, num_blocks=64)
-    with ThreadEngine(config, make_extension=Echo, timeout_s=20) as engine:
+    with ThreadEngine(config, make_extension=Echo, timeout_s=HANG_S) as engine:
         streams = [engine.submit(r) for r in requests_of(qwen3)]
         answers = [engine.leader.call(n) for n in range(5)]
         refused = engine.leader.call("refuse")

@@ -24,7 +24,7 @@ from rayk.oracle.checkpoint import read_marker
 from rayk.types.config import EngineConfig
 from rayk.types.errors import CheckpointError, HandshakeMismatch, KVMismatch, Unsupported
 from tests.engine.fake_quantised import RoundingCache
-from tests.pd import NAN_POISON, Pair, make_request
+from tests.pd import HANG_S, NAN_POISON, Pair, make_request
 
 SETTINGS: dict[str, dict[str, str]] = {
     "fp8_e4m3": {"kv_dtype": "fp8_e4m3"},
@@ -66,7 +66,7 @@ def rounded_once(of: Callable[[int], tuple[float, float]]) -> Callable[[int], tu
 
 def run(path: Path, prompts: list[list[int]], num_tokens: int = NUM_TOKENS, **config: Any) -> list[Any]:
     settings = {"num_blocks": 64, "model": str(path), **config}
-    with ThreadEngine(EngineConfig(**settings), poison=NAN_POISON, timeout_s=60) as engine:
+    with ThreadEngine(EngineConfig(**settings), poison=NAN_POISON, timeout_s=HANG_S) as engine:
         requests = [make_request(f"r{i}", p, num_tokens, prompt_logprobs=0) for i, p in enumerate(prompts)]
         done = engine.generate(requests)
     assert all(d.error is None for d in done), done

@@ -20,7 +20,7 @@ from tests.engine.statistics import P_VALUE, chi_square_p
 from tests.engine.test_filters import transformers_scores
 from tests.helpers import assert_matches
 from tests.markers import thorough
-from tests.pd import NAN_POISON, Pair, make_request
+from tests.pd import HANG_S, NAN_POISON, Pair, make_request
 
 NUM_TOKENS = 12
 
@@ -78,7 +78,7 @@ def oracle(checkpoint: Callable[..., Path]) -> Oracle:
 @contextmanager
 def engine(oracle: Oracle, **config: Any) -> Iterator[ThreadEngine]:
     settings = {"num_blocks": 64, "model": str(oracle.path), **config}
-    with ThreadEngine(EngineConfig(**settings), poison=NAN_POISON, timeout_s=60) as made:
+    with ThreadEngine(EngineConfig(**settings), poison=NAN_POISON, timeout_s=HANG_S) as made:
         yield made
 
 

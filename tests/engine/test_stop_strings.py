@@ -20,7 +20,7 @@ from rayk.oracle.tokenizer import build_tokenizer
 from rayk.types.config import EngineConfig
 from rayk.types.errors import CheckpointError, UserError
 from rayk.types.request import FinishReason
-from tests.pd import Pair, make_request
+from tests.pd import HANG_S, Pair, make_request
 
 TEXTS = ("Grüße aus Köln, déjà vu.", "你好，世界。 how many", "a 🦙 b 🦙🦙 c", "the the  then", "x")
 
@@ -174,7 +174,7 @@ class Model:
 
     def engine(self, **options: Any) -> ThreadEngine:
         config = EngineConfig(model=str(self.path), num_blocks=64)
-        return ThreadEngine(config, timeout_s=30, **({"load_decoder": self.load} | options))
+        return ThreadEngine(config, timeout_s=HANG_S, **({"load_decoder": self.load} | options))
 
     def request(self, *stop: str) -> Any:
         return make_request("r", self.prompt, 20, stop=stop, **self.sampling)

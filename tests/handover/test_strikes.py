@@ -84,7 +84,7 @@ def test_a_struck_transfer_ends_as_the_table_says(
     wanted = expected(Fault(kind, point), "pull", policy)
     pair = struck.pair
     struck.d.plant(Strike(kind=kind, point=point, delay_s=0.1, seed=9))
-    request = make_request("r", model.prompts[1], NUM_TOKENS)
+    request = make_request(f"{kind}-{point}-{policy}", model.prompts[1], NUM_TOKENS)
     prefilled = pair.prefill(request)
     # A lost read is noticed at the deadline; nothing else waits for it.
     is_lost = kind == "drop" and (wanted.verdict != "PASS" or wanted.is_recovered)
@@ -98,8 +98,8 @@ def test_a_struck_transfer_ends_as_the_table_says(
     else:
         assert isinstance(done.error, KVMismatch if wanted.verdict == "KV_MISMATCH" else TransferError)
         assert done.token_ids == [], "nothing follows KV that is not proven"
-        pair.d.handover.settle("r")
-        pair.p.handover.settle("r")
+        pair.d.handover.settle(request.request_id)
+        pair.p.handover.settle(request.request_id)
     clock.go_on(LEASE_S)  # a lease whose end was not told ends by itself
     pair.check_all_free()
     for side in (pair.p, pair.d):
