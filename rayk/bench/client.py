@@ -23,8 +23,7 @@ OK, REFUSED, TIMEOUT, FAILED, ABORTED = "ok", "refused", "timeout", "failed", "a
 """How a request ended: answered; turned away with 429; later than its deadline; any other error; cancelled by
 this side. Outcomes of a row."""
 TOO_MANY_REQUESTS = 429
-_SHOWN = 300
-"""Characters of a server's error that are kept."""
+_SHOWN = 300  # characters of a server's error that are kept
 
 
 @dataclass(kw_only=True, slots=True)
@@ -32,17 +31,13 @@ class Observed:
     """What happened to one request. Times are time.monotonic_ns; filled by `send` as news come."""
 
     planned: Planned
-    due_ns: int = 0
-    """When it was to be sent; the time of sending in a closed load."""
-    sent_ns: int = 0
-    """When its sending began."""
-    ended_ns: int = 0
-    """When its answer, or its failure, was complete."""
+    due_ns: int = 0  # when it was to be sent; the time of sending in a closed load
+    sent_ns: int = 0  # when its sending began
+    ended_ns: int = 0  # when its answer, or its failure, was complete
     status: int | None = None
     outcome: str = ABORTED
     error: str | None = None
-    chunk_ns: list[int] = field(default_factory=list)
-    """When each chunk that carries tokens was read."""
+    chunk_ns: list[int] = field(default_factory=list)  # when each chunk that carries tokens was read
     chunk_tokens: list[int] = field(default_factory=list)
     """How many tokens each of them carries, where the server says so."""
     output_token_ids: list[int] = field(default_factory=list)

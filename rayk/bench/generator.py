@@ -21,8 +21,7 @@ from rayk.bench.client import Observed, request_body, send
 from rayk.bench.load import Load
 from rayk.bench.prompts import Planned
 
-LEAD_S = 0.05
-"""From the moment that all is drawn to the schedule's start."""
+LEAD_S = 0.05  # from the moment that all is drawn to the schedule's start
 WATCH_S = 0.01
 KEEPALIVE_S = 3.0
 """Idle connections are closed before servers do (uvicorn: 5 s), so that no request meets a closing one."""
@@ -34,19 +33,16 @@ NS_PER_S = 1_000_000_000
 class Sent:
     """A load after it was sent. Filled while it runs, so that an interrupted one leaves what it has."""
 
-    requests: list[Observed] = field(default_factory=list)
-    """In order of their due times."""
+    requests: list[Observed] = field(default_factory=list)  # in order of their due times
     began_ns: int = 0
     ended_ns: int = 0
     loop_lags_ns: list[int] = field(default_factory=list)
     """How much later than asked the generator's own event loop woke up, some 100 times a second: every stamp
     may be as late."""
-    cpu_ns: int = 0
-    """Of this process, while the load ran."""
+    cpu_ns: int = 0  # of this process, while the load ran
 
 
-Told = Callable[[Observed], None]
-"""Called when a request has ended."""
+Told = Callable[[Observed], None]  # called when a request has ended
 
 
 async def drive(

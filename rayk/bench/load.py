@@ -14,8 +14,7 @@ from rayk.types.errors import UserError
 from rayk.types.request import MAX_SEED
 
 MAX_CONCURRENCY = 1 << 16
-METRICS = ("ttft", "tpot", "itl", "e2e")
-"""TTFT, TPOT, ITL and E2E, as columns begin with them."""
+METRICS = ("ttft", "tpot", "itl", "e2e")  # TTFT, TPOT, ITL and E2E, as columns begin with them
 _UNITS_MS = {"ms": 1.0, "s": 1000.0, "us": 0.001}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
 
@@ -76,33 +75,22 @@ def parse_lengths(text: str, *, where: str) -> Lengths:
 class Load:
     """One load on one server: a cell of the report. Checked by `check_load`."""
 
-    url: str
-    """The server's, without /v1."""
-    model: str | None = None
-    """None: the first that the server names."""
+    url: str  # the server's, without /v1
+    model: str | None = None  # None: the first that the server names
     api_key: str | None = field(default=None, repr=False)
-    use_chat: bool = False
-    """Chat completions with texts instead of completions."""
-    rate: float | None = None
-    """Requests per second of an open load."""
-    concurrency: int | None = None
-    """Requests in flight of a closed load: each that ends lets the next one go."""
-    process: str = "poisson"
-    """Of an open load: a key of sched.arrivals.PROCESSES."""
+    use_chat: bool = False  # chat completions with texts instead of completions
+    rate: float | None = None  # requests per second of an open load
+    concurrency: int | None = None  # requests in flight of a closed load: each that ends lets the next one go
+    process: str = "poisson"  # of an open load: a key of sched.arrivals.PROCESSES
     burstiness: float = 1.0
-    trace: Path | None = None
-    """Arrivals and lengths of a trace; see trace.py."""
-    trace_speed: float = 1.0
-    """How many times faster than it was recorded."""
+    trace: Path | None = None  # arrivals and lengths of a trace; see trace.py
+    trace_speed: float = 1.0  # how many times faster than it was recorded
     trace_block_tokens: int = 512
     """What a block of 512 tokens of the trace becomes; prompts and answers shrink alike."""
-    num_requests: int | None = None
-    """None: 100, or all of a trace or a file."""
+    num_requests: int | None = None  # None: 100, or all of a trace or a file
     input_tokens: Lengths = Lengths(values=(128,))
-    output_tokens: Lengths | None = None
-    """None: 64, or of a ShareGPT file as long as its answers are."""
-    prefix_tokens: int = 0
-    """Of these, at a random prompt's start, that are one of `num_prefixes` stretches."""
+    output_tokens: Lengths | None = None  # None: 64, or of a ShareGPT file as long as its answers are
+    prefix_tokens: int = 0  # of these, at a random prompt's start, that are one of `num_prefixes` stretches
     num_prefixes: int = 1
     token_ids: tuple[int, int] | None = None
     """Lowest and highest id of random prompts; None: what the server says of its vocabulary."""
@@ -112,18 +100,14 @@ class Load:
     """A ShareGPT file, whose conversations' first turns are the prompts; see sharegpt.py."""
     ignore_eos: bool = True
     temperature: float = 0.0
-    body: Mapping[str, Any] = field(default_factory=dict)
-    """Fields that every request has besides."""
+    body: Mapping[str, Any] = field(default_factory=dict)  # fields that every request has besides
     seed: int = 0
     slo: Slo = field(default_factory=Slo)
-    warmup: int | None = None
-    """Requests cut at the start; None: as many as MSER-5 finds."""
+    warmup: int | None = None  # requests cut at the start; None: as many as MSER-5 finds
     cooldown: int | None = None
     """Requests cut at the end; None: those that came when the load was about to run out."""
-    timeout_s: float = 600.0
-    """Of each request."""
-    failed_share: float = 0.01
-    """More failures than this make the load INVALID."""
+    timeout_s: float = 600.0  # of each request
+    failed_share: float = 0.01  # more failures than this make the load INVALID
 
     @property
     def is_open(self) -> bool:

@@ -17,8 +17,7 @@ from rayk.types.files import PROMPTS_BYTES, parse_json, read_text
 
 NUM_REQUESTS = 100
 OUTPUT_TOKENS = 64
-MAX_DRAWN_TOKENS = 4 * MAX_TOKENS
-"""Of all prompts of a load: 2.4 GB of lists."""
+MAX_DRAWN_TOKENS = 4 * MAX_TOKENS  # of all prompts of a load: 2.4 GB of lists
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,10 +25,8 @@ class Planned:
     """One request before it is sent."""
 
     index: int
-    due_ns: int | None
-    """After the load's start; None: when a request in flight ends."""
-    prompt: str | list[int]
-    """A text or token ids."""
+    due_ns: int | None  # after the load's start; None: when a request in flight ends
+    prompt: str | list[int]  # a text or token ids
     max_tokens: int
     seed: int
 

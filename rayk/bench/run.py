@@ -30,15 +30,12 @@ class Watcher(Protocol):
 
     def begin(self, load: Load, num_requests: int) -> None:
         """A load starts."""
-        ...
 
     def ended(self, outcome: str) -> None:
         """A request has ended."""
-        ...
 
     def end(self, cell: Mapping[str, Any]) -> None:
         """A load is on disk."""
-        ...
 
 
 class Silent:

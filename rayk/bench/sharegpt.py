@@ -17,8 +17,7 @@ import numpy as np
 from rayk.types.errors import UserError
 from rayk.types.files import parse_json, read_bytes
 
-MAX_BYTES = 1 << 30
-"""ShareGPT_V3_unfiltered_cleaned_split.json has 672 MB."""
+MAX_BYTES = 1 << 30  # ShareGPT_V3_unfiltered_cleaned_split.json has 672 MB
 TOKEN_CHARACTERS = 4
 LEAST_TOKENS = 4
 MOST_PROMPT_TOKENS = 1024

@@ -20,12 +20,9 @@ from rayk.reports.student import student_t
 CONFIDENCE = 0.95
 NUM_BATCHES = 20
 MIN_BATCHES = 5
-MIN_VALUES = 2 * MIN_BATCHES
-"""Of fewer there is no interval."""
-WARMUP_BATCH = 5
-"""Values per batch of `warmup_length`: the 5 of MSER-5."""
-WARMUP_SHARE = 0.25
-"""Of the values, which a warm-up may have at most."""
+MIN_VALUES = 2 * MIN_BATCHES  # of fewer there is no interval
+WARMUP_BATCH = 5  # values per batch of `warmup_length`: the 5 of MSER-5
+WARMUP_SHARE = 0.25  # of the values, which a warm-up may have at most
 WARMUP_GAIN = 0.8
 """A warm-up is cut where that leaves at most so much of the squared error: less is as likely chance."""
 

@@ -17,8 +17,7 @@ from rayk.bench.verdict import judge
 
 NS_PER_MS = 1e6
 PERCENTILES = (50, 90, 99)
-MIN_TO_CUT = 40
-"""Fewer requests are all measured: there is no telling what of them is warm-up."""
+MIN_TO_CUT = 40  # fewer requests are all measured: there is no telling what of them is warm-up
 
 
 def find_phases(load: Load, seen: Sequence[Observed]) -> list[str]:

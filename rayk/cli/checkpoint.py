@@ -16,8 +16,7 @@ from rayk.oracle.tiny import FAMILIES, family_values
 from rayk.specs.marks import parse_scalar
 from rayk.types.errors import UserError
 
-_QUOTED = re.compile(r"`(\w+)")
-"""A config's key in a message, or the first of nested ones."""
+_QUOTED = re.compile(r"`(\w+)")  # a config's key in a message, or the first of nested ones
 
 
 @guarded

@@ -39,8 +39,7 @@ OF_A_DISK = frozenset(
 """What a disk that is full, read-only, another's or failing answers, of a path that somebody named."""
 OF_MORE = frozenset({errno.EACCES, errno.EPERM})
 """Of these, what says so of a process or a socket, too, and then names no path."""
-WIDE = 160
-"""Columns of a table that does not go to a terminal."""
+WIDE = 160  # columns of a table that does not go to a terminal
 
 
 def stderr() -> Console:

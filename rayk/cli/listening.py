@@ -18,8 +18,7 @@ from rayk.actors.environment import greeting, is_grpc, open_channel
 from rayk.actors.lines import NONCE_BYTES, PROOF_BYTES
 
 PROBE_S = 5.0
-NUM_PROBES = 16
-"""At once."""
+NUM_PROBES = 16  # at once
 GUARDED, OPEN, OTHER, LATE = "guarded", "open", "other", "late"
 _PATH = "/api/jobs/"
 """Of Ray's dashboard. Whatever else speaks HTTP asks for its token or key there, too."""

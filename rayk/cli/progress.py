@@ -45,13 +45,11 @@ class RunProgress:
             refresh_per_second=4,
         )
         self._task = self._bar.add_task("starting", total=None, tally="")
-        self._tally: Counter[str] = Counter()
-        """Verdicts of this session."""
+        self._tally: Counter[str] = Counter()  # verdicts of this session
         self._num_cells = 0
         self._began = time.monotonic()
         self._num_done = 0
-        self._num_here = 0
-        """Cells that ran in this session."""
+        self._num_here = 0  # cells that ran in this session
         self._first_began = 0.0
         self._waiting = Waiting(lambda line: self.console.print(line, markup=False))
 

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from rayk.actors.token_file import TokenFile
     from rayk.specs import LoadedSpec
 
-REASON_LINES = 3
-"""Of a reason in a terminal; files and the report have it whole."""
+REASON_LINES = 3  # of a reason in a terminal; files and the report have it whole
 
 
 @guarded

@@ -24,8 +24,7 @@ from rayk.cli.plain import plain_lines
 from rayk.types.errors import UserError
 from rayk.types.reaching import why_unreached
 
-ANSWER_S = 10.0
-"""A server that does not tell in this time is asked again."""
+ANSWER_S = 10.0  # a server that does not tell in this time is asked again
 STATES = {"ready": "green", "forming": "yellow", "lost": "bold red"}
 TITLES = (
     *(("engine", "left"), ("role", "left"), ("TP", "right"), ("state", "left"), ("running", "right")),
@@ -35,8 +34,7 @@ TITLES = (
 """Titles and how their columns are set."""
 DROPPED_FIRST = ("used %", "restarts", "computed/s", "TP", "in flight", "role", "free blocks")
 """Columns that a narrow terminal does without, in this order."""
-MIN_TROUBLE = 17
-"""Characters that are kept for the trouble column, as for each: with padding and a gap."""
+MIN_TROUBLE = 17  # characters that are kept for the trouble column, as for each: with padding and a gap
 Engine = Mapping[str, Any]
 Ask = Callable[[], Sequence[Engine]]
 
@@ -102,8 +100,7 @@ class Screen:
     at_s: float = 0.0
     rates: Mapping[str, tuple[float | None, float | None]] | None = None
     """Engine -> (computed, output) tokens per second; None before there are two looks."""
-    silent_s: float = 0.0
-    """Since when nobody answers."""
+    silent_s: float = 0.0  # since when nobody answers
     trouble: str = ""
 
     def look(self) -> None:

@@ -53,8 +53,7 @@ class RequestResult:
     """What one request left behind."""
 
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One per token, if asked for."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if asked for
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -99,8 +98,7 @@ class ThreadEngine:
         self.extensions: list[RankExtension] = [NoExtension()] * config.tp
         self.loops: list[EngineLoop] = [None] * config.tp  # type: ignore[list-item]
         self.error: RaykError | None = None
-        self._failed_rank = 0
-        """The rank of `error`."""
+        self._failed_rank = 0  # the rank of `error`
         self._config = config
         self._make_extension = make_extension
         self._handover = handover

@@ -62,8 +62,7 @@ def peaks_of(device: str, dtype: str) -> Peaks | None:
 
 @dataclass(frozen=True, slots=True)
 class _Experts:
-    num_elements: int
-    """Of the rank's share."""
+    num_elements: int  # of the rank's share
     num_chosen: int
     num_experts: int
 
@@ -73,10 +72,8 @@ class _Attending:
     """Layers that see equally far."""
 
     window: int | None
-    flops: int
-    """Per pair of a token and one that it sees, over all of them."""
-    kv_bytes: int
-    """Of one token, over all of them."""
+    flops: int  # per pair of a token and one that it sees, over all of them
+    kv_bytes: int  # of one token, over all of them
 
 
 class StepCosts:

@@ -26,23 +26,18 @@ class StepFence(Protocol):
 
     def begin(self) -> None:
         """A step's kernels are queued from here on."""
-        ...
 
     def end(self) -> None:
         """All of the step's kernels are queued."""
-        ...
 
     def wait(self) -> None:
         """Return when every step so far has run. At once where nothing was queued since the last wait."""
-        ...
 
     def mark(self) -> Callable[[], None]:
         """What returns, on any thread, when all that is queued by now has run."""
-        ...
 
     def step_ns(self) -> int:
         """What the last step took on the device, `begin` to `end`; waits for it."""
-        ...
 
 
 class HostFence:

@@ -23,8 +23,7 @@ NEVER = float("-inf")
 class Row:
     """One request as the sampler sees it."""
 
-    params: SamplingParams
-    """With a seed where tokens are drawn."""
+    params: SamplingParams  # with a seed where tokens are drawn
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
 

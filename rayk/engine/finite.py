@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 LIMIT_S = 5.0
 """For one look: a rank that looks takes no steps, and a fleet that is silent for 15 s is taken for dead."""
-_CHUNK = 1 << 22
-"""Elements that are widened at once."""
+_CHUNK = 1 << 22  # elements that are widened at once
 
 
 def not_finite_weights(rank: EngineRank, limit_s: float = LIMIT_S) -> tuple[str, ...] | None:

@@ -35,8 +35,7 @@ class StepViews:
 
     attention: Mapping[AttentionView, CommonAttentionMetadata]
     """Views that compute nothing in it are left out."""
-    states: Mapping[int, Segments]
-    """By KV group."""
+    states: Mapping[int, Segments]  # by KV group
 
 
 Forward = Callable[[torch.Tensor, torch.Tensor, StepViews], torch.Tensor]
@@ -50,7 +49,6 @@ class Recorder(Protocol):
 
     def record(self, work: Callable[[], torch.Tensor]) -> Replay:
         """`work` reads and writes the same memory every time and never waits for the device."""
-        ...
 
 
 class CudaRecorder:

@@ -24,16 +24,11 @@ GroupMetadata = CommonAttentionMetadata | Segments
 class ModelInputs:
     """One step's tensors. Filled by InputBuilder."""
 
-    token_ids: torch.Tensor
-    """int64 [T]"""
-    positions: torch.Tensor
-    """int64 [T]"""
-    logits_index: torch.Tensor
-    """int64 [requests that need logits]: packed index of their last token"""
-    metadata: tuple[GroupMetadata, ...]
-    """Per KV group."""
-    wanted: np.ndarray
-    """`logits_index` on the host"""
+    token_ids: torch.Tensor  # int64 [T]
+    positions: torch.Tensor  # int64 [T]
+    logits_index: torch.Tensor  # int64 [requests that need logits]: packed index of their last token
+    metadata: tuple[GroupMetadata, ...]  # per KV group
+    wanted: np.ndarray  # `logits_index` on the host
     prompt_index: torch.Tensor | None = None
     """int64: packed index of every token of the batch's `prompt_logits`; None where there is none"""
 
@@ -42,34 +37,25 @@ class ModelInputs:
 class _Step:
     """What all KV groups are told of a step, on the host; the two that go to the device, there too."""
 
-    rows: np.ndarray
-    """[R] int64, each request's row of the block tables."""
-    computed: np.ndarray
-    """[R] int64, tokens before this step."""
-    seq_lens: np.ndarray
-    """[R] int32, tokens after this step."""
-    starts: np.ndarray
-    """[R + 1] int32, where each request's tokens start among the packed ones."""
-    request_of: np.ndarray
-    """[T] int64"""
-    positions: np.ndarray
-    """[T] int64"""
+    rows: np.ndarray  # [R] int64, each request's row of the block tables
+    computed: np.ndarray  # [R] int64, tokens before this step
+    seq_lens: np.ndarray  # [R] int32, tokens after this step
+    starts: np.ndarray  # [R + 1] int32, where each request's tokens start among the packed ones
+    request_of: np.ndarray  # [T] int64
+    positions: np.ndarray  # [T] int64
     device_starts: torch.Tensor
     device_seq_lens: torch.Tensor
     host_starts: tuple[int, ...]
     host_seq_lens: tuple[int, ...]
-    max_query_len: int
-    """Most tokens of one request."""
+    max_query_len: int  # most tokens of one request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cuts:
     """A step's segments where blocks of states have one size; which groups share, as only slots differ."""
 
-    rows: np.ndarray
-    """[S] int64, the row of the block tables of each segment's request."""
-    blocks: np.ndarray
-    """[S] int64, the column in which it ends."""
+    rows: np.ndarray  # [S] int64, the row of the block tables of each segment's request
+    blocks: np.ndarray  # [S] int64, the column in which it ends
     last_blocks: np.ndarray
     """[R] int64, the column of each request's state before this step; 0 where it has none."""
     device_starts: torch.Tensor

@@ -32,12 +32,9 @@ from rayk.types.request import FinishReason, Request, TokenLogprobs
 if TYPE_CHECKING:
     import torch
 
-HEARTBEAT_S = 0.05
-"""An idle engine turns this often."""
-BUSY_POLL_S = 0.0003
-"""How often an engine with transfers or leases, but no step to run, turns."""
-QUICK_S = 0.1
-"""After this long without news of them it turns only every `SLOW_POLL_S`."""
+HEARTBEAT_S = 0.05  # an idle engine turns this often
+BUSY_POLL_S = 0.0003  # how often an engine with transfers or leases, but no step to run, turns
+QUICK_S = 0.1  # after this long without news of them it turns only every `SLOW_POLL_S`
 SLOW_POLL_S = 0.003
 
 
@@ -55,8 +52,7 @@ class RequestEvent:
     stop_reason: str | int | None = None
     """The stop string or token id behind finish_reason stop; None for the model's own EOS."""
     error: RaykError | None = None
-    payload: object = None
-    """What a hand-over gives on (a transfer ticket)."""
+    payload: object = None  # what a hand-over gives on (a transfer ticket)
     info: dict[str, Any] = field(default_factory=dict)
     time_ns: int = field(default_factory=time.monotonic_ns)
     """When it happened, on this host's monotonic clock."""
@@ -75,46 +71,36 @@ class Handover(Protocol):
 
     def attach(self, leader: Leader) -> None:
         """Called once, before the first turn."""
-        ...
 
     def takes(self, state: RequestState) -> bool:
         """Whether this request, which just sampled a token, leaves the engine now (no finished one does).
 
         If so the hand-over has already taken its blocks over."""
-        ...
 
     def commands(self) -> tuple[object, ...]:
         """Commands for the next turn; their results come to `absorb` in the same order."""
-        ...
 
     def step_commands(self, batch: ScheduledBatch) -> tuple[object, ...]:
         """More of them, now that the turn's step is known: what ranks must know before they compute it."""
-        ...
 
     def needs_gather(self) -> bool:
         """Whether polls of all ranks matter now."""
-        ...
 
     def absorb(self, results: tuple[tuple[object, ...], ...], polls: tuple[object, ...]) -> None:
         """Per rank: results of the last `commands()`, and the poll."""
-        ...
 
     def inspect(self, error: NotFiniteError, num_tokens: int) -> None:
         """A request has left the scheduler, its blocks, with KV of `num_tokens` tokens, have not: find out
         more, give them back, and tell its sink."""
-        ...
 
     def abort(self, request_id: str) -> bool:
         """Stop a hand-over in progress; False if there is none."""
-        ...
 
     def holds(self, request_id: str) -> bool:
         """Whether anything of a request of this id is still here."""
-        ...
 
     def fail_all(self, error: RaykError) -> None:
         """The engine is going down."""
-        ...
 
 
 class Leader:
@@ -154,8 +140,7 @@ class Leader:
         self._last_news_s = 0.0
         self.num_ended: Counter[str] = Counter()
         """Requests that ended here, by finish reason, error or handed_over."""
-        self.num_not_finite = 0
-        """Of those with an error, requests whose logits or KV were not finite."""
+        self.num_not_finite = 0  # of those with an error, requests whose logits or KV were not finite
         if handover is not None:
             handover.attach(self)
 

@@ -33,15 +33,12 @@ class RankExtension(Protocol):
 
     def execute(self, command: object) -> object:
         """Run one command. A RaykError raised here is the command's result; anything else ends the rank."""
-        ...
 
     def blocks_assigned(self, block_ids: tuple[int, ...]) -> None:
         """These blocks were handed out and are about to be written."""
-        ...
 
     def poll(self) -> object:
         """Make progress; return news for the leader (picklable)."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +47,7 @@ class Turn:
 
     batch: ScheduledBatch | None = None
     commands: tuple[object, ...] = ()
-    gather: bool = False
-    """Bring command results and polls to rank 0."""
+    gather: bool = False  # bring command results and polls to rank 0
     stop: bool = False
 
 
@@ -59,12 +55,9 @@ class Turn:
 class TurnResult:
     """What came of a turn, on rank 0."""
 
-    tokens: StepTokens | None
-    """None where there was no step."""
-    results: tuple[tuple[object, ...], ...]
-    """Per rank, per command; empty unless gathered."""
-    polls: tuple[object, ...]
-    """Per rank; empty unless gathered."""
+    tokens: StepTokens | None  # None where there was no step
+    results: tuple[tuple[object, ...], ...]  # per rank, per command; empty unless gathered
+    polls: tuple[object, ...]  # per rank; empty unless gathered
 
 
 class TurnSource(Protocol):
@@ -72,21 +65,17 @@ class TurnSource(Protocol):
 
     def wait(self) -> None:
         """Return when there is work, or after a heartbeat."""
-        ...
 
     def plan(self) -> Turn:
         """The next turn, at once."""
-        ...
 
     def sample(
         self, batch: ScheduledBatch, logits: torch.Tensor, prompt_logits: Iterable[torch.Tensor]
     ) -> StepTokens:
         """Choose the step's tokens; see engine.sampling.sample_step. `prompt_logits` is used up."""
-        ...
 
     def absorb(self, turn: Turn, result: TurnResult) -> None:
         """Take what came of it."""
-        ...
 
 
 @dataclass(slots=True)
@@ -98,12 +87,9 @@ class LoopTimes:
 
     num_turns: int = 0
     num_steps: int = 0
-    turn_ns: int = 0
-    """Turns that had a step."""
-    model_ns: int = 0
-    """Of these, the decoder's forward pass up to the logits, its collectives included."""
-    num_computed_tokens: int = 0
-    """That forward passes took."""
+    turn_ns: int = 0  # turns that had a step
+    model_ns: int = 0  # of these, the decoder's forward pass up to the logits, its collectives included
+    num_computed_tokens: int = 0  # that forward passes took
     num_sampled_tokens: int = 0
     """Of output. Rank 0's alone: it samples."""
 

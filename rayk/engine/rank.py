@@ -29,8 +29,7 @@ from rayk.parallel.comm import Comm
 from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig
 
-PROMPT_LOGITS = 1 << 23
-"""Logits of prompt tokens that exist at once."""
+PROMPT_LOGITS = 1 << 23  # logits of prompt tokens that exist at once
 
 
 class EngineRank:
@@ -86,8 +85,7 @@ class EngineRank:
         self.num_token_layers = 0
         """Tokens computed since the start, summed over the layers that computed them; what pads a recorded
         step is none of them."""
-        self._recorded_layers = 0
-        """Layers that a token of a recorded step goes through."""
+        self._recorded_layers = 0  # layers that a token of a recorded step goes through
         self.attention_groups = AttentionGroups()
         self.attention_groups.initialise(self._attention_layers())
         self._prompt_hidden: torch.Tensor | None = None

@@ -23,12 +23,9 @@ if TYPE_CHECKING:
     from rayk.sched.request_state import RequestState
     from rayk.types.batch import ScheduledBatch
 
-NARROW_TOP_K = 1024
-"""Up to this top_k only the best tokens are looked at, not the whole vocabulary."""
-NO_TOKEN = -1
-"""Of a row of logits that are not all finite."""
-MAX_ELEMENTS = 1 << 22
-"""Scores worked on at once: each takes some 50 bytes on the way to a token."""
+NARROW_TOP_K = 1024  # up to this top_k only the best tokens are looked at, not the whole vocabulary
+NO_TOKEN = -1  # of a row of logits that are not all finite
+MAX_ELEMENTS = 1 << 22  # scores worked on at once: each takes some 50 bytes on the way to a token
 
 
 def sample(rows: Sequence[Row], logits: torch.Tensor) -> list[int]:

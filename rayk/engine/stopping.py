@@ -61,11 +61,9 @@ class StopStrings:
         assert all(stop), "an empty stop string is in every text"
         self._decode = decode
         self._stop = tuple(stop)
-        self._token_ids: list[int] = []
-        """Context, then what is not settled."""
+        self._token_ids: list[int] = []  # context, then what is not settled
         self._num_context = 0
-        self._tail = ""
-        """The end of the settled text: where a stop string may have begun."""
+        self._tail = ""  # the end of the settled text: where a stop string may have begun
 
     def feed(self, token_id: int) -> str | None:
         """The stop string that ends first in the text with this token (of several, the one given first)."""

@@ -23,8 +23,7 @@ from rayk.types.errors import KVMismatch
 from rayk.types.request import SamplingParams
 from rayk.types.rows import RequestRow
 
-NEAR_TIE_LOGITS = 1e-3
-"""float32: two tokens whose reference logits are this close may swap."""
+NEAR_TIE_LOGITS = 1e-3  # float32: two tokens whose reference logits are this close may swap
 KV_VALUES_RELATIVE = 2e-3
 """Smallest bound of a key's or value's difference, in units of its layer's RMS: what float32 keeps."""
 
@@ -33,13 +32,11 @@ KV_VALUES_RELATIVE = 2e-3
 class TokenComparison:
     """One request's tokens against the reference's."""
 
-    first_divergence: int | None
-    """Index of the first token that differs; None when all are equal."""
+    first_divergence: int | None  # index of the first token that differs; None when all are equal
     near_tie: bool = False
     """Whether it was a tie by the reference's own logits, and all later tokens are the reference's choice."""
     reason: str = ""
-    is_finite: bool = True
-    """Whether the reference's logits are: else they say nothing."""
+    is_finite: bool = True  # whether the reference's logits are: else they say nothing
 
     @property
     def verdict(self) -> str:
@@ -89,17 +86,14 @@ class ValueComparison:
     """A prefill engine's cache against the reference's, for one request."""
 
     num_values: int
-    max_error: float
-    """Largest absolute difference."""
-    max_error_of_bound: float
-    """Largest difference as a share of its layer's bound."""
+    max_error: float  # largest absolute difference
+    max_error_of_bound: float  # largest difference as a share of its layer's bound
     mismatch: KVMismatch | None
     not_finite: str = ""
     """Where one of both is NaN or infinite first, in words; no mismatch is looked for from that layer on."""
 
 
-UNBOUNDED = Bound(floor=math.inf, worst=math.inf, typical=0.0)
-"""Of what cannot be judged: only NaN is wrong."""
+UNBOUNDED = Bound(floor=math.inf, worst=math.inf, typical=0.0)  # of what cannot be judged: only NaN is wrong
 KVBounds = Mapping[tuple[int, str], Bound]
 """(layer, field) -> what the largest error of each row, a unit (head) and token or a unit's state, keeps."""
 

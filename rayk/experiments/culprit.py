@@ -24,15 +24,12 @@ from rayk.experiments.wrong_layer import SLACK, WrongLayer
 from rayk.models.config import RopeConfig
 from rayk.models.layers.rope import inverse_frequencies
 
-MAX_SHIFT = 64
-"""Shifts of tokens and of positions that are looked for."""
+MAX_SHIFT = 64  # shifts of tokens and of positions that are looked for
 MAX_SUSPECTS = 256
-MIN_ROWS = 3
-"""Fewer rows than this are explained by any factor per channel."""
+MIN_ROWS = 3  # fewer rows than this are explained by any factor per channel
 MIN_TURNED = 4.0
 """Radians that a pair must turn between the first and the last wrong key for its speed to be known."""
-ALIKE = 0.02
-"""Relative difference of two speeds or factors that are the same."""
+ALIKE = 0.02  # relative difference of two speeds or factors that are the same
 
 
 def name_culprit(wrong: WrongLayer, *others: Mapping[int, LayerState]) -> str:
@@ -136,10 +133,8 @@ class _Keys:
     """The wrong keys of all heads, between the first and the last wrong token."""
 
     layer: WrongLayer
-    tokens: torch.Tensor
-    """[T] positions."""
-    found: torch.Tensor
-    """[H', T, D], the heads that have wrong keys."""
+    tokens: torch.Tensor  # [T] positions
+    found: torch.Tensor  # [H', T, D], the heads that have wrong keys
     truth: torch.Tensor
 
     def explained_by(self, expected: torch.Tensor) -> bool:

@@ -22,16 +22,12 @@ import torch
 from rayk.experiments.wrong_layer import WrongLayer
 from rayk.kv.caches import TORCH_DTYPES
 
-MIN_COSINE = 0.5
-"""Two unrelated states of so many elements are never this much alike."""
-MIN_ELEMENTS = 32
-"""Below this they may be."""
+MIN_COSINE = 0.5  # two unrelated states of so many elements are never this much alike
+MIN_ELEMENTS = 32  # below this they may be
 OTHER_DTYPES = ("float32", "bfloat16", "float16")
-ROUNDING = 2.0**-7
-"""What a value loses in the coarsest dtype, bfloat16, relative."""
+ROUNDING = 2.0**-7  # what a value loses in the coarsest dtype, bfloat16, relative
 
-LayerState = Mapping[str, torch.Tensor]
-"""field -> [U, 1, E]"""
+LayerState = Mapping[str, torch.Tensor]  # field -> [U, 1, E]
 
 
 def name_state_culprit(wrong: WrongLayer, *others: Mapping[int, LayerState]) -> str:

@@ -44,8 +44,7 @@ class _Tokens:
     found: list[float] = field(default_factory=list)
     exact: list[float] = field(default_factory=list)
     eager: list[float] = field(default_factory=list)
-    further: list[float] = field(default_factory=list)
-    """Eager's errors of other tokens at the same steps."""
+    further: list[float] = field(default_factory=list)  # eager's errors of other tokens at the same steps
     settled: list[bool] = field(default_factory=list)
     """Whether no quantisation step could be another up to here."""
 
@@ -90,11 +89,9 @@ class LogprobErrors:
 
     num_checked: int
     max_error: float
-    typical_error: float
-    """RMS; the median where experts are routed."""
+    typical_error: float  # RMS; the median where experts are routed
     bound: Bound
-    num_settled: int = 0
-    """Tokens that no flipped quantisation step could touch: LOGPROB_FLOOR holds for each."""
+    num_settled: int = 0  # tokens that no flipped quantisation step could touch: LOGPROB_FLOOR holds for each
     max_settled_error: float = 0.0
 
 
@@ -113,10 +110,8 @@ class LogprobComparison:
 
     output: LogprobErrors
     prompt: LogprobErrors
-    reasons: tuple[str, ...]
-    """What is wrong; nothing if all is within the bounds."""
-    not_finite: tuple[str, ...] = ()
-    """Requests of which the reference can say nothing."""
+    reasons: tuple[str, ...]  # what is wrong; nothing if all is within the bounds
+    not_finite: tuple[str, ...] = ()  # requests of which the reference can say nothing
 
 
 def compare_logprobs(

@@ -46,8 +46,7 @@ ROUTED_TOKENS = {"median": 3.0, "lower quartile": 2.0}
 ROUTED_ROWS = {"median": 5.0, "lower quartile": 2.5}
 ROUTED_SPREAD = 8.0
 SHARES = {"median": 0.5, "lower quartile": 0.25}
-PRIOR_WEIGHT = 8
-"""How many of eager's own values the further ones of `measure` together weigh as much as."""
+PRIOR_WEIGHT = 8  # how many of eager's own values the further ones of `measure` together weigh as much as
 PRIOR_WEIGHT_ROUTED = 64
 """The same where experts are routed, against as many values as are judged at once: a flip is not met once in
 so many values of a prompt, but in all that follow it or none."""
@@ -57,10 +56,8 @@ so many values of a prompt, but in all that follow it or none."""
 class Quantile:
     """One of eager's errors, where experts are routed."""
 
-    name: str
-    """median or lower quartile"""
-    factor: float
-    """How many times that is allowed, of very many errors."""
+    name: str  # median or lower quartile
+    factor: float  # how many times that is allowed, of very many errors
     own: float
     further: float
 
@@ -78,12 +75,9 @@ class Quantile:
 class Bound:
     """What the errors of a right implementation keep. Made by `measure`."""
 
-    floor: float
-    """Errors up to here are always allowed."""
-    worst: float
-    """Each error; of a routed model nine in ten."""
-    typical: float
-    """RMS of eager's errors."""
+    floor: float  # errors up to here are always allowed
+    worst: float  # each error; of a routed model nine in ten
+    typical: float  # RMS of eager's errors
     quantiles: tuple[Quantile, ...] = ()
     """Where experts are routed, the only things that are judged there. The first is the median."""
 
@@ -111,8 +105,7 @@ class Bound:
 class Excess:
     """A statistic of many errors that is too large."""
 
-    name: str
-    """RMS, median or lower quartile"""
+    name: str  # RMS, median or lower quartile
     found: float
     limit: float
 

@@ -21,8 +21,7 @@ OF_ENGINES = {
     "num_swaps_declined": "swaps_declined",
 }
 """Column -> an engine's counter."""
-OF_TIERS = {"host_tier.hits": "hits", "host_tier.misses": "misses"}
-"""Column -> a tier's counter."""
+OF_TIERS = {"host_tier.hits": "hits", "host_tier.misses": "misses"}  # column -> a tier's counter
 OF_DISKS = {
     "disk_tier.num_written": "pages_written",
     "disk_tier.num_read": "pages_read",
@@ -30,8 +29,7 @@ OF_DISKS = {
     "disk_tier.num_dropped": "pages_dropped",
 }
 """Column -> a disk tier's counter."""
-BAD = "bad_"
-"""What names of a disk tier's counters of damaged pages begin with."""
+BAD = "bad_"  # what names of a disk tier's counters of damaged pages begin with
 MIB = 2**20
 FAILED = {
     "stores_failed": "stores failed",

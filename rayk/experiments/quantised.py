@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from rayk.handover.commands import CapturedRows
 
 Prompts = Sequence[Sequence[int]]
-Tokens = Mapping[int, list[int]]
-"""Prompt index -> output tokens."""
+Tokens = Mapping[int, list[int]]  # prompt index -> output tokens
 
 
 def rounding_of(cell: Cell) -> KVRounding | None:

@@ -42,10 +42,8 @@ from rayk.types.errors import DeadlineExceeded, DeviceError, RaykError, UserErro
 from rayk.types.progress import Progress
 from rayk.types.rows import CellRow
 
-Planned = Sequence[tuple[Cell, list[list[int]]]]
-"""Cells with their prompts."""
-GRACE_S = 60.0
-"""What the coordinator may take beyond a cell's deadline to kill and replace workers."""
+Planned = Sequence[tuple[Cell, list[list[int]]]]  # cells with their prompts
+GRACE_S = 60.0  # what the coordinator may take beyond a cell's deadline to kill and replace workers
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -13,11 +13,9 @@ from rayk.kv.fields import PageField
 from rayk.kv.specs import KVCacheSpec
 from rayk.models.config import DecoderConfig
 
-Head = tuple[str, int]
-"""(field, global unit): k or v of a KV head, or what else a layer keeps"""
+Head = tuple[str, int]  # (field, global unit): k or v of a KV head, or what else a layer keeps
 
-SLACK = 1.5
-"""A hypothesis adds noise of its own (the row it is compared with is rounded too)."""
+SLACK = 1.5  # a hypothesis adds noise of its own (the row it is compared with is rounded too)
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,20 +23,13 @@ class WrongLayer:
     """A layer whose rows differ from the reference's. Filled by `compare`."""
 
     layer: int
-    first_token: int
-    """Position of row 0."""
-    found: Mapping[Head, torch.Tensor]
-    """float64 [T, D], of every head that some rank holds."""
-    truth: Mapping[str, torch.Tensor]
-    """By field, float64 [U, T, D]: of k and v, U are KV heads."""
-    wrong: Mapping[Head, torch.Tensor]
-    """bool [T]"""
-    limit: Mapping[str, float]
-    """Largest error of a right value of each field."""
-    model: DecoderConfig | None = None
-    """None: keys' rotation is not known."""
-    spec: KVCacheSpec | None = None
-    """None: some keys and values."""
+    first_token: int  # position of row 0
+    found: Mapping[Head, torch.Tensor]  # float64 [T, D], of every head that some rank holds
+    truth: Mapping[str, torch.Tensor]  # by field, float64 [U, T, D]: of k and v, U are KV heads
+    wrong: Mapping[Head, torch.Tensor]  # bool [T]
+    limit: Mapping[str, float]  # largest error of a right value of each field
+    model: DecoderConfig | None = None  # None: keys' rotation is not known
+    spec: KVCacheSpec | None = None  # None: some keys and values
 
     @property
     def fields(self) -> Mapping[str, PageField]:

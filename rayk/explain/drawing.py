@@ -32,13 +32,10 @@ class Strip:
 
     title: str
     unit_name: str
-    units: tuple[int, ...]
-    """All global ones."""
-    producers: tuple[frozenset[int], ...]
-    """By rank, the units it holds."""
+    units: tuple[int, ...]  # all global ones
+    producers: tuple[frozenset[int], ...]  # by rank, the units it holds
     consumers: tuple[frozenset[int], ...]
-    sources: Mapping[tuple[int, int], int]
-    """(consumer rank, unit) -> the producer rank it is read from."""
+    sources: Mapping[tuple[int, int], int]  # (consumer rank, unit) -> the producer rank it is read from
 
     def runs(self) -> list[tuple[int, ...]]:
         """Neighbouring units that the same ranks hold and read alike."""

@@ -42,10 +42,8 @@ class Sight:
     """Layers of a KV group that do not see every position before a token, whatever the group keeps."""
 
     layers: tuple[int, ...]
-    window: int | None
-    """The last so many positions are seen, the token's own counted."""
-    chunk: int | None
-    """What is seen begins with the run of so many positions that the token is in."""
+    window: int | None  # the last so many positions are seen, the token's own counted
+    chunk: int | None  # what is seen begins with the run of so many positions that the token is in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,28 +53,20 @@ class Group:
     kind: str
     layers: tuple[int, ...]
     num_positions: int
-    block_size: int
-    """Tokens, after growing towards the largest page."""
+    block_size: int  # tokens, after growing towards the largest page
     readers: tuple[int, ...]
     """Layers that keep nothing and use the pages of one of `layers` (see Explanation.sharing)."""
     chunks: tuple[int, ...]
     """Of its chunked layers: positions of the runs that they see. Kernel blocks divide them."""
-    sights: tuple[Sight, ...]
-    """Of its windowed and chunked layers."""
-    covers_request: bool
-    """Whether a block covers all of the model's positions: a request then has one."""
-    rows: int
-    """Of a block: its tokens, or one state."""
-    kernel_block_size: int
-    """Rows."""
-    page_bytes: int
-    """One layer's of a block, before tensor parallelism."""
-    wasted_bytes_per_block: int
-    """Bytes of a block that no layer uses, before tensor parallelism."""
+    sights: tuple[Sight, ...]  # of its windowed and chunked layers
+    covers_request: bool  # whether a block covers all of the model's positions: a request then has one
+    rows: int  # of a block: its tokens, or one state
+    kernel_block_size: int  # rows
+    page_bytes: int  # one layer's of a block, before tensor parallelism
+    wasted_bytes_per_block: int  # bytes of a block that no layer uses, before tensor parallelism
     unused_bytes_per_block: tuple[int, ...]
     """Of each rank: bytes of its block that no layer uses there, with what replicas of other groups add."""
-    units: tuple[tuple[Units, ...], ...]
-    """Of each rank."""
+    units: tuple[tuple[Units, ...], ...]  # of each rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,10 +75,8 @@ class Side:
 
     tp: int
     layout: str
-    block_bytes: int
-    """One block over all layers on one rank (the largest)."""
-    buffer_bytes: int
-    """A rank's whole buffer (the largest)."""
+    block_bytes: int  # one block over all layers on one rank (the largest)
+    buffer_bytes: int  # a rank's whole buffer (the largest)
     kv_waste_bytes: int
     """Of a request of `waste_tokens` tokens: held but not needed by its layers, before tensor parallelism."""
     kv_waste_percent: float
@@ -101,8 +89,7 @@ class Sharing:
     """A layer that keeps nothing, and sends nothing."""
 
     layer: int
-    uses: int
-    """The layer whose pages it uses."""
+    uses: int  # the layer whose pages it uses
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,10 +99,8 @@ class FastPrefill:
 
     layers: tuple[int, ...]
     """The trailing layers that share: they compute only tokens whose logits are wanted."""
-    sides: tuple[str, ...]
-    """Engines that were asked for it."""
-    num_token_layers: int
-    """With it."""
+    sides: tuple[str, ...]  # engines that were asked for it
+    num_token_layers: int  # with it
     num_token_layers_without: int
 
 
@@ -125,22 +110,17 @@ class Explanation:
 
     supported: bool
     reason: str
-    model: str
-    """Its folder's name."""
-    engines: Mapping[str, str]
-    """Side -> what was asked for, in words."""
-    num_tokens: int
-    """Of the sequence: what was asked for, or would fit."""
+    model: str  # its folder's name
+    engines: Mapping[str, str]  # side -> what was asked for, in words
+    num_tokens: int  # of the sequence: what was asked for, or would fit
     bytes: int = 0
     num_descriptors: int = 0
     reads: tuple[Read, ...] = ()
     transfer: Transfer | None = None
-    conversion: Conversion | None = None
-    """None where both sides keep one format."""
+    conversion: Conversion | None = None  # None where both sides keep one format
     sharing: tuple[Sharing, ...] = ()
     fast_prefill: FastPrefill | None = None
-    notes: tuple[str, ...] = ()
-    """Sentences on numbers that may surprise."""
+    notes: tuple[str, ...] = ()  # sentences on numbers that may surprise
     sides: Mapping[str, Side] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:

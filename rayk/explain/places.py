@@ -66,14 +66,11 @@ def counted(name: str, ids: Sequence[int]) -> str:
 class _Wanted:
     """A coordinate as it was given; None for what was left out."""
 
-    asked: int
-    """The layer that was given."""
-    layer: int
-    """The layer whose pages it uses: mostly its own."""
+    asked: int  # the layer that was given
+    layer: int  # the layer whose pages it uses: mostly its own
     block: int
     unit: int | None
-    is_head: bool
-    """Whether the unit was called one."""
+    is_head: bool  # whether the unit was called one
     token: int | None
     group: int | None
     field: str | None

@@ -17,16 +17,14 @@ from rayk.transfer.wire_geometry import needs_conversion, wire_geometry
 
 COSTS = transfer_costs("nixl/UCX", "cpu")
 COSTS_OF = "NIXL between CPU processes of one host"
-LAYER_NS = tuple(1 << n for n in range(10, 28))
-"""What a layer may take to compute: 1 us to 134 ms."""
+LAYER_NS = tuple(1 << n for n in range(10, 28))  # what a layer may take to compute: 1 us to 134 ms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Units:
     """Global units of the fields that have the same."""
 
-    unit_name: str
-    """What they are: heads, groups, ..."""
+    unit_name: str  # what they are: heads, groups, ..
     fields: tuple[str, ...]
     ids: tuple[int, ...]
 
@@ -38,18 +36,14 @@ class Read:
     producer_rank: int
     consumer_rank: int
     group: int
-    kind: str
-    """Of the group's layers: full, sliding, chunked, mla, mamba1, mamba2, gdn."""
+    kind: str  # of the group's layers: full, sliding, chunked, mla, mamba1, mamba2, gdn
     layers: tuple[int, ...]
     units: tuple[Units, ...]
     bytes: int
     num_descriptors: int
-    num_descriptors_merged: int
-    """Left when consecutive blocks of dense runs are read as one."""
-    direct_us: float
-    """What the cost model expects, blocks straight into pages."""
-    staged_us: float | None
-    """The same through the staging buffer; None where that cannot be, or it is pushed."""
+    num_descriptors_merged: int  # left when consecutive blocks of dense runs are read as one
+    direct_us: float  # what the cost model expects, blocks straight into pages
+    staged_us: float | None  # the same through the staging buffer; None where that cannot be, or it is pushed
     way: str
     """What would be chosen: direct, staged, or mixed where parts of it differ. A push: direct."""
 
@@ -66,12 +60,9 @@ class PushLayers:
 class Transfer:
     """How it travels."""
 
-    mode: str
-    """pull or push."""
-    staging: str
-    """auto, never or always; of pulls only."""
-    costs: str
-    """What the expected times are of."""
+    mode: str  # pull or push
+    staging: str  # auto, never or always; of pulls only
+    costs: str  # what the expected times are of
     push_layers: tuple[PushLayers, ...]
     """Of a push; of the producer rank that says fewest. A pull: nothing."""
 
@@ -82,10 +73,8 @@ class Conversion:
 
     producer_formats: tuple[str, ...]
     consumer_formats: tuple[str, ...]
-    wire_bytes: int
-    """Of rows that are converted, as they travel: in the producer's format."""
-    kept_bytes: int
-    """The same rows in the consumer's."""
+    wire_bytes: int  # of rows that are converted, as they travel: in the producer's format
+    kept_bytes: int  # the same rows in the consumer's
 
 
 def _landing(producer: RankGeometry, consumer: RankGeometry) -> RankGeometry:

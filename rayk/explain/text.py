@@ -25,8 +25,7 @@ HEAD = (
     "staged, us",
     "way",
 )
-LEFT = ("kind", "layers", "units", "way")
-"""Those of HEAD that are text, not numbers."""
+LEFT = ("kind", "layers", "units", "way")  # those of HEAD that are text, not numbers
 
 
 def refusal(explanation: Explanation) -> str:

@@ -27,19 +27,15 @@ small models. A quantile is off by less than the ratio of the borders it lies be
 _GAPS = (0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075)
 _ITL = (*_GAPS, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 """Of tokens: the borders of vLLM's ITL histogram, and a decade below them."""
-_SHORT = (0.0001, 0.00025, 0.0005, *_GAPS, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-"""Of steps and transfers."""
+_SHORT = (0.0001, 0.00025, 0.0005, *_GAPS, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)  # of steps and transfers
 _COUNTS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0)
 _BYTES = tuple(float(1 << n) for n in range(12, 36, 3))
 
 RANK_LABELS = ("model", "engine", "role", "rank")
 """What every value of an engine's rank is labelled with; its sink knows them."""
-ENGINE_LABELS = ("model", "engine", "role")
-"""What is told of a whole engine by whoever looks after it."""
-TIER_LABELS = ("model", "engine")
-"""What a host tier's process tells; `engine` is its name."""
-DEPLOYMENT_LABELS = ("model",)
-"""Of values that belong to requests, wherever they ran."""
+ENGINE_LABELS = ("model", "engine", "role")  # what is told of a whole engine by whoever looks after it
+TIER_LABELS = ("model", "engine")  # what a host tier's process tells; `engine` is its name
+DEPLOYMENT_LABELS = ("model",)  # of values that belong to requests, wherever they ran
 
 LABEL_VALUES: dict[str, frozenset[str]] = {
     "role": frozenset({"aggregated", "prefill", "decode"}),
@@ -89,12 +85,9 @@ class Metric:
     unit: str
     help: str
     labels: tuple[str, ...] = RANK_LABELS
-    buckets: tuple[float, ...] = ()
-    """Upper borders, for histograms."""
-    is_folded: bool = False
-    """A histogram of what is observed so often that it goes on as counts."""
-    by_leader: bool = False
-    """Whether rank 0 counts it for its whole engine: no other rank has it."""
+    buckets: tuple[float, ...] = ()  # upper borders, for histograms
+    is_folded: bool = False  # a histogram of what is observed so often that it goes on as counts
+    by_leader: bool = False  # whether rank 0 counts it for its whole engine: no other rank has it
 
     @property
     def series_ending(self) -> str:

@@ -14,8 +14,7 @@ from rayk.reports.stages import LIMITS, PARTS, age_text, evidence, largest, limi
 from rayk.reports.tp_cost import COST_NOTE, cost_table, is_cost_told, unequal_cost
 from rayk.reports.verdicts import gravest_first
 
-NAMED = 3
-"""Cells that a sentence names."""
+NAMED = 3  # cells that a sentence names
 
 
 def answers(result: Result) -> list[Answer]:

@@ -29,17 +29,14 @@ from rayk.types.rows import CellRow, RequestRow, TransferRow, moving_ns
 
 NS_PER_MS = 1e6
 NS_PER_S = 1e9
-STAGES = tuple(STAGE_MEANINGS)
-"""Stages every request row has a column for."""
+STAGES = tuple(STAGE_MEANINGS)  # stages every request row has a column for
 EFFECTIVE = tuple(f"{side}.{fact}" for side in ("prefill", "decode") for fact in EFFECTIVE_MEANINGS)
 """What each side ran with where the spec left a choice; a reason says why it was not the first choice."""
 MEASURED = tuple(field.name for field in MEASURED_FIELDS)
 """Columns of errors and bounds of log probabilities and KV values."""
-OFFLOADED = tuple(field.name for field in OFFLOAD_FIELDS)
-"""Columns of what a cell's host tier did."""
+OFFLOADED = tuple(field.name for field in OFFLOAD_FIELDS)  # columns of what a cell's host tier did
 
-CELL_FIELDS = kinds(CELLS)
-"""Columns of cells.parquet beside the axes, with their types."""
+CELL_FIELDS = kinds(CELLS)  # columns of cells.parquet beside the axes, with their types
 REQUEST_FIELDS = kinds(REQUESTS)
 TRANSFER_FIELDS = kinds(TRANSFERS)
 

@@ -39,8 +39,7 @@ LOAD_METRICS = (
 )
 """What is compared of loads; latencies are medians."""
 ABSENT = "absent"
-MAX_DIFFERENCES = 8
-"""Columns with unlike values that are named per run."""
+MAX_DIFFERENCES = 8  # columns with unlike values that are named per run
 
 
 def labels(results: list[Result]) -> list[str]:

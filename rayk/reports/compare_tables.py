@@ -64,10 +64,8 @@ SIZES_NOTE = (
     f"request of one cell, repeat and prompt. {DISCOVERY_NOTE}"
 )
 CELLS_NOTE = f"Regressions first; a pair is a request. {DISCOVERY_NOTE}"
-NUM_NAMED = 4
-"""Changes that the first sentence names."""
-MAX_UNSURE = 10
-"""Rows of cells, the largest changes, that are shown though unsure."""
+NUM_NAMED = 4  # changes that the first sentence names
+MAX_UNSURE = 10  # rows of cells, the largest changes, that are shown though unsure
 LOADS_NOTE = (
     "Where both benches sent the same requests. A pair is a batch of them in order of arrival, by their "
     "means: requests that follow each other wait in the same queues. Intervals as of runs (sign test), "
@@ -103,8 +101,7 @@ def _tones(change: Change) -> list[str]:
 
 TONES = {"regression": "unmet", "improvement": "met", "changed": "NEAR_TIE", "unsure": "NEAR_TIE"}
 """Finding -> the chip it wears."""
-Told = Sequence[tuple[str, Change]]
-"""Run and change."""
+Told = Sequence[tuple[str, Change]]  # run and change
 
 
 def paired_sections(results: list[Result], names: list[str]) -> list[TextTable]:
@@ -129,8 +126,7 @@ def paired_sections(results: list[Result], names: list[str]) -> list[TextTable]:
     ]
 
 
-MARKED = ("regression", "improvement", "changed", "unsure")
-"""Findings of cells that are shown, in this order."""
+MARKED = ("regression", "improvement", "changed", "unsure")  # findings of cells that are shown, in this order
 
 
 def _cells_section(told: Told) -> TextTable:

@@ -29,8 +29,7 @@ class Difference:
     table: str
     column: str
     num_rows: int
-    first: str
-    """The key of the first such row, and the values."""
+    first: str  # the key of the first such row, and the values
 
     def __str__(self) -> str:
         what = f"{self.table}.{self.column}" if self.column else f"rows of {self.table} in one run only"

@@ -10,10 +10,8 @@ import numpy as np
 
 from rayk.reports.student import student_t, student_within
 
-MIN_VALUES = 4
-"""Fewer show too little of how much they scatter."""
-_LEAST_ERROR = 1e-6
-"""Of a mean of logarithms: equal values are not known without end."""
+MIN_VALUES = 4  # fewer show too little of how much they scatter
+_LEAST_ERROR = 1e-6  # of a mean of logarithms: equal values are not known without end
 _NORMAL_QUARTILE = 0.6744897501960817
 
 

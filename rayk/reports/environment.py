@@ -70,8 +70,7 @@ def devices() -> dict[str, Any]:
     }
 
 
-GOES = 9
-"""Times that a probe is repeated: the best is the machine's, the median is what others leave of it."""
+GOES = 9  # times that a probe is repeated: the best is the machine's, the median is what others leave of it
 HASHED_BYTES = 2**21
 
 
@@ -91,8 +90,7 @@ def machine_load() -> dict[str, float]:
     }
 
 
-COPIED_BYTES = 64 * 2**20
-"""More than caches hold."""
+COPIED_BYTES = 64 * 2**20  # more than caches hold
 
 
 def copy_ceiling() -> dict[str, Any]:

@@ -30,14 +30,12 @@ class CellExport:
     """One cell of a run, or one load of a bench, and its requests."""
 
     index: int
-    cell: Mapping[str, Any]
-    """Its row of cells.parquet; what is null is not in it."""
+    cell: Mapping[str, Any]  # its row of cells.parquet; what is null is not in it
     is_load: bool
     answered: pd.DataFrame
     """Of a load those measured; a request that failed is in none of these frames but `failed`."""
     failed: pd.DataFrame
-    warmup: pd.DataFrame
-    """Of a load, answered before the measured ones."""
+    warmup: pd.DataFrame  # of a load, answered before the measured ones
     environment: Mapping[str, Any]
     spec: Mapping[str, Any]
 

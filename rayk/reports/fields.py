@@ -37,8 +37,7 @@ class Field:
     """One column of one table. A missing value is null: nothing was measured, or it does not apply."""
 
     name: str
-    kind: Any
-    """Its type, of pyarrow."""
+    kind: Any  # its type, of pyarrow
     unit: str
     """E.g. ms, bytes, tokens; empty for names, texts and truths."""
     meaning: str

@@ -19,8 +19,7 @@ from rayk.types.files import check_nesting, read_text
 TABLES = ("cells", "requests", "transfers")
 LOCK = ".lock"
 SPEC_BYTES = 4 << 20
-MAX_SPEC_ITEMS = 100_000
-"""Twice those of a spec that is run, whose defaults are written out: 2 s and 100 MB."""
+MAX_SPEC_ITEMS = 100_000  # twice those of a spec that is run, whose defaults are written out: 2 s and 100 MB
 _TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")
 
 

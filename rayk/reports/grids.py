@@ -175,8 +175,7 @@ def _grid_cell(record: dict[Any, Any] | None, smallest: float) -> dict[str, str]
     }
 
 
-WHERE_ANY = ("num_cached_tokens", "held_bytes")
-"""Told where they are above 0."""
+WHERE_ANY = ("num_cached_tokens", "held_bytes")  # told where they are above 0
 
 
 def _tip(record: dict[Any, Any]) -> str:

@@ -31,8 +31,7 @@ PARTS = (
     ),
 )
 """What a client sees of a request, in order; they add up to its E2E."""
-MAX_ROWS = 400
-"""Requests of a load that the waterfall shows, the first ones."""
+MAX_ROWS = 400  # requests of a load that the waterfall shows, the first ones
 SPREADS = ("ttft", "itl", "tpot", "e2e")
 
 

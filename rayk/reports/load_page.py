@@ -21,10 +21,8 @@ from rayk.reports.result import Result
 from rayk.reports.spreads import LEGEND, PALETTE, SYMBOLS, plain
 from rayk.reports.terminal import terminal_table
 
-TONES = {"VALID": "PASS", "NOISY": "NEAR_TIE", "INVALID": "unmet"}
-"""Verdict -> the chip it wears."""
-MAX_POINTS = 4000
-"""Requests that a plot shows; every k-th of more."""
+TONES = {"VALID": "PASS", "NOISY": "NEAR_TIE", "INVALID": "unmet"}  # verdict -> the chip it wears
+MAX_POINTS = 4000  # requests that a plot shows; every k-th of more
 NOTE = (
     "Times in ms, from when a request was due (closed: sent) to its first and its last token. ITL are the "
     "gaps between chunks that carry tokens, TPOT is the time after the first chunk over the tokens after "

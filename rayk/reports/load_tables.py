@@ -9,8 +9,7 @@ from rayk.reports.load_fields import LOAD_CELLS, LOAD_REQUESTS
 from rayk.reports.load_fields import METRICS as METRIC_MEANINGS
 from rayk.reports.load_fields import STATISTICS as STATISTIC_WORDS
 
-VERDICTS = ("VALID", "NOISY", "INVALID")
-"""Of a load's numbers: to be trusted, imprecise, not what they say."""
+VERDICTS = ("VALID", "NOISY", "INVALID")  # of a load's numbers: to be trusted, imprecise, not what they say
 METRICS = tuple(METRIC_MEANINGS)
 STATISTICS = tuple(STATISTIC_WORDS)
 

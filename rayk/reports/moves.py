@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-KEYS = ["cell_id", "repeat", "request_id"]
-"""What names a request."""
+KEYS = ["cell_id", "repeat", "request_id"]  # what names a request
 
 
 COLUMNS = (

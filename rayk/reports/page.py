@@ -13,17 +13,13 @@ from rayk.reports.values import format_value
 class Answer:
     question: str
     text: str
-    is_answered: bool = True
-    """Else it is folded."""
-    tone: str = ""
-    """met or unmet where the answer is good or bad news."""
+    is_answered: bool = True  # else it is folded
+    tone: str = ""  # met or unmet where the answer is good or bad news
     command: str = ""
-    shares: Sequence[Mapping[str, Any]] = ()
-    """Stretches of a bar under it: share, colour, text, tip."""
+    shares: Sequence[Mapping[str, Any]] = ()  # stretches of a bar under it: share, colour, text, tip
     table: Sequence[Sequence[str]] = ()
     """Its numbers: a row of titles, then the others; each begins with what it tells."""
-    note: str = ""
-    """What the table's numbers are."""
+    note: str = ""  # what the table's numbers are
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,20 +30,16 @@ class Plot:
     title: str = ""
     data: list[dict[str, Any]]
     layout: dict[str, Any]
-    is_wide: bool = False
-    """Whether it takes the whole width of a page, else half of it."""
+    is_wide: bool = False  # whether it takes the whole width of a page, else half of it
 
 
 @dataclass(frozen=True)
 class Column:
     title: str
     key: str
-    spec: str = ""
-    """How numbers are written (see `format_value`); texts have none."""
-    tone: str = field(default="", kw_only=True)
-    """Key of what colours its texts: a verdict, `met` or `unmet`."""
-    beside: str = field(default="", kw_only=True)
-    """Key of what stands in brackets behind its texts."""
+    spec: str = ""  # how numbers are written (see `format_value`); texts have none
+    tone: str = field(default="", kw_only=True)  # key of what colours its texts: a verdict, `met` or `unmet`
+    beside: str = field(default="", kw_only=True)  # key of what stands in brackets behind its texts
     is_under_first: bool = field(default=False, kw_only=True)
     """A page shows it under the first column's text, where no scrolling is needed to see it."""
 
@@ -58,45 +50,34 @@ class Section:
 
     title: str
     id: str = ""
-    is_folded: bool = False
-    """Of a page whoever wants it opens it; Markdown leaves it out."""
-    note: str = ""
-    """A paragraph per line."""
-    hint: str = ""
-    """What can be done with it on a page, ends the note there."""
-    words: Mapping[str, str] = field(default_factory=dict)
-    """What names in the table mean."""
+    is_folded: bool = False  # of a page whoever wants it opens it; Markdown leaves it out
+    note: str = ""  # a paragraph per line
+    hint: str = ""  # what can be done with it on a page, ends the note there
+    words: Mapping[str, str] = field(default_factory=dict)  # what names in the table mean
     grids: Sequence[Mapping[str, Any]] = ()
     """Matrices: title, corner, columns, rows of (label, cells), and heading where several stand under one.
     A cell is None or has text, note, tip, and a tone or heat, 0 to 1; Markdown says its verdict, if any."""
     plots: Sequence[Plot] = ()
     columns: Sequence[Column] = ()
     rows: Sequence[Mapping[str, Any]] = ()
-    items: Sequence[tuple[str, Sequence[str]]] = ()
-    """Names, each with lines about it."""
-    text: str = ""
-    """Shown as it is, in a fixed pitch."""
+    items: Sequence[tuple[str, Sequence[str]]] = ()  # names, each with lines about it
+    text: str = ""  # shown as it is, in a fixed pitch
     waterfall: Mapping[str, Any] | None = None
     """Requests stage by stage, as `stages.waterfall_data` has them; of one section of a page."""
-    waterfall_of: str = "Cell"
-    """What the requests are grouped by."""
+    waterfall_of: str = "Cell"  # what the requests are grouped by
 
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
     eyebrow: str
-    name: str = ""
-    """Begins the window's title."""
+    name: str = ""  # begins the window's title
     title: str
     headline: str = ""
     """The title and what chips say, for the window and for Markdown; empty: the title says it all."""
     lead: str = ""
-    chips: Sequence[tuple[str, str]] = ()
-    """(tone, text); tones are verdicts, `met` and `unmet`."""
-    stats: Sequence[tuple[str, str]] = ()
-    """(value, what it is)."""
-    answers: Sequence[Answer] = ()
-    """The first card."""
+    chips: Sequence[tuple[str, str]] = ()  # (tone, text); tones are verdicts, `met` and `unmet`
+    stats: Sequence[tuple[str, str]] = ()  # (value, what it is)
+    answers: Sequence[Answer] = ()  # the first card
     sections: Sequence[Section] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
     """Ends the page, folded; what makes times doubtful begins it."""

@@ -14,16 +14,12 @@ from rayk.reports.moves import KEYS as IDS
 from rayk.reports.moves import moves
 from rayk.reports.result import Result
 
-CONFIDENCE = 0.95
-"""Of all intervals over all cells, or of benches, together."""
+CONFIDENCE = 0.95  # of all intervals over all cells, or of benches, together
 FALSE_RATE = 0.05
 """Expected share of false ones among the changes that are marked of TP sizes, and among those of cells."""
-MARGIN = 0.05
-"""A change counts where the whole interval lies further from none."""
-LARGE = 0.25
-"""A change of which that cannot be said is unsure where it is larger."""
-KEYS = ["cell_id", "repeat", "prompt_index"]
-"""What names a request in both runs."""
+MARGIN = 0.05  # a change counts where the whole interval lies further from none
+LARGE = 0.25  # a change of which that cannot be said is unsure where it is larger
+KEYS = ["cell_id", "repeat", "prompt_index"]  # what names a request in both runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +30,8 @@ class Metric:
     unit: str
     column: str
     spec: str = ",.2f"
-    is_rate: bool = False
-    """More of it is better."""
-    is_count: bool = False
-    """Nothing of it is chance: any difference is one."""
+    is_rate: bool = False  # more of it is better
+    is_count: bool = False  # nothing of it is chance: any difference is one
 
     @property
     def title(self) -> str:
@@ -69,20 +63,16 @@ class Change:
     """How a metric of the other run relates to the base's, over pairs of what both measured."""
 
     level: str
-    subject: str
-    """A cell, a load, a pair of TP sizes, or `all cells`."""
+    subject: str  # a cell, a load, a pair of TP sizes, or `all cells`
     metric: Metric
     num_pairs: int
     base: float
-    other: float
-    """Medians over the pairs, in the metric's unit."""
+    other: float  # medians over the pairs, in the metric's unit
     ratio: float
     """Median of other / base; geometric mean where the interval is of it; of counts that of the sums."""
     low: float | None
-    high: float | None
-    """Interval of `ratio`; None where the pairs are too few for any, and of counts."""
-    num_unlike: int = 0
-    """Pairs of a count that differ."""
+    high: float | None  # interval of `ratio`; None where the pairs are too few for any, and of counts
+    num_unlike: int = 0  # pairs of a count that differ
 
     @property
     def verdict(self) -> str:
@@ -126,8 +116,7 @@ class Paired:
     level: str
     subject: str
     metric: Metric
-    pairs: pd.DataFrame
-    """base and other, a row per pair; cell_id where they are of several cells."""
+    pairs: pd.DataFrame  # base and other, a row per pair; cell_id where they are of several cells
 
     @property
     def ratios(self) -> pd.Series:

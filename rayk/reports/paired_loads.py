@@ -14,8 +14,7 @@ from rayk.reports.load_fields import STATISTICS
 from rayk.reports.paired import CONFIDENCE, KEYS, TIMES, Change, Metric, Paired, changes_of, known
 from rayk.reports.result import Result
 
-LOAD, ESTIMATE = "load", "estimate"
-"""Levels of a Change: batches of a load's requests, an estimate of a load."""
+LOAD, ESTIMATE = "load", "estimate"  # levels of a Change: batches of a load's requests, an estimate of a load
 METRICS = (*TIMES, Metric(name="longest ITL", unit="ms", column="longest_itl_ms"))
 MIN_BATCH = 5
 NUM_BATCHES = 20

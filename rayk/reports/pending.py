@@ -27,16 +27,14 @@ from rayk.types.files import parse_json, read_bytes
 FILE = "cells.pending"
 MAX_BYTES = 1 << 30
 MEND = "remove the file: `--resume` then runs its cells again"
-PART = 8
-"""An eighth: with so many new cells the tables are written, so n cells cost less than 9 n rows."""
+PART = 8  # an eighth: with so many new cells the tables are written, so n cells cost less than 9 n rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedCell:
     """A cell's rows in each table."""
 
-    cells: list[dict[str, Any]]
-    """Its one row."""
+    cells: list[dict[str, Any]]  # its one row
     requests: list[dict[str, Any]]
     transfers: list[dict[str, Any]]
 

@@ -12,12 +12,10 @@ from rayk.reports.result import Result
 from rayk.reports.spreads import LEGEND, marks_by_sizes, plain, round_values
 from rayk.reports.values import format_bytes
 
-MAX_BOXES = 60
-"""Cells a latency plot shows; the first ones of a longer run."""
+MAX_BOXES = 60  # cells a latency plot shows; the first ones of a longer run
 
 
-MAX_MARKS = 3000
-"""Requests that a cloud of marks shows; every k-th of more."""
+MAX_MARKS = 3000  # requests that a cloud of marks shows; every k-th of more
 
 
 def transfer_plots(result: Result) -> list[Plot]:

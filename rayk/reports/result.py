@@ -32,8 +32,7 @@ class Result:
     environment: dict[str, Any] = field(default_factory=dict)
     spec_yaml: str = ""
     directory: Path | None = None
-    schema_version: int = SCHEMA_VERSION
-    """Of the tables on disk, the least of them; see `schema.py`."""
+    schema_version: int = SCHEMA_VERSION  # of the tables on disk, the least of them; see `schema.py`
     lacking: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Table -> the columns that the rayk which wrote it did not have: they hold nothing."""
 

@@ -21,12 +21,9 @@ from rayk.types.errors import UserError
 
 SCHEMA_VERSION = 2
 """Of the tables that this rayk writes. 0: tables from before they named one."""
-MEASURED_STAGES = 2
-"""Since when stages are measured at both ends."""
-KEY = b"rayk.schema_version"
-"""Of the parquet files' metadata."""
-KEY_COLUMN = "cell_id"
-"""Of every table; without it a row is of nothing."""
+MEASURED_STAGES = 2  # since when stages are measured at both ends
+KEY = b"rayk.schema_version"  # of the parquet files' metadata
+KEY_COLUMN = "cell_id"  # of every table; without it a row is of nothing
 
 
 def stamped(table: pa.Table) -> pa.Table:

@@ -19,10 +19,8 @@ DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 SYMBOLS = ("circle", "diamond", "square", "triangle-up", "cross")
 LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
 """Above the figure: below it lies the axis' title."""
-SPREADS = ("ttft", "itl", "e2e")
-"""Metrics of the curves."""
-MAX_STEPS = 200
-"""Points of a curve: of more values, as many quantiles."""
+SPREADS = ("ttft", "itl", "e2e")  # metrics of the curves
+MAX_STEPS = 200  # points of a curve: of more values, as many quantiles
 
 
 def spread_plots(result: Result) -> list[Plot]:

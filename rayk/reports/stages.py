@@ -15,22 +15,19 @@ from rayk.reports.result import Result
 from rayk.reports.schema import MEASURED_STAGES
 
 NS_PER_MS = 1e6
-SLACK = 0.001
-"""Share of a request's time that may be of no stage without being told."""
+SLACK = 0.001  # share of a request's time that may be of no stage without being told
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     name: str
-    limit: str
-    """Which of LIMITS it counts for."""
+    limit: str  # which of LIMITS it counts for
     colour: str
     meaning: str
 
 
 OTHER = "other"
-TIER = "host tier"
-"""A limit that only runs with a host tier have."""
+TIER = "host tier"  # a limit that only runs with a host tier have
 
 
 def _part(name: str, limit: str, colour: str, meaning: str = "") -> Part:

@@ -24,8 +24,7 @@ STYLES = {
     "TOKEN_MISMATCH": "bold red",
 }
 """Verdict -> rich style."""
-TONE_STYLES = {**STYLES, "met": "green", "unmet": "bold red"}
-"""tone() -> rich style."""
+TONE_STYLES = {**STYLES, "met": "green", "unmet": "bold red"}  # tone() -> rich style
 MIN_REASON_WIDTH = 24
 
 

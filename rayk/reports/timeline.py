@@ -21,8 +21,7 @@ from rayk.reports.files import write_text
 from rayk.reports.moves import of_handovers
 from rayk.reports.result import Result
 
-GAP_NS = 1_000_000
-"""Between the end of a repeat and the begin of the next."""
+GAP_NS = 1_000_000  # between the end of a repeat and the begin of the next
 COORDINATOR = "coordinator"
 AT_PREFILL = ("lookup", "load", "prefill_queue", "prefill", "ticket", "digest")
 """Stages at the engine that computes the prompt; those of neither side are the coordinator's."""
@@ -103,8 +102,7 @@ def timeline_events(result: Result) -> Iterator[dict[str, Any]]:
         begin_ns = end_ns + GAP_NS
 
 
-Place = tuple[int, int]
-"""The numbers of a process and of one of its rows."""
+Place = tuple[int, int]  # the numbers of a process and of one of its rows
 
 
 class _Places:

@@ -27,18 +27,14 @@ class Side:
     machine, and all prefill sizes of a decode TP the same requests to be held against, so they count once."""
 
     name: str
-    num_pairs: int
-    """Of a prompt each, in a repeat."""
+    num_pairs: int  # of a prompt each, in a repeat
     num_units: int
     ms: float
     equal_ms: float
     more_ms: float
-    interval: tuple[float, float] | None
-    """For more_ms; None where units are too few."""
-    times: float
-    """The ratio, medians likewise."""
-    means: pd.Series[float]
-    """FACTS, and with `_e` those of the equal ones."""
+    interval: tuple[float, float] | None  # for more_ms; None where units are too few
+    times: float  # the ratio, medians likewise
+    means: pd.Series[float]  # FACTS, and with `_e` those of the equal ones
 
     @property
     def is_told(self) -> bool:

@@ -14,8 +14,7 @@ from rayk.reports.paired import median_interval
 from rayk.reports.result import Result
 from rayk.reports.values import format_bytes, format_rate, smallest_rate
 
-CONFIDENCE = 0.95
-"""Of an interval; each stands alone."""
+CONFIDENCE = 0.95  # of an interval; each stands alone
 PLACES = ("prefill.tp", "decode.tp", "prefill.layout", "decode.layout")
 
 
@@ -24,8 +23,7 @@ class Ceiling:
     """What rates are held against."""
 
     gb_per_s: float | None
-    text: str
-    """Where it comes from, or why there is none."""
+    text: str  # where it comes from, or why there is none
 
 
 def ceiling_of(environment: Mapping[str, Any]) -> Ceiling:
@@ -92,8 +90,7 @@ def placed_moves(result: Result) -> pd.DataFrame:
     return found.merge(result.cells[["cell_id", *PLACES]], on="cell_id").dropna(subset=["decode.tp"])
 
 
-PUSH = ", push"
-"""Ends the name of layouts between which KV was pushed."""
+PUSH = ", push"  # ends the name of layouts between which KV was pushed
 
 
 def layouts_name(prefill: object, decode: object, *, is_push: bool) -> str:

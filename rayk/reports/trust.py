@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-TOLERANCE = 0.2
-"""Rates of one machine differ by less from run to run; beyond it times are of two machines."""
+TOLERANCE = 0.2  # rates of one machine differ by less from run to run; beyond it times are of two machines
 FREE_SHARE = 0.8
 """Below it the usual go of a probe took a quarter longer than the best: others wanted the core."""
 
@@ -22,8 +21,7 @@ class Probe:
     title: str
     part: str
     key: str
-    how: str = ""
-    """Key beside it that says how it was measured: unlike ways are not compared."""
+    how: str = ""  # key beside it that says how it was measured: unlike ways are not compared
 
     def value(self, environment: Mapping[str, Any]) -> float | None:
         """None where the run did not measure it."""

@@ -47,11 +47,9 @@ class ResultWriter:
         check_directory(self.directory, spec_yaml, resume=resume, inputs=inputs, renew=renew)
         make_folder(self.directory)
         remove_leftovers(self.directory)
-        self.finished: dict[str, str] = {}
-        """Cell id -> verdict of the cells on disk."""
+        self.finished: dict[str, str] = {}  # cell id -> verdict of the cells on disk
         self._tables = {name: make_table([], fields) for name, fields in FIELDS.items()}
-        self._new: list[FinishedCell] = []
-        """Cells that `_tables` does not have."""
+        self._new: list[FinishedCell] = []  # cells that `_tables` does not have
         self._pending = Pending(self.directory)
         self._sessions: list[dict[str, Any]] = []
         self.changed_facts: list[str] = []

@@ -49,10 +49,8 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_positions = max_positions
         self.num_preemptions = 0
-        self.num_prompt_tokens = 0
-        """Prompt tokens computed, also those computed again."""
-        self.num_output_tokens = 0
-        """Tokens sampled."""
+        self.num_prompt_tokens = 0  # prompt tokens computed, also those computed again
+        self.num_output_tokens = 0  # tokens sampled
         self.num_looked_up_tokens = self.num_found_tokens = 0
         """Prompt tokens of new requests, and those of them that the prefix cache had."""
         self.is_short_of_blocks = False

@@ -15,8 +15,7 @@ class KeyedHeap(Generic[K]):
 
     def __init__(self) -> None:
         self._items: list[tuple[K, str]] = []
-        self._at: dict[str, int] = {}
-        """Name -> its index."""
+        self._at: dict[str, int] = {}  # name -> its index
 
     def __len__(self) -> int:
         return len(self._items)

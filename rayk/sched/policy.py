@@ -21,8 +21,7 @@ class PlacementRequest:
 
     request_id: str
     num_prompt_tokens: int
-    prefix_keys: PrefixKeys = ()
-    """Empty where the policy heeds none."""
+    prefix_keys: PrefixKeys = ()  # empty where the policy heeds none
     max_tokens: int = 0
     session: str | None = None
 
@@ -33,40 +32,31 @@ class EngineLoad:
 
     name: str
     tp: int = 1
-    num_requests: int = 0
-    """Placed here and not over."""
+    num_requests: int = 0  # placed here and not over
     num_prompt_tokens: int = 0
     """Of prompts that are to be computed here and are not yet, without those that it holds already."""
-    num_output_tokens: int = 0
-    """That requests decoding here, or about to, may still generate."""
-    tier: str = ""
-    """The host tier that it shares with others of its node; empty: it has none just now."""
+    num_output_tokens: int = 0  # that requests decoding here, or about to, may still generate
+    tier: str = ""  # the host tier that it shares with others of its node; empty: it has none just now
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
     """Where a request goes, by names of engines."""
 
-    prefill: str | None
-    """None: the decode engine computes the prompt itself."""
-    decode: str | None
-    """None: there are no decode engines; the prefill engine does it all."""
-    num_cached_tokens: int = 0
-    """Of the prompt, that the engine which computes it is expected to hold already."""
-    num_host_tokens: int = 0
-    """Of those behind them, that it is expected to load from a host tier."""
+    prefill: str | None  # None: the decode engine computes the prompt itself
+    decode: str | None  # None: there are no decode engines; the prefill engine does it all
+    num_cached_tokens: int = 0  # of the prompt, that the engine which computes it is expected to hold already
+    num_host_tokens: int = 0  # of those behind them, that it is expected to load from a host tier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySettings:
     """What policies can be told; which of it each heeds stands in `policies.POLICIES`."""
 
-    output_cost: float = 1.0
-    """What an output token costs an engine, in prompt tokens computed."""
+    output_cost: float = 1.0  # what an output token costs an engine, in prompt tokens computed
     move_cost: float = 0.1
     """What a prompt token costs whose KV is moved to a decode engine, in prompt tokens computed."""
-    block_tokens: int = 64
-    """Prompts are known by their prefixes of so many tokens, and multiples of it."""
+    block_tokens: int = 64  # prompts are known by their prefixes of so many tokens, and multiples of it
     index_blocks: int = 65536
     """So many of these are remembered; the least recently asked for are forgotten. 0: engines have no prefix
     caches."""
@@ -78,8 +68,7 @@ class PolicySettings:
     to be gone from there. 0: there is none; in a spec: as many as have room in the tier, if there is one."""
     local_prompt_tokens: int = 64
     """A decode engine computes a prompt itself that has at most so many tokens it does not hold."""
-    local_backlog_tokens: int = 512
-    """And only while so many, with these, are to be computed there."""
+    local_backlog_tokens: int = 512  # and only while so many, with these, are to be computed there
 
 
 class Policy(Protocol):
@@ -90,12 +79,9 @@ class Policy(Protocol):
     ) -> Placement:
         """Engines for a request, of those that take requests now. `prefill` is never empty; `decode` is where
         engines do both."""
-        ...
 
     def ended(self, request: PlacementRequest, placed: Placement) -> None:
         """A request that was placed is over: its KV may be in these engines' prefix caches."""
-        ...
 
     def lost(self, engine: str) -> None:
         """An engine died, or a host tier: whatever was known of its caches is no more."""
-        ...

@@ -13,7 +13,6 @@ class StopText(Protocol):
 
     def feed(self, token_id: int) -> str | None:
         """Take the next output token; the stop string that it completes, or None."""
-        ...
 
 
 @dataclass(slots=True)
@@ -25,37 +24,26 @@ class RequestState:
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     row: int | None = None
-    arrival: int = 0
-    """Its number among all that came to the scheduler: lower ones go first."""
-    num_preemptions: int = 0
-    """Times its KV was given up, at least in part."""
-    num_swaps: int = 0
-    """Times a swapper took its KV."""
-    was_admitted: bool = False
-    """Whether it ran here at some time."""
+    arrival: int = 0  # its number among all that came to the scheduler: lower ones go first
+    num_preemptions: int = 0  # times its KV was given up, at least in part
+    num_swaps: int = 0  # times a swapper took its KV
+    was_admitted: bool = False  # whether it ran here at some time
     num_prompt_seen: int = 0
     """First prompt tokens that were computed at some time, here or where the request was prefilled."""
-    num_recomputed_tokens: int = 0
-    """Prompt tokens that were computed here though they had been before."""
+    num_recomputed_tokens: int = 0  # prompt tokens that were computed here though they had been before
     num_cached_tokens: int | None = None
     """Prompt tokens that the prefix cache had when it was first admitted; None where the prompt was prefilled
     elsewhere."""
     finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    """The stop string or stop token id that ended it."""
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it
     stop_text: StopText | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Of the prompt tokens so far, the first being None; None: not asked for, or told elsewhere."""
-    submitted_ns: int | None = None
-    """When it came to this engine; this and what follows is its leader's."""
-    first_step_ns: int | None = None
-    """When the step began that first took it."""
-    first_info: dict[str, Any] = field(default_factory=dict)
-    """What else its first token is to tell."""
-    is_told: bool = False
-    """Whether a token of it was told here."""
-    tables_sent: bool = False
-    """Whether the ranks hold this request's block tables (in its row)."""
+    submitted_ns: int | None = None  # when it came to this engine; this and what follows is its leader's
+    first_step_ns: int | None = None  # when the step began that first took it
+    first_info: dict[str, Any] = field(default_factory=dict)  # what else its first token is to tell
+    is_told: bool = False  # whether a token of it was told here
+    tables_sent: bool = False  # whether the ranks hold this request's block tables (in its row)
 
     @property
     def request_id(self) -> str:

@@ -24,19 +24,16 @@ class Swapper(Protocol):
     def swap_out(self, state: RequestState) -> bool:
         """Take over the blocks of a request that is preempted: they are copied out and come free soon. False:
         nothing was taken, the scheduler frees them and the request is computed again."""
-        ...
 
     def forget(self, request_id: str) -> None:
         """The request was removed (aborted) while it is away: whatever is kept for it may go."""
-        ...
 
 
 class AwayRequests:
     """Requests that a swapper has."""
 
     def __init__(self) -> None:
-        self.num_swaps = 0
-        """Times a request was taken, ever."""
+        self.num_swaps = 0  # times a request was taken, ever
         self._states: dict[str, RequestState] = {}
         self._leaving: set[str] = set()
 

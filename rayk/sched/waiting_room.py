@@ -19,8 +19,7 @@ NS_PER_S = 10**9
 MIN_RETRY_S = 1.0
 """What is said where nothing is known; Retry-After counts whole seconds, and 0 invites a storm."""
 MAX_RETRY_S = 60.0
-NUM_GAPS = 64
-"""Completions that their pace is measured over."""
+NUM_GAPS = 64  # completions that their pace is measured over
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +44,8 @@ class WaitingRoom(Generic[T]):
         self.max_waiting = max_waiting
         self._waiting: dict[str, _Waiting[T]] = {}
         self._num_arrivals = 0
-        self._turns: KeyedHeap[tuple[int, int]] = KeyedHeap()
-        """By priority, then arrival."""
-        self._deadlines: KeyedHeap[int] = KeyedHeap()
-        """Of those who have one."""
+        self._turns: KeyedHeap[tuple[int, int]] = KeyedHeap()  # by priority, then arrival
+        self._deadlines: KeyedHeap[int] = KeyedHeap()  # of those who have one
         self._pace = Pace()
 
     def __len__(self) -> int:

@@ -28,8 +28,7 @@ class Chooser:
 
     def __init__(self) -> None:
         self._picks = 0
-        self._picked: dict[str, int] = {}
-        """Engine -> its last pick."""
+        self._picked: dict[str, int] = {}  # engine -> its last pick
 
     def least(self, engines: Sequence[EngineLoad], costs: Sequence[float]) -> EngineLoad:
         """One of `engines`, of which there is one at least."""

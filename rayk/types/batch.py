@@ -15,14 +15,11 @@ class ScheduledRequest:
     request_id: str
     row: int
     """Persistent row of the engine's block tables, 0 .. max_seqs - 1."""
-    num_computed_tokens: int
-    """Tokens whose KV exists before this step."""
-    token_ids: tuple[int, ...]
-    """The tokens computed in this step, at positions num_computed_tokens and on."""
+    num_computed_tokens: int  # tokens whose KV exists before this step
+    token_ids: tuple[int, ...]  # the tokens computed in this step, at positions num_computed_tokens and on
     new_block_ids: tuple[tuple[int, tuple[int, ...]], ...]
     """Per KV group: (index in the block table where the new ids go, new block ids)."""
-    needs_logits: bool
-    """Whether the last token's logits are sampled (false inside a chunked prefill)."""
+    needs_logits: bool  # whether the last token's logits are sampled (false inside a chunked prefill)
     num_held_blocks: tuple[int, ...] = ()
     """Per KV group: how many of the new ids, the first ones, hold KV of this request's tokens already, from a
     cache or another engine: they were not handed out for this step. Empty: none."""
@@ -53,11 +50,8 @@ class ScheduledBatch:
 class StepTokens:
     """What a step came to, by request id. Filled by the sampler."""
 
-    token_ids: Mapping[str, int]
-    """Of the requests that needed logits, and got finite ones."""
-    not_finite: frozenset[str] = frozenset()
-    """Those whose logits were not."""
-    logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)
-    """Of these tokens, where asked for."""
+    token_ids: Mapping[str, int]  # of the requests that needed logits, and got finite ones
+    not_finite: frozenset[str] = frozenset()  # those whose logits were not
+    logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)  # of these tokens, where asked for
     prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
     """Of the prompt tokens that `prompt_logits` was about, in order."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-MAX_TOKENS = 1 << 24
-"""Of a prompt or an answer, and of all prompts together."""
+MAX_TOKENS = 1 << 24  # of a prompt or an answer, and of all prompts together
 MAX_REQUESTS = 1_000_000
 MAX_BLOCKS = 1 << 22
-MAX_ENGINES = 1 << 12
-"""And ranks of one."""
+MAX_ENGINES = 1 << 12  # and ranks of one
 MAX_SECONDS = 1e8
-MIN_RATE, MAX_RATE = 1e-6, 1e9
-"""Per second."""
+MIN_RATE, MAX_RATE = 1e-6, 1e9  # per second

@@ -20,8 +20,7 @@ class EngineConfig:
     layout: str = "auto"
     block_size: int = 16
     kernel_block_size: int | None = None
-    kv_dtype: str = "auto"
-    """auto (as `dtype`), fp8_e4m3 or nvfp4."""
+    kv_dtype: str = "auto"  # auto (as `dtype`), fp8_e4m3 or nvfp4
     kv_scales: str = "tensor"
     """Of fp8: tensor (one per layer and side of the cache) or token_head (one per token and head)."""
     num_blocks: int = 256
@@ -38,8 +37,7 @@ class EngineConfig:
     in those of full attention."""
     cuda_graphs: str = "auto"
     """Whether decode steps are replayed from CUDA graphs: auto (where they can be) or never."""
-    comm: str = "auto"
-    """How tensor-parallel ranks talk: auto, shm (CPU ranks of one host), gloo, nccl."""
+    comm: str = "auto"  # how tensor-parallel ranks talk: auto, shm (CPU ranks of one host), gloo, nccl
     state_block_size: int | None = None
     """Tokens per block of a recurrent state; None: the longest sequence, one block updated in place."""
     kernel_block_sizes: tuple[tuple[str, int], ...] = ()

@@ -28,8 +28,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-MAX_CHARACTERS = 3000
-"""Of a part of a message."""
+MAX_CHARACTERS = 3000  # of a part of a message
 
 
 @dataclass
@@ -128,8 +127,7 @@ class LayoutVetoed(RaykError):
     vetoes: tuple[tuple[str, str, str], ...]
     requested: str = ""
     """The one layout that was asked for; the user then vetoes the others, which the message leaves out."""
-    engine: str = ""
-    """Whose layout, for the message."""
+    engine: str = ""  # whose layout, for the message
 
     def __str__(self) -> str:
         prefix = f"{self.engine}: " if self.engine else ""
@@ -203,13 +201,11 @@ class KVMismatch(RaykError):
     classification: str
     num_bytes_checked: int = 0
     num_bytes_mismatched: int = 0
-    unit_name: str = "head"
-    """What the field's unit `head` is, for the message."""
+    unit_name: str = "head"  # what the field's unit `head` is, for the message
     found_rows: tuple[bytes, ...] = ()
     """Rows from `token` on as they were found, a few at most, where nothing on this side explains them: the
     producer may know whose they are."""
-    is_tail: bool = False
-    """All rows of the sequence from `token` on are wrong, and none before."""
+    is_tail: bool = False  # all rows of the sequence from `token` on are wrong, and none before
 
     def __str__(self) -> str:
         return (
@@ -223,11 +219,9 @@ class NotFiniteError(RaykError):
     """What was computed for a request is NaN or infinite: no token of it means anything."""
 
     request_id: str
-    what: str
-    """The logits of a token, or KV."""
+    what: str  # the logits of a token, or KV
     engine: str = ""
-    kv: str = ""
-    """Where its KV is so first, by layer, then token; empty: nowhere, or nobody looked."""
+    kv: str = ""  # where its KV is so first, by layer, then token; empty: nowhere, or nobody looked
     weights: tuple[str, ...] | None = None
     """Of the engine's weights, those found that hold such values themselves; None: not all were looked at."""
 
@@ -273,8 +267,7 @@ class Overloaded(RaykError):
     """A server's queue is full, or it is about to end. Nothing was started."""
 
     reason: str
-    retry_after_s: float
-    """When it may be worth trying again."""
+    retry_after_s: float  # when it may be worth trying again
 
     def __str__(self) -> str:
         return f"{self.reason}; try again in {self.retry_after_s:.0f} s"
@@ -294,8 +287,7 @@ class InternalError(RaykError):
 
     where: str
     cause: str
-    trace: str = field(default="", repr=False)
-    """Its traceback."""
+    trace: str = field(default="", repr=False)  # its traceback
 
     def __str__(self) -> str:
         return f"a bug in {self.where}: {self.cause}"

@@ -50,17 +50,14 @@ class FaultLike(Protocol):
     @property
     def kind(self) -> str:
         """drop, kill..."""
-        ...
 
     @property
     def point(self) -> str | None:
         """Where it strikes."""
-        ...
 
     @property
     def role(self) -> str | None:
         """prefill or decode, of a fault that strikes a rank; None: prefill."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

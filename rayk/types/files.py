@@ -11,10 +11,8 @@ from typing import Any, BinaryIO
 
 JSON_BYTES = 48 << 20
 """Of any JSON file: the largest of released models (a tokenizer's, a header's) take 35 MB."""
-PROMPTS_BYTES = 128 << 20
-"""Of a file of prompts, or of a trace."""
-MAX_DEPTH = 64
-"""Of what nests in a file: released configs have 4 levels."""
+PROMPTS_BYTES = 128 << 20  # of a file of prompts, or of a trace
+MAX_DEPTH = 64  # of what nests in a file: released configs have 4 levels
 
 
 def open_plain(path: str | Path) -> BinaryIO:

@@ -8,39 +8,30 @@ from typing import Literal
 Weighing = Literal["auto", "always", "never"]
 """auto: as the cost model says, and only from time to time where reads failed in a row (see Backoff); always
 and never: whatever they cost, and whatever failed."""
-ENDED = "the engine ended"
-"""Why an engine that had a host tier until its end has none any more."""
+ENDED = "the engine ended"  # why an engine that had a host tier until its end has none any more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadSettings:
     """One deployment's offloading. Saved with the results."""
 
-    host_bytes: int
-    """Of the host tier's pages; it holds as many whole blocks as fit."""
+    host_bytes: int  # of the host tier's pages; it holds as many whole blocks as fit
     layout: str = "BHLNC"
     """How the tier's pages lie. BHLNC: the canonical page, one run for each head slice of an engine's rank.
     LBNHC and the like keep a page per layer, for comparison."""
-    block_size: int = 16
-    """Tokens of a tier's block of attention, before it grows as an engine's would."""
+    block_size: int = 16  # tokens of a tier's block of attention, before it grows as an engine's would
     state_block_size: int | None = None
     """Tokens per state of a recurrent layer that is kept; None: as many as the tier's blocks of attention
     have, or `block_size` where the model has none."""
-    store: bool = True
-    """Whether engines store what they compute."""
+    store: bool = True  # whether engines store what they compute
     store_tokens: int = 512
     """An engine stores a request whenever so many more of its tokens have KV, when its prompt has, and when
     it ends."""
-    pending_share: float = 0.25
-    """Of an engine's blocks, what stores that wait may hold; more are not begun."""
-    load: Weighing = "auto"
-    """Whether what the tier holds of a prompt is loaded, or computed again."""
-    swap: Weighing = "auto"
-    """Whether a preempted request is swapped out, or computed again."""
-    disk_folder: str | None = None
-    """Where the disk tier keeps its pages; None: there is none."""
+    pending_share: float = 0.25  # of an engine's blocks, what stores that wait may hold; more are not begun
+    load: Weighing = "auto"  # whether what the tier holds of a prompt is loaded, or computed again
+    swap: Weighing = "auto"  # whether a preempted request is swapped out, or computed again
+    disk_folder: str | None = None  # where the disk tier keeps its pages; None: there is none
     disk_bytes: int = 1 << 30
-    transfer_s: float = 30.0
-    """Deadline of one store or load."""
+    transfer_s: float = 30.0  # deadline of one store or load
     lease_s: float = 120.0
     """A load's pages are kept no longer than this for an engine that does not read them."""

@@ -11,20 +11,15 @@ class Progress(Protocol):
 
     def plan(self, num_cells: int, num_finished: int) -> None:
         """The matrix is known; `num_finished` cells are on disk from an earlier run."""
-        ...
 
     def phase(self, text: str) -> None:
         """What is done before the first cell, e.g. `starting Ray`."""
-        ...
 
     def warn(self, text: str) -> None:
         """Something the user may not have meant, or should know when reading the results."""
-        ...
 
     def begin(self, cell_id: str) -> None:
         """A cell starts."""
-        ...
 
     def end(self, cell_id: str, verdict: str, reason: str) -> None:
         """A cell is on disk."""
-        ...

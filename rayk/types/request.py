@@ -5,12 +5,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-MAX_LOGPROBS = 20
-"""The most alternatives a request may ask for per token."""
-MAX_PENALTY = 2.0
-"""Presence and frequency penalties lie between its negative and this, as in OpenAI's API."""
-MAX_SEED = 2**63 - 1
-"""Seeds are signed 64-bit integers."""
+MAX_LOGPROBS = 20  # the most alternatives a request may ask for per token
+MAX_PENALTY = 2.0  # presence and frequency penalties lie between its negative and this, as in OpenAI's API
+MAX_SEED = 2**63 - 1  # seeds are signed 64-bit integers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,23 +24,17 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     top_k: int | None = None
     """Draw among the k best tokens, and those that tie with the last of them; None: among all."""
-    top_p: float = 1.0
-    """Draw among the fewest best tokens whose probabilities add up to this."""
-    min_p: float = 0.0
-    """Draw among tokens at least this fraction as likely as the best one."""
+    top_p: float = 1.0  # draw among the fewest best tokens whose probabilities add up to this
+    min_p: float = 0.0  # draw among tokens at least this fraction as likely as the best one
     seed: int | None = None
     """Equal seeds give equal tokens, whatever else the engine runs and wherever; None: a seed of its own."""
-    stop: tuple[str, ...] = ()
-    """Texts that end the output with the token that completes one of them."""
+    stop: tuple[str, ...] = ()  # texts that end the output with the token that completes one of them
     logprobs: int | None = None
     """Report each token's log probability and that many of the best tokens'; None: nothing. Of the model's
     own logits: log_softmax in float32, before penalties and temperature."""
-    prompt_logprobs: int | None = None
-    """The same of each prompt token but the first."""
-    presence_penalty: float = 0.0
-    """Subtracted from the logit of every token that was generated."""
-    frequency_penalty: float = 0.0
-    """Subtracted once for every time a token was generated."""
+    prompt_logprobs: int | None = None  # the same of each prompt token but the first
+    presence_penalty: float = 0.0  # subtracted from the logit of every token that was generated
+    frequency_penalty: float = 0.0  # subtracted once for every time a token was generated
     repetition_penalty: float = 1.0
     """Positive logits of tokens in prompt or output are divided by it, negative ones multiplied."""
 
@@ -63,10 +54,8 @@ class TokenLogprobs:
     """How likely the model found one token. Filled by the engine."""
 
     token_id: int
-    logprob: float
-    """Natural logarithm of its probability."""
-    rank: int
-    """1 for the most likely token; tokens that tie share the better rank."""
+    logprob: float  # natural logarithm of its probability
+    rank: int  # 1 for the most likely token; tokens that tie share the better rank
     top: tuple[tuple[int, float], ...]
     """(token id, log probability) of the best tokens, best first; as many as were asked for."""
 

@@ -29,12 +29,9 @@ class RequestRow:
     decode_engine: str | None = None
     kv_path: str = "none"
     """remote, local, recomputed (it came from elsewhere, and was lost in a preemption) or none."""
-    finish_reason: str | None = None
-    """stop, length, abort or error."""
-    stop_reason: str | None = None
-    """The stop string, or the stop token id in decimal, that ended the output."""
-    seed: int | None = None
-    """What the tokens were drawn with; None where they were not drawn."""
+    finish_reason: str | None = None  # stop, length, abort or error
+    stop_reason: str | None = None  # the stop string, or the stop token id in decimal, that ended the output
+    seed: int | None = None  # what the tokens were drawn with; None where they were not drawn
     output_logprobs: list[float] | None = None
     """Of each output token, if asked for: natural logarithms, of the model's own logits."""
     prompt_logprobs: list[float | None] | None = None
@@ -45,10 +42,8 @@ class RequestRow:
     """The same at each prompt token but the first."""
     token_times_ns: list[int] = field(default_factory=list)
     """When its engine had each output token, on the coordinator's clock (time.monotonic_ns)."""
-    arrival_ns: int = 0
-    """When it was due: latencies count from then."""
-    due_ns: int = 0
-    """The same, after the start of its repeat: 0 where all requests arrive at once."""
+    arrival_ns: int = 0  # when it was due: latencies count from then
+    due_ns: int = 0  # the same, after the start of its repeat: 0 where all requests arrive at once
     stage_ns: dict[str, int] = field(default_factory=dict)
     """Stage name -> duration; see reports.columns.STAGES."""
     exposed_ns: int | None = None
@@ -59,20 +54,15 @@ class RequestRow:
     cache."""
     num_disk_tokens: int = 0
     """Prompt tokens up to the end of the last block that the host tier had to bring from disk for that."""
-    load_ns: int = 0
-    """From the question to the host tier until its rows were here, proven."""
+    load_ns: int = 0  # from the question to the host tier until its rows were here, proven
     num_swaps: int = 0
     """Times the request was preempted and its KV swapped out, in place of computing it again."""
-    swap_ns: int = 0
-    """How long it was away for that, together."""
+    swap_ns: int = 0  # how long it was away for that, together
     offload_failure: str | None = None
     """Why what the host tier had offered could not be loaded: it was computed."""
-    num_attempts: int = 1
-    """Times the prompt was placed."""
-    failure: str | None = None
-    """What the first attempt that failed died of, also where the request was saved."""
-    recovered_by: str | None = None
-    """recompute or migrate: how a request whose hand-over failed was saved."""
+    num_attempts: int = 1  # times the prompt was placed
+    failure: str | None = None  # what the first attempt that failed died of, also where the request was saved
+    recovered_by: str | None = None  # recompute or migrate: how a request whose hand-over failed was saved
     num_valid_tokens: int | None = None
     """Prompt tokens of a recomputed request whose KV had arrived and was proven: they were not computed
     again."""
@@ -92,12 +82,9 @@ class TransferRow:
     num_descriptors: int
     """Asked of the transport, before neighbouring blocks are merged: runs, or the whole stretches of a
     read that was staged. What could not be posted was not asked."""
-    held_bytes: int = 0
-    """Not moved: the consumer has them in its prefix cache."""
-    num_descriptors_merged: int | None = None
-    """Left when consecutive blocks of dense runs go as one."""
-    mode: str = "pull"
-    """pull (the consumer reads) or push (the producer writes)."""
+    held_bytes: int = 0  # not moved: the consumer has them in its prefix cache
+    num_descriptors_merged: int | None = None  # left when consecutive blocks of dense runs go as one
+    mode: str = "pull"  # pull (the consumer reads) or push (the producer writes)
     purpose: str = "handover"
     """handover (to the engine that decodes, from the one that computed the prompt or from the host tier),
     relay (before that, into the host tier), load (from the host tier, not to compute it) or swap (a preempted
@@ -108,28 +95,21 @@ class TransferRow:
     begin_ns: int | None = None
     """The first post, on the clock of who reads; once its request's row has it, after that was due. None of a
     push, whose writes lie within the prefill."""
-    end_ns: int | None = None
-    """The last completion, likewise: when it was seen."""
+    end_ns: int | None = None  # the last completion, likewise: when it was seen
     transport: str = ""
-    staged: bool = False
-    """Whether whole stretches went through a staging buffer and were repacked there."""
-    direct_cost_us: float | None = None
-    """What the cost model expects of a transfer run by run."""
+    staged: bool = False  # whether whole stretches went through a staging buffer and were repacked there
+    direct_cost_us: float | None = None  # what the cost model expects of a transfer run by run
     staged_cost_us: float | None = None
     """What it expects of staging, repacking included; None where nothing can be staged."""
-    repack_ns: int = 0
-    """Copying from the staging buffer into pages."""
-    convert_ns: int = 0
-    """Turning what arrived into the consumer's own KV format."""
+    repack_ns: int = 0  # copying from the staging buffer into pages
+    convert_ns: int = 0  # turning what arrived into the consumer's own KV format
     digest_ns: int = 0
     """Digests of the request on the two ranks of the row: the producer's before the ticket, the
     consumer's when all was here."""
     num_layers_per_write: int | None = None
     """Layers that one write of a push brings; the last of a chunk of the prompt may bring fewer."""
-    num_writes: int | None = None
-    """Of a push."""
-    num_early_writes: int | None = None
-    """Of these, posted before the prompt's last layer was computed."""
+    num_writes: int | None = None  # of a push
+    num_early_writes: int | None = None  # of these, posted before the prompt's last layer was computed
     retries: int = 0
     verdict: str = "OK"
 
@@ -161,8 +141,7 @@ class CellRow:
     """One cell: what the run found. Sums and percentiles over its requests are added by reports."""
 
     cell_id: str
-    axes: dict[str, object]
-    """Every axis under its dotted name; None where it does not apply."""
+    axes: dict[str, object]  # every axis under its dotted name; None where it does not apply
     verdict: str
     reason: str = ""
     num_token_mismatches: int | None = None
@@ -170,13 +149,11 @@ class CellRow:
     first_divergence: tuple[int, int] | None = None
     """(prompt index, token index) of the first output token that differs."""
     checks_done: list[str] = field(default_factory=list)
-    near_tie_tolerance: float | None = None
-    """Logit gap below which two tokens count as tied."""
+    near_tie_tolerance: float | None = None  # logit gap below which two tokens count as tied
     expected_verdict: str = "PASS"
     has_idle_faults: bool = False
     """Whether a planted fault was to be recovered from, and nothing was recovered, nor did anything fail."""
-    prefill_effective_block_sizes: list[int] | None = None
-    """Per KV group, tokens."""
+    prefill_effective_block_sizes: list[int] | None = None  # per KV group, tokens
     decode_effective_block_sizes: list[int] | None = None
     prefill_effective_kernel_block_sizes: list[int] | None = None
     """Per KV group, tokens of the parts in which attention kernels address a block."""
@@ -199,14 +176,12 @@ class CellRow:
     num_token_layers: int | None = None
     """Tokens that the engines which compute prompts computed, prompts' and others, summed over the layers
     that computed them; of all repeats. None where an engine did not live to tell."""
-    decode_num_token_layers: int | None = None
-    """The same of the decode engines."""
+    decode_num_token_layers: int | None = None  # the same of the decode engines
     num_kv_bytes_checked: int | None = None
     num_kv_bytes_mismatched: int | None = None
     num_kv_values_checked: int | None = None
     """Elements of P's cache compared with the reference's; None when not compared."""
-    max_kv_value_error: float | None = None
-    """Largest absolute difference among them."""
+    max_kv_value_error: float | None = None  # largest absolute difference among them
     num_blocks_leased: int | None = None
     """Blocks that were put under a lease or reserved for a push, of all engines and repeats."""
     num_blocks_freed: int | None = None

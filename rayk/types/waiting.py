@@ -8,8 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PAUSES_S = (10.0, 20.0, 30.0, 60.0)
-"""Before each line about one wait; the last one for all that follow."""
+PAUSES_S = (10.0, 20.0, 30.0, 60.0)  # before each line about one wait; the last one for all that follow
 
 
 def busy() -> dict[str, str]:

@@ -14,10 +14,8 @@ from rayk.sched.work import Chooser, work
 class HeldTokens:
     """Prompt tokens that somebody has. The last one is always computed, for its logits."""
 
-    here: Mapping[str, int]
-    """In engines' own caches, by name."""
-    tiers: Mapping[str, int]
-    """In host tiers, by name."""
+    here: Mapping[str, int]  # in engines' own caches, by name
+    tiers: Mapping[str, int]  # in host tiers, by name
 
     def num_host_tokens(self, engine: EngineLoad) -> int:
         """That an engine loads."""
@@ -40,8 +38,7 @@ class PrefixAware:
 
     def __init__(self, settings: PolicySettings) -> None:
         self.index = PrefixIndex(settings.block_tokens, settings.index_blocks)
-        self._tiers: dict[str, PrefixIndex] = {}
-        """What each host tier holds."""
+        self._tiers: dict[str, PrefixIndex] = {}  # what each host tier holds
         self._settings = settings
         self._chooser = Chooser()
 
