@@ -13,41 +13,42 @@ from rayk.kv.free_runs import FreeRuns
 from rayk.types.errors import OutOfBlocks
 
 NULL_BLOCK = 0
-"""Never handed out: stands in block tables for blocks that need not exist (outside a window)."""
+"""Block id that is never handed out: it stands in block tables for blocks that need not exist, e.g. outside a
+window."""
 SPARE_BLOCKS = 32
-"""So many more of the oldest kept blocks than are needed may be chosen from, or a sixteenth of the pool where
-that is less, so that those taken are consecutive where that can be had."""
+"""To find a consecutive run, `allocate` looks at up to this many (or a sixteenth of the pool, if less) more
+of the oldest cached blocks than it needs."""
 
 
 class BlockPool:
     """Hands out block ids, preferring consecutive ones (they coalesce into longer transfer runs).
 
-    A block that nobody holds may keep its content, so that it can be found again, until it is handed out:
-    those without any go first, then those that were held longest ago. No call costs more in a larger pool
-    (but for a logarithm), whatever is free: engines ask in every step.
+    A freed block may keep its content for later prefix hits until it is handed out again. Blocks without
+    content go first, then the least recently freed. Calls cost at most the logarithm of the pool's size per
+    block.
     """
 
     def __init__(self, num_blocks: int, on_lost: Callable[[Sequence[int]], None] | None = None) -> None:
-        """`on_lost` is told of kept blocks that are handed out: their content is about to go."""
+        """`on_lost` is called with cached blocks that are being handed out, whose content is about to be
+        overwritten."""
         assert num_blocks >= 2, "a null block and at least one other"
         self.num_blocks = num_blocks
         self._on_lost = on_lost
         self._blank = FreeRuns(num_blocks)
-        """Those that nobody holds, and that keep nothing."""
+        """Free blocks without content."""
         self._blank.add(NULL_BLOCK + 1, num_blocks - 1)
         self._oldest: OrderedDict[int, None] = OrderedDict()
-        """Those that nobody holds and that keep something; what was given back last comes last."""
+        """Free blocks with content, least recently freed first."""
         self._references = array("q", bytes(8 * num_blocks))
         self._kept = bytearray(num_blocks)
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that can be allocated now."""
         return len(self._blank) + len(self._oldest)
 
     @property
     def num_cached_blocks(self) -> int:
-        """Of these, blocks whose content can still be found."""
+        """Free blocks whose content can still be found."""
         return len(self._oldest)
 
     def allocate(self, num_blocks: int, after: int | None = None) -> list[int]:
@@ -71,7 +72,7 @@ class BlockPool:
         return taken
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Add a reference to each block, which somebody holds, or whose content was kept."""
+        """Add a reference to each block, which must be in use or keep its content."""
         for block in block_ids:
             assert self._references[block] > 0 or self._kept[block], f"block {block} is not in use"
             if not self._references[block]:
@@ -79,20 +80,20 @@ class BlockPool:
             self._references[block] += 1
 
     def keep(self, block_id: int) -> None:
-        """Whoever gives this block back leaves its content to be found."""
+        """Mark the block so that its content stays findable after it is freed."""
         assert self._references[block_id] > 0, f"block {block_id} is not in use"
         self._kept[block_id] = 1
 
     def forget(self, block_id: int) -> None:
-        """Its content is not to be found any more, whoever holds it."""
+        """Drop the block's content: it is not findable any more."""
         self._kept[block_id] = 0
         if block_id in self._oldest:
             del self._oldest[block_id]
             self._blank.add(block_id, 1)
 
     def free(self, block_ids: Iterable[int]) -> None:
-        """Drop a reference of each block; null blocks are passed over. Of kept ones the last go first: what
-        comes early in a sequence is worth more."""
+        """Drop a reference of each block; null blocks are skipped. Of cached blocks the last are reused
+        first, since the beginning of a sequence is shared more often."""
         blank = []
         for block in reversed(tuple(block_ids)):
             if block == NULL_BLOCK:
@@ -108,15 +109,13 @@ class BlockPool:
         self._blank.add_all(blank)
 
     def references(self, block_id: int) -> int:
-        """How many holders a block has."""
         return self._references[block_id]
 
     def is_kept(self, block_id: int) -> bool:
-        """Whether its content is to be found."""
         return bool(self._kept[block_id])
 
     def check_integrity(self) -> None:
-        """Every block is free or referenced, the null block neither. AssertionError otherwise."""
+        """Assert that every block but the null block is either free or referenced."""
         free = {b for b in range(self.num_blocks) if b in self._blank or b in self._oldest}
         used = {b for b, holders in enumerate(self._references) if holders > 0}
         assert NULL_BLOCK not in free, "the null block was freed"
@@ -131,13 +130,14 @@ class BlockPool:
         )
 
     def _first_blank(self, num_blocks: int, after: int | None) -> int | None:
-        """Where so many consecutive blocks without content begin; None where they do nowhere."""
+        """Start of a run of `num_blocks` blocks without content, right after `after` if possible; None if
+        there is no such run."""
         if after is not None and self._blank.holds(after + 1, num_blocks):
             return after + 1
         return self._blank.first(num_blocks)
 
     def _take_oldest(self, num_blocks: int, after: int | None) -> list[int]:
-        """More than there are without content: from those and the kept ones that go first."""
+        """Take blocks without content and, because there are too few, the oldest cached ones."""
         blank = self._blank.take_lowest(num_blocks)
         spare = min(SPARE_BLOCKS, self.num_blocks // 16)
         candidates = blank + list(islice(self._oldest, num_blocks - len(blank) + spare))
@@ -153,7 +153,8 @@ class BlockPool:
 
 
 def _find_run(free: Sequence[int], num_blocks: int, after: int | None) -> list[int] | None:
-    """Consecutive ones of these ascending ids; None where there are none. One alone follows `after`."""
+    """A run of `num_blocks` consecutive ids among these ascending ones, or None. A single block is a run only
+    if it follows `after`."""
     ids = np.array(free, dtype=np.int64)
     # ids[i + n - 1] - ids[i] == n - 1 exactly where n consecutive ids start at i.
     spans = ids[num_blocks - 1 :] - ids[: len(ids) - num_blocks + 1]

@@ -1,4 +1,4 @@
-"""A sequence's block table in one group, and which rows its blocks hold."""
+"""One request's block table in one group, and which rows its blocks hold."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class BlockTable:
     blocks: list[int]
     num_trimmed: int = 0
     num_named: int = 0
-    """First entries that are in the prefix cache, or will not be."""
+    """Number of leading entries that are in the prefix cache or will never be."""
     since: Since | None = None
-    """Of a sequence of which only some rows came: those that are there. None: all are."""
+    """Per lane, the first row that is present; None means all rows are."""
     filled: Mapping[int, Since] = field(default_factory=dict)
-    """Entries that came from another place, with the rows that are there (empty: all), whatever `since`
-    says."""
+    """Entries that were filled from another place -> the first row present per lane (empty: all). Overrides
+    `since`."""
 
 
 def live_part(group: KVCacheGroup, table: BlockTable, num_tokens: int) -> BlockTable | None:
-    """Of a request's table the entries with rows that live after its first `num_tokens` tokens; None where
-    not all of these are there, or would not stay."""
+    """The part of a table that is live after `num_tokens` tokens; None if some of these rows are missing or
+    will be overwritten."""
     size = group.spec.block_size
     starts = [lane.live_rows(num_tokens).start for lane in group.lanes]
     stop = -(-num_tokens // size)
@@ -45,8 +45,8 @@ def live_part(group: KVCacheGroup, table: BlockTable, num_tokens: int) -> BlockT
 
 
 def since_in(group: KVCacheGroup, index: int, since: Since | None) -> Since:
-    """From where on rows are in an entry of a table, by lane; 0 where all are. A state is one row, that of
-    its block's last token."""
+    """Per lane, the first row present in entry `index` of a table; 0 if all rows are. A state has one row,
+    that of its block's last token."""
     if since is None or not group.spec.has_token_rows:
         return (0,) * len(group.lanes)
     first, stop = index * group.spec.block_size, (index + 1) * group.spec.block_size
@@ -54,5 +54,5 @@ def since_in(group: KVCacheGroup, index: int, since: Since | None) -> Since:
 
 
 def num_real(tables: Sequence[BlockTable]) -> int:
-    """Blocks in them, nulls aside."""
+    """Number of blocks in the tables, null blocks not counted."""
     return sum(b != NULL_BLOCK for t in tables for b in t.blocks)

@@ -1,7 +1,7 @@
-"""CanonicalKVCaches: one int8 buffer per rank, and everything that is a view of it.
+"""CanonicalKVCaches: one int8 buffer per rank, and the views that layers bind.
 
-Legend: B kernel blocks, H head slots, U slots of any units, N token slots of a kernel block, C content
-elements (K then V).
+Legend: B kernel blocks, H head slots, U unit slots, N token slots of a kernel block, C content elements (K
+then V).
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 
 CacheView = torch.Tensor | Mapping[str, torch.Tensor]
-"""What a layer binds: attention one tensor [B, H, N, C]; several bundles by name (a state's are [B, U, 1, C]
-each; some formats keep keys and values apart). A bundle of unlike dtypes is seen as uint8."""
+"""What a layer binds: attention one tensor [B, H, N, C]; layers with several bundles a mapping by name
+(states: [B, U, 1, C]; some formats keep keys and values apart). A bundle of mixed dtypes is viewed as uint8.
+"""
 
 
 @dataclass(frozen=True)
 class FieldView:
-    """One field of a layer's cache as its kernels see it, to prove what they wrote.
+    """One field of a layer's cache, seen through the tensors that its kernels use, to verify what they wrote.
 
-    `view` is [B, U, N, C of this field], typed, a view of the tensors the kernels use. `units`: global ids of
-    its U units, as the layer's weights were cut.
+    `view` is [B, U, N, C of this field], typed. `units` are the global ids of its U units, as the layer's
+    weights were cut.
     """
 
     name: str
@@ -49,14 +50,14 @@ class FieldView:
 
 
 class OwnsCache(Protocol):
-    """What keeps one part of a layer's cache: attention, or a recurrent mixer."""
+    """A layer part that keeps a cache: attention or a recurrent mixer."""
 
     def bind_kv_cache(self, view: Any) -> None:
-        """Use the view (see CacheView) from now on; strides are arbitrary but C is dense."""
+        """Use this view (a CacheView) from now on; strides are arbitrary but C is dense."""
         ...
 
     def unbind_kv_cache(self) -> None:
-        """Forget the cache, so that its buffer can be freed."""
+        """Drop the view, so that the buffer can be freed."""
         ...
 
     def field_views(self) -> tuple[FieldView, ...]:
@@ -66,7 +67,7 @@ class OwnsCache(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BlockReference:
-    """Where one block of a group lies in one tensor: bytes [offset, offset + num_bytes) of a row."""
+    """Where one block of a group lies in a row of one tensor: bytes [offset, offset + num_bytes)."""
 
     tensor: int
     offset: int
@@ -89,18 +90,17 @@ class CanonicalKVCaches:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the buffer is page-locked host memory, which a GPU copies from and to on its own."""
+        """Whether the buffer is page-locked host memory, which a GPU can copy from and to directly."""
         return bool(self.buffer.is_pinned())
 
     @cached_property
     def generations(self) -> torch.Tensor:
-        """int64 [num_blocks]: counts how often each block was handed out; inside the buffer."""
+        """int64 [num_blocks], inside the buffer: how often each block was handed out."""
         start = self.geometry.generations_offset
         table = self.buffer[start : start + self.geometry.num_blocks * GENERATION_BYTES]
         return table.view(torch.int64)
 
     def bump_generations(self, block_ids: Collection[int]) -> None:
-        """Count that these blocks were handed out once more."""
         if not block_ids:
             return
         ids, table = np.array(sorted(set(block_ids)), dtype=np.int64), self.generations
@@ -110,10 +110,8 @@ class CanonicalKVCaches:
             table[torch.from_numpy(ids).to(table.device)] += 1
 
     def view(self, layer: int, part: str = "attention") -> CacheView:
-        """The typed view that a layer's kernels write and read: [B, H, N, C], C dense and with the fields one
-        after the other; of several bundles a view each (see CacheView). KeyError if the layer keeps no such
-        part.
-        """
+        """The typed view that a layer's kernels use: [B, H, N, C], C dense with the fields side by side; a
+        mapping if there are several bundles (see CacheView). KeyError if the layer keeps no such part."""
         for group in self.geometry.groups:
             if (layer, part) in group.group.keys:
                 position = group.group.layers.index(layer)
@@ -129,9 +127,11 @@ class CanonicalKVCaches:
         owners: Mapping[CacheKey, OwnsCache],
         readers: Sequence[tuple[CacheKey, OwnsCache]] = (),
     ) -> None:
-        """Give every owner its view, and each of `readers` the view of the cache that it reads and never
-        writes. AssertionError, and nothing bound, unless exactly the cached layers are owners and readers
-        read of these."""
+        """Give every owner its view, and each reader the view of the cache that it reads but never writes.
+
+        AssertionError, with nothing bound, unless the owners are exactly the cached layers and readers read
+        only these.
+        """
         cached = {key for g in self.geometry.groups for key in g.group.keys}
         assert cached == set(owners), f"layers {sorted(set(owners) ^ cached)} do not match the cache"
         strange = {key for key, _ in readers} - cached
@@ -144,7 +144,7 @@ class CanonicalKVCaches:
         owners: Mapping[CacheKey, OwnsCache],
         readers: Sequence[tuple[CacheKey, OwnsCache]] = (),
     ) -> None:
-        """Make all forget their views: the buffer is free when this object goes, too."""
+        """Make all layers drop their views, so that the buffer is freed together with this object."""
         for layer in (*owners.values(), *(reader for _, reader in readers)):
             layer.unbind_kv_cache()
 
@@ -154,8 +154,8 @@ def allocate(
 ) -> CanonicalKVCaches:
     """Allocate one rank's buffer, int8 [geometry.buffer_bytes], and its views.
 
-    `fill` is the byte written everywhere (tests poison with it); None leaves the memory as it comes.
-    Generations start at zero. `pinned`: page-locked where CUDA is there and lets it; see `is_pinned`.
+    `fill` is the byte written everywhere (tests poison with it); None leaves memory uninitialised.
+    Generations start at zero. `pinned` page-locks the buffer where CUDA allows it; see `is_pinned`.
     """
     buffer = empty_bytes(geometry.buffer_bytes, device, pinned=pinned)
     if fill is not None:
@@ -166,8 +166,8 @@ def allocate(
 
 
 def empty_bytes(num_bytes: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
-    """int8 [num_bytes], of huge pages where the host has them: who reads all of it, as digests and transfers
-    do, waits for address translation otherwise. `pinned`: page-locked, too, where that can be had."""
+    """int8 [num_bytes], on huge pages where the host has them: digests and transfers read all of it and would
+    otherwise wait for address translation. `pinned` also page-locks it where CUDA allows that."""
     assert device.type == "cpu" or not pinned, "only host memory is page-locked"
     if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         pin = pinned and torch.cuda.is_available()
@@ -182,13 +182,12 @@ def empty_bytes(num_bytes: int, device: torch.device, *, pinned: bool = False) -
 
 
 class _HostMemory(mmap.mmap):
-    """Memory that CUDA may lock in place. What torch pins itself it rounds up to a power of two, and takes
-    of small pages."""
+    """Anonymous memory that CUDA can page-lock in place; torch's own pinned allocations are rounded up to a
+    power of two and use small pages."""
 
     locked_at: int | None = None
 
     def lock_pages(self, address: int) -> None:
-        """Lock all of it, if CUDA can."""
         cuda: Any = torch.cuda
         failed = cuda.cudart().cudaHostRegister(address, len(self), 0)
         if not int(failed):
@@ -225,8 +224,8 @@ def _tensors(
 
 
 def _stretches(geometry: RankGeometry) -> Iterator[tuple[int, int | None]]:
-    """Bytes of a block, and the position of the layer that has it (None: all have), for every index of the
-    axes outside B, in order. A group's padding positions are the last of all."""
+    """(bytes of a block, position of the layer it belongs to or None for all) for every index of the axes
+    outside B, in order. Padding positions come last."""
     first, around = geometry.groups[0], geometry.layout.around_blocks
     positions = first.group.num_positions
     if around == "L":

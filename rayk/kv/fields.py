@@ -16,7 +16,7 @@ ITEMSIZE: dict[str, int] = {
     "float8_e4m3fn": 1,
     "uint8": 1,
 }
-"""Bytes per element of every dtype a cache may hold."""
+"""Bytes per element of every dtype that a cache may hold."""
 
 FIELD_IDS: Mapping[str, int] = MappingProxyType(
     {
@@ -33,7 +33,7 @@ FIELD_IDS: Mapping[str, int] = MappingProxyType(
         )
     }
 )
-"""Every field that a spec may lower to, and the number that stands for it in digests. Only append."""
+"""Every field name -> the number that stands for it in digests. Only append."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,14 @@ class PageField:
     dtype: str
     readers: int
     bundle: str = "kv"
-    """Fields of one bundle lie side by side in each (unit, row) and are bound as one view, of bytes where
-    their dtypes differ; they have the same units and rows. Another bundle is a stretch of its own."""
+    """Fields of one bundle have the same units and rows, lie side by side in each (unit, row) and are bound
+    as one view (of bytes if their dtypes differ). Another bundle is a separate stretch of memory."""
     reader_name: str = "query heads"
-    """What the readers are, for messages."""
+    """What the readers are, in messages."""
     unit_name: str = "head"
-    """What a unit is, for messages."""
+    """What a unit is, in messages."""
     taps: int = 0
-    """A convolution's field is [channels, taps] per unit, oldest tap first; 0 for other fields."""
+    """Convolution fields are [channels, taps] per unit, oldest tap first; 0 for other fields."""
 
     def shard(self, tp_size: int, tp_rank: int) -> tuple[int, ...]:
         """Global unit ids one rank holds, ascending. Raises Unsupported if TP does not divide `readers`."""
@@ -79,8 +79,8 @@ class PageField:
 
 
 def twin_taps(fields: Sequence[PageField]) -> tuple[PageField, PageField] | None:
-    """The first two fields of taps that are alike but for their names: B and C of Mamba2, q and k of a gated
-    delta net. Exchanging them leaves every shape right. None where a layer has no such pair."""
+    """The first two convolution fields that differ only by name (B and C of Mamba2, q and k of a gated delta
+    net): exchanging them keeps every shape. None if there are none."""
     for i, first in enumerate(fields):
         for second in fields[i + 1 :]:
             if first.taps and replace(second, name=first.name, bundle=first.bundle) == first:

@@ -1,9 +1,9 @@
-"""How far off the values of a KV format are after a round trip (see formats). Free of torch.
+"""Upper bounds on the rounding error of KV formats. Free of torch.
 
-An element with p bits of significand is off by half a unit in its last place at
-most: by less than 2^-p of it where it is normal, by half the smallest step below. e4m3 has p = 4 (largest
-448, normal from 2^-6, smallest step 2^-9), e2m1 p = 2 (largest 6, normal from 1, smallest step 1/2). In nvfp4
-a block's scale is the e4m3 nearest to amax / 6, and so itself off by up to 1/17 of it.
+Rounding to p bits of significand is off by at most 2^-p of a normal value, or half the smallest step below
+the normal range. e4m3 has p = 4 (largest 448, normal from 2^-6, smallest step 2^-9), e2m1 p = 2 (largest 6,
+normal from 1, smallest step 1/2). In nvfp4 a block's scale is the e4m3 nearest to amax / 6, itself off by up
+to 1/17.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ Floats = npt.NDArray[np.float64]
 
 
 def error_bound(kv_format: KVFormat, values: Floats, scale: float = 1.0) -> Floats:
-    """The most by which each of `values` [..., elements of a head] is off after a round trip.
-
-    `scale`: the layer's, where the format has one. Of nvfp4, by what its block's scale may be.
-    """
+    """The most by which each of `values` [..., head elements] differs after a round trip. `scale` is the
+    layer's scale, where the format has one."""
     size = np.abs(np.asarray(values, dtype=np.float64))
     # Scales and quotients are rounded to float32 on the way, by 2^-24 of a value that may be off by 2^-4.
     slack = 1 + 2.0**-18

@@ -1,18 +1,18 @@
-"""What a KV format is: how the keys and values of one (head, token) become bytes, and how far off they are.
+"""KV formats: how the keys and values of one (head, token) become bytes, and how accurate they are.
 
-A latent cache has a latent and a rotated key in their place, of a single head.
+A latent cache stores a latent and a rotated key in their place, for a single head.
 
-Plain formats hold elements as they are. Quantised ones hold `element * scale`, with scales of three kinds:
+Plain formats store elements unchanged. Quantised ones store elements that are multiplied by a scale:
 
-- one per layer and side of the cache (k or v), float32, that no page holds: of the checkpoint, told in the
-  handshake (`fp8_e4m3`, and as the global scale of `nvfp4`); a latent and its rotated key share one;
-- one per (head, token) and side, float32, in the page (`fp8_e4m3_token_head`);
-- one per 16 elements, e4m3, in the page (`nvfp4`: NVIDIA, "Introducing NVFP4", developer.nvidia.com, 2025).
+ - one float32 per layer and side (k or v), outside the pages: it comes with the checkpoint and travels in the
+   handshake (`fp8_e4m3`, and the global scale of `nvfp4`); a latent and its rotated key share one;
+ - one float32 per (head, token) and side, in the page (`fp8_e4m3_token_head`);
+ - one e4m3 per 16 elements, in the page (`nvfp4`: NVIDIA, "Introducing NVFP4", developer.nvidia.com, 2025).
 
-Rounding is to nearest, ties to even, and saturates: nothing finite becomes infinite or NaN. What is either is
-NaN in every quantised format: by itself, or by its scale.
+Rounding is to nearest, ties to even, and saturates: finite values stay finite. Infinity and NaN become NaN in
+every quantised format, through the element or its scale.
 
-How far off values are after a round trip is `format_bounds`'. Free of torch and numpy.
+`format_bounds` bounds the rounding error. Free of torch and numpy.
 """
 
 from __future__ import annotations
@@ -27,68 +27,58 @@ from rayk.types.errors import Unsupported
 
 E4M3_MAX = 448.0
 E4M3_STEP = 2.0**-9
-"""Distance of the smallest values, and the smallest above 0."""
+"""Spacing of the smallest values, and the smallest value above 0."""
 E2M1_MAX = 6.0
 NVFP4_BLOCK = 16
 """Elements that share a scale."""
 SMALLEST_SCALE = 2.0**-126
-"""Of a (head, token) whose values are all (nearly) zero: the smallest normal float32."""
+"""Scale of a (head, token) whose values are all close to zero: the smallest normal float32."""
 
 LATENT_SIDES = ("latent", "rope")
-"""What a latent cache keeps of a token: a latent vector and a rotated key."""
+"""The two parts that a latent cache keeps per token: a latent vector and a rotated key."""
 
 Granularity = Literal["none", "tensor", "token_head", "block"]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredField:
-    """One field of a format: what is stored per (head, token), for a head of `elements` elements."""
+    """One field of a format, as stored per (head, token)."""
 
     name: str
-    """A key of FIELD_IDS: a side (k or v, latent or rope), or one with `_scale` behind it."""
+    """A key of FIELD_IDS: a side (k, v, latent or rope), or a side with `_scale` appended."""
     dtype: str
     """A key of ITEMSIZE."""
     row_bytes: int
     bundle: str
-    """See PageField."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """One way of keeping keys and values."""
-
     name: str
-    """What specs of a cache call their dtype."""
     storage: str
-    """Dtype (a key of ITEMSIZE) of stored elements; uint8 holds two of 4 bits, the first in the low one."""
+    """Dtype (a key of ITEMSIZE) of stored elements; uint8 packs two 4-bit elements, the first in the low
+    half."""
     significand_bits: int
-    """Of an element, the leading one included."""
+    """Significand bits of an element, the leading one included."""
     element_max: float
-    """The largest finite element."""
+    """Largest finite element."""
     scales: Granularity
-    """What shares a scale that is in the page or told beside it; none: elements are the values."""
-    worst_relative_error: float
-    """The most that a value is off, where it and its block's scale are in the normal range and do not
-    saturate: divided by the value; where scales are computed (token_head, block), by the largest that shares
-    its own."""
+    """Which elements share a scale; none: the format has no scales."""
 
     @property
     def is_quantised(self) -> bool:
-        """Whether values are divided by scales before they are stored."""
         return self.scales != "none"
 
     @property
     def has_layer_scales(self) -> bool:
-        """Whether a float32 per layer and side multiplies what pages hold."""
+        """Whether the format has a float32 scale per layer and side outside the pages."""
         return self.scales in ("tensor", "block")
 
     def fields(
         self, head_size_k: int, head_size_v: int, sides: tuple[str, str] = ("k", "v")
     ) -> tuple[StoredField, ...]:
-        """What a (head, token) holds, in page order. Raises Unsupported for head sizes it cannot hold.
-
-        `sides`: what is kept in place of a key and a value, LATENT_SIDES maybe.
-        """
+        """What a (head, token) stores, in page order. Raises Unsupported for head sizes that the format
+        cannot hold. `sides` names what is kept in place of key and value, e.g. LATENT_SIDES."""
         sizes = dict(zip(sides, (head_size_k, head_size_v), strict=True))
         kept = "latents" if sides == LATENT_SIDES else "heads"
         if self.scales == "block":
@@ -120,11 +110,11 @@ class KVFormat:
         return (*data, *(StoredField(f"{side}_scale", "float32", width, "kv") for side in sizes))
 
     def elements(self, row_bytes: int) -> int:
-        """Elements of a head whose k, or v, takes so many bytes."""
+        """Number of elements of a k (or v) that takes `row_bytes` bytes."""
         return row_bytes * 2 if self.scales == "block" else row_bytes // ITEMSIZE[self.storage]
 
     def data_bytes(self, elements: int) -> int:
-        """Bytes of a k, or a v, of so many elements, without scales."""
+        """Bytes of a k (or v) of `elements` elements, without scales."""
         return elements // 2 if self.scales == "block" else elements * ITEMSIZE[self.storage]
 
     def row_bytes(self, head_size_k: int, head_size_v: int) -> int:
@@ -132,28 +122,20 @@ class KVFormat:
         return sum(f.row_bytes for f in self.fields(head_size_k, head_size_v))
 
 
-def _worst(significand_bits: int) -> float:
-    """Half a unit in the last place, just above a power of two: 2^-p of 1 + 2^-p."""
-    return 1 / (2.0**significand_bits + 1)
-
-
 _FORMATS = (
-    KVFormat("float32", "float32", 24, (2 - 2.0**-23) * 2.0**127, "none", _worst(24)),
-    KVFormat("bfloat16", "bfloat16", 8, (2 - 2.0**-7) * 2.0**127, "none", _worst(8)),
-    KVFormat("float16", "float16", 11, 65504.0, "none", _worst(11)),
-    KVFormat("fp8_e4m3", "float8_e4m3fn", 4, E4M3_MAX, "tensor", _worst(4)),
-    # The largest becomes 448, and steps above 256 are 32.
-    KVFormat("fp8_e4m3_token_head", "float8_e4m3fn", 4, E4M3_MAX, "token_head", 16 / E4M3_MAX),
-    # Between 4 and 6 steps are 2: off by 1, times a scale that is amax / 6 and itself off.
-    KVFormat("nvfp4", "uint8", 2, E2M1_MAX, "block", (1 + _worst(4)) / E2M1_MAX),
+    KVFormat("float32", "float32", 24, (2 - 2.0**-23) * 2.0**127, "none"),
+    KVFormat("bfloat16", "bfloat16", 8, (2 - 2.0**-7) * 2.0**127, "none"),
+    KVFormat("float16", "float16", 11, 65504.0, "none"),
+    KVFormat("fp8_e4m3", "float8_e4m3fn", 4, E4M3_MAX, "tensor"),
+    KVFormat("fp8_e4m3_token_head", "float8_e4m3fn", 4, E4M3_MAX, "token_head"),
+    KVFormat("nvfp4", "uint8", 2, E2M1_MAX, "block"),
 )
 
 FORMATS: Mapping[str, KVFormat] = MappingProxyType({f.name: f for f in _FORMATS})
-"""Every format that a cache may have, by name."""
 
 
 def engine_format(dtype: str, kv_dtype: str, kv_scales: str) -> str:
-    """Name of the format that an engine keeps: `dtype` is the model's, the others the engine's settings."""
+    """Name of an engine's KV format, from the model's dtype and the engine's settings."""
     if kv_dtype == "auto":
         return dtype
     return "fp8_e4m3_token_head" if (kv_dtype, kv_scales) == ("fp8_e4m3", "token_head") else kv_dtype

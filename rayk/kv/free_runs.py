@@ -1,4 +1,4 @@
-"""Free block ids as runs of consecutive ones: the first run that is long enough is found without a scan."""
+"""Free block ids, kept as runs of consecutive ids."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterable
 
 
 class FreeRuns:
-    """Some of the ids below `num_ids`, none at first. Each call costs what it adds or takes, times the
-    logarithm of `num_ids` at most.
+    """A set of ids below `num_ids`, empty at first, that finds the first run of a given length without a
+    scan.
 
-    A tree over the ids: a leaf has the length of the run that starts there, 0 elsewhere; every other node
-    the larger of its two children.
+    It is a binary tree over the ids: the leaf of a run's first id holds the run's length, other leaves 0, and
+    inner nodes the maximum of their children. Calls cost O(ids changed * log num_ids).
     """
 
     def __init__(self, num_ids: int) -> None:
         self._num_leaves = 1 << num_ids.bit_length()
         self._longest = array("q", bytes(8 * 2 * self._num_leaves))
-        """Node 1 is the root, those below node i are 2 * i and 2 * i + 1."""
+        """Node 1 is the root; node i has the children 2 * i and 2 * i + 1."""
         self._is_in = bytearray(num_ids + 1)
         self._start_of = array("q", bytes(8 * num_ids))
-        """Of the last id of a run: its first. Elsewhere whatever stood there."""
+        """First id of a run, valid at the run's last id only."""
         self._num_in = 0
 
     def __len__(self) -> int:
@@ -30,11 +30,11 @@ class FreeRuns:
         return bool(self._is_in[block])
 
     def holds(self, start: int, count: int) -> bool:
-        """Whether all of `count` ids from `start` on are here."""
+        """Whether all ids from `start` to `start + count - 1` are free."""
         return self._is_in[start : start + count] == b"\1" * count
 
     def add(self, start: int, count: int) -> None:
-        """`count` ids from `start` on, none of which is here."""
+        """Add the ids from `start` on, none of which may be present."""
         self._is_in[start : start + count] = b"\1" * count
         self._num_in += count
         stop = start + count
@@ -48,7 +48,7 @@ class FreeRuns:
         self._start_of[stop - 1] = start
 
     def add_all(self, blocks: Iterable[int]) -> None:
-        """Ids in any order, each once, none of which is here."""
+        """Add ids given in any order, none of which may be present or repeated."""
         start = stop = 0
         for block in sorted(blocks):
             if block != stop:
@@ -60,7 +60,7 @@ class FreeRuns:
             self.add(start, stop - start)
 
     def remove(self, start: int, count: int) -> None:
-        """`count` ids from `start` on, all of which are here."""
+        """Remove the ids from `start` on, all of which must be present."""
         # Whoever goes on behind ids of its own, or asks `first`, begins where a run does.
         first = self._is_in.rfind(0, 0, start) + 1
         stop = first + self._longest[self._num_leaves + first]
@@ -74,7 +74,7 @@ class FreeRuns:
             self._start_of[stop - 1] = start + count
 
     def first(self, count: int) -> int | None:
-        """Where the first run of at least `count` ids starts; None where there is none."""
+        """Start of the first run of at least `count` ids, or None."""
         if self._longest[1] < count:
             return None
         node = 1
@@ -85,7 +85,7 @@ class FreeRuns:
         return node - self._num_leaves
 
     def take_lowest(self, count: int) -> list[int]:
-        """Remove the lowest `count` ids, or all where there are fewer."""
+        """Remove and return the lowest `count` ids, or all if there are fewer."""
         taken: list[int] = []
         while len(taken) < count and (start := self.first(1)) is not None:
             length = min(count - len(taken), self._longest[self._num_leaves + start])
@@ -94,7 +94,7 @@ class FreeRuns:
         return taken
 
     def _set(self, start: int, length: int) -> None:
-        """The run that starts here is so long now; 0: none does."""
+        """Set the length of the run that starts here; 0 if none does any more."""
         longest = self._longest
         node = self._num_leaves + start
         longest[node] = length

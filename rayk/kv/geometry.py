@@ -1,14 +1,15 @@
 """Where every byte of one rank's KV cache lies. Free of torch.
 
 The address of a field's row is affine:
+
     offset + position * layer_stride + block * block_stride + slot * unit_stride + row * row_stride
-with `block` a *kernel* block (a manager's block is `kernel_blocks_per_block` consecutive ones), `slot` the
-place of a global unit in the rank's shard, and `row` the row inside the kernel block: a token slot, or 0 in
+
+`block` is a *kernel* block (a manager's block is `kernel_blocks_per_block` consecutive ones), `slot` the
+place of a global unit in the rank's shard, and `row` the row inside the kernel block: a token slot, or 0 for
 a state. All groups of a rank share one buffer and one pool of block ids.
 
-Fields of one bundle interleave in the content of each (unit, row); each further bundle of a group is a
-stretch of its own, with units of its own. Bundles follow each other just outside the first of the axes (H, N)
-of the layout: BLHNC becomes B L [bundle] H N C, BHLNC becomes B [bundle] H L N C.
+Fields of one bundle interleave in the content of each (unit, row). Bundles of a group follow each other just
+outside the first of the axes H, N of the layout: BLHNC becomes B L [bundle] H N C, BHLNC B [bundle] H L N C.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from rayk.kv.layout import KVCacheLayout
 from rayk.kv.specs import rows_per_block
 
 GENERATION_BYTES = 8
-"""Each block has an int64 generation behind the pages, in the same buffer and registration."""
+"""Size of a block's int64 generation; the table lies behind the pages, in the same buffer and registration.
+"""
 BUNDLE_ALIGNMENT = 16
-"""Where a group has several bundles: each, and each page, starts at a multiple of so many bytes, the widest
-load of a GPU."""
+"""In groups with several bundles each bundle and page starts at a multiple of this, a GPU's widest load."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coordinate:
-    """The canonical name of a byte of a block, and the block that holds it."""
+    """The canonical name of a byte, and the block that holds it."""
 
     group: int
     layer: int
     field: str
     unit: int
     row: int
-    """Row inside the (manager's) block: a token slot, or 0 in a state."""
+    """Row inside the manager's block: a token slot, or 0 for a state."""
     byte: int
     block: int
 
@@ -50,7 +51,7 @@ class FieldGeometry:
 
     field: PageField
     units: tuple[int, ...]
-    """Global unit id in each slot."""
+    """Global unit id of each slot."""
     offset: int
     layer_stride: int
     block_stride: int
@@ -58,7 +59,7 @@ class FieldGeometry:
     row_stride: int
 
     def address(self, position: int, block: int, slot: int, row: int) -> int:
-        """First byte of a row; `block` and `row` count kernel blocks and rows inside one."""
+        """First byte of a row; `block` and `row` are a kernel block and a row inside it."""
         return (
             self.offset
             + position * self.layer_stride
@@ -70,43 +71,37 @@ class FieldGeometry:
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
-    """One KV group on one rank."""
-
     group: KVCacheGroup
     kernel_block_size: int
     """Rows of a kernel block."""
     fields: tuple[FieldGeometry, ...]
     page_bytes: int
-    """Bytes of one layer for one (manager's) block on this rank, without padding."""
+    """Bytes of one layer for one manager's block on this rank, without padding."""
 
     @property
     def block_size(self) -> int:
-        """Tokens per manager's block."""
         return self.group.spec.block_size
 
     @property
     def rows(self) -> int:
-        """Rows per manager's block."""
         return rows_per_block(self.group.spec)
 
     @property
     def tokens_per_row(self) -> int:
-        """Tokens that one row stands for: one, or in a state all of a block."""
+        """Tokens that one row stands for: 1, or a whole block for a state."""
         return self.block_size // self.rows
 
     @property
     def kernel_blocks_per_block(self) -> int:
-        """Kernel blocks in one manager's block."""
         return self.rows // self.kernel_block_size
 
     @property
     def bundles(self) -> tuple[tuple[FieldGeometry, ...], ...]:
-        """The fields by bundle, in page order."""
         names = dict.fromkeys(f.field.bundle for f in self.fields)
         return tuple(tuple(f for f in self.fields if f.field.bundle == name) for name in names)
 
     def field(self, name: str) -> FieldGeometry:
-        """The field of this name. KeyError if the group has none."""
+        """The field of this name; KeyError if the group has none."""
         for f in self.fields:
             if f.field.name == name:
                 return f
@@ -122,27 +117,24 @@ class RankGeometry:
     layout: KVCacheLayout
     num_blocks: int
     block_bytes: int
-    """Bytes of one manager's block over all positions (padding included)."""
+    """Bytes of one manager's block over all positions, padding included."""
     groups: tuple[GroupGeometry, ...]
 
     @property
     def pages_bytes(self) -> int:
-        """Bytes of all pages."""
         return self.num_blocks * self.block_bytes
 
     @property
     def generations_offset(self) -> int:
-        """Where the generation table starts: after the pages, aligned to 64 bytes."""
         return -(-self.pages_bytes // 64) * 64
 
     @property
     def buffer_bytes(self) -> int:
-        """Size of the one buffer: pages, then generations."""
         return self.generations_offset + self.num_blocks * GENERATION_BYTES
 
     def describe(self, byte: int) -> list[Coordinate]:
-        """What a byte of the buffer is: one coordinate per group (groups share block ids), or none
-        (padding, generations)."""
+        """The coordinates of a byte of the buffer, one per group (groups share block ids); empty for padding
+        and generations."""
         return [c for g in self.groups for f in g.fields for c in _decode(g, f, byte, self.num_blocks)]
 
 
@@ -157,10 +149,10 @@ def plan_rank(
 ) -> RankGeometry:
     """Lay out all groups of one rank in one buffer.
 
-    `kernel_block_sizes`: rows of a kernel block, by group; each divides the rows of a block (None: equals).
-    Groups of unlike pages lie in a block each in its own way where blocks are outermost, and are padded to
-    the largest page elsewhere; the layout must accept them (`layout_veto`). Raises Unsupported (from the
-    shard) when the TP size does not fit the model.
+    `kernel_block_sizes`: rows of a kernel block per group, each a divisor of the rows of a block (None: equal
+    to them). Where blocks are outermost, groups with different pages each use a block in their own way;
+    elsewhere they are padded to the largest page, and the layout must accept them (`layout_veto`). Raises
+    Unsupported if the TP size does not fit the model.
     """
     assert num_blocks >= 2, "a null block and at least one other"
     positions = groups[0].num_positions
@@ -183,13 +175,12 @@ def plan_rank(
 def layout_veto(
     groups: Sequence[KVCacheGroup], layout: KVCacheLayout, kernel_block_sizes: Sequence[int] | None = None
 ) -> str | None:
-    """Why these groups cannot share one pool in this layout, or None. `kernel_block_sizes` as of plan_rank.
+    """Why these groups cannot share one pool in this layout, or None.
 
-    Where blocks lie inside heads or token slots, a block id means the same bytes in every group only when all
-    groups have the same heads and head bytes; and the same rows of a kernel block, where it is cut into its
-    rows (blocks inside token slots) or is padded (several bundles). This asks for more than it must: groups
-    with unlike heads of the same bytes, or whose unlike rows inside a block take the same bytes in all on
-    every rank, would do.
+    Where blocks lie inside heads or token slots, a block id means the same bytes in every group only if all
+    groups have the same heads and head bytes, and the same rows per kernel block wherever that is cut into
+    rows or padded. The check is stricter than necessary: different heads or rows of equal total bytes would
+    work too.
     """
     if not {"H", "N"} & set(layout.around_blocks):
         return None
@@ -212,8 +203,7 @@ def layout_veto(
 def canonical_page(group: KVCacheGroup) -> GroupGeometry:
     """The canonical page of a group's layers: per bundle [unit, layer, row, byte], all units, no padding.
 
-    It is the geometry of an imaginary rank that holds everything, in BHLNC order, over the group's real
-    layers only.
+    It is the geometry of an imaginary rank that holds everything, in BHLNC order, without padding positions.
     """
     real = KVCacheGroup(group.index, group.spec, group.layers, len(group.layers))
     share = _lay_out(
@@ -229,7 +219,6 @@ def canonical_page(group: KVCacheGroup) -> GroupGeometry:
 
 
 def _bundles(fields: Sequence[PageField]) -> list[list[PageField]]:
-    """Fields by bundle, in page order."""
     bundles: dict[str, list[PageField]] = {}
     for f in fields:
         bundles.setdefault(f.bundle, []).append(f)
@@ -237,12 +226,12 @@ def _bundles(fields: Sequence[PageField]) -> list[list[PageField]]:
 
 
 def _bundle_shape(fields: Sequence[PageField]) -> tuple[int, int, int]:
-    """(units, readers, bytes of a unit): what decides how a bundle lies on any rank."""
+    """(units, readers, bytes of a unit), which decide how a bundle lies on any rank."""
     return fields[0].units, fields[0].readers, sum(f.unit_bytes for f in fields)
 
 
 def _difference(one: KVCacheGroup, other: KVCacheGroup) -> str:
-    """The first bundle in which two groups are of unlike shapes, in words; "" if there is none."""
+    """The first bundle in which two groups differ, in words; "" if there is none."""
     names = [g.spec.kind for g in (one, other)]
     if names[0] == names[1]:
         names = [f"{g.spec.kind} (layer {g.layers[0]})" for g in (one, other)]
@@ -259,7 +248,7 @@ def _difference(one: KVCacheGroup, other: KVCacheGroup) -> str:
 
 
 def _shape_text(*fields: PageField) -> str:
-    """A bundle's: `8 heads of 160 bytes (conv_x)`."""
+    """A bundle's shape in words, e.g. `8 heads of 160 bytes (conv_x)`."""
     if not fields:
         return "nothing more"
     units, _, size = _bundle_shape(fields)
@@ -269,7 +258,7 @@ def _shape_text(*fields: PageField) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Bundle:
-    """One bundle of a group on one rank: where it starts, and the strides of the axes inside it."""
+    """One bundle of a group on one rank: its start, and the strides of the axes inside it."""
 
     fields: list[PageField]
     units: tuple[int, ...]
@@ -279,7 +268,7 @@ class _Bundle:
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """One group laid out by itself on one rank; `place` fits it into the pool."""
+    """One group laid out by itself on one rank; `place` fits it into the shared pool."""
 
     group: KVCacheGroup
     layout: KVCacheLayout
@@ -287,15 +276,15 @@ class _Share:
     kernel_block_size: int
     ratio: int
     alignment: int
-    """What the start of every kernel block must be a multiple of."""
+    """Every kernel block starts at a multiple of this."""
     bundles: tuple[_Bundle, ...]
     outer: dict[str, int]
     """Strides of the axes outside the bundles."""
     step: int
-    """Bytes of one (manager's) block inside one index of the axes outside B."""
+    """Bytes of one manager's block at one index of the axes outside B."""
 
     def place(self, step: int) -> GroupGeometry:
-        """The group in a pool whose step is `step`, padding at the end of each kernel block."""
+        """The group in a pool with this step; padding goes to the end of each kernel block."""
         outer = dict(self.outer)
         if "B" in outer:
             outer["B"] = step // self.ratio
@@ -324,7 +313,7 @@ def _lay_out(
     kernel_block_size: int,
     is_packed: bool = False,
 ) -> _Share:
-    """Lay out one group; `is_packed`: nothing is aligned."""
+    """Lay out one group; `is_packed` switches alignment off."""
     rows = rows_per_block(group.spec)
     assert rows % kernel_block_size == 0, f"kernel block size {kernel_block_size} does not divide {rows}"
     ratio = rows // kernel_block_size
@@ -351,7 +340,7 @@ def _lay_out(
 
 
 def _strides(axes: str, sizes: Mapping[str, int], step: int, padding: int) -> tuple[dict[str, int], int]:
-    """Strides of `axes` around something of `step` bytes, and the bytes of it all. Pages and blocks start at
+    """Strides of `axes` around an item of `step` bytes, and the total bytes. Pages and blocks start at
     multiples of `padding`."""
     strides: dict[str, int] = {}
     for axis in reversed(axes):

@@ -1,9 +1,8 @@
 """KV cache groups: layers of equal spec that share one block table.
 
-Every group draws block ids from one pool, so each must fill the same block bytes: groups have the same
-number of positions, short ones are padded, and pages of attention grow by whole blocks towards the largest
-page. Chosen from canonical sizes, never from TP, rank or layout, so that both sides of a transfer choose
-alike; and which layers share a group does not depend on block sizes either, which may differ between them.
+All groups draw block ids from one pool, so each fills the same block bytes: groups have the same number of
+positions (short ones are padded), and attention pages grow by whole blocks towards the largest page. The
+choice depends on canonical sizes only, never on TP, rank or layout, so that both sides of a transfer agree.
 """
 
 from __future__ import annotations
@@ -24,73 +23,66 @@ CacheKey = tuple[int, str]
 """(layer, part): one of a layer's caches; part is the spec's, attention or state."""
 
 REFERENCE_TOKENS = 4096
-"""Length of the request by which groupings are compared: each group counts as it is at its fullest up to
-there. Of chunked layers nothing lives at the end of a chunk, and 4096 is one for most sizes: they would cost
-nothing, and any grouping of them would do. One token before, they hold most, which is what the pool must have
-room for; all other layers hold most at the end."""
+"""Length of the request by which groupings are compared, each group counted at its fullest up to there: at
+4096 itself a chunk often ends, where chunked layers hold nothing."""
 REFERENCE_BLOCK_SIZE = 16
-"""Tokens of an attention block, before it grows, of the engine by which groupings are compared."""
+"""Tokens of an attention block, before it grows, when groupings are compared."""
 BLOCK_COST_BYTES = 8 << 10
-"""What a block costs beside its bytes: moving it takes one descriptor at least. A scattered descriptor costs
-NIXL 1.6 to 2 us at about 5 GB/s (measured, 64 MiB in 128 to 32768 descriptors), the time of 8 to 10 KB."""
+"""What a block costs beside its bytes: moving it takes at least one descriptor, 1.6 to 2 us in NIXL at about
+5 GB/s (measured, 64 MiB in 128 to 32768 descriptors), the time of 8 to 10 KB."""
 
 SLACK = 1.03
-"""How many times the least a grouping of fewer groups may cost and hold: in every step each group costs the
-host a block table and its metadata, which bytes do not show, and every transfer its descriptors."""
+"""A grouping of fewer groups may cost and hold this many times the minimum: each group also costs block
+tables and metadata per step, and descriptors per transfer."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers sharing a block table. `layers[i]` is the layer at position i."""
+    """Layers sharing a block table; `layers[i]` is the layer at position i."""
 
     index: int
     spec: KVCacheSpec
     layers: tuple[int, ...]
     num_positions: int
-    """Positions of a block; those past len(layers) are padding."""
+    """Positions of a block; those from len(layers) on are padding."""
     seen: tuple[KVCacheSpec, ...] = ()
-    """By position, what would keep just the rows that the layer can see, where the group keeps others, too:
-    a window's among those of full attention. Empty where `spec` says it of all."""
+    """By position, the spec of the rows that the layer can see, where the group keeps more (a window among
+    full attention); empty if `spec` holds for all."""
 
     @property
     def keys(self) -> tuple[CacheKey, ...]:
-        """The caches of the group, by position."""
         return tuple((layer, self.spec.part) for layer in self.layers)
 
     @property
     def lanes(self) -> tuple[KVCacheSpec, ...]:
-        """What its layers see, each once: rows that are there for one may be missing for another."""
+        """The distinct specs by which its layers see rows; a row may be present for one lane only."""
         return tuple(dict.fromkeys(self.seen)) or (self.spec,)
 
     def seen_by(self, layer: int) -> KVCacheSpec:
-        """What tells the rows of a layer that a later token may still read, whatever the group keeps."""
+        """The spec of the rows that later tokens may still read in this layer."""
         return self.seen[self.layers.index(layer)] if self.seen else self.spec
 
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """What a request holds beyond what its layers need, over all groups, before tensor parallelism.
-
-    Positions without a layer, pages smaller than the largest, and rows of blocks that no live token fills.
-    """
+    """What a request holds beyond what its layers need, over all groups, before tensor parallelism: positions
+    without a layer, pages smaller than the largest, and rows of blocks without a live token."""
 
     allocated_bytes: int
     needed_bytes: int
 
     @property
     def bytes(self) -> int:
-        """Held but not needed."""
         return self.allocated_bytes - self.needed_bytes
 
     @property
     def percent(self) -> float:
-        """Of what is held."""
         return 100.0 * self.bytes / self.allocated_bytes if self.allocated_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class GroupMemory:
-    """Where the bytes of a group go that a request holds, before tensor parallelism."""
+    """How a group uses the bytes that a request holds, before tensor parallelism."""
 
     kind: str
     num_layers: int
@@ -100,22 +92,23 @@ class GroupMemory:
     padding_bytes: int
     """Positions without a layer, and pages smaller than the largest."""
     wasted_bytes: int
-    """Rows of its blocks that no live token fills."""
+    """Rows of its blocks without a live token."""
 
 
 def max_request_blocks(groups: Sequence[KVCacheGroup], num_tokens: int, max_batch_tokens: int) -> int:
-    """Blocks one request of `num_tokens` needs at its peak, if chunks have at most `max_batch_tokens`."""
+    """Most blocks that one request of `num_tokens` holds at a time, with chunks of at most
+    `max_batch_tokens`."""
     return sum(max_live_blocks(g.spec, num_tokens, max_batch_tokens) for g in groups)
 
 
 def group_layers(
     specs: Mapping[CacheKey, KVCacheSpec], seen: Mapping[CacheKey, KVCacheSpec] | None = None
 ) -> tuple[KVCacheGroup, ...]:
-    """Groups for the caches of a model, kinds in order of first appearance.
+    """The groups of a model's caches, kinds in order of first appearance.
 
     A kind with more layers than a group has positions is dealt round-robin into several groups. A group's
-    spec has the block size to which its pages have grown. `seen`: what would keep just the rows that each
-    layer can see, where `specs` keep more (None: they do not).
+    spec has the block size to which its pages have grown. `seen`: the spec of the rows each layer can see,
+    where `specs` keep more.
     """
     kinds: dict[KVCacheSpec, list[int]] = {}
     for key in sorted(specs):
@@ -136,10 +129,8 @@ def group_layers(
 
 
 def choose_positions(kinds: Sequence[tuple[KVCacheSpec, int]]) -> int:
-    """Positions per group for kinds of layers (spec, number of layers): those that cost a reference request
-    least, or those that make fewer groups and cost, and hold, at most SLACK times as much.
-
-    Block sizes of the specs do not count.
+    """Positions per group for kinds of layers (spec, number of layers): the cheapest for a reference request,
+    or fewer groups if these cost and hold at most SLACK times as much. Block sizes of the specs do not count.
     """
     specs = [_reference(spec) for spec, _ in kinds]
     candidates = []
@@ -156,11 +147,10 @@ def choose_positions(kinds: Sequence[tuple[KVCacheSpec, int]]) -> int:
 def unify_pages(
     specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: int
 ) -> tuple[KVCacheSpec, ...]:
-    """The specs with pages made alike, as far as whole blocks of tokens go: those with token rows grow until
-    another block would not fit into the largest page, or just beyond, which then pads the largest, whichever
-    costs a reference request of so many groups per spec and positions per group less.
+    """The specs with pages made alike as far as whole blocks allow.
 
-    States do not grow: they hold one row, however many tokens a block covers.
+    Specs with token rows grow until another block would not fit into the largest page, or just beyond it (the
+    largest is then padded), whichever costs a reference request less. States have one row and do not grow.
     """
     largest = max(page_bytes(spec) for spec in specs)
     growing = {page_bytes(spec) for spec in specs if spec.has_token_rows}
@@ -171,21 +161,15 @@ def unify_pages(
 
 def measure_waste(groups: Sequence[KVCacheGroup], num_tokens: int = REFERENCE_TOKENS) -> Waste:
     """The canonical waste of a request of `num_tokens`, each group at its fullest."""
-    page = max((page_bytes(g.spec) for g in groups), default=0)
-    allocated = needed = 0
-    for g in groups:
-        fullest = g.spec.fullest_at(num_tokens)
-        allocated += held_blocks(g.spec, fullest) * g.num_positions * page
-        # A state has one live row: that of the last token.
-        row_bytes = page_bytes(g.spec) // rows_per_block(g.spec)
-        needed += len(g.spec.live_rows(fullest)) * len(g.layers) * row_bytes
-    return Waste(allocated, needed)
+    memories = measure_groups(groups, num_tokens)
+    used = sum(m.used_bytes for m in memories)
+    return Waste(used + sum(m.padding_bytes + m.wasted_bytes for m in memories), used)
 
 
 def measure_groups(
     groups: Sequence[KVCacheGroup], num_tokens: int = REFERENCE_TOKENS
 ) -> tuple[GroupMemory, ...]:
-    """What each group holds of a request of `num_tokens`; sums of padding and waste are `measure_waste`'s."""
+    """What each group holds of a request of `num_tokens`, at its fullest."""
     found = []
     for g, padding in zip(groups, wasted_bytes(groups), strict=True):
         fullest = g.spec.fullest_at(num_tokens)
@@ -200,20 +184,19 @@ def measure_groups(
 
 
 def waste_tokens(max_positions: int) -> int:
-    """Length of the request by which waste is told: that by which groupings are compared, or what the model
-    can take."""
+    """Length of the request by which waste is reported, limited to the model's positions."""
     return min(REFERENCE_TOKENS, max_positions)
 
 
 def wasted_bytes(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
-    """Per group, the canonical bytes of each of its blocks that no layer uses: padding positions, and pages
-    padded to the largest group's."""
+    """Per group, the canonical bytes of each of its blocks that no layer uses: padding positions and page
+    padding."""
     page = max((page_bytes(g.spec) for g in groups), default=0)
     return tuple(g.num_positions * page - len(g.layers) * page_bytes(g.spec) for g in groups)
 
 
 def _grow(spec: KVCacheSpec, target_bytes: int) -> KVCacheSpec:
-    """As many blocks in one as fit into a page of `target_bytes`."""
+    """Merge as many blocks into one as fit into a page of `target_bytes`."""
     if not spec.has_token_rows:
         return spec
     return with_block_size(spec, spec.block_size * (target_bytes // page_bytes(spec)))
@@ -228,11 +211,11 @@ def _held(specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: in
 
 
 def _cost(specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: int) -> int:
-    """What a reference request costs, in bytes."""
+    """Cost of a reference request, in bytes."""
     blocks, held_bytes = _held(specs, num_groups, positions)
     return held_bytes + blocks * BLOCK_COST_BYTES
 
 
 def _reference(spec: KVCacheSpec) -> KVCacheSpec:
-    """The spec of the engine by which groupings are compared: a state has one block per request."""
+    """The spec by which groupings are compared; a state has one block per request."""
     return with_block_size(spec, REFERENCE_BLOCK_SIZE if spec.has_token_rows else REFERENCE_TOKENS)

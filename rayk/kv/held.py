@@ -1,4 +1,4 @@
-"""Where the KV memory of requests goes that were really run, copies on several ranks included."""
+"""KV memory that the requests of a run held, replicas on several ranks included."""
 
 from __future__ import annotations
 
@@ -12,26 +12,23 @@ from rayk.kv.specs import held_blocks
 
 @dataclass(frozen=True, slots=True)
 class HeldMemory:
-    """Bytes of a KV group that requests held, each at its fullest, added up; before tensor parallelism but
-    for the replicas."""
+    """Bytes of a KV group that requests held, each at its fullest, summed; before tensor parallelism except
+    for replicas."""
 
     kind: str
     num_layers: int
     block_size: int
     num_requests: int
     used_bytes: int
-    """Rows of live tokens."""
     padding_bytes: int
-    """Positions without a layer, and pages smaller than the largest."""
     wasted_bytes: int
-    """Rows of their blocks without a live token: past the last one, or before a window."""
     replicated_bytes: int
-    """What ranks held of the layers' blocks beyond one copy: heads that several ranks' readers share."""
+    """Bytes beyond one copy of the layers' blocks: heads that several ranks hold."""
 
 
 def measure_held(groups: Sequence[KVCacheGroup], tp_size: int, lengths: Sequence[int]) -> list[HeldMemory]:
-    """Per group, of requests that computed so many tokens each. Raises Unsupported if TP does not divide what
-    reads the fields."""
+    """Per group, the memory of requests that computed `lengths` tokens. Raises Unsupported if TP does not
+    divide the fields' readers."""
     copies = [_replicated_bytes(group, tp_size) for group in groups]
     sums = [[0, 0, 0, 0] for _ in groups]
     for length, count in Counter(lengths).items():
@@ -48,7 +45,7 @@ def measure_held(groups: Sequence[KVCacheGroup], tp_size: int, lengths: Sequence
 
 
 def _replicated_bytes(group: KVCacheGroup, tp_size: int) -> int:
-    """Of one block, all ranks together."""
+    """Replicated bytes of one block, summed over all ranks."""
     more = 0
     for field in group.spec.fields():
         units = sum(len(field.shard(tp_size, rank)) for rank in range(tp_size))

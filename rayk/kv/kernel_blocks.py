@@ -1,4 +1,4 @@
-"""The parts of a block that attention kernels address: which sizes engines take, and which are refused."""
+"""The part of a block that attention kernels address: choosing and checking its size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class BadKernelBlocks:
     """Why kernel blocks cannot be what a setting asks for."""
 
     setting: str
-    """Its name: kernel_block_size or kernel_block_sizes."""
+    """kernel_block_size or kernel_block_sizes."""
     problem: str
     mend: str
 
@@ -26,11 +26,10 @@ def kernel_block_sizes(
     by_kind: Mapping[str, int],
     chunks: Sequence[Sequence[int]] | None = None,
 ) -> tuple[int, ...]:
-    """Rows of a kernel block for each group: by kind, else `default`, else (and where tokens have no rows)
-    a whole block.
+    """Rows of a kernel block per group: by kind, else `default`, else a whole block.
 
-    `chunks`: by group, the lengths of its layers' chunks (None: there are none). Each chunk must begin with
-    a kernel block: where not all begin with a whole block, kernel blocks are parts of it.
+    `chunks`: per group, the chunk lengths of its layers. Each chunk must begin with a kernel block, so that
+    kernel blocks become parts of a block where chunks do not begin with a whole one.
     """
     sizes = []
     for g, lengths in zip(groups, chunks or [()] * len(groups), strict=True):
@@ -47,10 +46,10 @@ def bad_kernel_blocks(
     chunks: Sequence[Sequence[int]],
     block_size: int,
 ) -> BadKernelBlocks | None:
-    """The first thing that is wrong with what `kernel_block_sizes` is asked for, or None.
+    """The first thing that is wrong with the requested sizes, or None.
 
-    A kernel block divides the blocks of its groups and the chunks of their layers; sizes by kind are of
-    groups that are there. `block_size`: tokens of a block before it grew.
+    A kernel block must divide its group's blocks and its layers' chunks, and kinds must name groups of the
+    model. `block_size`: tokens of a block before it grew.
     """
     blocks = {g.spec.kind: g.spec.block_size for g in groups if g.spec.has_token_rows}
     for kind in by_kind:

@@ -6,7 +6,7 @@ C is always innermost: a (head, token)'s bytes stay together. Adding a layout is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rayk.types.errors import LayoutVetoed, UserError
@@ -18,25 +18,14 @@ class KVCacheLayout:
 
     name: str
 
-    def strides(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Bytes from one index of an axis to the next, for dense axes of these sizes (C in bytes)."""
-        strides: dict[str, int] = {}
-        step = 1
-        for axis in reversed(self.name):
-            strides[axis] = step
-            step *= sizes[axis]
-        return strides
-
     @property
     def block_outermost(self) -> bool:
-        """Whether one block of all layers is one contiguous run."""
         return self.name.startswith("B")
 
     @property
     def around_blocks(self) -> str:
-        """The axes outside B, outermost first. With H or N among them blocks lie inside heads or token slots:
-        a block is then in pieces within a layer, too, which lie where those of other groups do only if the
-        groups are of one shape."""
+        """The axes outside B, outermost first. With H or N among them a block is in pieces within a layer,
+        which match those of other groups only if all groups have one shape."""
         return self.name.split("B")[0]
 
 
@@ -58,7 +47,7 @@ class LayoutResolution:
 
 
 def get_layout(name: str) -> KVCacheLayout:
-    """The layout of this name. Raises UserError naming the six."""
+    """The layout of this name; UserError names all of them otherwise."""
     if name not in LAYOUTS:
         raise UserError(f"unknown KV-cache layout {name!r}", mend=f"one of {', '.join(LAYOUTS)}")
     return LAYOUTS[name]
@@ -67,8 +56,8 @@ def get_layout(name: str) -> KVCacheLayout:
 def resolve_layout(requested: str, parties: Sequence[tuple[str, Veto]]) -> LayoutResolution:
     """The most preferred layout that no party vetoes.
 
-    `requested` is a layout name (the user then vetoes all others) or "auto".
-    Raises LayoutVetoed with the whole table when nothing is left; its message keeps to what was asked for.
+    `requested` is a layout name (the user then vetoes all others) or "auto". Raises LayoutVetoed with the
+    whole table if nothing is left.
     """
     wanted = None if requested == "auto" else get_layout(requested)
     vetoes: list[tuple[str, str, str]] = []

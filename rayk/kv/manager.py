@@ -1,7 +1,6 @@
 """Block tables of requests over all KV groups, and leases on blocks that a transfer still reads.
 
-With prefix caching full blocks are found again by the tokens in them, while somebody holds them and after.
-Several tables may then hold a block; nobody writes into it.
+With prefix caching, full blocks are found again by their tokens; several tables may share one, read-only.
 """
 
 from __future__ import annotations
@@ -21,27 +20,26 @@ from rayk.types.allocator import BlockUpdates
 
 @dataclass(frozen=True, slots=True)
 class HeldPrefix:
-    """What is here already of a sequence that comes from elsewhere."""
+    """The part of a sequence from elsewhere that is already cached here."""
 
     num_tokens: int
-    """The live rows of so many first tokens."""
+    """The live rows of this many leading tokens are here."""
     blocks: tuple[tuple[int, ...], ...]
-    """Per group, those that hold them, from the first live one on."""
+    """Per group, the blocks that hold them, from the first live one on."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundPrefix:
-    """Where a sequence's first blocks are: here, or in another place."""
+    """Where the first blocks of a sequence are: here, or elsewhere."""
 
     num_tokens: int
-    """Of the prefix; 0: nothing was found."""
+    """Length of the prefix; 0 if nothing was found."""
     tables: tuple[tuple[int, ...], ...]
-    """Per group, block ids by position in the sequence; null where no row is wanted, or where a block is
-    missing."""
+    """Per group, block ids by position; null where no row is needed or the block is missing."""
     missing: tuple[tuple[int, int, bytes], ...]
-    """(group, index in its table, key) of blocks that are elsewhere only, in the order of the tables."""
+    """(group, index in its table, key) of blocks that are only elsewhere, in table order."""
     since: tuple[Since, ...] = ()
-    """Of each of these, the rows that are there."""
+    """For each missing block, the first row per lane that is available elsewhere."""
 
 
 class KVCacheManager:
@@ -55,32 +53,28 @@ class KVCacheManager:
         prefix_caching: bool = False,
         secret: bytes | None = None,
     ) -> None:
-        """`secret`: what blocks' names are made with, see PrefixKeys."""
+        """`secret`: see PrefixKeys."""
         self.groups = tuple(groups)
         self.prefixes = PrefixCache(groups, secret) if prefix_caching else None
         self.pool = BlockPool(num_blocks, self.prefixes.forget if self.prefixes is not None else None)
         self._keys: dict[str, PrefixKeys] = {}
-        """Of requests that are here, as far as they were needed."""
+        """Prefix keys of current requests, as far as they were needed."""
         self._tables: dict[str, list[BlockTable]] = {}
         self._leases: dict[str, list[BlockTable]] = {}
-        self._shared: set[str] = set()
-        """Leases whose blocks are those of a request that goes on."""
         self._reserved: dict[str, int] = {}
-        """Requests whose tables were reserved -> blocks at that time."""
+        """Requests with reserved tables -> number of blocks reserved."""
         self._num_leased = self._num_freed = 0
         self._usage = BlockUsage(len(groups))
 
     @property
     def ledger(self) -> Ledger:
-        """What came of blocks that were put aside. A request's reservation counts until the request is over,
-        or its blocks are leased on."""
+        """Counts of blocks put aside; a reservation counts until its request ends or its blocks are
+        leased."""
         return Ledger(self._num_leased, self._num_freed)
 
     def extend(self, request_id: str, num_tokens: int) -> BlockUpdates | None:
-        """Make the tables hold `num_tokens` tokens; see BlockAllocator.
-
-        A new request's whole tables are reported, so that a resumed one overwrites what stood there.
-        """
+        """Make the tables hold `num_tokens` tokens; see BlockAllocator. A new request's whole tables are
+        reported, so that a resumed request overwrites its old ones."""
         tables = self._tables.get(request_id) or [BlockTable([]) for _ in self.groups]
         missing = [
             max(0, -(-num_tokens // g.spec.block_size) - len(t.blocks))
@@ -120,11 +114,11 @@ class KVCacheManager:
         return num_tokens
 
     def unmatch(self, request_id: str) -> None:
-        """The request cannot go on yet: it gives back what `match` found."""
+        """Give back what `match` found, because the request cannot start yet."""
         self._give_back(self._tables.pop(request_id))
 
     def _take(self, request_id: str, tables: list[BlockTable]) -> None:
-        """A request has tables from now on, whose blocks the pool has handed out."""
+        """Register tables whose blocks the pool has handed out."""
         self._tables[request_id] = tables
         for index, t in enumerate(tables):
             self._usage.hold(index, t.blocks)
@@ -135,7 +129,7 @@ class KVCacheManager:
             self.pool.free(t.blocks)
 
     def remember(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
-        """Blocks that are full now can be found by what is in them; see BlockAllocator."""
+        """Make full blocks findable by their content; see BlockAllocator."""
         tables = self._tables.get(request_id)
         if self.prefixes is None or tables is None:
             return
@@ -151,7 +145,7 @@ class KVCacheManager:
             t.num_named = num_full
 
     def _name(self, group: KVCacheGroup, key: bytes, block: int, since: Since) -> None:
-        """A block can be found, in place of one that holds less."""
+        """Make a block findable, replacing one that holds fewer rows."""
         assert self.prefixes is not None
         outdone = self.prefixes.outdone(group.index, key, since)
         if outdone is not None and outdone != block:
@@ -163,8 +157,8 @@ class KVCacheManager:
     def find_held(
         self, request_id: str, token_ids: Sequence[int], num_tokens: int, unit_tokens: int
     ) -> HeldPrefix:
-        """How much is here of a sequence of `num_tokens` tokens that can be had from elsewhere: of its live
-        rows, those before a multiple of `unit_tokens`."""
+        """The cached part of a sequence of `num_tokens` tokens that will come from elsewhere: its live rows
+        before a multiple of `unit_tokens`."""
         nothing = HeldPrefix(0, tuple(() for _ in self.groups))
         if self.prefixes is None:
             return nothing
@@ -197,11 +191,11 @@ class KVCacheManager:
         held_tokens: int = 0,
         elsewhere: Elsewhere | None = None,
     ) -> FoundPrefix:
-        """The longest prefix that one can go on from, its blocks here or `elsewhere`: a multiple of
-        `unit_tokens`, up to `max_tokens`. Nothing changes.
+        """The longest usable prefix whose blocks are here or `elsewhere`: a multiple of `unit_tokens`, up to
+        `max_tokens`. Changes nothing.
 
-        `held_tokens`: whoever asks has the live rows of so many first tokens, and wants those from there on;
-        no longer prefix than theirs is none.
+        `held_tokens`: the caller already has the live rows of this many leading tokens; only longer prefixes
+        count.
         """
         nothing = FoundPrefix(0, tuple(() for _ in self.groups), ())
         if self.prefixes is None:
@@ -229,7 +223,7 @@ class KVCacheManager:
     def _find(
         self, keys: PrefixKeys, max_tokens: int, held_tokens: int, there: Elsewhere
     ) -> FoundPrefix | None:
-        """See find_prefix; None where nothing is found."""
+        """One attempt of find_prefix; None if nothing is found."""
         assert self.prefixes is not None
 
         def wanted(g: KVCacheGroup, lane: KVCacheSpec, n: int) -> range:
@@ -257,7 +251,7 @@ class KVCacheManager:
         return FoundPrefix(num_tokens, tuple(tables), tuple(missing), since)
 
     def _lacking(self, found: FoundPrefix, held_tokens: int) -> list[tuple[int, bytes]]:
-        """Missing blocks whose rows elsewhere are too few for some lane."""
+        """Missing blocks that have too few rows elsewhere for some lane."""
         lacking = []
         for (group, index, key), since in zip(found.missing, found.since, strict=True):
             g = self.groups[group]
@@ -270,13 +264,12 @@ class KVCacheManager:
         return lacking
 
     def adopt(self, name: str, found: FoundPrefix) -> tuple[tuple[int, ...], ...] | None:
-        """Tables with the blocks of a prefix found just now: those that are here shared as by `match`, fresh
-        ones in place of the missing, where `found.missing` says. None, and nothing changed, when blocks are
-        short.
+        """Tables for a prefix that `find_prefix` just returned: cached blocks are shared, missing ones
+        allocated where `found.missing` says. None, with nothing changed, if blocks are short.
 
-        The caller counts the fresh blocks as handed out (their generations), fills them as `found.since`
-        says, and then calls `remember(name, token_ids, found.num_tokens)`: they can be found from then on,
-        with these rows. Whoever fills only some names a shorter prefix, or none, and frees the tables.
+        The caller bumps the generations of the fresh blocks, fills them as `found.since` says, and then calls
+        `remember(name, token_ids, found.num_tokens)`, which makes them findable. If it could fill only some,
+        it names a shorter prefix, or none, and frees the tables.
         """
         assert name not in self._tables, f"{name} has blocks already"
         assert self.prefixes is not None
@@ -302,10 +295,9 @@ class KVCacheManager:
     def reserve_live(
         self, request_id: str, num_tokens: int, held: HeldPrefix | None = None
     ) -> BlockUpdates | None:
-        """Tables for a request whose first `num_tokens` tokens arrive from elsewhere: only live blocks exist.
-        `held`: what need not arrive, from `find_held` just now.
-
-        None, and nothing changed, when blocks are short.
+        """Tables for a request whose first `num_tokens` tokens arrive from elsewhere; only live blocks are
+        allocated. `held` (from `find_held` just now) need not arrive. None, with nothing changed, if blocks
+        are short.
         """
         assert request_id not in self._tables, f"{request_id} has blocks already"
         tables, needed = [], 0
@@ -331,14 +323,14 @@ class KVCacheManager:
         return tuple((0, tuple(t.blocks)) for t in tables)
 
     def rename(self, old_id: str, new_id: str) -> None:
-        """Tables that were reserved under one name belong to a request from now on."""
+        """Move tables that were reserved under one name to another."""
         assert new_id not in self._tables, f"{new_id} has blocks already"
         self._tables[new_id] = self._tables.pop(old_id)
         self._reserved[new_id] = self._reserved.pop(old_id)
         self._keys.pop(old_id, None)
 
     def trim(self, request_id: str, num_computed_tokens: int) -> None:
-        """Free blocks wholly before the live rows of their group."""
+        """Free blocks that end before the live rows of their group."""
         for index, (g, t) in enumerate(zip(self.groups, self._tables[request_id], strict=True)):
             first = g.spec.live_rows(num_computed_tokens).start // g.spec.block_size
             if first > t.num_trimmed:
@@ -352,18 +344,18 @@ class KVCacheManager:
         return tuple(tuple(t.blocks) for t in self._tables[request_id])
 
     def free(self, request_id: str) -> None:
-        """Give back what the request holds; unknown requests hold nothing."""
+        """Give back what the request holds; an unknown request holds nothing."""
         self._keys.pop(request_id, None)
         self._give_back(self._tables.pop(request_id, []))
         self._num_freed += self._reserved.pop(request_id, 0)
 
     def unreserve(self, request_id: str) -> None:
-        """Give a reservation back that nobody was told of: the ledger forgets it."""
+        """Give back a reservation that nobody was told of, and take it out of the ledger."""
         self._num_leased -= self._reserved.pop(request_id)
         self.free(request_id)
 
     def lease(self, request_id: str, lease_id: str) -> None:
-        """The request is over but its blocks stay, held by the lease, until `release`."""
+        """End the request but keep its blocks, held by the lease until `release`."""
         assert lease_id not in self._leases, f"lease {lease_id} exists"
         self._keys.pop(request_id, None)
         self._leases[lease_id] = self._tables.pop(request_id)
@@ -371,22 +363,14 @@ class KVCacheManager:
         self._num_leased += num_real(self._leases[lease_id])
         self._num_freed += self._reserved.pop(request_id, 0)
 
-    def unlease(self, lease_id: str, request_id: str) -> None:
-        """Take back what `lease` gave: its blocks are a request's again, who may go on with them."""
-        assert request_id not in self._tables, f"{request_id} has blocks already"
-        assert lease_id not in self._shared, f"the blocks of lease {lease_id} are another request's"
-        self._tables[request_id] = self._leases.pop(lease_id)
-        self._usage.change_hands(self._tables[request_id], leased=False)
-        self._num_freed += num_real(self._tables[request_id])
-
     def share_lease(
         self, request_id: str, lease_id: str, num_tokens: int
     ) -> tuple[tuple[int, ...], ...] | None:
-        """Hold the live rows of a request's first `num_tokens` tokens, which are computed, by a lease beside
-        it: the request goes on, and may even be freed. The lease's tables: nulls before the first live block.
+        """Lease the live rows of a request's first `num_tokens` computed tokens while the request goes on; it
+        may be freed independently. Returns the lease's tables, null before the first live block.
 
-        None, and nothing changed, where the request has not, or no longer, all these rows: it was trimmed, or
-        they never came; or where a state is not the last of its block, which the request goes on to change.
+        None, with nothing changed, if some of these rows are missing (trimmed, or never received), or if a
+        state is not its block's last, since the request will overwrite it.
         """
         assert lease_id not in self._leases, f"lease {lease_id} exists"
         shared: list[BlockTable] = []
@@ -400,19 +384,17 @@ class KVCacheManager:
             self.pool.share(part.blocks[part.num_trimmed :])
             self._usage.hold(index, part.blocks, leased=True)
         self._leases[lease_id] = shared
-        self._shared.add(lease_id)
         self._num_leased += num_real(shared)
         return tuple(tuple(part.blocks) for part in shared)
 
     def release(self, lease_id: str) -> None:
-        """End a lease; its blocks may be reused from now on. Unknown leases are over already."""
+        """End a lease, so that its blocks may be reused. An unknown lease is already over."""
         tables = self._leases.pop(lease_id, [])
-        self._shared.discard(lease_id)
         self._num_freed += num_real(tables)
         self._give_back(tables, leased=True)
 
     def forget(self, blocks: Collection[int] | None = None) -> int:
-        """These blocks, or all, are not found any more, whoever holds them. How many were to be found."""
+        """Make these blocks (None: all) unfindable; returns how many were findable."""
         assert self.prefixes is not None, "blocks are found by prefixes"
         gone = [block for block in self.prefixes.named if blocks is None or block in blocks]
         for block in gone:
@@ -422,11 +404,10 @@ class KVCacheManager:
 
     @property
     def leases(self) -> tuple[str, ...]:
-        """Leases that hold blocks now."""
         return tuple(self._leases)
 
     def holders(self, block_ids: Sequence[int]) -> dict[int, str]:
-        """Block -> the request, or else the lease, that holds it now; blocks that nobody holds are absent."""
+        """Block -> the request, or else the lease, that holds it; blocks without a holder are absent."""
         wanted = set(block_ids)
         return {
             block: name
@@ -437,8 +418,8 @@ class KVCacheManager:
         }
 
     def count_blocks(self) -> dict[str, dict[str, int]]:
-        """How many blocks are used (by requests) and leased, by group's index; "pool": all, each counted
-        once, free and cached (free, but to be found) ones too."""
+        """Blocks used (by requests) and leased, by group index; "pool" counts each block once, with free and
+        cached ones."""
         counts = {
             str(index): {"used": self._usage.num_used(index), "leased": self._usage.num_leased(index)}
             for index in range(len(self.groups))
@@ -455,12 +436,10 @@ class KVCacheManager:
         return counts
 
     def max_request_blocks(self, num_tokens: int, max_batch_tokens: int) -> int:
-        """As the function of this name, of its groups."""
         return max_request_blocks(self.groups, num_tokens, max_batch_tokens)
 
     def check_integrity(self) -> None:
-        """Tables and leases hold exactly the pool's references, and the ledger adds up. AssertionError
-        otherwise."""
+        """Assert that tables and leases hold exactly the pool's references and that the ledger adds up."""
         self.pool.check_integrity()
         held: Counter[int] = Counter()
         for tables in (*self._tables.values(), *self._leases.values()):
@@ -478,8 +457,8 @@ class KVCacheManager:
         self._usage.check(self._tables.values(), self._leases.values())
 
     def prefix_keys(self, request_id: str, token_ids: Sequence[int], num_tokens: int) -> PrefixKeys:
-        """The names of a request's blocks, as far as its first `num_tokens` tokens: kept until it is freed.
-        AssertionError without prefix caching."""
+        """The keys of a request's blocks up to `num_tokens` tokens, kept until it is freed. AssertionError
+        without prefix caching."""
         assert self.prefixes is not None, "blocks have no names without prefix caching"
         keys = self._keys.get(request_id)
         if keys is None:
@@ -489,6 +468,6 @@ class KVCacheManager:
 
 
 def _live_rows(group: KVCacheGroup, lane: KVCacheSpec, num_tokens: int) -> range:
-    """Those that a sequence whose tokens end where a block does needs to go on."""
+    """Rows that a sequence of `num_tokens` tokens, ending at a block's end, needs to go on."""
     del group
     return range(lane.live_rows(num_tokens).start, num_tokens)

@@ -1,8 +1,8 @@
 """The run algebra: which bytes of one geometry are which bytes of another. Free of torch.
 
-Two geometries of one KV group name the same canonical coordinates (layer, field, unit, row), each at its
-own addresses. `match_rows` lists the byte runs between them for a stretch of rows; neighbouring runs are
-joined where they continue on both sides. Transfer plans, page maps and `rayk explain` all come from it.
+Two geometries of one KV group name the same canonical coordinates (layer, field, unit, row) at their own
+addresses. `match_rows` lists the byte runs between them for a stretch of rows, joining runs that continue on
+both sides. Transfer plans, page maps and `rayk explain` are built from it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class Runs:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all runs."""
         return int(self.lengths.sum())
 
     def tuples(self) -> list[tuple[int, int, int]]:
@@ -63,13 +62,12 @@ def match_rows(
     destination_row: int,
     num_rows: int,
 ) -> Runs:
-    """Runs that copy `num_rows` rows from block 0 of the source's buffer to block 0 of the destination's: of
-    each field the global units that `units` names (a field left out is not copied), of these layers, which
-    lie in both groups (None: of all of the destination's).
+    """Runs that copy `num_rows` rows from block 0 of the source to block 0 of the destination.
 
-    Rows count from the start of each side's (manager's) block and may cross kernel blocks but not blocks; a
-    state has one. For other blocks add `block_id * block_strides(side, runs of the side)` on each side:
-    addresses are affine in the block.
+    `units` names the global units of each field to copy (absent fields are not copied); `layers` must lie in
+    both groups (None: all of the destination's). Rows count from the start of each side's manager's block and
+    may cross kernel blocks but not blocks; a state has one. For another block add `block_id *
+    block_strides(side, runs of the side)` on each side, since addresses are affine in the block.
     """
     assert source_row + num_rows <= source.rows, "rows leave the source block"
     assert destination_row + num_rows <= destination.rows, "rows leave the destination block"
@@ -88,17 +86,15 @@ def match_rows(
 
 
 def page_map(rank: GroupGeometry) -> Runs:
-    """Runs from one block of a rank (offsets from that block's first byte) to the canonical page."""
+    """Runs from one block of a rank (offsets from the block's first byte) to the canonical page."""
     whole = canonical_page(rank.group)
     units = {f.field.name: f.units for f in rank.fields}
     return match_rows(rank, whole, units, source_row=0, destination_row=0, num_rows=rank.rows)
 
 
 def block_strides(group: GroupGeometry, addresses: Ints) -> Ints:
-    """Bytes from what lies at each address of block 0 to the same of the next (manager's) block, int64.
-
-    One number for all, but where blocks lie inside heads or token slots: there each bundle has its own.
-    """
+    """Distance from each address of block 0 to the same place in the next manager's block, int64. It is one
+    number unless blocks lie inside heads or token slots, where each bundle has its own."""
     strides = {f.block_stride for f in group.fields}
     ratio = group.kernel_blocks_per_block
     if len(strides) == 1:
@@ -113,7 +109,7 @@ def block_strides(group: GroupGeometry, addresses: Ints) -> Ints:
 
 
 def _positions(group: GroupGeometry, layers: Sequence[int]) -> Ints:
-    """Where layers lie in a group, int64 [1, layers, 1]."""
+    """Positions of layers in a group, int64 [1, layers, 1]."""
     position_of = {layer: position for position, layer in enumerate(group.group.layers)}
     return np.array([position_of[layer] for layer in layers], dtype=np.int64)[None, :, None]
 

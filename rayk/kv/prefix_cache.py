@@ -1,13 +1,12 @@
-"""Which blocks hold the KV of which tokens, whoever computed it: what a prompt shares with an earlier one.
+"""Finds the blocks that hold the KV of a token prefix.
 
-A block is known by its group and by all tokens up to its end. It is named when its last token is computed,
-from when on nobody writes into it; a block of states holds the state at its end then. A sequence may go on
-from n cached tokens where n is a whole number of blocks in every group and all blocks that are live at n are
-there: all of full attention, those of the last window, of the current chunk, the one that ends with the
-state. Blocks before these need not exist any more.
+A block's key is made from its group and all tokens up to its end. It is named once its last token is
+computed, after which nobody writes into it; a state block then holds the state at its end. A sequence may
+start from n cached tokens if n is a whole number of blocks in every group and all blocks that are live at n
+are cached: all of full attention, the last window, the current chunk, the block that ends with the state.
 
-A block that came from elsewhere may hold the last of its rows only, and unlike ones of layers that see unlike
-rows (the group's lanes): it has the same name, beside the position from which each lane's rows are there.
+A block from elsewhere may hold only its last rows, and different ones for layers that see different rows (the
+group's lanes). It has the same key, with the position from which each lane's rows are present.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import KVCacheSpec
 
 DIGEST_BYTES = 32
-"""Equal digests of so many bytes mean equal tokens: nobody finds two sequences that share one."""
+"""Long enough that equal digests mean equal tokens: nobody finds a collision."""
 _SECRET = secrets.token_bytes(32)
-"""Of this process: nobody who chooses prompts can tell digests. What outlives it, or is shared by several,
-brings one of its own."""
+"""This process's default secret, so that prompt authors cannot predict digests. Caches that are shared or
+outlive the process bring their own."""
 
 Wanted = Callable[[KVCacheGroup, KVCacheSpec, int], range | None]
-"""Of a group's lane and a number of tokens: the positions whose rows must be cached to go on from there, up
-to a block's end; None where one cannot."""
+"""(group, lane, number of tokens) -> positions whose rows must be cached to go on from there, up to a block's
+end; None if one cannot go on there."""
 Since = tuple[int, ...]
-"""By lane: the position from which on its rows are there."""
+"""Per lane, the position from which its rows are present."""
 Elsewhere = Callable[[int, bytes], Since | None]
-"""Of a group and a key: from where on, by lane, the block's rows can be had from another place; empty: all of
-them; None: no such block."""
+"""(group, key) -> per lane, the first row of the block that another place has (empty: all rows); None: no
+such block."""
 
 
 class PrefixKeys:
-    """Digests of the prefixes of one sequence that end where blocks do. It grows at its end only."""
+    """Digests of the prefixes of one growing sequence that end where blocks do."""
 
     def __init__(self, block_sizes: Iterable[int], secret: bytes | None = None) -> None:
-        """`secret`: at most 64 bytes; equal ones give equal keys in every process. None: this process's."""
+        """`secret`: at most 64 bytes; equal secrets give equal keys everywhere. None: this process's."""
         self._sizes = tuple(block_sizes)
         key = _SECRET if secret is None else secret
         self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES, key=key)
@@ -50,7 +49,8 @@ class PrefixKeys:
         self._keys: dict[int, bytes] = {}
 
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Know the prefixes of up to `num_tokens` of these tokens: those of earlier calls, and more."""
+        """Compute the keys of prefixes of up to `num_tokens` of these tokens, which must begin with those of
+        earlier calls."""
         while True:
             end = min(self._num_hashed // size * size + size for size in self._sizes)
             if end > num_tokens:
@@ -63,22 +63,21 @@ class PrefixKeys:
         return self._keys[num_tokens]
 
     def of_size(self, block_size: int) -> list[bytes]:
-        """Those of prefixes that end where a block of so many tokens does."""
+        """Keys of prefixes that end where a block of this size does."""
         return [key for end, key in self._keys.items() if end % block_size == 0]
 
 
 class PrefixCache:
-    """Key -> block, per group. Whether blocks are held, and which are lost next, is the pool's business."""
+    """Key -> block, per group. The block pool decides which blocks are held and which are lost next."""
 
     def __init__(self, groups: Sequence[KVCacheGroup], secret: bytes | None = None) -> None:
-        """`secret`: see PrefixKeys."""
         self._groups = tuple(groups)
         self._secret = secret
         self._blocks: list[dict[bytes, int]] = [{} for _ in groups]
         self._names: dict[int, tuple[int, bytes]] = {}
         """Block -> its group and key."""
         self._since: dict[int, Since] = {}
-        """Block -> from where on it holds rows; 0 where it holds all."""
+        """Block -> per lane, the first row it holds; 0 if it holds all."""
 
     def __len__(self) -> int:
         return len(self._names)
@@ -88,28 +87,25 @@ class PrefixCache:
 
     @property
     def unit_tokens(self) -> int:
-        """What every hit is a multiple of: blocks of all groups end there."""
+        """Every hit is a multiple of this: blocks of all groups end there."""
         return math.lcm(*(g.spec.block_size for g in self._groups))
 
     @property
     def named(self) -> tuple[int, ...]:
-        """Blocks that can be found."""
         return tuple(self._names)
 
     def find(self, group: int, key: bytes) -> int | None:
-        """The block of this name; None where there is none."""
         return self._blocks[group].get(key)
 
     def since_of(self, block: int) -> Since:
-        """From where on a block that can be found holds rows, by lane; 0 where all."""
+        """Per lane, the first row that a cached block holds; 0 if it holds all."""
         return self._since[block]
 
     def make_keys(self) -> PrefixKeys:
-        """Of a new sequence."""
         return PrefixKeys({g.spec.block_size for g in self._groups}, self._secret)
 
     def put(self, group: int, key: bytes, block: int, since: Since) -> bool:
-        """Remember a block; False where another one of this name is there."""
+        """Name a block; False if another block has this key."""
         if self._blocks[group].setdefault(key, block) != block:
             return False
         self._names[block] = group, key
@@ -117,7 +113,7 @@ class PrefixCache:
         return True
 
     def outdone(self, group: int, key: bytes, since: Since) -> int | None:
-        """The block of this name, if it holds fewer rows than one like this, and none beside those."""
+        """The block of this key if its rows are a proper subset of `since`'s, else None."""
         block = self._blocks[group].get(key)
         if block is None:
             return None
@@ -126,13 +122,13 @@ class PrefixCache:
         return block if is_less else None
 
     def holding(self, keys: PrefixKeys) -> set[int]:
-        """All blocks of a sequence that can be found, whoever computed them."""
+        """All cached blocks of a sequence, whoever computed them."""
         known = zip(self._groups, self._blocks, strict=True)
         found = (blocks.get(key) for g, blocks in known for key in keys.of_size(g.spec.block_size))
         return {block for block in found if block is not None}
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """These are handed out for something else."""
+        """Remove blocks that are handed out again."""
         for block in blocks:
             group, key = self._names.pop(block)
             del self._blocks[group][key], self._since[block]
@@ -145,8 +141,8 @@ class PrefixCache:
         lane: int | None = None,
         elsewhere: Elsewhere | None = None,
     ) -> list[int]:
-        """The blocks of these positions, as far as they are cached without a gap; `lane`: and hold what it
-        wants of its rows. The null block stands for those that are `elsewhere` only."""
+        """The blocks of the wanted positions up to the first that is not cached; with `lane`, they must hold
+        that lane's rows. The null block stands for blocks that are only `elsewhere`."""
         size, known = self._groups[group].spec.block_size, self._blocks[group]
         found: list[int] = []
         for index in range(wanted.start // size, wanted.stop // size):
@@ -168,8 +164,8 @@ class PrefixCache:
         return found
 
     def since(self, group: int, blocks: Sequence[int], filled: Mapping[int, Since] | None = None) -> Since:
-        """From where on rows are there in a table of these blocks, of which the first may be null. `filled`:
-        by position, what those hold that nobody named yet; empty: all."""
+        """Per lane, the first row present in a table of these blocks, of which the first may be null.
+        `filled`: by position, the rows of blocks that have no name yet (empty: all)."""
         size, whole = self._groups[group].spec.block_size, (0,) * len(self._groups[group].lanes)
         found = []
         for lane in range(len(whole)):
@@ -191,11 +187,11 @@ class PrefixCache:
         nothing_until: Callable[[KVCacheSpec], int] = lambda lane: 0,
         elsewhere: Elsewhere | None = None,
     ) -> int:
-        """The largest multiple of `unit_tokens`, up to `max_tokens`, at which all wanted rows are cached, or
-        in blocks that are `elsewhere`.
+        """The largest multiple of `unit_tokens`, up to `max_tokens`, at which all wanted rows are cached or
+        `elsewhere`.
 
-        `keys` reach as far. More tokens want all rows that fewer want, but for those at the beginning.
-        `nothing_until`: so many tokens of a lane and fewer want no row.
+        `keys` must reach that far. A longer prefix wants all rows of a shorter one except some at the
+        beginning. `nothing_until(lane)`: a prefix of at most this many tokens wants no row.
         """
         found: dict[tuple[int, int], range] = {}
         lanes = [(g, lane, index) for g in self._groups for index, lane in enumerate(g.lanes)]
@@ -220,8 +216,8 @@ class PrefixCache:
         found: dict[tuple[int, int], range],
         elsewhere: Elsewhere | None,
     ) -> int:
-        """`n` where a lane has all it takes, else fewer tokens: no number in between can do. `at`: its group
-        and number. `found`: what was looked up before, by lane."""
+        """`n` if a lane has all rows it wants, else a smaller number such that none in between works. `at` is
+        (group, lane); `found` caches earlier look-ups by lane."""
         if wanted is None:
             return n - 1
         before = found.get(at, range(0))

@@ -1,8 +1,7 @@
-"""What one layer keeps for its tokens. Each spec lowers itself to PageFields.
+"""What one layer keeps for its tokens; each spec lowers itself to PageFields.
 
-Nothing outside this file asks what kind of spec it has: it reads fields, which token rows are live, and
-whether there is one per token. `part` is half of a cache's key and `kind` a name; neither is compared with
-one of its values.
+No other file asks what kind of spec it has: it reads fields, live rows, and whether there is a row per token.
+`part` is half of a cache's key and `kind` a display name; neither is compared with one of its values.
 """
 
 from __future__ import annotations
@@ -10,13 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
 
 from rayk.kv.fields import ITEMSIZE, PageField
 from rayk.kv.formats import FORMATS, LATENT_SIDES, StoredField
 
 CHANNELS_PER_UNIT = 16
-"""Channels of a Mamba1 layer that stay together: a slice of so many starts at a multiple of 16 bytes."""
+"""Channels of a Mamba1 layer that stay together, so that a slice starts at a multiple of 16 bytes."""
 
 
 class KVCacheSpec(Protocol):
@@ -26,45 +25,45 @@ class KVCacheSpec(Protocol):
 
     @property
     def kind(self) -> str:
-        """A name people read: full, sliding, chunked, mla, mamba1, mamba2, gdn."""
+        """Display name: full, sliding, chunked, mla, mamba1, mamba2 or gdn."""
         ...
 
     @property
     def part(self) -> str:
-        """Which of a layer's caches it is: attention or state. A layer may have one of each."""
+        """attention or state; a layer may have one cache of each."""
         ...
 
     @property
     def has_token_rows(self) -> bool:
-        """Whether each token of a block has a row: any number of tokens may then be a block, and a part of
-        one a kernel block, and attention backends compute with it. Else a block has one row, that of its
-        last token, and steps are described to its kernels by Segments (kernels.segments).
+        """Whether each token of a block has a row, so that blocks and kernel blocks may have any size and
+        attention backends compute with them. Otherwise a block has one row, that of its last token, and
+        kernels get Segments (kernels.segments).
 
-        Not told from `rows_per_block`: a block of one token has one row in both.
+        `rows_per_block` cannot tell: a block of one token has one row in both cases.
         """
         ...
 
     @property
     def block_size(self) -> int:
-        """Tokens per block. Where fields have fewer rows, a row stands for several tokens."""
+        """Tokens per block."""
         ...
 
     @property
     def dtype(self) -> str:
-        """What the first field holds: its element type, or the name of a format (kv.formats)."""
+        """Element type of the first field, or the name of a format (kv.formats)."""
         ...
 
     def fields(self) -> tuple[PageField, ...]:
-        """The page's fields, in the order in which they lie in it. All have the same `rows`."""
+        """The page's fields in memory order. All have the same `rows`."""
         ...
 
     def live_rows(self, num_tokens: int) -> range:
-        """Token positions whose content a later token may still read, when `num_tokens` are computed."""
+        """Token positions that a later token may still read once `num_tokens` are computed."""
         ...
 
     @property
     def live_step(self) -> int:
-        """Live rows begin at a multiple of so many positions; 0: always at the first."""
+        """Live rows begin at a multiple of this many positions; 0: always at the first."""
         ...
 
     def fullest_at(self, max_tokens: int) -> int:
@@ -77,33 +76,46 @@ class _TokensSpec:
 
     __slots__ = ()
 
-    @property
-    def part(self) -> str:
-        """Which of a layer's caches it is."""
-        return "attention"
-
-    @property
-    def has_token_rows(self) -> bool:
-        """See KVCacheSpec."""
-        return True
+    part: ClassVar[str] = "attention"
+    has_token_rows: ClassVar[bool] = True
 
     def live_rows(self, num_tokens: int) -> range:
-        """Every token."""
         return range(num_tokens)
 
     @property
     def live_step(self) -> int:
-        """See KVCacheSpec."""
         return 0
 
     def fullest_at(self, max_tokens: int) -> int:
-        """See KVCacheSpec."""
         return max_tokens
+
+
+def _token_fields(
+    spec: FullAttentionSpec | MlaSpec,
+    units: int,
+    sizes: tuple[int, int],
+    sides: tuple[str, str] = ("k", "v"),
+    unit_name: str = "head",
+) -> tuple[PageField, ...]:
+    """The two `sides` of `sizes` elements per (unit, token), in the spec's format or as plain elements."""
+    if spec.dtype in FORMATS:
+        stored = FORMATS[spec.dtype].fields(*sizes, sides)
+    else:
+        itemsize = ITEMSIZE[spec.dtype]
+        pairs = zip(sides, sizes, strict=True)
+        stored = tuple(StoredField(name, spec.dtype, n * itemsize, "kv") for name, n in pairs)
+    readers = spec.num_query_heads
+    return tuple(
+        PageField(
+            f.name, units, spec.block_size, f.row_bytes, f.dtype, readers, f.bundle, unit_name=unit_name
+        )
+        for f in stored
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class FullAttentionSpec(_TokensSpec):
-    """Keys and values of every token. `dtype` is a format of kv.formats, or that of plain elements."""
+    """Keys and values of every token. `dtype` is a format of kv.formats, or a plain element type."""
 
     block_size: int
     num_kv_heads: int
@@ -112,38 +124,14 @@ class FullAttentionSpec(_TokensSpec):
     dtype: str
     num_query_heads: int
 
-    @property
-    def kind(self) -> str:
-        """A name people read."""
-        return "full"
+    kind: ClassVar[str] = "full"
 
     def fields(self) -> tuple[PageField, ...]:
         """K then V, packed in the content axis of each (head, token); with scales where the format has them.
 
         Raises Unsupported for heads that the format cannot hold.
         """
-        return tuple(
-            PageField(
-                stored.name,
-                self.num_kv_heads,
-                self.block_size,
-                stored.row_bytes,
-                stored.dtype,
-                self.num_query_heads,
-                stored.bundle,
-            )
-            for stored in _stored(self.dtype, self.head_size_k, self.head_size_v)
-        )
-
-
-def _stored(
-    dtype: str, head_size_k: int, head_size_v: int, sides: tuple[str, str] = ("k", "v")
-) -> tuple[StoredField, ...]:
-    """Of a format, or of plain elements."""
-    if dtype in FORMATS:
-        return FORMATS[dtype].fields(head_size_k, head_size_v, sides)
-    sizes = zip(sides, (head_size_k, head_size_v), strict=True)
-    return tuple(StoredField(name, dtype, n * ITEMSIZE[dtype], "kv") for name, n in sizes)
+        return _token_fields(self, self.num_kv_heads, (self.head_size_k, self.head_size_v))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +140,7 @@ class SlidingWindowSpec(FullAttentionSpec):
 
     window: int
 
-    @property
-    def kind(self) -> str:
-        """A name people read."""
-        return "sliding"
+    kind: ClassVar[str] = "sliding"
 
     def live_rows(self, num_tokens: int) -> range:
         """The next token, at position num_tokens, sees keys > num_tokens - window."""
@@ -163,21 +148,17 @@ class SlidingWindowSpec(FullAttentionSpec):
 
     @property
     def live_step(self) -> int:
-        """See KVCacheSpec."""
         return 1
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLocalSpec(FullAttentionSpec):
-    """Keys and values of the current chunk: the positions `chunk` * n to `chunk` * (n + 1) - 1, of which a
-    token sees those up to its own."""
+    """Keys and values of the current chunk: positions `chunk` * n to `chunk` * (n + 1) - 1, of which a token
+    sees those up to its own."""
 
     chunk: int
 
-    @property
-    def kind(self) -> str:
-        """A name people read."""
-        return "chunked"
+    kind: ClassVar[str] = "chunked"
 
     def live_rows(self, num_tokens: int) -> range:
         """The next token, at position num_tokens, sees its chunk's keys: none where it begins a chunk."""
@@ -185,11 +166,10 @@ class ChunkedLocalSpec(FullAttentionSpec):
 
     @property
     def live_step(self) -> int:
-        """See KVCacheSpec."""
         return self.chunk
 
     def fullest_at(self, max_tokens: int) -> int:
-        """When all but one token of a chunk are computed: nobody reads it any more once its last one is."""
+        """When all but one token of a chunk are computed: its last token frees it."""
         last = (max_tokens + 1) // self.chunk * self.chunk - 1
         return last if last >= 0 else max_tokens
 
@@ -198,8 +178,7 @@ class ChunkedLocalSpec(FullAttentionSpec):
 class MlaSpec(_TokensSpec):
     """Multi-head latent attention: per token one latent vector and one rotated key that all heads share.
 
-    One unit, which every rank holds (deepseek_v3/modeling_deepseek_v3.py:457). `dtype` is that of
-    FullAttentionSpec.
+    It is one unit, which every rank holds (deepseek_v3/modeling_deepseek_v3.py:457).
     """
 
     block_size: int
@@ -208,10 +187,7 @@ class MlaSpec(_TokensSpec):
     dtype: str
     num_query_heads: int
 
-    @property
-    def kind(self) -> str:
-        """A name people read."""
-        return "mla"
+    kind: ClassVar[str] = "mla"
 
     def fields(self) -> tuple[PageField, ...]:
         """The latent, then the rotated key, packed in the content axis of each token; with scales where the
@@ -219,61 +195,41 @@ class MlaSpec(_TokensSpec):
 
         Raises Unsupported for sizes that the format cannot hold.
         """
-        return tuple(
-            PageField(
-                stored.name,
-                1,
-                self.block_size,
-                stored.row_bytes,
-                stored.dtype,
-                self.num_query_heads,
-                stored.bundle,
-                unit_name="latent",
-            )
-            for stored in _stored(self.dtype, self.latent_size, self.rope_size, LATENT_SIDES)
-        )
+        sizes = (self.latent_size, self.rope_size)
+        return _token_fields(self, 1, sizes, LATENT_SIDES, unit_name="latent")
 
 
 @dataclass(frozen=True, slots=True)
 class _StateSpec:
-    """What recurrent layers share: a block holds the state after the last of its tokens that are computed.
+    """Base of recurrent layers: a block holds the state after the last of its computed tokens.
 
-    With a block size of the longest sequence, a request has one block, which is updated in place.
+    With a block size of the longest sequence, a request has one block, updated in place.
     """
 
     block_size: int
     dtype: str
-    """Of the convolution's taps; the recurrent state is float32."""
+    """Dtype of the convolution's taps; the recurrent state is float32."""
     conv_width: int
-    """Taps of the causal convolution; the last `conv_width - 1` inputs are kept."""
+    """Width of the causal convolution; the last `conv_width - 1` inputs are kept."""
 
-    @property
-    def part(self) -> str:
-        """Which of a layer's caches it is."""
-        return "state"
-
-    @property
-    def has_token_rows(self) -> bool:
-        """See KVCacheSpec."""
-        return False
+    part: ClassVar[str] = "state"
+    has_token_rows: ClassVar[bool] = False
 
     def live_rows(self, num_tokens: int) -> range:
-        """The position of the last token: its state holds all that came before."""
+        """The position of the last token: its state covers everything before."""
         return range(max(0, num_tokens - 1), num_tokens)
 
     @property
     def live_step(self) -> int:
-        """See KVCacheSpec."""
         return 1
 
     def fullest_at(self, max_tokens: int) -> int:
-        """See KVCacheSpec."""
         return max_tokens
 
     def _conv(
         self, name: str, units: int, channels: int, readers: int, what: str, unit: str = "head"
     ) -> PageField:
-        """Taps of `units` x `channels`, [channels, conv_width - 1] each."""
+        """Taps of a convolution: [channels, conv_width - 1] per unit."""
         taps = self.conv_width - 1
         row_bytes = channels * taps * ITEMSIZE[self.dtype]
         return PageField(name, units, 1, row_bytes, self.dtype, readers, name, what, unit, taps)
@@ -296,13 +252,9 @@ class Mamba1Spec(_StateSpec):
     num_channels: int
     state_size: int
 
-    @property
-    def kind(self) -> str:
-        """A name people read."""
-        return "mamba1"
+    kind: ClassVar[str] = "mamba1"
 
     def fields(self) -> tuple[PageField, ...]:
-        """Taps, then states."""
         per_unit = channels_per_unit(self.num_channels)
         units = self.num_channels // per_unit
         what = f"runs of {per_unit} channels"
@@ -324,13 +276,9 @@ class Mamba2Spec(_StateSpec):
     num_groups: int
     state_size: int
 
-    @property
-    def kind(self) -> str:
-        """A name people read."""
-        return "mamba2"
+    kind: ClassVar[str] = "mamba2"
 
     def fields(self) -> tuple[PageField, ...]:
-        """Taps of x, B and C, then states."""
         heads, what = self.num_heads, "Mamba heads"
         return (
             self._conv("conv_x", heads, self.head_size, heads, what),
@@ -354,13 +302,9 @@ class GatedDeltaNetSpec(_StateSpec):
     num_value_heads: int
     value_head_size: int
 
-    @property
-    def kind(self) -> str:
-        """A name people read."""
-        return "gdn"
+    kind: ClassVar[str] = "gdn"
 
     def fields(self) -> tuple[PageField, ...]:
-        """Taps of q, k and v, then states."""
         heads, what = self.num_value_heads, "value heads"
         return (
             self._conv("conv_q", self.num_key_heads, self.key_head_size, heads, what, "key head"),
@@ -371,7 +315,6 @@ class GatedDeltaNetSpec(_StateSpec):
 
 
 def channels_per_unit(num_channels: int) -> int:
-    """Channels of a unit of Mamba1's cache."""
     return gcd(num_channels, CHANNELS_PER_UNIT)
 
 
@@ -384,7 +327,6 @@ def rows_per_block(spec: KVCacheSpec) -> int:
 
 
 def with_block_size(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
-    """The same spec with blocks of `block_size` tokens."""
     return cast(KVCacheSpec, replace(cast(Any, spec), block_size=block_size))
 
 
@@ -394,20 +336,16 @@ def page_bytes(spec: KVCacheSpec) -> int:
 
 
 def held_blocks(spec: KVCacheSpec, num_tokens: int) -> int:
-    """Blocks that a sequence keeps when `num_tokens` are computed: those before its first live row are given
-    back.
+    """Blocks that a sequence keeps once `num_tokens` are computed; those before its first live row are freed.
 
-    Where nothing lives and the next row lies inside a block, as where a chunk ends there, that block is kept:
-    the row goes into it.
+    If nothing is live but the next row lies inside a block (as where a chunk ends), that block is kept for
+    it.
     """
     return -(-num_tokens // spec.block_size) - spec.live_rows(num_tokens).start // spec.block_size
 
 
 def max_live_blocks(spec: KVCacheSpec, max_tokens: int, num_new_tokens: int = 0) -> int:
-    """Most `held_blocks` of a sequence of up to `max_tokens`, wherever in a block its live rows begin.
-
-    `num_new_tokens`: rows that are being written beside them.
-    """
+    """Most `held_blocks` of a sequence of up to `max_tokens` while `num_new_tokens` rows are written."""
     whole = -(-max_tokens // spec.block_size)
     rows = len(spec.live_rows(spec.fullest_at(max_tokens))) + num_new_tokens
     # The farthest from a block's start that live rows may begin: at its last row, if they begin anywhere.

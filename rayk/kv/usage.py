@@ -1,4 +1,4 @@
-"""How many blocks requests and leases hold: counted as they change, since metrics ask all the time."""
+"""Counts of blocks that requests and leases hold, updated with each change because metrics ask often."""
 
 from __future__ import annotations
 
@@ -13,31 +13,30 @@ Tables = Sequence[BlockTable]
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """Blocks that were put aside for a transfer: under a lease, or reserved for tokens that come."""
+    """Totals of blocks put aside for a transfer, under a lease or reserved for incoming tokens."""
 
     num_leased: int
-    """Ever since the engine was formed."""
+    """Put aside since the engine was formed."""
     num_freed: int
-    """Of these, given back."""
+    """Given back of these."""
 
     @property
     def num_held(self) -> int:
-        """Blocks that are put aside now."""
         return self.num_leased - self.num_freed
 
 
 class BlockUsage:
-    """By group; each block is counted once, however many tables it is in."""
+    """Blocks in use by group, each counted once however many tables it is in."""
 
     def __init__(self, num_groups: int) -> None:
         self._used: list[dict[int, int]] = [{} for _ in range(num_groups)]
-        """Block -> tables of requests that it is in."""
+        """Block -> number of requests' tables that contain it."""
         self._leased: list[dict[int, int]] = [{} for _ in range(num_groups)]
-        """The same of leases."""
+        """Block -> number of leases' tables that contain it."""
         self._num_both = [0] * num_groups
 
     def hold(self, group: int, blocks: Iterable[int], *, leased: bool = False) -> None:
-        """These are in another table from now on; null blocks are passed over."""
+        """Count that these blocks are in one more table; null blocks are skipped."""
         here, other = self._sides(group, leased)
         for block in blocks:
             if block == NULL_BLOCK:
@@ -48,7 +47,7 @@ class BlockUsage:
                 self._num_both[group] += 1
 
     def drop(self, group: int, blocks: Iterable[int], *, leased: bool = False) -> None:
-        """They are in one table fewer."""
+        """Count that these blocks are in one table fewer."""
         here, other = self._sides(group, leased)
         for block in blocks:
             if block == NULL_BLOCK:
@@ -62,13 +61,12 @@ class BlockUsage:
                 self._num_both[group] -= 1
 
     def change_hands(self, tables: Tables, *, leased: bool) -> None:
-        """A request's tables become a lease's, or the other way round."""
+        """Move a request's tables to a lease, or back."""
         for group, table in enumerate(tables):
             self.hold(group, table.blocks, leased=leased)
             self.drop(group, table.blocks, leased=not leased)
 
     def num_used(self, group: int) -> int:
-        """Blocks that requests hold."""
         return len(self._used[group])
 
     def num_leased(self, group: int) -> int:
@@ -76,7 +74,7 @@ class BlockUsage:
         return len(self._leased[group]) - self._num_both[group]
 
     def check(self, used: Iterable[Tables], leased: Iterable[Tables]) -> None:
-        """What was counted is what these tables hold. AssertionError otherwise."""
+        """Assert that the counts match these tables."""
         again = BlockUsage(len(self._used))
         for sides, is_leased in ((used, False), (leased, True)):
             for tables in sides:

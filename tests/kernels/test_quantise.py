@@ -152,7 +152,15 @@ def test_the_worst_relative_error_is_reached_and_not_passed(name: str) -> None:
     back = dequantise(quantise(x, kv_format), kv_format)
     of = x if kv_format.scales == "tensor" else x.amax(-1, keepdim=True)
     worst = float(((back.double() - x.double()).abs() / of).max())
-    assert 0.97 * kv_format.worst_relative_error < worst <= kv_format.worst_relative_error * (1 + 1e-6)
+    half_ulp = 1 / (2.0**4 + 1)  # of e4m3, relative to 1 + 2^-4
+    wanted = {
+        "fp8_e4m3": half_ulp,
+        # The largest becomes 448, and steps above 256 are 32.
+        "fp8_e4m3_token_head": 16 / 448,
+        # Between 4 and 6 steps are 2: off by 1, times a scale that is amax / 6 and itself off.
+        "nvfp4": (1 + half_ulp) / 6,
+    }[name]
+    assert 0.97 * wanted < worst <= wanted * (1 + 1e-6)
 
 
 @each("name", QUANTISED)

@@ -7,7 +7,6 @@ import itertools
 import math
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
@@ -202,17 +201,11 @@ class CacheWalk(CacheModel):
         self.put_aside(data.draw(st.sampled_from(sorted(self.tokens))))
 
     @precondition(lambda self: self.leases)
-    @rule(data=st.data(), is_back=st.booleans())
-    def release(self, data: st.DataObject, is_back: bool) -> None:
-        """A lease ends, or its blocks are a request's again, who goes on."""
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
         lease = data.draw(st.sampled_from(sorted(self.leases)))
-        kept = self.leases.pop(lease)
-        if not is_back or kept is None:
-            self.manager.release(lease)
-            return
-        name = f"back from {lease}"
-        self.manager.unlease(lease, name)
-        self.tokens[name], self.num_computed[name], self.arrived[name] = kept
+        del self.leases[lease]
+        self.manager.release(lease)
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data(), is_whole=st.booleans())
@@ -434,31 +427,3 @@ def test_adopting_where_blocks_are_short_changes_nothing() -> None:
     assert tables[0][:2] == here
     assert manager.pool.num_free_blocks == 0
     manager.check_integrity()
-
-
-def test_a_lease_is_taken_back() -> None:
-    """Blocks of a request whose swap was refused are its own again: it grows, and is trimmed and named."""
-    manager = KVCacheManager(groups(full(4), sliding(6)), NUM_BLOCKS, prefix_caching=True)
-    tokens = tuple(range(20))
-    assert manager.extend("a", 14) is not None
-    manager.trim("a", 14)
-    tables = manager.block_tables("a")
-    manager.lease("a", "swap")
-    assert manager.ledger.num_held == 4 + 2
-    manager.unlease("swap", "a")
-    assert manager.ledger.num_held == 0
-    assert manager.block_tables("a") == tables
-    manager.release("swap")
-    manager.check_integrity()
-    assert manager.extend("a", 20) is not None
-    manager.remember("a", tokens, 20)
-    manager.trim("a", 20)
-    assert manager.share_lease("a", "store", 20) is not None
-    with pytest.raises(AssertionError, match="another request's"):
-        manager.unlease("store", "b")
-    manager.free("a")
-    assert manager.match("c", (*tokens, 0), 20) == 20
-    manager.free("c")
-    manager.release("store")
-    manager.check_integrity()
-    assert manager.pool.num_free_blocks == NUM_BLOCKS - 1
