@@ -23,7 +23,7 @@ from rayk.serve.limits import HttpSettings
 from rayk.serve.listener import listener_config
 from rayk.types.errors import RoleConflict, UnknownEngine
 from rayk.types.request import FinishReason, TokenLogprobs
-from rayk.types.serving import Ask, Delta, EngineState, Health, ModelCard
+from rayk.types.serving import Delta, EngineState, Health, ModelCard, ServerRequest
 from tests.pd import wait_until
 
 
@@ -44,20 +44,20 @@ class EngineCompleter:
     def __init__(self, engine: ThreadEngine, model: ModelCard) -> None:
         self.engine = engine
         self.model = model
-        self.asked: list[Ask] = []
+        self.asked: list[ServerRequest] = []
         self.closed: list[str] = []
         """Requests whose iterator was closed before their end."""
 
-    async def generate(self, ask: Ask) -> AsyncIterator[Delta]:
+    async def generate(self, server_request: ServerRequest) -> AsyncIterator[Delta]:
         """See Completer."""
-        self.asked.append(ask)
+        self.asked.append(server_request)
         loop, news = asyncio.get_running_loop(), asyncio.Queue[RequestEvent]()
 
         def sink(event: RequestEvent) -> None:
             loop.call_soon_threadsafe(news.put_nowait, event)
 
-        request_id, has_ended = ask.request.request_id, False
-        self.engine.leader.submit(ask.request, sink)
+        request_id, has_ended = server_request.request.request_id, False
+        self.engine.leader.submit(server_request.request, sink)
         try:
             while not has_ended:
                 async with asyncio.timeout(self.engine.timeout_s):
@@ -89,7 +89,7 @@ class EngineCompleter:
         wait_until(lambda: pool.num_free_blocks == pool.num_blocks - 1, what=lambda: "blocks all free")
 
 
-Script = Callable[[Ask], AsyncIterator[Delta]]
+Script = Callable[[ServerRequest], AsyncIterator[Delta]]
 
 
 class ScriptedCompleter:
@@ -98,19 +98,19 @@ class ScriptedCompleter:
     def __init__(self, model: ModelCard, script: Script) -> None:
         self.model = model
         self.script = script
-        self.asked: list[Ask] = []
+        self.asked: list[ServerRequest] = []
         self.closed: list[str] = []
         """Requests whose iterator ended, in whatever way."""
         self.answer = Health(is_ready=True)
 
-    async def generate(self, ask: Ask) -> AsyncIterator[Delta]:
+    async def generate(self, server_request: ServerRequest) -> AsyncIterator[Delta]:
         """The script's."""
-        self.asked.append(ask)
+        self.asked.append(server_request)
         try:
-            async for delta in self.script(ask):
+            async for delta in self.script(server_request):
                 yield delta
         finally:
-            self.closed.append(ask.request.request_id)
+            self.closed.append(server_request.request.request_id)
 
     async def health(self) -> Health:
         """`answer`."""
@@ -167,8 +167,8 @@ def idle_engine(name: str, role: str) -> EngineState:
 def tokens_then_end(token_ids: list[int], *, per_delta: int = 1) -> Script:
     """The same tokens for every request, the last with finish reason stop."""
 
-    async def script(ask: Ask) -> AsyncIterator[Delta]:
-        wanted = ask.request.sampling.logprobs
+    async def script(server_request: ServerRequest) -> AsyncIterator[Delta]:
+        wanted = server_request.request.sampling.logprobs
         for start in range(0, len(token_ids), per_delta):
             part = token_ids[start : start + per_delta]
             told = tuple(TokenLogprobs(token_id=t, logprob=-1.0, rank=1, top=()) for t in part)

@@ -41,7 +41,7 @@ from rayk.types.errors import (
 )
 from rayk.types.request import FinishReason, Request
 from rayk.types.rows import RequestRow, TransferRow
-from rayk.types.serving import Ask, Delta, EngineState, Health, ModelCard
+from rayk.types.serving import Delta, EngineState, Health, ModelCard, ServerRequest
 
 NAMESPACE = "rayk"
 ENDED = "the server ends"
@@ -85,14 +85,14 @@ class Router:
         """The model behind it."""
         return self._settings.model
 
-    async def generate(self, ask: Ask) -> AsyncIterator[Delta]:
+    async def generate(self, server_request: ServerRequest) -> AsyncIterator[Delta]:
         """See Completer.generate."""
-        request = self._named(ask.request)
+        request = self._named(server_request.request)
         if self._courier is None:
             self._courier = lasting(self._link.carry(self._settings.front_s / 5), "the way to the fleet")
             self._beat = lasting(beat(self._sink), "metrics")
         stream = _Stream(self._link)
-        task = asyncio.create_task(self._drive(ask, request, stream))
+        task = asyncio.create_task(self._drive(server_request, request, stream))
         task.add_done_callback(lambda _: stream.end())
         self._tasks.add(task)
         try:
@@ -158,9 +158,9 @@ class Router:
         """Name the request for engines, which know those of many fronts, and seed all its attempts alike."""
         return seeded(replace(request, request_id=f"{request.request_id}@{self.name}.{next(self._numbers)}"))
 
-    async def _drive(self, ask: Ask, request: Request, stream: _Stream) -> None:
+    async def _drive(self, server_request: ServerRequest, request: Request, stream: _Stream) -> None:
         """One request to its end, over all its attempts. Raises what ends it."""
-        limit_s = min(self._settings.request_s, ask.deadline_s or self._settings.request_s)
+        limit_s = min(self._settings.request_s, server_request.deadline_s or self._settings.request_s)
         until = time.monotonic() + limit_s
         row = RequestRow(
             cell_id="",
@@ -173,9 +173,11 @@ class Router:
         )
         try:
             async with asyncio.timeout(limit_s):
-                await self._attempts(ask, request, RequestRun(self._rules, row, stream), stream, until)
+                await self._attempts(
+                    server_request, request, RequestRun(self._rules, row, stream), stream, until
+                )
         except TimeoutError:
-            error = DeadlineExceeded(f"request {ask.request.request_id}", limit_s)
+            error = DeadlineExceeded(f"request {server_request.request.request_id}", limit_s)
             note_failure(row, error)
             raise error from None
         except RaykError as error:
@@ -192,13 +194,18 @@ class Router:
             report_request(self._sink, row)
 
     async def _attempts(
-        self, ask: Ask, request: Request, request_run: RequestRun, stream: _Stream, until: float
+        self,
+        server_request: ServerRequest,
+        request: Request,
+        request_run: RequestRun,
+        stream: _Stream,
+        until: float,
     ) -> None:
         asked = self._describer.describe(
             request.request_id,
             request.prompt_token_ids,
             max_tokens=request.sampling.max_tokens,
-            session=ask.session,
+            session=server_request.session,
         )
         for number in itertools.count():
             name = attempt_id(request.request_id, number)
@@ -206,7 +213,9 @@ class Router:
             stream.attempt = name
             engines: list[EngineHandle] = []
             try:
-                assignment = await self._place(ask, replace(asked, request_id=name), until, again=number > 0)
+                assignment = await self._place(
+                    server_request, replace(asked, request_id=name), until, again=number > 0
+                )
                 await self._run_attempt(assignment, attempt, request_run, engines, number)
             except RaykError as error:
                 if not self._may_try_again(error, engines, number):
@@ -220,10 +229,12 @@ class Router:
                         engine.leader.abort.options(concurrency_group="control").remote(name)
             await asyncio.sleep(min(FIRST_PAUSE_S * 2**number, LONGEST_PAUSE_S))
 
-    async def _place(self, ask: Ask, asked: PlacementRequest, until: float, *, again: bool) -> Assignment:
+    async def _place(
+        self, server_request: ServerRequest, asked: PlacementRequest, until: float, *, again: bool
+    ) -> Assignment:
         left_s = max(0.0, until - time.monotonic())
         place = partial(self._link.call, "place", self.name, asked, until=until)
-        assignment: Assignment = await place(priority=ask.priority, deadline_s=left_s, again=again)
+        assignment: Assignment = await place(priority=server_request.priority, deadline_s=left_s, again=again)
         return assignment
 
     async def _run_attempt(

@@ -42,11 +42,11 @@ class Sent:
     cpu_ns: int = 0  # of this process, while the load ran
 
 
-Told = Callable[[Observed], None]  # called when a request has ended
+OnEnded = Callable[[Observed], None]  # called when a request has ended
 
 
 async def drive(
-    load: Load, model: str, planned: Sequence[Planned], sent: Sent, told: Told = lambda _: None
+    load: Load, model: str, planned: Sequence[Planned], sent: Sent, on_ended: OnEnded = lambda _: None
 ) -> None:
     """Send a load and wait until every request has ended; each does within the load's timeout."""
     bodies = [request_body(load, p, model) for p in planned]
@@ -56,7 +56,7 @@ async def drive(
 
         async def one(seen: Observed) -> None:
             await send(session, url, bodies[seen.planned.index], seen, load.timeout_s)
-            told(seen)
+            on_ended(seen)
 
         # What was drawn stays: nobody needs to look through it for garbage while requests are due.
         gc.collect()

@@ -168,10 +168,10 @@ def _parts(root: object) -> Iterator[object]:
             todo += part
         elif type(part).__module__.startswith("rayk.models.layers"):
             yield part
-            todo += _held(part)
+            todo += _parts_of(part)
 
 
-def _held(part: Any) -> list[object]:
+def _parts_of(part: Any) -> list[object]:
     if is_dataclass(part):
         return [getattr(part, f.name) for f in fields(part)]
     return list(getattr(part, "__dict__", {}).values())

@@ -2,7 +2,7 @@
 
 Layout: [step, num_requests, num_groups], then per request
 [row, num_computed_tokens, num_tokens, needs_logits, start and stop of prompt_logits],
-per group [start, num_ids, num_held, ids...], token ids.
+per group [start, num_ids, num_filled, ids...], token ids.
 Request ids stay on rank 0: peers know rows only.
 """
 
@@ -19,9 +19,9 @@ def encode_batch(batch: ScheduledBatch) -> bytes:
     words = [batch.step, len(batch.requests), num_groups]
     for r in batch.requests:
         words += (r.row, r.num_computed_tokens, len(r.token_ids), int(r.needs_logits), *r.prompt_logits)
-        held = r.num_held_blocks or (0,) * num_groups
-        for (start, ids), num_held in zip(r.new_block_ids, held, strict=True):
-            words += (start, len(ids), num_held, *ids)
+        filled = r.num_filled_blocks or (0,) * num_groups
+        for (start, ids), num_filled in zip(r.new_block_ids, filled, strict=True):
+            words += (start, len(ids), num_filled, *ids)
         words += r.token_ids
     return np.array(words, dtype=np.int32).tobytes()
 
@@ -36,11 +36,11 @@ def decode_batch(payload: bytes) -> ScheduledBatch:
         row, num_computed, num_tokens, needs_logits, start, stop = words[at : at + 6]
         prompt_logits = (start, stop)
         at += 6
-        updates, held = [], []
+        updates, filled = [], []
         for _ in range(num_groups):
-            start, count, num_held = words[at : at + 3]
+            start, count, num_filled = words[at : at + 3]
             updates.append((start, tuple(words[at + 3 : at + 3 + count])))
-            held.append(num_held)
+            filled.append(num_filled)
             at += 3 + count
         token_ids = tuple(words[at : at + num_tokens])
         at += num_tokens
@@ -51,7 +51,7 @@ def decode_batch(payload: bytes) -> ScheduledBatch:
                 num_computed_tokens=num_computed,
                 token_ids=token_ids,
                 new_block_ids=tuple(updates),
-                num_held_blocks=tuple(held) if any(held) else (),
+                num_filled_blocks=tuple(filled) if any(filled) else (),
                 needs_logits=bool(needs_logits),
                 prompt_logits=prompt_logits,
             )

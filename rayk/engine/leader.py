@@ -130,7 +130,7 @@ class Leader:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}
         self._calls: list[tuple[object, Future[list[object]]]] = []
-        self._asked: list[tuple[object, Future[list[object]]]] = []
+        self._calls_of_turn: list[tuple[object, Future[list[object]]]] = []
         self._num_handover_commands = 0
         self._stopping = False
         self._stalled = False
@@ -198,7 +198,7 @@ class Leader:
                 self._handover.fail_all(error)
             for request_id in list(self._sinks):
                 self.emit(RequestEvent(request_id=request_id, error=error))
-            for _, future in self._calls + self._asked:
+            for _, future in self._calls + self._calls_of_turn:
                 if not future.done():
                     future.set_exception(error)
             while not self._inbox.empty():
@@ -227,8 +227,8 @@ class Leader:
         if self._handover is not None and batch is not None:
             own = (*own, *self._handover.step_commands(batch))
         self._num_handover_commands = len(own)
-        self._asked, self._calls = self._calls, []
-        commands = (*own, *(command for command, _ in self._asked))
+        self._calls_of_turn, self._calls = self._calls, []
+        commands = (*own, *(command for command, _ in self._calls_of_turn))
         self._stalled = batch is None and self.scheduler.has_work
         return Turn(
             batch=batch,
@@ -391,14 +391,14 @@ class Leader:
         n = self._num_handover_commands
         if self._handover is not None:
             self._handover.absorb(tuple(r[:n] for r in result.results), result.polls)
-        for i, (_, future) in enumerate(self._asked):
+        for i, (_, future) in enumerate(self._calls_of_turn):
             answers = [per_rank[n + i] for per_rank in result.results]
             error = next((a for a in answers if isinstance(a, RaykError)), None)
             if error is not None:
                 future.set_exception(error)
             else:
                 future.set_result(answers)
-        self._asked = []
+        self._calls_of_turn = []
 
     def _is_in_use(self, request_id: str) -> bool:
         # An aborted request's sink is gone before its blocks and reads are.

@@ -90,14 +90,14 @@ class StepMeter:
             total("rayk_steps_total", phase.num_steps, phase=name)
             total("rayk_step_busy_seconds_total", phase.busy_ns / 1e9, phase=name)
             total("rayk_model_seconds_total", phase.model_ns / 1e9, phase=name)
-            self.sink.observe_all("rayk_step_seconds", _taken(phase.seconds), phase=name)
+            self.sink.observe_all("rayk_step_seconds", _drain(phase.seconds), phase=name)
         if self._comm is not None:
             total("rayk_collective_seconds_total", self._comm.collective_ns / 1e9)
         if self._costs is not None:
             self._report_costs()
         if self._is_leader:
-            self.sink.observe_all("rayk_iteration_tokens", _taken(self._num_tokens))
-            self.sink.observe_all("rayk_batch_requests", _taken(self._num_requests))
+            self.sink.observe_all("rayk_iteration_tokens", _drain(self._num_tokens))
+            self.sink.observe_all("rayk_batch_requests", _drain(self._num_requests))
 
     def _report_costs(self) -> None:
         sink = self.sink
@@ -114,7 +114,7 @@ class StepMeter:
             sink.set("rayk_model_bandwidth_utilization", rates[1] / self._peaks.bytes_per_s)
 
 
-def _taken(values: list[float]) -> list[float]:
+def _drain(values: list[float]) -> list[float]:
     """They are told now, and no more later."""
     taken = values.copy()
     values.clear()

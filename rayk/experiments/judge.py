@@ -23,7 +23,7 @@ from rayk.experiments.quantised import Tokens, Twins, compare_forced, follow, ro
 from rayk.experiments.references import LayerKV, References
 from rayk.experiments.verdict import Findings, recovered, unrecovered, untraced
 from rayk.kv.groups import measure_groups, measure_waste, waste_tokens
-from rayk.kv.held import measure_held
+from rayk.kv.request_memory import measure_request_memory
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups
 from rayk.specs import Cell
@@ -349,7 +349,10 @@ def _kv_held(
             lengths["decode"].append(whole)
     engines = {"prefill": cell.prefill, "decode": cell.decode}
     return {
-        side: [asdict(held) for held in measure_held(engine_groups(engine, config), engine.tp, lengths[side])]
+        side: [
+            asdict(held)
+            for held in measure_request_memory(engine_groups(engine, config), engine.tp, lengths[side])
+        ]
         for side, engine in engines.items()
         if engine is not None and lengths[side]
     }

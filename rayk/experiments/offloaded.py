@@ -43,7 +43,7 @@ FAILED = {
 REASONS = {"stores_failed": "last_store_failure"}
 """An engine's counter -> where the engine says why it counted last."""
 
-Told = Mapping[str, Any]
+Counters = Mapping[str, Any]
 
 
 def offloaded(outcomes: Sequence[CellOutcome]) -> dict[str, float | str]:
@@ -64,14 +64,14 @@ def offloaded(outcomes: Sequence[CellOutcome]) -> dict[str, float | str]:
     return found | ({"offload_note": note} if note else {})
 
 
-def _beliefs(engines: Sequence[Told]) -> dict[str, float]:
+def _beliefs(engines: Sequence[Counters]) -> dict[str, float]:
     """What engines' cost models expect of a MiB each way and of a prompt, ms: the median over engines."""
     told = [_expected(e["costs"]) for e in engines]
     names = dict.fromkeys(name for t in told for name in t)
     return {name: median(t[name] for t in told if name in t) for name in names}
 
 
-def _expected(costs: Told) -> dict[str, float]:
+def _expected(costs: Counters) -> dict[str, float]:
     """See costs.CostModel.describe: a rate is absent where bytes cost nothing, steps until they are known."""
     found = {}
     for way in ("out", "in"):
@@ -109,7 +109,7 @@ def _bad_pages(outcomes: Sequence[CellOutcome]) -> Counter[str]:
     return +Counter({name.removeprefix(BAD): _counted(outcomes, name, "disk") for name in sorted(names)})
 
 
-def _spans(outcomes: Sequence[CellOutcome], part: str) -> Iterable[tuple[Told, Told]]:
+def _spans(outcomes: Sequence[CellOutcome], part: str) -> Iterable[tuple[Counters, Counters]]:
     """What each tier said before and after each repeat."""
     for outcome in outcomes:
         for tier, after in outcome.tiers.items():

@@ -59,7 +59,7 @@ def untraced(cell: Cell, idle: Sequence[FaultSpec] = ()) -> str:
     faults += [f for f in idle if f not in faults]
     if not faults:
         return ""
-    text = ", ".join(_described(fault) for fault in faults)
+    text = ", ".join(_fault_text(fault) for fault in faults)
     remark = f"{text} left no trace"
     if any(fault.point == "stale_state" for fault in faults):
         remark += ": a page of states must be used again (fewer num_blocks, max_seqs: 1, more requests)"
@@ -76,7 +76,7 @@ def recovered(requests: Sequence[RequestRow], survived: Sequence[RaykError]) -> 
     return "; ".join(dict.fromkeys(texts))
 
 
-def _described(fault: FaultSpec) -> str:
+def _fault_text(fault: FaultSpec) -> str:
     """A fault as a reader of the spec knows it."""
     where = f" at {fault.point}" if fault.point is not None else ""
     named = ("layer", "request", "step", "engine", "rank")

@@ -163,7 +163,7 @@ class Offloading:
         here = manager.find_prefix(name, tokens, wanted).num_tokens
         if here + side.facts.unit_tokens > wanted:
             return False
-        held = manager.find_held(name, tokens, wanted, row_group_blocks(manager.groups)).num_tokens
+        held = manager.find_local_prefix(name, tokens, wanted, row_group_blocks(manager.groups)).num_tokens
         gain = here - held + side.facts.unit_tokens
         if not side.may_read(side.settings.load):
             self.counts["loads_held_back"] += 1

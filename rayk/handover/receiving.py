@@ -21,7 +21,7 @@ from rayk.engine.leader import RequestEvent
 from rayk.handover.arrival_times import arrival_stages
 from rayk.handover.commands import BlockTables, HoldTicket, LetGo, Prove, ReleaseMismatch, StartRead
 from rayk.handover.reservations import reserve_blocks
-from rayk.kv.manager import HeldPrefix
+from rayk.kv.manager import LocalPrefix
 from rayk.transfer.handshake import row_group_blocks
 from rayk.transfer.valid_prefix import longest_valid_prefix
 from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError, TransferError
@@ -38,7 +38,7 @@ HOLD_S = 60.0
 """After a mismatch the blocks are kept this long for somebody to look into it."""
 IN_FLIGHT = "reads in flight of "
 """How a lease is named that holds blocks for reads which do not end."""
-NOTHING_HELD = HeldPrefix(0, ())
+NOTHING_HELD = LocalPrefix(0, ())
 DRAIN_S = 2.0
 """A request to be recomputed waits this long for reads in flight; then it leaves its blocks to them."""
 
@@ -65,7 +65,7 @@ class Incoming:
     """Whether all ranks know that it waits."""
     started_ns: int | None = None
     block_tables: BlockTables = ()
-    held: HeldPrefix = NOTHING_HELD
+    held: LocalPrefix = NOTHING_HELD
     """What need not be read."""
     outcomes: dict[int, TransferOutcome] = field(default_factory=dict)
     drained: set[int] = field(default_factory=set)
@@ -127,7 +127,7 @@ class Receiving:
         """A request waits for blocks."""
         self._queued.append(incoming)
 
-    def begin(self, incoming: Incoming, block_tables: BlockTables, held: HeldPrefix = NOTHING_HELD) -> None:
+    def begin(self, incoming: Incoming, block_tables: BlockTables, held: LocalPrefix = NOTHING_HELD) -> None:
         """A request's KV comes into these blocks, which are its own but for those that are held."""
         incoming.started_ns = time.monotonic_ns()
         incoming.block_tables, incoming.held = block_tables, held
@@ -227,7 +227,7 @@ class Receiving:
             token_ids = (*incoming.request.prompt_token_ids, *incoming.output_token_ids)[:num_tokens]
             manager = self.leader.manager
             unit = row_group_blocks(manager.groups)
-            held = manager.find_held(request_id, token_ids, num_tokens, unit)
+            held = manager.find_local_prefix(request_id, token_ids, num_tokens, unit)
             if held.num_tokens < incoming.ticket.first_row:
                 self._come_to_nothing(incoming)
                 continue

@@ -23,7 +23,7 @@ from rayk.types.errors import DeadlineExceeded, RaykError
 if TYPE_CHECKING:
     from rayk.engine.leader import Leader
     from rayk.handover.commands import RankNews
-    from rayk.kv.manager import HeldPrefix
+    from rayk.kv.manager import LocalPrefix
     from rayk.transfer.push_reservations import Reserved
 
 
@@ -57,7 +57,7 @@ class _OpenReservation:
     wanted: ReservationRequest
     reservation_id: str
     block_tables: BlockTables
-    prefix: HeldPrefix
+    prefix: LocalPrefix
     """What need not be written."""
     reserved_ns: int
     parts: dict[int, Reserved] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class Reservations:
             reservation_id = f"{self._engine}/{self._epoch}/r{next(self._numbers)}/{wanted.request_id}"
             manager = self.leader.manager
             unit = row_group_blocks(manager.groups)
-            prefix = manager.find_held(wanted.request_id, wanted.token_ids, wanted.num_tokens, unit)
+            prefix = manager.find_local_prefix(wanted.request_id, wanted.token_ids, wanted.num_tokens, unit)
             tables = reserve_blocks(self.leader, reservation_id, wanted.num_tokens, prefix)
             if tables is None:
                 return
@@ -176,7 +176,7 @@ class Reservations:
         event = RequestEvent(request_id=wanted.request_id, payload=sealed(reservation), info=info)
         self.leader.emit(event, ends=False)
 
-    def claim(self, request_id: str, reservation_id: str) -> tuple[BlockTables, HeldPrefix] | None:
+    def claim(self, request_id: str, reservation_id: str) -> tuple[BlockTables, LocalPrefix] | None:
         """The request's ticket is here: its blocks are the request's from now on, and what of them was not
         written. None where they were given up."""
         assert self.leader is not None
@@ -230,7 +230,7 @@ class Reservations:
 
 
 def reserve_blocks(
-    leader: Leader, key: str, num_tokens: int, held: HeldPrefix | None = None
+    leader: Leader, key: str, num_tokens: int, held: LocalPrefix | None = None
 ) -> BlockTables | None:
     """Blocks for the first `num_tokens` tokens of a sequence, which come from elsewhere, but for what is
     `held`; None while they are short.

@@ -138,7 +138,7 @@ class Swapping:
             if ticket is None or swapped.is_read or not scheduler.may_return(request_id):
                 continue
             unit, tokens = row_group_blocks(manager.groups), swapped.state.tokens[: ticket.num_tokens]
-            held = manager.find_held(request_id, tokens, ticket.num_tokens, unit)
+            held = manager.find_local_prefix(request_id, tokens, ticket.num_tokens, unit)
             updates = manager.reserve_live(request_id, ticket.num_tokens, held)
             # Those that wait came later; it and those that run need a block per group to go on with.
             needed = (scheduler.num_running + 1) * len(manager.groups)

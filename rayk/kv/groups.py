@@ -137,7 +137,7 @@ def choose_positions(kinds: Sequence[tuple[KVCacheSpec, int]]) -> int:
     for positions in range(1, max(count for _, count in kinds) + 1):
         num_groups = [-(-count // positions) for _, count in kinds]
         grown = unify_pages(specs, num_groups, positions)
-        blocks, held_bytes = _held(grown, num_groups, positions)
+        blocks, held_bytes = _reference_blocks(grown, num_groups, positions)
         cost = held_bytes + blocks * BLOCK_COST_BYTES
         candidates.append((sum(num_groups), cost, held_bytes, positions))
     _, least, least_bytes, _ = min(candidates, key=lambda c: (c[1], c[0]))
@@ -202,7 +202,9 @@ def _grow(spec: KVCacheSpec, target_bytes: int) -> KVCacheSpec:
     return with_block_size(spec, spec.block_size * (target_bytes // page_bytes(spec)))
 
 
-def _held(specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: int) -> tuple[int, int]:
+def _reference_blocks(
+    specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: int
+) -> tuple[int, int]:
     """(blocks, bytes) that a reference request holds."""
     page = max(page_bytes(spec) for spec in specs)
     held = (held_blocks(spec, spec.fullest_at(REFERENCE_TOKENS)) for spec in specs)
@@ -212,7 +214,7 @@ def _held(specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: in
 
 def _cost(specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: int) -> int:
     """Cost of a reference request, in bytes."""
-    blocks, held_bytes = _held(specs, num_groups, positions)
+    blocks, held_bytes = _reference_blocks(specs, num_groups, positions)
     return held_bytes + blocks * BLOCK_COST_BYTES
 
 

@@ -19,7 +19,7 @@ from rayk.types.allocator import BlockUpdates
 
 
 @dataclass(frozen=True, slots=True)
-class HeldPrefix:
+class LocalPrefix:
     """The part of a sequence from elsewhere that is already cached here."""
 
     num_tokens: int
@@ -154,34 +154,34 @@ class KVCacheManager:
         if self.prefixes.put(group.index, key, block, since):
             self.pool.keep(block)
 
-    def find_held(
+    def find_local_prefix(
         self, request_id: str, token_ids: Sequence[int], num_tokens: int, unit_tokens: int
-    ) -> HeldPrefix:
+    ) -> LocalPrefix:
         """The cached part of a sequence of `num_tokens` tokens that will come from elsewhere: its live rows
         before a multiple of `unit_tokens`."""
-        nothing = HeldPrefix(0, tuple(() for _ in self.groups))
+        nothing = LocalPrefix(0, tuple(() for _ in self.groups))
         if self.prefixes is None:
             return nothing
 
         def unseen(lane: KVCacheSpec) -> int:
             return lane.live_rows(num_tokens).start
 
-        def wanted(g: KVCacheGroup, lane: KVCacheSpec, n: int) -> range | None:
+        def needed(g: KVCacheGroup, lane: KVCacheSpec, n: int) -> range | None:
             first = unseen(lane)
             if n <= first:
                 return range(0)
             return range(first, n) if n % g.spec.block_size == 0 else None
 
         keys = self.prefix_keys(request_id, token_ids, num_tokens)
-        held = self.prefixes.longest(keys, num_tokens, unit_tokens, wanted, unseen)
-        if not held:
+        num_found = self.prefixes.longest(keys, num_tokens, unit_tokens, needed, unseen)
+        if not num_found:
             return nothing
         blocks = []
         for g in self.groups:
-            of_lanes = [r for lane in g.lanes if (r := wanted(g, lane, held))]
+            of_lanes = [r for lane in g.lanes if (r := needed(g, lane, num_found))]
             longest = min(of_lanes, key=lambda r: r.start, default=range(0))
             blocks.append(self.prefixes.blocks(g.index, keys, longest))
-        return HeldPrefix(held, tuple(map(tuple, blocks)))
+        return LocalPrefix(num_found, tuple(map(tuple, blocks)))
 
     def find_prefix(
         self,
@@ -226,11 +226,11 @@ class KVCacheManager:
         """One attempt of find_prefix; None if nothing is found."""
         assert self.prefixes is not None
 
-        def wanted(g: KVCacheGroup, lane: KVCacheSpec, n: int) -> range:
+        def needed(g: KVCacheGroup, lane: KVCacheSpec, n: int) -> range:
             return range(max(_live_rows(g, lane, n).start, held_tokens), n)
 
         unit = self.prefixes.unit_tokens
-        num_tokens = self.prefixes.longest(keys, max_tokens, unit, wanted, elsewhere=there)
+        num_tokens = self.prefixes.longest(keys, max_tokens, unit, needed, elsewhere=there)
         if num_tokens <= held_tokens:
             return None
         tables: list[tuple[int, ...]] = []
@@ -239,7 +239,7 @@ class KVCacheManager:
             size = g.spec.block_size
             found: dict[int, set[int]] = {}
             for number, lane in enumerate(g.lanes):
-                rows = wanted(g, lane, num_tokens)
+                rows = needed(g, lane, num_tokens)
                 blocks = self.prefixes.blocks(g.index, keys, rows, number, there)
                 for index, block in enumerate(blocks, rows.start // size):
                     found.setdefault(index, set()).add(block)
@@ -293,11 +293,11 @@ class KVCacheManager:
         return self.block_tables(name)
 
     def reserve_live(
-        self, request_id: str, num_tokens: int, held: HeldPrefix | None = None
+        self, request_id: str, num_tokens: int, held: LocalPrefix | None = None
     ) -> BlockUpdates | None:
         """Tables for a request whose first `num_tokens` tokens arrive from elsewhere; only live blocks are
-        allocated. `held` (from `find_held` just now) need not arrive. None, with nothing changed, if blocks
-        are short.
+        allocated. `held` (from `find_local_prefix` just now) need not arrive. None, with nothing changed, if
+        blocks are short.
         """
         assert request_id not in self._tables, f"{request_id} has blocks already"
         tables, needed = [], 0

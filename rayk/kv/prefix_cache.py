@@ -27,7 +27,7 @@ _SECRET = secrets.token_bytes(32)
 """This process's default secret, so that prompt authors cannot predict digests. Caches that are shared or
 outlive the process bring their own."""
 
-Wanted = Callable[[KVCacheGroup, KVCacheSpec, int], range | None]
+NeededRows = Callable[[KVCacheGroup, KVCacheSpec, int], range | None]
 """(group, lane, number of tokens) -> positions whose rows must be cached to go on from there, up to a block's
 end; None if one cannot go on there."""
 Since = tuple[int, ...]
@@ -137,18 +137,18 @@ class PrefixCache:
         self,
         group: int,
         keys: PrefixKeys,
-        wanted: range,
+        needed: range,
         lane: int | None = None,
         elsewhere: Elsewhere | None = None,
     ) -> list[int]:
-        """The blocks of the wanted positions up to the first that is not cached; with `lane`, they must hold
+        """The blocks of the needed positions up to the first that is not cached; with `lane`, they must hold
         that lane's rows. The null block stands for blocks that are only `elsewhere`."""
         size, known = self._groups[group].spec.block_size, self._blocks[group]
         found: list[int] = []
-        for index in range(wanted.start // size, wanted.stop // size):
+        for index in range(needed.start // size, needed.stop // size):
             key = keys[(index + 1) * size]
             block = known.get(key)
-            first = max(wanted.start, index * size)
+            first = max(needed.start, index * size)
 
             def lacks(since: Since, first: int = first) -> bool:
                 return lane is not None and bool(since) and since[lane] > first
@@ -183,11 +183,11 @@ class PrefixCache:
         keys: PrefixKeys,
         max_tokens: int,
         unit_tokens: int,
-        wanted: Wanted,
+        needed: NeededRows,
         nothing_until: Callable[[KVCacheSpec], int] = lambda lane: 0,
         elsewhere: Elsewhere | None = None,
     ) -> int:
-        """The largest multiple of `unit_tokens`, up to `max_tokens`, at which all wanted rows are cached or
+        """The largest multiple of `unit_tokens`, up to `max_tokens`, at which all needed rows are cached or
         `elsewhere`.
 
         `keys` must reach that far. A longer prefix wants all rows of a shorter one except some at the
@@ -200,7 +200,7 @@ class PrefixCache:
             shorter = n
             for g, lane, index in lanes:
                 at = g.index, index
-                fits = self._fits(at, keys, n, wanted(g, lane, n), found, elsewhere)
+                fits = self._fits(at, keys, n, needed(g, lane, n), found, elsewhere)
                 shorter = min(shorter, n if fits == n else max(fits, nothing_until(lane)))
             if shorter == n:
                 return n
@@ -212,19 +212,19 @@ class PrefixCache:
         at: tuple[int, int],
         keys: PrefixKeys,
         n: int,
-        wanted: range | None,
+        needed: range | None,
         found: dict[tuple[int, int], range],
         elsewhere: Elsewhere | None,
     ) -> int:
         """`n` if a lane has all rows it wants, else a smaller number such that none in between works. `at` is
         (group, lane); `found` caches earlier look-ups by lane."""
-        if wanted is None:
+        if needed is None:
             return n - 1
         before = found.get(at, range(0))
-        if not wanted or (wanted.start >= before.start and wanted.stop <= before.stop):
+        if not needed or (needed.start >= before.start and needed.stop <= before.stop):
             return n
         group, lane = at
         size = self._groups[group].spec.block_size
-        num_found = len(self.blocks(group, keys, wanted, lane, elsewhere))
-        found[at] = range(wanted.start, (wanted.start // size + num_found) * size)
-        return n if found[at].stop == wanted.stop else found[at].stop
+        num_found = len(self.blocks(group, keys, needed, lane, elsewhere))
+        found[at] = range(needed.start, (needed.start // size + num_found) * size)
+        return n if found[at].stop == needed.stop else found[at].stop

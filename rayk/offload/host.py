@@ -188,7 +188,7 @@ class HostTier:
             self._let_go(ticket)
             self._stored(storing)
             return
-        held = self.manager.find_held(name, tokens, num_tokens, row_group_blocks(self.manager.groups))
+        held = self.manager.find_local_prefix(name, tokens, num_tokens, row_group_blocks(self.manager.groups))
         if held.num_tokens < ticket.first_row:
             self.manager.free(name)
             self._refuse(storing, f"the first {ticket.first_row} tokens are not here any more")

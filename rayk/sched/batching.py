@@ -338,9 +338,9 @@ class Scheduler:
             budget -= num_tokens
 
     def _share(self, state: RequestState, num_tokens: int, updates: BlockUpdates) -> ScheduledRequest:
-        held: tuple[int, ...] = ()
+        filled: tuple[int, ...] = ()
         if not state.tables_sent:
-            held = tuple(start for start, _ in updates)
+            filled = tuple(start for start, _ in updates)
             updates = tuple((0, table) for table in self.allocator.block_tables(state.request_id))
             state.tables_sent = True
         assert state.row is not None
@@ -351,7 +351,7 @@ class Scheduler:
             num_computed_tokens=state.num_computed,
             token_ids=tuple(state.tokens[state.num_computed : end]),
             new_block_ids=updates,
-            num_held_blocks=held,
+            num_filled_blocks=filled,
             needs_logits=end == len(state.tokens),
             prompt_logits=state.prompt_logits(num_tokens),
         )

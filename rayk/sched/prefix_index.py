@@ -32,7 +32,7 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._young.keys() | self._old.keys())
 
-    def num_held_tokens(self, keys: PrefixKeys) -> dict[str, int]:
+    def num_cached_tokens(self, keys: PrefixKeys) -> dict[str, int]:
         """Engine -> tokens of the longest prefix that it holds; engines that hold none are left out."""
         young, old = self._young, self._old
         holders, num_blocks = self._all_bits, 0

@@ -63,7 +63,7 @@ class WaitingRoom(Generic[T]):
         Lower priorities come first. Whose deadline has passed is not `pop`ped any more; `expire` has them.
         """
         assert name not in self._waiting, f"{name} waits already"
-        self._pace.wanted(now_ns)
+        self._pace.begin_wait(now_ns)
         if len(self._waiting) >= self.max_waiting:
             raise self.overloaded(now_ns)
         self._waiting[name] = _Waiting(item, deadline_ns)
@@ -140,8 +140,8 @@ class Pace:
         self._since_ns: int | None = None
         """The last completion, or when somebody began to wait; None: nobody waits."""
 
-    def wanted(self, now_ns: int) -> None:
-        """Somebody waits, or would."""
+    def begin_wait(self, now_ns: int) -> None:
+        """Note that somebody waits, or would."""
         if self._since_ns is None:
             self._since_ns = now_ns
 

@@ -9,7 +9,15 @@ from rayk.serve.choices import Piece, Prompt
 from rayk.serve.errors import ApiError
 from rayk.serve.logprobs import chat_logprobs
 from rayk.serve.protocol import ChatRequest, Message
-from rayk.serve.request_parsing import Call, Front, check_call, check_text, open_call, room, sampling_of
+from rayk.serve.request_parsing import (
+    Call,
+    Front,
+    check_call,
+    check_text,
+    num_tokens_left,
+    open_call,
+    sampling_of,
+)
 from rayk.serve.responses import ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs
 from rayk.serve.text import reserved_arguments
 from rayk.serve.writer import Writer
@@ -22,7 +30,9 @@ async def open_chat(front: Front, body: ChatRequest) -> Call:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     messages, arguments = [_plain(m) for m in body.messages], _template_arguments(body)
     token_ids = await front.chats.run(_read, front, messages, arguments)
-    max_tokens = body.max_completion_tokens or body.max_tokens or max(1, room(front, len(token_ids)))
+    max_tokens = (
+        body.max_completion_tokens or body.max_tokens or max(1, num_tokens_left(front, len(token_ids)))
+    )
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     sampling = sampling_of(body, front.settings, max_tokens=max_tokens, logprobs=logprobs)
     return open_call(front, body, "chatcmpl", [Prompt(token_ids=tuple(token_ids))], sampling)

@@ -13,7 +13,7 @@ from rayk.serve.errors import SERVER, ApiError
 from rayk.serve.responses import Usage
 from rayk.serve.text import Detokenizer, Text
 from rayk.types.request import FinishReason, TokenLogprobs
-from rayk.types.serving import Ask, Completer, Delta
+from rayk.types.serving import Completer, Delta, ServerRequest
 
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
@@ -48,7 +48,7 @@ class Choice:
     """Turns one choice's tokens into text."""
 
     index: int
-    ask: Ask
+    server_request: ServerRequest
     text: Text | None
     """None: the model has no tokenizer, so clients get token ids alone."""
     skip_special_tokens: bool = True
@@ -96,7 +96,7 @@ class Choice:
     def _feed(self, token_ids: Sequence[int]) -> list[int]:
         if self.text is None or self._detokenizer is None:
             return [0] * len(token_ids)
-        starts, wants_starts = [], self.ask.request.sampling.logprobs is not None
+        starts, wants_starts = [], self.server_request.request.sampling.logprobs is not None
         for token in token_ids:
             new = self._detokenizer.feed(token)
             starts.append(self._length + (self.text.start_in(new, token) if wants_starts else 0))
@@ -116,7 +116,7 @@ class Choice:
             # The engine, which looks at text without special tokens, says which stop string it was.
             at = text.find(delta.stop_reason) if isinstance(delta.stop_reason, str) else -1
             return text if at < 0 else text[:at]
-        keep = max((_overlap(text, stop) for stop in self.ask.request.sampling.stop), default=0)
+        keep = max((_overlap(text, stop) for stop in self.server_request.request.sampling.stop), default=0)
         self._withheld = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -148,7 +148,7 @@ class Choices:
 
     async def _follow(self, choice: Choice) -> AsyncGenerator[Piece, None]:
         # Completer promises an iterator; all of them are generators, which can be closed.
-        deltas = cast(AsyncGenerator[Delta, None], self.completer.generate(choice.ask))
+        deltas = cast(AsyncGenerator[Delta, None], self.completer.generate(choice.server_request))
         async with aclosing(deltas):
             async for delta in deltas:
                 piece = choice.take(delta)

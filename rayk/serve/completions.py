@@ -9,7 +9,15 @@ from rayk.serve.choices import Piece, Prompt
 from rayk.serve.errors import ApiError
 from rayk.serve.logprobs import completion_logprobs
 from rayk.serve.protocol import CompletionRequest
-from rayk.serve.request_parsing import Call, Front, check_call, check_text, open_call, room, sampling_of
+from rayk.serve.request_parsing import (
+    Call,
+    Front,
+    check_call,
+    check_text,
+    num_tokens_left,
+    open_call,
+    sampling_of,
+)
 from rayk.serve.responses import CompletionChoice
 from rayk.serve.writer import Writer
 from rayk.types.request import TokenLogprobs
@@ -32,7 +40,7 @@ async def open_completion(front: Front, body: CompletionRequest) -> Call:
         prompts = _read(front, body, given)
     max_tokens = body.max_tokens
     if max_tokens is None:
-        left = min(room(front, len(p.token_ids)) for p in prompts)
+        left = min(num_tokens_left(front, len(p.token_ids)) for p in prompts)
         max_tokens = max(1, min(DEFAULT_MAX_TOKENS, left))
     sampling = sampling_of(
         body,

@@ -12,8 +12,8 @@ class EngineNews:
 
     def __init__(self) -> None:
         self._epochs: dict[str, int] = {}
-        self._told: dict[str, str] = {}
-        """Engines that are not ready -> the trouble that was told of."""
+        self._reported: dict[str, str] = {}
+        """Engines that are not ready -> the trouble that was reported."""
 
     def see(self, rows: Iterable[Mapping[str, Any]]) -> list[str]:
         """Tell what changed since the last look; the first tells nothing. `rows`: the engines of
@@ -24,13 +24,13 @@ class EngineNews:
         name, epoch = row["name"], row["epoch"]
         before = self._epochs.setdefault(name, epoch)
         if row["state"] != "ready":
-            is_new = name not in self._told or (row["trouble"] and row["trouble"] != self._told[name])
-            self._told[name] = row["trouble"] or self._told.get(name, "")
+            is_new = name not in self._reported or (row["trouble"] and row["trouble"] != self._reported[name])
+            self._reported[name] = row["trouble"] or self._reported.get(name, "")
             why = f" ({row['trouble']})" if row["trouble"] else ""
             return [f"{name} is lost{why}; forming it again"] if is_new else []
-        was_told = self._told.pop(name, None) is not None
+        was_reported = self._reported.pop(name, None) is not None
         self._epochs[name] = epoch
-        if not was_told and epoch == before:
+        if not was_reported and epoch == before:
             return []
         return [f"{name} is ready again{_how(row['restart'])}"]
 

@@ -32,7 +32,7 @@ def add_engine_routes(app: FastAPI, control: EngineControl) -> None:
     @app.get("/engines", responses={200: {"model": EnginesAnswer}, **STATE_PROBLEMS})
     async def engines() -> Response:
         """Describe every engine: its role and TP size, its restarts, its load."""
-        return JsonResponse({"object": "list", "data": [_told(e) for e in await control.engines()]})
+        return JsonResponse({"object": "list", "data": [_as_json(e) for e in await control.engines()]})
 
     @app.post("/engines/{name}/role", responses={200: {"model": EngineAnswer}, **ROLE_PROBLEMS})
     async def set_role(name: str, body: RoleRequest) -> Response:
@@ -45,8 +45,8 @@ def add_engine_routes(app: FastAPI, control: EngineControl) -> None:
             # It and its partners would read the same bytes differently.
             raise ApiError(409, str(error), param="role", code="role_conflict") from error
         found = {e.name: e for e in await control.engines()}
-        return JsonResponse(_told(found[name]))
+        return JsonResponse(_as_json(found[name]))
 
 
-def _told(engine: EngineState) -> dict[str, object]:
+def _as_json(engine: EngineState) -> dict[str, object]:
     return {"object": "engine", **asdict(engine)}

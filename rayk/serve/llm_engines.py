@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from rayk.serve.supervisor import READY_S, Part, Supervisor, stop_parts
 from rayk.types.errors import DeadlineExceeded, ServerEnded, UserError
 from rayk.types.request import Request, SamplingParams
-from rayk.types.serving import Ask, Delta, Health
+from rayk.types.serving import Delta, Health, ServerRequest
 from rayk.types.waiting import busy
 
 T = TypeVar("T")
@@ -21,14 +21,14 @@ READY_POLL_S = 0.05
 STOP_S = 60.0
 """The engines must end within this."""
 
-Asked = tuple[tuple[int, ...], SamplingParams]
+SampledPrompt = tuple[tuple[int, ...], SamplingParams]
 """A prompt, and how it is completed."""
 
 
 class EngineClient(Protocol):
     """Completes prompts on the engines, as a Router does; see types.serving.Completer."""
 
-    def generate(self, ask: Ask) -> AsyncIterator[Delta]: ...
+    def generate(self, server_request: ServerRequest) -> AsyncIterator[Delta]: ...
 
     async def health(self) -> Health: ...
 
@@ -61,7 +61,7 @@ class LLMEngines:
             self._is_open = True
         self._run(self._begin)
 
-    def complete(self, requests: Sequence[Asked]) -> list[list[Delta]]:
+    def complete(self, requests: Sequence[SampledPrompt]) -> list[list[Delta]]:
         """Every request's news. Raises the first error, what the engines were given up of, ServerEnded where
         they are closed meanwhile; an interrupt ends it."""
         return self._run(lambda: self._complete(requests))
@@ -118,10 +118,10 @@ class LLMEngines:
                 "the start of the engines", READY_S, {"health": reason, **busy()}
             ) from None
 
-    async def _complete(self, requests: Sequence[Asked]) -> list[list[Delta]]:
+    async def _complete(self, requests: Sequence[SampledPrompt]) -> list[list[Delta]]:
         # The waiting room is for strangers: who asks for much here waits in line.
-        room = asyncio.Semaphore(self._num_at_once)
-        tasks = [asyncio.create_task(self._follow(room, *request)) for request in requests]
+        slots = asyncio.Semaphore(self._num_at_once)
+        tasks = [asyncio.create_task(self._follow(slots, *request)) for request in requests]
         try:
             return await self._unless_over(asyncio.gather(*tasks))
         finally:
@@ -131,26 +131,26 @@ class LLMEngines:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(
-        self, room: asyncio.Semaphore, prompt: tuple[int, ...], params: SamplingParams
+        self, slots: asyncio.Semaphore, prompt: tuple[int, ...], params: SamplingParams
     ) -> list[Delta]:
-        async with room:
+        async with slots:
             request = Request(request_id=secrets.token_hex(8), prompt_token_ids=prompt, sampling=params)
-            return [delta async for delta in self._front.generate(Ask(request=request))]
+            return [delta async for delta in self._front.generate(ServerRequest(request=request))]
 
-    async def _unless_over(self, wanted: asyncio.Future[T]) -> T:
+    async def _unless_over(self, work: asyncio.Future[T]) -> T:
         """Await it. Raises what made the supervisor give the engines up meanwhile, ServerEnded where they
         were told to end."""
         assert self._keeper is not None, "started"
-        waiting: set[asyncio.Future[Any]] = {wanted, self._keeper}
+        waiting: set[asyncio.Future[Any]] = {work, self._keeper}
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            if not wanted.done():
+            if not work.done():
                 await self._keeper
                 raise ServerEnded
-            return wanted.result()
+            return work.result()
         finally:
-            wanted.cancel()
-            await asyncio.gather(wanted, return_exceptions=True)
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
 
     async def _end(self) -> None:
         if self._keeper is not None:

@@ -180,7 +180,7 @@ class ChatRequest(Generation):
 def check_extra(body: Generation, settings: HttpSettings) -> None:
     """Refuse fields that would be ignored though they ask for something. Raises ApiError."""
     for name, value in (body.model_extra or {}).items():
-        if value is None or name in HARMLESS or _asks_for_nothing(body, name, value):
+        if value is None or name in HARMLESS or _is_neutral(body, name, value):
             continue
         if name in NEUTRAL:
             raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
@@ -189,7 +189,7 @@ def check_extra(body: Generation, settings: HttpSettings) -> None:
             raise ApiError(400, problem, param=name[:100], code="unknown_parameter")
 
 
-def _asks_for_nothing(body: Generation, name: str, value: Any) -> bool:
+def _is_neutral(body: Generation, name: str, value: Any) -> bool:
     if name == "best_of":
         return bool(value == (body.n or 1))
     if name == "min_tokens" and body.ignore_eos and not body.stop and not body.stop_token_ids:

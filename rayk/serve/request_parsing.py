@@ -19,7 +19,7 @@ from rayk.serve.protocol import LEAST_TEMPERATURE, ChatRequest, Generation, chec
 from rayk.serve.text import Text
 from rayk.types.errors import CheckpointError, Overloaded
 from rayk.types.request import Request, SamplingParams
-from rayk.types.serving import Ask, Completer, ModelCard
+from rayk.types.serving import Completer, ModelCard, ServerRequest
 
 T = TypeVar("T")
 
@@ -116,12 +116,12 @@ def open_call(
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
 ) -> Call:
-    """Make the call, with an Ask per choice. `kind` begins its id. With max_tokens 0 only the prompt is asked
-    about. Raises ApiError where a prompt does not fit."""
+    """Make the call, with a ServerRequest per choice. `kind` begins its id. With max_tokens 0 only the
+    prompt's log probabilities are computed. Raises ApiError where a prompt does not fit."""
     call_id = f"{kind}-{uuid.uuid4().hex}"
     choices: list[Choice] = []
     for prompt in prompts:
-        check_prompt(front, prompt, sampling.max_tokens, _asks_for_tokens(body))
+        check_prompt(front, prompt, sampling.max_tokens, _length_field(body))
         for i in range(body.n or 1):
             own = replace(
                 sampling,
@@ -132,7 +132,7 @@ def open_call(
             request = Request(
                 request_id=f"{call_id}-{index}", prompt_token_ids=prompt.token_ids, sampling=own
             )
-            ask = Ask(
+            server_request = ServerRequest(
                 request=request,
                 priority=body.priority or 0,
                 deadline_s=body.deadline_s,
@@ -140,7 +140,7 @@ def open_call(
             )
             choice = Choice(
                 index=index,
-                ask=ask,
+                server_request=server_request,
                 text=front.text,
                 skip_special_tokens=body.skip_special_tokens is not False,
                 wants_output=sampling.max_tokens > 0,
@@ -187,7 +187,7 @@ def sampling_of(
     )
 
 
-def room(front: Front, num_prompt_tokens: int) -> int:
+def num_tokens_left(front: Front, num_prompt_tokens: int) -> int:
     """Count the tokens that may follow a prompt of so many."""
     model = front.completer.model
     return min(model.max_positions, model.pool_tokens or model.max_positions) - num_prompt_tokens
@@ -209,9 +209,9 @@ def check_text(front: Front, text: str) -> None:
         raise ApiError(400, problem, param="prompt", code="context_length_exceeded")
 
 
-def check_prompt(front: Front, prompt: Prompt, max_tokens: int, asked_by: str = "max_tokens") -> None:
-    """Raises ApiError where a prompt is empty, has ids of no token, or leaves no room. `asked_by`: the field
-    that said `max_tokens`."""
+def check_prompt(front: Front, prompt: Prompt, max_tokens: int, length_field: str = "max_tokens") -> None:
+    """Raises ApiError where a prompt is empty, has ids of no token, or leaves no room. `length_field`: the
+    field that said `max_tokens`."""
     model, num_tokens = front.completer.model, len(prompt.token_ids)
     if not num_tokens:
         raise ApiError(400, "the prompt has no tokens", param="prompt", code="invalid_value")
@@ -223,22 +223,22 @@ def check_prompt(front: Front, prompt: Prompt, max_tokens: int, asked_by: str = 
         outside = next(t for t in prompt.token_ids if t >= model.vocab_size)
         problem = f"token id {outside} is outside the vocabulary of {model.vocab_size}"
         raise ApiError(400, problem, param="prompt", code="invalid_value")
-    _check_context(model, num_tokens, max_tokens, asked_by)
+    _check_context(model, num_tokens, max_tokens, length_field)
 
 
-def _check_context(model: ModelCard, num_tokens: int, max_tokens: int, asked_by: str) -> None:
-    asked = num_tokens + max(1, max_tokens)
-    if asked > model.max_positions:
+def _check_context(model: ModelCard, num_tokens: int, max_tokens: int, length_field: str) -> None:
+    num_requested = num_tokens + max(1, max_tokens)
+    if num_requested > model.max_positions:
         problem = (
             f"This model's maximum context length is {model.max_positions} tokens. However, you requested "
-            f"{asked} tokens ({num_tokens} in the prompt, {max(1, max_tokens)} in the completion)."
+            f"{num_requested} tokens ({num_tokens} in the prompt, {max(1, max_tokens)} in the completion)."
         )
         # A prompt that leaves room for a token is not what is wrong.
-        param = "prompt" if num_tokens >= model.max_positions else asked_by
+        param = "prompt" if num_tokens >= model.max_positions else length_field
         raise ApiError(400, problem, param=param, code="context_length_exceeded")
 
 
-def _asks_for_tokens(body: Generation) -> str:
+def _length_field(body: Generation) -> str:
     """Name the field that says how many tokens may be generated."""
     is_new = isinstance(body, ChatRequest) and body.max_completion_tokens is not None
     return "max_completion_tokens" if is_new else "max_tokens"

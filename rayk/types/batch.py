@@ -20,7 +20,7 @@ class ScheduledRequest:
     new_block_ids: tuple[tuple[int, tuple[int, ...]], ...]
     """Per KV group: (index in the block table where the new ids go, new block ids)."""
     needs_logits: bool  # whether the last token's logits are sampled (false inside a chunked prefill)
-    num_held_blocks: tuple[int, ...] = ()
+    num_filled_blocks: tuple[int, ...] = ()
     """Per KV group: how many of the new ids, the first ones, hold KV of this request's tokens already, from a
     cache or another engine: they were not handed out for this step. Empty: none."""
     prompt_logits: tuple[int, int] = (0, 0)
@@ -28,9 +28,9 @@ class ScheduledRequest:
 
     def fresh_blocks(self) -> Iterator[int]:
         """Blocks that were handed out for this step: nothing in them is anybody's."""
-        num_held = self.num_held_blocks or (0,) * len(self.new_block_ids)
-        for (_, ids), held in zip(self.new_block_ids, num_held, strict=True):
-            yield from (block for block in ids[held:] if block)
+        num_filled = self.num_filled_blocks or (0,) * len(self.new_block_ids)
+        for (_, ids), filled in zip(self.new_block_ids, num_filled, strict=True):
+            yield from (block for block in ids[filled:] if block)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

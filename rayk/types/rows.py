@@ -166,8 +166,8 @@ class CellRow:
     """Side -> per KV group kind, num_layers, block_size, used_bytes, padding_bytes and wasted_bytes of the
     same request; padding and waste of all groups are its `kv_waste`."""
     kv_held: dict[str, list[dict[str, str | int]]] = field(default_factory=dict)
-    """Side -> per KV group what the cell's own requests held (see kv.held.HeldMemory); of sides that had
-    requests which ended well."""
+    """Side -> per KV group what the cell's own requests held (see kv.request_memory.RequestMemory); of sides
+    that had requests which ended well."""
     effective: dict[str, str | None] = field(default_factory=dict)
     """What each side ran with, e.g. prefill.effective_layout; see reports.columns.EFFECTIVE."""
     num_fast_prefill_layers: int | None = None

@@ -10,7 +10,7 @@ from rayk.types.request import FinishReason, Request, TokenLogprobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ask:
+class ServerRequest:
     """One request to a server. Filled by its front."""
 
     request: Request
@@ -124,7 +124,7 @@ class Completer(Protocol):
         """The model behind it."""
         ...
 
-    def generate(self, ask: Ask) -> AsyncIterator[Delta]:
+    def generate(self, server_request: ServerRequest) -> AsyncIterator[Delta]:
         """The request's news as they come, the first token at once. Closing the iterator aborts the request
         on every engine. Whoever asks has checked the request (serve.request_parsing, types.admission);
         engines check it for themselves. Raises UserError (bad input), Overloaded (no room: nothing was

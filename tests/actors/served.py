@@ -20,7 +20,7 @@ from rayk.models.families import load_config
 from rayk.specs.serving import EngineEntry, ServerSettings, model_card
 from rayk.types.config import EngineConfig
 from rayk.types.request import FinishReason, Request, SamplingParams
-from rayk.types.serving import Ask
+from rayk.types.serving import ServerRequest
 
 START_S = 240.0
 """Machines may be slow: nothing here measures time."""
@@ -130,13 +130,13 @@ async def follow(
 ) -> Got:
     """Run a request to its end; `got` is filled on the way. `begins_at`: tokens at which it has begun."""
     begins_at = how.pop("begins_at", 1)
-    ask_fields = {f: how.pop(f) for f in tuple(how) if f in Ask.__dataclass_fields__}
+    own_fields = {f: how.pop(f) for f in tuple(how) if f in ServerRequest.__dataclass_fields__}
     sampling = SamplingParams(max_tokens=max_tokens, **({"ignore_eos": True} | how))
-    ask = Ask(
-        request=Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling), **ask_fields
+    server_request = ServerRequest(
+        request=Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling), **own_fields
     )
     try:
-        async for delta in router.generate(ask):
+        async for delta in router.generate(server_request):
             assert got.finish_reason is None, "news after the end"
             got.num_deltas += 1
             got.token_ids += delta.token_ids

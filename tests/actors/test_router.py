@@ -30,7 +30,7 @@ from rayk.types.errors import (
     UserError,
 )
 from rayk.types.request import FinishReason, Request, SamplingParams, TokenLogprobs
-from rayk.types.serving import Ask, Delta, ModelCard
+from rayk.types.serving import Delta, ModelCard, ServerRequest
 
 NUM_TOKENS = 8
 FULL = [100 + i for i in range(NUM_TOKENS)]
@@ -191,13 +191,13 @@ def router_to(fleet: Fleet, **changes: Any) -> Router:
     return router
 
 
-def ask_for(deadline_s: float | None = None, **sampling: Any) -> Ask:
+def ask_for(deadline_s: float | None = None, **sampling: Any) -> ServerRequest:
     request = Request(
         request_id="r",
         prompt_token_ids=(1, 2, 3),
         sampling=SamplingParams(max_tokens=NUM_TOKENS, **sampling),
     )
-    return Ask(request=request, deadline_s=deadline_s)
+    return ServerRequest(request=request, deadline_s=deadline_s)
 
 
 def run(

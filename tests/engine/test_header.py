@@ -30,7 +30,7 @@ def batches(draw: st.DrawFn) -> ScheduledBatch:
                 num_computed_tokens=draw(INT32),
                 token_ids=draw(st.lists(INT32, min_size=1, max_size=9).map(tuple)),
                 new_block_ids=tuple((draw(INT32), draw(ids)) for _ in range(num_groups)),
-                num_held_blocks=draw(held),
+                num_filled_blocks=draw(held),
                 needs_logits=draw(st.booleans()),
                 prompt_logits=(draw(INT32), draw(INT32)),
             )

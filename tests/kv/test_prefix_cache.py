@@ -13,7 +13,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.groups import KVCacheGroup
-from rayk.kv.manager import HeldPrefix, KVCacheManager
+from rayk.kv.manager import KVCacheManager, LocalPrefix
 from rayk.kv.prefix_cache import PrefixKeys
 from rayk.kv.specs import KVCacheSpec
 from tests.kv.brute import chunked, full, mamba1, mamba2, mla, sliding
@@ -100,7 +100,7 @@ class CacheWalk(CacheModel):
         n = len(prompt)
         sizes = [g.spec.block_size for g in self.groups if g.spec.has_token_rows]
         unit = math.lcm(unit, *sizes)
-        held = self.manager.find_held(request, prompt, n, unit)
+        held = self.manager.find_local_prefix(request, prompt, n, unit)
         assert held.num_tokens == self.best_held(prompt, unit)
         before = self.manager.pool.num_free_blocks
         updates = self.manager.reserve_live(request, n, held)
@@ -305,7 +305,7 @@ def test_nothing_is_held_without_caching() -> None:
     manager.remember("a", (1,) * 8, 8)
     manager.free("a")
     assert manager.match("b", (1,) * 9, 8) == 0
-    assert manager.find_held("b", (1,) * 9, 9, 4) == HeldPrefix(0, ((),))
+    assert manager.find_local_prefix("b", (1,) * 9, 9, 4) == LocalPrefix(0, ((),))
 
 
 def test_keys_depend_on_every_token_and_on_nothing_else() -> None:
@@ -329,8 +329,10 @@ def test_a_state_that_is_missing_does_not_hide_what_needs_none() -> None:
     assert manager.extend("a", 12) is not None
     manager.remember("a", first, 12)
     blocks = manager.block_tables("a")[0]
-    assert manager.find_held("b", (1,) * 8 + (3,) * 4, 12, 4) == HeldPrefix(8, (blocks[:2], ()))
-    assert manager.find_held("c", first, 12, 4) == HeldPrefix(12, (blocks, manager.block_tables("a")[1]))
+    assert manager.find_local_prefix("b", (1,) * 8 + (3,) * 4, 12, 4) == LocalPrefix(8, (blocks[:2], ()))
+    assert manager.find_local_prefix("c", first, 12, 4) == LocalPrefix(
+        12, (blocks, manager.block_tables("a")[1])
+    )
 
 
 def test_blocks_of_which_only_some_rows_arrived_serve_those_who_need_no_more() -> None:
@@ -340,9 +342,9 @@ def test_blocks_of_which_only_some_rows_arrived_serve_those_who_need_no_more() -
     assert manager.reserve_live("came", 22) is not None
     manager.remember("came", tokens, 22)
     (came,) = manager.block_tables("came")
-    assert manager.find_held("again", tokens, 22, 4) == HeldPrefix(20, (came[:5],))
-    assert manager.find_held("row 16 is seen", tokens[:21], 21, 4) == HeldPrefix(16, (came[:4],))
-    assert manager.find_held("no row of these", tokens[:17], 17, 4) == HeldPrefix(12, (came[:3],))
+    assert manager.find_local_prefix("again", tokens, 22, 4) == LocalPrefix(20, (came[:5],))
+    assert manager.find_local_prefix("row 16 is seen", tokens[:21], 21, 4) == LocalPrefix(16, (came[:4],))
+    assert manager.find_local_prefix("no row of these", tokens[:17], 17, 4) == LocalPrefix(12, (came[:3],))
     assert manager.match("rows 15 and on", tokens, 21) == 0
     assert manager.extend("computed", 22) is not None
     manager.remember("computed", tokens, 22)
@@ -351,7 +353,7 @@ def test_blocks_of_which_only_some_rows_arrived_serve_those_who_need_no_more() -
     assert manager.block_tables("rows 15 and on") == (computed[:5],)
     assert manager.reserve_live("comes later", 22) is not None
     manager.remember("comes later", tokens, 22)
-    assert manager.find_held("again", tokens, 22, 4).blocks == (computed[:5],), "which hold more"
+    assert manager.find_local_prefix("again", tokens, 22, 4).blocks == (computed[:5],), "which hold more"
     for request in ("came", "computed", "rows 15 and on", "comes later"):
         manager.free(request)
         manager.check_integrity()

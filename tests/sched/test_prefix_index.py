@@ -78,12 +78,12 @@ def test_the_index_knows_what_a_search_through_all_prompts_finds(seed: int) -> N
             engines = draw.sample(NAMES, draw.randint(1, 2))
             index.put(keys_of(prompt), engines)
             brute.put(prompt, engines)
-            held = index.num_held_tokens(keys_of(prompt))
+            held = index.num_cached_tokens(keys_of(prompt))
             num_tokens = min(len(blocks_of(prompt)), max_blocks // 2) * BLOCK
             assert all(held.get(name, 0) >= num_tokens for name in engines), "it was given them just now"
         assert len(index) == len(brute.entries) <= max_blocks
         asked = some_prompt(draw)
-        assert index.num_held_tokens(keys_of(asked)) == brute.held(asked)
+        assert index.num_cached_tokens(keys_of(asked)) == brute.held(asked)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -100,7 +100,7 @@ def test_what_was_used_last_is_remembered(seed: int) -> None:
             num_blocks += len(other) // BLOCK
             if num_blocks > max_blocks // 2 - longest:
                 break
-            assert index.num_held_tokens(keys_of(other)) == {"p0": len(other)}
+            assert index.num_cached_tokens(keys_of(other)) == {"p0": len(other)}
         assert len(index) <= max_blocks
 
 
@@ -144,7 +144,7 @@ def test_an_index_of_nothing_holds_nothing() -> None:
     index = PrefixIndex(BLOCK, 0)
     keys = keys_of(tuple(range(100)))
     index.put(keys, ["p0"])
-    assert index.num_held_tokens(keys) == {}
+    assert index.num_cached_tokens(keys) == {}
     assert len(index) == 0
 
 
@@ -153,7 +153,7 @@ def test_engines_that_come_and_go_leave_nothing_behind() -> None:
     keys = keys_of(tuple(range(8)))
     for i in range(500):
         index.put(keys, [f"engine{i}", "stays"])
-        assert index.num_held_tokens(keys) == {f"engine{i}": 8, "stays": 8}
+        assert index.num_cached_tokens(keys) == {f"engine{i}": 8, "stays": 8}
         index.forget(f"engine{i}")
-    assert index.num_held_tokens(keys) == {"stays": 8}
+    assert index.num_cached_tokens(keys) == {"stays": 8}
     assert max(index._young.values()) < 4, "bits are used again"

@@ -103,7 +103,7 @@ def test_a_request_goes_on_with_the_tokens_it_had() -> None:
     assert [s.request_id for s in scheduler.take_admitted()] == ["b", "c"], "in order of arrival"
     share = batch.requests[0]
     assert share.new_block_ids == ((0, taker.manager.block_tables("b")[0]),), "its row is told whole tables"
-    assert share.num_held_blocks == (2,)
+    assert share.num_filled_blocks == (2,)
     scheduler.update(batch, dict.fromkeys("bc", 5))
     assert (b.num_recomputed_tokens, b.num_cached_tokens, c.num_cached_tokens) == (0, 0, 0)
     assert scheduler.num_looked_up_tokens == 7 + 8 + 3, "each counts once"
@@ -363,7 +363,7 @@ def test_a_request_starts_behind_what_came_from_a_host_tier() -> None:
     batch = scheduler.schedule()
     assert batch is not None
     (share,) = batch.requests
-    assert (share.num_computed_tokens, share.token_ids, share.num_held_blocks) == (8, (8, 9, 10, 11), (2,))
+    assert (share.num_computed_tokens, share.token_ids, share.num_filled_blocks) == (8, (8, 9, 10, 11), (2,))
     scheduler.update(batch, {"a": 5})
     assert (state.num_cached_tokens, state.num_recomputed_tokens) == (8, 0)
     assert (scheduler.num_looked_up_tokens, scheduler.num_found_tokens) == (12, 8)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from rayk.oracle.tokenizer import build_tokenizer
 from rayk.serve.app import make_app
 from rayk.serve.text import Text
-from rayk.types.serving import Ask, Delta, ModelCard
+from rayk.types.serving import Delta, ModelCard, ServerRequest
 from tests.completer import ScriptedCompleter, serve
 from tests.each import each
 from tests.markers import thorough
@@ -41,7 +41,7 @@ def test_every_choice_is_aborted_and_has_the_time_to_clean_up(
 ) -> None:
     cleaned: list[str] = []
 
-    async def endless(ask: Ask) -> AsyncIterator[Delta]:
+    async def endless(server_request: ServerRequest) -> AsyncIterator[Delta]:
         try:
             while has_begun:
                 yield Delta(token_ids=(70,))
@@ -49,7 +49,7 @@ def test_every_choice_is_aborted_and_has_the_time_to_clean_up(
             await asyncio.sleep(3600)
         finally:
             await asyncio.sleep(0.01)  # as somebody who tells engines
-            cleaned.append(ask.request.request_id)
+            cleaned.append(server_request.request.request_id)
 
     completer = ScriptedCompleter(CARD, endless)
     text = Text(build_tokenizer(CARD.vocab_size, adds_bos=False))

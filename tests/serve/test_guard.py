@@ -30,7 +30,7 @@ from rayk.types.errors import (
     UserError,
 )
 from rayk.types.request import FinishReason
-from rayk.types.serving import Ask, Delta, Health, ModelCard
+from rayk.types.serving import Delta, Health, ModelCard, ServerRequest
 from tests.completer import ScriptedCompleter, serve, tokens_then_end
 
 CARD = ModelCard(model_id="tiny", folder="nowhere", vocab_size=300, max_positions=64)
@@ -360,7 +360,7 @@ def test_unknown_fields_may_be_ignored() -> None:
 def test_errors_before_the_first_token_have_their_status(
     error: RaykError, status: int, raised: type[openai.APIStatusError], stream: bool
 ) -> None:
-    async def fails(_ask: Ask) -> AsyncIterator[Delta]:
+    async def fails(_request: ServerRequest) -> AsyncIterator[Delta]:
         raise error
         yield Delta()
 
@@ -377,7 +377,7 @@ def test_errors_before_the_first_token_have_their_status(
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_error_behind_the_first_token_is_an_event_and_no_done(n: int) -> None:
-    async def fails(_ask: Ask) -> AsyncIterator[Delta]:
+    async def fails(_request: ServerRequest) -> AsyncIterator[Delta]:
         yield Delta(token_ids=(70,))
         raise EngineDied("decode0", "killed")
 
@@ -403,11 +403,11 @@ def test_an_error_behind_the_first_token_is_an_event_and_no_done(n: int) -> None
 
 
 def test_an_abort_or_a_stream_without_an_end_is_no_answer() -> None:
-    async def aborted(_ask: Ask) -> AsyncIterator[Delta]:
+    async def aborted(_request: ServerRequest) -> AsyncIterator[Delta]:
         yield Delta(token_ids=(70,))
         yield Delta(finish_reason=FinishReason.ABORT)
 
-    async def cut(_ask: Ask) -> AsyncIterator[Delta]:
+    async def cut(_request: ServerRequest) -> AsyncIterator[Delta]:
         yield Delta(token_ids=(70,))
 
     for script in (aborted, cut):
@@ -428,7 +428,7 @@ def test_half_a_character_at_the_end_is_told(stream: bool) -> None:
 
 
 def test_a_fault_of_ours_says_nothing_of_itself(capfd: pytest.CaptureFixture[str]) -> None:
-    async def fails(_ask: Ask) -> AsyncIterator[Delta]:
+    async def fails(_request: ServerRequest) -> AsyncIterator[Delta]:
         yield Delta(token_ids=(70,))
         raise ZeroDivisionError("secret")
 

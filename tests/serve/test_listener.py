@@ -16,7 +16,7 @@ from rayk.serve.app import make_app
 from rayk.serve.command import HttpOptions, check_http
 from rayk.serve.limits import HttpSettings
 from rayk.types.errors import UserError
-from rayk.types.serving import Ask, Delta, ModelCard
+from rayk.types.serving import Delta, ModelCard, ServerRequest
 from tests.completer import Script, ScriptedCompleter, serve, tokens_then_end
 from tests.markers import one_per, thorough
 from tests.pd import wait_until
@@ -141,10 +141,10 @@ def test_who_never_says_a_word_is_told_nothing() -> None:
 def test_an_answer_may_take_longer_than_a_head() -> None:
     """Also where the head of the next request has begun."""
 
-    async def slow(ask: Ask) -> AsyncIterator[Delta]:
+    async def slow(server_request: ServerRequest) -> AsyncIterator[Delta]:
         yield Delta(token_ids=(70,))
         await asyncio.sleep(1.2 * PATIENCE_S)
-        async for delta in tokens_then_end([71])(ask):
+        async for delta in tokens_then_end([71])(server_request):
             yield delta
 
     body = BODY[:-1] + b', "stream": true, "return_token_ids": true}'
@@ -158,7 +158,7 @@ def test_an_answer_may_take_longer_than_a_head() -> None:
 
 
 def test_who_closes_its_half_is_gone() -> None:
-    async def endless(_ask: Ask) -> AsyncIterator[Delta]:
+    async def endless(_request: ServerRequest) -> AsyncIterator[Delta]:
         await asyncio.sleep(3600)
         yield Delta()
 

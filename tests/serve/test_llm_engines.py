@@ -15,7 +15,7 @@ from rayk.serve.llm_engines import LLMEngines
 from rayk.serve.supervisor import GaveUp
 from rayk.types.errors import DeadlineExceeded, RaykError, ServerEnded, UserError
 from rayk.types.request import SamplingParams
-from rayk.types.serving import Ask, Delta, Health
+from rayk.types.serving import Delta, Health, ServerRequest
 from tests.serve.test_supervisor import FakePart
 
 LIMIT_S = 60.0
@@ -31,7 +31,7 @@ class Front:
         self.asked = threading.Event()
         self.num_running = 0
 
-    async def generate(self, _ask: Ask) -> AsyncIterator[Delta]:
+    async def generate(self, _request: ServerRequest) -> AsyncIterator[Delta]:
         self.num_running += 1
         self.begun.release()
         try:

@@ -16,7 +16,7 @@ from rayk.serve.app import make_app
 from rayk.serve.limits import HttpSettings
 from rayk.serve.unread import UNREAD_S, CutUnread, UnreadWatch
 from rayk.types.request import FinishReason
-from rayk.types.serving import Ask, Delta
+from rayk.types.serving import Delta, ServerRequest
 from tests.completer import ScriptedCompleter, serve
 from tests.markers import one_per
 from tests.pd import wait_until
@@ -25,15 +25,15 @@ from tests.serve.test_listener import CARD, HEAD, rest_of
 END = {True: b"[DONE]\n\n", False: b"}"}
 
 
-async def endless(ask: Ask) -> AsyncIterator[Delta]:
-    del ask
+async def endless(server_request: ServerRequest) -> AsyncIterator[Delta]:
+    del server_request
     while True:
         yield Delta(token_ids=(70,) * 1000)
         await asyncio.sleep(0)
 
 
-async def long(ask: Ask) -> AsyncIterator[Delta]:
-    del ask
+async def long(server_request: ServerRequest) -> AsyncIterator[Delta]:
+    del server_request
     yield Delta(token_ids=(70,) * 10_000_000)
     yield Delta(finish_reason=FinishReason.STOP)
 

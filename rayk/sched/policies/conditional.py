@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rayk.sched.policies.prefix_aware import HeldTokens, PrefixAware
+from rayk.sched.policies.prefix_aware import CachedTokens, PrefixAware
 from rayk.sched.policy import EngineLoad, Placement, PlacementRequest, PolicySettings
 
 
@@ -27,15 +27,15 @@ class Conditional:
         """One engine or two."""
         if not decode:
             return self._aware.place(request, prefill, decode)
-        held = self._aware.look_up(request)
-        consumer = self._aware.consumer(request, decode, held)
-        is_little = self._is_little(request, consumer, held)
-        producer = None if is_little else self._aware.producer(request, prefill, held, is_alone=False)
-        return self._aware.placed(request, producer, consumer, held)
+        cached = self._aware.look_up(request)
+        consumer = self._aware.consumer(request, decode, cached)
+        is_little = self._is_little(request, consumer, cached)
+        producer = None if is_little else self._aware.producer(request, prefill, cached, is_alone=False)
+        return self._aware.placed(request, producer, consumer, cached)
 
-    def _is_little(self, request: PlacementRequest, consumer: EngineLoad, held: HeldTokens) -> bool:
+    def _is_little(self, request: PlacementRequest, consumer: EngineLoad, cached: CachedTokens) -> bool:
         """Whether a decode engine computes the prompt."""
-        num_new = request.num_prompt_tokens - self._aware.spared(held, consumer)
+        num_new = request.num_prompt_tokens - self._aware.spared(cached, consumer)
         is_short = num_new <= self._settings.local_prompt_tokens
         return is_short and num_new + consumer.num_prompt_tokens <= self._settings.local_backlog_tokens
 

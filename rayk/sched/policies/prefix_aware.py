@@ -11,7 +11,7 @@ from rayk.sched.work import Chooser, work
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTokens:
+class CachedTokens:
     """Prompt tokens that somebody has. The last one is always computed, for its logits."""
 
     here: Mapping[str, int]  # in engines' own caches, by name
@@ -46,17 +46,17 @@ class PrefixAware:
         self, request: PlacementRequest, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]
     ) -> Placement:
         """The cheapest of each side."""
-        held = self.look_up(request)
-        producer = self.producer(request, prefill, held, is_alone=not decode)
-        consumer = self.consumer(request, decode, held) if decode else None
-        return self.placed(request, producer, consumer, held)
+        cached = self.look_up(request)
+        producer = self.producer(request, prefill, cached, is_alone=not decode)
+        consumer = self.consumer(request, decode, cached) if decode else None
+        return self.placed(request, producer, consumer, cached)
 
     def placed(
         self,
         request: PlacementRequest,
         producer: EngineLoad | None,
         consumer: EngineLoad | None,
-        held: HeldTokens,
+        cached: CachedTokens,
     ) -> Placement:
         """The decision, which counts from now on."""
         engines = [e for e in (producer, consumer) if e is not None]
@@ -66,8 +66,8 @@ class PrefixAware:
         return Placement(
             prefill=None if producer is None else producer.name,
             decode=None if consumer is None else consumer.name,
-            num_cached_tokens=held.here.get(engines[0].name, 0),
-            num_host_tokens=held.num_host_tokens(engines[0]),
+            num_cached_tokens=cached.here.get(engines[0].name, 0),
+            num_host_tokens=cached.num_host_tokens(engines[0]),
         )
 
     def _tier(self, name: str) -> PrefixIndex:
@@ -75,35 +75,42 @@ class PrefixAware:
             self._tiers[name] = PrefixIndex(self._settings.block_tokens, self._settings.host_blocks)
         return self._tiers[name]
 
-    def look_up(self, request: PlacementRequest) -> HeldTokens:
+    def look_up(self, request: PlacementRequest) -> CachedTokens:
         """What need not be computed of a prompt, and where."""
         most, keys = request.num_prompt_tokens - 1, request.prefix_keys
-        here = {name: min(num, most) for name, num in self.index.num_held_tokens(keys).items()}
+        here = {name: min(num, most) for name, num in self.index.num_cached_tokens(keys).items()}
         if self._settings.host_cost >= 1:
-            return HeldTokens(here, {})
-        found = {name: tier.num_held_tokens(keys).get(name, 0) for name, tier in self._tiers.items()}
-        return HeldTokens(here, {name: min(num, most) for name, num in found.items() if num})
+            return CachedTokens(here, {})
+        found = {name: tier.num_cached_tokens(keys).get(name, 0) for name, tier in self._tiers.items()}
+        return CachedTokens(here, {name: min(num, most) for name, num in found.items() if num})
 
-    def spared(self, held: HeldTokens, engine: EngineLoad) -> float:
+    def spared(self, cached: CachedTokens, engine: EngineLoad) -> float:
         """Prompt tokens computed, that an engine is spared."""
-        return held.here.get(engine.name, 0) + (1 - self._settings.host_cost) * held.num_host_tokens(engine)
+        return cached.here.get(engine.name, 0) + (1 - self._settings.host_cost) * cached.num_host_tokens(
+            engine
+        )
 
     def producer(
-        self, request: PlacementRequest, prefill: Sequence[EngineLoad], held: HeldTokens, *, is_alone: bool
+        self,
+        request: PlacementRequest,
+        prefill: Sequence[EngineLoad],
+        cached: CachedTokens,
+        *,
+        is_alone: bool,
     ) -> EngineLoad:
         """Who computes the prompt, and (`is_alone`) decodes, too."""
         price = self._settings.output_cost
         own = request.num_prompt_tokens + (price * request.max_tokens if is_alone else 0.0)
-        spared = {e.name: self.spared(held, e) for e in prefill} if held.tiers else held.here
+        spared = {e.name: self.spared(cached, e) for e in prefill} if cached.tiers else cached.here
         return self._chooser.least(prefill, work(prefill, price, own, spared))
 
     def consumer(
-        self, request: PlacementRequest, decode: Sequence[EngineLoad], held: HeldTokens
+        self, request: PlacementRequest, decode: Sequence[EngineLoad], cached: CachedTokens
     ) -> EngineLoad:
         """Who decodes."""
         price, move = self._settings.output_cost, self._settings.move_cost
         own = price * request.max_tokens + move * request.num_prompt_tokens
-        spared = {name: move * num for name, num in held.here.items()}
+        spared = {name: move * num for name, num in cached.here.items()}
         return self._chooser.least(decode, work(decode, price, own, spared))
 
     def ended(self, request: PlacementRequest, placed: Placement) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rayk.kv.groups import group_layers, measure_groups
-from rayk.kv.held import HeldMemory, measure_held
+from rayk.kv.request_memory import RequestMemory, measure_request_memory
 from rayk.kv.specs import FullAttentionSpec, MlaSpec, SlidingWindowSpec
 from rayk.transfer.plan import consecutive_tables, plan_transfer
 from tests.transfer.test_plan import make_ranks
@@ -17,7 +17,7 @@ ROW = 2 * 2 * 8 * 4
 
 def test_the_last_block_is_wasted_past_the_last_token() -> None:
     groups = group_layers({(layer, "attention"): FULL for layer in range(3)})
-    [held] = measure_held(groups, 1, [16, 17, 5, 5])
+    [held] = measure_request_memory(groups, 1, [16, 17, 5, 5])
     # 1, 2, 1 and 1 blocks of 16 rows, of which 16, 17, 5 and 5 are used.
     assert (held.used_bytes, held.wasted_bytes) == (43 * 3 * ROW, (80 - 43) * 3 * ROW)
     assert (held.num_requests, held.padding_bytes, held.replicated_bytes) == (4, 0, 0)
@@ -26,19 +26,19 @@ def test_the_last_block_is_wasted_past_the_last_token() -> None:
 @pytest.mark.parametrize(("tp", "copies"), [(1, 1), (2, 1), (4, 2)])
 def test_heads_that_ranks_share_are_replicated(tp: int, copies: int) -> None:
     groups = group_layers({(0, "attention"): FULL})
-    [held] = measure_held(groups, tp, [20])
+    [held] = measure_request_memory(groups, tp, [20])
     assert held.replicated_bytes == (copies - 1) * 32 * ROW
     latent = group_layers({(0, "attention"): MlaSpec(16, 8, 4, "float32", 4)})
-    [held] = measure_held(latent, tp, [20])
+    [held] = measure_request_memory(latent, tp, [20])
     assert held.replicated_bytes == (tp - 1) * (held.used_bytes + held.wasted_bytes)
 
 
 def test_a_window_wastes_what_lies_before_it_in_its_first_block() -> None:
     groups = group_layers({(0, "attention"): SlidingWindowSpec(16, 2, 8, 8, "float32", 4, 20)})
-    [held] = measure_held(groups, 1, [60])
+    [held] = measure_request_memory(groups, 1, [60])
     # Rows 41 to 59 live, in the blocks of rows 32 to 63.
     assert (held.used_bytes, held.wasted_bytes) == (19 * ROW, 13 * ROW)
-    assert isinstance(held, HeldMemory)
+    assert isinstance(held, RequestMemory)
     assert held.used_bytes == measure_groups(groups, 60)[0].used_bytes
 
 
@@ -57,7 +57,7 @@ def test_what_moves_beside_the_rows_of_tokens_is_the_rest_of_their_blocks(
         for read in plan_transfer(producers, consumer).lower(num_tokens, *tables):
             moved += read.num_bytes
     groups = group_layers({(layer, "attention"): FULL for layer in range(2)})
-    [held] = measure_held(groups, decode, [num_tokens])
+    [held] = measure_request_memory(groups, decode, [num_tokens])
     assert moved == held.used_bytes + held.wasted_bytes + held.replicated_bytes
     copies = 2 if decode == 4 else 1
     assert moved - copies * held.used_bytes == copies * held.wasted_bytes

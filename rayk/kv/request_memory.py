@@ -11,7 +11,7 @@ from rayk.kv.specs import held_blocks
 
 
 @dataclass(frozen=True, slots=True)
-class HeldMemory:
+class RequestMemory:
     """Bytes of a KV group that requests held, each at its fullest, summed; before tensor parallelism except
     for replicas."""
 
@@ -26,7 +26,9 @@ class HeldMemory:
     """Bytes beyond one copy of the layers' blocks: heads that several ranks hold."""
 
 
-def measure_held(groups: Sequence[KVCacheGroup], tp_size: int, lengths: Sequence[int]) -> list[HeldMemory]:
+def measure_request_memory(
+    groups: Sequence[KVCacheGroup], tp_size: int, lengths: Sequence[int]
+) -> list[RequestMemory]:
     """Per group, the memory of requests that computed `lengths` tokens. Raises Unsupported if TP does not
     divide the fields' readers."""
     copies = [_replicated_bytes(group, tp_size) for group in groups]
@@ -39,7 +41,7 @@ def measure_held(groups: Sequence[KVCacheGroup], tp_size: int, lengths: Sequence
             found = (memory.used_bytes, memory.padding_bytes, memory.wasted_bytes, blocks * extra)
             total[:] = [a + count * b for a, b in zip(total, found, strict=True)]
     return [
-        HeldMemory(group.spec.kind, len(group.layers), group.spec.block_size, len(lengths), *total)
+        RequestMemory(group.spec.kind, len(group.layers), group.spec.block_size, len(lengths), *total)
         for group, total in zip(groups, sums, strict=True)
     ]
 
