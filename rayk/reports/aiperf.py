@@ -25,7 +25,6 @@ def aiperf_json(export: CellExport) -> str:
 
 
 def aiperf_export(export: CellExport) -> dict[str, Any]:
-    """The object: AIPerf's tags, `run_info`, and rayk's verdict under `metadata`."""
     reason = str(export.cell.get("reason", ""))
     cancelled = export.is_load and reason.startswith("interrupted")
     return without_nothing(
@@ -51,7 +50,6 @@ def aiperf_export(export: CellExport) -> dict[str, Any]:
 
 
 def _records(export: CellExport, rows: pd.DataFrame) -> dict[str, Any]:
-    """Metrics of requests: their distributions."""
     lag = send_lag_ms(rows)
     tpot, output = numbers(rows["tpot_ms"]), numbers(export.output_tokens(rows))
     gaps = [list(g) for g in rows["itl_ms"] if g is not None]
@@ -78,7 +76,6 @@ def _metric(unit: str, values: list[float]) -> dict[str, Any] | None:
 
 
 def _totals(export: CellExport) -> dict[str, Any]:
-    """Metrics of the whole: one value each."""
     answered, span_s = export.answered, export.span_s()
     num_input, num_output = (
         sum(numbers(answered["num_prompt_tokens"])),
@@ -130,7 +127,6 @@ def _run_info(export: CellExport) -> dict[str, Any]:
 
 
 def _errors(failed: pd.DataFrame) -> list[dict[str, Any]]:
-    """Each error and how often it came."""
     counts = failed["error"].fillna("unknown").value_counts()
     return [
         {"error_details": {"type": "RequestError", "message": str(text)}, "count": int(count)}

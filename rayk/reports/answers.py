@@ -1,5 +1,5 @@
-"""What a newcomer asks of a run, answered at the top of its report: did it pass, where does time go, what did
-unequal TP sizes cost, how is it run again."""
+"""Answers at the top of a run's report: did it pass, where does time go, what did unequal TP sizes cost, how
+is it run again."""
 
 from __future__ import annotations
 
@@ -43,8 +43,7 @@ def answers(result: Result) -> list[Answer]:
 
 
 def pass_text(cells: pd.DataFrame, num_missing: int = 0) -> str:
-    """Yes or no, and what that rests on: of a failure the gravest cell's reason first. `num_missing`: cells
-    that have not ended."""
+    """Say yes or no and why; of a failure the gravest cell's reason comes first."""
     if cells.empty:
         return "Unknown: no cell is finished."
     failed = gravest_first(cells[~cells["met"].astype(bool)])
@@ -76,7 +75,6 @@ def _first_line(reason: object) -> str:
 
 
 def time_text(result: Result) -> str:
-    """The shares of LIMITS that are told, and the evidence for the largest."""
     parts = request_parts(result)
     shares = limit_shares(parts)
     if not shares:
@@ -91,7 +89,6 @@ def time_text(result: Result) -> str:
 
 
 def _share_bar(result: Result) -> list[dict[str, Any]]:
-    """Stretches of the bar, in the order in which requests pass them."""
     colours: dict[str, str] = {part.limit: part.colour for part in PARTS}
     shares = limit_shares(request_parts(result))
     return [

@@ -1,4 +1,4 @@
-"""From rows to the columns of the three tables. Rows hold nanoseconds, tables milliseconds."""
+"""Turn rows into the columns of the three tables. Rows hold nanoseconds, tables milliseconds."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ NS_PER_MS = 1e6
 NS_PER_S = 1e9
 STAGES = tuple(STAGE_MEANINGS)  # stages every request row has a column for
 EFFECTIVE = tuple(f"{side}.{fact}" for side in ("prefill", "decode") for fact in EFFECTIVE_MEANINGS)
-"""What each side ran with where the spec left a choice; a reason says why it was not the first choice."""
 MEASURED = tuple(field.name for field in MEASURED_FIELDS)
-"""Columns of errors and bounds of log probabilities and KV values."""
 OFFLOADED = tuple(field.name for field in OFFLOAD_FIELDS)  # columns of what a cell's host tier did
 
 CELL_FIELDS = kinds(CELLS)  # columns of cells.parquet beside the axes, with their types
@@ -41,7 +39,6 @@ REQUEST_FIELDS = kinds(REQUESTS)
 TRANSFER_FIELDS = kinds(TRANSFERS)
 
 FIELDS = {"cells": CELL_FIELDS, "requests": REQUEST_FIELDS, "transfers": TRANSFER_FIELDS}
-"""Columns of each table beside the axes."""
 
 
 def request_record(row: RequestRow) -> dict[str, Any]:
@@ -72,7 +69,6 @@ def _tops(tops: Sequence[Sequence[tuple[int, float]] | None] | None) -> list[Any
 
 
 def transfer_record(row: TransferRow) -> dict[str, Any]:
-    """One row of transfers.parquet. `gb_per_s` counts 10^9 bytes, over the row's own reads alone."""
     record: dict[str, Any] = {name: getattr(row, name) for name in TRANSFER_FIELDS if hasattr(row, name)}
     record |= {
         **{
@@ -89,11 +85,8 @@ def transfer_record(row: TransferRow) -> dict[str, Any]:
 def cell_record(
     row: CellRow, requests: Sequence[RequestRow], transfers: Sequence[TransferRow]
 ) -> dict[str, Any]:
-    """One row of cells.parquet: what the cell found, and sums over its requests and transfers.
-
-    `transfer_gb_per_s` is all bytes over the sum of what each request's took, all its ranks together. Columns
-    of transfers are those of hand-overs: what the host tier moves has columns of its own.
-    """
+    """Make a row of cells.parquet: what the cell found, and sums over its requests and transfers. Columns of
+    transfers count hand-overs only: what the host tier moves has columns of its own."""
     relayed = sum(t.bytes for t in transfers if t.purpose == "relay")
     transfers = [t for t in transfers if t.purpose == "handover"]
     divergence = row.first_divergence
@@ -146,13 +139,12 @@ def _min_cut(row: CellRow) -> int | None:
 
 
 def _sum(values: Iterable[int | None]) -> int | None:
-    """Of those that are known; None where none is."""
     known = [v for v in values if v is not None]
     return sum(known) if known else None
 
 
 def _moved_ns(transfers: Sequence[TransferRow]) -> int:
-    """What moving each request's KV took, added up; of an attempt that failed, too."""
+    """Add up what moving each request's KV took, failed attempts included."""
     attempts: dict[tuple[int, str, int], list[TransferRow]] = {}
     for t in transfers:
         attempts.setdefault((t.repeat, t.request_id, t.retries), []).append(t)
@@ -160,8 +152,7 @@ def _moved_ns(transfers: Sequence[TransferRow]) -> int:
 
 
 def _digest_percent(transfers: Sequence[TransferRow]) -> float | None:
-    """What digests took, in percent of the transfers' own time: of each consumer rank and request its own and
-    the slowest producer's, beside the longest of its transfers."""
+    """Give digest time in percent of transfer time: per request and consumer rank, the longest of each."""
     longest: dict[tuple[int, str, int], tuple[int, int]] = {}
     for t in transfers:
         key = (t.repeat, t.request_id, t.consumer_rank)
@@ -172,7 +163,7 @@ def _digest_percent(transfers: Sequence[TransferRow]) -> float | None:
 
 
 def _waste(by_side: Mapping[str, tuple[int, float]]) -> dict[str, Any]:
-    """Each side's bytes, and the bytes and percent of the side that wastes more bytes."""
+    """List each side's bytes, and the bytes and percent of the side that wastes more."""
     worst = max(by_side.values(), default=(None, None))
     record: dict[str, Any] = {"kv_waste_bytes": worst[0], "kv_waste_percent": worst[1]}
     return record | {
@@ -210,7 +201,6 @@ def _tokens_per_s(requests: Sequence[RequestRow]) -> float | None:
 
 
 def _axis_value(value: object) -> object:
-    """Lists and mappings (faults, checks) are stored as JSON text."""
     return json.dumps(value) if isinstance(value, list | dict) else value
 
 
@@ -218,10 +208,8 @@ def _axis_value(value: object) -> object:
 
 
 def make_table(records: Sequence[dict[str, Any]], fields: dict[str, Any]) -> pa.Table:
-    """A table with at least `fields`; columns only some records have are added, with their types.
-
-    Every column of `fields` keeps its type even when no record has a value.
-    """
+    """Make a table with at least `fields`, whose types hold even without values; other columns get inferred
+    types."""
     names = dict.fromkeys(name for record in records for name in record)
     extra = {n: _infer([r.get(n) for r in records]) for n in names if n not in fields}
     order = [*(n for n in names), *(n for n in fields if n not in names)]
@@ -232,7 +220,8 @@ def make_table(records: Sequence[dict[str, Any]], fields: dict[str, Any]) -> pa.
 
 
 def typed(table: pa.Table, fields: dict[str, Any]) -> pa.Table:
-    """The table with the types that make_table gives. Raises pyarrow.ArrowInvalid if a value does not fit."""
+    """Cast a table to the types that make_table gives. Raises pyarrow.ArrowInvalid if a value does not
+    fit."""
     for index, name in enumerate(table.column_names):
         if name in fields and table.schema.field(name).type != fields[name]:
             column = table.column(name).cast(fields[name])
@@ -249,22 +238,21 @@ def _infer(values: list[Any]) -> Any:
 
 
 def _as_text(value: Any) -> str | None:
-    """A value of a column that also holds texts, e.g. the axis gpus_per_worker: [auto, 0.5]."""
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
 # --- what may differ between two runs of one spec -------------------------------------------------
 
+# both depend on times
 _OF_TIER = (
     r"^(host|disk|swapped)_|^(num_host_tokens|num_disk_tokens|num_swaps|num_(swaps|loads)_declined|offload_)"
 )
-"""What a host tier has when it is asked, and what is cheaper then, depends on times."""
 _INCIDENTAL = re.compile(rf"_(ms|ns|s)(_p\d+)?$|_per_s$|^digest_percent$|\.node$|{_OF_TIER}")
 
 
 def incidental_columns(table: str, columns: Iterable[str]) -> list[str]:
-    """The columns of a table (cells, requests, transfers) that hold times, what depends on them, or
-    nodes."""
+    """Name a table's columns that hold times, what depends on times, or nodes: two runs of one spec may
+    differ in them."""
     fields = FIELDS[table]
     # An axis such as deadlines.cell_s is a setting, not a measurement.
     return [c for c in columns if _INCIDENTAL.search(c) and (c in fields or c.startswith("stage_"))]

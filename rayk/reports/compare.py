@@ -37,13 +37,11 @@ LOAD_METRICS = (
     ("failed", "num_failed", "d"),
     ("wall s", "wall_s", ".1f"),
 )
-"""What is compared of loads; latencies are medians."""
 ABSENT = "absent"
 MAX_DIFFERENCES = 8  # columns with unlike values that are named per run
 
 
 def labels(results: list[Result]) -> list[str]:
-    """Short distinct names of the runs: folder names, numbered where equal."""
     names = [r.directory.name if r.directory else f"run {i}" for i, r in enumerate(results)]
     if len(set(names)) == len(names):
         return names
@@ -51,16 +49,13 @@ def labels(results: list[Result]) -> list[str]:
 
 
 def metrics_of(results: list[Result]) -> tuple[tuple[str, str, str], ...]:
-    """LOAD_METRICS where all runs are benches, else METRICS."""
     return LOAD_METRICS if all(is_load(result.cells) for result in results) else METRICS
 
 
 def compare(results: list[Result]) -> pd.DataFrame:
-    """One row per cell of any run, NaN where a run has none.
-
-    Columns: `changed` (runs that have the cell differ in its verdict), `missing` (some run lacks it),
-    `verdict/<run>`, `<column>/<run>`, and `<column>/<run>/ratio` to the first run for every other one.
-    """
+    """Join the runs' cells, a row per cell of any run, NaN where a run has none. Columns: `changed` (the
+    verdict differs), `missing` (some run lacks the cell), `verdict/<run>`, `<column>/<run>`, and
+    `<column>/<run>/ratio` to the first run."""
     names, metrics = labels(results), metrics_of(results)
     tables = []
     for name, result in zip(names, results, strict=True):
@@ -81,7 +76,6 @@ def compare(results: list[Result]) -> pd.DataFrame:
 
 
 def compare_headline(results: list[Result]) -> str:
-    """One line: how many verdicts differ, and how many cells some run lacks."""
     table = compare(results)
     changed, missing = int(table["changed"].sum()), int(table["missing"].sum())
     noun = "load" if all(is_load(result.cells) for result in results) else "cell"
@@ -128,7 +122,6 @@ def compare_page(results: list[Result]) -> Page:
 
 
 def sections(results: list[Result]) -> list[TextTable]:
-    """What stands out: verdicts that changed, cells that some runs lack, times over all cells."""
     names = labels(results)
     table = compare(results)
     verdicts = table[[f"verdict/{name}" for name in names]].fillna(ABSENT)
@@ -174,7 +167,6 @@ def _environment_section(results: list[Result]) -> list[TextTable]:
 
 
 def _tones(results: list[Result]) -> list[dict[str, str]]:
-    """Per run: cell -> how its verdict is coloured. One that was expected is good, whatever it is."""
     found = []
     for result in results:
         tones = {r["cell_id"]: tone(r) for r in result.cells.to_dict(orient="records")}
@@ -218,7 +210,6 @@ def _runs(results: list[Result]) -> list[tuple[str, list[str]]]:
 
 
 def _invalid(result: Result) -> list[str]:
-    """Which of a bench's loads are not to be compared, and why."""
     if not is_load(result.cells):
         return []
     rows = result.cells[result.cells["verdict"] == "INVALID"].to_dict(orient="records")
@@ -226,7 +217,6 @@ def _invalid(result: Result) -> list[str]:
 
 
 def _notes(base: Result, other: Result) -> list[str]:
-    """How a run differs from the first: spec, versions and machine, values."""
     specs = [parse_spec(r.spec_yaml) for r in (base, other)]
     for spec in specs:
         spec.pop("name", None)
@@ -247,7 +237,6 @@ def _notes(base: Result, other: Result) -> list[str]:
 
 
 def _cells(results: list[Result]) -> Section:
-    """Each metric's runs side by side; without metrics that no run has."""
     names, table = labels(results), compare(results)
     metrics = [
         m for m in metrics_of(results) if table[[f"{m[1]}/{name}" for name in names]].notna().any(axis=None)

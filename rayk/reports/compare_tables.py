@@ -43,8 +43,8 @@ class TextTable:
         return Section(title=self.title, note=self.note, columns=columns, rows=rows)
 
 
+# a change of pairs need not be that of the medians
 HEAD = ["", "metric", "run", "pairs", "median, base", "median, other", "paired change", "interval", "finding"]
-"""Columns of `change_row`. A change of pairs need not be that of the medians."""
 DOUBTS = "Reasons to distrust the times"
 NOTE = (
     "Over all cells a pair is a cell, by the median of its requests. The change is the median of the ratios "
@@ -99,14 +99,14 @@ def _tones(change: Change) -> list[str]:
     return [""] * (len(HEAD) - 2) + [tone]
 
 
+# finding -> the chip it wears
 TONES = {"regression": "unmet", "improvement": "met", "changed": "NEAR_TIE", "unsure": "NEAR_TIE"}
-"""Finding -> the chip it wears."""
 Told = Sequence[tuple[str, Change]]  # run and change
 
 
 def paired_sections(results: list[Result], names: list[str]) -> list[TextTable]:
-    """Of every run against the first: over all cells, by TP sizes, and the cells that changed. Of benches:
-    the same requests in pairs, and the estimates."""
+    """Compare every run with the first: over all cells, by TP sizes, and the cells that changed. Benches are
+    compared by pairs of the same requests, and by their estimates."""
     base = results[0]
     others = [(name, other) for name, other in zip(names, results, strict=True) if other is not base]
     if is_load(base.cells):
@@ -130,7 +130,6 @@ MARKED = ("regression", "improvement", "changed", "unsure")  # findings of cells
 
 
 def _cells_section(told: Told) -> TextTable:
-    """What changed, and what is unsure; the note counts the rest, also where nothing changed."""
     found = Counter(change.verdict for _, change in told)
     rows = [pair for pair in told if pair[1].verdict in MARKED]
     rows.sort(key=lambda pair: (MARKED.index(pair[1].verdict), -_distance(pair[1].ratio)))
@@ -153,7 +152,7 @@ def _cells_section(told: Told) -> TextTable:
 
 
 def in_short(found: Sequence[TextTable]) -> str:
-    """What sections of changes come to: is another run slower or faster than the first?"""
+    """Say whether any run is slower or faster than the first."""
     rows = [row for section in found if section.head == HEAD for row in section.rows]
     parts = []
     for verdict, word in (("regression", "Worse"), ("improvement", "Better")):
@@ -174,19 +173,17 @@ def in_short(found: Sequence[TextTable]) -> str:
 
 
 def _distance(ratio: float) -> float:
-    """From no change, as a factor's logarithm."""
     return abs(math.log(ratio)) if 0 < ratio < math.inf else math.inf
 
 
 def _section(title: str, note: str, told: Told) -> list[TextTable]:
-    """As a list of one; empty without rows."""
     rows = [change_row(change, name) for name, change in told]
     chips = [_tones(change) for _, change in told]
     return [TextTable(title=title, note=note, head=HEAD, rows=rows, chips=chips)] if rows else []
 
 
 def doubt_section(results: list[Result], names: list[str]) -> list[TextTable]:
-    """Why the times of some run may not be compared, as a list of one; empty where nothing is known."""
+    """Say why some run's times may not be compared."""
     rows = []
     for name, result in zip(names, results, strict=True):
         rows += [[name, reason] for reason in busy(result.environment)]

@@ -1,4 +1,4 @@
-"""What every column means, for people: as lines, Markdown, CSV or JSON (`rayk report --columns`)."""
+"""Describe every column as lines, Markdown, CSV or JSON (`rayk report --columns`)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ TABLES: dict[str, tuple[str, Sequence[Field]]] = {
 }
 """Table -> what it is, and its columns in the order in which they stand there."""
 TITLES = ("column", "type", "unit", "meaning")
+# pyarrow's name -> ours
 _TYPES = {
     "string": "text",
     "int64": "int",
@@ -33,21 +34,18 @@ _TYPES = {
     str(HELD): "list of {kind, ...}",
     str(TOPS): "lists of {token_id, logprob}",
 }
-"""How a type is called: pyarrow's name -> ours."""
 
 
 def type_name(field: Field) -> str:
-    """E.g. `int`, `list of float`."""
     return _TYPES.get(str(field.kind), str(field.kind))
 
 
 def rows(fields: Sequence[Field]) -> list[list[str]]:
-    """(column, type, unit, meaning) of each."""
     return [[f.name, type_name(f), f.unit, f.meaning] for f in fields]
 
 
 def columns_text(width: int | None = None) -> str:
-    """Plain lines, nothing cut: one per column, or meanings folded below each other at `width` characters."""
+    """Write a line per column; `width` folds long meanings, None cuts nothing."""
     lines = []
     for title, fields in TABLES.values():
         texts = rows(fields)
@@ -71,7 +69,6 @@ def columns_markdown() -> str:
 
 
 def columns_csv() -> str:
-    """One table: `table` and TITLES."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["table", *TITLES])
@@ -80,7 +77,6 @@ def columns_csv() -> str:
 
 
 def columns_json() -> str:
-    """Table -> list of {column, type, unit, meaning}; the unit of what has none is null."""
     told = {
         table: [dict(zip(TITLES, [n, k, u or None, m], strict=True)) for n, k, u, m in rows(fields)]
         for table, (_, fields) in TABLES.items()

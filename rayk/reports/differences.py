@@ -1,4 +1,4 @@
-"""What two runs' tables disagree about, times and nodes aside."""
+"""Find what two runs' tables disagree about, times and nodes aside."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rayk.reports.files import TABLES
 from rayk.reports.moves import of_handovers
 from rayk.reports.result import Result
 
+# what names a row
 KEYS: dict[str, list[str]] = {
     "cells": ["cell_id"],
     "requests": ["cell_id", "repeat", "prompt_index"],
     "transfers": ["cell_id", "repeat", "request_id", "group", "consumer_rank", "producer_rank"],
 }
-"""What names a row of each table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Difference:
 
 
 def differences_of(base: Result, other: Result) -> list[Difference]:
-    """Every difference in the cells both runs have, but for times and nodes; output tokens come first."""
+    """Compare the cells that both runs have, times and nodes aside; differing output tokens come first."""
     shared = set(base.cells["cell_id"]) & set(other.cells["cell_id"])
     found = []
     for name in TABLES:
@@ -57,7 +57,7 @@ def differences_of(base: Result, other: Result) -> list[Difference]:
 
 
 def _keyed(table: pd.DataFrame, name: str, cells: set[str]) -> pd.DataFrame:
-    """The rows of some cells under their keys; rows of one key are numbered in their order."""
+    """Index rows by their keys, numbering rows of one key in their order."""
     rows = table[table["cell_id"].isin(cells)]
     if name == "transfers":
         rows = rows[of_handovers(rows)]
@@ -73,7 +73,7 @@ def _texts(table: pd.DataFrame, column: str) -> list[str]:
 
 
 def _text(value: Any) -> str:
-    """One text per value, whatever type a table gave it: an absent number may be None or NaN."""
+    """Write a value the same way whatever type its table has: a missing number may be None or NaN."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if value is None or (isinstance(value, float) and value != value):

@@ -1,4 +1,4 @@
-"""Which of many ratios lie beyond a margin: intervals of geometric means whose false findings are bounded."""
+"""Find which of many ratios lie beyond a margin, with a bound on the share of false findings."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _NORMAL_QUARTILE = 0.6744897501960817
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Logarithms of ratios, at least MIN_VALUES, and the variance of their mean that they do not show
-    themselves, since they were measured together."""
+    """Holds at least MIN_VALUES logarithms of ratios, and the variance of their mean that they share by
+    chance."""
 
     logs: Sequence[float]
     shared: float = 0.0
@@ -29,7 +29,6 @@ class Sample:
 
     @property
     def degrees(self) -> int:
-        """Of freedom."""
         return len(self.logs) - 1
 
     @property
@@ -38,16 +37,14 @@ class Sample:
         return max(_LEAST_ERROR, math.sqrt(own + self.shared))
 
     def chance(self, margin: float) -> float:
-        """Twice the chance, at most, of a mean so far out where the true one is within -margin and margin
-        (Student's t)."""
+        """Bound twice the chance of a mean so far out if the true one is within the margin (Student's t)."""
         beyond = abs(self.mean) - margin
         return 1.0 if beyond <= 0 else 1 - student_within(beyond / self.error, self.degrees)
 
 
 def intervals(samples: Sequence[Sample], margin: float, rate: float) -> list[tuple[float, float]]:
-    """Interval of each true mean. Those wholly beyond the margin, on either side, are what Benjamini and
-    Hochberg find at this false discovery rate; those that are not false hold it, too (Benjamini and
-    Yekutieli, 2005: intervals as wide as for the share of samples that is found)."""
+    """Give an interval for each true mean. Those wholly beyond the margin are what Benjamini and Hochberg
+    find at this false discovery rate; the others keep the rate, too (Benjamini and Yekutieli, 2005)."""
     chances = sorted(sample.chance(margin) for sample in samples)
     total = len(chances)
     found = max((i for i, chance in enumerate(chances, 1) if chance <= rate * i / total), default=0)
@@ -60,8 +57,8 @@ def intervals(samples: Sequence[Sample], margin: float, rate: float) -> list[tup
 
 
 def usual_spread(values: Sequence[float]) -> float:
-    """Standard deviation of what most values are drawn from: half the shortest interval that holds half of
-    them, as of a normal distribution. The other half may be anywhere."""
+    """Estimate the standard deviation of the middle of the values from the shortest interval that holds half
+    of them, as for a normal distribution; outliers do not count."""
     ordered = np.sort(np.asarray(values, dtype=float))
     half = (len(ordered) + 1) // 2
     if half < 2:

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, devices, commit. Nothing heavy is imported to find out."""
+"""Collect what a run ran on: versions, devices, commit. Nothing heavy is imported to find out."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PACKAGES = (
 def collect_environment(
     *, command: list[str] | None = None, seeds: Mapping[str, int] | None = None, **extra: Any
 ) -> dict[str, Any]:
-    """Facts for environment.json. `extra` (cluster, transports, ...) is added as it is."""
+    """Collect environment.json. `extra` (cluster, transports, ...) is added as it is."""
     return {
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": command or [],
@@ -50,7 +50,6 @@ def collect_environment(
 
 
 def package_versions() -> dict[str, str | None]:
-    """Installed versions by distribution name; None for what is not installed."""
     versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
@@ -61,7 +60,6 @@ def package_versions() -> dict[str, str | None]:
 
 
 def devices() -> dict[str, Any]:
-    """CPU and GPUs of this machine."""
     return {
         "cpu": _cpu_name(),
         "num_cores": len(os.sched_getaffinity(0)),
@@ -75,12 +73,9 @@ HASHED_BYTES = 2**21
 
 
 def machine_load() -> dict[str, float]:
-    """How busy the machine is and how fast one core of it, noted in environment.json as `load`.
-
-    average_1_min is the kernel's: tasks that run, or wait for a core or a disk. sha256_mb_per_s are 10^6
-    bytes that one core hashes in a second, the best of GOES; free_share is the median of them over the best:
-    less than 1 where others want the same core. Some 20 ms of work.
-    """
+    """Measure how busy the machine is and how fast one core is (20 ms), for `load` in environment.json.
+    average_1_min is the kernel's load. sha256_mb_per_s is the best of GOES; free_share is their median over
+    the best, below 1 where others want the same core."""
     data = bytes(HASHED_BYTES)
     took_s = [_time_s(lambda: hashlib.sha256(data)) for _ in range(GOES)]
     return {
@@ -94,12 +89,9 @@ COPIED_BYTES = 64 * 2**20  # more than caches hold
 
 
 def copy_ceiling() -> dict[str, Any]:
-    """What one core copies within the host's memory in a second, in 10^9 bytes, noted in environment.json as
-    `ceiling`; reports hold the rates of transfers in host memory against it.
-
-    KV caches lie in huge pages, as both stretches do here, and NIXL moves them between processes of one host
-    by process_vm_readv, which is memcpy by the kernel: of the two the faster counts. Best of GOES, 0.2 s.
-    """
+    """Measure how fast one core copies host memory (0.2 s), for `ceiling` in environment.json, in 10^9 bytes
+    per second. KV lies in huge pages and NIXL moves it between processes of a host by process_vm_readv, so
+    both that and memcpy are tried, and the faster counts."""
     source, target = _huge_pages(1), _huge_pages(0)
     rates = {"memcpy_gb_per_s": _rate(lambda: _copy(source, target))}
     with suppress(OSError, AttributeError):  # a sandbox, or a system, without the call
@@ -113,7 +105,7 @@ def copy_ceiling() -> dict[str, Any]:
 
 
 def _huge_pages(fill: int) -> Any:
-    """uint8 [COPIED_BYTES], each page touched; as `kv.caches.empty_bytes` has its memory."""
+    """Map uint8 [COPIED_BYTES] as `kv.caches.empty_bytes` does, and touch each page."""
     import numpy as np
 
     memory = mmap.mmap(-1, COPIED_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -146,7 +138,8 @@ class _Stretch(ctypes.Structure):
 
 
 def _read_process(source: Any, target: Any) -> None:
-    """Read our own memory as another process's is read. Raises OSError, AttributeError where it cannot be."""
+    """Copy within our own memory as from another process. Raises OSError or AttributeError where it
+    cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     there, here = (_Stretch(stretch.ctypes.data, COPIED_BYTES) for stretch in (source, target))
     libc.process_vm_readv.restype = ctypes.c_ssize_t
@@ -158,14 +151,13 @@ def _read_process(source: Any, target: Any) -> None:
 
 
 def copy_gb_per_s(environment: Mapping[str, Any]) -> float | None:
-    """The rate of `copy_ceiling` that an environment.json holds; None where it holds none."""
+    """Read `copy_ceiling` back from an environment.json; None where it has none."""
     ceiling = environment.get("ceiling")
     rate = ceiling.get("gb_per_s") if isinstance(ceiling, Mapping) else None
     return float(rate) if isinstance(rate, int | float) and rate > 0 else None
 
 
 def gpu_names() -> list[str]:
-    """Names of the GPUs the NVIDIA driver lists."""
     names = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -178,8 +170,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def git_commit(package: Path = PACKAGE) -> str | None:
-    """Commit of the work tree that rayk itself runs from, `+changes` where files differ from it; None where
-    the package is not tracked by git, as when it is installed (`packages` then has its version)."""
+    """Find the commit of the work tree that rayk runs from, `+changes` if files differ; None where it is not
+    tracked."""
     try:
         _git(package, "ls-files", "--error-unmatch", "__init__.py")
         commit = _git(package, "rev-parse", "HEAD")

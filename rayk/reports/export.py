@@ -1,8 +1,5 @@
-"""What exporters to other tools' formats share: a cell's requests, their statistics, where files go.
-
-`aiperf.py` and `llmd.py` put the same numbers into other people's words. They read frames that `load` gives,
-of runs and of loads; what the tables do not know they leave out.
-"""
+"""Share between exporters a cell's requests, their statistics, and where files go. `aiperf.py` and `llmd.py`
+put the numbers into other tools' words; what the tables do not know they leave out."""
 
 from __future__ import annotations
 
@@ -27,13 +24,11 @@ MS_PER_S = 1e3
 
 @dataclass(frozen=True, kw_only=True)
 class CellExport:
-    """One cell of a run, or one load of a bench, and its requests."""
-
     index: int
     cell: Mapping[str, Any]  # its row of cells.parquet; what is null is not in it
     is_load: bool
     answered: pd.DataFrame
-    """Of a load those measured; a request that failed is in none of these frames but `failed`."""
+    """Of a load the measured ones; a request that failed is in `failed` alone."""
     failed: pd.DataFrame
     warmup: pd.DataFrame  # of a load, answered before the measured ones
     environment: Mapping[str, Any]
@@ -45,7 +40,6 @@ class CellExport:
 
     @property
     def axes(self) -> dict[str, Any]:
-        """Axis -> value of a run's cell; of a load what was asked for."""
         own = ("arrival", "rate", "concurrency", "burstiness", "slo")
         if self.is_load:
             return {name: self.cell[name] for name in own if name in self.cell}
@@ -54,7 +48,7 @@ class CellExport:
         }
 
     def setting(self, key: str) -> Any:
-        """A dotted key of the cell: its axis, or what the spec says of all cells; None where nobody does."""
+        """Look up a dotted key among the cell's axes, then in the spec; None where neither has it."""
         if key in self.axes:
             return self.axes[key]
         value: Any = self.spec
@@ -67,14 +61,13 @@ class CellExport:
         return str(self.cell.get("model") or self.setting("model") or "unknown")
 
     def output_tokens(self, rows: pd.DataFrame) -> pd.Series[float]:
-        """Of each request; NaN where it is not known."""
         if self.is_load:
             return rows["num_output_tokens"].astype(float)
         return rows["output_token_ids"].map(len, na_action="ignore").astype(float)
 
     def span_s(self) -> float:
-        """From when the first answered request was sent to the end of the last, repeats added up; 0 where the
-        tables do not know when requests were due."""
+        """Add up over repeats the time from the first request sent to the end of the last; 0 where due times
+        are unknown."""
         total = 0.0
         for _, rows in self.answered.groupby("repeat"):
             sent_ms = (rows["due_ms"] + send_lag_ms(rows)).min()
@@ -83,12 +76,11 @@ class CellExport:
 
 
 def send_lag_ms(rows: pd.DataFrame) -> pd.Series[float]:
-    """How long after it was due each was sent; a run sends each when it is due."""
+    """Say how late each request left; a run's requests leave when they are due."""
     return rows.get("send_lag_ms", pd.Series(0.0, index=rows.index))
 
 
 def cell_exports(result: Result) -> Iterator[CellExport]:
-    """The cells that have answers, in order."""
     spec = parse_spec(result.spec_yaml)
     loads = is_load(result.cells)
     by_cell = dict(list(result.requests.groupby("cell_id", sort=False)))
@@ -124,8 +116,8 @@ def numbers(values: Sequence[Any] | pd.Series[Any]) -> list[float]:
 
 
 def statistics(values: Sequence[float]) -> dict[str, float] | None:
-    """mean, stddev (of the values themselves), min, max, p1 to p99 (linear between neighbours), count and
-    sum; None of no values."""
+    """Compute mean, stddev (of the values), min, max, p1 to p99 (linear), count and sum; None of no
+    values."""
     if not values:
         return None
     array = np.asarray(values, dtype=np.float64)
@@ -146,7 +138,6 @@ def folder_name(cell_id: str) -> str:
 def write_exports(
     result: Result, folder: Path, file_name: str, render: Callable[[CellExport], str]
 ) -> list[Path]:
-    """A folder per cell with one file; their paths."""
     paths: list[Path] = []
     for export in cell_exports(result):
         name = folder_name(str(export.cell["cell_id"]))

@@ -34,7 +34,8 @@ HELD = pa.list_(
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One column of one table. A missing value is null: nothing was measured, or it does not apply."""
+    """Describes one column of a table. A missing value is null: nothing was measured, or it does not
+    apply."""
 
     name: str
     kind: Any  # its type, of pyarrow
@@ -68,9 +69,10 @@ STAGES = {
     "swap": "preempted, its KV on the way to the host tier, there, or on its way back",
     "decode": "from that step to the last token, times away aside",
 }
-"""Stage -> what it is. Each lasts from one moment that an engine or the coordinator noted to the next, so
-they add up to the request's E2E; one that comes again, in another attempt, adds to what it took before."""
+"""Each stage lasts from one noted moment to the next, so they add up to the request's E2E; a stage that comes
+again, in another attempt, is added."""
 
+# what each side ran with where the spec left a choice
 EFFECTIVE = {
     "effective_layout": "layout of the KV cache that was taken",
     "attention_implementation": "attention backend that ran",
@@ -79,7 +81,6 @@ EFFECTIVE = {
     "decode_graphs": "whether decode steps ran as graphs, or why not",
     "node": "node of the Ray cluster that it ran on",
 }
-"""What each side ran with where the spec left a choice."""
 
 _LOGPROBS = (
     (
@@ -101,6 +102,7 @@ _LOGPROBS = (
     ("max_settled_{}logprob_error", FLOAT, "nats", "largest error among those"),
 )
 
+# errors of log probabilities and KV values against the reference, and their bounds
 MEASURED_FIELDS = (
     *(
         Field(name.format(prefix), kind, unit, meaning.format(word))
@@ -109,10 +111,10 @@ MEASURED_FIELDS = (
     ),
     Field("max_kv_value_error_of_bound", FLOAT, "ratio", "largest error of a KV row over its layer's bound"),
 )
-"""How far log probabilities and KV values were from the reference's, and might have been."""
 
 _TIER = "over all engines and repeats"
 _BELIEF = "what cost models believe in the end (median over engines)"
+# what a cell's host tier did; null without one
 OFFLOAD_FIELDS = (
     Field("host_stored_bytes", INT, "bytes", f"KV that the host tier took from engines; {_TIER}"),
     Field("host_relayed_bytes", INT, "bytes", f"KV that was handed on through it, on its way in; {_TIER}"),
@@ -147,7 +149,6 @@ OFFLOAD_FIELDS = (
     Field("offload_compute_512_ms", FLOAT, "ms", f"computing a prompt's first 512 tokens: {_BELIEF}"),
     Field("offload_note", TEXT, "", "why the host tier or its disk was off or lost, and what failed there"),
 )
-"""What a cell's host tier did; null without one."""
 
 _KV_WASTE = "bytes that a request of 4096 tokens holds and does not need, before TP"
 _KV_GROUPS = (
@@ -159,6 +160,7 @@ _KV_HELD = (
     "and replicated_bytes (of blocks, what ranks held beyond one copy)"
 )
 
+# cells.parquet: a row per cell, beside its axes
 CELLS = (
     Field("cell_id", TEXT, "", "name of the cell, unique in the run; key of all tables"),
     Field("verdict", TEXT, "", "PASS, NEAR_TIE, UNSUPPORTED, or the gravest thing that went wrong"),
@@ -233,8 +235,8 @@ CELLS = (
     Field("output_tokens_per_s", FLOAT, "tokens/s", "output tokens from first arrival to last token"),
     Field("wall_s", FLOAT, "s", "from forming the cell's engines to their end, checks not included"),
 )
-"""cells.parquet: a row per cell, beside its axes."""
 
+# requests.parquet: a row per cell, repeat and request
 REQUESTS = (
     Field("cell_id", TEXT, "", "cell that it belongs to"),
     Field("repeat", INT, "index", "which repeat of the cell's prompts, from 0"),
@@ -283,8 +285,8 @@ REQUESTS = (
     Field("output_top_logprobs", TOPS, "nats", "best tokens at each output token, best first, if asked for"),
     Field("prompt_top_logprobs", TOPS, "nats", "the same at each prompt token but the first"),
 )
-"""requests.parquet: a row per cell, repeat and request."""
 
+# transfers.parquet: a row per request, pair of ranks and KV group
 TRANSFERS = (
     Field("cell_id", TEXT, "", "cell that it belongs to"),
     Field("repeat", INT, "index", "which repeat"),
@@ -323,4 +325,3 @@ TRANSFERS = (
     Field("retries", INT, "retries", "times it was tried again"),
     Field("verdict", TEXT, "", "OK, or what went wrong"),
 )
-"""transfers.parquet: a row per request, producer rank, consumer rank and KV group."""

@@ -1,4 +1,4 @@
-"""Names of a run's files; writing them so that nobody ever reads half of one; one writer at a time."""
+"""Write a run's files atomically, and let one writer at a time into its folder."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ _TEMPORARY = re.compile(r"\..+\.(\d+)\.tmp")
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary path beside `path` that takes its place when the block ends without an error.
-
-    By then its bytes and its name are on the device: neither a kill nor a power cut leaves half a file.
-    """
+    """Yield a temporary path that replaces `path` once the block ends well and its bytes are on the device,
+    so neither a kill nor a power cut leaves half a file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -42,14 +40,13 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a whole file atomically, UTF-8."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader of so many items, without merge keys: no run writes any, and they may stand for more than
-    there is memory."""
+    """Reads a limited number of items and no merge keys: no run writes any, and they may expand beyond
+    memory."""
 
     num_nodes = 0
 
@@ -60,11 +57,11 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Merge keys stay where they are: see the class."""
+        """Leave merge keys where they are."""
 
 
 def parse_spec(text: str, where: str = "spec.yaml") -> dict[str, Any]:
-    """What a run's spec.yaml says; empty where it says nothing. Raises UserError."""
+    """Parse a run's spec.yaml; empty text gives an empty mapping. Raises UserError."""
     try:
         found = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
         check_nesting(found, MAX_SPEC_ITEMS)
@@ -79,8 +76,7 @@ def parse_spec(text: str, where: str = "spec.yaml") -> dict[str, Any]:
 
 
 def read_spec(path: Path) -> str:
-    """The text of a run's spec.yaml, which `parse_spec` takes; empty where there is none. Raises
-    UserError."""
+    """Read a run's spec.yaml, checked by `parse_spec`; empty where there is none. Raises UserError."""
     if not path.exists():
         return ""
     try:
@@ -92,7 +88,6 @@ def read_spec(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Bring a file's bytes, or a folder's names, to the device."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -101,7 +96,7 @@ def sync(path: Path) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files of writers that were killed. Call with the folder locked."""
+    """Remove temporary files of killed writers. Call with the folder locked."""
     for path in folder.glob(".*.tmp"):
         match = _TEMPORARY.fullmatch(path.name)
         if match and not _is_alive_elsewhere(int(match.group(1))):
@@ -118,10 +113,8 @@ def make_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make a folder and keep other runs out of it. Raises UserError naming the run that holds it.
-
-    The kernel frees the lock with the process, however that ends: no lock is ever stale.
-    """
+    """Make a folder and keep other runs out. Raises UserError naming the run that holds it. The kernel frees
+    the lock with the process, so no lock is ever stale."""
     make_folder(folder)
     handle = _open_lock(folder)
     try:
@@ -166,7 +159,6 @@ def _is_same_file(handle: int, path: Path) -> bool:
 
 
 def _is_alive_elsewhere(pid: int) -> bool:
-    """Whether another process of this machine has the id."""
     if pid == os.getpid():
         return False
     try:

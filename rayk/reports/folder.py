@@ -1,4 +1,4 @@
-"""Whether a folder may take a run: empty of tables, or the same run's to continue."""
+"""Decide whether a folder may take a run: it has no tables, or those of the same run to continue."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from rayk.reports.files import SPEC_BYTES, TABLES, parse_spec
 from rayk.types.errors import UserError
 from rayk.types.files import JSON_BYTES, parse_json, read_text
 
-FACTS = ("git_commit", "python", "platform", "packages", "devices")
-"""Parts of environment.json that say what measured a cell."""
+FACTS = ("git_commit", "python", "platform", "packages", "devices")  # what measured a cell
+# how fast and busy the machine was: told (`trust.py`), no reason to refuse a resume
 PROBED = ("ceiling", "load")
-"""Parts that say how fast and how busy the machine was: told (`trust.py`), no reason to refuse a resume."""
 _SHOWN = 40
 
 
@@ -27,11 +26,9 @@ def check_directory(
     inputs: Mapping[str, str] | None = None,
     renew: Callable[[str], str] = str,
 ) -> None:
-    """Refuse a folder that holds tables, unless resuming the same run. Raises UserError.
-
-    inputs: name -> hash of the files a run reads (model, prompts), which must not have changed.
-    renew:  brings an older spec.yaml up to date, so that keys added since do not count as changes.
-    """
+    """Refuse a folder that holds tables, unless resuming the same run. `inputs` maps the files that a run
+    reads to their hashes, which must not have changed; `renew` brings an older spec.yaml up to date. Raises
+    UserError."""
     folder = Path(directory)
     if folder.exists() and not folder.is_dir():
         raise UserError(problem="is a file, not a folder", where=str(folder))
@@ -62,7 +59,7 @@ def check_directory(
 
 
 def differences(before: Any, now: Any) -> list[str]:
-    """Dotted keys with unlike values, e.g. `sampling.max_tokens (24, now 8)`."""
+    """Name dotted keys with unlike values, e.g. `sampling.max_tokens (24, now 8)`."""
     old, new = dict(flatten(before)), dict(flatten(now))
     found = []
     for key in {**old, **new}:
@@ -74,13 +71,13 @@ def differences(before: Any, now: Any) -> list[str]:
 
 
 def changed_facts(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What measures differs from what measured: versions, commit, devices; only facts both sides know."""
+    """Compare versions, commit and devices, as far as both sides know them."""
     known = [k for k in FACTS if before.get(k) is not None and now.get(k) is not None]
     return differences({k: before[k] for k in known}, {k: now[k] for k in known})
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """environment.json; empty if there is none that can be read."""
+    """Read environment.json; empty if none can be read."""
     try:
         found = parse_json(read_text(folder / "environment.json", JSON_BYTES))
     except (OSError, ValueError):
@@ -100,7 +97,7 @@ def _read_spec(path: Path, renew: Callable[[str], str]) -> Any:
 
 
 def flatten(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of nested mappings."""
+    """Yield (dotted key, value) of nested mappings."""
     for key, value in data.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}.")

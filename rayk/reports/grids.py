@@ -1,9 +1,5 @@
-"""Verdict matrices: prefill TP by decode TP, one per setting of everything else that varies.
-
-Where the model is an axis, each has rows of its own; where hardly two cells share a grid, as in a set that
-covers pairs only, each model has one grid: TP settings by everything else. Without models, faults and other
-axes of lists or mappings then become rows.
-"""
+"""Verdict matrices, prefill TP by decode TP, one per setting of everything else that varies. Each model gets
+its own rows. Where hardly two cells share a grid, each model has one grid: TP settings by everything else."""
 
 from __future__ import annotations
 
@@ -17,6 +13,7 @@ from rayk.reports.labels import axis_label, parsed
 from rayk.reports.values import format_rate, format_value, smallest_rate
 from rayk.reports.verdicts import told_wrong_bytes, tone
 
+# what a matrix cell says
 SHORT = {
     "PASS": "pass",
     "NEAR_TIE": "near tie",
@@ -28,17 +25,14 @@ SHORT = {
     "TIMEOUT": "timeout",
     "TOKEN_MISMATCH": "tokens",
 }
-"""What a matrix cell says."""
+# axes that place a cell in a grid
 PLACES = {"mode", "prefill.tp", "decode.tp", "prefill.layout", "decode.layout"}
-"""Axes without which a cell has no place in a grid."""
 
 
 def verdict_grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """One grid per combination of the axes that vary beside TP, layouts always named.
-
-    A grid has title, corner, columns (labels), rows: (label, cells); a cell has verdict, tone,
-    short, note and tip, or is None where the matrix has a hole.
-    """
+    """Make a grid per combination of the axes that vary beside TP; layouts are always named. A grid has
+    title, corner, columns (labels) and rows (label, cells); a cell has verdict, tone, text, note and tip, or
+    is None."""
     if cells.empty or not PLACES.issubset(cells):
         return []
     cells = told_wrong_bytes(cells)
@@ -55,7 +49,6 @@ def verdict_grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _split(cells: pd.DataFrame, axes: list[str]) -> list[list[dict[Any, Any]]]:
-    """The cells, apart where mode or one of the axes differs."""
     parts: dict[tuple[Any, ...], list[dict[Any, Any]]] = {}
     for record in cells.to_dict(orient="records"):
         key = (record["mode"], *(_plain(record[axis]) for axis in axes))
@@ -64,12 +57,10 @@ def _split(cells: pd.DataFrame, axes: list[str]) -> list[list[dict[Any, Any]]]:
 
 
 def _is_structured(column: pd.Series[Any]) -> bool:
-    """Whether an axis has lists or mappings for values."""
     return any(isinstance(parsed(value), list | dict) for value in column)
 
 
 def _grids_by_model(cells: pd.DataFrame, axes: list[str]) -> list[dict[str, Any]]:
-    """A grid per model; a row names its layouts and what differs from most cells."""
     usual = {axis: cells[axis].map(_plain).mode(dropna=False)[0] for axis in axes}
     settings = sorted({_tp_setting(r) for r in cells.to_dict(orient="records")})
     grids = []
@@ -96,18 +87,17 @@ def _grids_by_model(cells: pd.DataFrame, axes: list[str]) -> list[dict[str, Any]
 
 
 def _tp_setting(record: dict[Any, Any]) -> tuple[int, ...]:
-    """(number of sides, TP of each), which sorts the aggregated ones first."""
+    """Count the sides, then list each side's TP: aggregated cells sort first."""
     sides = ("prefill.tp",) if record["mode"] == "aggregated" else ("prefill.tp", "decode.tp")
     return len(sides), *(int(record[side]) for side in sides)
 
 
 def axis_columns(cells: pd.DataFrame) -> list[str]:
-    """Columns of cells.parquet that are axes."""
     return [str(c) for c in cells.columns if c not in CELL_FIELDS and c != "cell_id"]
 
 
 def _grouping_axes(cells: pd.DataFrame) -> list[str]:
-    """Axes that split grids: the layouts, and whatever varies among cells of one mode."""
+    """Name the layouts, and whatever varies among cells of one mode."""
     axes = []
     for axis in axis_columns(cells):
         if axis in ("mode", "model", "prefill.tp", "decode.tp"):

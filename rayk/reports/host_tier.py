@@ -1,4 +1,5 @@
-"""What a run's host tier did: where prompts' KV came from, what was stored, loaded and swapped; failures."""
+"""What a run's host tier did: where prompts' KV came from, what was stored, loaded and swapped, what
+failed."""
 
 from __future__ import annotations
 
@@ -41,18 +42,18 @@ NOTE = (
     "what a hand-over moves and takes is told of that second half, the first is the stage `relay`. Swapped "
     "out are preempted requests whose KV was moved; computed again are those for which computing was cheaper."
 )
+# (source, name, colour) in the order of the bars
 SOURCES = (
     ("device", "on the device", "series1"),
     ("host", "host memory", "series2"),
     ("disk", "disk", "series3"),
     ("computed", "computed", "soft"),
 )
-"""(source, name, colour) in the order of the bars."""
 
 
 def tier_rows(result: Result) -> list[dict[str, Any]]:
-    """A row per cell that had a host tier, or was to have one: COLUMNS, and `computed`; shares of prompt
-    tokens are in percent. Empty for runs without one."""
+    """Make a row per cell that had a host tier, or was to have one: COLUMNS and `computed`, shares in
+    percent."""
     cells = result.cells
     has_tier = cells["host_stored_bytes"].notna() | cells["offload_note"].notna()
     if not has_tier.any():
@@ -70,7 +71,7 @@ def tier_rows(result: Result) -> list[dict[str, Any]]:
 
 
 def _tokens(requests: pd.DataFrame) -> pd.DataFrame:
-    """By cell, prompt tokens and where their KV came from."""
+    """Sum prompt tokens by cell and by where their KV came from."""
     names = ["num_prompt_tokens", "num_cached_tokens", "num_host_tokens", "num_disk_tokens"]
     found = requests[["cell_id", *names]].fillna(0)
     host, cached = found["num_host_tokens"], found["num_cached_tokens"]
@@ -95,7 +96,7 @@ def _shares(tokens: pd.Series[Any] | None) -> dict[str, Any]:
 
 
 def _load_rates(transfers: pd.DataFrame) -> dict[str, float]:
-    """Cell -> 10^9 bytes per second of its loads, where there were any."""
+    """Give each cell's load rate in 10^9 bytes per second."""
     loads = transfers[(transfers["purpose"] == "load") & transfers["begin_ms"].notna()]
     if loads.empty:
         return {}
@@ -108,7 +109,7 @@ def _load_rates(transfers: pd.DataFrame) -> dict[str, float]:
 
 
 def tier_plot(rows: list[dict[str, Any]]) -> list[Plot]:
-    """The figure `host-tier` as a list of one: a bar per cell of where its prompts' KV came from."""
+    """Draw `host-tier`: a bar per cell of where its prompts' KV came from."""
     rows = [row for row in rows if row["num_prompt_tokens"]]
     if not rows:
         return []

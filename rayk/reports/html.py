@@ -1,4 +1,4 @@
-"""A page as one self-contained HTML file that works offline, in light and dark, wide and narrow."""
+"""Write a page as one self-contained HTML file that works offline, in light and dark, wide and narrow."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _cell(row: Mapping[str, Any], column: Column) -> dict[str, Any]:
 
 
 def script_json(data: object) -> str:
-    """JSON that is safe inside a <script> element; NaN becomes null."""
+    """Write JSON that is safe inside a <script> element; NaN becomes null."""
     return json.dumps(_no_nan(data), allow_nan=False).replace("<", "\\u003c")
 
 
@@ -100,13 +100,13 @@ def _no_nan(data: Any) -> Any:
 
 
 def plotly_js() -> str:
-    """plotly.js itself, for a page that works offline: npm's plotly.js-cartesian-dist-min, a third of
-    the size of all of it."""
+    """Read plotly.js (npm's plotly.js-cartesian-dist-min, a third of the whole), so that a page works
+    offline."""
     return (VENDOR / "plotly-cartesian.min.js").read_text(encoding="utf-8")
 
 
 def _items(environment: Mapping[str, Any], prefix: str = "") -> list[tuple[str, list[str]]]:
-    """What environment.json says, in its order; nested names are joined."""
+    """Flatten environment.json in its order; nested names are joined."""
     items: list[tuple[str, list[str]]] = []
     for key, value in environment.items():
         name = f"{prefix}{key}"

@@ -1,8 +1,6 @@
-"""journal.jsonl: what a run's drivers did, in order, one line each, over all its sessions.
-
-The tables say what is true; the journal says how it came about: when each session opened, which cell began,
-which was committed. A killed driver may leave a torn last line, which readers pass over.
-"""
+"""Keep journal.jsonl: what a run's drivers did, a line each, over all its sessions. It tells when each
+session opened and which cells began and were committed. Readers pass over a torn last line, which a killed
+driver may leave."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ FILE = "journal.jsonl"
 
 
 class Journal:
-    """Appends lines; each is one write, so that lines of one process never mix."""
+    """Appends lines, each in one write, so that lines of one process never mix."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
@@ -28,7 +26,6 @@ class Journal:
             os.write(self._handle, b"\n")
 
     def note(self, event: str, **facts: Any) -> None:
-        """Add `{"time", "pid", "event", ...facts}`."""
         now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
         line = json.dumps({"time": now, "pid": os.getpid(), "event": event, **facts})
         os.write(self._handle, line.encode() + b"\n")
@@ -38,7 +35,7 @@ class Journal:
 
 
 def read_journal(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines of a run's journal, oldest first; none if there is no journal."""
+    """Read the whole lines of a run's journal, oldest first; none if there is no journal."""
     path = folder / FILE
     if not path.is_file():
         return []

@@ -8,7 +8,7 @@ from rayk.types.files import parse_json
 
 
 def parsed(value: Any) -> Any:
-    """The list or mapping that a text of cells.parquet holds; any other value as it is."""
+    """Parse a JSON list or mapping of cells.parquet; any other value stays as it is."""
     if isinstance(value, str) and value[:1] in ("[", "{"):
         try:
             return parse_json(value)
@@ -18,7 +18,7 @@ def parsed(value: Any) -> Any:
 
 
 def axis_label(axis: str, value: Any) -> str:
-    """E.g. `decode.block_size 16`, `decode.kernel_block_sizes full: 16`, `wrong_kv rope layer 1`."""
+    """Label a value, e.g. `decode.block_size 16`, `wrong_kv rope layer 1`."""
     value = parsed(value)
     if axis != "faults" or not isinstance(value, list):
         return f"{axis} {_text(value)}"
@@ -36,7 +36,7 @@ def _text(value: Any) -> str:
 
 
 def _fault(fault: Any) -> str:
-    """E.g. `wrong_kv rope layer 1 (prefill rank 0)`. What says nothing is left out."""
+    """Label a fault, e.g. `wrong_kv rope layer 1 (prefill rank 0)`, without its defaults."""
     if not isinstance(fault, dict):
         return str(fault)
     told = {k: v for k, v in fault.items() if v is not None and (k, v) != ("seed", 0)}

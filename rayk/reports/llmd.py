@@ -20,11 +20,11 @@ from rayk.reports.export import CellExport, numbers, statistics, without_nothing
 
 VERSION = "0.2.1"
 FILE_NAME = "benchmark_report_v0.2.yaml"
+# columns of cells.parquet that go under `results.observability.rayk`
 OWN = (
     *("verdict", "reason", "num_kv_bytes_checked", "num_kv_bytes_mismatched", "transfer_bytes"),
     *("num_descriptors", "transfer_gb_per_s", "goodput_per_s", "good_share"),
 )
-"""Columns of cells.parquet that go under `results.observability.rayk`, where they have a value."""
 ROLES = {"prefill": "prefill", "decode": "decode", "aggregated": "replica"}
 
 
@@ -48,7 +48,7 @@ def llmd_report(export: CellExport) -> dict[str, Any]:
 
 
 def _run(export: CellExport) -> dict[str, Any]:
-    """Ids are the same whenever the same run is exported."""
+    """Name the export; ids are the same whenever the same run is exported."""
     started = str(export.environment.get("started") or "")
     experiment = uuid.uuid5(uuid.NAMESPACE_OID, f"rayk {export.spec.get('name', '')} {started}")
     time = {"start": datetime.datetime.fromisoformat(started).isoformat()} if started else None
@@ -118,7 +118,7 @@ def _load(export: CellExport) -> dict[str, Any]:
 
 
 def _lengths(tokens: list[float]) -> dict[str, Any] | None:
-    """As they were sent; how they were drawn is in the native part."""
+    """Describe lengths as they were sent; how they were drawn is in the native part."""
     if not tokens:
         return None
     least, most = int(min(tokens)), int(max(tokens))
@@ -157,7 +157,6 @@ def _aggregate(export: CellExport) -> dict[str, Any]:
 
 
 def _throughput(export: CellExport) -> dict[str, Any]:
-    """Rates, each a mean."""
     rows, span_s = export.answered, export.span_s()
     output = export.cell.get("output_tokens_per_s")
     window_s = export.cell.get("window_s") if export.is_load else span_s

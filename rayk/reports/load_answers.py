@@ -1,4 +1,5 @@
-"""What a newcomer asks of a bench, answered at the top of its report, and where its requests' time went."""
+"""Answers at the top of a bench's report: can it be believed, how fast was it, where did requests' time
+go."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from rayk.reports.spreads import DASHES, PALETTE, curve, sorted_values, spread_l
 from rayk.reports.stages import Part
 from rayk.reports.values import format_value
 
+# what a client sees of a request, in order; they add up to its E2E
 PARTS = (
     Part(name="sent late", limit="the generator", colour="#9aa4ad", meaning="due, not yet sent"),
     Part(
@@ -30,7 +32,6 @@ PARTS = (
         meaning="from the first token to the last",
     ),
 )
-"""What a client sees of a request, in order; they add up to its E2E."""
 MAX_ROWS = 400  # requests of a load that the waterfall shows, the first ones
 SPREADS = ("ttft", "itl", "tpot", "e2e")
 
@@ -54,14 +55,12 @@ def load_answers(result: Result) -> list[Answer]:
 
 
 def _tone(cells: pd.DataFrame) -> str:
-    """A NOISY load is neither good news nor bad."""
     if (cells["verdict"] == "INVALID").any():
         return "unmet"
     return "met" if (cells["verdict"] == "VALID").all() else ""
 
 
 def belief_text(cells: pd.DataFrame) -> str:
-    """By the worst verdict, and its reasons."""
     counts = {verdict: int((cells["verdict"] == verdict).sum()) for verdict in VERDICTS}
     worst = max((verdict for verdict in VERDICTS if counts[verdict]), key=VERDICTS.index)
     of = f"{counts[worst]} of {len(cells)} load{'s'[: len(cells) != 1]}"
@@ -78,7 +77,7 @@ def belief_text(cells: pd.DataFrame) -> str:
 
 
 def speed_text(cells: pd.DataFrame) -> str:
-    """Of the load with the most goodput that is not INVALID: rates, and medians."""
+    """Tell rates and medians of the load with the most goodput, INVALID ones aside."""
     rated = cells[cells["verdict"] != "INVALID"].dropna(subset=["goodput_per_s"])
     if rated.empty:
         return "Unknown: no load's numbers hold."
@@ -103,7 +102,8 @@ def _number(cell: dict[Any, Any], column: str, spec: str) -> str:
 
 
 def client_parts(result: Result) -> pd.DataFrame:
-    """A row per answered request: cell_id, prompt_index, due_ms, phase and a column of ms per part."""
+    """Split each answered request's time: cell_id, prompt_index, due_ms, phase and a column of ms per
+    part."""
     requests = result.requests
     rows = requests[(requests["outcome"] == "ok") & requests["e2e_ms"].notna()]
     late = rows["send_lag_ms"].fillna(0.0).clip(lower=0.0, upper=rows["ttft_ms"])
@@ -115,7 +115,6 @@ def client_parts(result: Result) -> pd.DataFrame:
 
 
 def client_shares(result: Result) -> list[dict[str, Any]]:
-    """Stretches of the bar: of all answered requests that were measured."""
     parts = client_parts(result)
     sums = parts.loc[parts["phase"] == "measured", [part.name for part in PARTS]].sum()
     total = float(sums.sum())
@@ -134,7 +133,6 @@ def client_shares(result: Result) -> list[dict[str, Any]]:
 
 
 def time_text(result: Result) -> str:
-    """The largest of PARTS in the median request."""
     parts = client_parts(result)
     measured = parts[parts["phase"] == "measured"]
     if measured.empty:
@@ -158,8 +156,8 @@ def needs_text(cells: pd.DataFrame) -> str:
 
 
 def client_waterfall(result: Result) -> dict[str, Any] | None:
-    """What the page's waterfall shows, as `stages.waterfall_data` has it; None without answers. Requests that
-    come seconds apart are told side by side, each from when it was due."""
+    """Make the page's waterfall, in the form of `stages.waterfall_data`, each request from when it was
+    due."""
     parts = client_parts(result)
     cells = []
     for cell_id, rows in parts.groupby("cell_id", sort=False):
@@ -173,8 +171,8 @@ def client_waterfall(result: Result) -> dict[str, Any] | None:
 
 
 def client_spreads(result: Result) -> list[Plot]:
-    """A figure per metric that has values: the share of measured requests (of ITL: of gaps) that took at most
-    so long, a curve per load."""
+    """Draw per metric the share of measured requests (of ITL: gaps) that took at most so long, a curve per
+    load."""
     requests = result.requests
     measured = requests[(requests["phase"] == "measured") & (requests["outcome"] == "ok")]
     plots = []

@@ -1,18 +1,18 @@
-"""Every column of the tables of `rayk bench`; those that a run has too mean the same (`fields.py`)."""
+"""Describe every column of `rayk bench`'s tables; those that a run has, too, mean the same (`fields.py`)."""
 
 from __future__ import annotations
 
 from rayk.reports.fields import BOOL, CELLS, FLOAT, INT, REQUESTS, TEXT, Field
 
+# what each metric is
 METRICS = {
     "ttft": "time from when a request was due to its first chunk of tokens",
     "tpot": "time after the first chunk over the tokens after the first",
     "itl": "gaps between chunks that carry tokens",
     "e2e": "time from when a request was due to its last chunk",
 }
-"""Metric -> what it is."""
+# percentiles are order statistics, of failed requests infinite
 STATISTICS = {"mean": "mean", "p50": "median", "p90": "90th percentile", "p99": "99th percentile"}
-"""Statistic -> its words. Percentiles are order statistics, of failed requests infinite."""
 ENDS = {"": "", "_low": "lower end of its 95% interval", "_high": "upper end of its 95% interval"}
 
 _RUN_CELLS = {field.name: field for field in CELLS}
@@ -24,6 +24,7 @@ def _percentile(metric: str, statistic: str, end: str) -> Field:
     return Field(f"{metric}_ms_{statistic}{end}", FLOAT, "ms", text)
 
 
+# cells.parquet of a bench: a row per load
 LOAD_CELLS = (
     _RUN_CELLS["cell_id"],
     Field("verdict", TEXT, "", "VALID, NOISY or INVALID: whether to believe the numbers"),
@@ -65,8 +66,8 @@ LOAD_CELLS = (
         for percent in (50, 90, 99)
     ),
 )
-"""cells.parquet of a bench: a row per load."""
 
+# requests.parquet of a bench: a row per request
 LOAD_REQUESTS = (
     *(
         _RUN_REQUESTS[name]
@@ -87,4 +88,3 @@ LOAD_REQUESTS = (
     Field("ended_ms", FLOAT, "ms", "when its answer, or its failure, was complete, after its load began"),
     Field("is_good", BOOL, "", "whether it was answered within every limit"),
 )
-"""requests.parquet of a bench: a row per request."""

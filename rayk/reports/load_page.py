@@ -70,12 +70,10 @@ GENERATOR = (
 
 
 def request_columns(rows: Sequence[Mapping[str, Any]]) -> list[Column]:
-    """REQUESTS, less what no server told."""
     return [c for c in REQUESTS if any(row[c.key] is not None for row in rows)]
 
 
 def rate_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """A row per load: what went through."""
     return [
         {
             **_plain(cell),
@@ -90,13 +88,14 @@ def rate_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def _cached_percent(cell: Mapping[Any, Any]) -> float | None:
-    """Of the prompt tokens; None where the server, or an older bench, does not tell."""
+    """Compute the cached share; None where the server, or an older bench, does not tell."""
     cached, total = (cell.get(f"num_{what}_tokens") for what in ("cached", "prompt"))
     return None if _is_nothing(total) or not total else _times(cached, 100 / float(total))
 
 
 def latency_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """A row per load and metric: `12.3 (11.9 to 12.8)`, empty where the sample supports no value."""
+    """Make a row per load and metric, e.g. `12.3 (11.9 to 12.8)`; empty where the sample supports no
+    value."""
     return [
         {
             "cell_id": cell["cell_id"],
@@ -135,7 +134,6 @@ def _plain(cell: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def load_tables(cells: pd.DataFrame) -> list[Table]:
-    """Rates, requests and latencies for a terminal."""
     rates = rate_rows(cells)
     return [
         terminal_table(load_headline(cells), RATES, rates),
@@ -145,7 +143,7 @@ def load_tables(cells: pd.DataFrame) -> list[Table]:
 
 
 def reasons(cells: pd.DataFrame) -> list[str]:
-    """`load: VERDICT: reason`, one line per load that has one."""
+    """Write `load: VERDICT: reason` for each load that has a reason."""
     return [
         f"{cell['cell_id']}: {cell['verdict']}: {cell['reason']}"
         for cell in cells.to_dict(orient="records")

@@ -1,4 +1,4 @@
-"""Tables of load tests: a cell per load, a row per request; columns as a run's where they mean the same."""
+"""Name what a bench's tables hold: a cell per load, a row per request."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ STATISTICS = tuple(STATISTIC_WORDS)
 LOAD_CELL_FIELDS = kinds(LOAD_CELLS)
 LOAD_REQUEST_FIELDS = kinds(LOAD_REQUESTS)
 LOAD_FIELDS = {"cells": LOAD_CELL_FIELDS, "requests": LOAD_REQUEST_FIELDS}
-"""Columns of a bench's tables, with their types."""
 
 
 def is_load(cells: pd.DataFrame) -> bool:
-    """Whether cells are loads that were sent to a server."""
     return len(cells) > 0 and bool(cells["verdict"].isin(VERDICTS).all())
 
 
 def load_headline(cells: pd.DataFrame) -> str:
-    """E.g. `2 loads: 1 VALID, 1 NOISY`."""
+    """Count verdicts, e.g. `2 loads: 1 VALID, 1 NOISY`."""
     counts = cells["verdict"].value_counts().to_dict()
     told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if verdict in counts)
     return f"{len(cells)} load{'s'[: len(cells) != 1]}: {told}"

@@ -1,4 +1,4 @@
-"""A bench's folder while it is being filled."""
+"""Write a bench's folder while its loads run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rayk.reports.schema import stamped
 
 
 class LoadWriter:
-    """Writes a bench's folder: after each load its tables, whole, and the report."""
+    """Writes, after each load, all tables and the report."""
 
     def __init__(
         self, directory: Path, *, spec: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]
@@ -33,7 +33,7 @@ class LoadWriter:
         write_text(directory / "environment.json", json.dumps(environment, indent=2, default=str) + "\n")
 
     def write(self, cell: Mapping[str, Any], requests: Sequence[Mapping[str, Any]]) -> None:
-        """Add a load, and put tables and report on disk; cells last, as a run does."""
+        """Add a load and write tables and report; cells go last, as in a run."""
         from rayk.reports.report import write_html
 
         self._cells.append(cell)

@@ -1,4 +1,4 @@
-"""A page as GitHub Markdown: all that it says but figures and what is folded."""
+"""Write a page as GitHub Markdown, without figures and what is folded."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _body(section: Section) -> list[str]:
 
 
 def _grid_text(cell: dict[str, Any] | None) -> str:
-    """The verdict whole: nothing can be pointed at for more."""
+    """Give the verdict in full: nothing can be pointed at for more."""
     if cell is None:
         return ""
     told = f"{cell['text']} ({cell['note']})" if cell["note"] else cell["text"]

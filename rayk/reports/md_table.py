@@ -1,4 +1,4 @@
-"""Tables of GitHub Markdown."""
+"""Write tables of GitHub Markdown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def markdown_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list
 
 
 def escaped(text: str) -> str:
-    """A text as Markdown that says just that, on one line: no tag, no further column."""
+    """Escape a text so that Markdown shows it as it is, on one line."""
     text = printable(text)
     for mark in "\\|<":
         text = text.replace(mark, f"\\{mark}")

@@ -1,4 +1,4 @@
-"""Where KV memory goes: used, padding and wasted bytes of each KV group of each side; and what was moved."""
+"""Where KV memory goes: used, padding and wasted bytes of each KV group of each side, and what was moved."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ def memory_note(result: Result) -> str:
 
 
 def memory_rows(result: Result) -> list[dict[str, Any]]:
-    """A row per side and KV group, of own requests first; see COLUMNS. Bytes are per request. Empty for runs
-    that did not tell."""
+    """Make a row per side and KV group, own requests first (see COLUMNS); bytes are per request."""
     cells = result.cells.to_dict(orient="records")
     return [*_own_rows(cells), *_reference_rows(cells)]
 
@@ -53,7 +52,7 @@ def _told(cell: dict[Any, Any], column: str) -> list[dict[str, Any]]:
 
 
 def _own_rows(cells: list[dict[Any, Any]]) -> list[dict[str, Any]]:
-    """Cells with the same groups at the same TP share rows, over the requests of all."""
+    """Share a row among cells with the same groups at the same TP."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for cell in cells:
         for side in ("prefill", "decode"):
@@ -100,7 +99,7 @@ def _row(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def moved_text(result: Result) -> str:
-    """Why more bytes were moved than compared; empty where it was not so."""
+    """Explain why more bytes were moved than compared; empty where it was not so."""
     cells, transfers = result.cells, result.transfers
     compared = int(cells["num_kv_bytes_checked"].fillna(0).sum())
     moved = int(transfers["bytes"].fillna(0).sum())

@@ -1,4 +1,4 @@
-"""What moving a request's KV took: one definition for every table, plot and comparison that tells it."""
+"""Define once, for every table, plot and comparison, what moving a request's KV took."""
 
 from __future__ import annotations
 
@@ -7,33 +7,27 @@ import pandas as pd
 KEYS = ["cell_id", "repeat", "request_id"]  # what names a request
 
 
+# of `moves`, beside KEYS
 COLUMNS = (
     *("is_push", "bytes", "descriptors", "is_merged", "is_span"),
     *("moving_ms", "gb_per_s", "ms", "rank_ms"),
 )
-"""Of `moves`, beside KEYS."""
 
 
 def of_handovers(transfers: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows are parts of hand-overs, not of what a host tier moved."""
+    """Mark the rows that are parts of hand-overs, not of what a host tier moved."""
     if "purpose" not in transfers:
         return pd.Series(True, index=transfers.index)
     return transfers["purpose"].fillna("handover") == "handover"
 
 
 def moves(requests: pd.DataFrame, transfers: pd.DataFrame) -> pd.DataFrame:
-    """A row per request whose KV was handed over and proven; of several attempts the last that was.
-
-    KEYS; is_push; bytes and descriptors posted, of all ranks; moving_ms, from the first post to the last
-    byte, all ranks together (of a push, the longest that a pair of ranks had writes in flight); gb_per_s,
-    bytes over that; ms, what the request waited for its bytes: the same, but of a push, whose writes lie
-    within the prefill, what of the read was left behind it. rank_ms is what the slowest reading rank took
-    alone, from its own first post on: what ms has beyond it is ranks that began later than others.
-
-    Of tables that an older rayk wrote, is_span or is_merged is False: moving_ms is then what the slowest pair
-    of ranks took alone, though a rank posts one read after the other, and descriptors are those asked for,
-    before neighbouring blocks are merged.
-    """
+    """Make a row per request whose KV was handed over and proven, of its last good attempt. `bytes` and
+    `descriptors` (those posted) are of all ranks. `moving_ms` lasts from the first post to the last byte, all
+    ranks together; of a push, as long as a pair of ranks had writes in flight. `ms` is what the request
+    waited: of a push, whose writes lie within the prefill, the read stage. `rank_ms` is what the slowest
+    reading rank took alone. Where an older rayk wrote the tables, is_span or is_merged is False: `moving_ms`
+    is then of the slowest pair of ranks, or `descriptors` are counted before neighbours are merged."""
     transfers = transfers[of_handovers(transfers)]
     rows = transfers[transfers["bytes"].fillna(0).gt(0) & transfers["transfer_ms"].fillna(0).gt(0)]
     times = {name: rows[name].astype("float64") for name in ("begin_ms", "end_ms", "num_descriptors_merged")}

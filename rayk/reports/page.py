@@ -1,4 +1,4 @@
-"""What a report is made of, however it is written: a page of sections with answers, tables and figures."""
+"""Model a report, however it is written: a page of sections with answers, tables and figures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """A Plotly figure as plain data; see `plots.py` for the words that stand for the page's colours."""
+    """Holds a Plotly figure as plain data; `plots.py` names the words that stand for the page's colours."""
 
     id: str
     title: str = ""
@@ -41,7 +41,7 @@ class Column:
     tone: str = field(default="", kw_only=True)  # key of what colours its texts: a verdict, `met` or `unmet`
     beside: str = field(default="", kw_only=True)  # key of what stands in brackets behind its texts
     is_under_first: bool = field(default=False, kw_only=True)
-    """A page shows it under the first column's text, where no scrolling is needed to see it."""
+    """On a page it stands under the first column's text, where it is seen without scrolling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,15 +55,14 @@ class Section:
     hint: str = ""  # what can be done with it on a page, ends the note there
     words: Mapping[str, str] = field(default_factory=dict)  # what names in the table mean
     grids: Sequence[Mapping[str, Any]] = ()
-    """Matrices: title, corner, columns, rows of (label, cells), and heading where several stand under one.
-    A cell is None or has text, note, tip, and a tone or heat, 0 to 1; Markdown says its verdict, if any."""
+    """Matrices: title, corner, columns, rows of (label, cells), and heading where several stand under one. A
+    cell is None or has text, note, tip, and a tone or heat, 0 to 1; Markdown shows its verdict, if any."""
     plots: Sequence[Plot] = ()
     columns: Sequence[Column] = ()
     rows: Sequence[Mapping[str, Any]] = ()
     items: Sequence[tuple[str, Sequence[str]]] = ()  # names, each with lines about it
     text: str = ""  # shown as it is, in a fixed pitch
-    waterfall: Mapping[str, Any] | None = None
-    """Requests stage by stage, as `stages.waterfall_data` has them; of one section of a page."""
+    waterfall: Mapping[str, Any] | None = None  # as `stages.waterfall_data` makes it; one section has it
     waterfall_of: str = "Cell"  # what the requests are grouped by
 
 
@@ -72,15 +71,14 @@ class Page:
     eyebrow: str
     name: str = ""  # begins the window's title
     title: str
-    headline: str = ""
-    """The title and what chips say, for the window and for Markdown; empty: the title says it all."""
+    headline: str = ""  # title and chips in words, for the window and Markdown
     lead: str = ""
     chips: Sequence[tuple[str, str]] = ()  # (tone, text); tones are verdicts, `met` and `unmet`
     stats: Sequence[tuple[str, str]] = ()  # (value, what it is)
     answers: Sequence[Answer] = ()  # the first card
     sections: Sequence[Section] = ()
+    # folded at the page's end; what makes times doubtful begins the page
     environment: Mapping[str, Any] = field(default_factory=dict)
-    """Ends the page, folded; what makes times doubtful begins it."""
     footer: str = ""
 
 
@@ -90,5 +88,4 @@ def cell_text(row: Mapping[str, Any], column: Column) -> str:
 
 
 def text_rows(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The texts of a table's cells, for Markdown and for a terminal."""
     return [[cell_text(row, column) for column in columns] for row in rows]

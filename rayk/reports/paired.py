@@ -1,4 +1,4 @@
-"""Two runs' requests in pairs: how much slower the other one is, and how sure that is."""
+"""Compare two runs' requests in pairs: how much slower the other run is, and how sure that is."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from rayk.reports.moves import moves
 from rayk.reports.result import Result
 
 CONFIDENCE = 0.95  # of all intervals over all cells, or of benches, together
-FALSE_RATE = 0.05
-"""Expected share of false ones among the changes that are marked of TP sizes, and among those of cells."""
+FALSE_RATE = 0.05  # expected share of false ones among marked changes
 MARGIN = 0.05  # a change counts where the whole interval lies further from none
 LARGE = 0.25  # a change of which that cannot be said is unsure where it is larger
 KEYS = ["cell_id", "repeat", "prompt_index"]  # what names a request in both runs
@@ -39,23 +38,23 @@ class Metric:
 
 
 TIMES = tuple(Metric(name=name, unit="ms", column=f"{name.lower()}_ms") for name in ("TTFT", "TPOT", "E2E"))
+# of moved requests: columns of `moves` with the prefix moved_
 MOVES = (
     Metric(name="transfer", unit="ms", column="moved_ms"),
     Metric(name="rate", unit="GB/s", column="moved_gb_per_s", spec=",.3g", is_rate=True),
     Metric(name="descriptors", unit="", column="moved_descriptors", spec=",.1f", is_count=True),
     Metric(name="bytes", unit="", column="moved_bytes", spec=",.0f", is_count=True),
 )
-"""Of requests whose KV was moved; columns of `moves`, less their prefix."""
+# of cells: tokens computed, summed over layers
 COUNTS = (
     Metric(name="token-layers", unit="", column="num_token_layers", spec=",.0f", is_count=True),
     Metric(name="decode token-layers", unit="", column="decode.num_token_layers", spec=",.0f", is_count=True),
 )
-"""Of cells: tokens computed, summed over layers."""
 _MOVED = [metric.column for metric in MOVES]
 _KINDS = ["is_span", "is_merged"]
 
+# levels of a Change: over all cells, of a pair of TP sizes, of one cell
 WHOLE, SIZES, CELL = "whole", "sizes", "cell"
-"""Levels: over all cells, over those of one pair of TP sizes, of one cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,16 +67,16 @@ class Change:
     num_pairs: int
     base: float
     other: float  # medians over the pairs, in the metric's unit
+    # of other / base: median, or geometric mean where the interval is of it; of counts, of the sums
     ratio: float
-    """Median of other / base; geometric mean where the interval is of it; of counts that of the sums."""
     low: float | None
     high: float | None  # interval of `ratio`; None where the pairs are too few for any, and of counts
     num_unlike: int = 0  # pairs of a count that differ
 
     @property
     def verdict(self) -> str:
-        """regression, improvement, unsure, no change seen, or too few pairs; of a count the same or changed
-        where it is not by more than the margin."""
+        """Judge the change: regression, improvement, unsure, no change seen, or too few pairs; of a count
+        regression, improvement, changed or the same."""
         low, high = (self.ratio, self.ratio) if self.metric.is_count else (self.low, self.high)
         is_large = max(self.ratio, 1 / self.ratio if self.ratio else math.inf) > 1 + LARGE
         if low is None or high is None:
@@ -91,8 +90,8 @@ class Change:
 
 
 def median_interval(values: Sequence[float], confidence: float) -> tuple[float, float] | None:
-    """Order statistics between which the median of what `values` were drawn from lies with at least this
-    confidence, whatever the distribution (sign test); None where there are too few."""
+    """Bound the median of the values' distribution, whatever it is, by order statistics (sign test); None of
+    too few."""
     count = len(values)
     outside, rank = 0.0, 0
     # P(fewer than `rank` + 1 of `count` lie below the median), on each side. By logarithms: from 1,030 values
@@ -111,8 +110,6 @@ def median_interval(values: Sequence[float], confidence: float) -> tuple[float, 
 
 @dataclass(frozen=True, kw_only=True)
 class Paired:
-    """Pairs that one interval is made of."""
-
     level: str
     subject: str
     metric: Metric
@@ -124,9 +121,9 @@ class Paired:
 
 
 def changes(base: Result, other: Result) -> list[Change]:
-    """Over all cells both runs have (a pair is a cell, by the median of its requests), by pairs of TP sizes
-    and of every cell (a pair is a request). Intervals over all cells hold together with CONFIDENCE; of what
-    is marked of TP sizes, and of cells, FALSE_RATE at most is expected to be false."""
+    """Compare over all cells (a pair is a cell's median), by TP sizes and by cell (a pair is a request).
+    Intervals over all cells hold together with CONFIDENCE; of marked changes of TP sizes and of cells
+    FALSE_RATE may be false."""
     pairs = _pairs(base, other)
     counts = list(_counts(base, other))
     whole = [*_whole(pairs), *(paired for paired in counts if paired.level == WHOLE)]
@@ -141,14 +138,13 @@ def changes(base: Result, other: Result) -> list[Change]:
 
 
 def changes_of(found: Sequence[Paired], error: float) -> list[Change]:
-    """A Change of each; with probability `error` at most, some interval misses its median."""
     count = sum(not paired.metric.is_count for paired in found)
     return [_change(paired, 1 - error / max(1, count)) for paired in found]
 
 
 def _spreads(pairs: pd.DataFrame) -> dict[str, float]:
-    """Column -> standard deviation of what a cell's requests have in common by chance, as a factor's
-    logarithm: what most cells scatter by, since a cell's requests share a few seconds of the machine."""
+    """Estimate per column how far cells scatter by chance (standard deviation of log ratios): a cell's
+    requests share a few seconds of the machine."""
     found = {}
     for metric in (*TIMES, *MOVES):
         table = known(pairs, metric.column, "cell_id")
@@ -158,7 +154,6 @@ def _spreads(pairs: pd.DataFrame) -> dict[str, float]:
 
 
 def _discovered(found: Sequence[Paired], spreads: Mapping[str, float]) -> list[Change]:
-    """A Change of each, with intervals of geometric means (see `intervals`)."""
     samples = {
         i: Sample(
             logs=np.log(paired.ratios.to_numpy(float)).tolist(),
@@ -179,7 +174,6 @@ def _discovered(found: Sequence[Paired], spreads: Mapping[str, float]) -> list[C
 
 
 def _pairs(base: Result, other: Result) -> pd.DataFrame:
-    """KEYS and each metric's column with `/base` and `/other`, of requests of both runs."""
     columns = [metric.column for metric in (*TIMES, *MOVES)]
     sides = []
     for result in (base, other):
@@ -198,7 +192,6 @@ def _pairs(base: Result, other: Result) -> pd.DataFrame:
 
 
 def known(pairs: pd.DataFrame, column: str, *keys: str) -> pd.DataFrame:
-    """`keys`, base and other of the pairs that both runs measured."""
     renamed = {f"{column}/base": "base", f"{column}/other": "other"}
     table = pairs[[*keys, *renamed]].rename(columns=renamed)
     return table[table["base"].gt(0) & table["other"].gt(0)]
@@ -213,7 +206,6 @@ def _whole(pairs: pd.DataFrame) -> Iterator[Paired]:
 
 
 def _by_sizes(pairs: pd.DataFrame, cells: pd.DataFrame) -> Iterator[Paired]:
-    """Of transfers alone: TP sizes are what they depend on."""
     axes = ["prefill.tp", "decode.tp"]
     if not set(axes).issubset(cells):
         return
@@ -236,7 +228,6 @@ def _by_cell(pairs: pd.DataFrame) -> Iterator[Paired]:
 
 
 def _counts(base: Result, other: Result) -> Iterator[Paired]:
-    """COUNTS over all cells (a pair is a cell), and of each."""
     columns = [metric.column for metric in COUNTS]
     sides = [result.cells.reindex(columns=["cell_id", *columns]) for result in (base, other)]
     pairs = sides[0].merge(sides[1], on="cell_id", suffixes=("/base", "/other"))

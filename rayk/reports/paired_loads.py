@@ -1,4 +1,4 @@
-"""Two benches beside each other: the same requests in pairs, and estimates by their own intervals."""
+"""Compare two benches: the same requests in pairs, and estimates by their own intervals."""
 
 from __future__ import annotations
 
@@ -17,13 +17,12 @@ from rayk.reports.result import Result
 LOAD, ESTIMATE = "load", "estimate"  # levels of a Change: batches of a load's requests, an estimate of a load
 METRICS = (*TIMES, Metric(name="longest ITL", unit="ms", column="longest_itl_ms"))
 MIN_BATCH = 5
-NUM_BATCHES = 20
-"""Requests that follow each other wait in the same queues: intervals are made of batches of them."""
+NUM_BATCHES = 20  # neighbouring requests wait in the same queues: intervals are made of batches of them
 
 
 def load_changes(base: Result, other: Result) -> list[Change]:
-    """Of loads that both benches sent, request by request alike: a pair is a batch of requests in order of
-    arrival, by their means. All intervals hold together with CONFIDENCE. Nothing of INVALID loads."""
+    """Compare loads that both benches sent with the same prompts, INVALID ones aside: a pair is a batch of
+    requests in order of arrival. All intervals hold together with CONFIDENCE."""
     found = list(_paired(base, other))
     return changes_of(found, 1 - CONFIDENCE) if found else []
 
@@ -46,7 +45,6 @@ def _trusted(result: Result) -> list[Any]:
 
 
 def _answered(result: Result) -> pd.DataFrame:
-    """Measured requests that were answered, with the columns of METRICS."""
     requests = result.requests
     rows = requests[(requests["phase"] == "measured") & (requests["outcome"] == "ok")]
     longest = [max(gaps) if gaps is not None and len(gaps) else math.nan for gaps in rows["itl_ms"]]
@@ -55,7 +53,6 @@ def _answered(result: Result) -> pd.DataFrame:
 
 
 def _same_prompts(pairs: pd.DataFrame) -> bool:
-    """Token by token, or by their length where the bench sent texts."""
     ids, counts = (
         [pairs[f"{column}/{side}"] for side in ("base", "other")]
         for column in ("prompt_token_ids", "num_prompt_tokens")
@@ -66,8 +63,7 @@ def _same_prompts(pairs: pd.DataFrame) -> bool:
 
 
 def _batches(pairs: pd.DataFrame) -> pd.DataFrame:
-    """base and other as means of NUM_BATCHES batches, or of as few as makes neighbours' ratios independent,
-    as far as can be seen."""
+    """Average over NUM_BATCHES batches, or as few as make neighbours' ratios uncorrelated."""
     count = min(NUM_BATCHES, len(pairs) // MIN_BATCH)
     table = _means(pairs, count)
     while count > MIN_BATCH and _is_correlated(np.log((table["other"] / table["base"]).to_numpy(float))):
@@ -82,16 +78,15 @@ def _means(pairs: pd.DataFrame, count: int) -> pd.DataFrame:
 
 
 def _is_correlated(values: np.ndarray[Any, Any]) -> bool:
-    """Whether neighbours are correlated by more than a standard error, 1 / sqrt(n)."""
+    """Test whether neighbours are correlated by more than a standard error, 1 / sqrt(n)."""
     rest = values - values.mean()
     total = float(rest @ rest)
     return total > 0 and float(rest[1:] @ rest[:-1]) / total > 1 / math.sqrt(len(values))
 
 
 def estimate_changes(base: Result, other: Result) -> list[Change]:
-    """Of loads that both benches sent, whatever the requests: the ratio of each estimate, and the interval
-    from the least to the most that their two 95% intervals leave; each on its own holds with 90% at least.
-    Nothing of INVALID loads."""
+    """Compare the estimates of loads that both benches sent, INVALID ones aside, whatever the requests. The
+    interval is what the two 95% intervals leave; each on its own holds with 90% at least."""
     trusted = set(_trusted(base)) & set(_trusted(other))
     sides = [{cell["cell_id"]: cell for cell in r.cells.to_dict(orient="records")} for r in (base, other)]
     return [
@@ -124,6 +119,5 @@ def _estimate(cell_id: str, metric: str, statistic: str, cells: list[dict[Any, A
 
 
 def _ends(cell: Mapping[Any, Any], name: str) -> list[float | None]:
-    """The estimate, and its interval's ends; None where there are none."""
     values = [cell.get(f"{name}{end}") for end in ("", "_low", "_high")]
     return [None if value is None or value != value else float(value) for value in values]

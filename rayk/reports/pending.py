@@ -1,9 +1,7 @@
-"""cells.pending: finished cells that the tables do not have yet, a line each, with its checksum.
-
-A table is written whole: with one writing per cell, n cells would cost n² rows. So cells are appended here,
-and the tables are written when PART of them are new; what is here is then dropped. Whoever reads a run reads
-this file first: cells that have reached the tables in the meantime are in both.
-"""
+"""Keep cells.pending: finished cells that the tables do not have yet, a line each, with its checksum. A table
+is written whole, so writing it for every cell would cost n² rows for n cells. Cells are appended here, and
+the tables are written when PART of them are new. Readers read this file first: cells that reached the tables
+meanwhile are in both."""
 
 from __future__ import annotations
 
@@ -32,8 +30,6 @@ PART = 8  # an eighth: with so many new cells the tables are written, so n cells
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedCell:
-    """A cell's rows in each table."""
-
     cells: list[dict[str, Any]]  # its one row
     requests: list[dict[str, Any]]
     transfers: list[dict[str, Any]]
@@ -50,7 +46,7 @@ class Pending:
         self._path = folder / FILE
 
     def append(self, cell: FinishedCell) -> None:
-        """Add a cell. Raises OSError, and then the file is as it was."""
+        """Add a cell. Raises OSError and leaves the file as it was."""
         body = json.dumps(vars(cell), separators=(",", ":"), default=_plain).encode()
         line = b"%08x %s\n" % (zlib.crc32(body), body)
         is_new = not self._path.exists()
@@ -70,13 +66,13 @@ class Pending:
             sync(self._path.parent)
 
     def clear(self) -> None:
-        """Drop what is there. Call when the tables hold it."""
+        """Drop all cells. Call when the tables hold them."""
         self._path.unlink(missing_ok=True)
 
 
 def read_pending(folder: Path) -> list[FinishedCell]:
-    """The whole cells; none without the file. A killed writer may leave a torn last line, which is passed
-    over. Raises UserError where another one is damaged."""
+    """Read the whole cells; a torn last line, as a killed writer leaves, is passed over. Raises UserError for
+    damage."""
     path = folder / FILE
     try:
         lines = read_bytes(path, MAX_BYTES).split(b"\n")
@@ -105,7 +101,7 @@ def read_pending(folder: Path) -> list[FinishedCell]:
 
 
 def _cell(body: bytes) -> FinishedCell:
-    """A line's cell. Raises ValueError."""
+    """Parse a line. Raises ValueError."""
     found = parse_json(body)
     if not isinstance(found, dict) or found.keys() != set(TABLES):
         raise ValueError(f"not {', '.join(TABLES)}")
@@ -117,7 +113,7 @@ def _cell(body: bytes) -> FinishedCell:
 
 
 def joined(tables: Mapping[str, pa.Table], cells: Sequence[FinishedCell]) -> dict[str, pa.Table]:
-    """The tables with the cells that they do not have, and without rows of cells that are in neither."""
+    """Add the cells that the tables lack, and drop rows of cells that are in neither."""
     known = set(tables["cells"]["cell_id"].to_pylist())
     new = [cell for cell in cells if cell.cell_id not in known]
     ids = pa.array(sorted(known), pa.string())
@@ -129,7 +125,7 @@ def joined(tables: Mapping[str, pa.Table], cells: Sequence[FinishedCell]) -> dic
 
 
 def added(name: str, table: pa.Table, rows: Sequence[dict[str, Any]]) -> pa.Table:
-    """The table with more rows. Columns that only some rows have are null elsewhere."""
+    """Append rows; columns that only some rows have are null elsewhere."""
     if not rows:
         return table
     if name == "cells":

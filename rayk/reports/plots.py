@@ -1,4 +1,4 @@
-"""Plotly figures as plain data; the page's script gives them the page's colours."""
+"""Draw Plotly figures as plain data; the page's script gives them the page's colours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_MARKS = 3000  # requests that a cloud of marks shows; every k-th of more
 
 
 def transfer_plots(result: Result) -> list[Plot]:
-    """Bytes against GB/s, one mark per request, as a list of one; empty where nothing moved."""
+    """Draw bytes against GB/s, a mark per request."""
     moved = moves(result.requests, result.transfers)
     if moved.empty:
         return []
@@ -58,7 +58,6 @@ def _powers_of_two(low: int, high: int) -> list[int]:
 
 
 def latency_plots(result: Result) -> list[Plot]:
-    """`ttft` and `tpot`, of what was measured."""
     found = []
     for name in ("ttft", "tpot"):
         measured = result.requests[result.requests[f"{name}_ms"].notna()]
@@ -68,7 +67,6 @@ def latency_plots(result: Result) -> list[Plot]:
 
 
 def _latency_plot(name: str, requests: pd.DataFrame, column: str) -> Plot:
-    """Horizontal boxes, one per cell in the order of the run, from the top."""
     cells = list(dict.fromkeys(requests["cell_id"]))[:MAX_BOXES]
     shown = requests[requests["cell_id"].isin(cells)]
     trace = {

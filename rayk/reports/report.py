@@ -1,4 +1,4 @@
-"""The report of a folder, of a run or of a bench."""
+"""Make the report of a folder, of a run or of a bench."""
 
 from __future__ import annotations
 
@@ -18,10 +18,8 @@ def report_page(result: Result) -> Page:
 
 
 def write_html(directory: str | Path, out: str | Path | None = None) -> Path:
-    """Write the report of a run's folder (default: DIR/report.html) and return its path.
-
-    Raises UserError when the folder has no tables.
-    """
+    """Write a folder's report (default: DIR/report.html) and return its path. Raises UserError without
+    tables."""
     path = Path(out) if out is not None else Path(directory) / "report.html"
     return write_page(report_page(load(directory)), path)
 

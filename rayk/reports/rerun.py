@@ -1,4 +1,4 @@
-"""The commands that make a run or a bench again, for a work tree of rayk on any machine."""
+"""Give the commands that repeat a run or a bench in a work tree of rayk on any machine."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from typing import Any
 from rayk.reports.files import parse_spec
 from rayk.reports.result import Result
 
-DROPPED = ("--out", "--resume", "--address")
-"""Options of a command line that are of the machine or of the folder; --resume takes no value."""
+DROPPED = ("--out", "--resume", "--address")  # options of the machine or the folder; --resume takes no value
 
 
 def run_commands(result: Result) -> str:
-    """Shell lines: the commit, the checkpoints that `rayk checkpoint` wrote, the run.
-
-    Paths are relative to the work tree, and spec.yaml is the one beside the report. A checkpoint that lay
-    elsewhere is written to checkpoints/, and --set names it.
-    """
+    """Write shell lines: the commit, the checkpoints that `rayk checkpoint` wrote, the run. Paths are
+    relative to the work tree; a checkpoint that lay elsewhere goes to checkpoints/, and --set names it."""
     if not result.spec_yaml:
         return ""
     spec = parse_spec(result.spec_yaml)
@@ -39,7 +35,7 @@ def run_commands(result: Result) -> str:
 
 
 def run_needs(result: Result) -> str:
-    """What the commands need that they do not bring."""
+    """Say what the commands need and do not bring."""
     texts = [
         "In a work tree of rayk, with spec.yaml from beside this report (its text is the report's last "
         "card): every default and override is in it."
@@ -65,7 +61,7 @@ def run_needs(result: Result) -> str:
 
 
 def bench_commands(environment: Mapping[str, Any]) -> str:
-    """Shell lines: the commit, and the command line without its folder."""
+    """Write shell lines: the commit, and the command line without its folder."""
     command = [str(word) for word in environment.get("command") or []]
     if not command:
         return ""
@@ -88,7 +84,7 @@ def _without_places(words: list[str]) -> list[str]:
 
 
 def _in_tree(path: str) -> str:
-    """A script's path from the work tree, as far as can be told: jobs/x.py of /a/b/jobs/x.py."""
+    """Shorten a script's path as far as can be told: jobs/x.py of /a/b/jobs/x.py."""
     parts = Path(path).parts
     return str(Path(*parts[parts.index("jobs") :])) if "jobs" in parts else path
 
@@ -103,7 +99,6 @@ def _has_changes(environment: Mapping[str, Any]) -> bool:
 
 
 def _made(environment: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Checkpoint folder -> the command that wrote it, of those that a command wrote."""
     found = environment.get("checkpoints")
     return dict(found) if isinstance(found, Mapping) else {}
 
@@ -114,7 +109,6 @@ def _inputs(environment: Mapping[str, Any]) -> list[str]:
 
 
 def _placed(command: list[str], model: str) -> list[str]:
-    """The command, for a folder that any machine has."""
     return [_relative(model) if word == model else word for word in command]
 
 

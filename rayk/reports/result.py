@@ -1,4 +1,4 @@
-"""A run read back from its folder."""
+"""Read a run back from its folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rayk.types.rows import CellRow
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """Three tables, one row per cell, per request and per transfer; columns as INTERFACE names them."""
+    """Holds three tables: a row per cell, per request and per transfer; columns as INTERFACE names them."""
 
     cells: pd.DataFrame
     requests: pd.DataFrame
@@ -33,19 +33,18 @@ class Result:
     spec_yaml: str = ""
     directory: Path | None = None
     schema_version: int = SCHEMA_VERSION  # of the tables on disk, the least of them; see `schema.py`
+    # table -> columns that the writing rayk did not have: they hold nothing
     lacking: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Table -> the columns that the rayk which wrote it did not have: they hold nothing."""
 
     @property
     def num_missing(self) -> int:
-        """Cells that the run was to have and that have not ended; 0 where nobody noted how many it was to
-        have."""
+        """Count planned cells that have not ended; 0 where nobody noted how many were planned."""
         planned = self.environment.get("cells")
         return max(0, planned - len(self.cells)) if isinstance(planned, int) else 0
 
     @property
     def age_note(self) -> str:
-        """What is to be said of tables that an older rayk wrote; empty where they have every column."""
+        """Say what an older rayk did not write; empty where the tables have every column."""
         told = [f"{table} {', '.join(names)}" for table, names in self.lacking.items()]
         if not told:
             return ""
@@ -55,12 +54,8 @@ class Result:
 
 
 def load(directory: str | Path) -> Result:
-    """Read a run's tables, as far as its cells are finished. Raises UserError when the folder has none, or
-    has tables that this rayk cannot read: of a newer version, or without the columns that name cells.
-
-    Columns that an older rayk did not write are there and hold nothing (`Result.lacking`); whether its cells
-    were met follows from their verdicts.
-    """
+    """Read the tables of a run's finished cells. Columns that an older rayk did not write hold nothing
+    (`Result.lacking`). Raises UserError without tables, or for tables that this rayk cannot read."""
     folder = Path(directory)
     if not folder.is_dir():
         raise UserError(problem="no such run folder", where=str(folder))
@@ -100,7 +95,7 @@ def load(directory: str | Path) -> Result:
 
 
 def _rates(cells: pd.DataFrame, requests: pd.DataFrame, transfers: pd.DataFrame) -> pd.Series[float]:
-    """Of each cell, all bytes over the sum of its requests' times: older tables hold another rate."""
+    """Compute each cell's bytes over its requests' times: older tables hold another rate."""
     sums = moves(requests, transfers).groupby("cell_id")[["bytes", "moving_ms"]].sum()
     rates: pd.Series[float] = cells["cell_id"].map(sums["bytes"] / sums["moving_ms"] / 1e6)
     return rates.astype("float64")
@@ -114,7 +109,6 @@ def _check(path: Path) -> int:
 
 
 def _lacking(read: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, ...]]:
-    """By table, the columns that such tables have by now and these do not."""
     loads = "verdict" in read["cells"] and is_load(read["cells"])
     expected = FIELDS | LOAD_FIELDS if loads else FIELDS
     found = {name: tuple(c for c in expected[name] if c not in table) for name, table in read.items()}
@@ -122,12 +116,11 @@ def _lacking(read: Mapping[str, pd.DataFrame]) -> dict[str, tuple[str, ...]]:
 
 
 def _of(cells: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
-    """Without the rows of a cell that was in flight when its driver was killed."""
+    """Drop rows of a cell that was in flight when its driver was killed."""
     return rows[rows["cell_id"].isin(cells["cell_id"])].reset_index(drop=True)
 
 
 def _complete(name: str, table: pd.DataFrame) -> pd.DataFrame:
-    """The table with every column that runs have by now."""
     lacking = [column for column in FIELDS[name] if column not in table]
     nothing = {c: pa.nulls(len(table), FIELDS[name][c]).to_pandas().set_axis(table.index) for c in lacking}
     table = table.assign(**nothing)

@@ -1,4 +1,4 @@
-"""The report of a run: what its cells ended as, what moved, where time and memory went."""
+"""Make the report of a run: what its cells ended as, what moved, where time and memory went."""
 
 from __future__ import annotations
 
@@ -145,7 +145,6 @@ def _stats(result: Result) -> list[tuple[str, str]]:
 
 
 def _chips(cells: pd.DataFrame) -> list[tuple[str, str]]:
-    """Most frequent first: cells of one verdict that were met and that were not."""
     faulty = (cells["expected_verdict"] != "PASS").any()
     counts = Counter((tone(r), str(r["verdict"]), bool(r["met"])) for r in cells.to_dict(orient="records"))
     return [
@@ -155,7 +154,7 @@ def _chips(cells: pd.DataFrame) -> list[tuple[str, str]]:
 
 
 def _attention(cells: pd.DataFrame) -> dict[str, str]:
-    """What computed attention on each side, in all cells: an interpreter must not pass for a GPU."""
+    """Say what computed attention on each side: an interpreter must not pass for a GPU."""
     used = {
         side: sorted(cells[f"{side}.attention_implementation"].dropna().unique())
         for side in ("prefill", "decode")

@@ -19,22 +19,21 @@ import pyarrow.parquet as pq
 
 from rayk.types.errors import UserError
 
-SCHEMA_VERSION = 2
-"""Of the tables that this rayk writes. 0: tables from before they named one."""
+SCHEMA_VERSION = 2  # that this rayk writes; 0: tables from before they named one
 MEASURED_STAGES = 2  # since when stages are measured at both ends
 KEY = b"rayk.schema_version"  # of the parquet files' metadata
 KEY_COLUMN = "cell_id"  # of every table; without it a row is of nothing
 
 
 def stamped(table: pa.Table) -> pa.Table:
-    """The table with its version in its metadata."""
+    """Put the version into the table's metadata."""
     kept = table.schema.metadata or {}
     return table.replace_schema_metadata({**kept, KEY: str(SCHEMA_VERSION).encode()})
 
 
 def check_schema(path: Path) -> int:
-    """The version of a table's file. Raises UserError where this rayk cannot read it, and says why;
-    OSError or ValueError where it is no parquet file."""
+    """Read a table's version. Raises UserError where this rayk cannot read it; OSError or ValueError for no
+    parquet file."""
     schema = pq.read_schema(path)
     version = _version(schema, path)
     if version > SCHEMA_VERSION:

@@ -1,4 +1,4 @@
-"""Figures over all cells: how latencies are spread, and what throughput costs in speed."""
+"""Draw figures over all cells: how latencies are spread, and what throughput costs in speed."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import pandas as pd
 from rayk.reports.page import Plot
 from rayk.reports.result import Result
 
+# colours of report.css that the colour-blind tell apart, on light and dark
 PALETTE = tuple(f"series{number}" for number in range(1, 7))
-"""Colours of series, by their names in report.css: told apart by the colour-blind, on light and dark."""
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 SYMBOLS = ("circle", "diamond", "square", "triangle-up", "cross")
+# above the figure: the axis' title lies below
 LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
-"""Above the figure: below it lies the axis' title."""
 SPREADS = ("ttft", "itl", "e2e")  # metrics of the curves
 MAX_STEPS = 200  # points of a curve: of more values, as many quantiles
 
 
 def spread_plots(result: Result) -> list[Plot]:
-    """A figure per metric that has values, `spread-<metric>`: for each pair of TP sizes the share of requests
-    (of ITL: of gaps) that took at most so long, in percent. The colour is the prefill TP, the dash the decode
-    TP; one engine for both is grey."""
+    """Draw per metric (`spread-<metric>`) the share of requests (of ITL: gaps) that took at most so long, a
+    curve per pair of TP sizes: the colour is the prefill TP, the dash the decode TP, grey one engine for
+    both."""
     sizes = _sizes(result.cells)
     styles = _styles(sorted(set(sizes.values())))
     labels = {cell_id: _label(*of_cell) for cell_id, of_cell in sizes.items()}
@@ -52,8 +52,8 @@ def spread_plots(result: Result) -> list[Plot]:
 
 
 def marks_by_sizes(cells: pd.DataFrame, points: pd.DataFrame, hover: str) -> list[dict[str, Any]]:
-    """A trace of marks per pair of TP sizes, named by it, of points with cell_id, x, y and text (shown, in
-    `hover`, where one points at a mark). The colour is the prefill TP, the symbol the decode TP."""
+    """Make a trace of marks per pair of TP sizes from points with cell_id, x, y and text (shown by `hover`).
+    The colour is the prefill TP, the symbol the decode TP."""
     sizes = _sizes(cells)
     pairs = sorted(set(sizes.values()))
     styles = _styles(pairs)
@@ -82,12 +82,12 @@ def marks_by_sizes(cells: pd.DataFrame, points: pd.DataFrame, hover: str) -> lis
 
 
 def plain(text: object) -> str:
-    """A name for Plotly, which reads some tags in texts; lines are parted by line breaks."""
+    """Escape a text for Plotly, which reads some tags; lines are parted by <br>."""
     return html.escape(str(text), quote=False).replace("\n", "<br>")
 
 
 def _sizes(cells: pd.DataFrame) -> dict[Any, tuple[int, int]]:
-    """cell id -> prefill and decode TP; decode 0 where one engine does it all, both 0 where no axis tells."""
+    """Map cell ids to prefill and decode TP; decode 0: one engine does it all; both 0: no axis tells."""
     if not {"prefill.tp", "decode.tp"}.issubset(cells):
         return dict.fromkeys(cells["cell_id"], (0, 0))
     rows = cells[["prefill.tp", "decode.tp"]].fillna(0).astype(int)
@@ -95,7 +95,6 @@ def _sizes(cells: pd.DataFrame) -> dict[Any, tuple[int, int]]:
 
 
 def _label(prefill: int, decode: int) -> str:
-    """E.g. `P 2, D 1`, or `TP 2` where one engine does it all."""
     return f"P {prefill}, D {decode}" if decode else f"TP {prefill}" if prefill else "all"
 
 
@@ -113,7 +112,7 @@ def _styles(sizes: Sequence[tuple[int, int]]) -> dict[str, tuple[str, str]]:
 
 
 def sorted_values(column: pd.Series[Any]) -> np.ndarray[Any, Any]:
-    """The numbers of a column of numbers or of lists of them."""
+    """Sort the numbers of a column of numbers or of lists of them."""
     known = column.dropna()
     if len(known) and isinstance(known.iloc[0], np.ndarray | list):
         known = pd.Series(np.concatenate([np.asarray(v, float) for v in known]))
@@ -121,7 +120,7 @@ def sorted_values(column: pd.Series[Any]) -> np.ndarray[Any, Any]:
 
 
 def curve(name: str, values: np.ndarray[Any, Any], colour: str, dash: str) -> dict[str, Any]:
-    """The empirical distribution: of few values a step each, of many quantiles."""
+    """Draw the empirical distribution: of few values a step each, of many quantiles."""
     count, name = len(values), plain(name)
     ranks = np.unique(np.linspace(1, count, min(count, MAX_STEPS)).round().astype(int))
     return {
@@ -156,8 +155,8 @@ def spread_layout(metric: str, data: Sequence[Mapping[str, Any]]) -> dict[str, A
 
 
 def round_values(low: float, high: float) -> list[float]:
-    """Ticks of a logarithmic axis, from below `low` to above `high`: within a decade six of each power of
-    ten, over some decades 1, 2 and 5, over many only the powers."""
+    """Choose ticks of a logarithmic axis, from below `low` to above `high`: the wider the range, the fewer
+    per decade."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     few = (1, 2, 5) if len(powers) <= 4 else (1,)
     steps = (1, 1.5, 2, 3, 5, 7) if high < 10 * low else few
@@ -165,7 +164,7 @@ def round_values(low: float, high: float) -> list[float]:
 
 
 def num_workers(cell: Mapping[Any, Any]) -> int | None:
-    """Ranks of a cell's engines; None where its axes do not tell."""
+    """Count the ranks of a cell's engines; None where its axes do not tell."""
     total = 0.0
     for side in ("prefill", "decode"):
         tp, engines = (cell.get(f"{side}.{name}") for name in ("tp", "num_engines"))
@@ -175,8 +174,8 @@ def num_workers(cell: Mapping[Any, Any]) -> int | None:
 
 
 def pareto_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """A row per cell with rates: cell_id, per_worker (output tokens/s), per_user (1000 / median TPOT), mode,
-    and is_best: no other cell is at least as good in both and better in one."""
+    """Make a row per cell with rates: cell_id, per_worker (output tokens/s), per_user (1000 / median TPOT),
+    mode, and is_best: no other cell is as good in both and better in one."""
     rows = []
     for cell in cells.to_dict(orient="records"):
         workers, rate, tpot = num_workers(cell), cell["output_tokens_per_s"], cell["tpot_ms_p50"]
@@ -192,7 +191,7 @@ def pareto_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def pareto_plot(cells: pd.DataFrame) -> list[Plot]:
-    """The figure `pareto` as a list of one; empty where fewer than two cells have rates."""
+    """Draw `pareto`, unless fewer than two cells have rates."""
     rows = pareto_rows(cells)
     if len(rows) < 2:
         return []

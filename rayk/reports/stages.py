@@ -1,4 +1,5 @@
-"""Where a request's time goes: the stages of requests.parquet, `read` split into posting and waiting."""
+"""Say where requests' time goes: the stages of requests.parquet, with `read` split into posting and
+waiting."""
 
 from __future__ import annotations
 
@@ -34,6 +35,7 @@ def _part(name: str, limit: str, colour: str, meaning: str = "") -> Part:
     return Part(name=name, limit=limit, colour=colour, meaning=meaning or STAGES[name])
 
 
+# in a pulled request's order; they add up to its E2E
 PARTS = (
     _part("queue", "queue", "#9aa4ad"),
     _part("dispatch", "coordinator", "#d9c07a"),
@@ -57,7 +59,7 @@ PARTS = (
     _part("decode", "decode step", "#2f9e77"),
     _part(OTHER, OTHER, "#c9cdd1", "of no stage"),
 )
-"""In the order in which a pulled request passes them; they add up to its E2E."""
+# what can limit a run, in words
 LIMITS = {
     "queue": "due, and not yet sent to an engine: the coordinator's places are taken, or it is late",
     TIER: "asking the host tier, reading from it, being swapped out to it, and the way into it of KV that is "
@@ -73,7 +75,7 @@ LIMITS = {
     "retries": "attempts that failed, until the next one was sent",
     OTHER: "of no stage",
 }
-"""What can limit a run -> what it is, in words."""
+# limit -> its parts, and their words as evidence
 TOLD = {
     "queue": (("queue", "until sent to an engine"),),
     TIER: (
@@ -99,13 +101,11 @@ TOLD = {
     "retries": (("retry", "in attempts that failed"),),
     OTHER: ((OTHER, "of no stage"),),
 }
-"""Limit -> its parts, with what is said of them as evidence."""
 
 
 def request_parts(result: Result) -> pd.DataFrame:
-    """A row per request that ended well: KEYS, due_ms, e2e_ms and a column of ms per part, 0 where it has
-    none. Of a push all of `read` is waiting: posts lie within the prefill. What no stage holds is `other`;
-    nothing is of a request that has no stages at all."""
+    """Make a row per request that ended well: KEYS, due_ms, e2e_ms and a column of ms per part. All of a
+    push's `read` is waiting: its posts lie within the prefill. `other` is what no stage holds."""
     requests = result.requests
     requests = requests[requests["e2e_ms"].notna() & requests["error"].isna()]
     parts = requests[[*KEYS, "due_ms", "e2e_ms"]].reset_index(drop=True)
@@ -129,8 +129,7 @@ def _stage(requests: pd.DataFrame, name: str) -> pd.Series[float]:
 
 
 def _post(transfers: pd.DataFrame) -> pd.DataFrame:
-    """KEYS and post_ms of requests that were pulled: a rank posts one read after the other, ranks do so at
-    the same time, and the slowest counts."""
+    """Sum post_ms of pulled requests over the reads of a rank, of the slowest rank."""
     transfers = transfers[of_handovers(transfers)]
     is_good = transfers["verdict"].fillna("OK") == "OK"
     pulled = transfers[(transfers["mode"] != "push") & transfers["post_ms"].notna() & is_good]
@@ -139,11 +138,8 @@ def _post(transfers: pd.DataFrame) -> pd.DataFrame:
 
 
 def limit_shares(parts: pd.DataFrame) -> dict[str, float]:
-    """LIMITS' name -> its share of the time of all these requests, 0 to 1; empty without requests. `other`
-    only where it is more than SLACK, the host tier's only where it has any.
-
-    Requests that were measured before stages were have their E2E, and no share.
-    """
+    """Compute each limit's share of all requests' time, 0 to 1. `other` is told above SLACK only, the host
+    tier only where it has any. Requests without measured stages have no share."""
     sums = {part.name: float(parts[part.name].sum()) for part in PARTS}
     total = math.fsum(sums.values())
     if not total > 0:
@@ -156,12 +152,11 @@ def limit_shares(parts: pd.DataFrame) -> dict[str, float]:
 
 
 def largest(shares: Mapping[str, float]) -> str:
-    """The name with the largest share; empty where there is none."""
     return max(shares, key=lambda name: shares[name]) if shares else ""
 
 
 def limit_rows(result: Result) -> list[dict[str, Any]]:
-    """A row per cell with requests: cell_id, limit, a share in percent per name of LIMITS, and evidence."""
+    """Make a row per cell with requests: cell_id, limit, percent per name of LIMITS, and evidence."""
     parts = request_parts(result)
     cells = {record["cell_id"]: record for record in result.cells.to_dict(orient="records")}
     rows = []
@@ -176,13 +171,13 @@ def limit_rows(result: Result) -> list[dict[str, Any]]:
 
 
 def told_limits(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """LIMITS, those of a host tier only where a row has some of it."""
+    """Leave out the host tier's limit where no row has any of it."""
     has_tier = any(row[TIER] for row in rows)
     return {name: meaning for name, meaning in LIMITS.items() if name != TIER or has_tier}
 
 
 def evidence(limit: str, parts: pd.DataFrame, cell: Mapping[Any, Any]) -> str:
-    """Numbers that show why a cell is limited so: means over its requests, of which the shares are made."""
+    """Show why a cell is limited so by means over its requests."""
     told = [f"{float(parts[name].mean()):,.1f} ms {words}" for name, words in TOLD[limit]]
     tpot = cell["tpot_ms_p50"]
     if limit == "decode step" and tpot is not None and tpot == tpot:
@@ -191,7 +186,7 @@ def evidence(limit: str, parts: pd.DataFrame, cell: Mapping[Any, Any]) -> str:
 
 
 def age_text(result: Result) -> str:
-    """What is to be said of stages that an older rayk measured; empty of others."""
+    """Say how an older rayk measured its stages; empty for newer runs."""
     if result.schema_version >= MEASURED_STAGES:
         return ""
     return (
@@ -201,8 +196,8 @@ def age_text(result: Result) -> str:
 
 
 def waterfall_data(result: Result, max_requests: int = 20_000) -> dict[str, Any] | None:
-    """What the page's waterfall shows, None without requests: the parts, and by cell a row per request:
-    [name, ms when it was due, ms of every part]. Of more than `max_requests`, the first of each cell."""
+    """Give the waterfall's data: the parts, and by cell a row [name, due ms, ms of every part] per request,
+    the first of each cell where there are more than `max_requests`."""
     parts = request_parts(result)
     if parts.empty:
         return None
@@ -227,5 +222,4 @@ def _pushed(result: Result) -> set[Any]:
 
 
 def _short_name(request_id: str, cell_id: str) -> str:
-    """Requests are named after their cell, which the page shows beside."""
     return request_id.removeprefix(f"{cell_id}/")

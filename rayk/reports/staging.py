@@ -1,5 +1,5 @@
-"""What each cell's transfers chose, run by run or through the staging buffer, and what the cost model expects
-of the other way."""
+"""Tell how each cell's transfers went, run by run or staged, and what the cost model expects of the other
+way."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ COLUMNS = (
 
 
 def staging_choices(cells: pd.DataFrame, transfers: pd.DataFrame) -> pd.DataFrame:
-    """A row per cell that moved KV which could have gone either way; columns as in COLUMNS. Times are sums
-    over its transfers."""
+    """Make a row per cell whose KV could have gone either way; times are sums over its transfers."""
     either = transfers[of_handovers(transfers)].dropna(subset=["direct_cost_us", "staged_cost_us"])
     if either.empty:
         return pd.DataFrame(columns=[column.key for column in COLUMNS])

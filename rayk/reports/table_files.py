@@ -1,4 +1,4 @@
-"""Tables as files of their own: a run's as CSV, those of jobs that are no experiment."""
+"""Write tables as files of their own: a run's as CSV, and those of jobs that are no experiment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rayk.types.errors import UserError
 
 
 def write_csv(result: Result, directory: Path) -> list[Path]:
-    """Write cells.csv, requests.csv and transfers.csv; lists and structs as JSON texts."""
+    """Write cells.csv, requests.csv and transfers.csv; lists and structs are JSON texts."""
     paths = []
     for name in TABLES:
         path = directory / f"{name}.csv"
@@ -27,7 +27,7 @@ def write_csv(result: Result, directory: Path) -> list[Path]:
 
 
 def csv_frame(table: pd.DataFrame) -> pd.DataFrame:
-    """A copy whose lists and structs are JSON texts."""
+    """Copy the table with lists and structs as JSON texts."""
     table = table.copy()
     for column in table.columns:
         if table[column].dtype == object:
@@ -42,14 +42,14 @@ def _csv_value(value: Any) -> Any:
 
 
 def claim_folder(folder: Path, tables: Sequence[str]) -> None:
-    """Make a folder for tables of these names. Raises UserError where it holds one, or cannot be made."""
+    """Make a folder for tables of these names. Raises UserError if it holds one or cannot be made."""
     if any((folder / f"{name}.parquet").exists() for name in tables):
         raise UserError("already holds a run's tables", where=str(folder), mend="another --out")
     make_folder(folder)
 
 
 def write_tables(tables: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path) -> None:
-    """NAME.parquet and NAME.csv of each table's rows; lists are JSON in CSV."""
+    """Write NAME.parquet and NAME.csv of each table's rows; lists are JSON in CSV."""
     for name, rows in tables.items():
         frame = pd.DataFrame.from_records([dict(row) for row in rows])
         with atomic_path(folder / f"{name}.parquet") as path:

@@ -1,4 +1,4 @@
-"""Tables of a page on a terminal."""
+"""Show a page's tables on a terminal."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from rayk.reports.page import Column, text_rows
 
+# verdict -> rich style
 STYLES = {
     "PASS": "green",
     "NEAR_TIE": "yellow",
@@ -23,13 +24,12 @@ STYLES = {
     "TIMEOUT": "bold red",
     "TOKEN_MISMATCH": "bold red",
 }
-"""Verdict -> rich style."""
 TONE_STYLES = {**STYLES, "met": "green", "unmet": "bold red"}  # tone() -> rich style
 MIN_REASON_WIDTH = 24
 
 
 class _Capped:
-    """A text of which a table's cell shows its first lines."""
+    """Shows only the first lines of a text in a table's cell."""
 
     def __init__(self, text: Text, num_lines: int) -> None:
         self._text = text
@@ -58,9 +58,9 @@ def terminal_table(
     dropped_first: Sequence[str] = (),
     max_lines: int | None = None,
 ) -> Table:
-    """The table for a terminal of `width` columns (None: as wide as it gets), without the first of
-    `dropped_first` as far as it takes that; then no number is folded. What a page shows under the first
-    column is left out where nobody has any, and shows `max_lines` lines (None: all)."""
+    """Make a table for a terminal of `width` columns (None: any), dropping the first of `dropped_first` until
+    it fits. What a page shows under the first column is left out where nobody has any, and shows `max_lines`
+    lines (None: all)."""
     body = text_rows(columns, rows)
     shown = _shown_columns(columns, body, width, dropped_first)
     table = Table(title=title, title_justify="left", title_style="bold")
@@ -87,7 +87,7 @@ def terminal_table(
 def _shown_columns(
     columns: Sequence[Column], body: list[list[str]], width: int | None, dropped_first: Sequence[str]
 ) -> list[int]:
-    """Indexes of the columns that fit, each as wide as its texts (a reason folds)."""
+    """Find the columns that fit, each as wide as its texts (a reason folds)."""
     widths: dict[str, int] = {}
     for i, column in enumerate(columns):
         longest = max((len(row[i]) for row in body), default=0)

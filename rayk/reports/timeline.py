@@ -1,9 +1,7 @@
-"""A run's requests as a Chrome trace, which Perfetto and chrome://tracing open.
-
-Processes are the coordinator and the engines, rows are requests, spans are the stages of requests.parquet.
-The tables say when things were within a cell's repeat, not when the repeat was: repeats are laid one behind
-the other. Format: "Trace Event Format" (Google), JSON object form; times in microseconds.
-"""
+"""Write a run's requests as a Chrome trace, which Perfetto and chrome://tracing open. Processes are the
+coordinator and the engines, rows are requests, spans are stages. The tables tell times within a cell's repeat
+only, so repeats are laid one behind the other. Format: "Trace Event Format" (Google), JSON object form; times
+in microseconds."""
 
 from __future__ import annotations
 
@@ -23,16 +21,16 @@ from rayk.reports.result import Result
 
 GAP_NS = 1_000_000  # between the end of a repeat and the begin of the next
 COORDINATOR = "coordinator"
+# at the engine that computes the prompt; stages of neither side are the coordinator's
 AT_PREFILL = ("lookup", "load", "prefill_queue", "prefill", "ticket", "digest")
-"""Stages at the engine that computes the prompt; those of neither side are the coordinator's."""
 AT_DECODE = ("reserve", "read", "fence", "verify", "notice", "decode_queue", "swap", "decode")
+# all other stages are the transfer's
 CATEGORIES = {
     **dict.fromkeys(("queue", "dispatch"), "queue"),
     **dict.fromkeys(AT_PREFILL, "prefill"),
     **dict.fromkeys(("lookup", "load"), "transfer"),
     **dict.fromkeys(("decode_queue", "decode"), "decode"),
 }
-"""Of a stage; all others are the transfer's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +43,8 @@ class Span:
 
 
 def spans_of(request: dict[str, Any], *, is_push: bool = False) -> list[Span]:
-    """The stages of a row of requests.parquet, in the order they came: each starts where the one before ends.
-
-    `decode` ends with the request's last token: what lies before it of a request that was tried again is of
-    no stage. A push reserves (`is_push`) before the prompt is computed.
-    """
+    """Lay a request's stages one after another. `decode` ends with the last token: what lies before it of a
+    request that was tried again is of no stage. A push reserves before the prompt is computed."""
     order = [s for s in STAGES if not (is_push and s == "reserve")]
     if is_push:
         order.insert(order.index("lookup"), "reserve")
@@ -78,7 +73,7 @@ def write_timeline(result: Result, path: Path) -> Path:
 
 
 def timeline_events(result: Result) -> Iterator[dict[str, Any]]:
-    """Names of processes and rows first, then each repeat's spans, in the order of the tables."""
+    """Yield names of processes and rows, then each repeat's spans in the order of the tables."""
     requests = result.requests
     engines = sorted({e for c in ("prefill_engine", "decode_engine") for e in requests[c].dropna()}, key=_key)
     indices = sorted(int(i) for i in requests["prompt_index"].unique())
@@ -106,14 +101,11 @@ Place = tuple[int, int]  # the numbers of a process and of one of its rows
 
 
 class _Places:
-    """Where things are shown.
-
-    No two rows of a trace have one number. The row with its process's number comes first, and Perfetto takes
-    row 0 for it: the coordinator's is for cells.
-    """
+    """Numbers processes and their rows. No two rows of a trace share a number. Perfetto takes the row with
+    its process's number for row 0: the coordinator's is for cells."""
 
     def __init__(self, processes: Sequence[str], indices: Sequence[int]) -> None:
-        """`processes`: the coordinator first. `indices`: of prompts."""
+        """Take process names, the coordinator first, and indices of prompts."""
         self._pids = {name: 1 + i for i, name in enumerate(processes)}
         self._indices = indices
         self._stride = 10 ** len(str(max(indices, default=0) + 1))
@@ -139,8 +131,6 @@ def _named(kind: str, place: Place, name: str, sort_index: int) -> Iterator[dict
 
 
 class _Line:
-    """One request, placed on the trace's clock."""
-
     def __init__(self, row: dict[str, Any], begin_ns: int, spans: list[Span], places: _Places) -> None:
         self.request_id: str = row["request_id"]
         self._row, self._spans, self._places = row, spans, places
@@ -151,8 +141,8 @@ class _Line:
         self.end_ns = self._due_ns + self._length_ns
 
     def events(self, moved: dict[str, Any], flow_id: int) -> Iterator[dict[str, Any]]:
-        """The request, its stages, first token and the way of its KV. `moved`: what its transfers say.
-        `flow_id`: a number; of texts Perfetto takes only hexadecimal ones."""
+        """Yield the request, its stages, first token and the way of its KV. `moved` is what its transfers
+        say; `flow_id` is a number, since Perfetto takes only hexadecimal texts."""
         due, place = self._due_ns, self._place("")
         yield _event(self.request_id, "request", due, self._length_ns, place, self._about())
         ttft = _ns(self._row["ttft_ms"], NS_PER_MS)
@@ -172,7 +162,7 @@ class _Line:
                 yield _base("kv", "transfer", start, place) | {"id": flow_id} | phase
 
     def _place(self, stage: str) -> Place:
-        """Where a stage is shown: at the coordinator where the row does not know the engine."""
+        """Place a stage at the coordinator where the row does not know the engine."""
         role = "prefill" if stage in AT_PREFILL else "decode" if stage in AT_DECODE else None
         # A prompt that the decode engine computed itself has no prefill engine.
         names = (self._row[f"{role}_engine"], self._row["decode_engine"]) if role is not None else ()
@@ -194,7 +184,7 @@ class _Line:
 
 
 def _transfers(table: pd.DataFrame) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """(cell, repeat, request) -> sums over the transfers of its hand-over, and the longest."""
+    """Sum the transfers of each (cell, repeat, request)'s hand-over."""
     table = table[of_handovers(table)]
     if table.empty:
         return {}
@@ -227,17 +217,15 @@ def _base(name: str, category: str, start_ns: int, place: Place) -> dict[str, An
 
 
 def _key(engine: str) -> tuple[bool, str]:
-    """Prefill engines first."""
     return (not engine.startswith("prefill"), engine)
 
 
 def _ns(value: Any, factor: float = 1.0) -> int | None:
-    """A cell of a table in whole ns; None where it holds nothing."""
+    """Convert to whole ns; None where the table holds nothing."""
     return None if value is None or pd.isna(value) else round(value * factor)
 
 
 def _plain(value: Any) -> Any:
-    """A value of a table as JSON has it."""
     if value is None or pd.isna(value):
         return None
     return value.item() if hasattr(value, "item") else value

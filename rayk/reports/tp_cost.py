@@ -1,5 +1,5 @@
-"""What unequal tensor-parallel sizes cost: each transfer beside that of the same prompt to the same decode
-TP, from a prefill engine of that size."""
+"""What unequal TP sizes cost: each transfer beside that of the same prompt to the same decode TP from a
+prefill engine of that size."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rayk.reports.result import Result
 from rayk.reports.tp_pairs import CONFIDENCE, OLDER, PLACES, layouts_name, placed_moves
 from rayk.reports.values import format_bytes
 
+# the time of a transfer depends on how many ranks read, so the decode TP is among them
 ALIKE = ["settings", "layouts", "repeat", "decode.tp"]
-"""What both of a pair have; the time of a transfer depends on how many ranks read, so the decode TP, too."""
 FACTS = ["ms", "rank_ms", "descriptors", "bytes"]
 SIDES = ("P < D", "P > D")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """What requests took where the prefill TP was below the decode TP, or above it. Medians over units: a
-    decode TP, with its layouts and other settings, in a repeat. Prompts of a cell share a few seconds of the
-    machine, and all prefill sizes of a decode TP the same requests to be held against, so they count once."""
+    """What requests took where the prefill TP was below the decode TP, or above it: medians over units. A
+    unit is a decode TP with its layouts and settings in a repeat, since prompts of a cell share a few seconds
+    of the machine."""
 
     name: str
     num_pairs: int  # of a prompt each, in a repeat
@@ -38,13 +38,12 @@ class Side:
 
     @property
     def is_told(self) -> bool:
-        """Whether this is more than chance."""
         return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
 
 
 def unequal_pairs(result: Result) -> pd.DataFrame:
-    """A row per prompt, prefill TP and ALIKE of unequal sizes: side, FACTS, and with `_e` those of the same
-    prompt where the prefill engine had the decode engine's TP size, all else alike; empty without any."""
+    """Make a row per prompt, prefill TP and ALIKE of unequal sizes: side, FACTS, and with `_e` those of the
+    same prompt at equal sizes."""
     moved = placed_moves(result)
     if moved.empty:
         return pd.DataFrame()
@@ -66,14 +65,13 @@ def unequal_pairs(result: Result) -> pd.DataFrame:
 
 
 def _settings(cells: pd.DataFrame) -> pd.DataFrame:
-    """cell_id, and as one text all axes but PLACES: a cell is held against one that differs in these only."""
+    """Write as one text all axes but PLACES: compared cells differ in these only."""
     axes = sorted(set(axis_columns(cells)) - set(PLACES))
     texts = [repr(record) for record in cells[axes].to_dict(orient="records")]
     return pd.DataFrame({"cell_id": cells["cell_id"], "settings": texts})
 
 
 def cost_sides(pairs: pd.DataFrame) -> list[Side]:
-    """Of SIDES those with pairs."""
     sides = []
     for name in SIDES:
         of_side = pairs[pairs["side"] == name] if len(pairs) else pairs
@@ -99,7 +97,7 @@ def cost_sides(pairs: pd.DataFrame) -> list[Side]:
 
 
 def unequal_cost(result: Result) -> str:
-    """The verdict in one or two sentences; `cost_table` has the numbers."""
+    """Answer in one or two sentences; `cost_table` has the numbers."""
     moved = placed_moves(result)
     if moved.empty:
         return "No KV was moved between engines, so unequal TP cost nothing here."
@@ -125,7 +123,7 @@ def unequal_cost(result: Result) -> str:
 
 
 def is_cost_told(result: Result) -> bool:
-    """Whether the answer is one: something was moved, and repeats are enough to tell it from chance."""
+    """Say whether something was moved, and repeats are enough to tell it from chance."""
     return any(side.interval is not None for side in cost_sides(unequal_pairs(result)))
 
 
@@ -141,8 +139,7 @@ def _share(side: Side, result: Result) -> str:
 
 
 def cost_table(result: Result) -> list[list[str]]:
-    """The numbers of the answer: a row of titles, then one per fact with a column per side; empty where
-    there is nothing to tell."""
+    """Make a row of titles, then one per fact with a column per side."""
     sides = cost_sides(unequal_pairs(result))
     if not sides:
         return []

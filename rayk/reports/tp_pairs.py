@@ -1,4 +1,4 @@
-"""What a pair of tensor-parallel sizes costs: transfers of a request by prefill TP and decode TP."""
+"""What a pair of TP sizes costs: transfers of a request by prefill TP and decode TP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Ceiling:
 
 
 def ceiling_of(environment: Mapping[str, Any]) -> Ceiling:
-    """One core's memcpy, if the run measured it and its KV lay in host memory."""
+    """Take one core's memcpy, if the run measured it and its KV lay in host memory."""
     measured = copy_gb_per_s(environment)
     if measured is None:
         return Ceiling(gb_per_s=None, text="The run has no measured ceiling (environment.json: ceiling).")
@@ -47,11 +47,9 @@ def ceiling_of(environment: Mapping[str, Any]) -> Ceiling:
 
 
 def pair_rows(result: Result) -> list[dict[str, Any]]:
-    """A row per (prefill TP, decode TP, layouts, mode) with transfers, as `moves` tells them: of its requests
-    the median ms and an interval for it (low_ms, high_ms; None where they are too few), the median rank_ms,
-    mean descriptors and bytes, all bytes over all time in GB/s (10^9 bytes) and in percent of the ceiling;
-    beside them num_requests, is_equal (TP), is_span and is_merged. Cells that differ in other axes share a
-    row."""
+    """Make a row per (prefill TP, decode TP, layouts, mode) from `moves`: median ms with its interval (None
+    of too few), median rank_ms, mean descriptors and bytes, and all bytes over all time, also in percent of
+    the ceiling. Cells that differ in other axes share a row."""
     placed = placed_moves(result)
     ceiling = ceiling_of(result.environment).gb_per_s
     rows: list[dict[str, Any]] = []
@@ -83,7 +81,7 @@ def pair_rows(result: Result) -> list[dict[str, Any]]:
 
 
 def placed_moves(result: Result) -> pd.DataFrame:
-    """`moves` of requests that were handed over, with PLACES."""
+    """Add PLACES to `moves`."""
     found = moves(result.requests, result.transfers)
     if not set(PLACES).issubset(result.cells):
         return found.assign(**dict.fromkeys(PLACES, None)).head(0)
@@ -101,7 +99,7 @@ OLDER = "an older rayk wrote it"
 
 
 def _facts(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """(title, key, format) of the tables of one pair of layouts."""
+    """List (title, key, format) of the tables of one pair of layouts."""
     spans, merged = (all(row[fact] for row in rows) for fact in ("is_span", "is_merged"))
     is_push = any(row["layouts"].endswith(PUSH) for row in rows)
     ms = "ms per request" if spans else f"ms of its slowest pair of ranks ({OLDER})"
@@ -115,9 +113,8 @@ def _facts(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
 
 
 def pair_grids(result: Result) -> list[dict[str, Any]]:
-    """Tables for the page, one set per pair of layouts and mode: title, and per fact its title, columns
-    (decode TP) and rows (label, cells: text, note, heat 0 to 1 of the largest; None where no such cell ran).
-    """
+    """Make the page's grids, one set per pair of layouts and mode; a cell's heat is its share of the
+    largest."""
     rows = pair_rows(result)
     found = []
     for layouts in dict.fromkeys(row["layouts"] for row in rows):

@@ -1,7 +1,5 @@
-"""What a machine was doing while runs were measured: why their times may not be comparable.
-
-None of it keeps a run from being resumed or compared: it differs from minute to minute on one machine.
-"""
+"""Judge from what a machine did during runs whether their times compare. None of it keeps a run from being
+resumed or compared: it differs from minute to minute on one machine."""
 
 from __future__ import annotations
 
@@ -10,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TOLERANCE = 0.2  # rates of one machine differ by less from run to run; beyond it times are of two machines
-FREE_SHARE = 0.8
-"""Below it the usual go of a probe took a quarter longer than the best: others wanted the core."""
+FREE_SHARE = 0.8  # below it a probe usually took a quarter longer than its best: others wanted the core
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +21,6 @@ class Probe:
     how: str = ""  # key beside it that says how it was measured: unlike ways are not compared
 
     def value(self, environment: Mapping[str, Any]) -> float | None:
-        """None where the run did not measure it."""
         return _number(environment, self.part, self.key)
 
 
@@ -37,7 +33,7 @@ FREE = Probe(title="share of a core that was free", part="load", key="free_share
 
 
 def probe_rows(environments: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """[title, value of each run] of what any run measured."""
+    """List [title, value of each run] of every probe that some run has."""
     rows = []
     for probe in (*PROBES, LOAD, FREE):
         values = [probe.value(environment) for environment in environments]
@@ -47,7 +43,7 @@ def probe_rows(environments: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def busy(environment: Mapping[str, Any]) -> list[str]:
-    """Reasons to distrust a run's times by themselves: others used the machine when it began."""
+    """List reasons to distrust a run's times by themselves: others used the machine when it began."""
     average, free = LOAD.value(environment), FREE.value(environment)
     cores = _number(environment, "devices", "num_cores")
     found = []
@@ -61,13 +57,12 @@ def busy(environment: Mapping[str, Any]) -> list[str]:
 
 
 def doubt_text(environment: Mapping[str, Any]) -> str:
-    """What a run's own report says of that; empty where nothing is known."""
     reasons = busy(environment)
     return f"The times are doubtful: {'; '.join(reasons)}." if reasons else ""
 
 
 def unlike(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Reasons to distrust times of `other` beside those of `base`: rates beyond TOLERANCE."""
+    """List reasons to distrust times of `other` beside those of `base`: rates beyond TOLERANCE."""
     found = []
     for probe in PROBES:
         before, now = probe.value(base), probe.value(other)

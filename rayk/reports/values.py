@@ -1,4 +1,4 @@
-"""Values as texts: numbers, bytes, rates; and texts that steer no terminal."""
+"""Write values as texts: numbers, bytes, rates; and keep texts from steering a terminal."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 
 def printable(text: str) -> str:
-    """The text, with what would steer a terminal spelled out."""
+    """Spell out what would steer a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def format_value(value: Any, spec: str) -> str:
-    """A value as text, as a format spec says; `MiB`: bytes, in MiB; empty for None and NaN."""
+    """Format a value, empty for None and NaN; spec `MiB` takes bytes."""
     if value is None or (isinstance(value, float) and value != value):
         return ""
     if isinstance(value, str):
@@ -26,7 +26,6 @@ def format_value(value: Any, spec: str) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """E.g. 1.4 MiB."""
     value, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
@@ -36,13 +35,13 @@ def format_bytes(count: float) -> str:
 
 
 def format_rate(gb_per_s: float | None, smallest: float) -> str:
-    """E.g. 1.2 GB/s; 10^9 bytes. Of rates that stand together, all in the unit that the `smallest` asks for;
-    empty where nothing moved."""
+    """Format 10^9 bytes per second in the unit that the smallest of neighbouring rates asks for; empty where
+    nothing moved."""
     if gb_per_s is None or gb_per_s != gb_per_s:
         return ""
     return f"{gb_per_s:.2f} GB/s" if smallest >= 0.1 else f"{gb_per_s * 1000:,.1f} MB/s"
 
 
 def smallest_rate(rates: Iterable[float | None]) -> float:
-    """Of those that are known, 0 ones left out; infinite without any."""
+    """Find the smallest rate above 0; infinite without any."""
     return min((rate for rate in rates if rate is not None and rate > 0), default=math.inf)

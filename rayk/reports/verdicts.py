@@ -1,4 +1,4 @@
-"""What a run's verdicts amount to: the headline, the table, the exit code."""
+"""Sum up a run's verdicts: the headline, the table, the exit code."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from rayk.reports.terminal import STYLES, terminal_table
 
 
 def headline(cells: pd.DataFrame, *, verdicts: bool = True, num_missing: int = 0) -> str:
-    """E.g. `18 of 19 PASS, 1 UNSUPPORTED`; with faults also how many cells ended as expected.
-
-    Without `verdicts` only PASS is counted. `num_missing`: cells that have not ended. Of a bench: `2 loads: 1
-    VALID, 1 NOISY`.
-    """
+    """Write e.g. `18 of 19 PASS, 1 UNSUPPORTED`, and with faults how many cells ended as expected. Without
+    `verdicts` only PASS is counted; `num_missing` cells have not ended. A bench gives `2 loads: 1 VALID, 1
+    NOISY`."""
     if is_load(cells):
         return load_headline(cells)
     counts = cells["verdict"].value_counts().to_dict()
@@ -33,7 +31,8 @@ def headline(cells: pd.DataFrame, *, verdicts: bool = True, num_missing: int = 0
 
 
 def exit_code(cells: pd.DataFrame, *, strict: bool = False) -> int:
-    """0: every cell met; 1: some did not (or, if strict, some is UNSUPPORTED); 2: all UNSUPPORTED."""
+    """Return 0 if every cell met; 1 if some did not (or, if strict, is UNSUPPORTED); 2 if all are
+    UNSUPPORTED."""
     unsupported = cells["verdict"] == "UNSUPPORTED"
     if len(cells) and unsupported.all():
         return 2
@@ -42,7 +41,7 @@ def exit_code(cells: pd.DataFrame, *, strict: bool = False) -> int:
 
 
 def tone(record: Mapping[Any, Any]) -> str:
-    """How a cell is coloured: `unmet`, `met` (ended as its faults ask for), else as its verdict is."""
+    """Name a cell's colour: `unmet`, `met` (its faults had the asked effect), else its verdict."""
     if not record["met"]:
         return "unmet"
     expected = record["expected_verdict"]
@@ -50,7 +49,7 @@ def tone(record: Mapping[Any, Any]) -> str:
 
 
 def gravest_first(cells: pd.DataFrame) -> pd.DataFrame:
-    """Those that are not met first, by their verdicts; otherwise in the order of the run."""
+    """Put cells that are not met first, by verdict; the others keep their order."""
     order = [verdict for verdict in STYLES if verdict not in ("PASS", "NEAR_TIE", "UNSUPPORTED")]
     ended = zip(cells["verdict"].astype(str), cells["met"].astype(bool), strict=True)
     ranks = [
@@ -60,12 +59,13 @@ def gravest_first(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def told_wrong_bytes(cells: pd.DataFrame) -> pd.DataFrame:
-    """The cells, without a count of wrong KV bytes where it is 0 and yet KV was found wrong: digests count
-    them, and another check found it."""
+    """Drop the count of wrong KV bytes where it is 0 and yet KV was found wrong, by another check than
+    digests."""
     untold = (cells["verdict"] == "KV_MISMATCH") & (cells["num_kv_bytes_mismatched"] == 0)
     return cells.assign(num_kv_bytes_mismatched=cells["num_kv_bytes_mismatched"].mask(untold))
 
 
+# see `told_columns`
 COLUMNS = (
     Column("cell_id", "cell_id"),
     Column("verdict", "verdict", tone="tone"),
@@ -85,17 +85,14 @@ COLUMNS = (
     Column("wall s", "wall_s", ".1f"),
     Column("reason", "reason", is_under_first=True),
 )
-"""Of the verdict table; see `told_columns`."""
 
 
 def tells_fast_prefill(cells: pd.DataFrame) -> bool:
-    """Whether any cell's prefill had layers that compute sampled tokens only."""
     return bool(cells["num_fast_prefill_layers"].fillna(0).gt(0).any())
 
 
 def told_columns(cells: pd.DataFrame) -> list[Column]:
-    """COLUMNS, less those of fast prefill and of prefix caches where no cell used them, and of kernel blocks
-    where all are whole."""
+    """Drop the columns of fast prefill, prefix caches and cut kernel blocks where no cell has any."""
     untold: set[str] = set()
     if not tells_fast_prefill(cells):
         untold |= {"num_token_layers", "num_fast_prefill_layers"}
@@ -107,6 +104,7 @@ def told_columns(cells: pd.DataFrame) -> list[Column]:
     return [c for c in COLUMNS if c.key not in untold]
 
 
+# what a narrow terminal does without, in this order
 DROPPED_FIRST = (
     "KV waste %",
     "kernel block",
@@ -121,7 +119,6 @@ DROPPED_FIRST = (
     "KV bytes",
     "cached tokens",
 )
-"""Columns a narrow terminal does without, in this order."""
 
 
 def verdict_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
@@ -130,10 +127,8 @@ def verdict_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def verdict_table(cells: pd.DataFrame, *, width: int | None = None, reason_lines: int | None = None) -> Table:
-    """The verdict table for a terminal of `width` columns (None: as wide as it gets).
-
-    The reason column is left out when nobody has one, and shows `reason_lines` lines (None: all).
-    """
+    """Make the verdict table for a terminal of `width` columns (None: any), with reasons of up to
+    `reason_lines` lines (None: all)."""
     columns, rows = told_columns(cells), verdict_rows(cells)
     if reason_lines is not None:
         # Requests are named after their cell, which the row begins with.

@@ -1,5 +1,5 @@
-"""A run's folder while it is being filled: a cell's rows are on disk before the next cell begins, at a cost
-that does not depend on how many cells there are."""
+"""Write a run's folder: a cell's rows are on disk before the next cell begins, at a cost that does not grow
+with the number of cells."""
 
 from __future__ import annotations
 
@@ -24,14 +24,10 @@ from rayk.types.rows import CellRow, RequestRow, TransferRow
 
 
 class ResultWriter:
-    """Writes cells.parquet, requests.parquet, transfers.parquet, environment.json and spec.yaml.
-
-    A cell is finished when it stands in cells.parquet or in `pending.FILE`, where cells wait for the tables
-    to be written. Tables are replaced atomically and durably, cells.parquet last: a writer killed before it
-    leaves rows that no cell names, which `load` and a resumed run pass over.
-    Raises UserError for a folder that holds another run's tables. See `folder.check_directory` for `renew`;
-    `inputs` are those of the environment.
-    """
+    """Writes cells.parquet, requests.parquet, transfers.parquet, environment.json and spec.yaml. A cell is
+    finished when it stands in cells.parquet or in `pending.FILE`. Tables are replaced atomically,
+    cells.parquet last: rows that no cell names, as a killed writer leaves, are passed over. Raises UserError
+    for a folder that holds another run's tables (`folder.check_directory`)."""
 
     def __init__(
         self,
@@ -52,8 +48,7 @@ class ResultWriter:
         self._new: list[FinishedCell] = []  # cells that `_tables` does not have
         self._pending = Pending(self.directory)
         self._sessions: list[dict[str, Any]] = []
-        self.changed_facts: list[str] = []
-        """What differs from the machine, versions or commit of the session before."""
+        self.changed_facts: list[str] = []  # against the session before
         if resume:
             self._read_finished()
             self._remember_sessions(environment)
@@ -63,7 +58,6 @@ class ResultWriter:
         self._journal.note("open", finished=len(self.finished))
 
     def begin_cell(self, cell_id: str) -> None:
-        """Note in the journal that a cell starts."""
         self._journal.note("begin", cell_id=cell_id)
 
     def write_cell(
@@ -90,7 +84,7 @@ class ResultWriter:
         self._journal.note("commit", cell_id=row.cell_id, verdict=row.verdict)
 
     def write_tables(self) -> None:
-        """Put the tables on disk as they are (empty ones too), cells last."""
+        """Write all tables, also empty ones, cells last."""
         for name, table in self._tables.items():
             rows = [row for cell in self._new for row in getattr(cell, name)]
             self._tables[name] = added(name, table, rows)
@@ -115,7 +109,6 @@ class ResultWriter:
         return path
 
     def close(self) -> None:
-        """Give files back. What was written stays."""
         self._journal.close()
 
     def _write(self, name: str) -> None:
@@ -123,7 +116,7 @@ class ResultWriter:
             pq.write_table(stamped(self._tables[name]), path)
 
     def _read_finished(self) -> None:
-        """Take over the cells that are whole, and their rows alone."""
+        """Take over the whole cells and their rows."""
         pending = read_pending(self.directory)
         self._tables = {name: _read(self.directory, name, fields) for name, fields in FIELDS.items()}
         counts = _Counts(self._tables)
@@ -140,7 +133,7 @@ class ResultWriter:
             self.write_tables()
 
     def _remember_sessions(self, environment: Mapping[str, Any]) -> None:
-        """Keep of the session before when it ran, what it finished, and what it ran on if that differs."""
+        """Keep when the session before ran, what it finished, and what it ran on if that differs."""
         before = read_environment(self.directory)
         if not before:
             return
@@ -153,8 +146,8 @@ class ResultWriter:
 
 
 class _Counts:
-    """Rows, and descriptors of hand-overs, per cell: to see whether the tables hold all that it says it
-    has."""
+    """Counts rows and handed-over descriptors per cell, to see whether the tables hold all that it should
+    have."""
 
     def __init__(self, rows: Mapping[str, pa.Table]) -> None:
         self._requests: Counter[str] = Counter(rows["requests"]["cell_id"].to_pylist())
@@ -166,20 +159,19 @@ class _Counts:
                 self._descriptors[row["cell_id"]] += row["num_descriptors"]
 
     def has_all_of(self, cell: Mapping[str, Any]) -> bool:
-        """Whether every row of the cell is there."""
         name = cell["cell_id"]
         same = self._requests[name] == cell["num_requests"]
         return same and self._descriptors[name] == (cell["num_descriptors"] or 0)
 
 
 def _place(row: TransferRow, order: Mapping[str, int]) -> tuple[int, ...]:
-    """Where a transfer stands in its table: transfers end in any order."""
+    """Order transfers in their table: they end in any order."""
     request = order.get(row.request_id, len(order))
     return (row.repeat, request, row.group, row.consumer_rank, row.producer_rank)
 
 
 def _read(directory: Path, name: str, fields: dict[str, Any]) -> pa.Table:
-    """A table of an earlier session; empty if it did not get that far. Raises UserError."""
+    """Read a table of an earlier session; empty if it did not get that far. Raises UserError."""
     path = directory / f"{name}.parquet"
     if not path.is_file():
         return make_table([], fields)
