@@ -1,8 +1,6 @@
-"""One request over HTTP: sent, its server-sent events stamped as they are read, its tokens counted.
-
-Tokens are counted by what the server says of them, token ids of each chunk or usage at the end, never by
-chunks: a chunk may carry several tokens, or none.
-"""
+"""Send one request over HTTP, stamp its server-sent events as they are read, and count its tokens. The server
+says how many tokens there are, by token ids of each chunk or usage at the end: a chunk may carry several, or
+none."""
 
 from __future__ import annotations
 
@@ -19,9 +17,8 @@ from rayk.bench.load import Load
 from rayk.bench.prompts import Planned
 from rayk.types.reaching import why_unreached
 
+# answered; turned away (429); past its deadline; any other error; cancelled here
 OK, REFUSED, TIMEOUT, FAILED, ABORTED = "ok", "refused", "timeout", "failed", "aborted"
-"""How a request ended: answered; turned away with 429; later than its deadline; any other error; cancelled by
-this side. Outcomes of a row."""
 TOO_MANY_REQUESTS = 429
 _SHOWN = 300  # characters of a server's error that are kept
 
@@ -38,31 +35,29 @@ class Observed:
     outcome: str = ABORTED
     error: str | None = None
     chunk_ns: list[int] = field(default_factory=list)  # when each chunk that carries tokens was read
-    chunk_tokens: list[int] = field(default_factory=list)
-    """How many tokens each of them carries, where the server says so."""
+    chunk_tokens: list[int] = field(default_factory=list)  # tokens of each chunk, where the server says so
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    # prompt_tokens, completion_tokens, cached_tokens, as far as told
     usage: dict[str, Any] = field(default_factory=dict)
-    """prompt_tokens, completion_tokens, cached_tokens, as far as the server says."""
 
     @property
     def num_output_tokens(self) -> int | None:
-        """As the server counts them; None where it does not say."""
+        """Count output tokens as the server does; None where it does not say."""
         if self.chunk_tokens and len(self.chunk_tokens) == len(self.chunk_ns):
             return sum(self.chunk_tokens)
         return self.usage.get("completion_tokens")
 
 
 class EventLines:
-    """Data of server-sent events, from bytes cut anywhere (WHATWG HTML, 9.2.6: lines end in CR LF, LF or CR;
-    an empty line ends an event; its data lines are joined by line feeds)."""
+    """Parses server-sent events from bytes cut anywhere (WHATWG HTML, 9.2.6)."""
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
 
     def feed(self, received: bytes) -> Iterator[bytes]:
-        """The data of every event that is complete by now."""
+        """Yield the data of every event that is complete by now."""
         text = self._rest + received
         # A CR at the end may be the first half of a CR LF.
         held = b"\r" if text.endswith(b"\r") else b""
@@ -77,7 +72,7 @@ class EventLines:
 
 
 def request_body(load: Load, planned: Planned, model: str) -> bytes:
-    """The request as JSON; a field of the load that is None takes one away."""
+    """Write the request as JSON; a field of the load that is None takes one away."""
     body: dict[str, Any] = {
         "model": model,
         "max_tokens": planned.max_tokens,
@@ -135,7 +130,6 @@ async def _exchange(session: aiohttp.ClientSession, url: str, body: bytes, seen:
 
 
 def _conclude(seen: Observed) -> None:
-    """The stream says that it is complete."""
     if seen.finish_reason is None:
         seen.outcome, seen.error = FAILED, "the stream ended without a finish reason"
     elif not seen.chunk_ns:
@@ -168,7 +162,7 @@ def take_event(seen: Observed, data: bytes, now_ns: int) -> bool:
 
 
 def _take(seen: Observed, event: dict[str, Any], now_ns: int) -> None:
-    """Raises TypeError, ValueError, AttributeError or OverflowError for what is shaped otherwise."""
+    """Note a well-formed event. Raises TypeError, ValueError, AttributeError or OverflowError for others."""
     if event.get("usage"):
         seen.usage = _counts(event["usage"])
     for choice in event.get("choices") or ():
@@ -185,7 +179,7 @@ def _take(seen: Observed, event: dict[str, Any], now_ns: int) -> None:
 
 
 def _counts(usage: dict[str, Any]) -> dict[str, Any]:
-    """Usage as whole numbers, and of prompt tokens what they were; what is null is left out."""
+    """Take the token counts that usage tells."""
     told = {name: value for name, value in usage.items() if value is not None}
     wanted = ("prompt_tokens", "completion_tokens")
     found: dict[str, Any] = {name: int(told[name]) for name in wanted if name in told}
@@ -196,7 +190,7 @@ def _counts(usage: dict[str, Any]) -> dict[str, Any]:
 
 
 def _message(text: str) -> str:
-    """The message of an OpenAI error body, or the text itself."""
+    """Find the message of an OpenAI error body, or return the text."""
     try:
         error = json.loads(text)["error"]
     except (ValueError, KeyError, TypeError):

@@ -23,22 +23,20 @@ from rayk.bench.prompts import Planned
 
 LEAD_S = 0.05  # from the moment that all is drawn to the schedule's start
 WATCH_S = 0.01
-KEEPALIVE_S = 3.0
-"""Idle connections are closed before servers do (uvicorn: 5 s), so that no request meets a closing one."""
+KEEPALIVE_S = 3.0  # idle connections close before servers close them (uvicorn: 5 s)
 SPARE_FILES = 64
 NS_PER_S = 1_000_000_000
 
 
 @dataclass(kw_only=True, slots=True)
 class Sent:
-    """A load after it was sent. Filled while it runs, so that an interrupted one leaves what it has."""
+    """A load as sent. Filled while it runs, so that an interrupted one leaves what it has."""
 
     requests: list[Observed] = field(default_factory=list)  # in order of their due times
     began_ns: int = 0
     ended_ns: int = 0
+    # how late the generator's own event loop woke up, some 100 times a second: every stamp may be as late
     loop_lags_ns: list[int] = field(default_factory=list)
-    """How much later than asked the generator's own event loop woke up, some 100 times a second: every stamp
-    may be as late."""
     cpu_ns: int = 0  # of this process, while the load ran
 
 
@@ -48,7 +46,7 @@ OnEnded = Callable[[Observed], None]  # called when a request has ended
 async def drive(
     load: Load, model: str, planned: Sequence[Planned], sent: Sent, on_ended: OnEnded = lambda _: None
 ) -> None:
-    """Send a load and wait until every request has ended; each does within the load's timeout."""
+    """Send a load and wait until every request has ended, each within the load's timeout."""
     bodies = [request_body(load, p, model) for p in planned]
     allow_files(len(planned) if load.is_open else load.concurrency or 1)
     url = f"{load.url.rstrip('/')}/v1/{'chat/completions' if load.use_chat else 'completions'}"
@@ -73,7 +71,7 @@ async def drive(
 
 
 def make_session(load: Load) -> aiohttp.ClientSession:
-    """A session without limits of its own: not on connections, not on time."""
+    """Make a session without limits of its own on connections or time."""
     headers = {"Authorization": f"Bearer {load.api_key}"} if load.api_key else {}
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=load.timeout_s)
@@ -94,7 +92,7 @@ One = Callable[[Observed], Coroutine[None, None, None]]
 
 
 async def _open(load: Load, planned: Sequence[Planned], sent: Sent, one: One) -> None:
-    """Each request leaves when it is due; nothing else is waited for."""
+    """Send each request when it is due, waiting for nothing else."""
     del load
     sent.began_ns = time.monotonic_ns() + round(LEAD_S * NS_PER_S)
     async with asyncio.TaskGroup() as group:
@@ -108,7 +106,7 @@ async def _open(load: Load, planned: Sequence[Planned], sent: Sent, one: One) ->
 
 
 async def _closed(load: Load, planned: Sequence[Planned], sent: Sent, one: One) -> None:
-    """`concurrency` requests in flight, until none is left."""
+    """Keep `concurrency` requests in flight until none is left."""
     sent.began_ns = time.monotonic_ns()
     left = iter(planned)
 

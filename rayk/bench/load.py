@@ -1,4 +1,4 @@
-"""What a load is: how requests arrive, what they ask, and what counts as a good answer."""
+"""Define a load: how requests arrive, what they ask, and what counts as a good answer."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slo:
-    """What a request must keep to count as good: all limits, of those that are set. Milliseconds."""
+    """Limits in milliseconds that a good answer keeps."""
 
+    # of ttft, tpot, e2e, and `itl`: every gap of the request
     limits_ms: Mapping[str, float] = field(default_factory=dict)
-    """ttft, tpot or e2e -> the most it may be; `itl` -> the most that any gap of the request may be."""
 
     def __str__(self) -> str:
         return ",".join(f"{name}={limit:g}ms" for name, limit in self.limits_ms.items())
 
 
 def parse_slo(text: str) -> Slo:
-    """From `ttft=200ms,tpot=20ms`. Raises UserError."""
+    """Parse `ttft=200ms,tpot=20ms`. Raises UserError."""
     limits: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = (piece.strip() for piece in part.partition("="))
@@ -49,7 +49,7 @@ def parse_slo(text: str) -> Slo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """How many tokens: `values` in turn, or uniform between two ends."""
+    """Numbers of tokens: `values` in turn, or uniform between two ends."""
 
     values: tuple[int, ...] = ()
     uniform: tuple[int, int] | None = None
@@ -59,7 +59,7 @@ class Lengths:
 
 
 def parse_lengths(text: str, *, where: str) -> Lengths:
-    """From `128`, `5,37,300` (in turn) or `64-256` (uniform, both ends included). Raises UserError."""
+    """Parse `128`, `5,37,300` (in turn) or `64-256` (uniform, both ends included). Raises UserError."""
     match = re.fullmatch(r"(\d{1,8})-(\d{1,8})", text.strip())
     if match and 0 < int(match[1]) <= int(match[2]) <= MAX_TOKENS:
         return Lengths(uniform=(int(match[1]), int(match[2])))
@@ -85,45 +85,41 @@ class Load:
     burstiness: float = 1.0
     trace: Path | None = None  # arrivals and lengths of a trace; see trace.py
     trace_speed: float = 1.0  # how many times faster than it was recorded
-    trace_block_tokens: int = 512
-    """What a block of 512 tokens of the trace becomes; prompts and answers shrink alike."""
+    trace_block_tokens: int = 512  # what a block of 512 tokens of the trace becomes
     num_requests: int | None = None  # None: 100, or all of a trace or a file
     input_tokens: Lengths = Lengths(values=(128,))
     output_tokens: Lengths | None = None  # None: 64, or of a ShareGPT file as long as its answers are
     prefix_tokens: int = 0  # of these, at a random prompt's start, that are one of `num_prefixes` stretches
     num_prefixes: int = 1
+    # lowest and highest id of random prompts; None: the server's vocabulary
     token_ids: tuple[int, int] | None = None
-    """Lowest and highest id of random prompts; None: what the server says of its vocabulary."""
-    prompts: Path | None = None
-    """Lines of {"prompt": text} or {"prompt_token_ids": [...]}, instead of random prompts."""
-    sharegpt: Path | None = None
-    """A ShareGPT file, whose conversations' first turns are the prompts; see sharegpt.py."""
+    prompts: Path | None = None  # lines of {"prompt": text} or {"prompt_token_ids": [...]}
+    sharegpt: Path | None = None  # whose conversations' first turns are the prompts; see sharegpt.py
     ignore_eos: bool = True
     temperature: float = 0.0
     body: Mapping[str, Any] = field(default_factory=dict)  # fields that every request has besides
     seed: int = 0
     slo: Slo = field(default_factory=Slo)
     warmup: int | None = None  # requests cut at the start; None: as many as MSER-5 finds
-    cooldown: int | None = None
-    """Requests cut at the end; None: those that came when the load was about to run out."""
+    cooldown: int | None = None  # requests cut at the end; None: those that came as the load was running out
     timeout_s: float = 600.0  # of each request
     failed_share: float = 0.01  # more failures than this make the load INVALID
 
     @property
     def is_open(self) -> bool:
-        """Whether requests leave at times that do not depend on answers."""
+        """Tell whether requests leave at times that do not depend on answers."""
         return self.concurrency is None
 
     @property
     def arrival(self) -> str:
-        """poisson, gamma, constant, trace or closed."""
+        """Name poisson, gamma, constant, trace or closed."""
         if self.trace is not None:
             return "trace"
         return "closed" if self.concurrency is not None else self.process
 
     @property
     def name(self) -> str:
-        """A cell's id, e.g. `poisson rate=4` or `closed concurrency=8`."""
+        """Name the cell, e.g. `poisson rate=4` or `closed concurrency=8`."""
         if self.trace is not None:
             return f"trace {self.trace.name} speed={self.trace_speed:g}"
         if self.concurrency is not None:
@@ -133,7 +129,7 @@ class Load:
 
 
 def check_load(load: Load) -> None:
-    """Raises UserError for what cannot be sent."""
+    """Raise UserError for what cannot be sent."""
     has_texts = load.prompts is not None or load.sharegpt is not None
     ways = [load.rate is not None, load.concurrency is not None, load.trace is not None]
     checks = (

@@ -1,4 +1,4 @@
-"""What requests ask: drawn or read before the load begins, so that sending costs nothing but sending."""
+"""Draw or read prompts before the load begins, so that sending costs nothing but sending."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ MAX_DRAWN_TOKENS = 4 * MAX_TOKENS  # of all prompts of a load: 2.4 GB of lists
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """One request before it is sent."""
-
     index: int
     due_ns: int | None  # after the load's start; None: when a request in flight ends
     prompt: str | list[int]  # a text or token ids
@@ -32,10 +30,8 @@ class Planned:
 
 
 def plan_requests(load: Load, token_ids: tuple[int, int]) -> list[Planned]:
-    """The requests of a load, in order of their time. Raises UserError.
-
-    token_ids: lowest and highest id of random prompts. One seed draws the same prompts at any rate.
-    """
+    """Plan a load's requests in order of their time. One seed draws the same prompts, with ids between the
+    two of `token_ids`, at any rate. Raises UserError."""
     planned = _planned(load, token_ids)
     last_s = max(p.due_ns or 0 for p in planned) / 1e9
     if last_s > MAX_SECONDS:
@@ -78,7 +74,7 @@ def _planned(load: Load, token_ids: tuple[int, int]) -> list[Planned]:
 
 
 def random_prompts(load: Load, count: int, token_ids: tuple[int, int]) -> list[list[int]]:
-    """Uniform token ids; the first `prefix_tokens` of each are one of `num_prefixes` stretches, in turn."""
+    """Draw uniform token ids; each prompt begins with one of `num_prefixes` shared stretches, in turn."""
     low, high = token_ids
     draw = np.random.default_rng([load.seed, 4])
     lengths = draw_lengths(load.input_tokens, count, [load.seed, 6])
@@ -92,14 +88,13 @@ def random_prompts(load: Load, count: int, token_ids: tuple[int, int]) -> list[l
 
 
 def _check_tokens(count: int, mend: str) -> None:
-    """Raises UserError for more tokens than are drawn before a load begins."""
+    """Raise UserError for more tokens than are drawn before a load begins."""
     if count > MAX_DRAWN_TOKENS:
         problem = f"{count:,} tokens of prompts, and at most {MAX_DRAWN_TOKENS:,} are drawn before a load"
         raise UserError(problem, mend=f"fewer {mend}")
 
 
 def draw_lengths(lengths: Lengths, count: int, seed: list[int]) -> list[int]:
-    """Numbers of tokens of `count` requests."""
     if lengths.uniform is None:
         return [lengths.values[i % len(lengths.values)] for i in range(count)]
     low, high = lengths.uniform
@@ -108,7 +103,7 @@ def draw_lengths(lengths: Lengths, count: int, seed: list[int]) -> list[int]:
 
 
 def read_prompts(path: Path) -> list[str | list[int]]:
-    """Prompts of a file of JSON lines, as experiments read them. Raises UserError that names the line."""
+    """Read prompts from JSON lines, as experiments do. Raises UserError that names the line."""
     try:
         lines = read_text(path, PROMPTS_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:

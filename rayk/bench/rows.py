@@ -1,4 +1,4 @@
-"""One row of requests.parquet per request of a load: columns as a run's where the meaning is the same."""
+"""Make a row of requests.parquet per request of a load; columns mean the same as a run's."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def request_row(seen: Observed, *, cell_id: str, phase: str, began_ns: int, slo:
 
 
 def is_good(row: dict[str, Any], slo: Slo) -> bool:
-    """Whether the request was answered within every objective. What is not known is not kept, but for an
-    answer of one token, which has no TPOT, and one of one chunk, which has no gaps to keep."""
+    """Tell whether every objective was kept. An unknown value breaks its objective, but an answer of one
+    token has no TPOT, and one of one chunk no gaps."""
     if row["outcome"] != OK:
         return False
     untold = {"tpot"} if row["num_output_tokens"] == 1 else set()

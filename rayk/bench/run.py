@@ -1,4 +1,4 @@
-"""Several loads on one server, one after another; tables on disk after each, and a report."""
+"""Send several loads to one server, one after another, with tables on disk after each, and a report."""
 
 from __future__ import annotations
 
@@ -21,34 +21,24 @@ from rayk.types.errors import UserError
 from rayk.types.reaching import why_unreached
 
 PROBE_S = 10.0
-LOWEST_ID = 4
-"""Of random prompts, where only the vocabulary's size is known: the first few ids are special in most."""
+LOWEST_ID = 4  # of random prompts: the first few ids are special in most vocabularies
 
 
 class Watcher(Protocol):
-    """Told how a bench goes."""
+    def begin(self, load: Load, num_requests: int) -> None: ...
 
-    def begin(self, load: Load, num_requests: int) -> None:
-        """A load starts."""
-
-    def ended(self, outcome: str) -> None:
-        """A request has ended."""
+    def ended(self, outcome: str) -> None: ...
 
     def end(self, cell: Mapping[str, Any]) -> None:
-        """A load is on disk."""
+        """The load is on disk."""
 
 
 class Silent:
-    """A watcher that keeps to itself."""
+    def begin(self, load: Load, num_requests: int) -> None: ...
 
-    def begin(self, load: Load, num_requests: int) -> None:
-        """Nothing to do."""
+    def ended(self, outcome: str) -> None: ...
 
-    def ended(self, outcome: str) -> None:
-        """Nothing to do."""
-
-    def end(self, cell: Mapping[str, Any]) -> None:
-        """Nothing to do."""
+    def end(self, cell: Mapping[str, Any]) -> None: ...
 
 
 def run_bench(
@@ -80,8 +70,7 @@ def run_bench(
 
 
 def with_own_seed(load: Load) -> Load:
-    """Loads of other names draw something else; one of this name the same in every bench of the seed,
-    whatever loads are beside it."""
+    """Give a load of a name the same seed in every bench, and loads of other names others."""
     return replace(load, seed=load.seed + (zlib.crc32(load.name.encode()) >> 1))
 
 
@@ -101,8 +90,8 @@ def _run_one(
 
 
 async def probe(load: Load) -> tuple[str, Callable[[Load], tuple[int, int]]]:
-    """The model's name, and how to tell the ids of random prompts. Raises UserError where no server answers,
-    or it has no such model."""
+    """Ask the server for the model's name, and tell how to find the ids of random prompts. Raises UserError
+    where no server answers, or it has no such model."""
     url = f"{load.url.rstrip('/')}/v1/models"
     try:
         async with asyncio.timeout(PROBE_S), make_session(load) as session, session.get(url) as response:
@@ -139,7 +128,7 @@ async def probe(load: Load) -> tuple[str, Callable[[Load], tuple[int, int]]]:
 
 
 def describe(load: Load, model: str) -> dict[str, Any]:
-    """A load as spec.yaml tells it; without the key."""
+    """Describe a load for spec.yaml, without the key."""
     told = {
         name: getattr(load, name)
         for name in Load.__slots__

@@ -26,14 +26,12 @@ MOST_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt, and how long its recorded answer is."""
-
     prompt: str
     num_answer_tokens: int
 
 
 def read_sharegpt(path: Path, *, seed: int) -> list[Turn]:
-    """The file's turns in the order that the seed draws. Raises UserError."""
+    """Read the file's turns in the order that the seed draws. Raises UserError."""
     try:
         rows = parse_json(read_bytes(path, MAX_BYTES))
     except (OSError, ValueError) as error:

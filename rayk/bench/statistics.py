@@ -1,11 +1,8 @@
-"""Estimates from one run of a simulated or real system, whose values depend on each other.
-
-Requests that follow each other share queues and batches, so that intervals for independent samples are too
-narrow. These are made by batch means: values in order of arrival are cut into contiguous batches, whose means
-are nearly independent (Law, Simulation Modeling and Analysis, 9.5.3; 10 to 30 batches: Schmeiser, Operations
-Research 30, 1982). Where they are not, batches are joined until they are. Values may be infinite: a request
-that failed is infinitely late.
-"""
+"""Estimate from one run whose values depend on each other. Requests that follow each other share queues and
+batches, so intervals for independent samples are too narrow. These use batch means: values in order of
+arrival are cut into contiguous batches with nearly independent means (Law, Simulation Modeling and Analysis,
+9.5.3; 10 to 30 batches: Schmeiser, Operations Research 30, 1982), which are joined until they are
+independent. A request that failed is infinitely late."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ MIN_BATCHES = 5
 MIN_VALUES = 2 * MIN_BATCHES  # of fewer there is no interval
 WARMUP_BATCH = 5  # values per batch of `warmup_length`: the 5 of MSER-5
 WARMUP_SHARE = 0.25  # of the values, which a warm-up may have at most
-WARMUP_GAIN = 0.8
-"""A warm-up is cut where that leaves at most so much of the squared error: less is as likely chance."""
+WARMUP_GAIN = 0.8  # a warm-up is cut where at most so much of the squared error is left: less may be chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +33,15 @@ class Estimate:
 
     @property
     def relative_width(self) -> float:
-        """Half the interval, as a share of the value; infinite where that is 0 or infinite."""
+        """Half the interval as a share of the value; infinite where that is 0 or infinite."""
         if self.value <= 0 or not math.isfinite(self.high):
             return math.inf
         return (self.high - self.low) / 2 / self.value
 
 
 def mean(values: Sequence[float]) -> Estimate | None:
-    """The mean of values in order of arrival; None of fewer than MIN_VALUES. Never narrower than the interval
-    of independent values."""
+    """Estimate the mean of values in order of arrival, never narrower than for independent values; None of
+    fewer than MIN_VALUES."""
     if len(values) < MIN_VALUES:
         return None
     data = np.asarray(values, dtype=np.float64)
@@ -56,14 +52,11 @@ def mean(values: Sequence[float]) -> Estimate | None:
 
 
 def quantile(values: Sequence[float], share: float) -> Estimate | None:
-    """The smallest value that at least `share` of the values do not exceed, if the sample supports it.
-
-    The interval is of order statistics (Woodruff, JASA 47, 1952; Le Boudec, Performance Evaluation, theorem
-    2.1), with the error of the share at or below the quantile by batch means of that indicator (Heidelberger
-    and Lewis, Operations Research 32, 1984), and never less than independent values have. The rule for what a
-    sample supports: both ends of the interval must be values of the sample. Else there is no value beyond
-    which the quantile certainly does not lie, and None is returned; see `num_needed`.
-    """
+    """Estimate the smallest value that at least `share` of the values do not exceed. The interval is of order
+    statistics (Woodruff, JASA 47, 1952; Le Boudec, Performance Evaluation, theorem 2.1), with the error of
+    the share by batch means of that indicator (Heidelberger and Lewis, Operations Research 32, 1984), at
+    least that of independent values. None where an end of the interval is not in the sample; see
+    `num_needed`."""
     count = len(values)
     if count < MIN_VALUES:
         return None
@@ -79,7 +72,7 @@ def quantile(values: Sequence[float], share: float) -> Estimate | None:
 
 
 def num_needed(share: float) -> int:
-    """Independent values of which `quantile` gives this quantile: 12 for p50, 58 for p90, 618 for p99."""
+    """Count the independent values that `quantile` needs: 12 for p50, 58 for p90, 618 for p99."""
     count = MIN_VALUES
     while _ranks(count, share, _t(num_batches(count)) * math.sqrt(share * (1 - share) / count)) is None:
         count += 1
@@ -87,8 +80,8 @@ def num_needed(share: float) -> int:
 
 
 def batch_means(values: np.ndarray) -> np.ndarray:
-    """Means of contiguous batches of nearly equal size: `num_batches` of them, or as few as makes neighbours
-    independent, as far as can be seen, but MIN_BATCHES at least."""
+    """Average contiguous batches of nearly equal size: `num_batches` of them, or as few (MIN_BATCHES at
+    least) as make neighbours independent."""
     count = num_batches(len(values))
     means = _means(values, count)
     while count // 2 >= MIN_BATCHES and not are_independent(means):
@@ -102,8 +95,8 @@ def _means(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def are_independent(values: np.ndarray) -> bool:
-    """Whether neighbours are correlated by less than a standard error of that (1 / sqrt(n), with the bias of
-    -1 / n taken out)."""
+    """Tell whether neighbours are correlated by less than a standard error (1 / sqrt(n), bias -1 / n taken
+    out)."""
     rest = values - values.mean()
     total = float(rest @ rest)
     if total == 0:
@@ -112,20 +105,20 @@ def are_independent(values: np.ndarray) -> bool:
 
 
 def intervals_hold(values: Sequence[float]) -> bool:
-    """Whether batches of these values, if there are enough, are independent in the end."""
+    """Tell whether batches of these values, if there are enough, are independent."""
     if len(values) < MIN_VALUES or not np.all(np.isfinite(values)):
         return True
     return are_independent(batch_means(np.asarray(values, dtype=np.float64)))
 
 
 def num_batches(num_values: int) -> int:
-    """NUM_BATCHES, or as many as have two values each."""
+    """Take NUM_BATCHES, or as many as have two values each."""
     return min(NUM_BATCHES, num_values // 2)
 
 
 def drift(values: Sequence[float]) -> float | None:
-    """Growth from the first batch to the last along the batch means' line of least squares, as a share of
-    their mean, where it is significant (two-sided t test of the slope at 1%); else None."""
+    """Fit a line through the batch means: its growth as a share of their mean, where the slope is significant
+    (two-sided t test at 1%); else None."""
     if len(values) < MIN_VALUES or not np.all(np.isfinite(values)):
         return None
     count = num_batches(len(values))
@@ -141,9 +134,9 @@ def drift(values: Sequence[float]) -> float | None:
 
 
 def warmup_length(values: Sequence[float]) -> int:
-    """How many values to cut at the start, by MSER-5 (White, Simulation 69, 1997; White, Cobb and Spratt,
-    Winter Simulation Conference 2000): the cut, of WARMUP_SHARE at most, that leaves the mean with the least
-    standard error; 0 where the gain is less than WARMUP_GAIN. Infinite values must not be among them."""
+    """Count the values to cut at the start, by MSER-5 (White, Simulation 69, 1997; White, Cobb and Spratt,
+    Winter Simulation Conference 2000): the cut, of at most WARMUP_SHARE, with the least standard error of the
+    mean, if the gain reaches WARMUP_GAIN. Values must be finite."""
     means = _blocks(np.asarray(values, dtype=np.float64), WARMUP_BATCH)
     last = int(len(means) * WARMUP_SHARE)
     rests = [means[cut:] for cut in range(last + 1)]
@@ -155,7 +148,6 @@ def warmup_length(values: Sequence[float]) -> int:
 
 
 def _blocks(values: np.ndarray, size: int) -> np.ndarray:
-    """Means of whole blocks."""
     count = len(values) // size
     means: np.ndarray = values[: count * size].reshape(count, size).mean(axis=1)
     return means
@@ -167,7 +159,7 @@ def _error(values: np.ndarray) -> float:
 
 
 def _ranks(count: int, share: float, half: float) -> tuple[int, int] | None:
-    """Ranks (from 1) of the ends of a quantile's interval; None where one is not in the sample."""
+    """Find the ranks (from 1) of a quantile's interval; None where one is not in the sample."""
     low, high = math.floor(count * (share - half)), math.ceil(count * (share + half)) + 1
     return (low, high) if low >= 1 and high <= count else None
 

@@ -1,4 +1,4 @@
-"""From the requests of a load to its numbers and a verdict on them."""
+"""Turn the requests of a load into its numbers and a verdict on them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,10 @@ MIN_TO_CUT = 40  # fewer requests are all measured: there is no telling what of 
 
 
 def find_phases(load: Load, seen: Sequence[Observed]) -> list[str]:
-    """WARMUP, MEASURED or COOLDOWN of each request, in order of due times.
-
-    Both cuts are by when requests *came*, which does not depend on how they fared. Warm-up is as long as
-    MSER-5 finds in TTFT or E2E, whichever is longer, and in a closed load at least the requests that were
-    sent at once. Cool-down begins a median E2E before the last request was due: from there on the load runs
-    out while requests are in flight. Where less than half would be left there was no steady state, and
-    nothing is cut.
-    """
+    """Call each request WARMUP, MEASURED or COOLDOWN, in order of due times. The cuts depend on when requests
+    came, not on how they fared. Warm-up is the longer that MSER-5 finds in TTFT or E2E, at least the requests
+    that a closed load sends at once. Cool-down begins a median E2E before the last due time. If less than
+    half would be left, nothing is cut."""
     count = len(seen)
     first = load.warmup if load.warmup is not None else _auto_warmup(load, seen)
     last = count - load.cooldown if load.cooldown is not None else _auto_end(seen)
@@ -67,7 +63,7 @@ def _e2e_ns(seen: Observed) -> float | None:
 
 
 def summarize(load: Load, model: str, sent: Sent) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The row of cells.parquet and those of requests.parquet."""
+    """Make the row of cells.parquet and those of requests.parquet."""
     phases = find_phases(load, sent.requests)
     rows = [
         request_row(seen, cell_id=load.name, phase=phase, began_ns=sent.began_ns, slo=load.slo)
@@ -110,8 +106,8 @@ def _axes(load: Load, model: str) -> dict[str, Any]:
 
 
 def _tokens(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Prompt tokens and those of them that the server had in its caches, of answers that tell of both; tokens
-    per chunk, of answers whose tokens are known. None where no answer tells."""
+    """Count prompt and cached tokens of answers that tell both, and tokens per chunk; None where no answer
+    tells."""
     answered = [row for row in measured if row["outcome"] == OK]
     told = [row for row in answered if None not in (row["num_prompt_tokens"], row["num_cached_tokens"])]
     sums: dict[str, Any] = {
@@ -125,12 +121,9 @@ def _tokens(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rates(sent: Sent, phases: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What went through in the measured window: from the first measured request's due time to that of the
-    first one of the cool-down; without cool-down to the end of the last answer.
-
-    Answers, good ones (goodput) and tokens count where they were read, also those of requests that came
-    before the window; what is offered, and the shares that were good or failed, are of requests due in it.
-    """
+    """Measure the rates of the window from the first measured due time to the first of the cool-down (without
+    one, to the last answer). Answers, good ones and tokens count where they were read; what is offered, and
+    shares, are of requests due in it."""
     measured = [row for row in rows if row["phase"] == MEASURED]
     if not measured:
         return {"window_s": 0.0}
@@ -164,7 +157,7 @@ def _rates(sent: Sent, phases: Sequence[str], rows: Sequence[dict[str, Any]]) ->
 
 
 def _tokens_within(seen: Observed, begin_ns: int, end_ns: int) -> float:
-    """Tokens read in the window; where chunks do not say what they carry, each has an equal part."""
+    """Count tokens read in the window; chunks that do not say what they carry have equal parts."""
     counts: Sequence[float] = seen.chunk_tokens
     if len(counts) != len(seen.chunk_ns):
         counts = [(seen.num_output_tokens or 0) / len(seen.chunk_ns)] * len(seen.chunk_ns)
@@ -172,7 +165,7 @@ def _tokens_within(seen: Observed, begin_ns: int, end_ns: int) -> float:
 
 
 def _generator(sent: Sent, measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How punctual the generator was with the requests that count, and how much of a core it took."""
+    """Tell how punctual the generator was with measured requests, and how much of a core it took."""
     late_ms = [row["send_lag_ms"] for row in measured if row["send_lag_ms"] is not None]
     loop_ms = [lag / NS_PER_MS for lag in sent.loop_lags_ns]
     told: dict[str, Any] = {"generator_cpu_share": sent.cpu_ns / max(1, sent.ended_ns - sent.began_ns)}
@@ -184,11 +177,8 @@ def _generator(sent: Sent, measured: Sequence[dict[str, Any]]) -> dict[str, Any]
 
 
 def _latency(name: str, measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Mean and percentiles of a metric with their intervals; None where the sample does not support one.
-
-    Percentiles are of all measured requests: one that failed is infinitely late, and a percentile that falls
-    on such requests is None. Means are of what was answered.
-    """
+    """Estimate mean and percentiles; None where the sample supports none. Percentiles are of all measured
+    requests, failed ones infinitely late; means are of what was answered."""
     values: list[float] = []
     for row in measured:
         value = row[f"{name}_ms"]

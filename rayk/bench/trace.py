@@ -24,8 +24,6 @@ NS_PER_MS = 1e6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recorded:
-    """One request of a trace."""
-
     at_ns: int
     num_prompt_tokens: int
     num_output_tokens: int
@@ -33,10 +31,7 @@ class Recorded:
 
 
 def read_trace(path: Path, *, limit: int | None = None) -> list[Recorded]:
-    """Requests in order of their time. Raises UserError that names file and line.
-
-    limit: the first so many.
-    """
+    """Read the first `limit` requests in order of their time. Raises UserError that names file and line."""
     try:
         lines = read_text(path, PROMPTS_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -91,11 +86,8 @@ def _is_whole(value: Any) -> TypeGuard[int]:
 def prompt_tokens(
     row: Recorded, *, index: int, block_tokens: int, token_ids: tuple[int, int], seed: int
 ) -> list[int]:
-    """A prompt for a request: block by block the tokens that its id is drawn to, then the request's own.
-
-    block_tokens: what 512 tokens of the trace become; a prompt shrinks to as many 512ths of it, rounded up.
-    token_ids: lowest and highest. index: the request's, which its own tokens are drawn with.
-    """
+    """Draw a prompt: block by block the tokens of its hash id, then the request's own, drawn with `index`.
+    512 tokens of the trace become `block_tokens`."""
     count = scaled(row.num_prompt_tokens, block_tokens)
     low, high = token_ids
     tokens: list[int] = []
@@ -108,5 +100,5 @@ def prompt_tokens(
 
 
 def scaled(num_tokens: int, block_tokens: int) -> int:
-    """Tokens of a trace as tokens to send, at least 1."""
+    """Scale tokens of a trace to tokens to send, at least 1."""
     return max(1, -(-num_tokens * block_tokens // BLOCK_TOKENS))

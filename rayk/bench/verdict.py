@@ -1,4 +1,4 @@
-"""Whether a load's numbers can be trusted: VALID, NOISY (imprecise) or INVALID (not what they say)."""
+"""Judge whether a load's numbers can be trusted: VALID, NOISY (imprecise) or INVALID (not what they say)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Row = dict[str, Any]
 
 
 def judge(load: Load, cell: Row, rows: Sequence[Row]) -> tuple[str, list[str]]:
-    """The verdict on a load and every reason for it, those that make it INVALID first."""
+    """Give the verdict and every reason for it, those that make it INVALID first."""
     measured = [row for row in rows if row["phase"] == MEASURED]
     invalid = [*_generator_faults(cell), *_load_faults(load, cell, measured)]
     noisy = [] if not measured else [*_imprecise(cell, load), *_unsteady(load, cell, measured)]
@@ -32,7 +32,6 @@ def judge(load: Load, cell: Row, rows: Sequence[Row]) -> tuple[str, list[str]]:
 
 
 def _generator_faults(cell: Row) -> list[str]:
-    """What the generator itself could not do."""
     limit_ms = _lag_limit_ms(cell, MAX_LAG_SHARE)
     found = [
         f"the generator does not keep up: {what} is {cell[f'{name}_lag_ms_p90']:.1f} ms at p90, "
@@ -53,7 +52,7 @@ def _lag_limit_ms(cell: Row, share: float) -> float:
 
 
 def _load_faults(load: Load, cell: Row, measured: Sequence[Row]) -> list[str]:
-    """Where what was measured is not the load that was asked for."""
+    """Find where what was measured is not the load that was asked for."""
     answered = [row for row in measured if row["outcome"] == OK]
     if not answered:
         errors = sorted({row["error"] for row in measured if row["error"]})
@@ -91,7 +90,7 @@ def _count(count: int, one: str, many: str) -> str:
 
 
 def _imprecise(cell: Row, load: Load) -> list[str]:
-    """Numbers that another run may well not find again; what makes the load INVALID is not said again."""
+    """Find numbers that another run may not find again; what makes the load INVALID is not repeated."""
     found = []
     wide = []
     for name in METRICS:
@@ -120,7 +119,6 @@ def _imprecise(cell: Row, load: Load) -> list[str]:
 
 
 def _unsteady(load: Load, cell: Row, measured: Sequence[Row]) -> list[str]:
-    """Where there is no steady state to have a mean of."""
     found = []
     for name in ("ttft", "e2e"):
         values = [row[f"{name}_ms"] for row in measured if row["outcome"] == OK]

@@ -1,8 +1,5 @@
-"""Who reads what, drawn: which rank holds which units, and from whom each consumer rank reads them.
-
-In text a table of dots, one row per run of units that fare alike; in HTML a picture (SVG) with a line from
-each producer rank's units to the consumer rank that reads them.
-"""
+"""Draw which rank holds which units, and from whom each consumer rank reads them: as a table of dots in text,
+with a row per run of units that fare alike, and as SVG in HTML, with a line from producer to consumer."""
 
 from __future__ import annotations
 
@@ -20,10 +17,10 @@ LEGEND = (
     f"{READ} read by a consumer, {HELD} held and not read (a replica); "
     "under decode the producer rank that each is read from"
 )
+# of producer ranks, in turn: told apart in light and dark
 COLOURS = ("#3b7dd8", "#d9822b", "#2a9d6f", "#b0489b", "#c2453c", "#6f62c9", "#8a7a1f", "#2f97a8")
-"""Of producer ranks, in turn: told apart in light and dark."""
+# pixels: a row of units, a rank's box, room for lines, between boxes
 ROW, BOX, GAP, MARGIN = 22, 150, 260, 10
-"""Pixels: height of a row of units, width of a rank's box, room for lines, between boxes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +35,10 @@ class Strip:
     sources: Mapping[tuple[int, int], int]  # (consumer rank, unit) -> the producer rank it is read from
 
     def runs(self) -> list[tuple[int, ...]]:
-        """Neighbouring units that the same ranks hold and read alike."""
+        """Group neighbouring units that the same ranks hold and read alike."""
         return [tuple(run) for _, run in groupby(self.units, key=self._fate)]
 
     def is_read(self, producer: int, unit: int) -> bool:
-        """Whether somebody reads a unit from this rank."""
         return any(u == unit and source == producer for (_, u), source in self.sources.items())
 
     def _fate(self, unit: int) -> tuple[object, ...]:
@@ -51,7 +47,6 @@ class Strip:
 
 
 def strips(explanation: Explanation) -> list[Strip]:
-    """What there is to draw, in the order of the consumer's KV groups."""
     found = []
     for index, group in enumerate(explanation.sides["decode"].groups):
         reads = [r for r in explanation.reads if r.group == index]
@@ -80,7 +75,6 @@ def strips(explanation: Explanation) -> list[Strip]:
 
 
 def text_drawing(explanation: Explanation) -> Iterator[str]:
-    """Lines of the table of dots."""
     drawn = strips(explanation)
     if not drawn:
         return
@@ -92,13 +86,12 @@ def text_drawing(explanation: Explanation) -> Iterator[str]:
 
 
 def idle_ranks(explanation: Explanation) -> tuple[int, ...]:
-    """Producer ranks that nobody reads anything from."""
     read = {r.producer_rank for r in explanation.reads}
     return tuple(rank for rank in range(explanation.sides["prefill"].tp) if rank not in read)
 
 
 def idle_text(explanation: Explanation) -> str:
-    """A line on them: they must learn when they may free."""
+    """Say that idle ranks, too, must learn when they may free."""
     ranks = idle_ranks(explanation)
     holds = "holds" if len(ranks) == 1 else "hold"
     return (
@@ -131,7 +124,7 @@ def _strip_lines(strip: Strip) -> Iterator[str]:
 
 
 def svg_drawing(explanation: Explanation) -> str:
-    """A figure per strip; "" if there is nothing to draw."""
+    """Draw a figure per strip; "" if there is nothing to draw."""
     figures = [
         f"<figure><figcaption>{html.escape(strip.title)}</figcaption>{_strip_svg(strip)}</figure>"
         for strip in strips(explanation)
@@ -143,7 +136,8 @@ def svg_drawing(explanation: Explanation) -> str:
 
 
 def _strip_svg(strip: Strip) -> str:
-    """Producer ranks on the left, consumer ranks on the right, a box each with a row per run of its units."""
+    """Draw producer ranks on the left, consumer ranks on the right, a box each with a row per run of its
+    units."""
     sides = [_boxes(strip, held) for held in (strip.producers, strip.consumers)]
     parts: list[str] = []
     for side, (name, boxes) in enumerate(zip(("prefill", "decode"), sides, strict=True)):
@@ -160,7 +154,6 @@ def _strip_svg(strip: Strip) -> str:
 
 
 Boxes = list[tuple[int, list[tuple[int, ...]]]]
-"""By rank: the top of its box in pixels, and its runs of units."""
 
 
 def _boxes(strip: Strip, held: tuple[frozenset[int], ...]) -> Boxes:
@@ -188,7 +181,7 @@ def _box_svg(
 
 
 def _lines_svg(strip: Strip, producers: Boxes, consumers: Boxes) -> Iterator[str]:
-    """A curve from every run to each rank that reads it, in the producer rank's colour."""
+    """Draw a curve from every run to each rank that reads it, in the producer rank's colour."""
     for rank, (top, rows) in enumerate(consumers):
         for i, run in enumerate(rows):
             source = strip.sources.get((rank, run[0]))
@@ -208,7 +201,6 @@ def _lines_svg(strip: Strip, producers: Boxes, consumers: Boxes) -> Iterator[str
 
 
 def _producer_group(explanation: Explanation, group: Group, kind: Units) -> Group:
-    """The producer's group that keeps the same fields of the group's first layer."""
     return next(
         g
         for g in explanation.sides["prefill"].groups
@@ -217,7 +209,6 @@ def _producer_group(explanation: Explanation, group: Group, kind: Units) -> Grou
 
 
 def _held(group: Group, kind: Units) -> tuple[frozenset[int], ...]:
-    """By rank, the units it holds of these fields."""
     return tuple(
         frozenset(unit for u in units if set(u.fields) & set(kind.fields) for unit in u.ids)
         for units in group.units

@@ -1,4 +1,4 @@
-"""What `rayk explain` computes. Free of torch: configs, geometry and the transfer plan only."""
+"""Compute `rayk explain` from configs, geometry and the transfer plan, free of torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DEFAULT_TOKENS = 1024
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sight:
-    """Layers of a KV group that do not see every position before a token, whatever the group keeps."""
+    """Layers of a KV group that do not see every earlier position, whatever the group keeps."""
 
     layers: tuple[int, ...]
     window: int | None  # the last so many positions are seen, the token's own counted
@@ -48,37 +48,30 @@ class Sight:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """One KV group of an engine."""
-
     kind: str
     layers: tuple[int, ...]
     num_positions: int
     block_size: int  # tokens, after growing towards the largest page
-    readers: tuple[int, ...]
-    """Layers that keep nothing and use the pages of one of `layers` (see Explanation.sharing)."""
-    chunks: tuple[int, ...]
-    """Of its chunked layers: positions of the runs that they see. Kernel blocks divide them."""
+    readers: tuple[int, ...]  # layers that keep nothing and use the pages of one of `layers`
+    chunks: tuple[int, ...]  # of its chunked layers, in positions; kernel blocks divide them
     sights: tuple[Sight, ...]  # of its windowed and chunked layers
     covers_request: bool  # whether a block covers all of the model's positions: a request then has one
     rows: int  # of a block: its tokens, or one state
     kernel_block_size: int  # rows
     page_bytes: int  # one layer's of a block, before tensor parallelism
     wasted_bytes_per_block: int  # bytes of a block that no layer uses, before tensor parallelism
+    # by rank: bytes of its block that no layer uses there, other groups' replicas included
     unused_bytes_per_block: tuple[int, ...]
-    """Of each rank: bytes of its block that no layer uses there, with what replicas of other groups add."""
     units: tuple[tuple[Units, ...], ...]  # of each rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
-    """One engine's memory."""
-
     tp: int
     layout: str
     block_bytes: int  # one block over all layers on one rank (the largest)
     buffer_bytes: int  # a rank's whole buffer (the largest)
-    kv_waste_bytes: int
-    """Of a request of `waste_tokens` tokens: held but not needed by its layers, before tensor parallelism."""
+    kv_waste_bytes: int  # of a request of `waste_tokens` tokens, before tensor parallelism
     kv_waste_percent: float
     waste_tokens: int
     groups: tuple[Group, ...]
@@ -86,7 +79,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """A layer that keeps nothing, and sends nothing."""
+    """A layer that keeps and sends nothing."""
 
     layer: int
     uses: int  # the layer whose pages it uses
@@ -94,11 +87,10 @@ class Sharing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FastPrefill:
-    """What `fast_prefill` changes for a prompt of `num_tokens` of which only the last token's logits are
-    wanted. A token-layer is one layer's computation of one token."""
+    """What `fast_prefill` changes for a prompt of `num_tokens` whose last token alone needs logits. A
+    token-layer is one layer's computation of one token."""
 
-    layers: tuple[int, ...]
-    """The trailing layers that share: they compute only tokens whose logits are wanted."""
+    layers: tuple[int, ...]  # the trailing sharing layers: they compute only tokens whose logits are wanted
     sides: tuple[str, ...]  # engines that were asked for it
     num_token_layers: int  # with it
     num_token_layers_without: int
@@ -106,7 +98,7 @@ class FastPrefill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """The answer. `reason` says why not, when not supported; then the rest is empty."""
+    """The answer. Where it is not supported, `reason` says why and the rest is empty."""
 
     supported: bool
     reason: str
@@ -124,15 +116,12 @@ class Explanation:
     sides: Mapping[str, Side] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self)
 
 
 def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | None = None) -> Explanation:
-    """Explain the pair of engines that `settings` (a spec's mapping) describes.
-
-    Raises UserError for bad input; what is merely not possible is an answer.
-    """
+    """Explain the engines that `settings` (a spec's mapping) describes. What is not possible is an answer;
+    bad input raises UserError."""
     config = read_config(model)
     cell, refused = _cell(model, settings, config)
     assert cell.decode is not None
@@ -166,7 +155,7 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
 
 
 def _engine_text(engine: EngineConfig) -> str:
-    """`TP 2`, and the layout and KV format if they were asked for."""
+    """E.g. `TP 2`, and the layout and KV format if they were asked for."""
     texts = [f"TP {engine.tp}"]
     texts += [engine.layout] if engine.layout != "auto" else []
     texts += [engine_format("", engine.kv_dtype, engine.kv_scales)] if engine.kv_dtype != "auto" else []
@@ -182,7 +171,7 @@ def locate(
     byte: int | None,
     find: str | None,
 ) -> list[dict[str, Any]]:
-    """Coordinates of a byte of a rank's buffer, or the bytes of a coordinate. Raises UserError."""
+    """Find the coordinates of a byte of a rank's buffer, or the bytes of a coordinate. Raises UserError."""
     config = read_config(model)
     cell, refused = _cell(model, settings, config)
     if refused:
@@ -206,17 +195,16 @@ def locate(
 
 
 def _sources(config: DecoderConfig) -> dict[int, int]:
-    """Layer that keeps nothing -> the one whose pages it uses."""
+    """Map each layer that keeps nothing to the one whose pages it uses."""
     return {n: s for n in config.sharing_layers if (s := config.layers[n].kv_source) is not None}
 
 
 def _name(model: Path) -> str:
-    """Of a folder, or of the one that a config.json lies in."""
     return (model if model.is_dir() else model.parent).name
 
 
 def _cell(model: str, settings: Mapping[str, Any], config: DecoderConfig) -> tuple[Cell, str]:
-    """The one cell, and why it is refused ("" when it is not): TP sizes, layouts, what is not built yet."""
+    """Plan the one cell, and say why it is refused ("" when it is not)."""
     loaded = load_spec(
         {"model": model, "prompts": {"random": {}}, "checks": ["kv_bytes"], **settings}, source="options"
     )
@@ -242,7 +230,6 @@ def _fast_prefill(cell: Cell, config: DecoderConfig, num_tokens: int) -> FastPre
 
 
 def _length_note(num_tokens: int, config: DecoderConfig, producer: EnginePlan) -> list[str]:
-    """Why the sequence is not of the default length."""
     if num_tokens == DEFAULT_TOKENS:
         return []
     why = f"the model has {config.max_positions:,} positions"
@@ -253,7 +240,7 @@ def _length_note(num_tokens: int, config: DecoderConfig, producer: EnginePlan) -
 
 
 def _border_notes(consumer: EnginePlan, config: DecoderConfig, num_tokens: int) -> list[str]:
-    """Why groups are read 0 bytes of."""
+    """Say why 0 bytes of some groups are read."""
     groups = [g for g in consumer.groups if not g.spec.live_rows(num_tokens)]
     alike: dict[int, list[int]] = defaultdict(list)
     for group, chunks in zip(groups, group_chunks(groups, config), strict=True):
@@ -267,7 +254,7 @@ def _border_notes(consumer: EnginePlan, config: DecoderConfig, num_tokens: int) 
 
 
 def _num_tokens(asked: int | None, config: DecoderConfig, producer: EnginePlan, consumer: EnginePlan) -> int:
-    """Tokens of the sequence: what was asked, else as many as fit up to 1024."""
+    """Choose the sequence's tokens: as asked, else as many as fit up to 1024."""
     ranks = {"prefill": producer.ranks[0], "decode": consumer.ranks[0]}
     room = {side: _capacity_tokens(rank) for side, rank in ranks.items()}
     if asked is None:
@@ -291,12 +278,12 @@ def _num_tokens(asked: int | None, config: DecoderConfig, producer: EnginePlan, 
 
 
 def _num_blocks(rank: RankGeometry, num_tokens: int) -> int:
-    """Blocks of a sequence if every group kept all of it."""
+    """Count blocks of a sequence if every group kept all of it."""
     return sum(-(-num_tokens // g.block_size) for g in rank.groups)
 
 
 def _capacity_tokens(rank: RankGeometry) -> int:
-    """Tokens of one sequence that fit if every group kept all of them (block 0 is the null block)."""
+    """Count tokens of one sequence that fit if every group kept all of them (block 0 is the null block)."""
     most = (rank.num_blocks - 1) * max(g.block_size for g in rank.groups)
     return bisect_right(range(most + 1), rank.num_blocks - 1, key=partial(_num_blocks, rank)) - 1
 

@@ -1,4 +1,4 @@
-"""Bytes of a rank's buffer and the coordinates they stand for, both ways. Free of torch."""
+"""Name bytes of a rank's buffer by coordinates, and find them by coordinates. Free of torch."""
 
 from __future__ import annotations
 
@@ -9,17 +9,15 @@ from typing import Any
 from rayk.kv.geometry import FieldGeometry, GroupGeometry, RankGeometry
 from rayk.types.errors import UserError
 
+# `head` is a `unit` of what has heads; `token` is one of a block
 NUMBERS = ("group", "layer", "block", "unit", "token")
-"""Keys of a coordinate that are numbers. `head` is a `unit` of what has heads; `token` is one of a block."""
 
 
 def name_byte(rank: RankGeometry, byte: int, sources: Mapping[int, int]) -> list[dict[str, Any]]:
-    """What a byte of the buffer is: one coordinate per KV group that uses it; none in padding.
-
-    `sources`: layer that keeps nothing -> the one whose pages it uses.
-    Keys: those of kv.geometry.Coordinate, `kind` and `part` of the layer's cache, `has_token_rows` (else
-    `row` is no token's), `unit_name`, and `used_by`, the layers that use the page without keeping any.
-    """
+    """Name a byte by a coordinate per KV group that uses it; none in padding. `sources` maps a layer that
+    keeps nothing to the one whose pages it uses. Beside the keys of kv.geometry.Coordinate there are `kind`
+    and `part` of the layer's cache, `has_token_rows` (else `row` is no token's), `unit_name`, and `used_by`,
+    the layers that use the page without keeping any."""
     groups = {g.group.index: g for g in rank.groups}
     found = []
     for c in rank.describe(byte):
@@ -33,11 +31,8 @@ def name_byte(rank: RankGeometry, byte: int, sources: Mapping[int, int]) -> list
 def find_coordinate(
     ranks: Sequence[RankGeometry], rank: int, text: str, sources: Mapping[int, int]
 ) -> list[dict[str, Any]]:
-    """First byte and length of the row of each field of a rank's buffer that a coordinate names, with the
-    layer that was `asked` for and the `layer` whose page it is: another one where it is in `sources`.
-
-    Raises UserError that says what is wrong with it, and what there is.
-    """
+    """Find first byte and length of each field's row that a coordinate names, with the layer that was `asked`
+    for and the `layer` whose page it is. Raises UserError that says what is wrong, and what there is."""
     try:
         wanted = _parse(text, sources)
         found = _held(ranks, rank, _named(ranks[rank], wanted, sources), wanted)
@@ -47,7 +42,7 @@ def find_coordinate(
 
 
 def numbers(values: Iterable[int]) -> str:
-    """Ascending numbers with runs shortened: 0-3, 7."""
+    """Shorten runs of ascending numbers: 0-3, 7."""
     parts: list[list[int]] = []
     for value in values:
         if parts and value == parts[-1][-1] + 1:
@@ -58,7 +53,7 @@ def numbers(values: Iterable[int]) -> str:
 
 
 def counted(name: str, ids: Sequence[int]) -> str:
-    """`layer 0`, `layers 0-3`."""
+    """E.g. `layer 0`, `layers 0-3`."""
     return f"{name}{'s'[: len(ids) != 1]} {numbers(ids)}"
 
 
@@ -80,7 +75,7 @@ _Found = list[tuple[GroupGeometry, FieldGeometry]]
 
 
 def _parse(text: str, sources: Mapping[int, int]) -> _Wanted:
-    """Raises UserError for what no model has."""
+    """Parse a coordinate. Raises UserError for what no model has."""
     parts = [part.partition("=") for part in text.split(",")]
     given = {key.strip(): value.strip() for key, _, value in parts}
     wrong = [f"no {n!r} is known" for n in given if n not in (*NUMBERS, "head", "field")]
@@ -110,7 +105,8 @@ def _parse(text: str, sources: Mapping[int, int]) -> _Wanted:
 
 
 def _named(rank: RankGeometry, wanted: _Wanted, sources: Mapping[int, int]) -> _Found:
-    """The fields that a coordinate may mean, whoever holds its unit. Raises UserError when there is none."""
+    """Find the fields that a coordinate may mean, whoever holds its unit. Raises UserError when there is
+    none."""
     layer, token = wanted.layer, wanted.token
     layers = sorted({n for g in rank.groups for n in g.group.layers})
     if layer not in layers:
@@ -155,7 +151,7 @@ def _check(found: Sequence[object], problem: str, mend: str = "") -> None:
 
 
 def _held(ranks: Sequence[RankGeometry], rank: int, named: _Found, wanted: _Wanted) -> _Found:
-    """Those of the named fields whose unit this rank holds. Raises UserError with the ranks that do."""
+    """Keep the fields whose unit this rank holds. Raises UserError with the ranks that do."""
     unit = wanted.unit or 0
     held = [(g, f) for g, f in named if unit in f.units]
     if not held:
@@ -174,7 +170,7 @@ def _held(ranks: Sequence[RankGeometry], rank: int, named: _Found, wanted: _Want
 
 
 def _units_text(found: _Found) -> str:
-    """What units the fields have: `heads 0-7 (conv_x, ssm), groups 0-1 (conv_b, conv_c)`."""
+    """E.g. `heads 0-7 (conv_x, ssm), groups 0-1 (conv_b, conv_c)`."""
     alike: dict[tuple[str, int], list[str]] = {}
     for _, f in found:
         alike.setdefault((f.field.unit_name, f.field.units), []).append(f.field.name)
@@ -184,7 +180,6 @@ def _units_text(found: _Found) -> str:
 
 
 def _place(group: GroupGeometry, f: FieldGeometry, wanted: _Wanted) -> dict[str, Any]:
-    """Token 0 where none was given."""
     kernel_block, row = divmod((wanted.token or 0) // group.tokens_per_row, group.kernel_block_size)
     kernel_block += wanted.block * group.kernel_blocks_per_block
     position, slot = group.group.layers.index(wanted.layer), f.units.index(wanted.unit or 0)

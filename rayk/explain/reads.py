@@ -1,4 +1,4 @@
-"""The reads of `rayk explain`: what each moves, and what the cost model expects of it. Free of torch."""
+"""Describe the reads of `rayk explain`: what each moves, and what the cost model expects. Free of torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LAYER_NS = tuple(1 << n for n in range(10, 28))  # what a layer may take to comp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Units:
-    """Global units of the fields that have the same."""
+    """Fields that have the same global units."""
 
     unit_name: str  # what they are: heads, groups, ..
     fields: tuple[str, ...]
@@ -44,13 +44,12 @@ class Read:
     num_descriptors_merged: int  # left when consecutive blocks of dense runs are read as one
     direct_us: float  # what the cost model expects, blocks straight into pages
     staged_us: float | None  # the same through the staging buffer; None where that cannot be, or it is pushed
-    way: str
-    """What would be chosen: direct, staged, or mixed where parts of it differ. A push: direct."""
+    way: str  # what would be chosen: direct, staged, or mixed; a push: direct
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushLayers:
-    """Layers per write where computing a layer takes this long, and longer until the next entry."""
+    """Layers per write where computing a layer takes at least this long, until the next entry."""
 
     from_layer_us: float
     layers: int
@@ -58,18 +57,15 @@ class PushLayers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transfer:
-    """How it travels."""
-
     mode: str  # pull or push
     staging: str  # auto, never or always; of pulls only
     costs: str  # what the expected times are of
-    push_layers: tuple[PushLayers, ...]
-    """Of a push; of the producer rank that says fewest. A pull: nothing."""
+    push_layers: tuple[PushLayers, ...]  # of a push, of the producer rank with fewest; a pull: nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversion:
-    """The consumer keeps another format than the producer, and converts what arrives."""
+    """Says that the consumer converts what arrives into another format."""
 
     producer_formats: tuple[str, ...]
     consumer_formats: tuple[str, ...]
@@ -78,7 +74,7 @@ class Conversion:
 
 
 def _landing(producer: RankGeometry, consumer: RankGeometry) -> RankGeometry:
-    """Where a consumer rank's rows arrive: its own cache, or what is converted from."""
+    """Find where a consumer rank's rows arrive: its own cache, or what is converted from."""
     if not needs_conversion(producer, consumer):
         return consumer
     return wire_geometry(producer, consumer, producer.num_blocks)
@@ -87,10 +83,8 @@ def _landing(producer: RankGeometry, consumer: RankGeometry) -> RankGeometry:
 def explain_reads(
     producer: EnginePlan, consumer: EnginePlan, num_tokens: int, transfer: TransferSpec
 ) -> list[Read]:
-    """All reads of a sequence of consecutive blocks.
-
-    Raises TransferError where it must be staged, and may not be.
-    """
+    """List all reads of a sequence of consecutive blocks. Raises TransferError where a read must be staged
+    and may not be."""
     reads = []
     source_tables = consecutive_tables(producer.ranks[0], num_tokens)
     for rank in (_landing(producer.ranks[0], r) for r in consumer.ranks):
@@ -133,7 +127,6 @@ def _option(read: BlockReads, transfer: TransferSpec) -> Option:
 
 
 def explain_transfer(producer: EnginePlan, consumer: EnginePlan, transfer: TransferSpec) -> Transfer:
-    """The choices beside each read's."""
     return Transfer(
         mode=transfer.mode,
         staging=transfer.staging,
@@ -161,7 +154,6 @@ def _push_layers(
 def explain_conversion(
     producer: EnginePlan, consumer: EnginePlan, reads: Sequence[Read], num_tokens: int
 ) -> Conversion | None:
-    """None where rows are kept as they arrive."""
     if not needs_conversion(producer.ranks[0], consumer.ranks[0]):
         return None
     landing = _landing(producer.ranks[0], consumer.ranks[0])
@@ -180,13 +172,12 @@ def explain_conversion(
 
 
 def _formats(plan: EnginePlan) -> tuple[str, ...]:
-    """Of token rows, in the order of groups."""
+    """List the formats of token rows, in the order of groups."""
     specs = [g.group.spec for g in plan.ranks[0].groups]
     return tuple(dict.fromkeys(spec.dtype for spec in specs if spec.has_token_rows))
 
 
 def units_of(group: GroupGeometry, by_field: Mapping[str, tuple[int, ...]]) -> tuple[Units, ...]:
-    """Fields of like units together, in page order."""
     alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for f in group.fields:
         if f.field.name in by_field:

@@ -1,4 +1,4 @@
-"""An explanation for people: text and HTML."""
+"""Write an explanation for people, as text and HTML."""
 
 from __future__ import annotations
 
@@ -29,12 +29,10 @@ LEFT = ("kind", "layers", "units", "way")  # those of HEAD that are text, not nu
 
 
 def refusal(explanation: Explanation) -> str:
-    """Why not."""
     return f"not supported: {explanation.reason.removeprefix('not supported yet: ')}"
 
 
 def summary(explanation: Explanation) -> str:
-    """One line of totals."""
     return (
         f"{explanation.bytes:,} bytes in {explanation.num_descriptors:,} descriptors "
         f"for a sequence of {explanation.num_tokens:,} tokens"
@@ -42,7 +40,7 @@ def summary(explanation: Explanation) -> str:
 
 
 def remarks(explanation: Explanation) -> Iterator[str]:
-    """Lines on the model and on numbers that may surprise."""
+    """Yield lines on the model and on numbers that may surprise."""
     if explanation.conversion is not None:
         yield conversion_text(explanation.conversion)
     if explanation.transfer is not None:
@@ -56,7 +54,7 @@ def remarks(explanation: Explanation) -> Iterator[str]:
 
 
 def conversion_text(conversion: Conversion) -> str:
-    """`decode converts on receive: float32 -> fp8_e4m3, ...`."""
+    """E.g. `decode converts on receive: float32 -> fp8_e4m3, ...`."""
     formats = (", ".join(f) for f in (conversion.producer_formats, conversion.consumer_formats))
     return (
         f"decode converts on receive: {' -> '.join(formats)}; {conversion.wire_bytes:,} bytes on the wire "
@@ -65,7 +63,6 @@ def conversion_text(conversion: Conversion) -> str:
 
 
 def transfer_text(transfer: Transfer) -> str:
-    """How it travels, and what the expected times are of."""
     costs = f"expected times are those of {transfer.costs}"
     if transfer.mode == "pull":
         return f"pull, staging {transfer.staging}; {costs}"
@@ -75,7 +72,7 @@ def transfer_text(transfer: Transfer) -> str:
 
 
 def fast_prefill_text(fast: FastPrefill, num_tokens: int) -> str:
-    """What it saves where it was asked for, or would save."""
+    """Say what fast prefill saves where it was asked for, or would save."""
     asked = f"fast prefill ({', '.join(fast.sides)})" if fast.sides else "fast prefill (not asked for)"
     if not fast.layers:
         return f"{asked}: no trailing layers share: nothing changes"
@@ -88,7 +85,8 @@ def fast_prefill_text(fast: FastPrefill, num_tokens: int) -> str:
 
 
 def sharing_text(sharing: Sequence[Sharing]) -> str:
-    """`layers 4-7 keep and send nothing: 4, 6 use the pages of layer 2; 5, 7 use the pages of layer 3`."""
+    """E.g. `layers 4-7 keep and send nothing: 4, 6 use the pages of layer 2; 5, 7 use the pages of layer
+    3`."""
     users: dict[int, list[int]] = {}
     for s in sharing:
         users.setdefault(s.uses, []).append(s.layer)
@@ -104,7 +102,6 @@ def sharing_text(sharing: Sequence[Sharing]) -> str:
 
 
 def side_lines(explanation: Explanation) -> list[tuple[str, list[str]]]:
-    """One line per engine, and one per KV group of it."""
     lines = []
     for name, side in explanation.sides.items():
         waste = f"{side.kv_waste_bytes:,} bytes ({side.kv_waste_percent:.1f} %) before TP"
@@ -140,7 +137,7 @@ def _group_text(group: Group, sharing: Sequence[Sharing]) -> str:
 
 
 def _sight_text(sight: Sight, group: Group) -> str:
-    """`chunks of 64 positions`, of which layers if not of all."""
+    """E.g. `chunks of 64 positions`, with the layers if not all have them."""
     what = f"chunks of {sight.chunk:,}" if sight.chunk is not None else f"windows of {sight.window:,}"
     if sight.layers == group.layers:
         return f"{what} positions"
@@ -148,7 +145,7 @@ def _sight_text(sight: Sight, group: Group) -> str:
 
 
 def _uses_text(group: Group, sharing: Sequence[Sharing]) -> str:
-    """Which of the group's layers are used by which others."""
+    """Say which of the group's layers are used by which others."""
     users = {n: [s.layer for s in sharing if s.layer in group.readers and s.uses == n] for n in group.layers}
     if len(group.layers) == 1:
         return _users_text(group.readers)
@@ -159,12 +156,11 @@ def _uses_text(group: Group, sharing: Sequence[Sharing]) -> str:
 
 
 def _users_text(readers: Sequence[int]) -> str:
-    """Layers that use pages beside those that keep them."""
     return f" (used by {numbers(readers)}, too)" if readers else ""
 
 
 def units_text(units: Sequence[Units]) -> str:
-    """`heads 0-3`; where fields differ, `conv_x, ssm: heads 0-3; conv_b, conv_c: group 0`."""
+    """E.g. `heads 0-3`; where fields differ, `conv_x, ssm: heads 0-3; conv_b, conv_c: group 0`."""
     texts = [counted(u.unit_name, u.ids) for u in units]
     if len(units) > 1:
         texts = [f"{', '.join(u.fields)}: {text}" for u, text in zip(units, texts, strict=True)]
@@ -172,7 +168,6 @@ def units_text(units: Sequence[Units]) -> str:
 
 
 def read_rows(explanation: Explanation) -> list[tuple[str, ...]]:
-    """The table of reads, in the order of HEAD."""
     return [
         (
             str(read.consumer_rank),
@@ -193,7 +188,7 @@ def read_rows(explanation: Explanation) -> list[tuple[str, ...]]:
 
 
 def place_lines(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """One line per coordinate of a byte, or per run of bytes of a coordinate."""
+    """Write a line per coordinate of a byte, or per run of bytes of a coordinate."""
     if not found:
         return ["no KV: padding, or block generations"]
     return [_bytes_line(f) if "num_bytes" in f else _coordinate_line(f) for f in found]
@@ -224,7 +219,6 @@ def _field_text(found: Mapping[str, Any]) -> str:
 
 
 def as_html(explanation: Explanation) -> str:
-    """One self-contained page."""
     title = f"{explanation.model}: " + " to ".join(f"{n} {text}" for n, text in explanation.engines.items())
     title = html.escape(title)
     about = f"supported: {summary(explanation)}" if explanation.supported else refusal(explanation)

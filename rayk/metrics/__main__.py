@@ -1,4 +1,4 @@
-"""Prints every metric: `python -m rayk.metrics`."""
+"""Print every metric: `python -m rayk.metrics`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rayk.metrics import METRICS
 
 
 def table() -> str:
-    """All metrics as a Markdown table, by the names they have on a node's endpoint."""
+    """Write all metrics as a Markdown table, by their names on a node's endpoint."""
     lines = ["| name | kind | unit | labels | help |", "|---|---|---|---|---|"]
     for metric in METRICS.values():
         name = metric.name if metric.name.startswith("rayk_front_") else f"ray_{metric.name}"

@@ -22,17 +22,16 @@ from dataclasses import dataclass, replace
 _TENTHS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.3, 0.5, 0.75, 0.8)
 _WHOLE = (1.0, 1.5, 2.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 80.0, 120.0)
 _SECONDS = (0.001, 0.0025, 0.005, 0.0075, *_TENTHS, *_WHOLE)
-"""Of requests: the borders of vLLM's TTFT and E2E histograms as far as anybody waits, and some below them for
-small models. A quantile is off by less than the ratio of the borders it lies between."""
+"""Seconds of requests: vLLM's borders of TTFT and E2E as far as anybody waits, and some below for small
+models."""
 _GAPS = (0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075)
+# of tokens: vLLM's borders, and a decade below them
 _ITL = (*_GAPS, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
-"""Of tokens: the borders of vLLM's ITL histogram, and a decade below them."""
 _SHORT = (0.0001, 0.00025, 0.0005, *_GAPS, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)  # of steps and transfers
 _COUNTS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0)
 _BYTES = tuple(float(1 << n) for n in range(12, 36, 3))
 
-RANK_LABELS = ("model", "engine", "role", "rank")
-"""What every value of an engine's rank is labelled with; its sink knows them."""
+RANK_LABELS = ("model", "engine", "role", "rank")  # of an engine's rank; its sink knows them
 ENGINE_LABELS = ("model", "engine", "role")  # what is told of a whole engine by whoever looks after it
 TIER_LABELS = ("model", "engine")  # what a host tier's process tells; `engine` is its name
 DEPLOYMENT_LABELS = ("model",)  # of values that belong to requests, wherever they ran
@@ -62,15 +61,12 @@ LABEL_VALUES: dict[str, frozenset[str]] = {
         }
     ),
 }
-"""All values of labels that name one of a fixed set. The others (`model`, `engine`, `rank`, `group`, `kind`,
-`point`, `run`, and `path` and `status` of a front) have as many as a deployment has of them, whatever its
-requests are."""
+"""Fixed values of labels. The others (`model`, `engine`, `rank`, `group`, `kind`, `point`, `run`, `path`,
+`status`) have as many as a deployment has, whatever its requests."""
 
 
 @enum.unique
 class MetricKind(enum.StrEnum):
-    """How values add up."""
-
     COUNTER = enum.auto()
     GAUGE = enum.auto()
     HISTOGRAM = enum.auto()
@@ -78,7 +74,7 @@ class MetricKind(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metric:
-    """One metric. `labels` are the names every value is labelled with, those the sink knows first."""
+    """Describes a metric. `labels` name what every value is labelled with, those the sink knows first."""
 
     name: str
     kind: MetricKind
@@ -125,7 +121,7 @@ def _latency(name: str, help_text: str, buckets: tuple[float, ...] = _SECONDS) -
 
 
 def _of(kind: MetricKind, name: str, unit: str, help_text: str, *labels: str) -> Metric:
-    """Of no engine: all labels are given."""
+    """Make a metric of no engine: all its labels are given."""
     buckets = _SECONDS if kind is MetricKind.HISTOGRAM else ()
     return Metric(name=name, kind=kind, unit=unit, help=help_text, labels=labels, buckets=buckets)
 
@@ -378,12 +374,11 @@ METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (*_ENGINE, *_TRANSFERS, *_OFFLOAD, *_REQUESTS, *_RUN, *_ENGINES, *_FRONT)
 }
-"""Every metric by name."""
 
 
 def beginnings(prefixes: tuple[str, ...], *, is_leader: bool) -> Iterator[tuple[str, dict[str, str]]]:
-    """Counters of a rank whose names begin so, with all values of their own labels where these are fixed:
-    what is 0 when it starts."""
+    """Yield what stands at 0 when a rank starts: counters with these prefixes, by all fixed values of their
+    labels."""
     for name, metric in METRICS.items():
         own = metric.labels[len(RANK_LABELS) :]
         is_ours = metric.kind is MetricKind.COUNTER and metric.labels[: len(RANK_LABELS)] == RANK_LABELS

@@ -1,4 +1,5 @@
-"""What a request must satisfy before it may run: parameters in their ranges, a prompt that fits the model."""
+"""Check what a request must satisfy before it may run: parameters in their ranges, a prompt that fits the
+model."""
 
 from __future__ import annotations
 
@@ -31,7 +32,6 @@ def check_request(prompt: Sequence[int], sampling: SamplingParams, model: ModelC
 
 
 def outside_vocabulary(prompt: Sequence[int], vocab_size: int) -> UserError | None:
-    """Find the first id that is no token of the model; None when all are."""
     outside = next((t for t in prompt if not 0 <= t < vocab_size), None)
     if outside is None:
         return None
@@ -39,7 +39,7 @@ def outside_vocabulary(prompt: Sequence[int], vocab_size: int) -> UserError | No
 
 
 def bad_sampling(sampling: SamplingParams) -> UserError | None:
-    """The first parameter that is out of its range, with the range; None when all are well."""
+    """Find the first parameter that is out of its range."""
     s = sampling
     logprobs, penalty = f"0 to {MAX_LOGPROBS}", f"{-MAX_PENALTY:g} to {MAX_PENALTY:g}"
     for name, fits, allowed in (
@@ -72,7 +72,7 @@ def bad_sampling(sampling: SamplingParams) -> UserError | None:
 
 
 def no_prompt_logprobs(request: Request) -> UserError | None:
-    """Why an engine with fast prefill cannot compute the request's prompt, or None."""
+    """Say why an engine with fast prefill cannot compute the request's prompt."""
     if request.sampling.prompt_logprobs is None:
         return None
     return UserError(
@@ -83,7 +83,7 @@ def no_prompt_logprobs(request: Request) -> UserError | None:
 
 
 def seeded(request: Request) -> Request:
-    """The request with a seed of its own if it draws tokens and was given none."""
+    """Give the request a seed of its own if it draws tokens and was given none."""
     sampling = request.sampling
     if not sampling.temperature or sampling.seed is not None:
         return request

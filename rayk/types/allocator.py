@@ -1,29 +1,30 @@
-"""What the scheduler asks of whoever owns the KV blocks."""
+"""Ask for KV blocks: the protocol between the scheduler and their owner."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
+# per KV group: (first changed index of the block table, the ids from there on)
 BlockUpdates = tuple[tuple[int, tuple[int, ...]], ...]
-"""Per KV group: (first index of the block table that changes, the ids from there on)."""
 
 
 class BlockAllocator(Protocol):
-    """Block tables of running requests, over all KV groups at once."""
+    """Keeps block tables of running requests, over all KV groups at once."""
 
     def extend(self, request_id: str, num_tokens: int) -> BlockUpdates | None:
         """Make the request's tables hold `num_tokens` tokens. None (nothing changed) if blocks are short."""
 
     def match(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> int:
-        """Give a request that has no blocks those of its longest cached prefix of up to `max_tokens` tokens;
-        how many tokens that is."""
+        """Give a request without blocks those of its longest cached prefix of up to `max_tokens` tokens;
+        returns its tokens."""
 
     def unmatch(self, request_id: str) -> None:
-        """The request gives back what `match` found: it cannot go on yet."""
+        """Take back what `match` gave: the request cannot go on yet."""
 
     def remember(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
-        """The KV of so many first tokens is there: full blocks can be found by other requests."""
+        """Let other requests find the full blocks of the request's first `num_computed_tokens` tokens, whose
+        KV is there."""
 
     def block_tables(self, request_id: str) -> tuple[tuple[int, ...], ...]:
         """Block ids per KV group; 0 stands for blocks that need not exist."""
@@ -31,8 +32,7 @@ class BlockAllocator(Protocol):
     def trim(self, request_id: str, num_computed_tokens: int) -> None:
         """Free blocks that no later token reads (outside a window)."""
 
-    def free(self, request_id: str) -> None:
-        """Give back everything the request holds."""
+    def free(self, request_id: str) -> None: ...
 
     def check_integrity(self) -> None:
-        """AssertionError when blocks leaked or are held twice."""
+        """Raise AssertionError when blocks leaked or are held twice."""

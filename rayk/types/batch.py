@@ -1,4 +1,4 @@
-"""One engine step, as the scheduler decided it: plain ints, so that it can be broadcast."""
+"""Hold one engine step as the scheduler decided it: plain ints, so that it can be broadcast."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ class ScheduledRequest:
     """One request's share of a step. Filled by the scheduler."""
 
     request_id: str
-    row: int
-    """Persistent row of the engine's block tables, 0 .. max_seqs - 1."""
+    row: int  # persistent row of the engine's block tables, 0 .. max_seqs - 1
     num_computed_tokens: int  # tokens whose KV exists before this step
     token_ids: tuple[int, ...]  # the tokens computed in this step, at positions num_computed_tokens and on
+    # per KV group: (index in the block table, new block ids)
     new_block_ids: tuple[tuple[int, tuple[int, ...]], ...]
-    """Per KV group: (index in the block table where the new ids go, new block ids)."""
     needs_logits: bool  # whether the last token's logits are sampled (false inside a chunked prefill)
     num_filled_blocks: tuple[int, ...] = ()
-    """Per KV group: how many of the new ids, the first ones, hold KV of this request's tokens already, from a
-    cache or another engine: they were not handed out for this step. Empty: none."""
+    """Per KV group: the first so many of the new ids hold KV of this request already, from a cache or another
+    engine. Empty: none."""
     prompt_logits: tuple[int, int] = (0, 0)
     """[start, stop) in `token_ids`: tokens whose logits tell how likely the prompt's next token was."""
 
     def fresh_blocks(self) -> Iterator[int]:
-        """Blocks that were handed out for this step: nothing in them is anybody's."""
+        """Yield the blocks handed out for this step: nothing in them is anybody's."""
         num_filled = self.num_filled_blocks or (0,) * len(self.new_block_ids)
         for (_, ids), filled in zip(self.new_block_ids, num_filled, strict=True):
             yield from (block for block in ids[filled:] if block)
@@ -35,14 +34,11 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledBatch:
-    """All requests of one step, decodes first."""
-
     step: int
     requests: tuple[ScheduledRequest, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in this step over all requests."""
         return sum(len(r.token_ids) for r in self.requests)
 
 
@@ -53,5 +49,5 @@ class StepTokens:
     token_ids: Mapping[str, int]  # of the requests that needed logits, and got finite ones
     not_finite: frozenset[str] = frozenset()  # those whose logits were not
     logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)  # of these tokens, where asked for
+    # of the tokens of `prompt_logits`, in order
     prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
-    """Of the prompt tokens that `prompt_logits` was about, in order."""

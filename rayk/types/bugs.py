@@ -1,4 +1,4 @@
-"""Bugs: errors that nobody raises on purpose."""
+"""Tell bugs, which nobody raises on purpose, from failures of the machine."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import traceback
 from rayk.types.errors import InternalError
 
 LOG = logging.getLogger("rayk")
+# in a RuntimeError: torch uses it for a failing device and for wrong shapes alike
 MACHINE_WORDS = (
     *("CUDA error", "HIP error", "cuDNN", "NCCL", "out of memory", "allocate memory", "start new thread"),
 )
-"""In a RuntimeError: torch tells of a device that fails by the class that it has for wrong shapes, too."""
+# the device blames a wrong kernel
 KERNEL_WORDS = ("device-side assert", "illegal memory access", "misaligned address")
-"""In what a device says of a kernel that is wrong."""
 
 
 def may_be_the_machine(error: BaseException) -> bool:
-    """Whether a computation may have failed because of its memory, disk, network or device, not of a bug."""
+    """Tell whether a computation may have failed because of memory, disk, network or device, not of a bug."""
     if isinstance(error, OSError | MemoryError | EOFError):
         return True
     text = str(error)
@@ -26,8 +26,7 @@ def may_be_the_machine(error: BaseException) -> bool:
 
 
 def bug(where: str, error: BaseException, trace: str = "") -> InternalError:
-    """What others are told of an error that was met `where`; logged here and now. `trace`: its traceback in
-    another process."""
+    """Log an error met `where` and wrap it for others. `trace` is its traceback in another process."""
     if isinstance(error, InternalError):
         return error
     trace = trace or "".join(traceback.format_exception(error))

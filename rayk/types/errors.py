@@ -50,7 +50,7 @@ def _rebuild(cls: type[RaykError], fields: dict[str, object]) -> RaykError:
 
 
 def _bounded(text: str) -> str:
-    """What is wrong may quote what somebody wrote, which may be anything."""
+    """Shorten a message that quotes what somebody wrote, which may be long."""
     left_out = len(text) - MAX_CHARACTERS
     if left_out <= 0:
         return text
@@ -125,8 +125,7 @@ class LayoutVetoed(RaykError):
     """Every candidate layout has a veto. `vetoes` holds (layout, who, reason) rows."""
 
     vetoes: tuple[tuple[str, str, str], ...]
-    requested: str = ""
-    """The one layout that was asked for; the user then vetoes the others, which the message leaves out."""
+    requested: str = ""  # the one layout asked for; the user vetoes the others, which the message leaves out
     engine: str = ""  # whose layout, for the message
 
     def __str__(self) -> str:
@@ -140,7 +139,6 @@ class LayoutVetoed(RaykError):
         return prefix + "; ".join([*texts, *self._mend()])
 
     def _mend(self) -> list[str]:
-        """Layouts that nobody but the user vetoes, if there are any."""
         others = dict.fromkeys(layout for layout, _, _ in self.vetoes if layout != self.requested)
         refused = {layout for layout, who, _ in self.vetoes if who != "user"}
         left = [layout for layout in others if layout not in refused]
@@ -151,8 +149,6 @@ class LayoutVetoed(RaykError):
 
 @dataclass
 class OutOfBlocks(RaykError):
-    """The block pool is short."""
-
     needed_blocks: int
     free_blocks: int
 
@@ -164,8 +160,8 @@ class OutOfBlocks(RaykError):
 class HandshakeMismatch(RaykError):
     """Producer and consumer would read the same bytes differently."""
 
+    # (field, producer's value, consumer's value) of every field that differs
     fields: tuple[tuple[str, str, str], ...]
-    """(field, producer's value, consumer's value), every field that differs."""
 
     def __str__(self) -> str:
         rows = "; ".join(f"{name}: producer {a}, consumer {b}" for name, a, b in self.fields)
@@ -203,8 +199,8 @@ class KVMismatch(RaykError):
     num_bytes_mismatched: int = 0
     unit_name: str = "head"  # what the field's unit `head` is, for the message
     found_rows: tuple[bytes, ...] = ()
-    """Rows from `token` on as they were found, a few at most, where nothing on this side explains them: the
-    producer may know whose they are."""
+    """A few rows from `token` on as found, if nothing here explains them: the producer may know whose they
+    are."""
     is_tail: bool = False  # all rows of the sequence from `token` on are wrong, and none before
 
     def __str__(self) -> str:
@@ -222,8 +218,8 @@ class NotFiniteError(RaykError):
     what: str  # the logits of a token, or KV
     engine: str = ""
     kv: str = ""  # where its KV is so first, by layer, then token; empty: nowhere, or nobody looked
+    # weights that are not finite themselves; None: not all were looked at
     weights: tuple[str, ...] | None = None
-    """Of the engine's weights, those found that hold such values themselves; None: not all were looked at."""
 
     def __str__(self) -> str:
         engine = f" on {self.engine}" if self.engine else ""

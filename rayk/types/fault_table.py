@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 FailurePolicy = Literal["fail", "recompute", "migrate"]
-"""What becomes of a request whose engine or transfer fails."""
 FAILURE_POLICIES: tuple[FailurePolicy, ...] = ("fail", "recompute", "migrate")
 MODES = ("pull", "push")
 MESSAGE_KINDS = ("drop", "delay", "reorder", "duplicate", "corrupt")
@@ -21,6 +20,7 @@ RANK_KINDS = ("kill", "stop", "restart")
 KINDS = (*MESSAGE_KINDS, *RANK_KINDS)
 ROLES = ("prefill", "decode")
 
+# point -> what happens there (pull, push)
 POINTS: dict[str, tuple[str, str]] = {
     "handshake": (
         "engines describe their caches to each other, before any request",
@@ -39,31 +39,26 @@ POINTS: dict[str, tuple[str, str]] = {
     "free": ("the decode engine tells that the blocks are needed no longer", "the same"),
     "lease_renewal": ("the decode engine renews the lease of blocks it still needs", "the same"),
 }
-"""Point -> what happens there (pull, push)."""
+# points of wrong_kv in a recurrent layer
 STATE_POINTS = ("swap_taps", "shift_taps", "state_dtype", "stale_state")
-"""Points of wrong_kv in a recurrent layer."""
 
 
 class FaultLike(Protocol):
     """What the table looks at in a fault."""
 
     @property
-    def kind(self) -> str:
-        """drop, kill..."""
+    def kind(self) -> str: ...
 
     @property
-    def point(self) -> str | None:
-        """Where it strikes."""
+    def point(self) -> str | None: ...
 
     @property
     def role(self) -> str | None:
-        """prefill or decode, of a fault that strikes a rank; None: prefill."""
+        """Prefill or decode, of a fault that strikes a rank; None: prefill."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A fault by name."""
-
     kind: str
     point: str | None
     role: str | None = None
@@ -74,12 +69,9 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a fault must lead to."""
-
     verdict: str
+    # the request would have failed, and the policy saved it; None: depends on what had arrived
     is_recovered: bool | None = False
-    """The request it strikes would have failed, and the policy saved it; None: that depends on what had
-    arrived by then."""
 
     def __str__(self) -> str:
         note = {True: ", recovered", False: "", None: ", recovered if need be"}[self.is_recovered]
@@ -87,7 +79,6 @@ class Expected:
 
 
 def all_faults() -> Iterator[Fault]:
-    """Every fault of the table."""
     for point in POINTS:
         for kind in KINDS:
             for role in ROLES if kind in RANK_KINDS else (None,):
@@ -95,13 +86,12 @@ def all_faults() -> Iterator[Fault]:
 
 
 def expected_verdict(fault: FaultLike, mode: str, policy: str, num_producers: int = 2) -> str:
-    """The verdict of a cell with this fault; see `expected`."""
     return expected(fault, mode, policy, num_producers).verdict
 
 
 def expected(fault: FaultLike, mode: str, policy: str, num_producers: int = 2) -> Expected:
-    """What must come out. `num_producers`: prefill engines of the cell; a request migrates to the same one
-    where there is only one and it lives. KeyError for faults that the table does not know."""
+    """Look up the outcome. `num_producers`: prefill engines of the cell; a request migrates to the same one
+    where it is the only one and lives. KeyError for faults that the table does not know."""
     assert mode in MODES, mode
     assert policy in FAILURE_POLICIES, policy
     verdict, is_final = _plainly(fault, mode)
@@ -114,7 +104,7 @@ def expected(fault: FaultLike, mode: str, policy: str, num_producers: int = 2) -
 
 
 def _needs_recovery(fault: FaultLike, mode: str) -> bool | None:
-    """Whether the request that a fault strikes cannot go on as it is."""
+    """Tell whether the request that a fault strikes cannot go on as it is."""
     if fault.kind not in RANK_KINDS or fault.role == "decode":
         return True
     if fault.kind == "stop" and mode == "pull":
@@ -125,7 +115,7 @@ def _needs_recovery(fault: FaultLike, mode: str) -> bool | None:
 
 
 def _plainly(fault: FaultLike, mode: str) -> tuple[str, bool]:
-    """(verdict without any recovery, whether no policy changes it)."""
+    """Give the verdict without any recovery, and whether no policy changes it."""
     kind, point, role = fault.kind, fault.point, fault.role or "prefill"
     if kind in OTHERS:
         return OTHERS[kind]
@@ -146,6 +136,7 @@ def _plainly(fault: FaultLike, mode: str) -> tuple[str, bool]:
     return "PASS", False
 
 
+# point -> (verdict without recovery, whether no policy changes it)
 CORRUPT: dict[str, tuple[str, bool]] = {
     "handshake": ("TRANSFER_ERROR", True),  # refused field by field, and would be again
     "reserve": ("TRANSFER_ERROR", False),  # sealed: a ticket or reservation that was changed is not used
@@ -155,22 +146,20 @@ CORRUPT: dict[str, tuple[str, bool]] = {
     "free": ("PASS", False),  # not understood: the lease ends by itself
     "lease_renewal": ("PASS", False),  # not understood: the next one counts
 }
-"""Point -> (verdict without recovery, whether no policy changes it)."""
 
+# faults that name no point of a transfer's life, as above
 OTHERS: dict[str, tuple[str, bool]] = {
     "flip_bit": ("KV_MISMATCH", False),
     "early_reuse": ("TRANSFER_ERROR", False),
     "wrong_kv": ("KV_MISMATCH", True),  # wrong from the start: it arrives as it was sent
 }
-"""Faults that name no point of a transfer's life, as above."""
 
+# points at which ranks can be killed, beside those of a transfer
 REQUEST_POINTS = ("prefill", "transfer", "decode")
-"""Points of a request's life at which ranks can be killed, beside those of its transfer."""
 
 
 def table_text() -> str:
-    """The table as Markdown: a row per kind and outcome, a column per mode and policy. Points that a kind
-    ends in alike share a row."""
+    """Write the table as Markdown: a row per kind and outcome, a column per mode and policy."""
     columns = [(mode, policy) for mode in MODES for policy in FAILURE_POLICIES]
     rows: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for fault in all_faults():

@@ -1,4 +1,4 @@
-"""Reading files that users name: plain ones (others may never end), of bounded size and depth."""
+"""Read files that users name: plain ones (others may never end), of bounded size and depth."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import stat
 from pathlib import Path
 from typing import Any, BinaryIO
 
-JSON_BYTES = 48 << 20
-"""Of any JSON file: the largest of released models (a tokenizer's, a header's) take 35 MB."""
+JSON_BYTES = 48 << 20  # the largest of released models (a tokenizer's, a header's) take 35 MB
 PROMPTS_BYTES = 128 << 20  # of a file of prompts, or of a trace
 MAX_DEPTH = 64  # of what nests in a file: released configs have 4 levels
 
 
 def open_plain(path: str | Path) -> BinaryIO:
-    """A plain file, open for reading. Raises OSError, also where it is none."""
+    """Open a plain file. Raises OSError, also where it is none."""
     # A pipe without a writer would have us wait for one.
     file = open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK))  # noqa: SIM115
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -26,7 +25,7 @@ def open_plain(path: str | Path) -> BinaryIO:
 
 
 def read_bytes(path: str | Path, max_bytes: int) -> bytes:
-    """What a plain file of at most `max_bytes` holds. Raises OSError."""
+    """Read a plain file of at most `max_bytes`. Raises OSError."""
     with open_plain(path) as file:
         found = file.read(max_bytes + 1)
         size = max(len(found), os.fstat(file.fileno()).st_size)
@@ -36,12 +35,12 @@ def read_bytes(path: str | Path, max_bytes: int) -> bytes:
 
 
 def read_text(path: str | Path, max_bytes: int) -> str:
-    """As `read_bytes`, UTF-8. Raises OSError and UnicodeDecodeError."""
+    """Read UTF-8 as `read_bytes` does. Raises OSError and UnicodeDecodeError."""
     return read_bytes(path, max_bytes).decode()
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON text says. Raises ValueError, also where it nests deeper than MAX_DEPTH."""
+    """Parse JSON. Raises ValueError, also where it nests deeper than MAX_DEPTH."""
     try:
         found = json.loads(text)
     except RecursionError:
@@ -51,8 +50,8 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def check_nesting(value: Any, max_items: int = JSON_BYTES) -> None:
-    """Raises ValueError for lists and mappings that nest deeper than MAX_DEPTH, as one that holds itself
-    does, or with more than `max_items` at one depth, where the same one may be in several places."""
+    """Raise ValueError for lists and mappings deeper than MAX_DEPTH (one may hold itself), or with more than
+    `max_items` at one depth (one may be in several places)."""
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         level = [x for x in level if isinstance(x, dict | list)]

@@ -1,4 +1,4 @@
-"""What a host tier is asked to be. Free of torch."""
+"""Settings of a host tier. Free of torch."""
 
 from __future__ import annotations
 
@@ -6,32 +6,30 @@ from dataclasses import dataclass
 from typing import Literal
 
 Weighing = Literal["auto", "always", "never"]
-"""auto: as the cost model says, and only from time to time where reads failed in a row (see Backoff); always
-and never: whatever they cost, and whatever failed."""
+"""auto: as the cost model says, and seldom after failed reads (see Backoff); always and never: whatever the
+cost."""
 ENDED = "the engine ended"  # why an engine that had a host tier until its end has none any more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadSettings:
-    """One deployment's offloading. Saved with the results."""
+    """Settings of one deployment's offloading, saved with the results."""
 
     host_bytes: int  # of the host tier's pages; it holds as many whole blocks as fit
     layout: str = "BHLNC"
-    """How the tier's pages lie. BHLNC: the canonical page, one run for each head slice of an engine's rank.
-    LBNHC and the like keep a page per layer, for comparison."""
+    """How the tier's pages lie. BHLNC: the canonical page, one run for each head slice of a rank. LBNHC and
+    the like keep a page per layer, for comparison."""
     block_size: int = 16  # tokens of a tier's block of attention, before it grows as an engine's would
     state_block_size: int | None = None
-    """Tokens per state of a recurrent layer that is kept; None: as many as the tier's blocks of attention
-    have, or `block_size` where the model has none."""
+    """Tokens per kept state of a recurrent layer; None: those of the tier's attention blocks, else
+    `block_size`."""
     store: bool = True  # whether engines store what they compute
+    # an engine stores a request after so many more tokens, after its prompt, and when it ends
     store_tokens: int = 512
-    """An engine stores a request whenever so many more of its tokens have KV, when its prompt has, and when
-    it ends."""
     pending_share: float = 0.25  # of an engine's blocks, what stores that wait may hold; more are not begun
     load: Weighing = "auto"  # whether what the tier holds of a prompt is loaded, or computed again
     swap: Weighing = "auto"  # whether a preempted request is swapped out, or computed again
     disk_folder: str | None = None  # where the disk tier keeps its pages; None: there is none
     disk_bytes: int = 1 << 30
     transfer_s: float = 30.0  # deadline of one store or load
-    lease_s: float = 120.0
-    """A load's pages are kept no longer than this for an engine that does not read them."""
+    lease_s: float = 120.0  # a load's pages are kept no longer for an engine that does not read them

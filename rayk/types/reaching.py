@@ -1,4 +1,4 @@
-"""Why a server was not reached, in words that name no library."""
+"""Say why a server was not reached, in words that name no library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _WORDS = {
 
 
 def why_unreached(error: BaseException) -> str:
-    """Of what aiohttp, urllib or a socket raised. Empty for a deadline that passed, which says nothing."""
+    """Explain what aiohttp, urllib or a socket raised. Empty for a deadline that passed, which says
+    nothing."""
     cause = error
     while isinstance(
         inner := getattr(cause, "os_error", None) or getattr(cause, "reason", None), BaseException

@@ -1,4 +1,4 @@
-"""What a user asks for and what one request leaves behind."""
+"""Hold what a user asks for and how tokens are chosen."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ class SamplingParams:
     temperature: float = 0.0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    # draw among the k best tokens and those that tie with the last of them; None: among all
     top_k: int | None = None
-    """Draw among the k best tokens, and those that tie with the last of them; None: among all."""
     top_p: float = 1.0  # draw among the fewest best tokens whose probabilities add up to this
     min_p: float = 0.0  # draw among tokens at least this fraction as likely as the best one
+    # equal seeds give equal tokens, whatever else runs and wherever; None: a seed of its own
     seed: int | None = None
-    """Equal seeds give equal tokens, whatever else the engine runs and wherever; None: a seed of its own."""
     stop: tuple[str, ...] = ()  # texts that end the output with the token that completes one of them
     logprobs: int | None = None
-    """Report each token's log probability and that many of the best tokens'; None: nothing. Of the model's
-    own logits: log_softmax in float32, before penalties and temperature."""
+    """Report each token's log probability and that many of the best tokens'; None: nothing. They are of the
+    model's own logits: log_softmax in float32, before penalties and temperature."""
     prompt_logprobs: int | None = None  # the same of each prompt token but the first
     presence_penalty: float = 0.0  # subtracted from the logit of every token that was generated
     frequency_penalty: float = 0.0  # subtracted once for every time a token was generated
+    # divides positive logits of tokens in prompt or output, multiplies negative ones
     repetition_penalty: float = 1.0
-    """Positive logits of tokens in prompt or output are divided by it, negative ones multiplied."""
 
     @property
     def has_penalty(self) -> bool:
-        """Whether earlier tokens change the logits."""
+        """Tell whether earlier tokens change the logits."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     @property
     def is_plain(self) -> bool:
-        """Whether the best token of the model's logits is the one to take."""
+        """Tell whether the best token of the model's logits is the one to take."""
         return not self.temperature and not self.has_penalty
 
 
@@ -56,14 +56,11 @@ class TokenLogprobs:
     token_id: int
     logprob: float  # natural logarithm of its probability
     rank: int  # 1 for the most likely token; tokens that tie share the better rank
-    top: tuple[tuple[int, float], ...]
-    """(token id, log probability) of the best tokens, best first; as many as were asked for."""
+    top: tuple[tuple[int, float], ...]  # (token id, log probability) of the best tokens, best first
 
 
 @enum.unique
 class FinishReason(enum.StrEnum):
-    """Why a request ended."""
-
     STOP = enum.auto()
     LENGTH = enum.auto()
     ABORT = enum.auto()

@@ -1,7 +1,5 @@
-"""Ctrl-C and SIGTERM: the first ends what runs in order, the second ends the process at once.
-
-A process that ends at once leaves its tables whole, and what it started ends by itself (see actors.sessions).
-"""
+"""Handle Ctrl-C and SIGTERM: the first ends what runs in order, the second ends the process at once. Its
+tables stay whole, and what it started ends by itself (see actors.sessions)."""
 
 from __future__ import annotations
 
@@ -17,21 +15,18 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal asked this process to end."""
-
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
         self.signum = signum
 
 
 def exit_code_of(interrupt: KeyboardInterrupt) -> int:
-    """130 for Ctrl-C, 143 for SIGTERM, as shells count."""
+    """Return 130 for Ctrl-C, 143 for SIGTERM, as shells count."""
     return 128 + getattr(interrupt, "signum", signal.SIGINT)
 
 
 @contextmanager
 def _handled(on_first: Callable[[int], None], at_once: Callable[[], None]) -> Iterator[None]:
-    """Within the block the first signal calls `on_first`; the next calls `at_once` and ends the process."""
     received: list[int] = []
 
     def handle(signum: int, frame: FrameType | None) -> None:
@@ -52,8 +47,8 @@ def _handled(on_first: Callable[[int], None], at_once: Callable[[], None]) -> It
 
 @contextmanager
 def interrupts(on_first: Callable[[], None], at_once: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Within the block the first signal calls `on_first` and raises Interrupted; the next calls `at_once` and
-    ends the process. In threads other than the main one, which get no signals, nothing changes."""
+    """Call `on_first` and raise Interrupted at the first signal, `at_once` and end the process at the next.
+    In threads other than the main one, which get no signals, nothing changes."""
 
     def interrupt(signum: int) -> None:
         on_first()
@@ -70,18 +65,19 @@ class StopSignals:
     """Tells the code of an event loop, in the main thread, that somebody asked this process to end."""
 
     def __init__(self, on_first: Callable[[], None], at_once: Callable[[], None] = lambda: None) -> None:
-        """`at_once`: what must be done still before a second signal ends the process."""
+        """Take `at_once`, which is done before a second signal ends the process."""
         self._on_first = on_first
         self._at_once = at_once
         self._waiting: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         self.received = False
 
     def handled(self) -> AbstractContextManager[None]:
-        """Within the block a first signal calls `on_first` and sets the event; a second ends the process."""
+        """Handle signals within the block: the first calls `on_first` and sets the event, a second ends the
+        process."""
         return _handled(self._stop, self._at_once)
 
     def event(self) -> asyncio.Event:
-        """An event of the running loop that a signal sets, or has set."""
+        """Make an event of the running loop that a signal sets, or has set."""
         event = asyncio.Event()
         self._waiting = asyncio.get_running_loop(), event
         if self.received:
@@ -110,10 +106,8 @@ class StopSignals:
 
 @contextmanager
 def kept_sigterm() -> Iterator[None]:
-    """Keep a SIGTERM handler that somebody set while Ray connects, which replaces it by its own.
-
-    A signal that Ray's handler took meanwhile (it raises SystemExit) is given to the kept one.
-    """
+    """Keep a SIGTERM handler while Ray connects and replaces it. A signal that Ray's handler took meanwhile
+    (it raises SystemExit) goes to the kept one."""
     before = signal.getsignal(signal.SIGTERM)
     if not callable(before) or threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""What errors stand for, in experiments and in the simulator."""
+"""Give the verdict that an error stands for, in experiments and in the simulator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from rayk.types.errors import (
 
 
 def verdict_of(error: RaykError) -> str:
-    """The verdict that an error stands for; see specs.experiment."""
     match error:
         case KVMismatch():
             return "KV_MISMATCH"

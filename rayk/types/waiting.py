@@ -1,4 +1,4 @@
-"""Waits that people watch: what is waited for, for how long, and whether the machine is busy with more."""
+"""Report waits that last: what is waited for, for how long, and whether the machine is busy."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ PAUSES_S = (10.0, 20.0, 30.0, 60.0)  # before each line about one wait; the last
 
 
 def busy() -> dict[str, str]:
-    """For the detail of a DeadlineExceeded: nothing on a machine that is not."""
+    """Describe a busy machine for the detail of a DeadlineExceeded; empty otherwise."""
     load, num_cores = os.getloadavg()[0], os.cpu_count() or 1
     return {"load": f"{load:.1f} on {num_cores} cores"} if load > num_cores else {}
 
 
 class Waiting:
-    """Tells of one wait after another that lasts."""
+    """Reports one wait after another, as far as they last."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        """`say`: from a thread of its own."""
+        """Take `say`, which is called from a thread of its own."""
         self._say = say
         self._over = threading.Event()
 
     def begin(self, what: str) -> None:
-        """Another one; the one before is over."""
+        """Begin a wait; the one before is over."""
         self.end()
         self._over = threading.Event()
         threading.Thread(target=self._tell, args=(what, self._over), name="waiting", daemon=True).start()
 
     def end(self) -> None:
-        """It is over."""
         self._over.set()
 
     def _tell(self, what: str, over: threading.Event) -> None:
@@ -48,7 +47,7 @@ class Waiting:
 
 @contextmanager
 def waiting(what: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Within the block, tell of it should it last."""
+    """Report the wait that the block is, should it last."""
     wait = Waiting(say)
     wait.begin(what)
     try:
