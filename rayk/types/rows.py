@@ -149,8 +149,8 @@ class CellRow:
     """Side -> per KV group kind, num_layers, block_size, used_bytes, padding_bytes and wasted_bytes of the
     same request; padding and waste of all groups are its `kv_waste`."""
     kv_held: dict[str, list[dict[str, str | int]]] = field(default_factory=dict)
-    """Side -> per KV group what the cell's own requests held (see kv.request_memory.RequestMemory), those that ended
-    well."""
+    """Side -> per KV group what the cell's own requests held, those that ended well (see
+    kv.request_memory.RequestMemory)."""
     # what each side ran with; see reports.columns.EFFECTIVE
     effective: dict[str, str | None] = field(default_factory=dict)
     # layers that compute only sampled tokens at the prefill engines; 0 without `fast_prefill`
