@@ -1,10 +1,8 @@
 """The disk tier: pages in files of one folder, found again after a restart, served as they were put or not.
 
 One thread owns a tier, calls all its methods and is never kept waiting by the disk, except while the tier
-opens and closes. Reads go through NIXL where it works, for it has many under way at once; writes do not:
-plain ones are faster, and the system says what is wrong with a disk. A disk that is full, becomes read-only
-or fails turns the tier off: nothing is written any more, pages that can be read are still served. So it is
-with one that is read-only from the start.
+opens and closes. A disk that is full, becomes read-only or fails turns the tier off: nothing is written any
+more, pages that can be read are still served. So it is with one that is read-only from the start.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -20,17 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rayk.offload.disk_folder import DiskFolder
-from rayk.offload.disk_threads import (
-    IN_THE_WAY,
-    ODD_FILE,
-    TRANSIENT,
-    Job,
-    Reading,
-    Removal,
-    Uses,
-    Workers,
-    Writing,
-)
+from rayk.offload.disk_io import IN_THE_WAY, ODD_FILE, TRANSIENT, PageFiles
 from rayk.offload.page_file import (
     FOREIGN,
     KEY_BYTES,
@@ -42,14 +31,16 @@ from rayk.offload.page_file import (
     PageName,
     check_length,
 )
-from rayk.offload.page_store import PageStore, PlainFiles, open_store
 from rayk.types.errors import UserError
 
 _LOG = logging.getLogger("rayk")
 
 Put = Callable[[bool], None]
 Got = Callable[[list[PageName]], None]
+Then = Callable[[Any], None]
+"""Takes what a thread returned, or the exception that it raised."""
 PASSING = TRANSIENT | IN_THE_WAY
+READ_TOGETHER = 32  # pages that one thread has open at once
 SAVE_ORDER_S = 5.0
 """So often the order of use is written to disk, for the process that finds the pages; and at the end."""
 
@@ -77,18 +68,16 @@ class DiskCounters:
 class _DiskPage:
     """A page on the disk."""
 
-    disk_bytes: int
-    num_readers: int = 0
-    """A page that is being read is not evicted."""
+    num_readers: int = 0  # while there are some it is not evicted
 
 
 @dataclass(eq=False, slots=True)
 class _Get:
     """One call of get() under way."""
 
+    names: Sequence[PageName]
     done: Got
-    waiting: dict[int, PageName] = field(default_factory=dict)
-    """By place among the names asked for."""
+    num_left: int = 0  # that are not read yet
     bad: list[PageName] = field(default_factory=list)
 
 
@@ -103,14 +92,13 @@ def status_without(why: str) -> dict[str, Any]:
     counted = asdict(DiskCounters())
     del counted["bad"]
     sizes = dict.fromkeys(("num_pages", "num_bytes", "capacity_bytes"), 0)
-    return {"state": f"off: {why}", "store": "none", **sizes, **counted}
+    return {"state": f"off: {why}", **sizes, **counted}
 
 
 class DiskTier:
     """See the module.
 
     folder: must exist. capacity_bytes: what page files may take, whole blocks of the disk counted.
-    reading, writing: make what does it; each thread has its own.
     max_queued_bytes: of pages that wait to be written; their memory is in use so long.
     Raises UserError when the folder is missing or in use by another process, DiskUnavailable when it can
     neither be written nor read.
@@ -122,8 +110,6 @@ class DiskTier:
         identity: PageIdentity,
         capacity_bytes: int,
         *,
-        reading: Callable[[], PageStore] = open_store,
-        writing: Callable[[], PageStore] = PlainFiles,
         num_readers: int = 2,
         max_queued_bytes: int = 256 << 20,
     ) -> None:
@@ -132,7 +118,7 @@ class DiskTier:
         self._max_queued = max_queued_bytes
         self._folder = DiskFolder(folder, identity)
         self._sizes = [self._folder.disk_bytes(group) for group in range(len(identity.page_bytes))]
-        self._held: OrderedDict[PageName, _DiskPage] = OrderedDict()
+        self._pages: OrderedDict[PageName, _DiskPage] = OrderedDict()
         """The least recently used first."""
         self._used_at: dict[PageName, int] = {}
         """time.time_ns of pages that were used since that was written to disk last."""
@@ -154,15 +140,15 @@ class DiskTier:
                 self._say_off()
             if unused := self._folder.unused_bytes():
                 _LOG.warning("%s also holds %.1f GB of pages that no tier has open", folder, unused / 1e9)
-            self._stores = [writing(), *(reading() for _ in range(num_readers))]
         except BaseException:
             self._folder.release()
             raise
-        self._results: deque[tuple[Any, Any]] = deque()
-        writer = Writing(self._folder, identity, self._stores[0])
-        self._writer = Workers("disk-write", [writer], self._results)
-        readers = [Reading(identity, store) for store in self._stores[1:]]
-        self._readers = Workers("disk-read", readers, self._results)
+        self._files = PageFiles(self._folder, identity)
+        self._num_readers = num_readers
+        self._writer = ThreadPoolExecutor(1, "disk-write")  # in order: a removal makes room for a write
+        self._readers = ThreadPoolExecutor(num_readers, "disk-read")
+        self._under_way: dict[Future[Any], Then] = {}
+        self._ended: deque[Future[Any]] = deque()
         self._make_room(0)
 
     @property
@@ -176,11 +162,6 @@ class DiskTier:
         return f"off: {self._off}" if self._off else "on"
 
     @property
-    def store_name(self) -> str:
-        """What reads, and what writes."""
-        return f"read by {self._stores[-1].name}, written by {self._stores[0].name}"
-
-    @property
     def num_bytes(self) -> int:
         """What page files take, with those that are being written."""
         return self._used
@@ -192,14 +173,14 @@ class DiskTier:
 
     def names(self) -> tuple[PageName, ...]:
         """Pages that are there, the least recently used first."""
-        return tuple(self._held)
+        return tuple(self._pages)
 
     def status(self) -> dict[str, Any]:
         """Counters and sizes, for people."""
         counted = asdict(self.counters)
         bad = {f"bad_{reason}": number for reason, number in counted.pop("bad").items() if number}
         sizes = {"num_pages": len(self), "num_bytes": self.num_bytes, "capacity_bytes": self._capacity}
-        return {"state": self.state, "store": self.store_name, **sizes, **counted, **bad}
+        return {"state": self.state, **sizes, **counted, **bad}
 
     @property
     def busy(self) -> bool:
@@ -207,10 +188,10 @@ class DiskTier:
         return bool(self._writing or self._getting or self._ready)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._pages)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._held
+        return name in self._pages
 
     def is_coming(self, name: PageName) -> bool:
         """Whether a page is about to be written."""
@@ -219,14 +200,14 @@ class DiskTier:
     def touch(self, names: Iterable[PageName]) -> None:
         """Those of these that are there were used just now, the last one last."""
         for name in names:
-            if name in self._held:
+            if name in self._pages:
                 self._use(name)
 
     def admit(self, names: Sequence[PageName], beside: Iterable[PageName]) -> int:
         """How many pages, the first of `names`, may be put now without any of those `beside` being evicted
         for them. The others are counted as dropped."""
         queued, used = self._queued, sum(self._sizes[name.group] for name in self._writing)
-        used += sum(self._sizes[name.group] for name in {*beside} & self._held.keys())
+        used += sum(self._sizes[name.group] for name in {*beside} & self._pages.keys())
         for number, name in enumerate(names):
             num_bytes = self._identity.page_bytes[name.group]
             used += self._sizes[name.group]
@@ -240,8 +221,8 @@ class DiskTier:
 
     def drop(self, name: PageName) -> None:
         """Nobody will ask for this page any more. One that is being read grows old instead."""
-        held = self._held.get(name)
-        if held is not None and not held.num_readers:
+        found = self._pages.get(name)
+        if found is not None and not found.num_readers:
             self._remove(name)
 
     def put(self, name: PageName, page: Bytes, done: Put) -> bool:
@@ -251,7 +232,7 @@ class DiskTier:
         """
         assert len(name.key) == KEY_BYTES, len(name.key)
         assert page.shape == (self._identity.page_bytes[name.group],), page.shape
-        if name in self._held:
+        if name in self._pages:
             self._use(name)
             self._ready.append(partial(done, True))
             return True
@@ -264,7 +245,7 @@ class DiskTier:
         self._queued += page.nbytes
         self._used += self._sizes[name.group]
         self._writing[name] = [done]
-        self._writer.post([Job(name, page, self._folder.file(name), None)])
+        self._submit(self._writer, partial(self._written, name, page.nbytes), self._files.write, name, page)
         return True
 
     def get(self, names: Sequence[PageName], into: Sequence[Bytes], done: Got) -> None:
@@ -272,37 +253,37 @@ class DiskTier:
 
         into: by name: [bytes] of its group, contiguous, in use until `done` runs.
         """
-        call = _Get(done)
-        jobs = []
-        for place, (name, page) in enumerate(zip(names, into, strict=True)):
+        call = _Get(names, done)
+        there: list[tuple[PageName, Bytes, _DiskPage]] = []
+        for name, page in zip(names, into, strict=True):
             assert page.shape == (self._identity.page_bytes[name.group],), page.shape
-            held = None if self._closed else self._held.get(name)
-            if held is None:
+            found = None if self._closed else self._pages.get(name)
+            if found is None:
                 self.counters.bad[MISSING] += 1
                 call.bad.append(name)
                 continue
-            held.num_readers += 1
+            found.num_readers += 1
             self._use(name)
-            call.waiting[place] = name
-            jobs.append(Job(name, page, self._folder.file(name), (call, held, place)))
-        if not jobs:
+            there.append((name, page, found))
+        if not there:
             self._ready.append(partial(done, call.bad))
             return
+        call.num_left = len(there)
         self._getting.append(call)
-        self._readers.post(jobs)
+        share = min(READ_TOGETHER, -(-len(there) // self._num_readers))
+        for start in range(0, len(there), share):
+            some = there[start : start + share]
+            wanted = [(name, page) for name, page, _ in some]
+            self._submit(self._readers, partial(self._read, call, some), self._files.read, wanted)
 
     def turn(self) -> None:
         """Run the completions of what has ended since the last turn. Never waits."""
         if self._used_at and time.monotonic() > self._saved_at + SAVE_ORDER_S:
             self._save_order()
-        while self._results:
-            job, result = self._results.popleft()
-            if isinstance(job, Removal | Uses):
-                self._heed(result)
-            elif job.owner is None:
-                self._written(job, result)
-            else:
-                self._read(job, result)
+        while self._ended:
+            future = self._ended.popleft()
+            if not future.cancelled():
+                self._under_way.pop(future)(future.exception() or future.result())
         ready, self._ready = self._ready, []
         for complete in ready:
             complete()
@@ -316,19 +297,26 @@ class DiskTier:
             return
         self._closed = True
         self._save_order()
-        ended = self._readers.stop(time.monotonic() + timeout_s / 2)
-        ended &= self._writer.stop(time.monotonic() + timeout_s / 2)
+        wait(self._under_way, timeout_s)
+        for pool in (self._readers, self._writer):
+            pool.shutdown(wait=False, cancel_futures=True)
         self.turn()
         self.counters.pages_dropped += len(self._writing)
         self._ready += [partial(done, False) for waiting in self._writing.values() for done in waiting]
-        self._ready += [partial(call.done, [*call.bad, *call.waiting.values()]) for call in self._getting]
+        self._ready += [partial(call.done, list(call.names)) for call in self._getting]
         self._writing.clear()
         self._getting.clear()
         self.turn()
-        if ended:
-            for store in self._stores:
-                store.close()
+        if all(future.done() for future in self._under_way):
             self._folder.release()
+
+    def _submit(
+        self, pool: ThreadPoolExecutor, then: Then, work: Callable[..., Any], *arguments: Any
+    ) -> None:
+        """Have a thread do this; a later turn tells `then` what came of it."""
+        future = pool.submit(work, *arguments)
+        self._under_way[future] = then
+        future.add_done_callback(self._ended.append)
 
     def _has_room(self, group: int) -> bool:
         """Whether a page of this group may be written now; older ones make room on the disk."""
@@ -340,7 +328,7 @@ class DiskTier:
     def _make_room(self, num_bytes: int) -> bool:
         """Have so many bytes free, at the cost of the least recently used pages. Whether they are."""
         while self._used + num_bytes > self._capacity:
-            oldest = next((name for name, held in self._held.items() if not held.num_readers), None)
+            oldest = next((name for name, page in self._pages.items() if not page.num_readers), None)
             if oldest is None:
                 return False
             self.counters.pages_evicted += 1
@@ -348,14 +336,14 @@ class DiskTier:
         return True
 
     def _use(self, name: PageName) -> None:
-        self._held.move_to_end(name)
+        self._pages.move_to_end(name)
         # One after the other, however coarse the clock is.
         self._last_use = self._used_at[name] = max(self._last_use + 1, time.time_ns())
 
     def _save_order(self) -> None:
         """When pages were used goes where it outlives this process."""
         self._saved_at = time.monotonic()
-        self._writer.post([Uses([(self._folder.file(name), ns) for name, ns in self._used_at.items()])])
+        self._submit(self._writer, self._heed, self._files.note_uses, self._used_at)
         self._used_at = {}
 
     def _tell_slow(self, is_slow: bool) -> None:
@@ -367,9 +355,10 @@ class DiskTier:
 
     def _remove(self, name: PageName) -> None:
         """Forget a page; the writer removes its file before it writes what is put from now on."""
-        self._used -= self._held.pop(name).disk_bytes
+        del self._pages[name]
+        self._used -= self._sizes[name.group]
         self._used_at.pop(name, None)
-        self._writer.post([Removal(self._folder.file(name))])
+        self._submit(self._writer, self._heed, self._files.remove, name)
 
     def _take_found(self) -> None:
         """Index what is in the folder. Files that cannot be pages by their length are removed at once."""
@@ -381,43 +370,50 @@ class DiskTier:
                 with suppress(OSError):
                     Path(self._folder.file(name)).unlink()
                 continue
-            self._held[name] = _DiskPage(self._sizes[name.group])
+            self._pages[name] = _DiskPage()
             self._used += self._sizes[name.group]
-        self.counters.pages_found = len(self._held)
+        self.counters.pages_found = len(self._pages)
 
-    def _written(self, job: Job, error: Exception | None) -> None:
-        waiting = self._writing.pop(job.name)
-        self._queued -= job.num_bytes
+    def _written(self, name: PageName, num_bytes: int, error: BaseException | None) -> None:
+        waiting = self._writing.pop(name)
+        self._queued -= num_bytes
         if error is None:
-            self._held[job.name] = _DiskPage(self._sizes[job.name.group])
+            self._pages[name] = _DiskPage()
             self.counters.pages_written += 1
-            self.counters.bytes_written += job.num_bytes
+            self.counters.bytes_written += num_bytes
         else:
-            self._used -= self._sizes[job.name.group]
+            self._used -= self._sizes[name.group]
             self.counters.pages_dropped += 1
             self._heed(error)
         self._ready += [partial(done, error is None) for done in waiting]
 
-    def _read(self, job: Job, result: str | Exception) -> None:
-        call, held, place = job.owner
-        held.num_readers -= 1
-        del call.waiting[place]
-        if result == "":
-            self.counters.pages_read += 1
-            self.counters.bytes_read += job.num_bytes
-        else:
-            call.bad.append(job.name)
-            self._lose(job.name, held, result)
-        if not call.waiting:
+    def _read(
+        self,
+        call: _Get,
+        wanted: Sequence[tuple[PageName, Bytes, _DiskPage]],
+        results: Sequence[str | OSError] | BaseException,
+    ) -> None:
+        """A thread read some of a call's pages, or failed on all."""
+        each = [results] * len(wanted) if isinstance(results, BaseException) else results
+        for (name, page, found), result in zip(wanted, each, strict=True):
+            found.num_readers -= 1
+            if result == "":
+                self.counters.pages_read += 1
+                self.counters.bytes_read += page.nbytes
+            else:
+                call.bad.append(name)
+                self._lose(name, found, result)
+        call.num_left -= len(wanted)
+        if not call.num_left:
             self._getting.remove(call)
             self._ready.append(partial(call.done, call.bad))
 
-    def _lose(self, name: PageName, held: _DiskPage, result: str | Exception) -> None:
+    def _lose(self, name: PageName, found: _DiskPage, result: str | BaseException) -> None:
         """A page was not served: it is as if it had never been put."""
-        if self._held.get(name) is not held:  # Somebody else's read said so before.
+        if self._pages.get(name) is not found:  # Somebody else's read said so before.
             self.counters.bad[MISSING] += 1
             return
-        if isinstance(result, Exception):
+        if isinstance(result, BaseException):
             self._report(name, UNREADABLE, f" ({result})")
             if isinstance(result, OSError) and result.errno in TRANSIENT:
                 return
@@ -431,7 +427,7 @@ class DiskTier:
         self.counters.bad[reason] += 1
         _LOG.warning("page file %s is not used: %s%s", self._folder.file(name), reason, why)
 
-    def _heed(self, error: Exception | None) -> None:
+    def _heed(self, error: BaseException | None) -> None:
         """Write no more, unless the error will pass or is one file's. Said once."""
         if error is None or self._off or (isinstance(error, OSError) and error.errno in PASSING):
             return

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from rayk.offload.disk import DiskTier
 from rayk.offload.page_file import Bytes, PageIdentity, PageName
-from rayk.offload.page_store import PageStore, PlainFiles
 
 IDENTITY = PageIdentity({"weights": "a1", "dtype": "bfloat16"}, (4096, 1000, 70_000))
 GIB = 1 << 30
@@ -29,15 +32,23 @@ def page_of(name: PageName, identity: PageIdentity = IDENTITY) -> Bytes:
 
 
 def open_tier(
-    folder: Path,
-    capacity_bytes: int = GIB,
-    identity: PageIdentity = IDENTITY,
-    *,
-    make_store: Callable[[], PageStore] = PlainFiles,
-    **options: int,
+    folder: Path, capacity_bytes: int = GIB, identity: PageIdentity = IDENTITY, **options: int
 ) -> DiskTier:
-    """One that reads and writes with stores of one kind."""
-    return DiskTier(folder, identity, capacity_bytes, reading=make_store, writing=make_store, **options)
+    return DiskTier(folder, identity, capacity_bytes, **options)
+
+
+def hold(monkeypatch: pytest.MonkeyPatch, call: str) -> threading.Event:
+    """Until this is set, the disk is busy: a call of os (pwritev, preadv) does not return."""
+    from tests.pd import HANG_S  # not for the processes that tests kill: it takes them a second
+
+    gate, real = threading.Event(), getattr(os, call)
+
+    def wait(*arguments: Any) -> Any:
+        assert gate.wait(HANG_S)
+        return real(*arguments)
+
+    monkeypatch.setattr(os, call, wait)
+    return gate
 
 
 def finish(tier: DiskTier, timeout_s: float = 60.0) -> None:

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from rayk.offload.page_file import HEADER_BYTES, PageIdentity, PageName
-from rayk.offload.page_store import PlainFiles
 from rayk.types.errors import UserError
 from tests.house import ROOT
 from tests.markers import thorough
@@ -26,6 +25,7 @@ from tests.offload.disk import (
     files_of,
     finish,
     get_all,
+    hold,
     name_of,
     open_tier,
     page_of,
@@ -148,7 +148,7 @@ def test_pages_that_were_touched_stand_in_that_order_after_a_restart(
     assert tier.names() == tuple(order)
     if end == "killed":
         tier.turn()
-        tier._writer.stop(time.monotonic() + 30)
+        tier._writer.shutdown()
         tier._folder.release()
     else:
         tier.close()
@@ -174,15 +174,11 @@ def test_only_what_fits_beside_other_pages_is_admitted(tmp_path: Path):
     tier.close()
 
 
-def test_pages_that_are_dropped_are_gone_unless_they_are_being_read(tmp_path: Path):
-    gate = threading.Event()
-
-    class Slow(PlainFiles):
-        def read(self, files) -> None:
-            gate.wait(30)
-            super().read(files)
-
-    tier = open_tier(tmp_path, identity=SMALL, make_store=Slow)
+def test_pages_that_are_dropped_are_gone_unless_they_are_being_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    gate = hold(monkeypatch, "preadv")
+    tier = open_tier(tmp_path, identity=SMALL)
     names = [name_of(i) for i in range(3)]
     put_all(tier, names, SMALL)
     bad: list[list[PageName]] = []
@@ -212,15 +208,9 @@ def test_the_disk_never_takes_more_than_the_capacity(tmp_path: Path):
         open_tier(tmp_path, capacity_bytes=on_disk(2) - 1)
 
 
-def test_a_page_being_read_is_not_evicted(tmp_path: Path):
-    gate = threading.Event()
-
-    class Slow(PlainFiles):
-        def read(self, files) -> None:
-            gate.wait(30)
-            super().read(files)
-
-    tier = open_tier(tmp_path, 2 * ON_DISK, SMALL, make_store=Slow)
+def test_a_page_being_read_is_not_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    gate = hold(monkeypatch, "preadv")
+    tier = open_tier(tmp_path, 2 * ON_DISK, SMALL)
     put_all(tier, [name_of(0), name_of(1)], SMALL)
     into = np.zeros(4096, np.uint8)
     bad: list[list[PageName]] = []
@@ -236,15 +226,9 @@ def test_a_page_being_read_is_not_evicted(tmp_path: Path):
     tier.close()
 
 
-def test_a_full_queue_drops_pages(tmp_path: Path):
-    gate = threading.Event()
-
-    class Slow(PlainFiles):
-        def write(self, files) -> None:
-            gate.wait(30)
-            super().write(files)
-
-    tier = open_tier(tmp_path, make_store=Slow, max_queued_bytes=3 * 4096)
+def test_a_full_queue_drops_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    gate = hold(monkeypatch, "pwritev")
+    tier = open_tier(tmp_path, max_queued_bytes=3 * 4096)
     ended: list[bool] = []
     taken = [tier.put(name_of(i), page_of(name_of(i)), ended.append) for i in range(5)]
     assert taken == [True, True, True, False, False]
@@ -318,10 +302,8 @@ def test_processes_that_start_at_once_share_one_secret(tmp_path: Path):
     script = (
         "import sys; from pathlib import Path; from rayk.offload.disk import DiskTier\n"
         "from rayk.offload.page_file import PageIdentity\n"
-        "from rayk.offload.page_store import PlainFiles as Plain\n"
         "sys.stdin.readline()\n"
-        "tier = DiskTier(Path(sys.argv[1]), PageIdentity({'n': sys.argv[2]}, (10,)), 1 << 20,\n"
-        "                reading=Plain)\n"
+        "tier = DiskTier(Path(sys.argv[1]), PageIdentity({'n': sys.argv[2]}, (10,)), 1 << 20)\n"
         "print(tier.secret.hex()); tier.close()\n"
     )
     children = [

@@ -14,19 +14,30 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
 from rayk.offload.disk import DiskTier
-from rayk.offload.disk_threads import Job
 from rayk.offload.page_file import HEADER_BYTES, PageIdentity, PageName
-from rayk.offload.page_store import PlainFiles
 from rayk.types.errors import DiskUnavailable, UserError
 from tests.house import ROOT
 from tests.markers import thorough
-from tests.offload.disk import IDENTITY, files_of, finish, get_all, name_of, open_tier, page_of, put_all
+from tests.offload.disk import (
+    IDENTITY,
+    files_of,
+    finish,
+    get_all,
+    hold,
+    name_of,
+    open_tier,
+    page_of,
+    put_all,
+)
+from tests.pd import HANG_S
 
 NUM_DAMAGED = 1000
 
@@ -175,18 +186,20 @@ def test_files_that_cannot_be_pages_are_removed_at_the_start(tmp_path: Path):
     assert (folder / "notes.txt").exists()
 
 
-def test_one_bad_page_read_twice_at_once_is_put_anew(tmp_path: Path):
+def test_one_bad_page_read_twice_at_once_is_put_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The second answer is about the old file and must not take the new one away."""
     gates = [threading.Event(), threading.Event()]
     order = iter(gates)
+    read = os.preadv
 
-    class Gated(PlainFiles):
-        def read(self, files) -> None:
-            gate = next(order, None)
-            super().read(files)
-            assert gate is None or gate.wait(30)
+    def gated(*arguments: Any) -> int:
+        gate = next(order, None)
+        num_bytes = read(*arguments)
+        assert gate is None or gate.wait(HANG_S)
+        return num_bytes
 
-    tier = open_tier(tmp_path, make_store=Gated)
+    monkeypatch.setattr(os, "preadv", gated)
+    tier = open_tier(tmp_path)
     name = name_of(0)
     put_all(tier, [name])
     file = files_of(tmp_path)[0]
@@ -296,34 +309,28 @@ def test_a_disk_that_becomes_read_only_turns_the_tier_off(tmp_path: Path, caplog
             subprocess.run(["umount", "-l", str(tmp_path)], check=True)
 
 
-class FaultyFiles(PlainFiles):
-    """Raises what a disk would, in the way chosen."""
+class Faulty:
+    """A disk whose faults a test turns on: reads or writes raise what the system would."""
 
-    failing = ""
-    code = 0
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.failing, self.code = "", 0
+        for what, call in (("write", "pwritev"), ("read", "preadv")):
+            monkeypatch.setattr(os, call, partial(self._call, what, getattr(os, call)))
 
-    def write(self, files) -> None:
-        if self.failing == "write":
+    def _call(self, what: str, real: Callable[..., int], *arguments: Any) -> int:
+        if self.failing == what:
             raise OSError(self.code, os.strerror(self.code))
-        super().write(files)
-
-    def read(self, files) -> None:
-        if self.failing == "read":
-            raise OSError(self.code, os.strerror(self.code))
-        super().read(files)
+        return real(*arguments)
 
 
 @pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> type[FaultyFiles]:
-    """A disk whose faults a test turns on; the tier's own fallback goes to the same disk."""
-    monkeypatch.setattr(FaultyFiles, "failing", "")
-    monkeypatch.setattr("rayk.offload.disk_threads.PlainFiles", FaultyFiles)
-    return FaultyFiles
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Faulty:
+    return Faulty(monkeypatch)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EIO, errno.EDQUOT])
-def test_any_error_of_the_disk_turns_it_off(tmp_path: Path, code: int, faulty: type[FaultyFiles]):
-    tier = open_tier(tmp_path, make_store=faulty)
+def test_any_error_of_the_disk_turns_it_off(tmp_path: Path, code: int, faulty: Faulty):
+    tier = open_tier(tmp_path)
     assert put_all(tier, [name_of(0)]) == [True]
     faulty.failing, faulty.code = "write", code
     assert put_all(tier, [name_of(1), name_of(2)]) == [False, False]
@@ -335,29 +342,23 @@ def test_any_error_of_the_disk_turns_it_off(tmp_path: Path, code: int, faulty: t
     tier.close()
 
 
-def test_after_an_error_the_disk_is_left_alone(tmp_path: Path, faulty: type[FaultyFiles]):
+def test_after_an_error_the_disk_is_left_alone(tmp_path: Path, faulty: Faulty):
     """Pages that were queued already are refused without another attempt."""
-    tier = open_tier(tmp_path, make_store=faulty)
+    tier = open_tier(tmp_path)
     faulty.failing, faulty.code = "write", errno.EIO
     assert put_all(tier, [name_of(0)]) == [False]
     faulty.failing = ""
-    writing = tier._writer
-    writing.post([Job(name_of(1), page_of(name_of(1)), tier._folder.file(name_of(1)), None)])
-    wait_for(lambda: tier._results)
-    ((_, error),) = tier._results
-    assert (type(error), error.errno) == (OSError, errno.EIO)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        tier._writer.submit(tier._files.write, name_of(1), page_of(name_of(1))).result()
     assert files_of(tmp_path) == []
-    tier._results.clear()
     tier.close()
 
 
-def test_a_store_that_writes_too_little_leaves_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    class Stingy(PlainFiles):
-        def write(self, files) -> None:
-            super().write([(descriptor, (header, page[:-1])) for descriptor, (header, page) in files])
-
-    monkeypatch.setattr("rayk.offload.disk_threads.PlainFiles", Stingy)
-    tier = open_tier(tmp_path, make_store=Stingy)
+def test_a_disk_that_takes_too_little_leaves_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda descriptor, parts, at: write(descriptor, parts[:1], at))
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, at: 0)
+    tier = open_tier(tmp_path)
     assert put_all(tier, [name_of(0)]) == [False]
     assert tier.state == "off: fewer bytes were written than given"
     assert files_of(tmp_path) == []
@@ -381,8 +382,8 @@ def test_a_file_that_the_system_cuts_short_is_finished_or_refused(tmp_path: Path
     assert files_of(tmp_path, identity) == []
 
 
-def test_a_page_that_cannot_be_read_is_forgotten_and_the_tier_off(tmp_path: Path, faulty: type[FaultyFiles]):
-    tier = open_tier(tmp_path, make_store=faulty)
+def test_a_page_that_cannot_be_read_is_forgotten_and_the_tier_off(tmp_path: Path, faulty: Faulty):
+    tier = open_tier(tmp_path)
     put_all(tier, [name_of(0), name_of(1)])
     faulty.failing, faulty.code = "read", errno.EIO
     assert get_all(tier, [name_of(0)]) == ({}, [name_of(0)])
@@ -395,8 +396,8 @@ def test_a_page_that_cannot_be_read_is_forgotten_and_the_tier_off(tmp_path: Path
 
 
 @pytest.mark.parametrize("failing", ["read", "write"])
-def test_too_many_open_files_are_not_the_disks_fault(tmp_path: Path, faulty: type[FaultyFiles], failing: str):
-    tier = open_tier(tmp_path, make_store=faulty)
+def test_too_many_open_files_are_not_the_disks_fault(tmp_path: Path, faulty: Faulty, failing: str):
+    tier = open_tier(tmp_path)
     put_all(tier, [name_of(0)])
     faulty.failing, faulty.code = failing, errno.EMFILE
     assert put_all(tier, [name_of(1)]) == [failing == "read"]
@@ -408,26 +409,20 @@ def test_too_many_open_files_are_not_the_disks_fault(tmp_path: Path, faulty: typ
     tier.close()
 
 
-def test_a_bug_in_a_store_is_told_and_hangs_nobody(tmp_path: Path):
-    class Broken(PlainFiles):
-        def write(self, files) -> None:
-            raise ValueError("a bug")
+def test_a_bug_in_a_thread_is_told_and_hangs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object) -> NoReturn:
+        raise ValueError("a bug")
 
-    tier = open_tier(tmp_path, make_store=Broken)
+    monkeypatch.setattr("rayk.offload.disk_io.make_header", broken)
+    tier = open_tier(tmp_path)
     assert put_all(tier, [name_of(0)]) == [False]
     assert tier.state == "off: ValueError('a bug')"
     tier.close()
 
 
-def test_closing_takes_bounded_time_on_a_disk_that_hangs(tmp_path: Path):
-    gate = threading.Event()
-
-    class Hung(PlainFiles):
-        def write(self, files) -> None:
-            gate.wait(60)
-            super().write(files)
-
-    tier = open_tier(tmp_path, make_store=Hung)
+def test_closing_takes_bounded_time_on_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    gate = hold(monkeypatch, "pwritev")
+    tier = open_tier(tmp_path)
     ended: list[bool] = []
     for i in range(3):
         assert tier.put(name_of(i), page_of(name_of(i)), ended.append)

@@ -64,7 +64,7 @@ def test_a_page_that_is_not_ours_costs_that_page_alone(
         raise OSError(code, os.strerror(code))
 
     with monkeypatch.context() as patched:
-        patched.setattr("rayk.offload.disk_threads.os.open", refuse)
+        patched.setattr("rayk.offload.disk_io.os.open", refuse)
         assert get_all(tier, [name_of(0)]) == ({}, [name_of(0)])
     assert tier.state == "on"
     assert put_all(tier, [name_of(0)]) == [True]

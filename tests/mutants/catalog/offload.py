@@ -41,8 +41,8 @@ def _(original, descriptor):
 )
 def _(original, self, names, into, done):
     original(self, names, into, done)
-    for held in self._held.values():
-        held.num_readers = 0
+    for page in self._pages.values():
+        page.num_readers = 0
 
 
 @OFFLOAD.twin(
@@ -52,17 +52,6 @@ def _(original, self, names, into, done):
 )
 def _(original, self, host, name, token_ids, num_tokens, num_held):
     return original(self, host, name, token_ids, num_tokens, 0)
-
-
-@OFFLOAD.twin(
-    "pages go through NIXL where it is missing",
-    "rayk.offload.page_store:open_store",
-    "test_nixl_files.py::test_plain_files_where_the_backend_is_missing",
-)
-def _(original):
-    from rayk.transfer.nixl_files import NixlFiles
-
-    return NixlFiles()
 
 
 @OFFLOAD.twin(
