@@ -34,8 +34,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rayk.actors.dispatcher import Dispatcher
+from rayk.actors.admission import AdmissionController
 from rayk.actors.serving import News
+from rayk.sched.dispatcher import Dispatcher, DispatchRules
 from rayk.sched.policies import POLICIES, get_policy
 from rayk.sched.policy import PlacementRequest, PolicySettings
 from rayk.sched.request_describer import RequestDescriber, new_secret
@@ -106,7 +107,10 @@ class Bench:
 
     def __init__(self, case: Case) -> None:
         self._requests = Requests(case.policy, case.num_prompt_tokens)
-        self._desk = Dispatcher(get_policy(case.policy, SETTINGS), max_waiting=512, limit=lambda: 10**9)
+        dispatcher = Dispatcher(
+            get_policy(case.policy, SETTINGS), DispatchRules(hands_over=True, max_waiting=512)
+        )
+        self._desk = AdmissionController(dispatcher, lambda _: None)
         for i in range(case.num_engines):
             self._desk.open(f"engine{i}", "decode" if i % 2 else "prefill", (1, 2, 4)[i // 2 % 3])
         self._running: deque[str] = deque()

@@ -60,10 +60,16 @@ class Engines:
         self._cell = cell
         self._form_again = form_again
         self._is_serving = False
-        restarted = {f.engine_role for f in cell.faults if f.kind == "restart"}
-        names = [e.name for e in self._all if ("decode" if e.role == "decode" else "prefill") in restarted]
+        roles = {f.engine_role for f in cell.faults if f.kind == "restart" and form_again is not None}
+        self.restarts = frozenset(
+            e.name
+            for side, role in ((self.prefill, "prefill"), (self.decode, "decode"))
+            for e in side
+            if role in roles
+        )
+        """Engines that are formed again when they die, by name."""
         self._formed: dict[str, asyncio.Future[None]] = {
-            name: asyncio.get_running_loop().create_future() for name in names if form_again is not None
+            name: asyncio.get_running_loop().create_future() for name in self.restarts
         }
         """Engines that will be formed again when they die, by name: done when they are, or cannot be."""
 

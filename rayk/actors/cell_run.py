@@ -22,7 +22,7 @@ from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import CapturedRows
 from rayk.kv.usage import Ledger
 from rayk.metrics import BufferedSink, NullSink
-from rayk.sched.loads import LoadBook
+from rayk.sched.dispatcher import Dispatcher, DispatchRules, Place
 from rayk.sched.policies import get_policy
 from rayk.sched.request_describer import RequestDescriber, new_secret
 from rayk.specs import Cell
@@ -84,12 +84,16 @@ class CellRun:
         self._capture = capture
         self._sink = sink or BufferedSink(NullSink())
         self._engines = Engines(cell, engines, form_again and partial(self._form_again, form_again))
-        self._policy = get_policy(cell.policy, cell.policy_settings)
         self._describer = RequestDescriber(cell.policy, cell.policy_settings, new_secret())
-        self._loads = LoadBook(self._engines.tier_of)
+        self.dispatcher = Dispatcher(
+            get_policy(cell.policy, cell.policy_settings),
+            DispatchRules(
+                hands_over=cell.decode is not None, places_at_once=True, restarts=self._engines.restarts
+            ),
+            tier_of=self._engines.tier_of,
+        )
         for engine in engines:
-            self._loads.add(engine.name, engine.config.tp)
-            self._tell_of_death(engine)
+            self._open(engine)
         self._num_reservations = 0
         self._streams = asyncio.Semaphore(MAX_STREAMS)
         self._rules = RunRules(
@@ -145,8 +149,7 @@ class CellRun:
             raise
         finally:
             report_request(self._sink, row)
-            if (over := self._loads.ended(row.request_id)) is not None:
-                self._policy.ended(*over)
+            self.dispatcher.ended((row.request_id,), time.monotonic_ns())
 
     async def _attempts(self, attempt: Attempt, row: RequestRow) -> None:
         """Place a request, and again as the failure policy says. Raises the error it does not survive."""
@@ -171,33 +174,30 @@ class CellRun:
 
     async def _form_again(self, form: FormAgain, lost: EngineHandle, *, was_serving: bool) -> EngineHandle:
         """A new life of a lost engine: it may be lost as well."""
-        engine = await form(lost, was_serving=was_serving)
-        self._tell_of_death(engine)
+        try:
+            engine = await form(lost, was_serving=was_serving)
+        except RaykError as error:
+            self.dispatcher.not_formed(lost.name, error)
+            raise
+        self._open(engine)
         return engine
 
-    def tier_lost(self, tier: str) -> None:
-        """A host tier of that name has died."""
-        self._policy.lost(tier)
-
-    def _tell_of_death(self, engine: EngineHandle) -> None:
-        """Once it dies, the policy knows."""
-        engine.died.add_done_callback(lambda _: self._policy.lost(engine.name))
+    def _open(self, engine: EngineHandle) -> None:
+        """Place requests on an engine until it dies."""
+        self.dispatcher.open(engine.name, engine.role, engine.config.tp, time.monotonic_ns())
+        engine.died.add_done_callback(lambda _: self.dispatcher.lost(engine.name))
 
     def _place(self, request: Request, session: str | None) -> Attempt:
         """Engines by the cell's policy, among those that live. Where none does, an attempt finds that out and
         the failure policy says what comes next."""
-        engines = self._engines
-        prefill, decode = ([e.name for e in side] for side in (engines.prefill, engines.decode))
-        live = [
-            [e.name for e in side if engines.is_live(e)] or [e.name for e in side]
-            for side in (engines.prefill, engines.decode)
-        ]
         limit = request.sampling.max_tokens
         asked = self._describer.describe(
             request.request_id, request.prompt_token_ids, max_tokens=limit, session=session
         )
-        placed = self._policy.place(asked, *(self._loads.of(names) for names in live))
-        self._loads.placed(asked, placed)
+        (action,) = self.dispatcher.arrive(self._cell.cell_id, asked, time.monotonic_ns())
+        assert isinstance(action, Place), action
+        placed = action.placement
+        prefill, decode = ([e.name for e in side] for side in (self._engines.prefill, self._engines.decode))
         return Attempt(
             request,
             p=prefill.index(placed.prefill) if placed.prefill is not None else 0,
@@ -225,7 +225,7 @@ class CellRun:
     def delivered(self, row: RequestRow, event: RequestEvent) -> None:
         """The row has it."""
         if event.token_ids:
-            self._loads.prefilled(row.request_id)
+            self.dispatcher.prefilled(row.request_id)
 
     def transferred(self, rows: Sequence[TransferRow], num_kv_bytes_checked: int) -> None:
         """Keep the rows."""

@@ -96,7 +96,7 @@ class Coordinator:
                 form_again = functools.partial(self._form_again, cell, outcome)
                 run = CellRun(cell, repeat, outcome, engines, capture, form_again, sink)
                 if self._tiers is not None:
-                    self._tiers.on_lost = run.tier_lost
+                    self._tiers.on_lost = run.dispatcher.tier_lost
                 await run.run(prompts)
         except TimeoutError:
             outcome.errors.append(DeadlineExceeded(f"cell {cell.cell_id}", cell.deadlines.cell_s, busy()))

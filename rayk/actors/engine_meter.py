@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from rayk.actors.dispatcher import Dispatcher
     from rayk.actors.engines import EngineHandle
     from rayk.metrics import BufferedSink
+    from rayk.sched.dispatcher import Dispatcher
 
 
 class EngineNow(NamedTuple):

@@ -16,8 +16,8 @@ from typing import Any
 
 from ray.exceptions import RayError
 
+from rayk.actors.admission import AdmissionController
 from rayk.actors.bugs import lasting
-from rayk.actors.dispatcher import Dispatcher
 from rayk.actors.engine_meter import EngineMeter
 from rayk.actors.engines import CONTROL_S, WHY_S, EngineHandle, translate
 from rayk.actors.forming import (
@@ -40,8 +40,9 @@ from rayk.actors.serving import Assignment, EngineAccount, EngineCard, News
 from rayk.actors.spares import Spares
 from rayk.actors.tiers import HostTiers
 from rayk.actors.worker import RankSpec
+from rayk.sched.dispatcher import Abort, Dispatcher, DispatchRules, FormAgain
 from rayk.sched.policies import get_policy
-from rayk.sched.policy import Placement, PlacementRequest
+from rayk.sched.policy import PlacementRequest
 from rayk.specs.serving import MAX_STREAMS, ServerSettings
 from rayk.transfer.staging import StagingSettings
 from rayk.types.errors import (
@@ -83,10 +84,13 @@ class Fleet:
         self._nodes: dict[str, Node] = {}
         self._dispatcher = Dispatcher(
             get_policy(settings.policy, settings.policy_settings),
-            max_waiting=settings.max_waiting,
+            DispatchRules(
+                hands_over=not settings.is_aggregated, max_waiting=settings.max_waiting, pauses_s=PAUSES_S
+            ),
             limit=self._max_running,
             tier_of=lambda name: self._members[name].life.tier_name,
         )
+        self._admission = AdmissionController(self._dispatcher, self._abort)
         self._is_over = asyncio.Event()
         """Requests that are still here are to end."""
         self._epoch = 0
@@ -97,7 +101,7 @@ class Fleet:
         limits = {"transfer_s": settings.transfer_s, "request_s": settings.request_s}
         offload = settings.offload.settings(**limits)
         self._tiers = (
-            None if offload is None else HostTiers(name, offload, self._dispatcher.lost, reopens=True)
+            None if offload is None else HostTiers(name, offload, self._dispatcher.tier_lost, reopens=True)
         )
         self._wiring = asyncio.Lock()
         told = (self.place, self.tell, self.leave, self.roster, self.death)
@@ -147,7 +151,7 @@ class Fleet:
     async def _is_drained(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._dispatcher.drained()
+                await self._admission.drained()
                 return True
         return False
 
@@ -188,7 +192,7 @@ class Fleet:
             if member.handle is not None:
                 member.handle.take_role(role)
             if member.state == "ready":
-                self._dispatcher.open(engine, role, member.entry.config.tp)
+                self._admission.open(engine, role, member.entry.config.tp)
 
     async def num_requests(self) -> tuple[int, int]:
         """Attempts that have a place, and those that wait for one."""
@@ -245,7 +249,7 @@ class Fleet:
         Raises Overloaded, DeadlineExceeded. Every attempt must be told to have ended (`tell`), also one whose
         place nobody waits for any more.
         """
-        placed = await self._dispatcher.place(
+        placed = await self._admission.place(
             front, asked, priority=priority, deadline_s=deadline_s, again=again
         )
         return Assignment(
@@ -254,11 +258,11 @@ class Fleet:
 
     async def tell(self, front: str, news: News) -> None:
         """News of a front's attempts, and its sign of life."""
-        self._dispatcher.tell(front, news)
+        self._admission.tell(front, news)
 
     async def leave(self, front: str) -> None:
         """A front ends: its requests are aborted."""
-        self._abort(self._dispatcher.forget(front))
+        self._admission.gone(front)
 
     async def line(self) -> LineAddress:
         """Where fronts reach this fleet without Ray in between."""
@@ -271,14 +275,14 @@ class Fleet:
     async def present(self, front: str) -> AsyncGenerator[bool]:
         """Lasts as long as a front does. When its last line is lost, its requests are aborted at once. True:
         the front must end them now."""
-        self._dispatcher.arrived(front)
+        self._dispatcher.connected(front)
         try:
             yield False
             await self._is_over.wait()
             yield True
             await asyncio.Event().wait()
         finally:
-            self._abort(self._dispatcher.left(front))
+            self._admission.disconnected(front)
 
     async def roster(self) -> tuple[str, tuple[EngineCard, ...]]:
         """This fleet's life, and the engines that take requests."""
@@ -387,7 +391,7 @@ class Fleet:
             member.life.raise_if_dead()
             member.state = "ready"
             member.turned_s = member.heard_s = time.monotonic()
-            self._dispatcher.open(member.name, member.role, member.entry.config.tp)
+            self._admission.open(member.name, member.role, member.entry.config.tp)
 
     async def _connect_all(self, member: Member, role: str) -> None:
         """Connect an engine that is to have this role to the engines of the other."""
@@ -423,7 +427,7 @@ class Fleet:
         """Watch an engine; when it is lost, form it again."""
         while True:
             await member.until_lost(self._settings.hang_s)
-            self._dispatcher.lost(member.name)
+            again = self._dispatcher.lost(member.name)
             member.state, member.trouble = "lost", str(member.life.died.exception())
             member.num_restarts += 1
             self._meter.lost(member.name, member.role)
@@ -434,7 +438,7 @@ class Fleet:
                 await self._tiers.detach(member.life)
             ending = lasting(self._end_reads(member.life), f"the end of reads from {member.name}")
             try:
-                await self._form_again(member)
+                await self._form_again(member, again)
                 member.restart["total_s"] = round(time.monotonic() - lost_s, 3)
             finally:
                 ending.cancel()
@@ -444,10 +448,12 @@ class Fleet:
         if not self._settings.is_aggregated:
             await end_reads(lost, [m.life for m in self._ready()])
 
-    async def _form_again(self, member: Member) -> None:
-        """A new life in the same place, tried until it succeeds. Raises what another try would not mend."""
+    async def _form_again(self, member: Member, again: FormAgain | None) -> None:
+        """A new life in the same place, tried as the dispatcher decides. Raises what another try would not
+        mend."""
         for number in itertools.count():
-            await asyncio.sleep(PAUSES_S[min(number, len(PAUSES_S) - 1)])
+            assert again is not None, "a server's engines are formed again until that meets a bug"
+            await asyncio.sleep(again.pause_s)
             began = time.monotonic()
             parts: dict[str, object] = {"try": number + 1}
             member.restart = parts
@@ -468,8 +474,9 @@ class Fleet:
                 await name_lost_nodes([found], self._nodes)
                 member.state, member.trouble = "lost", str(found)
                 member.life.declare_dead(member.trouble)
-                if isinstance(found, InternalError):
-                    raise found from None  # another try would end the same
+                again = self._dispatcher.not_formed(member.name, found)
+                if again is None:
+                    raise found from None
             else:
                 return
 
@@ -503,11 +510,10 @@ class Fleet:
         while True:
             await asyncio.sleep(LOOK_S)
             self._meter.tick()
-            self._abort(self._dispatcher.gone(self._settings.front_s))
+            self._admission.look_for_silent(self._settings.front_s)
 
-    def _abort(self, attempts: list[tuple[str, Placement]]) -> None:
-        for name, placed in attempts:
-            for engine in {placed.prefill, placed.decode} - {None}:
-                member = self._members[str(engine)]
-                if member.state == "ready":
-                    member.life.leader.abort.options(concurrency_group="control").remote(name)
+    def _abort(self, action: Abort) -> None:
+        for engine in {action.placement.prefill, action.placement.decode} - {None}:
+            member = self._members[str(engine)]
+            if member.state == "ready":
+                member.life.leader.abort.options(concurrency_group="control").remote(action.name)

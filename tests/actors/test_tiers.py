@@ -9,11 +9,12 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from rayk.actors.dispatcher import Dispatcher
+from rayk.actors.admission import AdmissionController
 from rayk.actors.engines import EngineHandle
 from rayk.actors.serving import News
 from rayk.actors.tiers import HostTiers, _Tier
 from rayk.handover.tier_side import TierFacts
+from rayk.sched.dispatcher import Dispatcher, DispatchRules
 from rayk.sched.policies import get_policy
 from rayk.sched.policy import PolicySettings
 from rayk.sched.request_describer import RequestDescriber
@@ -92,24 +93,24 @@ def test_requests_are_not_placed_for_kv_of_a_lost_tier() -> None:
         engines = {name: engine_of(name) for name in ("e0", "e1")}
         dispatcher = Dispatcher(
             get_policy("prefix_aware", POLICY),
-            max_waiting=4,
-            limit=lambda: 100,
+            DispatchRules(hands_over=False, max_waiting=4),
             tier_of=lambda name: engines[name].tier_name,
         )
-        tiers = HostTiers("t", SETTINGS, dispatcher.lost)
+        desk = AdmissionController(dispatcher, lambda _: None)
+        tiers = HostTiers("t", SETTINGS, dispatcher.tier_lost)
         nodes = [Node(tiers, f"t/{e.name}", [e]) for e in engines.values()]
         describer = RequestDescriber("prefix_aware", POLICY, b"secret")
 
         async def place(name: str, prompt: list[int]) -> tuple[str | None, int]:
-            placed = await dispatcher.place(
+            placed = await desk.place(
                 "front", describer.describe(name, prompt), priority=0, deadline_s=5, again=False
             )
-            dispatcher.tell("front", News(prefilled=(), ended=(name,)))
+            desk.tell("front", News(prefilled=(), ended=(name,)))
             return placed.prefill, placed.num_host_tokens
 
-        dispatcher.open("e0", "aggregated", 1)
+        desk.open("e0", "aggregated", 1)
         assert await place("a", [*range(40)]) == ("e0", 0)
-        dispatcher.open("e1", "aggregated", 1)
+        desk.open("e1", "aggregated", 1)
         assert [await place(f"b{i}", [*range(40), 7]) for i in range(3)] == [("e0", 40)] * 3
         await nodes[0].die()
         found = [await place(f"c{i}", [*range(40), 7]) for i in range(3)]

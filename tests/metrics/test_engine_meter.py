@@ -13,7 +13,7 @@ from rayk.actors.serving import News
 from rayk.metrics import BufferedSink
 from rayk.types.config import EngineConfig
 from rayk.types.rows import RequestRow
-from tests.actors.test_dispatcher import make_dispatcher, place
+from tests.actors.test_admission import Desk, place
 from tests.metrics.recording import Recorder
 
 LOST = "rayk_engines_lost_total"
@@ -78,17 +78,14 @@ def test_engines_are_told_of_as_long_as_somebody_answers_for_them() -> None:
 def test_a_server_tells_how_many_wait_for_a_place_and_how_many_have_one() -> None:
     async def run() -> None:
         recorder = Recorder(model="m")
-        meter, dispatcher = (
-            EngineMeter(BufferedSink(recorder), list),
-            make_dispatcher(max_running=1, max_waiting=4),
-        )
-        meter.watch(dispatcher)
-        calls = [place(dispatcher, name) for name in "abc"]
+        meter, desk = EngineMeter(BufferedSink(recorder), list), Desk(max_running=1, max_waiting=4)
+        meter.watch(desk.dispatcher)
+        calls = [place(desk, name) for name in "abc"]
         await asyncio.sleep(0)
         meter.tick()
         assert recorder.gauge("rayk_placed_requests") == 1
         assert recorder.gauge("rayk_waiting_room_requests") == 2
-        dispatcher.tell("f", News(ended=("a", "b", "c")))
+        desk.tell("f", News(ended=("a", "b", "c")))
         await asyncio.gather(*calls, return_exceptions=True)
         meter.tick()
         assert recorder.gauge("rayk_placed_requests") == recorder.gauge("rayk_waiting_room_requests") == 0

@@ -95,12 +95,12 @@ def _(original, options, **more):
 
 @SERVING.twin(
     "a server that ends turns away what it began",
-    "rayk.actors.dispatcher:Dispatcher.place",
-    "actors/test_dispatcher.py::test_a_desk_that_drains_takes_only_what_it_had_taken_before",
-    "actors/test_dispatcher.py::test_a_full_room_turns_requests_away_but_not_those_that_lost_their_place",
+    "rayk.sched.dispatcher:Dispatcher.arrive",
+    "actors/test_admission.py::test_a_desk_that_drains_takes_only_what_it_had_taken_before",
+    "actors/test_admission.py::test_a_full_room_turns_requests_away_but_not_those_that_lost_their_place",
 )
-async def _(original, self, front, asked, *, again, **options):
-    return await original(self, front, asked, again=False, **options)
+def _(original, self, *asked, again=False, **options):
+    return original(self, *asked, **options)
 
 
 @SERVING.twin(
