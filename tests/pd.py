@@ -18,15 +18,16 @@ from typing import Any
 import pytest
 
 from rayk.actors.diagnosis import blocks_of, first_of, locate_command, name_holder
-from rayk.actors.rank_meter import make_meter
 from rayk.engine.build import RequestResult, ThreadEngine
 from rayk.engine.leader import RequestEvent
 from rayk.engine.rank import EngineRank
+from rayk.engine.stats import rank_stats
 from rayk.engine.stopping import Decode
 from rayk.handover.commands import Capture, Connect, Describe, Diagnose
 from rayk.handover.extension import TransferExtension
 from rayk.handover.handover import TransferHandover
-from rayk.metrics import BufferedSink
+from rayk.handover.transfer_metrics import watch_handover
+from rayk.metrics import Meter
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.rank import TransferRank
@@ -36,7 +37,7 @@ from rayk.types.errors import KVMismatch
 from rayk.types.request import Request, SamplingParams
 
 MakeAgent = Callable[[str], TransferAgent]
-MakeSink = Callable[[str, int], BufferedSink]
+MakeMeter = Callable[[str, int], Meter]
 _PAIRS = itertools.count()
 
 POISON = 0x7F
@@ -138,12 +139,12 @@ class Pair:
         load_decoder: Callable[[], Decode] | None = None,
         push: bool = False,
         push_layers: int | None = None,
-        make_sink: MakeSink | None = None,
+        make_meter: MakeMeter | None = None,
         changes: tuple[dict[str, object], dict[str, object]] = ({}, {}),
         **common: object,
     ) -> Iterator[Pair]:
         """`common` and, per side, `changes` go to the EngineConfigs. `push`: P writes, `push_layers` layers
-        at a time. `make_sink`: by engine and rank, where they report."""
+        at a time. `make_meter`: by engine and rank, where they report."""
         make_agent = make_agent or local_agents()
         models = model if isinstance(model, tuple) else (model, model)
         number = next(_PAIRS)
@@ -154,7 +155,7 @@ class Pair:
                 config = EngineConfig(model=str(models[i]), tp=tp[i], layout=layouts[i], **settings)  # type: ignore[arg-type]
                 options = {"poison": poison, "load_decoder": load_decoder}
                 options |= {"push": push, "push_layers": push_layers, "renewed_lease_s": renewed_lease_s}
-                options |= {"make_sink": make_sink}
+                options |= {"make_meter": make_meter}
                 sides.append(_make_side(stack, f"{name}{number}", config, make_agent, lease_s, options))
             pair = cls(*sides, push)
             if connect:
@@ -284,12 +285,11 @@ def _make_side(
     handover = TransferHandover(engine=name, epoch=1, tp=config.tp)
     push, push_layers = options.pop("push"), options.pop("push_layers")
     renewed_lease_s = options.pop("renewed_lease_s")
-    make_sink: MakeSink | None = options.pop("make_sink", None)
-    sinks = [None if make_sink is None else make_sink(name, rank) for rank in range(config.tp)]
-    if make_sink is not None:
-        options["make_meter"] = lambda rank, leader: make_meter(
-            sinks[rank.comm.rank], rank, leader, handover if leader else None
-        )
+    make_meter: MakeMeter | None = options.pop("make_meter", None)
+    meters = [None if make_meter is None else make_meter(name, rank) for rank in range(config.tp)]
+    if make_meter is not None:
+        options["make_stats"] = lambda rank, leader: rank_stats(meters[rank.comm.rank], rank, leader)
+        watch_handover(meters[0], handover)
 
     def extension(rank: EngineRank) -> TransferExtension:
         agent = make_agent(f"{name}.{rank.comm.rank}")
@@ -302,7 +302,7 @@ def _make_side(
             lease_s=lease_s,
             renewed_lease_s=renewed_lease_s,
             push_layers=push_layers,
-            metrics=sinks[rank.comm.rank],
+            meter=meters[rank.comm.rank],
             **more,
         )
         stack.callback(made.close)

@@ -41,20 +41,20 @@ from typing import Any
 
 import torch
 
+from rayk.actors.deployment_metrics import begin_outcomes, report_request
 from rayk.actors.environment import own_cluster
-from rayk.actors.rank_meter import make_meter
 from rayk.actors.ray_metrics import RaySink
 from rayk.actors.ray_private import ray_environment
-from rayk.actors.request_meter import begin_outcomes, report_request
 from rayk.engine.build import ThreadEngine
 from rayk.engine.leader import Leader, RequestEvent
-from rayk.engine.metering import StepMeter
 from rayk.engine.rank import EngineRank
+from rayk.engine.stats import StepStats, rank_stats
 from rayk.handover.commands import Connect, Describe
 from rayk.handover.extension import TransferExtension
 from rayk.handover.handover import TransferHandover
-from rayk.metrics import BufferedSink
-from rayk.metrics.buffer import FLUSH_S
+from rayk.handover.transfer_metrics import watch_handover
+from rayk.metrics import Meter
+from rayk.metrics.meter import FLUSH_S
 from rayk.oracle.checkpoint import write_checkpoint
 from rayk.parallel.timed import TimedComm
 from rayk.reports.fields import STAGES
@@ -130,22 +130,22 @@ class CountedComm(TimedComm):
         return super().all_gather(tensor)
 
 
-class TimedMeter(StepMeter):
-    """A meter that knows what it cost, and what turns with a step do, in its thread's processor time."""
+class TimedStats(StepStats):
+    """Counts that know what they cost, and what turns with a step do, in their thread's processor time."""
 
     cost_ns = 0
     step_ns = 0
     _since_ns = 0
 
     def stepped(self, *args: object) -> None:
-        """See StepMeter."""
+        """See StepStats."""
         began = time.thread_time_ns()
         self.step_ns += began - self._since_ns
         super().stepped(*args)  # type: ignore[arg-type]
         self.cost_ns += time.thread_time_ns() - began
 
     def turned(self) -> None:
-        """See StepMeter."""
+        """See StepStats."""
         began = time.thread_time_ns()
         super().turned()
         self._since_ns = time.thread_time_ns()
@@ -225,19 +225,19 @@ class Watched:
     """What is counted of one rank."""
 
     sink: CountingSink
-    meter: TimedMeter
+    stats: TimedStats
     comm: CountedComm | None
 
     def now(self) -> tuple[int, int, int, Counts[str]]:
         """Cost and time of steps, collectives, calls."""
         num_collectives = self.comm.num_calls if self.comm is not None else 0
-        return self.meter.cost_ns, self.meter.step_ns, num_collectives, Counts(self.sink.calls)
+        return self.stats.cost_ns, self.stats.step_ns, num_collectives, Counts(self.sink.calls)
 
 
-def watching(watched: dict[int, Watched], rank: EngineRank, made: StepMeter, sink: CountingSink) -> StepMeter:
-    """The meter, timed, and its rank's collectives counted."""
-    made.__class__ = TimedMeter
-    assert isinstance(made, TimedMeter)
+def watching(watched: dict[int, Watched], rank: EngineRank, made: StepStats, sink: CountingSink) -> StepStats:
+    """The counts of steps, timed, and their rank's collectives counted."""
+    made.__class__ = TimedStats
+    assert isinstance(made, TimedStats)
     comm = rank.comm if isinstance(rank.comm, TimedComm) else None
     if comm is not None:
         comm.__class__ = CountedComm
@@ -295,11 +295,11 @@ def measure_alone(model: Path, tp: int, batch: int, prices: Prices) -> list[Row]
     """Decode `batch` requests together; a row per rank."""
     watched: dict[int, Watched] = {}
 
-    def meter(rank: EngineRank, leader: Leader | None) -> StepMeter:
+    def stats(rank: EngineRank, leader: Leader | None) -> StepStats:
         sink = CountingSink()
-        return watching(watched, rank, make_meter(BufferedSink(sink), rank, leader, None), sink)
+        return watching(watched, rank, rank_stats(Meter(sink), rank, leader), sink)
 
-    with ThreadEngine(config_of(model, tp, batch), make_meter=meter) as engine:
+    with ThreadEngine(config_of(model, tp, batch), make_stats=stats) as engine:
         with counted(f"alone, TP {tp}", engine, watched, batch, prices) as rows:
             engine.generate(requests_of(batch))
         return rows
@@ -312,17 +312,18 @@ class Side:
         self.handover = TransferHandover(engine=name, epoch=1, tp=1)
         self.watched: dict[int, Watched] = {}
         sink = CountingSink()
-        buffered = BufferedSink(sink)
+        meter = Meter(sink)
+        watch_handover(meter, self.handover)
 
-        def meter(rank: EngineRank, leader: Leader | None) -> StepMeter:
-            return watching(self.watched, rank, make_meter(buffered, rank, leader, self.handover), sink)
+        def stats(rank: EngineRank, leader: Leader | None) -> StepStats:
+            return watching(self.watched, rank, rank_stats(meter, rank, leader), sink)
 
         def extension(rank: EngineRank) -> TransferExtension:
             agent = LocalAgent(f"{name}.0", network)
-            return TransferExtension(rank, agent, engine=name, epoch=1, lease_s=600.0, metrics=buffered)
+            return TransferExtension(rank, agent, engine=name, epoch=1, lease_s=600.0, meter=meter)
 
         self.engine = ThreadEngine(
-            config, name=name, make_extension=extension, handover=self.handover, make_meter=meter
+            config, name=name, make_extension=extension, handover=self.handover, make_stats=stats
         )
 
 
@@ -355,9 +356,9 @@ def measure_consumer(model: Path, batch: int, prices: Prices) -> list[Row]:
 def measure_gatherer(batch: int, step_us: float, us_per_call: dict[str, float]) -> Row:
     """A coordinator or a front tells of `batch` requests that took `NUM_TOKENS` steps of so long together."""
     counting = CountingSink()
-    sink = BufferedSink(counting)
-    begin_outcomes(sink)
-    sink.flush()
+    meter = Meter(counting)
+    begin_outcomes(meter)
+    meter.flush()
     counting.calls.clear()
     step_ns = round(step_us * 1e3)
     times = [(i + 1) * step_ns for i in range(NUM_TOKENS)]
@@ -377,9 +378,9 @@ def measure_gatherer(batch: int, step_us: float, us_per_call: dict[str, float]) 
             token_times_ns=times,
             stage_ns=stages,
         )
-        report_request(sink, row)
+        report_request(meter, row)
     for _ in range(num_flushes):
-        sink.flush()
+        meter.flush()
     return Row(
         what="coordinator or front",
         rank=None,

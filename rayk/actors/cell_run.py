@@ -13,15 +13,15 @@ from functools import partial
 from typing import Any
 
 from rayk.actors.attempts import Attempt, Engines, FormAgain, next_attempt
+from rayk.actors.deployment_metrics import report_request
 from rayk.actors.engines import EngineHandle, bug_behind
 from rayk.actors.planting import as_it_arrives
-from rayk.actors.request_meter import report_request
 from rayk.actors.request_run import RequestRun, Route, RunRules, note_failure
 from rayk.actors.sampled import with_seed
 from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import CapturedRows
 from rayk.kv.usage import Ledger
-from rayk.metrics import BufferedSink, NullSink
+from rayk.metrics import Meter
 from rayk.sched.dispatcher import Dispatcher, DispatchRules, Place
 from rayk.sched.policies import get_policy
 from rayk.sched.request_describer import RequestDescriber, new_secret
@@ -75,14 +75,14 @@ class CellRun:
         engines: list[EngineHandle],
         capture: bool,
         form_again: FormAgain | None = None,
-        sink: BufferedSink | None = None,
+        meter: Meter | None = None,
     ) -> None:
-        """`form_again`: makes a new engine in place of a lost one. `sink`: is told of requests' times."""
+        """`form_again`: makes a new engine in place of a lost one. `meter`: is told of requests' times."""
         self._cell = cell
         self._repeat = repeat
         self._outcome = outcome
         self._capture = capture
-        self._sink = sink or BufferedSink(NullSink())
+        self._meter = meter or Meter()
         self._engines = Engines(cell, engines, form_again and partial(self._form_again, form_again))
         self._describer = RequestDescriber(cell.policy, cell.policy_settings, new_secret())
         self.dispatcher = Dispatcher(
@@ -148,7 +148,7 @@ class CellRun:
             self._fail(row, DeadlineExceeded(f"cell {self._cell.cell_id}", self._cell.deadlines.cell_s))
             raise
         finally:
-            report_request(self._sink, row)
+            report_request(self._meter, row)
             self.dispatcher.ended((row.request_id,), time.monotonic_ns())
 
     async def _attempts(self, attempt: Attempt, row: RequestRow) -> None:

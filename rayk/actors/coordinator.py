@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rayk.actors.cell_run import CellOutcome, CellRun
-from rayk.actors.engine_meter import EngineMeter, EngineNow, Losses
+from rayk.actors.deployment_metrics import EngineNow, Losses, beating, begin_outcomes, watch_engines
 from rayk.actors.engines import EngineHandle
 from rayk.actors.forming import COMM_S, dissolve, form_engine, stop_loops
 from rayk.actors.nodes import EngineAsk, Node, cell_asks, placement_of
@@ -21,12 +21,11 @@ from rayk.actors.placement import this_node
 from rayk.actors.planting import faults_of
 from rayk.actors.pool import WorkerPool, name_lost_nodes
 from rayk.actors.push_flow import push_settings
-from rayk.actors.ray_metrics import make_sink, model_label
-from rayk.actors.request_meter import beating, begin_outcomes
+from rayk.actors.ray_metrics import make_meter
 from rayk.actors.tiers import HostTiers
 from rayk.actors.worker import RankSpec
 from rayk.handover.planted import PlantedFault
-from rayk.metrics import BufferedSink
+from rayk.metrics import Meter
 from rayk.specs import Cell
 from rayk.transfer.staging import StagingSettings
 from rayk.types.bugs import bug
@@ -73,17 +72,18 @@ class Coordinator:
     ) -> CellOutcome:
         """Form the cell's engines, run all its requests, dissolve the engines. Never raises a RaykError and
         never outlasts the cell's deadline by more than END_S and the time to kill workers."""
-        async with beating(make_sink(model=model_label(cell.prefill.model))) as sink:
-            begin_outcomes(sink)
-            self._losses = Losses(EngineMeter(sink, self._engines_now))
-            outcome = await self._run_cell(cell, prompts, repeat, capture, sink)
+        async with beating(make_meter(cell.prefill.model)) as meter:
+            begin_outcomes(meter)
+            watch_engines(meter, self._engines_now)
+            self._losses = Losses(meter)
+            outcome = await self._run_cell(cell, prompts, repeat, capture, meter)
             for error in (*outcome.errors, *outcome.survived):
                 if isinstance(error, EngineDied):
                     self._losses.found_late(error.engine)
         return outcome
 
     async def _run_cell(
-        self, cell: Cell, prompts: Sequence[Sequence[int]], repeat: int, capture: bool, sink: BufferedSink
+        self, cell: Cell, prompts: Sequence[Sequence[int]], repeat: int, capture: bool, meter: Meter
     ) -> CellOutcome:
         outcome = CellOutcome()
         started = time.monotonic_ns()
@@ -94,7 +94,7 @@ class Coordinator:
                 if self._tiers is not None:
                     outcome.tiers_before = await self._tiers.status()
                 form_again = functools.partial(self._form_again, cell, outcome)
-                run = CellRun(cell, repeat, outcome, engines, capture, form_again, sink)
+                run = CellRun(cell, repeat, outcome, engines, capture, form_again, meter)
                 if self._tiers is not None:
                     self._tiers.on_lost = run.dispatcher.tier_lost
                 await run.run(prompts)

@@ -18,7 +18,7 @@ from ray.exceptions import RayError
 
 from rayk.actors.admission import AdmissionController
 from rayk.actors.bugs import lasting
-from rayk.actors.engine_meter import EngineMeter
+from rayk.actors.deployment_metrics import LOST, watch_engines, watch_places
 from rayk.actors.engines import CONTROL_S, WHY_S, EngineHandle, translate
 from rayk.actors.forming import (
     COMM_S,
@@ -35,7 +35,7 @@ from rayk.actors.nodes import Node, engine_ask
 from rayk.actors.placement import line_host, this_node
 from rayk.actors.pool import WorkerPool, name_lost_nodes
 from rayk.actors.push_flow import push_settings
-from rayk.actors.ray_metrics import make_sink, model_label
+from rayk.actors.ray_metrics import make_meter
 from rayk.actors.serving import Assignment, EngineAccount, EngineCard, News
 from rayk.actors.spares import Spares
 from rayk.actors.tiers import HostTiers
@@ -108,9 +108,9 @@ class Fleet:
         asked = (self.health, self.engines, self.set_role)
         calls = {method.__name__: method for method in (*told, *asked)}
         self._service = LineService(calls=calls, streams={"present": self.present})
-        sink = make_sink(model=model_label(settings.model.folder))
-        self._meter = EngineMeter(sink, lambda: (m.now for m in self._members.values()))
-        self._meter.watch(self._dispatcher)
+        self._meter = make_meter(settings.model.folder)
+        watch_engines(self._meter, lambda: (m.now for m in self._members.values()))
+        watch_places(self._meter, self._dispatcher)
         self._line: LineAddress | None = None
         self._opening = asyncio.Lock()
         self._bug: InternalError | None = None
@@ -430,7 +430,7 @@ class Fleet:
             again = self._dispatcher.lost(member.name)
             member.state, member.trouble = "lost", str(member.life.died.exception())
             member.num_restarts += 1
-            self._meter.lost(member.name, member.role)
+            self._meter.add(LOST, engine=member.name, role=member.role)
             lost_s = time.monotonic()
             self._linked = {n for n in self._linked if member.name not in (n[0], n[2])}
             member.restart = {}
@@ -509,7 +509,7 @@ class Fleet:
         """Abort the requests of fronts that are gone, and tell how engines are."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self._meter.tick()
+            self._meter.flush()
             self._admission.look_for_silent(self._settings.front_s)
 
     def _abort(self, action: Abort) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rayk.actors.bugs import until
-from rayk.actors.engine_meter import EngineNow
+from rayk.actors.deployment_metrics import EngineNow
 from rayk.actors.engines import EngineHandle
 from rayk.actors.forming import hear, until_it_hangs
 from rayk.actors.lines import LineAddress

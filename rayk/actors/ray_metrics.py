@@ -6,11 +6,11 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rayk.metrics import METRICS, BufferedSink, Metric, MetricKind, MetricsSink, NullSink
+from rayk.metrics import METRICS, Meter, Metric, MetricKind
 
 
 class RaySink:
-    """Implements MetricsSink. A call costs some 3 us: see metrics.BufferedSink."""
+    """Implements MetricsSink. A call costs some 3 us: a `Meter` makes few of them."""
 
     def __init__(self, **known: str) -> None:
         """`known`: labels of every value, such as model, engine, role and rank."""
@@ -20,7 +20,7 @@ class RaySink:
         self._record = record
         self._known = known
         self._told: set[tuple[str, frozenset[tuple[str, str]]]] = set()
-        """Folded histograms that are there."""
+        """Folded histograms that Ray has."""
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
         """Add to a counter."""
@@ -54,13 +54,13 @@ class RaySink:
             self._record(added, total, tags)
 
     def relabel(self, **labels: str) -> None:
-        """What follows has these values of known labels."""
+        """Give known labels other values, for what follows."""
         self._known = self._known | labels
 
 
 @functools.cache
 def _metric(name: str) -> Any:
-    """Ray's own, of which a process has one per name."""
+    """Make Ray's own metric, of which a process has one per name."""
     from ray.util.metrics import Counter, Gauge, Histogram
 
     metric = METRICS[name]
@@ -74,7 +74,7 @@ def _metric(name: str) -> Any:
 
 @functools.cache
 def _counters(name: str) -> tuple[Any, Any, Any]:
-    """What a folded histogram is for Ray: its buckets, its count, its sum."""
+    """Make what a folded histogram is for Ray: its buckets, its count, its sum."""
     from ray.util.metrics import Counter
 
     metric = METRICS[name]
@@ -93,14 +93,11 @@ def _borders(metric: Metric) -> Iterator[str]:
     yield "+Inf"
 
 
-def make_sink(**known: str) -> BufferedSink:
-    """Where a process of a Ray cluster reports; nowhere outside of one."""
+def make_meter(model: str | None = None, **known: str) -> Meter:
+    """The meter of a process of a Ray cluster, and one that drops all values outside of one. `model`: its
+    folder, whose name is the label; `known`: other labels of every value, such as engine, role and rank."""
     import ray
 
-    sink: MetricsSink = RaySink(**known) if ray.is_initialized() else NullSink()
-    return BufferedSink(sink)
-
-
-def model_label(path: str) -> str:
-    """How a model is named in labels: its folder's name."""
-    return path.rstrip("/").rpartition("/")[2] or path
+    if model is not None:
+        known["model"] = model.rstrip("/").rpartition("/")[2] or model
+    return Meter(RaySink(**known) if ray.is_initialized() else None)

@@ -17,10 +17,10 @@ from functools import partial
 from typing import Any
 
 from rayk.actors.bugs import lasting
+from rayk.actors.deployment_metrics import beat, begin_outcomes, report_request
 from rayk.actors.engines import EngineHandle, bug_behind
 from rayk.actors.fleet_link import FleetLink
-from rayk.actors.ray_metrics import make_sink, model_label
-from rayk.actors.request_meter import beat, begin_outcomes, report_request
+from rayk.actors.ray_metrics import make_meter
 from rayk.actors.request_run import RequestRun, Route, RunRules, note_failure
 from rayk.actors.serving import Assignment
 from rayk.engine.leader import RequestEvent
@@ -75,9 +75,9 @@ class Router:
         self._describer = RequestDescriber(settings.policy, settings.policy_settings, settings.prefix_secret)
         self._numbers = itertools.count()
         self._courier: asyncio.Task[None] | None = None
-        self._sink = make_sink(model=model_label(settings.model.folder))
-        begin_outcomes(self._sink)
-        self._sink.flush()
+        self._meter = make_meter(settings.model.folder)
+        begin_outcomes(self._meter)
+        self._meter.flush()
         self._beat: asyncio.Task[None] | None = None
 
     @property
@@ -90,7 +90,7 @@ class Router:
         request = self._named(server_request.request)
         if self._courier is None:
             self._courier = lasting(self._link.carry(self._settings.front_s / 5), "the way to the fleet")
-            self._beat = lasting(beat(self._sink), "metrics")
+            self._beat = lasting(beat(self._meter), "metrics")
         stream = _Stream(self._link)
         task = asyncio.create_task(self._drive(server_request, request, stream))
         task.add_done_callback(lambda _: stream.end())
@@ -146,7 +146,7 @@ class Router:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._courier = self._beat = None
-        self._sink.flush()
+        self._meter.flush()
         try:
             async with asyncio.timeout(HEALTH_S):
                 await self._link.call("leave", self.name, until=time.monotonic())
@@ -191,7 +191,7 @@ class Router:
             raise
         finally:
             # Who has the last token cancels this.
-            report_request(self._sink, row)
+            report_request(self._meter, row)
 
     async def _attempts(
         self,

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rayk.actors.agents import make_agent
-from rayk.actors.ray_metrics import make_sink, model_label
+from rayk.actors.ray_metrics import make_meter
 from rayk.actors.stack_watch import StackWatch
-from rayk.handover.leader_metrics import NAME, report_tier
 from rayk.handover.tier_side import TierFacts, tier_facts
+from rayk.handover.transfer_metrics import TIER_NAME, report_tier
 from rayk.kv.groups import KVCacheGroup
-from rayk.metrics import BufferedSink, NullSink
+from rayk.metrics import Meter
 from rayk.models.families import load_config
 from rayk.models.kv_specs import tier_groups as groups_of_tier
 from rayk.offload.disk import DiskTier
@@ -65,7 +65,7 @@ class TierHost:
         self.name = name
         self._tier: HostTier | None = None
         self._identity: PageIdentity | None = None
-        self._metrics = BufferedSink(NullSink())
+        self._meter = Meter()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
@@ -101,8 +101,8 @@ class TierHost:
         agent = make_agent(f"{self.name}-{os.getpid()}-{epoch}", "peer")
         tier = open_tier(agent, config, settings, like, epoch, may_lack_disk=may_lack_disk)
         self._tier, self._identity = tier, tier_identity(config, settings, like)
-        self._metrics = make_sink(model=model_label(config.model), engine=NAME)
-        self._metrics.on_flush(lambda: report_tier(self._metrics, tier.status()))
+        self._meter = make_meter(config.model, engine=TIER_NAME)
+        self._meter.on_flush(lambda: report_tier(self._meter, tier.status()))
         self._is_over.clear()
         self._thread = threading.Thread(target=self._run, name="rayk-tier", daemon=True)
         self._thread.start()
@@ -225,7 +225,7 @@ class TierHost:
             while not self._is_over.is_set():
                 watch.tick()
                 self._turn(self._tier)
-                self._metrics.tick()
+                self._meter.tick()
         except Exception as error:
             LOG.exception("the host tier ends")
             self._died = EngineDied(self.name, f"{type(error).__name__}: {error}")

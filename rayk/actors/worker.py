@@ -29,23 +29,26 @@ from rayk.actors.line_streams import LineStreams
 from rayk.actors.lines import LineAddress, LineService, LineThread
 from rayk.actors.naming import rank_in_words
 from rayk.actors.phases import phases_of
-from rayk.actors.rank_meter import make_meter, sink_of_rank, timed
 from rayk.actors.rank_spec import RankSpec as RankSpec
+from rayk.actors.ray_metrics import make_meter
 from rayk.actors.tier_client import RayTier
 from rayk.actors.tokenizer import load_decoder
 from rayk.engine.build import make_leader
 from rayk.engine.leader import Leader, RequestEvent, dead_engine
 from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
 from rayk.engine.rank import EngineRank
+from rayk.engine.stats import rank_stats
 from rayk.handover.extension import CaptureExtension, TransferExtension
 from rayk.handover.fault_injection import FaultyExtension, strike_process, struck_pusher
 from rayk.handover.handover import TransferHandover
 from rayk.handover.planted import commit_wrong_kv, kill_raylet
 from rayk.handover.tier_side import TierFacts
-from rayk.metrics import BufferedSink, NullSink
+from rayk.handover.transfer_metrics import begin_transfers, watch_handover
+from rayk.metrics import Meter
 from rayk.models.families import load_config
 from rayk.models.headers import check_weights
 from rayk.parallel.factory import make_comm
+from rayk.parallel.timed import timed
 from rayk.transfer.faults import FaultyAgent
 from rayk.transfer.push_messages import PUSH_AGENT
 from rayk.transfer.ticket import Reservation, TransferTicket
@@ -72,7 +75,7 @@ class Worker:
         self._leader: Leader | None = None
         self._handover: TransferHandover | None = None
         self._extension: RankExtension = NoExtension()
-        self._metrics = BufferedSink(NullSink())
+        self._meter = Meter()
         self._lock = threading.Lock()
         self._line: LineThread | None = None
         self._tier: RayTier | None = None
@@ -141,7 +144,11 @@ class Worker:
         try:
             commit = functools.partial(commit_wrong_kv, faults=spec.faults)
             self._rank = EngineRank(spec.config, timed(comm), on_loaded=commit)
-            self._metrics = sink_of_rank(self._rank, engine=spec.engine, role=spec.role)
+            self._meter = make_meter(
+                spec.config.model, engine=spec.engine, role=spec.role, rank=str(spec.rank)
+            )
+            if spec.role != "aggregated":
+                begin_transfers(self._meter, is_leader=spec.rank == 0)
             loaded_s = time.process_time()
             self._extension = self._make_extension(self._rank, spec)
             if spec.rank == 0:
@@ -154,8 +161,10 @@ class Worker:
             comm.close()
             self.dissolve()
             raise
-        meter = make_meter(self._metrics, self._rank, self._leader, self._handover)
-        self._loop = EngineLoop(self._rank, self._extension, self._leader, on_step=self._on_step, meter=meter)
+        stats = rank_stats(self._meter, self._rank, self._leader)
+        if self._handover is not None:
+            watch_handover(self._meter, self._handover)
+        self._loop = EngineLoop(self._rank, self._extension, self._leader, on_step=self._on_step, stats=stats)
         plan = self._rank.plan
         return {
             "backend": self._rank.backends.implementation,
@@ -185,7 +194,7 @@ class Worker:
             self._run()
         finally:
             try:
-                self._metrics.flush()
+                self._meter.flush()
             finally:
                 self._ended.set()  # who releases this rank waits for it
 
@@ -385,8 +394,8 @@ class Worker:
             leader.check_integrity()
 
     def take_role(self, role: str) -> None:
-        """Another role from now on, in what is told of this rank."""
-        self._metrics.relabel(role=role)
+        """Report this rank under another role from now on."""
+        self._meter.relabel(role=role)
 
     def stop(self) -> None:
         """Let the engine's loop end (rank 0)."""
@@ -402,7 +411,7 @@ class Worker:
             rank, self._rank = self._rank, None
             extension, self._extension = self._extension, NoExtension()
             self._loop = self._leader = self._handover = None
-            self._metrics = BufferedSink(NullSink())  # the last one knows whom it asks
+            self._meter = Meter()  # the last one asks this engine's objects
             self._aborted.clear()
             if isinstance(extension, TransferExtension | CaptureExtension):
                 extension.close()
@@ -461,7 +470,7 @@ class Worker:
             "staging": spec.staging,
             "faults": spec.faults,
             "on_point": self._on_point,
-            "metrics": self._metrics,
+            "meter": self._meter,
         }
         strikes = [f.strike for f in spec.faults if f.strike is not None]
         if spec.push is not None:

@@ -11,13 +11,13 @@ from typing import Any
 
 from rayk.engine.leader import Handover, Leader, RequestEvent, dead_engine
 from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
-from rayk.engine.metering import StepMeter
 from rayk.engine.rank import EngineRank
+from rayk.engine.stats import StepStats
 from rayk.engine.stopping import Decode, LazyDecoder
 from rayk.kv.manager import KVCacheManager
 from rayk.parallel.comm import Comm
 from rayk.parallel.threads import ThreadComm
-from rayk.parallel.timed import TimedComm
+from rayk.parallel.timed import timed
 from rayk.sched.batching import Scheduler
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
@@ -89,9 +89,9 @@ class ThreadEngine:
         load_decoder: Callable[[], Decode] | None = None,
         poison: int | None = None,
         timeout_s: float = 60.0,
-        make_meter: Callable[[EngineRank, Leader | None], StepMeter] | None = None,
+        make_stats: Callable[[EngineRank, Leader | None], StepStats] | None = None,
     ) -> None:
-        """`make_meter`: of what is told of a rank's turns; rank 0 has the leader."""
+        """`make_stats`: makes what counts a rank's turns; rank 0 has the leader."""
         self.name = name
         self.timeout_s = timeout_s
         self.ranks: list[EngineRank] = [None] * config.tp  # type: ignore[list-item]
@@ -104,7 +104,7 @@ class ThreadEngine:
         self._handover = handover
         self._load_decoder = load_decoder
         self._poison = poison
-        self._make_meter = make_meter
+        self._make_stats = make_stats
         self._ready = threading.Barrier(config.tp + 1)
         self._failing = threading.Lock()
         comms = ThreadComm.make_group(config.tp, timeout_s)
@@ -170,13 +170,13 @@ class ThreadEngine:
     def _run(self, comm: Comm) -> None:
         leader: Leader | None = None
         try:
-            watched = TimedComm(comm) if self._make_meter is not None and comm.size > 1 else comm
+            watched = timed(comm) if self._make_stats is not None else comm
             rank = EngineRank(self._config, watched, poison=self._poison)
             extension = self._make_extension(rank) if self._make_extension else NoExtension()
             if comm.rank == 0:
                 leader = self.leader = make_leader(rank, self._handover, self._load_decoder)
-            meter = self._make_meter(rank, leader) if self._make_meter is not None else None
-            loop = EngineLoop(rank, extension, leader, meter=meter)
+            stats = self._make_stats(rank, leader) if self._make_stats is not None else None
+            loop = EngineLoop(rank, extension, leader, stats=stats)
             self.ranks[comm.rank], self.extensions[comm.rank], self.loops[comm.rank] = rank, extension, loop
             self._ready.wait(self.timeout_s)
             loop.run()

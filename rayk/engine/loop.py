@@ -21,7 +21,6 @@ from rayk.types.errors import RaykError
 if TYPE_CHECKING:
     import torch
 
-    from rayk.engine.metering import StepMeter
     from rayk.engine.rank import EngineRank
     from rayk.parallel.comm import Comm
 
@@ -39,6 +38,18 @@ class RankExtension(Protocol):
 
     def poll(self) -> object:
         """Make progress; return news for the leader (picklable)."""
+
+
+class TurnStats(Protocol):
+    """Counts a rank's turns. Implemented by engine.stats."""
+
+    def stepped(self, batch: ScheduledBatch, busy_ns: int, model_ns: int) -> None:
+        """Count a turn with a step, of which the forward pass took `model_ns`."""
+        ...
+
+    def turned(self) -> None:
+        """Count a turn, after `stepped` if it had a step."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,9 +134,8 @@ class EngineLoop:
         extension: RankExtension,
         leader: TurnSource | None,
         on_step: Callable[[int], None] | None = None,
-        meter: StepMeter | None = None,
+        stats: TurnStats | None = None,
     ) -> None:
-        """`meter`: is told of every turn and step."""
         assert (leader is not None) == (rank.comm.rank == 0), "rank 0 and only rank 0 has the leader"
         self.times = LoopTimes()
         self._rank = rank
@@ -133,7 +143,7 @@ class EngineLoop:
         self._extension = extension
         self._leader = leader
         self._on_step = on_step
-        self._meter = meter
+        self._stats = stats
 
     def run(self) -> None:
         """Turn until the leader says stop. Raises CommError when a peer is gone."""
@@ -167,10 +177,10 @@ class EngineLoop:
             self.times.turn_ns += turn_ns
             self.times.num_computed_tokens += turn.batch.num_tokens
             self.times.num_sampled_tokens += len(tokens.token_ids) if tokens is not None else 0
-            if self._meter is not None:
-                self._meter.stepped(turn.batch, turn_ns, model_ns)
-        if self._meter is not None:
-            self._meter.turned()
+            if self._stats is not None:
+                self._stats.stepped(turn.batch, turn_ns, model_ns)
+        if self._stats is not None:
+            self._stats.turned()
         return not turn.stop
 
     def _share(self, turn: Turn | None) -> Turn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from types import TracebackType
 
-from rayk.metrics import BufferedSink
+from rayk.metrics import Meter
 from rayk.types.progress import Progress
 
 BEAT_S = 0.5
@@ -18,18 +18,18 @@ class MeteredProgress:
     """
 
     def __init__(
-        self, progress: Progress, sink: BufferedSink, run: str, num_planned: int, num_finished: int
+        self, progress: Progress, meter: Meter, run: str, num_planned: int, num_finished: int
     ) -> None:
         """`run`: its name. `num_finished`: cells that are on disk already."""
         self._run = run
         self._progress = progress
-        self._sink = sink
+        self._meter = meter
         self._lock = threading.Lock()
         self._num_done = num_finished
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="progress", daemon=True)
-        sink.set("rayk_cells_planned", num_planned, run=run)
-        sink.set("rayk_cells_done", num_finished, run=run)
+        meter.set("rayk_cells_planned", num_planned, run=run)
+        meter.set("rayk_cells_done", num_finished, run=run)
 
     def __enter__(self) -> MeteredProgress:
         self._thread.start()
@@ -43,7 +43,7 @@ class MeteredProgress:
     ) -> None:
         self._is_over.set()
         self._thread.join()
-        self._sink.flush()
+        self._meter.flush()
 
     def plan(self, num_cells: int, num_finished: int) -> None:
         """On to who watches."""
@@ -65,11 +65,11 @@ class MeteredProgress:
         """A cell is on disk."""
         with self._lock:
             self._num_done += 1
-            self._sink.add("rayk_cells_total", run=self._run, verdict=verdict)
-            self._sink.set("rayk_cells_done", self._num_done, run=self._run)
+            self._meter.add("rayk_cells_total", run=self._run, verdict=verdict)
+            self._meter.set("rayk_cells_done", self._num_done, run=self._run)
         self._progress.end(cell_id, verdict, reason)
 
     def _beat(self) -> None:
         while not self._is_over.wait(BEAT_S):
             with self._lock:
-                self._sink.flush()
+                self._meter.flush()

@@ -227,9 +227,9 @@ def _run_on_cluster(
 def _in_metrics(progress: Progress, run: str, num_left: int, num_finished: int) -> MeteredProgress:
     """Progress that Ray's metrics tell, too."""
     from rayk.actors.naming import bounded
-    from rayk.actors.ray_metrics import make_sink
+    from rayk.actors.ray_metrics import make_meter
 
-    return MeteredProgress(progress, make_sink(), bounded(run), num_left + num_finished, num_finished)
+    return MeteredProgress(progress, make_meter(), bounded(run), num_left + num_finished, num_finished)
 
 
 def _run_cell(

@@ -38,8 +38,8 @@ from rayk.handover.commands import (
 from rayk.handover.digesting import Digesting
 from rayk.handover.planted import FaultBox, PlantedFault
 from rayk.handover.pushing import PushSide
-from rayk.handover.rank_metrics import report_news, report_totals
-from rayk.metrics import BufferedSink
+from rayk.handover.transfer_metrics import report_news, report_totals
+from rayk.metrics import Meter
 from rayk.models.fingerprint import fingerprint
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import TransferOutcome, refusal
@@ -126,7 +126,7 @@ class TransferExtension:
         push_layers: int | None = None,
         faults: Sequence[PlantedFault] = (),
         on_point: Callable[[str, int], None] = lambda point, count: None,
-        metrics: BufferedSink | None = None,
+        meter: Meter | None = None,
     ) -> None:
         """`make_push_agent`: of an agent for pushes alone, where the engine may push; `push_layers`: see
         Pusher. `on_point` is told of "transfer" (tickets written or reads started, and how many so far)."""
@@ -137,7 +137,7 @@ class TransferExtension:
         self._caches = rank.caches
         self._fence = rank.fence
         self._on_point = on_point
-        self._metrics = metrics
+        self._meter = meter
         self._lease_ns = int(lease_s * 1e9)
         self._renewed_ns = int(renewed_lease_s * 1e9) if renewed_lease_s is not None else None
         self._num_handovers = 0
@@ -155,11 +155,11 @@ class TransferExtension:
         self.transfer = TransferRank(self._agent, rank.caches, self._views, description, staging=staging)
         self._push = PushSide(rank, make_push_agent, description, push_layers)
         self._digesting = Digesting()
-        if metrics is not None:
+        if meter is not None:
             struck = [
                 s.num_struck for s in (self._faults, self._agent) if isinstance(s, FaultBox | FaultyAgent)
             ]
-            metrics.on_flush(lambda: report_totals(metrics, sum(self.transfer.num_unsent.values()), struck))
+            meter.on_flush(lambda: report_totals(meter, sum(self.transfer.num_unsent.values()), struck))
 
     def execute(self, command: object) -> object:
         """Run one command; see handover.commands."""
@@ -257,8 +257,8 @@ class TransferExtension:
         self._push.turn(self.transfer.stops())
         if news == _NO_NEWS:
             return None
-        if self._metrics is not None:
-            report_news(self._metrics, news)
+        if self._meter is not None:
+            report_news(self._meter, news)
         return news
 
     def close(self) -> None:

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rayk.actors.deployment_metrics import report_request
 from rayk.actors.engines import EngineHandle
 from rayk.actors.push_flow import reserved
-from rayk.actors.request_meter import report_request
 from rayk.actors.request_run import RequestRun, Route, RunRules
 from rayk.actors.stage_clock import StageClock
 from rayk.engine.leader import RequestEvent
 from rayk.handover.arrival_times import arrival_stages
-from rayk.metrics import BufferedSink
+from rayk.metrics import Meter
 from rayk.reports import ResultWriter, load
 from rayk.reports.fields import STAGES
 from rayk.reports.stages import limit_rows
@@ -422,9 +422,9 @@ def test_the_metrics_are_sums_of_stages() -> None:
     row.token_times_ns, row.finish_reason = [10, 20], "length"
     row.stage_ns = {stage: 10**index for index, stage in enumerate(STAGES)}
     told = Recorder(model="m")
-    sink = BufferedSink(told)
-    report_request(sink, row)
-    sink.flush()
+    meter = Meter(told)
+    report_request(meter, row)
+    meter.flush()
     at = list(STAGES).index
     for name, stages in (
         ("queue", ("queue",)),

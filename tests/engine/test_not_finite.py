@@ -167,8 +167,8 @@ def test_kv_that_no_logits_show_is_found_by_its_digest(
     """A value changes at P after its step: both sides would hold the same bytes, and digests agree."""
     monkeypatch.setattr(finite, "CHUNK_ROWS", 7)
     settings = {"prefix_caching": True, "kv_dtype": "fp8_e4m3"}
-    recorders, make_sink = recorded()
-    with Pair.open(checkpoint("qwen3"), tp=(2, 1), push=push, make_sink=make_sink, **settings) as pair:
+    recorders, make_meter = recorded()
+    with Pair.open(checkpoint("qwen3"), tp=(2, 1), push=push, make_meter=make_meter, **settings) as pair:
         extension = pair.p.extensions[1]
         execute = extension.execute
 

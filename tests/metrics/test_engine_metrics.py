@@ -12,8 +12,8 @@ import pytest
 from safetensors import safe_open
 
 from rayk.engine.costs import StepCosts, _in_window
-from rayk.engine.metering import StepMeter, phase_of
-from rayk.metrics import LABEL_VALUES, METRICS, BufferedSink
+from rayk.engine.stats import StepStats, phase_of
+from rayk.metrics import LABEL_VALUES, METRICS, Meter
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.rows import TransferRow
 from tests.handover.cases import NUM_TOKENS, Model
@@ -29,33 +29,33 @@ def qwen3(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Mod
     return Model(path, reference(path))
 
 
-def recorded() -> tuple[Recorders, Callable[[str, int], BufferedSink]]:
-    """Recorders by the first letter of an engine's name, and rank; and what makes sinks into them."""
+def recorded() -> tuple[Recorders, Callable[[str, int], Meter]]:
+    """Recorders by the first letter of an engine's name, and rank; and what makes meters into them."""
     found: Recorders = {}
 
-    def make_sink(engine: str, rank: int) -> BufferedSink:
+    def make_meter(engine: str, rank: int) -> Meter:
         role = "prefill" if engine.startswith("p") else "decode"
         recorder = Recorder(model="m", engine=engine, role=role, rank=str(rank))
         found[engine[0], rank] = recorder
-        return BufferedSink(recorder)
+        return Meter(recorder)
 
-    return found, make_sink
+    return found, make_meter
 
 
 def flush(pair: Pair) -> None:
     """Everything that was gathered so far is told: each rank's loop has turned after it was due."""
     for side in (pair.p, pair.d):
         for loop in side.engine.loops:
-            assert loop._meter is not None
-            at = loop._meter.sink._due
-            wait_until(lambda m=loop._meter, at=at: m.sink._due > at)  # type: ignore[misc]
-            wait_until(lambda m=loop._meter: not m.sink._observed)  # type: ignore[misc]
+            assert loop._stats is not None
+            at = loop._stats.meter._due
+            wait_until(lambda m=loop._stats, at=at: m.meter._due > at)  # type: ignore[misc]
+            wait_until(lambda m=loop._stats: not m.meter._observed)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 def test_a_hand_over_is_counted_as_its_rows_count_it(qwen3: Model, push: bool) -> None:
-    recorders, make_sink = recorded()
-    with Pair.open(qwen3.path, tp=(2, 1), make_sink=make_sink, push=push) as pair:
+    recorders, make_meter = recorded()
+    with Pair.open(qwen3.path, tp=(2, 1), make_meter=make_meter, push=push) as pair:
         requests = [make_request(f"r{i}", p, NUM_TOKENS) for i, p in enumerate(qwen3.prompts)]
         done = pair.complete(requests)
         assert [c.token_ids for c in done] == qwen3.expected
@@ -109,8 +109,8 @@ def endings(recorder: Recorder, **counted: int) -> dict[tuple[tuple[str, str], .
 
 
 def test_blocks_add_up_to_the_pool_while_leased_and_after(qwen3: Model) -> None:
-    recorders, make_sink = recorded()
-    with Pair.open(qwen3.path, make_sink=make_sink, prefix_caching=True) as pair:
+    recorders, make_meter = recorded()
+    with Pair.open(qwen3.path, make_meter=make_meter, prefix_caching=True) as pair:
         request = make_request("r", qwen3.prompts[2], NUM_TOKENS)
         prefilled = pair.prefill(request)
         flush(pair)
@@ -145,8 +145,8 @@ def test_blocks_add_up_to_the_pool_while_leased_and_after(qwen3: Model) -> None:
 
 
 def test_a_lease_that_nobody_releases_is_counted_on_every_rank(qwen3: Model) -> None:
-    recorders, make_sink = recorded()
-    with Pair.open(qwen3.path, tp=(2, 1), lease_s=0.3, make_sink=make_sink) as pair:
+    recorders, make_meter = recorded()
+    with Pair.open(qwen3.path, tp=(2, 1), lease_s=0.3, make_meter=make_meter) as pair:
         pair.prefill(make_request("r", qwen3.prompts[2], NUM_TOKENS))
         wait_until(lambda: pair.p.handover.num_expired_leases == 1)
         flush(pair)
@@ -228,17 +228,17 @@ def test_quantiles_of_steps_are_those_of_all_steps(share_of_long: float) -> None
     it in; and the phases do not take each other's place."""
     rng, times = np.random.default_rng(5), {}
     recorder = Recorder(model="m", engine="e", role="decode", rank="0")
-    sink = BufferedSink(recorder)
-    meter = StepMeter(sink)
+    meter = Meter(recorder)
+    stats = StepStats(meter)
     for phase, shares in (("decode", (7, 1)), ("prefill", (0, 9))):
         batch = ScheduledBatch(step=1, requests=(share(*shares),))
         long = rng.random(5000) < share_of_long
         busy_ns = np.where(long, 20e6, 0.8e6) * rng.uniform(0.9, 1.1, 5000)
         for ns in busy_ns.astype(int).tolist():
-            meter.stepped(batch, ns, ns // 2)
-            sink.tick()
+            stats.stepped(batch, ns, ns // 2)
+            meter.tick()
         times[phase] = busy_ns.astype(int) / 1e9
-    sink.flush()
+    meter.flush()
     borders = (0.0, *METRICS["rayk_step_seconds"].buckets, float("inf"))
     assert recorder.count("rayk_step_seconds", phase="mixed") == 0
     for phase, seconds in times.items():
@@ -279,11 +279,11 @@ def test_utilisation_is_of_a_known_devices_peak_in_its_dtype(
     """Data sheets: an H200 does 989.4 TFLOP/s in BF16 (dense), 66.9 in FP32, and reads 4.8 TB/s; a part of an
     H100 does not do what a whole one does. Steps take 1 ms."""
     recorder = Recorder(model="m", engine="e", role="decode", rank="0")
-    sink = BufferedSink(recorder)
-    meter = StepMeter(sink, costs=KnownCosts(), device=device, dtype=dtype)  # type: ignore[arg-type]
+    meter = Meter(recorder)
+    stats = StepStats(meter, costs=KnownCosts(), device=device, dtype=dtype)  # type: ignore[arg-type]
     for _ in range(3):
-        meter.stepped(ScheduledBatch(step=1, requests=(share(7, 1),)), 1_200_000, 1_000_000)
-    sink.flush()
+        stats.stepped(ScheduledBatch(step=1, requests=(share(7, 1),)), 1_200_000, 1_000_000)
+    meter.flush()
     assert recorder.gauge("rayk_model_flops_per_second") == pytest.approx(98.94e12)
     assert recorder.gauge("rayk_model_bytes_per_second") == pytest.approx(2.4e12)
     names = ("rayk_model_flops_utilization", "rayk_model_bandwidth_utilization")
@@ -291,5 +291,5 @@ def test_utilisation_is_of_a_known_devices_peak_in_its_dtype(
         assert not recorder.gauges.keys() & set(names)
     else:
         assert tuple(recorder.gauge(name) for name in names) == pytest.approx(shares)
-    sink.flush()
+    meter.flush()
     assert recorder.gauge("rayk_model_flops_per_second") == 0, "no step since"

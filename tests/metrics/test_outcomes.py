@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rayk.actors.request_meter import OUTCOMES
-from rayk.metrics import BufferedSink
+from rayk.actors.deployment_metrics import OUTCOMES
+from rayk.metrics import Meter
 from rayk.types.errors import EngineDied, Overloaded, RaykError, UserError
 from tests.actors.test_router import NUM_TOKENS, Engine, Fleet, Life, ask_for, router_to
 from tests.metrics.recording import Recorder
@@ -23,7 +23,7 @@ def outcomes_of(fleet: Fleet, *, stop_after: int | None = None, ends: bool = Fal
     async def run() -> None:
         deadline_s = how.pop("deadline_s", None)
         router = router_to(fleet, **how)
-        router._sink = BufferedSink(recorder)
+        router._meter = Meter(recorder)
         deltas = router.generate(ask_for(deadline_s))
         num_tokens = 0
         try:
@@ -37,7 +37,7 @@ def outcomes_of(fleet: Fleet, *, stop_after: int | None = None, ends: bool = Fal
         except RaykError:
             pass
         await deltas.aclose()  # type: ignore[attr-defined]
-        router._sink.flush()
+        router._meter.flush()
 
     asyncio.run(run())
     counted = {r: recorder.sum("rayk_request_outcomes_total", finish_reason=r) for r in OUTCOMES}
@@ -73,12 +73,12 @@ def test_a_server_alone_tells_of_each_gap_between_its_tokens(at_once: bool) -> N
 
     async def run() -> int:
         router = router_to(Fleet(Engine("p", lives)))
-        router._sink = BufferedSink(recorder)
+        router._meter = Meter(recorder)
         num_tokens = 0
         for _ in range(num_requests):
             async for delta in router.generate(ask_for(None)):
                 num_tokens += len(delta.token_ids)
-        router._sink.flush()
+        router._meter.flush()
         return num_tokens
 
     num_tokens = asyncio.run(run())
@@ -95,7 +95,7 @@ def test_a_full_waiting_room_refuses() -> None:
 
 def test_every_outcome_is_told_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(model="m")
-    monkeypatch.setattr("rayk.actors.router.make_sink", lambda **_: BufferedSink(recorder))
+    monkeypatch.setattr("rayk.actors.router.make_meter", lambda _: Meter(recorder))
     router_to(Fleet(Engine("p", [])))
     told = {
         dict(labels)["finish_reason"]: n

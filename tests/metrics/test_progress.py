@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rayk.experiments.progress import MeteredProgress
-from rayk.metrics import BufferedSink
+from rayk.metrics import Meter
 from tests.metrics.recording import Recorder
 from tests.pd import wait_until
 
@@ -33,7 +33,7 @@ class Watcher:
 def test_cells_are_counted_by_verdict_and_told_on() -> None:
     recorder, watcher = Recorder(), Watcher()
     verdicts = ["PASS", "KV_MISMATCH", "PASS", "UNSUPPORTED"]
-    with MeteredProgress(watcher, BufferedSink(recorder), "r1", 9, 3) as progress:
+    with MeteredProgress(watcher, Meter(recorder), "r1", 9, 3) as progress:
         progress.phase("starting")
         progress.warn("odd")
         for i, verdict in enumerate(verdicts):
@@ -53,7 +53,7 @@ def test_cells_are_counted_by_verdict_and_told_on() -> None:
 
 def test_gauges_are_told_again_though_a_cell_takes_long() -> None:
     recorder = Recorder()
-    with MeteredProgress(Watcher(), BufferedSink(recorder), "r1", 2, 0):
+    with MeteredProgress(Watcher(), Meter(recorder), "r1", 2, 0):
         wait_until(lambda: recorder.num_calls >= 6)
     assert recorder.gauge("rayk_cells_planned") == 2
 
@@ -61,8 +61,8 @@ def test_gauges_are_told_again_though_a_cell_takes_long() -> None:
 def test_two_runs_at_once_are_told_apart() -> None:
     recorder = Recorder()
     with (
-        MeteredProgress(Watcher(), BufferedSink(recorder), "r1", 2, 0) as one,
-        MeteredProgress(Watcher(), BufferedSink(recorder), "r2", 5, 0),
+        MeteredProgress(Watcher(), Meter(recorder), "r1", 2, 0) as one,
+        MeteredProgress(Watcher(), Meter(recorder), "r2", 5, 0),
     ):
         one.end("c0", "PASS", "")
     assert [recorder.gauge("rayk_cells_planned", run=run) for run in ("r1", "r2")] == [2, 5]

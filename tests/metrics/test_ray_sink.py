@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from rayk.actors import ray_metrics
 from rayk.actors.ray_metrics import RaySink
-from rayk.metrics import METRICS, BufferedSink
+from rayk.metrics import METRICS, Meter
 
 NAME = "rayk_itl_seconds"
 
@@ -44,12 +44,12 @@ def test_a_folded_histogram_is_prometheus_own_by_name_and_number(kept: type[Kept
     """Buckets, count and sum of Prometheus' client, under their names and `_total`; `le` as it writes it."""
     metric, registry = METRICS[NAME], CollectorRegistry()
     known = Histogram(NAME, "-", ("model",), buckets=metric.buckets, registry=registry).labels(model="m")
-    sink = BufferedSink(RaySink(model="m"))
+    meter = Meter(RaySink(model="m"))
     for values in ([], [0.004] * 30 + [0.0012], [0.2, 0.001], [77.0]):
         for value in values:
             known.observe(value)
-        sink.observe_all(NAME, values)
-        sink.flush()
+        meter.observe_all(NAME, values)
+        meter.flush()
     expected = {
         (f"{s.name}_total", frozenset(s.labels.items())): s.value
         for family in registry.collect()
@@ -61,12 +61,12 @@ def test_a_folded_histogram_is_prometheus_own_by_name_and_number(kept: type[Kept
 
 
 def test_many_gaps_cost_ray_no_more_calls_than_there_are_buckets(kept: type[Kept]) -> None:
-    sink = BufferedSink(RaySink(model="m"))
-    sink.observe_all(NAME, ())
-    sink.flush()
+    meter = Meter(RaySink(model="m"))
+    meter.observe_all(NAME, ())
+    meter.flush()
     for num_gaps in (1, 10_000):
         Kept.num_calls = 0
-        sink.observe_all(NAME, [0.004] * num_gaps)
-        sink.flush()
+        meter.observe_all(NAME, [0.004] * num_gaps)
+        meter.flush()
         borders = [b for b in METRICS[NAME].buckets if b >= 0.004]
         assert kept.num_calls == len(borders) + 1 + 2, "the buckets that grew, count and sum"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from itertools import pairwise
 
-from rayk.actors.request_meter import OUTCOMES
-from rayk.engine.leader_metrics import ENDINGS
+from rayk.actors.deployment_metrics import OUTCOMES
+from rayk.engine.stats import ENDINGS
 from rayk.metrics import LABEL_VALUES, METRICS, Metric, MetricKind, beginnings
 from rayk.metrics.__main__ import table
 from rayk.specs.experiment import VERDICTS

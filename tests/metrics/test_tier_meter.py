@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from rayk.handover.leader_metrics import FAILURES, NAME, PAGES, report_offload, report_tier
+from rayk.handover.transfer_metrics import FAILURES, PAGES, TIER_NAME, report_offload, report_tier
 from rayk.kv.specs import page_bytes
-from rayk.metrics import LABEL_VALUES, BufferedSink
+from rayk.metrics import LABEL_VALUES, Meter
 from rayk.offload.disk import status_without
 from tests.conftest import CheckpointFactory
 from tests.metrics.recording import Recorder
@@ -18,16 +18,16 @@ PROMPT = list(range(5, 5 + 80))
 RANK = {"model": "m", "engine": "e", "role": "prefill", "rank": "0"}
 
 
-def told(report: Callable[[BufferedSink], None], **known: str) -> Recorder:
+def told(report: Callable[[Meter], None], **known: str) -> Recorder:
     recorder = Recorder(**known)
-    sink = BufferedSink(recorder)
-    report(sink)
-    sink.flush()
+    meter = Meter(recorder)
+    report(meter)
+    meter.flush()
     return recorder
 
 
 def of_engine(engine: NodeEngine) -> Recorder:
-    return told(lambda sink: report_offload(sink, engine.offloading), **RANK)
+    return told(lambda meter: report_offload(meter, engine.offloading), **RANK)
 
 
 def test_an_engine_and_its_tier_tell_what_moved(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_an_engine_and_its_tier_tell_what_moved(checkpoint: CheckpointFactory, t
         assert second.sum("rayk_offload_loaded_tokens_total") == tokens - 16
         assert {engine.gauge("rayk_offload_tier_up") for engine in (first, second)} == {1.0}
         status = node.status()
-        tier = told(lambda sink: report_tier(sink, status), model="m", engine=NAME)
+        tier = told(lambda meter: report_tier(meter, status), model="m", engine=TIER_NAME)
         assert tier.sum("rayk_offload_tier_hits_total") == tier.sum("rayk_offload_tier_misses_total") == 1
         assert tier.gauge("rayk_offload_tier_blocks", state="cached") == tokens // 16
         assert sum(tier.gauges["rayk_offload_tier_blocks"].values()) == status["num_blocks"]
@@ -68,7 +68,7 @@ def test_damaged_pages_count_whatever_is_wrong_with_them() -> None:
         "bad_missing": 3,
     }
     status = {"num_blocks": 5, "num_used_blocks": 1, "num_cached_blocks": 2, "disk": disk}
-    found = told(lambda sink: report_tier(sink, status), model="m", engine=NAME)
+    found = told(lambda meter: report_tier(meter, status), model="m", engine=TIER_NAME)
     assert found.sum("rayk_offload_disk_pages_total", outcome="bad") == 5
     assert found.sum("rayk_offload_disk_pages_total") == 5
     assert found.gauge("rayk_offload_tier_blocks", state="free") == 2
@@ -80,7 +80,7 @@ def test_a_disk_that_is_off_or_was_never_there_shows() -> None:
     later = {**never, "state": "off: No space left on device", "num_bytes": 4096, "pages_written": 1}
     for disk, written in ((never, 0), (later, 1)):
         status = {"num_blocks": 5, "num_used_blocks": 0, "num_cached_blocks": 0, "disk": disk}
-        found = told(lambda sink, status=status: report_tier(sink, status), model="m", engine=NAME)
+        found = told(lambda meter, status=status: report_tier(meter, status), model="m", engine=TIER_NAME)
         assert found.gauge("rayk_offload_disk_up") == 0
         assert found.sum("rayk_offload_disk_pages_total", outcome="written") == written
 

@@ -34,14 +34,14 @@ def spoil(pair: Pair, rank: int, request_id: str) -> None:
 
 def test_errors_of_two_requests_at_two_ranks_are_two_requests(qwen3: Model) -> None:
     """At rank 0 of the first, at rank 1 of the second, at both of the third; the fourth is well."""
-    recorders, make_sink = recorded()
+    recorders, make_meter = recorded()
     network, agents = LocalNetwork(), {}
 
     def make_agent(name: str) -> TamperingAgent:
         agents[name] = TamperingAgent(name, network)
         return agents[name]
 
-    with Pair.open(qwen3.path, tp=(1, 2), make_agent=make_agent, make_sink=make_sink) as pair:
+    with Pair.open(qwen3.path, tp=(1, 2), make_agent=make_agent, make_meter=make_meter) as pair:
         for number, ranks in enumerate([(0,), (1,), (0, 1), ()]):
             request = make_request(f"r{number}", qwen3.prompts[1], NUM_TOKENS)
             for rank in ranks:
@@ -59,8 +59,8 @@ def test_errors_of_two_requests_at_two_ranks_are_two_requests(qwen3: Model) -> N
 
 
 def test_a_lease_that_nobody_releases_is_one_request(qwen3: Model) -> None:
-    recorders, make_sink = recorded()
-    with Pair.open(qwen3.path, tp=(2, 1), lease_s=0.3, make_sink=make_sink) as pair:
+    recorders, make_meter = recorded()
+    with Pair.open(qwen3.path, tp=(2, 1), lease_s=0.3, make_meter=make_meter) as pair:
         pair.prefill(make_request("r", qwen3.prompts[2], NUM_TOKENS))
         wait_until(lambda: pair.p.handover.num_expired_leases == 1)
         flush(pair)

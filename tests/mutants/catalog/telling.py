@@ -96,8 +96,8 @@ def _(original, path):
 
 @TELLING.twin(
     "a counter that others count is told anew each time",
-    "rayk.metrics.buffer:BufferedSink.total",
-    "metrics/test_buffer.py::test_totals_that_others_count_are_told_as_differences",
+    "rayk.metrics.meter:Meter.total",
+    "metrics/test_meter.py::test_totals_that_others_count_are_told_as_differences",
 )
 def _(original, self, name, value, **labels):
     self.add(name, value, **labels)
@@ -105,11 +105,11 @@ def _(original, self, name, value, **labels):
 
 @TELLING.twin(
     "requests that failed are counted as answered",
-    "rayk.actors.request_meter:report_request",
-    "metrics/test_engine_meter.py::test_every_end_of_a_request_is_counted_and_only_whole_ones_have_times",
+    "rayk.actors.deployment_metrics:report_request",
+    "metrics/test_deployment_metrics.py::test_every_end_of_a_request_is_counted_and_only_whole_ones_have_times",
 )
-def _(original, sink, row):
-    original(sink, replace(row, finish_reason="stop", error=None))
+def _(original, meter, row):
+    original(meter, replace(row, finish_reason="stop", error=None))
 
 
 @TELLING.twin(

@@ -1,4 +1,4 @@
-"""Values gathered on their way to a sink whose calls cost microseconds."""
+"""The meter of a process: it gathers values on their way to a sink whose calls cost microseconds."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from rayk.metrics.registry import METRICS
-from rayk.metrics.sink import MetricsSink
 
 FLUSH_S = 0.5
 """Counters and gauges go on so often: Ray forgets gauges that nobody has set for two seconds."""
@@ -21,15 +21,47 @@ MAX_OBSERVED = 1 << 16
 _Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
+class MetricsSink(Protocol):
+    """Takes values of the metrics in `METRICS`; `labels`: those that it does not know."""
+
+    def add(self, name: str, value: float = 1.0, **labels: str) -> None:
+        """Add to a counter; 0 makes it exist."""
+        ...
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge."""
+        ...
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Add one observation to a histogram."""
+        ...
+
+    def observe_folded(self, name: str, counts: Sequence[int], total: float, **labels: str) -> None:
+        """Add observations to a folded histogram: the number in each bucket (the last one is unbounded) and
+        their sum."""
+        ...
+
+    def relabel(self, **labels: str) -> None:
+        """Give labels that it knows other values, for what follows."""
+        ...
+
+
+class _NullSink:
+    def _ignore(self, *_: Any, **__: Any) -> None:
+        pass
+
+    add = set = observe = observe_folded = relabel = _ignore
+
+
 @dataclass(slots=True)
 class _Folded:
-    """What a histogram observed since it was passed on."""
+    """Counts what a histogram observed since it was last passed on."""
 
     borders: tuple[float, ...]
     counts: list[int]
     total: float = 0.0
     is_told: bool = False
-    """Whether it is there."""
+    """Whether the sink has it."""
 
     def add(self, values: Iterable[float]) -> None:
         borders, counts, total = self.borders, self.counts, 0.0
@@ -39,52 +71,53 @@ class _Folded:
         self.total += total
 
 
-class BufferedSink:
-    """Adds counters up and counts what folded histograms observe, keeps the last value of gauges, and passes
-    all on every `FLUSH_S`.
+class Meter:
+    """Takes what one process reports, adds counters and folded histograms up, keeps the last value of gauges,
+    and passes all on every `FLUSH_S`.
 
-    For one thread. Implements MetricsSink. Whoever reports calls `tick` about as often as it reports.
+    It is for one thread, which calls `tick` about as often as it reports.
     """
 
-    def __init__(self, sink: MetricsSink, clock: Callable[[], float] = time.monotonic) -> None:
-        self._sink = sink
+    def __init__(self, sink: MetricsSink | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """Without a sink all values are dropped."""
+        self._sink: MetricsSink = sink or _NullSink()
         self._clock = clock
         self._due = clock() + FLUSH_S
         self._sums: dict[_Key, float] = {}
         self._totals: dict[_Key, float] = {}
-        """Of counters that are counted elsewhere: what was passed on."""
+        """What was passed on of counters that are counted elsewhere."""
         self._told: set[_Key] = set()
-        """Counters that are there."""
+        """Counters that the sink has."""
         self._gauges: dict[_Key, float] = {}
         self._folded: dict[_Key, _Folded] = {}
         self._observed: deque[tuple[_Key, float]] = deque(maxlen=MAX_OBSERVED)
         self._samplers: list[Callable[[], None]] = []
 
     def on_flush(self, sample: Callable[[], None]) -> None:
-        """Call `sample` before every flush, which may report what need not be told of each change."""
+        """Call `sample` before every flush, to report what is counted elsewhere."""
         self._samplers.append(sample)
 
     def relabel(self, **labels: str) -> None:
-        """What is passed on from now on has these values of labels that the sink knows. From any thread."""
+        """Give labels that the sink knows other values, for what follows. From any thread."""
         self._sink.relabel(**labels)
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
-        """Add to a counter. 0 has it be there: rates miss the first of what it counts where it is not."""
+        """Add to a counter. 0 makes it exist: without that, rates miss the first event."""
         key = (name, tuple(labels.items()))
         self._sums[key] = self._sums.get(key, 0.0) + value
 
     def total(self, name: str, value: float, **labels: str) -> None:
-        """A counter stands at `value` now: somebody else counts."""
+        """Report that a counter, which is counted elsewhere, stands at `value` now."""
         key = (name, tuple(labels.items()))
         self._sums[key] = self._sums.get(key, 0.0) + value - self._totals.get(key, 0.0)
         self._totals[key] = value
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """Set a gauge; it is told again at every flush."""
+        """Set a gauge; every flush repeats it."""
         self._gauges[name, tuple(labels.items())] = value
 
     def forget(self, name: str, **labels: str) -> None:
-        """Tell a gauge no more: Ray forgets it soon."""
+        """Repeat a gauge no more: Ray forgets it soon."""
         self._gauges.pop((name, tuple(labels.items())), None)
 
     def observe(self, name: str, value: float, **labels: str) -> None:
@@ -95,20 +128,13 @@ class BufferedSink:
             self._observed.append(((name, tuple(labels.items())), value))
 
     def observe_all(self, name: str, values: Iterable[float], **labels: str) -> None:
-        """Add observations to a folded histogram; none has it be there."""
+        """Add observations to a folded histogram; none of them make it exist."""
         key = (name, tuple(labels.items()))
         folded = self._folded.get(key)
         if folded is None:
             borders = METRICS[name].buckets
             folded = self._folded[key] = _Folded(borders, [0] * (len(borders) + 1))
         folded.add(values)
-
-    def observe_folded(self, name: str, counts: Sequence[int], total: float, **labels: str) -> None:
-        """Add what was folded elsewhere."""
-        self.observe_all(name, (), **labels)
-        folded = self._folded[name, tuple(labels.items())]
-        folded.counts = [a + b for a, b in zip(folded.counts, counts, strict=True)]
-        folded.total += total
 
     def tick(self) -> None:
         """Pass on a few observations, and all the rest when that is due."""

@@ -6,17 +6,23 @@ import asyncio
 
 import pytest
 
-from rayk.actors.engine_meter import EngineMeter, EngineNow, Losses
+from rayk.actors.deployment_metrics import (
+    LOST,
+    OUTCOMES,
+    EngineNow,
+    Losses,
+    begin_outcomes,
+    report_request,
+    watch_engines,
+    watch_places,
+)
 from rayk.actors.engines import EngineHandle
-from rayk.actors.request_meter import OUTCOMES, begin_outcomes, report_request
 from rayk.actors.serving import News
-from rayk.metrics import BufferedSink
+from rayk.metrics import Meter
 from rayk.types.config import EngineConfig
 from rayk.types.rows import RequestRow
 from tests.actors.test_admission import Desk, place
 from tests.metrics.recording import Recorder
-
-LOST = "rayk_engines_lost_total"
 
 
 def row(finish_reason: str | None) -> RequestRow:
@@ -41,13 +47,13 @@ def test_every_end_of_a_request_is_counted_and_only_whole_ones_have_times(
     finish_reason: str | None, counted: str
 ) -> None:
     recorder = Recorder(model="m")
-    sink = BufferedSink(recorder)
-    begin_outcomes(sink)
-    sink.flush()
+    meter = Meter(recorder)
+    begin_outcomes(meter)
+    meter.flush()
     assert recorder.count("rayk_itl_seconds", model="m") == 0, "it is there before the first gap"
     assert recorder.folded["rayk_itl_seconds"]
-    report_request(sink, row(finish_reason))
-    sink.flush()
+    report_request(meter, row(finish_reason))
+    meter.flush()
     found = {r: recorder.sum("rayk_request_outcomes_total", finish_reason=r) for r in OUTCOMES}
     assert found == {reason: float(reason == counted) for reason in OUTCOMES}
     assert len(recorder.observed["rayk_e2e_seconds"]) == (counted in ("stop", "length"))
@@ -57,11 +63,12 @@ def test_every_end_of_a_request_is_counted_and_only_whole_ones_have_times(
 def test_engines_are_told_of_as_long_as_somebody_answers_for_them() -> None:
     recorder = Recorder(model="m")
     engines = [EngineNow("e0", "prefill", is_up=False), EngineNow("e1", "decode", is_up=True)]
-    meter = EngineMeter(BufferedSink(recorder), lambda: engines)
+    meter = Meter(recorder)
+    watch_engines(meter, lambda: engines)
 
     def told() -> dict[str, float]:
         recorder.gauges.clear()
-        meter.tick()
+        meter.flush()
         return {
             f"{dict(k)['engine']} {dict(k)['role']}": v for k, v in recorder.gauges["rayk_engine_up"].items()
         }
@@ -78,16 +85,16 @@ def test_engines_are_told_of_as_long_as_somebody_answers_for_them() -> None:
 def test_a_server_tells_how_many_wait_for_a_place_and_how_many_have_one() -> None:
     async def run() -> None:
         recorder = Recorder(model="m")
-        meter, desk = EngineMeter(BufferedSink(recorder), list), Desk(max_running=1, max_waiting=4)
-        meter.watch(desk.dispatcher)
+        meter, desk = Meter(recorder), Desk(max_running=1, max_waiting=4)
+        watch_places(meter, desk.dispatcher)
         calls = [place(desk, name) for name in "abc"]
         await asyncio.sleep(0)
-        meter.tick()
+        meter.flush()
         assert recorder.gauge("rayk_placed_requests") == 1
         assert recorder.gauge("rayk_waiting_room_requests") == 2
         desk.tell("f", News(ended=("a", "b", "c")))
         await asyncio.gather(*calls, return_exceptions=True)
-        meter.tick()
+        meter.flush()
         assert recorder.gauge("rayk_placed_requests") == recorder.gauge("rayk_waiting_room_requests") == 0
 
     asyncio.run(run())
@@ -96,7 +103,7 @@ def test_a_server_tells_how_many_wait_for_a_place_and_how_many_have_one() -> Non
 def test_an_engine_is_lost_once_per_life_and_not_when_its_cell_ends_it() -> None:
     async def run() -> Recorder:
         recorder = Recorder(model="m")
-        meter = EngineMeter(BufferedSink(recorder), list)
+        meter = Meter(recorder)
         losses = Losses(meter)
         config = EngineConfig(model="m", num_blocks=8)
         names = ("prefill0", "prefill0", "prefill1", "prefill2", "prefill3")
@@ -111,7 +118,7 @@ def test_an_engine_is_lost_once_per_life_and_not_when_its_cell_ends_it() -> None
         await asyncio.sleep(0)
         for name in ("prefill0", "prefill2", "coordinator"):  # what the cell's errors name
             losses.found_late(name)
-        meter.tick()
+        meter.flush()
         return recorder
 
     recorder = asyncio.run(run())
