@@ -5,108 +5,133 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+
+from grafana_foundation_sdk.builders import common, prometheus, stat, timeseries
+from grafana_foundation_sdk.builders import dashboard as grafana
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.common import (
+    BigValueColorMode,
+    LegendDisplayMode,
+    LegendPlacement,
+    SortOrder,
+    StackingMode,
+    TooltipDisplayMode,
+    VisibilityMode,
+)
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardCursorSync,
+    DashboardLinkType,
+    DataSourceRef,
+    GridPos,
+    VariableOption,
+    VariableRefresh,
+    VariableSort,
+)
+from grafana_foundation_sdk.models.prometheus import QueryEditorMode
 
 from dashboards.panels import Dashboard, Panel
 from dashboards.queries import Query, exported
 from dashboards.table import DASHBOARDS
 
 FOLDER = Path(__file__).resolve().parent
-DATASOURCE = {"type": "prometheus", "uid": "rayk-prometheus"}
+DATASOURCE = DataSourceRef(type_val="prometheus", uid="rayk-prometheus")
 """As provisioning/datasources/rayk.yml defines it."""
-SCHEMA_VERSION = 39
-"""Of Grafana 11; later ones migrate it when they load it."""
 COLUMNS = 24
 HEIGHTS = {"stat": 4, "timeseries": 8}
 
 
-def dashboard_json(board: Dashboard) -> dict[str, Any]:
-    """A dashboard's model. Its panels lie in rows, left to right."""
-    panels, x, y, height = [], 0, 0, 0
+def dashboard_json(board: Dashboard) -> str:
+    """A dashboard's file. Its panels lie in rows, left to right."""
+    link = grafana.DashboardLink("rayk").type(DashboardLinkType.DASHBOARDS).tags(["rayk"]).as_dropdown(True)
+    made = (
+        grafana.Dashboard(board.title)
+        .uid(board.uid)
+        .description(board.help)
+        .tags(["rayk"])
+        .version(1)
+        .editable()
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .refresh("5s")
+        .time("now-15m", "now")
+        .timezone("browser")
+        .link(link)
+        .with_variable(_variable("model"))
+        .with_variable(_variable("engine"))
+    )
+    x, y, height = 0, 0, 0
     for number, panel in enumerate(board.panels, start=1):
         if x + panel.width > COLUMNS or (height and HEIGHTS[panel.kind] != height):
             x, y = 0, y + height
         height = HEIGHTS[panel.kind]
-        place = {"x": x, "y": y, "w": panel.width, "h": height}
-        panels.append(_panel_json(panel, number, place))
+        made.with_panel(_panel(panel).id(number).grid_pos(GridPos(x=x, y=y, w=panel.width, h=height)))
         x += panel.width
-    return {
-        "uid": board.uid,
-        "title": board.title,
-        "description": board.help,
-        "tags": ["rayk"],
-        "schemaVersion": SCHEMA_VERSION,
-        "version": 1,
-        "editable": True,
-        "graphTooltip": 1,
-        "refresh": "5s",
-        "time": {"from": "now-15m", "to": "now"},
-        "timezone": "browser",
-        "annotations": {"list": []},
-        "links": [{"type": "dashboards", "tags": ["rayk"], "title": "rayk", "asDropdown": True}],
-        "templating": {"list": [_variable("model"), _variable("engine")]},
-        "panels": panels,
-    }
+    return json.dumps(made.build(), cls=JSONEncoder, indent=2) + "\n"
 
 
-def _variable(label: str) -> dict[str, Any]:
+def _variable(label: str) -> grafana.QueryVariable:
     within = '{model=~"$model"}' if label == "engine" else ""
     query = f"label_values({exported('rayk_turns_total')}{within}, {label})"
-    return {
-        "name": label,
-        "label": label,
-        "type": "query",
-        "datasource": DATASOURCE,
-        "query": {"query": query, "refId": f"{label}s"},
-        "refresh": 2,
-        "sort": 1,
-        "multi": True,
-        "includeAll": True,
-        "allValue": ".*",
-        "current": {"text": ["All"], "value": ["$__all"]},
-    }
+    return (
+        grafana.QueryVariable(label)
+        .label(label)
+        .datasource(DATASOURCE)
+        .query({"query": query, "refId": f"{label}s"})
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(VariableSort.ALPHABETICAL_ASC)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+        .current(VariableOption(text=["All"], value=["$__all"]))
+    )
 
 
-def _panel_json(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
-    custom = {"lineWidth": 1, "fillOpacity": 10, "showPoints": "auto", "spanNulls": False}
-    if panel.is_stacked:
-        custom |= {"fillOpacity": 40, "stacking": {"mode": "normal", "group": "A"}}
-    options: dict[str, Any] = {
-        "legend": {"displayMode": "list", "placement": "bottom", "showLegend": True},
-        "tooltip": {"mode": "multi", "sort": "desc"},
-    }
-    if panel.kind == "stat":
-        custom, options = {}, {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "none"}
-    return {
-        "id": number,
-        "type": panel.kind,
-        "title": panel.title,
-        "description": panel.help,
-        "datasource": DATASOURCE,
-        "gridPos": place,
-        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0, "custom": custom}, "overrides": []},
-        "options": options,
-        "targets": [_target(query, chr(ord("A") + n)) for n, query in enumerate(panel.queries)],
-    }
+def _panel(panel: Panel) -> stat.Panel | timeseries.Panel:
+    made = _stat() if panel.kind == "stat" else _timeseries(panel.is_stacked)
+    made.title(panel.title).description(panel.help).datasource(DATASOURCE).unit(panel.unit).min(0)
+    for number, query in enumerate(panel.queries):
+        made.with_target(_target(query, chr(ord("A") + number)))
+    return made
 
 
-def _target(query: Query, ref: str) -> dict[str, Any]:
-    return {
-        "refId": ref,
-        "datasource": DATASOURCE,
-        "editorMode": "code",
-        "expr": query.shown,
-        "legendFormat": query.legend,
-        "range": True,
-    }
+def _stat() -> stat.Panel:
+    return (
+        stat.Panel()
+        .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
+        .color_mode(BigValueColorMode.NONE)
+    )
+
+
+def _timeseries(is_stacked: bool) -> timeseries.Panel:
+    legend = common.VizLegendOptions().display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM)
+    made = (
+        timeseries.Panel()
+        .legend(legend.show_legend(True))
+        .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
+        .line_width(1)
+        .fill_opacity(40 if is_stacked else 10)
+        .show_points(VisibilityMode.AUTO)
+        .span_nulls(False)
+    )
+    if is_stacked:
+        made.stacking(common.StackingConfig().mode(StackingMode.NORMAL).group("A"))
+    return made
+
+
+def _target(query: Query, ref: str) -> prometheus.Dataquery:
+    return (
+        prometheus.Dataquery()
+        .ref_id(ref)
+        .datasource(DATASOURCE)
+        .editor_mode(QueryEditorMode.CODE)
+        .expr(query.shown)
+        .legend_format(query.legend)
+        .range()
+    )
 
 
 def files() -> dict[Path, str]:
     """Every file that is made here."""
-    return {
-        FOLDER / f"{board.uid}.json": json.dumps(dashboard_json(board), indent=2) + "\n"
-        for board in DASHBOARDS
-    }
+    return {FOLDER / f"{board.uid}.json": dashboard_json(board) for board in DASHBOARDS}
 
 
 def main(arguments: list[str]) -> int:

@@ -73,8 +73,9 @@ def all_misfits(given: dict[str, Any]) -> list[str]:
         kind = OPTIONS[panel["type"]]
         found += misfits(kind.Options.from_json(panel["options"]), kind.Options, f"{where}/options")
         defaults = panel["fieldConfig"]["defaults"]
-        custom = timeseries.FieldConfig.from_json(defaults["custom"])
-        found += misfits(custom, timeseries.FieldConfig, f"{where}/custom")
+        if panel["type"] == "timeseries":
+            custom = timeseries.FieldConfig.from_json(defaults["custom"])
+            found += misfits(custom, timeseries.FieldConfig, f"{where}/custom")
         if defaults["unit"] not in UNITS:
             found.append(f"{where}: no unit {defaults['unit']}")
         for target in panel["targets"]:
