@@ -3,5 +3,5 @@
 `handover` is rank 0's side: `lending` lends a prefilled request's KV, `receiving` takes it in, `reservations`
 and `pushing` serve engines that write instead of reading; `offloading`, `storing` and `swapping` deal with a
 host tier, which `tier_side` speaks for. `extension` carries out their `commands` on every rank between steps.
-`planted` and `struck` make a rank commit the faults that an experiment asks for.
+`planted` and `fault_injection` make a rank commit the faults that an experiment asks for.
 """

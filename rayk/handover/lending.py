@@ -10,12 +10,10 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import BlockTables, MakeTicket, TicketPart
-from rayk.transfer.ticket import TransferTicket
-from rayk.transfer.ticket_seal import sealed
+from rayk.handover.rank_answers import RankAnswers
+from rayk.handover.tickets import make_ticket
 
 if TYPE_CHECKING:
     from rayk.engine.leader import Leader
@@ -34,7 +32,7 @@ class Lending:
         self._lease_numbers = itertools.count()
         self._lease_ids: dict[str, str] = {}
         """Request id -> its open lease."""
-        self._leases: dict[str, set[int]] = {}
+        self._leases: dict[str, RankAnswers[bool]] = {}
         """Lease id -> ranks that were told it is over."""
         self.num_expired = 0
 
@@ -60,7 +58,7 @@ class Lending:
         self._lease_ids[request_id] = lease_id
         self.leader.scheduler.remove(request_id, keep_blocks=True)
         self.leader.manager.lease(request_id, lease_id)
-        self._leases[lease_id] = set()
+        self._leases[lease_id] = RankAnswers(self._tp)
         return MakeTicket(request_id, lease_id, num_tokens, tables)
 
     def on_ticket(self, command: MakeTicket, answers: list[TicketPart], error: RaykError | None) -> None:
@@ -70,30 +68,25 @@ class Lending:
             self.end(command.lease_id)
             self.leader.emit(RequestEvent(request_id=command.request_id, error=error))
             return
-        generations = answers[0].generations
-        assert all(a.generations == generations for a in answers), "ranks disagree on generations"
-        ticket = TransferTicket(
+        ticket = make_ticket(
+            answers,
             request_id=command.request_id,
             lease_id=command.lease_id,
             engine=self._engine,
             epoch=self._epoch,
             num_tokens=command.num_tokens,
             block_tables=command.block_tables,
-            generations=generations,
-            digests=np.stack([a.digests for a in answers]),
             lease_ns=answers[0].lease_ns,
-            digest_ns=tuple(a.digest_ns for a in answers),
             reservation_id=command.reservation_id,
             attempt=command.attempt,
         )
-        self.leader.emit(RequestEvent(request_id=command.request_id, payload=sealed(ticket)))
+        self.leader.emit(RequestEvent(request_id=command.request_id, payload=ticket))
 
     def on_news(self, rank: int, news: RankNews) -> None:
         """Count releases of a rank, and leases whose deadline passed there."""
         for lease_id in news.released:
-            told = self._leases.get(lease_id, set())
-            told.add(rank)
-            if len(told) == self._tp:
+            told = self._leases.get(lease_id)
+            if told is not None and told.add(rank, True):
                 self.end(lease_id)
         for lease_id in news.expired:
             if lease_id in self._leases:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from rayk.engine.leader import RequestEvent
 from rayk.handover.arrival_times import arrival_stages
 from rayk.handover.commands import BlockTables, HoldTicket, LetGo, Prove, ReleaseMismatch, StartRead
+from rayk.handover.rank_answers import RankAnswers
 from rayk.handover.reservations import reserve_blocks
 from rayk.kv.manager import LocalPrefix
 from rayk.transfer.handshake import row_group_blocks
@@ -47,7 +48,7 @@ Arrived = Callable[[int, "RaykError | None", dict[str, Any]], None]
 """(first tokens whose KV is in the request's blocks, what failed, what is told of the transfer)."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Incoming:
     """A request whose KV is on its way here."""
 
@@ -67,8 +68,8 @@ class Incoming:
     block_tables: BlockTables = ()
     held: LocalPrefix = NOTHING_HELD
     """What need not be read."""
-    outcomes: dict[int, TransferOutcome] = field(default_factory=dict)
-    drained: set[int] = field(default_factory=set)
+    outcomes: RankAnswers[TransferOutcome] = field(init=False)
+    drained: RankAnswers[bool] = field(init=False)
     """Ranks whose reads ended after their failed outcome."""
     aborted: bool = False
     failure: RaykError | None = None
@@ -131,6 +132,7 @@ class Receiving:
         """A request's KV comes into these blocks, which are its own but for those that are held."""
         incoming.started_ns = time.monotonic_ns()
         incoming.block_tables, incoming.held = block_tables, held
+        incoming.outcomes, incoming.drained = RankAnswers(self._tp), RankAnswers(self._tp)
         self._reading[incoming.request.request_id] = incoming
         here = frozenset(block for blocks in held.blocks for block in blocks)
         limits = incoming.transfer_s, held.num_tokens
@@ -170,7 +172,7 @@ class Receiving:
         for lease_id in news.drained:
             for incoming in (*self._reading.values(), *self._draining.values(), *self._abandoned.values()):
                 if incoming.ticket.lease_id == lease_id:
-                    incoming.drained.add(rank)
+                    incoming.drained.add(rank, True)
                     self._on_drained(incoming)
 
     def let_go(self, request_id: str) -> None:
@@ -250,16 +252,14 @@ class Receiving:
 
     def _on_outcome(self, rank: int, outcome: TransferOutcome) -> None:
         incoming = self._reading.get(outcome.request_id)
-        if incoming is not None:
-            incoming.outcomes[rank] = outcome
-            if len(incoming.outcomes) == self._tp:
-                self._finish_read(incoming)
+        if incoming is not None and incoming.outcomes.add(rank, outcome):
+            self._finish_read(incoming)
 
     def _finish_read(self, incoming: Incoming) -> None:
         assert self.leader is not None
         request_id = incoming.request.request_id
         del self._reading[request_id]
-        outcomes = [incoming.outcomes[rank] for rank in range(self._tp)]
+        outcomes = incoming.outcomes.in_order()
         mismatch = next((o.error for o in outcomes if isinstance(o.error, KVMismatch)), None)
         error = mismatch or next((o.error for o in outcomes if o.error is not None), None)
         self._count(error)
@@ -278,7 +278,9 @@ class Receiving:
             self.leader.start(incoming.request, incoming.output_token_ids)
             self.leader.emit(RequestEvent(request_id=request_id, info=info))
             return
-        incoming.drained |= {rank for rank, o in enumerate(outcomes) if not o.is_draining}
+        for rank, outcome in enumerate(outcomes):
+            if not outcome.is_draining:
+                incoming.drained.add(rank, True)
         self._draining[request_id] = incoming
         if incoming.recompute and not incoming.aborted:
             incoming.failure, incoming.info, incoming.failed_ns = error, info, time.monotonic_ns()
@@ -303,7 +305,7 @@ class Receiving:
 
     def _on_drained(self, incoming: Incoming) -> None:
         """Where nothing of a failed transfer is in flight: free its blocks, or see what arrived."""
-        if len(incoming.drained) < self._tp:
+        if not incoming.drained.is_complete:
             return
         request_id = incoming.request.request_id
         if self._draining.get(request_id) is incoming and incoming.recompute and not incoming.aborted:
@@ -360,7 +362,7 @@ class Receiving:
     def _free(self, request_id: str) -> None:
         """Give a failed request's blocks back, once nothing writes to them and nobody looks at them."""
         incoming = self._draining.get(request_id)
-        if incoming is not None and len(incoming.drained) == self._tp and request_id not in self._held:
+        if incoming is not None and incoming.drained.is_complete and request_id not in self._held:
             assert self.leader is not None
             del self._draining[request_id]
             self.leader.manager.free(request_id)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import BlockTables, EndReservation, Reserve
+from rayk.handover.rank_answers import RankAnswers
+from rayk.handover.tickets import agreed_generations
 from rayk.transfer.handshake import row_group_blocks
 from rayk.transfer.ticket import Reservation
 from rayk.transfer.ticket_seal import sealed
@@ -60,7 +62,7 @@ class _OpenReservation:
     prefix: LocalPrefix
     """What need not be written."""
     reserved_ns: int
-    parts: dict[int, Reserved] = field(default_factory=dict)
+    parts: RankAnswers[Reserved]
     """What each rank answered that has room."""
     is_given: bool = False
     """Whether the reservation has left."""
@@ -85,7 +87,7 @@ class Reservations:
         self._queued: deque[ReservationRequest] = deque()
         self._held: dict[str, _OpenReservation] = {}
         """Request id -> its blocks."""
-        self._ending: dict[str, set[int]] = {}
+        self._ending: dict[str, RankAnswers[bool]] = {}
         """Reservation that was given up -> ranks where nobody writes any more."""
 
     @property
@@ -125,7 +127,9 @@ class Reservations:
             if tables is None:
                 return
             self._queued.popleft()
-            self._held[wanted.request_id] = _OpenReservation(wanted, reservation_id, tables, prefix, now)
+            self._held[wanted.request_id] = _OpenReservation(
+                wanted, reservation_id, tables, prefix, now, RankAnswers(self._tp)
+            )
             here = frozenset(block for blocks in prefix.blocks for block in blocks)
             at = wanted.request_id, reservation_id, wanted.producer
             self._commands.append(Reserve(*at, tables, wanted.num_tokens, here))
@@ -150,14 +154,11 @@ class Reservations:
         if part.error is not None:
             self._refuse(held, part.error)
             return
-        held.parts[rank] = part
-        if len(held.parts) == self._tp:
-            self._give(held, [held.parts[r] for r in range(self._tp)])
+        if held.parts.add(rank, part):
+            self._give(held, held.parts.in_order())
 
     def _give(self, held: _OpenReservation, parts: list[Reserved]) -> None:
         assert self.leader is not None
-        generations = parts[0].generations
-        assert all(p.generations == generations for p in parts), "ranks disagree on generations"
         wanted = held.wanted
         reservation = Reservation(
             request_id=wanted.request_id,
@@ -166,7 +167,7 @@ class Reservations:
             epoch=self._epoch,
             num_tokens=wanted.num_tokens,
             block_tables=held.block_tables,
-            generations=generations,
+            generations=agreed_generations(parts),
             hold_s=wanted.hold_s,
             num_held_tokens=held.prefix.num_tokens,
             wire_tables=tuple(p.wire_tables for p in parts) if parts[0].wire_tables else (),
@@ -199,7 +200,7 @@ class Reservations:
         if held is None:
             return False
         self._forget_keys(request_id)
-        self._ending[held.reservation_id] = set()
+        self._ending[held.reservation_id] = RankAnswers(self._tp)
         self._commands.append(EndReservation(held.reservation_id))
         return True
 
@@ -214,11 +215,8 @@ class Reservations:
         for part in news.reserved:
             self._on_reserved(rank, part)
         for reservation_id in news.cleared:
-            clear = self._ending.get(reservation_id)
-            if clear is None:
-                continue  # it was claimed, and its request is over
-            clear.add(rank)
-            if len(clear) == self._tp:
+            clear = self._ending.get(reservation_id)  # none if it was claimed, and its request is over
+            if clear is not None and clear.add(rank, True):
                 del self._ending[reservation_id]
                 self.leader.manager.free(reservation_id)
 

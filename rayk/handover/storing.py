@@ -11,18 +11,16 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from rayk.handover.commands import BlockTables, EndLease, MakeStore, TicketPart
+from rayk.handover.rank_answers import RankAnswers
+from rayk.handover.tickets import make_ticket
 from rayk.handover.tier_side import TierSide
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.offload.messages import StoreAnswer, StoreAsk
 from rayk.transfer.handshake import row_group_blocks
-from rayk.transfer.ticket import TransferTicket
-from rayk.transfer.ticket_seal import sealed
 from rayk.types.errors import RaykError
 
 if TYPE_CHECKING:
@@ -40,7 +38,7 @@ SLACK_S = 5.0
 """The tier keeps its deadline; one that says nothing for so much longer is not waited for."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Store:
     """Blocks put aside until the tier has read them."""
 
@@ -50,15 +48,19 @@ class Store:
     num_tokens: int
     tables: BlockTables
     token_ids: tuple[int, ...]
+    tp: InitVar[int]
     keep_as: str | None = None
     first_row: int = 0
     began_ns: int = 0
-    parts: dict[int, TicketPart] = field(default_factory=dict)
-    released: set[int] = field(default_factory=set)
+    parts: RankAnswers[TicketPart] = field(init=False)
+    released: RankAnswers[bool] = field(init=False)
     is_begun: bool = False
     is_answered: bool = False
     num_bytes: int = 0
     """That the tier took over."""
+
+    def __post_init__(self, tp: int) -> None:
+        self.parts, self.released = RankAnswers(tp), RankAnswers(tp)
 
     @property
     def num_blocks(self) -> int:
@@ -142,7 +144,7 @@ class Storing:
         self, name: str, request_id: str, num_tokens: int, tables: BlockTables, token_ids: tuple[int, ...]
     ) -> None:
         """Store what a lease of this name holds, at once, and keep it by that name."""
-        store = Store(name, request_id, num_tokens, tables, token_ids, keep_as=name)
+        store = Store(name, request_id, num_tokens, tables, token_ids, self._side.tp, keep_as=name)
         self._stores[name] = store
         self._begin(store)
 
@@ -190,10 +192,8 @@ class Storing:
             self._answered(StoreAnswer(name=name, reason=f"rank {rank} could not digest it: {why}"))
         for lease_id in news.released:
             store = self._stores.get(lease_id)
-            if store is not None:
-                store.released.add(rank)
-                if len(store.released) == self._side.tp:
-                    self.end(lease_id)
+            if store is not None and store.released.add(rank, True):
+                self.end(lease_id)
         for lease_id in news.expired:
             if lease_id in self._stores:
                 self._side.counts["stores_expired"] += 1
@@ -253,7 +253,8 @@ class Storing:
         if tables is None:
             side.counts["stores_too_late"] += 1
             return
-        store = Store(name, request_id, num_tokens, tables, tuple(state.tokens[:num_tokens]))
+        token_ids = tuple(state.tokens[:num_tokens])
+        store = Store(name, request_id, num_tokens, tables, token_ids, side.tp)
         self._stores[name] = store
         self._queued.append(store)
 
@@ -273,26 +274,20 @@ class Storing:
         side, store = self._side, self._begun.get(name)
         if store is None or side.tier is None:
             return
-        store.parts[rank] = part
-        if len(store.parts) < side.tp:
+        if not store.parts.add(rank, part):
             return
-        parts = [store.parts[r] for r in range(side.tp)]
-        generations = parts[0].generations
-        assert all(p.generations == generations for p in parts), "ranks disagree on generations"
-        ticket = TransferTicket(
+        ticket = make_ticket(
+            store.parts.in_order(),
             request_id=store.name,
             lease_id=store.name,
             engine=side.engine,
             epoch=side.epoch,
             num_tokens=store.num_tokens,
             block_tables=store.tables,
-            generations=generations,
-            digests=np.stack([p.digests for p in parts]),
-            digest_ns=tuple(p.digest_ns for p in parts),
             first_row=store.first_row,
         )
         ask = StoreAsk(
-            ticket=sealed(ticket),
+            ticket=ticket,
             token_ids=store.token_ids,
             keep_as=store.keep_as,
             deadline_s=side.settings.transfer_s,
@@ -330,7 +325,7 @@ class Storing:
         self._stored.pop(store.request_id, None)
         if store.first_row:
             self._asked.pop(store.request_id, None)  # what it built on may be gone: at once, once, without
-        if len(store.parts) < side.tp:
+        if not store.parts.is_complete:
             side.commands.append(EndLease(store.name))  # the tier, which would release it, has no ticket
         self.end(store.name)
 
