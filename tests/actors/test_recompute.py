@@ -16,21 +16,13 @@ from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import KVMismatch, TransferError
 from rayk.types.request import FinishReason, Request
-from tests.handover.cases import NUM_TOKENS, Model, TamperingAgent, stubborn_agents
+from tests.handover.cases import NUM_TOKENS, Model, TamperingAgent, models_by_name, stubborn_agents
 from tests.pd import Pair, make_request, wait_until
 
 
 @pytest.fixture(scope="module")
 def models(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Callable[[str], Model]:
-    made: dict[str, Model] = {}
-
-    def model(name: str) -> Model:
-        if name not in made:
-            path = checkpoint(name)
-            made[name] = Model(path, reference(path))
-        return made[name]
-
-    return model
+    return models_by_name(checkpoint, reference)
 
 
 def start_decode(

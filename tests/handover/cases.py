@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,17 @@ class Model:
         self.prompts: list[list[int]] = [probe["prompt"] for probe in read_marker(path)["probes"]]
         outputs = reference.generate(self.prompts, NUM_TOKENS, ignore_eos=True)
         self.expected = [list(o.token_ids) for o in outputs]
+
+
+def models_by_name(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Callable[[str], Model]:
+    """A model by its checkpoint's name, made when it is first asked for."""
+
+    @functools.cache
+    def model(name: str) -> Model:
+        path = checkpoint(name)
+        return Model(path, reference(path))
+
+    return model
 
 
 class StubbornAgent(LocalAgent):

@@ -11,7 +11,7 @@ import pytest
 from rayk.types.errors import KVMismatch
 from rayk.types.request import FinishReason
 from tests.actors.test_recompute import damage, start_decode, tampering_agents
-from tests.handover.cases import NUM_TOKENS, Model
+from tests.handover.cases import NUM_TOKENS, Model, models_by_name
 from tests.pd import Pair, make_request
 
 HELD = 256
@@ -20,15 +20,7 @@ HELD = 256
 
 @pytest.fixture(scope="module")
 def models(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Callable[[str], Model]:
-    made: dict[str, Model] = {}
-
-    def model(name: str) -> Model:
-        if name not in made:
-            path = checkpoint(name)
-            made[name] = Model(path, reference(path))
-        return made[name]
-
-    return model
+    return models_by_name(checkpoint, reference)
 
 
 def bytes_of(done: Any) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
 from rayk.types.errors import TransferError
 from rayk.types.request import FinishReason, Request
-from tests.handover.cases import NUM_TOKENS, Model
+from tests.handover.cases import NUM_TOKENS, Model, models_by_name
 from tests.markers import slow
 from tests.pd import NAN_POISON, Pair, Side, _make_side, make_request, wait_until
 
@@ -36,15 +36,7 @@ BLOCKS = {"qwen3": (42, 34), "gemma3": (46, 38), "falcon_h1": (60, 50)}
 
 @pytest.fixture(scope="module")
 def models(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Callable[[str], Model]:
-    made: dict[str, Model] = {}
-
-    def model(name: str) -> Model:
-        if name not in made:
-            path = checkpoint(name)
-            made[name] = Model(path, reference(path))
-        return made[name]
-
-    return model
+    return models_by_name(checkpoint, reference)
 
 
 class UnreliableAgent(LocalAgent):
