@@ -10,7 +10,13 @@ from rayk.types.errors import InternalError
 LOG = logging.getLogger("rayk")
 # in a RuntimeError: torch uses it for a failing device and for wrong shapes alike
 MACHINE_WORDS = (
-    *("CUDA error", "HIP error", "cuDNN", "NCCL", "out of memory", "allocate memory", "start new thread"),
+    "CUDA error",
+    "HIP error",
+    "cuDNN",
+    "NCCL",
+    "out of memory",
+    "allocate memory",
+    "start new thread",
 )
 # the device blames a wrong kernel
 KERNEL_WORDS = ("device-side assert", "illegal memory access", "misaligned address")
