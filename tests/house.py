@@ -100,7 +100,6 @@ TORCH_FREE = (
     "rayk.transfer.reservation_state",
     "rayk.transfer.recovery",
     "rayk.transfer.valid_prefix",
-    "rayk.transfer.simulator",
     "rayk.offload.page_file",
     "rayk.offload.disk_folder",
     "rayk.offload.disk_io",
@@ -119,9 +118,6 @@ TORCH_FREE = (
     "rayk.metrics",
 )
 """Modules and packages (with all their modules) that import, and work, without torch."""
-
-CIRCLES_TO_BREAK = ("rayk.transfer.simulator",)
-"""Where circles of imports are left, to be broken."""
 
 WARN_LINES = 400
 MAX_LINES = 600
@@ -239,7 +235,7 @@ def _table_problem(package: str, item: Import) -> str | None:
     return f"{package} may not import {target} ({item.name})"
 
 
-def check_circles(root: Path, to_break: tuple[str, ...] = CIRCLES_TO_BREAK) -> list[str]:
+def check_circles(root: Path) -> list[str]:
     """No file imports itself through others, not even for types alone; rayk/__init__ is asked nothing."""
     files = {module_name(root, path): path for path in python_files(root, "rayk")}
     graph: dict[str, set[str]] = {}
@@ -248,8 +244,6 @@ def check_circles(root: Path, to_break: tuple[str, ...] = CIRCLES_TO_BREAK) -> l
             continue
         names = [item.name for item in find_imports(path, module)]
         graph[module] = {n if n in files else n.rpartition(".")[0] for n in names} & files.keys() - {module}
-        if to_break and module.startswith(to_break):
-            graph[module] = {name for name in graph[module] if not name.startswith(to_break)}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:

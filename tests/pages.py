@@ -52,7 +52,7 @@ RUN_BY = {
     "python jobs/serve_bench.py": "tests/jobs/test_serve_bench.py",
     "python -m dashboards.check": "tests/dashboards/test_alerts.py",
     "python -m rayk.metrics": "tests/metrics/test_registry.py",
-    "python -m rayk.transfer.simulator": "tests/transfer/test_simulated_faults.py",
+    "python -m tests.transfer.simulator": "tests/transfer/test_simulated_faults.py",
     "ray": "tests/jobs/test_job_submit.py",
     "rayk bench": "tests/bench/test_bench_command.py",
     "rayk conformance": "tests/conformance/test_kit.py",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rayk.specs import Cell
 from rayk.specs.cells import expected_of, is_known, verdict_of_fault
 from rayk.specs.experiment import VERDICTS, FaultSpec
-from rayk.types.errors import EngineDied, RaykError, TransferError
+from rayk.types.errors import EngineDied, HandshakeMismatch, RaykError, TransferError
 from rayk.types.rows import RequestRow
 from rayk.types.verdicts import verdict_of
 
@@ -30,8 +30,7 @@ class Findings:
         through; they count where they did not."""
         deaths = {e.engine: e for e in (*survived, *errors) if isinstance(e, EngineDied)}
         for error in errors:
-            ends = (error.producer, *error.consumer.split("/")) if isinstance(error, TransferError) else ()
-            found = next((deaths[end] for end in ends if end in deaths), error)
+            found = next((deaths[end] for end in _engines_of(error) if end in deaths), error)
             self.add(verdict_of(found), str(found))
 
     def judge(self) -> tuple[str, str]:
@@ -42,6 +41,16 @@ class Findings:
         reasons = list(dict.fromkeys(reason for v, reason in self.items if v == verdict))
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
         return verdict, reasons[0] + more
+
+
+def _engines_of(error: RaykError) -> tuple[str, ...]:
+    """Between which engines a transfer failed; a ticket of an engine that was formed again is refused."""
+    match error:
+        case TransferError():
+            return error.producer, *error.consumer.split("/")
+        case HandshakeMismatch((("engine", producer, _),)):
+            return (producer.partition(" ")[0],)
+    return ()
 
 
 def unrecovered(cell: Cell, requests: Sequence[RequestRow], survived: Sequence[RaykError]) -> list[FaultSpec]:

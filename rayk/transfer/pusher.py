@@ -57,15 +57,20 @@ class Pusher:
         *,
         push_layers: int | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        has_thread: bool = True,
     ) -> None:
-        """`agent` is the thread's from now on. `push_layers`: layers per write; None: by what it costs."""
+        """`agent` is the thread's from now on. `push_layers`: layers per write; None: by what it costs.
+        `has_thread`: without one, nothing happens but when `turn` is called."""
         agent.register(buffer)
         self._groups = [g.group for g in me.geometry.groups]
         self._worker = _Worker(agent, me, push_layers, clock)
         self._guarded: dict[str, set[int]] = {}
         """Reservation -> blocks of ours that may be read for it."""
-        self._thread = threading.Thread(target=self._worker.run, name=f"push {me.agent_name}", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if has_thread:
+            name = f"push {me.agent_name}"
+            self._thread = threading.Thread(target=self._worker.run, name=name, daemon=True)
+            self._thread.start()
 
     def connect(self, producers: Sequence[CacheDescription], consumers: Sequence[CacheDescription]) -> None:
         """Get ready to push to an engine; a new life of it replaces the old one. Raises RaykError."""
@@ -96,22 +101,27 @@ class Pusher:
     def wait_for(self, block_ids: Collection[int]) -> None:
         """Return when nothing reads these blocks nor will: pushes from them are void. Raises TransferError
         when a write does not end."""
-        self.check()
-        for reservation_id in self._worker.take_over():
-            self._guarded.pop(reservation_id, None)
-        wanted = set(block_ids)
-        hit = [r for r, blocks in self._guarded.items() if not blocks.isdisjoint(wanted)]
-        if not hit:
-            return
-        is_free = threading.Event()
-        self._post(lambda: self._worker.void(hit, is_free))
+        is_free = self.void(block_ids)
         until = time.monotonic() + DRAIN_S
         while not is_free.wait(0.05):
             self.check()
             if time.monotonic() > until:
                 raise TransferError("", f"writes from blocks that are needed did not end in {DRAIN_S:g} s")
+
+    def void(self, block_ids: Collection[int]) -> threading.Event:
+        """End what is pushed from these blocks; set when nothing reads them any more."""
+        self.check()
+        for reservation_id in self._worker.take_over():
+            self._guarded.pop(reservation_id, None)
+        wanted, is_free = set(block_ids), threading.Event()
+        hit = [r for r, blocks in self._guarded.items() if not blocks.isdisjoint(wanted)]
         for reservation_id in hit:
-            self._guarded.pop(reservation_id)
+            del self._guarded[reservation_id]
+        if hit:
+            self._post(lambda: self._worker.void(hit, is_free))
+        else:
+            is_free.set()
+        return is_free
 
     def check(self) -> None:
         """Raises what ended the thread: it ends the rank."""
@@ -132,7 +142,15 @@ class Pusher:
         """Stop, whatever is in flight, and give the agent back."""
         self._worker.is_closing = True
         self._post(lambda: None)
-        self._thread.join()
+        if self._thread is None:
+            self._worker.run()
+        else:
+            self._thread.join()
+
+    def turn(self) -> None:
+        """Where there is no thread: do what was asked, and look at what is in flight."""
+        assert self._thread is None, "the thread takes its turns by itself"
+        self._worker.turn()
 
     def _post(self, action: Callable[[], None]) -> None:
         self._worker.inbox.put(action)
@@ -150,6 +168,8 @@ class Pusher:
                 answers.put(None)
 
         self._post(ask)
+        if self._thread is None:
+            self._worker.turn()
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
             with contextlib.suppress(queue.Empty):
@@ -224,7 +244,8 @@ class _Worker:
         """Until closed."""
         try:
             while not self.is_closing:
-                self._turn()
+                self._take()
+                self._look()
         except Exception as error:  # noqa: BLE001 - the engine's thread must learn of it
             self.error = error
         finally:
@@ -341,13 +362,11 @@ class _Worker:
             with contextlib.suppress(TransferError):  # one that is gone waits for nothing
                 self._agent.notify(link.consumers[rank].agent_name, message)
 
-    def _turn(self) -> None:
-        self._take()
-        for push in tuple(self.pushes.values()):
-            push.poll()
-        self._settle()
-        for peer, message in self._agent.notifications():  # also makes progress
-            _log.warning("notification of no meaning from %s: %r", peer, message[:80])
+    def turn(self) -> None:
+        """Where nobody runs it: do all that was asked."""
+        while not self.inbox.empty():
+            self.inbox.get()()
+        self._look()
 
     def _take(self) -> None:
         """Do what was asked; where nothing was, wait for it a little."""
@@ -359,6 +378,13 @@ class _Worker:
             return
         self._news_s = time.monotonic()
         action()
+
+    def _look(self) -> None:
+        for push in tuple(self.pushes.values()):
+            push.poll()
+        self._settle()
+        for peer, message in self._agent.notifications():  # also makes progress
+            _log.warning("notification of no meaning from %s: %r", peer, message[:80])
 
     def _settle(self) -> None:
         """Forget pushes that are over, and hand back what nothing reads any more."""

@@ -69,6 +69,7 @@ def test_equal_reasons_are_counted_once():
 
 
 DEATH = EngineDied("prefill0", "gone", rank=0)
+REFUSED = HandshakeMismatch((("engine", "prefill0 epoch 0", "prefill0 epoch 1"),))
 
 
 @pytest.mark.parametrize(
@@ -78,9 +79,11 @@ DEATH = EngineDied("prefill0", "gone", rank=0)
         # Its requests may all have met the broken link before anybody knew of the death.
         ([TransferError("r", "link down", "prefill0", "decode0/r1")], [DEATH], "ENGINE_ERROR"),
         ([TransferError("r", "link down", "prefill1", "decode0/r1")], [DEATH], "TRANSFER_ERROR"),
+        # It was formed again before the request's ticket was read.
+        ([REFUSED], [DEATH], "ENGINE_ERROR"),
         ([], [DEATH], "PASS"),
     ],
-    ids=["both", "survivors", "another-engine", "nothing-was-lost"],
+    ids=["both", "survivors", "another-engine", "next-life", "nothing-was-lost"],
 )
 def test_a_transfer_that_fails_with_its_engine_is_the_engines_death(errors, survived, verdict):
     findings = Findings()

@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from rayk.transfer.simulator.__main__ import main, story
-from rayk.transfer.simulator.checks import check, simulate
-from rayk.transfer.simulator.world import World
 from rayk.types.fault_table import (
     FAILURE_POLICIES,
     KINDS,
@@ -27,17 +24,22 @@ from rayk.types.fault_table import (
     table_text,
 )
 from tests.markers import thorough
+from tests.transfer.simulator.__main__ import main, story
+from tests.transfer.simulator.checks import check, simulate
+from tests.transfer.simulator.world import World
 
-NUM_SEEDS = 200
+NUM_SEEDS = 48
+"""Of each row of the table, in each mode and under each policy."""
+NUM_SEEDS_SLOW = 400
 
 
 def fail(world: World, problems: list[str], again: World) -> None:
     """`again`: the same world, traced."""
     faults = " ".join(
         f"--fault {s.fault.kind}:{s.fault.point}" + (f":{s.fault.role}" if s.fault.role else "")
-        for s in world.strikes
+        for s in world.faults
     )
-    command = f"python -m rayk.transfer.simulator --seed {world.seed} {faults} --mode {world.mode}"
+    command = f"python -m tests.transfer.simulator --seed {world.seed} {faults} --mode {world.mode}"
     raise AssertionError(f"{command} --policy {world.policy}\n{story(again.run())}\n" + "\n".join(problems))
 
 
@@ -61,10 +63,10 @@ def run_one(fault: Fault, mode: str, policy: FailurePolicy, seed: int, struck: C
 
 @thorough
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", range(8))
 def test_every_fault_leads_to_its_verdict(block: int, mode: str):
     """In time, with every block given back on both sides, every stream whole and no wrong token in it."""
-    num_seeds = NUM_SEEDS // 10
+    num_seeds = NUM_SEEDS // 8
     struck = run_all(list(all_faults()), mode, range(block * num_seeds, (block + 1) * num_seeds))
     assert struck[True] > 0.97 * struck.total()
 
@@ -143,7 +145,8 @@ def test_every_kind_of_ending_occurs(mode: str):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_worlds_without_faults_pass(mode: str):
-    for seed, policy in product(range(300), FAILURE_POLICIES):
+    for seed in range(120):
+        policy = FAILURE_POLICIES[seed % len(FAILURE_POLICIES)]
         world = World(seed, mode=mode, policy=policy).run()
         problems = check(world, Expected("PASS"))
         if problems or world.is_recovered:
@@ -186,7 +189,7 @@ def test_two_faults_at_once_break_nothing():
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(20))
 def test_two_faults_at_once_break_nothing_for_long(block: int):
-    two_faults(range(10_000 + block * 10_000, 20_000 + block * 10_000))
+    two_faults(range(10_000 + block * 1000, 11_000 + block * 1000))
 
 
 @pytest.mark.slow
@@ -194,7 +197,7 @@ def test_two_faults_at_once_break_nothing_for_long(block: int):
 @pytest.mark.parametrize("point", POINTS)
 def test_every_fault_leads_to_its_verdict_for_long(point: str, mode: str):
     faults = [fault for fault in all_faults() if fault.point == point]
-    run_all(faults, mode, range(NUM_SEEDS, 2000))
+    run_all(faults, mode, range(NUM_SEEDS, NUM_SEEDS_SLOW))
 
 
 def test_a_world_is_its_seed():

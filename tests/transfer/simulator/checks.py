@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rayk.transfer.simulator.consumer import Consumer
-from rayk.transfer.simulator.producer import TICK
-from rayk.transfer.simulator.requests import MAX_OUTPUT, right_token
-from rayk.transfer.simulator.world import REQUEST_DEADLINE, World
 from rayk.types.fault_table import Expected, FailurePolicy, Fault, expected
+from tests.transfer.simulator.consumer import Consumer
+from tests.transfer.simulator.producer import TICK
+from tests.transfer.simulator.requests import MAX_OUTPUT, right_token
+from tests.transfer.simulator.world import REQUEST_DEADLINE, World
 
 
 def check(world: World, wanted: Expected | None = None) -> list[str]:
@@ -38,21 +38,23 @@ def _check_ledgers(world: World) -> list[str]:
             problems.append(
                 f"{memory.name} took {memory.num_taken} blocks and holds {memory.num_held}: {holders}"
             )
-        for receiver in engine.receivers if isinstance(engine, Consumer) else ():
-            late = receiver.finished_at - receiver.deadline
-            if engine.alive and receiver.verdict is None:
-                problems.append(f"{memory.name} rank {receiver.rank} has no verdict")
-            elif late > TICK:
-                problems.append(f"{memory.name} rank {receiver.rank} has its verdict {late} late")
-            elif engine.alive and not receiver.session.is_drained:
-                problems.append(f"{memory.name} rank {receiver.rank} still has something in flight")
+        for incoming in engine.jobs.values() if isinstance(engine, Consumer) and engine.alive else ():
+            for rank in range(engine.tp if incoming.deadline else 0):
+                name = f"{memory.name} rank {rank}"
+                late = incoming.finished_at.get(rank, 0) - incoming.deadline
+                if rank not in incoming.outcomes:
+                    problems.append(f"{name} has no verdict")
+                elif late > TICK:
+                    problems.append(f"{name} has its verdict {late} late")
+                elif rank not in incoming.drained:
+                    problems.append(f"{name} still has something in flight")
     return problems
 
 
 def _check_outcome(world: World, wanted: Expected) -> list[str]:
     found = Expected(world.verdict(), world.is_recovered)
     # A write of an attempt that was begun again is void, whatever befell it.
-    hits_writes = any(s.fault.point in ("post", "mid_transfer") for s in world.strikes)
+    hits_writes = any(s.fault.point in ("post", "mid_transfer") for s in world.faults)
     may_miss = not world.struck or (world.num_preempted > 0 and world.mode == "push" and hits_writes)
     if may_miss and found == Expected("PASS", is_recovered=False):
         return []

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rayk.transfer.recovery import Recovery, Stream
-from rayk.transfer.simulator.consumer import Consumer
-from rayk.transfer.simulator.producer import Producer
-from rayk.transfer.simulator.requests import Job
 from rayk.types.errors import RaykError
+from tests.transfer.simulator.consumer import Consumer
+from tests.transfer.simulator.producer import Producer
+from tests.transfer.simulator.requests import Job
 
 GRAVEST = ("KV_MISMATCH", "TRANSFER_ERROR", "ENGINE_ERROR", "TIMEOUT", "PASS")
 """Verdicts, the gravest first; see specs.experiment."""
 
 
 @dataclass(eq=False, slots=True)
-class Asked:
+class RequestState:
     """A request as the coordinator sees it."""
 
     index: int

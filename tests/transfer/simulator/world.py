@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
+from rayk.handover.fault_injection import exchanged_blocks
 from rayk.transfer.recovery import Cause, Failure, Migrate, Recompute, Recovery, attempt_id, cause_of
-from rayk.transfer.simulator.asked import GRAVEST, Asked
-from rayk.transfer.simulator.consumer import Consumer
-from rayk.transfer.simulator.core import Clock, Engine
-from rayk.transfer.simulator.memory import Memory
-from rayk.transfer.simulator.producer import Producer
-from rayk.transfer.simulator.requests import (
-    Job,
-    Model,
-    Reserved,
-    SealedTables,
-    Ticket,
-    right_token,
-)
+from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.errors import (
     EngineDied,
     HandshakeMismatch,
@@ -26,9 +17,16 @@ from rayk.types.errors import (
 )
 from rayk.types.fault_table import FailurePolicy, Fault
 from rayk.types.verdicts import verdict_of
+from tests.transfer.simulator.consumer import Consumer
+from tests.transfer.simulator.core import Clock, Engine
+from tests.transfer.simulator.memory import Memory
+from tests.transfer.simulator.network import Network
+from tests.transfer.simulator.producer import Producer
+from tests.transfer.simulator.ranks import descriptions
+from tests.transfer.simulator.request_state import GRAVEST, RequestState
+from tests.transfer.simulator.requests import Job, Model, right_token
 
 NUM_PRODUCERS = 2
-NUM_BLOCKS = 24
 HEALTH = 40
 """An engine that says nothing for so long is ended."""
 FORM_AGAIN = 30
@@ -39,6 +37,9 @@ STAGE = 380
 """A request that makes no step for so long has failed there."""
 REQUEST_DEADLINE = 2000
 HANDSHAKE_TRIES = 3
+Message = TypeVar("Message", Reservation, TransferTicket)
+LAYOUT_PAIRS = (("BHLNC", "BHLNC"), ("LBNHC", "BHLNC"))
+"""Of the prefill engines and the decode engine."""
 
 
 class World(Clock):
@@ -61,14 +62,18 @@ class World(Clock):
         self.model = Model(self.random.choice(("full", "window", "state")))
         self.blocks_free_at = int(draw() * 70) if draw() < 0.5 else 0
         """When the decode engine begins to have blocks."""
+        self.network = Network(self)
         self.lives: dict[tuple[str, int], Engine] = {}
         self._tp = 1 + int(draw() * 2), 1 + int(draw() * 2)
+        self._layouts = self.random.choice(LAYOUT_PAIRS)
         self.producers = [self._form_producer(i, 0) for i in range(NUM_PRODUCERS)]
         self.consumer = self._form_consumer(0)
         self._forming: set[str] = set()
         """Names of engines that are to be there again."""
         self._shaken: dict[tuple[Engine, Engine], int] = {}
         """(producer, consumer) -> tries of their handshake, still without an answer."""
+        self._met: set[tuple[Engine, Engine]] = set()
+        """Those of which the decode engine knows the prefill engine."""
         self._connected: set[tuple[Engine, Engine]] = set()
         self._begun = False
         self.deaths: list[EngineDied] = []
@@ -76,7 +81,9 @@ class World(Clock):
         self.refusal: RaykError | None = None
         """The handshake's."""
         num = 1 if draw() < 0.6 else 2
-        self.requests = [Asked(i, 3 + int(draw() * 10), Recovery(policy, NUM_PRODUCERS)) for i in range(num)]
+        self.requests = [
+            RequestState(i, 3 + int(draw() * 10), Recovery(policy, NUM_PRODUCERS)) for i in range(num)
+        ]
         self._abort_at = int(draw() * 120) if abort else None
 
     # The world's end.
@@ -98,7 +105,7 @@ class World(Clock):
     @property
     def struck(self) -> bool:
         """Whether every fault has struck."""
-        return all(strike.struck for strike in self.strikes)
+        return all(fault.struck for fault in self.faults)
 
     @property
     def is_recovered(self) -> bool:
@@ -112,20 +119,16 @@ class World(Clock):
         errors += [self.refusal] if self.refusal is not None else []
         dead = bool(self.deaths) and (self.policy == "fail" or bool(errors))
         found = ["ENGINE_ERROR"] if dead else []
-        found += [verdict_of(e) for e in errors if not (dead and isinstance(e, TransferError))]
+        causes = [cause_of(error, producer="", consumer="") for error in errors]
+        consequences = (Cause.TRANSFER,) if dead else ()
+        found += [verdict_of(e) for e, c in zip(errors, causes, strict=True) if c not in consequences]
         return min(found, key=GRAVEST.index, default="PASS")
 
-    def producer_of(self, ticket: Ticket) -> Producer:
+    def producer_of(self, ticket: TransferTicket) -> Producer:
         """The life of a producer engine that a ticket is of."""
-        producer = self.lives[ticket.producer, ticket.epoch]
+        producer = self.lives[ticket.engine, ticket.epoch]
         assert isinstance(producer, Producer)
         return producer
-
-    def consumer_of(self, reserved: Reserved) -> Consumer:
-        """The life of the consumer engine whose blocks were reserved."""
-        consumer = self.lives[reserved.consumer, reserved.epoch]
-        assert isinstance(consumer, Consumer)
-        return consumer
 
     # Handshakes.
 
@@ -142,13 +145,30 @@ class World(Clock):
 
     def _connect(self, pair: tuple[Producer, Consumer], is_corrupt: bool) -> None:
         """At the decode engine, which compares what it is told with its own."""
-        self.call(pair[1].name, None, self._on_connected, pair, is_corrupt)
-
-    def _on_connected(self, pair: tuple[Producer, Consumer], is_corrupt: bool) -> None:
-        if is_corrupt:
-            self.refusal = HandshakeMismatch((("block_size", "4", "5"),))
-            self._give_up_all(self.refusal)
+        producer, consumer = pair
+        if pair in self._met:
             return
+        told = descriptions(producer.ranks)
+        if is_corrupt:
+            told = [replace(d, fingerprint={"weights": "others"}) for d in told]
+        try:
+            consumer.connect(told)
+        except HandshakeMismatch as error:
+            self.call(consumer.name, None, self._on_refused, error)
+            return
+        self._met.add(pair)
+        self.call(consumer.name, producer, self._connect_back, pair)
+
+    def _connect_back(self, pair: tuple[Producer, Consumer]) -> None:
+        """At the prefill engine."""
+        pair[0].connect(descriptions(pair[1].ranks))
+        self.call(pair[0].name, None, self._on_connected, pair)
+
+    def _on_refused(self, error: RaykError) -> None:
+        self.refusal = error
+        self._give_up_all(error)
+
+    def _on_connected(self, pair: tuple[Producer, Consumer]) -> None:
         self.log(f"{pair[0].name} and {pair[1].name} have shaken hands")
         self._connected.add(pair)
         if not self._begun and all((p, self.consumer) in self._connected for p in self.producers):
@@ -177,7 +197,7 @@ class World(Clock):
 
     # Requests.
 
-    def _start(self, request: Asked) -> None:
+    def _start(self, request: RequestState) -> None:
         """Place it, first or again, at the producer that is its own or else the next that lives."""
         if request.stage != "waiting":
             return
@@ -188,7 +208,7 @@ class World(Clock):
         """Which prefill engine a life is of."""
         return int(producer.name[1:])
 
-    def _place(self, request: Asked, producer: Producer) -> None:
+    def _place(self, request: RequestState, producer: Producer) -> None:
         if (producer, self.consumer) not in self._connected:
             request.producer, request.stage = producer, "waiting"
             return
@@ -203,22 +223,22 @@ class World(Clock):
             self._go_to(request, "prefilling")
             self.call("", producer, producer.prefill, job, None)
 
-    def _go_to(self, request: Asked, stage: str) -> None:
+    def _go_to(self, request: RequestState, stage: str) -> None:
         request.stage = stage
         request.step += 1
         self.at(STAGE, self._late, request, request.step)
 
-    def _late(self, request: Asked, step: int) -> None:
+    def _late(self, request: RequestState, step: int) -> None:
         if request.step == step and request.stage not in ("over", "waiting"):
             assert request.job is not None
             self._fail(request, TransferError(request.job.job_id, f"no answer while {request.stage}"))
 
-    def _of(self, job: Job, *stages: str) -> Asked | None:
+    def _of(self, job: Job, *stages: str) -> RequestState | None:
         """The request, if this attempt is the one that is followed, at one of these stages."""
         request = self.requests[job.prompt]
         return request if request.job is job and request.stage in stages else None
 
-    def on_reserved(self, job: Job, reserved: Reserved) -> None:
+    def on_reserved(self, job: Job, reservation: Reservation) -> None:
         """A consumer has blocks: now its prompt can be computed."""
         request = self._of(job, "reserving")
         if request is None:
@@ -226,14 +246,9 @@ class World(Clock):
         producer = request.producer
         assert producer is not None
         self._go_to(request, "prefilling")
-        self._send(
-            reserved.blocks,
-            request,
-            producer,
-            lambda blocks: producer.prefill(job, _with(reserved, blocks)),
-        )
+        self._send(reservation, request, producer, lambda arrived: producer.prefill(job, arrived))
 
-    def on_prefilled(self, job: Job, token: int, ticket: Ticket) -> None:
+    def on_prefilled(self, job: Job, token: int, ticket: TransferTicket) -> None:
         """A producer has computed a prompt."""
         request = self._of(job, "prefilling")
         if request is None:
@@ -246,15 +261,10 @@ class World(Clock):
         if self.mode == "push":
             self.call("", consumer, consumer.decode, job, ticket, delivered)
         else:
-            self._send(
-                ticket.blocks,
-                request,
-                consumer,
-                lambda blocks: consumer.decode(job, _with_blocks(ticket, blocks), delivered),
-            )
+            self._send(ticket, request, consumer, lambda arrived: consumer.decode(job, arrived, delivered))
 
     def _send(
-        self, blocks: SealedTables, request: Asked, to: Engine, act: Callable[[SealedTables], None]
+        self, message: Message, request: RequestState, to: Engine, act: Callable[[Message], None]
     ) -> None:
         """A call that carries block tables: the point `reserve`."""
         assert request.producer is not None
@@ -263,11 +273,13 @@ class World(Clock):
         if kind == "drop":
             return
         if kind in ("delay", "reorder"):
-            self.at(25 if kind == "delay" else 9, self.call, "", to, act, blocks)
+            self.at(25 if kind == "delay" else 9, self.call, "", to, act, message)
             return
-        self.call("", to, act, blocks.corrupted() if kind == "corrupt" else blocks)
+        if kind == "corrupt":
+            message = replace(message, block_tables=exchanged_blocks(message.block_tables))
+        self.call("", to, act, message)
         if kind == "duplicate":
-            self.at(12, self.call, "", to, act, blocks)
+            self.at(12, self.call, "", to, act, message)
 
     def on_tokens(self, job: Job, first: int, tokens: tuple[int, ...]) -> None:
         """A consumer has sampled."""
@@ -275,7 +287,7 @@ class World(Clock):
         if request is not None:
             self._deliver_tokens(request, job, first, tokens)
 
-    def _deliver_tokens(self, request: Asked, job: Job, first: int, tokens: tuple[int, ...]) -> None:
+    def _deliver_tokens(self, request: RequestState, job: Job, first: int, tokens: tuple[int, ...]) -> None:
         for token in request.stream.take(job.attempt, first, tokens):
             index = len(request.stream.token_ids) - 1
             self.log(f"user: token {index} of r{request.index} is {token}")
@@ -304,7 +316,7 @@ class World(Clock):
 
     # Failures.
 
-    def _fail(self, request: Asked, error: RaykError) -> None:
+    def _fail(self, request: RequestState, error: RaykError) -> None:
         job, producer, consumer = request.job, request.producer, request.consumer
         assert job is not None
         assert producer is not None
@@ -320,7 +332,7 @@ class World(Clock):
             return
         self._decide(request, error, cause)
 
-    def _decide(self, request: Asked, error: RaykError, cause: Cause) -> None:
+    def _decide(self, request: RequestState, error: RaykError, cause: Cause) -> None:
         producer = request.producer
         assert producer is not None
         failure = Failure(cause, self.producers_index(producer))
@@ -344,18 +356,18 @@ class World(Clock):
             case _:
                 self._end(request, error)
 
-    def _begin_again(self, request: Asked) -> None:
+    def _begin_again(self, request: RequestState) -> None:
         request.stream.begin_again()
         request.is_recovered = True
         request.error = None
 
-    def _end(self, request: Asked, error: RaykError | None) -> None:
+    def _end(self, request: RequestState, error: RaykError | None) -> None:
         request.stage, request.error = "over", error
         request.ended += 1
         request.ended_at = self.now
         self.log(f"coordinator: r{request.index} is over: {error or 'finished'}")
 
-    def _abort(self, request: Asked) -> None:
+    def _abort(self, request: RequestState) -> None:
         if request.stage == "over":
             return
         request.is_aborted = True
@@ -391,9 +403,6 @@ class World(Clock):
             self.at(FORM_AGAIN, self._form_again, engine)
         if isinstance(engine, Producer):
             self.call("", self.consumer, self.consumer.on_producer_gone, engine)
-        else:
-            for producer in self.producers:
-                self.call("", producer, producer.on_consumer_gone, engine)
         if not self._begun and not again:
             self._give_up_all(self.deaths[-1])
         error = EngineDied(engine.name, "a rank is gone")
@@ -403,7 +412,7 @@ class World(Clock):
             elif request.stage == "waiting" and request.producer is engine and not again:
                 self._decide(request, error, Cause.PRODUCER_LOST)
 
-    def _needs(self, request: Asked, engine: Engine) -> bool:
+    def _needs(self, request: RequestState, engine: Engine) -> bool:
         if request.stage in ("over", "waiting") or request.job is None:
             return False
         # From the ticket on, the consumer finds out by itself what it has.
@@ -431,23 +440,14 @@ class World(Clock):
                 self._decide(request, request.error, Cause.CONSUMER_LOST)
 
     def _form_producer(self, index: int, epoch: int) -> Producer:
-        name = f"p{index}"
-        memory = Memory(f"{name}/{epoch}", NUM_BLOCKS, self.violate)
-        producer = Producer(self, name, epoch, self._tp[0], memory)
+        name, tp = f"p{index}", self._tp[0]
+        memory = Memory(f"{name}/{epoch}", self.model, self._layouts[0], tp, self.violate)
+        producer = Producer(self, name, epoch, tp, memory)
         self.lives[name, epoch] = producer
         return producer
 
     def _form_consumer(self, epoch: int) -> Consumer:
-        memory = Memory(f"d/{epoch}", NUM_BLOCKS, self.violate)
+        memory = Memory(f"d/{epoch}", self.model, self._layouts[1], self._tp[1], self.violate)
         consumer = Consumer(self, "d", epoch, self._tp[1], memory)
         self.lives["d", epoch] = consumer
         return consumer
-
-
-def _with(reserved: Reserved, blocks: SealedTables) -> Reserved:
-    return Reserved(reserved.reservation_id, reserved.consumer, reserved.epoch, blocks)
-
-
-def _with_blocks(ticket: Ticket, blocks: SealedTables) -> Ticket:
-    t = ticket
-    return Ticket(t.job, t.lease_id, t.producer, t.epoch, blocks, t.digests, t.lease_ns, t.attempt)

@@ -7,8 +7,6 @@ import sys
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 
-from rayk.transfer.simulator.checks import check
-from rayk.transfer.simulator.world import World
 from rayk.types.fault_table import (
     FAILURE_POLICIES,
     KINDS,
@@ -20,6 +18,8 @@ from rayk.types.fault_table import (
     expected,
     table_text,
 )
+from tests.transfer.simulator.checks import check
+from tests.transfer.simulator.world import World
 
 
 def parse_fault(text: str) -> Fault:
@@ -48,7 +48,7 @@ def story(world: World) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 1 if anything is wrong with the world."""
-    parser = argparse.ArgumentParser(prog="rayk.transfer.simulator", description=__doc__)
+    parser = argparse.ArgumentParser(prog="tests.transfer.simulator", description=__doc__)
     parser.add_argument(
         "--seed", type=int, default=0, help="decides everything that is drawn: the same world every time"
     )
