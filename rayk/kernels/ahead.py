@@ -1,10 +1,10 @@
-"""Compile kernels from their real call sites for GPUs that are not here, and read what they use.
+"""Compiles kernels for GPUs that are not here, from their real call sites, and reads what they use.
 
-with compiling(TARGETS["sm_90"]) as built:
-    paged_attention_triton(...)      # CPU tensors; compiles instead of running
+ with compiling(TARGETS["sm_90"]) as built:
+     paged_attention_triton(...)      # CPU tensors; compiles instead of running
 
-A stand-in driver names the target, and a launch becomes a compilation, specialised (alignment, constants)
-as a real launch would be. Only for a process of its own, without TRITON_INTERPRET: the stand-in stays.
+A stand-in driver names the target, and a launch becomes a compilation, specialised (alignment, constants) as
+a real launch would be. It needs a process of its own, without TRITON_INTERPRET: the stand-in stays.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rayk.kernels.interpreter import INTERPRETED
 from rayk.kernels.target import TARGETS, Target
 
 _FIRST_DEVICE = 1000
-"""Stand-in devices are numbered from here, beyond real ones; Triton keeps compiled kernels by device."""
+"""Stand-in devices are numbered from here, beyond real ones, because Triton caches kernels by device."""
 _MATRIX_INSTRUCTIONS = ("wgmma.mma_async", "tcgen05.mma", "mma.sync", "v_mfma")
 
 
@@ -39,16 +39,16 @@ class Built:
     kernel: str
     target: str
     registers: int
-    """Vector registers a thread."""
+    """Vector registers per thread."""
     spills: int
-    """Spilled registers (AMD), or bytes of local memory and stack a thread (NVIDIA)."""
+    """Spilled registers (AMD), or bytes of local memory and stack per thread (NVIDIA)."""
     shared_bytes: int
     instruction: str
-    """How it multiplies tiles: wgmma, tcgen05, mma, mfma; fma without tensor cores."""
+    """The matrix instruction: wgmma, tcgen05, mma or mfma; fma without tensor cores."""
 
     @property
     def problems(self) -> list[str]:
-        """Limits that it breaks."""
+        """The limits that it breaks."""
         limit = TARGETS[self.target].shared_bytes
         found = []
         if self.spills:
@@ -60,7 +60,7 @@ class Built:
 
 @contextlib.contextmanager
 def compiling(target: Target) -> Iterator[list[Built]]:
-    """Every kernel launched inside is compiled for `target`, not run, and listed."""
+    """Compile every kernel launched inside for `target` instead of running it, and list it."""
     assert not INTERPRETED, "Triton's interpreter is on: nothing would be compiled"
     driver.set_active(_StandIn(target))
     built: list[Built] = []
@@ -79,7 +79,7 @@ def compiling(target: Target) -> Iterator[list[Built]]:
 
 
 class _StandIn:
-    """What Triton asks of a driver before it compiles."""
+    """The part of a Triton driver that compilation asks for."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -118,8 +118,8 @@ def read_amd_use(assembly: str) -> tuple[int, int]:
 
 
 def untouched_stack(ptx: str) -> int:
-    """Bytes of stack that a kernel reserves and never reads or writes: LLVM leaves some behind. What the
-    assembler spills it adds itself, and is not in PTX."""
+    """Bytes of stack that a kernel reserves but never touches: LLVM leaves some behind. The assembler's own
+    spills do not show in PTX."""
     if "st.local" in ptx or "ld.local" in ptx:
         return 0
     sizes = re.findall(r"\.local \.align \d+ \.b8\s+__local_depot\d+\[(\d+)\]", ptx)

@@ -1,8 +1,8 @@
-"""Whether Triton kernels run in Triton's CPU interpreter, and the care that this takes.
+"""Whether Triton runs in its CPU interpreter, and what that requires.
 
-The interpreter computes in numpy, which has no bfloat16: arithmetic on bf16 tensors gives garbage and
-narrowing to bf16 truncates. Kernels therefore take a flag to widen what they load, and their launchers
-hand them float32 outputs. Its launches patch Triton's language module and are not thread-safe.
+The interpreter computes in numpy, which has no bfloat16: bf16 arithmetic gives garbage and narrowing to bf16
+truncates. Kernels therefore take a flag to widen what they load, and launchers pass float32 outputs. Its
+launches patch Triton's language module and are not thread-safe.
 """
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ _LOCK = threading.Lock()
 
 
 def launching() -> contextlib.AbstractContextManager[object]:
-    """Hold this round a kernel launch."""
+    """A context to hold around a kernel launch."""
     return _LOCK if INTERPRETED else contextlib.nullcontext()

@@ -1,7 +1,7 @@
-"""Builds C++ kernels on first use and loads them through ctypes; no torch headers, so a build takes seconds.
+"""Builds C++ kernels on first use and loads them through ctypes; without torch headers a build takes seconds.
 
-A library is cached per (source and what it includes, flags, compiler version, CPU model) in the user's cache
-directory, since -march=native code must not run on another CPU. Processes that start together wait for one
+A library is cached in the user's cache directory per (source with includes, flags, compiler version, CPU
+model), since -march=native code must not run on another CPU. Processes that start together wait for one
 build.
 """
 
@@ -41,33 +41,33 @@ _FLAGS = (
 
 @dataclass(frozen=True)
 class NativeLibrary:
-    """A loaded kernel library, or why there is none."""
+    """A loaded kernel library, or the reason why there is none."""
 
     library: ctypes.CDLL | None
     reason: str
-    """Empty when the library is there; else one line, for the results."""
+    """One line for the results; empty if the library is loaded."""
 
 
 class NativeKernels:
-    """The functions of one C++ file, built when one is first asked for."""
+    """The functions of one C++ file, built on first use."""
 
     def __init__(
         self, source: Path, arguments: Mapping[str, tuple[type[Any], ...]], result: type[Any] | None = None
     ) -> None:
-        """`arguments`: of each function, by its name, the types of ctypes; all return a `result`."""
+        """`arguments`: function name -> its ctypes argument types; all return a `result`."""
         self._source = source
         self._arguments = arguments
         self._result = result
 
     @property
     def library(self) -> ctypes.CDLL:
-        """Raises AssertionError where there is none: ask `why_not` first."""
+        """AssertionError if there is none: ask `why_not` first."""
         loaded = self._loaded
         assert loaded.library is not None, loaded.reason
         return loaded.library
 
     def why_not(self) -> str | None:
-        """Why this machine cannot run them, or None when it can."""
+        """Why this machine cannot run them, or None if it can."""
         return self._loaded.reason if self._loaded.library is None else None
 
     @functools.cached_property
@@ -82,7 +82,8 @@ class NativeKernels:
 
 @functools.cache
 def load_native(source: Path) -> NativeLibrary:
-    """Build (or find) and load one C++ file. Never raises for what a machine may lack; asks it once."""
+    """Build (or find) and load one C++ file, once per process. What a machine lacks becomes a reason, not an
+    error."""
     compiler = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
     if compiler is None:
         return NativeLibrary(None, "no C++ compiler")
@@ -98,10 +99,8 @@ def load_native(source: Path) -> NativeLibrary:
 
 
 def build_native(source: Path, compiler: str, directory: Path) -> Path:
-    """The library of `source` in `directory`, built unless it is there.
-
-    Raises CalledProcessError, TimeoutExpired or OSError.
-    """
+    """Path of the library of `source` in `directory`, built if absent. Raises CalledProcessError,
+    TimeoutExpired or OSError."""
     target = directory / f"{source.parent.name}-{_fingerprint(source, compiler)}.so"
     if target.exists():
         return target
@@ -118,7 +117,7 @@ def build_native(source: Path, compiler: str, directory: Path) -> Path:
 
 
 def cache_directory() -> Path:
-    """Where libraries are kept: the user's cache, or this process's own folder if that is not writable."""
+    """The user's cache, or a temporary folder of this process if that is not writable."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     directory = base / "rayk" / "native"
     try:
@@ -137,14 +136,14 @@ def _fingerprint(source: Path, compiler: str) -> str:
 
 
 def _texts(source: Path) -> list[str]:
-    """Of a file and of those it includes by a path relative to it."""
+    """Texts of a file and of the files it includes by relative path."""
     text = source.read_text()
     names = re.findall(r'^#include "(.+)"$', text, re.MULTILINE)
     return [text, *(part for name in names for part in _texts(source.parent / name))]
 
 
 def _cpu_model() -> str:
-    """What -march=native sees of this CPU: its name and its instruction sets."""
+    """Name and instruction sets of this CPU, which -march=native depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:

@@ -1,12 +1,12 @@
-"""What a step's batch looks like to kernels that carry a state from token to token.
+"""How a step's batch is described to kernels that carry a state from token to token.
 
 Each request's packed tokens are cut into segments, at whose ends the state is written to a slot: the last
-segment ends with the request's last token, others end where a block of the state cache does. Slots are
-indices of the first axis of the state views. A request reads its state from one slot and writes it to
-another (equal when nobody else reads it), so that a state that others hold is never changed.
+segment ends with the request's last token, others where a block of the state cache ends. Slots index the
+first axis of the state views. A request reads its state from one slot and writes it to another (the same one
+if nobody else reads it), so that a shared state never changes.
 
-The host has copies of what a batch looks like, and none of the slots: a recorded decode step is the same
-batch every time, in other slots each time.
+The host has copies of a batch's shape but not of the slots: a recorded decode step replays the same shape
+with new slots.
 
 R requests, S segments, T packed tokens.
 """
@@ -15,42 +15,47 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 NO_SLOT = -1
-"""As a read slot: the state begins at zero. As a write slot: the state is not kept."""
+"""As a read slot: start from zero. As a write slot: do not keep the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segments:
-    """One step. Filled by the engine; never changed."""
+    """One step's batch. Filled by the engine; never changed."""
 
     query_start_loc: torch.Tensor
-    """[R + 1] int32, where each request's tokens start among the T packed ones; the last is T."""
+    """[R + 1] int32: where each request's tokens start among the T packed ones; the last is T."""
     read_slots: torch.Tensor
-    """[R] int64, where each request's state before this step is, or NO_SLOT."""
+    """[R] int64: where each request's state before this step is, or NO_SLOT."""
     segment_start_loc: torch.Tensor
-    """[R + 1] int32, the first segment of each request; the last is S. Every request has one at least."""
+    """[R + 1] int32: the first segment of each request, which has at least one; the last is S."""
     segment_ends: torch.Tensor
-    """[S] int32, packed index one past each segment's last token, ascending."""
+    """[S] int32: packed index one past each segment's last token, ascending."""
     write_slots: torch.Tensor
-    """[S] int64, where the state after each segment goes, or NO_SLOT."""
+    """[S] int64: where the state after each segment goes, or NO_SLOT."""
     query_start_loc_cpu: tuple[int, ...]
     segment_start_loc_cpu: tuple[int, ...]
     segment_ends_cpu: tuple[int, ...]
     max_query_len: int
-    """Most tokens of one request in this step; 1 means that every request takes a single step."""
+    """Most tokens of one request in this step."""
 
     @property
     def num_requests(self) -> int:
-        """R."""
         return len(self.query_start_loc_cpu) - 1
 
     @property
     def num_tokens(self) -> int:
-        """T."""
         return self.query_start_loc_cpu[-1]
+
+    @property
+    def kernel_arguments(self) -> dict[str, Any]:
+        """The tensors, by their names as arguments of Triton kernels."""
+        names = ("query_start_loc", "read_slots", "segment_start_loc", "segment_ends", "write_slots")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def is_single_step(self) -> bool:
@@ -67,8 +72,8 @@ class Segments:
         write_slots: Sequence[Sequence[int]],
         device: torch.device | str = "cpu",
     ) -> Segments:
-        """From plain numbers, one entry per request: its tokens, its read slot, the tokens after which a
-        segment ends (counted within the request, the last being `query_lens`), and the slots to write."""
+        """Build from plain numbers, one entry per request: its tokens, its read slot, the tokens after which
+        segments end (counted within the request, the last being `query_lens`), and their write slots."""
         starts, segment_starts = [0], [0]
         flat_ends: list[int] = []
         flat_slots: list[int] = []

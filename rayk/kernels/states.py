@@ -1,4 +1,4 @@
-"""Reading and writing states by slot, for kernels that carry one from token to token.
+"""Reads and writes states by slot.
 
 A state view is [B, ...] with any stride in B: states are gathered from it and scattered into it in place.
 """
@@ -49,8 +49,8 @@ class Walk:
     """(end, write slot) of each, ascending; the last end is `stop`."""
 
     def chunks(self, size: int) -> Iterator[tuple[int, int, int]]:
-        """(start, stop, write slot) of runs of up to `size` tokens that no segment's end lies inside; the
-        slot is NO_SLOT where none ends."""
+        """(start, stop, write slot) of runs of up to `size` tokens that cross no segment end; the slot is
+        NO_SLOT unless a segment ends there."""
         start = self.start
         for end, slot in self.segments:
             while start < end:
@@ -60,7 +60,7 @@ class Walk:
 
 
 def walks(segments: Segments) -> Iterator[Walk]:
-    """Every request of a step."""
+    """One Walk per request of a step."""
     ends, slots = segments.segment_ends_cpu, segments.write_slots.tolist()
     reads = segments.read_slots.tolist()
     for r in range(segments.num_requests):
@@ -72,10 +72,10 @@ def walks(segments: Segments) -> Iterator[Walk]:
 
 @dataclass(frozen=True)
 class Singles:
-    """The requests of a step that have one token, S of them."""
+    """The S requests of a step that have one token."""
 
     tokens: torch.Tensor | slice
-    """Their packed indices: [S] int64, or a slice where they are the whole step."""
+    """Their packed indices: [S] int64, or a slice if they are the whole step."""
     read_slots: torch.Tensor
     """[S] int64"""
     write_slots: torch.Tensor
@@ -83,7 +83,7 @@ class Singles:
 
 
 def split_singles(segments: Segments) -> tuple[Singles | None, list[Walk]]:
-    """Requests with one token, which can take their step together, and the others."""
+    """Split off the requests with one token, which can run together."""
     if segments.is_single_step:
         return Singles(slice(None), segments.read_slots, segments.write_slots), []
     single, longer = [], []

@@ -1,4 +1,4 @@
-"""The GPU that Triton compiles for: what a launcher must know of it to choose tile sizes."""
+"""The GPU that Triton compiles for, as far as choosing tile sizes depends on it."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from rayk.kernels.interpreter import INTERPRETED
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU model. Limits are the vendors' documented ones."""
+    """A GPU model, with its vendor's documented limits."""
 
     name: str
-    """`sm_90`, `gfx942`: what Triton's driver calls its architecture."""
+    """Architecture as Triton's driver calls it: `sm_90`, `gfx942`."""
     shared_bytes: int
     """Shared memory that one program may use."""
     num_multiprocessors: int
 
     @property
     def is_amd(self) -> bool:
-        """Whether a warp has 64 lanes and products are MFMA's."""
         return self.name.startswith("gfx")
 
     @property
     def has_warp_group_mma(self) -> bool:
-        """Whether tensor cores take one operand from shared memory and need no registers for it."""
+        """Whether tensor cores read one operand from shared memory, without registers for it."""
         return self.name in ("sm_90", "sm_100", "sm_103")
 
 
@@ -46,7 +45,7 @@ _KNOWN = (
     Target("gfx950", 163_840, 256),
 )
 TARGETS = {target.name: target for target in _KNOWN}
-"""Known targets by name. Multiprocessor counts are those of the largest part sold, used without a device."""
+"""Known targets by name. Without a device, multiprocessor counts are those of the largest part sold."""
 
 
 def target_named(name: str, num_multiprocessors: int | None = None) -> Target:
@@ -58,7 +57,7 @@ def target_named(name: str, num_multiprocessors: int | None = None) -> Target:
 
 
 def current_target() -> Target:
-    """The target of the current device. Asks the device once; the interpreter plays a sm_90."""
+    """The current device's target; the interpreter plays a sm_90."""
     if INTERPRETED:
         return TARGETS["sm_90"]
     return _target_of(driver.active.get_current_device())
@@ -66,7 +65,8 @@ def current_target() -> Target:
 
 @functools.cache
 def _target_of(device: int) -> Target:
-    """By device index: a stand-in driver must give every target another one, as Triton itself demands."""
+    """Cached by device index: a stand-in driver must give every target another one, as Triton itself
+    demands."""
     gpu: triton.backends.compiler.GPUTarget = driver.active.get_current_target()
     name = gpu.arch.split(":")[0] if isinstance(gpu.arch, str) else f"sm_{gpu.arch}"
     if device >= torch.cuda.device_count():

@@ -1,19 +1,16 @@
-"""Causal depthwise convolution over packed sequences that keeps the last inputs of each."""
+"""Causal depthwise convolution over packed sequences, keeping the last inputs of each."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rayk.kernels.causal_conv1d.reference import causal_conv1d_reference
-from rayk.kernels.causal_conv1d.torch_cpu import causal_conv1d_torch
+from rayk.kernels.dispatch import default_impl, implementation
 from rayk.kernels.states import is_dense_inside
 
 if TYPE_CHECKING:
     import torch
 
     from rayk.kernels.segments import Segments
-
-__all__ = ["causal_conv1d", "causal_conv1d_reference", "causal_conv1d_torch"]
 
 
 def causal_conv1d(
@@ -28,11 +25,11 @@ def causal_conv1d(
 ) -> torch.Tensor:
     """y[t, c] = act(bias[c] + sum over w of weight[c, w] * x[t - (W - 1) + w, c]): [T, C] in x's dtype.
 
-    x [T, C] holds the step's packed tokens (a slice of a wider tensor will do); weight [C, W], W >= 2;
-    bias [C] or None; computed in float32. What lies before a request's first token comes from `state`
-    [B, U, D, W - 1], C = U * D: a request's last W - 1 inputs, the oldest first, zeros where a sequence
-    has fewer. It is read, and written where segments end, as `segments` say; every other slot keeps its
-    bytes. The view may have any strides in B and U; D and the taps are dense.
+    x [T, C] holds the step's packed tokens (a slice of a wider tensor works); weight [C, W], W >= 2; bias [C]
+    or None; computed in float32. Inputs before a request's first token come from `state` [B, U, D, W - 1], C
+    = U * D: a request's last W - 1 inputs, oldest first, zeros where a sequence has fewer. It is read, and
+    written at segment ends, as `segments` says; other slots stay untouched. B and U may have any strides; D
+    and the taps are dense.
 
     `activation`: silu or None. `impl`: reference, torch or triton; None takes triton on CUDA, else torch.
     Source: mamba2/modeling_mamba2.py:122 of transformers.
@@ -43,14 +40,5 @@ def causal_conv1d(
     assert state.shape[3] == width - 1, (state.shape, weight.shape)
     assert is_dense_inside(state), "the taps of a unit must be dense"
     assert activation in (None, "silu"), f"unknown activation {activation!r}"
-    if impl is None:
-        impl = "triton" if x.is_cuda else "torch"
-    if impl == "reference":
-        return causal_conv1d_reference(x, weight, bias, state, segments, activation=activation)
-    if impl == "torch":
-        return causal_conv1d_torch(x, weight, bias, state, segments, activation=activation)
-    if impl == "triton":
-        from rayk.kernels.causal_conv1d.triton import causal_conv1d_triton
-
-        return causal_conv1d_triton(x, weight, bias, state, segments, activation=activation)
-    raise AssertionError(f"unknown causal_conv1d implementation {impl!r}")
+    run = implementation("causal_conv1d", impl or default_impl(x.is_cuda))
+    return run(x, weight, bias, state, segments, activation=activation)

@@ -1,4 +1,4 @@
-"""causal_conv1d written to be read: one request, one token at a time. Works in float64."""
+"""causal_conv1d written to be read: one request, one token at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def causal_conv1d_reference(
     *,
     activation: str | None,
 ) -> torch.Tensor:
-    """Arguments and result as `causal_conv1d`. Computes in x's dtype, float32 at least."""
+    """Compute in x's dtype, float32 at least."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     num_channels, width = weight.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""causal_conv1d on a CPU: W multiply-adds over tiles of tokens; single tokens take their step together."""
+"""causal_conv1d on a CPU: W multiply-adds over tiles of tokens; requests with one token run together."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rayk.kernels.segments import NO_SLOT, Segments
 from rayk.kernels.states import Singles, read_states, split_singles, write_states
 
 TILE_ELEMENTS = 1 << 17
-"""Of [tokens, C] in float32: half a MiB, which stays in a core's cache."""
+"""Elements of [tokens, C] in float32: half a MiB, which stays in a core's cache."""
 
 
 def causal_conv1d_torch(
@@ -21,7 +21,6 @@ def causal_conv1d_torch(
     *,
     activation: str | None,
 ) -> torch.Tensor:
-    """Arguments and result as `causal_conv1d`."""
     num_channels, width = weight.shape
     by_tap = weight.float().T.contiguous()  # [W, C]
     start = torch.zeros(num_channels) if bias is None else bias.float()
@@ -53,7 +52,7 @@ def _step(
     start: torch.Tensor,
     state: torch.Tensor,
 ) -> None:
-    """Fill y of requests with one token, before the activation."""
+    """Fill y for requests with one token, before the activation."""
     num_taps, num_channels = len(by_tap) - 1, by_tap.shape[1]
     newest = x[singles.tokens]
     taps = read_states(state, singles.read_slots).reshape(-1, num_channels, num_taps)

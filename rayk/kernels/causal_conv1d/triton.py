@@ -1,9 +1,9 @@
 """causal_conv1d on a GPU.
 
 Prefill (and mixed) batches take two kernels: one program per (tile of a request's tokens, tile of channels)
-computes outputs; then one per (request, tile of channels) writes what its segments leave behind. In this
-order, since a state may be written over the one that the outputs were computed from. A step of one token
-each is one kernel, whose grid depends on no data, so that a CUDA graph can capture it.
+computes outputs; then one per (request, tile of channels) writes the states at segment ends. The order
+matters: a state may overwrite the one that the outputs were computed from. A step of one token each is one
+kernel, whose grid depends on no data, so that a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def causal_conv1d_kernel(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Outputs only. CHANNELS of a unit. Grid: (most tiles of tokens that a request has, requests, channel
+    """Compute outputs. CHANNELS per unit. Grid: (most tiles of tokens of a request, requests, channel
     tiles)."""
     i_r = tl.program_id(1)
     start = tl.load(query_start_loc + i_r)
@@ -100,7 +100,7 @@ def keep_taps_kernel(
     PADDED_TAPS: tl.constexpr,
     TILE_C: tl.constexpr,
 ):
-    """The last inputs of every segment. Grid: (requests, channel tiles)."""
+    """Write the last inputs of every segment. Grid: (requests, channel tiles)."""
     i_r = tl.program_id(0)
     start = tl.load(query_start_loc + i_r)
     slot = tl.load(read_slots + i_r)
@@ -146,7 +146,7 @@ def causal_conv1d_step_kernel(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """One token a request: outputs and states. Grid: (requests, channel tiles)."""
+    """Outputs and states of one token per request. Grid: (requests, channel tiles)."""
     i_r = tl.program_id(0).to(tl.int64)
     slot = tl.load(read_slots + i_r)
     o_c = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
@@ -184,7 +184,6 @@ def causal_conv1d_triton(
     *,
     activation: str | None,
 ) -> torch.Tensor:
-    """Arguments and result as `causal_conv1d`."""
     assert x.stride(1) == weight.stride(1) == 1, "channels of x and taps of the weight must be dense"
     num_tokens, num_channels = x.shape
     width = weight.shape[1]

@@ -1,4 +1,4 @@
-"""Copy byte runs, the same for every block, from one buffer into another: what was staged goes into pages."""
+"""Copies the same byte runs for many blocks from one buffer into another, e.g. staged bytes into pages."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def copy_runs(
     *,
     impl: str | None = None,
 ) -> None:
-    """For every run r and every i: the run of source block source_blocks[i] goes to destination_blocks[i].
+    """Copy every run r of source block source_blocks[i] to destination_blocks[i].
 
-        destination[to[r] + destination_blocks[i] * to_stride[r] :][: length[r]] =
-            source[from[r] + source_blocks[i] * from_stride[r] :][: length[r]]
+         destination[to[r] + destination_blocks[i] * to_stride[r] :][: length[r]] =
+             source[from[r] + source_blocks[i] * from_stride[r] :][: length[r]]
 
-    source, destination: dense int8 [bytes] on the table's device; neither the two nor the runs written may
-    overlap. Blocks: int64 [n]. On CUDA the copy is queued on the current stream.
+    source, destination: dense int8 [bytes] on the table's device, which may not overlap; nor may written
+    runs. Blocks: int64 [n]. On CUDA the copy is queued on the current stream.
 
     `impl`: reference, native or triton; None takes triton on CUDA, native where it can be built, else
     reference. AssertionError for runs that leave a buffer.

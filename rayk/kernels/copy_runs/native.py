@@ -1,4 +1,4 @@
-"""copy_runs in C++ (native.cpp): one memcpy a run."""
+"""copy_runs in C++ (native.cpp): one memcpy per run."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _KERNELS = NativeKernels(Path(__file__).with_name("native.cpp"), {"rayk_copy_run
 
 
 def native_copy_runs() -> Callable[..., None] | None:
-    """The C++ function, or None where it cannot be built."""
+    """The C++ function, or None if it cannot be built."""
     return _KERNELS.library.rayk_copy_runs if _KERNELS.why_not() is None else None
 
 
 def copy_runs_native(
     source: torch.Tensor, destination: torch.Tensor, runs: RunTable, blocks: torch.Tensor
 ) -> None:
-    """Arguments, all checked by the caller, as `copy_runs`; blocks int64 [2, n]: source's, destination's."""
+    """`blocks` is int64 [2, n]: source's, destination's."""
     function = native_copy_runs()
     assert function is not None, "no native copy_runs"
     assert not source.is_cuda, "memcpy sees the host's memory"

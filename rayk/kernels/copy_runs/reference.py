@@ -1,4 +1,4 @@
-"""copy_runs by plain indexing, on any device: the definition, and the fallback where nothing can be built."""
+"""copy_runs by plain indexing on any device: the definition, and the fallback without a compiler."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 from rayk.kernels.copy_runs.table import RunTable
 
 _CHUNK_BYTES = 1 << 20
-"""Bytes indexed at once: an index takes eight times as many."""
+"""Bytes indexed at once; the index takes eight times as many."""
 
 
 def copy_runs_reference(
     source: torch.Tensor, destination: torch.Tensor, runs: RunTable, blocks: torch.Tensor
 ) -> None:
-    """Arguments, all checked by the caller, as `copy_runs`; blocks int64 [2, n]: source's, destination's."""
+    """`blocks` is int64 [2, n]: source's, destination's."""
     for length in sorted(set(runs.host[2].tolist())):
         start, to, _, stride, to_stride = runs.rows[:, runs.rows[2] == length]
         starts = (start[:, None] + blocks[0] * stride[:, None]).reshape(-1, 1)

@@ -1,4 +1,4 @@
-"""Runs as the kernels take them: made once of a pattern, used for every copy of its blocks."""
+"""Byte runs in the form that kernels take: made once per pattern, used for every copy."""
 
 from __future__ import annotations
 
@@ -16,28 +16,26 @@ MAX_WORD_BYTES = 16
 
 @dataclass(frozen=True, eq=False)
 class RunTable:
-    """Filled by `make_run_table`."""
+    """Runs between two buffers, made by `make_run_table`."""
 
     rows: torch.Tensor
     """int64 [5, runs] on the device: from, to, length, from_stride, to_stride; bytes."""
     host: Ints
-    """The same, for checks."""
+    """The same in host memory, for checks."""
     alignment: int
     """The largest power of two, up to 16, that divides every number of the table."""
     max_length: int
 
     @property
     def num_runs(self) -> int:
-        """Runs of a block."""
         return int(self.host.shape[1])
 
     @property
     def num_bytes(self) -> int:
-        """Bytes copied per block."""
         return int(self.host[2].sum())
 
     def check(self, source_bytes: int, destination_bytes: int, source_blocks: Ints, to_blocks: Ints) -> None:
-        """AssertionError where a run of one of these blocks leaves its buffer."""
+        """AssertionError if a run of one of these blocks leaves its buffer."""
         starts, to_starts, lengths, strides, to_strides = self.host
         for offset, stride, blocks, size, side in (
             (starts, strides, source_blocks, source_bytes, "source"),

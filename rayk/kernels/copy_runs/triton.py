@@ -10,7 +10,7 @@ from rayk.kernels.copy_runs.table import RunTable
 from rayk.kernels.interpreter import launching
 
 TILE_WORDS = 1024
-"""Words that one program moves: 64 bytes a thread with 4 warps and words of 8 bytes."""
+"""Words per program: 64 bytes a thread with 4 warps and words of 8 bytes."""
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
 
@@ -53,7 +53,7 @@ def copy_runs_kernel(
 def copy_runs_triton(
     source: torch.Tensor, destination: torch.Tensor, runs: RunTable, blocks: torch.Tensor
 ) -> None:
-    """Arguments, all checked by the caller, as `copy_runs`; blocks int64 [2, n]: source's, destination's."""
+    """`blocks` is int64 [2, n]: source's, destination's."""
     bases = source.data_ptr() | destination.data_ptr()
     alignment = next(a for a in (16, 8, 4, 2, 1) if a <= runs.alignment and bases % a == 0)
     word_bytes = min(alignment, 8)

@@ -16,11 +16,11 @@ __all__ = ["DigestedView", "DigestedViews", "RowPlaces", "digest_rows", "digest_
 def digest_views(
     digested: DigestedViews, places: Sequence[RowPlaces], *, rows_per_group: int, impl: str | None = None
 ) -> torch.Tensor:
-    """Digests of a request's rows in all views of a rank: int64 [words + 1], view by view [F, H, num_groups],
-    and behind them 1 where any value of these rows is NaN or infinite, else 0.
+    """Digests of a request's rows in all views of a rank: int64 [words + 1], view by view [F, H, num_groups];
+    the last word is 1 if any value of these rows is NaN or infinite, else 0.
 
-    View i holds the rows at `places[digested.place_of[i]]`, which the caller knows to be in range: to look at
-    them here would wait for the device. `impl` and integers as in `digest_rows`; native code is called once.
+    View i holds the rows at `places[digested.place_of[i]]`. The caller guarantees that they are in range:
+    checking here would wait for the device. `impl` is as in `digest_rows`.
     """
     if not digested.views:
         return torch.zeros(1, dtype=torch.int64)
@@ -62,15 +62,15 @@ def digest_rows(
     num_groups: int,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Digest of the given rows of one layer: int64 [num_fields, H, num_groups]. `reference.py` defines it.
+    """Digest of the given rows of one layer: int64 [num_fields, H, num_groups], as `reference.py` defines it.
 
-    kv_cache [B, H, N, C]. Row i (block_ids[i], slots[i]) holds absolute token position rows[i]; all three
+    kv_cache [B, H, N, C]. Row i, at (block_ids[i], slots[i]), is absolute token position rows[i]; all three
     are [n_rows] int64. units[h] is the global id of local head h. A field is (field_id, start_elem,
-    num_elems) of the content axis. Row group g, counted from `first_group`, holds the positions
-    (first_group + g) * rows_per_group and on; sums of positions nobody gave are 0.
+    num_elems) of the content axis. Row group g, counted from `first_group`, covers the positions from
+    (first_group + g) * rows_per_group on; groups without rows sum to 0.
 
-    `impl`: reference, native or triton; None takes triton for CUDA tensors, and native for those of the CPU
-    where it can be built. All give the same integers.
+    `impl`: reference, native or triton; None takes triton on CUDA, and native on a CPU where it can be built.
+    All give the same integers.
     """
     at = RowPlaces(block_ids, slots, rows, first_group, num_groups)
     view = DigestedView(kv_cache, layer, tuple(units), tuple(fields))

@@ -1,4 +1,4 @@
-"""The digest in C++ (native.cpp): one call reads all views of a rank in place, as fast as memory is read."""
+"""The digest in C++ (native.cpp): one call reads all views of a rank in place, at memory speed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ _KERNELS = NativeKernels(Path(__file__).with_name("native.cpp"), {"rayk_digest":
 
 
 def native_digest() -> Callable[..., None] | None:
-    """The C++ function, or None where it cannot be built."""
+    """The C++ function, or None if it cannot be built."""
     return _KERNELS.library.rayk_digest if _KERNELS.why_not() is None else None
 
 
 def digest_views_native(
     digested: DigestedViews, places: Sequence[RowPlaces], rows_per_group: int
 ) -> torch.Tensor:
-    """Arguments, all checked by the caller, and result as `digest_views`."""
     function = native_digest()
     assert function is not None, "no native digest"
     table = digested.addresses

@@ -40,9 +40,9 @@ _EXPONENTS = {
     torch.float16: 0x7C00,
     torch.float8_e4m3fn: 0x7F,
 }
-"""Bits that NaN and infinities have all of; e4m3 has NaN only, of which these are all but the sign."""
+"""Exponent bits, all set in NaN and infinity; e4m3 has only NaN, with every bit but the sign set."""
 _CHUNK_WORDS = 1 << 15
-"""Words mixed at once: small enough that the passes over them stay in a core's own cache."""
+"""Words mixed at once: few enough that the passes over them stay in a core's own cache."""
 
 
 def mix64(x: int) -> int:
@@ -57,8 +57,8 @@ def mix64(x: int) -> int:
 def coordinate_keys(
     layer: int, field_id: int, units: tuple[int, ...], device: torch.device = CPU
 ) -> torch.Tensor:
-    """K of (layer, field, unit) for each unit: int64 [H], not to be written to. Kept: bringing them to
-    a device waits for it."""
+    """K of (layer, field, unit) for each unit: int64 [H], read-only. Cached, because copying to a device
+    waits for it."""
     key = _SEED
     for index in (layer, field_id):
         key = mix64(((key + _GOLDEN) & MASK64) ^ index)
@@ -67,7 +67,7 @@ def coordinate_keys(
 
 
 def mix64_tensor(x: torch.Tensor) -> torch.Tensor:
-    """splitmix64's finaliser on every element of an int64 tensor, in place; returns it."""
+    """Apply splitmix64's finaliser to an int64 tensor in place and return it."""
     scratch = torch.empty_like(x)
     for shift, factor in ((30, _MUL_1), (27, _MUL_2), (31, None)):
         torch.bitwise_right_shift(x, shift, out=scratch)
@@ -80,8 +80,8 @@ def mix64_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 def not_finite_bits(dtype: torch.dtype, word: int) -> tuple[int, int]:
-    """(mask, step) of words of `word` bytes: (word & mask) + step has the highest bit of an element, which
-    mask + step are all of, where that is NaN or infinite, and only there. Both 0 of integers."""
+    """(mask, step) for words of `word` bytes: (word & mask) + step sets an element's highest bit exactly if
+    the element is NaN or infinite. Both are 0 for integers."""
     exponent = _EXPONENTS.get(dtype, 0)
     mask = sum(exponent << 8 * start for start in range(0, word, dtype.itemsize))
     return mask, sum((exponent & -exponent) << 8 * start for start in range(0, word, dtype.itemsize))
@@ -101,9 +101,7 @@ def digest_rows_reference(
     num_groups: int,
     not_finite: torch.Tensor,
 ) -> torch.Tensor:
-    """Arguments, all checked by the caller, and result as `digest_rows`. On the view's own device.
-
-    not_finite [1]: is set to 1 where a value of these rows is NaN or infinite."""
+    """Work on the view's own device; set not_finite [1] to 1 if a value of these rows is NaN or infinite."""
     device = kv_cache.device
     out = torch.zeros(len(fields), len(units), num_groups, dtype=torch.int64, device=device)
     groups = rows // rows_per_group - first_group
@@ -130,7 +128,7 @@ def digest_rows_reference(
 
 
 def word_bytes(row_bytes: int) -> int:
-    """Bytes of the words that a row of a field is taken as."""
+    """Size of the words that a field's row is read in."""
     return next(size for size in _WORD_DTYPES if row_bytes % size == 0)
 
 

@@ -1,8 +1,7 @@
 """The digest on a GPU: one program per (tile of rows and words, head, field) sums its words' hashes.
 
-Only integers, so that the result is that of reference.py to the bit, however programs are ordered: sums
-modulo 2^64 commute. A field's words may start anywhere: they are loaded in pieces as wide as strides and
-starts allow, and put together.
+Sums modulo 2^64 commute, so the result equals reference.py's to the bit in any order. A field's words may
+start anywhere: they are loaded in pieces as wide as strides and starts allow, and put together.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from rayk.kernels.digest.reference import coordinate_keys, not_finite_bits, word
 from rayk.kernels.interpreter import launching
 
 TILE_WORDS = 1024
-"""Words of a program: 8 a thread with 4 warps, enough to hide a load behind the mixing of another."""
+"""Words per program: 8 a thread with 4 warps, enough to hide a load behind the mixing of another."""
 
 
 @triton.jit
@@ -122,7 +121,6 @@ def digest_rows_triton(
     num_groups: int,
     not_finite: torch.Tensor,
 ) -> torch.Tensor:
-    """Arguments, all checked by the caller, and result as `digest_rows_reference`."""
     itemsize, num_heads = kv_cache.element_size(), kv_cache.shape[1]
     out = torch.zeros(len(fields), num_heads, num_groups, dtype=torch.int64, device=kv_cache.device)
     strides = [stride * itemsize for stride in kv_cache.stride()[:3]]
@@ -183,7 +181,7 @@ def _alike(values: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _piece_bytes(kv_cache: torch.Tensor, word: int, offsets: Sequence[int]) -> int:
-    """The widest load of which every word of these fields is made, wherever it lies."""
+    """The widest load that reads every word of these fields, wherever it lies."""
     itemsize = kv_cache.element_size()
     # Of an axis of one, the stride is never used.
     steps = [
@@ -203,6 +201,6 @@ def _tables(
     num_words: tuple[int, ...],
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """keys [F, H], first bytes [F] and words [F], int64. Kept: bringing them to a device waits for it."""
+    """keys [F, H], first bytes [F] and words [F], int64. Cached, because copying to a device waits for it."""
     keys = torch.stack([coordinate_keys(layer, field_id, units) for field_id in field_ids])
     return keys.to(device), torch.tensor(starts, device=device), torch.tensor(num_words, device=device)

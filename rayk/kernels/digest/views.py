@@ -1,4 +1,4 @@
-"""What is digested together: views of a rank's cache, and where the live rows of a request lie in them."""
+"""The input of a digest: views of a rank's cache, and where a request's live rows lie in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DigestedView:
     """Fields that lie side by side in the rows of one layer's cache."""
 
     kv_cache: torch.Tensor
-    """[B, H, N, C], the content axis dense."""
+    """[B, H, N, C], C dense."""
     layer: int
     units: tuple[int, ...]
     """Global id of each of the H local heads."""
@@ -36,10 +36,9 @@ class DigestedView:
 
 @dataclass(frozen=True, eq=False)
 class RowPlaces:
-    """Rows of a request: row i (block_ids[i], slots[i]) holds absolute token position rows[i].
+    """Rows of a request: row i, at (block_ids[i], slots[i]), is absolute token position rows[i].
 
-    Each int64 [n_rows] on the views' device. Row groups are counted from `first_group`; sums of positions
-    that nobody gave are 0.
+    Each is int64 [n_rows] on the views' device. Row groups are counted from `first_group`.
     """
 
     block_ids: torch.Tensor
@@ -55,36 +54,37 @@ class RowPlaces:
 
 @dataclass(frozen=True, eq=False)
 class DigestedViews:
-    """All views of a rank. Keep it as long as they are bound: what native code needs to know is made once."""
+    """All views of a rank. Keep it while they are bound: the native address table is computed once."""
 
     views: tuple[DigestedView, ...]
     place_of: tuple[int, ...]
-    """Of each view: which of a request's `RowPlaces` say where its rows are."""
+    """For each view, the index of the `RowPlaces` that locates its rows."""
 
     @cached_property
     def addresses(self) -> AddressTable:
-        """Where everything lies; of views in this process's memory."""
+        """Where everything lies, for views in this process's memory."""
         return _make_address_table(self.views, self.place_of)
 
 
 @dataclass(frozen=True, eq=False)
 class AddressTable:
-    """Views as native.cpp takes them: bundles of rows that are read together, and what to take of a row."""
+    """Views in native.cpp's form: bundles of rows that are read together, and the entries to take from a
+    row."""
 
     bundles: Ints
-    """[bundles, 6]: address of row 0 of block 0, bytes from block to block and from row to row, first entry
-    and the one after its last, index of its places. In order of places, then addresses."""
+    """[bundles, 6]: address of row 0 of block 0, bytes per block and per row, first entry and one past its
+    last, index of its places. Sorted by places, then address."""
     entries: Ints
-    """[entries, 5], one for each field of a unit: first byte in a bundle's row, bytes, key, and the two
-    `not_finite_bits` of its words."""
+    """[entries, 5], one per (field, unit): first byte in a bundle's row, bytes, key, and the two
+    `not_finite_bits`."""
     entry_view: Ints
     entry_lane: Ints
     """[entries]: index of the view, and of (field, unit) in it, units within fields."""
     view_place: Ints
     view_lanes: Ints
-    """[views]: index of its places; (field, unit) pairs, each of which has one word a row group."""
+    """[views]: index of its places; number of (field, unit) pairs, each one word per row group."""
     most_words: int
-    """Of any entry."""
+    """Most words of any entry."""
 
 
 def _make_address_table(views: Sequence[DigestedView], place_of: Sequence[int]) -> AddressTable:
@@ -122,7 +122,7 @@ def _make_address_table(views: Sequence[DigestedView], place_of: Sequence[int]) 
 
 
 def _entries_of(view: DigestedView) -> Ints:
-    """[units, fields, 5] of `AddressTable.entries`, each as in a row of its own unit."""
+    """A view's `AddressTable.entries` as [units, fields, 5], offsets within the unit's own row."""
     itemsize = view.kv_cache.element_size()
     made = np.empty((len(view.units), len(view.fields), 5), dtype=np.int64)
     for f, (field_id, start, num_elems) in enumerate(view.fields):
@@ -133,5 +133,5 @@ def _entries_of(view: DigestedView) -> Ints:
 
 
 def _byte_strides(view: DigestedView) -> list[int]:
-    """From block to block, unit to unit, row to row."""
+    """Strides of blocks, units and rows in bytes."""
     return [stride * view.kv_cache.element_size() for stride in view.kv_cache.stride()[:3]]

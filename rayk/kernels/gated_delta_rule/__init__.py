@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from rayk.kernels.gated_delta_rule.reference import gated_delta_rule_reference
-from rayk.kernels.gated_delta_rule.torch_cpu import gated_delta_rule_torch
+from rayk.kernels.dispatch import default_impl, implementation
 from rayk.kernels.segments import Segments
-
-__all__ = ["gated_delta_rule", "gated_delta_rule_reference", "gated_delta_rule_torch"]
 
 
 def gated_delta_rule(
@@ -31,14 +28,13 @@ def gated_delta_rule(
 ) -> torch.Tensor:
     """Run every request's tokens through its state. Returns [T, Hv, Dv] in v's dtype.
 
-    q and k [T, Hk, Dk] (their length is divided out here: 1e-6 under the root), v [T, Hv, Dv], g [T, Hv]
-    float32 (log of the decay, 0 at most), beta [T, Hv] float32. Value head i reads key head key_index[i]
-    ([Hv] int64). All with any strides, the last axis dense.
+    q and k [T, Hk, Dk] (normalised to unit length here, 1e-6 under the root), v [T, Hv, Dv], g [T, Hv]
+    float32 (log of the decay, at most 0), beta [T, Hv] float32. Value head i reads key head key_index[i]
+    ([Hv] int64). All may have any strides but a dense last axis.
 
-    state [B, Hv, Dk, Dv] float32 holds a slot per B, with any strides of B and Hv: a request starts from
-    its read slot (from zero with NO_SLOT), and after each segment its state goes to that segment's write
-    slot (nowhere with NO_SLOT). No other slot is read or written, and none is written that another request
-    reads.
+    state [B, Hv, Dk, Dv] float32 has a slot per B, with any strides of B and Hv. A request starts from its
+    read slot (from zero with NO_SLOT) and writes its state to each segment's write slot (nowhere with
+    NO_SLOT). No slot is written that another request reads.
 
     `impl`: reference, torch or triton; None takes triton on CUDA, else torch.
     """
@@ -47,15 +43,5 @@ def gated_delta_rule(
     assert v.shape[:2] == g.shape == beta.shape == (num_tokens, len(key_index)), "one per token, value head"
     assert state.shape[1:] == (len(key_index), key_size, v.shape[-1]), f"a state of {tuple(state.shape)}"
     assert state.stride()[2:] == (v.shape[-1], 1), "the state of a head must be dense"
-    if impl is None:
-        impl = "triton" if state.is_cuda else "torch"
-    arguments = (q, k, v, g, beta, key_index, state, segments)
-    if impl == "reference":
-        return gated_delta_rule_reference(*arguments, scale=scale)
-    if impl == "torch":
-        return gated_delta_rule_torch(*arguments, scale=scale)
-    if impl == "triton":
-        from rayk.kernels.gated_delta_rule.triton import gated_delta_rule_triton
-
-        return gated_delta_rule_triton(*arguments, scale=scale)
-    raise AssertionError(f"unknown gated_delta_rule implementation {impl!r}")
+    run = implementation("gated_delta_rule", impl or default_impl(state.is_cuda))
+    return run(q, k, v, g, beta, key_index, state, segments, scale=scale)

@@ -22,9 +22,9 @@ def gated_delta_rule_reference(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """Arguments and result as `gated_delta_rule`. Computes in v's dtype, float32 at least."""
+    """Compute in v's dtype, float32 at least."""
     compute_dtype = torch.promote_types(v.dtype, torch.float32)
-    q, k = (_unit_length(x.to(compute_dtype))[:, key_index] for x in (q, k))
+    q, k = (unit_length(x.to(compute_dtype))[:, key_index] for x in (q, k))
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     writes = dict(zip(segments.segment_ends_cpu, segments.write_slots.tolist(), strict=True))
     starts = segments.query_start_loc_cpu
@@ -44,5 +44,5 @@ def gated_delta_rule_reference(
     return out
 
 
-def _unit_length(x: torch.Tensor) -> torch.Tensor:
+def unit_length(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + LENGTH_EPSILON)

@@ -1,4 +1,4 @@
-"""How much the gated-delta-rule kernels compute at once, from facts that the host knows."""
+"""Tile sizes of the gated-delta-rule kernels, from facts that the host knows."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ from rayk.kernels.target import Target
 
 
 class DeltaTiles(NamedTuple):
-    """Compile-time shape of a launch."""
-
     values: int
-    """Value elements of a program; a power of two."""
+    """Value elements per program, a power of two."""
     tokens: int
-    """Tokens of a chunk; 1 = token by token."""
+    """Tokens per chunk; 1 goes token by token."""
     num_warps: int
     precision: str = "ieee"
-    """How float32 tiles are multiplied."""
+    """Input precision of float32 products."""
 
 
 CHUNKED_KEY_SIZES = (32, 64, 128)
-"""Wider keys leave no registers for the operands of a product; other sizes need masks, which take some."""
+"""Wider keys leave no registers for a product's operands; other sizes need masks, which take some."""
 
 
 def choose_tiles(target: Target, *, key_size: int, padded_v: int, by_token: bool) -> DeltaTiles:
     """Tiles that fit the target's registers. padded_v is a power of two from 16 on.
 
-    by_token: where chunks are not wanted. `make kernels` shows what each choice takes, and fails where one
+    `by_token` switches chunks off. `make kernels` shows the registers of each choice, and fails if one
     spills.
     """
     if by_token or key_size not in CHUNKED_KEY_SIZES:

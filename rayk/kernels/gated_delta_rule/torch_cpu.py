@@ -1,9 +1,9 @@
-"""The gated delta rule for CPUs: requests with one token together in one step, longer ones by chunks.
+"""The gated delta rule for CPUs: requests with one token run together, longer ones by chunks.
 
 Within a chunk of C tokens the C updates of the state are one linear system (the UT transform,
-arXiv:2412.06464 section 3.3). With cumulative decay G_i = exp(g_1 + .. + g_i) and what token i changes, u_i:
+arXiv:2412.06464 section 3.3). With cumulative decay G_i = exp(g_1 + .. + g_i) and token i's change u_i:
 
-    u_i = beta_i (v_i - G_i S^T k_i - sum over j < i of G_i / G_j (k_i . k_j) u_j)
+     u_i = beta_i (v_i - G_i S^T k_i - sum over j < i of G_i / G_j (k_i . k_j) u_j)
 
 so (I + A) u = beta v - (beta G k) S with A strictly lower triangular. It is solved for both right sides
 before S is known, for many chunks at once; the state then goes through the chunks by products alone.
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from rayk.kernels.gated_delta_rule.reference import LENGTH_EPSILON
+from rayk.kernels.gated_delta_rule.reference import unit_length
 from rayk.kernels.segments import NO_SLOT, Segments
 from rayk.kernels.states import Walk, read_states, split_singles, write_states
 
@@ -37,8 +37,8 @@ def gated_delta_rule_torch(
     *,
     scale: float,
 ) -> torch.Tensor:
-    """Arguments and result as `gated_delta_rule`. Computes in float32."""
-    batch = _Batch(_unit_length(q).mul_(scale), _unit_length(k), v, g, beta, key_index)
+    """Compute in float32."""
+    batch = _Batch(unit_length(q.float()).mul_(scale), unit_length(k.float()), v, g, beta, key_index)
     out = torch.empty(v.shape, dtype=v.dtype)
     single, longer = split_singles(segments)
     if single is not None:
@@ -63,13 +63,9 @@ class _Batch:
     key_index: torch.Tensor
 
 
-def _unit_length(x: torch.Tensor) -> torch.Tensor:
-    x = x.float()
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + LENGTH_EPSILON)
-
-
 def _step(batch: _Batch, tokens: torch.Tensor | slice, memory: torch.Tensor) -> torch.Tensor:
-    """One token of each request; memory [R, Hv, Dk, Dv] is updated in place. Returns [R, Hv, Dv] float32."""
+    """Run one token of each request; memory [R, Hv, Dk, Dv] is updated in place. Returns [R, Hv, Dv]
+    float32."""
     q, k = (x[tokens][:, batch.key_index].unsqueeze(-2) for x in (batch.q, batch.k))  # [R, Hv, 1, Dk]
     v, beta = batch.v[tokens].float().unsqueeze(-2), batch.beta[tokens, :, None, None]
     memory.mul_(batch.g[tokens, :, None, None].exp())
@@ -81,7 +77,7 @@ def _step(batch: _Batch, tokens: torch.Tensor | slice, memory: torch.Tensor) -> 
 
 
 def _scan(batch: _Batch, state: torch.Tensor, walk: Walk, out: torch.Tensor) -> None:
-    """All tokens of a request; fills its rows of out, writes its slots."""
+    """Run all tokens of a request, filling its rows of out and its slots."""
     memory = read_states(state, torch.tensor([walk.read_slot]))[0]
     all_chunks = list(walk.chunks(CHUNK_TOKENS))
     for first in range(0, len(all_chunks), _CHUNKS_AT_ONCE):
@@ -99,24 +95,24 @@ def _scan(batch: _Batch, state: torch.Tensor, walk: Walk, out: torch.Tensor) -> 
 
 @dataclass(frozen=True)
 class _Solved:
-    """What chunks do to a state not known yet. M chunks of C tokens, float32; padding does nothing."""
+    """The effect of M chunks of C tokens on a state that is not yet known, float32; padding has no effect."""
 
     from_values: torch.Tensor
-    """[Hv, M, C, Dv], what the tokens change if the state before them is zero."""
+    """[Hv, M, C, Dv]: the tokens' changes if the state before them is zero."""
     from_state: torch.Tensor
-    """[Hv, M, C, Dk], what of their change the state takes back."""
+    """[Hv, M, C, Dk]: the part of the changes that the state takes back."""
     attention: torch.Tensor
-    """[Hv, M, C, C], what each token's query reads of each token's change."""
+    """[Hv, M, C, C]: how much each token's query reads of each token's change."""
     q: torch.Tensor
-    """[Hv, M, C, Dk], queries to the state before the chunk."""
+    """[Hv, M, C, Dk]: queries to the state before the chunk."""
     k: torch.Tensor
-    """[Hv, M, C, Dk], keys of the changes as they are after the chunk."""
+    """[Hv, M, C, Dk]: keys of the changes, decayed to the chunk's end."""
     decay: torch.Tensor
-    """[Hv, M, 1, 1], what remains of the state before the chunk."""
+    """[Hv, M, 1, 1]: what remains of the state before the chunk."""
 
 
 def _solve(batch: _Batch, chunks: list[tuple[int, int]]) -> _Solved:
-    """For all value heads and these chunks of tokens (first, end), padded to the longest."""
+    """Solve these chunks (first token, end), padded to the longest, for all value heads."""
     size = max(end - start for start, end in chunks)
 
     def padded(x: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,14 @@
 """The gated delta rule on a GPU: one program per (request, value head, tile of value elements).
 
 A program carries the state [Dk, TILE_V] in registers through all tokens and segments of its request. Decode
-steps and float32 inputs take one token at a time, the rule as it is written. Prefill of 16-bit inputs takes
-chunks, whose products are tensor cores' in tf32: with cumulative decay G, what a chunk's tokens change is u,
+steps and float32 inputs go token by token. Prefill of 16-bit inputs goes by chunks, whose products run on
+tensor cores in tf32: with cumulative decay G and the tokens' changes u,
 
-    (I + A) u = beta (v - G k S),  A[i, j] = beta_i G_i / G_j (k_i . k_j) for j < i
+     (I + A) u = beta (v - G k S),  A[i, j] = beta_i G_i / G_j (k_i . k_j) for j < i
 
 (see torch_cpu). Chunks are as short as the smallest tile: I + A is inverted by elimination, token by token.
 
-No grid depends on what is on the device, so all of it may be captured in a CUDA graph. `b_` loaded or
-computed blocks, `o_` offsets, `m_` masks, `p_` pointers, `i_` program indices.
+No grid depends on device data, so a CUDA graph can capture everything.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from rayk.kernels.ssd_scan.triton import round_tf32
 from rayk.kernels.target import current_target
 
 MAX_KEY_SIZE = 256
-"""Widest key that the tiles have room for."""
+"""The widest key that the tiles hold."""
 
 
 @triton.jit
@@ -37,17 +36,17 @@ def _exp(x):
 
 @triton.jit
 def _tokens_of(p_request, p_end, is_later):
-    """The first token of a segment, and the one after its last. p_request: of query_start_loc, p_end: of
-    segment_ends; is_later: whether the request has a segment before.
+    """First token and end of a segment, loaded from query_start_loc (p_request) or, if the request has an
+    earlier segment (is_later), from segment_ends (p_end).
 
-    Both are loaded: Triton drops a value that a loop carries for the bounds of an inner one alone.
+    Both are loaded: Triton drops a value that a loop carries only for the bounds of an inner one.
     """
     return tl.load(tl.where(is_later, p_end - 1, p_request)), tl.load(p_end)
 
 
 @triton.jit
 def _load_rows(p_row, m_row, KEY_SIZE: tl.constexpr, PADDED_K: tl.constexpr, WIDEN: tl.constexpr):
-    """Rows at pointers p_row [n] as they are, zeros where masked: [n, PADDED_K]; and 1 / their lengths."""
+    """Rows at pointers p_row [n], zeros where masked: [n, PADDED_K]; and 1 / their lengths."""
     o_k = tl.arange(0, PADDED_K)
     b_x = tl.load(p_row[:, None] + o_k[None, :], mask=m_row[:, None] & (o_k < KEY_SIZE)[None, :], other=0.0)
     b_wide = b_x.to(tl.float32)
@@ -106,7 +105,7 @@ def gated_delta_chunks_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Chunk by chunk. Grid: (requests, value heads, value tiles)."""
+    """Go chunk by chunk. Grid: (requests, value heads, value tiles)."""
     EXACT: tl.constexpr = "tf32x3" if PRECISION == "tf32" else PRECISION
     i_r = tl.program_id(0)
     i_h = tl.program_id(1).to(tl.int64)
@@ -199,7 +198,7 @@ def gated_delta_tokens_kernel(
     PADDED_K: tl.constexpr,
     TILE_V: tl.constexpr,
 ):
-    """Token by token. Grid: (requests, value heads, value tiles)."""
+    """Go token by token. Grid: (requests, value heads, value tiles)."""
     i_r = tl.program_id(0)
     i_h = tl.program_id(1).to(tl.int64)
     i_key = tl.load(key_index + i_h)
@@ -246,10 +245,7 @@ def gated_delta_rule_triton(
     scale: float,
     tiles: DeltaTiles | None = None,
 ) -> torch.Tensor:
-    """Arguments and result as `gated_delta_rule`. Of `segments` only the tensors and the maximum are used.
-
-    `tiles` is for tests.
-    """
+    """Use only the tensors and the maximum of `segments`. `tiles` is for tests."""
     num_tokens, num_heads, value_size = v.shape
     key_size = k.shape[-1]
     assert key_size <= MAX_KEY_SIZE, key_size
@@ -260,7 +256,7 @@ def gated_delta_rule_triton(
     padded_v = max(16, triton.next_power_of_2(value_size))
     by_token = segments.is_single_step or v.dtype == torch.float32
     tiles = tiles or choose_tiles(current_target(), key_size=key_size, padded_v=padded_v, by_token=by_token)
-    arguments: dict[str, Any] = {
+    arguments: dict[str, Any] = segments.kernel_arguments | {
         "q": q,
         "k": k,
         "v": v,
@@ -269,11 +265,6 @@ def gated_delta_rule_triton(
         "key_index": key_index,
         "state": state,
         "out": out,
-        "query_start_loc": segments.query_start_loc,
-        "read_slots": segments.read_slots,
-        "segment_start_loc": segments.segment_start_loc,
-        "segment_ends": segments.segment_ends,
-        "write_slots": segments.write_slots,
         "scale": float(scale),
         "num_heads": num_heads,
         "stride_b": state.stride(0),

@@ -1,18 +1,16 @@
 """Latent attention on a GPU: online softmax over tiles of cached rows.
 
 All query heads share the cached rows, so a tile of queries is any run of (token, query head) pairs of one
-request: request r owns the programs from query_start_loc[r] * Q // ROWS + r on, which is always enough of
-them. A decode step splits each sequence's rows over several programs where there would be too few; the
-combining kernel is the one of paged attention. No grid depends on what is on the device, so that a CUDA
-graph can hold the launch.
+request: request r owns the programs from query_start_loc[r] * Q // ROWS + r on, always enough of them. A
+decode step splits each sequence's rows over several programs if there would be too few; paged attention's
+kernel combines them. No grid depends on device data, so a CUDA graph can capture the launch.
 
-A block id outside the cache, or a column outside the block table, is never followed: the rows that see such
-a key become NaN.
+A block id outside the cache, or a column outside the block table, is never followed: the rows that see such a
+key become NaN.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,15 +19,16 @@ import triton
 from rayk.kernels.interpreter import INTERPRETED, launching
 from rayk.kernels.mla_attention.tiles import choose_tiles
 from rayk.kernels.mla_attention.triton import mla_attention_kernel
+from rayk.kernels.paged_attention.pages import KernelPages, kernel_pages
 from rayk.kernels.paged_attention.splits import combine_splits_kernel
 from rayk.kernels.paged_attention.tiles import Tiles, choose_num_splits
 from rayk.kernels.quantise import QuantisedKV
 from rayk.kernels.target import current_target
 
 MAX_LATENT, MAX_ROPE = 512, 64
-"""Widest latent and rotated key that the tiles have room for."""
+"""Widest latent and rotated key that the tiles hold."""
 SPLITS_AT_ONCE = 8
-"""Splits in a tile of the combining kernel."""
+"""Splits per tile of the combining kernel."""
 
 
 def mla_attention_triton(
@@ -44,12 +43,12 @@ def mla_attention_triton(
     tiles: Tiles | None = None,
     num_splits: int | None = None,
 ) -> torch.Tensor:
-    """Arguments and result as `mla_attention`. As many requests as tokens is a decode step, one token each.
+    """Run a decode step (one token each) if there are as many requests as tokens, else any batch.
 
-    `num_splits` of a decode step follows from the shapes of q and block_table alone, unless given. `tiles`
-    is for tests.
+    A decode step's `num_splits` follows from the shapes of q and block_table alone, unless given. `tiles` is
+    for tests.
     """
-    pages = _pages(cache)
+    pages = kernel_pages(cache if isinstance(cache, QuantisedKV) else cache.unsqueeze(1))
     assert latent_size <= MAX_LATENT, latent_size
     assert q.shape[-1] - latent_size <= MAX_ROPE, (q.shape, latent_size)
     assert q.stride(-1) == block_table.stride(-1) == 1
@@ -60,7 +59,7 @@ def mla_attention_triton(
         return out.to(q.dtype)
     is_decode = num_tokens == len(seq_lens)
     # Quantised pages are decoded into the queries' dtype; other unlike dtypes are multiplied in float32.
-    mixed = pages.scales == "none" and q.dtype != pages.rows.dtype
+    mixed = pages.scales == "none" and q.dtype != pages.keys.dtype
     tiles = tiles or choose_tiles(
         current_target(),
         decode_only=is_decode,
@@ -70,7 +69,7 @@ def mla_attention_triton(
     )
     batch = (block_table, query_start_loc, seq_lens)
     arguments = _arguments(q, pages, *batch, tiles, latent_size) | {
-        "scale": float(scale) * pages.row_scale,
+        "scale": float(scale) * pages.k_scale,
         "ONE_TOKEN": is_decode,
         "WIDEN": INTERPRETED or mixed,  # the interpreter has no bf16 arithmetic
     }
@@ -85,58 +84,24 @@ def mla_attention_triton(
     return out.to(q.dtype)
 
 
-@dataclass(frozen=True)
-class _Pages:
-    """A cache as the kernel takes it (see mla_attention_kernel)."""
-
-    rows: torch.Tensor
-    """[B, N, ...]: latents, then rotated keys unless they lie elsewhere. Bytes, of a quantised cache."""
-    ropes: torch.Tensor | None = None
-    token_scales: torch.Tensor | None = None
-    scales: str = "none"
-    row_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        for view in (self.rows, self.ropes):
-            if view is not None:
-                assert view.stride(-1) == 1, "the content axis must be dense"
-                assert (view.shape[1] - 1) * view.stride(1) < 2**31, "offsets inside a block are 32-bit"
-        if self.token_scales is not None:
-            assert all(s % 4 == 0 for s in self.rows.stride()[:2]), "rows are whole float32s"
-
-
-def _pages(cache: torch.Tensor | QuantisedKV) -> _Pages:
-    if not isinstance(cache, QuantisedKV):
-        return _Pages(cache)
-    (rows, scales), (ropes, _) = cache.raw(cache.k), cache.raw(cache.v)
-    kind = cache.kv_format.scales
-    return _Pages(
-        rows[:, 0],
-        ropes[:, 0] if kind == "block" else None,
-        scales[:, 0] if kind == "token_head" and scales is not None else None,
-        kind,
-        cache.k_scale,
-    )
-
-
 def _arguments(
     q: torch.Tensor,
-    pages: _Pages,
+    pages: KernelPages,
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     tiles: Tiles,
     latent_size: int,
 ) -> dict[str, Any]:
-    """What the kernel takes in either form."""
-    cache, rope_size = pages.rows, q.shape[-1] - latent_size
-    rope_strides = (0, 0) if pages.ropes is None else pages.ropes.stride()[:2]
+    """Arguments of both forms of the kernel."""
+    cache, rope_size = pages.keys, q.shape[-1] - latent_size
+    rope_strides = (0, 0, 0) if pages.values is None else pages.values.stride()[:3]
     # An option that only NVIDIA's backend knows.
     limit = {} if tiles.max_registers is None else {"maxnreg": tiles.max_registers}
     return {
         "q": q,
         "cache": cache,
-        "rope_cache": pages.ropes,
+        "rope_cache": pages.values,
         "scales_cache": pages.token_scales,
         "block_table": block_table,
         "query_start_loc": query_start_loc,
@@ -147,13 +112,13 @@ def _arguments(
         "q_stride_t": q.stride(0),
         "q_stride_h": q.stride(1),
         "stride_b": cache.stride(0),
-        "stride_n": cache.stride(1),
+        "stride_n": cache.stride(2),
         "rope_stride_b": rope_strides[0],
-        "rope_stride_n": rope_strides[1],
-        "row_scale": pages.row_scale,
+        "rope_stride_n": rope_strides[2],
+        "row_scale": pages.k_scale,
         "table_stride": block_table.stride(0),
         "NUM_HEADS": q.shape[1],
-        "NUM_SLOTS": cache.shape[1],
+        "NUM_SLOTS": cache.shape[2],
         "LATENT": latent_size,
         "ROPE": rope_size,
         "PADDED_LATENT": max(16, triton.next_power_of_2(latent_size)),

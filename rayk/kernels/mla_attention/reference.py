@@ -17,7 +17,7 @@ def mla_attention_reference(
     scale: float,
     latent_size: int,
 ) -> torch.Tensor:
-    """Arguments and result as `mla_attention`. Computes in q's dtype, float32 at least."""
+    """Compute in q's dtype, float32 at least."""
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape[0], q.shape[1], latent_size)
     num_slots = cache.shape[-1 if isinstance(cache, QuantisedKV) else 1]
@@ -37,7 +37,7 @@ def mla_attention_reference(
 def _rows(
     cache: torch.Tensor | QuantisedKV, blocks: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """[keys, R + Dr]"""
+    """The cached rows [keys, R + Dr] of one sequence."""
     if isinstance(cache, QuantisedKV):
         return torch.cat(cache.gather(blocks, slots, dtype), dim=-1).squeeze(1)
     return cache[blocks, slots].to(dtype)

@@ -1,4 +1,4 @@
-"""How much the latent-attention kernel computes at once, from facts that the host knows."""
+"""Tile sizes of the latent-attention kernel, from facts that the host knows."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def choose_tiles(
 ) -> Tiles:
     """Tiles that fit the target's shared memory and registers at a latent of 512 elements and a key of 64.
 
-    num_rows: (token, query head) pairs that share keys, where the host knows them: those of one request in
-    a decode step, those of the batch otherwise. itemsize: bytes of an element as it is multiplied.
-    scales: KVFormat.scales of the cached rows. The weighted latents, rows x 512 float32, are what fills the
-    registers. `make kernels` shows what each choice takes, and fails where one spills.
+    num_rows: (token, query head) pairs that share keys: those of one request in a decode step, else those of
+    the batch. itemsize: bytes of an element when multiplied. scales: KVFormat.scales of the cached rows. The
+    weighted latents, rows x 512 float32, fill the registers. `make kernels` shows the registers of each
+    choice, and fails if one spills.
     """
     if scales != "none" and itemsize != 4:
         # Codes and decoded elements are in registers together, and scales of tokens beside them.

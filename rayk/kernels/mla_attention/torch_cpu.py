@@ -1,8 +1,8 @@
-"""Latent attention for CPUs: gather a sequence's rows into kept memory, then two matrix products.
+"""Latent attention for CPUs: gather a sequence's rows into reused memory, then two matrix products.
 
-All (token, query head) pairs are rows of one problem, since they share their keys. Some tokens are taken at
-a time: enough for large products, few enough that the scores stay small. A quantised cache is gathered and
-dequantised token by token.
+All (token, query head) pairs are rows of one problem, since they share their keys. Tokens are taken in
+pieces: large enough for efficient products, small enough to bound the scores. A quantised cache is gathered
+and dequantised token by token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rayk.kernels.quantise import QuantisedKV
 _SCORES_AT_ONCE = 1 << 22
 """Scores held at a time: 16 MiB in float32."""
 _TOKENS_AT_ONCE = 64
-"""Most query tokens of a product: each also computes, in vain, the scores of the tokens after it."""
+"""Most query tokens per product, each of which also computes unused scores of later tokens."""
 
 
 def mla_attention_torch(
@@ -29,7 +29,7 @@ def mla_attention_torch(
     latent_size: int,
     workspace: Workspace | None = None,
 ) -> torch.Tensor:
-    """Arguments and result as `mla_attention`; `workspace` is kept by the caller between calls."""
+    """`workspace` is reused between calls."""
     workspace = workspace or Workspace()
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape[0], q.shape[1], latent_size)
@@ -50,7 +50,7 @@ def _gather(
     workspace: Workspace,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The rows [seq_len, R + Dr] of one sequence; may be the workspace's."""
+    """The rows [seq_len, R + Dr] of one sequence, possibly in the workspace."""
     if isinstance(cache, QuantisedKV):
         positions, num_slots = torch.arange(seq_len), cache.shape[2]
         places = blocks[positions // num_slots].long(), positions % num_slots
@@ -64,7 +64,7 @@ def _gather(
 
 
 def _attend(q: torch.Tensor, rows: torch.Tensor, scale: float, latent_size: int) -> torch.Tensor:
-    """q [n, Q, R + Dr] are the last n tokens of the sequence that rows [keys, R + Dr] are. [n, Q, R]."""
+    """Attend q [n, Q, R + Dr], the last n tokens of the sequence, to its rows [keys, R + Dr]: [n, Q, R]."""
     num_queries, num_heads, _ = q.shape
     out = q.new_empty(num_queries, num_heads, latent_size)
     num_before = len(rows) - num_queries

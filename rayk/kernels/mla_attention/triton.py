@@ -1,7 +1,6 @@
 """The latent-attention kernel for a GPU. `launch` starts it.
 
-Legend: ROWS rows of a query tile, each one (token, query head), token-major and regardless of where a token
-begins; `b_` loaded or computed blocks, `o_` offsets, `m_` masks, `p_` pointers, `i_` program indices.
+A query tile has ROWS rows, each one (token, query head), token-major, starting anywhere in a token.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def _attend(
 ):
     """Online softmax of query rows over cached rows first_key .. end_key - 1 of one sequence.
 
-    Returns maximum and sum of the weights [ROWS], and the weighted latents [ROWS, padded], not divided.
+    Returns maximum and sum of the weights [ROWS], and the weighted latents [ROWS, padded], not yet divided.
     """
     o_latent = tl.arange(0, b_q_latent.shape[1])
     o_rope = tl.arange(0, b_q_rope.shape[1])
@@ -145,11 +144,11 @@ def mla_attention_kernel(
 ):
     """Any batch. Grid: (tokens * heads // ROWS + requests, 1).
 
-    cache holds latents then rotated keys, unless SCALES is block: then the keys lie in rope_cache, both with
-    their scales behind them. scales_cache: where tokens have scales, those of latents (float32; of rotated
-    keys behind each). row_scale: of the layer; `scale` has it, too.
+    cache holds latents then rotated keys; if SCALES is block, the keys lie in rope_cache, and scales follow
+    both. scales_cache: per-token float32 scales of latents, each followed by that of the rotated key.
+    row_scale: the layer's scale, also part of `scale`.
 
-    ONE_TOKEN: one token a request. Grid: (requests * cdiv(heads, ROWS), num_splits). With IS_SPLIT, out is
+    ONE_TOKEN: one token per request. Grid: (requests * cdiv(heads, ROWS), num_splits). With IS_SPLIT, out is
     [R, Q, num_splits, LATENT] float32, not divided, and split_stats [R, Q, num_splits, 2] float32 takes
     maximum and sum. Splits without keys write nothing.
     """

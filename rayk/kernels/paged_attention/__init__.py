@@ -12,20 +12,11 @@ from rayk.kernels.paged_attention.reference import paged_attention_reference
 from rayk.kernels.paged_attention.torch_cpu import Workspace, paged_attention_torch
 from rayk.kernels.quantise import QuantisedKV
 
-__all__ = [
-    "HeadGroups",
-    "Workspace",
-    "head_groups",
-    "paged_attention",
-    "paged_attention_native",
-    "paged_attention_reference",
-    "paged_attention_torch",
-    "why_no_native",
-]
+__all__ = ["HeadGroups", "Workspace", "head_groups", "paged_attention", "why_no_native"]
 
 
 class _Constants(TypedDict):
-    """What does not change between the steps of a layer; every implementation takes it."""
+    """Arguments that stay the same between the steps of a layer."""
 
     scale: float
     window: int | None
@@ -53,19 +44,18 @@ def paged_attention(
 ) -> torch.Tensor:
     """Attend q [T, Q, Dk] to the cached keys of each token's own sequence. Returns [T, Q, Dv] in q's dtype.
 
-    kv_cache [B, H, N, C] must hold this step's keys and values too. block_table [R, max_blocks] int32.
-    The tokens of request r are q[query_start_loc[r] : query_start_loc[r + 1]] ([R + 1] int32): the last
-    ones of its seq_lens[r] ([R] int32) tokens. Query head i reads KV head slot kv_index[i] ([Q] int64).
-    A token at position p sees keys 0 .. p, and with a `window` only keys > p - window; what it does not
-    see is never read, so it may hold anything (block 0, NaN). A quantised cache is dequantised where it is
-    read; every implementation does that itself.
+    kv_cache [B, H, N, C] must hold this step's keys and values too; a quantised one is dequantised where it
+    is read. block_table [R, max_blocks] int32. The tokens of request r are q[query_start_loc[r] :
+    query_start_loc[r + 1]] ([R + 1] int32), the last of its seq_lens[r] ([R] int32) tokens. Query head i
+    reads KV head slot kv_index[i] ([Q] int64). A token at position p sees keys 0 .. p, and with a `window`
+    only keys > p - window; others are never read and may hold anything (block 0, NaN).
 
     The score of a key is scale * q . k; `soft_cap` c > 0 turns it into c * tanh(score / c). `sinks` ([Q]
-    float32) adds exp(sinks[i]) to the softmax denominator of query head i, neither scaled nor capped, as if
-    there were one more key with a value of zeros (gpt-oss, arXiv:2309.17453); -inf adds nothing.
+    float32) adds exp(sinks[i]) to the softmax denominator of query head i, neither scaled nor capped, like
+    one more key with a value of zeros (gpt-oss, arXiv:2309.17453); -inf adds nothing.
 
     `impl`: reference, torch, native or triton; None takes triton on CUDA, else torch. `groups` is
-    head_groups(kv_index), and `workspace` memory of the torch form, where the caller keeps them.
+    head_groups(kv_index), if the caller keeps it; `workspace` is reused by the torch form between calls.
     """
     if isinstance(kv_cache, QuantisedKV):
         assert head_size_k == kv_cache.head_size_k, (head_size_k, kv_cache.head_size_k)

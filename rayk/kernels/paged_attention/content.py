@@ -1,8 +1,8 @@
-"""Reading tiles of keys and values from pages of any format, on a GPU.
+"""Reads tiles of keys and values from pages of any format, on a GPU.
 
-`SCALES` is KVFormat.scales. Quantised pages are read as bytes and decoded by hand (see quantise.triton) into
-float32; elements times block scales fit into bf16 and fp16 exactly, as e4m3 does, so that tensor cores lose
-nothing. What a layer's scales multiply is left to the caller: scores, and the weighted values.
+`SCALES` is KVFormat.scales. Quantised pages are read as bytes and decoded (see quantise.triton) into float32;
+elements times block scales, like e4m3, are exact in bf16 and fp16, so tensor cores lose nothing. The caller
+applies the layer's scales to scores and weighted values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from rayk.kernels.quantise.triton import decode_e2m1, decode_e4m3
 
 @triton.jit
 def _codes(p_row, p_scales, o_d, o_byte, o_scale, m, SCALES: tl.constexpr):
-    """float32 of elements whose bytes are at p_row + o_byte; of blocks also their scales, at p_scales."""
+    """float32 elements whose bytes are at p_row + o_byte, times their block scales at p_scales if there are
+    any."""
     b_byte = tl.load(p_row + o_byte, mask=m, other=0)
     if SCALES == "block":
         b_value = decode_e2m1((b_byte.to(tl.int32) >> ((o_d % 2) * 4)) & 15)
@@ -27,8 +28,8 @@ def _codes(p_row, p_scales, o_d, o_byte, o_scale, m, SCALES: tl.constexpr):
 def load_keys(
     p_row, o_k, DTYPE: tl.constexpr, HEAD_K: tl.constexpr, SCALES: tl.constexpr, WIDEN: tl.constexpr
 ):
-    """Keys of the rows at p_row [KEYS], transposed: [PADDED_K, KEYS], zeros beyond HEAD_K. No row is masked:
-    each pointer must be readable."""
+    """Keys of the rows at p_row [KEYS], transposed: [PADDED_K, KEYS], zeros beyond HEAD_K. Rows are not
+    masked: each pointer must be readable."""
     m_k = (o_k < HEAD_K)[:, None]
     if SCALES == "none":
         b_k = tl.load(p_row[None, :] + o_k[:, None], mask=m_k, other=0.0)
@@ -51,8 +52,8 @@ def load_values(
     SCALES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Values of the rows at p_row [KEYS]: [KEYS, PADDED_V], zeros where m_v is not. p_scale [KEYS]: of scales
-    per (head, token), the float32 that multiplies a row, which is read where m_block [KEYS]."""
+    """Values of the rows at p_row [KEYS]: [KEYS, PADDED_V], zeros outside m_v. p_scale [KEYS]: per-(head,
+    token) float32 scales, read where m_block [KEYS]."""
     if SCALES == "none":
         b_v = tl.load(p_row[:, None] + o_v[None, :], mask=m_v, other=0.0)
         return b_v.to(tl.float32) if WIDEN else b_v

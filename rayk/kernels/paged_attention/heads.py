@@ -1,4 +1,4 @@
-"""Which query heads read the same KV head, worked out once from the explicit KV index."""
+"""Which query heads read the same KV head, from the explicit KV index."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """Query heads gathered by the KV head slot they read. G groups of at most S query heads.
+    """Query heads grouped by the KV head slot they read: G groups of at most S query heads.
 
     Only KV heads that some query head reads have a group. Groups may differ in size.
     """
@@ -17,20 +17,20 @@ class HeadGroups:
     kv_heads: tuple[int, ...]
     """[G] KV head slot of each group, ascending."""
     query_heads: tuple[tuple[int, ...], ...]
-    """[G] the query heads of each group, ascending."""
+    """[G] query heads of each group, ascending."""
     kv_heads_tensor: torch.Tensor
-    """[G] int32, on the device of the KV index."""
+    """[G] int32, on the KV index's device."""
     query_heads_tensor: torch.Tensor
     """[G, S] int32, short groups padded with -1."""
 
     @property
     def group_size(self) -> int:
-        """S, query heads of the largest group."""
+        """S, the size of the largest group."""
         return self.query_heads_tensor.shape[1]
 
     @property
     def uniform(self) -> bool:
-        """Whether every group has the same number of query heads."""
+        """Whether all groups have the same size."""
         return all(len(heads) == self.group_size for heads in self.query_heads)
 
 

@@ -1,16 +1,16 @@
 """Paged attention on a GPU: online softmax over tiles of keys, in two forms.
 
 Prefill (and mixed) batches: one program per (tile of query rows, KV head). The rows of a tile are (token,
-query head of the group), token-major, so that query heads which share a KV head read its keys once. A
-request's tiles are found without the host knowing its length: request r owns the programs from
-query_start_loc[r] // TILE_Q + r on, which is always enough of them.
+query head of the group), token-major, so that query heads sharing a KV head read its keys once. A request's
+tiles are found without the host knowing its length: request r owns the programs from query_start_loc[r] //
+TILE_Q + r on, always enough of them.
 
 Decode batches: one program per (request, KV head, split of the keys). With one split it writes the result;
-with more it leaves maximum, sum and weighted values of its keys in a float32 workspace, and a second
-kernel combines them. No grid depends on what is on the device, so both may be captured in a CUDA graph.
+with more it leaves maximum, sum and weighted values in a float32 workspace, and a second kernel combines
+them. No grid depends on device data, so a CUDA graph can capture both.
 
-A block id outside the cache, or a column outside the block table, is never followed: the rows that see such
-a key become NaN.
+A block id outside the cache, or a column outside the block table, is never followed: the rows that see such a
+key become NaN.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import triton
 
 from rayk.kernels.interpreter import INTERPRETED, launching
 from rayk.kernels.paged_attention.heads import HeadGroups
+from rayk.kernels.paged_attention.pages import KernelPages, kernel_pages
 from rayk.kernels.paged_attention.splits import combine_splits_kernel
 from rayk.kernels.paged_attention.tiles import Tiles, choose_num_splits, choose_tiles
 from rayk.kernels.paged_attention.triton import paged_attention_decode_kernel, paged_attention_kernel
@@ -30,13 +31,13 @@ from rayk.kernels.quantise import QuantisedKV, head_size_v
 from rayk.kernels.target import current_target
 
 SPLITS_AT_ONCE = 32
-"""Splits in a tile of the combining kernel."""
+"""Splits per tile of the combining kernel."""
 
 
 def split_workspace_elements(
     num_requests: int, num_query_heads: int, head_size_v: int, num_splits: int
 ) -> int:
-    """Float32 elements that a decode step over `num_splits` splits needs: values, maximum and sum of each."""
+    """Float32 elements of a decode step's workspace: values, maximum and sum of each split."""
     return num_requests * num_query_heads * num_splits * (head_size_v + 2)
 
 
@@ -57,14 +58,13 @@ def paged_attention_triton(
     num_splits: int | None = None,
     workspace: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Arguments and result as `paged_attention`. As many requests as tokens is a decode step, one token each.
+    """Run a decode step (one token each) if there are as many requests as tokens, else any batch.
 
-    `num_splits` of a decode step follows from the shapes of q, block_table and the KV heads alone, unless
-    given. `workspace` is a flat float32 tensor of at least `split_workspace_elements`, where the caller
-    keeps one; otherwise torch's allocator provides it (in a CUDA graph, from the graph's own pool).
-    `tiles` is for tests.
+    A decode step's `num_splits` follows from the shapes of q, block_table and the KV heads alone, unless
+    given. `workspace` is a flat float32 tensor of at least `split_workspace_elements`; None takes one from
+    torch's allocator (in a CUDA graph, from the graph's own pool). `tiles` is for tests.
     """
-    pages = _pages(kv_cache)
+    pages = kernel_pages(kv_cache)
     assert q.shape[-1] == head_size_k <= 256
     assert head_size_v(kv_cache, head_size_k) <= 256
     assert q.stride(-1) == block_table.stride(-1) == 1
@@ -94,53 +94,17 @@ def paged_attention_triton(
 
 
 @dataclass(frozen=True)
-class _Pages:
-    """A cache as the kernels take it (see paged_attention_kernel)."""
-
-    keys: torch.Tensor
-    """[B, H, N, ...]: keys, then values unless they lie elsewhere. Bytes, of a quantised cache."""
-    values: torch.Tensor | None = None
-    token_scales: torch.Tensor | None = None
-    scales: str = "none"
-    k_scale: float = 1.0
-    v_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        for view in (self.keys, self.values):
-            if view is not None:
-                assert view.stride(-1) == 1, "the content axis must be dense"
-                assert (view.shape[2] - 1) * view.stride(2) < 2**31, "offsets inside a block are 32-bit"
-        if self.token_scales is not None:
-            assert all(s % 4 == 0 for s in self.keys.stride()[:3]), "rows are whole float32s"
-
-
-def _pages(kv_cache: torch.Tensor | QuantisedKV) -> _Pages:
-    if not isinstance(kv_cache, QuantisedKV):
-        return _Pages(kv_cache)
-    (keys, scales), (values, _) = kv_cache.raw(kv_cache.k), kv_cache.raw(kv_cache.v)
-    kind = kv_cache.kv_format.scales
-    return _Pages(
-        keys,
-        values if kind == "block" else None,
-        scales if kind == "token_head" else None,
-        kind,
-        kv_cache.k_scale,
-        kv_cache.v_scale,
-    )
-
-
-@dataclass(frozen=True)
 class _Call:
-    """What both forms are told."""
+    """Inputs of both forms."""
 
     q: torch.Tensor
-    pages: _Pages
+    pages: KernelPages
     block_table: torch.Tensor
     seq_lens: torch.Tensor
     groups: HeadGroups
     _: KW_ONLY
     head_sizes: tuple[int, int]
-    """Of keys and of values."""
+    """Head sizes of keys and of values."""
     scale: float
     window: int | None
     sinks: torch.Tensor | None
@@ -148,14 +112,14 @@ class _Call:
 
     @property
     def padded(self) -> tuple[int, int]:
-        """Head sizes of keys and values as tiles hold them."""
+        """Head sizes of keys and values, padded to tiles."""
         size_k, size_v = (max(16, triton.next_power_of_2(n)) for n in self.head_sizes)
         return size_k, size_v
 
     @property
     def is_mixed(self) -> bool:
-        """Whether pages hold another dtype than the queries', and all is multiplied in float32. Quantised
-        ones are decoded into the queries' dtype."""
+        """Whether plain pages hold another dtype than the queries, so that everything is multiplied in
+        float32. Quantised pages are decoded into the queries' dtype."""
         return self.pages.scales == "none" and self.q.dtype != self.pages.keys.dtype
 
     def choose_tiles(self, *, decode_only: bool) -> Tiles:
@@ -169,7 +133,7 @@ class _Call:
         )
 
     def choose_num_splits(self) -> int:
-        """From fixed maxima only: the same for every step that a CUDA graph captured."""
+        """Depends on fixed maxima only, so that every step of a captured CUDA graph has the same."""
         most_keys = self.block_table.shape[1] * self.pages.keys.shape[2]
         return choose_num_splits(
             current_target(),
@@ -178,7 +142,7 @@ class _Call:
         )
 
     def arguments(self, tiles: Tiles) -> dict[str, Any]:
-        """Of either attention kernel."""
+        """Arguments of both attention kernels."""
         padded_k, padded_v = self.padded
         pages = self.pages
         stride_b, stride_h, stride_n, _ = pages.keys.stride()

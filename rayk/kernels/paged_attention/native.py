@@ -30,7 +30,7 @@ _FAILURES = {
 
 
 class _Coding(ctypes.Structure):
-    """native.cpp's Coding."""
+    """native.cpp's struct Coding."""
 
     _fields_ = (
         ("values", _POINTER),
@@ -60,7 +60,7 @@ def paged_attention_native(
     sinks: torch.Tensor | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """Arguments and result as `paged_attention`; computes in float32 on torch's number of threads."""
+    """Compute in float32 on torch's number of threads."""
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     assert block_table.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32
     assert query_start_loc.is_contiguous()
@@ -111,7 +111,7 @@ def paged_attention_native(
 
 
 def _coding(cache: QuantisedKV) -> _Coding:
-    """Strides are of bytes; scales lie behind their data, wherever that is."""
+    """Strides are in bytes; scales are given by their distance from the data."""
     offsets = []
     for side in (cache.k, cache.v):
         data, scales = cache.raw(side)

@@ -1,4 +1,4 @@
-"""Paged attention written to be read: one sequence, one query token at a time. Works in float64."""
+"""Paged attention written to be read: one sequence, one query token at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def paged_attention_reference(
     sinks: torch.Tensor | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """Arguments and result as `paged_attention`. Computes in q's dtype, float32 at least."""
+    """Compute in q's dtype, float32 at least."""
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape[0], q.shape[1], head_size_v(kv_cache, head_size_k))
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()

@@ -1,7 +1,4 @@
-"""Keys of a decode step divided over several programs, and adding up what those found, on a GPU.
-
-Legend: as in `triton`.
-"""
+"""Splits the keys of a decode step over several programs, and combines their results, on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def keys_per_split(num_keys, num_splits, TILE_KEYS: tl.constexpr):
-    """Whole tiles, so that only the last split with any keys ends inside one."""
+    """Whole tiles, so that only the last split with keys ends inside one."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), TILE_KEYS), 1) * TILE_KEYS
 
 
@@ -31,7 +28,7 @@ def combine_splits_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Add up what the splits of one (request, query head) found. Grid: (requests, query heads)."""
+    """Combine the splits of one (request, query head). Grid: (requests, query heads)."""
     i_r = tl.program_id(0).to(tl.int64)
     i_h = tl.program_id(1)
     i_row = i_r * tl.num_programs(1) + i_h

@@ -1,4 +1,4 @@
-"""How much the Triton kernels compute at once, from facts that the host knows without asking a device."""
+"""Tile sizes of the Triton attention kernels, from facts that the host knows without asking a device."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from typing import NamedTuple
 from rayk.kernels.target import Target
 
 MAX_SPLITS = 128
-"""Programs that one sequence's keys are divided over at most."""
+"""Most programs that share one sequence's keys."""
 MIN_KEYS_PER_SPLIT = 256
-"""Fewer keys take less time than starting a program for them and combining what it found."""
+"""Fewer keys take less time than starting a program for them and combining its result."""
 
 
 class Tiles(NamedTuple):
-    """Compile-time shape of a launch."""
-
     rows: int
-    """Rows of queries (tokens x query heads of a group) in a tile; a power of two."""
+    """Query rows (tokens x query heads of a group), a power of two."""
     keys: int
-    """Keys in a tile; a power of two."""
+    """Keys, a power of two."""
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    """Told to NVIDIA's assembler, which left alone spills a few to fit one more program."""
+    """A limit for NVIDIA's assembler, which otherwise spills a few to fit one more program."""
 
 
 def choose_tiles(
@@ -36,9 +34,9 @@ def choose_tiles(
 ) -> Tiles:
     """Tiles that fit the target's shared memory and registers.
 
-    row_elements: the wider of a key and a value, a power of two up to 256. itemsize: bytes of an element as
-    it is multiplied. quantised: keys and values are decoded first. `make kernels` shows what each choice
-    takes, and fails where one spills.
+    row_elements: the wider of a key and a value, a power of two up to 256. itemsize: bytes of an element when
+    multiplied. quantised: keys and values are decoded first. `make kernels` shows the registers of each
+    choice, and fails if one spills.
     """
     if quantised:
         tiles = _decoding_tiles(target, row_elements, itemsize, decode_only=decode_only)
@@ -59,14 +57,16 @@ def choose_tiles(
 
 
 def _exact_tiles(target: Target, row_elements: int) -> Tiles:
-    """Exact float32 products do not use tensor cores: larger tiles, or fewer warps, spill registers."""
+    """Tiles for exact float32 products, without tensor cores: larger tiles, or fewer warps, spill
+    registers."""
     if target.is_amd:
         return Tiles(16, 32 if row_elements <= 128 else 16, 8, 1)
     return Tiles(16, 32, 8, 2 if row_elements <= 128 else 1, 255)
 
 
 def _prefill_tiles(target: Target, row_elements: int) -> Tiles:
-    """At least 64 rows: what a warp group multiplies at once on sm_90 (wgmma) and sm_100 (tcgen05)."""
+    """Tiles of at least 64 rows, which a warp group multiplies at once on sm_90 (wgmma) and sm_100
+    (tcgen05)."""
     if target.is_amd:
         # A pipeline, or more keys, would keep masks in more scalar registers than there are.
         return Tiles(64, 16, 4, 1)
@@ -76,7 +76,7 @@ def _prefill_tiles(target: Target, row_elements: int) -> Tiles:
 
 
 def _decoding_tiles(target: Target, row_elements: int, itemsize: int, *, decode_only: bool) -> Tiles:
-    """Fewer keys at once: a tile's codes, scales and decoded elements are in registers together."""
+    """Tiles of fewer keys: their codes, scales and decoded elements are in registers together."""
     is_wide = row_elements > 128
     if itemsize == 4:
         return Tiles(16, 16, 8, 1) if target.is_amd else Tiles(16, 16, 8, 1, 255)
@@ -90,8 +90,8 @@ def _decoding_tiles(target: Target, row_elements: int, itemsize: int, *, decode_
 def choose_num_splits(target: Target, *, num_programs: int, max_keys: int) -> int:
     """How many programs share the keys of one sequence in a decode step.
 
-    num_programs: those of the step without splitting (requests x groups of query heads). max_keys: most
-    keys that a token may see. All are fixed while a batch's shape is, so that a CUDA graph can hold the grid.
+    num_programs: programs without splitting (requests x groups of query heads). max_keys: most keys that a
+    token may see. Both are fixed with a batch's shape, so that a CUDA graph can hold the grid.
     """
     wanted = -(-2 * target.num_multiprocessors // max(1, num_programs))
     useful = -(-max_keys // MIN_KEYS_PER_SPLIT)

@@ -1,12 +1,9 @@
-"""Paged attention for CPUs without a C++ compiler: gather into kept memory, then torch's SDPA.
+"""Paged attention for CPUs without a C++ compiler: gather into reused memory, then torch's SDPA.
 
-A fresh gather of tens of MiB is mapped and page-faulted at every call; a kept workspace is about twice as
-fast. It is token-major ([tokens, H, C]) because then keys are a legal strided SDPA operand as they lie.
-Query heads that share a KV head become rows of one attention problem, so keys are never repeated.
-
-A quantised cache is gathered and dequantised token by token instead.
-
-SDPA knows neither sinks nor a soft cap: with either, the softmax is written out, in float32 at least.
+Reusing the memory makes it about twice as fast: a fresh gather of tens of MiB is page-faulted at every call.
+The gather is token-major ([tokens, H, C]), which SDPA takes as strided operands. Query heads that share a KV
+head become rows of one problem, so keys are never repeated. A quantised cache is gathered and dequantised
+token by token. SDPA has neither sinks nor a soft cap: with either, the softmax is written out in float32.
 """
 
 from __future__ import annotations
@@ -24,13 +21,13 @@ _SCORES_AT_ONCE = 1 << 22
 
 
 class Workspace(threading.local):
-    """Memory that outlives a call and only grows. Each thread has its own."""
+    """Memory that is reused between calls and only grows; one per thread."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor that is valid until the next call of this thread."""
+        """An uninitialised tensor, valid until this thread's next call."""
         num_elements = 1
         for size in shape:
             num_elements *= size
@@ -56,7 +53,7 @@ def paged_attention_torch(
     sinks: torch.Tensor | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """Arguments and result as `paged_attention`; `workspace` is kept by the caller between calls."""
+    """`workspace` is reused between calls."""
     groups = groups or head_groups(kv_index)
     workspace = workspace or Workspace()
     plain = sinks is None and soft_cap is None
@@ -91,7 +88,8 @@ def _gather(
     workspace: Workspace,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Keys and values [tokens, H, C] of tokens first .. end - 1 of one sequence; may be the workspace's."""
+    """Keys and values [tokens, H, C] of tokens first .. end - 1 of one sequence, possibly in the
+    workspace."""
     num_slots = kv_cache.shape[2]
     if isinstance(kv_cache, QuantisedKV):
         tokens = torch.arange(first, end)
@@ -106,7 +104,8 @@ def _gather(
 
 
 def _mask(oldest: int, num_queries: int, num_keys: int, window: int | None) -> torch.Tensor | None:
-    """[num_queries, num_keys] True where the key is seen. Positions count from the first gathered key."""
+    """[num_queries, num_keys], True where the key is seen; None for one query, whose keys were all gathered.
+    Positions count from the first gathered key."""
     if num_queries == 1:
         return None  # exactly the keys it sees were gathered
     positions = torch.arange(oldest, oldest + num_queries).unsqueeze(1)
@@ -134,7 +133,7 @@ def _fold(
     groups: HeadGroups,
     head_size_k: int,
 ) -> _Problem:
-    """q [n, Q, Dk] and content [keys, H, C], by group. Uneven groups become groups of one, keys repeated."""
+    """Group q [n, Q, Dk] and content [keys, H, C]. Uneven groups become groups of one, keys repeated."""
     if groups.uniform:
         size = groups.group_size
         selected = content[:, groups.kv_heads] if len(groups.kv_heads) < content.shape[1] else content
@@ -165,7 +164,8 @@ def _attend_written_out(
     sinks: torch.Tensor | None,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """[G, S, n, Dv]; mask [n, keys], sinks [G * S]. A few query tokens at a time, to bound the memory."""
+    """[G, S, n, Dv]; mask [n, keys], sinks [G * S]. Takes a few query tokens at a time, to bound the
+    memory."""
     rows, keys, values = problem.rows, problem.keys, problem.values
     num_groups, size, num_queries, _ = rows.shape
     out = rows.new_empty(*rows.shape[:3], values.shape[-1])

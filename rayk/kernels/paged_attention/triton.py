@@ -1,7 +1,6 @@
 """Paged attention kernels for a GPU: online softmax over tiles of keys. `launch` starts them.
 
-Legend: ROWS rows of a query tile, each one (token, query head of the group); the other letters are the
-package's. `b_` loaded or computed blocks, `o_` offsets, `m_` masks, `p_` pointers, `i_` program indices.
+A query tile has ROWS rows, each one (token, query head of the group).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _VARYING = ("num_requests", "num_columns", "num_blocks", "num_splits", "table_st
 
 @triton.jit
 def _tanh(x):
-    """Right to two ulp also near 0, where 1 - 2 / (exp(2 x) + 1) is not (Cephes' tanhf)."""
+    """tanh, right to two ulp also near 0, unlike 1 - 2 / (exp(2 x) + 1) (Cephes' tanhf)."""
     x_squared = tl.minimum(x * x, 1.0)  # where the polynomial is not used, it must not overflow either
     small = -5.70498872745e-3 * x_squared + 2.06390887954e-2
     small = small * x_squared - 5.37397155531e-2
@@ -87,11 +86,11 @@ def _attend(
     SCALES: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Go on attending query rows to keys first_key .. end_key - 1 of one sequence and KV head.
+    """Continue attending query rows to keys first_key .. end_key - 1 of one sequence and KV head.
 
-    Without EDGE these are whole tiles, and every row sees all of them; with EDGE and CAUSAL a row sees what
-    its position allows. b_max and b_sum [ROWS], and b_acc [ROWS, PADDED_V], the weighted sum of values not
-    yet divided, are the softmax so far; returns them. p_cache, p_values and p_scales: see the kernels.
+    Without EDGE these are whole tiles that every row sees; with EDGE and CAUSAL a row sees what its position
+    allows. b_max and b_sum [ROWS], and b_acc [ROWS, PADDED_V], the weighted sum of values not yet divided,
+    are the softmax so far; returns them updated.
     """
     o_k = tl.arange(0, b_q.shape[1])
     o_v = tl.arange(0, b_acc.shape[1])
@@ -146,7 +145,7 @@ def _attend(
 
 @triton.jit
 def _start_softmax(sinks, b_head, m_row, PADDED_V: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """The softmax before the first key (see _attend): nothing, or each head's sink with weight one."""
+    """The softmax before the first key (see _attend): empty, or each head's sink with weight one."""
     b_max = tl.full([b_head.shape[0]], float("-inf"), tl.float32)
     b_sum = tl.zeros([b_head.shape[0]], tl.float32)
     if HAS_SINKS:
@@ -201,9 +200,9 @@ def paged_attention_kernel(
 ):
     """Any batch. Grid: (tokens // TILE_Q + requests, groups), where TILE_Q = ROWS // GROUP tokens.
 
-    kv_cache holds keys then values, unless SCALES is block: then values lie in values_cache, both with their
-    scales behind them. scales_cache: where (head, token)s have scales, those of keys (float32; of values
-    behind each). v_scale: of the layer; that of keys is in `scale`.
+    kv_cache holds keys then values; if SCALES is block, values lie in values_cache, and scales follow both.
+    scales_cache: per-(head, token) float32 scales of keys, each followed by that of the value. v_scale: the
+    layer's; that of keys is in `scale`.
     """
     TILE_Q: tl.constexpr = ROWS // GROUP
     i_tile = tl.program_id(0)
@@ -363,10 +362,10 @@ def paged_attention_decode_kernel(
     IS_SPLIT: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """One token a request. Grid: (requests, groups, num_splits). Caches as in paged_attention_kernel.
+    """One token per request. Grid: (requests, groups, num_splits). Caches as in paged_attention_kernel.
 
-    IS_SPLIT: out is [R, Q, num_splits, Dv] float32, not divided; split_stats [R, Q, num_splits, 2] float32
-    takes maximum and sum. Splits without keys write nothing.
+    With IS_SPLIT, out is [R, Q, num_splits, Dv] float32, not divided; split_stats [R, Q, num_splits, 2]
+    float32 takes maximum and sum. Splits without keys write nothing.
     """
     i_r = tl.program_id(0).to(tl.int64)
     i_g = tl.program_id(1)

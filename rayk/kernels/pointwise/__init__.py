@@ -1,4 +1,4 @@
-"""What stands between a layer's matrix products: norms, rotations, gated activations.
+"""Pointwise steps between a layer's matrix products: norms, rotations, gated activations.
 
 `impl` of each: reference (torch, any device) or native (C++, see native.is_native); None takes native where
 it can. T tokens, H heads, D elements of a head or of a hidden state.
@@ -23,11 +23,10 @@ __all__ = ["activate", "gated", "rms_norm", "rotate_halves"]
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor | None, *, eps: float, wide: bool, impl: str | None = None
 ) -> torch.Tensor:
-    """x / rms(x) over the last axis of [.., D], times `weight` [D] or, by head, [H, D]; None where there is
-    none. Dense, in x's dtype.
+    """x / rms(x) over the last axis of [.., D], times `weight` [D] or, by head, [H, D]. Dense, in x's dtype.
 
-    wide: the weight is float32, and rounding comes after it; else the weight is in x's dtype, and so is what
-    it is multiplied with (llama/modeling_llama.py, LlamaRMSNorm).
+    wide: the weight is float32, and the product is rounded; otherwise the weight has x's dtype, and x is
+    rounded before the product (llama/modeling_llama.py, LlamaRMSNorm).
     """
     fits = weight is None or weight.dtype == (torch.float32 if wide else x.dtype)
     if _takes_native(impl, fits and is_native(x)):
@@ -38,7 +37,7 @@ def rms_norm(
 def rotate_halves(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, impl: str | None = None
 ) -> torch.Tensor:
-    """x [T, H, D] with its dimensions i and i + half turned by the angles of cos and sin [T, 1, half]; those
+    """Rotate dimensions i and i + half of x [T, H, D] by the angles of cos and sin [T, 1, half]; dimensions
     from 2 * half on pass through. Dense; each product is rounded to x's dtype, as in transformers."""
     if _takes_native(impl, is_native(x) and x.dim() == 3 and x.dtype == cos.dtype):
         return rotate_native(x, cos, sin)
@@ -46,7 +45,8 @@ def rotate_halves(
 
 
 def gated(gate_up: torch.Tensor, activation: str, *, impl: str | None = None) -> torch.Tensor:
-    """activation(gate) * up of gate_up [T, 2 * D], its gates first: [T, D]. Activations: see `activate`."""
+    """activation(gate) * up of gate_up [T, 2 * D], gates first: [T, D]. See `activate` for the
+    activations."""
     if _takes_native(impl, activation in ACTIVATIONS and gate_up.dim() == 2 and is_native(gate_up)):
         return gated_native(gate_up, activation)
     return gated_reference(gate_up, activation)

@@ -1,7 +1,5 @@
-"""The pointwise steps of a layer in C++ (native.cpp): one call instead of three to seven of torch's.
-
-At one token a step they cost what their calls cost, and so do torch's: some 3 us each.
-"""
+"""Pointwise steps in C++ (native.cpp): one call instead of three to seven of torch's, each of which takes
+some 3 us."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from rayk.kernels.native import NativeKernels
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-"""Those that the kernel has."""
+"""Activations that the kernel has, by its number for them."""
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
     "rayk_rms_norm": (_POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG)
@@ -27,7 +25,7 @@ _ARGUMENTS = {
 
 _KERNELS = NativeKernels(Path(__file__).with_name("native.cpp"), _ARGUMENTS)
 why_no_native = _KERNELS.why_not
-"""Why this machine cannot run the C++ kernels, or None when it can. Builds them on first use."""
+"""Why this machine cannot run the C++ kernels, or None if it can. Builds them on first use."""
 
 
 def is_native(x: torch.Tensor) -> bool:
@@ -38,7 +36,6 @@ def is_native(x: torch.Tensor) -> bool:
 
 
 def rms_norm_native(x: torch.Tensor, weight: torch.Tensor | None, *, eps: float, wide: bool) -> torch.Tensor:
-    """See `rms_norm`."""
     num_heads, stride_h = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     out = torch.empty(x.shape, dtype=x.dtype)
     pointer, stride_w = None, 0
@@ -69,7 +66,6 @@ def rms_norm_native(x: torch.Tensor, weight: torch.Tensor | None, *, eps: float,
 
 
 def rotate_native(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """See `rotate_halves`."""
     num_tokens, num_heads, size = x.shape
     half = cos.shape[-1]
     assert cos.shape == sin.shape == (num_tokens, 1, half), (cos.shape, sin.shape, x.shape)
@@ -96,7 +92,6 @@ def rotate_native(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 
 
 def gated_native(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """See `gated`."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.shape[1] == 2 * size, gate_up.shape
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype)

@@ -1,4 +1,4 @@
-"""The pointwise steps of a layer in torch: the definition, and what runs on a GPU."""
+"""Pointwise steps in torch: the definition, and what runs on a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch.nn.functional as F  # noqa: N812
 def rms_norm_reference(
     x: torch.Tensor, weight: torch.Tensor | None, *, eps: float, wide: bool
 ) -> torch.Tensor:
-    """See `rms_norm`."""
     floats = x.float()
     normed = floats * torch.rsqrt(floats.square().mean(-1, keepdim=True) + eps)
     if weight is None:
@@ -20,7 +19,6 @@ def rms_norm_reference(
 
 
 def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """See `rotate_halves`."""
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
     parts = [first * cos - second * sin, second * cos + first * sin]
@@ -30,7 +28,6 @@ def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
 
 
 def gated_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """See `gated`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return activate(gate, activation) * up
 

@@ -1,7 +1,7 @@
-"""Keys and values into a quantised KV format, and back. What the formats are stands in kv.formats.
+"""Converts keys and values into a quantised KV format (see kv.formats), and back.
 
-Rounding is to nearest, ties to even, and saturates; a quotient is that of float32. NaN and infinities are NaN
-in e4m3; in a format whose scales are computed, one makes all that share its scale NaN.
+Rounding is to nearest, ties to even, and saturates; quotients are float32. NaN and infinity become NaN in
+e4m3; where scales are computed, one of them makes all values that share its scale NaN.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["Quantised", "QuantisedKV", "dequantise", "head_size_v", "quantise", 
 def quantise(
     values: torch.Tensor, kv_format: KVFormat, scale: float = 1.0, *, impl: str | None = None
 ) -> Quantised:
-    """values [..., D], any float dtype: their stored elements and scales (see Quantised), as one side (k or
-    v) of a format keeps them. D is a head: a format's scales never reach beyond it.
+    """Stored elements and scales of values [..., D], any float dtype, as one side (k or v) of a format keeps
+    them. D is a head; scales never reach beyond it.
 
-    `scale`: the layer's, where the format has one (kv_format.has_layer_scales): stored is value / scale.
-    `impl`: reference or triton; None takes triton on CUDA. All give the same bytes.
+    `scale`: the layer's scale, by which values are divided, if the format has one. `impl`: reference or
+    triton; None takes triton on CUDA. Both give the same bytes.
     """
     if (impl or ("triton" if values.is_cuda else "reference")) == "reference":
         return quantise_reference(values, kv_format, scale)
@@ -45,8 +45,8 @@ def dequantise(
 ) -> torch.Tensor:
     """The values [..., D] in `dtype` (None: float32). `stored` may be views of any strides.
 
-    Element, scale in the page and the layer's scale are multiplied in float32 (in float64 where that is the
-    dtype), and rounded to the dtype once.
+    Element, scale in the page and layer scale are multiplied in float32 (float64 if that is the dtype) and
+    rounded once.
     """
     if (impl or ("triton" if stored.data.is_cuda else "reference")) == "reference":
         return dequantise_reference(stored, kv_format, scale, dtype)

@@ -1,5 +1,5 @@
-"""A paged cache of quantised keys and values, as kernels are given it; or of latents and rotated keys, which
-are in the place of the keys and of the values of a single head.
+"""A paged cache of quantised keys and values in the form kernels take. Latents and rotated keys stand in the
+place of the keys and values of a single head.
 
 Legend: B kernel blocks, H head slots, N token slots of a block, D elements of a head.
 """
@@ -17,7 +17,7 @@ from rayk.kv.formats import FORMATS, KVFormat, StoredField
 
 @dataclass(frozen=True, eq=False)
 class QuantisedKV:
-    """One layer's cache: views of its pages, and what no page holds. Made by `quantised_kv`."""
+    """One layer's cache: views of its pages, and the layer's scales. Made by `quantised_kv`."""
 
     kv_format: KVFormat
     head_size_k: int
@@ -26,10 +26,10 @@ class QuantisedKV:
     """Views [B, H, N, ...] of any strides, the last axis dense."""
     v: Quantised
     k_scale: float
-    """The layer's own, where the format has one; else 1."""
+    """The layer's scale, where the format has one; else 1."""
     v_scale: float
     sides: tuple[str, str] = ("k", "v")
-    """What k and v hold, by their names in FIELD_IDS."""
+    """Names of k and v in FIELD_IDS."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -39,16 +39,14 @@ class QuantisedKV:
 
     @property
     def device(self) -> torch.device:
-        """Where the pages are."""
         return self.k.data.device
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the pages are on a GPU."""
         return self.k.data.is_cuda
 
     def fields(self) -> dict[str, torch.Tensor]:
-        """Every field that pages hold, by its name in FIELD_IDS: [B, H, N, elements], typed."""
+        """Every field of the pages, by its name in FIELD_IDS: [B, H, N, elements], typed."""
         found: dict[str, torch.Tensor] = {}
         for name, side in zip(self.sides, (self.k, self.v), strict=True):
             found[name] = side.data
@@ -58,7 +56,7 @@ class QuantisedKV:
 
     @staticmethod
     def raw(side: Quantised) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Data, and scales, as kernels read them that decode by hand: bytes, but for float32 scales."""
+        """Data and scales as bytes (float32 scales unchanged), for kernels that decode them."""
         scales = side.scales
         if scales is not None and scales.dtype != torch.float32:
             scales = scales.view(torch.uint8)
@@ -86,10 +84,10 @@ def quantised_kv(
     scales: tuple[float, float] = (1.0, 1.0),
     sides: tuple[str, str] = ("k", "v"),
 ) -> QuantisedKV | None:
-    """What a layer binds (kv.caches.CacheView) as kernels take it; None where elements are the values.
+    """A layer's bound view (kv.caches.CacheView) in the form kernels take; None if elements are plain values.
 
-    The format shows in the view: e4m3 elements; bytes, where scales lie behind them; two bundles of bytes,
-    one a side. `scales`: the layer's for k and v. `sides`: what is kept in their place.
+    The view shows the format: e4m3 elements; bytes followed by scales; or two bundles of bytes, one per side.
+    `scales`: the layer's for k and v. `sides`: what is kept in their place.
     """
     if isinstance(view, Mapping):
         assert set(view) == set(sides), f"bundles {sorted(view)}, not {' and '.join(sides)}"
@@ -112,7 +110,7 @@ def head_size_v(kv_cache: torch.Tensor | QuantisedKV, head_size_k: int) -> int:
 
 
 def _split(bundles: Mapping[str, torch.Tensor], fields: Sequence[StoredField]) -> dict[str, torch.Tensor]:
-    """The fields of the bundles [B, H, N, bytes], each of its own dtype."""
+    """The fields of the bundles [B, H, N, bytes], each in its own dtype."""
     typed: dict[str, torch.Tensor] = {}
     ends = dict.fromkeys(bundles, 0)
     for field in fields:

@@ -11,16 +11,10 @@ from rayk.kernels.quantise.triton import dequantise_rows_kernel, quantise_rows_k
 from rayk.kv.formats import NVFP4_BLOCK, KVFormat
 
 TILE_ELEMENTS = 2048
-"""Elements of the rows that one program takes."""
-
-
-def rows_of_tile(padded: int) -> int:
-    """Rows of a tile, a power of two."""
-    return max(1, TILE_ELEMENTS // padded)
+"""Elements per program."""
 
 
 def quantise_triton(values: torch.Tensor, kv_format: KVFormat, scale: float) -> Quantised:
-    """Arguments and result as `quantise`."""
     if not kv_format.is_quantised:
         return Quantised(values.to(getattr(torch, kv_format.storage)), None)
     *axes, size = values.shape
@@ -34,7 +28,7 @@ def quantise_triton(values: torch.Tensor, kv_format: KVFormat, scale: float) -> 
         scales = torch.empty(*axes, 1, dtype=torch.float32, device=device)
     num_rows, padded = values.numel() // size, max(NVFP4_BLOCK, triton.next_power_of_2(size))
     if num_rows:
-        rows = rows_of_tile(padded)
+        rows = max(1, TILE_ELEMENTS // padded)
         with launching():
             quantise_rows_kernel[(triton.cdiv(num_rows, rows),)](
                 # Widened here: the interpreter misreads the smallest bf16 values, and a GPU does the same.
@@ -57,7 +51,6 @@ def quantise_triton(values: torch.Tensor, kv_format: KVFormat, scale: float) -> 
 def dequantise_triton(
     stored: Quantised, kv_format: KVFormat, scale: float, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """Arguments and result as `dequantise`."""
     if dtype == torch.float64 or not kv_format.is_quantised:
         return dequantise_reference(stored, kv_format, scale, dtype)
     data, scales = stored.data.contiguous().view(torch.uint8), stored.scales
@@ -69,7 +62,7 @@ def dequantise_triton(
         scales = scales.view(torch.uint8) if scales.dtype == E4M3 else scales
     num_rows, padded = values.numel() // size, triton.next_power_of_2(size)
     if num_rows:
-        rows = rows_of_tile(padded)
+        rows = max(1, TILE_ELEMENTS // padded)
         with launching():
             dequantise_rows_kernel[(triton.cdiv(num_rows, rows),)](
                 data,

@@ -14,20 +14,20 @@ from rayk.kv.formats import E2M1_MAX, E4M3_MAX, NVFP4_BLOCK, SMALLEST_SCALE, KVF
 
 E4M3 = torch.float8_e4m3fn
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""By the low three bits of a code; the fourth is the sign."""
+"""Values by the low three bits of a code; the fourth bit is the sign."""
 
 
 class Quantised(NamedTuple):
-    """What one side (k or v) of a format keeps of heads of D elements."""
+    """The stored form of one side (k or v) of heads of D elements."""
 
     data: torch.Tensor
-    """[..., D] of the format's dtype; nvfp4: [..., D / 2] uint8, two codes a byte, the first is low."""
+    """[..., D] in the format's dtype; nvfp4: [..., D / 2] uint8, two codes per byte, the first in the low
+    half."""
     scales: torch.Tensor | None
-    """[..., 1] float32 with one per (head, token); nvfp4: [..., D / 16] e4m3; else None."""
+    """[..., 1] float32 if there is one per (head, token); nvfp4: [..., D / 16] e4m3; else None."""
 
 
 def quantise_reference(values: torch.Tensor, kv_format: KVFormat, scale: float) -> Quantised:
-    """Arguments and result as `quantise`."""
     if not kv_format.is_quantised:
         return Quantised(values.to(getattr(torch, kv_format.storage)), None)
     values, scale = values.float(), _as_float32(scale)
@@ -43,7 +43,6 @@ def quantise_reference(values: torch.Tensor, kv_format: KVFormat, scale: float) 
 def dequantise_reference(
     stored: Quantised, kv_format: KVFormat, scale: float, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """Arguments and result as `dequantise`."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     if not kv_format.is_quantised:
         return stored.data.to(dtype or wide)
@@ -65,12 +64,12 @@ def _by(size: int, values: torch.Tensor) -> torch.Tensor:
 
 
 def _as_float32(scale: float) -> float:
-    """What a kernel that is given the scale has of it."""
+    """The scale as a kernel receives it."""
     return float(np.float32(scale))
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """The nearest e4m3 of float32 values; beyond the largest, the largest."""
+    """The nearest e4m3 of float32 values, saturating."""
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
@@ -82,10 +81,8 @@ def from_e2m1(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def to_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """The nearest codes of values [..., 2 n], ties to the even one, beyond 6 that of 6: [..., n] uint8.
-
-    NaN becomes a code of some finite value.
-    """
+    """The nearest codes of values [..., 2 n], ties to even, saturating at 6: [..., n] uint8. NaN becomes a
+    finite code."""
     size = values.abs()
     # Each step up is taken at the middle, or only behind it where the lower code is the even one.
     codes = sum(

@@ -1,11 +1,8 @@
-"""Quantising and dequantising tiles of rows on a GPU. `launch` starts the kernels; others use the functions.
+"""Quantises and dequantises tiles of rows on a GPU; a row is one head of one token, D elements.
 
-e4m3 and e2m1 are made and read by integer arithmetic: not every GPU has them (or e4m3 of this kind), and
-Triton's interpreter narrows wrongly. A code shifted into a float16 is the value but for a power of two, the
-smallest ones included, since conversions of float16 never flush.
-
-A row is one head of one token, D elements. `SCALES` is KVFormat.scales. `b_` loaded or computed blocks, `o_`
-offsets, `m_` masks, `p_` pointers, `i_` program indices.
+e4m3 and e2m1 are encoded and decoded by integer arithmetic: not every GPU has them (or this kind of e4m3),
+and Triton's interpreter narrows wrongly. A code shifted into a float16 is the value up to a power of two, the
+smallest values included, since float16 conversions never flush. `SCALES` is KVFormat.scales.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def encode_e4m3(x):
-    """The e4m3 code of float32 x as int32: nearest, ties to even; beyond 448 that of 448; NaN stays one."""
+    """The e4m3 code of float32 x as int32: nearest, ties to even, saturating at 448; NaN stays NaN."""
     b_bits = x.to(tl.int32, bitcast=True)
     b_size = b_bits & 0x7FFFFFFF
     # Bits of positive floats are ordered as they are; 0x43E00000 is 448.
@@ -41,7 +38,7 @@ def decode_e4m3(b_code):
 
 @triton.jit
 def encode_e2m1(x):
-    """The e2m1 code (0 to 15) of float32 x as int32: nearest, ties to even, beyond 6 that of 6."""
+    """The e2m1 code (0 to 15) of float32 x as int32: nearest, ties to even, saturating at 6."""
     b_size = tl.abs(x)
     b_code = (b_size > 0.25).to(tl.int32) + (b_size >= 0.75).to(tl.int32) + (b_size > 1.25).to(tl.int32)
     b_code += (b_size >= 1.75).to(tl.int32) + (b_size > 2.5).to(tl.int32)
@@ -58,13 +55,13 @@ def decode_e2m1(b_code):
 
 @triton.jit
 def _largest(x, axis: tl.constexpr):
-    """The largest size along an axis; NaN if there is one, which a maximum of floats would pass over."""
+    """The largest magnitude along an axis; NaN if there is one, which a float maximum would skip."""
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _load(p_x, mask):
-    """As float32, infinities as NaN."""
+    """Load as float32, infinities as NaN."""
     b_x = tl.load(p_x, mask=mask, other=0.0).to(tl.float32)
     return tl.where(tl.abs(b_x) == float("inf"), float("nan"), b_x)
 
@@ -80,8 +77,8 @@ def quantise_tile(
     PADDED: tl.constexpr,
     SCALES: tl.constexpr,
 ):
-    """Quantise the rows at p_values [ROWS] into p_data [ROWS] (uint8), and p_scales [ROWS] where there are
-    scales: float32, or bytes of e4m3 in blocks."""
+    """Quantise the rows at p_values [ROWS] into p_data [ROWS] (uint8), and their scales, if any, into
+    p_scales [ROWS]: float32, or bytes of e4m3 per block."""
     if SCALES == "block":
         o_block = tl.arange(0, PADDED // 16)
         o_d = o_block[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -148,7 +145,7 @@ def dequantise_rows_kernel(
     ROWS: tl.constexpr,
     SCALES: tl.constexpr,
 ):
-    """The inverse: values [num_rows, D] of float32. Grid: (tiles of ROWS rows,)."""
+    """The inverse of quantise_rows_kernel: values [num_rows, D] float32. Grid: (tiles of ROWS rows,)."""
     o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_d = tl.arange(0, PADDED)
     m_row = o_row < num_rows

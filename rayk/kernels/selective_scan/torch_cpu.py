@@ -9,7 +9,7 @@ from rayk.kernels.segments import NO_SLOT, Segments
 from rayk.kernels.states import Singles, read_states, split_singles, write_states
 
 TILE_ELEMENTS = 1 << 17
-"""Of [tokens, C, N] in float32: decays and states of a tile, half a MiB each, fit a core's cache."""
+"""Elements of [tokens, C, N] in float32: a tile's decays and states, half a MiB each, fit a core's cache."""
 
 
 def selective_scan_torch(
@@ -24,7 +24,6 @@ def selective_scan_torch(
     state: torch.Tensor,
     segments: Segments,
 ) -> torch.Tensor:
-    """Arguments and result as `selective_scan`."""
     x_f = x.float()
     dt = F.softplus(dt.float() + dt_bias)
     dt_x, b, c = dt * x_f, b.float(), c.float()
@@ -54,7 +53,7 @@ def _step(
     c: torch.Tensor,
     state: torch.Tensor,
 ) -> None:
-    """Fill y of requests with one token, without d and z."""
+    """Fill y for requests with one token, without d and z."""
     at = singles.tokens
     h = read_states(state, singles.read_slots).reshape(-1, *a.shape)  # [R, C, N]
     h *= (dt[at].unsqueeze(2) * a).exp_()
@@ -72,7 +71,7 @@ def _scan(
     c: torch.Tensor,
     h: torch.Tensor,
 ) -> torch.Tensor:
-    """Fill y [tokens, C] of one request's next tokens, without d and z; returns h [C, N] after them."""
+    """Fill y [tokens, C] of one request's next tokens, without d and z; return h [C, N] after them."""
     decays = (dt.unsqueeze(2) * a).exp_()  # [tokens, C, N]
     states = dt_x.unsqueeze(2) * b.unsqueeze(1)
     for h_t, decay in zip(states.unbind(0), decays.unbind(0), strict=True):

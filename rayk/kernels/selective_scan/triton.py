@@ -1,7 +1,7 @@
 """selective_scan on a GPU: one program per (request, tile of channels) walks through the request's tokens.
 
-The state stays in registers; the inputs of a token are on their way while the one before it is computed. A
-step of one token each is a walk of one: the grid depends on no data, so that a CUDA graph can capture it.
+The state stays in registers; a token's inputs are loaded while the one before it is computed. A step of one
+token each is a walk of one: the grid depends on no data, so that a CUDA graph can capture it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from rayk.kernels.segments import Segments
 
 TILE_ELEMENTS = 512
-"""States of a program, 16 a thread."""
+"""States per program, 16 a thread."""
 
 
 @triton.jit
 def softplus(b_x):
-    """log(1 + exp(x)) in float32, right also where the logarithm of nearly 1 would not be.
+    """log(1 + exp(x)) in float32, exact also where exp(x) is tiny.
 
     log(1 + e) = 2 atanh(e / (2 + e)); its argument is at most 1/3 here, so that 9 terms are enough.
     """
@@ -38,7 +38,7 @@ def softplus(b_x):
 
 @triton.jit
 def _load_token(x, dt, b, c, z, i_t, o_c, o_n, m_c, m_n, strides, HAS_Z: tl.constexpr):
-    """A token's x, dt, b, c, z in float32; without z its place holds x."""
+    """A token's x, dt, b, c, z in float32; without z, x stands in its place."""
     b_x = tl.load(x + i_t * strides[0] + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_dt = tl.load(dt + i_t * strides[1] + o_c, mask=m_c, other=0.0).to(tl.float32)
     b_b = tl.load(b + i_t * strides[2] + o_n, mask=m_n, other=0.0).to(tl.float32)
@@ -80,7 +80,7 @@ def selective_scan_kernel(
     TILE_C: tl.constexpr,
     HAS_Z: tl.constexpr,
 ):
-    """CHANNELS of a unit. Grid: (requests, channel tiles)."""
+    """CHANNELS per unit. Grid: (requests, channel tiles)."""
     i_r = tl.program_id(0)
     o_c = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     o_n = tl.arange(0, PADDED_N)
@@ -135,7 +135,6 @@ def selective_scan_triton(
     state: torch.Tensor,
     segments: Segments,
 ) -> torch.Tensor:
-    """Arguments and result as `selective_scan`."""
     rows = [x, dt, b, c] + ([] if z is None else [z])
     assert all(t.stride(1) == 1 for t in rows), "channels and states must be dense"
     assert a.is_contiguous(), "a must be dense"
@@ -150,28 +149,16 @@ def selective_scan_triton(
     tile_c = min(max(1, TILE_ELEMENTS // padded_n), triton.next_power_of_2(num_channels))
     with launching():
         selective_scan_kernel[(len(segments.read_slots), triton.cdiv(num_channels, tile_c))](
-            x,
-            dt,
-            a,
-            b,
-            c,
-            d,
-            dt_bias,
-            z,
-            out,
-            state,
-            segments.query_start_loc,
-            segments.read_slots,
-            segments.segment_start_loc,
-            segments.segment_ends,
-            segments.write_slots,
-            x.stride(0),
-            dt.stride(0),
-            b.stride(0),
-            c.stride(0),
-            0 if z is None else z.stride(0),
-            *state.stride()[:2],
-            num_channels,
+            *(x, dt, a, b, c, d, dt_bias, z, out, state),
+            **segments.kernel_arguments,
+            x_stride_t=x.stride(0),
+            dt_stride_t=dt.stride(0),
+            b_stride_t=b.stride(0),
+            c_stride_t=c.stride(0),
+            z_stride_t=0 if z is None else z.stride(0),
+            stride_b=state.stride(0),
+            stride_u=state.stride(1),
+            num_channels=num_channels,
             CHANNELS=state.shape[2],
             STATE=state_size,
             PADDED_N=padded_n,

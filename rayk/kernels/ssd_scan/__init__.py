@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rayk.kernels.ssd_scan.reference import ssd_scan_reference
-from rayk.kernels.ssd_scan.torch_cpu import ssd_scan_torch
+from rayk.kernels.dispatch import default_impl, implementation
 from rayk.kernels.states import is_dense_inside
 
 if TYPE_CHECKING:
     import torch
 
     from rayk.kernels.segments import Segments
-
-__all__ = ["ssd_scan", "ssd_scan_reference", "ssd_scan_torch"]
 
 
 def ssd_scan(
@@ -30,16 +27,16 @@ def ssd_scan(
     *,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Per head, with dt = softplus(dt + dt_bias) and g its group: h = exp(dt a) h + dt x b_g^T; y = h c_g +
-    d x. Returns y [T, H, P] in x's dtype; computed in float32.
+    """Per head, with dt = softplus(dt + dt_bias) and g its group: h = exp(dt a) h + dt x b_g^T; y = h c_g + d
+    x. Returns y [T, H, P] in x's dtype; computed in float32.
 
-    x [T, H, P], dt [T, H] (raw), b and c [T, G, N] hold the step's packed tokens, their last axis dense;
-    a (negative), d and dt_bias [H] float32; group_index [H] int64 is each head's slot in G. h starts from,
-    and where segments end goes to, `state` [B, H, P, N] float32 as `segments` say; every other slot keeps
-    its bytes. The view may have any strides in B and H; the last two axes are dense.
+    x [T, H, P], dt [T, H] (raw), b and c [T, G, N] hold the step's packed tokens, with a dense last axis; a
+    (negative), d and dt_bias [H] float32; group_index [H] int64 is each head's slot in G. h is read from
+    `state` [B, H, P, N] float32, and written to it at segment ends, as `segments` says; other slots stay
+    untouched. B and H may have any strides; the last two axes are dense.
 
-    `impl`: reference, torch or triton; None takes triton on CUDA, else torch.
-    Source: mamba2/modeling_mamba2.py:195 and :257 of transformers.
+    `impl`: reference, torch or triton; None takes triton on CUDA, else torch. Source:
+    mamba2/modeling_mamba2.py:195 and :257 of transformers.
     """
     num_heads, head_size = x.shape[1:]
     state_size = b.shape[2]
@@ -47,15 +44,5 @@ def ssd_scan(
     assert c.shape == b.shape, (b.shape, c.shape)
     assert dt.shape[1] == len(a) == len(d) == len(dt_bias) == len(group_index) == num_heads, "one per head"
     assert is_dense_inside(state), "the state of a head must be dense"
-    if impl is None:
-        impl = "triton" if x.is_cuda else "torch"
-    arguments = (x, dt, a, b, c, d, dt_bias, group_index, state, segments)
-    if impl == "reference":
-        return ssd_scan_reference(*arguments)
-    if impl == "torch":
-        return ssd_scan_torch(*arguments)
-    if impl == "triton":
-        from rayk.kernels.ssd_scan.launch import ssd_scan_triton
-
-        return ssd_scan_triton(*arguments)
-    raise AssertionError(f"unknown ssd_scan implementation {impl!r}")
+    run = implementation("ssd_scan", impl or default_impl(x.is_cuda))
+    return run(x, dt, a, b, c, d, dt_bias, group_index, state, segments)

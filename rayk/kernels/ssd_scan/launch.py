@@ -1,7 +1,7 @@
-"""ssd_scan on a GPU: which kernel, with which tiles.
+"""ssd_scan on a GPU: chooses the kernel and its tiles.
 
-A step of one token each is a walk, whose grid depends on no data, so that a CUDA graph can capture it. So is
-every step in float32, of which tensor cores would keep only some bits. Other batches go by chunks.
+A step of one token each is a walk, whose grid depends on no data, so that a CUDA graph can capture it.
+Float32 steps walk too, since tensor cores would keep only some bits. Other batches go by chunks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from rayk.kernels.segments import Segments
 
 WALK_ELEMENTS = 4096
-"""States of a walking program, 32 a thread."""
+"""States per walking program, 32 a thread."""
 MIN_TILE = 16
-"""Smallest edge of a tile that tensor cores multiply."""
+"""Smallest tile edge that tensor cores multiply."""
 
 
 def ssd_scan_triton(
@@ -38,50 +38,24 @@ def ssd_scan_triton(
     *,
     tiles: ChunkTiles | None = None,
 ) -> torch.Tensor:
-    """Arguments and result as `ssd_scan`. `tiles` is for tests."""
+    """`tiles` is for tests."""
     assert x.stride(2) == b.stride(2) == c.stride(2) == dt.stride(1) == 1, "last axes must be dense"
     assert state.dtype == a.dtype == d.dtype == dt_bias.dtype == torch.float32
     out_dtype = torch.float32 if INTERPRETED else x.dtype
     out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     if len(x) == 0:
         return out.to(x.dtype)
-    arguments = _arguments(x, dt, b, c, state, segments) | {
+    arguments = segments.kernel_arguments | {
+        "x": x,
+        "dt": dt,
         "a": a,
+        "b": b,
+        "c": c,
         "d": d,
         "dt_bias": dt_bias,
         "group_index": group_index,
         "out": out,
-    }
-    if tiles is None and not segments.is_single_step and x.dtype != torch.float32:
-        tiles = choose_chunk_tiles(current_target(), b.shape[2])
-    with launching():
-        if tiles is None:
-            _walk(arguments)
-        else:
-            _chunk(arguments, tiles)
-    return out.to(x.dtype)
-
-
-def _arguments(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    state: torch.Tensor,
-    segments: Segments,
-) -> dict[str, Any]:
-    """What both kernels are told of the step."""
-    return {
-        "x": x,
-        "dt": dt,
-        "b": b,
-        "c": c,
         "state": state,
-        "query_start_loc": segments.query_start_loc,
-        "read_slots": segments.read_slots,
-        "segment_start_loc": segments.segment_start_loc,
-        "segment_ends": segments.segment_ends,
-        "write_slots": segments.write_slots,
         "x_stride_t": x.stride(0),
         "x_stride_h": x.stride(1),
         "dt_stride_t": dt.stride(0),
@@ -95,22 +69,30 @@ def _arguments(
         "HEAD": x.shape[2],
         "STATE": b.shape[2],
     }
+    if tiles is None and not segments.is_single_step and x.dtype != torch.float32:
+        tiles = choose_chunk_tiles(current_target(), b.shape[2])
+    with launching():
+        if tiles is None:
+            _walk(arguments)
+        else:
+            _chunk(arguments, tiles)
+    return out.to(x.dtype)
 
 
 class ChunkTiles(NamedTuple):
-    """How much of its head a program takes at once. Nothing spills: jobs/kernels.py shows it."""
+    """The part of a head that a program takes at once. Nothing spills: jobs/kernels.py shows it."""
 
     tokens: int
     channels: int
     padded_state: int
     num_warps: int
     precision: str
-    """How float32 tiles are multiplied. tf32 keeps as many bits as 16-bit inputs have. AMD's matrix cores and
-    the interpreter multiply float32 as it is."""
+    """Input precision of float32 products. tf32 keeps as many bits as 16-bit inputs have; AMD's matrix cores
+    and the interpreter multiply float32 exactly."""
 
 
 def choose_chunk_tiles(target: Target, state_size: int) -> ChunkTiles | None:
-    """By the registers that a state of this size and its operands take. None where a walk is better."""
+    """Tiles by the registers that a state of this size and its operands take; None if a walk is better."""
     padded = max(MIN_TILE, triton.next_power_of_2(state_size))
     if padded > 256 or (target.is_amd and padded < 64):
         return None  # vector registers would spill, or scalar ones

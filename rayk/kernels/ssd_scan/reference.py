@@ -1,4 +1,4 @@
-"""ssd_scan written to be read: one request, one token at a time. Works in float64."""
+"""ssd_scan written to be read: one request, one token at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ssd_scan_reference(
     state: torch.Tensor,
     segments: Segments,
 ) -> torch.Tensor:
-    """Arguments and result as `ssd_scan`. Computes in x's dtype, float32 at least."""
+    """Compute in x's dtype, float32 at least."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     a, d, dt_bias = a.to(dtype), d.to(dtype), dt_bias.to(dtype)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""ssd_scan on a CPU: matrix products over chunks of tokens; requests with one token take a step together.
+"""ssd_scan on a CPU: matrix products over chunks of tokens; requests with one token run together.
 
 Inside a chunk, y_i = sum over j <= i of (c_i . b_j) exp(cum_i - cum_j) dt_j x_j, cum being the running sum of
 dt a; the state from before the chunk adds exp(cum_i) h c_i (arXiv:2405.21060, section 6).
@@ -28,7 +28,6 @@ def ssd_scan_torch(
     state: torch.Tensor,
     segments: Segments,
 ) -> torch.Tensor:
-    """Arguments and result as `ssd_scan`."""
     x_f, b, c = x.float(), b.float(), c.float()
     dt = F.softplus(dt.float() + dt_bias)
     log_decay = dt * a
@@ -57,7 +56,7 @@ def _step(
     group_index: torch.Tensor,
     state: torch.Tensor,
 ) -> None:
-    """Fill y of requests with one token, without d x."""
+    """Fill y for requests with one token, without d x."""
     at = singles.tokens
     h = read_states(state, singles.read_slots)  # [R, H, P, N]
     h *= log_decay[at].exp()[:, :, None, None]
@@ -75,7 +74,7 @@ def _chunk(
     group_index: torch.Tensor,
     h: torch.Tensor,
 ) -> torch.Tensor:
-    """Fill y [n, H, P] of one request's next n tokens, without d x; returns h [H, P, N] after them."""
+    """Fill y [n, H, P] of one request's next n tokens, without d x; return h [H, P, N] after them."""
     # In float64: a difference of float32 sums would lose how little decays between two late tokens.
     total = log_decay.double().cumsum(0).T  # [H, n]
     until_end = (total[:, -1:] - total).float().exp_().unsqueeze(2)  # [H, n, 1]

@@ -13,8 +13,8 @@ from rayk.kernels.selective_scan.triton import softplus
 
 @triton.jit
 def round_tf32(x, PRECISION: tl.constexpr):
-    """float32 values as tf32 has them, to the nearest: tensor cores drop what does not fit, which would make
-    every product too small. Other precisions take values as they are. What is not finite stays so."""
+    """Round float32 values to tf32: tensor cores truncate, which would make every product too small. Other
+    precisions, NaN and infinity pass through."""
     if PRECISION == "tf32":
         bits = (x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000
         x = tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x)
@@ -23,8 +23,8 @@ def round_tf32(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def dot_16_bit(a, b, PRECISION: tl.constexpr):
-    """a @ b of float32 tiles, b of 16-bit values, of which tf32 has every bit. What it drops of a is
-    a product of its own."""
+    """a @ b of float32 tiles, where b has 16-bit values, exact in tf32. The bits of a that tf32 drops are
+    multiplied separately."""
     if PRECISION == "tf32":
         b_high = round_tf32(a, PRECISION)
         b_low = tl.dot(a - b_high, b, input_precision=PRECISION)
@@ -74,7 +74,7 @@ def ssd_walk_kernel(
     PADDED_N: tl.constexpr,
     TILE_P: tl.constexpr,
 ):
-    """Grid: (requests, heads, channel tiles). A step of one token each is a walk of one."""
+    """Go token by token. Grid: (requests, heads, channel tiles)."""
     i_r = tl.program_id(0)
     i_h = tl.program_id(1).to(tl.int64)
     o_p = tl.program_id(2) * TILE_P + tl.arange(0, TILE_P)
@@ -154,8 +154,8 @@ def ssd_chunk_kernel(
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Grid: (requests, heads, channel tiles). Products of b and c are made as they are, those of what was
-    computed in float32 at PRECISION."""
+    """Go chunk by chunk. Grid: (requests, heads, channel tiles). Products of b and c use them as they are,
+    products of computed float32 values use PRECISION."""
     i_r = tl.program_id(0)
     i_h = tl.program_id(1).to(tl.int64)
     o_p = tl.program_id(2) * TILE_P + tl.arange(0, TILE_P)

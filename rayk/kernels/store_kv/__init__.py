@@ -1,4 +1,4 @@
-"""Write new keys and values into their slots of the paged KV cache."""
+"""Writes new keys and values into their slots of the paged KV cache."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import torch
 from rayk.kernels.quantise import QuantisedKV
 from rayk.kernels.store_kv.native import is_native, store_kv_native
 from rayk.kernels.store_kv.reference import store_kv_reference
-
-__all__ = ["store_kv", "store_kv_native", "store_kv_reference"]
 
 
 def store_kv(
@@ -19,12 +17,12 @@ def store_kv(
     *,
     impl: str | None = None,
 ) -> None:
-    """Store k [T, H, Dk] and v [T, H, Dv] at slot_mapping [T] int64 of kv_cache [B, H, N, C].
+    """Store k [T, H, Dk] and v [T, H, Dv] at slot_mapping [T] int64 of kv_cache [B, H, N, C]. Slot -1 stores
+    nothing.
 
-    A quantised cache keeps them as its format does: what a token becomes depends on nothing but the token, so
-    that neither chunks of a prompt nor the batch change a byte. A slot of -1 stores nothing.
+    In a quantised cache the stored bytes depend on the token alone, not on prefill chunks or the batch.
 
-    `impl`: reference, native or triton; None takes triton on CUDA, and elsewhere native where it can.
+    `impl`: reference, native or triton; None takes triton on CUDA, else native where it can.
     """
     if impl is None:
         impl = "triton" if kv_cache.is_cuda else "native" if is_native(k, v, kv_cache) else "reference"

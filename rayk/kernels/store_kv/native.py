@@ -16,11 +16,11 @@ _ARGUMENTS = (
 )
 _KERNELS = NativeKernels(Path(__file__).with_name("native.cpp"), {"rayk_store_kv": _ARGUMENTS}, _INT)
 why_no_native = _KERNELS.why_not
-"""Why this machine cannot run the C++ kernel, or None when it can. Builds it on first use."""
+"""Why this machine cannot run the C++ kernel, or None if it can. Builds it on first use."""
 
 
 def is_native(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor | QuantisedKV) -> bool:
-    """Whether the kernel takes these: on a CPU, of one dtype, rows dense."""
+    """Whether the kernel takes these: on a CPU, of one dtype, with dense rows."""
     return (
         not isinstance(kv_cache, QuantisedKV)
         and kv_cache.is_cpu
@@ -33,7 +33,6 @@ def is_native(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor | Quantis
 def store_kv_native(
     k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Arguments as `store_kv`."""
     num_blocks, num_heads, num_slots, content = kv_cache.shape
     num_tokens, itemsize = len(slot_mapping), kv_cache.element_size()
     assert k.shape[:2] == v.shape[:2] == (num_tokens, num_heads), "one head slot per local KV head"

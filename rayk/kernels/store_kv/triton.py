@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 TILE_ELEMENTS = 2048
-"""Keys or values that one program moves: 16 bytes a thread and step with 4 warps and 16-bit elements."""
+"""Keys or values per program: 16 bytes a thread and step with 4 warps and 16-bit elements."""
 
 
 @triton.jit(do_not_specialize=("num_blocks",))
@@ -40,7 +40,7 @@ def store_kv_kernel(
     PADDED_V: tl.constexpr,
     TILE_H: tl.constexpr,
 ):
-    """Grid: (tokens, head tiles). A slot outside the cache, as -1 is, stores nothing."""
+    """Grid: (tokens, head tiles). A slot outside the cache, like -1, stores nothing."""
     i_t = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + i_t)
     i_block = slot // NUM_SLOTS
@@ -82,7 +82,8 @@ def store_quantised_kernel(
     TILE_H: tl.constexpr,
     SCALES: tl.constexpr,
 ):
-    """One side, k or v. Grid: (tokens, head tiles). A slot outside the cache, as -1 is, stores nothing."""
+    """Store one side, k or v. Grid: (tokens, head tiles). A slot outside the cache, like -1, stores
+    nothing."""
     i_t = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + i_t)
     i_block = slot // NUM_SLOTS
@@ -101,7 +102,7 @@ def store_quantised_kernel(
 def store_kv_triton(
     k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor | QuantisedKV, slot_mapping: torch.Tensor
 ) -> None:
-    """Arguments as `store_kv`. Any strides, the last axis of each tensor dense."""
+    """Take any strides, the last axis of each tensor dense."""
     if isinstance(kv_cache, QuantisedKV):
         _store_quantised(k, v, kv_cache, slot_mapping)
         return
