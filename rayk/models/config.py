@@ -1,7 +1,7 @@
 """What a decoder is, read from a checkpoint's config.json by models/families. Free of torch.
 
-Every number is global (before tensor parallelism). What may differ between layers stands in
-`LayerConfig`; the decoder is built from it and from nothing else, so that it knows no family.
+Every number is global (before tensor parallelism). Settings that may differ between layers stand in
+`LayerConfig`. The decoder is built from these alone, so that it knows no family.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from types import MappingProxyType
 PARTS: Mapping[str, str] = MappingProxyType(
     {"attention": "attention", "mla": "attention", "mamba1": "state", "mamba2": "state", "gdn": "state"}
 )
-"""Mixer -> the part of a layer's cache that it owns (see KVCacheSpec.part)."""
+"""Mixer -> the part of a layer's cache that it owns (KVCacheSpec.part)."""
 
 
 def why_bad_source(layers: Sequence[LayerConfig], index: int) -> str | None:
-    """Why layer `index` cannot attend to the keys and values of its `kv_source`, or None when it can, or
-    has its own."""
+    """Why layer `index` cannot use the keys and values of its `kv_source`; None if it can or has its own."""
     layer, source = layers[index], layers[index].kv_source
     if source is None:
         return None
@@ -47,9 +46,9 @@ def why_bad_source(layers: Sequence[LayerConfig], index: int) -> str | None:
 class RopeConfig:
     """Rotary embedding of the first `rotary_size` dimensions of each head of q and k.
 
-    `pairing`: "half" turns dimension i with i + rotary_size / 2, "interleaved" 2i with 2i + 1.
-    `kind` says how frequencies are scaled: default (not), linear, llama3, yarn or longrope; each uses
-    only the fields that name it.
+    `pairing`: "half" rotates dimension i with i + rotary_size / 2, "interleaved" 2i with 2i + 1. `kind` says
+    how frequencies are scaled: default (not at all), linear, llama3, yarn or longrope; each uses the fields
+    that name it.
     """
 
     kind: str
@@ -57,7 +56,7 @@ class RopeConfig:
     rotary_size: int
     pairing: str = "half"
     factor: float = 1.0
-    """linear, llama3, yarn: what the (long) wavelengths are stretched by."""
+    """linear, llama3, yarn: factor by which (long) wavelengths are stretched."""
     low_freq_factor: float = 1.0
     """llama3."""
     high_freq_factor: float = 1.0
@@ -65,23 +64,23 @@ class RopeConfig:
     original_max_positions: int = 0
     """llama3, yarn, longrope: positions of the model before it was extended."""
     wide: bool = False
-    """cos and sin stay float32, whatever the model's dtype (llama4)."""
+    """cos and sin stay float32 in any model dtype (llama4)."""
     beta_fast: float = 32.0
-    """yarn: pairs with at least so many turns over the original positions keep their frequency."""
+    """yarn: pairs with at least this many turns over the original positions keep their frequency."""
     beta_slow: float = 1.0
-    """yarn: pairs with at most so many turns are stretched by the whole factor."""
+    """yarn: pairs with at most this many turns are stretched by the whole factor."""
     truncate: bool = True
     """yarn: the borders between the two are rounded outwards to whole pairs."""
     attention_factor: float = 1.0
-    """yarn, longrope: cos and sin are multiplied by it."""
+    """yarn, longrope: factor on cos and sin."""
     short_factors: tuple[float, ...] = ()
-    """longrope: what each pair's wavelength is stretched by, up to `original_max_positions`."""
+    """longrope: stretch of each pair's wavelength up to `original_max_positions`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TemperatureConfig:
-    """Queries grow with their position, by 1 + scale * ln(1 + floor((position + 1) / floor)), so that
-    attention to long texts stays sharp (llama4/modeling_llama4.py:359)."""
+    """Queries are multiplied by 1 + scale * ln(1 + floor((position + 1) / floor)), so that attention to long
+    texts stays sharp (llama4/modeling_llama4.py:359)."""
 
     scale: float
     floor: int
@@ -90,13 +89,13 @@ class TemperatureConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NormConfig:
-    """How activations are normalised; statistics are float32 in every kind."""
+    """A normalisation; statistics are float32 in every kind."""
 
     kind: str = "rms"
     """rms: x / sqrt(mean(x^2) + eps). layer: the same of x - mean(x)."""
     eps: float
     wide: bool = False
-    """Multiplied by the weight in float32 and then rounded, instead of the other way round."""
+    """Multiply by the weight in float32 and then round, instead of the other way round."""
     offset: float = 0.0
     """Added to the stored weight."""
 
@@ -115,41 +114,41 @@ class MlpConfig:
     down_multiplier: float = 1.0
     """On the result (falcon_h1)."""
     sparsity: float = 0.0
-    """Share of a token's gates, were they normally distributed, that are cut to 0 before the activation; the
-    others lose as much as the cut-off (gemma3n/modeling_gemma3n.py:970). 0: none is."""
+    """Share of a token's gates (0: none) that would be cut to 0 before the activation if they were normally
+    distributed; the others lose the cut-off (gemma3n/modeling_gemma3n.py:970)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RouterConfig:
     """Which experts a token goes to, and with what weights.
 
-    `scoring`: softmax_chosen (the largest logits choose; weights are the softmax over the chosen),
-    softmax_all (weights are entries of the softmax over all), sigmoid_chosen (the largest logits choose;
-    weights are their sigmoids), sigmoid (weights are sigmoids; a correction bias is added for choosing only).
-    `num_groups`, `num_chosen_groups`: experts stand in groups, of which only those with the largest sum of
-    their two best scores may be chosen from (deepseek_v3/modeling_deepseek_v3.py:120).
+    `scoring`: softmax_chosen (the largest logits are chosen; weights are the softmax over them), softmax_all
+    (weights are entries of the softmax over all), sigmoid_chosen (the largest logits are chosen; weights are
+    their sigmoids), sigmoid (weights are sigmoids; a correction bias is added for choosing only).
+    `num_groups`, `num_chosen_groups`: experts are chosen only from the groups with the largest sums of their
+    two best scores (deepseek_v3/modeling_deepseek_v3.py:120).
     """
 
     scoring: str = "softmax_chosen"
     wide: bool = False
-    """The logits are computed in float32."""
+    """Compute the logits in float32."""
     bias: bool = False
-    """The router's linear map has a bias."""
+    """The linear map has a bias."""
     num_groups: int = 1
     num_chosen_groups: int = 1
     renormalise: bool = False
-    """The chosen weights are divided by their sum."""
+    """Divide the chosen weights by their sum."""
     scale: float = 1.0
-    """On the weights, at the end."""
+    """Factor on the final weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsConfig:
     """Feed-forward half of a layer: a router sends each token to `num_chosen` of `num_experts` experts.
 
-    `kind` of an expert: clamped (down((up + 1) * gate * sigmoid(alpha * gate)), gate cut off above `limit`
-    and up beyond +-limit, biases on both matrices; gpt_oss), swiglu (down(silu(gate) * up)), relu2
-    (down(relu(up)^2)). How they are stored is the family's WeightNames' matter.
+    `kind` of an expert: clamped (down((up + 1) * gate * sigmoid(alpha * gate)), gate limited above by `limit`
+    and up to +-limit, biases on both matrices; gpt_oss), swiglu (down(silu(gate) * up)), relu2
+    (down(relu(up)^2)). WeightNames says how they are stored.
     """
 
     num_experts: int
@@ -158,19 +157,17 @@ class ExpertsConfig:
     kind: str = "clamped"
     router: RouterConfig = RouterConfig(bias=True)
     alpha: float = 1.0
-    """clamped."""
     limit: float = 0.0
-    """clamped."""
     latent_size: int | None = None
     """Experts work on a projection of the hidden states to this size (nemotron_h)."""
     latent_bias: bool = False
     """The projections to and from the latent have biases."""
     weighs_inputs: bool = False
-    """A weight is multiplied into what the expert gets, instead of what it gives (llama4)."""
+    """Multiply an expert's input by the weight, instead of its output (llama4)."""
     shared: MlpConfig | None = None
-    """An expert that every token goes to, besides."""
+    """An additional expert that every token goes to."""
     shared_gate: bool = False
-    """The shared expert's output is multiplied by sigmoid(w . x)."""
+    """Multiply the shared expert's output by sigmoid(w . x)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,18 +175,18 @@ class MlaConfig:
     """Multi-head latent attention (deepseek_v3/modeling_deepseek_v3.py:349). Sizes in elements."""
 
     query_rank: int | None
-    """Size of the compressed query; None: queries are projected at once."""
+    """Size of the compressed query; None: queries are projected directly."""
     latent_size: int
     nope_size: int
-    """Per head, the part of query and key without positions."""
+    """Size of the part of a head's query and key without positions."""
     rope_size: int
     value_size: int
     scale: float
-    """On q . k."""
+    """Factor on q . k."""
     norm_eps: float = 1e-6
-    """Of the norms of the compressed query and of the latent."""
+    """Epsilon of the norms of compressed query and latent."""
     bias: bool = False
-    """On the down projections and the output."""
+    """Bias on the down projections and the output."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,7 +200,7 @@ class Mamba1Config:
     conv_bias: bool
     proj_bias: bool
     inner_norm_eps: float | None
-    """RMSNorm on each of dt, B and C; None: there are none."""
+    """Epsilon of the RMSNorms of dt, B and C; None: there are none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,18 +214,18 @@ class Mamba2Config:
     conv_width: int
     conv_bias: bool
     proj_bias: bool
-    """On the input projection."""
+    """Bias on the input projection."""
     out_bias: bool = False
-    """On the output projection."""
+    """Bias on the output projection."""
     gate: str
     """gate_norm: norm(y * silu(z)); norm_gate: norm(y) * silu(z), norms over groups of inner / num_groups
     channels; plain: y * silu(z)."""
     norm_eps: float
     in_multiplier: float = 1.0
-    """On the layer's input (falcon_h1)."""
+    """Factor on the layer's input (falcon_h1)."""
     out_multiplier: float = 1.0
     part_multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
-    """On the z, x, B, C and dt parts of the input projection (falcon_h1)."""
+    """Factors on the z, x, B, C and dt parts of the input projection (falcon_h1)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,57 +242,56 @@ class GdnConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AltUpConfig:
-    """Alternating updates: the residual stream is several, of which a layer computes one and mends all; and
-    per-layer embeddings: every token has another input to each layer (gemma3n/modeling_gemma3n.py:987, :1258,
-    :1748)."""
+    """Alternating updates: a residual stream made of several, of which a layer computes one and corrects all;
+    and per-layer embeddings: every token has a separate input to each layer (gemma3n/modeling_gemma3n.py:987,
+    :1258, :1748)."""
 
     num_streams: int
     active_stream: int
-    """The one that mixers and feed-forward halves see."""
+    """The stream that mixers and feed-forward halves see."""
     scales_active: bool
-    """What gates the per-layer input is scaled by a weight first."""
+    """Scale the active stream by a weight before it gates the per-layer input."""
     laurel_rank: int
-    """Of the learned map that every layer has beside its mixer."""
+    """Rank of the learned map beside every mixer."""
     per_layer_size: int
-    """Elements of a token's per-layer input to one layer."""
+    """Elements of a token's input to one layer."""
     per_layer_vocab_size: int
-    """Rows of the table of these inputs: tokens beyond it read row 0."""
+    """Rows of the table of these inputs; larger token ids read row 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerConfig:
-    """One layer: what mixes tokens, how positions enter, and the feed-forward half."""
+    """One layer: its mixer, its positions, and its feed-forward half."""
 
     mixer: str = "attention"
     """attention, mla, mamba1, mamba2, gdn, attention+mamba2 (side by side, summed), or none."""
     window: int | None = None
-    """Keys a query sees, the current token included; None is all of them."""
+    """Keys that a query sees, the current token included; None: all."""
     chunk: int | None = None
-    """Chunked local attention: a query at position p sees the keys from p // chunk * chunk to its own; None
-    is all of them."""
+    """Chunked local attention: a query at position p sees the keys from p // chunk * chunk to p; None:
+    all."""
     kv_source: int | None = None
-    """The earlier layer whose keys and values this one attends to: it makes and keeps none (see
-    models.families.sharing). None: its own."""
+    """The earlier layer whose keys and values this layer uses instead of its own (see
+    models.families.sharing)."""
     rope: RopeConfig | None
-    """None: the layer has no positions."""
+    """None: no positions."""
     temperature: TemperatureConfig | None = None
-    """None: queries are the same wherever they stand."""
     mlp: MlpConfig | ExpertsConfig | None
     """None: the layer ends with its mixer."""
 
     @property
     def mixers(self) -> tuple[str, ...]:
-        """What mixes tokens, side by side where there are two; empty for none."""
+        """The mixers, side by side if there are two; empty for none."""
         return () if self.mixer == "none" else tuple(self.mixer.split("+"))
 
     @property
     def mixer_parts(self) -> tuple[str, ...]:
-        """The caches that the layer uses, one per mixer: its own, or another layer's."""
+        """The cache parts that the layer uses, one per mixer, its own or another layer's."""
         return tuple(PARTS[kind] for kind in self.mixers)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The caches that the layer owns, one per mixer; none where it uses another layer's."""
+        """The cache parts that the layer owns, one per mixer; none if it uses another layer's."""
         return self.mixer_parts if self.kv_source is None else ()
 
 
@@ -314,18 +310,18 @@ class DecoderConfig:
     head_size: int
     vocab_size: int
     max_positions: int
-    """Positions that are served: the model's, or fewer (see `stated_positions`)."""
+    """Positions served: the model's, or fewer (see `stated_positions`)."""
     stated_positions: int | None = None
-    """config.json's own where fewer are served: beyond them longrope takes other factors, with which
-    keys that are cached already would mean something else."""
+    """config.json's positions if fewer are served: beyond them longrope changes its factors, which would give
+    cached keys another meaning."""
     norm: NormConfig
     tie_embeddings: bool
     dtype: str
-    """The checkpoint's own, e.g. bfloat16."""
+    """The checkpoint's dtype, e.g. bfloat16."""
     layers: tuple[LayerConfig, ...]
     block: str = "sequential"
-    """sequential: x + mixer(norm(x)), then x + mlp(norm(x)). post_norms: each half's output is
-    normalised once more before it is added. parallel: x + mixer(n) + mlp(n), n = norm(x)."""
+    """sequential: x + mixer(norm(x)), then x + mlp(norm(x)). post_norms: each half's output is normalised
+    again before it is added. parallel: x + mixer(n) + mlp(n), n = norm(x)."""
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
@@ -333,33 +329,33 @@ class DecoderConfig:
     v_norm: bool = False
     """RMSNorm without weight on each head of v (gemma3n)."""
     turned_norm_eps: float | None = None
-    """Of an RMSNorm without weight on each head of q and k, behind the rotation, in the layers that have
-    one; None: there is no such norm (llama4)."""
+    """Epsilon of an RMSNorm without weight on each rotated head of q and k, in layers with rope; None: no
+    such norm (llama4)."""
     sinks: bool = False
     """A learned logit per query head that only adds to the softmax's denominator."""
     attention_soft_cap: float | None = None
     """Scores become cap * tanh(score / cap), before the mask."""
     query_scalar: float | None = None
-    """Scores are divided by its root; None: by the root of the head size."""
+    """Scores are divided by its square root; None: by that of the head size."""
     embedding_scale: float = 1.0
-    """Token embeddings are multiplied by it."""
+    """Factor on token embeddings."""
     embedding_scale_rounded: bool = False
-    """It is rounded to the weights' dtype first (gemma3/modeling_gemma3.py:116)."""
+    """Round the scale to the weights' dtype first (gemma3/modeling_gemma3.py:116)."""
     logit_scale: float = 1.0
     final_soft_cap: float | None = None
     """Logits become cap * tanh(logit / cap)."""
     score_multiplier: float | None = None
-    """What q . k is multiplied by, in place of a root (granite)."""
+    """Factor on q . k, instead of a square root (granite)."""
     attention_gate: bool = False
-    """q's projection gives, per head, q and a gate: the head's output is multiplied by sigmoid(gate)."""
+    """q's projection yields, per head, q and a gate; the head's output is multiplied by sigmoid(gate)."""
     key_multiplier: float = 1.0
-    """On keys, before the rotation (falcon_h1)."""
+    """Factor on keys, before the rotation (falcon_h1)."""
     attention_in_multiplier: float = 1.0
     attention_out_multiplier: float = 1.0
     residual_multiplier: float = 1.0
-    """On what each half of a layer adds (granite)."""
+    """Factor on what each half of a layer adds (granite)."""
     residual_wide: bool = False
-    """The residual stream is float32, whatever the weights' dtype (mamba2)."""
+    """The residual stream is float32 in any model dtype (mamba2)."""
     mla: MlaConfig | None = None
     mamba1: Mamba1Config | None = None
     mamba2: Mamba2Config | None = None
@@ -386,17 +382,15 @@ class DecoderConfig:
 
     @property
     def head_size_k(self) -> int:
-        """Elements of one key head."""
         return self.head_size
 
     @property
     def head_size_v(self) -> int:
-        """Elements of one value head."""
         return self.head_size
 
     @property
     def attention_scale(self) -> float:
-        """What q k^T is multiplied by."""
+        """Factor on q k^T."""
         if self.score_multiplier is not None:
             return self.score_multiplier
         return float((self.query_scalar or self.head_size) ** -0.5)
@@ -413,23 +407,22 @@ class DecoderConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that keep something of every token: keys and values, or latents."""
+        """Layers that cache something of every token: keys and values, or latents."""
         return self._layers_with("attention")
 
     @property
     def attending_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that attend: to what they keep themselves, or to another's."""
+        """Layers that attend, to their own cache or to another's."""
         return tuple(i for i, layer in enumerate(self.layers) if "attention" in layer.mixer_parts)
 
     @property
     def sharing_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that attend to another's keys and values."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.kv_source is not None)
 
     @property
     def fast_prefill_layers(self) -> range:
-        """The trailing run of layers that share: of a prompt, they need to compute those tokens only whose
-        logits somebody wants, since nothing behind them keeps anything of the others."""
+        """The trailing layers that share another's cache: of a prompt they compute only the tokens whose
+        logits are wanted, since nothing behind them caches the others."""
         first = self.num_layers
         while first > 0 and self.layers[first - 1].kv_source is not None:
             first -= 1
@@ -437,17 +430,15 @@ class DecoderConfig:
 
     @property
     def state_layers(self) -> tuple[int, ...]:
-        """Indices of the layers that keep a recurrent state."""
         return self._layers_with("state")
 
     def _layers_with(self, part: str) -> tuple[int, ...]:
         return tuple(i for i, layer in enumerate(self.layers) if part in layer.parts)
 
     def is_behind_experts(self, layer: int) -> bool:
-        """Whether some layer before this one routes experts; `num_layers` stands for the output."""
+        """Whether a layer before this one routes experts; `num_layers` stands for the output."""
         return any(isinstance(before.mlp, ExpertsConfig) for before in self.layers[:layer])
 
     @property
     def is_routed(self) -> bool:
-        """Whether experts are chosen somewhere."""
         return self.is_behind_experts(self.num_layers)

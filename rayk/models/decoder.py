@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from rayk.kernels.quantise import QuantisedKV
-from rayk.models.layers.altup import build_altup_streams
+from rayk.kv.caches import OwnsCache
+from rayk.kv.groups import CacheKey
+from rayk.models.build import Build
+from rayk.models.config import DecoderConfig
+from rayk.models.layers.altup import AltUpLayer, AltUpStreams, build_altup_streams
 from rayk.models.layers.attention import Attention
 from rayk.models.layers.embedding import LmHead, VocabEmbedding, rounded_scale
-from rayk.models.layers.layer import OneStream, build_layer
+from rayk.models.layers.layer import Layer, OneStream, ParallelLayer, build_layer
 from rayk.models.layers.mla import Mla
+from rayk.models.layers.norm import Norm
 from rayk.models.layers.places import Placing
 from rayk.parallel import shard
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from rayk.kv.caches import OwnsCache
-    from rayk.kv.groups import CacheKey
-    from rayk.models.build import Build
-    from rayk.models.config import DecoderConfig
-    from rayk.models.layers.altup import AltUpLayer, AltUpStreams
-    from rayk.models.layers.layer import Layer, ParallelLayer
-    from rayk.models.layers.norm import Norm
 
 
 class Decoder:
@@ -44,8 +39,8 @@ class Decoder:
         placing: Placing,
         dtype: torch.dtype,
     ) -> None:
-        """`cache_owners`: the mixers of `layers` that keep something, by (layer, part). `cache_readers`:
-        those that use another's, by its key. `streams`: what passes from layer to layer. `dtype`: the
+        """`cache_owners`: the mixers that own a cache, by (layer, part). `cache_readers`: mixers that use
+        another layer's cache, with its key. `streams`: the residual stream between layers. `dtype`: the
         weights'."""
         self.config = config
         self.layers = layers
@@ -71,12 +66,11 @@ class Decoder:
 
     @property
     def weight_itemsize(self) -> int:
-        """Bytes of a weight."""
         return self._dtype.itemsize
 
     @property
     def kv_scales(self) -> dict[int, tuple[float, float]]:
-        """Layer -> the scales (k, v) of its bound cache; empty where pages hold all that is needed."""
+        """Layer -> the scales (k, v) of its bound cache; empty if pages hold all scales."""
         caches = {
             layer: owner.kv_cache
             for (layer, _), owner in self.cache_owners.items()
@@ -98,14 +92,12 @@ class Decoder:
     ) -> torch.Tensor:
         """Hidden states [T, hidden] after the final norm, the same on every rank.
 
-        token_ids, positions: int64 [T], the requests' tokens one after the other, no padding.
-        metadata: (layer, part) -> what was built for the cache it uses and this step: an attention backend's,
-        or the Segments of a recurrent state.
-        wanted: int64 [M], ascending: the tokens whose hidden states are returned, [M, hidden]. The layers of
-        `config.fast_prefill_layers` compute only these (their metadata is of these), none of them if M = 0.
-        None: all tokens everywhere.
-        on_layer: told of each layer when all that it does for these tokens is queued on the device; not of
-        layers that compute none of them.
+        token_ids, positions: int64 [T], the requests' tokens one after the other, no padding. metadata:
+        (layer, part) -> the metadata of the cache it uses for this step: an attention backend's, or the
+        Segments of a recurrent state. wanted: int64 [M], ascending: the tokens whose hidden states are
+        returned, [M, hidden]; the layers of `config.fast_prefill_layers` compute only these (and their
+        metadata covers these). None: all tokens. on_layer: called with each layer once its work on these
+        tokens is queued on the device; not for layers that do none.
         """
         places = self._placing.at(positions)
         x = self._streams.begin(token_ids, self._embedding.forward(token_ids).to(self._residual_dtype))
@@ -125,7 +117,7 @@ class Decoder:
         return self._final_norm.forward(self._streams.end(x)).to(self._dtype)
 
     def _metadata_of(self, layer: int, metadata: Mapping[CacheKey, Any]) -> Any:
-        """What its mixer takes: that of its only cache, or by part where it has two; None without any."""
+        """The metadata of its only cache, a mapping by part if it has two, None if it has none."""
         parts = self.config.layers[layer].mixer_parts
         if len(parts) > 1:
             return {part: metadata[layer, part] for part in parts}
@@ -137,7 +129,6 @@ class Decoder:
 
 
 def build_decoder(build: Build) -> Decoder:
-    """The rank's share of the model."""
     config, pieces, names = build.config, build.pieces, build.pieces.names
     vocab_rows = shard.shard_range(config.vocab_size, *build.tp)
     vocab = (config.vocab_size, config.hidden_size)

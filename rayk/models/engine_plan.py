@@ -1,4 +1,4 @@
-"""What an engine will allocate, decided before anything is: groups, layout, geometry. Free of torch."""
+"""What an engine will allocate: groups, layout, geometry. Free of torch."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 
 SpecVeto = Callable[[str, KVCacheSpec], str | None]
-"""Why a party cannot serve layers of a spec in a layout (by name), or None."""
+"""(layout name, spec) -> why a party cannot serve layers of this spec in the layout, or None."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """The memory of every rank of one engine."""
-
     groups: tuple[KVCacheGroup, ...]
     resolution: LayoutResolution
     ranks: tuple[RankGeometry, ...]
 
     @property
     def kernel_block_sizes(self) -> tuple[int, ...]:
-        """Tokens of a kernel block, by group; those of a block for states, whose kernels take it whole."""
+        """Tokens of a kernel block per group; for states, whose kernels take whole blocks, those of a
+        block."""
         return tuple(g.kernel_block_size * g.tokens_per_row for g in self.ranks[0].groups)
 
 
@@ -38,11 +37,10 @@ def plan_engine(
 ) -> EnginePlan:
     """Groups from canonical sizes, the layout nobody vetoes, and each rank's geometry.
 
-    `parties` are (name, veto) of attention backends and the like, asked about every group's spec that is not
-    a state (whose kernels read any layout by its strides); the groups' own veto is added here.
-    Raises Unsupported for a TP size the model cannot run at, LayoutVetoed when no layout is left, UserError
-    for kernel blocks that do not divide a group's or the chunks of its layers, or of groups that are not
-    there.
+    `parties` are (name, veto), e.g. of attention backends, asked about every group's spec except states
+    (whose kernels read any layout by its strides); the groups' own veto is added here. Raises Unsupported for
+    a TP size that the model cannot run at, LayoutVetoed if no layout is left, UserError for kernel blocks
+    that do not divide a group's blocks or its layers' chunks, or name a group that does not exist.
     """
     groups = engine_groups(config, model)
     kernel_blocks = _kernel_blocks(groups, config, group_chunks(groups, model))
@@ -70,7 +68,7 @@ def plan_engine(
 def _kernel_blocks(
     groups: Sequence[KVCacheGroup], config: EngineConfig, chunks: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """Rows of a kernel block, by group; `chunks` as of group_chunks. Raises UserError."""
+    """Rows of a kernel block per group. Raises UserError."""
     asked = config.kernel_block_size, dict(config.kernel_block_sizes), chunks
     bad = bad_kernel_blocks(groups, *asked, config.block_size)
     if bad is not None:
@@ -79,7 +77,7 @@ def _kernel_blocks(
 
 
 def _for_every_spec(veto: SpecVeto, groups: Sequence[KVCacheGroup]) -> Veto:
-    """A veto on a layout: the first group's spec that the party cannot serve in it."""
+    """A layout veto: the party's reason for the first group that it cannot serve."""
 
     def refuse(layout: KVCacheLayout) -> str | None:
         reasons = (veto(layout.name, g.spec) for g in groups if g.spec.has_token_rows)

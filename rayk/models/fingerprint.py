@@ -1,27 +1,23 @@
-"""What two engines must agree on so that one may read the other's KV. Free of torch.
+"""What two engines must agree on so that one can read the other's KV. Free of torch.
 
-Field by field, so that a refused handshake can say what differs. Nothing here depends on tensor
-parallelism, on the files a checkpoint is split into, or on where its folder lies.
+It is compared field by field, so that a refused handshake says what differs. Nothing depends on tensor
+parallelism, on how a checkpoint is split into files, or on its folder.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
-from rayk.models.config import LayerConfig
+from rayk.models.config import DecoderConfig, LayerConfig
 from rayk.models.headers import stored_tensors
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from rayk.models.config import DecoderConfig
-
 WHOLE_BYTES = 8 << 20
-"""A tensor up to this size is hashed whole; of a larger one, `NUM_SAMPLES` pieces are."""
+"""Tensors up to this size are hashed whole; of larger ones, `NUM_SAMPLES` pieces."""
 NUM_SAMPLES = 16
 SAMPLE_BYTES = 64 << 10
 
@@ -31,7 +27,7 @@ ATTENTION = (
     *("attention_scale", "attention_gate", "key_multiplier"),
     *("attention_in_multiplier", "attention_out_multiplier"),
 )
-"""What a model's attention layers share."""
+"""Settings that a model's attention layers share."""
 PER_LAYER = {
     "mixer": "mixers",
     "window": "windows",
@@ -40,7 +36,7 @@ PER_LAYER = {
     "kv_source": "kv_sources",
     "mlp": "mlps",
 }
-"""Setting of a layer -> its field, where that is called otherwise."""
+"""A layer's setting -> its field in the fingerprint, if the name differs."""
 ELSEWHERE = frozenset(
     {
         *("architecture", "num_layers", "num_query_heads", "num_kv_heads", "head_size", "norm", "vocab_size"),
@@ -50,7 +46,7 @@ ELSEWHERE = frozenset(
         "layers",
     }
 )
-"""Settings of a model that have fields of their own."""
+"""Settings with fields of their own."""
 HARMLESS = frozenset(
     {
         *("family", "dtype", "max_positions", "stated_positions"),
@@ -59,14 +55,12 @@ HARMLESS = frozenset(
         *("bos_token_id", "eos_token_ids", "pad_token_id"),
     }
 )
-"""Settings that change nothing of what is cached. Whatever is not named here shows in the fingerprint."""
+"""Settings that do not affect the cache. All others show in the fingerprint."""
 
 
 def fingerprint(path: str | Path, config: DecoderConfig) -> dict[str, str]:
-    """Field -> value, in the order in which a handshake should report differences.
-
-    Raises CheckpointError when a weights file cannot be read.
-    """
+    """Field -> value, in the order in which a handshake reports differences. Raises CheckpointError if a
+    weights file cannot be read."""
     settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in HARMLESS | ELSEWHERE}
     mixers = {name: value for name, value in settings.items() if is_dataclass(value)}
     # Keys, values and states of a layer are made of all that the layers below it computed.
@@ -91,7 +85,7 @@ def fingerprint(path: str | Path, config: DecoderConfig) -> dict[str, str]:
 
 
 def _attention(config: DecoderConfig) -> str:
-    """What the model's attention layers share; none without such layers."""
+    """The shared attention settings; "none" without attention layers."""
     if not any("attention" in layer.mixers for layer in config.layers):
         return "none"
     return _text({name: getattr(config, name) for name in ATTENTION})
@@ -102,7 +96,7 @@ def _text(value: Any) -> str:
 
 
 def _per_layer(values: list[Any]) -> str:
-    """One text for all layers where they are alike, else a list of runs."""
+    """One text if all layers are alike, else a list of runs."""
     runs: list[list[Any]] = []
     for value in values:
         if runs and runs[-1][1] == value:
@@ -113,8 +107,7 @@ def _per_layer(values: list[Any]) -> str:
 
 
 def weights_digest(folder: Path) -> str:
-    """Hash of every tensor's name, dtype, shape and bytes (sampled above `WHOLE_BYTES`), as the loader finds
-    them."""
+    """Hash of every tensor's name, dtype, shape and bytes (sampled above `WHOLE_BYTES`)."""
     tensors = stored_tensors(folder)
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
@@ -126,7 +119,7 @@ def weights_digest(folder: Path) -> str:
 
 
 def _samples(handle: BinaryIO, start: int, num_bytes: int) -> Iterator[bytes]:
-    """The bytes to hash of a tensor's `num_bytes` from `start`."""
+    """The bytes of a tensor to hash."""
     if num_bytes <= WHOLE_BYTES:
         handle.seek(start)
         yield handle.read(num_bytes)

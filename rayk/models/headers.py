@@ -1,5 +1,4 @@
-"""What a checkpoint's weight files hold, by their headers: the loader and the fingerprint go by one reader.
-Free of torch."""
+"""Reads the headers of a checkpoint's weight files, for the loader and the fingerprint. Free of torch."""
 
 from __future__ import annotations
 
@@ -21,21 +20,19 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a safetensors file, as the header has it."""
-
     file: Path
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """Of its bytes in the file."""
+    """Offset of its bytes in the file."""
     num_bytes: int
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Name -> tensor, by the index or, without one, of the only file; other files do not count.
+    """Name -> tensor, by the index or, without one, of the only file; other files are ignored.
 
-    Raises CheckpointError for a file that is missing, unreadable or shorter than it says, and where it is
-    unclear which file counts.
+    Raises CheckpointError for a file that is missing, unreadable or too short, and if it is unclear which
+    file counts.
     """
     index = folder / INDEX_FILE
     if index.is_file():
@@ -88,7 +85,7 @@ def _tensors(file: Path) -> dict[str, StoredTensor]:
 
 
 def _tensor(data_start: int, name: str, entry: Any, file: Path) -> StoredTensor:
-    """Raises ValueError for an entry that says nothing of a tensor's bytes."""
+    """Raises ValueError for an entry that does not describe a tensor's bytes."""
     values = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = (values.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
@@ -101,7 +98,7 @@ def _tensor(data_start: int, name: str, entry: Any, file: Path) -> StoredTensor:
 
 
 def _are_counts(values: Any) -> TypeGuard[list[int]]:
-    """Of a tensor's few axes, each of what an int64 holds."""
+    """Whether these are at most 16 non-negative int64 numbers."""
     return (
         isinstance(values, list)
         and len(values) <= 16
@@ -110,8 +107,8 @@ def _are_counts(values: Any) -> TypeGuard[list[int]]:
 
 
 def _is_beside(index: Path, name: str) -> bool:
-    """Whether a name is of the index's own folder, and no link out of it, be it to the blobs of a cache of
-    Hugging Face's."""
+    """Whether a name stays in the index's folder, also through links; a Hugging Face cache may link to its
+    blobs."""
     if Path(name).name != name or name in ("", ".."):
         return False
     try:

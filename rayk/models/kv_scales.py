@@ -1,23 +1,20 @@
 """Scales of a quantised KV cache that a checkpoint may hold: a float32 per layer for keys, one for values.
 
-Released fp8 checkpoints name them `...self_attn.k_scale` or `...self_attn.k_proj.k_scale` (and v); what is
-stored in the cache is the key divided by it. In a format of blocks it is the global scale. Absent: 1.
+Released fp8 checkpoints name them `...self_attn.k_scale` or `...self_attn.k_proj.k_scale` (and v); the cache
+stores the key divided by it. For nvfp4 it is the global scale. The default is 1.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
+from rayk.models.families import WeightNames
+from rayk.models.weights import WeightReader
 from rayk.types.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from rayk.models.families import WeightNames
-    from rayk.models.weights import WeightReader
 
 
 def read_kv_scales(reader: WeightReader, names: WeightNames, layer: int) -> tuple[float, float]:
-    """(k, v) of a layer. Raises CheckpointError for what is no positive finite number."""
+    """The scales (k, v) of a layer. Raises CheckpointError unless they are positive and finite."""
     k, v = (
         next((s for name in scale_names(names, layer, side) if (s := _read(reader, name)) is not None), 1.0)
         for side in ("k", "v")
@@ -26,7 +23,7 @@ def read_kv_scales(reader: WeightReader, names: WeightNames, layer: int) -> tupl
 
 
 def scale_names(names: WeightNames, layer: int, side: str) -> tuple[str, ...]:
-    """Names on disk that the scale of `side` (k or v) may have, as `names` has them."""
+    """Possible names on disk of the scale of `side` (k or v)."""
     module = names.in_layer(layer, "o.weight").rsplit(".", 2)[0]
     return f"{module}.{side}_scale", f"{module}.{side}_proj.{side}_scale"
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from inspect import signature
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from rayk.kv.formats import engine_format
 from rayk.kv.groups import CacheKey, KVCacheGroup, group_layers
@@ -21,16 +20,14 @@ from rayk.kv.specs import (
     MlaSpec,
     SlidingWindowSpec,
 )
-
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig, LayerConfig
-    from rayk.types.config import EngineConfig
-    from rayk.types.offload import OffloadSettings
+from rayk.models.config import DecoderConfig, LayerConfig
+from rayk.types.config import EngineConfig
+from rayk.types.offload import OffloadSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Settings:
-    """What an engine adds to a model."""
+    """The engine's settings that specs depend on."""
 
     block_size: int
     dtype: str
@@ -48,12 +45,11 @@ def kv_cache_specs(
     state_block_size: int | None = None,
     conv_dtype: str | None = None,
 ) -> dict[CacheKey, KVCacheSpec]:
-    """(layer, part) -> spec, for the layers that keep anything; block sizes in tokens.
+    """(layer, part) -> spec, for the layers that own a cache; block sizes in tokens.
 
-    Layers that use another's cache have none. Without `hybrid_kv`, windowed and chunked layers keep every
-    token too (their attention is as local), so that all layers of attention fall into full groups; states
-    stay. `state_block_size` None: the model's positions, so that a request has one block of states.
-    `conv_dtype`: of a convolution's inputs that are kept; None: `dtype`.
+    Without `hybrid_kv`, windowed and chunked layers keep every token too (but attend as locally), so that all
+    attention layers fall into full groups. `state_block_size` None: the model's positions, so that a request
+    has one block of states. `conv_dtype`: of the convolution inputs that are kept; None: `dtype`.
     """
     settings = _Settings(
         block_size=block_size,
@@ -74,7 +70,6 @@ def kv_cache_specs(
 
 
 def engine_specs(engine: EngineConfig, config: DecoderConfig) -> dict[CacheKey, KVCacheSpec]:
-    """What every layer of the model keeps on this engine."""
     return kv_cache_specs(
         config,
         block_size=engine.block_size,
@@ -86,7 +81,7 @@ def engine_specs(engine: EngineConfig, config: DecoderConfig) -> dict[CacheKey, 
 
 
 def engine_groups(engine: EngineConfig, config: DecoderConfig) -> tuple[KVCacheGroup, ...]:
-    """The KV groups that the engine forms, their blocks grown."""
+    """The engine's KV groups, with grown blocks."""
     kept_as = engine_format(engine.dtype, engine.kv_dtype, engine.kv_scales)
     sizes = (engine.block_size, engine.state_block_size)
     return _groups(config, kept_as, engine.dtype, *sizes, hybrid_kv=engine.hybrid_kv)
@@ -102,7 +97,7 @@ def _groups(
     *,
     hybrid_kv: bool,
 ) -> tuple[KVCacheGroup, ...]:
-    """Of all engines that are alike in these: the many cells of a matrix ask many times."""
+    """Cached, because the cells of a matrix ask for the same groups many times."""
     specs = partial(
         kv_cache_specs,
         config,
@@ -117,8 +112,8 @@ def _groups(
 def tier_groups(
     engine: EngineConfig, config: DecoderConfig, settings: OffloadSettings
 ) -> tuple[KVCacheGroup, ...]:
-    """The KV groups of a host tier behind engines like this one: those of an engine of the tier's block
-    sizes, whose states are as far apart as its blocks of attention are long."""
+    """The KV groups of a host tier behind engines like this: those of an engine with the tier's block sizes,
+    where a state is kept per attention block."""
     own = {"tp": 1, "block_size": settings.block_size}
     like = replace(engine, **own, kernel_block_size=None, kernel_block_sizes=())  # type: ignore[arg-type]
     groups = engine_groups(like, config)
@@ -127,9 +122,9 @@ def tier_groups(
 
 
 def group_chunks(groups: Sequence[KVCacheGroup], config: DecoderConfig) -> tuple[tuple[int, ...], ...]:
-    """For each group the lengths of its layers' chunks, ascending; empty where none is chunked.
+    """For each group the lengths of its layers' chunks, ascending.
 
-    Not told from the groups' specs: without hybrid_kv chunked layers lie in groups that keep every token.
+    The groups' specs cannot tell: without hybrid_kv, chunked layers lie in groups that keep every token.
     """
     found = ({config.layers[n].chunk for n in g.layers if g.spec.has_token_rows} for g in groups)
     return tuple(tuple(sorted(n for n in chunks if n is not None)) for chunks in found)
@@ -165,7 +160,7 @@ def _mla(config: DecoderConfig, _: LayerConfig, settings: _Settings) -> KVCacheS
 def _state(
     kind: str, spec: Callable[..., KVCacheSpec], config: DecoderConfig, _: LayerConfig, settings: _Settings
 ) -> KVCacheSpec:
-    """A recurrent spec is asked for what the mixer's settings call by the same names."""
+    """Fill a recurrent spec with the mixer settings of the same names."""
     own = getattr(config, kind)
     asked = {name: getattr(own, name) for name in signature(spec).parameters if hasattr(own, name)}
     return spec(block_size=settings.state_block_size, dtype=settings.conv_dtype, **asked)

@@ -1,34 +1,29 @@
-"""Building one rank's decoder from a checkpoint folder, cutting each tensor while it is read."""
+"""Builds one rank's decoder from a checkpoint folder, cutting each tensor while it is read."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from rayk.attention import get_backend
+from rayk.attention.backend import AttentionBackend
 from rayk.models.build import Build
-from rayk.models.decoder import build_decoder
+from rayk.models.config import DecoderConfig
+from rayk.models.decoder import Decoder, build_decoder
 from rayk.models.families import FAMILIES
 from rayk.models.pieces import Pieces
 from rayk.models.tensor_parallel import why_tp_unsupported
 from rayk.models.weights import HeaderReader, WeightReader
+from rayk.parallel.comm import Comm
 from rayk.parallel.local import LocalComm
 from rayk.types.errors import Unsupported
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from rayk.attention.backend import AttentionBackend
-    from rayk.models.config import DecoderConfig
-    from rayk.models.decoder import Decoder
-    from rayk.parallel.comm import Comm
-
 NAMED_PARTS = 6
-"""That a note of unused tensors names."""
+"""Most name patterns that a note of unused tensors lists."""
 
 
 def load_decoder(
@@ -43,8 +38,8 @@ def load_decoder(
     """The decoder of rank `comm.rank`, its weights in `dtype` on `device`.
 
     `backend` computes attention: one for all layers, or a function of the layer's index. Raises
-    CheckpointError naming the tensor and file where the weights do not fit `config`, and Unsupported when
-    the model cannot be split over `comm.size` ranks.
+    CheckpointError naming the tensor and file if the weights do not fit `config`, and Unsupported if the
+    model cannot be split over `comm.size` ranks.
     """
     reason = why_tp_unsupported(config, comm.size)
     if reason is not None:
@@ -62,11 +57,11 @@ def load_decoder(
 
 
 def unused_tensors(path: str | Path, config: DecoderConfig) -> dict[str, int]:
-    """What a checkpoint has that a decoder of `config` does not use: the start of a name that no tensor of
-    use has, with `*` for the rest -> how many tensors.
+    """Tensors of a checkpoint that a decoder of `config` does not use: name pattern (the shortest start that
+    no used tensor has, then `*`) -> number of tensors.
 
-    The decoder is built from the files' headers alone, on torch's meta device: what it asks for is what there
-    must be. Raises CheckpointError for a tensor that is missing or of another shape.
+    The decoder is built from the files' headers alone, on torch's meta device, so that it requests what it
+    needs. Raises CheckpointError for a tensor that is missing or of another shape.
     """
     names = FAMILIES[config.family].weights
     backend = get_backend("reference", "cpu")
@@ -78,7 +73,7 @@ def unused_tensors(path: str | Path, config: DecoderConfig) -> dict[str, int]:
 
 
 def note_unused(path: str | Path, config: DecoderConfig) -> str:
-    """One line on what `unused_tensors` finds, which it may raise; empty where all is used."""
+    """One line about the `unused_tensors`, which may raise; empty if all are used."""
     parts = unused_tensors(path, config)
     if not parts:
         return ""
@@ -88,12 +83,12 @@ def note_unused(path: str | Path, config: DecoderConfig) -> str:
 
 
 def _starts(name: str) -> Iterator[str]:
-    """Those of a name of dotted words, the shortest first, the name itself last."""
+    """The dotted prefixes of a name, shortest first, the name itself last."""
     return itertools.accumulate(name.split("."), lambda start, word: f"{start}.{word}")
 
 
 def _part(name: str, used: set[str]) -> str:
-    """The shortest start of `name` that is not among the `used` ones; numbers on the way there are `*`."""
+    """The shortest prefix of `name` that no used name has, with numbers before its last word as `*`."""
     start = next((s for s in _starts(name) if s not in used), name)
     *before, last = start.split(".")
     shown = ".".join([*("*" if word.isdecimal() else word for word in before), last])

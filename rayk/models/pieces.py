@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-if TYPE_CHECKING:
-    from rayk.models.families import WeightNames
-    from rayk.models.weights import WeightReader
+from rayk.models.families import WeightNames
+from rayk.models.weights import WeightReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +21,12 @@ class Rows:
 
     @classmethod
     def whole(cls, parameter: str, size: int) -> Rows:
-        """Every row, as a parameter has them that is on every rank."""
+        """All rows, for a parameter that every rank holds whole."""
         return cls(parameter, size, (range(size),))
 
 
 def head_rows(heads: Sequence[int], head_size: int) -> tuple[range, ...]:
-    """Rows of `heads`, joined where heads follow each other."""
+    """Rows of `heads`, joined if heads follow each other."""
     runs: list[range] = []
     for head in heads:
         start = head * head_size
@@ -41,7 +39,7 @@ def head_rows(heads: Sequence[int], head_size: int) -> tuple[range, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Reads and places pieces. Each method raises CheckpointError naming tensor and file."""
+    """Reads and places pieces. Methods raise CheckpointError naming tensor and file."""
 
     reader: WeightReader
     names: WeightNames
@@ -49,11 +47,10 @@ class Pieces:
     device: torch.device
 
     def empty(self, *shape: int) -> torch.Tensor:
-        """To be filled."""
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def whole(self, name: str, size: int) -> torch.Tensor:
-        """A vector, all of it."""
+        """A whole vector."""
         return self.rows(name, (size,), range(size))
 
     def rows(self, name: str, shape: tuple[int, ...], rows: range) -> torch.Tensor:
@@ -64,10 +61,8 @@ class Pieces:
     def stacked(
         self, layer: int, parts: Sequence[Rows], kind: str, row_shape: tuple[int, ...]
     ) -> torch.Tensor:
-        """The parts' rows, one under the other; `kind` is weight or bias.
-
-        Parts with one name on disk are cut from one tensor, which holds them in this order.
-        """
+        """The parts' rows, stacked; `kind` is weight or bias. Parts with one name on disk are cut from one
+        tensor, which holds them in this order."""
         names = [self.names.in_layer(layer, f"{part.parameter}.{kind}") for part in parts]
         stored: dict[str, int] = {}
         starts = []
@@ -98,7 +93,7 @@ class Pieces:
         return out
 
     def experts(self, layer: int, parameter: str, experts: range, shape: tuple[int, ...]) -> torch.Tensor:
-        """`experts` (the first axis) of a tensor of `shape`, read one after the other."""
+        """`experts` (the first axis) of a tensor of `shape`, read one by one."""
         name = self.names.in_layer(layer, parameter)
         # Where there is nothing to hold the tensor must be there, too: it has its use on other ranks.
         self.reader.require(name, shape)

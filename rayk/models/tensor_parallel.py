@@ -1,21 +1,16 @@
-"""At which tensor-parallel sizes a model can run. Free of torch."""
+"""The tensor-parallel sizes at which a model can run. Free of torch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import kv_cache_specs
-
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig
 
 
 def why_tp_unsupported(config: DecoderConfig, tp: int) -> str | None:
-    """Why the model cannot run at this TP size, or None when it can.
+    """Why the model cannot run at this TP size, or None if it can.
 
-    Every mixer is asked through the fields of its cache: their readers (query heads, heads of a state, runs
-    of channels) must divide evenly, and a rank holds what its own read. Feed-forward halves and vocabularies
-    divide at any size.
+    TP must divide the readers of every cache field (query heads, heads of a state, runs of channels).
+    Feed-forward halves and vocabularies divide at any size.
     """
     specs = dict.fromkeys(kv_cache_specs(config, block_size=1, dtype="float32").values())
     for field in (field for spec in specs for field in spec.fields()):

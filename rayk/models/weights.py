@@ -1,21 +1,19 @@
-"""Reading pieces of tensors from a folder of safetensors files."""
+"""Reads pieces of tensors from a folder of safetensors files."""
 
 from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from rayk.models.headers import StoredTensor, stored_tensors
 from rayk.types.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import TracebackType
 
 READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -32,17 +30,16 @@ def _open(file: Path) -> Any:
 
 
 class WeightReader:
-    """Pieces of a checkpoint's tensors; only what is asked for is read from the files."""
+    """Pieces of a checkpoint's tensors; only requested pieces are read from the files."""
 
     def __init__(self, folder: str | Path, plain: Callable[[str], str] = str) -> None:
-        """`plain`: a tensor's name on disk -> the name it is asked for by."""
+        """`plain`: a tensor's name on disk -> the name by which it is requested."""
         self._stored = {plain(name): (name, t) for name, t in stored_tensors(Path(folder)).items()}
         self.folder = Path(folder)
         self._open = contextlib.ExitStack()
         self._handles: dict[Path, Any] = {}
         self._unread = set(self._stored)
         self.max_read_bytes = 0
-        """Largest piece read so far."""
         self.total_read_bytes = 0
 
     def __enter__(self) -> WeightReader:
@@ -59,17 +56,17 @@ class WeightReader:
 
     @property
     def unread(self) -> frozenset[str]:
-        """Tensors of the checkpoint of which nothing was read, by their names on disk."""
+        """Names on disk of tensors that were not read."""
         return frozenset(self._stored[name][0] for name in self._unread)
 
     @property
     def names(self) -> frozenset[str]:
-        """All tensors of the checkpoint, by their names on disk."""
+        """Names on disk of all tensors."""
         return frozenset(name for name, _ in self._stored.values())
 
     def require(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        """The tensor `name`, which counts as read. Raises CheckpointError naming tensor and file where it is
-        missing, of another shape, or in no dtype to compute in: before anything of `shape` is allocated."""
+        """The tensor `name`, which counts as read. Raises CheckpointError naming tensor and file if it is
+        missing, of another shape, or in an unsupported dtype: before anything of `shape` is allocated."""
         if name not in self._stored:
             raise CheckpointError(
                 f"tensor {name} is missing",
@@ -96,11 +93,8 @@ class WeightReader:
         rows: range | None = None,
         columns: range | None = None,
     ) -> torch.Tensor:
-        """`rows` (and `columns`) of the tensor `name`, whose whole shape must be `shape`.
-
-        Rows are of the first axis, columns of the second. In the checkpoint's dtype, on the CPU.
-        Raises CheckpointError naming tensor and file.
-        """
+        """`rows` (first axis) and `columns` (second) of the tensor `name`, whose whole shape must be `shape`;
+        in the checkpoint's dtype, on the CPU. Raises CheckpointError naming tensor and file."""
         tensor = self.require(name, shape)
         rows = range(shape[0]) if rows is None else rows
         piece = self._piece(name, tensor, rows, columns)
@@ -110,10 +104,8 @@ class WeightReader:
         return piece
 
     def scalar(self, name: str) -> float | None:
-        """The only element of the tensor `name`; None where the checkpoint has no such tensor.
-
-        Raises CheckpointError naming tensor and file for a tensor of several.
-        """
+        """The only element of the tensor `name`; None if there is no such tensor. Raises CheckpointError if
+        it has several."""
         if name not in self._stored:
             return None
         stored_name, tensor = self._stored[name]
@@ -146,7 +138,7 @@ class WeightReader:
 
 
 class HeaderReader(WeightReader):
-    """A reader of headers alone: its pieces have shapes and no memory, on torch's meta device."""
+    """A reader of headers alone: its pieces have shapes but no memory, on torch's meta device."""
 
     def _value(self, stored_name: str, tensor: StoredTensor) -> float:
         return 1.0

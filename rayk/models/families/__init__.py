@@ -1,7 +1,6 @@
 """The model families: each maps its config.json and its weight names. Free of torch.
 
-A family is a module here with a `FAMILY` (config mapping and weight names): it is found by that. The
-decoder knows only `DecoderConfig`.
+A family is a module here with a `FAMILY`, and is found by that. The decoder knows only `DecoderConfig`.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ SUPPORTED: tuple[str, ...] = tuple(sorted(_BY_ARCHITECTURE))
 """Architectures, as config.json names them."""
 
 CONFIG_BYTES = 4 << 20
-"""Of a config.json: those of released models have 100 kB at most."""
+"""Largest config.json that is read; released ones have at most 100 kB."""
 
 
 def load_config(model_path: str | Path) -> DecoderConfig:
     """The decoder that a Hugging Face checkpoint folder describes.
 
-    Raises CheckpointError when the folder, its config.json or its weights are missing or
-    unreadable, and UnsupportedArchitecture when the model, or a setting of it, is not implemented.
+    Raises CheckpointError if the folder, its config.json or its weights are missing or unreadable, and
+    UnsupportedArchitecture if the model, or one of its settings, is not implemented.
     """
     folder = Path(model_path)
     if not folder.is_dir():
@@ -46,8 +45,8 @@ def load_config(model_path: str | Path) -> DecoderConfig:
 
 
 def read_config(path: str | Path) -> DecoderConfig:
-    """The decoder that a config.json describes: the file, or the one of a folder. Raises as `load_config`
-    does, but for weights: they are not looked for."""
+    """The decoder that a config.json (the file, or that of a folder) describes. Raises like `load_config`,
+    but does not look for weights."""
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     if not path.exists():
@@ -95,7 +94,7 @@ def parse_config(values: dict[str, object], where: str = "config.json") -> Decod
 
 
 def _generation_eos(folder: Path) -> dict[str, object]:
-    """End-of-sequence ids of generation_config.json: where it exists, generation obeys it."""
+    """End-of-sequence ids of generation_config.json, which generation obeys if the file exists."""
     file = folder / "generation_config.json"
     if not file.is_file():
         return {}

@@ -1,24 +1,21 @@
-"""Bamba: Mamba2 in most layers, attention in a few, whose positions turn half of each head."""
+"""Bamba: Mamba2 in most layers, attention with rope on half of each head in a few."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from rayk.models.config import DecoderConfig
 from rayk.models.families import common, hybrid
+from rayk.models.families.raw import RawConfig
 from rayk.models.families.rope import parse_rope
 from rayk.types.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig
-    from rayk.models.families.raw import RawConfig
 
 # configuration_bamba.py, which fixes the share of a head that rotates
 DEFAULTS = {"max_position_embeddings": 262144, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    """`attn_layer_indices` attend, the others recur; each has a feed-forward half."""
+    """Layers in `attn_layer_indices` attend, the others recur; each has a feed-forward half."""
     num_layers = raw.count("num_hidden_layers")
     head_size = raw.count("head_dim", common.default_head_size(raw))
     config = common.parse_llama_like(

@@ -1,24 +1,20 @@
-"""Command R7B: attention and MLP beside each other behind one LayerNorm, rope only where layers slide."""
+"""Command R7B: attention and MLP side by side behind one LayerNorm, rope only in sliding layers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from rayk.models.config import NormConfig
+from rayk.models.config import DecoderConfig, NormConfig
 from rayk.models.families import common
+from rayk.models.families.raw import RawConfig
 from rayk.models.families.rope import parse_rope
-
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig
-    from rayk.models.families.raw import RawConfig
 
 # configuration_cohere2.py
 DEFAULTS = {"sliding_window": 4096, "logit_scale": 0.0625}
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    """Full layers have no positions (cohere2/modeling_cohere2.py:221); pairs are interleaved."""
+    """Full layers have no positions (cohere2/modeling_cohere2.py:221); rope pairs are interleaved."""
     windows = common.periodic_windows(raw, period=4)
     head_size = raw.count("head_dim", common.default_head_size(raw))
     rope = replace(parse_rope(raw, head_size), pairing="interleaved")

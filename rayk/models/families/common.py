@@ -1,21 +1,15 @@
-"""The parts that families share: windows, activations, weight names, and the config itself."""
+"""Parsing and weight names that families share."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
-from rayk.models.config import DecoderConfig, ExpertsConfig, LayerConfig, MlpConfig, NormConfig
+from rayk.models.config import DecoderConfig, ExpertsConfig, LayerConfig, MlpConfig, NormConfig, RopeConfig
+from rayk.models.families.raw import RawConfig
 from rayk.models.families.rope import parse_rope
 from rayk.types.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rayk.models.config import RopeConfig
-    from rayk.models.families.raw import RawConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 ACTIVATIONS: Mapping[str, str] = MappingProxyType({"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"})
@@ -45,35 +39,35 @@ LLAMA_LAYER: Mapping[str, str] = MappingProxyType(
 class WeightNames:
     """Names on disk of the decoder's parameters. `{i}` in a layer's name is the layer index.
 
-    Parameters that share a name on disk are rows of one tensor, in the order in which the decoder
-    stacks them (q, k, v; gate, up).
+    Parameters that share a name on disk are rows of one tensor, in the order in which the decoder stacks them
+    (q, k, v; gate, up).
     """
 
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm.weight"
     lm_head: str = "lm_head.weight"
     layer: Mapping[str, str] = field(default_factory=lambda: LLAMA_LAYER)
-    """The decoder's own name of a layer's parameter -> name on disk."""
+    """The decoder's name of a layer's parameter -> name on disk."""
     around: Mapping[str, str] = field(default_factory=dict)
-    """The same of what else stands around the layers; `{s}` is a stream's index, the first left out."""
+    """Names of further parameters outside the layers; `{s}` is a stream's index, the first stream left
+    out."""
     nested: tuple[tuple[str, str], ...] = ()
-    """How names may begin where the text model is part of a larger one -> how the names above begin."""
+    """Prefixes of names in a larger model that contains the text model -> prefixes of the names above."""
     experts: str = "interleaved"
-    """How routed experts are stored: interleaved (of all experts in one tensor, x @ W, gate and up columns
-    taking turns, with biases), halves (the same, gate columns before up columns, no biases), stacked
-    (of all experts in one tensor, rows of W, gate before up) or single (tensors of one expert each, rows of
-    W, `{{e}}` in their names)."""
+    """How routed experts are stored: interleaved (all experts in one tensor, x @ W, gate and up columns
+    alternating, with biases), halves (the same, gate columns before up columns, no biases), stacked (all
+    experts in one tensor, rows of W, gate before up) or single (one tensor per expert, rows of W, `{{e}}` in
+    the name).
+    """
 
     def in_layer(self, index: int, parameter: str) -> str:
-        """Name on disk of `parameter` of layer `index`."""
         return self.layer[parameter].format(i=index)
 
     def of_expert(self, index: int, expert: int, parameter: str) -> str:
-        """Name on disk of `parameter` of one expert of layer `index`."""
         return self.in_layer(index, parameter).format(e=expert)
 
     def plain(self, stored: str) -> str:
-        """`stored` as the names above have it."""
+        """`stored` without the prefix of a larger model."""
         for prefix, ours in self.nested:
             if stored.startswith(prefix):
                 return ours + stored.removeprefix(prefix)
@@ -82,15 +76,13 @@ class WeightNames:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """All that rayk knows of one model family."""
-
     name: str
     architectures: tuple[str, ...]
     """As config.json names them."""
     model_types: tuple[str, ...] = ()
-    """As config.json may name the family besides, by which transformers chooses; none: `name` alone."""
+    """Values of config.json's `model_type`; empty: `name` alone."""
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """What transformers' config class says where config.json is silent."""
+    """Defaults of transformers' config class."""
     parse: Callable[[RawConfig], DecoderConfig]
     """config.json, completed by `defaults` -> DecoderConfig. Raises CheckpointError and
     UnsupportedArchitecture."""
@@ -111,9 +103,9 @@ def parse_llama_like(
 ) -> DecoderConfig:
     """The config of a decoder with GQA attention and one kind of feed-forward half.
 
-    `windows` has one entry per layer (else all see everything), as has `ropes` (else all have the same).
-    `head_size`, `num_kv_heads` and `tied` are the family's defaults where config.json has none (hidden /
-    heads; required). `bias`: on q, k, v and o. What else a family differs in, it replaces in the result.
+    `windows` and `ropes` have one entry per layer (default: no windows, one rope for all). `head_size`,
+    `num_kv_heads` and `tied` are the family's defaults for config.json. `bias`: on q, k, v and o. A family
+    replaces its other differences in the result.
     """
     refuse_quantized(raw)
     hidden_size = raw.count("hidden_size")
@@ -164,7 +156,7 @@ def default_head_size(raw: RawConfig) -> int:
 def parse_mlp(
     raw: RawConfig, *, bias: bool = False, key: str = "hidden_act", activation: str = "silu"
 ) -> MlpConfig:
-    """A gated MLP whose activation stands under `key`; `activation` where it does not."""
+    """A gated MLP, its activation read from `key` (default: `activation`)."""
     activation = raw.get(key, activation)
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise raw.refuse(f"`{key}` {activation!r} is not supported", "one of " + ", ".join(ACTIVATIONS))
@@ -174,7 +166,6 @@ def parse_mlp(
 
 
 def refuse_quantized(raw: RawConfig) -> None:
-    """Raise UnsupportedArchitecture for quantized weights."""
     quantization = raw.get("quantization_config")
     if quantization is None:
         return
@@ -189,7 +180,7 @@ def refuse_quantized(raw: RawConfig) -> None:
 
 
 def parse_dtype(raw: RawConfig) -> str:
-    """`dtype`, or `torch_dtype` as released checkpoints write it; float32 where both are absent."""
+    """`dtype`, or `torch_dtype` of older checkpoints; float32 by default."""
     value = str(raw.get("dtype", raw.get("torch_dtype", "float32"))).removeprefix("torch.")
     if value not in DTYPES:
         raise raw.refuse(f"`dtype` {value!r} is not supported", "one of " + ", ".join(DTYPES))
@@ -197,13 +188,14 @@ def parse_dtype(raw: RawConfig) -> str:
 
 
 def same_window(raw: RawConfig) -> tuple[int | None, ...]:
-    """Every layer slides when `sliding_window` is set."""
+    """Every layer slides if `sliding_window` is set."""
     window = None if raw.get("sliding_window") is None else raw.count("sliding_window")
     return (window,) * raw.count("num_hidden_layers")
 
 
 def upper_windows(raw: RawConfig) -> tuple[int | None, ...]:
-    """`layer_types`, or else layers >= `max_window_layers` slide when `use_sliding_window`."""
+    """Windows by `layer_types`; without it, layers from `max_window_layers` on slide if
+    `use_sliding_window`."""
     window = None
     if raw.flag("use_sliding_window") and raw.get("sliding_window") is not None:
         window = raw.count("sliding_window")
@@ -212,7 +204,8 @@ def upper_windows(raw: RawConfig) -> tuple[int | None, ...]:
 
 
 def periodic_windows(raw: RawConfig, *, period: int) -> tuple[int | None, ...]:
-    """`layer_types`, or else all layers slide but every `sliding_window_pattern`-th (or `period`-th)."""
+    """Windows by `layer_types`; without it, all layers slide except every `sliding_window_pattern`-th
+    (default `period`)."""
     window = None if raw.get("sliding_window") is None else raw.count("sliding_window")
     pattern = raw.count("sliding_window_pattern", period)
     return _windows_by_layer(raw, window, lambda i: bool((i + 1) % pattern))
@@ -221,7 +214,7 @@ def periodic_windows(raw: RawConfig, *, period: int) -> tuple[int | None, ...]:
 def _windows_by_layer(
     raw: RawConfig, window: int | None, slides: Callable[[int], bool]
 ) -> tuple[int | None, ...]:
-    """By `layer_types` where config.json has them, else by `slides`."""
+    """Windows by `layer_types`, or by `slides` without it."""
     num_layers = raw.count("num_hidden_layers")
     kinds = raw.get("layer_types")
     if kinds is None:

@@ -1,17 +1,13 @@
-"""DeepSeek-V3: multi-head latent attention, and experts behind the first few layers."""
+"""DeepSeek-V3: multi-head latent attention, and experts after the first few layers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from rayk.models.config import ExpertsConfig, LayerConfig, MlaConfig, MlpConfig
+from rayk.models.config import DecoderConfig, ExpertsConfig, LayerConfig, MlaConfig, MlpConfig, RopeConfig
 from rayk.models.families import common, experts
+from rayk.models.families.raw import RawConfig
 from rayk.models.families.rope import parse_rope, yarn_growth
-
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig, RopeConfig
-    from rayk.models.families.raw import RawConfig
 
 # configuration_deepseek_v3.py
 DEFAULTS = {
@@ -30,7 +26,8 @@ _ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq":
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    """Layers from `first_k_dense_replace` on have experts. `head_dim` is that of the rotated part."""
+    """Layers from `first_k_dense_replace` on have experts. `head_dim` (that of the rotated part) is
+    ignored."""
     for key, value in _ONLY.items():
         if raw.get(key, value) != value:
             raise raw.refuse(f"`{key}` {raw.get(key)!r} is not supported", f"{value!r}")
@@ -73,7 +70,7 @@ def _mla(raw: RawConfig, rope: RopeConfig, head_size: int) -> MlaConfig:
 
 
 def _growth(raw: RawConfig, rope: RopeConfig) -> float:
-    """deepseek_v3/modeling_deepseek_v3.py:268."""
+    """See deepseek_v3/modeling_deepseek_v3.py:268."""
     settings = raw.of(raw.get("rope_parameters", raw.get("rope_scaling", {})))
     if rope.kind == "default" or not settings.get("mscale_all_dim"):
         return 1.0

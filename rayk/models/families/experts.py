@@ -1,18 +1,14 @@
-"""Routed experts: what config.json says of them, and what their weights are called.
+"""Settings and weight names of routed experts.
 
-For families that store one tensor per expert (WeightNames.experts "single"), or all experts' rows in one
+For families that store one tensor per expert (WeightNames.experts "single") or stack all experts' rows
 ("stacked"). gpt_oss has a form of its own.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rayk.models.config import RouterConfig
+from rayk.models.families.raw import RawConfig
 from rayk.types.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from rayk.models.families.raw import RawConfig
 
 
 def single_names(module: str, *, router: str, gated: bool = True) -> dict[str, str]:
@@ -64,7 +60,6 @@ def parse_sigmoid_router(
 
 
 def num_chosen(raw: RawConfig, num_experts: int, default: int) -> int:
-    """`num_experts_per_tok`, checked."""
     chosen = raw.count("num_experts_per_tok", default)
     if chosen > num_experts:
         raise raw.refuse(f"`num_experts_per_tok` {chosen} is more than the {num_experts} experts")

@@ -1,16 +1,13 @@
-"""Falcon-H1: Mamba2 and attention beside each other in every layer, and a multiplier for every projection."""
+"""Falcon-H1: Mamba2 and attention side by side in every layer, and a multiplier for every projection."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from rayk.models.config import DecoderConfig, Mamba2Config, MlpConfig
 from rayk.models.families import common, hybrid
+from rayk.models.families.raw import RawConfig
 from rayk.types.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig, Mamba2Config, MlpConfig
-    from rayk.models.families.raw import RawConfig
 
 # configuration_falcon_h1.py
 DEFAULTS = {

@@ -1,15 +1,12 @@
-"""Gemma 2: as Gemma 3 without head norms, one rope for all layers, and soft caps on scores and logits."""
+"""Gemma 2: Gemma 3 without head norms, with one rope for all layers and soft caps on scores and logits."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from rayk.models.config import DecoderConfig
 from rayk.models.families import common, gemma3
-
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig
-    from rayk.models.families.raw import RawConfig
+from rayk.models.families.raw import RawConfig
 
 # configuration_gemma2.py
 DEFAULTS = {
@@ -22,7 +19,7 @@ DEFAULTS = {
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    """Even layers slide where `layer_types` is absent; a cap that is null is none."""
+    """Even layers slide without `layer_types`; a null cap means none."""
     config = gemma3.parse_gemma(raw, windows=common.periodic_windows(raw, period=2))
     return replace(config, attention_soft_cap=raw.optional_number("attn_logit_softcapping"))
 

@@ -1,23 +1,19 @@
-"""Gemma 3: full and sliding layers with a rope each, four norms of 1 + weight, heads of q and k normed.
+"""Gemma 3: full and sliding layers with separate ropes, four norms of 1 + weight, heads of q and k normed.
 
-`attn_logit_softcapping` is not applied: transformers stores it and never uses it
-(gemma3/modeling_gemma3.py:323).
+`attn_logit_softcapping` is ignored: transformers stores it but never uses it (gemma3/modeling_gemma3.py:323).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rayk.models.config import NormConfig
+from rayk.models.config import DecoderConfig, MlpConfig, NormConfig, RopeConfig
 from rayk.models.families import common
+from rayk.models.families.raw import RawConfig
 from rayk.models.families.rope import parse_rope
 from rayk.types.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig, MlpConfig, RopeConfig
-    from rayk.models.families.raw import RawConfig
 
 # What released checkpoints leave out (configuration_gemma3.py, Gemma3TextConfig).
 DEFAULTS = {
@@ -36,7 +32,6 @@ FULL_THETA, SLIDING_THETA = 1e6, 1e4
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    """Of a model with vision, the text model: its settings stand in `text_config`."""
     windows = common.periodic_windows(raw, period=6)
     full, sliding = ropes_by_type(raw, raw.count("head_dim"))
     ropes = tuple(full if window is None else sliding for window in windows)
@@ -49,7 +44,7 @@ def parse_gemma(
     windows: tuple[int | None, ...],
     ropes: tuple[RopeConfig | None, ...] | None = None,
 ) -> DecoderConfig:
-    """What Gemma 2 and 3 share. Arguments as parse_llama_like's."""
+    """The settings that Gemma 2 and 3 share. Arguments as in parse_llama_like."""
     require_causal(raw)
     config = common.parse_llama_like(
         raw,
@@ -71,18 +66,16 @@ def parse_gemma(
 
 
 def parse_mlp(raw: RawConfig) -> MlpConfig:
-    """The family has a key of its own for the activation."""
     return common.parse_mlp(raw, key="hidden_activation", activation="gelu_pytorch_tanh")
 
 
 def require_causal(raw: RawConfig) -> None:
-    """Raise UnsupportedArchitecture for attention to what comes later."""
     if raw.flag("use_bidirectional_attention"):
         raise raw.refuse("`use_bidirectional_attention` is not supported", "causal attention is")
 
 
 def ropes_by_type(raw: RawConfig, head_size: int) -> tuple[RopeConfig, RopeConfig]:
-    """Of full layers and of sliding ones. In the older form only the former are scaled."""
+    """The ropes of full and of sliding layers. In the older form only the former are scaled."""
     new = raw.get("rope_parameters")
     if new is None:
         old = raw.get("rope_scaling", {})

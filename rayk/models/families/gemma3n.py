@@ -1,20 +1,15 @@
-"""Gemma 3n, the text model: several residual streams, per-layer embeddings, layers that share keys and
-values. Of a model with vision and sound, the text model."""
+"""Gemma 3n, the text model: several residual streams, per-layer embeddings, shared keys and values."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
-from rayk.models.config import AltUpConfig, NormConfig
+from rayk.models.config import AltUpConfig, DecoderConfig, MlpConfig, NormConfig
 from rayk.models.families import common, gemma3
+from rayk.models.families.raw import RawConfig
 from rayk.models.families.sharing import COUNT, TARGETS
 from rayk.types.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig, MlpConfig
-    from rayk.models.families.raw import RawConfig
 
 # configuration_gemma3n.py, Gemma3nTextConfig.
 DEFAULTS = {
@@ -41,11 +36,11 @@ DEFAULTS = {
     "pad_token_id": 0,
 }
 _NUM_SPARSE, _SPARSITY = 10, 0.95
-"""First layers of a model with more, where config.json has no pattern, and their sparsity."""
+"""Without a pattern in config.json, this many first layers of a longer model have this sparsity."""
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    """Which layers share is read for all families alike (families.sharing), but in one form here."""
+    """Shared layers are parsed by families.sharing; only `num_kv_shared_layers` is accepted here."""
     if raw.get(TARGETS) is not None:
         raise raw.refuse(f"`{TARGETS}` is not supported in family {raw.family}", f"`{COUNT}` is")
     gemma3.require_causal(raw)
@@ -93,7 +88,7 @@ def _altup(raw: RawConfig) -> AltUpConfig:
 
 
 def _mlps(raw: RawConfig, num_layers: int) -> tuple[MlpConfig, ...]:
-    """Of every layer; `intermediate_size` may be one number or a list."""
+    """The feed-forward half of every layer; `intermediate_size` may be one number or a list."""
     sizes = raw.get("intermediate_size")
     if not isinstance(sizes, list):
         sizes = [sizes] * num_layers

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from rayk.models.config import ExpertsConfig, NormConfig
+from rayk.models.config import DecoderConfig, ExpertsConfig, NormConfig
 from rayk.models.families import common, experts
+from rayk.models.families.raw import RawConfig
 from rayk.models.families.rope import parse_rope
-
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig
-    from rayk.models.families.raw import RawConfig
 
 # configuration_gpt_oss.py
 DEFAULTS = {"head_dim": 64, "sliding_window": 128, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
@@ -19,7 +15,7 @@ THETA = 150000.0
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    """`layer_types`, or else even layers slide. The router's and the experts' biases are not optional."""
+    """Even layers slide without `layer_types`. Router and experts always have biases."""
     windows = common.periodic_windows(raw, period=2)
     rope = parse_rope(raw, raw.count("head_dim"), theta=THETA)
     config = common.parse_llama_like(

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from rayk.models.config import ExpertsConfig, MlpConfig, RouterConfig
+from rayk.models.config import DecoderConfig, ExpertsConfig, MlpConfig, RopeConfig, RouterConfig
 from rayk.models.families import common, experts, hybrid
+from rayk.models.families.raw import RawConfig
 from rayk.models.families.rope import parse_rope
-
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig, RopeConfig
-    from rayk.models.families.raw import RawConfig
 
 # configuration_granitemoehybrid.py
 DEFAULTS = {"max_position_embeddings": 2048}
@@ -19,7 +15,7 @@ _MIXERS = {hybrid.RECURRENT: "mamba2", hybrid.ATTENTION: "attention"}
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    """`layer_types`, or all layers recur; positions only where `position_embedding_type` says rope."""
+    """All layers recur without `layer_types`; positions only if `position_embedding_type` is rope."""
     num_layers = raw.count("num_hidden_layers")
     keys = ("layer_types", "layers_block_type")
     kinds = hybrid.layer_kinds(raw, keys, num_layers) or (hybrid.RECURRENT,) * num_layers
@@ -45,7 +41,7 @@ def parse(raw: RawConfig) -> DecoderConfig:
 
 
 def parse_experts(raw: RawConfig) -> ExpertsConfig | MlpConfig:
-    """granitemoehybrid/modeling_granitemoehybrid.py:879; without routed experts, the shared one alone."""
+    """The routed experts (granitemoehybrid/modeling_granitemoehybrid.py:879), or the shared MLP alone."""
     raw.require("hidden_act", "silu")
     shared = MlpConfig(intermediate_size=raw.count("shared_intermediate_size", 1024))
     num_experts = raw.whole("num_local_experts", 8)

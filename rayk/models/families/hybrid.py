@@ -1,4 +1,4 @@
-"""What families with recurrent layers share: kinds of layers, Mamba settings, weight names."""
+"""Layer kinds, Mamba settings and weight names that families with recurrent layers share."""
 
 from __future__ import annotations
 
@@ -6,18 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
-from rayk.models.config import LayerConfig, Mamba2Config
-from rayk.models.families.raw import MAX_LAYERS
+from rayk.models.config import DecoderConfig, LayerConfig, Mamba2Config
+from rayk.models.families.raw import MAX_LAYERS, RawConfig
 from rayk.types.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig
-    from rayk.models.families.raw import RawConfig
-
 SILU = ("silu", "swish")
-"""Names of the only activation behind a convolution."""
+"""Names of the only supported activation behind a convolution."""
 RECURRENT, ATTENTION = "linear_attention", "full_attention"
 _OLD_KINDS: Mapping[str, str] = MappingProxyType({"mamba": RECURRENT, "attention": ATTENTION})
 
@@ -34,14 +29,12 @@ DEFAULTS: Mapping[str, object] = MappingProxyType(
         "mamba_proj_bias": False,
     }
 )
-"""configuration_{bamba,granitemoehybrid,falcon_h1}.py."""
+"""Defaults of configuration_{bamba,granitemoehybrid,falcon_h1}.py."""
 
 
 def layer_kinds(raw: RawConfig, keys: Sequence[str], num_layers: int | None) -> tuple[str, ...] | None:
-    """The list under the first of `keys` that config.json has, in today's names; None where it has none.
-
-    `num_layers`: how many there must be. Raises CheckpointError.
-    """
+    """The list under the first of `keys` in config.json, in today's names; None if it has none.
+    CheckpointError unless it has `num_layers` entries."""
     key = next((k for k in keys if raw.get(k) is not None), None)
     if key is None:
         return None
@@ -66,7 +59,7 @@ def require_kinds(raw: RawConfig, kinds: Sequence[str], known: Sequence[str]) ->
 
 
 def with_mixers(config: DecoderConfig, mixers: Sequence[str]) -> tuple[LayerConfig, ...]:
-    """config's layers with a mixer each; only attention keeps its positions and window."""
+    """The config's layers with these mixers; only attention keeps positions and window."""
     return tuple(
         layer if mixer == "attention" else replace(layer, mixer=mixer, rope=None, window=None)
         for layer, mixer in zip(config.layers, mixers, strict=True)
@@ -74,7 +67,7 @@ def with_mixers(config: DecoderConfig, mixers: Sequence[str]) -> tuple[LayerConf
 
 
 def parse_mamba2(raw: RawConfig, *, inner: int, gate: str = "gate_norm", norm_eps: float) -> Mamba2Config:
-    """From the keys `mamba_*`, DEFAULTS merged in. `inner`: channels of all heads."""
+    """Parse the `mamba_*` keys. `inner`: channels of all heads."""
     num_heads = raw.count("mamba_n_heads")
     head_size = inner // num_heads if raw.get("mamba_d_head") == "auto" else raw.count("mamba_d_head")
     if num_heads * head_size != inner:
@@ -100,13 +93,13 @@ def parse_mamba2(raw: RawConfig, *, inner: int, gate: str = "gate_norm", norm_ep
 
 
 def num_kv_heads(raw: RawConfig) -> int:
-    """The families' default; null means as many as query heads."""
+    """The families' default of 8; null means as many as query heads."""
     is_null = raw.values.get("num_key_value_heads", 8) is None
     return raw.count("num_attention_heads") if is_null else 8
 
 
 def conv_width(raw: RawConfig, key: str) -> int:
-    """Taps of the convolution, checked."""
+    """The width of the convolution, at least 2."""
     width = raw.count(key)
     if width < 2:
         raise raw.refuse(f"`{key}` {width}: a convolution that sees one token is not supported")
@@ -114,7 +107,7 @@ def conv_width(raw: RawConfig, key: str) -> int:
 
 
 def num_groups(raw: RawConfig, key: str, num_heads: int) -> int:
-    """Groups of B and C, checked."""
+    """Groups of B and C, which must divide the heads."""
     groups = raw.count(key)
     if num_heads % groups:
         raise CheckpointError(
@@ -126,8 +119,8 @@ def num_groups(raw: RawConfig, key: str, num_heads: int) -> int:
 def refuse_time_steps(raw: RawConfig, key: str = "time_step_limit") -> None:
     """Raise UnsupportedArchitecture for limits of dt. Infinity may be written as today's transformers does.
 
-    transformers clamps dt in prefill but not in decode (mamba2/modeling_mamba2.py:279 and :195), so that no
-    answer would be the right one.
+    transformers clamps dt in prefill but not in decode (mamba2/modeling_mamba2.py:279 and :195), so there is
+    no right answer to compare with.
     """
     limits = raw.get(key, [0.0, math.inf])
     if not isinstance(limits, list | tuple) or len(limits) != 2:
@@ -141,7 +134,7 @@ def refuse_time_steps(raw: RawConfig, key: str = "time_step_limit") -> None:
 
 
 def _is_free(low: object, high: object) -> bool:
-    """Whether no time step lies outside; Infinity may be a word."""
+    """Whether the limits exclude no time step; infinity may be a word."""
     return isinstance(low, int | float) and low <= 0 and high in (math.inf, "Infinity", "inf")
 
 
@@ -157,7 +150,6 @@ def mamba2_names(module: str) -> dict[str, str]:
 
 
 def mamba1_names(module: str) -> dict[str, str]:
-    """As `mamba2_names`."""
     modules = {
         "ssm_in": "in_proj",
         "ssm_conv": "conv1d",
@@ -172,12 +164,10 @@ def mamba1_names(module: str) -> dict[str, str]:
 
 
 def attention_names(module: str) -> dict[str, str]:
-    """As `mamba2_names`, of an attention module."""
     return _module_names(module, {name: f"{name}_proj" for name in "qkvo"})
 
 
 def mlp_names(module: str) -> dict[str, str]:
-    """As `mamba2_names`, of a feed-forward module."""
     return _module_names(module, {name: f"{name}_proj" for name in ("gate", "up", "down")})
 
 
@@ -197,6 +187,5 @@ HYBRID_LAYER: Mapping[str, str] = MappingProxyType(
         **mlp_names("model.layers.{i}.feed_forward"),
     }
 )
-"""Of jamba, bamba and falcon_h1, whose mixers stand in model.layers.{i}.mamba."""
+"""Names of jamba, bamba and falcon_h1, whose mixers are model.layers.{i}.mamba."""
 FINAL_NORM = "model.final_layernorm.weight"
-"""Theirs."""

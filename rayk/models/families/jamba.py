@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import ceil
-from typing import TYPE_CHECKING
 
-from rayk.models.config import ExpertsConfig, Mamba1Config, RouterConfig
+from rayk.models.config import DecoderConfig, ExpertsConfig, Mamba1Config, RouterConfig
 from rayk.models.families import common, experts, hybrid
+from rayk.models.families.raw import RawConfig
 from rayk.types.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig
-    from rayk.models.families.raw import RawConfig
 
 # configuration_jamba.py
 DEFAULTS = {
@@ -31,7 +27,7 @@ DEFAULTS = {
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    """Layer i attends where i % `attn_layer_period` is `attn_layer_offset`; likewise for experts."""
+    """Layer i attends if i % `attn_layer_period` is `attn_layer_offset`; likewise for experts."""
     num_layers = raw.count("num_hidden_layers")
     config = common.parse_llama_like(
         raw,
@@ -60,7 +56,7 @@ def _periodic(raw: RawConfig, what: str, num_layers: int) -> list[bool]:
 
 
 def parse_experts(raw: RawConfig) -> ExpertsConfig:
-    """jamba/modeling_jamba.py:680."""
+    """See jamba/modeling_jamba.py:680."""
     raw.require("hidden_act", "silu")
     num_experts = raw.count("num_experts", 16)
     return ExpertsConfig(

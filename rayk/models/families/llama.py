@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from rayk.models.config import DecoderConfig
 from rayk.models.families import common
-
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig
-    from rayk.models.families.raw import RawConfig
+from rayk.models.families.raw import RawConfig
 
 
 def parse(raw: RawConfig) -> DecoderConfig:

@@ -1,15 +1,15 @@
-"""Llama 4 (text): chunked layers that rotate, full ones without positions, experts weighed at their input.
+"""Llama 4 (text): chunked layers with rope, full ones without positions, experts weighted at their input.
 
-Which layers rotate and which attend in chunks are two settings (`no_rope_layers`, `layer_types`); where only
-the former is given, layers that rotate are the chunked ones.
+`no_rope_layers` says which layers have rope and `layer_types` which attend in chunks; without the latter,
+layers with rope are the chunked ones.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from rayk.models.config import (
+    DecoderConfig,
     ExpertsConfig,
     LayerConfig,
     MlpConfig,
@@ -18,12 +18,9 @@ from rayk.models.config import (
     TemperatureConfig,
 )
 from rayk.models.families import common, experts
+from rayk.models.families.raw import RawConfig
 from rayk.models.families.rope import parse_rope
 from rayk.types.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig
-    from rayk.models.families.raw import RawConfig
 
 # What transformers' class says where config.json is silent (configuration_llama4.py, Llama4TextConfig).
 DEFAULTS = {
@@ -49,7 +46,6 @@ CHUNKED, FULL = "chunked_attention", "full_attention"
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    """Of a model with vision, the text model."""
     num_layers = raw.count("num_hidden_layers")
     heads, head_size = raw.count("num_attention_heads"), raw.count("head_dim", common.default_head_size(raw))
     turning = _turning(raw, num_layers)
@@ -72,7 +68,7 @@ def parse(raw: RawConfig) -> DecoderConfig:
 
 
 def _layers(raw: RawConfig, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfig, ...]:
-    """With chunks, temperatures and experts."""
+    """Add chunks, temperatures and experts."""
     chunks, temperature = _chunks(raw, layers), _temperature(raw)
     routed, routed_layers = _experts(raw), _routed_layers(raw, len(layers))
     return tuple(
@@ -87,7 +83,8 @@ def _layers(raw: RawConfig, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfi
 
 
 def _turning(raw: RawConfig, num_layers: int) -> list[bool]:
-    """Which layers rotate: `no_rope_layers`, in which 1 says that one does, or all but every so-manieth."""
+    """Which layers have rope: those with 1 in `no_rope_layers`, or all but every
+    `no_rope_layer_interval`-th."""
     interval = raw.count("no_rope_layer_interval")
     # Released checkpoints write an empty list.
     flags = raw.get("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(num_layers)]
@@ -101,7 +98,7 @@ def _turning(raw: RawConfig, num_layers: int) -> list[bool]:
 
 
 def _chunks(raw: RawConfig, layers: tuple[LayerConfig, ...]) -> list[int | None]:
-    """Of the layers that `layer_types` says attend in chunks, or else of those that rotate."""
+    """Chunks of the layers that `layer_types` (or else rope) says attend in chunks."""
     kinds = raw.get("layer_types") or [FULL if layer.rope is None else CHUNKED for layer in layers]
     if not isinstance(kinds, list) or len(kinds) < len(layers):
         raise CheckpointError(
@@ -122,7 +119,7 @@ def _chunks(raw: RawConfig, layers: tuple[LayerConfig, ...]) -> list[int | None]
 
 
 def _temperature(raw: RawConfig) -> TemperatureConfig | None:
-    """The first checkpoints wrote a number (4) where later ones say true."""
+    """`attn_temperature_tuning` is true or false, or a number in the first checkpoints."""
     tuned = raw.get("attn_temperature_tuning")
     if not isinstance(tuned, int):
         raise CheckpointError(
@@ -133,7 +130,7 @@ def _temperature(raw: RawConfig) -> TemperatureConfig | None:
 
 
 def _routed_layers(raw: RawConfig, num_layers: int) -> frozenset[int]:
-    """`moe_layers`, or else every so-manieth; the others are dense."""
+    """`moe_layers`, or every `interleave_moe_layer_step`-th layer; the others are dense."""
     step = raw.count("interleave_moe_layer_step")
     listed = raw.get("moe_layers")
     if listed is None:
@@ -152,7 +149,7 @@ def _routed_layers(raw: RawConfig, num_layers: int) -> frozenset[int]:
 
 
 def _experts(raw: RawConfig) -> ExpertsConfig:
-    """llama4/modeling_llama4.py:155: the shared expert is of a routed one's size."""
+    """The shared expert has a routed one's size (llama4/modeling_llama4.py:155)."""
     raw.require("hidden_act", "silu")
     num_experts, size = raw.count("num_local_experts"), raw.count("intermediate_size")
     return ExpertsConfig(

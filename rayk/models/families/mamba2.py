@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from rayk.models.config import DecoderConfig, LayerConfig, Mamba2Config, NormConfig
 from rayk.models.families import common, hybrid
+from rayk.models.families.raw import RawConfig
 from rayk.types.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from rayk.models.families.raw import RawConfig
 
 # configuration_mamba2.py
 DEFAULTS: Mapping[str, object] = {
@@ -29,11 +25,10 @@ DEFAULTS: Mapping[str, object] = {
     "vocab_size": 32768,
 }
 MAX_POSITIONS = 1 << 20
-"""Served where config.json names no limit: the model has none."""
+"""Positions served if config.json names no limit; the model has none."""
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    """No attention: heads are the recurrent state's."""
     common.refuse_quantized(raw)
     eps = raw.number("layer_norm_epsilon", 1e-5)
     layer = LayerConfig(mixer="mamba2", rope=None, mlp=None)

@@ -1,18 +1,13 @@
-"""Nemotron-H: one half per layer, which is Mamba2, attention without positions, an MLP, or experts."""
+"""Nemotron-H: one half per layer: Mamba2, attention without positions, an MLP, or experts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from rayk.models.config import ExpertsConfig, LayerConfig, Mamba2Config, MlpConfig, NormConfig
+from rayk.models.config import DecoderConfig, ExpertsConfig, LayerConfig, Mamba2Config, MlpConfig, NormConfig
 from rayk.models.families import common, experts, hybrid
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from rayk.models.config import DecoderConfig
-    from rayk.models.families.raw import RawConfig
+from rayk.models.families.raw import RawConfig
 
 # configuration_nemotron_h.py
 DEFAULTS: Mapping[str, object] = {
@@ -36,11 +31,11 @@ _OLD_KEY = "hybrid_override_pattern"
 _PATTERN = {"M": hybrid.RECURRENT, "*": hybrid.ATTENTION, "-": "mlp", "E": "moe"}
 _DEFAULT_KINDS = (hybrid.RECURRENT, "moe", hybrid.ATTENTION, "mlp")
 MAX_TIME_STEP_MIN = 1e-3
-"""What released models have."""
+"""The value of released models."""
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    """`layers_block_type`, or the older `hybrid_override_pattern`, says what each layer is."""
+    """`layers_block_type`, or the older `hybrid_override_pattern`, names each layer's kind."""
     old = {_OLD_NAMES[key]: value for key, value in raw.values.items() if key in _OLD_NAMES}
     raw = raw.of({**raw.values, **old})
     kinds = _kinds(raw)
@@ -85,7 +80,7 @@ def _mlp(raw: RawConfig) -> MlpConfig:
 
 
 def parse_experts(raw: RawConfig) -> ExpertsConfig:
-    """nemotron_h/modeling_nemotron_h.py:713."""
+    """See nemotron_h/modeling_nemotron_h.py:713."""
     raw.require("mlp_hidden_act", "relu2")
     num_experts, bias = raw.count("n_routed_experts", 8), raw.flag("mlp_bias")
     chosen = experts.num_chosen(raw, num_experts, 2)

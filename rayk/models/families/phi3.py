@@ -1,29 +1,23 @@
 """Phi-3 and Phi-4 mini: fused projections, rope on part of each head, longrope.
 
-longrope keeps two sets of factors and takes the long ones as soon as a sequence passes
-`original_max_position_embeddings` (transformers/modeling_rope_utils.py:47). Keys that are cached by
-then were turned with the short ones. So requests are served up to that length, where only the short
-factors are in use, and longer ones are refused (`DecoderConfig.stated_positions`).
+longrope has two sets of factors and switches to the long ones once a sequence passes
+`original_max_position_embeddings` (transformers/modeling_rope_utils.py:47). Keys cached by then were rotated
+with the short ones. Requests are therefore served only up to that length (`DecoderConfig.stated_positions`).
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from rayk.models.config import NormConfig
+from rayk.models.config import DecoderConfig, NormConfig
 from rayk.models.families import common
+from rayk.models.families.raw import RawConfig
 from rayk.models.families.rope import parse_rope
-
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig
-    from rayk.models.families.raw import RawConfig
 
 DEFAULTS = {"original_max_position_embeddings": 4096}
 OLD_LONGROPE_NAMES = ("su", "yarn")
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    """Every layer slides when `sliding_window` is set, as in mistral."""
+    """Every layer slides if `sliding_window` is set, as in mistral."""
     windows = common.same_window(raw)
     rope = parse_rope(
         raw, raw.count("head_dim", common.default_head_size(raw)), values=_rope_values(raw), partial=True
@@ -38,7 +32,7 @@ def parse(raw: RawConfig) -> DecoderConfig:
 
 
 def _rope_values(raw: RawConfig) -> object:
-    """The rope settings, their kind as it is called today (configuration_phi3.py:97)."""
+    """The rope settings, with today's name of their kind (configuration_phi3.py:97)."""
     found = raw.get("rope_parameters", raw.get("rope_scaling", {}))
     if not isinstance(found, dict):
         return found

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from rayk.models.config import DecoderConfig
 from rayk.models.families import common
-
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig
-    from rayk.models.families.raw import RawConfig
+from rayk.models.families.raw import RawConfig
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    """The biases are not optional in this family, and o has none."""
+    """The biases are not optional, and o has none."""
     return replace(common.parse_llama_like(raw, windows=common.upper_windows(raw)), qkv_bias=True)
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from rayk.models.config import DecoderConfig
 from rayk.models.families import common
-
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig
-    from rayk.models.families.raw import RawConfig
+from rayk.models.families.raw import RawConfig
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    """`attention_bias` puts a bias on q, k, v and o; head_dim is 128 where it is not written."""
+    """`attention_bias` puts a bias on q, k, v and o; head_dim defaults to 128."""
     config = common.parse_llama_like(
         raw, windows=common.upper_windows(raw), head_size=128, bias=raw.flag("attention_bias")
     )

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from rayk.models.config import ExpertsConfig, GdnConfig, MlpConfig, NormConfig, RouterConfig
+from rayk.models.config import DecoderConfig, ExpertsConfig, GdnConfig, MlpConfig, NormConfig, RouterConfig
 from rayk.models.families import common, experts, hybrid
+from rayk.models.families.raw import RawConfig
 from rayk.models.families.rope import parse_rope
 from rayk.types.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig
-    from rayk.models.families.raw import RawConfig
 
 # configuration_qwen3_next.py
 DEFAULTS = {
@@ -33,7 +29,7 @@ _MIXERS = {hybrid.RECURRENT: "gdn", hybrid.ATTENTION: "attention"}
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    """`layer_types`, or else every `full_attention_interval`-th layer attends and the others recur."""
+    """Without `layer_types`, every `full_attention_interval`-th layer attends and the others recur."""
     raw.require("hidden_act", "silu")
     kinds = _layer_kinds(raw)
     rope = parse_rope(raw, raw.count("head_dim"), partial=True)
@@ -82,7 +78,7 @@ def _gdn(raw: RawConfig, norm_eps: float) -> GdnConfig:
 
 
 def _mlps(raw: RawConfig, num_layers: int) -> list[MlpConfig | ExpertsConfig]:
-    """Experts in every `decoder_sparse_step`-th layer but those of `mlp_only_layers`."""
+    """Experts in every `decoder_sparse_step`-th layer except `mlp_only_layers`."""
     step, dense = raw.count("decoder_sparse_step"), common.parse_mlp(raw)
     left_out = raw.get("mlp_only_layers", [])
     if not isinstance(left_out, list) or len(left_out) > num_layers:

@@ -1,4 +1,4 @@
-"""Reading config.json: typed look-ups whose errors name the file and the key."""
+"""Typed look-ups in config.json whose errors name the file and the key."""
 
 from __future__ import annotations
 
@@ -18,24 +18,21 @@ _MOST = (
     (1 << 14, ("head_dim", "d_head", "state")),
     (1 << 24, ("vocab", "position", "window", "chunk")),
 )
-"""What numbers under keys with one of these parts may be: much is allocated by them before there is a header
-to hold them against. No released model known is above two thirds of any (Llama 4 Scout has 10,485,760
-positions)."""
+"""Limits of numbers under keys that contain one of these parts: they decide allocations before weights can be
+checked. Released models stay below two thirds of each (Llama 4 Scout has 10,485,760 positions)."""
 _MOST_ELSE = 1 << 18
 MAX_NUMBER = 1e300
-"""Of any real number: times a size it is still one."""
+"""Limit of real numbers: times a size it is still finite."""
 MAX_LAYERS = _MOST[0][0]
 
 
 def most_of(key: str) -> int:
-    """What the number under a key of config.json may be at most."""
+    """The largest number allowed under a key of config.json."""
     return next((most for most, parts in _MOST if any(part in key for part in parts)), _MOST_ELSE)
 
 
 @dataclass(frozen=True, slots=True)
 class RawConfig:
-    """A config.json that has been read."""
-
     values: Mapping[str, Any]
     where: str
     """The file's name, for messages."""
@@ -43,15 +40,12 @@ class RawConfig:
     family: str = ""
 
     def of(self, values: Mapping[str, Any]) -> RawConfig:
-        """Other values of the same model."""
         return replace(self, values=values)
 
     def of_text(self, defaults: Mapping[str, Any]) -> RawConfig:
-        """All settings of a text model in one place: its own, which a larger model has under `text_config`,
-        then those that stand beside it, before `defaults`. Raises CheckpointError for another `text_config`.
-
-        A key of the text model that is null stays so, whatever its default.
-        """
+        """All settings of a text model in one place: `defaults`, overridden by `text_config` of a larger
+        model, overridden by the keys beside it. A null in the text model overrides its default. Raises
+        CheckpointError if `text_config` is no object."""
         text = self.get("text_config", {})
         if not isinstance(text, dict):
             raise CheckpointError(f"`text_config` must be an object, not {text!r}", where=self.where)
@@ -59,17 +53,16 @@ class RawConfig:
         return self.of({**defaults, **text, **beside})
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value, or `default` where the key is absent or null."""
+        """The value, or `default` if the key is absent or null."""
         value = self.values.get(key)
         return default if value is None else value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A positive integer that a model may have. Raises CheckpointError when absent without default, or
-        none."""
+        """A positive integer. Raises CheckpointError if it is absent without default, or out of bounds."""
         return self._integer(key, default, least=1)
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """As `count`, or zero."""
+        """Like `count`, or zero."""
         return self._integer(key, default, least=0)
 
     def _integer(self, key: str, default: int | None, *, least: int) -> int:
@@ -83,7 +76,7 @@ class RawConfig:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number. Raises CheckpointError when absent without default, or not one."""
+        """A positive number. Raises CheckpointError if it is absent without default, or not one."""
         value = self.get(key, default)
         if value is None:
             raise CheckpointError(f"`{key}` is missing", where=self.where)
@@ -93,23 +86,22 @@ class RawConfig:
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
-        """A positive number, or None where the key is absent or null."""
+        """A positive number, or None if the key is absent or null."""
         return None if self.get(key) is None else self.number(key)
 
     def flag(self, key: str, *, default: bool = False) -> bool:
-        """True or false. Raises CheckpointError when it is something else."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise CheckpointError(f"`{key}` must be true or false, not {value!r}", where=self.where)
         return value
 
     def token_id(self, key: str) -> int | None:
-        """A token id or None. Raises CheckpointError when it is something else."""
+        """The first token id, or None."""
         ids = self.token_ids(key)
         return ids[0] if ids else None
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """One id or a list of ids as a tuple; empty when absent."""
+        """One id or a list of ids as a tuple; empty if absent."""
         value = self.get(key, [])
         ids = value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) < 1 << 31 for i in ids):
@@ -117,18 +109,18 @@ class RawConfig:
         return tuple(ids)
 
     def require(self, key: str, *known: str) -> None:
-        """Raise UnsupportedArchitecture for a value that is none of `known`; the first stands for none."""
+        """Raise UnsupportedArchitecture for a value that is not in `known`; the first is the default."""
         value = self.get(key, known[0])
         if value not in known:
             raise self.refuse(f"`{key}` {value!r} is not supported in this family", " or ".join(known))
 
     def refuse(self, problem: str, mend: str = "") -> UnsupportedArchitecture:
-        """The error for a setting that is valid but not implemented; the caller raises it."""
+        """The error for a valid setting that is not implemented; the caller raises it."""
         return UnsupportedArchitecture(problem, where=self.where, mend=mend, architecture=self.architecture)
 
 
 def read_json(path: Path, max_bytes: int = JSON_BYTES) -> dict[str, Any]:
-    """A JSON object from a file. Raises CheckpointError when it cannot be read or is no object."""
+    """The JSON object in a file. Raises CheckpointError if it cannot be read or is no object."""
     try:
         values = parse_json(read_text(path, max_bytes))
     except (OSError, UnicodeDecodeError) as error:

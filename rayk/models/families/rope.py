@@ -1,18 +1,15 @@
-"""Rope settings of a config.json, in the new form and in the older one."""
+"""Rope settings of a config.json, in the new and the older form."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rayk.models.config import RopeConfig
+from rayk.models.families.raw import RawConfig
 from rayk.types.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rayk.models.families.raw import RawConfig
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
@@ -25,10 +22,10 @@ def parse_rope(
     theta: float = 10000.0,
     partial: bool = False,
 ) -> RopeConfig:
-    """`rope_parameters`, or the older `rope_theta` beside `rope_scaling`; `values` instead of both.
+    """Parse `rope_parameters`, or the older `rope_theta` and `rope_scaling`, or `values` if given.
 
-    `theta` is the family's own where none is written; `partial` says that `partial_rotary_factor`
-    counts in this family. Raises UnsupportedArchitecture for a kind that is not implemented.
+    `theta` is the family's default; `partial` says whether `partial_rotary_factor` is allowed. Raises
+    UnsupportedArchitecture for a kind that is not implemented.
     """
     found = raw.get("rope_parameters", raw.get("rope_scaling", {})) if values is None else values
     if not isinstance(found, dict):
@@ -51,7 +48,7 @@ def parse_rope(
 
 
 def original_positions(raw: RawConfig, rope: RawConfig) -> int:
-    """Positions before the extension. The model's own key goes before the rope's, as in transformers."""
+    """Positions before the extension. The model's own key overrides the rope's, as in transformers."""
     for settings in (raw, rope):
         if settings.get("original_max_position_embeddings") is not None:
             return settings.count("original_max_position_embeddings")
@@ -89,7 +86,7 @@ def _llama3(raw: RawConfig, rope: RawConfig, rotary_size: int) -> dict[str, Any]
 
 
 def _yarn(raw: RawConfig, rope: RawConfig, rotary_size: int) -> dict[str, Any]:
-    """transformers/modeling_rope_utils.py:346."""
+    """See transformers/modeling_rope_utils.py:346."""
     original = original_positions(raw, rope)
     stretch = raw.count("max_position_embeddings") / original
     factor = rope.number("factor", stretch if stretch > 1 else None)
@@ -104,7 +101,7 @@ def _yarn(raw: RawConfig, rope: RawConfig, rotary_size: int) -> dict[str, Any]:
 
 
 def _yarn_attention_factor(rope: RawConfig, factor: float) -> float:
-    """0.1 ln(factor) + 1, or the ratio of the mscale and mscale_all_dim versions where both are set."""
+    """0.1 ln(factor) + 1, or the ratio of its mscale and mscale_all_dim versions if both are set."""
     mscale, mscale_all = rope.get("mscale"), rope.get("mscale_all_dim")
     if mscale and mscale_all:
         return yarn_growth(factor, rope.number("mscale")) / yarn_growth(factor, rope.number("mscale_all_dim"))
@@ -112,12 +109,12 @@ def _yarn_attention_factor(rope: RawConfig, factor: float) -> float:
 
 
 def yarn_growth(factor: float, mscale: float) -> float:
-    """By how much yarn lets scores grow with its factor, to the power of one half."""
+    """The square root of the growth that yarn allows scores at this factor."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _longrope(raw: RawConfig, rope: RawConfig, rotary_size: int) -> dict[str, Any]:
-    """transformers/modeling_rope_utils.py:487, for sequences within the original positions."""
+    """Settings for sequences within the original positions (transformers/modeling_rope_utils.py:487)."""
     original = original_positions(raw, rope)
     factor = rope.number("factor", raw.count("max_position_embeddings") / original)
     grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0

@@ -1,35 +1,31 @@
-"""Layers that attend to an earlier layer's keys and values, for any family whose layers all attend.
+"""Layers that use an earlier layer's keys and values, in any family whose layers all attend.
 
-Two keys of config.json, of which one may be given:
+Either of two keys of config.json:
 
-num_kv_shared_layers   the last so many layers each reuse the last layer of their own type (window and
-                       chunk) among the others; 0 or null: none (gemma3n/configuration_gemma3n.py:207)
-kv_sharing_targets     one entry per layer: the layer whose keys and values it reuses, null for its own
+ num_kv_shared_layers   each of the last so many layers uses the last unshared layer of its type (window and
+                        chunk); 0 or null: none (gemma3n/configuration_gemma3n.py:207)
+ kv_sharing_targets     one entry per layer: the layer whose keys and values it uses, null for its own
 
-Sharing layers have no weights of keys and values; those that a checkpoint still holds of them are not used.
+Key and value weights that a checkpoint holds for sharing layers are not used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from rayk.models.config import why_bad_source
+from rayk.models.config import DecoderConfig, LayerConfig, why_bad_source
+from rayk.models.families.raw import RawConfig
 from rayk.types.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from rayk.models.config import DecoderConfig, LayerConfig
-    from rayk.models.families.raw import RawConfig
 
 COUNT, TARGETS = "num_kv_shared_layers", "kv_sharing_targets"
 
 
 def apply_sharing(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
-    """`config` with the layers sharing that `raw` has keys for.
+    """`config` with the sharing that `raw` asks for.
 
-    Raises CheckpointError for values that no model can have, and UnsupportedArchitecture where layers keep
-    something else than keys and values.
+    Raises CheckpointError for impossible values, and UnsupportedArchitecture if layers are not plain
+    attention.
     """
     count, targets = raw.whole(COUNT, 0), raw.get(TARGETS)
     if not count and targets is None:
@@ -57,9 +53,9 @@ def apply_sharing(raw: RawConfig, config: DecoderConfig) -> DecoderConfig:
 
 
 def shared_sources(raw: RawConfig, layers: Sequence[LayerConfig], count: int) -> tuple[int | None, ...]:
-    """Per layer the one it reuses when the last `count` share; None for its own.
+    """Per layer the layer it uses if the last `count` share; None for its own.
 
-    Raises CheckpointError where there are not so many layers, or none of a sharing layer's type.
+    Raises CheckpointError if there are not enough layers, or none of a sharing layer's type.
     """
     num_own = len(layers) - count
     if num_own < 1:
@@ -95,7 +91,7 @@ def _require_attention(raw: RawConfig, config: DecoderConfig, key: str) -> None:
 
 
 def _targets(raw: RawConfig, values: object, num_layers: int) -> tuple[int | None, ...]:
-    """The list, checked for its form."""
+    """The list, with its form checked."""
     if not isinstance(values, list) or len(values) != num_layers:
         raise CheckpointError(
             f"`{TARGETS}` must list {num_layers} layers, not {values!r}",

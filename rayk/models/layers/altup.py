@@ -1,41 +1,35 @@
-"""Alternating updates (AltUp): a residual stream that is several, of which each layer computes one; and
-per-layer embeddings: what each token adds at the end of each layer, from a row of its id and its embedding.
+"""Alternating updates (AltUp): a residual stream of several, of which each layer computes one; and per-layer
+embeddings: an input to the end of each layer, from a table by token id and from the token's embedding.
 
-Shapes: S streams, T packed tokens, L layers, P elements of a per-layer input. All of it is on every rank, but
-for the table of per-layer embeddings, which is split by token id. Source: gemma3n/modeling_gemma3n.py of
-transformers.
+Shapes: S streams, T packed tokens, L layers, P elements of a per-layer input. Every rank holds everything
+except the table, which is split by token id. Source: gemma3n/modeling_gemma3n.py of transformers.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from rayk.kernels.pointwise import activate
-from rayk.models.config import MlpConfig
+from rayk.models.build import Build
+from rayk.models.config import AltUpConfig, MlpConfig
 from rayk.models.layers.embedding import VocabEmbedding, rounded_scale
 from rayk.models.layers.linear import Linear
+from rayk.models.layers.mixers import Mixer
+from rayk.models.layers.mlp import Mlp
+from rayk.models.layers.norm import Norm
+from rayk.models.layers.places import Places
 from rayk.models.pieces import Rows
 from rayk.parallel import shard
 
-if TYPE_CHECKING:
-    from rayk.models.build import Build
-    from rayk.models.config import AltUpConfig
-    from rayk.models.layers.mixers import Mixer
-    from rayk.models.layers.mlp import Mlp
-    from rayk.models.layers.norm import Norm
-    from rayk.models.layers.places import Places
-
 _MIN_SQUARE = 1e-5
-"""What a projected stream's mean square counts as at least, when it is given the first one's size."""
+"""Lower bound of a projected stream's mean square when it is rescaled to the first one's."""
 
 
 class StreamsAndInputs(NamedTuple):
-    """What passes from layer to layer."""
-
     streams: torch.Tensor
     """[S, T, hidden]"""
     inputs: torch.Tensor
@@ -43,7 +37,7 @@ class StreamsAndInputs(NamedTuple):
 
 
 class AltUp:
-    """Predicts every stream from all of them, and mends the predictions by what the active one became."""
+    """Predicts every stream from all of them, and corrects the predictions by the computed active stream."""
 
     def __init__(
         self,
@@ -55,9 +49,9 @@ class AltUp:
         predictor: Linear,
         corrector: Linear,
     ) -> None:
-        """`active`: the stream that a layer computes. router [S, hidden] of a stream normed and scaled;
-        predictor [S * S, S], whose row (to, from) weighs stream `from` in the prediction of stream `to`;
-        corrector [S, S]."""
+        """`active`: the stream that a layer computes. router [S, hidden] of a normed and scaled stream;
+        predictor [S * S, S], whose row (to, from) weighs stream `from` in the prediction of `to`; corrector
+        [S, S]."""
         self._active = active
         self._router_scale = router_scale
         self._router_norm = router_norm
@@ -66,14 +60,14 @@ class AltUp:
         self._corrector = corrector
 
     def predict(self, streams: torch.Tensor) -> torch.Tensor:
-        """[S, T, hidden] -> the same, each with a weighted sum of all added."""
+        """[S, T, hidden] -> the same, with a weighted sum of all streams added to each."""
         num_streams = streams.shape[0]
         weights = self._predictor.forward(self._modalities(streams[self._active]))
         weights = weights.view(-1, num_streams, num_streams)
         return streams + torch.matmul(weights, streams.transpose(0, 1)).transpose(0, 1)
 
     def correct(self, predicted: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
-        """predicted [S, T, hidden] and what the active stream became, [T, hidden] -> [S, T, hidden]."""
+        """predicted [S, T, hidden] and the computed active stream [T, hidden] -> [S, T, hidden]."""
         weights = self._corrector.forward(self._modalities(computed)) + 1.0
         return predicted + (computed - predicted[self._active]) * weights.t()[:, :, None]
 
@@ -98,18 +92,18 @@ class Laurel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PerLayerInput:
-    """What a layer's per-layer input adds at its end, to all streams but the first."""
+    """Adds a layer's per-layer input at its end, to all streams but the first."""
 
     active: int
     scale: torch.Tensor | None
-    """[hidden], on the active stream before it gates; None: there is none."""
+    """[hidden], on the active stream before it gates."""
     gate: Linear
     activation: str
     out: Linear
     norm: Norm
 
     def forward(self, streams: torch.Tensor, per_layer_input: torch.Tensor) -> torch.Tensor:
-        """streams [S, T, hidden], in place, and per_layer_input [T, P] -> [S, T, hidden]."""
+        """streams [S, T, hidden], changed in place, and per_layer_input [T, P] -> [S, T, hidden]."""
         active = streams[self.active]
         gate = self.gate.forward(active if self.scale is None else active * self.scale)
         gated = activate(gate, self.activation) * per_layer_input
@@ -119,7 +113,7 @@ class PerLayerInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AltUpLayer:
-    """A layer with four norms around mixer and feed-forward half, for the active one of several streams."""
+    """A layer with four norms around mixer and feed-forward half, which computes the active stream."""
 
     index: int
     active: int
@@ -134,7 +128,6 @@ class AltUpLayer:
     per_layer_input: PerLayerInput
 
     def forward(self, x: StreamsAndInputs, places: Places, metadata: Any) -> StreamsAndInputs:
-        """`metadata` is the mixer's."""
         predicted = self.altup.predict(x.streams)
         active = predicted[self.active]
         normed = self.input_norm.forward(active)
@@ -146,7 +139,7 @@ class AltUpLayer:
 
 
 class AltUpStreams:
-    """Several residual streams, and per-layer inputs. Has the methods of layers.layer.OneStream."""
+    """Several residual streams, and per-layer inputs, with the methods of layers.layer.OneStream."""
 
     def __init__(
         self,
@@ -161,9 +154,9 @@ class AltUpStreams:
         sum_scale: float,
         num_layers: int,
     ) -> None:
-        """`spread`, `merge`: of streams 1 and up, from and to the first. `table` [table_size, L * P] is
-        looked up by token id, ids beyond it reading row 0; `projection` [L * P, hidden] of the embedding,
-        scaled and normed, joins that, and `sum_scale` is on the sum."""
+        """`spread`, `merge`: maps of streams 1 and up, from and to the first. `table` [table_size, L * P] is
+        looked up by token id, larger ids reading row 0; the scaled and normed `projection` [L * P, hidden] of
+        the embedding is added, and the sum multiplied by `sum_scale`."""
         assert len(spread) == len(merge)
         self._spread = spread
         self._merge = merge
@@ -176,17 +169,17 @@ class AltUpStreams:
         self._num_layers = num_layers
 
     def begin(self, token_ids: torch.Tensor, embeddings: torch.Tensor) -> StreamsAndInputs:
-        """Token ids [T] and their embeddings [T, hidden] -> what the first layer takes."""
+        """Token ids [T] and their embeddings [T, hidden] -> the first layer's input."""
         others = (_of_size(linear.forward(embeddings), embeddings) for linear in self._spread)
         streams = torch.stack([embeddings, *others])
         return StreamsAndInputs(streams, self._per_layer_inputs(token_ids, embeddings))
 
     def select(self, x: StreamsAndInputs, tokens: torch.Tensor) -> StreamsAndInputs:
-        """Streams and inputs of `tokens` (int64 [M]) only."""
+        """Keep only `tokens` (int64 [M])."""
         return StreamsAndInputs(*(part.index_select(1, tokens) for part in x))
 
     def end(self, x: StreamsAndInputs) -> torch.Tensor:
-        """What the last layer made -> [T, hidden]."""
+        """The last layer's output -> [T, hidden]."""
         first = x.streams[0]
         others = (
             _of_size(linear.forward(stream), first)
@@ -203,14 +196,13 @@ class AltUpStreams:
 
 
 def _of_size(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """x [T, hidden] with the root mean square of `like`, token by token."""
+    """x [T, hidden] rescaled to the root mean square of `like`, token by token."""
     target = like.square().mean(-1, keepdim=True).sqrt()
     square = x.square().mean(-1, keepdim=True)
     return x * target / square.clamp(min=_MIN_SQUARE).sqrt()
 
 
 def build_altup_layer(build: Build, index: int, altup: AltUpConfig, mixer: Mixer, mlp: Mlp) -> AltUpLayer:
-    """Layer `index` around its mixer and feed-forward half."""
     hidden, streams = build.config.hidden_size, altup.num_streams
     return AltUpLayer(
         index=index,
@@ -239,7 +231,7 @@ def build_altup_layer(build: Build, index: int, altup: AltUpConfig, mixer: Mixer
 
 
 def build_altup_streams(build: Build, altup: AltUpConfig) -> AltUpStreams:
-    """What stands around the layers; the rows (token ids) of the table of per-layer inputs are divided."""
+    """Build the streams; the table of per-layer inputs is divided by rows (token ids)."""
     config, pieces, names = build.config, build.pieces, build.pieces.names.around
     hidden, width = config.hidden_size, config.num_layers * altup.per_layer_size
 

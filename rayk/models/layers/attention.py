@@ -7,42 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from rayk.attention.backend import AttentionParams
+from rayk.attention.backend import AttentionBackend, AttentionParams
 from rayk.kernels.quantise import QuantisedKV, quantised_kv
 from rayk.kv.caches import CacheView, FieldView
-from rayk.models.config import NormConfig
+from rayk.models.build import Build
+from rayk.models.config import DecoderConfig, NormConfig
+from rayk.models.layers.linear import Linear, RowParallelLinear
 from rayk.models.layers.norm import Norm
+from rayk.models.layers.places import Places
 from rayk.models.layers.rope import rotate
 from rayk.models.pieces import Rows, head_rows
 from rayk.parallel import shard
 
-if TYPE_CHECKING:
-    from rayk.attention.backend import AttentionBackend
-    from rayk.models.build import Build
-    from rayk.models.config import DecoderConfig
-    from rayk.models.layers.linear import Linear, RowParallelLinear
-    from rayk.models.layers.places import Places
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionWeights:
-    """One rank's weights of an attention layer."""
-
     qkv: Linear
-    """Rows of the rank's query heads, then its key heads, then its value heads; of the query heads alone
-    where the layer shares another's keys and values. Gates, where there are any, come before all of them, of
-    the size of a query head each."""
+    """Rows of the rank's gates if there are any (each of a query head's size), query heads, key heads and
+    value heads; no key and value heads if the layer shares another's."""
     out: RowParallelLinear
     qk_norm: Norm | None
-    """Weight [Q + H, D]: q's norm for every query head, then k's for every KV head that it makes."""
+    """Weight [Q + H, D]: q's norm for every query head, then k's for every KV head that it computes."""
     turned_norm: Norm | None = None
-    """Without weight; of the heads of q and k behind the rotation."""
+    """Without weight, on the rotated heads of q and k."""
     v_norm: Norm | None = None
-    """Without weight; of the heads of v."""
+    """Without weight, on the heads of v."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,12 +44,12 @@ class AttentionMultipliers:
 
     inputs: float = 1.0
     keys: float = 1.0
-    """Before the rotation."""
+    """Applied before the rotation."""
     outputs: float = 1.0
 
 
 class Attention:
-    """One rank's heads of one layer. The KV cache is bound by the engine before the first step."""
+    """One rank's heads of one layer. The engine binds the KV cache before the first step."""
 
     def __init__(
         self,
@@ -71,12 +64,12 @@ class Attention:
         gated: bool = False,
         multipliers: AttentionMultipliers | None = None,
     ) -> None:
-        """`kv_scales`: of keys and of values, in a quantised cache of a format that has them. `shares`: it
-        binds another layer's cache, and makes no keys and values. `gated`: a head's output is
-        multiplied by the sigmoid of its gate."""
+        """`kv_scales`: scales of keys and values, if the cache's format has them. `shares`: the layer binds
+        another layer's cache and computes no keys and values. `gated`: a head's output is multiplied by the
+        sigmoid of its gate."""
         self.layer = layer
         self.kv_head_ids = kv_head_ids
-        """Global ids of the rank's KV heads, in cache order, as the weights were cut."""
+        """Global ids of the rank's KV heads in cache order, as the weights were cut."""
         self.num_query_heads = params.kv_index.shape[0]
         self.window = params.window
         self.params = params
@@ -90,35 +83,23 @@ class Attention:
 
     @property
     def key_norm_weight(self) -> torch.Tensor | None:
-        """The head norm's weight of this rank's keys [H, D], a view; None where keys are not normed."""
+        """View of the head norm's weight of this rank's keys [H, D]; None if keys are not normed."""
         norm = self._weights.qk_norm
         if norm is None or norm.weight is None or self.shares:
             return None
         return norm.weight[self.num_query_heads :]
 
     def bind_kv_cache(self, view: CacheView) -> None:
-        """Use `view` [B, H, N, C] from now on; C holds K then V of one head and token, or what a quantised
-        format makes of them (in several bundles, maybe)."""
+        """Use `view` [B, H, N, C] from now on; C holds K then V of one head and token, or a quantised format,
+        possibly in several bundles."""
         sizes = self.params.head_size_k, self.params.head_size_v
-        quantised = quantised_kv(view, *sizes, self.kv_scales)
-        if quantised is not None:
-            assert quantised.shape[1] == len(self.kv_head_ids), (quantised.shape, self.kv_head_ids)
-            self.kv_cache = quantised
-            return
-        assert not isinstance(view, Mapping), "keys and values lie side by side"
-        content = sum(sizes)
-        assert view.dim() == 4, view.shape
-        assert view.shape[1] == len(self.kv_head_ids), (view.shape, self.kv_head_ids)
-        assert view.shape[3] == content, (view.shape, content)
-        assert view.stride(3) == 1, view.stride()
-        self.kv_cache = view
+        self.kv_cache = checked_cache(view, len(self.kv_head_ids), sizes, self.kv_scales)
 
     def unbind_kv_cache(self) -> None:
-        """Forget the cache, so that its buffer can be freed."""
         self.kv_cache = None
 
     def field_views(self) -> tuple[FieldView, ...]:
-        """k and v [B, H, N, D] of the bound cache; of a quantised one all that it stores."""
+        """k and v [B, H, N, D] of the bound cache; all stored fields of a quantised one."""
         assert self.kv_cache is not None, f"layer {self.layer}: no KV cache is bound"
         if isinstance(self.kv_cache, QuantisedKV):
             fields = self.kv_cache.fields().items()
@@ -130,7 +111,7 @@ class Attention:
         )
 
     def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]; stores k and v of the T tokens, if it makes any. `metadata` is the
+        """[T, hidden] -> [T, hidden]; stores k and v of the T tokens, if it computes any. `metadata` is the
         backend's."""
         assert self.kv_cache is not None, f"layer {self.layer}: no KV cache is bound"
         num_q, num_kv = self.num_query_heads, 0 if self.shares else len(self.kv_head_ids)
@@ -160,8 +141,26 @@ class Attention:
         return out if multipliers.outputs == 1.0 else out * multipliers.outputs
 
 
+def checked_cache(
+    view: CacheView,
+    num_heads: int,
+    sizes: tuple[int, int],
+    scales: tuple[float, float],
+    sides: tuple[str, str] = ("k", "v"),
+) -> torch.Tensor | QuantisedKV:
+    """A bound view [B, H, N, C] as kernels take it, with its shape checked; arguments as in quantised_kv."""
+    quantised = quantised_kv(view, *sizes, scales, sides)
+    if quantised is not None:
+        assert quantised.shape[1] == num_heads, (quantised.shape, num_heads)
+        return quantised
+    assert not isinstance(view, Mapping), f"{' and '.join(sides)} lie side by side"
+    assert view.dim() == 4, view.shape
+    assert (view.shape[1], view.shape[3]) == (num_heads, sum(sizes)), (view.shape, num_heads, sizes)
+    assert view.stride(3) == 1, view.stride()
+    return view
+
+
 def build_attention(build: Build, index: int) -> Attention:
-    """The rank's heads of layer `index`."""
     config = build.config
     q_heads = shard.query_heads(config.num_query_heads, *build.tp)
     kv_heads = shard.kv_heads(config.num_query_heads, config.num_kv_heads, *build.tp)
@@ -211,7 +210,7 @@ def build_attention(build: Build, index: int) -> Attention:
 
 
 def _query_rows(num_heads: int, held: tuple[int, ...], size: int, *, gated: bool) -> Rows:
-    """Rows of `q`, which holds, per head, q and then the gate where heads are `gated`; gates come first."""
+    """Rows of `q`; if heads are `gated`, each holds q then the gate, and gates come first in the result."""
     if not gated:
         return Rows("q", num_heads * size, head_rows(held, size))
     # In halves of a head: 2 h is the query of head h, 2 h + 1 its gate.
@@ -226,7 +225,7 @@ def _turned_norm(config: DecoderConfig, index: int) -> Norm | None:
 
 
 def _qk_norm(build: Build, index: int, num_q: int, num_kv: int) -> Norm:
-    """The head norms of q and k as one weight [Q + H, D]; of q alone where the layer makes no keys."""
+    """The head norms of q and k as one weight [Q + H, D]; of q alone if the layer computes no keys."""
     size = build.config.head_size_k
     weights = [build.pieces.whole(build.name(index, "q_norm.weight"), size).expand(num_q, size)]
     if num_kv:

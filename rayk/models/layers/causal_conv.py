@@ -1,4 +1,4 @@
-"""The convolution in front of a recurrent scan, over parts that are cut and cached each in its own units.
+"""The convolution before a recurrent scan, over parts that are cut and cached in units of their own.
 
 Shapes: T packed tokens, B state slots, U units of a part and D channels of each, W taps of the convolution.
 """
@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
 from rayk.kernels.causal_conv1d import causal_conv1d
+from rayk.kernels.segments import Segments
 from rayk.kv.caches import FieldView
-
-if TYPE_CHECKING:
-    from rayk.kernels.segments import Segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,32 +21,31 @@ class ConvPart:
     """Channels of one page field: `units` (global ids, ascending) of `unit_size` channels each."""
 
     name: str
-    """The field's, which is also its bundle's."""
+    """Name of the field and of its bundle."""
     units: tuple[int, ...]
     unit_size: int
 
     @property
     def num_channels(self) -> int:
-        """U * D."""
         return len(self.units) * self.unit_size
 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Parts that one launch convolves: channels [start, stop), and where their taps are kept."""
+    """Parts convolved by one launch: channels [start, stop), and the views of their taps."""
 
     parts: tuple[ConvPart, ...]
     start: int
     stop: int
     taps: torch.Tensor
-    """[B, U, D, W - 1], or [B, 1, channels, W - 1] of several parts that lie side by side."""
+    """[B, U, D, W - 1], or [B, 1, channels, W - 1] of several adjacent parts."""
 
 
 class CausalConv:
-    """Channels of the parts, side by side. Parts whose taps are adjacent in memory are convolved at once."""
+    """Convolves the channels of all parts. Parts whose taps are adjacent in memory take one launch."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, parts: tuple[ConvPart, ...]) -> None:
-        """weight [C, W] and bias [C]: the parts' channels one after the other."""
+        """weight [C, W] and bias [C] hold the parts' channels one after the other."""
         self.parts = parts
         self._weight = weight
         self._bias = bias
@@ -75,13 +71,7 @@ class CausalConv:
         self._runs = tuple(runs)
 
     def unbind(self) -> None:
-        """Forget the taps, so that their buffer can be freed."""
         self._runs = ()
-
-    @property
-    def num_launches(self) -> int:
-        """Of a step."""
-        return len(self._runs)
 
     def field_views(self) -> tuple[FieldView, ...]:
         """Taps [B, U, 1, D * (W - 1)] of every part, as they are convolved."""
@@ -106,7 +96,7 @@ class CausalConv:
 
 
 def _join(left: _Run, right: _Run) -> _Run | None:
-    """One run where the taps of all channels of a slot are one stretch of memory, else None."""
+    """One run if the taps of all channels of a slot are one stretch of memory, else None."""
     flat = [_flat(run.taps) for run in (left, right)]
     if any(view is None for view in flat):
         return None
@@ -125,7 +115,7 @@ def _join(left: _Run, right: _Run) -> _Run | None:
 
 
 def _flat(taps: torch.Tensor) -> torch.Tensor | None:
-    """[B, U * D * (W - 1)] as a view, or None where units lie apart."""
+    """[B, U * D * (W - 1)] as a view, or None if units lie apart."""
     _, num_units, size, num_taps = taps.shape
     if num_units > 1 and taps.stride(1) != size * num_taps:
         return None

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from rayk.models.layers.linear import packed, product
 from rayk.parallel import shard
-
-if TYPE_CHECKING:
-    from rayk.parallel.comm import Comm
+from rayk.parallel.comm import Comm
 
 
 def rounded_scale(scale: float, dtype: torch.dtype) -> float:
-    """`scale` as `dtype` has it: sqrt(3072) = 55.4256 becomes 55.5 in bfloat16."""
+    """`scale` rounded to `dtype`: sqrt(3072) = 55.4256 becomes 55.5 in bfloat16."""
     return float(torch.tensor(scale, dtype=torch.float32).to(dtype))
 
 
 class VocabEmbedding:
-    """Rows of the embedding that this rank holds: `rows` of the vocabulary, weight [rows, hidden]."""
+    """The rank's `rows` of the embedding, weight [rows, hidden], scaled by `scale`."""
 
     def __init__(self, weight: torch.Tensor, rows: range, comm: Comm, *, scale: float = 1.0) -> None:
-        """What is looked up is multiplied by `scale`."""
         assert weight.shape[0] == len(rows), (weight.shape, rows)
         self.weight = weight
         self.rows = rows
@@ -31,7 +26,7 @@ class VocabEmbedding:
         self._scale = scale
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[T] -> [T, hidden], the same on every rank: each id is one rank's row plus zeros."""
+        """[T] -> [T, hidden], the same on every rank: one rank has an id's row, the others add zeros."""
         found = self._look_up(token_ids)
         return found if self._scale == 1.0 else found * self._scale
 
@@ -57,10 +52,8 @@ class LmHead:
         scale: float = 1.0,
         soft_cap: float | None = None,
     ) -> None:
-        """Logits are multiplied by `scale`, then become soft_cap * tanh(logit / soft_cap).
-
-        `tied`: the embedding holds the same tensor, so a packed copy would be held besides.
-        """
+        """Logits are multiplied by `scale`, then become soft_cap * tanh(logit / soft_cap). `tied`: the
+        embedding holds the same tensor, so the weight is not packed into a copy."""
         self.weight = weight if tied else packed(weight)
         self._comm = comm
         sizes = [len(shard.shard_range(vocab_size, comm.size, r)) for r in range(comm.size)]

@@ -1,41 +1,37 @@
-"""Gated delta nets: a matrix per value head that forgets, and is corrected towards each token's value.
+"""Gated delta nets: a matrix per value head that decays and is corrected towards each token's value
+(qwen3_next/modeling_qwen3_next.py:582).
 
-What is computed: qwen3_next/modeling_qwen3_next.py:582.
-
-Shapes: T packed tokens, B state slots, Hk key heads and Hv value heads of the rank, Dk and Dv their sizes,
-W taps of the convolution.
+Shapes: T packed tokens, B state slots, Hk key heads and Hv value heads of the rank, Dk and Dv their sizes, W
+taps of the convolution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from rayk.kernels.gated_delta_rule import gated_delta_rule
-from rayk.kv.caches import FieldView
+from rayk.kernels.segments import Segments
+from rayk.models.build import Build
 from rayk.models.config import GdnConfig, NormConfig
 from rayk.models.layers.causal_conv import CausalConv, ConvPart
+from rayk.models.layers.linear import Linear, RowParallelLinear
+from rayk.models.layers.norm import Norm
+from rayk.models.layers.places import Places
+from rayk.models.layers.state import StateMixer
 from rayk.models.pieces import Rows
 from rayk.parallel import shard
-
-if TYPE_CHECKING:
-    from rayk.kernels.segments import Segments
-    from rayk.models.build import Build
-    from rayk.models.layers.linear import Linear, RowParallelLinear
-    from rayk.models.layers.norm import Norm
-    from rayk.models.layers.places import Places
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GdnHeads:
-    """The rank's heads: value heads are divided, and each rank holds the key heads they read."""
+    """The rank's heads: value heads are divided, and each rank holds the key heads they read (global ids)."""
 
     key: tuple[int, ...]
-    """Global ids."""
     value: tuple[int, ...]
     key_size: int
     value_size: int
@@ -44,7 +40,6 @@ class GdnHeads:
 
     @property
     def parts(self) -> tuple[ConvPart, ConvPart, ConvPart]:
-        """What is convolved."""
         return (
             ConvPart("conv_q", self.key, self.key_size),
             ConvPart("conv_k", self.key, self.key_size),
@@ -54,8 +49,6 @@ class GdnHeads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GdnWeights:
-    """One rank's weights."""
-
     inputs: Linear
     """hidden -> q, k, v, z of the heads, then b and a, one of each per value head."""
     conv: torch.Tensor
@@ -65,44 +58,24 @@ class GdnWeights:
     dt_bias: torch.Tensor
     """[Hv] float32"""
     norm: Norm
-    """Of each value head's output, before the gate."""
+    """On each value head's output, before the gate."""
     out: RowParallelLinear
     """[T, Hv * Dv] -> hidden"""
 
 
-class GatedDeltaNet:
-    """One rank's heads of one layer. The state cache is bound by the engine before the first step."""
+class GatedDeltaNet(StateMixer):
+    """One rank's heads of one layer."""
 
     def __init__(self, *, layer: int, heads: GdnHeads, weights: GdnWeights) -> None:
-        self.layer = layer
+        conv = CausalConv(weights.conv, None, heads.parts)
+        shape = (heads.key_size, heads.value_size)
+        super().__init__(layer=layer, conv=conv, field="delta", units=heads.value, shape=shape)
         self.heads = heads
         self._weights = weights
-        self._conv = CausalConv(weights.conv, None, heads.parts)
-        self._delta: torch.Tensor | None = None
-
-    def bind_kv_cache(self, view: Mapping[str, torch.Tensor]) -> None:
-        """Use the bundles [B, units, 1, C] of conv_q, conv_k, conv_v and delta from now on."""
-        heads, delta = self.heads, view["delta"]
-        size = heads.key_size * heads.value_size
-        assert delta.shape[1:] == (len(heads.value), 1, size), (delta.shape, heads)
-        assert delta.dtype == torch.float32, delta.dtype
-        self._conv.bind(view)
-        self._delta = delta.view(*delta.shape[:2], heads.key_size, heads.value_size)
-
-    def unbind_kv_cache(self) -> None:
-        """Forget the cache, so that its buffer can be freed."""
-        self._conv.unbind()
-        self._delta = None
-
-    def field_views(self) -> tuple[FieldView, ...]:
-        """Taps [B, units, 1, D * (W - 1)] and states [B, Hv, 1, Dk * Dv] of the bound cache."""
-        assert self._delta is not None, f"layer {self.layer}: no state cache is bound"
-        delta = self._delta.view(*self._delta.shape[:2], 1, -1)
-        return (*self._conv.field_views(), FieldView("delta", delta, self.heads.value))
 
     def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]. `metadata` is the step's Segments; positions do not enter."""
-        assert self._delta is not None, f"layer {self.layer}: no state cache is bound"
+        """[T, hidden] -> [T, hidden]. `metadata` is the step's Segments; positions are not used."""
+        state = self._bound()
         segments: Segments = metadata
         w, heads = self._weights, self.heads
         keys, values = len(heads.key) * heads.key_size, len(heads.value) * heads.value_size
@@ -116,7 +89,7 @@ class GatedDeltaNet:
             w.decay * F.softplus(a.float() + w.dt_bias),
             b.sigmoid().float(),
             heads.key_index,
-            self._delta,
+            state,
             segments,
             scale=heads.key_size**-0.5,
         )
@@ -125,7 +98,6 @@ class GatedDeltaNet:
 
 
 def build_gdn(build: Build, index: int) -> GatedDeltaNet:
-    """The rank's heads of layer `index`."""
     config = build.config.gdn
     assert config is not None
     counts = (config.num_value_heads, config.num_key_heads)
@@ -159,15 +131,15 @@ def build_gdn(build: Build, index: int) -> GatedDeltaNet:
 
 
 def _spans(heads: Sequence[int], size: int, start: int = 0) -> tuple[range, ...]:
-    """Rows of each of `heads`, of `size` rows each, from row `start`."""
+    """Rows of each of `heads`, `size` rows each, from row `start`."""
     return tuple(range(start + head * size, start + (head + 1) * size) for head in heads)
 
 
 def _input_rows(config: GdnConfig, heads: GdnHeads) -> tuple[Rows, Rows]:
     """Rows of q, k, v and z, then of b and a.
 
-    On disk the two matrices are grouped by key head: q, k, and the v and z of its value heads; b and a of
-    its value heads (qwen3_next/modeling_qwen3_next.py:628).
+    On disk the two matrices are grouped by key head: q, k, and the v and z of its value heads; b and a of its
+    value heads (qwen3_next/modeling_qwen3_next.py:628).
     """
     per_key = config.num_value_heads // config.num_key_heads
     dk, dv = config.key_head_size, config.value_head_size

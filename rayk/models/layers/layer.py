@@ -1,34 +1,30 @@
-"""A layer: norms around a mixer, a feed-forward half, or both, and the residual stream that they add to."""
+"""A layer: norms around a mixer, a feed-forward half, or both, which add to the residual stream."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+
+from rayk.kv.caches import OwnsCache
+from rayk.models.build import Build
 from rayk.models.config import ExpertsConfig
 from rayk.models.layers.altup import AltUpLayer, build_altup_layer
-from rayk.models.layers.mixers import build_mixer
-from rayk.models.layers.mlp import build_mlp
+from rayk.models.layers.mixers import Mixer, build_mixer
+from rayk.models.layers.mlp import Mlp, build_mlp
 from rayk.models.layers.moe import build_moe
-
-if TYPE_CHECKING:
-    import torch
-
-    from rayk.kv.caches import OwnsCache
-    from rayk.models.build import Build
-    from rayk.models.layers.mixers import Mixer
-    from rayk.models.layers.mlp import Mlp
-    from rayk.models.layers.norm import Norm
-    from rayk.models.layers.places import Places
-    from rayk.parallel.comm import Comm
+from rayk.models.layers.norm import Norm
+from rayk.models.layers.places import Places
+from rayk.parallel.comm import Comm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layer:
-    """x + mixer(norm(x)), then x + mlp(norm(x)); each half normed once more where there are such norms.
+    """x + mixer(norm(x)), then x + mlp(norm(x)); outputs are normed again if there are such norms.
 
-    A layer may have one half only: then the other's norms are None too.
+    A layer may have only one half; the other's norms are then None too.
     """
 
     input_norm: Norm | None
@@ -38,9 +34,9 @@ class Layer:
     mlp: Mlp | None
     post_mlp_norm: Norm | None = None
     residual_multiplier: float = 1.0
-    """On what each half adds."""
+    """Factor on what each half adds."""
     dtype: torch.dtype | None = None
-    """What the halves compute in where x is wider; None: as x is."""
+    """Dtype that the halves compute in, if x is wider."""
 
     def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]. `metadata` is the mixer's."""
@@ -64,7 +60,8 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayer:
-    """x + mixer(n) + mlp(n), where n = norm(x); the halves' partial sums are added in one go."""
+    """x + mixer(n) + mlp(n), where n = norm(x); the halves' partial sums are added over the ranks
+    together."""
 
     input_norm: Norm
     mixer: Mixer
@@ -72,7 +69,6 @@ class ParallelLayer:
     comm: Comm
 
     def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]."""
         normed = self.input_norm.forward(x)
         out = self.mixer.forward(normed, places, metadata) + self.mlp.forward(normed)
         return x + (self.comm.all_reduce(out) if self.comm.size > 1 else out)
@@ -82,27 +78,26 @@ class OneStream:
     """The residual stream of most models: one tensor [T, hidden], which begins as the embeddings."""
 
     def begin(self, token_ids: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-        """Token ids [T] and their embeddings [T, hidden] -> what the first layer takes."""
+        """Token ids [T] and their embeddings [T, hidden] -> the first layer's input."""
         return embeddings
 
     def select(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The stream of `tokens` (int64 [M]) only."""
+        """Keep only `tokens` (int64 [M])."""
         return x.index_select(0, tokens)
 
     def end(self, x: torch.Tensor) -> torch.Tensor:
-        """What the last layer made -> [T, hidden]."""
+        """The last layer's output -> [T, hidden]."""
         return x
 
 
 class BuiltLayer(NamedTuple):
-    """A layer, and what of it uses which part of a cache: its own, or that of its `kv_source`."""
+    """A layer, and its mixers by the cache part they use: its own, or that of its `kv_source`."""
 
     layer: Layer | ParallelLayer | AltUpLayer
     users: Mapping[str, OwnsCache]
 
 
 def build_layer(build: Build, index: int) -> BuiltLayer:
-    """Layer `index` of the rank's decoder."""
     config = build.config
     if config.block == "parallel":
         return _parallel(replace(build, reduce=False), index)

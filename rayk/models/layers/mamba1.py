@@ -6,34 +6,27 @@ rank of dt, W taps of the convolution. Channels are divided in runs, each a unit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from rayk.kernels.segments import Segments
 from rayk.kernels.selective_scan import selective_scan
-from rayk.kv.caches import FieldView
 from rayk.kv.specs import channels_per_unit
-from rayk.models.config import NormConfig
+from rayk.models.build import Build
+from rayk.models.config import Mamba1Config, NormConfig
 from rayk.models.layers.causal_conv import CausalConv, ConvPart
-from rayk.models.layers.linear import Linear
+from rayk.models.layers.linear import Linear, RowParallelLinear
+from rayk.models.layers.norm import Norm
+from rayk.models.layers.places import Places
+from rayk.models.layers.state import StateMixer
 from rayk.models.pieces import Rows, head_rows
 from rayk.parallel import shard
-
-if TYPE_CHECKING:
-    from rayk.kernels.segments import Segments
-    from rayk.models.build import Build
-    from rayk.models.config import Mamba1Config
-    from rayk.models.layers.linear import RowParallelLinear
-    from rayk.models.layers.norm import Norm
-    from rayk.models.layers.places import Places
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mamba1Norms:
-    """RMSNorm on each of dt, B and C."""
-
     dt: Norm
     b: Norm
     c: Norm
@@ -46,7 +39,6 @@ class Mamba1Weights:
     inputs: Linear
     """hidden -> x and z of the rank's channels."""
     conv: CausalConv
-    """Over x."""
     selection: RowParallelLinear
     """[T, C] -> [T, R + 2 N], dt, B and C of all channels: summed over the ranks."""
     norms: Mamba1Norms | None
@@ -62,39 +54,18 @@ class Mamba1Weights:
     """[T, C] -> hidden"""
 
 
-class Mamba1:
-    """One rank's channels of one layer. The state cache is bound by the engine before the first step."""
+class Mamba1(StateMixer):
+    """One rank's channels of one layer."""
 
     def __init__(self, *, layer: int, unit_ids: tuple[int, ...], weights: Mamba1Weights) -> None:
         """`unit_ids`: global ids of the rank's runs of channels, as the weights were cut."""
-        self.layer = layer
-        self.unit_ids = unit_ids
+        num_channels, state_size = weights.decay.shape
+        shape = (num_channels // len(unit_ids), state_size)
+        super().__init__(layer=layer, conv=weights.conv, field="ssm", units=unit_ids, shape=shape)
         self._weights = weights
-        self._state: torch.Tensor | None = None
-
-    def bind_kv_cache(self, view: Mapping[str, torch.Tensor]) -> None:
-        """Use the bundles [B, U, 1, C] of conv_x and ssm from now on."""
-        bundle = view["ssm"]
-        num_channels, state_size = self._weights.decay.shape
-        shape = (num_channels // len(self.unit_ids), state_size)
-        assert bundle.shape[1:] == (len(self.unit_ids), 1, shape[0] * shape[1]), bundle.shape
-        assert bundle.dtype == torch.float32, bundle.dtype
-        self._weights.conv.bind(view)
-        self._state = bundle.view(*bundle.shape[:2], *shape)
-
-    def unbind_kv_cache(self) -> None:
-        """Forget the cache, so that its buffer can be freed."""
-        self._weights.conv.unbind()
-        self._state = None
-
-    def field_views(self) -> tuple[FieldView, ...]:
-        """Taps [B, U, 1, D * (W - 1)] and states [B, U, 1, D * N] of the bound cache."""
-        state = self._bound()
-        ssm = FieldView("ssm", state.view(*state.shape[:2], 1, -1), self.unit_ids)
-        return (*self._weights.conv.field_views(), ssm)
 
     def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]. `metadata` is the step's Segments; positions do not enter."""
+        """[T, hidden] -> [T, hidden]. `metadata` is the step's Segments; positions are not used."""
         state = self._bound()
         segments: Segments = metadata
         w = self._weights
@@ -108,13 +79,8 @@ class Mamba1:
         y = selective_scan(xs, w.dt.forward(dt), w.decay, b, c, w.skip, w.dt_bias, z, state, segments)
         return w.out.forward(y)
 
-    def _bound(self) -> torch.Tensor:
-        assert self._state is not None, f"layer {self.layer}: no state cache is bound"
-        return self._state
-
 
 def build_mamba1(build: Build, index: int) -> Mamba1:
-    """The rank's channels of layer `index`."""
     config = build.config.mamba1
     assert config is not None
     unit_size = channels_per_unit(config.num_channels)

@@ -6,25 +6,22 @@ read, N the state's size, W taps of the convolution.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from rayk.kernels.segments import Segments
 from rayk.kernels.ssd_scan import ssd_scan
-from rayk.kv.caches import FieldView
+from rayk.models.build import Build
+from rayk.models.config import Mamba2Config
 from rayk.models.layers.causal_conv import CausalConv, ConvPart
+from rayk.models.layers.linear import Linear, RowParallelLinear
 from rayk.models.layers.norm import GatedNorm
+from rayk.models.layers.places import Places
+from rayk.models.layers.state import StateMixer
 from rayk.models.pieces import Rows, head_rows
 from rayk.parallel import shard
-
-if TYPE_CHECKING:
-    from rayk.kernels.segments import Segments
-    from rayk.models.build import Build
-    from rayk.models.config import Mamba2Config
-    from rayk.models.layers.linear import Linear, RowParallelLinear
-    from rayk.models.layers.places import Places
 
 READERS = "Mamba heads"
 
@@ -34,9 +31,9 @@ class Mamba2Heads:
     """The rank's heads: heads are divided, and each rank holds the groups of B and C that its heads read."""
 
     ids: tuple[int, ...]
-    """Global, of the heads."""
+    """Global ids of the heads."""
     groups: tuple[int, ...]
-    """Global, of the groups."""
+    """Global ids of the groups."""
     head_size: int
     state_size: int
     group_index: torch.Tensor
@@ -55,14 +52,11 @@ class Mamba2Heads:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mamba2Weights:
-    """One rank's weights."""
-
     inputs: Linear
     """hidden -> z, x, B, C and dt of the rank's heads and groups."""
     multipliers: torch.Tensor | None
-    """[outputs of `inputs`]: what they are multiplied by; None: by one."""
+    """[outputs of `inputs`]: factors on them."""
     conv: CausalConv
-    """Over x, B and C."""
     decay: torch.Tensor
     """[H] float32: -exp(A_log)."""
     skip: torch.Tensor
@@ -74,8 +68,8 @@ class Mamba2Weights:
     """[T, H * P] -> hidden"""
 
 
-class Mamba2:
-    """One rank's heads of one layer. The state cache is bound by the engine before the first step."""
+class Mamba2(StateMixer):
+    """One rank's heads of one layer."""
 
     def __init__(
         self,
@@ -86,35 +80,15 @@ class Mamba2:
         in_multiplier: float = 1.0,
         out_multiplier: float = 1.0,
     ) -> None:
-        self.layer = layer
+        shape = (heads.head_size, heads.state_size)
+        super().__init__(layer=layer, conv=weights.conv, field="ssm", units=heads.ids, shape=shape)
         self.heads = heads
         self._weights = weights
         self._in_multiplier = in_multiplier
         self._out_multiplier = out_multiplier
-        self._state: torch.Tensor | None = None
-
-    def bind_kv_cache(self, view: Mapping[str, torch.Tensor]) -> None:
-        """Use the bundles [B, units, 1, C] of conv_x, conv_b, conv_c and ssm from now on."""
-        heads, bundle = self.heads, view["ssm"]
-        shape = (heads.head_size, heads.state_size)
-        assert bundle.shape[1:] == (len(heads.ids), 1, shape[0] * shape[1]), bundle.shape
-        assert bundle.dtype == torch.float32, bundle.dtype
-        self._weights.conv.bind(view)
-        self._state = bundle.view(*bundle.shape[:2], *shape)
-
-    def unbind_kv_cache(self) -> None:
-        """Forget the cache, so that its buffer can be freed."""
-        self._weights.conv.unbind()
-        self._state = None
-
-    def field_views(self) -> tuple[FieldView, ...]:
-        """Taps [B, units, 1, channels * (W - 1)] and states [B, H, 1, P * N] of the bound cache."""
-        state = self._bound()
-        ssm = FieldView("ssm", state.view(*state.shape[:2], 1, -1), self.heads.ids)
-        return (*self._weights.conv.field_views(), ssm)
 
     def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]. `metadata` is the step's Segments; positions do not enter."""
+        """[T, hidden] -> [T, hidden]. `metadata` is the step's Segments; positions are not used."""
         state = self._bound()
         segments: Segments = metadata
         w, heads = self._weights, self.heads
@@ -140,13 +114,8 @@ class Mamba2:
         out = w.out.forward(w.norm.forward(y, z))
         return out if self._out_multiplier == 1.0 else out * self._out_multiplier
 
-    def _bound(self) -> torch.Tensor:
-        assert self._state is not None, f"layer {self.layer}: no state cache is bound"
-        return self._state
-
 
 def build_mamba2(build: Build, index: int) -> Mamba2:
-    """The rank's heads of layer `index`."""
     config = build.config.mamba2
     assert config is not None
     heads = _heads(build, config)
@@ -187,7 +156,7 @@ def _heads(build: Build, config: Mamba2Config) -> Mamba2Heads:
 
 
 def _input_parts(config: Mamba2Config, heads: Mamba2Heads) -> tuple[Rows, ...]:
-    """Rows of z, x, B, C and dt, in the order in which the input projection is stored."""
+    """Rows of z, x, B, C and dt, in the order of the stored input projection."""
     inner, width = config.num_heads * config.head_size, config.num_groups * config.state_size
     channels = head_rows(heads.ids, config.head_size)
     groups = head_rows(heads.groups, config.state_size)
@@ -201,7 +170,7 @@ def _input_parts(config: Mamba2Config, heads: Mamba2Heads) -> tuple[Rows, ...]:
 
 
 def _multipliers(build: Build, config: Mamba2Config, heads: Mamba2Heads) -> torch.Tensor | None:
-    """As the projection's outputs, each part's multiplier (falcon_h1/modeling_falcon_h1.py:948)."""
+    """Each part's multiplier, per output of the projection (falcon_h1/modeling_falcon_h1.py:948)."""
     if set(config.part_multipliers) == {1.0}:
         return None
     sizes = (heads.inner, heads.inner, heads.group_width, heads.group_width, len(heads.ids))

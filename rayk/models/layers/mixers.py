@@ -1,31 +1,27 @@
-"""What mixes tokens in a layer, by its kind: one mixer, or several side by side."""
+"""A layer's mixer by its kind: one, or several side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+import torch
 
 from rayk.kv.caches import OwnsCache
+from rayk.models.build import Build
 from rayk.models.config import PARTS
 from rayk.models.layers.attention import build_attention
 from rayk.models.layers.gdn import build_gdn
 from rayk.models.layers.mamba1 import build_mamba1
 from rayk.models.layers.mamba2 import build_mamba2
 from rayk.models.layers.mla import build_mla
-
-if TYPE_CHECKING:
-    import torch
-
-    from rayk.models.build import Build
-    from rayk.models.layers.places import Places
-    from rayk.parallel.comm import Comm
+from rayk.models.layers.places import Places
+from rayk.parallel.comm import Comm
 
 
 class Mixer(Protocol):
-    """What mixes tokens in a layer: attention, a recurrent mixer, or both side by side."""
-
     def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
         """[T, hidden] -> [T, hidden], the same on every rank; partial sums in a ParallelLayer."""
         ...
@@ -44,14 +40,14 @@ BUILDERS: Mapping[str, Callable[[Build, int], CachingMixer]] = MappingProxyType(
         "gdn": build_gdn,
     }
 )
-"""LayerConfig.mixers -> what builds the rank's share of that mixer in a layer."""
+"""Kind of mixer -> the function that builds the rank's share of it in a layer."""
 
 
 class SideBySide:
-    """The sum of the mixers' outputs. Their partial sums are added over the ranks in one go."""
+    """The sum of the mixers' outputs, whose partial sums are added over the ranks together."""
 
     def __init__(self, mixers: Mapping[str, Mixer], comm: Comm, *, reduce: bool = True) -> None:
-        """`mixers`, by the part of the cache that each owns, leave their sums partial. `reduce` as in
+        """`mixers`, by the cache part that each owns, leave their sums partial. `reduce` as in
         RowParallelLinear."""
         self.mixers = dict(mixers)
         self._comm = comm
@@ -65,7 +61,7 @@ class SideBySide:
 
 
 def build_mixer(build: Build, index: int) -> tuple[Mixer | None, Mapping[str, OwnsCache]]:
-    """The mixer of layer `index`, if it has one, and what of it uses which part of a cache."""
+    """The mixer of layer `index`, if it has one, and the mixers by the cache part they use."""
     kinds = build.config.layers[index].mixers
     if not kinds:
         return None, {}

@@ -1,8 +1,8 @@
 """Multi-head latent attention: all heads read one latent vector and one rotated key per token.
 
 A head's key and value are linear maps of the latent (deepseek_v3/modeling_deepseek_v3.py:349), so neither is
-made: the query goes through the key's map into the latent space, where it meets the cached latents, and what
-the latents sum to goes through the value's map.
+computed: queries are mapped into the latent space and attend to the cached latents there, and the weighted
+latents are mapped to values.
 
 Shapes: T packed tokens, Q query heads of the rank, R latent, N and P the parts of a head's query and key
 without and with positions, V value.
@@ -10,32 +10,29 @@ without and with positions, V value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from rayk.attention.backend import MlaParams
-from rayk.kernels.quantise import QuantisedKV, quantised_kv
+from rayk.attention.backend import AttentionBackend, MlaParams
+from rayk.kernels.quantise import QuantisedKV
 from rayk.kv.caches import CacheView, FieldView
 from rayk.kv.formats import LATENT_SIDES
+from rayk.models.build import Build
 from rayk.models.config import MlaConfig, NormConfig
+from rayk.models.layers.attention import checked_cache
+from rayk.models.layers.linear import Linear, RowParallelLinear
+from rayk.models.layers.norm import Norm
+from rayk.models.layers.places import Places
 from rayk.models.layers.rope import rotate_into_halves
 from rayk.models.pieces import Rows, head_rows
 from rayk.parallel import shard
 
-if TYPE_CHECKING:
-    from rayk.attention.backend import AttentionBackend
-    from rayk.models.build import Build
-    from rayk.models.layers.linear import Linear, RowParallelLinear
-    from rayk.models.layers.norm import Norm
-    from rayk.models.layers.places import Places
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompressedQuery:
-    """hidden -> a smaller query, normed: whole on every rank."""
+    """hidden -> a smaller, normed query; whole on every rank."""
 
     down: Linear
     norm: Norm
@@ -47,7 +44,8 @@ class CompressedQuery:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlaWeights:
-    """One rank's weights. What makes the latent is whole on every rank, all else is the rank's heads'."""
+    """One rank's weights. The latent's projections are whole on every rank, all others hold the rank's
+    heads."""
 
     compressed: CompressedQuery | None
     """None: `query` takes hidden states."""
@@ -57,7 +55,7 @@ class MlaWeights:
     """hidden -> [T, R + P]: the latent, then the shared key."""
     latent_norm: Norm
     key: torch.Tensor
-    """[Q, N, R]: latent -> a head's key, to be applied to queries from the left."""
+    """[Q, N, R]: latent -> a head's key, applied to queries from the left."""
     value: torch.Tensor
     """[Q, R, V]"""
     out: RowParallelLinear
@@ -76,7 +74,7 @@ class Mla:
         backend: AttentionBackend,
         kv_scale: float = 1.0,
     ) -> None:
-        """`kv_scale`: of latents and rotated keys, in a quantised cache of a format that has one."""
+        """`kv_scale`: scale of latents and rotated keys, if the cache's format has one."""
         self.layer = layer
         self.num_query_heads, self.nope_size, latent_size = weights.key.shape
         assert latent_size == params.latent_size, (latent_size, params)
@@ -85,30 +83,20 @@ class Mla:
         self.backend = backend
         self.kv_scale = kv_scale
         self.kv_cache: torch.Tensor | QuantisedKV | None = None
-        """[B, N, R + P]: the latent of a token slot, then its key; or what a quantised format makes of it."""
+        """[B, N, R + P]: the latent of a token slot, then its key; or a quantised format."""
         self._weights = weights
 
     def bind_kv_cache(self, view: CacheView) -> None:
         """Use `view` [B, 1, N, R + P] from now on; its head axis is dropped, unless it is quantised."""
         sizes = self.params.latent_size, self.params.rope_size
-        quantised = quantised_kv(view, *sizes, (self.kv_scale, self.kv_scale), LATENT_SIDES)
-        if quantised is not None:
-            assert quantised.shape[1] == 1, quantised.shape
-            self.kv_cache = quantised
-            return
-        assert not isinstance(view, Mapping), "a latent and its key lie side by side"
-        assert view.dim() == 4, view.shape
-        assert view.shape[1] == 1, view.shape
-        assert view.shape[3] == sum(sizes), (view.shape, self.params)
-        assert view.stride(3) == 1, view.stride()
-        self.kv_cache = view.squeeze(1)
+        cache = checked_cache(view, 1, sizes, (self.kv_scale, self.kv_scale), LATENT_SIDES)
+        self.kv_cache = cache if isinstance(cache, QuantisedKV) else cache.squeeze(1)
 
     def unbind_kv_cache(self) -> None:
-        """Forget the cache, so that its buffer can be freed."""
         self.kv_cache = None
 
     def field_views(self) -> tuple[FieldView, ...]:
-        """latent and rope [B, 1, N, size] of the bound cache, of a quantised one all that it stores; every
+        """latent and rope [B, 1, N, size] of the bound cache, or all stored fields of a quantised one; every
         rank holds the one unit."""
         assert self.kv_cache is not None, f"layer {self.layer}: no KV cache is bound"
         if isinstance(self.kv_cache, QuantisedKV):
@@ -141,7 +129,6 @@ class Mla:
 
 
 def build_mla(build: Build, index: int) -> Mla:
-    """The rank's heads of layer `index`."""
     config, mla = build.config, build.config.mla
     assert mla is not None
     heads = shard.query_heads(config.num_query_heads, *build.tp)
@@ -156,7 +143,9 @@ def build_mla(build: Build, index: int) -> Mla:
         compressed=compressed,
         query=query,
         latent=build.linear(index, (Rows.whole("kv_down", cached),), bias=mla.bias),
-        latent_norm=build.norm(build.name(index, "kv_norm.weight"), mla.latent_size, _norm(mla)),
+        latent_norm=build.norm(
+            build.name(index, "kv_norm.weight"), mla.latent_size, NormConfig(eps=mla.norm_eps)
+        ),
         key=maps[:, : mla.nope_size],
         value=maps[:, mla.nope_size :].mT,
         out=build.row_parallel(
@@ -187,11 +176,7 @@ def _query(
     down = (Rows.whole("q_down", mla.query_rank),)
     compressed = CompressedQuery(
         down=build.linear(index, down, bias=mla.bias),
-        norm=build.norm(build.name(index, "q_norm.weight"), mla.query_rank, _norm(mla)),
+        norm=build.norm(build.name(index, "q_norm.weight"), mla.query_rank, NormConfig(eps=mla.norm_eps)),
     )
     up = (Rows("q_up", total * size, rows),)
     return compressed, build.linear(index, up, bias=False, num_inputs=mla.query_rank)
-
-
-def _norm(mla: MlaConfig) -> NormConfig:
-    return NormConfig(eps=mla.norm_eps)

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from rayk.kernels.pointwise import activate, gated
+from rayk.models.build import Build
+from rayk.models.config import MlpConfig
+from rayk.models.layers.linear import Linear, RowParallelLinear
 from rayk.models.pieces import Rows
 from rayk.parallel import shard
-
-if TYPE_CHECKING:
-    from rayk.models.build import Build
-    from rayk.models.config import MlpConfig
-    from rayk.models.layers.linear import Linear, RowParallelLinear
-    from rayk.parallel.comm import Comm
+from rayk.parallel.comm import Comm
 
 
 class Mlp(Protocol):
-    """The feed-forward half of a layer."""
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden], the same on every rank; partial sums in a ParallelLayer."""
         ...
 
 
 class GateCut:
-    """Cuts a token's gates at the quantile that a normal distribution of their mean and deviation has.
+    """Cuts a token's gates at the quantile of a normal distribution with their mean and deviation.
 
-    Over all gates of the model: sums are added over the ranks, once (gemma3n/modeling_gemma3n.py:970).
+    These are of all gates of the model: sums are added over the ranks, once
+    (gemma3n/modeling_gemma3n.py:970).
     """
 
     def __init__(self, sparsity: float, num_gates: int, comm: Comm) -> None:
-        """`sparsity`: the share below the quantile. `num_gates`: of all ranks."""
+        """`sparsity`: the share below the quantile. `num_gates`: gates of all ranks."""
         # In float32, as the quantile of transformers is whatever the model's dtype.
         share = torch.tensor(sparsity, dtype=torch.float32)
         self._quantile = torch.erfinv(2 * share - 1) * math.sqrt(2)
@@ -42,7 +39,7 @@ class GateCut:
         self._comm = comm
 
     def forward(self, gate: torch.Tensor) -> torch.Tensor:
-        """The rank's gates [T, its own] -> what they exceed the quantile by, 0 for those that do not."""
+        """The rank's gates [T, its own] -> their excess over the quantile, at least 0."""
         # In float64, in which the difference keeps a deviation that is far below the mean.
         wide = gate.double()
         sums = torch.stack([wide.sum(-1), wide.square().sum(-1)], dim=-1)
@@ -88,7 +85,7 @@ class GatedMlp:
         return out if self._down_multiplier == 1.0 else out * self._down_multiplier
 
     def _changed(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """What goes down where gates are multiplied or cut."""
+        """The input of `down` if gates are multiplied or cut."""
         gate, up = gate_up.chunk(2, dim=-1)
         if self._gate_multiplier != 1.0:
             gate = gate * self._gate_multiplier
@@ -111,7 +108,7 @@ class PlainMlp:
 
 
 def build_mlp(build: Build, index: int, mlp: MlpConfig, prefix: str = "") -> GatedMlp | PlainMlp:
-    """The rank's rows of the feed-forward half of layer `index`, whose names begin with `prefix`."""
+    """The rank's rows of the feed-forward half of layer `index`, whose parameters begin with `prefix`."""
     size = mlp.intermediate_size
     rows = (shard.shard_range(size, *build.tp),)
     gate, up, down = (Rows(prefix + name, size, rows) for name in ("gate", "up", "down"))

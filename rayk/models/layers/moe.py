@@ -1,53 +1,49 @@
 """Feed-forward halves of which each token uses a few experts.
 
-Whole experts go to ranks, as evenly as they can; the router is on every rank.
+Whole experts go to ranks, as evenly as possible; the router is on every rank.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from rayk.kernels.pointwise import activate
+from rayk.models.build import Build
+from rayk.models.config import ExpertsConfig
 from rayk.models.layers.experts import Experts, build_experts
-from rayk.models.layers.mlp import build_mlp
+from rayk.models.layers.linear import Linear, RowParallelLinear
+from rayk.models.layers.mlp import GatedMlp, PlainMlp, build_mlp
 from rayk.models.layers.router import Router, build_router
 from rayk.models.pieces import Rows
 from rayk.parallel import shard
-
-if TYPE_CHECKING:
-    from rayk.models.build import Build
-    from rayk.models.config import ExpertsConfig
-    from rayk.models.layers.linear import Linear, RowParallelLinear
-    from rayk.models.layers.mlp import GatedMlp, PlainMlp
-    from rayk.parallel.comm import Comm
+from rayk.parallel.comm import Comm
 
 MAX_DENSE_TOKENS = 64
-"""On an accelerator, steps of up to so many tokens run every expert of the rank on every token."""
+"""On an accelerator, steps of up to this many tokens run every expert of the rank on every token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Latent:
-    """A smaller space that experts work in, in place of the hidden one."""
+    """A smaller space in which experts work."""
 
     down: Linear
     """hidden -> latent, whole on every rank."""
     up: RowParallelLinear
-    """latent -> hidden, whole on every rank. It is linear, so it takes partial sums; it leaves them partial,
-    and one rank only adds its bias."""
+    """latent -> hidden, whole on every rank. It maps partial sums to partial sums, and one rank adds its
+    bias."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedExpert:
-    """What every token goes to, besides."""
+    """An additional expert that every token goes to."""
 
     mlp: GatedMlp | PlainMlp
-    """Leaves its sums partial."""
+    """It leaves its sums partial."""
     gate: Linear | None
-    """hidden -> 1, whole on every rank: its sigmoid is multiplied by the output."""
+    """hidden -> 1, whole on every rank: its sigmoid multiplies the output."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> the rank's partial sums."""
@@ -56,13 +52,13 @@ class SharedExpert:
 
 
 class Moe:
-    """sum over a token's chosen experts of weight * expert(x), or of expert(weight * x) where the config says
-    so; and a shared expert where there is one.
+    """The sum over a token's chosen experts of weight * expert(x), or of expert(weight * x) with
+    `weighs_inputs`; plus a shared expert if there is one.
 
-    Two ways, which differ in rounding only. `_grouped` runs each expert on its own tokens and asks the
-    device how many they are, so it waits for it once a layer. `_dense` runs all local experts on all
-    tokens: no such wait and fixed shapes, so that a CUDA graph can hold it; few tokens read most
-    experts' weights anyway, which is what a small step costs.
+    Two implementations differ in rounding only. `_grouped` runs each expert on its own tokens, and waits for
+    the device once per layer to know their number. `_dense` runs all local experts on all tokens: it has
+    fixed shapes and never waits, so that a CUDA graph can hold it; few tokens read most experts' weights
+    anyway.
     """
 
     def __init__(
@@ -90,7 +86,7 @@ class Moe:
 
     @property
     def num_chosen(self) -> tuple[int, int]:
-        """Experts that a token goes to, and of how many on all ranks."""
+        """Experts that a token goes to, and experts in all."""
         return self._config.num_chosen, self._config.num_experts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -128,7 +124,6 @@ class Moe:
         return out.to(x.dtype)
 
     def _dense(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """As `_grouped`."""
         w = self.experts
         weights = shares.new_zeros(x.shape[0], self._config.num_experts).scatter_(1, chosen, shares)
         local = weights[:, self._first : self._first + w.count]
@@ -144,11 +139,10 @@ class Moe:
         return torch.einsum("eth,te->th", results.to(shares.dtype), local).to(x.dtype)
 
     def _weighed(self, inputs: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """What experts get of `inputs`, rounded as these are."""
+        """The experts' inputs, rounded to their dtype."""
         return (inputs * shares).to(inputs.dtype) if self._config.weighs_inputs else inputs
 
     def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """What `config.kind` says."""
         if self._config.kind == "relu2":
             return activate(gate_up, "relu2")
         gate, up = gate_up.chunk(2, dim=-1)
@@ -163,26 +157,25 @@ class Moe:
 def _product(
     x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None, expert: int
 ) -> torch.Tensor:
-    """x [tokens, in] through one expert's matrix."""
+    """x [tokens, in] times one expert's matrix."""
     if biases is None:
         return torch.mm(x, weights[expert])
     return torch.addmm(biases[expert], x, weights[expert])
 
 
 def _products(x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None) -> torch.Tensor:
-    """x [E, T, in] through every expert's matrix."""
+    """x [E, T, in] times every expert's matrix."""
     return torch.bmm(x, weights) if biases is None else torch.baddbmm(biases[:, None], x, weights)
 
 
 def _runs_dense(x: torch.Tensor) -> bool:
-    """Whether waiting for the device would cost more than running every expert, or is forbidden."""
+    """Whether waiting for the device costs more than running every expert, or is forbidden."""
     if x.device.type == "cpu":
         return False
     return x.shape[0] <= MAX_DENSE_TOKENS or torch.cuda.is_current_stream_capturing()
 
 
 def build_moe(build: Build, index: int, mlp: ExpertsConfig) -> Moe:
-    """The router of layer `index`, the rank's experts, and its part of the shared one."""
     held = shard.shard_range(mlp.num_experts, *build.tp)
     return Moe(
         router=build_router(build, index, mlp),

@@ -1,27 +1,23 @@
-"""Normalisation. Statistics are float32 in every kind; what differs is when the result is rounded."""
+"""Normalisation. Statistics are float32 in every kind; kinds differ in when the result is rounded."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from rayk.kernels.pointwise import rms_norm
-
-if TYPE_CHECKING:
-    from rayk.models.config import NormConfig
-    from rayk.parallel.comm import Comm
+from rayk.models.config import NormConfig
+from rayk.parallel.comm import Comm
 
 
 class Norm:
-    """What `config` says, over the last axis.
+    """Normalises the last axis as `config` says.
 
-    `weight` is [D], or [heads, D] where each head of x [T, heads, D] has its own; None where there is none.
+    `weight` is [D], or [heads, D] if each head of x [T, heads, D] has its own.
     """
 
     def __init__(self, weight: torch.Tensor | None, config: NormConfig) -> None:
-        """`weight` as stored, in the model's dtype."""
+        """`weight` is in the model's dtype, as stored."""
         # In float32 the sum with the offset is what transformers adds anew in each forward.
         self.weight = weight.float() + config.offset if weight is not None and config.wide else weight
         self._eps = config.eps
@@ -40,11 +36,11 @@ class Norm:
 
 
 class GatedNorm:
-    """What follows a Mamba2 scan: RMSNorm over groups of channels, and the gate.
+    """The step after a Mamba2 scan: RMSNorm over groups of channels, and the gate.
 
-    A rank holds some heads, and each group is the channels of several heads. Where groups do not lie whole on
-    one rank, the sums of squares of all groups are added over the ranks; nothing else crosses them.
-    Shapes: T packed tokens, H heads of the rank of P channels, G groups of the whole model.
+    A rank holds some heads, and a group is the channels of several heads. If groups span ranks, the sums of
+    squares of all groups are added over the ranks; nothing else crosses them. Shapes: T packed tokens, H
+    heads of the rank of P channels, G groups of the whole model.
     """
 
     def __init__(
@@ -59,10 +55,10 @@ class GatedNorm:
         comm: Comm,
         is_whole: bool,
     ) -> None:
-        """weight [H * P]; None where nothing is normed. `kind`: as Mamba2Config.gate.
+        """weight [H * P]; None if nothing is normed. `kind` as in Mamba2Config.gate.
 
-        `head_groups` [H] int64: each head's group. `group_size` in channels. `is_whole`: every group lies on
-        one rank.
+        `head_groups` [H] int64: each head's group. `group_size` in channels. `is_whole`: no group spans
+        ranks.
         """
         assert kind in ("gate_norm", "norm_gate", "plain"), kind
         assert (weight is None) == (kind == "plain"), kind

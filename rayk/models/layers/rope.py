@@ -1,18 +1,15 @@
-"""Rotary position embedding: pairs of dimensions of q and k turn with the token's position."""
+"""Rotary position embedding: pairs of dimensions of q and k rotate with the token's position."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from rayk.kernels.pointwise import rotate_halves
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from rayk.models.config import RopeConfig
+from rayk.models.config import RopeConfig
 
 
 class Rotation(NamedTuple):
@@ -21,7 +18,7 @@ class Rotation(NamedTuple):
     cos: torch.Tensor
     sin: torch.Tensor
     interleaved: bool = False
-    """Dimension 2i turns with 2i + 1; else i with i + rotary_size / 2."""
+    """Dimension 2i rotates with 2i + 1; else i with i + rotary_size / 2."""
 
 
 class Rotary:
@@ -35,7 +32,8 @@ class Rotary:
         self._inverse_frequencies = inverse_frequencies(config).to(device)
 
     def at(self, positions: torch.Tensor) -> Rotation:
-        """The rotation of tokens at `positions` [T]. Angles are float32 products, as everywhere."""
+        """The rotation of tokens at `positions` [T]. Angles are float32 products, as in other
+        implementations."""
         angles = positions.float()[:, None, None] * self._inverse_frequencies
         factor = self.config.attention_factor
         cos, sin = angles.cos() * factor, angles.sin() * factor
@@ -62,7 +60,7 @@ def _llama3(config: RopeConfig, periods: torch.Tensor) -> torch.Tensor:
     """As in the Llama 3.1 release.
 
     Wavelengths above original_max_positions / low_freq_factor are stretched by `factor`, those below
-    original_max_positions / high_freq_factor are kept, and between them the two are blended.
+    original_max_positions / high_freq_factor are kept, and those between are blended.
     """
     frequencies = 1.0 / periods
     wavelengths = 2 * math.pi / frequencies
@@ -76,8 +74,8 @@ def _llama3(config: RopeConfig, periods: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(config: RopeConfig, periods: torch.Tensor) -> torch.Tensor:
-    """Frequencies that turn often are kept, those that turn seldom are divided by `factor`, linearly
-    blended over the pairs between `beta_fast` and `beta_slow` turns (arXiv 2309.00071, section 3.2)."""
+    """High frequencies are kept, low ones divided by `factor`, linearly blended over the pairs between
+    `beta_fast` and `beta_slow` turns (arXiv 2309.00071, section 3.2)."""
     size = config.rotary_size
 
     def pair_with(turns: float) -> float:
@@ -110,14 +108,14 @@ _SCALED: dict[str, Callable[[RopeConfig, torch.Tensor], torch.Tensor]] = {
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """x [T, heads, D] with its first 2 * (angles) dimensions turned; the rest pass through."""
+    """Rotate the first 2 * (angles) dimensions of x [T, heads, D]; the rest pass through."""
     if rotation.interleaved:
         return _rotate_interleaved(x, rotation)
     return rotate_halves(x, rotation.cos, rotation.sin)
 
 
 def _rotate_interleaved(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """In float32 and rounded once (cohere2/modeling_cohere2.py:155), which the half pairing is not."""
+    """Rotate in float32 and round once (cohere2/modeling_cohere2.py:155), unlike the half pairing."""
     size = 2 * rotation.cos.shape[-1]
     even, odd = x[..., 0:size:2].float(), x[..., 1:size:2].float()
     cos, sin = rotation.cos.float(), rotation.sin.float()
@@ -127,10 +125,10 @@ def _rotate_interleaved(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
 
 def rotate_into_halves(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """x [T, heads, rotary_size], all of it turned; pairs come out as i and i + rotary_size / 2.
+    """Rotate all of x [T, heads, rotary_size]; pairs come out as i and i + rotary_size / 2.
 
-    Interleaved pairs are taken apart on the way, as deepseek_v3/modeling_deepseek_v3.py:339 does: only
-    products of two vectors that were both turned like this mean something.
+    Interleaved pairs are separated on the way, as in deepseek_v3/modeling_deepseek_v3.py:339: only products
+    of two vectors rotated like this are meaningful.
     """
     if not rotation.interleaved:
         return rotate(x, rotation)

@@ -6,32 +6,28 @@ Shapes: T tokens, E experts of the whole model, K chosen ones.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from rayk.models.build import Build
+from rayk.models.config import ExpertsConfig, RouterConfig
 from rayk.models.layers.linear import Linear
 from rayk.models.pieces import Rows
-
-if TYPE_CHECKING:
-    from rayk.models.build import Build
-    from rayk.models.config import ExpertsConfig, RouterConfig
 
 _SMALLEST_SUM = 1e-20
 """Added to the sum of sigmoids that weights are divided by (deepseek_v3/modeling_deepseek_v3.py:152)."""
 
 
 class Routes(NamedTuple):
-    """Where the tokens of a step go."""
-
     experts: torch.Tensor
     """[T, K] int64, global ids."""
     weights: torch.Tensor
-    """[T, K], in the model's dtype, or float32 where the logits are."""
+    """[T, K], in the model's dtype, or float32 if the logits are."""
 
 
 class Router:
-    """The same on every rank: equal inputs choose alike."""
+    """Chooses each token's experts, the same on every rank."""
 
     def __init__(
         self,
@@ -40,10 +36,8 @@ class Router:
         num_chosen: int,
         correction: torch.Tensor | None = None,
     ) -> None:
-        """`linear` gives logits [T, E]; where config.wide, its weight is float32.
-
-        `correction`: float32 [E], added to the scores for choosing only.
-        """
+        """`linear` gives logits [T, E]; its weight is float32 if config.wide. `correction`: float32 [E],
+        added to the scores for choosing only."""
         assert config.scoring in ("softmax_chosen", "softmax_all", "sigmoid_chosen", "sigmoid"), config
         assert (correction is not None) == (config.scoring == "sigmoid"), config
         self.linear = linear
@@ -52,20 +46,20 @@ class Router:
         self._num_chosen = num_chosen
 
     def forward(self, x: torch.Tensor) -> Routes:
-        """x [T, hidden]."""
         return self.choose(self.linear.forward(x.float() if self._config.wide else x))
 
     def choose(self, logits: torch.Tensor) -> Routes:
-        """logits [T, E]. Among equal scores the choice is torch.topk's."""
+        """logits [T, E]. Equal scores are ordered by torch.topk."""
         experts, weights = self._chosen(logits)
         if self._config.renormalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + self._smallest_sum)
+            least = _SMALLEST_SUM if self._config.scoring == "sigmoid" else 0.0
+            weights = weights / (weights.sum(-1, keepdim=True) + least)
         if self._config.scale != 1.0:
             weights = weights * self._config.scale
         return Routes(experts, weights.to(logits.dtype))
 
     def _chosen(self, logits: torch.Tensor) -> Routes:
-        """Weights in float32, not yet scaled."""
+        """Unscaled weights in float32."""
         if self._config.scoring == "softmax_chosen":
             best = logits.topk(self._num_chosen, dim=-1)
             return Routes(best.indices, best.values.softmax(-1, dtype=torch.float32))
@@ -93,13 +87,8 @@ class Router:
         masked: torch.Tensor = grouped.masked_fill(left_out[..., None], float("-inf"))
         return masked.flatten(1)
 
-    @property
-    def _smallest_sum(self) -> float:
-        return _SMALLEST_SUM if self._config.scoring == "sigmoid" else 0.0
-
 
 def build_router(build: Build, index: int, mlp: ExpertsConfig) -> Router:
-    """The router of layer `index`, the same on every rank."""
     config, total = mlp.router, mlp.num_experts
     every = (Rows.whole("router", total),)
     weight = build.pieces.stacked(index, every, "weight", (build.config.hidden_size,))
