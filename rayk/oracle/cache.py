@@ -11,7 +11,7 @@ from rayk.oracle.files import write_atomically
 
 
 class AnswerCache:
-    """A folder of answers. With `folder` None it remembers nothing."""
+    """A folder of answers; with `folder` None it caches nothing."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
@@ -32,7 +32,7 @@ class AnswerCache:
         return answer
 
     def put(self, question: dict[str, Any], answer: dict[str, Any]) -> None:
-        """Store an answer, whole or not at all."""
+        """Store an answer atomically."""
         if self._folder is not None:
             text = json.dumps({"question": question, "answer": answer})
             write_atomically(self._path(question), text)

@@ -1,4 +1,4 @@
-"""Write a tiny random checkpoint of a real architecture, tokenizer included, through transformers."""
+"""Writes a tiny random checkpoint of a real architecture, tokenizer included, through transformers."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ from rayk.types.errors import UserError
 from rayk.types.files import parse_json, read_text
 
 SUPPORTED: tuple[str, ...] = tuple(sorted(FAMILIES))
-"""Families that can be written."""
 
 MARKER = "rayk_checkpoint.json"
-"""The file in a finished folder: the parameters it was made from and what was promised of it."""
+"""The file in a finished folder that holds its parameters and promises."""
 
 MARKER_BYTES = 4 << 20
 _NOTED = {"family": str, "seed": int, "config": dict, "max_shard_size": str | None, "dtype": str}
-"""Parameters in that file that others go by, and what each is."""
+"""Parameters in that file that others rely on, with their types."""
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 _SIZE = re.compile(r"\s*\d+(\.\d+)?\s*[KMGT]B\s*", re.IGNORECASE)
 
 Judge = Callable[[dict[str, object], str], object]
-"""What is asked about the contents of a config.json before a model is made of it, with words for where they
-come from. Raises UserError."""
+"""(contents of a config.json, words for where they come from) -> None; raises UserError to refuse a model
+before it is made."""
 
 _FORMAT = 1
 """Raise it when the same parameters give other files."""
@@ -55,24 +54,24 @@ def write_checkpoint(
 ) -> Path:
     """Write the checkpoint, unless `directory` already holds the one these parameters give.
 
-    One of the same family with other settings, that another release of transformers wrote, or that lacks
-    files, is written again. One whose files somebody changed is refused, unless `force`.
+    A checkpoint of the same family with other settings, from another release of transformers, or with missing
+    files is written again. One whose files somebody changed is refused, unless `force`.
 
-    overrides:      values of the family's config class, by its names (see tiny.HYBRID).
-    max_shard_size: e.g. "100KB": several weight files and a model.safetensors.index.json.
-    tie:            whether lm_head shares the embeddings; None keeps the family's setting.
-    dtype:          of the weights on disk; their greedy output is promised in float32.
-    judge:          may refuse the config.json before the model is made; not asked of a finished folder.
-    force:          write it in any case.
+     overrides:      values of the family's config class, by its names (see tiny.HYBRID).
+     max_shard_size: e.g. "100KB": several weight files and a model.safetensors.index.json.
+     tie:            whether lm_head shares the embeddings; None keeps the family's setting.
+     dtype:          of the weights on disk; their greedy output is promised in float32.
+     judge:          may refuse the config.json before the model is made; not asked about a finished folder.
+     force:          write it in any case.
 
-    The folder's rayk_checkpoint.json holds the smallest greedy margin (over 0.03 logits), the
-    smallest routing gap (over 0.001, see oracle.routing; null without experts) and, under `probes`,
-    the prompts they were measured on and their greedy output. Deterministic for given parameters;
-    the folder appears whole or not at all. Returns its path.
+    The folder's rayk_checkpoint.json holds the smallest greedy margin (over 0.03 logits), the smallest
+    routing gap (over 0.001, see oracle.routing; null without experts) and, under `probes`, the prompts they
+    were measured on and their greedy output. Deterministic for given parameters; the folder appears whole or
+    not at all. Returns its path.
 
-    Raises UnsupportedArchitecture (unknown family) and UserError (unknown config key, a vocabulary
-    without room for all bytes, values no model can have, a folder that cannot be made, is something
-    else, holds another family, or files that were changed), and what `judge` raises.
+    Raises UnsupportedArchitecture (unknown family) and UserError (unknown config key, a vocabulary without
+    room for all bytes, values no model can have, a folder that cannot be made, is something else, holds
+    another family, or files that were changed), and what `judge` raises.
     """
     values = family_values(family, overrides or {})
     if tie is not None:
@@ -108,7 +107,7 @@ def write_checkpoint(
 
 
 def read_marker(directory: str | Path) -> dict[str, Any]:
-    """What write_checkpoint noted about a folder; empty if it did not write it, or the note is damaged."""
+    """The notes of write_checkpoint about a folder; empty if it did not write it, or they are damaged."""
     path = Path(directory) / MARKER
     try:
         found = parse_json(read_text(path, MARKER_BYTES))
@@ -121,8 +120,8 @@ def read_marker(directory: str | Path) -> dict[str, Any]:
 
 
 def changed_files(directory: str | Path) -> list[str]:
-    """Names of the files of a whole folder that are not as write_checkpoint wrote them; none where an older
-    rayk wrote it, which did not note what they were."""
+    """Names of files in a complete folder that differ from what write_checkpoint wrote; empty if an older
+    rayk wrote it, without digests."""
     folder = Path(directory)
     noted = read_marker(folder).get("files")
     if not isinstance(noted, dict) or not is_whole(folder):
@@ -132,7 +131,7 @@ def changed_files(directory: str | Path) -> list[str]:
 
 
 def _refuse_changed(folder: Path) -> None:
-    """Raises UserError: neither is it what the command gives, nor may somebody's work be lost."""
+    """Raise UserError, so that nobody's changes are lost or mistaken for the original."""
     changed = changed_files(folder)
     if changed:
         raise UserError(
@@ -143,9 +142,8 @@ def _refuse_changed(folder: Path) -> None:
 
 
 def _refuse_other_family(folder: Path, family: str) -> None:
-    """Raises UserError: what was meant is more likely another folder than to lose this model."""
-    parameters = read_marker(folder).get("parameters")
-    found = parameters.get("family", family) if isinstance(parameters, dict) else family
+    """Raise UserError: more likely another folder was meant than to lose this model."""
+    found = read_marker(folder).get("parameters", {}).get("family", family)
     if found != family:
         raise UserError(
             f"holds a checkpoint of another family ({found}, not {family})",
@@ -155,7 +153,7 @@ def _refuse_other_family(folder: Path, family: str) -> None:
 
 
 def _is_written(folder: Path, parameters: Mapping[str, Any]) -> bool:
-    """Whether the folder holds, whole, what these parameters give with the libraries at hand."""
+    """Whether the folder holds, complete, what these parameters give with the installed libraries."""
     marker = read_marker(folder)
     return (
         marker.get("parameters") == json.loads(json.dumps(parameters))
@@ -165,7 +163,7 @@ def _is_written(folder: Path, parameters: Mapping[str, Any]) -> bool:
 
 
 def _write(folder: Path, parameters: Mapping[str, Any], judge: Judge | None) -> None:
-    """All files of the checkpoint; the marker last."""
+    """Write all files of the checkpoint, the marker last."""
     import torch
     import transformers
 
@@ -210,9 +208,10 @@ def _write(folder: Path, parameters: Mapping[str, Any], judge: Judge | None) -> 
 
 
 def _config(family: str, special: Mapping[str, Any], values: Mapping[str, Any], judge: Judge | None) -> Any:
-    """transformers' config object of values that `judge` does not refuse.
+    """transformers' config object, unless `judge` refuses it.
 
-    What transformers itself refuses is shown to `judge` first, whose words name the key and what it may be.
+    A value that transformers itself refuses is shown to `judge` first, whose words name the key and its
+    limits.
     """
     where = _where(family, values)
     try:
@@ -221,7 +220,7 @@ def _config(family: str, special: Mapping[str, Any], values: Mapping[str, Any], 
     except UserError as error:
         if judge is not None:
             sound = _config_json(make_config(family, {**special, **FAMILIES[family]}))
-            for key in _changed(family, values):
+            for key in changed_keys(family, values):
                 if f"'{key}'" in error.problem:
                     with _values_blamed(family, values):
                         judge(sound | {key: values[key]}, where)
@@ -233,35 +232,36 @@ def _config(family: str, special: Mapping[str, Any], values: Mapping[str, Any], 
 
 
 def _config_json(config: Any) -> dict[str, object]:
-    """What config.json will hold."""
+    """The future contents of config.json."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     found: dict[str, object] = json.loads(config.to_json_string())
     return found | {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]}
 
 
-def _changed(family: str, values: Mapping[str, Any]) -> list[str]:
-    """Keys of which the family has another value, or none."""
+def changed_keys(family: str, values: Mapping[str, Any]) -> list[str]:
+    """Keys whose values differ from the family's own."""
     own = FAMILIES[family]
     return [key for key, value in values.items() if key not in own or own[key] != value]
 
 
 def _where(family: str, values: Mapping[str, Any]) -> str:
     """`llama with num_kv_shared_layers=5`, for messages."""
-    changed = [f"{key}={values[key]}" for key in _changed(family, values)]
+    changed = [f"{key}={values[key]}" for key in changed_keys(family, values)]
     return family + (f" with {', '.join(changed)}" if changed else "")
 
 
 @contextmanager
 def _values_blamed(family: str, values: Mapping[str, Any]) -> Iterator[None]:
-    """What transformers raises on values other than the family's own is UserError; on those it is a bug."""
+    """Turn errors of transformers into UserError if values differ from the family's own; otherwise they are
+    bugs."""
     from huggingface_hub.errors import StrictDataclassError
 
     kinds = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
     try:
         yield
     except (*kinds, StrictDataclassError) as error:
-        if not _changed(family, values):
+        if not changed_keys(family, values):
             raise
         raise UserError(
             f"transformers cannot build or run it: {' '.join(str(error).split())}",

@@ -1,8 +1,8 @@
 """The search for a draw of random weights whose greedy output is worth comparing.
 
-A draw is taken when every greedy step leads by a margin far above float32 noise (1e-5 to 2e-4
-between correct implementations) and no token of prompt or output is nearly sent to another expert,
-so that a different token is a bug. What the tensors are drawn from is in gains.py.
+A draw is accepted if every greedy step leads by a margin far above float32 noise (1e-5 to 2e-4 between
+correct implementations) and no token of prompt or output is nearly sent to another expert, so that a
+different token is a bug. gains.py holds the distributions.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ MIN_ROUTING_GAP = 1e-3
 """Between the last expert chosen and the first one not, for every token and layer; see oracle.routing."""
 
 MIN_DISTINCT_TOKENS = 16
-"""Of the 24 output tokens of a prompt: greedy decoding wanders instead of repeating itself."""
+"""Distinct tokens among the 24 output tokens of a prompt, so that decoding does not just repeat itself."""
 
 MAX_TRIALS = 300
-"""About 0.15 s each at the default size; one in five to ten is good enough."""
+"""Each takes about 0.15 s at the default size; one in five to ten is good enough."""
 
 _PROBE_SEED = 20260
 _log = logging.getLogger(__name__)
@@ -53,9 +53,9 @@ class Probe:
     margin: float
     """Smallest top-1 minus top-2 logit over the steps."""
     logit_std: float
-    """Standard deviation over the vocabulary, mean over the steps."""
+    """Standard deviation over the vocabulary, averaged over the steps."""
     routing_gap: float | None
-    """Smallest over the layers with experts and the tokens read; None without experts."""
+    """Smallest gap over layers with experts and tokens read; None without experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,6 @@ class Draw:
 
     @property
     def margin(self) -> float:
-        """Smallest margin over all probes."""
         return min((p.margin for p in self.probes), default=inf)
 
     @property
@@ -79,10 +78,8 @@ class Draw:
 def probe_prompts(
     vocab_size: int, special_ids: Sequence[int], max_positions: int | None
 ) -> list[tuple[int, ...]]:
-    """The prompts of the promise: random ids without special ones, the same for every seed.
-
-    Lengths whose output would not fit into the model's positions (None: there is no end) are left out.
-    """
+    """The prompts of the promise: random non-special ids, the same for every seed. Lengths whose output would
+    exceed the model's positions (None: no limit) are left out."""
     generator = torch.Generator().manual_seed(_PROBE_SEED)
     special = set(special_ids)
     usable = torch.tensor([i for i in range(vocab_size) if i not in special])
@@ -104,11 +101,10 @@ def search(
 ) -> Draw:
     """Draw the weights of `model` (float32, changed in place) until the promise holds.
 
-    `known`: the trial that a search has taken before. It is measured like any other, and first.
-
-    The weights are rounded through `dtype`, the one they will be saved in. The result depends on
-    the model's config and the seed only. Raises UserError when no trial is good enough, as with
-    very large vocabularies, whose top tokens lie closer together.
+    `known` is a trial that an earlier search accepted; it is measured first, like any other. Weights are
+    rounded through `dtype`, in which they will be saved. The result depends only on the model's config and
+    the seed. Raises UserError if no trial is good enough, as with very large vocabularies, whose top tokens
+    lie closer together.
     """
     with _single_thread():
         for trial in (*(() if known is None else (known,)), *range(MAX_TRIALS)):
@@ -127,7 +123,7 @@ def search(
 
 
 def draw_weights(model: Any, *, seed: int, trial: int, dtype: torch.dtype) -> None:
-    """Fill every parameter of `model` in place; each tensor has a generator of its own."""
+    """Fill every parameter of `model` in place; each tensor has its own random generator."""
     gains = Gains.of(model.config)
     with torch.no_grad():
         for name, tensor in drawn_tensors(model):
@@ -135,7 +131,8 @@ def draw_weights(model: Any, *, seed: int, trial: int, dtype: torch.dtype) -> No
 
 
 def drawn_tensors(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """All that a checkpoint of the model holds, by name: its parameters, and the one buffer among weights."""
+    """Everything a checkpoint of the model holds, by name: its parameters, and the one buffer among
+    weights."""
     buffers = [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
     return [*model.named_parameters(), *buffers]
 
@@ -147,7 +144,7 @@ def _draw(gains: Gains, name: str, tensor: torch.Tensor, seed: str) -> torch.Ten
 
 
 def _settle(model: Any, prompt: tuple[int, ...], seed: str, dtype: torch.dtype) -> bool:
-    """Give the model routers that choose clearly on the prompt; False if there are none."""
+    """Redraw routers until they choose clearly on the prompt; False if that fails."""
     # gpt_oss is found without, and keeps the weights it always had.
     if not prompt or model.config.model_type == "gpt_oss" or not routers(model):
         return True
@@ -163,7 +160,7 @@ def _settle(model: Any, prompt: tuple[int, ...], seed: str, dtype: torch.dtype) 
 
 
 def _probe_all(model: Any, prompts: Sequence[tuple[int, ...]], eos_id: int) -> tuple[Probe, ...] | None:
-    """None at the first prompt whose output is not good enough."""
+    """The probes of all prompts; None at the first whose output is not good enough."""
     probes = []
     # The longest prompt costs most: last.
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""Folders on disk: what identifies a checkpoint, and replacing a folder at once."""
+"""Checkpoint hashes, and atomic replacement of folders."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _MODEL_SUFFIXES = frozenset({".json", ".safetensors"})
 def checkpoint_hash(folder: Path) -> str:
     """SHA-256 over the names and contents of the config and weight files.
 
-    Of files over 64 MiB: size, modification time, first and last MiB. Raises CheckpointError when
-    there is no config.json.
+    For files over 64 MiB it covers size, modification time, first and last MiB. Raises CheckpointError
+    without a config.json.
     """
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -50,8 +50,7 @@ def checkpoint_hash(folder: Path) -> str:
 
 
 def file_digests(folder: Path) -> dict[str, str]:
-    """Name -> hash of the contents of the config, tokenizer and weight files; of files over 64 MiB: of their
-    size and of pieces."""
+    """Name -> hash of the config, tokenizer and weight files; files over 64 MiB are sampled."""
     found = {}
     for path in sorted(p for p in folder.iterdir() if p.suffix in _MODEL_SUFFIXES and p.is_file()):
         size = path.stat().st_size
@@ -68,7 +67,7 @@ def file_digests(folder: Path) -> dict[str, str]:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a checkpoint has its config, its tokenizer and all weights its files tell of.
+    """Whether a checkpoint has its config, its tokenizer and all weights that its files list.
 
     A safetensors file starts with the length of its header (8 bytes), which says where each tensor ends.
     """
@@ -105,7 +104,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def input_hashes(models: Iterable[str], files: Iterable[str] = ()) -> dict[str, str]:
-    """Name -> hash of what a run reads: its checkpoints, and other files. What is not there has none."""
+    """Name -> hash of a run's inputs: its checkpoints, and other files. Missing ones have no entry."""
     folders = [name for name in models if (Path(name) / "config.json").is_file()]
     hashes = {name: checkpoint_hash(Path(name)) for name in folders}
     for name in files:
@@ -116,10 +115,10 @@ def input_hashes(models: Iterable[str], files: Iterable[str] = ()) -> dict[str, 
 
 @contextmanager
 def replaced_folder(target: Path, *, marker: str) -> Iterator[Path]:
-    """A new folder to fill, which becomes `target` when the block ends well.
+    """A new folder to fill, which becomes `target` if the block succeeds.
 
-    An existing `target` is replaced only if it is empty or holds the file `marker`, that is, if it
-    is ours; otherwise UserError. Two writers at once: the last to finish stays.
+    An existing `target` is replaced only if it is empty or holds the file `marker` (it is then ours);
+    otherwise UserError. Of two concurrent writers, the last to finish wins.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with _locked(target.parent):
@@ -137,7 +136,7 @@ def replaced_folder(target: Path, *, marker: str) -> Iterator[Path]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Exclude other writers beneath `folder`; locking the folder itself leaves no file behind."""
+    """Exclude other writers in `folder`; locking the folder itself leaves no file behind."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -159,7 +158,7 @@ def _require_ours(folder: Path, marker: str) -> None:
 
 
 def _swap(scratch: Path, target: Path) -> None:
-    """Rename `scratch` to `target`, whose old contents leave the name at the last moment."""
+    """Rename `scratch` to `target`, moving old contents away at the last moment."""
     if not target.exists():
         scratch.rename(target)
         return

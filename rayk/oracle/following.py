@@ -1,11 +1,11 @@
-"""A reference that keeps what an engine stored, where right arithmetic may have stored it.
+"""A reference that takes over what an engine stored, where correct arithmetic may have stored it.
 
-Float32 sums in another order differ by some 2^-20. Where a value lies that near to the border between two
-quantisation steps, either step is right, and all that is computed from it follows the one that was taken.
-So that such a flip does not count as an error, nor hide one, the reference takes the engine's own rows of the
-prompt, row by row, wherever rounding a value that is a little off may make them; where not, the engine is
-wrong, the row is refused, and the reference goes on with its own. Values near a border of which nothing is
-known (a row out of the window, an output token's) leave all from their token on unsettled.
+Float32 sums in another order differ by about 2^-20. If a value lies that near to the border between two
+quantisation steps, either step is correct, and everything computed from it depends on the choice. So that
+such a flip neither counts as an error nor hides one, the reference takes the engine's own rows of the prompt
+wherever rounding a slightly perturbed value can give them. Otherwise the engine is wrong: the row is refused
+and the reference continues with its own. Values near a border whose choice is unknown (a row outside the
+window, an output token's) make everything from their token on unsettled.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import torch
 from rayk.oracle.quantised import KVRounding, by_blocks, round_blocks, scale_blocks
 
 NEAR = 2.0**-17
-"""How far a right engine's values are off, in units of the largest of their head and token: beyond this
-nothing flips. Measured on tiny checkpoints of six families, over their prompts: at most 2^-17.1, the median
-2^-20."""
+"""Error of a correct engine's values relative to the largest of their head and token; nothing flips beyond
+it. Measured on tiny checkpoints of six families, over their prompts: at most 2^-17.1, median 2^-20."""
 LEGAL = 2.0**-12
-"""How far off a value may be whose stored row is still taken: much more, for a row refused is an error."""
+"""Perturbation within which a stored row is still accepted: much larger, because a refused row is an
+error."""
 FUZZ = 2.0**-16
-"""How far stored values of one step differ, in units of themselves: their scales are rounded, too."""
+"""Relative difference of stored values of one step, since their scales are rounded too."""
 
 
 class StoredRows(NamedTuple):
-    """What an engine holds of one side (k or v) of a layer, as the values that they stand for."""
+    """The dequantised rows that an engine holds of one side (k or v) of a layer."""
 
     first: int
     """Token of the first row."""
@@ -42,7 +42,7 @@ StoredKV = Mapping[int, Mapping[str, StoredRows]]
 
 
 class Refused(NamedTuple):
-    """A row that no rounding of what belongs there makes."""
+    """A stored row that no rounding of the right values gives."""
 
     layer: int
     side: str
@@ -57,19 +57,19 @@ class Following:
     rounding: KVRounding
     stored: StoredKV
     first_unsettled: int | None = None
-    """The first token whose keys and values may be another step's; None: there is none."""
+    """The first token whose keys and values may be rounded either way; None if there is none."""
     num_followed: int = 0
-    """Rows that were taken from the engine and differ from the reference's own."""
+    """Rows taken from the engine that differ from the reference's own."""
     refused: list[Refused] = field(default_factory=list)
     _num_fed: dict[int, int] = field(default_factory=dict)
 
     @property
     def then(self) -> KVRounding | None:
-        """What the cache is converted to."""
+        """The format that the cache is converted to."""
         return self.rounding.then
 
     def attach(self, cache: Any) -> None:
-        """From now on a transformers cache is given what the engine keeps."""
+        """Make a transformers cache store what the engine keeps."""
         update = cache.update
 
         def following(keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kw: Any) -> Any:
@@ -84,7 +84,7 @@ class Following:
         cache.update = following
 
     def convert(self, cache: Any) -> None:
-        """Of rows that are the engine's own the conversion is exact: no step can be another."""
+        """Convert the cache to the next format. For rows taken from the engine this is exact."""
         self.rounding.convert(cache)
         assert self.rounding.then is not None
         self.rounding = self.rounding.then
@@ -114,7 +114,7 @@ class Following:
         return kept
 
     def _refuse(self, layer: int, side: str, first: int, legal: torch.Tensor) -> None:
-        """Rows from the first unsettled token on depend on a step that nobody knows."""
+        """Record refused rows; rows from the first unsettled token on are not judged."""
         if self.first_unsettled is not None:
             legal = legal[:, : max(0, self.first_unsettled - first)]
         self.refused += [Refused(layer, side, h, first + t) for h, t in (~legal).nonzero().tolist()]
@@ -134,7 +134,7 @@ def _may_flip(rounding: KVRounding, values: torch.Tensor, scale: float) -> torch
 
 
 def _is_legal(rounding: KVRounding, values: torch.Tensor, scale: float, stored: torch.Tensor) -> torch.Tensor:
-    """Which rows [heads, tokens] of `stored` are some rounding of values that are a little off."""
+    """Which rows [heads, tokens] of `stored` are a rounding of slightly perturbed values."""
     fits = torch.zeros(values.shape, dtype=torch.bool)
     slack = FUZZ * stored.abs()
     for low, high in _ranges(rounding, values, scale, LEGAL):
@@ -145,8 +145,8 @@ def _is_legal(rounding: KVRounding, values: torch.Tensor, scale: float, stored: 
 def _ranges(
     rounding: KVRounding, values: torch.Tensor, scale: float, off: float
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What values become that are off by `off` of their row's largest: lowest and highest, per choice of the
-    scales that blocks of them may get."""
+    """Lowest and highest rounding of values perturbed by `off` times their row's largest, for each choice of
+    the scales that nvfp4 blocks may get."""
     wide = values.float()
     delta = off * wide.abs().amax(-1, keepdim=True)
     ends = wide - delta, wide + delta

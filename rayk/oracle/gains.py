@@ -1,9 +1,9 @@
-"""What every tensor of a tiny model is drawn from.
+"""The distributions that every tensor of a tiny model is drawn from.
 
-Every tensor is drawn: no norm is neutral and no bias 0, so that forgetting one shows. The gains make
-attention peaked and its share of the residual stream large (dropping a cached token or mixing up a
-head changes the output) and give logits a standard deviation of about 4. Recurrent states forget at
-rates of their own: some within a few tokens, some not within hundreds.
+No norm is neutral and no bias 0, so that forgetting one shows. The gains make attention peaked and its share
+of the residual stream large (dropping a cached token or mixing up a head changes the output) and give logits
+a standard deviation of about 4. Recurrent states forget at different rates: some within a few tokens, some
+not within hundreds.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ import torch
 
 _LOGIT_STD = 4.0
 _QK_GAIN = 1.8
-"""Of queries and of keys: makes the softmax peaked."""
+"""Gain of queries and of keys, which makes the softmax peaked."""
 _STEP_STD = 0.7
-"""Of what a token adds to the bias of its time step, before softplus."""
+"""Standard deviation of a token's contribution to its time step, before softplus."""
 
 _UNIT_OFFSET = frozenset({"gemma2", "gemma3_text", "qwen3_next"})
 """Model types whose norms multiply by 1 + weight."""
 _CLOSING_NORMS = frozenset({"gemma2", "gemma3_text", "gemma3n_text"})
-"""Those in which a norm of its own closes every branch."""
+"""Model types in which a norm closes every branch."""
 _ALTUP_GAINS = {"modality_router": 0.5, "prediction_coefs": 0.25, "correction_coefs": 0.5}
-"""Of gemma3n. Larger ones make it chaotic: what a layer does to the next one's weights multiplies."""
+"""Gains of gemma3n. Larger ones make it chaotic: a layer's effects on the next one's weights multiply."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gains:
-    """What of a model decides how its tensors are drawn."""
+    """Properties of a model that decide how its tensors are drawn."""
 
     tied: bool
     unit_offset: bool
     closing_norms: bool
     transposed_experts: bool
-    """Experts lie [expert, in, out]."""
+    """Experts are stored [expert, in, out]."""
     embedding_scale: float
-    """What the model multiplies embeddings by."""
+    """The model's factor on embeddings."""
     logit_scale: float
-    """What it multiplies logits by."""
+    """The model's factor on logits."""
     branch_scale: float
-    """What it multiplies all that is added to the residual stream by."""
+    """The model's factor on additions to the residual stream."""
     value_share: float
-    """Share of the rows of a fused qkv_proj that are v's, the last ones."""
+    """Share of v's rows, the last ones, in a fused qkv_proj."""
     step_rows: int
-    """Rows of a Mamba2 in_proj that are time steps, the last ones; 0 without."""
+    """Time-step rows, the last ones, of a Mamba2 in_proj; 0 without."""
     mixer_gain: float
-    """Of what a recurrent mixer projects out."""
+    """Gain of a recurrent mixer's output projection."""
     head_gain: float
-    """Of the norms of queries' and keys' heads."""
+    """Gain of the norms of query and key heads."""
     per_layer_size: int
-    """Elements of a token's per-layer input to one layer (gemma3n); 0 without."""
+    """Elements of a token's input to one layer (gemma3n); 0 without."""
     latent: bool
-    """Keys come from a latent whose gain cannot be chosen: queries have it all."""
+    """Keys come from a latent whose gain is fixed, so queries get the whole gain."""
 
     @classmethod
     def of(cls, config: Any) -> Gains:
@@ -123,11 +123,11 @@ class Gains:
 
     @property
     def _final_gain(self) -> float:
-        """Of the norm before lm_head. Larger where small embeddings are both scaled up and tied."""
+        """Gain of the norm before lm_head; larger if small embeddings are both scaled up and tied."""
         return 4.0 if self.closing_norms else 1.0
 
     def _matrix_std(self, name: str, fan_in: int) -> float:
-        """Gains by what a matrix feeds; others keep the RMS of their input."""
+        """Standard deviation by a matrix's role; by default it keeps the RMS of its input."""
         base = 1.0 / math.sqrt(fan_in)
         if "lm_head" in name or ("embed" in name and self.tied):
             return _LOGIT_STD * base / (self.logit_scale * self._final_gain)
@@ -150,7 +150,7 @@ class Gains:
         return base
 
     def _altup_std(self, name: str, fan_in: int) -> float | None:
-        """Of the matrices that only gemma3n has and whose inputs are not of RMS 1; None for others."""
+        """For matrices of gemma3n whose inputs do not have RMS 1; None for others."""
         if "embed_tokens_per_layer" in name:
             return 1.0 / math.sqrt(self.per_layer_size)  # what the model multiplies it by
         if "modality_router" in name:
@@ -161,17 +161,16 @@ class Gains:
 
 
 def _mamba2_heads(config: Any) -> int:
-    """0 where there is no Mamba2."""
     if config.model_type == "mamba2":
         return int(config.num_heads)
     return int(getattr(config, "mamba_n_heads", None) or getattr(config, "mamba_num_heads", None) or 0)
 
 
 def _recurrence(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor | None:
-    """What decides how a state forgets; None for any other parameter.
+    """Values that decide how a state forgets; None for any other parameter.
 
-    With time steps of 0.1 to 1 and decay rates of 0.01 to 2 it keeps between a seventh and 0.999 of itself
-    per token. No step comes near 0.001, to which transformers clamps nemotron_h's in prefill only.
+    With time steps of 0.1 to 1 and decay rates of 0.01 to 2, a state keeps between a seventh and 0.999 of
+    itself per token. No step comes near 0.001, to which transformers clamps nemotron_h's in prefill only.
     """
     uniform = (name.endswith("A_log"), name.endswith(("dt_bias", "dt_proj.bias")))
     if any(uniform):

@@ -1,8 +1,8 @@
-"""Debug dimensions of the families that keep recurrent states or latents; see tiny.py for the others.
+"""Debug dimensions of families with recurrent states or latents; see tiny.py for the others.
 
-Mamba heads, state sizes and group counts differ from those of attention, so that taking one for the
-other shows; 2 groups (of B and C) and 2 key heads are replicated at TP 4. Layers of unlike kinds come in
-unlike numbers. `time_step_limit` stays infinite, since transformers clamps with it in prefill only.
+Mamba heads, state sizes and group counts differ from attention's, so that confusing them shows; 2 groups (of
+B and C) and 2 key heads are replicated at TP 4. Different kinds of layers come in different numbers.
+`time_step_limit` stays infinite, since transformers clamps with it in prefill only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COMMON: dict[str, Any] = {
 }
 
 _CHUNK = 32
-"""Tokens that transformers scans at once: its own default costs it time and changes nothing."""
+"""Tokens that transformers scans at once: its default costs time and changes nothing."""
 
 FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -177,7 +177,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """family -> values of its config class."""
 
 NO_POSITIONS: Mapping[str, Any] = MappingProxyType({"position_embedding_type": None})
-"""Overrides that take granitemoehybrid's positions away."""
+"""Overrides that remove granitemoehybrid's positions."""
 
 NO_EXPERTS: Mapping[str, Any] = MappingProxyType({"num_local_experts": 0})
 """Overrides that leave granitemoehybrid its shared MLPs."""
@@ -199,4 +199,4 @@ LATENT_YARN: Mapping[str, Any] = MappingProxyType(
         "attention_bias": True,
     }
 )
-"""Overrides of deepseek_v3: positions scaled by yarn with both mscales, queries projected at once, biases."""
+"""Overrides of deepseek_v3: yarn with both mscales, uncompressed queries, biases."""

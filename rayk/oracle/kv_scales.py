@@ -1,4 +1,4 @@
-"""Scales of a quantised KV cache that a checkpoint holds, read apart from rayk's loader."""
+"""KV-cache scales of a checkpoint, read apart from rayk's loader."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _NAME = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:[kv]_proj\.)?([kv])_sc
 
 
 def checkpoint_kv_scales(folder: Path) -> dict[int, tuple[float, float]]:
-    """Layer -> (k, v), 1 for the side that has none; layers without either are absent.
+    """Layer -> (k, v), 1 for a missing side; layers without either are absent.
 
-    Of two names of a scale the shorter one counts. Where latents are cached the key's scale is both, since a
-    latent and its rotated key have one in common.
+    Of two names of a scale the shorter one counts. With latents the key's scale is used for both, since a
+    latent and its rotated key share one.
     """
     found: dict[tuple[int, str], float] = {}
     names = [(name, file) for file in sorted(folder.glob("*.safetensors")) for name in _scale_names(file)]

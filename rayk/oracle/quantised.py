@@ -1,8 +1,8 @@
-"""What a quantised KV cache does to the reference: keys and values are rounded before the model caches them.
+"""Rounding of keys and values before the reference model caches them, as a quantised cache does.
 
-Written apart from rayk's kernels, from what the formats are: e4m3 with one scale per layer and side, or with
-one per (head, token); nvfp4 with an e4m3 scale per 16 elements below one per layer and side. The attention of
-a step sees its own keys and values rounded, too.
+Written apart from rayk's kernels, from the formats' definitions: e4m3 with one scale per layer and side, or
+one per (head, token); nvfp4 with an e4m3 scale per 16 elements below one per layer and side. A step's
+attention sees its own keys and values rounded, too.
 """
 
 from __future__ import annotations
@@ -21,37 +21,33 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class KVRounding:
-    """A format that keys and values are rounded to."""
-
     kv_dtype: str
-    """fp8_e4m3, nvfp4 or, of an engine that keeps values as they are, auto."""
+    """fp8_e4m3, nvfp4, or auto for an engine that does not quantise."""
     kv_scales: str = "tensor"
-    """tensor or token_head; of fp8_e4m3."""
+    """tensor or token_head, for fp8_e4m3."""
     layer_scales: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    """Layer -> (k, v); 1 for layers that are absent."""
+    """Layer -> (k, v); 1 for absent layers."""
     jitter: float = 0.0
-    """Values are first changed by about so much of themselves, as another order of sums does: some then fall
-    to the other side of a step."""
+    """Relative perturbation of values before rounding, like another order of sums: some then fall to the
+    other side of a step."""
     then: KVRounding | None = None
-    """After the prompt what is cached is rounded to this one, and what comes later to it alone: the cache of
-    an engine that converts what it was handed."""
+    """The format to which the cache is converted after the prompt, and in which later tokens are stored: an
+    engine that converts what it received."""
 
     @property
     def identity(self) -> list[Any]:
-        """What tells its answers from those of others."""
+        """Distinguishes its answers in the cache."""
         own = [self.kv_dtype, self.kv_scales, sorted(self.layer_scales.items()), self.jitter]
         return [*own, self.then.identity if self.then is not None else None]
 
     def scaled(self, layer_scales: Mapping[int, tuple[float, float]]) -> KVRounding:
-        """The same with a checkpoint's scales."""
         return replace(self, layer_scales=layer_scales, then=self.then and self.then.scaled(layer_scales))
 
     def jittered(self, amount: float) -> KVRounding:
-        """The same of values that are off by a little."""
         return replace(self, jitter=amount, then=self.then and self.then.jittered(amount))
 
     def round(self, values: torch.Tensor, scale: float, seed: int) -> torch.Tensor:
-        """values [..., D], as they read after they were stored, in their own dtype."""
+        """values [..., D] as they read back after storing, in their own dtype."""
         wide = values.float()
         if self.jitter:
             generator = torch.Generator().manual_seed(seed)
@@ -66,7 +62,7 @@ class KVRounding:
         return rounded.to(values.dtype)
 
     def round_e4m3(self, values: torch.Tensor, row: torch.Tensor, scale: float) -> torch.Tensor:
-        """values [..., D] float32 in fp8; `row` [..., D] is what a scale of its own is taken from."""
+        """values [..., D] float32 in fp8; a per-token scale is taken from `row` [..., D]."""
         if self.kv_scales != "token_head":
             return _e4m3(values / scale) * scale
         own = row.abs().amax(-1, keepdim=True) / E4M3_LARGEST
@@ -74,7 +70,7 @@ class KVRounding:
         return _e4m3(values / own) * own
 
     def attach(self, cache: Any) -> None:
-        """From now on a transformers cache rounds what it is given."""
+        """Make a transformers cache round what it stores."""
         update = cache.update
 
         def rounding(keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kw: Any) -> Any:
@@ -83,7 +79,7 @@ class KVRounding:
         cache.update = rounding
 
     def convert(self, cache: Any) -> None:
-        """Round what a cache holds to the next format, and from now on what it is given."""
+        """Round a cache's contents to the next format, and later tokens too."""
         assert self.then is not None, "nothing comes next"
         for index, layer in enumerate(cache.layers):
             if getattr(layer, "keys", None) is not None:
@@ -114,7 +110,7 @@ def scale_blocks(largest: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def round_blocks(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """values [..., D] in e2m1, with scales [..., blocks, 1]."""
+    """values [..., D] rounded to e2m1 with scales [..., blocks, 1]."""
     blocks = by_blocks(values)
     quotients = torch.where(scales == 0, 0.0, blocks / scales)
     levels = torch.tensor(E2M1_LEVELS)

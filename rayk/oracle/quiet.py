@@ -1,4 +1,4 @@
-"""Keep transformers from drawing progress bars on stderr, where rayk draws its own, and from advice."""
+"""Silences transformers' progress bars, where rayk draws its own, and advice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Off inside the block, then as they were."""
+    """Switch progress bars off inside the block."""
     from transformers.utils import logging
 
     were_on = logging.is_progress_bar_enabled()
@@ -23,7 +23,7 @@ def no_progress_bars() -> Iterator[None]:
 
 @contextmanager
 def no_kernel_advice() -> Iterator[None]:
-    """Without the advice to install faster kernels: the reference is to be transformers' own code."""
+    """Suppress the advice to install faster kernels: the reference should be transformers' own code."""
     # Not a level of its own: to set one clears what every logger has cached, for each token that is fed.
     logger = python_logging.getLogger("transformers.integrations.hub_kernels")
     logger.addFilter(_is_error)

@@ -1,15 +1,14 @@
-"""The reference: what transformers says a model does, one prompt at a time, in a chosen dtype.
+"""The reference: what transformers computes for a model, one prompt at a time, in a chosen dtype.
 
 Decoding is rayk's own loop over transformers' forward with a KV cache (tests compare it with
-`model.generate`), because it also reports how near each choice was. Shapes: T tokens, H KV heads,
-D head dim.
+`model.generate`), because it also reports how near each choice was. Shapes: T tokens, H KV heads, D head dim.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +19,7 @@ from rayk.oracle.files import checkpoint_hash
 from rayk.oracle.quiet import no_progress_bars
 from rayk.types.errors import CheckpointError, UserError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch is imported when a question needs the model
     from torch import Tensor
 
     from rayk.oracle.following import Following, StoredKV
@@ -29,10 +28,12 @@ if TYPE_CHECKING:
     from rayk.oracle.text import Text
 
 NUM_TOP = 5
-"""How many of the best tokens an answer lists per step."""
+"""Number of best tokens that an answer lists per step."""
 NUM_FURTHER = 8
-"""Of how many tokens nobody asked about `score` gives the log probability, per step."""
+"""Number of further tokens whose log probability `score` gives per step."""
 
+Question = dict[str, Any]
+Answer = dict[str, Any]
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -41,7 +42,7 @@ class ReferenceOutput:
     """Greedy decoding of one prompt. Per-step tuples are as long as `token_ids`."""
 
     token_ids: tuple[int, ...]
-    """The stop token included."""
+    """Includes the stop token."""
     margins: tuple[float, ...]
     """Best minus second-best logit."""
     top_ids: tuple[tuple[int, ...], ...]
@@ -55,12 +56,12 @@ class ReferenceOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class ForcedStep:
-    """What the reference would have said where somebody else chose `chosen_id`."""
+    """The reference's view of a step where somebody else chose `chosen_id`."""
 
     chosen_id: int
     argmax_id: int
     gap: float
-    """Best logit minus the chosen token's: 0 when the choice was the reference's own."""
+    """Best logit minus the chosen token's; 0 if the reference agrees."""
     margin: float
     """Best minus second-best logit."""
     chosen_logprob: float
@@ -70,24 +71,25 @@ class ForcedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class TextScores:
-    """How likely the reference finds every token of somebody else's text, given those before it."""
+    """Log probabilities of every token of somebody else's text, given those before it."""
 
     prompt_logprobs: tuple[float, ...]
-    """Of the prompt's tokens from the second on."""
+    """For the prompt's tokens from the second on."""
     output_logprobs: tuple[float, ...]
     output_gaps: tuple[float, ...]
-    """Best logit minus the output token's: 0 where the reference would have chosen it too."""
+    """Best logit minus the output token's; 0 if the reference agrees."""
     further_logprobs: tuple[tuple[float, ...], ...]
-    """At every step, the prompt's first, those of NUM_FURTHER other tokens, spread over the vocabulary."""
+    """At every step, those of NUM_FURTHER other tokens, spread over the vocabulary."""
 
 
 class Reference:
     """One checkpoint under transformers. The model is loaded when a question needs it.
 
-    cache_dir:     where answers of generate, teacher_force and score are kept between runs; None keeps none.
-    weights_dtype: the weights are rounded to it first: the exact mathematics of a model in that dtype.
-    rounding:      what is cached is rounded as a quantised cache would keep it.
-    Raises CheckpointError when there is no checkpoint, UserError for an unknown dtype.
+     cache_dir:     where answers of generate, teacher_force and score are kept between runs; None keeps none.
+     weights_dtype: the weights are rounded to it first: the exact mathematics of a model in that dtype.
+     rounding:      keys and values are rounded as a quantised cache would store them.
+
+    Raises CheckpointError without a checkpoint, UserError for an unknown dtype.
     """
 
     def __init__(
@@ -133,72 +135,56 @@ class Reference:
         """Greedy output of each prompt by itself (the lowest id wins a tie).
 
         An answer ends at `max_tokens`, at a stop token id, or at one of the model's EOS ids unless
-        `ignore_eos`. Raises UserError for a prompt that is empty, holds ids outside the
-        vocabulary, or is too long.
+        `ignore_eos`. Raises UserError for a prompt that is empty, holds ids outside the vocabulary, or is too
+        long.
         """
         stops = sorted({int(i) for i in stop_token_ids})
-        outputs = []
-        for prompt in prompts:
-            question = self._identity | {
-                "ask": "generate",
-                "prompt": [int(i) for i in prompt],
-                "max_tokens": max_tokens,
-                "ignore_eos": ignore_eos,
-                "stop_token_ids": stops,
-            }
-            answer = self._cache.get(question)
-            if answer is None:
-                all_stops = frozenset(stops) | (frozenset() if ignore_eos else self._eos_ids)
-                output = self._decode(question["prompt"], max_tokens, all_stops)
-                self._cache.put(question, asdict(output))
-            else:
-                output = _output(answer)
-            outputs.append(output)
-        return outputs
+
+        def decode(question: Question) -> ReferenceOutput:
+            all_stops = frozenset(stops) | (frozenset() if ignore_eos else self._eos_ids)
+            return self._decode(question["prompt"], max_tokens, all_stops)
+
+        limits = {"max_tokens": max_tokens, "ignore_eos": ignore_eos, "stop_token_ids": stops}
+        answers = (
+            self._ask(
+                {"ask": "generate", "prompt": [int(i) for i in prompt], **limits}, lambda q: asdict(decode(q))
+            )
+            for prompt in prompts
+        )
+        return [ReferenceOutput(**answer) for answer in answers]
 
     def teacher_force(self, prompt: Sequence[int], output_ids: Sequence[int]) -> list[ForcedStep]:
-        """The reference's view of each of `output_ids`, given the prompt and those before it.
-
-        Raises UserError as generate does.
-        """
-        question = self._identity | {
-            "ask": "teacher_force",
-            "prompt": [int(i) for i in prompt],
-            "output_ids": [int(i) for i in output_ids],
-        }
-        answer = self._cache.get(question)
-        if answer is None:
-            steps = self._force(question["prompt"], question["output_ids"])
-            self._cache.put(question, {"steps": [asdict(step) for step in steps]})
-            return steps
-        return [_step(step) for step in answer["steps"]]
+        """The reference's view of each of `output_ids`, given the prompt and those before it. Raises
+        UserError like generate."""
+        answer = self._ask(
+            {
+                "ask": "teacher_force",
+                "prompt": [int(i) for i in prompt],
+                "output_ids": [int(i) for i in output_ids],
+            },
+            lambda q: {"steps": [asdict(step) for step in self._force(q["prompt"], q["output_ids"])]},
+        )
+        return [ForcedStep(**step) for step in answer["steps"]]
 
     def score(self, prompt: Sequence[int], output_ids: Sequence[int]) -> TextScores:
-        """The reference's log probability of every token of a prompt and its output, but the first.
-
-        Raises UserError as generate does.
-        """
-        question = self._identity | {
-            "ask": "score",
-            "num_further": NUM_FURTHER,
-            "prompt": [int(i) for i in prompt],
-            "output_ids": [int(i) for i in output_ids],
-        }
-        answer = self._cache.get(question)
-        if answer is None:
-            scores = self._score(question["prompt"], question["output_ids"])
-            self._cache.put(question, asdict(scores))
-            return scores
-        further = tuple(tuple(step) for step in answer.pop("further_logprobs"))
-        told = {name: tuple(values) for name, values in answer.items()}
-        return TextScores(**told, further_logprobs=further)
+        """Log probability of every token of a prompt and its output except the first. Raises UserError like
+        generate."""
+        answer = self._ask(
+            {
+                "ask": "score",
+                "num_further": NUM_FURTHER,
+                "prompt": [int(i) for i in prompt],
+                "output_ids": [int(i) for i in output_ids],
+            },
+            lambda q: asdict(self._score(q["prompt"], q["output_ids"])),
+        )
+        return TextScores(**answer)
 
     def follow(
         self, prompt: Sequence[int], output_ids: Sequence[int], stored: StoredKV
     ) -> tuple[TextScores, Following]:
-        """As `score`, with the prompt's keys and values as an engine stored them where that may be right; and
-        what came of it. Not kept. Raises UserError as generate does.
-        """
+        """Like `score`, but with the keys and values of the prompt that an engine stored, where these are
+        legal; and the outcome. Not cached. Raises UserError like generate."""
         from rayk.oracle.following import Following
         from rayk.oracle.text import Text
 
@@ -207,10 +193,8 @@ class Reference:
         return self._score(prompt, output_ids, Text(self._model, following)), following
 
     def caches(self, prompt_ids: Sequence[int]) -> list[Fields]:
-        """What every layer keeps of the prompt, field -> [units, rows, elements]; see oracle.states.
-
-        All tokens, also of sliding-window layers. Raises UserError as generate does.
-        """
+        """What every layer caches of the prompt, field -> [units, rows, elements]; see oracle.states. Covers
+        all tokens, also of sliding-window layers. Raises UserError like generate."""
         from rayk.oracle.states import layer_caches
 
         token_ids = [int(i) for i in prompt_ids]
@@ -218,6 +202,15 @@ class Reference:
         text = self._text()
         text.feed(token_ids, logits_to_keep=1)
         return layer_caches(self._model.config, text.cache)
+
+    def _ask(self, question: Question, compute: Callable[[Question], Answer]) -> Answer:
+        """The cached answer, or a computed one, with tuples in place of lists."""
+        question = self._identity | question
+        answer = self._cache.get(question)
+        if answer is None:
+            answer = compute(question)
+            self._cache.put(question, answer)
+        return {name: _tuples(value) for name, value in answer.items()}
 
     @cached_property
     def _model(self) -> Any:
@@ -246,7 +239,7 @@ class Reference:
 
     @cached_property
     def _eos_ids(self) -> frozenset[int]:
-        """Of generation_config.json, else of the config, as `model.generate` reads them."""
+        """From generation_config.json, else from the config, as in `model.generate`."""
         ids = self._model.generation_config.eos_token_id
         if ids is None:
             ids = self._model.config.eos_token_id
@@ -255,7 +248,7 @@ class Reference:
         return frozenset([ids] if isinstance(ids, int) else ids)
 
     def _check(self, prompt: Sequence[int], num_more: int) -> None:
-        """Raise UserError for input that the model has no answer to."""
+        """Raise UserError for input outside the vocabulary or the model's positions."""
         config = self._model.config.get_text_config()
         where = str(self.model_path)
         if not prompt:
@@ -343,8 +336,8 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 def _positions(config: Any) -> int | None:
-    """How long a text has one meaning: longrope takes other factors, also for what is cached, beyond
-    `original_max_position_embeddings`. None: mamba2, which states no limit."""
+    """Longest text with one meaning: beyond `original_max_position_embeddings` longrope changes its factors,
+    also for what is cached. None for mamba2, which states no limit."""
     stated: int | None = getattr(config, "max_position_embeddings", None)
     if stated is None:
         return None
@@ -355,7 +348,7 @@ def _positions(config: Any) -> int | None:
 
 
 def _describe(logits: Tensor, chosen_id: int | None) -> ForcedStep:
-    """One step from its logits [vocabulary]; `chosen_id` None means the reference chooses."""
+    """One step from its logits [vocabulary]; with `chosen_id` None the reference chooses."""
     argmax_id = int(logits.argmax())
     chosen = argmax_id if chosen_id is None else chosen_id
     best = float(logits[argmax_id])
@@ -371,18 +364,8 @@ def _describe(logits: Tensor, chosen_id: int | None) -> ForcedStep:
     )
 
 
-def _output(stored: dict[str, Any]) -> ReferenceOutput:
-    """From JSON, where tuples became lists."""
-    return ReferenceOutput(
-        token_ids=tuple(stored["token_ids"]),
-        margins=tuple(stored["margins"]),
-        top_ids=tuple(tuple(ids) for ids in stored["top_ids"]),
-        top_logits=tuple(tuple(values) for values in stored["top_logits"]),
-        logprobs=tuple(stored["logprobs"]),
-        finish_reason=stored["finish_reason"],
-    )
-
-
-def _step(stored: dict[str, Any]) -> ForcedStep:
-    fields = stored | {key: tuple(stored[key]) for key in ("top_ids", "top_logits")}
-    return ForcedStep(**fields)
+def _tuples(value: Any) -> Any:
+    """Nested lists, as JSON gives them, become tuples."""
+    if isinstance(value, dict):
+        return {name: _tuples(part) for name, part in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

@@ -1,60 +1,47 @@
-"""The command that wrote a tiny checkpoint, from what its folder says of itself."""
+"""The command that wrote a tiny checkpoint, reconstructed from its folder."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import yaml
 
-from rayk.oracle.checkpoint import SUPPORTED, changed_files, read_marker
-from rayk.oracle.tiny import FAMILIES
+from rayk.oracle.checkpoint import SUPPORTED, changed_files, changed_keys, read_marker
 
 
 def checkpoint_commands(models: Iterable[str]) -> dict[str, list[str]]:
-    """Folder -> the words of `rayk checkpoint ...` that write it again, of those it wrote."""
+    """Folder -> the words of the `rayk checkpoint ...` that writes it again, if one wrote it."""
     commands = {model: checkpoint_command(model) for model in models}
     return {model: command for model, command in commands.items() if command}
 
 
 def changed_checkpoints(models: Iterable[str]) -> dict[str, list[str]]:
-    """Folder -> its files that are not as `rayk checkpoint` wrote them, of folders with such files."""
+    """Folder -> files that differ from what `rayk checkpoint` wrote, for folders with such files."""
     changed = {model: changed_files(model) for model in models}
     return {model: names for model, names in changed.items() if names}
 
 
 def checkpoint_command(folder: str) -> list[str]:
-    """Empty where `rayk checkpoint` did not write what is in the folder, or this rayk has no such family."""
-    parameters = read_marker(Path(folder)).get("parameters")
-    if not _is_known(parameters) or changed_files(folder):
+    """Empty if `rayk checkpoint` did not write the folder's contents, or this rayk lacks the family."""
+    parameters = read_marker(folder).get("parameters", {})
+    if parameters.get("family") not in SUPPORTED or changed_files(folder):
         return []
     family = parameters["family"]
-    own = FAMILIES[family]
+    values = parameters["config"]
     options = [
-        word
-        for key, value in parameters["config"].items()
-        if key not in own or own[key] != value
-        for word in ("--set", f"{key}={_yaml(value)}")
+        word for key in changed_keys(family, values) for word in ("--set", f"{key}={_yaml(values[key])}")
     ]
     if parameters["seed"]:
         options += ["--seed", str(parameters["seed"])]
-    if parameters["max_shard_size"] is not None:
+    if parameters.get("max_shard_size") is not None:
         options += ["--max-shard-size", parameters["max_shard_size"]]
     if parameters["dtype"] != "float32":
         options += ["--dtype", parameters["dtype"]]
     return ["rayk", "checkpoint", family, folder, *options]
 
 
-def _is_known(parameters: Any) -> TypeGuard[dict[str, Any]]:
-    """Whether these are parameters of a checkpoint: anybody can write a marker."""
-    if not isinstance(parameters, dict) or parameters.get("family") not in SUPPORTED:
-        return False
-    kinds = {"config": dict, "seed": int, "dtype": str, "max_shard_size": str | None}
-    return all(name in parameters and isinstance(parameters[name], kind) for name, kind in kinds.items())
-
-
 def _yaml(value: Any) -> str:
-    """On one line, as --set reads it."""
+    """The value on one line, as --set reads it."""
     text = yaml.safe_dump(value, default_flow_style=True, width=100_000)
     return text.removesuffix("\n").removesuffix("\n...")

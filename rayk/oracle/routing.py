@@ -1,7 +1,7 @@
 """How near a router comes to sending a token to another expert, and routers that never come near.
 
-A gap is what lies between the last expert chosen and the first one not: router logits where these choose,
-biased scores where they do (deepseek_v3, nemotron_h), there also between groups of experts.
+A gap is the distance between the last chosen and the first rejected expert: in router logits, or in biased
+scores where those decide (deepseek_v3, nemotron_h), there also between groups of experts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_ATTEMPTS = 400
 
 
 def routers(model: Any) -> dict[str, Any]:
-    """name -> router, in the order of the layers."""
+    """name -> router, in layer order."""
     found = model.named_modules()
     kinds = ("topkrouter", "llama4router")
     return {name: module for name, module in found if type(module).__name__.lower().endswith(kinds)}
@@ -46,8 +46,8 @@ def settle_routers(
 ) -> bool:
     """Redraw each router until none of the prompt's tokens is nearer than `min_gap` to another choice.
 
-    `redraw(name, attempt)` changes the router of that name in place. Earlier layers come first, and what
-    they choose is fixed when a later one is drawn. False when a layer takes too many attempts.
+    `redraw(name, attempt)` changes that router in place. Routers are settled in layer order, so that earlier
+    choices are fixed. False if a layer takes too many attempts.
     """
     settled = True
 
@@ -72,7 +72,7 @@ def settle_routers(
 
 
 def _smallest_gap(router: Any, output: tuple[torch.Tensor, ...]) -> float:
-    """Over all tokens, from what the router gives: logits [T, experts] first, or last (llama4)."""
+    """Smallest gap over all tokens. The router returns logits [T, experts] first, or last (llama4)."""
     logits = output[1] if len(output) == 2 else output[0]
     if not hasattr(router, "e_score_correction_bias"):
         return _gap(logits, router.top_k)
@@ -85,7 +85,7 @@ def _smallest_gap(router: Any, output: tuple[torch.Tensor, ...]) -> float:
 
 
 def _gap(scores: torch.Tensor, num_chosen: int) -> float:
-    """scores [T, candidates]. Infinite when all are chosen."""
+    """scores [T, candidates]; infinite if all are chosen."""
     if scores.shape[-1] == num_chosen:
         return float("inf")
     ranked = scores.sort(dim=-1, descending=True).values

@@ -1,10 +1,10 @@
-"""transformers' models made to share keys and values between layers, by their cache.
+"""Makes transformers' models share keys and values between layers, through their cache.
 
-A model whose family knows no sharing computes keys and values in every layer and hands them to its cache,
-which returns what the layer attends to. Here the cache drops those of a layer that shares and returns what
-its target's layer was given in the same pass; so everything but the choice of keys and values is
-transformers' own. Which layers share stands in config.json under `num_kv_shared_layers` or
-`kv_sharing_targets`, as rayk.models.families.sharing describes them; transformers keeps both as they are.
+A model whose family has no sharing computes keys and values in every layer and hands them to its cache, which
+returns what the layer attends to. This cache drops those of a sharing layer and returns what its target was
+given in the same pass, so that everything else is transformers' own. config.json names the sharing layers
+under `num_kv_shared_layers` or `kv_sharing_targets`, as in rayk.models.families.sharing; transformers ignores
+both keys.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ import torch
 from transformers import DynamicCache
 
 Sources = tuple[int | None, ...]
-"""Per layer the one whose keys and values it attends to; None for its own."""
+"""Per layer the layer whose keys and values it attends to; None for its own."""
 
 
 def kv_sources(config: Any) -> Sources | None:
-    """From transformers' config object; None where no layer shares, or the model itself sees to it.
-
-    Raises ValueError for values that no model can have.
-    """
+    """From transformers' config object; None if no layer shares, or the model itself implements sharing.
+    Raises ValueError for impossible values."""
     config = config.get_text_config()
     if hasattr(config, "kv_sharing_modes"):
         return None
@@ -60,7 +58,7 @@ def _check(targets: Sequence[int | None], types: Sequence[str]) -> None:
 
 
 class SharingCache(DynamicCache):  # type: ignore[misc]
-    """Of one text. Layers that share keep nothing."""
+    """The cache of one text. Sharing layers store nothing."""
 
     def __init__(self, sources: Sources) -> None:
         super().__init__()
@@ -69,12 +67,12 @@ class SharingCache(DynamicCache):  # type: ignore[misc]
         self._sources = sources
         self._in_use: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._num_new = 0
-        """Tokens of this pass, which targets have been given when a layer that shares is computed."""
+        """Tokens of this pass, which targets already have when a sharing layer is computed."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the layer attends to: keys and values [1, H, T, D] of all tokens up to this pass's last."""
+        """Keys and values [1, H, T, D] that the layer attends to, up to this pass's last token."""
         source = self._sources[layer_idx]
         if source is None:
             self._num_new = key_states.shape[-2]
@@ -85,7 +83,7 @@ class SharingCache(DynamicCache):  # type: ignore[misc]
         return self._in_use[source]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before this pass's, for a layer that asks before its `update` (llama4, for positions)."""
+        """Tokens before this pass, for a layer that asks before its `update` (llama4, for positions)."""
         source = self._sources[layer_idx]
         if source is None:
             return int(super().get_seq_length(layer_idx))

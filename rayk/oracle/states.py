@@ -1,16 +1,16 @@
-"""What transformers' cache holds of a text, by the names and in the order of rayk's page fields.
+"""transformers' cache of a text, by the names and in the order of rayk's page fields.
 
-Every field is a tensor [units, rows, elements]. Rows are the T tokens of a cache that keeps one entry per
-token; a recurrent state has one row, after the last token.
+Every field is a tensor [units, rows, elements]. Rows are the T tokens of a cache with an entry per token; a
+recurrent state has one row, after the last token.
 
-k, v                        [KV heads, T, head size], keys after RoPE
-latent, rope                [1, T, elements], the latent after its norm, the shared key after RoPE
-conv_x, conv_b, conv_c      [heads or groups, 1, channels x taps], oldest tap first
-conv_q, conv_k, conv_v      the same per key and per value head
-ssm                         [heads, 1, head size x state size]
-delta                       [value heads, 1, key head size x value head size]
+ k, v                        [KV heads, T, head size], keys after RoPE
+ latent, rope                [1, T, elements], the latent after its norm, the shared key after RoPE
+ conv_x, conv_b, conv_c      [heads or groups, 1, channels x taps], oldest tap first
+ conv_q, conv_k, conv_v      the same per key and per value head
+ ssm                         [heads, 1, head size x state size]
+ delta                       [value heads, 1, key head size x value head size]
 
-Where each channel has a state of its own (Mamba1), a unit is a run of channels.
+If each channel has its own state (Mamba1), a unit is a run of channels.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from torch import Tensor
 from rayk.oracle.text import RECURRENT_TYPES
 
 Fields = dict[str, Tensor]
-"""field -> [units, rows, elements]"""
 
 _CHANNELS_PER_UNIT = 16
-"""Of Mamba1, where they divide the channels."""
+"""Channels per unit of Mamba1, where they divide the channels."""
 
 
 def layer_caches(config: Any, cache: Any) -> list[Fields]:
-    """Per layer what `cache` holds of a single text; empty for layers that keep nothing.
+    """What `cache` holds of a single text, per layer; empty for layers that store nothing.
 
     config: transformers' config object. cache: its DynamicCache, fed with one text.
     """
@@ -70,7 +69,7 @@ def _recurrent(config: Any, taps: Tensor, state: Tensor) -> Fields:
 
 
 def _by_units(taps: Tensor, parts: dict[str, tuple[int, int]], last: str, last_units: int) -> Fields:
-    """Cut [channels, width - 1] into `parts` (channels, units) in order; what remains is `last`."""
+    """Cut [channels, width - 1] into `parts` (channels, units) in order; the rest is `last`."""
     found, start = {}, 0
     for name, (channels, units) in parts.items():
         found[name] = taps[start : start + channels].reshape(units, 1, -1)

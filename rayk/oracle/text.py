@@ -1,4 +1,4 @@
-"""A text that is fed to a transformers model piece by piece, with the model's cache of it."""
+"""A text fed to a transformers model piece by piece, with the model's cache of it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rayk.oracle.quantised import KVRounding
 from rayk.oracle.quiet import no_kernel_advice
 
 RECURRENT_TYPES = frozenset({"linear_attention", "hybrid"})
-"""transformers' names of layers that keep a state; a hybrid one has keys and values too."""
+"""transformers' names of layers with a state; hybrid ones also have keys and values."""
 
 
 class Text:
-    """What was fed so far. The model's families differ in how they are called; here they do not."""
+    """The text fed so far; hides how families differ in being called."""
 
     def __init__(self, model: Any, rounding: KVRounding | Following | None = None) -> None:
-        """`rounding`: of the keys and values that are cached."""
+        """`rounding` is applied to cached keys and values."""
         self._model = model
         self._num_tokens = 0
         accepted = inspect.signature(model.forward).parameters
@@ -34,7 +34,7 @@ class Text:
     def feed_both(
         self, prompt: Sequence[int], output: Sequence[int], *, logits_to_keep: int = 0
     ) -> torch.Tensor:
-        """A prompt and what follows it at once; apart where the cache is converted in between."""
+        """Feed a prompt and its output, together unless the cache is converted in between."""
         if self._rounding is None or self._rounding.then is None or not output:
             return self.feed([*prompt, *output], logits_to_keep=logits_to_keep)
         first = self.feed(prompt)

@@ -1,8 +1,8 @@
-"""The families the checkpoint writer knows: their config classes and debug dimensions (see also hybrids.py).
+"""Config classes and debug dimensions of the families that can be written (see also hybrids.py).
 
-Small enough for seconds on one CPU core, awkward enough to show mistakes: 2 KV heads (replicated at
-TP 4), MLP and vocabulary sizes that TP 4 splits unevenly, head sizes other than hidden / heads, a
-sliding window that is no multiple of a block and is crossed during decode.
+They are small enough for seconds on one CPU core and awkward enough to show mistakes: 2 KV heads (replicated
+at TP 4), MLP and vocabulary sizes that TP 4 splits unevenly, head sizes other than hidden / heads, a sliding
+window that is no multiple of a block and is crossed during decode.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ YARN: Mapping[str, Any] = MappingProxyType(
         }
     }
 )
-"""Overrides that scale positions as yarn does, for the families with one rope for all layers."""
+"""Overrides that scale positions with yarn, for families with one rope for all layers."""
 
 LINEAR_ROPE: Mapping[str, Any] = MappingProxyType(
     {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}
@@ -186,19 +186,16 @@ LINEAR_ROPE: Mapping[str, Any] = MappingProxyType(
 """Overrides that divide every position by 4."""
 
 ADDS_BOS = frozenset({"cohere2", "gemma2", "gemma3", "gemma3n", "llama", "mistral"})
-"""Families whose tokenizers put the BOS token before a text by default."""
+"""Families whose tokenizers prepend the BOS token by default."""
 
 _OLD_ROPE_KEYS = frozenset({"rope_theta", "rope_scaling", "rope_local_base_freq", "partial_rotary_factor"})
 _OTHER_OLD_KEYS = frozenset({"sliding_window_pattern"})
 _SHARING_KEYS = frozenset({"num_kv_shared_layers", "kv_sharing_targets"})
-"""rayk's own, of families whose layers all attend and that know no sharing themselves (oracle.sharing)."""
+"""rayk's own keys, for families whose layers all attend and that have no sharing (oracle.sharing)."""
 
 
 def family_values(family: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The config values to write: the family's, then `overrides`.
-
-    Raises UnsupportedArchitecture for a family that is not in the table.
-    """
+    """The family's config values with `overrides`. Raises UnsupportedArchitecture for an unknown family."""
     if family not in FAMILIES:
         known = tuple(sorted(FAMILIES))
         near = difflib.get_close_matches(family, known, n=1)
@@ -215,7 +212,7 @@ def family_values(family: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_type(family: str) -> str:
-    """transformers' name of a family: of the text model alone, where it has such a part."""
+    """transformers' name of a family, or of its text model if it has a separate one."""
     from transformers import CONFIG_MAPPING
 
     return f"{family}_text" if f"{family}_text" in CONFIG_MAPPING else family

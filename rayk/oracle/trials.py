@@ -1,7 +1,7 @@
-"""Which trial the search for weights takes (see draw), where somebody has searched before.
+"""Results of earlier weight searches (see draw).
 
-A hint that spares up to fifty trials, not a promise: the trial is measured like any other, and where it is
-not good enough (another release of transformers or torch) the search begins at the first.
+They are hints that save up to fifty trials: a known trial is measured like any other, and if it is not good
+enough (with another release of transformers or torch) the search starts from the first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _DECIDING = ("format", "family", "seed", "config", "dtype")
 
 
 def trial_key(parameters: Mapping[str, Any]) -> str:
-    """Of the parameters in a checkpoint's marker: a digest of those that the draw depends on."""
+    """Digest of the parameters in a checkpoint's marker that the draw depends on."""
     text = json.dumps({name: parameters[name] for name in _DECIDING}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
