@@ -1,4 +1,4 @@
-"""The checks: what each is called, what it proves, between which engines. Free of torch."""
+"""The list of checks: id, claim, engines and scenario of each. Free of torch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,18 @@ from rayk.types.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One row of the result."""
-
     id: str
     proves: str
     pair: EnginePair
     scenario: str
     """A key of scenarios.SCENARIOS."""
     fault: str = ""
-    """As in ConnectorCase."""
+    """See ConnectorCase."""
     is_about_parts: bool = False
-    """Whether it is about a last block that is not full."""
+    """Whether it is about a partly filled last block."""
 
     @property
     def case(self) -> ConnectorCase:
-        """What the connector is asked whether it supports it."""
         return self.pair.case(self.fault)
 
 
@@ -46,10 +43,8 @@ def all_checks(*, every_layout: bool = False) -> tuple[Check, ...]:
 
 
 def choose(checks: Sequence[Check], only: Sequence[str]) -> tuple[Check, ...]:
-    """Checks whose id is one of `only`, or begins with one and a dot; all where there are none.
-
-    Raises UserError for a name that fits nothing.
-    """
+    """Checks whose id is one of `only`, or begins with one and a dot; all if `only` is empty. Raises
+    UserError for a name that matches nothing."""
     chosen: dict[str, Check] = {}
     for name in only:
         found = [c for c in checks if c.id == name or c.id.startswith(name.rstrip(".") + ".")]
@@ -71,7 +66,7 @@ _FAULT_PAIRS = {
     "cancel_in_the_middle": (SPLIT,),
     "cancel_by_producer_in_the_middle": (MERGE, SPLIT),
 }
-"""Between which engines a fault is tried, besides engines that are alike."""
+"""Pairs on which a fault is tried besides identical engines."""
 
 
 def _requests() -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""The engines a connector is tried between: what their layers keep, and where it lies. Free of torch."""
+"""The pairs of engines that a connector is tried with: what their layers keep, and where. Free of torch."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ STATE_TOKENS = 256
 """Tokens per block of a state: longer than any request here."""
 DTYPE = "bfloat16"
 QUANTISED = {"fp8-token-head": "fp8_e4m3_token_head", "nvfp4": "nvfp4"}
-"""Model -> format of its keys and values (kv.formats): those with scales in the page."""
+"""Model -> KV format, for formats with scales in the page."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePair:
-    """What a check is about: pairs are (producer, consumer)."""
+    """The engines of a check; pairs are (producer, consumer)."""
 
     model: str = "full"
     num_kv_heads: int = 4
@@ -44,18 +44,14 @@ class EnginePair:
     num_blocks: tuple[int, int] = (40, 48)
 
     def specs(self, side: int) -> dict[CacheKey, KVCacheSpec]:
-        """What each layer keeps on one side."""
-        found: dict[CacheKey, KVCacheSpec] = {}
-        for layer, specs in enumerate(_MODELS[self.model](self, self.block_sizes[side])):
-            found.update(((layer, spec.part), spec) for spec in specs)
-        return found
+        kinds = _LAYERS.get(self.model, (self.model,) * NUM_LAYERS)
+        specs = [_SPECS[kind](self, self.block_sizes[side]) for kind in kinds]
+        return {(layer, spec.part): spec for layer, spec in enumerate(specs)}
 
     def groups(self, side: int) -> tuple[KVCacheGroup, ...]:
-        """The side's KV groups."""
         return group_layers(self.specs(side))
 
     def geometry(self, side: int, tp_rank: int) -> RankGeometry:
-        """Where everything lies on one rank."""
         return plan_rank(
             self.groups(side),
             get_layout(self.layouts[side]),
@@ -65,7 +61,7 @@ class EnginePair:
         )
 
     def case(self, fault: str = "") -> ConnectorCase:
-        """As a connector's `supports` is asked."""
+        """The argument of a connector's `supports`."""
         return ConnectorCase(
             kinds=tuple(dict.fromkeys(spec.kind for spec in self.specs(0).values())),
             num_kv_heads=self.num_kv_heads,
@@ -78,55 +74,31 @@ class EnginePair:
         )
 
 
-Layers = list[tuple[KVCacheSpec, ...]]
+def _heads(pair: EnginePair, size: int = HEAD_SIZE, dtype: str = DTYPE) -> tuple[int, int, int, str, int]:
+    """The arguments of an attention spec after its block size."""
+    return pair.num_kv_heads, size, size, dtype, pair.num_query_heads
 
 
-def _full(pair: EnginePair, block_size: int) -> FullAttentionSpec:
-    heads = (pair.num_kv_heads, HEAD_SIZE, HEAD_SIZE, DTYPE, pair.num_query_heads)
-    return FullAttentionSpec(block_size, *heads)
-
-
-def _quantised(pair: EnginePair, block_size: int) -> FullAttentionSpec:
-    # As many elements as share a scale.
-    heads = (pair.num_kv_heads, NVFP4_BLOCK, NVFP4_BLOCK, QUANTISED[pair.model], pair.num_query_heads)
-    return FullAttentionSpec(block_size, *heads)
-
-
-def _sliding(pair: EnginePair, block_size: int) -> SlidingWindowSpec:
-    heads = (pair.num_kv_heads, HEAD_SIZE, HEAD_SIZE, DTYPE, pair.num_query_heads)
-    return SlidingWindowSpec(block_size, *heads, WINDOW)
-
-
-def _chunked(pair: EnginePair, block_size: int) -> ChunkedLocalSpec:
-    heads = (pair.num_kv_heads, HEAD_SIZE, HEAD_SIZE, DTYPE, pair.num_query_heads)
-    return ChunkedLocalSpec(block_size, *heads, CHUNK)
-
-
-def _latent(pair: EnginePair, block_size: int) -> MlaSpec:
-    return MlaSpec(block_size, 2 * HEAD_SIZE, HEAD_SIZE, DTYPE, pair.num_query_heads)
-
-
-def _mamba1(pair: EnginePair) -> Mamba1Spec:
-    return Mamba1Spec(STATE_TOKENS, DTYPE, 4, 16 * pair.num_query_heads, 2)
-
-
-def _mamba2(pair: EnginePair) -> Mamba2Spec:
-    return Mamba2Spec(STATE_TOKENS, DTYPE, 4, pair.num_query_heads, 4, 2, 6)
-
-
-def _delta(pair: EnginePair) -> GatedDeltaNetSpec:
-    return GatedDeltaNetSpec(STATE_TOKENS, DTYPE, 4, pair.num_query_heads // 2, 4, pair.num_query_heads, 4)
-
-
-_MODELS: dict[str, Callable[[EnginePair, int], Layers]] = {
-    "full": lambda p, b: [(_full(p, b),)] * NUM_LAYERS,
-    "sliding": lambda p, b: [(_sliding(p, b),)] * NUM_LAYERS,
-    "chunked": lambda p, b: [(_chunked(p, b),)] * NUM_LAYERS,
-    **dict.fromkeys(QUANTISED, lambda p, b: [(_quantised(p, b),)] * NUM_LAYERS),
-    "mla": lambda p, b: [(_latent(p, b),)] * NUM_LAYERS,
-    "mamba1": lambda p, b: [(_mamba1(p),)] * NUM_LAYERS,
-    "mamba2": lambda p, b: [(_mamba2(p),)] * NUM_LAYERS,
-    "gdn": lambda p, b: [(_delta(p),)] * NUM_LAYERS,
-    "full+sliding": lambda p, b: [(_full(p, b),), (_sliding(p, b),), (_sliding(p, b),)],
-    "full+mamba2": lambda p, b: [(_mamba2(p),), (_full(p, b),), (_mamba2(p),)],
+_LAYERS = {
+    "full+sliding": ("full", "sliding", "sliding"),
+    "full+mamba2": ("mamba2", "full", "mamba2"),
 }
+"""Model -> kinds of its layers; other models are NUM_LAYERS of one kind."""
+
+_SPECS: dict[str, Callable[[EnginePair, int], KVCacheSpec]] = {
+    "full": lambda p, size: FullAttentionSpec(size, *_heads(p)),
+    "sliding": lambda p, size: SlidingWindowSpec(size, *_heads(p), WINDOW),
+    "chunked": lambda p, size: ChunkedLocalSpec(size, *_heads(p), CHUNK),
+    # As many elements as share a scale.
+    "fp8-token-head": lambda p, size: FullAttentionSpec(
+        size, *_heads(p, NVFP4_BLOCK, QUANTISED["fp8-token-head"])
+    ),
+    "nvfp4": lambda p, size: FullAttentionSpec(size, *_heads(p, NVFP4_BLOCK, QUANTISED["nvfp4"])),
+    "mla": lambda p, size: MlaSpec(size, 2 * HEAD_SIZE, HEAD_SIZE, DTYPE, p.num_query_heads),
+    "mamba1": lambda p, _: Mamba1Spec(STATE_TOKENS, DTYPE, 4, 16 * p.num_query_heads, 2),
+    "mamba2": lambda p, _: Mamba2Spec(STATE_TOKENS, DTYPE, 4, p.num_query_heads, 4, 2, 6),
+    "gdn": lambda p, _: GatedDeltaNetSpec(
+        STATE_TOKENS, DTYPE, 4, p.num_query_heads // 2, 4, p.num_query_heads, 4
+    ),
+}
+"""Kind of layer -> its spec, given the engines and their block size."""

@@ -1,7 +1,7 @@
-"""A process in which ranks of a connector live: called from afar, killed when it hangs.
+"""A process with ranks of a connector, called remotely and killed if it hangs.
 
-`pool` starts it. Answers are ("ok", value), ("raised", what the connector raised), ("user", a UserError) or
-("broken", what went wrong in here). The connector's class is imported here and nowhere else.
+`pool` starts it. Answers are ("ok", value), ("raised", the connector's error), ("user", a UserError) or
+("broken", an error of this file). Only this process imports the connector's class.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Raised(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConnectorFacts:
-    """What a class says of itself."""
+    """Properties that a connector class declares."""
 
     name: str
     mode: str
@@ -48,13 +48,13 @@ class ConnectorFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """One request that a rank has reported, and what the engine saw at that moment."""
+    """One request that a rank has reported, and the state of memory at that moment."""
 
     rank: RankName
     request_id: str
     error: str
     wrong: str
-    """What was wrong with memory; empty when nothing was."""
+    """What was wrong with memory; empty if nothing was."""
 
 
 @dataclass(eq=False)
@@ -62,11 +62,11 @@ class _Rank:
     connector: Connector
     memory: Any
     seeds: dict[str, int] = field(default_factory=dict)
-    """Of the requests that are in flight."""
+    """Seeds of the requests in flight."""
 
 
 class Host:
-    """The methods that can be called from afar."""
+    """The methods that can be called remotely."""
 
     def __init__(self) -> None:
         self._make: Callable[[str], Connector] | None = None
@@ -89,12 +89,11 @@ class Host:
         )
 
     def supports(self, case: ConnectorCase) -> str | None:
-        """What the class says of a case."""
         ask = getattr(self._make, "supports", None)
         return None if ask is None else _guarded(lambda: ask(case))
 
     def open(self, rank: RankName, pair: EnginePair, name: str) -> None:
-        """A rank's memory and its connector, registered."""
+        """Make a rank's memory and its connector, and register it."""
         import torch
 
         from rayk.conformance.memory import RankMemory
@@ -111,7 +110,7 @@ class Host:
         _guarded(lambda: connector.register(memory.caches))
 
     def register_again(self, rank: RankName, pair: EnginePair) -> str:
-        """Register a second cache; what was raised, or "" when nothing was."""
+        """Register a second cache; returns what was raised, or ""."""
         from rayk.conformance.memory import RankMemory
 
         second = RankMemory(pair.geometry(*rank), rank[0])
@@ -122,28 +121,25 @@ class Host:
         return ""
 
     def describe(self, rank: RankName) -> bytes:
-        """The rank's description."""
         blob = _guarded(self._ranks[rank].connector.describe)
         if not isinstance(blob, bytes):
             raise Raised(f"describe() returned a {type(blob).__name__}, not bytes")
         return blob
 
     def connect(self, rank: RankName, producers: Sequence[bytes], consumers: Sequence[bytes]) -> None:
-        """Show the rank everybody's descriptions."""
+        """Pass everybody's descriptions to the rank."""
         _guarded(lambda: self._ranks[rank].connector.connect(producers, consumers))
 
     def call(self, rank: RankName, request: KVRequest, peers: Sequence[bytes], seed: int) -> bytes:
-        """Send (on a producer rank, whose blocks are filled first) or receive."""
+        """Call `send` (on a producer rank, whose blocks are filled first) or `receive`."""
         found = self._ranks[rank]
         memory, connector = found.memory, found.connector
-        if request.request_id not in found.seeds:
+        is_new = request.request_id not in found.seeds
+        if is_new:
             memory.lend(request)
             if rank[0] == 0:
                 memory.fill(request, seed)
             found.seeds[request.request_id] = seed
-            is_new = True
-        else:
-            is_new = False
         method = connector.receive if rank[0] else connector.send
         try:
             answer = _guarded(lambda: method(request, tuple(peers)))
@@ -158,7 +154,7 @@ class Host:
         return answer
 
     def poll(self) -> list[Report]:
-        """Poll every rank; what each reported, looked into at once."""
+        """Poll every rank, and check memory for each report at once."""
         reports = []
         for rank, found in self._ranks.items():
             for finished in _guarded(found.connector.poll):
@@ -166,29 +162,26 @@ class Host:
         return reports
 
     def release(self, rank: RankName, request_id: str) -> None:
-        """Give a request up."""
         _guarded(lambda: self._ranks[rank].connector.release(request_id))
 
     def wrong_elsewhere(self, rank: RankName) -> str:
-        """What was written where nobody may write."""
         wrong: str = self._ranks[rank].memory.wrong_elsewhere()
         return wrong
 
     def held(self, rank: RankName) -> dict[str, int] | None:
-        """What the rank says it holds; None when it does not say."""
+        """What the rank says it holds; None if it does not say."""
         ask = getattr(self._ranks[rank].connector, "held", None)
         return None if ask is None else dict(_guarded(ask))
 
     def close(self, rank: RankName) -> None:
-        """Close the connector; its memory stays, to be looked at."""
+        """Close the connector; its memory stays, to be checked."""
         _guarded(self._ranks[rank].connector.close)
 
     def forget(self) -> None:
-        """Free all memory. The connectors were closed."""
         self._ranks.clear()
 
     def resources(self) -> dict[str, int]:
-        """What the process has: threads and file descriptors."""
+        """Threads and file descriptors of the process."""
         import gc
 
         gc.collect()
@@ -216,7 +209,7 @@ class Host:
 
 
 def load_class(target: str) -> Any:
-    """The class that MODULE:CLASS names. Raises UserError with what would mend it."""
+    """The class that MODULE:CLASS names. Raises UserError."""
     module_name, _, name = target.partition(":")
     where = f"connector {target}"
     if not module_name or not name:
@@ -242,7 +235,7 @@ def load_class(target: str) -> Any:
 
 
 def _guarded(call: Callable[[], Any]) -> Any:
-    """What the connector's own code returns. Raises Raised where it raises."""
+    """Call the connector's own code; its exceptions become Raised."""
     try:
         return call()
     except Exception as error:  # noqa: BLE001 - whatever a connector raises
@@ -267,7 +260,8 @@ def main() -> None:
 
 
 def _die_with_parent() -> None:
-    """A parent that is killed closes no connection to a child that hangs."""
+    """Ask the kernel for SIGKILL when the parent dies: a killed parent closes no connection to a hung
+    child."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -1,8 +1,8 @@
-"""One rank's cache under a connector, and a mirror of what must be in it.
+"""One rank's cache under a connector, and a mirror of its expected contents.
 
-Everything that nobody wrote is POISON. The engine (this file) writes a request's KV through the views that
-kernels would use, and reads what arrived through them, too. The rest of the buffer is compared with the
-mirror: what a connector must not touch is looked at as closely as what it must bring.
+Bytes that nobody wrote are POISON. This file plays the engine: it writes a request's KV through the views
+that kernels would use, and reads what arrived through them. The rest of the buffer is compared with the
+mirror, so that every byte that a connector must not touch is checked too.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rayk.transfer.layer_view import LayerView
 from rayk.transfer.verify import Rows, fetch_rows
 
 POISON = (0xA5, 0x5A)
-"""Producer, consumer: what fills a cache at first."""
+"""Initial fill of the (producer's, consumer's) cache."""
 REUSED = (0xE7, 0x3C)
-"""What the engine writes into blocks that are its own again."""
+"""What the engine writes into blocks that it reuses."""
 STAMPS = {
     POISON[0]: "what the producer's memory holds beside the request: read from another place",
     REUSED[
@@ -36,8 +36,6 @@ STAMPS = {
 
 
 class RankMemory:
-    """See the module."""
-
     def __init__(self, geometry: RankGeometry, side: int) -> None:
         self._side = side
         poison = np.array(POISON[side], dtype=np.uint8).view(np.int8)
@@ -49,7 +47,7 @@ class RankMemory:
         """Blocks that some request has had."""
 
     def lend(self, request: KVRequest) -> None:
-        """Hand the request's blocks out."""
+        """Allocate the request's blocks."""
         self._were_lent |= set(self._hand_out(request))
         self._lent[request.request_id] = request
 
@@ -67,7 +65,7 @@ class RankMemory:
             self._mirror[start:stop] = self.caches.buffer[start:stop]
 
     def wrong_content(self, request_id: str, seed: int) -> str:
-        """What is wrong with the request's live rows, in words; empty when every byte is right."""
+        """What is wrong with the request's live rows; empty if every byte is right."""
         request = self._lent[request_id]
         for view in self._views:
             expected = _expected(view, seed, request.num_tokens)
@@ -79,7 +77,7 @@ class RankMemory:
         return ""
 
     def take_back(self, request_id: str) -> None:
-        """The request's blocks are the engine's again, which hands them out and writes over them at once."""
+        """Free the request's blocks; the engine reuses and overwrites them at once."""
         request = self._lent.pop(request_id)
         self._hand_out(request)
         stamp = int(np.array(REUSED[self._side], dtype=np.uint8).view(np.int8))
@@ -88,8 +86,7 @@ class RankMemory:
             self._mirror[start:stop] = stamp
 
     def wrong_elsewhere(self) -> str:
-        """What was written where nobody may write, in words; empty when nothing was. Blocks that are lent
-        are left out."""
+        """What was written outside lent blocks; empty if nothing was."""
         changed = self.caches.buffer != self._mirror
         for request in self._lent.values():
             for start, stop in self._extents(request):
@@ -100,7 +97,7 @@ class RankMemory:
         return f"{len(places)} bytes changed outside the blocks of any request; {self._name(int(places[0]))}"
 
     def changed_while_lent(self, request_id: str) -> str:
-        """On a producer rank: what a connector changed in the blocks that it only reads."""
+        """On a producer rank: what a connector changed in blocks that it only reads."""
         for start, stop in self._extents(self._lent[request_id]):
             changed = (self.caches.buffer[start:stop] != self._mirror[start:stop]).nonzero().reshape(-1)
             if len(changed):
@@ -108,7 +105,7 @@ class RankMemory:
         return ""
 
     def _hand_out(self, request: KVRequest) -> list[int]:
-        """The generations of the request's blocks, which are returned, go up: a reader can tell."""
+        """Bump the generations of the request's blocks, which are returned."""
         blocks = sorted({b for table in request.block_ids for b in table} - {NULL_BLOCK})
         self.caches.generations[blocks] += 1
         start = self.caches.geometry.generations_offset
@@ -137,7 +134,7 @@ class RankMemory:
         return f"{what}: {block} (layer {c.layer}, {c.field}, unit {c.unit}, row {c.row})"
 
     def _extents(self, request: KVRequest) -> list[tuple[int, int]]:
-        """Byte ranges [start, stop) of the buffer that the request's blocks take, group by group."""
+        """Byte ranges [start, stop) of the request's blocks in the buffer, group by group."""
         base = self.caches.buffer.data_ptr()
         extents = []
         for references, table in zip(self.caches.references, request.block_ids, strict=True):
@@ -161,7 +158,7 @@ def _expected(view: LayerView, seed: int, num_tokens: int) -> Rows:
 
 
 def _stamps(expected: Rows, found: Rows) -> str:
-    """Where wrong bytes came from, if they are of those that the engine wrote itself."""
+    """Where wrong bytes came from, if most of them are a fill of the engine."""
     wrong = [found[key][found[key] != expected[key]] for key in found]
     values, counts = np.unique(np.concatenate(wrong), return_counts=True)
     by_value: dict[int, int] = dict(zip(values.tolist(), counts.tolist(), strict=True))

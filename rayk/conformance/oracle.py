@@ -1,7 +1,8 @@
-"""The content of every byte, from its canonical coordinate alone: no layout, block table or TP size enters.
+"""The content of every byte, computed from its canonical coordinate alone: independent of layout, block table
+and TP size.
 
-A byte is a hash of (request's seed, layer, field, unit, token, byte of the row). Layers, heads, tokens, K and
-V and requests that are mixed up are therefore seen as that, whoever mixes them up.
+A byte is a hash of (request's seed, layer, field, unit, token, byte of the row), so that mixing up layers,
+heads, tokens, K and V or requests always shows.
 """
 
 from __future__ import annotations

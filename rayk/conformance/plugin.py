@@ -1,11 +1,10 @@
 """pytest plugin: `pytest --rayk-connector MODULE:CLASS` collects every check as a test.
 
-Loaded by every pytest run where rayk is installed, so nothing of rayk is imported until it is asked for.
+Every pytest run where rayk is installed loads it, so it imports nothing of rayk until it is used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,11 +14,10 @@ if TYPE_CHECKING:
     from rayk.conformance.runner import Kit
 
 FOLDER = "conformance"
-"""What the tests' ids begin with, so that `-k conformance` chooses them."""
+"""Prefix of the tests' ids, so that `-k conformance` selects them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of the kit."""
     group = parser.getgroup("rayk", "conformance of KV connectors")
     group.addoption("--rayk-connector", metavar="MODULE:CLASS", help="try this connector, a test per check")
     group.addoption(
@@ -75,19 +73,12 @@ def _kit(config: pytest.Config) -> Kit:
 
 
 class _Checks(pytest.Collector):
-    """All checks of one connector."""
-
     def __init__(self, *, checks: tuple[Check, ...], **arguments: Any) -> None:
         super().__init__(**arguments)
         self._checks = checks
 
     def collect(self) -> list[pytest.Item]:
-        """A test each."""
-        return list(self._collect())
-
-    def _collect(self) -> Iterator[pytest.Item]:
-        for check in self._checks:
-            yield _CheckItem.from_parent(self, name=check.id, check=check)
+        return [_CheckItem.from_parent(self, name=check.id, check=check) for check in self._checks]
 
 
 class _Failed(Exception):
@@ -95,14 +86,11 @@ class _Failed(Exception):
 
 
 class _CheckItem(pytest.Item):
-    """One check as a test."""
-
     def __init__(self, *, check: Check, **arguments: Any) -> None:
         super().__init__(**arguments)
         self._check = check
 
     def runtest(self) -> None:
-        """Run it."""
         from rayk.conformance.runner import FAIL, UNSUPPORTED
         from rayk.types.errors import UserError
 
@@ -117,12 +105,11 @@ class _CheckItem(pytest.Item):
             raise _Failed(result.reason)
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
-        """The reason alone: the kit's own stack tells nothing."""
+        """Show the reason alone, without the kit's own stack."""
         if isinstance(excinfo.value, _Failed):
             connector = self.config.option.rayk_connector
             return f"{connector}: not so: {self._check.proves}\n{excinfo.value}"
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Any, int | None, str]:
-        """Where it is said to be."""
         return self.config.rootpath, None, f"{FOLDER}: {self.name}"

@@ -1,5 +1,5 @@
-"""Host processes as their parent sees them: started when first needed, called with a deadline, killed when
-they do not answer."""
+"""Host processes seen from their parent: started on demand, called with a deadline, killed if they do not
+answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import IO, Any
 from rayk.conformance.host import Raised
 
 STARTING_S = 120.0
-"""For a process to start and import the connector: torch alone may take long on a busy machine."""
+"""Time for a process to start and import the connector: torch alone may take long on a busy machine."""
 _MAIN = "from rayk.conformance.host import main; main()"
 
 
@@ -31,8 +31,6 @@ class Died(Exception):
 
 
 class HostProcess:
-    """One host process."""
-
     def __init__(self, folder: str) -> None:
         ours, theirs = socket.socketpair()
         self._log: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by `end`
@@ -52,11 +50,10 @@ class HostProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can be called."""
         return self._process.poll() is None
 
     def start(self, method: str, *arguments: Any) -> None:
-        """Begin a call; `finish` has its answer."""
+        """Begin a call; `finish` returns its answer."""
         assert not self._is_waiting, "one call at a time"
         try:
             self._connection.send_bytes(pickle.dumps((method, arguments)))
@@ -65,9 +62,9 @@ class HostProcess:
         self._is_waiting = True
 
     def finish(self, what: str, until: float) -> Any:
-        """The answer to the call begun last. `until`: monotonic seconds.
+        """The answer to the last call begun. `until`: monotonic seconds.
 
-        Raises Raised (what the connector raised), Hung, Died, UserError.
+        Raises Raised (the connector's error), Hung, Died, UserError.
         """
         self._is_waiting = False
         try:
@@ -86,12 +83,11 @@ class HostProcess:
         raise AssertionError(f"the kit itself failed in {what}:\n{answer}")
 
     def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """A whole call."""
         self.start(method, *arguments)
         return self.finish(method, time.monotonic() + timeout_s)
 
     def kill(self) -> None:
-        """End it and what it started, at once."""
+        """Kill it and what it started."""
         self._connection.close()
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -100,7 +96,7 @@ class HostProcess:
         self._process.wait()
 
     def end(self) -> None:
-        """Let it end by itself; kill it when it does not."""
+        """Let it end by itself, or kill it after a while."""
         self._connection.close()
         try:
             self._process.wait(5)
@@ -109,7 +105,7 @@ class HostProcess:
         self._log.close()
 
     def _epitaph(self, what: str) -> str:
-        """How it ended, with the last it printed."""
+        """How it ended, with the last lines it printed."""
         try:
             code: int | None = self._process.wait(5)
         except subprocess.TimeoutExpired:
@@ -133,7 +129,7 @@ class HostPool:
         """ConnectorFacts, once a process has been started."""
 
     def use(self, target: str) -> None:
-        """Another connector from now on, in the same processes. Raises UserError if it cannot be imported."""
+        """Load another connector in the same processes. Raises UserError if it cannot be imported."""
         self._target = target
         self._drop_dead()
         until = time.monotonic() + STARTING_S
@@ -142,7 +138,7 @@ class HostPool:
             self.facts = host.finish(f"importing {target}", until)
 
     def take(self, count: int) -> list[HostProcess]:
-        """The first `count` processes, all alive. Raises UserError where the connector cannot be imported."""
+        """The first `count` processes, all alive. Raises UserError if the connector cannot be imported."""
         self._drop_dead()
         new = [HostProcess(self._folder.name) for _ in range(count - len(self._hosts))]
         # From here on `close` ends them, also where one cannot import the connector.
@@ -160,7 +156,6 @@ class HostPool:
             self._hosts.remove(gone)
 
     def close(self) -> None:
-        """End all."""
         for host in self._hosts:
             host.end()
         self._hosts.clear()

@@ -1,8 +1,8 @@
-"""A pair of engines around a connector: what a check drives.
+"""A pair of engines around a connector, which a check drives.
 
-All calls go to the ranks' processes, with a deadline each. The engines' side of the protocol is kept to:
-block ids are handed out scattered, blocks are written over as soon as a rank has reported their request, both
-ends are polled.
+All calls go to the ranks' processes, each with a deadline. The rig follows the engines' side of the protocol:
+block ids are scattered, blocks are overwritten as soon as a rank has reported their request, both ends are
+polled.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from rayk.transfer.plan import consecutive_tables
 SIDES = ("producer", "consumer")
 PRODUCER, CONSUMER = 0, 1
 REST_S = 0.0005
-"""Between polls: others want this core, too."""
+"""Pause between polls: others need this core, too."""
 LATE_POLLS = 5
-"""Polls at the end of a check, for what comes too late."""
+"""Polls at the end of a check, for late reports."""
 
 
 class CheckFailed(Exception):
-    """The connector does not do what it should; the text says what it did."""
+    """The connector violates the check; the text says how."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What one rank reported of one request, for people."""
+    """One rank's report of one request, for display."""
 
     request_id: str
     side: str
@@ -46,7 +46,7 @@ class Outcome:
     """done, failed or wrong."""
     reason: str
     reported_ms: float | None
-    """From the call of `send` or `receive`."""
+    """Time since the call of `send` or `receive`."""
 
 
 class Refused(CheckFailed):
@@ -62,35 +62,31 @@ class Job:
 
     @property
     def request_id(self) -> str:
-        """Of both sides."""
         return self.sides[0].request_id
 
     def due_in(self, deadline_s: float) -> Job:
-        """The same with another deadline."""
         producer, consumer = (replace(request, deadline_s=deadline_s) for request in self.sides)
         return replace(self, sides=(producer, consumer))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How patient a check is, in seconds."""
+    """Time limits of a check, in seconds."""
 
     check_s: float = 60.0
-    """For a whole check."""
+    """Limit of a whole check."""
     call_s: float = 30.0
-    """For one call of the connector to return."""
+    """Limit of one call of the connector."""
     request_s: float = 20.0
     """Deadline of requests that should succeed."""
     fault_s: float = 1.5
-    """Deadline of requests that cannot."""
+    """Deadline of requests that cannot succeed."""
     grace_s: float = 5.0
-    """How much later than its deadline a request may be reported."""
+    """How late after its deadline a request may be reported."""
 
 
 @dataclass(eq=False)
 class Rig:
-    """See the module."""
-
     pool: HostPool
     pair: EnginePair
     name: str
@@ -101,13 +97,13 @@ class Rig:
     _free: tuple[list[int], list[int]] = ([], [])
     _lent: dict[str, Job] = field(default_factory=dict)
     reports: dict[tuple[RankName, str], Report] = field(default_factory=dict)
-    """Of every request: what each rank reported."""
+    """What each rank reported of every request."""
     history: list[Outcome] = field(default_factory=list)
-    """All of that, in order."""
+    """All reports in order."""
     _began: dict[tuple[RankName, str], float] = field(default_factory=dict)
     _ids: Any = field(default_factory=itertools.count)
     _until: float = math.inf
-    """The whole check's end, monotonic seconds."""
+    """End of the whole check, monotonic seconds."""
 
     def __post_init__(self) -> None:
         random = np.random.default_rng(0)
@@ -117,11 +113,10 @@ class Rig:
 
     @property
     def ranks(self) -> list[RankName]:
-        """Ranks that live, producers first."""
+        """Living ranks, producers first."""
         return [rank for rank in self._hosts if rank not in self._dead]
 
     def side(self, side: int) -> list[RankName]:
-        """Living ranks of one side."""
         return [rank for rank in self.ranks if rank[0] == side]
 
     @property
@@ -137,7 +132,7 @@ class Rig:
     # Life
 
     def open(self) -> None:
-        """Make all ranks, in processes of their own if the connector can, and connect them."""
+        """Make all ranks, in separate processes if the connector can, and connect them."""
         names = [(side, rank) for side in (PRODUCER, CONSUMER) for rank in range(self.pair.tp[side])]
         self.pool.take(1)
         if self.pool.facts.is_cross_process:
@@ -153,7 +148,7 @@ class Rig:
         self._each("connect", names, lambda r: (r, *sides))
 
     def end(self) -> None:
-        """A check that went well so far: nothing may come late, nothing may be held."""
+        """End a check that succeeded so far: nothing may come late or be still held."""
         for _ in range(LATE_POLLS):
             self.poll()
         self._check_memory()
@@ -166,7 +161,7 @@ class Rig:
         self._check_memory()
 
     def abandon(self) -> None:
-        """Whatever happened: leave nothing of this check in the processes."""
+        """Clean up after a check, whatever happened."""
         for host in dict.fromkeys(self._hosts.values()):
             if not host.is_alive:
                 continue
@@ -188,7 +183,7 @@ class Rig:
         like: Job | None = None,
         alike: Sequence[int] = (PRODUCER, CONSUMER),
     ) -> Job:
-        """A request in scattered blocks; `like`: in the blocks of another, which is over on the sides
+        """A request in scattered blocks; `like`: in the blocks of another request, which is over on the sides
         `alike`."""
         number = next(self._ids)
         if self.pool.facts.moves_whole_blocks_only:
@@ -213,12 +208,11 @@ class Rig:
         return {job.request_id: self.half(job, self.first_side) for job in jobs}
 
     def follow(self, jobs: Iterable[Job], answers: dict[str, list[bytes]]) -> None:
-        """The second half."""
         for job in jobs:
             self.half(job, 1 - self.first_side, answers[job.request_id])
 
     def half(self, job: Job, side: int, answers: Sequence[bytes] = ()) -> list[bytes]:
-        """`send` or `receive` on every living rank of a side; their answers in rank order."""
+        """Call `send` or `receive` on every living rank of a side; their answers in rank order."""
         self._lent[job.request_id] = job
         method = "receive" if side else "send"
         ranks = self.side(side)
@@ -231,7 +225,7 @@ class Rig:
         return [found[rank] for rank in ranks]
 
     def try_half(self, job: Job, side: int, answers: Sequence[bytes] = ()) -> str:
-        """The same where the connector may refuse: what it raised, or ""."""
+        """Like `half`, but the connector may refuse: returns what it raised, or ""."""
         try:
             self.half(job, side, answers)
         except Refused as error:
@@ -239,27 +233,27 @@ class Rig:
         return ""
 
     def transfer(self, *jobs: Job) -> None:
-        """Whole requests that must succeed, all in flight at once."""
+        """Whole requests that must succeed, all in flight together."""
         self.follow(jobs, self.begin(jobs))
         self.wait(jobs)
         self.expect_done(jobs)
 
     def poll(self) -> None:
-        """Poll both ends once, keep what they report. Raises CheckFailed for wrong memory."""
+        """Poll both ends once and keep their reports. Raises CheckFailed for wrong memory."""
         hosts = list(dict.fromkeys(self._hosts[rank] for rank in self.ranks))
         for reports in self._call_hosts(hosts, "poll"):
             for report in reports:
                 self._note(report)
 
     def wait(self, jobs: Sequence[Job], ranks: Sequence[RankName] | None = None) -> None:
-        """Poll until these ranks (all living ones) have reported these requests, which are over then. Raises
-        CheckFailed as `await_reports` does."""
+        """Poll until these ranks (default: all living) have reported these requests, whose blocks are then
+        free. Raises CheckFailed like `await_reports`."""
         self.await_reports(jobs, self.ranks if ranks is None else ranks)
         self._settle(jobs)
 
     def await_reports(self, jobs: Sequence[Job], ranks: Sequence[RankName]) -> None:
-        """Poll until these ranks have reported these requests; others may have them in flight. Raises
-        CheckFailed naming the first that has not by its deadline, and some grace."""
+        """Poll until these ranks have reported these requests, which others may still have in flight. Raises
+        CheckFailed naming the first that misses its deadline plus grace."""
         deadline_s = max(job.sides[0].deadline_s for job in jobs) + self.settings.grace_s
         until = time.monotonic() + deadline_s
         while missing := [
@@ -276,7 +270,7 @@ class Rig:
             time.sleep(REST_S)
 
     def expect_done(self, jobs: Iterable[Job], ranks: Sequence[RankName] | None = None) -> None:
-        """These ranks reported these requests without an error."""
+        """Raise CheckFailed if one of these ranks reported one of these requests as failed."""
         for job in jobs:
             for rank in self.ranks if ranks is None else ranks:
                 report = self.reports[rank, job.request_id]
@@ -290,7 +284,7 @@ class Rig:
     # Faults
 
     def lose(self, rank: RankName) -> None:
-        """The rank is gone: its process is killed; of ranks in one process, it is closed without a word."""
+        """Lose the rank: kill its process, or close it silently if ranks share a process."""
         self._dead.add(rank)
         host = self._hosts[rank]
         if self.pool.facts.is_cross_process:
@@ -299,7 +293,7 @@ class Rig:
             self._call_hosts([host], "close", rank)
 
     def register_again(self, rank: RankName) -> str:
-        """A second registration on one rank: what it raised, or ""."""
+        """Register a second cache on one rank; returns what it raised, or ""."""
         (raised,) = self._call_hosts([self._hosts[rank]], "register_again", rank, self.pair)
         return str(raised)
 
@@ -309,7 +303,7 @@ class Rig:
         return dict(found)
 
     def check_held(self, names: set[str] | None, when: str) -> None:
-        """What ranks say they hold (of these names; None: of all) is nothing."""
+        """Raise CheckFailed if a rank says it holds any of these `names` (None: anything)."""
         for rank, held in self._each("held", self.ranks, lambda r: (r,)).items():
             left = {k: v for k, v in (held or {}).items() if v and (names is None or k in names)}
             if left:
@@ -324,7 +318,7 @@ class Rig:
         return tuple(tuple(NULL_BLOCK if b == NULL_BLOCK else free.pop(0) for b in t) for t in plain)
 
     def _settle(self, jobs: Sequence[Job]) -> None:
-        """Blocks of requests that every rank has reported are free again."""
+        """Free the blocks of requests that every rank has reported."""
         for job in jobs:
             if self._lent.pop(job.request_id, None) is not None:
                 for free, request in zip(self._free, job.sides, strict=True):
@@ -357,7 +351,7 @@ class Rig:
     def _each(
         self, method: str, ranks: Sequence[RankName], arguments: Any, *, told_as: str = ""
     ) -> dict[RankName, Any]:
-        """Call every rank's process, those of several processes side by side."""
+        """Call every rank, in parallel if they are in several processes."""
         answers: dict[RankName, Any] = {}
         waiting = list(ranks)
         while waiting:
@@ -377,9 +371,9 @@ class Rig:
         return self._call(method, [(host, f"{method}()", arguments) for host in hosts])
 
     def _call(self, method: str, calls: Sequence[tuple[HostProcess, str, tuple[Any, ...]]]) -> list[Any]:
-        """Call processes side by side; all have answered, or are dead, when this returns or raises.
+        """Call processes in parallel; all have answered, or are dead, when this returns or raises.
 
-        Raises Refused where the connector raised, CheckFailed where it hung or took its process with it.
+        Raises Refused if the connector raised, CheckFailed if it hung or its process died.
         """
         now = time.monotonic()
         if now >= self._until:
@@ -408,5 +402,4 @@ class Rig:
 
 
 def named(rank: RankName) -> str:
-    """A rank in words."""
     return f"{SIDES[rank[0]]} rank {rank[1]}"

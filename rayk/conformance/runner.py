@@ -1,4 +1,4 @@
-"""Runs checks, one after the other, and says what came of each."""
+"""Runs checks, one after the other, and reports their verdicts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,9 @@ PASS, FAIL, UNSUPPORTED = "PASS", "FAIL", "UNSUPPORTED"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckResult:
-    """What came of one check."""
-
     id: str
     verdict: str
-    """PASS, FAIL, or UNSUPPORTED: the connector says that it does not do this."""
+    """PASS, FAIL, or UNSUPPORTED (the connector declares that it does not do this)."""
     reason: str
     proves: str
     prefill_tp: int
@@ -40,18 +38,15 @@ class CheckResult:
     """What each rank reported, in order."""
 
     def record(self) -> dict[str, Any]:
-        """As a row of a table."""
         row = asdict(self)
         del row["outcomes"]
         return row
 
     def outcome_records(self) -> list[dict[str, Any]]:
-        """Rows of the table of requests."""
         return [{"check": self.id, **asdict(outcome)} for outcome in self.outcomes]
 
 
 def failed(results: Sequence[CheckResult]) -> list[CheckResult]:
-    """Those that failed."""
     return [result for result in results if result.verdict == FAIL]
 
 
@@ -63,9 +58,9 @@ def headline(results: Sequence[CheckResult]) -> str:
 
 
 class Kit:
-    """A connector's checks. A context manager: its processes end with it.
+    """A connector's checks, as a context manager that ends its processes.
 
-    `target` is MODULE:CLASS, `path` folders to import it from. Raises UserError where it cannot be imported.
+    `target` is MODULE:CLASS, `path` folders to import it from. Raises UserError if it cannot be imported.
     """
 
     def __init__(self, target: str, *, path: Sequence[str] = (), settings: Settings | None = None) -> None:
@@ -91,19 +86,17 @@ class Kit:
         self._pool.close()
 
     def use(self, target: str) -> None:
-        """Go on with another connector, in the same processes. Raises UserError if it cannot be imported."""
+        """Switch to another connector in the same processes. Raises UserError if it cannot be imported."""
         self.target = target
         self._pool.use(target)
 
     @property
     def facts(self) -> ConnectorFacts:
-        """What the class says of itself."""
         facts = self._pool.facts
         assert isinstance(facts, ConnectorFacts), "the kit was not entered"
         return facts
 
     def run(self, check: Check) -> CheckResult:
-        """One check, whatever the connector does in it."""
         began = time.monotonic()
         outcomes: list[Outcome] = []
         verdict, reason = self._run(check, outcomes)
@@ -125,7 +118,6 @@ class Kit:
         )
 
     def run_all(self, checks: Sequence[Check]) -> Iterator[CheckResult]:
-        """One after the other."""
         return (self.run(check) for check in checks)
 
     def _run(self, check: Check, outcomes: list[Outcome]) -> tuple[str, str]:

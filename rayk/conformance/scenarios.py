@@ -1,7 +1,7 @@
-"""What is done with a connector between two engines. Each raises CheckFailed where it does what it must not.
+"""What is done with a connector between two engines. Scenarios raise CheckFailed for violations.
 
-Every scenario ends like an engine's day: all requests reported, blocks written over, connectors closed, and
-memory compared (`Rig.end`).
+Every scenario ends with `Rig.end`: all requests reported, blocks overwritten, connectors closed, memory
+compared.
 """
 
 from __future__ import annotations
@@ -12,41 +12,36 @@ from collections.abc import Callable
 from rayk.conformance.rig import CONSUMER, PRODUCER, CheckFailed, Job, Rig, named
 
 PARTIAL, WHOLE = 37, 32
-"""Tokens of a request: the last block is not full at block sizes of 16, 24 and 32; and is, at 16 and 32."""
+"""Tokens of a request: its last block is partly filled at block sizes 16, 24 and 32; full at 16 and 32."""
 MANY = 300
-"""Tokens of a request that takes more blocks than a byte counts, where a block is one token."""
+"""Tokens of a request with more blocks than fit a byte, at one token per block."""
 ROUNDS = 4
 NUM_CANCELLED = 8
 
 
 def one_request(rig: Rig) -> None:
-    """One request whose last block is not full."""
     rig.transfer(rig.job(PARTIAL))
 
 
 def whole_blocks(rig: Rig) -> None:
-    """One request that fills its last block."""
     rig.transfer(rig.job(WHOLE))
 
 
 def one_token(rig: Rig) -> None:
-    """One request of one token."""
     rig.transfer(rig.job(1))
 
 
 def lengths(rig: Rig) -> None:
-    """Requests of many lengths, one after the other: around the borders of blocks, windows and chunks."""
+    """Requests of many lengths, one after the other, around the borders of blocks, windows and chunks."""
     for num_tokens in (1, 15, 16, 17, 31, 33, 47, 49, 63):
         rig.transfer(rig.job(num_tokens))
 
 
 def many_blocks(rig: Rig) -> None:
-    """One request in many blocks."""
     rig.transfer(rig.job(MANY))
 
 
 def many_at_once(rig: Rig) -> None:
-    """Six requests in flight together."""
     rig.transfer(*(rig.job(n) for n in (5, 37, 16, 1, 50, 33)))
 
 
@@ -63,7 +58,7 @@ def second_halves_reversed(rig: Rig) -> None:
 
 
 def blocks_reused(rig: Rig) -> None:
-    """The same blocks on both sides, three times, with other content."""
+    """Use the same blocks on both sides three times, with other content."""
     first = rig.job(PARTIAL)
     rig.transfer(first)
     for _ in range(2):
@@ -71,20 +66,20 @@ def blocks_reused(rig: Rig) -> None:
 
 
 def request_id_reused(rig: Rig) -> None:
-    """A request id that is free again names another request."""
+    """Use a request id again once it is free."""
     first = rig.job(PARTIAL)
     rig.transfer(first)
     rig.transfer(rig.job(20, request_id=first.request_id))
 
 
 def producer_dies(rig: Rig) -> None:
-    """A producer rank is gone between the two halves of a request: consumers fail, or hold what is right."""
+    """A producer rank dies between the two halves of a request: consumers fail, or hold the right bytes."""
     job = rig.job(PARTIAL, deadline_s=rig.settings.fault_s)
     _first_half_then(rig, job, (PRODUCER, 0))
 
 
 def consumer_dies(rig: Rig) -> None:
-    """A consumer rank is gone between the two halves: producers must get their blocks back."""
+    """A consumer rank dies between the two halves: producers must get their blocks back."""
     job = rig.job(PARTIAL, deadline_s=rig.settings.fault_s)
     _first_half_then(rig, job, (CONSUMER, 0))
 
@@ -105,7 +100,7 @@ def never_followed(rig: Rig) -> None:
 
 
 def cancel_in_the_middle(rig: Rig) -> None:
-    """Consumers give a request up while it is under way; its blocks are used again."""
+    """Consumers give a request up while it is in flight; its blocks are reused."""
     job = rig.job(PARTIAL, deadline_s=rig.settings.fault_s)
     rig.follow([job], rig.begin([job]))
     rig.release(CONSUMER, job.request_id)
@@ -130,8 +125,8 @@ def cancel_by_producer(rig: Rig) -> None:
 
 
 def cancel_by_producer_in_the_middle(rig: Rig) -> None:
-    """Producers give requests up that are under way, one after no poll, one after one, and so on; every other
-    time the blocks are another request's at once. Consumers fail, or hold what is right."""
+    """Producers give up requests in flight, after different numbers of polls; every other time their blocks
+    are reused at once. Consumers fail, or hold the right bytes."""
     jobs = [rig.job(PARTIAL, deadline_s=rig.settings.fault_s) for _ in range(NUM_CANCELLED)]
     rig.follow(jobs, rig.begin(jobs))
     others = []
@@ -148,7 +143,7 @@ def cancel_by_producer_in_the_middle(rig: Rig) -> None:
 
 
 def release_twice(rig: Rig) -> None:
-    """Releases of what is unknown, over, or released already change nothing."""
+    """Releasing unknown, finished or released requests changes nothing."""
     for side in (PRODUCER, CONSUMER):
         rig.release(side, "a request nobody has heard of")
     job = rig.job(PARTIAL)
@@ -164,7 +159,7 @@ def release_twice(rig: Rig) -> None:
 
 
 def stale_answer(rig: Rig) -> None:
-    """What the first half answered is used again when its request is over."""
+    """Use the first half's answer again after its request is over."""
     job = rig.job(PARTIAL)
     answers = rig.begin([job])
     rig.follow([job], answers)
@@ -177,7 +172,7 @@ def stale_answer(rig: Rig) -> None:
 
 
 def same_request_twice(rig: Rig) -> None:
-    """A request id that is in flight is refused, and what is in flight arrives."""
+    """A request id in flight is refused, and its request still arrives."""
     job = rig.job(PARTIAL)
     answers = rig.begin([job])
     if not rig.try_half(job, rig.first_side):
@@ -189,7 +184,7 @@ def same_request_twice(rig: Rig) -> None:
 
 
 def second_registration(rig: Rig) -> None:
-    """A second cache is refused, and the first is served on."""
+    """A second cache is refused, and the first still works."""
     for rank in rig.ranks:
         if not rig.register_again(rank):
             raise CheckFailed(f"{named(rank)} took a second cache: register() did not raise")
@@ -197,7 +192,7 @@ def second_registration(rig: Rig) -> None:
 
 
 def opened_again(rig: Rig) -> None:
-    """Engines come and go: threads and file descriptors do not add up."""
+    """Open and close engines repeatedly: threads and file descriptors must not add up."""
     counts = []
     for round_ in range(ROUNDS):
         if round_:
@@ -243,7 +238,7 @@ SCENARIOS: dict[str, Callable[[Rig], None]] = {
 
 
 def _first_half_then(rig: Rig, job: Job, lost: tuple[int, int]) -> None:
-    """The first half, a rank is lost, the second half on those that live, as far as that goes."""
+    """Run the first half, lose a rank, run the second half on the living ranks as far as possible."""
     answers = rig.begin([job])
     rig.lose(lost)
     second_side = 1 - rig.first_side
@@ -253,7 +248,7 @@ def _first_half_then(rig: Rig, job: Job, lost: tuple[int, int]) -> None:
 
 
 def _over_or_refused(rig: Rig, job: Job, refused: str, side: int) -> None:
-    """A half that comes too late raised, or is reported like any other."""
+    """Expect that a late half raised, or is reported like any other."""
     if not refused:
         rig.wait([job], rig.side(side))
         return

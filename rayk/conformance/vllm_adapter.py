@@ -1,17 +1,16 @@
-"""Connectors written for vLLM's workers (KVConnectorBase_V1), tried without vLLM.
+"""Tries connectors written for vLLM's workers (KVConnectorBase_V1), without vLLM.
 
 The interface is duck-typed: a subclass of `VllmConnector` makes the connector's two halves, which vLLM calls
-scheduler and worker, with whatever stands in for vLLM's configuration, and this file calls their methods in
-the order in which vLLM's model runner and scheduler do around one step of each engine:
+scheduler and worker, with any stand-in for vLLM's configuration. This file calls their methods in the order
+of vLLM's model runner and scheduler around one step of each engine:
 
-    producer   build_connector_meta, bind_connector_metadata, start_load_kv, per layer wait_for_layer_load and
-               save_kv_layer, wait_for_save, clear_connector_metadata, request_finished, get_finished
-    consumer   get_num_new_matched_tokens, update_state_after_alloc, build_connector_meta, then as above
+ producer   build_connector_meta, bind_connector_metadata, start_load_kv, per layer wait_for_layer_load and
+            save_kv_layer, wait_for_save, clear_connector_metadata, request_finished, get_finished
+ consumer   get_num_new_matched_tokens, update_state_after_alloc, build_connector_meta, then as above
 
-A request is what vLLM would call a prompt of one token more than its KV: the last token is computed by the
-consumer, and by the producer in a step of its own, which is left out.
-Its token ids are fresh for every request, so that a cache that goes by content finds only what was saved.
-Where a half lacks a method that the interface gives a default, that default is taken.
+For vLLM, a request is a prompt of one token more than its KV: the last token is computed by the consumer (and
+by the producer in a step of its own, which is left out). Token ids are fresh for every request, so that a
+content-addressed cache finds only what was saved. Methods that a half lacks take the interface's defaults.
 """
 
 from __future__ import annotations
@@ -33,23 +32,23 @@ LAYER_NAME = "model.layers.{}.self_attn.attn"
 
 
 class VllmConnector(BaseConnector):
-    """Gives a connector of vLLM's the protocol of `rayk.transfer.Connector`; a subclass makes both halves.
+    """Adapts a vLLM connector to the protocol of `rayk.transfer.Connector`; a subclass makes both halves.
 
-    Tensors are what vLLM calls standardised: per layer [blocks, heads, tokens, K then V], strided as the
-    rank's layout has it.
+    Tensors have vLLM's standard shape: per layer [blocks, heads, tokens, K then V], strided as in the rank's
+    layout.
     """
 
     moves_whole_blocks_only: bool = True
-    """As prefix caches do; False where the interface's connector also brings part of a block."""
+    """True for prefix caches; False if the connector also moves partly filled blocks."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._worker: Any = None
         self._scheduler: Any = None
         self._sending: dict[str, float] = {}
-        """Request id -> deadline, of what is saved after the step."""
+        """Request id -> deadline, of requests saved after the step."""
         self._receiving: dict[str, tuple[float, frozenset[int]]] = {}
-        """Request id -> deadline and blocks, of what is loaded after the step."""
+        """Request id -> deadline and blocks, of requests loaded after the step."""
 
     def make(self, role: str, block_size: int) -> Any:
         """The connector's half for a role, "scheduler" or "worker"."""
@@ -57,7 +56,7 @@ class VllmConnector(BaseConnector):
 
     @classmethod
     def supports(cls, case: ConnectorCase) -> str | None:
-        """One rank of attention on each side, alike; override it where the connector does more."""
+        """One identical rank of attention on each side; override it if the connector does more."""
         if case.kinds != ("full",):
             return "the adapter describes one group of full attention"
         if case.kv_format != "bfloat16":
@@ -69,7 +68,6 @@ class VllmConnector(BaseConnector):
         return None
 
     def register(self, caches: CanonicalKVCaches) -> None:
-        """See Connector."""
         super().register(caches)
         (group,) = caches.geometry.groups
         self._layers = {LAYER_NAME.format(layer): caches.view(layer) for layer in group.group.layers}
@@ -79,17 +77,16 @@ class VllmConnector(BaseConnector):
         _call(self._worker, "register_kv_caches", self._layers)
 
     def describe(self) -> bytes:
-        """What the worker tells others, if it does."""
         return pickle.dumps(_call(self._worker, "get_handshake_metadata"))
 
     def connect(self, producers: Sequence[bytes], consumers: Sequence[bytes]) -> None:
-        """Show the schedulers what the workers told."""
+        """Pass the workers' handshake metadata to the scheduler."""
         told = {rank: pickle.loads(blob) for rank, blob in enumerate(producers)}  # noqa: S301 - our own
         if any(metadata is not None for metadata in told.values()):
             _call(self._scheduler, "set_xfer_handshake_metadata", told)
 
     def send(self, request: KVRequest, peers: Sequence[bytes] = ()) -> bytes:
-        """One step of the producer's engine, after which the request is over there."""
+        """Run one step of the producer's engine, after which the request is over there."""
         if request.request_id in self._sending or self.is_unreported(request.request_id):
             raise ValueError(f"{request.request_id} is being sent")
         token_ids = [secrets.randbelow(VOCABULARY) for _ in range(request.num_tokens + 1)]
@@ -109,7 +106,6 @@ class VllmConnector(BaseConnector):
         return pickle.dumps((token_ids, params))
 
     def receive(self, request: KVRequest, peers: Sequence[bytes] = ()) -> bytes:
-        """One step of the consumer's engine."""
         if request.request_id in self._receiving or self.is_unreported(request.request_id):
             raise ValueError(f"{request.request_id} is being received")
         token_ids, params = pickle.loads(peers[0])  # noqa: S301 - our own
@@ -133,7 +129,6 @@ class VllmConnector(BaseConnector):
         return b""
 
     def poll(self) -> Any:
-        """Ask the worker what has finished."""
         if self._worker is not None and (self._sending or self._receiving):
             sent, received = _call(self._worker, "get_finished", set(self._sending)) or (None, None)
             failed = self._load_errors()
@@ -148,12 +143,10 @@ class VllmConnector(BaseConnector):
         return super().poll()
 
     def held(self) -> dict[str, int]:
-        """Registrations and requests."""
         requests = len(self._sending) + len(self._receiving)
         return {"registrations": int(self._caches is not None), "requests": requests}
 
     def close(self) -> None:
-        """See Connector."""
         for half in (self._worker, self._scheduler):
             _call(half, "shutdown")
         self._worker = self._scheduler = None
@@ -173,7 +166,7 @@ class VllmConnector(BaseConnector):
         return int(answer[0]), bool(answer[1])
 
     def _step(self, request: KVRequest, as_vllm: Any, num_new_tokens: int) -> None:
-        """What the model runner does with the connector around one forward pass."""
+        """Call the connector as the model runner does around one forward pass."""
         worker = self._worker
         output = _scheduler_output(request.request_id, as_vllm, num_new_tokens)
         metadata = self._scheduler.build_connector_meta(output)
@@ -198,13 +191,13 @@ class VllmConnector(BaseConnector):
 
 
 def _call(half: Any, method: str, *arguments: Any) -> Any:
-    """The method's answer; None where the interface lets it be absent."""
+    """The method's answer; None if the interface makes it optional."""
     found = getattr(half, method, None)
     return None if found is None else found(*arguments)
 
 
 def _request(request: KVRequest, token_ids: list[int], params: Any) -> Any:
-    """As the scheduler of vLLM knows a request."""
+    """A request as vLLM's scheduler represents it."""
     return SimpleNamespace(
         request_id=request.request_id,
         req_id=request.request_id,
