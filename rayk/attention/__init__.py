@@ -1,10 +1,10 @@
-"""Attention over the paged KV cache: what a step's batch looks like, who computes it, which layers share.
+"""Attention over the paged KV cache: a step's metadata, the backends, and which layers share metadata.
 
-metadata: `CommonAttentionMetadata`, built once per step and KV group. transforms: how layers with local
-attention, or with a few of the tokens, see it. backend: the protocol that a way of
-computing attention fulfils, and a layer's constants (`AttentionParams`; `MlaParams` of latent attention).
-backends: reference (plain torch), cpu (C++ or torch), triton; `get_backend` finds one by name. groups:
-layers of one KV group that share a builder (`AttentionGroup`).
+metadata: `CommonAttentionMetadata`, built once per step and KV group. transforms: variants of it for layers
+with local attention or few tokens. backend: the protocol of attention backends, and a layer's constants
+(`AttentionParams`; `MlaParams` for latent attention). backends: reference (plain torch), cpu (C++ or torch),
+triton; `get_backend` finds one by name. groups: layers of one KV group that share a builder
+(`AttentionGroup`).
 """
 
 from rayk.attention.backend import AttentionBackend, AttentionParams, MlaParams, PagedAttentionMetadata

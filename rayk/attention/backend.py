@@ -1,65 +1,63 @@
-"""What a way of computing attention must offer, and what one layer tells it."""
+"""The protocol of attention backends, and the constants of one layer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
+
+import torch
 
 from rayk.attention.metadata import CommonAttentionMetadata
 from rayk.kernels.paged_attention import HeadGroups, head_groups
-
-if TYPE_CHECKING:
-    import torch
-
-    from rayk.kernels.quantise import QuantisedKV
-    from rayk.kv.specs import KVCacheSpec
+from rayk.kernels.quantise import QuantisedKV
+from rayk.kv.specs import KVCacheSpec
 
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """Constants of one attention layer. Filled by the layer when it is built."""
+    """Constants of one attention layer, filled when it is built."""
 
     scale: float
     """Factor on q . k before the softmax."""
     window: int | None
-    """Keys a token sees, itself included; None = all before it."""
+    """Keys a token sees, itself included; None: all before it."""
     kv_index: torch.Tensor
     """[Q] int64, on the layer's device: local KV head slot of each local query head."""
     head_size_k: int
     head_size_v: int
     sinks: torch.Tensor | None = None
-    """[Q] float32, on the layer's device: a learned logit per local query head that joins the softmax's
-    denominator only, unscaled and not capped."""
+    """[Q] float32, on the layer's device: a learned logit per local query head that only adds to the
+    softmax's denominator, unscaled and uncapped."""
     soft_cap: float | None = None
-    """Scores become cap * tanh(scale * q . k / cap), before the mask; None = as they are."""
+    """Scores become cap * tanh(scale * q . k / cap), before the mask."""
     chunk: int | None = None
-    """Positions of a chunk, beyond which no token sees (chunked local attention); None = no chunks."""
+    """Chunked local attention: positions per chunk, beyond which no token sees."""
 
     @cached_property
     def groups(self) -> HeadGroups:
-        """Query heads by KV head, worked out on first use."""
+        """Query heads by KV head."""
         return head_groups(self.kv_index)
 
 
 @dataclass(frozen=True)
 class MlaParams:
-    """Constants of one latent-attention layer (MLA). Filled by the layer when it is built."""
+    """Constants of one latent-attention layer (MLA), filled when it is built."""
 
     scale: float
     """Factor on q . row before the softmax."""
     latent_size: int
-    """R, elements of a cached row that are its latent: the value, and the first part of the key."""
+    """R, elements of a cached row's latent: the value, and the first part of the key."""
     rope_size: int
-    """Dr, those of the rotated key, its other part."""
+    """Dr, elements of the rotated key, its other part."""
 
 
 @dataclass(frozen=True)
 class PagedAttentionMetadata:
-    """What `build` makes of the common metadata for the layers of one attention group."""
+    """The metadata of one attention group's layers for a step."""
 
     common: CommonAttentionMetadata
-    """As the group sees the step: transformed (see transforms)."""
+    """The step as the group sees it: transformed (see transforms)."""
     window: int | None
     chunk: int | None = None
 
@@ -69,18 +67,18 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """What `attention_backend` in a spec calls it."""
+        """Its name as `attention_backend` in a spec."""
         ...
 
     @property
     def implementation(self) -> str:
-        """What runs in fact, for the results, e.g. `cpu-native`; a second choice says why."""
+        """What actually runs, for the results, e.g. `cpu-native`; a fallback says why."""
         ...
 
     @property
     def graph_safe(self) -> bool:
-        """Whether `forward` may be captured in a CUDA graph: it never waits for the device, and what it
-        launches depends on shapes and on the metadata's host-side maxima only."""
+        """Whether a CUDA graph may capture `forward`: it never waits for the device, and its launches depend
+        only on shapes and on the metadata's host-side maxima."""
         ...
 
     def veto(self, layout_name: str, spec: KVCacheSpec) -> str | None:
@@ -90,8 +88,8 @@ class AttentionBackend(Protocol):
     def build(
         self, common: CommonAttentionMetadata, window: int | None, chunk: int | None = None
     ) -> PagedAttentionMetadata:
-        """Metadata for the layers of one attention group; once per group and step. `common`: transformed for
-        the window or the chunk."""
+        """Metadata for the layers of one attention group, once per group and step. `common` is already
+        transformed for the window or the chunk."""
         ...
 
     def forward(
@@ -103,10 +101,8 @@ class AttentionBackend(Protocol):
         metadata: PagedAttentionMetadata,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """Store k [T, H, Dk] and v [T, H, Dv], then attend q [T, Q, Dk]. Returns [T, Q, Dv].
-
-        k and v are None together: the keys and values of another layer are attended to, and nothing stored.
-        """
+        """Store k [T, H, Dk] and v [T, H, Dv], then attend q [T, Q, Dk]. Returns [T, Q, Dv]. If k and v are
+        None, nothing is stored and another layer's keys and values are attended to."""
         ...
 
     def forward_latent(
@@ -118,9 +114,6 @@ class AttentionBackend(Protocol):
         metadata: PagedAttentionMetadata,
         params: MlaParams,
     ) -> torch.Tensor:
-        """Store latent [T, R] and rope [T, Dr] in cache [B, N, R + Dr], then attend q [T, Q, R + Dr]. A
-        quantised cache is one of a single head, of latents and rotated keys.
-
-        Returns [T, Q, R]: each query head's weighted latents.
-        """
+        """Store latent [T, R] and rope [T, Dr] in cache [B, N, R + Dr] (a quantised cache has a single head),
+        then attend q [T, Q, R + Dr]. Returns [T, Q, R]: each query head's weighted latents."""
         ...

@@ -16,20 +16,19 @@ from rayk.kv.specs import KVCacheSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionView:
-    """How layers see a step of their KV group. Groups with equal views share their transformed metadata."""
+    """How layers see a step of their KV group. Groups with equal views share transformed metadata."""
 
     kv_group: int
     window: int | None = None
-    """Not always the spec's: a windowed layer may keep all its tokens in a full-attention group."""
+    """It may differ from the spec's: a windowed layer may keep all tokens in a full-attention group."""
     chunk: int | None = None
-    """As `window`."""
     fast_prefill: bool = False
-    """Only the tokens whose logits are wanted are computed."""
+    """Compute only the tokens whose logits are wanted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionLayer:
-    """What decides a layer's attention group."""
+    """The properties that decide a layer's attention group."""
 
     layer: int
     backend: AttentionBackend
@@ -40,8 +39,7 @@ class AttentionLayer:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionGroup:
-    """Layers of one KV group with the same backend, spec, query heads, and view (of window, chunk, fast
-    prefill)."""
+    """Layers of one KV group with the same backend, spec, query heads and view."""
 
     backend: AttentionBackend
     spec: KVCacheSpec
@@ -51,10 +49,8 @@ class AttentionGroup:
 
 
 def make_attention_groups(layers: Iterable[AttentionLayer]) -> tuple[AttentionGroup, ...]:
-    """Gather layers, in their order, into groups; a group stands where its first layer does.
-
-    A layer given twice is a programmer's error.
-    """
+    """Gather layers, in their order, into groups; a group stands where its first layer does. A layer must not
+    occur twice."""
     members: dict[tuple[object, ...], list[AttentionLayer]] = {}
     seen: set[int] = set()
     for item in layers:
@@ -82,7 +78,7 @@ class AttentionGroups:
 
     @property
     def groups(self) -> tuple[AttentionGroup, ...]:
-        """All groups, in layer order of their first layers. None in a model without attention."""
+        """All groups, ordered by their first layers; empty for a model without attention."""
         return self._groups or ()
 
     @property
@@ -91,17 +87,18 @@ class AttentionGroups:
         return tuple(dict.fromkeys(group.view for group in self.groups))
 
     def initialise(self, layers: Iterable[AttentionLayer]) -> None:
-        """Form the groups. Doing it twice would leave layers with another group's metadata: an error."""
+        """Form the groups; may be called only once."""
         assert self._groups is None, "attention groups are already initialised"
         self._groups = make_attention_groups(layers)
 
     def see(
         self, commons: Mapping[int, CommonAttentionMetadata], wanted: np.ndarray | None = None
     ) -> dict[AttentionView, CommonAttentionMetadata]:
-        """The step by view, from the common metadata of each KV group with attention layers; views that
-        compute nothing are left out. Views that come to the same are given the same object.
+        """The step by view, from the common metadata of each KV group with attention layers. Views that
+        compute nothing are left out, and equal results are the same object.
 
-        `wanted`: ascending packed tokens [M] whose logits are; None: all tokens are computed everywhere.
+        `wanted`: ascending packed tokens [M] whose logits are wanted; None: all tokens are computed
+        everywhere.
         """
         step = _Step(wanted)
         seen = {view: step.see(commons[view.kv_group], view) for view in self.views}
@@ -110,8 +107,8 @@ class AttentionGroups:
     def build(
         self, seen: Mapping[AttentionView, CommonAttentionMetadata]
     ) -> dict[int, PagedAttentionMetadata]:
-        """Metadata by layer; none for layers whose view is not there. Groups of one backend whose transformed
-        metadata, window and chunk are the same share one build."""
+        """Metadata by layer, for layers whose view is present. Groups with the same backend, transformed
+        metadata, window and chunk share one build."""
         assert self._groups is not None, "attention groups are not initialised"
         shared: dict[tuple[object, ...], PagedAttentionMetadata] = {}
         built: dict[int, PagedAttentionMetadata] = {}
@@ -128,7 +125,7 @@ class AttentionGroups:
 
 
 class _Step:
-    """The transforms of one step. Each is done once for what it is given, whatever number of views ask."""
+    """The transforms of one step, each computed once per input."""
 
     def __init__(self, wanted: np.ndarray | None) -> None:
         self._reduced = None if wanted is None else cache(partial(fast_prefill, wanted=wanted))
@@ -136,7 +133,7 @@ class _Step:
         self._windowed = cache(sliding_window)
 
     def see(self, common: CommonAttentionMetadata, view: AttentionView) -> CommonAttentionMetadata | None:
-        """The step as the view's layers see it; None where they compute nothing."""
+        """The step as the view's layers see it; None if they compute nothing."""
         seen: CommonAttentionMetadata | None = common
         if view.fast_prefill and self._reduced is not None:
             seen = self._reduced(common)

@@ -1,7 +1,7 @@
-"""What every attention backend needs to know of a step's batch.
+"""A step's batch as every attention backend needs it.
 
-R requests, T packed tokens of this step, N token slots in a kernel block. Transforms make of it how a layer
-with local attention, or one that computes some of the tokens only, sees the step (see transforms).
+R requests, T packed tokens of this step, N token slots in a kernel block. transforms derive the metadata of
+layers with local attention, or that compute only some tokens.
 """
 
 from __future__ import annotations
@@ -14,33 +14,29 @@ import torch
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CommonAttentionMetadata:
-    """One KV group's view of a step. Filled by the engine once per step; never changed, and equal only to
+    """One KV group's view of a step. Filled by the engine once per step; immutable, and equal only to
     itself."""
 
     query_start_loc: torch.Tensor
-    """[R + 1] int32, where each request's tokens start among the T packed ones; the last is T."""
+    """[R + 1] int32: where each request's tokens start among the T packed ones; the last is T."""
     seq_lens: torch.Tensor
-    """[R] int32, tokens of each request whose KV exists after this step, this step's included."""
+    """[R] int32: tokens of each request whose KV exists after this step."""
     block_table: torch.Tensor
     """[R, max_blocks] int32 kernel block ids; 0 (the null block) where no block is needed or kept."""
     slot_mapping: torch.Tensor
-    """[T] int64, kernel block id * N + offset of each token; -1 = do not store."""
+    """[T] int64: kernel block id * N + offset of each token; -1: do not store."""
     block_size: int
     """N."""
     query_start_loc_cpu: tuple[int, ...]
-    """query_start_loc on the host."""
     seq_lens_cpu: tuple[int, ...]
-    """seq_lens on the host."""
     num_tokens: int
     """T."""
     max_query_len: int
     """Most tokens of one request in this step."""
     max_seq_len: int
-    """Largest of seq_lens."""
 
     @property
     def num_requests(self) -> int:
-        """R."""
         return len(self.seq_lens_cpu)
 
     @classmethod
@@ -54,7 +50,7 @@ class CommonAttentionMetadata:
         block_size: int,
         device: torch.device | str = "cpu",
     ) -> CommonAttentionMetadata:
-        """Build from each request's number of tokens in this step and in total, as plain ints."""
+        """Build from each request's number of tokens in this step and in total."""
         assert len(query_lens) == len(seq_lens) == len(block_table) > 0
         assert all(0 < n <= total for n, total in zip(query_lens, seq_lens, strict=True))
         starts = [0]

@@ -1,16 +1,16 @@
-"""How layers that see less than everything see a step: pure functions on metadata, which compose.
+"""Metadata of layers that see less than everything: pure functions on metadata, which compose.
 
-fast_prefill:   only the tokens whose logits are wanted are queries (trailing layers that share KV).
-chunked_local:  a virtual batch per request and chunk of its positions that it has tokens in; its keys begin
-                where the chunk does. Attention within it is plain causal attention.
-sliding_window: block tables without the columns that no token of the step can see.
+ fast_prefill:   only the tokens whose logits are wanted are queries (trailing layers that share KV).
+ chunked_local:  a virtual batch per request and chunk in which it has tokens; its keys begin where the chunk
+                 does, so that attention within it is plain causal attention.
+ sliding_window: block tables without the columns that no token of the step can see.
 
-Where several apply, they come in this order. fast_prefill after chunked_local makes the same batch, but out
-of a virtual batch for every chunk of every prompt; and once sliding_window has cut a request's first keys
-off, its chunks no longer begin where chunked_local looks for them.
+They apply in this order. fast_prefill after chunked_local gives the same batch, but by way of a virtual batch
+for every chunk of every prompt; and after sliding_window a request's chunks no longer begin where
+chunked_local looks.
 
-All work on the host in whole arrays, and take rows and columns of the block tables on the device. A transform
-that would change nothing returns what it was given, so that equal views of a step can be told by identity.
+All compute on the host in whole arrays, and take rows and columns of the block tables on the device. A
+transform that changes nothing returns its input, so that equal views of a step are the same object.
 
 Legend: R requests, T packed tokens, V virtual batches, N token slots of a kernel block, W columns of a table.
 """
@@ -27,23 +27,20 @@ from rayk.attention.metadata import CommonAttentionMetadata
 
 @dataclass(frozen=True, eq=False, slots=True)
 class VirtualBatches:
-    """The chunks of positions that a step's tokens lie in, in packed order; int64 [V] each."""
+    """The chunks that contain a step's tokens, in packed order; int64 [V] each."""
 
     requests: np.ndarray
-    """The request."""
     query_lens: np.ndarray
     """Tokens of this step."""
     key_lens: np.ndarray
-    """Tokens of the chunk until the last of this step."""
+    """Tokens of the chunk up to the last of this step."""
     key_starts: np.ndarray
     """Position of the chunk's first token."""
 
 
 def virtual_batches(query_lens: np.ndarray, seq_lens: np.ndarray, chunk: int) -> VirtualBatches:
-    """Cut each request's tokens of this step [R], the last of its `seq_lens` [R], at the ends of chunks.
-
-    Every request has tokens in the step.
-    """
+    """Cut each request's tokens of this step [R], the last of its `seq_lens` [R], at chunk ends. Every
+    request has tokens in the step."""
     computed = seq_lens - query_lens
     first = computed // chunk
     counts = (seq_lens - 1) // chunk - first + 1
@@ -60,10 +57,8 @@ def virtual_batches(query_lens: np.ndarray, seq_lens: np.ndarray, chunk: int) ->
 
 
 def chunked_local(common: CommonAttentionMetadata, chunk: int) -> CommonAttentionMetadata:
-    """The step as layers see it whose tokens see their own chunk of positions: R = V.
-
-    Chunks must begin where kernel blocks do: N divides `chunk`.
-    """
+    """The step for layers whose tokens see only their own chunk: R becomes V. `chunk` must be a multiple of
+    N."""
     size = common.block_size
     assert chunk % size == 0, f"chunks of {chunk} positions do not begin where kernel blocks of {size} do"
     if common.max_seq_len <= chunk:
@@ -75,8 +70,8 @@ def chunked_local(common: CommonAttentionMetadata, chunk: int) -> CommonAttentio
 
 
 def sliding_window(common: CommonAttentionMetadata, window: int) -> CommonAttentionMetadata:
-    """The step as layers see it whose tokens see `window` keys, themselves included: tables and lengths begin
-    at the first kernel block that some token of the request sees into."""
+    """The step for layers whose tokens see `window` keys, themselves included: tables and lengths begin at
+    the first kernel block that some token of the request sees."""
     if common.max_seq_len - window < common.block_size:
         return common
     starts, seq_lens = _host(common)
@@ -89,11 +84,11 @@ def sliding_window(common: CommonAttentionMetadata, window: int) -> CommonAttent
 
 
 def fast_prefill(common: CommonAttentionMetadata, wanted: np.ndarray) -> CommonAttentionMetadata | None:
-    """The step as layers see it that compute only the packed tokens `wanted` [M], ascending: requests without
-    any are left out. None if there are none at all.
+    """The step for layers that compute only the packed tokens `wanted` [M], ascending: requests without any
+    are left out. None if there are none.
 
-    A request's wanted tokens are its last ones, else causal attention would see the wrong keys. Slots are -1:
-    such layers have no keys of their own to store.
+    A request's wanted tokens must be its last ones, or causal attention would see the wrong keys. Slots are
+    -1: such layers have no keys of their own to store.
     """
     if len(wanted) == common.num_tokens:
         return common
@@ -122,8 +117,8 @@ def _rebuilt(
     key_lens: np.ndarray,
     first_columns: np.ndarray,
 ) -> CommonAttentionMetadata:
-    """A row per entry of these arrays [V]: tokens of one of `requests`, whose keys begin with a column of its
-    block table."""
+    """Metadata with a row per entry of these arrays [V]: tokens of one of `requests`, whose keys begin at a
+    column of its block table."""
     device = common.block_table.device
     starts = np.zeros(len(requests) + 1, dtype=np.int32)
     np.cumsum(query_lens, out=starts[1:])
@@ -144,7 +139,7 @@ def _rebuilt(
 def _cut_table(
     table: torch.Tensor, requests: np.ndarray, first_columns: np.ndarray, width: int
 ) -> torch.Tensor:
-    """[V, width] from table [R, W]: of each of `requests` [V] the columns from its first on [V]."""
+    """[V, width] from table [R, W]: for each of `requests` [V] the columns from its first one [V] on."""
     if not first_columns.any():
         return table[:, :width].index_select(0, torch.from_numpy(requests).to(table.device))
     rows, first = torch.from_numpy(np.stack((requests, first_columns))).to(table.device).unsqueeze(-1)

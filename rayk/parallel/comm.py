@@ -1,24 +1,24 @@
-"""How the ranks of one engine talk. Implementations: local, threads, shared memory, torch groups."""
+"""Communication among the ranks of one engine. Implementations: local, threads, shared memory, torch
+groups."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 class Comm(Protocol):
     """Collectives among the tensor-parallel ranks of one engine.
 
-    Every method is called by all ranks in the same order. A wait that outlasts the group's timeout,
-    or a peer that is gone, raises CommError.
+    Every method is called by all ranks in the same order. A wait beyond the group's timeout, or a dead peer,
+    raises CommError.
     """
 
     rank: int
     size: int
     name: str
-    """local, threads, shm, gloo or nccl: recorded in the results."""
+    """local, threads, shm, gloo or nccl, as recorded in the results."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place; returns `tensor`. Bitwise the same on every rank."""
@@ -29,11 +29,8 @@ class Comm(Protocol):
         ...
 
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
-        """Rank 0's payload on every rank. Peers pass None.
-
-        Rank 0 of an idle engine sends a heartbeat well inside the group's timeout, so the same
-        timeout applies here.
-        """
+        """Rank 0's payload on every rank; peers pass None. An idle rank 0 must send a heartbeat within the
+        group's timeout, which applies here too."""
         ...
 
     def gather_bytes(self, payload: bytes) -> list[bytes] | None:

@@ -1,28 +1,26 @@
-"""Choosing how the ranks of an engine talk."""
+"""Chooses how the ranks of an engine communicate."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from rayk.parallel.comm import Comm
 from rayk.parallel.local import LocalComm
 from rayk.parallel.shm import ShmComm, why_no_shm
 from rayk.parallel.torch_group import TorchComm, open_store
 from rayk.types.errors import DeviceError, UserError
 
-if TYPE_CHECKING:
-    from rayk.parallel.comm import Comm
-
 KINDS = ("auto", "local", "shm", "gloo", "nccl")
 
 
 class MadeComm(NamedTuple):
-    """A comm, and why "auto" did not take its first choice (None when it did, or was not asked)."""
+    """A comm, and why "auto" did not take its first choice, if so."""
 
     comm: Comm
     fallback: str | None
@@ -39,12 +37,12 @@ def make_comm(
 ) -> MadeComm:
     """The comm of rank `rank` of `size`. All ranks call it at about the same time, with equal kind.
 
-    address: host:port on rank 0's machine, free; one rank alone needs none.
-    secret: what only the ranks know, against strangers on sockets that any user may call.
-    device: where the rank's tensors are. A CUDA device must be the rank's own ("cuda:1").
+     address: free host:port on rank 0's machine; a single rank needs none.
+     secret: known only to the ranks, against strangers on sockets that any user may connect to.
+     device: of the rank's tensors. A CUDA device must be the rank's own ("cuda:1").
 
-    "auto" takes shm for CPU ranks of one host, NCCL for ranks with a GPU each, else gloo. Raises
-    UserError and DeviceError for a kind that cannot be, CommError when the ranks do not meet.
+    "auto" takes shm for CPU ranks of one host, NCCL for ranks with a GPU each, else gloo. Raises UserError
+    and DeviceError for an impossible kind, CommError if the ranks do not meet.
     """
     device = torch.device(device)
     if kind not in KINDS:
@@ -84,7 +82,7 @@ def _choose(
 
 
 def _where_am_i(device: torch.device) -> dict[str, str | None]:
-    """What decides how this rank can be reached."""
+    """Facts that decide how this rank can be reached."""
     gpu = None
     if device.type == "cuda":
         gpu = str(torch.cuda.get_device_properties(device).uuid)

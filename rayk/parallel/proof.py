@@ -1,4 +1,4 @@
-"""Proofs on what the ranks of a group send each other: who does not know their secret is not listened to."""
+"""Authenticates messages between the ranks of a group by their shared secret."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ PROOF_BYTES = 32
 
 
 class Proofs:
-    """One rank's count of the group's messages, which all ranks send in one order: none can be repeated.
+    """One rank's counter of the group's messages, which all ranks send in one order, so that none can be
+    replayed.
 
-    A message is HMAC-SHA256 of the operation, its number, the sender's rank and the payload; then that.
+    A message is the HMAC-SHA256 of operation, number, sender's rank and payload, followed by the payload.
     """
 
     def __init__(self, secret: bytes) -> None:
@@ -20,7 +21,7 @@ class Proofs:
         self._operation, self._number = "", 0
 
     def begin(self, operation: str) -> None:
-        """The next message of the group."""
+        """Start the group's next message."""
         self._operation = operation
         self._number += 1
 
@@ -29,7 +30,7 @@ class Proofs:
         return self._proof(rank, payload) + payload
 
     def check(self, rank: int, message: bytes) -> bytes:
-        """The payload. Raises CommError where it is not what this rank sent."""
+        """The payload. Raises CommError if this rank did not send it."""
         proof, payload = message[:PROOF_BYTES], message[PROOF_BYTES:]
         if not hmac.compare_digest(proof, self._proof(rank, payload)):
             raise CommError(self._operation, f"what came in the name of rank {rank} was not sent by it")

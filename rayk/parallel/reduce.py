@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def sum_in_rank_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Which units a tensor-parallel rank holds. A shard is a tuple of global unit ids, not a range.
 
-Units are whatever is divided: KV heads, query heads, weight rows. Everything that cuts weights,
-lays out pages or plans transfers asks here and nowhere else.
+Units are anything that is divided: KV heads, query heads, weight rows. Cutting weights, laying out pages and
+planning transfers all use these functions.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from rayk.types.errors import Unsupported
 
 
 def shard_units(num_units: int, tp_size: int, tp_rank: int) -> tuple[int, ...]:
-    """Units of one rank when each rank needs an equal share.
+    """Units of one rank if each rank needs an equal share.
 
-    Contiguous shares when `tp_size` divides `num_units`; replicas (rank r holds unit
-    r * num_units // tp_size) when `num_units` divides `tp_size`.
-
-    Raises Unsupported when neither divides the other.
+    Contiguous shares if `tp_size` divides `num_units`; replicas (rank r holds unit r * num_units // tp_size)
+    if `num_units` divides `tp_size`; otherwise raises Unsupported.
     """
     assert 0 <= tp_rank < tp_size, (tp_rank, tp_size)
     if num_units % tp_size == 0:
@@ -29,7 +27,7 @@ def shard_units(num_units: int, tp_size: int, tp_rank: int) -> tuple[int, ...]:
 
 
 def shard_range(size: int, tp_size: int, tp_rank: int) -> range:
-    """A rank's contiguous share of `size` rows, sizes differing by at most one (MLP, vocabulary)."""
+    """A rank's contiguous share of `size` rows; shares differ by at most one (MLP, vocabulary)."""
     assert 0 <= tp_rank < tp_size, (tp_rank, tp_size)
     return range(size * tp_rank // tp_size, size * (tp_rank + 1) // tp_size)
 
@@ -47,10 +45,10 @@ def query_heads(
 def kv_heads(
     num_query_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int, what: str = "query heads"
 ) -> tuple[int, ...]:
-    """KV heads that one rank's query heads attend to, ascending (replicated where ranks share one).
+    """KV heads that one rank's query heads attend to, ascending (replicated if ranks share one).
 
-    The same for heads of a recurrent state and the groups of B and C, or the key heads, they share; `what`
-    names the former.
+    It also divides the heads of a recurrent state and the groups of B and C, or the key heads, that they
+    share; `what` names the former.
     """
     assert num_query_heads % num_kv_heads == 0, (num_query_heads, num_kv_heads)
     groups = num_query_heads // num_kv_heads
@@ -58,7 +56,7 @@ def kv_heads(
 
 
 def kv_index(num_query_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int) -> tuple[int, ...]:
-    """For each query head of the rank, the slot of its KV head among the rank's own KV heads."""
+    """For each query head of the rank, the slot of its KV head among the rank's KV heads."""
     groups = num_query_heads // num_kv_heads
     slots = {h: i for i, h in enumerate(kv_heads(num_query_heads, num_kv_heads, tp_size, tp_rank))}
     return tuple(slots[q // groups] for q in query_heads(num_query_heads, tp_size, tp_rank))

@@ -1,29 +1,27 @@
-"""Ranks of one host talking through shared memory: flags, no locks, no system call when quick.
+"""Communication of one host's ranks through shared memory: flags without locks, no system calls in short
+waits.
 
-The memory is an anonymous file that rank 0 hands to its peers over a local socket, so nothing has a
-name in /dev/shm and nothing is left when every rank is killed. The sockets stay open: the kernel
-closes a dead rank's, which is how the others learn of it.
+The memory is an anonymous file that rank 0 hands to its peers over a local socket, so /dev/shm has no entry
+and nothing is left if every rank is killed. The sockets stay open: the kernel closes a dead rank's, which
+tells the others.
 
-Every collective is made of numbered rounds. In round n a rank writes its slot of parity n % 2, raises
-its flag to n, and reads the others' slots once their flags say n. It may write parity n % 2 again in
-round n + 2, when all flags say n + 1: whoever has begun round n + 1 has finished reading round n.
-x86-64 only: the flag is seen after the slot's content because that machine keeps stores in order.
+Every collective is made of numbered rounds. In round n a rank writes its slot of parity n % 2, raises its
+flag to n, and reads the others' slots once their flags say n. It may write parity n % 2 again in round n + 2,
+when all flags say n + 1: a rank that has begun round n + 1 has finished reading round n. x86-64 only: other
+ranks see the flag after the slot's content because that machine keeps stores in order.
 """
 
 from __future__ import annotations
 
 import platform
 import struct
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
 
 from rayk.parallel.reduce import sum_in_rank_order
 from rayk.parallel.shm_link import Link, connect
 from rayk.types.errors import CommError, DeviceError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SLOT_BYTES = 1 << 20
 """Payload of one rank in one round; longer tensors take several rounds."""
@@ -55,7 +53,7 @@ class ShmComm:
     ) -> None:
         """Meet the other ranks at `address`, any string that no other group of the host uses.
 
-        Raises CommError when not all have come within `timeout_s`, DeviceError on other machines.
+        Raises CommError if not all have come within `timeout_s`, DeviceError on other machines.
         """
         reason = why_no_shm()
         if reason is not None:
@@ -75,14 +73,13 @@ class ShmComm:
         self._views: dict[tuple[torch.dtype, int], tuple[list[torch.Tensor], ...]] = {}
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks in rank order, in place: every rank adds the same numbers the same way."""
+        """Sum in rank order, in place: every rank adds the same numbers the same way."""
         for piece in self._pieces(tensor):
             slots = self._exchange(0, piece)
             sum_in_rank_order(slots, piece)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, in rank order."""
         gathered = [torch.empty_like(tensor) for _ in range(self.size)]
         targets = zip(*(self._pieces(t) for t in gathered), strict=True)
         for piece, outs in zip(self._pieces(tensor), targets, strict=True):
@@ -91,7 +88,7 @@ class ShmComm:
         return gathered
 
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
-        """Rank 0's payload; rank 0 does not wait for its peers to read it."""
+        """Rank 0 does not wait for its peers to read."""
         assert (payload is not None) == (self.rank == 0), "rank 0, and only rank 0, passes a payload"
         if payload is not None:
             for chunk in self._framed(payload):
@@ -109,7 +106,7 @@ class ShmComm:
         return bytes(received)
 
     def gather_bytes(self, payload: bytes) -> list[bytes] | None:
-        """Every rank's payload on rank 0. All ranks wait for all."""
+        """All ranks wait for all."""
         received = [bytearray() for _ in range(self.size)]
         totals: list[int | None] = [None] * self.size
         chunks = self._framed(payload)
@@ -124,7 +121,7 @@ class ShmComm:
         return [bytes(r) for r in received] if self.rank == 0 else None
 
     def close(self) -> None:
-        """Leave the group: peers that wait for more from this rank get CommError."""
+        """Leave the group: peers that wait for this rank get CommError."""
         if self._link is None:
             return
         self._views.clear()
@@ -135,7 +132,7 @@ class ShmComm:
         self._link = None
 
     def _pieces(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The tensor's elements as flat views that fit a slot; writing them writes the tensor."""
+        """Flat views of the tensor that fit a slot; writing them writes the tensor."""
         assert tensor.device.type == "cpu", tensor.device
         assert tensor.is_contiguous(), "collectives take contiguous tensors"
         flat = tensor.view(-1)
@@ -173,7 +170,7 @@ class ShmComm:
         return self._bytes[start : start + self._slot_bytes]
 
     def _framed(self, payload: bytes) -> Iterator[bytes]:
-        """The payload behind its length, in pieces that fit a slot."""
+        """The payload after its length, in pieces that fit a slot."""
         framed = _LENGTH.pack(len(payload)) + payload
         for start in range(0, len(framed), self._slot_bytes):
             yield framed[start : start + self._slot_bytes]
@@ -184,7 +181,7 @@ class ShmComm:
             slot[: len(chunk)] = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
 
     def _receive(self, rank: int, received: bytearray, total: int | None) -> int:
-        """Append what this round's slot of `rank` holds of its payload; returns the whole length."""
+        """Append this round's part of the payload of `rank`; returns the whole length."""
         slot = memoryview(self._slot(rank, self._round % 2).numpy())
         start = 0
         if total is None:
@@ -195,7 +192,7 @@ class ShmComm:
         return total
 
     def _begin(self) -> None:
-        """Start the next round: wait until the slot of its parity is read by everybody."""
+        """Start the next round once everybody has read the slot of its parity."""
         if self._link is None:
             raise CommError("begin", f"rank {self.rank} has closed its group")
         for rank in range(self.size):
@@ -225,7 +222,7 @@ class ShmComm:
                 )
 
     def _wait(self, rank: int, number: int, operation: str) -> None:
-        """Until rank's flag says `number`. Raises CommError on timeout or when a peer is gone."""
+        """Wait until rank's flag says `number`. Raises CommError on timeout or if a peer is gone."""
         link = self._link
         assert link is not None
         try:

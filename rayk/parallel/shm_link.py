@@ -1,4 +1,4 @@
-"""How the ranks of a ShmComm meet, wait for each other, and learn that one is gone."""
+"""How the ranks of a ShmComm meet, wait for each other, and notice that one is gone."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import select
 import socket
 import struct
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from rayk.types.errors import CommError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _HELLO = struct.Struct("<qqq")
 _CREDENTIALS = struct.Struct("3i")
@@ -27,11 +24,11 @@ _FIRST_PAUSE_S = 0.00005
 _LONG_PAUSE_MS = 1
 _IDLE_S = 0.2
 _IDLE_PAUSE_MS = 2
-"""An idle engine's ranks wake this seldom, so that each costs about 1% of a core."""
+"""The ranks of an idle engine wake this rarely, so that each costs about 1% of a core."""
 
 
 class Link:
-    """One rank's end: the shared memory and a socket to each rank it can watch.
+    """One rank's end: the shared memory and sockets to the ranks it watches.
 
     Rank 0 watches everybody; the others watch rank 0, which tells them who else is gone.
     """
@@ -48,9 +45,9 @@ class Link:
             self._poll.register(sock, select.POLLIN)
 
     def wait_for(self, flags: memoryview, index: int, number: int, timeout_s: float) -> None:
-        """Until flags[index] >= number: spin, then yield, then sleep ever longer, up to 2 ms.
+        """Wait until flags[index] >= number: spin, then yield, then sleep for growing times up to 2 ms.
 
-        Raises TimeoutError, and ConnectionError when a rank whose flag is still low is gone.
+        Raises TimeoutError, and ConnectionError if a rank whose flag is still low is gone.
         """
         for _ in range(_NUM_SPINS):
             if flags[index] >= number:
@@ -104,7 +101,7 @@ class Link:
 
 
 def connect(rank: int, size: int, address: str, num_bytes: int, timeout_s: float) -> Link:
-    """Meet the other ranks. Raises CommError when they have not all come within the timeout."""
+    """Meet the other ranks. Raises CommError if they have not all come within the timeout."""
     assert 0 <= rank < size <= 255, (rank, size)
     # A leading NUL: a name in the kernel only, gone with the socket. Any user may take or call it.
     key = hashlib.blake2b(f"{os.geteuid()} {address}".encode(), digest_size=16).hexdigest()
@@ -148,7 +145,7 @@ def _accept(
     num_bytes: int,
     deadline: float,
 ) -> None:
-    """Take one peer in; one that does not belong here is turned away."""
+    """Accept one peer, or turn it away if it does not belong to the group."""
     missing = sorted(set(range(1, size)) - set(peers))
     listener.settimeout(max(0.001, deadline - time.monotonic()))
     try:
@@ -173,7 +170,7 @@ def _accept(
 
 
 def _user_of(peer: socket.socket) -> int:
-    """Who is at the other end, by the kernel's word."""
+    """The peer's user id, from the kernel."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     return int(uid)
@@ -204,7 +201,7 @@ def _join(rank: int, size: int, name: str, num_bytes: int, deadline: float) -> L
 
 
 def _retry(call: Callable[[], object], deadline: float, complaint: str) -> None:
-    """Call until it works or the deadline has passed, which is TimeoutError(complaint)."""
+    """Call until it works; TimeoutError(complaint) at the deadline."""
     while True:
         try:
             call()

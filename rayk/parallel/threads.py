@@ -1,24 +1,23 @@
 """Ranks as threads of one process: for tests and for runs without Ray.
 
-Every collective is one numbered operation. A rank posts its payload under the number and waits for
-the others' payloads, so ranks may run ahead of each other by one operation and never mix two up.
+Every collective is one numbered operation. A rank posts its payload under the number and waits for the
+others' payloads, so ranks may be one operation ahead of each other without mixing two up.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from rayk.parallel.reduce import sum_in_rank_order
 from rayk.types.errors import CommError
 
-if TYPE_CHECKING:
-    import torch
-
 
 class _Board:
-    """What the ranks of one group share: posted payloads and how far each rank is."""
+    """The shared state of one group: posted payloads and each rank's progress."""
 
     def __init__(self, size: int) -> None:
         self.changed = threading.Condition()
@@ -28,7 +27,7 @@ class _Board:
 
 
 class ThreadComm:
-    """Comm among threads of one process; make the whole group with `make_group`."""
+    """Comm among threads of one process; `make_group` makes the whole group."""
 
     def __init__(self, board: _Board, rank: int, size: int, timeout_s: float) -> None:
         self.rank = rank
@@ -39,37 +38,34 @@ class ThreadComm:
 
     @classmethod
     def make_group(cls, num_ranks: int, timeout_s: float = 30.0) -> list[ThreadComm]:
-        """One comm per rank; give each to its own thread."""
+        """One comm per rank, each for its own thread."""
         board = _Board(num_ranks)
         return [cls(board, rank, num_ranks, timeout_s) for rank in range(num_ranks)]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks in rank order, in place."""
         # The posted copy is what peers read while this rank overwrites its tensor.
         number = self._post("all_reduce", tensor.clone())
         return sum_in_rank_order(self._collect("all_reduce", number, range(self.size)), tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, in rank order."""
         number = self._post("all_gather", tensor.clone())
         return [t.clone() for t in self._collect("all_gather", number, range(self.size))]
 
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
-        """Rank 0's payload; rank 0 does not wait for its peers."""
+        """Rank 0 does not wait for its peers."""
         assert (payload is not None) == (self.rank == 0), "rank 0, and only rank 0, passes a payload"
         number = self._post("broadcast_bytes", payload)
         received: bytes = self._collect("broadcast_bytes", number, (0,))[0]
         return received
 
     def gather_bytes(self, payload: bytes) -> list[bytes] | None:
-        """Every rank's payload on rank 0."""
         number = self._post("gather_bytes", payload)
         if self.rank != 0:
             return None
         return self._collect("gather_bytes", number, range(self.size))
 
     def close(self) -> None:
-        """Leave the group: peers that wait for more from this rank get CommError."""
+        """Leave the group: peers that wait for this rank get CommError."""
         with self._board.changed:
             self._board.closed[self.rank] = True
             self._board.changed.notify_all()
@@ -91,7 +87,7 @@ class ThreadComm:
         return number
 
     def _collect(self, operation: str, number: int, ranks: range | tuple[int, ...]) -> list[Any]:
-        """The payloads of `ranks` for operation `number`, waiting for them."""
+        """Wait for the payloads of `ranks` for operation `number`."""
         board = self._board
         deadline = time.monotonic() + self._timeout_s
         payloads = []

@@ -1,20 +1,18 @@
-"""A comm that notes how long its sums and gathers of tensors take."""
+"""A comm that measures the time of its tensor collectives."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from rayk.parallel.comm import Comm
+from rayk.parallel.comm import Comm
 
 
 class TimedComm:
-    """Implements Comm over another one, whose calls return when the work is done.
+    """Implements Comm over another one whose calls return when the work is done.
 
-    A rank waits in a collective until the last one comes: who waits least is who the others wait for.
+    A rank waits in a collective until the last one comes: the rank that waits least is the slowest.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -23,32 +21,28 @@ class TimedComm:
         self.size = comm.size
         self.name = comm.name
         self.collective_ns = 0
-        """Time in all_reduce and all_gather since the start."""
+        """Total time in all_reduce and all_gather."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As the comm's."""
         began = time.perf_counter_ns()
         result = self._comm.all_reduce(tensor)
         self.collective_ns += time.perf_counter_ns() - began
         return result
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """As the comm's."""
         began = time.perf_counter_ns()
         result = self._comm.all_gather(tensor)
         self.collective_ns += time.perf_counter_ns() - began
         return result
 
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
-        """As the comm's; peers wait here for rank 0's next turn, which is no skew."""
+        """Not timed: peers wait here for rank 0's next turn, which is no skew."""
         return self._comm.broadcast_bytes(payload)
 
     def gather_bytes(self, payload: bytes) -> list[bytes] | None:
-        """As the comm's."""
         return self._comm.gather_bytes(payload)
 
     def close(self) -> None:
-        """As the comm's."""
         self._comm.close()
 
 

@@ -1,16 +1,17 @@
-"""Ranks talking through torch.distributed: gloo (CPU, or CUDA by way of the host) or NCCL.
+"""Communication through torch.distributed: gloo (CPU, or CUDA by way of the host) or NCCL.
 
-The process groups are made directly on a store of their own, not through the process-wide default
-group: a worker that serves one engine after another forms a new group each time.
+The process groups are made directly on a store of their own instead of the process-wide default group,
+because a worker that serves one engine after another forms a new group each time.
 """
 
 from __future__ import annotations
 
 import socket
 import struct
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed
@@ -18,22 +19,19 @@ import torch.distributed
 from rayk.parallel.proof import Proofs
 from rayk.types.errors import CommError, DeviceError
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 # Its type stubs leave out most of what is used here.
 dist: Any = torch.distributed
 
 _LENGTH = struct.Struct("<q")
 _SMALL_BYTES = 4096
-"""A message that fits this, with its length, travels in one broadcast."""
+"""Messages that fit this, with their length, travel in one broadcast."""
 _MAX_BYTES = 1 << 30
-"""Of one message. Lengths come before any proof."""
+"""Limit of a message, since its length is read before it is authenticated."""
 
 
 @contextmanager
 def _as_comm_error(operation: str) -> Iterator[None]:
-    """torch reports a dead peer or a timeout as RuntimeError (DistError and friends)."""
+    """Convert torch's RuntimeError (DistError and others) for a dead peer or a timeout."""
     try:
         yield
     except RuntimeError as error:
@@ -53,7 +51,7 @@ def open_store(address: str, rank: int, size: int, timeout_s: float) -> Any:
 
 
 def _listen(host: str, port: int) -> int:
-    """A socket's descriptor for the store, which would listen at all of the machine's addresses."""
+    """A listening socket's descriptor for the store, which would otherwise listen on all addresses."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as listener:
@@ -76,8 +74,8 @@ def _local_address(init_address: str) -> str:
 class TorchComm:
     """Comm over gloo or NCCL.
 
-    Bytes always travel through gloo on the CPU. With NCCL, a collective is queued on the current CUDA
-    stream and returns at once; a hang is ended by NCCL's own watchdog after the timeout.
+    Bytes always travel through gloo on the CPU. With NCCL, a collective is queued on the current CUDA stream
+    and returns at once; NCCL's own watchdog ends a hang after the timeout.
     """
 
     def __init__(
@@ -91,10 +89,8 @@ class TorchComm:
         store: Any = None,
         secret: bytes = b"",
     ) -> None:
-        """Meet the other ranks at `init_address` (host:port of rank 0, or `store` made from it).
-
-        `secret`: known to the ranks alone; bytes from who does not know it are CommError.
-        """
+        """Meet the other ranks at `init_address` (host:port of rank 0, or `store` made from it). Bytes from
+        anybody who does not know `secret` raise CommError."""
         assert backend in ("gloo", "nccl"), backend
         if backend == "nccl" and not dist.is_nccl_available():
             raise DeviceError("this torch is built without NCCL", mend="use comm: gloo")
@@ -123,7 +119,7 @@ class TorchComm:
             return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place. The ring adds each element once and hands the sum round."""
+        """The ring adds each element once and passes the sum round, so all ranks get the same bits."""
         group = self._open("all_reduce")
         with _as_comm_error("all_reduce"):
             if self._goes_by_host(tensor):
@@ -134,7 +130,6 @@ class TorchComm:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, in rank order."""
         group = self._open("all_gather")
         with _as_comm_error("all_gather"):
             source = tensor.cpu() if self._goes_by_host(tensor) else tensor.contiguous()
@@ -143,7 +138,6 @@ class TorchComm:
         return [part.to(tensor.device) for part in gathered]
 
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
-        """Rank 0's payload on every rank."""
         assert (payload is not None) == (self.rank == 0), "rank 0, and only rank 0, passes a payload"
         self._open("broadcast_bytes")
         self._proofs.begin("broadcast_bytes")
@@ -170,7 +164,7 @@ class TorchComm:
         return received + _bytes_of(rest)
 
     def gather_bytes(self, payload: bytes) -> list[bytes] | None:
-        """Every rank's payload on rank 0. All ranks receive all."""
+        """All ranks receive all payloads."""
         self._open("gather_bytes")
         self._proofs.begin("gather_bytes")
         message = self._proofs.prove(self.rank, payload)
@@ -197,7 +191,7 @@ class TorchComm:
         return self._tensors
 
     def _goes_by_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a device tensor must be copied to the CPU, where gloo works."""
+        """Whether a device tensor must be copied to the CPU for gloo."""
         return self._tensors is self._cpu and tensor.device.type != "cpu"
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
@@ -214,7 +208,7 @@ class TorchComm:
 
 
 def _checked_length(operation: str, *lengths: int) -> int:
-    """The longest. Raises CommError for one that no message has."""
+    """The longest. Raises CommError for an impossible length."""
     if not all(0 <= length <= _MAX_BYTES for length in lengths):
         raise CommError(operation, f"messages of {', '.join(map(str, lengths))} bytes")
     return max(lengths)

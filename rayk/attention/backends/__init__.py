@@ -1,4 +1,4 @@
-"""The attention backends, by name. A new one is a file here and a row in `BACKENDS`."""
+"""Attention backends by name. A new one is a file here and a row in `BACKENDS`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rayk.types.errors import UserError
 __all__ = ["BACKENDS", "get_backend"]
 
 BACKENDS = ("cpu", "cpu-torch", "reference", "triton")
-"""Names that `get_backend` knows, beside "auto"."""
+"""Names that `get_backend` knows besides "auto"."""
 
 
 def get_backend(name: str, device: str) -> AttentionBackend:
@@ -50,7 +50,7 @@ def _require_interpreter(device: str) -> None:
 
 
 def _cpu_backend(why_not: str | None) -> PagedBackend:
-    """The C++ kernel, or torch where it cannot be built; the results then say why."""
+    """The C++ kernel, or torch if it cannot be built; the results then say why."""
     if why_not is None:
         return PagedBackend("cpu", "cpu-native", store=None, attend="native")
     return PagedBackend("cpu", f"cpu-torch ({why_not})", store="reference", attend="torch")

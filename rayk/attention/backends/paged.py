@@ -1,27 +1,23 @@
-"""Backends over the paged kernels: they differ only in which implementation of each kernel they name."""
+"""Backends over the paged kernels, differing only in which implementation of each kernel they name."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from rayk.attention.backend import AttentionParams, MlaParams, PagedAttentionMetadata
+from rayk.attention.metadata import CommonAttentionMetadata
 from rayk.kernels.mla_attention import mla_attention
 from rayk.kernels.paged_attention import Workspace, paged_attention
 from rayk.kernels.quantise import QuantisedKV
 from rayk.kernels.store_kv import store_kv
 from rayk.kv.formats import FORMATS, LATENT_SIDES
-
-if TYPE_CHECKING:
-    import torch
-
-    from rayk.attention.metadata import CommonAttentionMetadata
-    from rayk.kv.specs import KVCacheSpec
+from rayk.kv.specs import KVCacheSpec
 
 MAX_HEAD_SIZE = {"native": 1024, "triton": 256}
-"""Implementation -> the largest key or value it has room for, where there is a limit."""
+"""Implementation -> largest key or value it supports, if limited."""
 
 MAX_LATENT_SIZES = {"triton": (512, 64)}
-"""Implementation -> the widest latent and rotated key it has room for, where there is a limit."""
+"""Implementation -> widest latent and rotated key it supports, if limited."""
 
 
 class PagedBackend:
@@ -38,8 +34,8 @@ class PagedBackend:
         self._workspace = Workspace()
 
     def veto(self, layout_name: str, spec: KVCacheSpec) -> str | None:
-        """Layouts are read by their strides; pages must be K | V, or latent | rotated key, of a dtype and
-        size the kernels know."""
+        """Accept any layout; pages must be K | V, or latent | rotated key, in a dtype and size that the
+        kernels support."""
         rows = {field.name: field.row_bytes for field in spec.fields()}
         names = tuple(name for name in rows if not name.endswith("_scale"))
         if names not in (("k", "v"), LATENT_SIDES):
@@ -60,7 +56,7 @@ class PagedBackend:
     def build(
         self, common: CommonAttentionMetadata, window: int | None, chunk: int | None = None
     ) -> PagedAttentionMetadata:
-        """The kernels take the common metadata as it is."""
+        """The kernels use the common metadata unchanged."""
         return PagedAttentionMetadata(common, window, chunk)
 
     def forward(
@@ -72,7 +68,6 @@ class PagedBackend:
         metadata: PagedAttentionMetadata,
         params: AttentionParams,
     ) -> torch.Tensor:
-        """See AttentionBackend."""
         local = params.window, params.chunk
         assert local == (metadata.window, metadata.chunk), (
             "the layer is in another attention group's metadata"
@@ -108,7 +103,6 @@ class PagedBackend:
         metadata: PagedAttentionMetadata,
         params: MlaParams,
     ) -> torch.Tensor:
-        """Store latent [T, R] and rope [T, Dr] in cache [B, N, R + Dr], then attend q [T, Q, R + Dr]."""
         assert metadata.window is None, "latent attention has no window"
         common = metadata.common
         # To the storing kernel these are the key and the value of a single head.
