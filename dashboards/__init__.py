@@ -1,5 +1,5 @@
 """Grafana dashboards, Prometheus' settings and alert rules, and scripts that make, check and start them.
 
-`table.py` is the table of what is shown; `python -m dashboards.build` writes it as Grafana reads it. Queries
-are put together by `queries.py`, which knows every metric from rayk.metrics and refuses others.
+`table.py` is the table of what is shown; `python -m dashboards.build` writes it by Grafana's SDK. Queries are
+put together by `queries.py`, which knows every metric from rayk.metrics and refuses others.
 """

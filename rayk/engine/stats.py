@@ -33,7 +33,7 @@ class _Phase:
 
 
 def phase_of(batch: ScheduledBatch) -> str:
-    """prefill, decode or mixed. One token behind others counts as decode, also where it ends a prompt."""
+    """Say prefill, decode or mixed. One token behind others counts as decode, also where it ends a prompt."""
     num_decoding = sum(1 for r in batch.requests if len(r.token_ids) == 1 and r.num_computed_tokens)
     if not num_decoding:
         return "prefill"

@@ -1,4 +1,4 @@
-"""What a front counts of itself, for Prometheus; the names stand in rayk.metrics."""
+"""What a front counts of itself and shows at its own /metrics; the names stand in rayk.metrics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CLIENT_GONE = 499
 
 
 class FrontMetrics:
-    """Counts for one front: a metrics.MetricsSink of the names that begin with `PREFIX`."""
+    """Counts for one front, in Prometheus' own client, the metrics whose names begin with `PREFIX`."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
