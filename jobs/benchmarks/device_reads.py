@@ -1,12 +1,12 @@
 """Time NIXL between the device memory of two processes on one GPU: pulls, pushes, and pulls to the host.
 
-    python jobs/benchmarks/device_reads.py [--mib 256] [--repeats 7] [--out NAME]
-    python jobs/benchmarks/device_reads.py --device cpu --mib 1      # a dry run
+    python jobs/benchmarks/device_reads.py [--mib 256] [--repeats 7] [--record]
+    python jobs/benchmarks/device_reads.py --device cpu --mib 16     # a dry run
 
 With the setting of UCX for reads over cuda_ipc that rayk's agents choose, and with UCX's own. Beside them
 the same bytes copied inside one process by torch, in one piece, and by rayk's kernel in runs; rates count
-each byte once. The best of the repeats; every byte that was read is compared. --out NAME also writes
-jobs/benchmarks/results/NAME.md. Without a CUDA device nothing is measured.
+each byte once. The best of the repeats; every byte that was read is compared. Without a CUDA device nothing
+is measured.
 """
 
 from __future__ import annotations
@@ -19,15 +19,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from attention_gpu import RESULTS, environment
+from attention_gpu import environment
 
-from rayk.kernels.copy_runs import copy_runs, make_run_table
-from rayk.transfer.agent import DescriptorList, Handle, TransferState
-from rayk.transfer.nixl_agent import NixlAgent
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
+
+from jobs.benchmarks import harness  # noqa: E402
+from rayk.kernels.copy_runs import copy_runs, make_run_table  # noqa: E402
+from rayk.transfer.agent import DescriptorList, Handle, TransferState  # noqa: E402
+from rayk.transfer.nixl_agent import NixlAgent  # noqa: E402
 
 SETTING = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 COLUMNS = ("setting", "operation", "memory", "descriptors", "bytes each", "ms", "GB/s", "of copy")
@@ -113,14 +117,13 @@ def consume(address: int, metadata: bytes, options: argparse.Namespace) -> Itera
 def run(setting: str | None, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows under one value of UCX's setting, in two new processes."""
     own = {key: value for key, value in os.environ.items() if key != SETTING}
-    environ = own | ({} if setting is None else {SETTING: setting})
-    script = [sys.executable, __file__, "--device", options.device, "--mib", str(options.mib)]
-    script += ["--repeats", str(options.repeats)]
+    environ = own | ({} if setting is None else {SETTING: setting, "UCX_WARN_UNUSED_ENV_VARS": "n"})
+    script = [sys.executable, __file__, "side", options.device, str(options.mib), str(options.repeats)]
     pipe = {"stdout": subprocess.PIPE, "text": True, "env": environ}
-    producer = subprocess.Popen([*script, "--produce"], stdin=subprocess.PIPE, **pipe)  # type: ignore[call-overload]
+    producer = subprocess.Popen(script, stdin=subprocess.PIPE, **pipe)  # type: ignore[call-overload]
     try:
         address, metadata = json.loads(producer.stdout.readline())
-        consumer = subprocess.Popen([*script, "--consume", str(address), metadata], **pipe)  # type: ignore[call-overload]
+        consumer = subprocess.Popen([*script, str(address), metadata], **pipe)  # type: ignore[call-overload]
         for line in consumer.stdout:
             yield json.loads(line) | {"setting": setting or "rayk's"}
         assert consumer.wait() == 0, f"the consumer failed with {SETTING}={setting}"
@@ -163,50 +166,48 @@ def repack(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield {"operation": "copy", "memory": "device", "count": count, "each": each, "s": min(times)}
 
 
-def report(options: argparse.Namespace) -> Iterator[str]:
-    """The page, line by line."""
-    yield "# NIXL between two processes on one GPU\n"
-    yield "\n".join(environment(options.device))
+def fill(options: argparse.Namespace, page: harness.Page) -> None:
+    """Add a row per transfer and copy."""
+    if options.device is None:
+        page.say("No CUDA device: nothing is measured (--device cpu makes a dry run).")
+        return
     copy = copy_gbps(options)
-    yield f"- {options.mib} MiB, {SETTING} as told; copy inside a process {copy:.4g} GB/s\n"
-    yield "| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS)
+    page.say(*environment(options.device))
+    page.say(f"- {options.mib} MiB, {SETTING} as told; copy inside a process {copy:.4g} GB/s", "")
+    page.head(*COLUMNS)
     for setting in (None, "auto"):
         rows = run(setting, options)
         for row in rows if setting else itertools.chain(rows, repack(options)):
             rate = row["count"] * row["each"] / row["s"] / 1e9
             what = (row.get("setting", ""), row["operation"], row["memory"], row["count"], row["each"])
-            cells = [*map(str, what), f"{row['s'] * 1e3:.3f}", f"{rate:.4g}", f"{rate / copy:.0%}"]
-            yield "| " + " | ".join(cells) + " |"
+            page.row(*what, f"{row['s'] * 1e3:.3f}", f"{rate:.4g}", f"{rate / copy:.0%}")
 
 
 def main() -> int:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else None)
-    parser.add_argument("--mib", type=int, default=256)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--out", help="also write jobs/benchmarks/results/OUT.md")
-    parser.add_argument("--produce", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--consume", nargs=2, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.device is None:
-        print("device_reads: no CUDA device, nothing measured (--device cpu makes a dry run)")
-        return 0
-    if options.produce:
-        produce(options.mib << 20, options.device)
-    elif options.consume:
-        address, metadata = options.consume
-        for row in consume(int(address), bytes.fromhex(metadata), options):
-            print(json.dumps(row), flush=True)
-    else:
-        lines = []
-        for line in report(options):
-            print(line, flush=True)
-            lines.append(line)
-        if options.out:
-            (RESULTS / f"{options.out}.md").write_text("\n".join(lines) + "\n")
-    return 0
+    """Returns the exit status."""
+    return harness.run(
+        fill,
+        __file__,
+        title="NIXL between two processes on one GPU",
+        device={"default": "cuda:0" if torch.cuda.is_available() else None},
+        mib=256,
+        repeats=7,
+    )
+
+
+def side(arguments: list[str]) -> None:
+    """One of the two processes that `run` starts: the producer, or the consumer of its address."""
+    device, mib, repeats, *peer = arguments
+    if not peer:
+        produce(int(mib) << 20, device)
+        return
+    options = argparse.Namespace(device=device, mib=int(mib), repeats=int(repeats))
+    for row in consume(int(peer[0]), bytes.fromhex(peer[1]), options):
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["side"]:
+        side(sys.argv[2:])
+    else:
+        sys.exit(main())

@@ -18,11 +18,17 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from transfer_rate import CLOCK, NUM_LAYERS, SPEC, Case, Side, block_table, make_side  # noqa: E402
 
 from jobs.benchmarks.harness import Page, medians, run  # noqa: E402
+from jobs.benchmarks.transfer_rate import (  # noqa: E402
+    CLOCK,
+    NUM_LAYERS,
+    SPEC,
+    Case,
+    Side,
+    block_table,
+    make_side,
+)
 from rayk.kernels.digest import digest_rows, native_digest  # noqa: E402
 from rayk.kv.fields import FIELD_IDS  # noqa: E402
 

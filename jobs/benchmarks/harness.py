@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import multiprocessing
 import os
 import shlex
@@ -17,16 +18,28 @@ from pathlib import Path
 from typing import Any
 
 from rayk.reports import collect_environment
+from rayk.reports.html import write_page
+from rayk.reports.md_table import markdown_table
+from rayk.reports.page import Column, Plot, Section, text_rows
+from rayk.reports.page import Page as ReportPage
+from rayk.reports.table_files import claim_folder, write_tables
 
 RESULTS = Path(__file__).with_name("results")
 
 
 class Page:
-    """Markdown that is printed as it is found, and kept to be recorded."""
+    """Markdown that is printed as it is found, and kept to be recorded; tables and figures for --out."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: dict[str, Any]) -> None:
+        self.environment = environment
+        """What `machine` tells of; a measurement may add to it."""
+        self.tables: dict[str, Sequence[Mapping[str, Any]]] = {}
+        """NAME.parquet and NAME.csv of --out, by name."""
+        self.wrong: list[str] = []
+        """What must never be: told on stderr, and the script fails, with --check or without."""
         self._lines: list[str] = []
         self._data: list[Sequence[object]] = []
+        self._sections: list[Section] = []
 
     def say(self, *lines: str) -> None:
         """Add lines as they stand."""
@@ -48,14 +61,34 @@ class Page:
         for row in rows:
             self.row(*row)
 
+    def section(
+        self,
+        title: str,
+        columns: Sequence[Column],
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        note: str = "",
+        plots: Sequence[Plot] = (),
+    ) -> None:
+        """Add a table; its title, its note and its figures are for report.html alone."""
+        self.say(*markdown_table([column.title for column in columns], text_rows(columns, rows)), "")
+        self._sections.append(Section(title=title, note=note, columns=columns, rows=rows, plots=plots))
+
     def data(self, titles: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Keep every measurement for a file of comma-separated values."""
         self._data = [titles, *rows]
 
-    def write(self, folder: Path, name: str) -> None:
-        """Write <name>.md, and <name>.csv where there are measurements to keep."""
-        folder.mkdir(parents=True, exist_ok=True)
+    def write(self, folder: Path, name: str, title: str) -> None:
+        """Write <name>.md, <name>.csv if `data` was kept, environment.json, the tables and report.html."""
         (folder / f"{name}.md").write_text(self.text, encoding="utf-8")
+        told = json.dumps(self.environment, indent=2, default=str)
+        (folder / "environment.json").write_text(f"{told}\n", encoding="utf-8")
+        write_tables(self.tables, folder)
+        if self._sections:
+            page = ReportPage(
+                eyebrow="benchmark", title=title, sections=self._sections, environment=self.environment
+            )
+            write_page(page, folder / "report.html")
         if self._data:
             with (folder / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
                 csv.writer(file).writerows(self._data)
@@ -71,6 +104,7 @@ def run(
     script: str,
     *,
     title: str,
+    argv: Sequence[str] | None = None,
     **options: Any,
 ) -> int:
     """Parse the command line, measure, print the page and record it if asked; returns the exit status.
@@ -80,6 +114,7 @@ def run(
     options: the default of each, or the arguments of argparse's add_argument.
     """
     path = Path(script).resolve()
+    words = sys.argv if argv is None else [script, *argv]
     parser = argparse.ArgumentParser(
         description=sys.modules[measure.__module__].__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -88,20 +123,31 @@ def run(
         given = default if isinstance(default, dict) else {"type": type(default), "default": default}
         parser.add_argument(f"--{name.replace('_', '-')}", **given)
     parser.add_argument("--check", action="store_true", help="exit status 1 when a limit is missed")
-    parser.add_argument("--out", type=Path, help="also write Markdown, and CSV if there is any, here")
+    parser.add_argument("--out", type=Path, help="also write Markdown, and what there is of tables, here")
     parser.add_argument("--record", action="store_true", help=f"write results/{path.stem}.md")
-    asked = parser.parse_args()
-    environment = collect_environment(command=sys.argv, load_at_start=os.getloadavg()[0])
-    page = Page()
-    page.say(f"# {title}", "", f"    {command_line(f'jobs/benchmarks/{path.name}', environment)}", "")
-    missed = measure(asked, page) or []
-    environment["load_at_end"] = os.getloadavg()[0]
-    page.say("", "Environment:", "", *(f"- {line}" for line in machine(environment)))
+    asked = parser.parse_args(words[1:])
     if asked.out is not None:
-        page.write(asked.out, path.stem)
-    if asked.record:
+        claim_folder(asked.out, [there.stem for there in asked.out.glob("*.parquet")])
+    page = Page(collect_environment(command=list(words), load_at_start=os.getloadavg()[0]))
+    page.say(f"# {title}", "", f"    {command_line(f'jobs/benchmarks/{path.name}', page.environment)}", "")
+    missed = measure(asked, page) or []
+    page.environment["load_at_end"] = os.getloadavg()[0]
+    page.say("", "Environment:", "", *(f"- {line}" for line in machine(page.environment)))
+    if asked.out is not None:
+        page.write(asked.out, path.stem, title)
+    if asked.record and not page.wrong:
         (RESULTS / f"{path.stem}.md").write_text(page.text, encoding="utf-8")
-    return ending(missed, check=asked.check)
+    return max(ending(page.wrong, check=True), ending(missed, check=asked.check))
+
+
+def above_zero(text: str) -> int:
+    """A count of argparse's, which reports the ValueError of one below 1."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+above_zero.__name__ = "number above 0"  # argparse says it
 
 
 def ending(missed: Sequence[str], *, check: bool) -> int:
@@ -145,6 +191,24 @@ def medians(rows: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.median(column) for column in zip(*rows, strict=True)]
 
 
+def lines(
+    id: str,
+    title: str,
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    *,
+    x: str = "prompt tokens",
+    y: str = "ms",
+) -> Plot:
+    """A figure of named lines through their (xs, ys); both axes are logarithmic."""
+    data = [
+        {"type": "scatter", "mode": "lines+markers", "name": name, "x": list(xs), "y": list(ys)}
+        | {"line": {"color": f"series{1 + number % 6}"}, "marker": {"color": f"series{1 + number % 6}"}}
+        for number, (name, (xs, ys)) in enumerate(series.items())
+    ]
+    axes = {name: {"title": {"text": text}, "type": "log"} for name, text in (("xaxis", x), ("yaxis", y))}
+    return Plot(id=id, title=title, data=data, layout={"height": 360, "showlegend": True, **axes})
+
+
 # --- a second process -----------------------------------------------------------------------------
 
 
@@ -175,12 +239,13 @@ def command_line(script: str, environment: Mapping[str, Any], without: Sequence[
 
 def machine(environment: Mapping[str, Any]) -> list[str]:
     """What measured, in short lines. `environment`: see `when`."""
-    devices, packages = environment["devices"], environment["packages"]
-    threads = ["one thread per process"] if environment.get("threads") == 1 else []
-    cpu = ", ".join([f"{devices['cpu']}, {devices['num_cores']} cores", *threads, *devices["gpus"]])
+    devices, packages, threads = environment["devices"], environment["packages"], environment.get("threads")
+    told = [] if threads is None else ["one thread per process" if threads == 1 else f"{threads} threads"]
+    cpu = ", ".join([f"{devices['cpu']}, {devices['num_cores']} cores", *told, *devices["gpus"]])
+    names = {"torch": "torch", "ray": "ray", "nixl": "nixl-cu13", "transformers": "transformers"}
     return [
         f"{cpu}; {environment['platform']}, Python {environment['python']}",
-        f"torch {packages['torch']}, ray {packages['ray']}, nixl {packages['nixl-cu13']}",
+        ", ".join(f"{name} {packages[package]}" for name, package in names.items()),
         *when(environment),
     ]
 

@@ -1,6 +1,6 @@
 """What metrics cost: calls per step x measured cost per call, against the step's time.
 
-    python jobs/benchmarks/metrics_cost.py [--check]
+    python jobs/benchmarks/metrics_cost.py [--check] [--record]
 
 Engines of a tiny model in this process (CPU, a thread per rank) decode batches of requests: alone (TP 1
 and 2), and as the consumer of a hand-over (TP 1 to 1), whose steps receive KV, too. Each rank's meter
@@ -24,8 +24,6 @@ Steps of real models take 5 to 50 ms: a tiny model's are the worst case there is
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import queue
 import statistics
 import sys
@@ -35,40 +33,37 @@ from collections import Counter as Counts
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from rayk.actors.deployment_metrics import begin_outcomes, report_request
-from rayk.actors.environment import own_cluster
-from rayk.actors.ray_metrics import RaySink
-from rayk.actors.ray_private import ray_environment
-from rayk.engine.build import ThreadEngine
-from rayk.engine.leader import Leader, RequestEvent
-from rayk.engine.rank import EngineRank
-from rayk.engine.stats import StepStats, rank_stats
-from rayk.handover.commands import Connect, Describe
-from rayk.handover.extension import TransferExtension
-from rayk.handover.handover import TransferHandover
-from rayk.handover.transfer_metrics import watch_handover
-from rayk.metrics import Meter
-from rayk.metrics.meter import FLUSH_S
-from rayk.oracle.checkpoint import write_checkpoint
-from rayk.parallel.timed import TimedComm
-from rayk.reports.fields import STAGES
-from rayk.transfer.local_agent import LocalAgent, LocalNetwork
-from rayk.transfer.ticket import TransferTicket
-from rayk.types.config import EngineConfig
-from rayk.types.request import Request, SamplingParams
-from rayk.types.rows import RequestRow
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import ending  # noqa: E402
+from jobs.benchmarks.harness import Page, run  # noqa: E402
+from rayk.actors.deployment_metrics import begin_outcomes, report_request  # noqa: E402
+from rayk.actors.environment import own_cluster  # noqa: E402
+from rayk.actors.ray_metrics import RaySink  # noqa: E402
+from rayk.actors.ray_private import ray_environment  # noqa: E402
+from rayk.engine.build import ThreadEngine  # noqa: E402
+from rayk.engine.leader import Leader, RequestEvent  # noqa: E402
+from rayk.engine.rank import EngineRank  # noqa: E402
+from rayk.engine.stats import StepStats, rank_stats  # noqa: E402
+from rayk.handover.commands import Connect, Describe  # noqa: E402
+from rayk.handover.extension import TransferExtension  # noqa: E402
+from rayk.handover.handover import TransferHandover  # noqa: E402
+from rayk.handover.transfer_metrics import watch_handover  # noqa: E402
+from rayk.metrics import Meter  # noqa: E402
+from rayk.metrics.meter import FLUSH_S  # noqa: E402
+from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
+from rayk.parallel.timed import TimedComm  # noqa: E402
+from rayk.reports.fields import STAGES  # noqa: E402
+from rayk.transfer.local_agent import LocalAgent, LocalNetwork  # noqa: E402
+from rayk.transfer.ticket import TransferTicket  # noqa: E402
+from rayk.types.config import EngineConfig  # noqa: E402
+from rayk.types.request import Request, SamplingParams  # noqa: E402
+from rayk.types.rows import RequestRow  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results" / "metrics_cost.md"
 LIMIT_PERCENT = 2.0
 BATCHES = (1, 8, 32)
 TP_SIZES = (1, 2)
@@ -402,47 +397,31 @@ def measure(model: Path, prices: Prices) -> list[Row]:
     return rows
 
 
-def table(rows: list[Row], clock_us: float, load: float) -> str:
-    """The results as Markdown. `load`: of the machine, before this ran."""
-    prices = rows[0].us_per_call
-    machine = f"{platform.machine()}, {platform.python_version()}, ray {version('ray')}"
-    lines = [
-        "# What metrics cost a step",
-        "",
-        f"`python jobs/benchmarks/metrics_cost.py` on {machine}; the tiny qwen3 model, CPU; microseconds of",
-        f"processor time. {os.cpu_count()} cores, load {load:.1f} when it began.",
-        "",
-        "A Ray call costs "
-        + ", ".join(f"{us:.2f} us ({kind})" for kind, us in prices.items())
-        + f"; timing a collective {clock_us:.2f} us.",
-        "",
-        "| what | rank | batch | steps | step us | calls/step | Ray us/step | own us/step | share |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {r.what} | {'-' if r.rank is None else r.rank} | {r.batch} | {r.num_steps} | {r.step_us:.0f} | "
-        f"{sum(r.calls.values()):.2f} | {r.ray_us:.1f} | {r.own_us:.1f} | {r.percent:.2f} % |"
-        for r in rows
-    ]
-    return "\n".join(lines) + "\n"
+TITLES = ("what", "rank", "batch", "steps", "step us", "calls/step", "Ray us/step", "own us/step", "share")
+
+
+def fill(options: argparse.Namespace, page: Page) -> list[str]:
+    """Add a row per rank, and per batch that a coordinator or a front tells of; returns those above the
+    limit."""
+    torch.set_num_threads(1)
+    prices = Prices(price_calls(), price_clock())
+    told = ", ".join(f"{us:.2f} us ({kind})" for kind, us in prices.calls.items())
+    page.say("The tiny qwen3 model, CPU; microseconds of processor time.", "")
+    page.say(f"A Ray call costs {told}; timing a collective {prices.clock_us:.2f} us.", "")
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(write_checkpoint("qwen3", Path(folder) / "qwen3"), prices)
+    page.head(*TITLES)
+    for r in rows:
+        times = (f"{r.step_us:.0f}", f"{sum(r.calls.values()):.2f}", f"{r.ray_us:.1f}", f"{r.own_us:.1f}")
+        page.row(
+            r.what, "-" if r.rank is None else r.rank, r.batch, r.num_steps, *times, f"{r.percent:.2f} %"
+        )
+    return missed(rows)
 
 
 def main() -> int:
-    """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="fail where the share is above the limit")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    load = os.getloadavg()[0]
-    prices = Prices(price_calls(), price_clock())
-    with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "qwen3"
-        write_checkpoint("qwen3", model)
-        rows = measure(model, prices)
-    text = table(rows, prices.clock_us, load)
-    print(text)
-    RESULTS.write_text(text, encoding="utf-8")
-    return ending(missed(rows), check=args.check)
+    """Returns the exit status."""
+    return run(fill, __file__, title="What metrics cost a step")
 
 
 def missed(rows: Sequence[Row]) -> list[str]:

@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import command_line, ending, machine  # noqa: E402
+from jobs.benchmarks.harness import Page, above_zero, run  # noqa: E402
 from rayk.actors.engines import EngineHandle  # noqa: E402
 from rayk.actors.forming import dissolve, form_engine, stop_loops  # noqa: E402
 from rayk.actors.launch import connect  # noqa: E402
@@ -41,12 +40,10 @@ from rayk.actors.pool import WorkerPool  # noqa: E402
 from rayk.actors.rank_spec import RankSpec  # noqa: E402
 from rayk.actors.tiers import HostTiers  # noqa: E402
 from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
-from rayk.reports import collect_environment  # noqa: E402
 from rayk.types.config import EngineConfig  # noqa: E402
 from rayk.types.offload import OffloadSettings  # noqa: E402
 from rayk.types.request import Request, SamplingParams  # noqa: E402
 
-RESULTS = Path(__file__).parent / "results" / "offload_overlap.md"
 MAX_FALL_PERCENT, MIN_GB_PER_S = 10.0, 0.5
 NUM_REQUESTS, PROMPT_TOKENS = 4, 4096
 LAYERS, KV_HEADS, HEAD_SIZE = 8, 8, 128
@@ -249,50 +246,46 @@ async def _poll(
     return found
 
 
-def table(measured: Measured, tp: int) -> tuple[str, float, float]:
-    """(Markdown, fall in percent, GB/s)."""
+TITLES = (
+    *("TP", "stored each time", "GB/s: least, median, most", "steps with stores", "ms", "between", "ms"),
+    "fall",
+)
+
+
+def summary(measured: Measured, tp: int) -> tuple[list[object], float, float]:
+    """(the cells under TITLES, the fall in percent, GB/s)."""
     within, between = measured.steps()
     sizes, rates = zip(*measured.rates(), strict=True)
     fall = 100 * (1 - statistics.mean(between) / statistics.mean(within))
     rate = statistics.median(rates)
-    each, spread = statistics.median(sizes), f"{min(rates):.2f}, {rate:.2f}, {max(rates):.2f}"
-    names = "TP | stored each time | GB/s: least, median, most | steps with stores | ms | between | ms | fall"
-    cells = [f"{tp} | {each:.2f} GiB, {len(rates)} times | {spread}"]
-    cells += [f"{len(steps)} | {1e3 * statistics.mean(steps):.1f}" for steps in (within, between)]
-    lines = [f"| {names} |", "|---" * 8 + "|", f"| {' | '.join(cells)} | {fall:.1f} % |"]
-    return "\n".join(lines), fall, rate
+    cells = [tp, f"{statistics.median(sizes):.2f} GiB, {len(rates)} times"]
+    cells.append(f"{min(rates):.2f}, {rate:.2f}, {max(rates):.2f}")
+    for steps in (within, between):
+        cells += [len(steps), f"{1e3 * statistics.mean(steps):.1f}"]
+    return [*cells, f"{fall:.1f} %"], fall, rate
 
 
-def page(text: str, environment: Mapping[str, Any]) -> str:
-    """The table with what ran it."""
-    how = command_line("jobs/benchmarks/offload_overlap.py", environment)
-    lines = ["# Decoding while 1 GiB is stored", "", f"    {how}", "", text, ""]
-    lines += ["A mean step in which something was stored against one between stores, one run.", ""]
-    return "\n".join([*lines, "Environment:", "", *(f"- {line}" for line in machine(environment))])
+def fill(options: argparse.Namespace, page: Page) -> list[str]:
+    """Add the row; returns the limits that it breaks."""
+    with tempfile.TemporaryDirectory() as folder, connect(None):
+        model = write_checkpoint("qwen3", Path(folder) / "model", overrides=model_config())
+        measured = asyncio.run(measure(model, options.tp, options.rounds, options.device))
+    cells, fall, rate = summary(measured, options.tp)
+    page.table(TITLES, [cells])
+    page.say("", "A mean step in which something was stored against one between stores, one run.")
+    return missed(fall, rate)
 
 
 def main() -> int:
-    """Run and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="fail beyond the limits")
-    parser.add_argument("--rounds", type=int, default=6, help="times that all is stored")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--record", action="store_true", help=f"write {RESULTS.name}")
-    asked = parser.parse_args()
-    if asked.rounds < 1 or asked.tp < 1:
-        parser.error("--rounds and --tp are 1 or more")
-    environment = collect_environment(command=sys.argv, load_at_start=os.getloadavg()[0])
-    with tempfile.TemporaryDirectory() as folder, connect(None):
-        model = write_checkpoint("qwen3", Path(folder) / "model", overrides=model_config())
-        measured = asyncio.run(measure(model, asked.tp, asked.rounds, asked.device))
-    text, fall, rate = table(measured, asked.tp)
-    environment |= {"load_at_end": os.getloadavg()[0]}
-    text = page(text, environment)
-    print(text)
-    if asked.record:
-        RESULTS.write_text(text + "\n")
-    return ending(missed(fall, rate), check=asked.check)
+    """Returns the exit status."""
+    return run(
+        fill,
+        __file__,
+        title="Decoding while 1 GiB is stored",
+        rounds={"type": above_zero, "default": 6, "help": "times that all is stored"},
+        tp={"type": above_zero, "default": 1},
+        device="cpu",
+    )
 
 
 def missed(fall: float, rate: float) -> list[str]:

@@ -22,8 +22,6 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
-import platform
 import random
 import statistics
 import subprocess
@@ -32,15 +30,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from rayk.oracle.checkpoint import write_checkpoint
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import ending  # noqa: E402
+from jobs.benchmarks.harness import Page, run  # noqa: E402
+from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
 
 TARGETS_MS = {"request": 10.0, "token": 1.0}
 COLUMNS = (
@@ -164,39 +160,29 @@ def _answers(
     return answers, {name: (after[name] - before[name]) / num_requests for name in after}
 
 
-def table(results: dict[str, dict[str, float]]) -> str:
-    """Markdown, milliseconds but for the start."""
-    lines = ["| path | " + " | ".join(COLUMNS) + " |", "| --- |" + " ---: |" * len(COLUMNS)]
-    for path, row in results.items():
-        lines.append(f"| {path} | " + " | ".join(f"{row[column]:.2f}" for column in COLUMNS) + " |")
-    return "\n".join(lines)
+def fill(options: argparse.Namespace, page: Page) -> list[str]:
+    """Add a row per path; returns the targets that uvicorn misses."""
+    model = options.model or write_checkpoint("qwen3", Path("checkpoints/bench-qwen3"))
+    page.say(
+        f"Medians of {options.requests} requests of {options.prompt_tokens} tokens, {SHORT} and "
+        f"{options.tokens} tokens long.\n"
+    )
+    page.head("path", *COLUMNS)
+    results = {}
+    for path in options.paths.split(","):
+        found = measure(model, path, options.requests, options.tokens, options.prompt_tokens)
+        results[path] = found
+        page.row(path, *(f"{found[column]:.2f}" for column in COLUMNS))
+    return missed(results)
 
 
 def main() -> int:
-    """Measure every path and print the table; with --check, 1 when uvicorn misses a target."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    """Returns the exit status."""
+    model = {"type": Path, "help": "a checkpoint folder (default: a tiny qwen3)"}
+    title, paths = "What a server adds, milliseconds", "uvicorn,serve"
+    return run(
+        fill, __file__, title=title, model=model, requests=40, tokens=128, prompt_tokens=32, paths=paths
     )
-    parser.add_argument("--model", type=Path, help="a checkpoint folder (default: a tiny qwen3)")
-    parser.add_argument("--requests", type=int, default=40)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--prompt-tokens", type=int, default=32)
-    parser.add_argument("--paths", default="uvicorn,serve")
-    parser.add_argument("--check", action="store_true", help="exit status 1 when a target is missed")
-    options = parser.parse_args()
-    model = options.model or write_checkpoint("qwen3", Path("checkpoints/bench-qwen3"))
-    results = {
-        path: measure(model, path, options.requests, options.tokens, options.prompt_tokens)
-        for path in options.paths.split(",")
-    }
-    versions = f"Python {platform.python_version()}, torch {version('torch')}"
-    print("# What a server adds, milliseconds\n\n    python jobs/benchmarks/serve_overhead.py\n")
-    print(
-        f"Medians of {options.requests} requests of {options.prompt_tokens} tokens, {SHORT} and "
-        f"{options.tokens} tokens long; {versions}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}.\n"
-    )
-    print(table(results))
-    return ending(missed(results), check=options.check)
 
 
 def missed(results: dict[str, dict[str, float]]) -> list[str]:

@@ -21,9 +21,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from transfer_rate import MIB, NUM_LAYERS, SPEC, Case, Side, block_table, check_bytes, make_side, produce  # noqa: E402
-
 from jobs.benchmarks.harness import Page, run, second_process  # noqa: E402
+from jobs.benchmarks.transfer_rate import (  # noqa: E402
+    MIB,
+    NUM_LAYERS,
+    SPEC,
+    Case,
+    Side,
+    block_table,
+    check_bytes,
+    make_side,
+    produce,
+)
 from rayk.kv.specs import page_bytes  # noqa: E402
 from rayk.transfer.staging import StagingSettings  # noqa: E402
 from rayk.transfer.ticket import TransferTicket  # noqa: E402

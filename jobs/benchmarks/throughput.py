@@ -1,6 +1,7 @@
 """Tokens a second of the engine on one CPU thread, beside transformers' generate and generate_batch.
 
     python jobs/benchmarks/throughput.py [--rounds 5] [--tokens 64] [--batches 1 16] [--out DIR] [--check]
+                                           [--record]
 
 One process, one model (llama: hidden 512, 8 layers, 8 query and 4 KV heads, vocabulary 4096), one thread for
 everybody. In each round every contestant does the same requests, in an order that turns from round to round;
@@ -19,8 +20,8 @@ the requests and keeps its manager between calls: as it comes, every call would 
 from __future__ import annotations
 
 import argparse
-import csv
 import gc
+import itertools
 import logging
 import os
 import statistics
@@ -39,13 +40,12 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before anything loads OpenMP
 import torch
 import transformers
 
-from rayk.engine.build import ThreadEngine
-from rayk.types.config import EngineConfig
-from rayk.types.request import Request, SamplingParams
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import ending  # noqa: E402
+from jobs.benchmarks.harness import Page, run  # noqa: E402
+from rayk.engine.build import ThreadEngine  # noqa: E402
+from rayk.types.config import EngineConfig  # noqa: E402
+from rayk.types.request import Request, SamplingParams  # noqa: E402
 
 METRICS = ("prefill", "decode", "end to end")
 BLOCK_SIZE = 32
@@ -299,21 +299,18 @@ def _num_equal(ours: list[int], theirs: list[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ours, theirs, strict=True)))
 
 
-def table(results: dict[Case, Result]) -> str:
-    """Markdown: tokens a second, and how many times as fast rayk is."""
-    lines = [
-        f"| dtype | batch | contestant | {' | '.join(METRICS)} "
-        f"| rayk by it: {' | '.join(METRICS)} | equal tokens |",
-        "|---|---:|---|" + "---:|" * 7,
-    ]
-    for case, result in results.items():
-        for name in result.rates:
-            cells = [f"{result.rate(name, metric):.0f}" for metric in METRICS]
-            ours = name == Rayk.name
-            cells += ["" if ours else f"{result.ratio(name, metric):.2f}" for metric in METRICS]
-            cells.append("" if ours else f"{result.share_equal[name]:.0%}")
-            lines.append(f"| {case.dtype} | {case.batch} | {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+TITLES = ("dtype", "batch", "contestant", *METRICS, "rayk by it: prefill", *METRICS[1:], "equal tokens")
+
+
+def cells(case: Case, result: Result, name: str) -> list[str]:
+    """A contestant's row: tokens a second, and how many times as fast rayk is."""
+    found = [f"{result.rate(name, metric):.0f}" for metric in METRICS]
+    if name == Rayk.name:
+        beside = [""] * (len(METRICS) + 1)
+    else:
+        ratios = [f"{result.ratio(name, metric):.2f}" for metric in METRICS]
+        beside = [*ratios, f"{result.share_equal[name]:.0%}"]
+    return [case.dtype, str(case.batch), name, *found, *beside]
 
 
 def behind(results: dict[Case, Result]) -> list[str]:
@@ -328,53 +325,53 @@ def behind(results: dict[Case, Result]) -> list[str]:
     ]
 
 
-def write_results(results: dict[Case, Result], out: Path) -> None:
-    """throughput.md, and throughput.csv with every round."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "throughput.md").write_text(table(results) + "\n", encoding="utf-8")
-    with (out / "throughput.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            ["dtype", "batch", "prompt", "tokens", "contestant", "round", "metric", "tokens_per_s"]
-        )
-        for case, result in results.items():
-            load = (case.dtype, case.batch, case.num_prompt, case.num_tokens)
-            for name, rounds in result.rates.items():
-                for turn, found in enumerate(rounds):
-                    writer.writerows([*load, name, turn, metric, rate] for metric, rate in found.items())
-
-
-def main() -> int:
-    """Run the cases and print the table; with --check, 1 where rayk is not ahead."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--prompt", type=int, default=64, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="generated tokens of a request")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--only", nargs="+", help="names of contestants besides rayk")
-    parser.add_argument("--out", type=Path, help="also write Markdown and CSV here")
-    parser.add_argument("--check", action="store_true", help="exit status 1 where rayk is not ahead")
-    arguments = parser.parse_args()
+def fill(options: argparse.Namespace, page: Page) -> list[str]:
+    """Add a row per case and contestant, and keep every round; returns where rayk is not ahead."""
     torch.set_num_threads(1)
+    page.environment["threads"] = 1
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    only = None if arguments.only is None else [Rayk.name, *arguments.only]
+    only = None if options.only is None else [Rayk.name, *options.only]
     results = {}
+    page.say(
+        f"Prompts of {options.prompt} tokens, {options.tokens} generated; medians of {options.rounds}.", ""
+    )
+    page.head(*TITLES)
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder))
-        for dtype in arguments.dtypes:
-            for batch in arguments.batches:
-                case = Case(dtype, batch, arguments.prompt, arguments.tokens)
-                results[case] = run_case(Path(folder), case, arguments.rounds, only)
-                print(f"{dtype}, batch {batch}: done", file=sys.stderr)
-    print(table(results))
-    if arguments.out is not None:
-        write_results(results, arguments.out)
-    return ending([f"not ahead: {line}" for line in behind(results)], check=arguments.check)
+        for dtype, batch in itertools.product(options.dtypes, options.batches):
+            case = Case(dtype, batch, options.prompt, options.tokens)
+            result = results[case] = run_case(Path(folder), case, options.rounds, only)
+            for name in result.rates:
+                page.row(*cells(case, result, name))
+    titles = ("dtype", "batch", "prompt", "tokens", "contestant", "round", "metric", "tokens_per_s")
+    page.data(
+        titles,
+        [
+            (case.dtype, case.batch, case.num_prompt, case.num_tokens, name, turn, metric, rate)
+            for case, result in results.items()
+            for name, rounds in result.rates.items()
+            for turn, found in enumerate(rounds)
+            for metric, rate in found.items()
+        ],
+    )
+    return [f"not ahead: {line}" for line in behind(results)]
+
+
+def main() -> int:
+    """Returns the exit status."""
+    return run(
+        fill,
+        __file__,
+        title="An engine on one CPU thread, beside transformers",
+        rounds=5,
+        prompt={"type": int, "default": 64, "help": "tokens of a prompt"},
+        tokens={"type": int, "default": 64, "help": "generated tokens of a request"},
+        batches={"type": int, "nargs": "+", "default": [1, 16]},
+        dtypes={"nargs": "+", "default": ["float32", "bfloat16"]},
+        only={"nargs": "+", "help": "names of contestants besides rayk"},
+    )
 
 
 if __name__ == "__main__":

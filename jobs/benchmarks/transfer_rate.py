@@ -10,47 +10,50 @@ engine does and checks every byte. In each round are timed, the first two in tur
 Rates are GB (10^9 bytes) per second of this process's processor time, medians over rounds; ratios are medians
 of the rounds' ratios. On the CPU posting a read copies the bytes (UCX reads the peer's memory in a system
 call), so that processor time is the copy's time without what other processes take; `--wall` takes the wall's.
+--check: 90 % of raw NIXL with the same descriptors, where runs have 64 KiB or more.
 
-    python jobs/benchmarks/transfer_rate.py --mib 64 --rounds 15
+    python jobs/benchmarks/transfer_rate.py --mib 64 --rounds 15 --check --record
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import os
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from raw_reads import RawReads, same_descriptors, take_turns
 
-from rayk.kv.caches import CanonicalKVCaches, FieldView, allocate
-from rayk.kv.geometry import plan_rank
-from rayk.kv.groups import group_layers
-from rayk.kv.layout import get_layout
-from rayk.kv.specs import FullAttentionSpec, page_bytes
-from rayk.transfer.handshake import CacheDescription, describe_cache
-from rayk.transfer.layer_view import make_layer_view
-from rayk.transfer.nixl_agent import NixlAgent
-from rayk.transfer.rank import TransferRank
-from rayk.transfer.staging import StagingSettings
-from rayk.transfer.ticket import TransferTicket
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
+
+from jobs.benchmarks.harness import Page, run, second_process  # noqa: E402
+from jobs.benchmarks.raw_reads import RawReads, same_descriptors, take_turns  # noqa: E402
+from rayk.kv.caches import CanonicalKVCaches, FieldView, allocate  # noqa: E402
+from rayk.kv.geometry import plan_rank  # noqa: E402
+from rayk.kv.groups import group_layers  # noqa: E402
+from rayk.kv.layout import get_layout  # noqa: E402
+from rayk.kv.specs import FullAttentionSpec, page_bytes  # noqa: E402
+from rayk.reports.page import Column  # noqa: E402
+from rayk.transfer.handshake import CacheDescription, describe_cache  # noqa: E402
+from rayk.transfer.layer_view import make_layer_view  # noqa: E402
+from rayk.transfer.nixl_agent import NixlAgent  # noqa: E402
+from rayk.transfer.rank import TransferRank  # noqa: E402
+from rayk.transfer.staging import StagingSettings  # noqa: E402
+from rayk.transfer.ticket import TransferTicket  # noqa: E402
 
 MIB = 1 << 20
 SPEC = FullAttentionSpec(16, 8, 128, 128, "bfloat16", 32)
 """8 KV heads of 128 + 128 bfloat16, blocks of 16 tokens: 64 KiB per layer and block."""
 NUM_LAYERS = 32
-LEAST = 0.9
-"""Of raw NIXL with the same descriptors, where runs are long."""
+LEAST, LONG_RUN = 0.9, 64 << 10
+"""Of raw NIXL with the same descriptors, where runs have so many bytes or more."""
 
 
 @dataclass
@@ -303,8 +306,11 @@ def _row(
         for stage in ("post", "read", "fence", "verify", "all")
     }
     return {
-        **asdict(case),
+        "layouts": "-".join(case.layouts),
+        "tp": "{}->{}".format(*case.tp),
+        "blocks": "scattered" if case.scattered else "dense",
         "run_bytes": same.run_bytes,
+        "run_kib": same.run_bytes / 1024,
         "num_descriptors": same.num_descriptors,
         "num_bytes": same.num_bytes,
         "rayk_gb_per_s": rate(seconds["rayk"]),
@@ -317,56 +323,56 @@ def _row(
     }
 
 
-HEADER = (
-    f"{'layouts':<15}{'TP':<8}{'blocks':<10}{'run KiB':>8}{'descr':>8}"
-    f"{'rayk':>7}{'same':>7}{'1 MiB':>7}{'of same':>9}{'of 1 MiB':>9}"
-    f"{'post ms':>9}{'read ms':>9}{'fence ms':>9}{'verify ms':>10}{'verified':>9}"
+COLUMNS = (
+    Column("layouts", "layouts"),
+    Column("TP", "tp"),
+    Column("blocks", "blocks"),
+    Column("run KiB", "run_kib", ".1f"),
+    Column("descr", "num_descriptors"),
+    Column("rayk", "rayk_gb_per_s", ".2f"),
+    Column("same", "same_gb_per_s", ".2f"),
+    Column("1 MiB", "large_gb_per_s", ".2f"),
+    Column("of same", "of_same", ".0%"),
+    Column("of 1 MiB", "of_large", ".0%"),
+    Column("post ms", "post_ms", ".2f"),
+    Column("read ms", "read_ms", ".2f"),
+    Column("fence ms", "fence_ms", ".2f"),
+    Column("verify ms", "verify_ms", ".2f"),
+    Column("verified", "with_verify_gb_per_s", ".2f"),
 )
 
 
-def line(row: dict[str, Any]) -> str:
-    """One row for people."""
-    return (
-        f"{'-'.join(row['layouts']):<15}{row['tp'][0]}->{row['tp'][1]:<5}"
-        f"{'scattered' if row['scattered'] else 'dense':<10}"
-        f"{row['run_bytes'] / 1024:>8.1f}{row['num_descriptors']:>8}"
-        f"{row['rayk_gb_per_s']:>7.2f}{row['same_gb_per_s']:>7.2f}{row['large_gb_per_s']:>7.2f}"
-        f"{row['of_same']:>9.0%}{row['of_large']:>9.0%}"
-        f"{row['post_ms']:>9.2f}{row['read_ms']:>9.2f}{row['fence_ms']:>9.2f}{row['verify_ms']:>10.2f}"
-        f"{row['with_verify_gb_per_s']:>9.2f}"
-    )
+def fill(options: argparse.Namespace, page: Page) -> list[str]:
+    """Add a row per case; returns those with long runs that are below LEAST of raw NIXL."""
+    CLOCK.is_wall = options.wall
+    torch.set_num_threads(1)
+    cases = [(i, case) for i, case in enumerate(CASES) if options.cases is None or i in options.cases]
+    rows = []
+    with second_process(produce) as pipe:
+        for i, case in cases:
+            rows.append(run_case(pipe, case, options.mib, options.rounds, i))
+            print(f"{rows[-1]['layouts']}: {rows[-1]['of_same']:.0%} of the same", file=sys.stderr)
+    page.section("Rates", COLUMNS, rows)
+    page.tables = {"rates": rows}
+    return [
+        f"{row['layouts']}, TP {row['tp']}, {row['blocks']}: {row['of_same']:.0%} of raw NIXL, "
+        f"the limit is {LEAST:.0%}"
+        for row in rows
+        if row["run_bytes"] >= LONG_RUN and row["of_same"] < LEAST
+    ]
 
 
 def main() -> int:
-    """Exit status 1 when rayk is below 90% of raw NIXL for runs of 64 KiB or more."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--mib", type=int, default=64, help="KV bytes per request (TP 1)")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--cases", type=int, nargs="*", help="indices of the cases to run (default all)")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
-    parser.add_argument("--wall", action="store_true", help="wall clock instead of processor time")
-    options = parser.parse_args()
-    CLOCK.is_wall = options.wall
-    torch.set_num_threads(1)
-    pipe, theirs = multiprocessing.get_context("spawn").Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=produce, args=(theirs,), daemon=True)
-    child.start()
-    rows = []
-    print(HEADER)
-    for i, case in enumerate(CASES):
-        if options.cases is None or i in options.cases:
-            rows.append(run_case(pipe, case, options.mib, options.rounds, i))
-            print(line(rows[-1]), flush=True)
-    pipe.send(None)
-    child.join()
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
-    long_runs = [r for r in rows if r["run_bytes"] >= 64 << 10]
-    short = [r for r in long_runs if r["of_same"] < LEAST]
-    print(
-        f"below {LEAST:.0%} of raw NIXL: {len(short)} of {len(long_runs)} cases with runs of 64 KiB or more"
+    """Returns the exit status."""
+    return run(
+        fill,
+        __file__,
+        title="Transfer rate beside raw NIXL",
+        mib={"type": int, "default": 64, "help": "KV bytes per request (TP 1)"},
+        rounds=15,
+        cases={"type": int, "nargs": "*", "help": "indices of the cases to run (default all)"},
+        wall={"action": "store_true", "help": "wall clock instead of processor time"},
     )
-    return 1 if short else 0
 
 
 if __name__ == "__main__":

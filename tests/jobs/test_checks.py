@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,12 @@ import pytest
 
 from jobs.benchmarks import harness
 from jobs.benchmarks.harness import ending
+from rayk.reports.page import Column
+from rayk.types.errors import UserError
 
 JOBS = Path(__file__).parents[2] / "jobs"
-CHECKED = sorted(
-    p for p in [*JOBS.glob("*.py"), *JOBS.glob("benchmarks/*.py")] if '"--check"' in p.read_text()
-)
+ITS_OWN = "attention_gpu.py"
+"""Its exit status is its own: machines without an install run it."""
 
 
 def test_missed_limits_are_told_and_fail_a_check(capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,11 +31,50 @@ def test_missed_limits_are_told_and_fail_a_check(capsys: pytest.CaptureFixture[s
 
 
 def test_every_check_ends_here() -> None:
-    """Those of the harness, and of the scripts that have options of their own."""
-    assert len(CHECKED) >= 8
-    for path in CHECKED:
-        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-        assert any(isinstance(c.func, ast.Name) and c.func.id == "ending" for c in calls), path.name
+    """Every benchmark runs in the harness; nobody else has a --check that does not end as theirs."""
+    scripts = [p for p in JOBS.glob("benchmarks/*.py") if "if __name__ ==" in p.read_text()]
+    assert len(scripts) >= 20
+    wanted = dict.fromkeys(scripts, "run")
+    wanted |= {p: "ending" for p in JOBS.glob("*.py") if '"--check"' in p.read_text()}
+    for path, name in wanted.items():
+        calls = [n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+        names = {f.id if isinstance(f, ast.Name) else getattr(f, "attr", "") for f in calls}
+        assert name in names or path.name == ITS_OWN, path.name
+
+
+def test_what_is_wrong_fails_without_a_check_and_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+
+    def fill(options: argparse.Namespace, page: harness.Page) -> None:
+        page.wrong.append("other tokens")
+
+    assert harness.run(fill, "made.py", title="Made", argv=["--record"]) == 1
+    assert capsys.readouterr().err == "other tokens\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tables_and_figures_go_to_a_folder_that_has_none(tmp_path: Path) -> None:
+    columns = (Column("case", "case"), Column("ms", "ms", ".1f"))
+    rows = [{"case": "a", "ms": 1.25, "every": [1, 2]}]
+
+    def fill(options: argparse.Namespace, page: harness.Page) -> None:
+        page.environment["threads"] = 1
+        figure = harness.lines("speed", "Speed", {"a": ([1, 2], [3.0, 4.0])})
+        page.section("Cases", columns, rows, note="Medians.", plots=[figure])
+        page.tables = {"cases": rows}
+
+    out = tmp_path / "out"
+    assert harness.run(fill, "made.py", title="Made", argv=["--out", str(out)]) == 0
+    assert "| a | 1.2 |" in (out / "made.md").read_text()
+    assert "one thread per process" in (out / "made.md").read_text()
+    assert (out / "cases.csv").read_text() == 'case,ms,every\na,1.25,"[1, 2]"\n'
+    assert json.loads((out / "environment.json").read_text())["threads"] == 1
+    page = (out / "report.html").read_text()
+    assert all(text in page for text in ("Made", "Medians.", '"id": "speed"'))
+    with pytest.raises(UserError, match="already holds a run's tables"):
+        harness.run(fill, "made.py", title="Made", argv=["--out", str(out)])
 
 
 def test_a_page_is_printed_and_recorded_with_what_ran_it(

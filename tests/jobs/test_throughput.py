@@ -53,7 +53,10 @@ def test_ratios_are_taken_round_by_round(job: Any) -> None:
     assert job.behind({case: result}) == []
     slower = job.Result({"rayk": theirs, "generate": ours}, result.share_equal)
     assert len(job.behind({case: slower})) == len(job.METRICS)
-    assert "1.50" in job.table({case: result})
+    row = dict(zip(job.TITLES[2:7], job.cells(case, result, "generate")[2:7], strict=True))
+    assert row == {"contestant": "generate"} | dict.fromkeys(job.METRICS, "20") | {
+        "rayk by it: prefill": "1.50"
+    }
 
 
 def test_contestants_generate_the_same_tokens(
