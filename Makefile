@@ -37,7 +37,7 @@ help:
 	@echo "make check       formatting, lint, types, house rules"
 	@echo "make kernels     compile the Triton kernels for sm_80, sm_90, sm_100, gfx942; what each uses"
 	@echo "make dashboards  Prometheus (and Grafana if it is here) over the Ray cluster of this machine; ARGS='--help'"
-	@echo "make bench       every script of jobs/benchmarks"
+	@echo "make bench       every script of jobs/benchmarks that has no target of its own"
 	@echo "make mutants     bugs planted one by one, each found by the test that is named for it; ARGS='--only TEXT'"
 	@echo "make clean       remove caches, tiny checkpoints and the virtual environment"
 
@@ -72,10 +72,10 @@ serve-bench: $(STAMP)
 	$(BIN)/python jobs/serve_bench.py $(ARGS)
 
 fast-prefill: $(STAMP)
-	$(BIN)/python jobs/fast_prefill.py --check $(ARGS)
+	$(BIN)/python jobs/benchmarks/fast_prefill.py --check $(ARGS)
 
 offload-bench: $(STAMP)
-	$(BIN)/python jobs/offload.py --check $(ARGS)
+	$(BIN)/python jobs/benchmarks/offload.py --check $(ARGS)
 
 serve-stress: $(STAMP)
 	$(BIN)/python jobs/serve_stress.py $(ARGS)
@@ -127,13 +127,15 @@ check: $(STAMP)
 	$(BIN)/python -m pytest -q tests/test_house.py
 
 kernels: $(STAMP)
-	env -u TRITON_INTERPRET $(BIN)/python jobs/kernels.py
+	env -u TRITON_INTERPRET $(BIN)/python jobs/benchmarks/kernels.py
 
 dashboards: $(STAMP)
 	@$(BIN)/python -m dashboards.start $(ARGS)
 
+HAS_A_TARGET := $(patsubst %,jobs/benchmarks/%.py,fast_prefill kernels offload transfer_ceiling)
+
 bench: $(STAMP)
-	@set -e; for script in jobs/benchmarks/*.py; do \
+	@set -e; for script in $(filter-out $(HAS_A_TARGET),$(wildcard jobs/benchmarks/*.py)); do \
 		echo "== $$script"; $(BIN)/python "$$script"; \
 	done
 

@@ -48,7 +48,7 @@ RUN_BY = {
     "make test": "tests/test_pages.py",
     "make test-generators": "tests/serve/test_load_generators.py",
     "pytest --rayk-connector": "tests/conformance/test_kit.py",
-    "python jobs/failure_policies.py": "tests/jobs/test_failure_policies.py",
+    "python jobs/benchmarks/failure_policies.py": "tests/jobs/test_failure_policies.py",
     "python jobs/serve_bench.py": "tests/jobs/test_serve_bench.py",
     "python -m dashboards.check": "tests/dashboards/test_alerts.py",
     "python -m rayk.metrics": "tests/metrics/test_registry.py",

@@ -96,7 +96,7 @@ def test_a_command_that_is_not_there_is_found() -> None:
         "rayk run a.yaml --sing": "no option --sing",
         "ray sing": "no command of Ray's ['sing']",
         "ray job submit --sing -- a --b": "no option --sing",
-        "python jobs/conv_state.py --sing": "no option --sing",
+        "python jobs/benchmarks/conv_state.py --sing": "no option --sing",
     }.items():
         assert problem(Command("a page", tuple(words.split()))) == told
 

@@ -117,7 +117,7 @@ def run(
     words = sys.argv if argv is None else [script, *argv]
     parser = argparse.ArgumentParser(
         description=sys.modules[measure.__module__].__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
     for name, default in options.items():
         given = default if isinstance(default, dict) else {"type": type(default), "default": default}
@@ -138,6 +138,15 @@ def run(
     if asked.record and not page.wrong:
         (RESULTS / f"{path.stem}.md").write_text(page.text, encoding="utf-8")
     return max(ending(page.wrong, check=True), ending(missed, check=asked.check))
+
+
+class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """A script's docstring as it is written, and the default of each option that says what it is."""
+
+
+def option(default: Any, text: str, **more: Any) -> dict[str, Any]:
+    """The arguments of add_argument, of the default's type unless `more` says another."""
+    return {"default": default, "type": type(default), "help": text, **more}
 
 
 def above_zero(text: str) -> int:

@@ -1,21 +1,22 @@
-"""What jobs/failure_policies.py plants and refuses. No Ray."""
+"""What jobs/benchmarks/failure_policies.py plants and refuses. No Ray."""
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
-from jobs.failure_policies import LENGTHS, MAX_BATCH_TOKENS, MIN_REQUESTS, make_spec, parse_options
+from jobs.benchmarks.failure_policies import LENGTHS, MAX_BATCH_TOKENS, MIN_REQUESTS, main, make_spec
 from rayk.actors.planting import faults_of
 from rayk.specs import load_spec, plan_cells
+from rayk.types.errors import UserError
 from tests.specs.models import decoder
 
 
 @pytest.mark.parametrize("given", [0, 1, 3, MIN_REQUESTS - 1])
-def test_too_few_requests_are_refused_with_the_least(given: int, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parse_options(["--requests", str(given)])
-    assert caught.value.code == 2
-    assert f"--requests {given}: at least {MIN_REQUESTS}" in capsys.readouterr().err
+def test_too_few_requests_are_refused_with_the_least(given: int) -> None:
+    with pytest.raises(UserError, match=f"--requests {given}: at least {MIN_REQUESTS}"):
+        main(["--requests", str(given)])
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
@@ -24,7 +25,15 @@ def test_every_fault_is_planted_once_where_it_can_strike(mode: str, num_requests
     # Round robin over two prefill engines, whose steps take MAX_BATCH_TOKENS at the most.
     first = sum(LENGTHS[i % len(LENGTHS)] for i in range(num_requests) if i % 2 == 0)
     for seed in range(12):
-        options = parse_options(["--requests", str(num_requests), "--seed", str(seed), "--mode", mode])
+        options = argparse.Namespace(
+            requests=num_requests,
+            seed=seed,
+            mode=mode,
+            repeats=1,
+            max_tokens=24,
+            transfer_s=3.0,
+            device="cpu",
+        )
         cells = [c for c, _ in plan_cells(load_spec(make_spec(options)), decoder(), device="cpu")]
         assert [len(c.faults) for c in cells] == [5, 5, 5, 0]
         cell = cells[0]

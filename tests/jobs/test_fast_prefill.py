@@ -1,11 +1,8 @@
-"""jobs/fast_prefill.py counts what is computed, and sees when tokens or counts are wrong."""
+"""jobs/benchmarks/fast_prefill.py counts what is computed, and sees when tokens or counts are wrong."""
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +14,13 @@ import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
+from jobs.benchmarks import fast_prefill as job
 from rayk.models.families import load_config
 from rayk.oracle.text import Text
-from rayk.reports.environment import git_commit
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 from tests.conftest import CHECKPOINTS, CheckpointFactory
 
-JOBS = Path(__file__).resolve().parents[2] / "jobs"
-MODULES = ("fast_prefill", "fast_prefill_report", "layer_clock", "layer_costs")
 SIZES = ("--num-layers", "4", "--num-own-layers", "2", "--hidden-size", "64", "--intermediate-size", "90")
 SHARING = {
     "num_hidden_layers": 4,
@@ -37,21 +32,11 @@ SHARING = {
 
 
 @pytest.fixture(scope="module")
-def job() -> Iterator[Any]:
-    path = list(sys.path)
-    sys.path.insert(0, str(JOBS))
-    yield importlib.import_module("fast_prefill")
-    sys.path[:] = path
-    for name in MODULES:
-        sys.modules.pop(name, None)
-
-
-@pytest.fixture(scope="module")
 def model(checkpoint: CheckpointFactory) -> Path:
     return checkpoint("qwen2", overrides=SHARING)
 
 
-def test_operations_of_a_layer_are_those_transformers_does(job: Any, model: Path) -> None:
+def test_operations_of_a_layer_are_those_transformers_does(model: Path) -> None:
     """Token by token, so that its attention sees each token's keys and no more."""
     config = load_config(model)
     text = Text(
@@ -73,7 +58,7 @@ def test_operations_of_a_layer_are_those_transformers_does(job: Any, model: Path
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["off", "on"])
-def test_operations_and_token_layers_are_those_the_engine_does(job: Any, model: Path, fast: bool) -> None:
+def test_operations_and_token_layers_are_those_the_engine_does(model: Path, fast: bool) -> None:
     """In chunks of 7; the reference backend computes each token's keys and no more."""
     engine = job.Engine(
         EngineConfig(
@@ -99,15 +84,17 @@ def test_operations_and_token_layers_are_those_the_engine_does(job: Any, model: 
 
 
 def test_a_run_leaves_tables_and_a_page(
-    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)  # as a Ray job, outside of git
     out = tmp_path / "out"
     folder = CHECKPOINTS / "test-fast-prefill"
     arguments = [*SIZES, "--prompts", "40", "17", "--repeats", "2", "--max-tokens", "3", "--threads", "1"]
-    options = job.parse_options([*arguments, "--checkpoint", str(folder), "--out", str(out)])
-    assert job.run_job(options) == 0
-    prompts, groups, requests = (pd.read_parquet(out / f"{name}.parquet") for name in job.TABLES)
+    arguments += ["--checkpoint", str(folder), "--out", str(out)]
+    assert job.main(arguments) == 0
+    prompts, groups, requests = (
+        pd.read_parquet(out / f"{name}.parquet") for name in ("prompts", "groups", "requests")
+    )
     assert prompts["num_prompt_tokens"].tolist() == [17, 40]
     assert prompts["tokens"].tolist() == prompts["transformers"].tolist() == ["equal", "equal"]
     assert prompts["token_layers_off"].tolist() == [17 * 4, 40 * 4]
@@ -128,22 +115,20 @@ def test_a_run_leaves_tables_and_a_page(
     assert groups[(groups["group"] == "second") & groups["fast_prefill"]]["flops"].isin(one_token).all()
     page = (out / "report.html").read_text()
     plots = json.loads(page.split('<script type="application/json" id="plots">')[1].split("</script>")[0])
-    assert [p["id"] for p in plots] == ["times", "ratios", "flops", "ttft"]
+    assert [p["id"] for p in plots] == ["times", "ratios", "flops"]
     assert all(f'<div class="plot" id="{p["id"]}">' in page for p in plots)
-    assert plots[0]["data"][0]["y"] == prompts["second_off_ms"].tolist()
-    assert "<h2>Reproduce</h2>" in page
-    commit = git_commit()
-    assert ("git checkout" in page) == (commit is not None)
-    assert f"git checkout {commit}".removesuffix("+changes") in page or commit is None
+    drawn = {line["name"]: line["y"] for line in plots[0]["data"]}
+    assert drawn["second_off_ms"] == prompts["second_off_ms"].tolist()
     printed = capsys.readouterr().out
-    assert (out / "report.md").read_text() == printed
+    assert (out / "fast_prefill.md").read_text() == printed
     assert "| 40 | " in printed
+    assert "Attention: cpu." in printed
     assert json.loads((out / "environment.json").read_text())["threads"] == 1
     with pytest.raises(UserError, match="already holds a run's tables"):
-        job.run_job(options)
+        job.main(arguments)
 
 
-def test_what_is_wrong_is_said(job: Any, model: Path) -> None:
+def test_what_is_wrong_is_said(model: Path) -> None:
     """Other tokens than without, in one repeat; than transformers'; other counts than the formula's."""
     engines = {fast: SimpleNamespace(model=load_config(model)) for fast in (False, True)}
     off = job.Measured(1.0, (1.0, 1.0), (20, 20), 10 * 4 + 4, (5, 6))
@@ -164,7 +149,7 @@ def test_what_is_wrong_is_said(job: Any, model: Path) -> None:
 
 
 def test_another_answer_of_transformers_ends_the_job_with_1(
-    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Changed(job.Reference):
         def generate(self, *args: Any, **kwargs: Any) -> list[Any]:
@@ -175,36 +160,35 @@ def test_another_answer_of_transformers_ends_the_job_with_1(
     folder = CHECKPOINTS / "test-fast-prefill"
     arguments = [*SIZES, "--prompts", "17", "--repeats", "1", "--max-tokens", "2", "--threads", "1"]
     arguments += ["--checkpoint", str(folder), "--out", str(tmp_path / "out")]
-    assert job.run_job(job.parse_options(arguments)) == 1
+    assert job.main(arguments) == 1
     told = capsys.readouterr()
     assert "17 tokens, fast prefill on, repeat 0: " in told.err
     assert "| equal | differ |" in told.out
 
 
 @pytest.mark.parametrize("option", ["--repeats", "--prompts", "--chunk", "--max-tokens"])
-def test_numbers_of_nothing_are_refused(job: Any, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_of_nothing_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        job.parse_options([option, "0"])
+        job.main([option, "0"])
     assert f"argument {option}: invalid number above 0 value: '0'" in capsys.readouterr().err
 
 
-def test_heads_that_do_not_fit_are_refused_by_rule(job: Any, tmp_path: Path) -> None:
-    options = job.parse_options([*SIZES, "--num-heads", "3", "--checkpoint", str(tmp_path / "m")])
+def test_heads_that_do_not_fit_are_refused_by_rule(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="KV heads divide the heads"):
-        job.write_model(options)
+        job.main([*SIZES, "--num-heads", "3", "--checkpoint", str(tmp_path / "m")])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_reference_can_be_left_out(
-    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(job, "Reference", None)
     folder = CHECKPOINTS / "test-fast-prefill"
     arguments = [*SIZES, "--prompts", "17", "--repeats", "1", "--max-tokens", "1", "--reference-tokens", "0"]
-    options = job.parse_options([*arguments, "--checkpoint", str(folder), "--out", str(tmp_path / "out")])
-    assert options.threads == 1
-    assert job.run_job(options) == 0
-    assert "| equal | not asked |" in capsys.readouterr().out
+    assert job.main([*arguments, "--checkpoint", str(folder)]) == 0
+    told = capsys.readouterr().out
+    assert "| equal | not asked |" in told
+    assert "one thread per process" in told
 
 
 @pytest.mark.parametrize(
@@ -220,7 +204,7 @@ def test_the_reference_can_be_left_out(
     ids=["below", "shorter ones do not count", "at the limit", "above", "no number", "none is long enough"],
 )
 def test_the_second_groups_time_is_held_to_the_target(
-    job: Any, prompts: list[tuple[int, float]], missed: list[str]
+    prompts: list[tuple[int, float]], missed: list[str]
 ) -> None:
     """On made-up rows: what a machine takes is not judged here."""
     found = job.missed_targets([{"num_prompt_tokens": n, "second_ratio": ratio} for n, ratio in prompts])
@@ -230,7 +214,7 @@ def test_the_second_groups_time_is_held_to_the_target(
 
 @pytest.mark.parametrize(("ratio", "status"), [(0.0999, 0), (0.1, 1)])
 def test_a_missed_target_is_the_exit_status_of_a_check(
-    job: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: float, status: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: float, status: int
 ) -> None:
     """A run whose table of prompts holds a made-up ratio."""
     tables = job.tables
@@ -244,13 +228,11 @@ def test_a_missed_target_is_the_exit_status_of_a_check(
     arguments = [*SIZES, "--prompts", "17", "--repeats", "1", "--max-tokens", "1", "--reference-tokens", "0"]
     arguments += ["--checkpoint", str(CHECKPOINTS / "test-fast-prefill")]
     for check, wanted in (([], 0), (["--check"], status)):
-        options = job.parse_options([*arguments, *check, "--out", str(tmp_path / f"out{len(check)}")])
-        assert job.run_job(options) == wanted
+        assert job.main([*arguments, *check]) == wanted
 
 
-def test_the_report_says_what_this_run_measured(job: Any, model: Path) -> None:
+def test_the_report_says_what_this_run_measured(model: Path) -> None:
     """Its own ratios, where it differs from the published experiment, and which times are unsteady."""
-    report = sys.modules["fast_prefill_report"]
     engines = {
         fast: SimpleNamespace(
             model=load_config(model),
@@ -267,20 +249,17 @@ def test_the_report_says_what_this_run_measured(job: Any, model: Path) -> None:
         return list(job.tables(job.Run({10: ()}, engines, measured))["prompts"])
 
     steady = rows(on, on)
-    told = report.published(steady, load_config(model))
+    told = job.published(steady, load_config(model))
     assert "2 of 4 layers have keys and values of their own" in told
     assert "No prompt of 8,192 tokens was run here" in told
     assert told.endswith("first and second group: 10 tokens 0.75 and 0.25.")
-    assert report.warning(steady) == ""
+    assert job.warning(steady) == ""
     unsteady = rows(on, replace(on, group_ms=(3.0, 2.1)))
-    assert report.unsteady(unsteady) == ["10 tokens, second group on: 1.00 to 2.10 ms"]
+    assert job.unsteady(unsteady) == ["10 tokens, second group on: 1.00 to 2.10 ms"]
 
 
 @pytest.mark.parametrize("num_own", [1, 4])
-def test_layers_that_cannot_share_are_refused(job: Any, tmp_path: Path, num_own: int) -> None:
-    options = job.parse_options(
-        [*SIZES, "--num-own-layers", str(num_own), "--checkpoint", str(tmp_path / "m")]
-    )
+def test_layers_that_cannot_share_are_refused(tmp_path: Path, num_own: int) -> None:
     with pytest.raises(UserError, match=f"--num-own-layers {num_own} of 4 layers"):
-        job.write_model(options)
+        job.main([*SIZES, "--num-own-layers", str(num_own), "--checkpoint", str(tmp_path / "m")])
     assert list(tmp_path.iterdir()) == []

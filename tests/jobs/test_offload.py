@@ -1,34 +1,21 @@
-"""jobs/offload.py: a small run whose KV comes from where it should, and what its check refuses."""
+"""jobs/benchmarks/offload.py: a small run whose KV comes from where it should, and what its check refuses."""
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
-from collections.abc import Iterator
+from argparse import Namespace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from jobs.benchmarks import offload as job
 from rayk.types.errors import UserError
 from tests.markers import ray, thorough
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = ("jobs.offload", "jobs.offload_engines", "jobs.offload_report")
-
-
-@pytest.fixture(scope="module")
-def job() -> Iterator[ModuleType]:
-    path = list(sys.path)
-    sys.path.insert(0, str(ROOT))
-    yield importlib.import_module("jobs.offload")
-    sys.path[:] = path
-    for name in MODULES:
-        sys.modules.pop(name, None)
 
 
 def _row(kind: str, ttft_ms: float, *, n: int = 512, repeat: int = 0, turn: int = 0) -> dict[str, Any]:
@@ -57,14 +44,14 @@ def _row(kind: str, ttft_ms: float, *, n: int = 512, repeat: int = 0, turn: int 
     }
 
 
-def _failures(job: ModuleType, rows: list[dict[str, Any]], judged_from: int | None) -> Any:
+def _failures(rows: list[dict[str, Any]], judged_from: int | None) -> Any:
     return job.failures({"requests": rows, "summary": job.summary(rows)}, judged_from=judged_from)
 
 
 GOOD = [("cold", 100.0), ("device", 10.0), ("host", 20.0), ("host per layer", 25.0), ("disk", 50.0)]
 
 
-def test_ratios_are_medians_of_those_within_a_repeat(job: ModuleType) -> None:
+def test_ratios_are_medians_of_those_within_a_repeat() -> None:
     """The second repeat ran on a machine half as fast: no ratio changes."""
     rows = [_row(kind, ms * (1 + repeat), repeat=repeat) for repeat in (0, 1) for kind, ms in GOOD]
     rows += [_row("host", 22.0, turn=1), _row("host per layer", 44.0, turn=1)]
@@ -81,7 +68,7 @@ def test_ratios_are_medians_of_those_within_a_repeat(job: ModuleType) -> None:
     assert cold["bytes"] is None
 
 
-def test_hits_are_set_against_the_median_of_what_was_computed_in_their_repeat(job: ModuleType) -> None:
+def test_hits_are_set_against_the_median_of_what_was_computed_in_their_repeat() -> None:
     """One cold prompt of three met a slow moment; the second repeat's were all slower."""
     rows = [_row("cold", ms, turn=turn) for turn, ms in enumerate((100.0, 400.0, 104.0))]
     rows += [_row("cold", 208.0, repeat=1, turn=turn) for turn in range(3)]
@@ -96,44 +83,33 @@ def test_hits_are_set_against_the_median_of_what_was_computed_in_their_repeat(jo
     assert [found[k]["num_samples"] for k in ("cold", "host", "disk")] == [6, 8, 3]
 
 
-def test_orders_come_equally_often_over_repeats(job: ModuleType, tmp_path: Path) -> None:
-    run = job.Run("m", job.parse_options(["--hits", "8"]), None, tmp_path)
+def test_orders_come_equally_often_over_repeats(tmp_path: Path) -> None:
+    run = job.Run("m", Namespace(seed=0, hits=8), None, tmp_path)  # type: ignore[arg-type]
     orders = [order for number in range(3) for order in run._orders(job.FOUND, number, 8)]
     assert len(set(orders)) == len(orders) == 24
 
 
-def test_what_a_table_holds_is_told(job: ModuleType) -> None:
-    about = importlib.import_module("jobs.offload_report")._about(job.parse_options([]))
+def test_what_a_table_holds_is_told() -> None:
+    options = Namespace(tp=1, dtype="float32", device="cpu", chunk=1024, repeats=1, hits=24, colds=3)
+    about = job.about(options)
     assert "1 repeat; in each a prompt is found on device and in host memory 24 times" in about
     assert "computed cold and read from disk 3 times" in about
 
 
-@pytest.mark.parametrize(
-    ("of_cold", "words"), [(0.104, "cost 10% of computing them, or less"), (1.33, "1.33 times")]
-)
-def test_a_page_says_whether_loads_pay(job: ModuleType, of_cold: float, words: str) -> None:
-    title = importlib.import_module("jobs.offload_report")._title(256, of_cold)
-    assert words in title
-    assert "256 tokens" in title
-    assert ("or less" in title) == (of_cold < 1)
-
-
-def test_every_way_to_find_a_prompt_is_drawn(job: ModuleType) -> None:
+def test_every_way_to_find_a_prompt_is_drawn() -> None:
     """But per-layer pages on the device, which are its own."""
     rows = [_row(kind, ms) for kind, ms in (*GOOD, ("disk per layer", 60.0))]
-    (plot,) = importlib.import_module("jobs.offload_report").plots(
-        {"requests": rows, "summary": job.summary(rows)}
-    )
-    drawn = {line["name"]: line["line"]["color"] for line in plot.data if "name" in line}
+    (plot,) = job.figures(job.summary(rows))
+    drawn = {line["name"]: line["line"]["color"] for line in plot.data}
     assert set(drawn) == {"cold", "device", "host", "host per layer", "disk", "disk per layer"}
     assert len(set(drawn.values())) == len(drawn)
 
 
-def test_what_is_right_and_pays_has_no_failures(job: ModuleType) -> None:
+def test_what_is_right_and_pays_has_no_failures() -> None:
     rows = [_row(kind, ms) for kind, ms in GOOD]
-    assert _failures(job, rows, 512) == ([], [])
-    assert _failures(job, rows, None) == ([], [])
-    _, missed = _failures(job, rows, 1024)
+    assert _failures(rows, 512) == ([], [])
+    assert _failures(rows, None) == ([], [])
+    _, missed = _failures(rows, 1024)
     assert missed == ["no prompt of 1024 tokens or more: nothing is judged"]
 
 
@@ -146,14 +122,12 @@ def test_what_is_right_and_pays_has_no_failures(job: ModuleType) -> None:
         ("cold", 19.9, ["1.01 of computing the prompt"]),
     ],
 )
-def test_a_host_hit_that_does_not_pay_is_missed(
-    job: ModuleType, kind: str, ms: float, missed: list[str]
-) -> None:
+def test_a_host_hit_that_does_not_pay_is_missed(kind: str, ms: float, missed: list[str]) -> None:
     rows = [_row(k, ms if k == kind else other) for k, other in GOOD]
-    wrong, found = _failures(job, rows, 512)
+    wrong, found = _failures(rows, 512)
     assert wrong == []
     assert found == [f"m, 512 tokens: a host hit takes {text}" for text in missed]
-    assert _failures(job, rows, None) == ([], [])
+    assert _failures(rows, None) == ([], [])
 
 
 @pytest.mark.parametrize(
@@ -168,11 +142,9 @@ def test_a_host_hit_that_does_not_pay_is_missed(
         ("host per layer", {"offload_failure": "deadline passed"}, "deadline passed"),
     ],
 )
-def test_kv_from_elsewhere_and_other_tokens_are_wrong(
-    job: ModuleType, kind: str, change: dict[str, Any], told: str
-) -> None:
+def test_kv_from_elsewhere_and_other_tokens_are_wrong(kind: str, change: dict[str, Any], told: str) -> None:
     rows = [_row(k, ms) | (change if k == kind else {}) for k, ms in GOOD]
-    assert _failures(job, rows, None)[0] == [f"m, 512 tokens, {kind}, repeat 0: {told}"]
+    assert _failures(rows, None)[0] == [f"m, 512 tokens, {kind}, repeat 0: {told}"]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +159,6 @@ def test_kv_from_elsewhere_and_other_tokens_are_wrong(
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_starts(
-    job: ModuleType,
     arguments: list[str],
     told: str,
     tmp_path: Path,
@@ -197,40 +168,34 @@ def test_what_cannot_be_measured_is_refused_before_anything_starts(
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(job, "connect", lambda *_, **__: pytest.fail("Ray was started"))
     common = ["--quick", "--models", "gpt_oss", "nemotron_h", "--out", str(tmp_path / "out")]
-    options = job.parse_options([*common, *arguments])
-    assert job.run_guarded(lambda: job.run_job(options)) == 2
+    assert job.run_guarded(lambda: job.main([*common, *arguments])) == 2
     assert re.search(told, capsys.readouterr().err)
-    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out").iterdir())
 
 
-def test_prompts_end_with_a_block_of_every_model(job: ModuleType) -> None:
+def test_prompts_end_with_a_block_of_every_model() -> None:
     units = {"gpt_oss": 16, "nemotron_h": 512}
     job._check_units(units, [512, 8192])
     with pytest.raises(UserError, match=r"--prompts 528: .*nemotron_h 512\n  mend: .* 512, as 1024"):
         job._check_units(units, [512, 528])
 
 
-def test_a_check_without_anything_to_judge_is_refused(
-    job: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        job.parse_options(["--check", "--quick"])
-    assert "--check judges prompts of 512 tokens or more: there are none" in capsys.readouterr().err
-    assert job.parse_options(["--check"]).prompts[-1] == 8192
+def test_a_check_without_anything_to_judge_is_refused() -> None:
+    with pytest.raises(UserError, match="--check judges prompts of 512 tokens or more: there are none"):
+        job.main(["--check", "--quick"])
 
 
 @thorough
 @ray
 def test_a_small_run(
-    job: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real engines and tiers. What a machine takes is not judged here."""
     monkeypatch.chdir(ROOT)
     out = tmp_path / "out"
     arguments = ["--quick", "--models", "gpt_oss", "--prompts", "128", "--hits", "2", "--colds", "2"]
-    options = job.parse_options([*arguments, "--out", str(out)])
-    assert options.repeats == 1
-    assert job.run_job(options) == 0, capsys.readouterr().err
+    arguments += ["--checkpoints", str(tmp_path), "--out", str(out)]
+    assert job.main(arguments) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
     rows = pd.read_parquet(out / "requests.parquet")
     counts = rows["kind"].value_counts().to_dict()
@@ -248,6 +213,6 @@ def test_a_small_run(
         assert np.all(moved >= rows_moved * 2 * 2 * 16 * 4), kind
         assert np.all(np.atleast_1d(loaded.loc[kind, "load_ms"]) < np.atleast_1d(loaded.loc[kind, "ttft_ms"]))
     # Ray says before it that processes ended: the tiers, which are killed.
-    assert shown.endswith((out / "report.md").read_text())
+    assert shown.endswith((out / "offload.md").read_text())
     assert "ttft-gpt_oss" in (out / "report.html").read_text()
-    assert not list(out.glob("pages-*")), "pages on disk are left behind"
+    assert not list(tmp_path.glob("pages-*")), "pages on disk are left behind"

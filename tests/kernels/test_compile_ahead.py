@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from rayk.kernels.ahead import Built, read_amd_use, untouched_stack
@@ -27,12 +27,13 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def rows() -> Rows:
-    """What `make kernels` prints, of fewer cases. In a process of its own: Triton decides at import whether
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    """What `make kernels` measures, of fewer cases. In a process of its own: Triton decides at import whether
     it interprets or compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    out = tmp_path_factory.mktemp("kernels")
     done = subprocess.run(
-        [sys.executable, "jobs/kernels.py", "--quick", "--json"],
+        [sys.executable, "jobs/benchmarks/kernels.py", "--quick", "--out", str(out)],
         cwd=ROOT,
         env=environment | {"TRITON_CACHE_DIR": str(CHECKPOINTS / "triton-cache")},
         capture_output=True,
@@ -40,7 +41,7 @@ def rows() -> Rows:
         timeout=580,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return pd.read_parquet(out / "kernels.parquet").to_dict("records")
 
 
 def test_nothing_spills_and_shared_memory_fits(rows: Rows) -> None:

@@ -1,39 +1,26 @@
-"""jobs/conv_state.py counts what it says: nothing wrong as things are, and what is planted."""
+"""jobs/benchmarks/conv_state.py counts what it says: nothing wrong as things are, and what is planted."""
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from jobs.benchmarks import conv_state as job
 from rayk.kv import maps
 from rayk.kv.specs import Mamba2Spec
 
-JOB = Path(__file__).resolve().parents[2] / "jobs" / "conv_state.py"
-RESULTS = JOB.parent / "benchmarks" / "results" / "conv_state.md"
+RESULTS = Path(job.__file__).parent / "results" / "conv_state.md"
 SPEC = Mamba2Spec(64, "bfloat16", 4, 48, 64, 1, 128)
 LAYOUTS = ("BHLNC", "BLNHC")
 
 
-@pytest.fixture(scope="module")
-def job() -> Any:
-    spec = importlib.util.spec_from_file_location("conv_state", JOB)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["conv_state"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("num_groups", [1, 8])
 @pytest.mark.parametrize("tp", list(itertools.product((1, 2, 4), repeat=2)), ids=lambda t: f"{t[0]}to{t[1]}")
-def test_no_column_is_wrong_and_all_are_counted(job: Any, tp: tuple[int, int], num_groups: int):
+def test_no_column_is_wrong_and_all_are_counted(tp: tuple[int, int], num_groups: int):
     counted = job.count_columns(replace(SPEC, num_groups=num_groups), tp, LAYOUTS)
     assert (counted.wrong, counted.outside) == (0, 0)
     # x once over all ranks, B and C whole on each where there is one group, else once, too.
@@ -51,9 +38,7 @@ def test_no_column_is_wrong_and_all_are_counted(job: Any, tp: tuple[int, int], n
     [("conv_b", 6 * 10, 128, 0), ("conv_c", 6 * 10, 128, 10)],
     ids=["b-into-c", "c-into-states"],
 )
-def test_columns_read_elsewhere_are_counted(
-    monkeypatch, job: Any, name: str, by: int, wrong: int, outside: int
-):
+def test_columns_read_elsewhere_are_counted(monkeypatch, name: str, by: int, wrong: int, outside: int):
     """The source's B or C, 10 columns of 6 bytes too late; behind C lie the states."""
     original, calls = maps._rows, []
 

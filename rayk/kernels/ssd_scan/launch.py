@@ -80,7 +80,7 @@ def ssd_scan_triton(
 
 
 class ChunkTiles(NamedTuple):
-    """The part of a head that a program takes at once. Nothing spills: jobs/kernels.py shows it."""
+    """The part of a head that a program takes at once. Nothing spills: make kernels shows it."""
 
     tokens: int
     channels: int

@@ -1,6 +1,6 @@
 """Compile every Triton kernel for GPUs that need not be here; print what each uses of registers and memory.
 
-python jobs/kernels.py [--quick] [--json]
+    python jobs/benchmarks/kernels.py [--quick] [--out DIR]
 
 The launchers are called as an engine calls them, with CPU tensors, and their launches compile. Exit code 1
 when a kernel spills registers or takes more shared memory than its target has. Without TRITON_INTERPRET.
@@ -9,7 +9,6 @@ when a kernel spills registers or takes more shared memory than its target has. 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,15 +16,21 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import product
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from rayk.kernels.paged_attention import head_groups
-from rayk.kernels.quantise import QuantisedKV, quantised_kv
-from rayk.kernels.segments import Segments
-from rayk.kv.formats import FORMATS, LATENT_SIDES
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
+
+from jobs.benchmarks.harness import Page, run  # noqa: E402
+from rayk.cli.guard import run_guarded  # noqa: E402
+from rayk.kernels.paged_attention import head_groups  # noqa: E402
+from rayk.kernels.quantise import QuantisedKV, quantised_kv  # noqa: E402
+from rayk.kernels.segments import Segments  # noqa: E402
+from rayk.kv.formats import FORMATS, LATENT_SIDES  # noqa: E402
+from rayk.types.errors import UserError  # noqa: E402
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 VARIANTS = ("plain", "window", "sinks+cap", "window+sinks+cap")
@@ -177,8 +182,8 @@ def build(case: Case) -> list[dict[str, Any]]:
 
     with compiling(KNOWN[case.target]) as built:
         CALLS.get(case.phase.removesuffix("-step"), _attend)(case)
-    about = {**asdict(case), "head": case.head[0] if len({*case.head}) == 1 else "{}/{}".format(*case.head)}
-    return [about | asdict(kernel) | {"problems": kernel.problems} for kernel in built]
+    about = asdict(case) | {"head": "/".join(map(str, dict.fromkeys(case.head)))}
+    return [about | asdict(kernel) | {"problems": "; ".join(kernel.problems)} for kernel in built]
 
 
 def _store(case: Case) -> None:
@@ -366,39 +371,29 @@ def _quantised_cache(case: Case, num_kv_heads: int, sides: tuple[str, str]) -> Q
     return quantised_kv(view, *case.head, sides=sides)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    """The rows as text, a blank line between targets."""
-    names = (*COLUMNS, *MEASURED)
-    lines = [[str(row[name]) for name in names] + ["; ".join(row["problems"])] for row in rows]
-    widths = [max(map(len, column)) for column in zip(names, *(line[:-1] for line in lines), strict=True)]
-    text = ["  ".join(name.ljust(w) for name, w in zip(names, widths, strict=True))]
-    for row, line in zip(rows, lines, strict=True):
-        text.append("  ".join(v.ljust(w) for v, w in zip(line, [*widths, 0], strict=True)).rstrip())
-        if row is not rows[-1] and rows[rows.index(row) + 1]["target"] != row["target"]:
-            text.append("")
-    return "\n".join(text)
-
-
-def main() -> int:
-    """Compile, print, and say whether every limit holds."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="only some cases")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    options = parser.parse_args()
+def fill(options: argparse.Namespace, page: Page) -> None:
+    """Compile, and add a row per kernel."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        print("TRITON_INTERPRET=1 is set: nothing would be compiled", file=sys.stderr)
-        return 2
+        raise UserError(
+            "TRITON_INTERPRET=1 is set: nothing would be compiled", mend="env -u TRITON_INTERPRET"
+        )
     cases = list(quick_cases() if options.quick else all_cases())
     with ProcessPoolExecutor(min(8, os.cpu_count() or 1), get_context("spawn")) as pool:
         rows = [row for built in pool.map(build, cases, chunksize=4) for row in built]
-    if options.json:
-        print("\n".join(map(json.dumps, rows)))
-    else:
-        print(table(rows))
-    broken = sum(bool(row["problems"]) for row in rows)
-    print(f"{len(rows)} kernels, {broken} over a limit", file=sys.stderr)
-    return 1 if broken else 0
+    names = (*COLUMNS, *MEASURED, "problems")
+    page.table(names, [[row[name] for name in names] for row in rows])
+    page.tables = {"kernels": rows}
+    page.wrong += [
+        f"{row['kernel']} for {row['target']}: {row['problems']}" for row in rows if row["problems"]
+    ]
+    page.say("", f"{len(rows)} kernels, {len(page.wrong)} over a limit")
+
+
+def main() -> int:
+    """Returns the exit status."""
+    quick = {"action": "store_true", "help": "only some cases"}
+    return run(fill, __file__, title="What kernels use of each GPU", quick=quick)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_guarded(main))

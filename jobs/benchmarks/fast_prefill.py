@@ -1,9 +1,9 @@
 """Fast prefill on and off: what layers that reuse earlier layers' keys and values cost a prompt.
 
-    python jobs/fast_prefill.py [--out DIR] > jobs/benchmarks/results/fast_prefill.md
-    python jobs/fast_prefill.py --device cuda --dtype bfloat16 --hidden-size 896 --num-heads 14 \\
+    python jobs/benchmarks/fast_prefill.py --check --record
+    python jobs/benchmarks/fast_prefill.py --device cuda --dtype bfloat16 --hidden-size 896 --num-heads 14 \\
         --intermediate-size 4864                                   # the shape of Qwen2-0.5B
-    ray job submit --working-dir . -- python jobs/fast_prefill.py --out /absolute/path
+    ray job submit --working-dir . -- python jobs/benchmarks/fast_prefill.py --out /absolute/path
 
 A Qwen2 model of 24 layers, written with random weights, whose last 12 layers reuse the keys and values of
 the first 12. Layers 0-11 are the first group, 12-23 the second. Two engines of one rank load it, with fast
@@ -20,9 +20,7 @@ float32 rounding may part tokens: they are told, not judged.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
+import itertools
 import queue
 import random
 import statistics
@@ -35,14 +33,11 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from fast_prefill_report import TABLES, make_page, markdown  # noqa: E402
-from layer_clock import LayerClock  # noqa: E402
-from layer_costs import group_flops, num_token_layers  # noqa: E402
-
-from jobs.benchmarks.harness import ending  # noqa: E402
+from jobs.benchmarks.harness import Page, above_zero, lines, option, run  # noqa: E402
+from jobs.benchmarks.layer_clock import LayerClock  # noqa: E402
+from jobs.benchmarks.layer_costs import group_flops, num_token_layers  # noqa: E402
 from rayk.cli.guard import run_guarded  # noqa: E402
 from rayk.engine.build import make_leader  # noqa: E402
 from rayk.engine.leader import RequestEvent  # noqa: E402
@@ -53,10 +48,7 @@ from rayk.models.engine_plan import plan_engine  # noqa: E402
 from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
 from rayk.oracle.reference import Reference  # noqa: E402
 from rayk.parallel.local import LocalComm  # noqa: E402
-from rayk.reports import collect_environment  # noqa: E402
-from rayk.reports.files import write_text  # noqa: E402
-from rayk.reports.html import write_page  # noqa: E402
-from rayk.reports.table_files import claim_folder, write_tables  # noqa: E402
+from rayk.reports.page import Column, Plot  # noqa: E402
 from rayk.types.config import EngineConfig  # noqa: E402
 from rayk.types.errors import UserError  # noqa: E402
 from rayk.types.request import Request, SamplingParams  # noqa: E402
@@ -65,6 +57,46 @@ GROUPS = ("first", "second")
 BLOCK_SIZE = 16
 TARGET_RATIO, TARGET_TOKENS = 0.1, 4096
 """The second group's time with fast prefill over that without, from prompts of so many tokens on."""
+PUBLISHED_LAYERS, PUBLISHED_OWN_LAYERS = 24, 12
+PUBLISHED_TOKENS, PUBLISHED_OFF_MS, PUBLISHED_ON_MS = 8192, 16.6, 9.7
+PUBLISHED = (
+    f"The published experiment: a Qwen2-like model of {PUBLISHED_LAYERS} layers whose last "
+    f"{PUBLISHED_LAYERS - PUBLISHED_OWN_LAYERS} reuse the first {PUBLISHED_OWN_LAYERS}, on a GPU; "
+    f"at {PUBLISHED_TOKENS:,} tokens the second layer group took {PUBLISHED_OFF_MS} ms without fast prefill "
+    f"and {PUBLISHED_ON_MS} ms with it, a ratio of {PUBLISHED_ON_MS / PUBLISHED_OFF_MS:.2f}. Those times and "
+    "that ratio are of another machine and another engine and were not measured here: they say nothing of "
+    "how fast ours is. What is repeated is the form: two groups of layers, of which the second reuses the "
+    "first's keys and values."
+)
+UNSTEADY = 2.0
+"""Slowest over fastest repeat of a group from which on a run says that its times are unsteady."""
+
+COLUMNS = (
+    Column(title="prompt tokens", key="num_prompt_tokens", spec=",d"),
+    Column(title="first group off, ms", key="first_off_ms", spec=",.1f"),
+    Column(title="first group on, ms", key="first_on_ms", spec=",.1f"),
+    Column(title="second group off, ms", key="second_off_ms", spec=",.1f"),
+    Column(title="second group on, ms", key="second_on_ms", spec=",.2f"),
+    Column(title="second group, on / off", key="second_ratio", spec=".4f"),
+    Column(title="in the worst repeat", key="second_worst_ratio", spec=".4f"),
+    Column(title="TTFT off, ms", key="ttft_off_ms", spec=",.1f"),
+    Column(title="TTFT on, ms", key="ttft_on_ms", spec=",.1f"),
+    Column(title="TTFT, on / off", key="ttft_ratio", spec=".3f"),
+)
+COUNTS = (
+    Column(title="prompt tokens", key="num_prompt_tokens", spec=",d"),
+    Column(title="first group, GFLOP", key="first_gflop", spec=",.3f"),
+    Column(title="second group off, GFLOP", key="second_off_gflop", spec=",.3f"),
+    Column(title="second group on, GFLOP", key="second_on_gflop", spec=",.5f"),
+    Column(title="token-layers off", key="token_layers_off", spec=",d"),
+    Column(title="token-layers on", key="token_layers_on", spec=",d"),
+    Column(title="KV, MiB", key="kv_mib", spec=",.2f"),
+    Column(title="saved by sharing, MiB", key="kv_saved_mib", spec=",.2f"),
+    Column(title="tokens on and off", key="tokens"),
+    Column(title="tokens and transformers'", key="transformers"),
+)
+
+Rows = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -235,7 +267,7 @@ def tables(run: Run) -> dict[str, list[dict[str, Any]]]:
                 for number, (name, layers) in enumerate(zip(GROUPS, run.engines[fast].groups, strict=True))
             ]
     prompts = [_prompt_row(run, num_tokens) for num_tokens in run.prompts]
-    return dict(zip(TABLES, (prompts, groups, requests), strict=True))
+    return {"prompts": prompts, "groups": groups, "requests": requests}
 
 
 def _flops(run: Run, num_tokens: int, fast: bool, number: int) -> int:
@@ -314,100 +346,149 @@ def write_model(options: argparse.Namespace) -> Path:
     return write_checkpoint("qwen2", options.checkpoint, overrides=overrides)
 
 
-def run_job(options: argparse.Namespace) -> int:
-    """Measure, write, print; the exit status."""
+def counted(rows: Rows) -> list[dict[str, Any]]:
+    """Prompt rows with counts as they are shown."""
+    return [
+        {
+            **row,
+            "first_gflop": row["first_off_flops"] / 1e9,
+            "second_off_gflop": row["second_off_flops"] / 1e9,
+            "second_on_gflop": row["second_on_flops"] / 1e9,
+            "kv_mib": row["kv_bytes"] / 2**20,
+            "kv_saved_mib": row["kv_saved_bytes"] / 2**20,
+            "transformers": row["transformers"] or "not asked",
+        }
+        for row in rows
+    ]
+
+
+def published(rows: Rows, model: DecoderConfig) -> str:
+    """The published experiment, how this run differs from it in form, and this run's own ratios."""
+    parts = [PUBLISHED]
+    num_layers, num_own = model.num_layers, model.fast_prefill_layers.start
+    if (num_layers, num_own) != (PUBLISHED_LAYERS, PUBLISHED_OWN_LAYERS):
+        parts.append(
+            f"Unlike there, {num_own} of {num_layers} layers have keys and values of their own here."
+        )
+    if all(row["num_prompt_tokens"] != PUBLISHED_TOKENS for row in rows):
+        parts.append(f"No prompt of {PUBLISHED_TOKENS:,} tokens was run here.")
+    ratios = "; ".join(
+        f"{row['num_prompt_tokens']:,} tokens {row['first_ratio']:.2f} and {row['second_ratio']:.2g}"
+        for row in rows
+    )
+    parts.append(
+        f"What this run took with fast prefill of its time without, first and second group: {ratios}."
+    )
+    return " ".join(parts)
+
+
+def unsteady(rows: Rows) -> list[str]:
+    """The groups whose repeats differ by more than a factor UNSTEADY, in words."""
+    found = []
+    for row in rows:
+        for group, side in itertools.product(("first", "second"), ("off", "on")):
+            low, high = row[f"{group}_{side}_min_ms"], row[f"{group}_{side}_max_ms"]
+            if high > UNSTEADY * low:
+                what = f"{row['num_prompt_tokens']:,} tokens, {group} group {side}"
+                found.append(f"{what}: {low:,.2f} to {high:,.2f} ms")
+    return found
+
+
+def warning(rows: Rows) -> str:
+    """What a reader must know of unsteady times; empty where they are steady."""
+    found = unsteady(rows)
+    if not found:
+        return ""
+    return (
+        f"Unsteady times: repeats of one group differ by more than a factor {UNSTEADY:g}, as on a machine "
+        f"that does something else: {'; '.join(found)}."
+    )
+
+
+def about(model: DecoderConfig, options: argparse.Namespace) -> str:
+    """The model and the run, in words."""
+    second = model.fast_prefill_layers
+    chunk = f"steps of {options.chunk:,} tokens" if options.chunk else "one step"
+    last_own = options.num_own_layers - 1
+    return (
+        f"{model.num_layers} Qwen2 layers, hidden {model.hidden_size}, {model.num_query_heads} query and "
+        f"{model.num_kv_heads} KV heads of {model.head_size}, MLP {options.intermediate_size}, random "
+        f"weights, {options.dtype}; layers {second.start}-{second.stop - 1} (the second group) reuse keys "
+        f"and values of layers 0-{last_own} (the first). One request at a time, its prompt in {chunk}; "
+        f"medians of {options.repeats} repeats, on and off in turns within one run."
+    )
+
+
+def figures(rows: Rows) -> list[Plot]:
+    """Times and ratios by prompt tokens."""
+    sizes = [row["num_prompt_tokens"] for row in rows]
+
+    def of(*keys: str) -> dict[str, tuple[list[int], list[float]]]:
+        return {key: (sizes, [row[key] for row in rows]) for key in keys}
+
+    times = [f"{group}_{side}_ms" for group in (*GROUPS, "ttft") for side in ("off", "on")]
+    return [
+        lines("times", "Time of the layer groups and to the first token", of(*times)),
+        lines("ratios", "What is left of the time", of("second_ratio", "ttft_ratio"), y="on / off"),
+        lines("flops", "Operations", of("first_gflop", "second_off_gflop", "second_on_gflop"), y="GFLOP"),
+    ]
+
+
+def fill(options: argparse.Namespace, page: Page) -> list[str]:
+    """Add the times and the counts of each prompt; returns the missed targets."""
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: no CUDA device is visible", mend="--device cpu")
     torch.set_num_threads(options.threads)
-    environment = collect_environment(
-        command=sys.argv,
-        seeds={"prompts": options.seed},
-        threads=options.threads,
-        load_at_start=os.getloadavg()[0],
+    found = measure(options, write_model(options))
+    engine = found.engines[True]
+    page.environment |= {"seeds": {"prompts": options.seed}, "threads": options.threads}
+    page.tables = tables(found)
+    rows = counted(page.tables["prompts"])
+    page.say(about(engine.model, options), "")
+    page.say(f"Attention: {', '.join(backend.name for backend in engine.rank.backends.used)}.", "")
+    page.section("Times", COLUMNS, rows, note="Medians of each group.", plots=figures(rows))
+    page.section(
+        "What is computed and kept", COUNTS, rows, note="Operations: jobs/benchmarks/layer_costs.py."
     )
-    now = datetime.datetime.now().astimezone()
-    out = options.out or Path("runs") / f"fast-prefill-{now:%Y%m%d-%H%M%S}"
-    claim_folder(out, TABLES)
-    run = measure(options, write_model(options))
-    environment["load_at_end"] = os.getloadavg()[0]
-    environment["attention"] = [backend.name for backend in run.engines[True].rank.backends.used]
-    found = tables(run)
-    write_tables(found, out)
-    write_text(out / "environment.json", json.dumps(environment, indent=2) + "\n")
-    page = make_page(found, run.engines[True].model, options, environment)
-    write_page(page, out / "report.html")
-    text = markdown(found["prompts"], run.engines[True].model, options, environment)
-    write_text(out / "report.md", text + "\n")
-    print(text)
-    wrong_tokens, failures = list(run.wrong_tokens()), list(run.wrong_counts())
-    if options.check:
-        failures += missed_targets(found["prompts"])
-    print(f"report: {out / 'report.html'}", file=sys.stderr)
-    # Of lower precision, other tokens are told only.
-    return max(ending(wrong_tokens, check=options.dtype == "float32"), ending(failures, check=True))
+    page.say(*([f"**{warning(rows)}**", ""] if warning(rows) else []), published(rows, engine.model))
+    wrong_tokens = list(found.wrong_tokens())
+    for line in wrong_tokens if options.dtype != "float32" else []:
+        print(line, file=sys.stderr)  # of lower precision, other tokens are told only
+    page.wrong += [*(wrong_tokens if options.dtype == "float32" else []), *found.wrong_counts()]
+    return missed_targets(page.tables["prompts"])
 
 
-def _positive(text: str) -> int:
-    """Raises ValueError, which argparse reports."""
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
 
+    def number(default: int, text: str) -> dict[str, Any]:
+        return option(default, text, type=above_zero)
 
-def _not_negative(text: str) -> int:
-    """Raises ValueError, which argparse reports."""
-    if int(text) < 0:
-        raise ValueError
-    return int(text)
-
-
-_positive.__name__, _not_negative.__name__ = "number above 0", "number from 0 on"  # argparse says it
-
-
-def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    return run(
+        fill,
+        __file__,
+        title="Fast prefill",
+        argv=argv,
+        num_layers=number(24, "of the model"),
+        num_own_layers=number(12, "layers with keys and values of their own; those after reuse them"),
+        hidden_size=number(128, "of the model; a multiple of twice the heads"),
+        num_heads=number(4, "query heads"),
+        num_kv_heads=number(2, "heads of keys and values; they divide the query heads"),
+        intermediate_size=number(512, "of each layer's MLP"),
+        vocab_size=number(515, "of the model"),
+        repeats=number(5, "of every prompt on either engine, after one uncounted round"),
+        max_tokens=number(8, "output tokens of a request; only its prefill is timed"),
+        reference_tokens=option(1024, "longest prompt transformers is asked about; 0: none"),
+        seed=option(0, "of the prompts"),
+        threads=number(1, "of torch and the CPU kernels"),
+        prompts=option([512, 1024, 2048, 4096, 8192], "tokens of each", type=above_zero, nargs="+"),
+        chunk=option(None, "tokens of a prefill step; else the longest prompt", type=above_zero),
+        dtype=option("float32", "of the model", choices=["float32", "bfloat16", "float16"]),
+        device=option("cpu", "of both engines", choices=["cpu", "cuda"]),
+        backend=option("auto", "of attention"),
+        checkpoint=option(Path("checkpoints/fast-prefill"), "the model, written if missing", type=Path),
     )
-    for name, default, kind, meaning in (
-        ("num-layers", 24, _positive, "of the model"),
-        ("num-own-layers", 12, _positive, "layers with keys and values of their own; those after reuse them"),
-        ("hidden-size", 128, _positive, "of the model; a multiple of twice the heads"),
-        ("num-heads", 4, _positive, "query heads"),
-        ("num-kv-heads", 2, _positive, "heads of keys and values; they divide the query heads"),
-        ("intermediate-size", 512, _positive, "of each layer's MLP"),
-        ("vocab-size", 515, _positive, "of the model"),
-        ("repeats", 5, _positive, "of every prompt on either engine, after one uncounted round"),
-        ("max-tokens", 8, _positive, "output tokens of a request; only its prefill is timed"),
-        ("reference-tokens", 1024, _not_negative, "longest prompt transformers is asked about; 0: none"),
-        ("seed", 0, int, "of the prompts"),
-        ("threads", 1, _positive, "of torch and the CPU kernels"),
-    ):
-        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{meaning} (default: %(default)s)")
-    parser.add_argument(
-        "--prompts",
-        type=_positive,
-        nargs="+",
-        default=[512, 1024, 2048, 4096, 8192],
-        metavar="N",
-        help="tokens of each prompt (default: 512 to 8192)",
-    )
-    parser.add_argument(
-        "--chunk", type=_positive, help="tokens of a prefill step (default: the longest prompt)"
-    )
-    dtypes = ["float32", "bfloat16", "float16"]
-    parser.add_argument("--dtype", default="float32", choices=dtypes, help="default: %(default)s")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="default: %(default)s")
-    parser.add_argument("--backend", default="auto", help="attention backend (default: %(default)s)")
-    folder = Path("checkpoints/fast-prefill")
-    parser.add_argument(
-        "--checkpoint", type=Path, default=folder, help="the model, written if missing (default: %(default)s)"
-    )
-    parser.add_argument("--out", type=Path, help="folder of the results (default: runs/fast-prefill-<time>)")
-    parser.add_argument("--check", action="store_true", help="a missed target is exit status 1")
-    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    chosen = parse_options()
-    sys.exit(run_guarded(lambda: run_job(chosen)))
+    sys.exit(run_guarded(main))

@@ -1,12 +1,13 @@
 """Mamba2's convolution state under heterogeneous TP: how many columns arrive wrong, by executing rayk's plan.
 
-    python jobs/conv_state.py [--layouts BHLNC BLNHC] > jobs/benchmarks/results/conv_state.md
+    python jobs/benchmarks/conv_state.py [--layouts BHLNC BLNHC] --record
 
 A column is the kept taps of one channel: x channels are cut by head, B and C by group; with one group every
 rank needs all of B and C. The producer's taps are numbered, its other bytes are not; a consumer's column is
 wrong unless it holds its own channel's numbers, and came from outside if it holds no channel's.
 
-vLLM 0.33.0's column is what its offset arithmetic does in the same geometry (vLLM issue #55208).
+vLLM 0.33.0's column is what its offset arithmetic does in the same geometry (vLLM issue #55208). Exit
+status 1 when any column of rayk's is wrong.
 """
 
 from __future__ import annotations
@@ -15,22 +16,23 @@ import argparse
 import itertools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
+from jobs.benchmarks.harness import Page, run  # noqa: E402
 from rayk.kv.caches import CanonicalKVCaches, FieldView, allocate  # noqa: E402
 from rayk.kv.geometry import plan_rank  # noqa: E402
 from rayk.kv.groups import group_layers  # noqa: E402
 from rayk.kv.layout import LAYOUTS  # noqa: E402
 from rayk.kv.specs import Mamba2Spec  # noqa: E402
 from rayk.transfer.handshake import describe_cache  # noqa: E402
-from rayk.transfer.layer_view import make_layer_view
+from rayk.transfer.layer_view import make_layer_view  # noqa: E402
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork  # noqa: E402
 from rayk.transfer.rank import TransferRank  # noqa: E402
 from rayk.types.errors import RaykError  # noqa: E402
@@ -42,6 +44,13 @@ TPS = (1, 2, 4)
 PROJECTIONS = ("conv_x", "conv_b", "conv_c")
 NOTHING = 0xEE
 """Every byte at the consumer before the transfer, and at the producer wherever no tap lies."""
+
+ABOUT = f"""\
+x = {HEADS * HEAD_SIZE} channels, state {STATE_SIZE}, width {CONV_WIDTH}, bfloat16. Columns of all
+consumer ranks: total/wrong/read outside the convolution state. vLLM 0.33.0: what its offset
+arithmetic does with one group of B and C (vLLM issue #55208). rayk: what arrives when its plan is
+executed, at {{pairs}} pairs of layouts; the worst.
+"""
 
 VLLM_ONE_GROUP = {
     (1, 2): (3584, 128, 256),
@@ -189,45 +198,37 @@ def count_columns(spec: Mamba2Spec, tp: tuple[int, int], layouts: tuple[str, str
     return Columns(total, wrong, outside)
 
 
-def table(num_groups: int, layout_pairs: Sequence[tuple[str, str]]) -> list[str]:
-    """Markdown rows, one per TP pair; ours is the worst over the layouts."""
+def table(num_groups: int, layout_pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str, Columns]]:
+    """A row per TP pair: (pair, vLLM's columns, ours, the worst over the layouts)."""
     spec = Mamba2Spec(4096, "bfloat16", CONV_WIDTH, HEADS, HEAD_SIZE, num_groups, STATE_SIZE)
-    rows = ["| P -> D | vLLM 0.33.0 | rayk |", "|---|---|---|"]
     for tp in sorted(itertools.product(TPS, repeat=2), key=lambda t: (t[0] == t[1], t[0] > t[1], t)):
         counted = [count_columns(spec, tp, layouts) for layouts in layout_pairs]
         assert len({c.total for c in counted}) == 1
         ours = max(counted, key=lambda c: (c.wrong, c.outside))
-        theirs = (
-            "/".join(map(str, VLLM_ONE_GROUP.get(tp, (ours.total, 0, 0)))) if num_groups == 1 else "0 wrong"
-        )
-        rows.append(f"| {tp[0]} -> {tp[1]} | {theirs} | {ours} |")
-    return rows
+        theirs = "/".join(map(str, VLLM_ONE_GROUP.get(tp, (ours.total, 0, 0))))
+        yield f"{tp[0]} -> {tp[1]}", theirs if num_groups == 1 else "0 wrong", ours
+
+
+def fill(options: argparse.Namespace, page: Page) -> None:
+    """Add a table with one group of B and C, and one with eight."""
+    torch.set_num_threads(1)
+    pairs = list(itertools.product(options.layouts, repeat=2))
+    page.say(ABOUT.format(pairs=len(pairs)))
+    for num_groups in (1, 8):
+        page.say(f"## n_groups = {num_groups}", "")
+        page.head("P -> D", "vLLM 0.33.0", "rayk")
+        for pair, theirs, ours in table(num_groups, pairs):
+            page.row(pair, theirs, ours)
+            if ours.wrong:
+                page.wrong.append(f"n_groups {num_groups}, {pair}: {ours.wrong} columns are wrong")
+        page.say("")
 
 
 def main() -> int:
-    """Print both tables; 1 if any column of ours is wrong."""
-    parser = argparse.ArgumentParser(description="Count wrong columns of Mamba2's convolution state.")
-    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS))
-    layouts = parser.parse_args().layouts
-    torch.set_num_threads(1)
-    pairs = list(itertools.product(layouts, repeat=2))
-    print("# Mamba2's convolution state between engines of unlike TP sizes\n")
-    print("    python jobs/conv_state.py > jobs/benchmarks/results/conv_state.md\n")
-    print(
-        f"x = {HEADS * HEAD_SIZE} channels, state {STATE_SIZE}, width {CONV_WIDTH}, bfloat16. Columns of all"
-    )
-    print("consumer ranks: total/wrong/read outside the convolution state. vLLM 0.33.0: what its offset")
-    print(
-        "arithmetic does with one group of B and C (vLLM issue #55208). rayk: what arrives when its plan is"
-    )
-    print(f"executed, at {len(pairs)} pairs of layouts; the worst.\n")
-    lines: list[str] = []
-    for num_groups in (1, 8):
-        print(f"## n_groups = {num_groups}\n")
-        rows = table(num_groups, pairs)
-        print("\n".join(rows) + "\n")
-        lines += rows[2:]
-    return int(any(row.split("|")[3].split("/")[1] != "0" for row in lines))
+    """Returns the exit status."""
+    layouts = {"nargs": "+", "default": list(LAYOUTS), "choices": list(LAYOUTS)}
+    title = "Mamba2's convolution state between engines of unlike TP sizes"
+    return run(fill, __file__, title=title, layouts=layouts)
 
 
 if __name__ == "__main__":

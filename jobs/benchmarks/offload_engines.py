@@ -1,5 +1,5 @@
-"""The engines and host tiers that jobs/offload.py measures: Ray actors that NIXL moves pages between, as a
-server has them. All on one event loop, in the driver."""
+"""The engines and host tiers that jobs/benchmarks/offload.py measures: Ray actors that NIXL moves pages
+between, as a server has them. All on one event loop, in the driver."""
 
 from __future__ import annotations
 
