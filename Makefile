@@ -66,7 +66,7 @@ sweep: $(STAMP)
 	$(BIN)/python jobs/transfer_sweep.py $(ARGS)
 
 ceiling: $(STAMP)
-	$(BIN)/python jobs/transfer_sweep.py --ceiling $(ARGS)
+	$(BIN)/python jobs/benchmarks/transfer_ceiling.py $(ARGS)
 
 serve-bench: $(STAMP)
 	$(BIN)/python jobs/serve_bench.py $(ARGS)

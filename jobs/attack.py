@@ -33,13 +33,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rich.table import Table
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from attack_files import Try, environment_of, file_attacks, index_attack, shm_attacks  # noqa: E402
-from rich.table import Table  # noqa: E402
-from serve_bench import stop, wait_ready  # noqa: E402
 
+from jobs.attack_files import Try, environment_of, file_attacks, index_attack, shm_attacks  # noqa: E402
+from jobs.serve_bench import stop, wait_ready  # noqa: E402
 from rayk.actors.environment import open_channel  # noqa: E402
 from rayk.actors.line_protocol import framed  # noqa: E402
 from rayk.cli.guard import run_guarded, stdout  # noqa: E402

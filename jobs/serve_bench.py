@@ -16,9 +16,7 @@ Exit status 1 when a server did not start or stop in order, or a load's numbers 
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
-import json
 import queue
 import signal
 import subprocess
@@ -31,18 +29,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from serve_bench_report import TABLES, make_page, markdown  # noqa: E402
-
+from jobs.benchmarks.harness import Page, option, run  # noqa: E402
+from jobs.serve_goodput import ALL, figures, goodput_table, shown  # noqa: E402
 from rayk.bench import Load, parse_slo, run_bench  # noqa: E402
 from rayk.bench.load import parse_lengths  # noqa: E402
 from rayk.cli.guard import run_guarded  # noqa: E402
 from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
-from rayk.reports import collect_environment  # noqa: E402
-from rayk.reports.files import write_text  # noqa: E402
-from rayk.reports.html import write_page  # noqa: E402
-from rayk.reports.table_files import claim_folder, write_tables  # noqa: E402
+from rayk.reports.table_files import write_tables  # noqa: E402
 from rayk.types.errors import DeadlineExceeded, UserError  # noqa: E402
 
 TINY = Path("checkpoints/qwen3-tiny")
@@ -52,6 +46,16 @@ WARMUP_REQUESTS = 8
 """Per worker, before what is measured: first connections between engines, first allocations."""
 EDGE = 8
 """One of so many requests is cut off at the start, and one at the end."""
+GOODPUT_NOTE = (
+    "Requests per second that kept every objective, by the rate they were sent at. The same prompts came at "
+    "the same times to every setup; workers are equal in number. A = aggregated, P = prefill, D = decode; "
+    "NxTPk: N engines of k ranks."
+)
+PARETO_NOTE = (
+    "On the right each point is a setup at a rate: along x the tokens per second that one stream gets after "
+    "its first token (1 / mean TPOT), along y the tokens per second that one worker gives. The line joins "
+    "the points that no other one beats in both. TTFT is not in it: the table has it."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,38 +226,39 @@ def row_of(setup: Setup, cell: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def run_job(options: argparse.Namespace) -> int:
-    """Run, write, print; the exit status."""
+def fill(options: argparse.Namespace, page: Page) -> None:
+    """Measure every setup that is asked for, and add its rows; what failed is wrong."""
+    setups = chosen(options)
     if options.model == TINY:
         write_checkpoint("qwen3", TINY)
-    now = datetime.datetime.now().astimezone()
-    options.out = options.out or Path("runs") / f"serve-bench-{now:%Y%m%d-%H%M%S}"
-    claim_folder(options.out, TABLES)
-    environment = collect_environment(command=sys.argv, seeds={"load": options.seed})
-    write_text(options.out / "environment.json", json.dumps(environment, indent=2) + "\n")
+    page.environment["seeds"] = {"load": options.seed}
     rows: list[dict[str, Any]] = []
-    failures: list[str] = []
-    setups = [
-        s for s in all_setups(options.workers, options.tp) if not options.only or s.name in options.only
-    ]
     for number, setup in enumerate(setups, start=1):
         print(f"{number}/{len(setups)} {setup.name}", file=sys.stderr, flush=True)
         try:
-            rows += measure(setup, options, environment)
+            rows += measure(setup, options, page.environment)
         except (UserError, DeadlineExceeded) as error:
-            failures.append(f"{setup.name}: {error}")
-            print(failures[-1], file=sys.stderr, flush=True)
+            page.wrong.append(f"{setup.name}: {error}")
+            print(page.wrong[-1], file=sys.stderr, flush=True)
         if rows:
             # After each setup: an interrupted comparison is still one.
             write_tables({"setups": rows}, options.out)
-            write_page(make_page(rows, failures, about(options), environment), options.out / "report.html")
     if not rows:
         raise UserError(problem="no server started", where=str(options.out), mend="its server.log says why")
-    text = markdown(rows, failures, about(options))
-    write_text(options.out / "report.md", text + "\n")
-    print(text)
-    print(f"report: {options.out / 'report.html'}", file=sys.stderr)
-    return int(bool(failures) or any(row["verdict"] == "INVALID" for row in rows))
+    page.tables = {"setups": rows}
+    page.say(about(options), "", "## Goodput, requests per second", "")
+    columns, goodput = goodput_table(rows)
+    note = f"{about(options)} {GOODPUT_NOTE} {PARETO_NOTE}"
+    page.section(
+        "Goodput, and what users get for what workers give", columns, goodput, note=note, plots=figures(rows)
+    )
+    page.say(GOODPUT_NOTE, "", "## All numbers", "")
+    page.section("All numbers", ALL, shown(rows))
+    page.say(*(f"- failed: {text}" for text in page.wrong))
+    for row in rows:
+        where = f"{row['setup']} at {row['rate']:g}/s: {row['verdict']}"
+        page.say(*([f"- {where}: {row['reason']}"] if row["reason"] else []))
+        page.wrong += [where] if row["verdict"] == "INVALID" else []
 
 
 def about(options: argparse.Namespace) -> str:
@@ -265,43 +270,46 @@ def about(options: argparse.Namespace) -> str:
     )
 
 
-def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-
-    def option(name: str, text: str, **more: Any) -> None:
-        parser.add_argument(name, help=f"{text} (default: %(default)s)", **more)
-
-    option("--model", "checkpoint", type=Path, default=TINY)
-    option("--workers", "of every setup", type=int, default=4)
-    option("--tp", "tensor-parallel sizes, with commas", type=_ints, default=[1, 2])
-    option("--rates", "requests per second, with commas", type=_floats, default=[1.0, 2.0, 4.0])
-    option("--requests", "per rate", type=int, default=100)
-    option("--arrival", "process", default="poisson", choices=["poisson", "gamma", "constant"])
-    option("--burstiness", "of gamma arrivals", type=float, default=1.0)
-    option("--input-tokens", "128, or 5,37 in turn, or 64-256 uniform", default="32-256")
-    option("--output-tokens", "likewise", default="16-48")
-    option("--slo", "what a good answer keeps", default="ttft=500ms,tpot=60ms")
-    option("--seed", "of prompts, lengths and arrivals", type=int, default=0)
-    option("--timeout", "seconds of a request", type=float, default=120.0)
-    option("--only", "names of setups, such as 'A 4xTP1'; repeatable", action="append", default=[])
-    option("--http", "front", default="uvicorn", choices=["uvicorn", "serve"])
-    option("--policy", "of the server", default="round_robin")
-    option("--set", "an engine's setting; repeatable", dest="overrides", action="append", default=[])
-    option("--device", "of the engines", default="auto", choices=["auto", "cpu", "cuda"])
-    option("--address", "Ray cluster; else each server has a local one")
-    option("--start-s", "seconds a server may take to start", type=float, default=300.0)
-    option("--out", "folder of the results; else runs/serve-bench-<time>", type=Path)
-    options = parser.parse_args(arguments)
+def chosen(options: argparse.Namespace) -> list[Setup]:
+    """The setups that --only names, or all. Raises UserError for one that is none."""
     if options.workers < 1 or any(tp < 1 for tp in options.tp):
-        parser.error("--workers and --tp are at least 1")
-    names = [setup.name for setup in all_setups(options.workers, options.tp)]
+        raise UserError("--workers and --tp are at least 1")
+    setups = all_setups(options.workers, options.tp)
+    names = [setup.name for setup in setups]
     unknown = [name for name in options.only if name not in names]
     if unknown:
-        parser.error(f"--only {unknown[0]!r}: the setups are {', '.join(names)}")
-    return options
+        raise UserError(f"--only {unknown[0]!r}: the setups are {', '.join(names)}")
+    return [setup for setup in setups if not options.only or setup.name in options.only]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    return run(
+        fill,
+        __file__,
+        title="Aggregated and disaggregated serving",
+        argv=argv,
+        keeps=True,
+        model=option(TINY, "checkpoint", type=Path),
+        workers=option(4, "of every setup"),
+        tp=option([1, 2], "tensor-parallel sizes, with commas", type=_ints),
+        rates=option([1.0, 2.0, 4.0], "requests per second, with commas", type=_floats),
+        requests=option(100, "per rate"),
+        arrival=option("poisson", "process", choices=["poisson", "gamma", "constant"]),
+        burstiness=option(1.0, "of gamma arrivals"),
+        input_tokens=option("32-256", "128, or 5,37 in turn, or 64-256 uniform"),
+        output_tokens=option("16-48", "likewise"),
+        slo=option("ttft=500ms,tpot=60ms", "what a good answer keeps"),
+        seed=option(0, "of prompts, lengths and arrivals"),
+        timeout=option(120.0, "seconds of a request"),
+        only=option([], "names of setups, such as 'A 4xTP1'; repeatable", type=str, action="append"),
+        http=option("uvicorn", "front", choices=["uvicorn", "serve"]),
+        policy=option("round_robin", "of the server"),
+        set=option([], "an engine's setting; repeatable", type=str, action="append", dest="overrides"),
+        device=option("auto", "of the engines", choices=["auto", "cpu", "cuda"]),
+        address=option(None, "Ray cluster; else each server has a local one", type=str),
+        start_s=option(300.0, "seconds a server may take to start"),
+    )
 
 
 def _ints(text: str) -> list[int]:
@@ -313,5 +321,4 @@ def _floats(text: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    chosen = parse_options()
-    sys.exit(run_guarded(lambda: run_job(chosen)))
+    sys.exit(run_guarded(main))

@@ -22,31 +22,39 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import itertools
 import json
+import re
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from serve_bench import stop, wait_ready  # noqa: E402
-from serve_stress_report import TABLES, failures, family_row, kill_rows, markdown, request_rows  # noqa: E402
-from stress_chaos import BACK_S, WINDOW_S, Kill, Killer, until_told, until_true  # noqa: E402
-from stress_load import Clients, Met, draw_cases, draw_prompts, judge  # noqa: E402
-
+from jobs.benchmarks.harness import Page, option, run  # noqa: E402
+from jobs.serve_bench import stop, wait_ready  # noqa: E402
+from jobs.stress_chaos import BACK_S, WINDOW_S, Killer, until_told, until_true  # noqa: E402
+from jobs.stress_load import Clients, draw_cases, draw_prompts, judge  # noqa: E402
+from jobs.stress_tables import (  # noqa: E402
+    FAMILIES,
+    FIRE,
+    KILLS,
+    NOTE,
+    Run,
+    Tables,
+    failures,
+    family_row,
+    kill_rows,
+    request_rows,
+)
 from rayk.cli.guard import run_guarded  # noqa: E402
 from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
-from rayk.reports import collect_environment  # noqa: E402
-from rayk.reports.files import write_text  # noqa: E402
-from rayk.reports.table_files import claim_folder, write_tables  # noqa: E402
+from rayk.reports.table_files import write_tables  # noqa: E402
 from rayk.types.errors import RaykError, UserError  # noqa: E402
 
 CHECKPOINTS = Path("checkpoints/stress")
@@ -57,29 +65,9 @@ QUIET_S = 90.0
 """After the last answer, within which every block must be free."""
 STEADY_S = 30.0
 """Load before the first kill, the first WINDOW_S of it not counted."""
-FIND_S = 30.0
-
-
-@dataclass(kw_only=True)
-class Run:
-    """What one server went through. Times are time.monotonic_ns."""
-
-    family: str
-    met: list[Met] = field(default_factory=list)
-    began_ns: int = 0
-    ended_ns: int = 0
-    kills: list[Kill] = field(default_factory=list)
-    restart_s: float | None = None
-    """Mean, until a spare waits again, as measured before the killing began."""
-    measured_kills: int = 0
-    """How many of the kills measured it."""
-    blocks: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Engine -> free and all blocks, at the end."""
-    requests_left: tuple[int, int] = (0, 0)
-    """Running and waiting, as the server says at the end."""
-    exit_status: int | None = None
-    trouble: str = ""
-    """Why it could not go on, if so."""
+MAX_SHOWN = 8
+"""Notes on requests that did not go well, of each kind."""
+_ID = re.compile(r"cmpl-[0-9a-f]+(-\d+)?")
 
 
 @asynccontextmanager
@@ -185,9 +173,7 @@ def prepare(family: str, options: argparse.Namespace) -> tuple[list[list[int]], 
     return prompts, [o.token_ids for o in outputs], references
 
 
-def add_family(
-    family: str, options: argparse.Namespace, address: str, tables: Mapping[str, list[Mapping[str, Any]]]
-) -> None:
+def add_family(family: str, options: argparse.Namespace, address: str, tables: Tables) -> None:
     """Serve one family, and add its rows to the tables."""
     print(f"{family}: asking transformers", file=sys.stderr, flush=True)
     prompts, expected, references = prepare(family, options)
@@ -201,27 +187,36 @@ def add_family(
     tables["requests"] += request_rows(run, verdicts)
 
 
-def run_job(options: argparse.Namespace) -> int:
-    """Run, write, print; the exit status."""
+def show(page: Page, tables: Tables) -> None:
+    """Add what came of each family, and of each kill."""
+    page.section("Families", FAMILIES, tables["families"])
+    if tables["kills"]:
+        page.say("## Ranks killed", "", NOTE, "")
+        page.section("Under fire", FIRE, tables["families"], note=NOTE)
+        page.section("Ranks killed", KILLS, tables["kills"])
+    # Requests are told apart by ids, which nobody wants to read.
+    notes = Counter(
+        f"{row['family']}: {_ID.sub('...', note)}" for row in tables["families"] for note in row["notes"]
+    )
+    page.say(*(f"- {count} x {note}" for note, count in notes.most_common(MAX_SHOWN)))
+
+
+def fill(options: argparse.Namespace, page: Page) -> None:
+    """Serve each family; add its rows, and what must not be."""
     from rayk.actors import launch
 
-    now = datetime.datetime.now().astimezone()
-    options.out = options.out or Path("runs") / f"serve-stress-{now:%Y%m%d-%H%M%S}"
-    claim_folder(options.out, TABLES)
-    environment = collect_environment(command=sys.argv, seeds={"prompts, load and kills": options.seed})
-    write_text(options.out / "environment.json", json.dumps(environment, indent=2) + "\n")
-    tables: dict[str, list[Mapping[str, Any]]] = {name: [] for name in TABLES}
+    settle(options)
+    page.environment["seeds"] = {"prompts, load and kills": options.seed}
+    tables: Tables = {"families": [], "kills": [], "requests": []}
     with launch.connect(options.address) as joined:
         for family in options.families:
             add_family(family, options, joined.address, tables)
             # After each family: what is interrupted later has been seen still.
             write_tables(tables, options.out)
-    text = markdown(tables, about(options))
-    write_text(options.out / "report.md", text + "\n")
-    print(text)
-    wrong = failures(tables, options.requests if not options.kill else None)
-    print("\n".join([*wrong, f"tables: {options.out}"]), file=sys.stderr)
-    return int(bool(wrong))
+    page.tables = tables
+    page.say(about(options), "")
+    show(page, tables)
+    page.wrong += failures(tables, options.requests if not options.kill else None)
 
 
 def about(options: argparse.Namespace) -> str:
@@ -239,49 +234,51 @@ def about(options: argparse.Namespace) -> str:
     )
 
 
-def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-
-    def option(name: str, text: str, **more: Any) -> None:
-        parser.add_argument(name, help=f"{text} (default: %(default)s)", **more)
-
-    option("--families", "of models, one server each", nargs="+", default=["qwen3", "falcon_h1"])
-    option("--clients", "at once", type=int, default=64)
-    option("--requests", "over all families; without --kill", type=int, default=1000)
-    option("--prompts", "distinct ones, at least 2", type=int, default=60)
-    option("--longest", "tokens of the longest prompt", type=int, default=400)
-    option("--max-tokens", "of the longest answer, at least 8", type=int, default=48)
-    option("--leave", "percent of clients that leave half way", type=float, default=5.0)
-    option("--kill", "kill ranks meanwhile", action="store_true")
-    option("--minutes", "of killing", type=float, default=5.0)
-    option("--num-prefill", "engines", type=int, default=1)
-    option("--prefill-tp", "of each", type=int, default=1)
-    option("--num-decode", "engines", type=int, default=1)
-    option("--decode-tp", "of each", type=int, default=2)
-    option("--spares", "idle workers; 2 with --kill", type=int)
-    option("--request-s", "what a request may last", type=float, default=120.0)
-    option("--set", "an engine's setting; repeatable", dest="overrides", action="append", default=[])
-    option("--http", "front", default="uvicorn", choices=["uvicorn", "serve"])
-    option("--device", "of the engines", default="cpu", choices=["auto", "cpu", "cuda"])
-    option("--seed", "of prompts, load and kills", type=int, default=0)
-    option("--start-s", "seconds a server may take to start", type=float, default=300.0)
-    option("--address", "Ray cluster with no server; its workers must be this machine's, else a local one")
-    option("--out", "folder of the results; else runs/serve-stress-<time>", type=Path)
-    options = parser.parse_args(arguments)
+def settle(options: argparse.Namespace) -> None:
+    """Share the requests out, and fill in the spares. Raises UserError for what cannot be sent."""
     if options.prompts < 2 or options.max_tokens < 8 or options.longest < 4:
-        parser.error("--prompts is at least 2, --max-tokens 8 and --longest 4")
+        raise UserError("--prompts is at least 2, --max-tokens 8 and --longest 4")
     if options.requests % len(options.families):
-        parser.error(
+        raise UserError(
             f"--requests {options.requests} are not to be split over {len(options.families)} families"
         )
     options.requests //= len(options.families)
     options.spares = 2 * options.kill if options.spares is None else options.spares
-    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    return run(
+        fill,
+        __file__,
+        title="A server under streaming clients",
+        argv=argv,
+        keeps=True,
+        families=option(["qwen3", "falcon_h1"], "of models, one server each", type=str, nargs="+"),
+        clients=option(64, "at once"),
+        requests=option(1000, "over all families; without --kill"),
+        prompts=option(60, "distinct ones, at least 2"),
+        longest=option(400, "tokens of the longest prompt"),
+        max_tokens=option(48, "of the longest answer, at least 8"),
+        leave=option(5.0, "percent of clients that leave half way"),
+        kill={"action": "store_true", "help": "kill ranks meanwhile"},
+        minutes=option(5.0, "of killing"),
+        num_prefill=option(1, "engines"),
+        prefill_tp=option(1, "of each"),
+        num_decode=option(1, "engines"),
+        decode_tp=option(2, "of each"),
+        spares=option(None, "idle workers; 2 with --kill", type=int),
+        request_s=option(120.0, "what a request may last"),
+        set=option([], "an engine's setting; repeatable", type=str, action="append", dest="overrides"),
+        http=option("uvicorn", "front", choices=["uvicorn", "serve"]),
+        device=option("cpu", "of the engines", choices=["auto", "cpu", "cuda"]),
+        seed=option(0, "of prompts, load and kills"),
+        start_s=option(300.0, "seconds a server may take to start"),
+        address=option(
+            None, "Ray cluster with no server; its workers must be this machine's, else a local one", type=str
+        ),
+    )
 
 
 if __name__ == "__main__":
-    chosen = parse_options()
-    sys.exit(run_guarded(lambda: run_job(chosen)))
+    sys.exit(run_guarded(main))

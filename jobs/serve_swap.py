@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import datetime
 import itertools
-import json
 import os
 import signal
 import subprocess
@@ -31,26 +29,19 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from serve_bench import stop, wait_ready  # noqa: E402
-from serve_stress import CHECKPOINTS, GRACE_S, Run, look_at_the_end, only_fleet, prepare  # noqa: E402
-from stress_chaos import until_told, until_true  # noqa: E402
-from stress_load import Clients, draw_cases, judge, percentile  # noqa: E402
-
-from jobs.benchmarks.harness import command_line, machine  # noqa: E402
+from jobs.benchmarks.harness import Page, option, run  # noqa: E402
+from jobs.serve_bench import stop, wait_ready  # noqa: E402
+from jobs.serve_stress import CHECKPOINTS, GRACE_S, look_at_the_end, only_fleet, prepare  # noqa: E402
+from jobs.stress_chaos import until_told, until_true  # noqa: E402
+from jobs.stress_load import Clients, draw_cases, judge, percentile  # noqa: E402
+from jobs.stress_tables import Run  # noqa: E402
 from rayk.cli.guard import run_guarded  # noqa: E402
 from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
-from rayk.reports import collect_environment  # noqa: E402
-from rayk.reports.files import write_text  # noqa: E402
-from rayk.reports.md_table import markdown_table  # noqa: E402
-from rayk.reports.page import Column, text_rows  # noqa: E402
-from rayk.reports.table_files import claim_folder, write_tables  # noqa: E402
+from rayk.reports.page import Column  # noqa: E402
 from rayk.specs.server_plan import ServerOptions, parse_tp_sizes, plan_server  # noqa: E402
 from rayk.types.errors import DeadlineExceeded, UserError  # noqa: E402
 
-RESULTS = Path(__file__).parent / "benchmarks" / "results" / "serve_swap.md"
-TABLES = ("swaps", "requests")
 REOPEN_S = 120.0
 """How long another tier may take to be there, with every engine."""
 COUNTERS = ("swaps", "swaps_failed", "swapped_out_bytes", "swapped_in_bytes", "loads", "tier_losses")
@@ -104,8 +95,16 @@ def settings(options: argparse.Namespace) -> list[str]:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Write the model, and refuse a server that cannot be, or that some request is too long for, before
-    anything starts. Raises UserError."""
+    """Write the model, and refuse numbers that mean nothing, and a server that cannot be or that some request
+    is too long for. Raises UserError."""
+    for name in ("clients", "requests", "num_blocks", "max_seqs", "host_gib", "request_s", "start_s"):
+        if not getattr(options, name) > 0:
+            number = f"--{name.replace('_', '-')} {getattr(options, name)}"
+            raise UserError(f"{number}: a number above 0 is needed")
+    if not 0 <= options.kills < options.requests:
+        raise UserError(f"--kills {options.kills}: 0 or more, and fewer than --requests {options.requests}")
+    if options.prompts < 2 or options.max_tokens < 8 or options.longest < 4:
+        raise UserError("--prompts is at least 2, --max-tokens 8 and --longest 4")
     write_checkpoint(options.family, CHECKPOINTS / options.family)
     asked = ServerOptions(
         model=str(CHECKPOINTS / options.family),
@@ -237,54 +236,28 @@ def failures(rows: Sequence[Mapping[str, Any]], num_requests: int, num_kills: in
     return found
 
 
-def run_job(options: argparse.Namespace) -> int:
-    """Run, write, print; the exit status."""
+def fill(options: argparse.Namespace, page: Page) -> None:
+    """Run the loads; add a row for each, and what must not be. Raises UserError before anything starts."""
     from rayk.actors import launch
 
     check(options)
-    now = datetime.datetime.now().astimezone()
-    options.out = options.out or Path("runs") / f"serve-swap-{now:%Y%m%d-%H%M%S}"
-    claim_folder(options.out, TABLES)
-    environment = collect_environment(
-        command=sys.argv, seeds={"prompts and load": options.seed}, load_at_start=os.getloadavg()[0]
-    )
-    write_text(options.out / "environment.json", json.dumps(environment, indent=2) + "\n")
     prompts, expected, references = prepare(options.family, options)
     with launch.connect(options.address) as joined:
         found = asyncio.run(serve_and_ask(prompts, options, joined.address))
-    environment |= {"load_at_end": os.getloadavg()[0]}
-    write_text(options.out / "environment.json", json.dumps(environment, indent=2) + "\n")
-    tables: dict[str, list[Mapping[str, Any]]] = {name: [] for name in TABLES}
-    for run, told in found:
-        cases = [(m, m.case.prompt_index) for m in run.met]
+    rows, requests = [], []
+    for seen, told in found:
+        cases = [(m, m.case.prompt_index) for m in seen.met]
         verdicts = [judge(m, prompts[i], expected[i], references) for m, i in cases]
-        tables["swaps"].append(row_of(run, told, verdicts))
-        tables["requests"] += [
+        rows.append(row_of(seen, told, verdicts))
+        requests += [
             {"load": told["load"], "prompt_index": i, "verdict": verdict, "why": why}
             for (_, i), (verdict, why) in zip(cases, verdicts, strict=True)
         ]
-    write_tables(tables, options.out)
-    text = markdown(tables["swaps"], options, environment)
-    write_text(options.out / "report.md", text + "\n")
-    print(text)
-    wrong = failures(tables["swaps"], options.requests, options.kills)
-    if options.record and not wrong:
-        write_text(RESULTS, text + "\n")
-    print("\n".join([*wrong, f"tables: {options.out}"]), file=sys.stderr)
-    return int(bool(wrong))
-
-
-def markdown(
-    rows: Sequence[Mapping[str, Any]], options: argparse.Namespace, environment: Mapping[str, Any]
-) -> str:
-    """The loads, and what ran them."""
-    lines = [
-        "# A server that swaps all the time",
-        "",
-        f"    {command_line('jobs/serve_swap.py', environment)}",
-    ]
-    lines += ["", about(options), "", *markdown_table([c.title for c in SWAPS], text_rows(SWAPS, rows)), ""]
-    return "\n".join([*lines, "Environment:", "", *(f"- {line}" for line in machine(environment))])
+    page.environment["seeds"] = {"prompts and load": options.seed}
+    page.tables = {"swaps": rows, "requests": requests}
+    page.say(about(options), "")
+    page.section("Loads", SWAPS, rows)
+    page.wrong += failures(rows, options.requests, options.kills)
 
 
 def about(options: argparse.Namespace) -> str:
@@ -298,45 +271,35 @@ def about(options: argparse.Namespace) -> str:
     )
 
 
-def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status."""
+    return run(
+        fill,
+        __file__,
+        title="A server that swaps all the time",
+        argv=argv,
+        keeps=True,
+        family=option("qwen3", "of the model"),
+        clients=option(64, "at once"),
+        requests=option(400, "of each load"),
+        kills=option(2, "of the host tier in the second load; 0: there is none"),
+        prompts=option(40, "distinct ones, at least 2"),
+        longest=option(160, "tokens of the longest prompt"),
+        max_tokens=option(64, "of the longest answer, at least 8"),
+        tp=option("1,2", "of the engines, one of each size"),
+        num_blocks=option(24, "of each engine"),
+        max_seqs=option(16, "rows of each engine"),
+        host_gib=option(0.1, "of the host tier"),
+        request_s=option(180.0, "what a request may last"),
+        set=option([], "an engine's setting; repeatable", type=str, action="append", dest="overrides"),
+        device=option("cpu", "of the engines", choices=["auto", "cpu", "cuda"]),
+        seed=option(0, "of prompts and load"),
+        start_s=option(300.0, "seconds the server may take to start"),
+        address=option(
+            None, "Ray cluster with no server; its workers must be this machine's, else a local one", type=str
+        ),
     )
-
-    def option(name: str, text: str, **more: Any) -> None:
-        parser.add_argument(name, help=f"{text} (default: %(default)s)", **more)
-
-    option("--family", "of the model", default="qwen3")
-    option("--clients", "at once", type=int, default=64)
-    option("--requests", "of each load", type=int, default=400)
-    option("--kills", "of the host tier in the second load; 0: there is none", type=int, default=2)
-    option("--prompts", "distinct ones, at least 2", type=int, default=40)
-    option("--longest", "tokens of the longest prompt", type=int, default=160)
-    option("--max-tokens", "of the longest answer, at least 8", type=int, default=64)
-    option("--tp", "of the engines, one of each size", default="1,2")
-    option("--num-blocks", "of each engine", type=int, default=24)
-    option("--max-seqs", "rows of each engine", type=int, default=16)
-    option("--host-gib", "of the host tier", type=float, default=0.1)
-    option("--request-s", "what a request may last", type=float, default=180.0)
-    option("--set", "an engine's setting; repeatable", dest="overrides", action="append", default=[])
-    option("--device", "of the engines", default="cpu", choices=["auto", "cpu", "cuda"])
-    option("--seed", "of prompts and load", type=int, default=0)
-    option("--start-s", "seconds the server may take to start", type=float, default=300.0)
-    option("--address", "Ray cluster with no server; its workers must be this machine's, else a local one")
-    option("--out", "folder of the results; else runs/serve-swap-<time>", type=Path)
-    option("--record", f"write {RESULTS.name}, too, if nothing is wrong", action="store_true")
-    options = parser.parse_args(arguments)
-    for name in ("clients", "requests", "num_blocks", "max_seqs", "host_gib", "request_s", "start_s"):
-        if not getattr(options, name) > 0:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: a number above 0 is needed")
-    if not 0 <= options.kills < options.requests:
-        parser.error(f"--kills {options.kills}: 0 or more, and fewer than --requests {options.requests}")
-    if options.prompts < 2 or options.max_tokens < 8 or options.longest < 4:
-        parser.error("--prompts is at least 2, --max-tokens 8 and --longest 4")
-    return options
 
 
 if __name__ == "__main__":
-    chosen = parse_options()
-    sys.exit(run_guarded(lambda: run_job(chosen)))
+    sys.exit(run_guarded(main))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from rayk.kv.groups import group_layers
 from rayk.kv.layout import LAYOUTS, get_layout
 from rayk.types.errors import SpecError, UserError
 
+SPEC = Path(__file__).with_name("transfer_sweep.yaml")
 CHOICES = {
     "shape": SHAPES,
     "mode": ("pull", "push"),
@@ -40,6 +41,17 @@ class SweepCell:
     staging: str
     """Of pulls."""
     num_tokens: int
+
+    @property
+    def sides(self) -> dict[str, Any]:
+        """What tables tell of both sides."""
+        return {
+            "tp": "{}->{}".format(*self.tp),
+            "layouts": "{}->{}".format(*self.layouts),
+            "block_sizes": "{}->{}".format(*self.block_sizes),
+            "tables": self.tables,
+            "staging": self.staging,
+        }
 
     @property
     def cell_id(self) -> str:
@@ -87,6 +99,13 @@ def load_sweep(path: Path) -> Sweep:
         rounds=int(ceiling.get("rounds", 9)),
         refused=tuple(refused),
     )
+
+
+def some_of(cells: Sequence[SweepCell], limit: int | None) -> Sequence[SweepCell]:
+    """So many, spread over all. Neighbours differ in their mode: every other one is a neighbour."""
+    if limit is None or limit >= len(cells):
+        return cells
+    return [cells[min(len(cells) * i // limit + i % 2, len(cells) - 1)] for i in range(limit)]
 
 
 def _section(raw: Any, name: str, where: str) -> dict[str, Any]:

@@ -1,17 +1,13 @@
 """Every transfer without a model: oracle-filled pages moved between two Ray actors over NIXL, byte by byte.
 
     python jobs/transfer_sweep.py                       # the cells of jobs/transfer_sweep.yaml
-    python jobs/transfer_sweep.py --ceiling --check     # rates beside bare NIXL, memcpy, Ray's transport
 
 Each cell is a pair of engines: TP sizes, layouts, block sizes, what the layers keep, pull or push. The
 producer's pages hold f(layer, field, unit, token, byte), the consumer's are poisoned. Then every byte of
 every page is compared with what f says: the request's rows right, all else untouched. Digests are compared as
 in an engine, and every producer rank must be told when it may free. Exit status 1 for anything wrong.
 
-`--ceiling` times larger transfers: rayk and bare NIXL with the very same descriptors take turns in one
-process, with a dense copy of as many bytes before each. CPU time, posting and waiting are told apart,
-descriptors before and after merging, and the transport that UCX says it chose for runs of that size, beside
-what the loopback network carried.
+jobs/benchmarks/transfer_ceiling.py times larger ones.
 """
 
 from __future__ import annotations
@@ -19,88 +15,103 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
 
-from jobs.benchmarks.harness import ending
-from jobs.sweep_cells import Sweep, SweepCell, load_sweep
-from jobs.sweep_report import CEILING_COLUMNS, print_ceiling, print_sweep, write_results
-from jobs.ucx_log import chosen_transport
-from rayk.types.errors import RaykError, UserError
+from jobs.benchmarks.harness import above_zero  # noqa: E402
+from jobs.sweep_cells import SPEC, Sweep, SweepCell, load_sweep, some_of  # noqa: E402
+from rayk.cli.guard import run_guarded  # noqa: E402
+from rayk.reports import collect_environment  # noqa: E402
+from rayk.reports.html import write_page  # noqa: E402
+from rayk.reports.md_table import markdown_table  # noqa: E402
+from rayk.reports.page import Column, Page, Section, text_rows  # noqa: E402
+from rayk.reports.table_files import claim_folder, write_tables  # noqa: E402
+from rayk.types.errors import RaykError  # noqa: E402
 
-HERE = Path(__file__).resolve().parent
-CALL_S = 120.0
-MIN_OF_RAW = 0.9
-"""Of bare NIXL's rate, under --check."""
-MIN_RUN_BYTES = 64 << 10
-"""Shorter runs are not judged."""
+Rows = Sequence[Mapping[str, Any]]
+
+SUMMARY_COLUMNS = (
+    Column(title="shape", key="shape"),
+    Column(title="mode", key="mode"),
+    Column(title="cells", key="cells", spec=",d"),
+    Column(title="passed", key="passed", spec=",d"),
+    Column(title="bytes moved", key="num_bytes", spec=",d"),
+    Column(title="wrong bytes", key="num_wrong_bytes", spec=",d"),
+    Column(title="descriptors", key="num_descriptors", spec=",d"),
+    Column(title="merged", key="num_merged", spec=",d"),
+)
+CELL_COLUMNS = (
+    Column(title="verdict", key="verdict"),
+    Column(title="shape", key="shape"),
+    Column(title="mode", key="mode"),
+    Column(title="TP", key="tp"),
+    Column(title="layouts", key="layouts"),
+    Column(title="blocks", key="block_sizes"),
+    Column(title="tables", key="tables"),
+    Column(title="bytes", key="num_bytes", spec=",d"),
+    Column(title="descriptors", key="num_descriptors", spec=",d"),
+    Column(title="merged", key="num_merged", spec=",d"),
+    Column(title="reason", key="reason"),
+)
+
+_NOTHING = {"num_bytes": None, "num_descriptors": None, "num_merged": None}
+"""Of cells that did not get so far."""
 
 
-def main() -> int:
-    """0: every byte right (and with --check rates as they should be); 1: not; 2: bad input."""
-    options = parse_options()
-    try:
-        sweep = load_sweep(options.spec)
-        return run(sweep, options)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
+def summary_rows(rows: Rows) -> list[dict[str, Any]]:
+    """By shape and mode."""
+    groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["shape"], row["mode"]), []).append(row)
+    return [
+        {
+            "shape": shape,
+            "mode": mode,
+            "cells": len(of),
+            "passed": sum(r["verdict"] == "PASS" for r in of),
+            **{
+                name: sum(r.get(name) or 0 for r in of)
+                for name in ("num_bytes", "num_wrong_bytes", "num_descriptors", "num_merged")
+            },
+        }
+        for (shape, mode), of in groups.items()
+    ]
 
 
-def parse_options() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def print_sweep(sweep: Sweep, rows: Rows, folder: Path, wall_s: float) -> None:
+    """The table by shape, and what failed."""
+    titles = [column.title for column in SUMMARY_COLUMNS]
+    print("\n".join(markdown_table(titles, text_rows(SUMMARY_COLUMNS, summary_rows(rows)))))
+    for row in rows:
+        if row["verdict"] != "PASS":
+            print(f"{row['verdict']}: {row['cell_id']}: {row['reason']}")
+    verdicts = Counter(row["verdict"] for row in rows)
+    told = ", ".join(f"{n} {verdict}" for verdict, n in verdicts.most_common())
+    refused = f"; {len(sweep.refused)} left out: {sweep.refused[0][1]}" if sweep.refused else ""
+    print(f"\n{len(rows)} cells in {wall_s:.0f} s: {told}{refused}")
+    print(f"report: {folder / 'report.html'}")
+
+
+def write_results(sweep: Sweep, rows: Rows, folder: Path, wall_s: float) -> None:
+    """The table of cells, and the page."""
+    write_tables({"cells": rows}, folder)
+    wrong = sum(row["verdict"] != "PASS" for row in rows)
+    page = Page(
+        eyebrow="transfer sweep",
+        title=sweep.name,
+        chips=[("unmet", f"{wrong} failed") if wrong else ("met", "every byte right")],
+        stats=[(str(len(rows)), "transfers"), (f"{wall_s:.0f} s", "in all")],
+        sections=[
+            Section(title="By shape", columns=SUMMARY_COLUMNS, rows=summary_rows(rows)),
+            Section(title="Cells", columns=CELL_COLUMNS, rows=[_NOTHING | dict(row) for row in rows]),
+        ],
+        environment=collect_environment(command=sys.argv, seeds={}, cells=len(rows), inputs={}),
     )
-    parser.add_argument("--spec", type=Path, default=HERE / "transfer_sweep.yaml")
-    parser.add_argument("--out", type=Path, help="where tables and the report go")
-    parser.add_argument("--address", help="a running Ray cluster; else a local one is started")
-    parser.add_argument("--limit", type=_positive, metavar="N", help="only so many cells, spread over all")
-    parser.add_argument("--ceiling", action="store_true", help="measure rates instead")
-    parser.add_argument("--check", action="store_true", help="with --ceiling: fail below 90 %% of bare NIXL")
-    options = parser.parse_args()
-    if options.check and not options.ceiling:
-        parser.error("--check is of rates: only with --ceiling (bytes are always checked)")
-    return options
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 1 or more")
-    return int(text)
-
-
-def run(sweep: Sweep, options: argparse.Namespace) -> int:
-    """Run the cells on Ray; tables, report and verdict."""
-    from jobs.sweep_actors import Hosts
-    from rayk.actors.launch import connect
-
-    cells: Sequence[SweepCell] = sweep.ceiling if options.ceiling else sweep.cells
-    if options.limit and options.limit < len(cells):
-        # Neighbours differ in their mode: every other one is a neighbour.
-        cells = [
-            cells[min(len(cells) * i // options.limit + i % 2, len(cells) - 1)] for i in range(options.limit)
-        ]
-    began = time.monotonic()
-    with connect(options.address):
-        hosts = Hosts(CALL_S)
-        if options.ceiling:
-            rows = [measure_cell(cell, hosts, sweep.rounds) for cell in cells]
-            name_transports(rows, hosts)
-            rows += hosts.baselines(cells[0], sweep.rounds)
-        else:
-            rows = [run_cell(cell, hosts) for cell in cells]
-        hosts.close()
-    wall_s = time.monotonic() - began
-    folder = write_results(sweep, rows, options.out, wall_s, ceiling=options.ceiling)
-    if options.ceiling:
-        print_ceiling(rows, folder)
-        return ending(missed(rows), check=options.check)
-    print_sweep(sweep, rows, folder, wall_s)
-    return int(any(row["verdict"] != "PASS" for row in rows))
+    write_page(page, folder / "report.html")
 
 
 def run_cell(cell: SweepCell, hosts: Any) -> dict[str, Any]:
@@ -109,7 +120,7 @@ def run_cell(cell: SweepCell, hosts: Any) -> dict[str, Any]:
         "cell_id": cell.cell_id,
         "shape": cell.shape,
         "mode": cell.mode,
-        **_sides(cell),
+        **cell.sides,
         "num_tokens": cell.num_tokens,
         "verdict": "PASS",
         "reason": "",
@@ -130,69 +141,37 @@ def run_cell(cell: SweepCell, hosts: Any) -> dict[str, Any]:
     return row
 
 
-def measure_cell(cell: SweepCell, hosts: Any, rounds: int) -> dict[str, Any]:
-    """Rates of one transfer; a row with the columns of sweep_report.CEILING_COLUMNS."""
-    found = hosts.measure(cell, rounds)
-    seconds, raw = found["wall_s"], found["raw_s"]
-    row = {
-        "what": "rayk",
-        "mode": cell.mode,
-        **_sides(cell),
-        "run_bytes": found["run_bytes"],
-        "num_bytes": found["num_bytes"],
-        "num_descriptors": found["num_descriptors"],
-        "num_merged": found["num_merged"],
-        "gb_per_s": found["num_bytes"] / seconds / 1e9,
-        "raw_gb_per_s": None if raw is None else found["num_bytes"] / raw / 1e9,
-        "memcpy_gb_per_s": None
-        if found["memcpy_s"] is None
-        else found["num_bytes"] / found["memcpy_s"] / 1e9,
-        "of_raw": found["of_raw"],
-        "cpu_ms": found["cpu_s"] * 1e3,
-        "post_ms": found["post_s"] * 1e3,
-        "wait_ms": max(0.0, seconds - found["post_s"]) * 1e3,
-        "staged": found["staged"],
-        "transport": "",
-        "loopback_percent": 100.0 * found["loopback_bytes"] / found["num_bytes"],
-        "note": "",
-    }
-    assert set(row) == {column.key for column in CEILING_COLUMNS}
-    print(f"{cell.cell_id}: {row['gb_per_s']:.2f} GB/s", file=sys.stderr)
-    return row
+def run_job(options: argparse.Namespace) -> int:
+    """Run the cells on Ray; tables, report and verdict. Raises UserError for a bad file."""
+    from jobs.sweep_actors import Hosts
+    from rayk.actors.launch import connect
+
+    sweep = load_sweep(options.spec)
+    folder = options.out or Path("runs") / f"{sweep.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    claim_folder(folder, ["cells"])
+    began = time.monotonic()
+    with connect(options.address):
+        hosts = Hosts()
+        rows = [run_cell(cell, hosts) for cell in some_of(sweep.cells, options.limit)]
+        hosts.close()
+    wall_s = time.monotonic() - began
+    write_results(sweep, rows, folder, wall_s)
+    print_sweep(sweep, rows, folder, wall_s)
+    return int(any(row["verdict"] != "PASS" for row in rows))
 
 
-def name_transports(rows: Sequence[dict[str, Any]], hosts: Any) -> None:
-    """What carried each row's runs: of pulls as the consumer's UCX says, of pushes as the producer's. UCX
-    writes its log late: it is read when all is done."""
-    logs = hosts.ucx_logs()
-    for row in rows:
-        row["transport"] = chosen_transport(logs[row["mode"]], row["mode"], row["run_bytes"])
-
-
-def _sides(cell: SweepCell) -> dict[str, Any]:
-    return {
-        "tp": "{}->{}".format(*cell.tp),
-        "layouts": "{}->{}".format(*cell.layouts),
-        "block_sizes": "{}->{}".format(*cell.block_sizes),
-        "tables": cell.tables,
-        "staging": cell.staging,
-    }
-
-
-def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Rows below MIN_OF_RAW of bare NIXL with the same descriptors, where runs are long enough for it to
-    count."""
-    return [
-        f"{row['mode']}, TP {row['tp']}, layouts {row['layouts']}, blocks {row['block_sizes']}, "
-        f"{row['tables']}: {row['gb_per_s']:.2f} GB/s, {100 * row['of_raw']:.0f} % of bare NIXL, "
-        f"the limit is {100 * MIN_OF_RAW:.0f} %"
-        for row in rows
-        if row["of_raw"] is not None
-        and not row["staged"]
-        and row["run_bytes"] >= MIN_RUN_BYTES
-        and row["of_raw"] < MIN_OF_RAW
-    ]
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--spec", type=Path, default=SPEC)
+    parser.add_argument("--out", type=Path, help="where tables and the report go")
+    parser.add_argument("--address", help="a running Ray cluster; else a local one is started")
+    parser.add_argument("--limit", type=above_zero, metavar="N", help="only so many cells, spread over all")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    chosen = parse_options()
+    sys.exit(run_guarded(lambda: run_job(chosen)))

@@ -21,7 +21,6 @@ import json
 import math
 import random
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -226,10 +225,8 @@ def fill(options: argparse.Namespace, page: Page) -> None:
             f"--requests {options.requests}: at least {MIN_REQUESTS}; faults are drawn among their transfers"
         )
     spec = make_spec(options)
-    with tempfile.TemporaryDirectory() as folder:
-        out = (options.out or Path(folder)) / "run"
-        Experiment(spec).run(out, address=options.address)
-        rows = policy_rows(out)
+    Experiment(spec).run(options.out / "run", address=options.address)
+    rows = policy_rows(options.out / "run")
     page.environment["seeds"] = {"prompts and faults": options.seed}
     page.tables = {"policies": rows}
     page.wrong += failures(rows)
@@ -256,6 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         __file__,
         title="Failure policies on one load",
         argv=argv,
+        keeps=True,
         requests=option(24, "of each cell, at once"),
         repeats=option(3, "of every cell"),
         max_tokens=option(24, "of an answer"),

@@ -469,6 +469,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         __file__,
         title="Fast prefill",
         argv=argv,
+        keeps=True,
         num_layers=number(24, "of the model"),
         num_own_layers=number(12, "layers with keys and values of their own; those after reuse them"),
         hidden_size=number(128, "of the model; a multiple of twice the heads"),

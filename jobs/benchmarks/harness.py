@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from rayk.reports.md_table import markdown_table
 from rayk.reports.page import Column, Plot, Section, text_rows
 from rayk.reports.page import Page as ReportPage
 from rayk.reports.table_files import claim_folder, write_tables
+from rayk.types.errors import RaykError
 
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).with_name("results")
 
 
@@ -105,12 +107,14 @@ def run(
     *,
     title: str,
     argv: Sequence[str] | None = None,
+    keeps: bool = False,
     **options: Any,
 ) -> int:
     """Parse the command line, measure, print the page and record it if asked; returns the exit status.
 
     measure: fills the page and returns a line for each limit that is missed: the row, what was measured and
              the limit. They are told on stderr, and with --check they fail the script.
+    keeps: whether there are results in a folder always, runs/<name>-<time> where --out names no other.
     options: the default of each, or the arguments of argparse's add_argument.
     """
     path = Path(script).resolve()
@@ -126,15 +130,24 @@ def run(
     parser.add_argument("--out", type=Path, help="also write Markdown, and what there is of tables, here")
     parser.add_argument("--record", action="store_true", help=f"write results/{path.stem}.md")
     asked = parser.parse_args(words[1:])
+    if asked.out is None and keeps:
+        asked.out = Path("runs") / f"{path.stem.replace('_', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
     if asked.out is not None:
         claim_folder(asked.out, [there.stem for there in asked.out.glob("*.parquet")])
     page = Page(collect_environment(command=list(words), load_at_start=os.getloadavg()[0]))
-    page.say(f"# {title}", "", f"    {command_line(f'jobs/benchmarks/{path.name}', page.environment)}", "")
-    missed = measure(asked, page) or []
+    page.say(f"# {title}", "", f"    {command_line(str(path.relative_to(ROOT)), page.environment)}", "")
+    try:
+        missed = measure(asked, page) or []
+    except RaykError:
+        with suppress(OSError):  # it holds something
+            if asked.out is not None:
+                asked.out.rmdir()
+        raise
     page.environment["load_at_end"] = os.getloadavg()[0]
     page.say("", "Environment:", "", *(f"- {line}" for line in machine(page.environment)))
     if asked.out is not None:
         page.write(asked.out, path.stem, title)
+        print(f"results: {asked.out}", file=sys.stderr)
     if asked.record and not page.wrong:
         (RESULTS / f"{path.stem}.md").write_text(page.text, encoding="utf-8")
     return max(ending(page.wrong, check=True), ending(missed, check=asked.check))

@@ -462,8 +462,7 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
         num_gpus = len(ENGINES) * options.tp
         share = gpu_share(num_gpus, "auto", num_cluster_gpus()) if options.device == "cuda" else 0.0
         for name in options.models:
-            # Where checkpoints are, there is a disk.
-            with tempfile.TemporaryDirectory(prefix="pages-", dir=options.checkpoints) as pages:
+            with tempfile.TemporaryDirectory(prefix="pages-", dir=options.out) as pages:
                 measured = measure_model(name, configs[name], options, Path(pages), share)
                 found, page.environment["engines"][name] = asyncio.run(measured)
             rows += found
@@ -485,6 +484,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         __file__,
         title="Host tier",
         argv=argv,
+        keeps=True,
         models=option(list(MODELS), "to measure", type=str, nargs="+", choices=list(MODELS)),
         prompts=option(None, "tokens of each; else 512 to 8192", type=above_zero, nargs="+", metavar="N"),
         repeats=option(1, "with other prompts each", type=above_zero),

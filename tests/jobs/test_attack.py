@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from jobs import attack  # first: it finds the modules beside it
+from jobs import attack
 from rayk.oracle.tokenizer import build_tokenizer
 from rayk.serve.app import make_app
 from rayk.serve.limits import HttpSettings

@@ -19,6 +19,7 @@ from rayk.reports.page import Column
 from rayk.types.errors import UserError
 
 JOBS = Path(__file__).parents[2] / "jobs"
+MADE = str(JOBS / "benchmarks" / "made.py")
 ITS_OWN = "attention_gpu.py"
 """Its exit status is its own: machines without an install run it."""
 
@@ -50,7 +51,7 @@ def test_what_is_wrong_fails_without_a_check_and_is_not_recorded(
     def fill(options: argparse.Namespace, page: harness.Page) -> None:
         page.wrong.append("other tokens")
 
-    assert harness.run(fill, "made.py", title="Made", argv=["--record"]) == 1
+    assert harness.run(fill, MADE, title="Made", argv=["--record"]) == 1
     assert capsys.readouterr().err == "other tokens\n"
     assert list(tmp_path.iterdir()) == []
 
@@ -66,7 +67,7 @@ def test_tables_and_figures_go_to_a_folder_that_has_none(tmp_path: Path) -> None
         page.tables = {"cases": rows}
 
     out = tmp_path / "out"
-    assert harness.run(fill, "made.py", title="Made", argv=["--out", str(out)]) == 0
+    assert harness.run(fill, MADE, title="Made", argv=["--out", str(out)]) == 0
     assert "| a | 1.2 |" in (out / "made.md").read_text()
     assert "one thread per process" in (out / "made.md").read_text()
     assert (out / "cases.csv").read_text() == 'case,ms,every\na,1.25,"[1, 2]"\n'
@@ -74,7 +75,7 @@ def test_tables_and_figures_go_to_a_folder_that_has_none(tmp_path: Path) -> None
     page = (out / "report.html").read_text()
     assert all(text in page for text in ("Made", "Medians.", '"id": "speed"'))
     with pytest.raises(UserError, match="already holds a run's tables"):
-        harness.run(fill, "made.py", title="Made", argv=["--out", str(out)])
+        harness.run(fill, MADE, title="Made", argv=["--out", str(out)])
 
 
 def test_a_page_is_printed_and_recorded_with_what_ran_it(
@@ -90,7 +91,7 @@ def test_a_page_is_printed_and_recorded_with_what_ran_it(
         return ["b: 2 ms, the limit is 1 ms"]
 
     cases = {"type": int, "nargs": "*", "default": [7]}
-    assert harness.run(fill, "made.py", title="Made", rounds=5, name="x", cases=cases) == 0
+    assert harness.run(fill, MADE, title="Made", rounds=5, name="x", cases=cases) == 0
     assert asked == [(3, "x", [7])]
     told = capsys.readouterr()
     assert told.err == "b: 2 ms, the limit is 1 ms\n"
@@ -101,14 +102,14 @@ def test_a_page_is_printed_and_recorded_with_what_ran_it(
     assert lines[4:8] == ["| case | ms |", "| --- | ---: |", "| a | 1.5 |", "| b | 2 |"]
     assert any("when it began" in line for line in lines[8:])
     monkeypatch.setattr(sys, "argv", ["made.py", "--check"])
-    assert harness.run(fill, "made.py", title="Made", rounds=5, name="x", cases=cases) == 1
+    assert harness.run(fill, MADE, title="Made", rounds=5, name="x", cases=cases) == 1
     assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_what_goes_to_a_folder_has_every_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["made.py", "--out", str(tmp_path / "out")])
     measured = [("a, b", 1.25), ("c", 2.0)]
-    assert harness.run(lambda _, page: page.data(("case", "ms"), measured), "made.py", title="Made") == 0
+    assert harness.run(lambda _, page: page.data(("case", "ms"), measured), MADE, title="Made") == 0
     assert (tmp_path / "out" / "made.csv").read_text().splitlines() == ["case,ms", '"a, b",1.25', "c,2.0"]
     lines = (tmp_path / "out" / "made.md").read_text().splitlines()
     assert lines[2] == "    python jobs/benchmarks/made.py", "where results go changes nothing of them"
@@ -146,17 +147,15 @@ ROW = {
 
 
 def job(name: str) -> Any:
-    if name == "transfer_sweep":
-        return importlib.import_module("jobs.transfer_sweep")
     return importlib.import_module(f"jobs.benchmarks.{name}")
 
 
 def test_a_slow_transfer_is_named() -> None:
-    sweep = job("transfer_sweep")
+    ceiling = job("transfer_ceiling")
     rows = [ROW | {"of_raw": share} for share in (0.9, None, 0.899, 0.5)] + [
         ROW | {"of_raw": 0.1} | excuse for excuse in ({"staged": 1}, {"run_bytes": (1 << 16) - 1})
     ]
-    told = sweep.missed(rows)
+    told = ceiling.missed(rows)
     assert [line.partition(" GB/s, ")[2] for line in told] == [
         "90 % of bare NIXL, the limit is 90 %",
         "50 % of bare NIXL, the limit is 90 %",

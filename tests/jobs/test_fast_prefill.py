@@ -175,7 +175,9 @@ def test_numbers_of_nothing_are_refused(option: str, capsys: pytest.CaptureFixtu
 
 def test_heads_that_do_not_fit_are_refused_by_rule(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="KV heads divide the heads"):
-        job.main([*SIZES, "--num-heads", "3", "--checkpoint", str(tmp_path / "m")])
+        job.main(
+            [*SIZES, "--num-heads", "3", "--checkpoint", str(tmp_path / "m"), "--out", str(tmp_path / "out")]
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -185,7 +187,7 @@ def test_the_reference_can_be_left_out(
     monkeypatch.setattr(job, "Reference", None)
     folder = CHECKPOINTS / "test-fast-prefill"
     arguments = [*SIZES, "--prompts", "17", "--repeats", "1", "--max-tokens", "1", "--reference-tokens", "0"]
-    assert job.main([*arguments, "--checkpoint", str(folder)]) == 0
+    assert job.main([*arguments, "--checkpoint", str(folder), "--out", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "| equal | not asked |" in told
     assert "one thread per process" in told
@@ -228,7 +230,7 @@ def test_a_missed_target_is_the_exit_status_of_a_check(
     arguments = [*SIZES, "--prompts", "17", "--repeats", "1", "--max-tokens", "1", "--reference-tokens", "0"]
     arguments += ["--checkpoint", str(CHECKPOINTS / "test-fast-prefill")]
     for check, wanted in (([], 0), (["--check"], status)):
-        assert job.main([*arguments, *check]) == wanted
+        assert job.main([*arguments, *check, "--out", str(tmp_path / f"out{len(check)}")]) == wanted
 
 
 def test_the_report_says_what_this_run_measured(model: Path) -> None:
@@ -261,5 +263,15 @@ def test_the_report_says_what_this_run_measured(model: Path) -> None:
 @pytest.mark.parametrize("num_own", [1, 4])
 def test_layers_that_cannot_share_are_refused(tmp_path: Path, num_own: int) -> None:
     with pytest.raises(UserError, match=f"--num-own-layers {num_own} of 4 layers"):
-        job.main([*SIZES, "--num-own-layers", str(num_own), "--checkpoint", str(tmp_path / "m")])
+        job.main(
+            [
+                *SIZES,
+                "--num-own-layers",
+                str(num_own),
+                "--checkpoint",
+                str(tmp_path / "m"),
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
     assert list(tmp_path.iterdir()) == []

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs import serve_bench
-from jobs.serve_bench import Setup, all_setups, parse_options, run_job, stop, wait_ready
-from jobs.serve_bench_report import goodput_table, pareto
+from jobs.serve_bench import Setup, all_setups, main, stop, wait_ready
+from jobs.serve_goodput import goodput_table, pareto
 from rayk import load
 from rayk.types.errors import DeadlineExceeded, UserError
 from tests.bench.fake_server import Script, serving
@@ -83,7 +83,9 @@ def test_goodput_is_told_by_setup_and_rate_best_first() -> None:
     ]
 
 
-def test_the_job_compares_setups_on_one_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_compares_setups_on_one_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Servers of known speed: TP 2 answers at once, disaggregated refuses, and one does not start."""
     bodies: dict[str, list[dict[str, Any]]] = {}
 
@@ -100,8 +102,8 @@ def test_the_job_compares_setups_on_one_load(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(serve_bench, "serving", fake)
     out = tmp_path / "out"
     arguments = ["--workers", "2", "--rates", "50,100", "--requests", "24", "--output-tokens", "2-4"]
-    options = parse_options([*arguments, "--slo", "ttft=100s", "--out", str(out)])
-    assert run_job(options) == 1, "a setup did not start, and the refused loads are INVALID"
+    arguments += ["--slo", "ttft=100s", "--out", str(out)]
+    assert main(arguments) == 1, "a setup did not start, and the refused loads are INVALID"
     rows = pd.read_parquet(out / "setups.parquet")
     assert list(rows["setup"]) == ["A 2xTP1", "A 2xTP1", "A 1xTP2", "A 1xTP2"]
     assert list(rows["good_share"]) == [0, 0, 1, 1]
@@ -120,12 +122,14 @@ def test_the_job_compares_setups_on_one_load(tmp_path: Path, monkeypatch: pytest
     assert len(sent) == 2
     assert sent[0] == sent[1]
     assert len(sent[0]) == 2 * 8 + 2 * 24
-    text = (out / "report.md").read_text(encoding="utf-8")
+    text = (out / "serve_bench.md").read_text(encoding="utf-8")
     assert "| A 1xTP2 |" in text
     assert "P 1xTP1 D 1xTP1" in text
     page = (out / "report.html").read_text(encoding="utf-8")
     assert '"id": "pareto"' in page
-    assert "1 setups failed" in page
+    told = capsys.readouterr().err.splitlines()
+    assert "A 2xTP1 at 50/s: INVALID" in told
+    assert any(line.startswith("P 1xTP1 D 1xTP1: ") and "planted" in line for line in told)
 
 
 READY = "print('rayk: ready http://127.0.0.1:5 model=m', flush=True)"
@@ -160,11 +164,9 @@ def test_a_server_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -
     assert stop(deaf) == -9
 
 
-def test_unknown_setups_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        parse_options(["--workers", "2", "--only", "P 9xTP9 D 1xTP1"])
-    assert ended.value.code == 2
-    assert "A 2xTP1, A 1xTP2, P 1xTP1 D 1xTP1" in capsys.readouterr().err
+def test_unknown_setups_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="A 2xTP1, A 1xTP2, P 1xTP1 D 1xTP1"):
+        main(["--workers", "2", "--only", "P 9xTP9 D 1xTP1", "--out", str(tmp_path)])
 
 
 @pytest.mark.slow

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
+from argparse import Namespace
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jobs import serve_stress  # first: it finds the modules beside it
+from jobs import serve_stress, stress_chaos, stress_load, stress_tables
+from jobs.benchmarks.harness import Page
 from rayk.bench.client import ABORTED, FAILED, OK, TIMEOUT, Observed
 from rayk.bench.prompts import Planned
+from rayk.cli.guard import run_guarded
 from rayk.oracle.reference import ForcedStep
-
-stress_load: Any = sys.modules["stress_load"]
-stress_chaos: Any = sys.modules["stress_chaos"]
-report: Any = sys.modules["serve_stress_report"]
 
 SECOND = 10**9
 
@@ -136,7 +135,7 @@ def test_throughput_is_back_with_the_first_full_window_behind_a_kill() -> None:
 
 def run_of(**changes: Any) -> Any:
     """A run of 10 s, 10 tokens per second, one answer after the other."""
-    run = serve_stress.Run(family="qwen3", began_ns=0, ended_ns=60 * SECOND, exit_status=0)
+    run = stress_tables.Run(family="qwen3", began_ns=0, ended_ns=60 * SECOND, exit_status=0)
     for i in range(60):
         found = met(OK, list(range(10)), 10)
         found.observed.chunk_ns = [i * SECOND + j * SECOND // 10 for j in range(1, 11)]
@@ -151,18 +150,19 @@ def run_of(**changes: Any) -> Any:
 
 def told(run: Any, verdicts: list[str], num_requests: int | None) -> list[str]:
     pairs = [(v, "why" if v != "right" else "") for v in verdicts]
-    tables = {
-        "families": [report.family_row(run, pairs)],
-        "kills": report.kill_rows(run),
-        "requests": report.request_rows(run, pairs),
+    tables: stress_tables.Tables = {
+        "families": [stress_tables.family_row(run, pairs)],
+        "kills": stress_tables.kill_rows(run),
+        "requests": stress_tables.request_rows(run, pairs),
     }
     assert Counter(verdicts) == Counter(row["verdict"] for row in tables["requests"])
-    page = report.markdown(tables, "about")
-    assert "| qwen3 | 60 |" in page
-    assert [v for v in stress_load.VERDICTS if f"qwen3: {v}: why" in page] == [
+    page = Page({})
+    serve_stress.show(page, tables)
+    assert "| qwen3 | 60 |" in page.text
+    assert [v for v in stress_load.VERDICTS if f"qwen3: {v}: why" in page.text] == [
         v for v in stress_load.VERDICTS if v in verdicts and v not in ("right", "left")
     ]
-    found: list[str] = report.failures(tables, num_requests)
+    found: list[str] = stress_tables.failures(tables, num_requests)
     return found
 
 
@@ -200,12 +200,12 @@ def test_under_fire_a_fifth_may_fail_but_throughput_must_be_back() -> None:
     run = run_of(kills=[kill(20, restart_s=3.0, parts=parts)])
     run.met = [m for m in run.met if not 20 * SECOND <= m.observed.chunk_ns[0] < 39 * SECOND]
     verdicts = ["right"] * len(run.met)
-    (row,) = report.kill_rows(run)
+    (row,) = stress_tables.kill_rows(run)
     assert row["back_s"] == pytest.approx(19 + 2.5, abs=0.21)
     took = [row[k] for k in ("tries", "num_replaced", "workers_s", "form_s", "connect_s")]
     assert took == [2, 1, 0.5, 1.5, 0.25]
     assert (row["start_cpu_s"], row["form_cpu_s"]) == (4.0, 2.75)
-    assert report.family_row(run, [(v, "") for v in verdicts])["num_late"] == 1
+    assert stress_tables.family_row(run, [(v, "") for v in verdicts])["num_late"] == 1
 
 
 # --- options ------------------------------------------------------------------------------------------------
@@ -220,16 +220,16 @@ def test_under_fire_a_fifth_may_fail_but_throughput_must_be_back() -> None:
     ],
 )
 def test_what_cannot_be_sent_is_refused(
-    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as caught:
-        serve_stress.parse_options(arguments.split())
-    assert caught.value.code == 2
+    out = ["--out", str(tmp_path)]
+    assert run_guarded(lambda: serve_stress.main([*arguments.split(), *out])) == 2
     assert message in capsys.readouterr().err
 
 
-def test_killing_has_spares_unless_told_otherwise() -> None:
-    parse = serve_stress.parse_options
-    found = [parse(a).spares for a in ([], ["--kill"], ["--kill", "--spares", "0"])]
-    assert found == [0, 2, 0]
-    assert parse(["--requests", "100"]).requests == 50
+@pytest.mark.parametrize(("kill", "spares", "wanted"), [(False, None, 0), (True, None, 2), (True, 0, 0)])
+def test_killing_has_spares_unless_told_otherwise(kill: bool, spares: int | None, wanted: int) -> None:
+    options = Namespace(prompts=2, max_tokens=8, longest=4, requests=100, families=["a", "b"])
+    options.kill, options.spares = kill, spares
+    serve_stress.settle(options)
+    assert (options.spares, options.requests) == (wanted, 50)

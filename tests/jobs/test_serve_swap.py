@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,16 +11,15 @@ from typing import Any
 
 import pytest
 
-from jobs import serve_swap  # first: it finds the modules beside it
-from jobs.benchmarks.harness import command_line, machine
+from jobs import serve_bench, serve_swap, stress_load
+from jobs.benchmarks import harness
+from jobs.benchmarks.harness import Page, command_line, machine
 from rayk.actors import launch
 from rayk.bench.client import FAILED, OK, Observed
 from rayk.bench.prompts import Planned
+from rayk.cli.guard import run_guarded
 from rayk.reports import collect_environment
 from rayk.types.errors import UserError
-
-stress_load: Any = sys.modules["stress_load"]
-serve_bench: Any = sys.modules["serve_bench"]
 
 ROOT = Path(__file__).resolve().parents[2]
 SECOND = 10**9
@@ -104,17 +105,29 @@ def test_a_tier_that_is_lost_in_peace_is_told() -> None:
     assert serve_swap.failures([row], 4, 2) == ["in peace: engines lost their tier 1 times in 0 kills"]
 
 
-def test_the_table_says_what_failed_and_what_ran_it() -> None:
-    environment = collect_environment(
-        command=["jobs/serve_swap.py", "--kills", "2", "--out", "x"], load_at_start=0.5, load_at_end=1.5
-    )
-    text = serve_swap.markdown([_row()], serve_swap.parse_options([]), environment)
-    assert "    python jobs/serve_swap.py --kills 2\n" in text
+def test_the_table_says_what_failed_and_what_ran_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A load of which one engine saw a kill too few: the page is written, and recorded nowhere."""
+
+    def made_up(options: Any, page: Page) -> None:
+        rows = [_row(tier_losses=3)]
+        page.section("Loads", serve_swap.SWAPS, rows)
+        page.wrong += serve_swap.failures(rows, 4, options.kills)
+
+    monkeypatch.setattr(serve_swap, "fill", made_up)
+    monkeypatch.setattr(harness, "RESULTS", tmp_path / "nowhere")
+    made_up.__module__ = serve_swap.__name__
+    assert serve_swap.main(["--kills", "2", "--out", str(tmp_path), "--record"]) == 1
+    text = (tmp_path / "serve_swap.md").read_text()
+    assert "    python jobs/serve_swap.py --kills 2 --record\n" in text
     names, _, cells = (line for line in text.splitlines() if line.startswith("|"))
     found = dict(zip(names.split(" | "), cells.split(" | "), strict=True))
     assert (found["swapped out"], found["swaps failed"], found["MB out"]) == ("31", "3", "1.6")
+    environment = json.loads((tmp_path / "environment.json").read_text())
     assert f"torch {environment['packages']['torch']}, ray {environment['packages']['ray']}" in text
-    assert "load 0.5 when it began, 1.5 when it ended" in text
+    assert re.search(r"load \d+\.\d when it began, \d+\.\d when it ended", text)
+    assert "tier killed: engines lost their tier 3 times in 2 kills" in capsys.readouterr().err
 
 
 def test_a_recorded_command_names_no_folder_of_results() -> None:
@@ -140,10 +153,9 @@ def test_a_recorded_command_names_no_folder_of_results() -> None:
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        serve_swap.parse_options(arguments)
+    assert run_guarded(lambda: serve_swap.main([*arguments, "--out", str(tmp_path / "out")])) == 2
     assert told in capsys.readouterr().err
 
 
@@ -167,10 +179,10 @@ def test_a_server_that_cannot_be_is_refused_at_once(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(launch, "connect", lambda *_: pytest.fail("Ray was started"))
-    options = serve_swap.parse_options([*arguments, "--out", str(tmp_path / "out")])
-    assert serve_swap.run_guarded(lambda: serve_swap.run_job(options)) == 2
+    out = tmp_path / "out"
+    assert run_guarded(lambda: serve_swap.main([*arguments, "--out", str(out)])) == 2
     assert told in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 def test_a_server_that_does_not_start_is_quoted(tmp_path: Path) -> None:

@@ -14,22 +14,22 @@ import pandas as pd
 import pytest
 import torch
 
-from jobs.sweep_cells import load_sweep
+from jobs.benchmarks.transfer_ceiling import COLUMNS, chosen_transport
+from jobs.sweep_cells import SPEC, load_sweep
 from jobs.sweep_oracle import POISON, content, fill, make_specs, wrong_bytes
-from jobs.sweep_report import CEILING_COLUMNS, write_results
 from jobs.transfer_sweep import parse_options
-from jobs.ucx_log import chosen_transport
 from rayk.kv.caches import allocate
 from rayk.kv.fields import PageField
 from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import group_layers
 from rayk.kv.layout import LAYOUTS, get_layout
+from rayk.reports.html import write_page
+from rayk.reports.page import Page, Section
 from rayk.transfer.plan import consecutive_tables
 from rayk.types.errors import SpecError, UserError
 from tests.markers import thorough
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEC = ROOT / "jobs" / "transfer_sweep.yaml"
 
 LOG = """\
 [1] [vm:9 :0]   +-----------+-------------+--------------------------------+
@@ -116,32 +116,20 @@ def test_a_bad_file_is_refused(tmp_path: Path, text: str, problem: str):
         load_sweep(path)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (["--limit", "0"], "argument --limit: '0' is not a number of 1 or more"),
-        (["--limit", "-2"], "argument --limit: '-2' is not a number of 1 or more"),
-        (["--check"], "only with --ceiling"),
-    ],
-)
-def test_options_that_would_check_nothing_are_refused(
-    arguments: list[str],
-    problem: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-):
-    monkeypatch.setattr(sys, "argv", ["transfer_sweep.py", *arguments])
+@pytest.mark.parametrize("number", ["0", "-2"])
+def test_options_that_would_check_nothing_are_refused(number: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
-        parse_options()
+        parse_options(["--limit", number])
     assert ended.value.code == 2
-    assert problem in capsys.readouterr().err.splitlines()[-1]
+    assert f"argument --limit: invalid number above 0 value: '{number}'" in capsys.readouterr().err
 
 
 def test_short_texts_of_the_ceiling_stand_on_one_line(tmp_path: Path):
-    row = dict.fromkeys((column.key for column in CEILING_COLUMNS), None)
+    row = dict.fromkeys((column.key for column in COLUMNS), None)
     texts = {"tp": "1->1", "layouts": "BHLNC->LBHNC", "note": "a text of some length, which may take lines"}
-    write_results(load_sweep(SPEC), [row | texts], tmp_path / "run", 1.0, ceiling=True)
-    page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    section = Section(title="Rates", columns=COLUMNS, rows=[row | texts])
+    write_page(Page(eyebrow="benchmark", title="Ceiling", sections=[section]), tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
     classes = {
         html.unescape(text): kind for kind, text in re.findall(r'<td(?: class="(\w+)")?>([^<]+)</td>', page)
     }

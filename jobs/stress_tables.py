@@ -1,26 +1,19 @@
-"""What jobs/serve_stress.py shows: tables of families, kills and requests, and what in them must not be."""
+"""Tables of jobs/serve_stress.py: a row per family, kill and request, and what in them must not be."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
-from stress_chaos import BACK_S, BACK_SHARE, WINDOW_S, Throughput
-from stress_load import VERDICTS, percentile
+from jobs.stress_chaos import BACK_S, BACK_SHARE, WINDOW_S, Kill, Throughput
+from jobs.stress_load import VERDICTS, Met, percentile
+from rayk.reports.page import Column
 
-from rayk.reports.md_table import markdown_table
-from rayk.reports.page import Column, text_rows
-
-if TYPE_CHECKING:
-    from serve_stress import Run
-
-TABLES = ("families", "kills", "requests")
+Tables = dict[str, list[dict[str, Any]]]
 ANSWERED_SHARE = 0.8
 """Of the requests whose clients stayed, under kills."""
-MAX_SHOWN = 8
-_ID = re.compile(r"cmpl-[0-9a-f]+(-\d+)?")
 
 FAMILIES = (
     Column(title="family", key="family"),
@@ -75,6 +68,28 @@ NOTE = (
     "those of the try that succeeded, one after the other; processor time to start is a rank's, imports "
     "included, whenever it was spent; to form that of all ranks."
 )
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What one server went through. Times are time.monotonic_ns."""
+
+    family: str
+    met: list[Met] = field(default_factory=list)
+    began_ns: int = 0
+    ended_ns: int = 0
+    kills: list[Kill] = field(default_factory=list)
+    restart_s: float | None = None
+    """Mean, until a spare waits again, as measured before the killing began."""
+    measured_kills: int = 0
+    """How many of the kills measured it."""
+    blocks: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Engine -> free and all blocks, at the end."""
+    requests_left: tuple[int, int] = (0, 0)
+    """Running and waiting, as the server says at the end."""
+    exit_status: int | None = None
+    trouble: str = ""
+    """Why it could not go on, if so."""
 
 
 def throughput(run: Run) -> Throughput:
@@ -194,7 +209,7 @@ def request_rows(run: Run, verdicts: Sequence[tuple[str, str]]) -> list[dict[str
     ]
 
 
-def failures(tables: Mapping[str, Sequence[Mapping[str, Any]]], num_requests: int | None) -> list[str]:
+def failures(tables: Tables, num_requests: int | None) -> list[str]:
     """What must not be, in words. num_requests: of each family; None: ranks were killed, and there were as
     many as there was time for."""
     found = []
@@ -226,22 +241,3 @@ def _wrong(row: Mapping[str, Any], num_requests: int | None) -> list[str]:
         (row["trouble"], row["trouble"]),
     )
     return [text for is_so, text in checks if is_so]
-
-
-def markdown(tables: Mapping[str, Sequence[Mapping[str, Any]]], about: str) -> str:
-    """The tables as GitHub Markdown."""
-    lines = ["# A server under streaming clients", "", about, "", *_table(FAMILIES, tables["families"])]
-    if tables["kills"]:
-        lines += ["## Ranks killed", "", NOTE, ""]
-        lines += [*_table(FIRE, tables["families"]), *_table(KILLS, tables["kills"])]
-    # Requests are told apart by ids, which nobody wants to read.
-    notes = Counter(
-        f"{row['family']}: {_ID.sub('...', note)}" for row in tables["families"] for note in row["notes"]
-    )
-    for note, count in notes.most_common(MAX_SHOWN):
-        lines.append(f"- {count} x {note}")
-    return "\n".join(lines)
-
-
-def _table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [*markdown_table([c.title for c in columns], text_rows(columns, rows)), ""]
