@@ -155,6 +155,11 @@ def num_cluster_gpus() -> float:
     return resources.get("GPU", 0.0)
 
 
+def cluster_device() -> str:
+    """What `device: auto` means on the cluster: its devices count, not those of the driver's machine."""
+    return "cuda" if num_cluster_gpus() >= 1 else "cpu"
+
+
 def describe_nodes() -> list[dict[str, Any]]:
     """What environment.json says of the cluster's live nodes."""
     shown = ("CPU", "GPU")

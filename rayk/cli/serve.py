@@ -148,7 +148,7 @@ def serve(
     """
     from rayk.actors.environment import check_address, wanted_address
     from rayk.actors.token_file import TokenFile
-    from rayk.serve.command import HttpOptions, check_http, serve_until_stopped
+    from rayk.serve.command import plan_http, serve_until_stopped
     from rayk.specs.server_plan import ServerOptions, parse_tp_sizes, plan_server
 
     options = ServerOptions(
@@ -172,23 +172,23 @@ def serve(
         max_num_seqs=max_num_seqs,
         kv_cache_dtype=kv_cache_dtype,
     )
-    front = HttpOptions(
+    # Bad input is refused in a second: this needs neither torch nor Ray.
+    cluster = wanted_address(address)
+    token_file = TokenFile.asked(ray_token_file, is_own_cluster=cluster is None)
+    plan = plan_server(options, is_local=cluster is None)
+    front = plan_http(
         kind=http.value,
         host=host,
         port=port,
         api_key=api_key,
-        limits=tuple(limits or ()),
+        limits=limits or (),
         drain_s=drain_timeout,
+        is_local=cluster is None,
     )
-    # Bad input is refused in a second: this needs neither torch nor Ray.
-    cluster = wanted_address(address)
-    token_file = TokenFile.asked(ray_token_file, is_own_cluster=cluster is None)
-    plan_server(options, is_local=cluster is None)
-    front = check_http(front, is_local=cluster is None)
     if cluster is not None:
         check_address(cluster)
     # Ray prints what befalls workers to stdout, which is for the ready line alone.
     ready = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):
-        code = serve_until_stopped(options, front, address=address, ready=ready, token_file=token_file)
+        code = serve_until_stopped(plan, front, address=address, ready=ready, token_file=token_file)
     raise typer.Exit(code)

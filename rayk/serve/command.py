@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import http.client
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
 from rayk.actors.environment import wanted_address
 from rayk.actors.naming import JOB_NAME, models_in_words
 from rayk.actors.token_file import TokenFile, removal_of
-from rayk.serve.limits import OF_UVICORN, http_settings
+from rayk.serve.limits import OF_UVICORN, HttpSettings, http_settings
 from rayk.serve.ports import claim_port, reachable_host, url_of
 from rayk.serve.supervisor import READY_S, GaveUp, Part, Supervisor, stop_parts
-from rayk.specs.server_plan import ServerOptions, note_unused_tensors, plan_server
+from rayk.specs.server_plan import ServerPlan, note_unused_tensors
 from rayk.specs.serving import ServerSettings
 from rayk.types.errors import DeadlineExceeded, InternalError, LayoutVetoed, RaykError, Unsupported, UserError
 from rayk.types.signals import StopSignals
@@ -38,37 +39,43 @@ END_S = 12.0
 class HttpOptions:
     """Where the server listens, and what it lets clients do."""
 
-    kind: str = "serve"
-    """serve (Ray Serve) or uvicorn."""
+    kind: str = "serve"  # serve (Ray Serve) or uvicorn
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
-    limits: tuple[str, ...] = ()
-    """KEY=VALUE: see limits.HttpSettings."""
+    settings: HttpSettings = HttpSettings()
     drain_s: float = 60.0
     """Running requests get so long to end."""
 
 
-def check_http(options: HttpOptions, *, is_local: bool) -> HttpOptions:
-    """Choose a real port. Raises UserError: the port cannot be had, or the key or a limit is not valid.
-    `is_local`: the front will listen on this machine."""
-    if options.api_key is not None and (not options.api_key.strip() or not options.api_key.isascii()):
+def plan_http(
+    *,
+    kind: str,
+    host: str = "127.0.0.1",
+    port: int,
+    api_key: str | None = None,
+    limits: Sequence[str] = (),
+    drain_s: float = 60.0,
+    is_local: bool,
+) -> HttpOptions:
+    """Parse limits (KEY=VALUE: see limits.HttpSettings) and choose a real port. Raises UserError: the port cannot
+    be had, or the key or a limit is not valid. `is_local`: the front will listen on this machine."""
+    if api_key is not None and (not api_key.strip() or not api_key.isascii()):
         raise UserError("an API key has ASCII characters, and some", where="--api-key")
-    http_settings(options.api_key, options.limits)
-    for text in options.limits if options.kind == "serve" else ():
+    settings = http_settings(api_key, limits)
+    for text in limits if kind == "serve" else ():
         if text.partition("=")[0] in OF_UVICORN:
             raise UserError(
                 "Ray Serve keeps connections itself", where=f"--limit {text}", mend="--http uvicorn"
             )
-    if is_local or options.kind == "uvicorn":
-        return replace(options, port=claim_port(options.host, options.port))
-    if options.port == 0:
+    if is_local or kind == "uvicorn":
+        port = claim_port(host, port)
+    elif port == 0:
         raise UserError("the head of another cluster has to be given a port", where="--port 0")
-    return options
+    return HttpOptions(kind=kind, host=host, port=port, settings=settings, drain_s=drain_s)
 
 
 def serve_until_stopped(
-    options: ServerOptions,
+    plan: ServerPlan,
     front: HttpOptions,
     *,
     address: str | None,
@@ -80,7 +87,7 @@ def serve_until_stopped(
     Raises UserError when the weights are not those of config.json: before Ray starts; and when the cluster
     cannot hold the engines.
     """
-    note = note_unused_tensors(options.model)
+    note = note_unused_tensors(plan)
     if note:
         _say(note)
     stop = StopSignals(
@@ -94,7 +101,7 @@ def serve_until_stopped(
         cluster = wanted_address(address)
         phase = "starting Ray" if cluster is None else f"joining the Ray cluster at {cluster}"
         _say(phase)
-        model = models_in_words([options.model])
+        model = models_in_words([plan.options.model])
         about = {"rayk": "server", "model": model, "url": url_of(front.host, front.port)}
         about |= {JOB_NAME: f"rayk serve {model}"}
         with ExitStack() as stack:
@@ -104,8 +111,8 @@ def serve_until_stopped(
                 return 0
             if cluster is not None or token_file is not None:
                 _say(joined.in_words())
-            device = "cuda" if launch.num_cluster_gpus() >= 1 else "cpu"
-            settings = launch.fit_server(plan_server(options, device=device, is_local=False))
+            device = launch.cluster_device()
+            settings = launch.fit_server(plan.on_device(device))
             return asyncio.run(_serve(settings, front, stop, ready, is_shared=cluster is not None))
 
 
@@ -120,8 +127,9 @@ async def _serve(
     from rayk.serve.fronts import FrontPlan
 
     name = fleet_name(settings.model.model_id)
-    http = http_settings(front.api_key, front.limits)
-    plan = FrontPlan(fleet=name, settings=settings, host=front.host, port=front.port, http=http)
+    plan = FrontPlan(
+        fleet=name, settings=settings, host=front.host, port=front.port, http=front.settings
+    )
     fleet = FleetPart(name, settings, _say)
     http_part = _front_part(front, plan, is_shared=is_shared)
     cluster = ClusterPart(ray.get_runtime_context().gcs_address)
@@ -192,7 +200,8 @@ async def _until_ready(front: HttpOptions) -> None:
 
 def _ask_health(front: HttpOptions) -> tuple[bool, str]:
     connection = http.client.HTTPConnection(reachable_host(front.host), front.port, timeout=10)
-    key = {} if front.api_key is None else {"Authorization": f"Bearer {front.api_key}"}
+    api_key = front.settings.api_key
+    key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     try:
         connection.request("GET", "/health", headers=key)
         response = connection.getresponse()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayk.actors.environment import wanted_address
 from rayk.serve.llm_engines import LLMEngines
-from rayk.specs.server_plan import ServerOptions, note_unused_tensors, plan_server
+from rayk.specs.server_plan import ServerOptions, ServerPlan, note_unused_tensors, plan_server
 from rayk.types.admission import check_request
 from rayk.types.errors import CheckpointError, UserError
 from rayk.types.request import SamplingParams, TokenLogprobs
@@ -130,11 +130,11 @@ class LLM:
             max_num_seqs=max_num_seqs,
             kv_cache_dtype=kv_cache_dtype,
         )
-        plan_server(options, is_local=wanted_address(address) is None)
-        note = note_unused_tensors(options.model)
+        plan = plan_server(options, is_local=wanted_address(address) is None)
+        note = note_unused_tensors(plan)
         if note:
             logging.getLogger("rayk").warning(note)
-        self._engines = _Engines(options, address)
+        self._engines = _Engines(plan, address)
         # Whoever forgets to close it leaves that to the end of the process.
         self._close = weakref.finalize(self, self._engines.close)
         self._text: Text | CheckpointError | None = None
@@ -280,7 +280,7 @@ class LLM:
 class _Engines:
     """Holds the cluster, and the engines on it."""
 
-    def __init__(self, options: ServerOptions, address: str | None) -> None:
+    def __init__(self, plan: ServerPlan, address: str | None) -> None:
         # Ray is imported here so that bad input is refused in a second.
         import ray
 
@@ -293,7 +293,7 @@ class _Engines:
         self._lock = threading.Lock()
         try:
             if not ray.is_initialized():
-                model = models_in_words([options.model])
+                model = models_in_words([plan.options.model])
                 about = {"rayk": "LLM", "model": model, JOB_NAME: f"rayk LLM {model}"}
                 joined = self._stack.enter_context(launch.connect(address, about=about))
             else:
@@ -301,8 +301,8 @@ class _Engines:
             if not joined.is_own:
                 level = logging.INFO if joined.is_protected else logging.WARNING
                 logging.getLogger("rayk").log(level, joined.in_words())
-            device = "cuda" if launch.num_cluster_gpus() >= 1 else "cpu"
-            self.settings = launch.fit_server(plan_server(options, device=device, is_local=False))
+            device = launch.cluster_device()
+            self.settings = launch.fit_server(plan.on_device(device))
             name = fleet_name(self.settings.model.model_id)
             router = Router(name, self.settings, namespace=ray.get_runtime_context().namespace)
             num_at_once = sum(e.config.max_seqs for e in self.settings.engines)

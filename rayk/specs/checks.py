@@ -9,7 +9,7 @@ from rayk.kv.layout import KVCacheLayout
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import tier_groups
 from rayk.specs.cells import Cell, Models, decoder_of, expand, why_no_groups
-from rayk.specs.engines import check_fits_device, check_kernel_blocks, check_layer_backends, check_pool
+from rayk.specs.engines import check_cell_device, check_kernel_blocks, check_layer_backends, check_pool
 from rayk.specs.faults import check_fault, check_fits_model
 from rayk.specs.host_tier import check_heeded
 from rayk.specs.load import LoadedSpec
@@ -44,7 +44,7 @@ def plan_cells(
         check_cell(cell, config, loaded)
         if why_no_groups(cell.engines, config) is None:
             check_fits_model(cell, config, loaded)
-            check_fits_device(cell, loaded)
+            check_cell_device(cell, loaded)
             check_prompts(cell, prompts_of[key], config, loaded)
         planned.append((cell, prompts_of[key]))
     return planned
@@ -219,10 +219,10 @@ def check_prompts(
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
     length, max_tokens = len(prompts[longest]), cell.sampling.max_tokens
     total = length + max_tokens
-    ask = f"prompt {longest} of {length} + max_tokens {max_tokens} = {total} tokens"
+    request = f"prompt {longest} of {length} + max_tokens {max_tokens} = {total} tokens"
     if total > config.max_positions:
-        raise SpecError(problem=f"{ask}, over {config.positions_text}", where=where)
+        raise SpecError(problem=f"{request}, over {config.positions_text}", where=where)
     for side, engine in (("prefill", cell.prefill), ("decode", cell.decode)):
         if engine is None:
             continue
-        check_pool(ask, total, side, engine, config, where)
+        check_pool(request, total, side, engine, config, where)

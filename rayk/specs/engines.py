@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from rayk.kv.groups import KVCacheGroup, max_request_blocks
 from rayk.kv.kernel_blocks import bad_kernel_blocks
@@ -15,24 +16,32 @@ from rayk.types.config import EngineConfig
 from rayk.types.errors import SpecError
 
 
-def check_fits_device(cell: Cell, loaded: LoadedSpec) -> None:
-    """Refuse a backend or comm that the cell's device cannot have. Raises SpecError."""
-    on_cuda = cell.prefill.device == "cuda"
+def check_fits_device(engine: EngineConfig, where: Callable[[str], str]) -> None:
+    """Refuse a backend or comm that an engine's device cannot have. `where`: the place of a setting. Raises
+    SpecError."""
+    if engine.device == "auto":
+        return  # the cluster that decides it is not joined yet
+    on_cuda = engine.device == "cuda"
     # Triton's interpreter, asked for by its own variable, runs the kernels on the CPU.
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     backends = {"cpu", "cpu-torch"} if on_cuda else set() if interpreted else {"triton"}
     comms = {"shm"} if on_cuda else {"nccl"}
+    given = [("attention_backend", engine.attention_backend, backends)]
+    given += [("layer_backends", backend, backends) for _, backend in engine.layer_backends]
+    given += [("comm", engine.comm, comms if engine.tp > 1 else set())]
+    for name, value, wrong in given:
+        if value in wrong:
+            raise SpecError(
+                problem=f"{name}: {value} cannot run on device {engine.device}",
+                where=where(name),
+                mend=f"{name}: auto",
+            )
+
+
+def check_cell_device(cell: Cell, loaded: LoadedSpec) -> None:
+    """Refuse a backend or comm that the cell's device cannot have. Raises SpecError."""
     for side, engine in _engines(cell):
-        asked = [("attention_backend", engine.attention_backend, backends)]
-        asked += [("layer_backends", backend, backends) for _, backend in engine.layer_backends]
-        asked += [("comm", engine.comm, comms if engine.tp > 1 else set())]
-        for name, value, wrong in asked:
-            if value in wrong:
-                raise SpecError(
-                    problem=f"{name}: {value} cannot run on device {engine.device}",
-                    where=_where(cell, side, name, loaded),
-                    mend=f"{name}: auto",
-                )
+        check_fits_device(engine, partial(_where, cell, side, loaded=loaded))
 
 
 def check_kernel_blocks(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
@@ -69,18 +78,18 @@ def check_layer_backends(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) 
 
 
 def check_pool(
-    ask: str, num_tokens: int, side: str, engine: EngineConfig, config: DecoderConfig, where: str
+    request: str, num_tokens: int, side: str, engine: EngineConfig, config: DecoderConfig, where: str
 ) -> None:
     """Refuse a request that an engine's pool cannot hold when it is alone. Raises SpecError.
 
-    `ask`: the request of `num_tokens` in words.
+    `request`: the request of `num_tokens` in words.
     """
     groups = engine_groups(engine, config)
     needed = max_request_blocks(groups, num_tokens, engine.max_batch_tokens)
-    held = engine.num_blocks - 1
-    if needed > held:
+    num_usable = engine.num_blocks - 1
+    if needed > num_usable:
         raise SpecError(
-            problem=f"{ask} need {needed} KV blocks, over the {side} engine's pool of {held} "
+            problem=f"{request} need {needed} KV blocks, over the {side} engine's pool of {num_usable} "
             f"({engine.num_blocks} less the null block) of {_block_sizes_text(groups)}",
             where=where,
             mend=f"engine: {{num_blocks: {needed + 1}}} or more",

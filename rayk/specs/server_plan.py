@@ -1,4 +1,4 @@
-"""What a server is asked to be, checked as an experiment's cell is: before any actor starts."""
+"""Plans a server from its options, checked as an experiment's cell is: before any actor starts."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rayk.models.kv_specs import engine_groups
 from rayk.specs.cells import Cell
 from rayk.specs.checks import plan_cells
 from rayk.specs.devices import check_device
+from rayk.specs.engines import check_fits_device
 from rayk.specs.experiment import dotted_keys
 from rayk.specs.host_tier import check_machine, check_pools
 from rayk.specs.load import load_spec
@@ -85,14 +86,38 @@ class ServerOptions:
         return self.mode or ("aggregated" if all(v is None for v in given) else "disaggregated")
 
 
-def plan_server(
-    options: ServerOptions, *, device: str | None = None, is_local: bool = True
-) -> ServerSettings:
-    """A server's settings, everything checked that needs neither torch nor Ray.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerPlan:
+    """A server that may be started: what its options say, checked once. The cluster it runs on then decides
+    what `device: auto` is (`on_device`) and how workers share GPUs."""
 
-    `device` is what `auto` means (default: cuda when this machine has a GPU, else cpu); `is_local`: the
-    engines run on this machine, and a device that it lacks is refused. Raises UserError, and Unsupported
-    where the model cannot run this way.
+    options: ServerOptions
+    config: DecoderConfig
+    settings: ServerSettings
+
+    def on_device(self, device: str) -> ServerSettings:
+        """The settings where `auto` is `device`. Raises SpecError where an engine cannot run on that."""
+        if self.options.device != "auto" or device == self.settings.device:
+            return self.settings
+        entries = self.settings.engines
+        moved = tuple(replace(e, config=replace(e.config, device=device)) for e in entries)
+        for entry in moved:
+            side = "decode" if entry.role == "decode" else "prefill"
+            check_fits_device(entry.config, lambda name, side=side: self._where(side, name))  # type: ignore[misc]
+        return replace(self.settings, engines=moved)
+
+    def _where(self, side: str, name: str) -> str:
+        """The option that gives an engine's setting."""
+        keys = [text.partition("=")[0].strip() for text in self.options.overrides]
+        return _override_of(f"{side}.{name}" if f"{side}.{name}" in keys else f"engine.{name}", self.options.overrides)
+
+
+def plan_server(options: ServerOptions, *, device: str | None = None, is_local: bool = True) -> ServerPlan:
+    """Plan a server, everything checked that needs neither torch nor Ray.
+
+    `is_local`: the engines run on this machine, and a device that it lacks is refused. `device` is what `auto`
+    means: by default cuda when this machine has a GPU, else cpu; where engines run elsewhere it stays open.
+    Raises UserError, and Unsupported where the model cannot run this way.
     """
     options = _in_own_names(options)
     config = load_config(options.model)
@@ -100,6 +125,7 @@ def plan_server(
     config = replace(config, max_positions=_max_model_len(options.max_model_len, config))
     _check_overrides(options.overrides)
     _check_sides(options)
+    device = device or (None if is_local else "auto")
     cells = [_plan_cell(options, config, tp_sizes, device) for tp_sizes in _tp_sizes(options)]
     if is_local:
         check_device(options.device, where="--device")
@@ -113,26 +139,25 @@ def plan_server(
     if is_local:
         check_pools((*prefill, *decode), config, "the engines")
     folder = Path(options.model).resolve()
-    pool_tokens = _pool_tokens({*prefill, *decode}, config)
-    return settings_of(
+    card = model_card(str(folder), config, options.served_model_name or folder.name)
+    settings = settings_of(
         cells[0],
-        replace(
-            model_card(str(folder), config, options.served_model_name or folder.name), pool_tokens=pool_tokens
-        ),
+        replace(card, pool_tokens=_pool_tokens({*prefill, *decode}, config)),
         prefill,
         decode,
         max_waiting=options.max_waiting,
         request_s=options.request_s,
         num_spares=options.num_spares,
     )
+    return ServerPlan(options=options, config=config, settings=settings)
 
 
-def note_unused_tensors(model: str) -> str:
+def note_unused_tensors(plan: ServerPlan) -> str:
     """One line on what of the checkpoint a server does not use, or nothing. Raises CheckpointError where its
     weights are not those of its config.json. Needs torch, but not Ray."""
     from rayk.models.loader import note_unused
 
-    return note_unused(model, load_config(model))
+    return note_unused(plan.options.model, plan.config)
 
 
 def _in_own_names(options: ServerOptions) -> ServerOptions:
@@ -170,13 +195,13 @@ def _kv_dtype(vllm_name: str) -> str | None:
     return known[vllm_name]
 
 
-def _max_model_len(asked: int | None, config: DecoderConfig) -> int:
+def _max_model_len(given: int | None, config: DecoderConfig) -> int:
     """Prompt and output of one request. Raises SpecError."""
-    if asked is not None and not 2 <= asked <= config.max_positions:
+    if given is not None and not 2 <= given <= config.max_positions:
         problem = f"the model has {config.max_positions} positions"
         mend = f"2 to {config.max_positions}"
-        raise SpecError(problem, where=f"--max-model-len {asked}", mend=mend)
-    return asked or config.max_positions
+        raise SpecError(problem, where=f"--max-model-len {given}", mend=mend)
+    return given or config.max_positions
 
 
 def parse_tp_sizes(text: str | None, option: str) -> tuple[int, ...] | None:
@@ -260,8 +285,8 @@ def _with_pool(engine: EngineConfig, config: DecoderConfig) -> EngineConfig:
     rank = plan_rank(groups, layout, tp_size=engine.tp, tp_rank=0, num_blocks=DEFAULT_BLOCKS)
     each = max_request_blocks(groups, config.max_positions, engine.max_batch_tokens)
     # As many again for those that wait to be handed over, or are handed over just now.
-    wanted = 2 * each * engine.max_seqs + 1
-    return replace(engine, num_blocks=min(wanted, max(DEFAULT_BLOCKS, POOL_BYTES // rank.block_bytes)))
+    enough = 2 * each * engine.max_seqs + 1
+    return replace(engine, num_blocks=min(enough, max(DEFAULT_BLOCKS, POOL_BYTES // rank.block_bytes)))
 
 
 def _pool_tokens(engines: Iterable[EngineConfig], config: DecoderConfig) -> int | None:
@@ -296,9 +321,9 @@ def _as_spec(options: ServerOptions, prefill_tp: int | None, decode_tp: int | No
     }
 
 
-def _num_engines(tp: int | Sequence[int] | None, asked: int | None) -> int | None:
+def _num_engines(tp: int | Sequence[int] | None, given: int | None) -> int | None:
     """A list of several TP sizes counts them."""
-    return len(tp) if isinstance(tp, Sequence) and len(tp) > 1 else asked
+    return len(tp) if isinstance(tp, Sequence) and len(tp) > 1 else given
 
 
 def _side(tp: int | None, num_engines: int | None) -> dict[str, int]:
