@@ -115,7 +115,7 @@ def check(options: argparse.Namespace) -> None:
         request_s=options.request_s,
         overrides=tuple(settings(options)),
     )
-    model = plan_server(asked, is_local=options.address is None).model
+    model = plan_server(asked, is_local=options.address is None).settings.model
     longest = options.longest + options.max_tokens
     most = model.max_positions if model.pool_tokens is None else model.pool_tokens
     if longest > most:

@@ -14,7 +14,6 @@ from rayk.types.errors import UserError
 
 if TYPE_CHECKING:
     from rayk.actors.token_file import TokenFile
-    from rayk.specs import LoadedSpec
 
 REASON_LINES = 3  # of a reason in a terminal; files and the report have it whole
 
@@ -70,14 +69,18 @@ def run_spec(
     token_file: TokenFile | None = None,
 ) -> int:
     """Run the experiment and return the exit code. Raises UserError for bad input."""
+    from rayk.experiments.planning import plan_experiment
     from rayk.specs import load_spec
 
     loaded = load_spec(path, overrides)
     if resume and out is None:
         raise UserError(problem="--resume needs --out DIR, the run to continue")
     folder = out or loaded.default_folder()
-    check_before_start(loaded, folder, address=address, resume=resume)
+    plan = plan_experiment(
+        loaded, folder, address=address, resume=resume, tell=lambda text: stderr().print(text, markup=False)
+    )
 
+    # Torch and pandas are imported here so that bad input is refused in a second.
     from rayk.actors.token_file import removal_of
     from rayk.cli.plain import print_table
     from rayk.cli.progress import RunProgress
@@ -90,9 +93,7 @@ def run_spec(
         # Ray prints what befalls workers to stdout, which is for the table alone.
         stopping = interrupts(progress.interrupted, at_once=removal_of(token_file))
         with contextlib.redirect_stdout(sys.stderr), stopping, progress:
-            result = run_experiment(
-                loaded, folder, address=address, resume=resume, progress=progress, token_file=token_file
-            )
+            result = run_experiment(plan, address=address, progress=progress, token_file=token_file)
     except KeyboardInterrupt:
         stderr().print(f"{progress.summary()}: --out {folder} --resume continues", markup=False)
         raise
@@ -102,37 +103,3 @@ def run_spec(
     print_table(console, verdict_table(result.cells, width=width, reason_lines=reason_lines))
     stderr().print(f"report: {folder / 'report.html'}", markup=False)
     return exit_code(result.cells, strict=strict)
-
-
-def check_before_start(loaded: LoadedSpec, folder: Path, *, address: str | None, resume: bool) -> None:
-    """Write the spec's checkpoints that are missing, then check all that needs neither torch nor Ray, so that
-    bad input fails in a second.
-
-    Raises UserError. Texts of a prompts file are not tokenised here: the driver checks them again.
-    """
-    from rayk.actors.environment import check_address, wanted_address
-    from rayk.experiments.checkpoints import write_checkpoints
-    from rayk.models.families import load_config
-    from rayk.models.headers import check_weights
-    from rayk.oracle.files import input_hashes
-    from rayk.reports.folder import check_directory
-    from rayk.specs import dump_spec, plan_cells, renew_spec
-    from rayk.specs.devices import check_device
-    from rayk.specs.host_tier import check_machine, check_pools
-
-    cluster = wanted_address(address)
-    write_checkpoints(loaded, lambda text: stderr().print(text, markup=False))
-    configs = {name: load_config(name) for name in loaded.spec.models()}
-    for name in configs:
-        check_weights(Path(name))
-    planned = plan_cells(loaded, configs, tokenizer_loader=lambda _: lambda _text: [0])
-    if not cluster:
-        for cell, _ in planned:
-            check_device(cell.spec.device, where=loaded.where("device"))
-            check_machine(cell.spec.offload, loaded.where)
-            if cell.unsupported is None:
-                check_pools(cell.all_engines, configs[cell.spec.model], loaded.where("engine.num_blocks"))
-    inputs = input_hashes(loaded.spec.models(), loaded.spec.prompt_files()) if resume else {}
-    check_directory(folder, dump_spec(loaded.spec), resume=resume, inputs=inputs, renew=renew_spec)
-    if cluster:
-        check_address(cluster)

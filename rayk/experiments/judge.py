@@ -61,11 +61,11 @@ class CellJudge:
         self._bounds: dict[tuple[str, tuple[tuple[int, ...], ...]], KVBounds] = {}
         self.twins = Twins()
 
-    def asks(self, cell: Cell) -> bool:
-        """Whether `ask` has anything to ask for a cell."""
+    def needs_reference(self, cell: Cell) -> bool:
+        """Whether `prepare` has anything to do for a cell."""
         return "tokens" in cell.checks or self.needs_capture(cell)
 
-    def ask(self, cell: Cell, prompts: Prompts) -> None:
+    def prepare(self, cell: Cell, prompts: Prompts) -> None:
         """Have the reference's answers ready for a cell."""
         if "tokens" in cell.checks and not cell.is_quantised:
             self._references(cell).outputs(prompts, cell.sampling)

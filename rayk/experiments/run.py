@@ -11,38 +11,21 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from rayk.actors.environment import wanted_address
 from rayk.actors.naming import JOB_NAME, cell_name, models_in_words, run_name
 from rayk.actors.token_file import TokenFile
-from rayk.experiments.checkpoints import write_checkpoints
 from rayk.experiments.judge import CellJudge
+from rayk.experiments.planning import ExperimentPlan, PlannedCell, plan_experiment
 from rayk.experiments.progress import MeteredProgress
-from rayk.models.config import DecoderConfig
-from rayk.models.families import load_config
 from rayk.models.loader import note_unused
-from rayk.oracle.files import input_hashes
 from rayk.oracle.remake import changed_checkpoints, checkpoint_commands
 from rayk.reports import Result, ResultWriter, collect_environment, load
 from rayk.reports.environment import copy_ceiling
 from rayk.reports.files import locked
-from rayk.reports.folder import check_directory
-from rayk.specs import (
-    Cell,
-    ExperimentSpec,
-    LoadedSpec,
-    dump_spec,
-    idle_rules,
-    load_spec,
-    plan_cells,
-    renew_spec,
-)
-from rayk.specs.devices import resolve_device
-from rayk.specs.host_tier import check_machine, check_pools
+from rayk.specs import Cell, ExperimentSpec, LoadedSpec, load_spec, renew_spec
 from rayk.types.errors import DeadlineExceeded, DeviceError, RaykError, UserError
 from rayk.types.progress import Progress
 from rayk.types.rows import CellRow
 
-Planned = Sequence[tuple[Cell, list[list[int]]]]  # cells with their prompts
 GRACE_S = 60.0  # what the coordinator may take beyond a cell's deadline to kill and replace workers
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -87,72 +70,69 @@ class Experiment:
         progress: Progress | None = None,
     ) -> Result:
         """Run every cell and return the tables; see `run_experiment`."""
+        progress = progress or Quiet()
         folder = out or self.loaded.default_folder()
-        return run_experiment(self.loaded, folder, address=address, resume=resume, progress=progress)
+        plan = plan_experiment(self.loaded, folder, address=address, resume=resume, tell=progress.phase)
+        return run_experiment(plan, address=address, progress=progress)
 
 
 def run_experiment(
-    loaded: LoadedSpec,
-    out: str | Path,
+    plan: ExperimentPlan,
     *,
     address: str | None = None,
-    resume: bool = False,
     progress: Progress | None = None,
     command: Sequence[str] | None = None,
     token_file: TokenFile | None = None,
 ) -> Result:
-    """Run a matrix into the folder `out` and return its tables.
+    """Run a planned matrix into its folder and return its tables.
 
-    Raises UserError before any actor starts when the spec, the model or the machine does not fit. A cell
-    that fails is a row, not an exception. Interrupted runs keep the cells that ended; so does one whose disk
-    is full, a UserError.
+    Raises UserError before any actor starts when the weights or the machine do not fit. A cell that fails is
+    a row, not an exception. Interrupted runs keep the cells that ended; so does one whose disk is full, a
+    UserError.
     """
     progress = progress or Quiet()
-    write_checkpoints(loaded, progress.phase)
-    configs = {name: load_config(name) for name in loaded.spec.models()}
-    for name, config in configs.items():
+    for name, config in plan.configs.items():
         note = note_unused(name, config)
         if note:
             progress.warn(note)
-    planned = plan_cells(loaded, configs, tokenizer_loader=_tokenizer)
-    if wanted_address(address) is None:
-        for cell, _ in planned:
-            check_machine(cell.spec.offload, loaded.where)
-            if cell.unsupported is None:
-                check_pools(cell.all_engines, configs[cell.spec.model], loaded.where("engine.num_blocks"))
-    for i in idle_rules(loaded.spec, configs):
-        where = loaded.marks.where(("exclude", i))
-        progress.warn(f"{where}: this exclude rule matches no cell: {loaded.spec.exclude[i]}")
+    spec = plan.loaded.spec
+    for i in plan.idle_rules:
+        where = plan.loaded.marks.where(("exclude", i))
+        progress.warn(f"{where}: this exclude rule matches no cell: {spec.exclude[i]}")
     environment = collect_environment(
         command=list(command or sys.argv),
-        seeds=_seeds(loaded.spec),
-        cells=len(planned),
-        inputs=input_hashes(loaded.spec.models(), loaded.spec.prompt_files()),
-        checkpoints=checkpoint_commands(loaded.spec.models()),
-        changed_checkpoints=changed_checkpoints(loaded.spec.models()),
+        seeds=_seeds(spec),
+        cells=len(plan.cells),
+        inputs=dict(plan.inputs),
+        checkpoints=checkpoint_commands(spec.models()),
+        changed_checkpoints=changed_checkpoints(spec.models()),
         ceiling=copy_ceiling(),
     )
-    yaml = dump_spec(loaded.spec)
-    check_directory(out, yaml, resume=resume, inputs=environment["inputs"], renew=renew_spec)
-    with _full_disk_is_told(Path(out)), locked(Path(out)):
-        writer = ResultWriter(out, spec_yaml=yaml, environment=environment, resume=resume, renew=renew_spec)
+    with _full_disk_raises(plan.out), locked(plan.out):
+        writer = ResultWriter(
+            plan.out, spec_yaml=plan.yaml, environment=environment, resume=plan.resume, renew=renew_spec
+        )
         with closing(writer):
-            progress.plan(len(planned), len(writer.finished))
+            progress.plan(len(plan.cells), len(writer.finished))
             if writer.changed_facts:
                 changed = ", ".join(writer.changed_facts)
                 progress.warn(f"the cells on disk were measured elsewhere or with other versions: {changed}")
-            left = [(c, prompts) for c, prompts in planned if c.cell_id not in writer.finished]
+            left = _unfinished(plan, writer)
             if any(not cell.unsupported for cell, _ in left):
-                _run_on_cluster(loaded, left, configs, writer, environment, address, progress, token_file)
+                _run_on_cluster(plan, writer, environment, address, progress, token_file)
             else:
                 for cell, _ in left:
                     _write_unsupported(cell, writer, progress)
             writer.finish()
-    return load(out)
+    return load(plan.out)
+
+
+def _unfinished(plan: ExperimentPlan, writer: ResultWriter) -> list[PlannedCell]:
+    return [(cell, prompts) for cell, prompts in plan.cells if cell.cell_id not in writer.finished]
 
 
 @contextmanager
-def _full_disk_is_told(folder: Path) -> Iterator[None]:
+def _full_disk_raises(folder: Path) -> Iterator[None]:
     """Raises UserError when the results, or the reference's answers beside them, find no room."""
     try:
         yield
@@ -173,9 +153,7 @@ def _write_unsupported(cell: Cell, writer: ResultWriter, progress: Progress) -> 
 
 
 def _run_on_cluster(
-    loaded: LoadedSpec,
-    left: Planned,
-    configs: Mapping[str, DecoderConfig],
+    plan: ExperimentPlan,
     writer: ResultWriter,
     environment: dict[str, Any],
     address: str | None,
@@ -186,26 +164,21 @@ def _run_on_cluster(
     # Ray is imported here so that a bad spec is refused in a second.
     from rayk.actors import launch
 
+    name, num_left = plan.loaded.spec.name, len(plan.cells) - len(writer.finished)
+    about = _metadata(plan.loaded, writer, num_left)
     with (
-        launch.connect(address, about=_metadata(loaded, writer, len(left)), token_file=token_file) as joined,
-        _in_metrics(progress, writer.directory.resolve().name, len(left), len(writer.finished)) as progress,
+        launch.connect(address, about=about, token_file=token_file) as joined,
+        _in_metrics(progress, plan.out.resolve().name, num_left, len(writer.finished)) as progress,
     ):
         if token_file is not None or not joined.is_own:
             (progress.phase if joined.is_protected else progress.warn)(joined.in_words())
-        available = launch.num_cluster_gpus()
-        # The cluster's devices count, not those of the machine that drives it.
-        device = "cuda" if available >= 1 else "cpu"
-        if device != resolve_device("auto") and any(cell.spec.device == "auto" for cell, _ in left):
-            names = {cell.cell_id for cell, _ in left}
-            again = plan_cells(loaded, configs, device=device, tokenizer_loader=_tokenizer)
-            left = [(cell, prompts) for cell, prompts in again if cell.cell_id in names]
-        cells = [cell for cell, _ in left if not cell.unsupported]
-        cells, fit_at_once = launch.fit_cells(cells)
+        left = _unfinished(plan.on_device(launch.cluster_device()), writer)
+        cells, fit_at_once = launch.fit_cells([cell for cell, _ in left if not cell.unsupported])
         progress.phase("starting workers")
-        runner = _Runner(loaded.spec.name, cells, keep_workers=fit_at_once)
+        runner = _Runner(name, cells, keep_workers=fit_at_once)
         try:
-            judges = {name: CellJudge(name, config, writer.directory) for name, config in configs.items()}
-            _ask_all(left, judges, progress)  # the workers start meanwhile
+            judges = {model: CellJudge(model, c, writer.directory) for model, c in plan.configs.items()}
+            _prepare_references(left, judges, progress)  # the workers start meanwhile
             progress.phase("waiting for the workers")
             cluster = {
                 "ray_address": joined.address,
@@ -257,20 +230,22 @@ def _run_cell(
     progress.end(cell.cell_id, row.verdict, row.reason)
 
 
-def _ask_all(left: Planned, judges: Mapping[str, CellJudge], progress: Progress) -> None:
+def _prepare_references(
+    left: Sequence[PlannedCell], judges: Mapping[str, CellJudge], progress: Progress
+) -> None:
     """Have the reference's answers ready."""
-    asking = [(judges[c.spec.model], c, p) for c, p in left if not c.unsupported]
-    asking = [(judge, cell, prompts) for judge, cell, prompts in asking if judge.asks(cell)]
-    if asking:
-        num_models = len({cell.spec.model for _, cell, _ in asking})
+    known = [(judges[c.spec.model], c, p) for c, p in left if not c.unsupported]
+    lacking = [(judge, cell, prompts) for judge, cell, prompts in known if judge.needs_reference(cell)]
+    if lacking:
+        num_models = len({cell.spec.model for _, cell, _ in lacking})
         progress.phase("asking the reference" + (f" ({num_models} models)" if num_models > 1 else ""))
-    for judge, cell, prompts in asking:
-        _ask(judge, cell, prompts)
+    for judge, cell, prompts in lacking:
+        _prepare_reference(judge, cell, prompts)
 
 
-def _ask(judge: CellJudge, cell: Cell, prompts: list[list[int]]) -> None:
+def _prepare_reference(judge: CellJudge, cell: Cell, prompts: list[list[int]]) -> None:
     try:
-        judge.ask(cell, prompts)
+        judge.prepare(cell, prompts)
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - it comes again when this cell is judged
@@ -398,9 +373,3 @@ def _metadata(loaded: LoadedSpec, writer: ResultWriter, num_left: int) -> dict[s
 
 def _seeds(spec: ExperimentSpec) -> dict[str, int]:
     return {"prompts": spec.prompts.random.seed} if spec.prompts.random is not None else {}
-
-
-def _tokenizer(model: str) -> Any:
-    from rayk.actors.tokenizer import load_encoder
-
-    return load_encoder(model)

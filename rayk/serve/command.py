@@ -57,8 +57,8 @@ def plan_http(
     drain_s: float = 60.0,
     is_local: bool,
 ) -> HttpOptions:
-    """Parse limits (KEY=VALUE: see limits.HttpSettings) and choose a real port. Raises UserError: the port cannot
-    be had, or the key or a limit is not valid. `is_local`: the front will listen on this machine."""
+    """Parse limits (KEY=VALUE: see limits.HttpSettings) and choose a real port. Raises UserError: the port
+    cannot be had, or the key or a limit is not valid. `is_local`: the front will listen on this machine."""
     if api_key is not None and (not api_key.strip() or not api_key.isascii()):
         raise UserError("an API key has ASCII characters, and some", where="--api-key")
     settings = http_settings(api_key, limits)
@@ -127,9 +127,7 @@ async def _serve(
     from rayk.serve.fronts import FrontPlan
 
     name = fleet_name(settings.model.model_id)
-    plan = FrontPlan(
-        fleet=name, settings=settings, host=front.host, port=front.port, http=front.settings
-    )
+    plan = FrontPlan(fleet=name, settings=settings, host=front.host, port=front.port, http=front.settings)
     fleet = FleetPart(name, settings, _say)
     http_part = _front_part(front, plan, is_shared=is_shared)
     cluster = ClusterPart(ray.get_runtime_context().gcs_address)

@@ -6,7 +6,7 @@ for a model, resolves the prompts and makes every check that needs no actor. The
 refused in `checks.py`. Torch-free.
 """
 
-from rayk.specs.cells import Cell, expand, idle_rules
+from rayk.specs.cells import Cell, expand
 from rayk.specs.checks import plan_cells
 from rayk.specs.experiment import Deadlines, ExperimentSpec, FaultSpec
 from rayk.specs.load import LoadedSpec, dump_spec, load_spec, renew_spec
@@ -20,7 +20,6 @@ __all__ = [
     "LoadedSpec",
     "dump_spec",
     "expand",
-    "idle_rules",
     "load_spec",
     "plan_cells",
     "renew_spec",

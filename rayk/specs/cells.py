@@ -101,6 +101,13 @@ class Cell:
         """Of each side."""
         return (self.prefill,) if self.decode is None else (self.prefill, self.decode)
 
+    def on_device(self, device: str) -> Cell:
+        """The cell where `device: auto` is `device`."""
+        if self.spec.device != "auto" or self.prefill.device == device:
+            return self
+        decode = None if self.decode is None else replace(self.decode, device=device)
+        return replace(self, prefill=replace(self.prefill, device=device), decode=decode)
+
     @property
     def all_engines(self) -> tuple[EngineConfig, ...]:
         """As many of each side as there are."""
@@ -163,23 +170,41 @@ def decoder_of(models: Models, spec: ExperimentSpec) -> DecoderConfig:
     return models[spec.model] if isinstance(models, Mapping) else models
 
 
-def expand(spec: ExperimentSpec, models: Models, *, device: str | None = None) -> list[Cell]:
-    """Cells in the order of the file, duplicates removed.
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """What a matrix gives."""
+
+    cells: tuple[Cell, ...]
+    """In the order of the file, duplicates and what is excluded removed."""
+    idle_rules: tuple[int, ...]
+    """Indexes of the exclude rules that match no cell of the matrix: most likely not what was meant."""
+
+
+def expand_matrix(spec: ExperimentSpec, models: Models, *, device: str | None = None) -> Expansion:
+    """Make the cells of a spec.
 
     `device` is what `auto` means (default: cuda when this machine has a GPU, else cpu).
     Raises SpecError when nothing is left.
     """
     names = axis_names(spec)
     cells: dict[str, Cell] = {}
+    idle = set(range(len(spec.exclude)))
     for point in _points(spec):
         cell = _make_cell(apply_point(spec, point), names, models, device)
-        if not any(_matches(cell, rule) for rule in spec.exclude):
+        matched = {i for i, rule in enumerate(spec.exclude) if _matches(cell, rule)}
+        idle -= matched
+        if not matched:
             cells.setdefault(json.dumps(cell.axes, sort_keys=True), cell)
     if not cells:
         raise SpecError(problem="no cell is left: `exclude` removes all", where="exclude")
     _check_model_names(spec)
     assert len({c.cell_id for c in cells.values()}) == len(cells), "two cells share a name"
-    return list(cells.values())
+    return Expansion(tuple(cells.values()), tuple(sorted(idle)))
+
+
+def expand(spec: ExperimentSpec, models: Models, *, device: str | None = None) -> list[Cell]:
+    """The cells of a spec: see `expand_matrix`."""
+    return list(expand_matrix(spec, models, device=device).cells)
 
 
 def _check_model_names(spec: ExperimentSpec) -> None:
@@ -193,15 +218,6 @@ def _check_model_names(spec: ExperimentSpec) -> None:
                 where="model",
                 mend="rename one folder",
             )
-
-
-def idle_rules(spec: ExperimentSpec, models: Models) -> list[int]:
-    """Indexes of the exclude rules that match no cell of the matrix: most likely not what was meant."""
-    if not spec.exclude:
-        return []
-    names = axis_names(spec)
-    cells = [_make_cell(apply_point(spec, point), names, models, None) for point in _points(spec)]
-    return [i for i, rule in enumerate(spec.exclude) if not any(_matches(c, rule) for c in cells)]
 
 
 def axis_names(spec: ExperimentSpec) -> tuple[str, ...]:

@@ -27,6 +27,17 @@ def plan_cells(
 ) -> list[tuple[Cell, list[list[int]]]]:
     """Cells with their prompts, everything checked that needs no actor. Raises UserError."""
     cells = expand(loaded.spec, models, device=device)
+    return check_cells(cells, loaded, models, tokenizer_loader=tokenizer_loader)
+
+
+def check_cells(
+    cells: Sequence[Cell],
+    loaded: LoadedSpec,
+    models: Models,
+    *,
+    tokenizer_loader: TokenizerLoader | None = None,
+) -> list[tuple[Cell, list[list[int]]]]:
+    """Cells of a spec with their prompts, once all is checked. Raises UserError."""
     check_heeded(cells, loaded)
     planned = []
     prompts_of: dict[tuple[str, str], list[list[int]]] = {}

@@ -109,14 +109,17 @@ class ServerPlan:
     def _where(self, side: str, name: str) -> str:
         """The option that gives an engine's setting."""
         keys = [text.partition("=")[0].strip() for text in self.options.overrides]
-        return _override_of(f"{side}.{name}" if f"{side}.{name}" in keys else f"engine.{name}", self.options.overrides)
+        return _override_of(
+            f"{side}.{name}" if f"{side}.{name}" in keys else f"engine.{name}", self.options.overrides
+        )
 
 
 def plan_server(options: ServerOptions, *, device: str | None = None, is_local: bool = True) -> ServerPlan:
     """Plan a server, everything checked that needs neither torch nor Ray.
 
-    `is_local`: the engines run on this machine, and a device that it lacks is refused. `device` is what `auto`
-    means: by default cuda when this machine has a GPU, else cpu; where engines run elsewhere it stays open.
+    `is_local`: the engines run on this machine, and a device that it lacks is refused. `device` is what
+    `auto` means: by default cuda when this machine has a GPU, else cpu; where engines run elsewhere it stays
+    open.
     Raises UserError, and Unsupported where the model cannot run this way.
     """
     options = _in_own_names(options)

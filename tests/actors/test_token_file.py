@@ -127,7 +127,7 @@ def test_a_signal_while_ray_starts_leaves_none(
 ) -> None:
     from rayk.actors import launch
     from rayk.serve.command import HttpOptions, serve_until_stopped
-    from rayk.specs.server_plan import ServerOptions
+    from rayk.specs.server_plan import ServerOptions, plan_server
 
     def init(**_: object) -> dict[str, str]:
         assert not list(tmp_path.iterdir())
@@ -137,8 +137,8 @@ def test_a_signal_while_ray_starts_leaves_none(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(launch.ray, "init", init)
     file = TokenFile(tmp_path / "token", is_own_cluster=True)
-    options = ServerOptions(model=str(checkpoint("qwen3")))
-    ended = serve_until_stopped(options, HttpOptions(), address=None, ready=io.StringIO(), token_file=file)
+    plan = plan_server(ServerOptions(model=str(checkpoint("qwen3"))))
+    ended = serve_until_stopped(plan, HttpOptions(), address=None, ready=io.StringIO(), token_file=file)
     assert ended == 0
     assert not list(tmp_path.iterdir())
 

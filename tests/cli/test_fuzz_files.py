@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from rayk.actors.tokenizer import load_tokenizer
 from rayk.cli.guard import run_guarded
 from rayk.cli.main import app
-from rayk.cli.run import check_before_start
+from rayk.experiments.planning import plan_experiment
 from rayk.explain.explanation import explain_pair
 from rayk.models.families import FAMILIES as PARSERS
 from rayk.models.families import load_config
@@ -235,7 +235,7 @@ def fuzz_specs(draw: st.DrawFn, folder: Path, checkpoint: CheckpointFactory, *, 
     path.write_text(text)
 
     def plan() -> None:
-        check_before_start(load_spec(path), folder / "out", address=None, resume=False)
+        plan_experiment(load_spec(path), folder / "out", tell=lambda _: None)
 
     ends_well(plan, is_measured=is_measured)
 

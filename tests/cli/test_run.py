@@ -127,8 +127,8 @@ class _Driver:
         self.outcome = outcome
         self.calls: list[tuple[Any, ...]] = []
 
-    def __call__(self, loaded: Any, out: Path, **options: Any) -> Any:
-        self.calls.append((loaded, out, options))
+    def __call__(self, plan: Any, **options: Any) -> Any:
+        self.calls.append((plan, options))
         options["progress"].plan(1, 0)
         options["progress"].begin("c")
         options["progress"].end("c", "PASS", "")
@@ -160,10 +160,10 @@ def test_the_table_goes_to_stdout_and_the_rest_to_stderr(
     assert "agg-tp4" in result.stdout
     assert "1/1 PASS" in result.stderr
     assert "report.html" in result.stderr
-    ((loaded, out, options),) = driver.calls
-    assert loaded.spec.decode.tp == 2
-    assert out == tmp_path / "out"
-    assert (options["address"], options["resume"]) == (address, False)
+    ((plan, options),) = driver.calls
+    assert [cell.decode.tp for cell, _ in plan.cells] == [2]
+    assert plan.out == tmp_path / "out"
+    assert (options["address"], plan.resume) == (address, False)
 
 
 def test_an_address_where_nobody_listens(

@@ -46,7 +46,7 @@ class Judge(CellJudge):
         self._errors = [error]
         self.twins = Twins()
 
-    def ask(self, cell: Cell, prompts: Any) -> None:
+    def prepare(self, cell: Cell, prompts: Any) -> None:
         raise self._errors[0]
 
     def needs_capture(self, cell: Cell) -> bool:
@@ -87,13 +87,13 @@ def test_a_full_disk_is_no_verdict(cells: list[Cell], tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space"):
         run_cells(cells, Judge(error), tmp_path)
     with pytest.raises(OSError, match="No space"):
-        run_module._ask(Judge(error), cells[0], [[1]])
+        run_module._prepare_reference(Judge(error), cells[0], [[1]])
 
 
 def test_a_question_that_breaks_down_waits_for_its_cell(cells: list[Cell]) -> None:
-    run_module._ask(Judge(AssertionError("later")), cells[0], [[1]])
+    run_module._prepare_reference(Judge(AssertionError("later")), cells[0], [[1]])
     with pytest.raises(UserError, match="now"):
-        run_module._ask(Judge(UserError("now")), cells[0], [[1]])
+        run_module._prepare_reference(Judge(UserError("now")), cells[0], [[1]])
 
 
 def test_workers_that_never_come_are_a_message(monkeypatch: pytest.MonkeyPatch) -> None:

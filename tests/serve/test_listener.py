@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from rayk.serve.app import make_app
-from rayk.serve.command import HttpOptions, check_http
+from rayk.serve.command import plan_http
 from rayk.serve.limits import HttpSettings
 from rayk.types.errors import UserError
 from rayk.types.serving import Delta, ModelCard, ServerRequest
@@ -177,7 +177,8 @@ def test_what_is_no_http_is_refused_in_openais_form() -> None:
 
 
 def test_ray_serves_proxy_is_not_told_of_heads() -> None:
-    options = HttpOptions(kind="serve", port=0, limits=("head_s=3",))
     with pytest.raises(UserError, match="--limit head_s=3"):
-        check_http(options, is_local=True)
-    assert check_http(HttpOptions(kind="uvicorn", port=0, limits=("head_s=3",)), is_local=True).port
+        plan_http(kind="serve", port=0, limits=["head_s=3"], is_local=True)
+    front = plan_http(kind="uvicorn", port=0, limits=["head_s=3"], is_local=True)
+    assert front.port
+    assert front.settings == HttpSettings(head_s=3.0)

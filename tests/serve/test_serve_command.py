@@ -113,8 +113,8 @@ def test_the_key_may_be_in_the_environment(
 ) -> None:
     found: list[str | None] = []
 
-    def start(_options: Any, front: HttpOptions, **_: Any) -> int:
-        found.append(front.api_key)
+    def start(_plan: Any, front: HttpOptions, **_: Any) -> int:
+        found.append(front.settings.api_key)
         return 0
 
     monkeypatch.setattr("rayk.serve.command.serve_until_stopped", start)

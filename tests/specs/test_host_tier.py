@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rayk.cli.run import check_before_start
+from rayk.experiments.planning import plan_experiment
 from rayk.specs import dump_spec, load_spec, plan_cells
 from rayk.specs.server_plan import ServerOptions, plan_server
 from rayk.types.errors import SpecError
@@ -96,12 +96,13 @@ def test_what_is_no_path_is_refused(path: str) -> None:
 
 def _run(model: Path, tier: dict[str, Any], tmp_path: Path, address: str | None = None) -> None:
     given = spec(offload=tier) | {"model": str(model), "dtype": "float32"}
-    check_before_start(load_spec(given), tmp_path / "out", address=address, resume=False)
+    plan_experiment(load_spec(given), tmp_path / "out", address=address, tell=lambda _: None)
 
 
 def _serve(model: Path, tier: dict[str, Any], is_local: bool = True) -> Any:
     overrides = tuple(f"offload.{key}={value}" for key, value in tier.items())
-    return plan_server(ServerOptions(model=str(model), overrides=overrides), device="cpu", is_local=is_local)
+    asked = ServerOptions(model=str(model), overrides=overrides)
+    return plan_server(asked, device="cpu", is_local=is_local).settings
 
 
 def test_a_folder_that_can_be_none_is_refused_before_anything_starts(checkpoint: Any, tmp_path: Path) -> None:

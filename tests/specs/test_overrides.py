@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rayk.specs import expand, idle_rules, load_spec
+from rayk.specs import load_spec
+from rayk.specs.cells import expand_matrix
 from rayk.types.errors import SpecError
 from tests.specs.models import decoder, spec
 
@@ -151,15 +152,14 @@ def brute(rules: list[dict[str, Any]]) -> tuple[set[tuple[Any, ...]], list[int]]
 def test_exclude_and_rules_without_effect_against_brute_force(rules: list[dict[str, Any]]) -> None:
     loaded = load_spec(spec(matrix=MATRIX, exclude=rules)).spec
     left, idle = brute(rules)
-    cells = expand(loaded, decoder(), device="cpu")
-    found = {tuple(cell.axes[key] for key in MATRIX) for cell in cells}
-    assert found == left
-    assert idle_rules(loaded, decoder()) == idle
+    expansion = expand_matrix(loaded, decoder(), device="cpu")
+    assert {tuple(cell.axes[key] for key in MATRIX) for cell in expansion.cells} == left
+    assert list(expansion.idle_rules) == idle
 
 
 def test_a_rule_without_effect_is_a_warning_that_names_its_line(tmp_path: Path) -> None:
     path = tmp_path / "e.yaml"
     path.write_text("model: m\nprompts: {random: {}}\nexclude:\n  - prefill.tp: 1\n  - prefill.tp: 7\n")
     loaded = load_spec(path, ["matrix.prefill.tp=[1, 2]"])
-    assert idle_rules(loaded.spec, decoder()) == [1]
+    assert expand_matrix(loaded.spec, decoder()).idle_rules == (1,)
     assert loaded.marks.where(("exclude", 1)) == f"{path}:5"

@@ -14,11 +14,12 @@ from rayk.models.kv_specs import engine_groups
 from rayk.sched.policy import PolicySettings
 from rayk.specs.server_plan import DEFAULT_BLOCKS, POOL_BYTES, ServerOptions, plan_server
 from rayk.types.errors import SpecError, Unsupported, UserError
+from tests.conftest import CheckpointFactory
 from tests.pd import make_request
 
 
 def plan(model: Path, **options: Any) -> Any:
-    return plan_server(ServerOptions(model=str(model), **options), device="cpu")
+    return plan_server(ServerOptions(model=str(model), **options), device="cpu").settings
 
 
 def test_options_become_engines(checkpoint: Any) -> None:
@@ -136,3 +137,17 @@ def test_what_policies_are_told_reaches_the_server(checkpoint: Any) -> None:
         SpecError, match=r"did you mean 'prefill.block_size' or 'decode.block_size' or 'offload"
     ):
         plan(checkpoint("qwen3"), overrides=("engine.block_size=16",))
+
+
+def test_the_cluster_decides_what_auto_is(checkpoint: CheckpointFactory) -> None:
+    model = str(checkpoint("qwen3"))
+    elsewhere = ServerOptions(model=model, tensor_parallel_size=2, overrides=("engine.comm=nccl",))
+    plan = plan_server(elsewhere, is_local=False)
+    assert plan.settings.device == "auto"
+    assert plan.on_device("cuda").device == "cuda"
+    with pytest.raises(SpecError, match="^--set engine.comm=nccl: comm: nccl cannot run on device cpu"):
+        plan.on_device("cpu")
+    with pytest.raises(SpecError, match="^--set engine.comm=nccl: comm: nccl cannot run on device cpu"):
+        plan_server(elsewhere, device="cpu")
+    here = plan_server(ServerOptions(model=model, device="cpu"))
+    assert here.on_device("cuda") is here.settings, "it was given"

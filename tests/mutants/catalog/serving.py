@@ -85,9 +85,10 @@ def _(original, cells, loaded):
 )
 def _(original, options, **more):
     plan = original(options, **more)
-    smaller = [replace(e.config, num_blocks=e.config.num_blocks // 3) for e in plan.engines]
-    engines = tuple(replace(e, config=config) for e, config in zip(plan.engines, smaller, strict=True))
-    return replace(plan, engines=engines)
+    settings = plan.settings
+    smaller = [replace(e.config, num_blocks=e.config.num_blocks // 3) for e in settings.engines]
+    engines = tuple(replace(e, config=config) for e, config in zip(settings.engines, smaller, strict=True))
+    return replace(plan, settings=replace(settings, engines=engines))
 
 
 # Engines and fleets.

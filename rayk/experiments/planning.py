@@ -1,0 +1,93 @@
+"""Plans a run from its spec: cells and prompts, checked before anything starts, without torch or Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rayk.actors.environment import check_address, wanted_address
+from rayk.experiments.checkpoints import write_checkpoints
+from rayk.models.config import DecoderConfig
+from rayk.models.families import load_config
+from rayk.models.headers import check_weights
+from rayk.oracle.files import input_hashes
+from rayk.reports.folder import check_directory
+from rayk.specs import Cell, LoadedSpec, dump_spec, renew_spec
+from rayk.specs.cells import expand_matrix
+from rayk.specs.checks import check_cells
+from rayk.specs.devices import check_device
+from rayk.specs.engines import check_cell_device
+from rayk.specs.host_tier import check_machine, check_pools
+
+PlannedCell = tuple[Cell, list[list[int]]]  # a cell with its prompts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExperimentPlan:
+    """A run that may start. Planned once; only the cluster that it runs on decides what `device: auto` is."""
+
+    loaded: LoadedSpec
+    yaml: str  # the resolved spec
+    out: Path
+    resume: bool
+    configs: Mapping[str, DecoderConfig]  # by model
+    inputs: Mapping[str, str]  # hashes of the checkpoints and prompt files
+    cells: tuple[PlannedCell, ...]
+    idle_rules: tuple[int, ...]
+    """Indexes of the exclude rules that match no cell."""
+
+    def on_device(self, device: str) -> ExperimentPlan:
+        """The plan where `auto` is `device`. Raises SpecError where an engine cannot run on that."""
+        cells = [(cell.on_device(device), prompts) for cell, prompts in self.cells]
+        for cell, _ in cells:
+            if cell.unsupported is None:
+                check_cell_device(cell, self.loaded)
+        return replace(self, cells=tuple(cells))
+
+
+def plan_experiment(
+    loaded: LoadedSpec,
+    out: str | Path,
+    *,
+    address: str | None = None,
+    resume: bool = False,
+    tell: Callable[[str], None],
+) -> ExperimentPlan:
+    """Write the spec's checkpoints that are missing, telling of each, then plan and check every cell. Raises
+    UserError."""
+    spec, cluster = loaded.spec, wanted_address(address)
+    write_checkpoints(loaded, tell)
+    configs = {name: load_config(name) for name in spec.models()}
+    for name in configs:
+        check_weights(Path(name))
+    # Of a cluster that is not this machine's it is not known yet which devices it has.
+    expansion = expand_matrix(spec, configs, device=None if cluster is None else "auto")
+    cells = check_cells(expansion.cells, loaded, configs, tokenizer_loader=_load_tokenizer)
+    if cluster is None:
+        for cell, _ in cells:
+            check_device(cell.spec.device, where=loaded.where("device"))
+            check_machine(cell.spec.offload, loaded.where)
+            if cell.unsupported is None:
+                check_pools(cell.all_engines, configs[cell.spec.model], loaded.where("engine.num_blocks"))
+    inputs, yaml = input_hashes(spec.models(), spec.prompt_files()), dump_spec(spec)
+    check_directory(out, yaml, resume=resume, inputs=inputs, renew=renew_spec)
+    if cluster is not None:
+        check_address(cluster)
+    return ExperimentPlan(
+        loaded=loaded,
+        yaml=yaml,
+        out=Path(out),
+        resume=resume,
+        configs=configs,
+        inputs=inputs,
+        cells=tuple(cells),
+        idle_rules=expansion.idle_rules,
+    )
+
+
+def _load_tokenizer(model: str) -> Any:
+    from rayk.actors.tokenizer import load_encoder
+
+    return load_encoder(model)
