@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from rayk.sched.policy import PolicySettings
 from rayk.specs.devices import resolve_device
 from rayk.specs.experiment import VERDICTS, Deadlines, ExperimentSpec, FaultSpec, SamplingSpec, SideSpec
 from rayk.specs.load import LIST_KEYS, apply_point
-from rayk.types.config import EngineConfig
+from rayk.types.config import EngineConfig, EngineOptions
 from rayk.types.errors import LayoutVetoed, SpecError, Unsupported
 from rayk.types.fault_table import KINDS, OTHERS, POINTS, REQUEST_POINTS, Expected, Fault, expected
 from rayk.types.request import SamplingParams
@@ -325,13 +325,6 @@ def _sampling(spec: SamplingSpec, checks: tuple[str, ...], *, fast_prefill: bool
 
 
 def _engine(spec: ExperimentSpec, side: SideSpec, config: DecoderConfig, device: str | None) -> EngineConfig:
-    shared = spec.engine
-
-    def own(name: str) -> Any:
-        """The side's value where it has one, else the engines'; an empty mapping is a value."""
-        value = getattr(side, name)
-        return getattr(shared, name) if value is None else value
-
     return EngineConfig(
         model=absolute_model(spec.model),
         tp=side.tp,
@@ -339,22 +332,20 @@ def _engine(spec: ExperimentSpec, side: SideSpec, config: DecoderConfig, device:
         device=resolve_device(spec.device, device),
         layout=side.layout,
         block_size=side.block_size,
-        kernel_block_size=own("kernel_block_size"),
-        kernel_block_sizes=tuple(sorted(own("kernel_block_sizes").items())),
-        state_block_size=own("state_block_size"),
         kv_dtype=side.kv_dtype or spec.kv_dtype,
         kv_scales=side.kv_scales or spec.kv_scales,
-        num_blocks=own("num_blocks"),
-        max_batch_tokens=own("max_batch_tokens"),
-        max_seqs=own("max_seqs"),
-        attention_backend=own("attention_backend"),
-        layer_backends=tuple((int(layer), name) for layer, name in own("layer_backends").items()),
-        prefix_caching=shared.prefix_caching,
-        fast_prefill=own("fast_prefill"),
-        hybrid_kv=own("hybrid_kv"),
-        comm=shared.comm,
-        cuda_graphs=shared.cuda_graphs,
+        **{option.name: _engine_option(spec, side, option.name) for option in fields(EngineOptions)},
     )
+
+
+def _engine_option(spec: ExperimentSpec, side: SideSpec, name: str) -> Any:
+    """The side's value where it has one, else the engines'; an empty mapping is a value."""
+    value = getattr(side, name, None)
+    if value is None:
+        value = getattr(spec.engine, name)
+    if isinstance(value, dict):  # an engine has pairs, with numbers of layers as such
+        return tuple(sorted((int(key) if key.isdecimal() else key, item) for key, item in value.items()))
+    return value
 
 
 def absolute_model(model: str) -> str:

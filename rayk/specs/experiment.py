@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import fields
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    model_validator,
+)
 from pydantic_core import PydanticKnownError
 
 from rayk.kv.layout import LAYOUTS
@@ -20,14 +29,16 @@ from rayk.sched.arrivals import PROCESSES
 from rayk.sched.policies import POLICIES
 from rayk.sched.policy import PolicySettings
 from rayk.types.bounds import (
-    MAX_BLOCKS,
     MAX_ENGINES,
     MAX_RATE,
     MAX_REQUESTS,
     MAX_SECONDS,
     MAX_TOKENS,
     MIN_RATE,
+    Between,
+    OneOf,
 )
+from rayk.types.config import BOTH_SIDES, Backend, EngineOptions
 from rayk.types.offload import OffloadSettings
 from rayk.types.request import MAX_LOGPROBS, MAX_PENALTY, MAX_SEED
 
@@ -58,8 +69,6 @@ KVDtype = Literal["auto", "fp8_e4m3", "nvfp4"]
 KVScales = Literal["tensor", "token_head"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 WeightsDtype = Literal["float32", "bfloat16", "float16"]
-Backend = Literal["auto", "reference", "cpu", "cpu-torch", "triton"]
-CommKind = Literal["auto", "shm", "gloo", "nccl"]
 Check = Literal["tokens", "kv_bytes", "kv_values", "logprobs"]
 Verdict = Literal[
     "KV_MISMATCH",
@@ -79,7 +88,6 @@ PositiveInt = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Requests = Annotated[int, Field(ge=1, le=MAX_REQUESTS)]
 Engines = Annotated[int, Field(ge=1, le=MAX_ENGINES)]
-Blocks = Annotated[int, Field(ge=2, le=MAX_BLOCKS)]
 ModelPath = Annotated[str, Field(min_length=1, max_length=4096)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
@@ -112,7 +120,6 @@ def _layer_numbers(value: Any) -> Any:
 GroupKind = Literal["full", "sliding", "chunked", "mla"]
 """KV groups whose blocks have a row per token, which kernels may cut."""
 KernelBlockSizes = dict[GroupKind, PositiveInt]
-LayerBackends = Annotated[dict[str, Backend], BeforeValidator(_layer_numbers)]
 
 
 class StrictModel(BaseModel):
@@ -205,31 +212,42 @@ class SamplingSpec(StrictModel):
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
 
 
-class EngineSettings(StrictModel):
-    """Settings both sides share; a side may have its own value of the ones in `SideSpec`."""
-
-    num_blocks: Blocks = 256
-    max_batch_tokens: PositiveInt = 512
-    max_seqs: PositiveInt = 16
-    prefix_caching: bool = False
-    fast_prefill: bool = False
-    """The trailing layers that share KV compute only the tokens whose logits are sampled."""
-    hybrid_kv: bool = True
-    attention_backend: Backend = "auto"
-    kernel_block_size: PositiveInt | None = None
-    kernel_block_sizes: KernelBlockSizes = Field(default_factory=dict)
-    """By kind of KV group, in place of `kernel_block_size`."""
-    state_block_size: PositiveInt | None = None
-    """Tokens per block of recurrent states; None: the model's positions, one block per request."""
-    layer_backends: LayerBackends = Field(default_factory=dict)
-    """By layer, in place of `attention_backend`."""
-    comm: CommKind = "auto"
-    cuda_graphs: Literal["auto", "never"] = "auto"
-    """auto: decode steps are replayed from CUDA graphs where device, backend and comm allow it."""
+def _checked(hint: Any) -> Any:
+    """A type whose bounds, which are marks of types.bounds, pydantic checks."""
+    if get_origin(hint) in (Union, UnionType):
+        return Union[tuple(map(_checked, get_args(hint)))]  # noqa: UP007 - of a tuple
+    for mark in getattr(hint, "__metadata__", ()):
+        if isinstance(mark, OneOf):
+            return Literal[mark.names]
+        if isinstance(mark, Between):
+            return Annotated[get_args(hint)[0], Field(ge=mark.least, le=mark.most)]
+    return hint
 
 
-class SideSpec(StrictModel):
-    """One side's engines. None means: as `engine` (or the top-level `kv_dtype`) says."""
+_MAPPINGS: dict[str, Any] = {
+    "kernel_block_sizes": KernelBlockSizes,
+    "layer_backends": Annotated[dict[str, _checked(Backend)], BeforeValidator(_layer_numbers)],  # type: ignore[misc]
+}
+"""Types of the engine options that a spec gives as mappings."""
+
+
+def _option_fields(*, of_side: bool) -> dict[str, Any]:
+    """Name -> (type, default) of the engine options that a spec's section has. `of_side`: of a side's own
+    values, which are None where it has none."""
+    hints = get_type_hints(EngineOptions, include_extras=True)
+    found: dict[str, Any] = {}
+    for option in fields(EngineOptions):
+        hint = hints[option.name]
+        kind = _MAPPINGS.get(option.name) or _checked(hint)
+        if not of_side:
+            found[option.name] = kind, {} if option.name in _MAPPINGS else option.default
+        elif BOTH_SIDES not in getattr(hint, "__metadata__", ()):
+            found[option.name] = kind | None, None
+    return found
+
+
+class _Side(StrictModel):
+    """What a side's engines have that `engine` does not say."""
 
     tp: Engines = 1
     layout: Layout = "auto"
@@ -237,18 +255,27 @@ class SideSpec(StrictModel):
     kv_dtype: KVDtype | None = None
     kv_scales: KVScales | None = None
     num_engines: Engines = 1
-    num_blocks: Blocks | None = None
-    max_batch_tokens: PositiveInt | None = None
-    max_seqs: PositiveInt | None = None
-    fast_prefill: bool | None = None
-    hybrid_kv: bool | None = None
-    attention_backend: Backend | None = None
-    kernel_block_size: PositiveInt | None = None
-    kernel_block_sizes: KernelBlockSizes | None = None
-    state_block_size: PositiveInt | None = None
-    layer_backends: LayerBackends | None = None
     node_labels: dict[str, str] = Field(default_factory=dict)
     """Labels of the nodes its engines may be on, in the words of Ray's label selectors: v, !v, in(a, b)."""
+
+
+if TYPE_CHECKING:
+
+    class EngineSettings(StrictModel):
+        """Settings both sides share: see types.config.EngineOptions."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    class SideSpec(_Side):
+        """One side's engines. None means: as `engine` (or the top-level `kv_dtype`) says."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    EngineSettings = create_model(
+        "EngineSettings", __base__=StrictModel, __module__=__name__, **_option_fields(of_side=False)
+    )
+    SideSpec = create_model("SideSpec", __base__=_Side, __module__=__name__, **_option_fields(of_side=True))
 
 
 class TransferSpec(StrictModel):

@@ -3,15 +3,51 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from rayk.types.bounds import MAX_BLOCKS, MAX_TOKENS, Between, OneOf
+
+Positive = Annotated[int, Between(1, MAX_TOKENS)]
+Backend = Annotated[str, OneOf(("auto", "reference", "cpu", "cpu-torch", "triton"))]
+BOTH_SIDES = "has one value for the prefill and the decode engines"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineConfig:
-    """One engine: a tensor-parallel group serving one model.
+class EngineOptions:
+    """What the section `engine` of a spec says. This is the only list of its fields: the spec's models
+    (specs.experiment), and from them axes, `--set` keys and the options of `rayk explain`, are made of it.
 
-    `layout` and `attention_backend` may be "auto"; `kernel_block_size` None means block_size, or what divides
-    the chunks of chunked local attention, too.
+    `prefill` and `decode` may have values of their own, but not of fields marked BOTH_SIDES.
     """
+
+    num_blocks: Annotated[int, Between(2, MAX_BLOCKS)] = 256
+    max_batch_tokens: Positive = 512
+    max_seqs: Positive = 16
+    prefix_caching: Annotated[bool, BOTH_SIDES] = False
+    fast_prefill: bool = False
+    """In the model's last layers, if they all share earlier layers' keys and values, only tokens whose logits
+    are sampled are computed. Without such layers it changes nothing. Prompt logprobs are refused."""
+    hybrid_kv: bool = True
+    """Layers with a window or chunks keep only the tokens in it, in KV groups of their own; else every
+    token."""
+    attention_backend: Backend = "auto"
+    kernel_block_size: Positive | None = None
+    """None means block_size, or what divides the chunks of chunked local attention, too."""
+    # (kind of a KV group, rows), in place of `kernel_block_size`
+    kernel_block_sizes: tuple[tuple[str, int], ...] = ()
+    state_block_size: Positive | None = None
+    """Tokens per block of a recurrent state; None: the longest sequence, one block updated in place."""
+    # (layer, attention backend), in place of `attention_backend`
+    layer_backends: tuple[tuple[int, str], ...] = ()
+    # how tensor-parallel ranks talk: shm is for CPU ranks of one host
+    comm: Annotated[str, OneOf(("auto", "shm", "gloo", "nccl")), BOTH_SIDES] = "auto"
+    # whether decode steps are replayed from CUDA graphs: auto, where device, backend and comm allow it
+    cuda_graphs: Annotated[str, OneOf(("auto", "never")), BOTH_SIDES] = "auto"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig(EngineOptions):
+    """One engine: a tensor-parallel group serving one model."""
 
     model: str
     tp: int = 1
@@ -19,25 +55,5 @@ class EngineConfig:
     device: str = "cpu"
     layout: str = "auto"
     block_size: int = 16
-    kernel_block_size: int | None = None
     kv_dtype: str = "auto"  # auto (as `dtype`), fp8_e4m3 or nvfp4
     kv_scales: str = "tensor"  # fp8: tensor (one per layer and side of the cache) or token_head
-    num_blocks: int = 256
-    max_batch_tokens: int = 512
-    max_seqs: int = 16
-    attention_backend: str = "auto"
-    prefix_caching: bool = False
-    fast_prefill: bool = False
-    """In the model's last layers, if they all share earlier layers' keys and values, only tokens whose logits
-    are sampled are computed. Without such layers it changes nothing. Prompt logprobs are refused."""
-    hybrid_kv: bool = True
-    """Layers with a window or chunks keep only the tokens in it, in KV groups of their own; else every
-    token."""
-    cuda_graphs: str = "auto"  # whether decode steps are replayed from CUDA graphs: auto or never
-    comm: str = "auto"  # how tensor-parallel ranks talk: auto, shm (CPU ranks of one host), gloo, nccl
-    state_block_size: int | None = None
-    """Tokens per block of a recurrent state; None: the longest sequence, one block updated in place."""
-    # (kind of a KV group, rows), in place of `kernel_block_size`
-    kernel_block_sizes: tuple[tuple[str, int], ...] = ()
-    # (layer, attention backend), in place of `attention_backend`
-    layer_backends: tuple[tuple[int, str], ...] = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from rayk.kv.manager import KVCacheManager
 from rayk.models.config import DecoderConfig, LayerConfig, Mamba2Config
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.specs import Cell, dump_spec, expand, load_spec, plan_cells
+from rayk.specs.experiment import AXES
+from rayk.types.config import EngineOptions
 from rayk.types.errors import SpecError
 from tests.specs.models import decoder, spec
 
@@ -51,6 +53,25 @@ GROWN = block_sizes(hybrid())["full"]
 def plan(config: DecoderConfig | None = None, **changes: Any) -> list[Cell]:
     planned = plan_cells(load_spec(spec(**changes)), config or hybrid(), device="cpu")
     return [cell for cell, _ in planned]
+
+
+@pytest.mark.parametrize("option", fields(EngineOptions), ids=lambda option: option.name)
+def test_every_option_of_engines_is_a_key_of_specs(option: Field[Any]) -> None:
+    """Numbers and flags are given, too: to both sides, then the default to the one that may differ."""
+    name, default = option.name, option.default
+
+    def values(**changes: Any) -> list[Any]:
+        (cell,) = expand(load_spec(spec(**changes)).spec, decoder(), device="cpu")
+        return [getattr(engine, name) for engine in cell.engines]
+
+    assert f"engine.{name}" in AXES
+    assert values() == [default, default]
+    if not isinstance(default, int):
+        return
+    value = default // 2 if type(default) is int else not default
+    assert values(engine={name: value}) == [value, value]
+    if f"decode.{name}" in AXES:
+        assert values(engine={name: value}, decode={name: default}) == [value, default]
 
 
 def test_settings_reach_the_engines_of_both_sides() -> None:
