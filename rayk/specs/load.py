@@ -17,10 +17,11 @@ from pydantic import ValidationError
 from rayk.specs.experiment import AXES, MAX_CELLS, ExperimentSpec, dotted_keys, section_model
 from rayk.specs.marks import Marks, parse_scalar, parse_yaml
 from rayk.specs.marks import Path as KeyPath
-from rayk.types.errors import SpecError
+from rayk.types.errors import SpecError, shortened
 from rayk.types.files import read_text
 
 SPEC_BYTES = 1 << 20
+SHOWN_CHARACTERS = 200  # of a value that is refused
 LIST_KEYS = ("checks", "faults", "prompts.random.input_tokens", "sampling.stop_token_ids", "sampling.stop")
 """Keys whose value is itself a list: `--set KEY=[..]` sets them, and does not make an axis."""
 
@@ -170,7 +171,7 @@ def _normalise_matrix(data: dict[str, Any], marks: Marks) -> None:
     for path, matrix in _matrices(data):
         if not isinstance(matrix, dict):
             raise SpecError(
-                problem=f"matrix must map axes to values, got {matrix!r}", where=marks.where(path)
+                problem=f"matrix must map axes to values, got {_shown(matrix)}", where=marks.where(path)
             )
         axes: dict[str, list[Any]] = {}
         for key, value in matrix.items():
@@ -283,10 +284,15 @@ def _explain(error: Any, key: str, where: str) -> SpecError:
     mend = ""
     if error["type"] == "literal_error":
         choices = [c.strip(" '") for c in error["ctx"]["expected"].replace(" or ", ",").split(",")]
-        close = difflib.get_close_matches(str(error["input"]), choices, n=1)
+        close = difflib.get_close_matches(str(error["input"])[:SHOWN_CHARACTERS], choices, n=1)
         mend = f"did you mean {close[0]!r}?" if close else ""
         message = message.replace("must be", "must be one of")
-    return SpecError(problem=f"{key} {message}, got {error['input']!r}", where=where, mend=mend)
+    return SpecError(problem=f"{key} {message}, got {_shown(error['input'])}", where=where, mend=mend)
+
+
+def _shown(value: Any) -> str:
+    """A refused value as a message names it."""
+    return shortened(repr(value), SHOWN_CHARACTERS)
 
 
 def _nested(key: str) -> str:

@@ -49,12 +49,12 @@ def _rebuild(cls: type[RaykError], fields: dict[str, object]) -> RaykError:
     return error
 
 
-def _bounded(text: str) -> str:
-    """Shorten a message that quotes what somebody wrote, which may be long."""
-    left_out = len(text) - MAX_CHARACTERS
+def shortened(text: str, num_characters: int = MAX_CHARACTERS) -> str:
+    """The text, without its middle if that is long: somebody's input may be quoted in it."""
+    left_out = len(text) - num_characters
     if left_out <= 0:
         return text
-    half = MAX_CHARACTERS // 2
+    half = num_characters // 2
     return f"{text[:half]} [{left_out:,} characters] {text[-half:]}"
 
 
@@ -67,7 +67,7 @@ class UserError(RaykError):
     mend: str = ""
 
     def __str__(self) -> str:
-        where, problem, mend = map(_bounded, (self.where, self.problem, self.mend))
+        where, problem, mend = map(shortened, (self.where, self.problem, self.mend))
         text = f"{where}: {problem}" if where else problem
         return f"{text}\n  mend: {mend}" if mend else text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -83,6 +84,17 @@ def test_mistakes_name_the_line_and_the_nearest_key(
     assert caught.value.where == f"{path}:{line}"
     assert problem in caught.value.problem
     assert mend in caught.value.mend
+
+
+@pytest.mark.parametrize("key", ["engine", "kv_dtype", "repeat", "matrix", "sampling.stop"])
+def test_a_refused_value_is_shown_in_part(key: str) -> None:
+    values = {"matrix": [["x" * 9000]], "sampling.stop": {str(i): i for i in range(2000)}}
+    data: dict[str, Any] = {"model": "m", "prompts": {"random": {}}}
+    section, _, leaf = key.partition(".")
+    value = values.get(key, ["x" * 9000] if key == "repeat" else "x" * 9000)
+    with pytest.raises(SpecError, match=rf"{key}.* got .*\[[\d,]+ characters\]") as caught:
+        load_spec(data | {section: {leaf: value} if leaf else value})
+    assert len(str(caught.value)) < 500
 
 
 def test_mistakes_in_a_list_of_matrices_name_the_line(tmp_path: Path) -> None:
