@@ -124,7 +124,7 @@ def search(
 
 def draw_weights(model: Any, *, seed: int, trial: int, dtype: torch.dtype) -> None:
     """Fill every parameter of `model` in place; each tensor has its own random generator."""
-    gains = Gains.of(model.config)
+    gains = Gains.of(model)
     with torch.no_grad():
         for name, tensor in drawn_tensors(model):
             tensor.copy_(_draw(gains, name, tensor, f"{seed}/{trial}").to(dtype))
@@ -148,7 +148,7 @@ def _settle(model: Any, prompt: tuple[int, ...], seed: str, dtype: torch.dtype) 
     # gpt_oss is found without, and keeps the weights it always had.
     if not prompt or model.config.model_type == "gpt_oss" or not routers(model):
         return True
-    gains = Gains.of(model.config)
+    gains = Gains.of(model)
     tensors = drawn_tensors(model)
 
     def redraw(router: str, attempt: int) -> None:

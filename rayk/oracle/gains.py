@@ -9,6 +9,7 @@ not within hundreds.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +21,6 @@ _QK_GAIN = 1.8
 _STEP_STD = 0.7
 """Standard deviation of a token's contribution to its time step, before softplus."""
 
-_UNIT_OFFSET = frozenset({"gemma2", "gemma3_text", "qwen3_next"})
-"""Model types whose norms multiply by 1 + weight."""
-_CLOSING_NORMS = frozenset({"gemma2", "gemma3_text", "gemma3n_text"})
-"""Model types in which a norm closes every branch."""
 _ALTUP_GAINS = {"modality_router": 0.5, "prediction_coefs": 0.25, "correction_coefs": 0.5}
 """Gains of gemma3n. Larger ones make it chaotic: a layer's effects on the next one's weights multiply."""
 
@@ -57,19 +54,20 @@ class Gains:
     """Keys come from a latent whose gain is fixed, so queries get the whole gain."""
 
     @classmethod
-    def of(cls, config: Any) -> Gains:
-        """Read from transformers' config object."""
-        kind = config.model_type
-        closing_norms = kind in _CLOSING_NORMS
+    def of(cls, model: Any) -> Gains:
+        """Read from a model of transformers', whatever its weights are: from its config, the names and shapes
+        of its parameters, and how its norms and attention compute."""
+        config, shapes = model.config, {name: tuple(p.shape) for name, p in model.named_parameters()}
+        closing_norms = any("post_feedforward" in name for name in shapes)
         num_q = getattr(config, "num_attention_heads", 1)
         num_kv = getattr(config, "num_key_value_heads", 1)
         scale = math.sqrt(config.hidden_size) if closing_norms else 1.0
         logit_scale = getattr(config, "logit_scale", None) or 1.0
         return cls(
             tied=bool(config.tie_word_embeddings),
-            unit_offset=kind in _UNIT_OFFSET,
+            unit_offset=any(_adds_one(module) for module in model.modules()),
             closing_norms=closing_norms,
-            transposed_experts=kind in ("gpt_oss", "llama4_text"),
+            transposed_experts=_are_experts_transposed(shapes, config.hidden_size),
             embedding_scale=scale * getattr(config, "embedding_multiplier", 1.0),
             logit_scale=logit_scale
             * getattr(config, "lm_head_multiplier", 1.0)
@@ -77,10 +75,8 @@ class Gains:
             branch_scale=getattr(config, "residual_multiplier", 1.0),
             value_share=num_kv / (num_q + 2 * num_kv),
             step_rows=_mamba2_heads(config),
-            # Without a norm before it the size of the states sets that of the branch.
-            mixer_gain=0.8 if kind == "jamba" else 3.0 if getattr(config, "mamba_rms_norm", True) else 0.2,
-            # Scores of gemma3n are not divided by the root of the head size.
-            head_gain=_QK_GAIN * (config.head_dim**-0.25 if kind == "gemma3n_text" else 1.0),
+            mixer_gain=_mixer_gain(config, shapes),
+            head_gain=_QK_GAIN * (config.head_dim**-0.25 if _are_scores_unscaled(model) else 1.0),
             per_layer_size=getattr(config, "hidden_size_per_layer_input", 0),
             latent=hasattr(config, "kv_lora_rank"),
         )
@@ -160,10 +156,46 @@ class Gains:
         return next((gain for part, gain in _ALTUP_GAINS.items() if part in name), None)
 
 
+def _adds_one(module: Any) -> bool:
+    """Whether a module is a norm that multiplies by 1 + weight."""
+    weight = getattr(module, "weight", None)
+    if weight is None or not type(module).__name__.endswith("RMSNorm"):
+        return False
+    with torch.no_grad():
+        ones = torch.ones_like(weight)  # which a norm leaves as they are
+        return bool((module(ones) - weight).mean() > 0.5)
+
+
+def _are_experts_transposed(shapes: Mapping[str, tuple[int, ...]], hidden_size: int) -> bool:
+    """Whether fused experts lie [expert, in, out]."""
+    for name, shape in shapes.items():
+        if len(shape) != 3 or "experts" not in name:
+            continue
+        first, last = shape[1:]
+        if "gate_up_proj" in name and last != first == hidden_size:
+            return True
+        if "down_proj" in name and first != last == hidden_size:
+            return True
+    return False
+
+
+def _are_scores_unscaled(model: Any) -> bool:
+    """Whether scores are not divided by the root of the head size."""
+    return any(getattr(module, "scaling", None) == 1.0 for module in model.modules())
+
+
+def _mixer_gain(config: Any, shapes: Mapping[str, Any]) -> float:
+    """Without a norm before its projection the size of the states sets that of a mixer's branch."""
+    if any("dt_layernorm" in name for name in shapes):
+        return 0.8  # norms of step, B and C bound the states
+    return 3.0 if getattr(config, "mamba_rms_norm", True) else 0.2
+
+
 def _mamba2_heads(config: Any) -> int:
-    if config.model_type == "mamba2":
-        return int(config.num_heads)
-    return int(getattr(config, "mamba_n_heads", None) or getattr(config, "mamba_num_heads", None) or 0)
+    num_heads = getattr(config, "mamba_n_heads", None) or getattr(config, "mamba_num_heads", None)
+    if num_heads is None and not hasattr(config, "num_attention_heads"):
+        num_heads = config.num_heads  # of a model without attention
+    return int(num_heads or 0)
 
 
 def _recurrence(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor | None:
