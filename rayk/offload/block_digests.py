@@ -15,14 +15,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from rayk.kernels.digest import RowPlaces, digest_views
 from rayk.transfer.digest_words import Ints
 from rayk.transfer.layer_view import LayerView
 from rayk.transfer.verify import CanonicalViews, Digests
 
-Bools = npt.NDArray[np.bool_]
 Tables = Sequence[Sequence[int]]
 
 
@@ -64,20 +62,6 @@ class _Span:
     """[m]: which of the blocks each lies in, and where in it."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Parts:
-    """How what is wanted of blocks differs from what is known of them. [n, 2, 2]: runs below and above."""
-
-    is_known: Bools
-    """[n]: of blocks of which something is known; of a state, this one."""
-    added: Ints
-    """Rows that are wanted and not known, and those between the two."""
-    taken: Ints
-    """Rows that are then known and not wanted, in cells that have wanted ones."""
-    all: Ints
-    """[n, 2]: from the first to the last that is wanted or known."""
-
-
 class BlockDigests:
     """See the module. `forget` blocks that are handed out for something else."""
 
@@ -106,44 +90,57 @@ class BlockDigests:
         """Digests of a sequence's live rows from `first_row` on, as `compute_digests` gives them, of what is
         in memory now. They are kept, but of rows that are known."""
         spans = self._spans(tables, num_tokens, first_row)
-        parts = [_parts_of(k, s, self._cell) for k, s in zip(self._kept, spans, strict=True)]
-        cells = [s.cells for s in spans]
-        found_of = self._read(tables, [s.rows for s in spans], cells)
-        rest_of = self._read(tables, [p.added[p.is_known] for p in parts], cells)
-        for kept, span, part, found, rest in zip(self._kept, spans, parts, found_of, rest_of, strict=True):
-            self._keep(kept, span, part, np.where(part.is_known[span.block], rest, found))
-        return self._sum(spans, found_of, num_tokens)
+        now, _ = self._update(tables, spans, reads_all=True)
+        return self._sum(spans, now, num_tokens)
 
     def recall(self, tables: Tables, num_tokens: int, first_row: int = 0) -> Digests:
         """The same, of what was in the blocks when they were digested first.
 
-        Only rows of which nothing is known are read for themselves. Where a sequence's rows begin or end
-        within a cell, the rest of the cell is read and taken away from what is kept of it all: whoever
-        changed a row of either since, the word is none that a reader will find.
+        A block is read only where other rows of it are known than the wanted ones. If one of either changed
+        since, the word is none that a reader will find.
         """
         spans = self._spans(tables, num_tokens, first_row)
         both = [*zip(self._kept, spans, strict=True)]
         if all((kept.rows[span.ids] == span.rows).all() for kept, span in both):
             return self._sum(spans, [k.words[s.ids[s.block], s.within].T for k, s in both], num_tokens)
-        parts = [_parts_of(kept, span, self._cell) for kept, span in both]
-        cells = [s.cells for s in spans]
-        added_of = self._read(tables, [p.added for p in parts], cells)
-        taken_of = self._read(tables, [p.taken for p in parts], cells)
-        found = [
-            self._keep(kept, span, part, added) - taken
-            for kept, span, part, added, taken in zip(
-                self._kept, spans, parts, added_of, taken_of, strict=True
-            )
-        ]
-        return self._sum(spans, found, num_tokens)
+        _, before = self._update(tables, spans, reads_all=False)
+        return self._sum(spans, before, num_tokens)
 
-    def _keep(self, kept: _Kept, span: _Span, part: _Parts, added: Ints) -> Ints:
-        """Keep what is known of more rows. All that is then known of their blocks' cells, [L, m]."""
-        kept.forget(span.ids[~part.is_known])
-        at = span.ids[span.block], span.within
-        words = kept.words[at].T + added
-        kept.words[at], kept.rows[span.ids] = words.T, part.all
-        return words
+    def _update(
+        self, tables: Tables, spans: Sequence[_Span], *, reads_all: bool
+    ) -> tuple[list[Ints], list[Ints]]:
+        """Keep what the spans' rows tell, and return their words by kind and cell, [L, m]: as they are now
+        (0 of blocks that are known so, unless `reads_all`), and as they were when digested first.
+
+        Where other rows of a block are known, what these were less what they are now is added to all words
+        that are read now: nothing, unless one changed.
+        """
+        both = [*zip(self._kept, spans, strict=True)]
+        cells = [span.cells for span in spans]
+        known = [kept.rows[span.ids] for kept, span in both]
+        is_same = [(k == s.rows).all(axis=1) for k, s in zip(known, spans, strict=True)]
+        is_other = [
+            (k[:, 1] > k[:, 0]) & ~same & kept.view.group.spec.has_token_rows
+            for k, same, kept in zip(known, is_same, self._kept, strict=True)
+        ]
+        hulls = [
+            np.stack([np.minimum(k[:, 0], s.rows[:, 0]), np.maximum(k[:, 1], s.rows[:, 1])], axis=1)
+            for k, s in zip(known, spans, strict=True)
+        ]
+        wanted = [s.rows if reads_all else s.rows[~same] for s, same in zip(spans, is_same, strict=True)]
+        now = self._read(tables, wanted, cells)
+        of_hulls = self._read(tables, [h[o] for h, o in zip(hulls, is_other, strict=True)], cells)
+        of_known = self._read(tables, [k[o] for k, o in zip(known, is_other, strict=True)], cells)
+        before = []
+        for i, (kept, span) in enumerate(both):
+            at = span.ids[span.block], span.within
+            words = kept.words[at].T
+            same, other = is_same[i][span.block], is_other[i][span.block]
+            changed = np.where(other, words - of_known[i], 0)
+            before.append(np.where(same, words, now[i] + changed))
+            kept.words[at] = np.where(other, of_hulls[i] + changed, before[i]).T
+            kept.rows[span.ids] = np.where(is_other[i][:, None], hulls[i], span.rows)
+        return now, before
 
     def find_changed(self, tables: Tables, num_tokens: int, first_row: int = 0) -> list[int]:
         """Blocks of a sequence that do not hold any more what they held when they were digested."""
@@ -251,25 +248,3 @@ def _positions(rows: Ints) -> Ints:
     starts, lengths = rows[..., 0].ravel(), np.maximum(rows[..., 1] - rows[..., 0], 0).ravel()
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(lengths.sum())
-
-
-def _parts_of(kept: _Kept, span: _Span, cell: int) -> _Parts:
-    known, wanted = kept.rows[span.ids], span.rows
-    is_known = known[:, 1] > known[:, 0]
-    if not kept.view.group.spec.has_token_rows:
-        is_known = (known == wanted).all(axis=1)
-    low, high = wanted[:, 0], wanted[:, 1]
-    # What is not known begins where what is wanted does, and ends there.
-    known = np.where(is_known[:, None], known, low[:, None])
-    first, last = known[:, 0], known[:, 1]
-    added = [[low, first], [last, high]]
-    begin, end = np.minimum(first, low), np.maximum(last, high)
-    # Of the cells that wanted rows lie in, what is not wanted.
-    taken = [[np.maximum(begin, low // cell * cell), low], [high, np.minimum(end, -(-high // cell) * cell)]]
-    both = np.stack([begin, end], axis=1)
-    return _Parts(is_known, _runs(added), _runs(taken), both)
-
-
-def _runs(ends: Sequence[Sequence[Ints]]) -> Ints:
-    """[2 runs][2 ends][n] -> [n, 2 runs, 2 ends]."""
-    return np.moveaxis(np.array(ends, dtype=np.int64), 2, 0)
