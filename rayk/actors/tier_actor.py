@@ -40,10 +40,8 @@ from rayk.types.offload import OffloadSettings
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
-HEARTBEAT_S = 0.02
-"""An idle tier looks at the network this often: engines that connect wait for it."""
-BUSY_S = 0.0005
-"""The same while something is on its way."""
+HEARTBEAT_S = 0.02  # an idle tier looks at the network this often: engines that connect wait for it
+BUSY_S = 0.0005  # the same while something is on its way
 WIRE_POLL_S = 0.002
 
 

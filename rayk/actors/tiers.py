@@ -29,8 +29,7 @@ from rayk.types.offload import OffloadSettings
 
 NO_BLINDFOLD = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """By this variable Ray hides no GPU from a process."""
-OPEN_S = 60.0
-"""How long a tier may take to start and allocate its memory."""
+OPEN_S = 60.0  # how long a tier may take to start and allocate its memory
 WIRE_S = 15.0
 WIRE_POLL_S = 0.01
 AGAIN_S = (0.0, 0.5, 2.0, 5.0)
@@ -52,8 +51,7 @@ class _Tier:
     node_id: str
     engines: dict[str, EngineHandle] = field(default_factory=dict)
     watcher: asyncio.Task[None] | None = None
-    died: str = ""
-    """What of; empty while it lives."""
+    died: str = ""  # what of; empty while it lives
 
 
 class HostTiers:
@@ -76,8 +74,7 @@ class HostTiers:
         self._tiers: dict[Kind, _Tier] = {}
         self._opening = asyncio.Lock()
         self._numbers = itertools.count()
-        self.losses: list[str] = []
-        """What tiers died of, one each."""
+        self.losses: list[str] = []  # what tiers died of, one each
 
     async def attach_all(self, engines: Sequence[tuple[EngineHandle, str]]) -> None:
         """Connect engines, each to its node's tier. Tiers of other kinds that no engine is attached to end

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 
 LOAD_S, PATIENCE = 2.0, 20.0
 """A load may take so long, or so many times as long as expected; then the prompt is computed."""
-ANSWER_S = 2.0
-"""A tier that takes longer to say what it has is not waited for: the prompt is computed."""
+ANSWER_S = 2.0  # a tier that takes longer to say what it has is not waited for: the prompt is computed
 UNANSWERED = "the host tier does not answer"
 MAX_UNANSWERED = 4
 """So many that were not waited for, and the tier is asked for nothing more until it says a word."""
@@ -52,11 +51,9 @@ class _Looking:
     request: Request
     start: Callable[..., None]
     begin_cached: Callable[..., None]
-    num_here: int
-    """First tokens that the engine's own cache has."""
+    num_here: int  # first tokens that the engine's own cache has
     asked_ns: int
-    found_ns: int | None = None
-    """When the tier had said what it has, or was waited for no longer."""
+    found_ns: int | None = None  # when the tier had said what it has, or was waited for no longer
     is_over: bool = False
     """Not waited for any more. Its id is taken until the answer is here: that is no other request's."""
 

@@ -32,18 +32,15 @@ ACTIVE_STORES = 4
 few times in a store's life: one alone would wait most of the time."""
 ACTIVE_BYTES = 32 << 20
 """Of theirs; a larger one goes alone: two would take both cores of a small machine from the steps."""
-RECENT_STORES = 64
-"""So many are told with their times."""
-SLACK_S = 5.0
-"""The tier keeps its deadline; one that says nothing for so much longer is not waited for."""
+RECENT_STORES = 64  # so many are told with their times
+SLACK_S = 5.0  # the tier keeps its deadline; one that says nothing for so much longer is not waited for
 
 
 @dataclass(slots=True, eq=False)
 class Store:
     """Blocks put aside until the tier has read them."""
 
-    name: str
-    """Also of its lease."""
+    name: str  # also of its lease
     request_id: str
     num_tokens: int
     tables: BlockTables
@@ -56,8 +53,7 @@ class Store:
     released: RankAnswers[bool] = field(init=False)
     is_begun: bool = False
     is_answered: bool = False
-    num_bytes: int = 0
-    """That the tier took over."""
+    num_bytes: int = 0  # that the tier took over
 
     def __post_init__(self, tp: int) -> None:
         self.parts, self.released = RankAnswers(tp), RankAnswers(tp)
@@ -82,17 +78,13 @@ class Storing:
         self._side = side
         self._on_kept, self._on_free = on_kept, on_free
         self._queued: deque[Store] = deque()
-        self._stores: dict[str, Store] = {}
-        """All that hold blocks."""
-        self._begun: dict[str, Store] = {}
-        """Those that were not answered yet."""
+        self._stores: dict[str, Store] = {}  # all that hold blocks
+        self._begun: dict[str, Store] = {}  # those that were not answered yet
         self._asked: dict[str, int] = {}
         """Request -> tokens that a store was begun of, whatever came of it: to try again at each step what
         was refused would digest it all at each step."""
-        self._stored: dict[str, int] = {}
-        """Request -> tokens that the tier is known to have had."""
-        self.last_failure = ""
-        """Why the last store that failed did."""
+        self._stored: dict[str, int] = {}  # request -> tokens that the tier is known to have had
+        self.last_failure = ""  # why the last store that failed did
         self.recent: deque[tuple[int, int, int]] = deque(maxlen=RECENT_STORES)
         """The last ones that moved anything: when they began and ended by the monotonic clock, and bytes."""
 

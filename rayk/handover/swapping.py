@@ -33,17 +33,12 @@ class _Swapped:
     """A preempted request whose KV is in the tier, or on its way there or back."""
 
     state: RequestState
-    name: str
-    """Of its store."""
+    name: str  # of its store
     out_ns: int
-    has_left: bool = False
-    """Whether its blocks are free."""
-    ticket: TransferTicket | None = None
-    """What the tier offers of it."""
-    is_read: bool = False
-    """Whether ranks are reading that."""
-    asked_ns: int | None = None
-    """When the tier was asked for it."""
+    has_left: bool = False  # whether its blocks are free
+    ticket: TransferTicket | None = None  # what the tier offers of it
+    is_read: bool = False  # whether ranks are reading that
+    asked_ns: int | None = None  # when the tier was asked for it
 
 
 class Swapping:
@@ -56,8 +51,7 @@ class Swapping:
         self._side = side
         self._receiving = receiving
         self._decline = decline
-        self.storing: Storing | None = None
-        """Set by whoever makes both."""
+        self.storing: Storing | None = None  # set by whoever makes both
         self._swapped: dict[str, _Swapped] = {}
         self._asked: dict[str, _Swapped] = {}
         """What the tier was asked for and has not answered: also of those that nobody waits for any more,

@@ -52,10 +52,8 @@ class TierFacts:
     """What an engine must know of the tier it is attached to. Picklable."""
 
     epoch: int
-    unit_tokens: int
-    """Prefixes are found that are multiples of it."""
-    row_unit_tokens: int
-    """What it holds of a sequence is told apart from the rest at multiples of it."""
+    unit_tokens: int  # prefixes are found that are multiples of it
+    row_unit_tokens: int  # what it holds of a sequence is told apart from the rest at multiples of it
 
 
 @dataclass(eq=False)
@@ -66,8 +64,7 @@ class TierSide:
     epoch: int
     tp: int
     settings: OffloadSettings
-    commands: list[object]
-    """What all ranks are to do at the next turn; appended to."""
+    commands: list[object]  # what all ranks are to do at the next turn; appended to
     costs: CostModel = field(default_factory=CostModel)
     counts: Counter[str] = field(default_factory=Counter)
     """Since the engine was formed: events, tokens and bytes, by name."""

@@ -6,10 +6,8 @@ for a while, then one alone, and while that fails, too, the while doubles.
 
 from __future__ import annotations
 
-IN_ROW = 2
-"""So many failures in a row, and there is a pause."""
-FIRST_S, LONGEST_S = 5.0, 60.0
-"""The first pause, and the most that it grows to."""
+IN_ROW = 2  # so many failures in a row, and there is a pause
+FIRST_S, LONGEST_S = 5.0, 60.0  # the first pause, and the most that it grows to
 
 
 class Backoff:
@@ -22,10 +20,8 @@ class Backoff:
     def _forget(self) -> None:
         self._num_in_row = 0
         self._pause_ns = 0
-        self._paused_ns = -1
-        """When the pause began that is, or was last."""
-        self._until_ns = 0
-        """Nothing is tried before."""
+        self._paused_ns = -1  # when the pause began that is, or was last
+        self._until_ns = 0  # nothing is tried before
 
     def may_try(self, now_ns: int) -> bool:
         """Whether to try. After a pause one may, and counts as tried; nobody else before it ends well, or as

@@ -28,14 +28,11 @@ Tables = Sequence[Sequence[int]]
 class _Kept:
     """What is known of caches whose live rows lie at the same places."""
 
-    view: LayerView
-    """Any of them."""
-    lanes: Ints
-    """[L]"""
+    view: LayerView  # any of them
+    lanes: Ints  # [L]
     words: Ints
     """[blocks, C, L]; of a state, which is one row, C is 1. 0 of cells that have none of the rows."""
-    rows: Ints
-    """[blocks, 2]: the positions that the words cover, the first and the one after the last."""
+    rows: Ints  # [blocks, 2]: the positions that the words cover, the first and the one after the last
 
     def forget(self, ids: Sequence[int] | Ints) -> None:
         self.words[ids], self.rows[ids] = 0, 0
@@ -45,21 +42,14 @@ class _Kept:
 class _Span:
     """The rows of a sequence in those caches."""
 
-    live: range
-    """Positions."""
-    ids: Ints
-    """[n]: the blocks they lie in."""
-    rows: Ints
-    """[n, 2]: which of them lie in each."""
-    index: range
-    """[n]: which block of the sequence each is."""
-    live_cells: range
-    """That they lie in, counted from position 0."""
-    cells: range
-    """[m]: all of those blocks; of a state the one that its row lies in."""
+    live: range  # positions
+    ids: Ints  # [n]: the blocks they lie in
+    rows: Ints  # [n, 2]: which of them lie in each
+    index: range  # [n]: which block of the sequence each is
+    live_cells: range  # that they lie in, counted from position 0
+    cells: range  # [m]: all of those blocks; of a state the one that its row lies in
     block: Ints
-    within: Ints
-    """[m]: which of the blocks each lies in, and where in it."""
+    within: Ints  # [m]: which of the blocks each lies in, and where in it
 
 
 class BlockDigests:

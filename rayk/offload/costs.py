@@ -24,26 +24,19 @@ from numpy.typing import NDArray
 
 from rayk.types.offload import Weighing
 
-MEMORY = 128
-"""The latest observations that count."""
-SMALL_STEP_TOKENS = 64
-"""A step with as many tokens counts half."""
-MIN_KNOWN = 0.4
-"""Weight of the steps from which on the cost of computing is known: about one of 43 tokens."""
+MEMORY = 128  # the latest observations that count
+SMALL_STEP_TOKENS = 64  # a step with as many tokens counts half
+MIN_KNOWN = 0.4  # weight of the steps from which on the cost of computing is known: about one of 43 tokens
 REACH = 8
 """What a step costs is a guess for steps with more than so many times the tokens of the largest one seen."""
 BLIND = 32
 """Of so many choices to load that rest on such a guess the last is to compute, which ends the guessing."""
-_FEW = 1 / 3
-"""Less is little weight."""
+_FEW = 1 / 3  # less is little weight
 _ROUNDS = 8
-_EXACT = 0.05
-"""A relative error that is as good as none."""
+_EXACT = 0.05  # a relative error that is as good as none
 _TOKENS = 512
-_PAIRS = _TOKENS**2 / 2
-"""A step's terms are counted in these, so that the fit is well conditioned."""
-_SOFT = 1e-3
-"""How much terms that others can stand for are kept small."""
+_PAIRS = _TOKENS**2 / 2  # a step's terms are counted in these, so that the fit is well conditioned
+_SOFT = 1e-3  # how much terms that others can stand for are kept small
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +44,8 @@ class Choice:
     """What came of weighing a move against computing."""
 
     moves: bool
-    move_ns: float
-    """Estimated nanoseconds of the move, both ways where it is a swap."""
-    recompute_ns: float | None
-    """Estimated nanoseconds of computing; None: nothing is known of it yet."""
+    move_ns: float  # estimated nanoseconds of the move, both ways where it is a swap
+    recompute_ns: float | None  # estimated nanoseconds of computing; None: nothing is known of it yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +182,7 @@ class CostModel:
         self._out = _Moves(default_out_gb_per_s, default_latency_ns)
         self._in = _Moves(default_in_gb_per_s, default_latency_ns)
         self._steps = _Fit([_SOFT, 1e-9, _SOFT])
-        self._largest_step = 0
-        """Tokens."""
+        self._largest_step = 0  # tokens
         self._num_blind = 0
         self.max_step_tokens = 0
         """The engine's steps compute at most so many; 0: as many as the largest one seen."""

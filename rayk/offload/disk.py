@@ -37,8 +37,7 @@ _LOG = logging.getLogger("rayk")
 
 Put = Callable[[bool], None]
 Got = Callable[[list[PageName]], None]
-Then = Callable[[Any], None]
-"""Takes what a thread returned, or the exception that it raised."""
+Then = Callable[[Any], None]  # takes what a thread returned, or the exception that it raised
 PASSING = TRANSIENT | IN_THE_WAY
 READ_TOGETHER = 32  # pages that one thread has open at once
 SAVE_ORDER_S = 5.0
@@ -49,10 +48,8 @@ SAVE_ORDER_S = 5.0
 class DiskCounters:
     """Since the tier was opened. Bytes are those of pages, without headers."""
 
-    pages_found: int = 0
-    """Left by an earlier process."""
-    leftovers: int = 0
-    """Files that an earlier process did not finish."""
+    pages_found: int = 0  # left by an earlier process
+    leftovers: int = 0  # files that an earlier process did not finish
     pages_written: int = 0
     bytes_written: int = 0
     pages_read: int = 0
@@ -118,15 +115,13 @@ class DiskTier:
         self._max_queued = max_queued_bytes
         self._folder = DiskFolder(folder, identity)
         self._sizes = [self._folder.disk_bytes(group) for group in range(len(identity.page_bytes))]
-        self._pages: OrderedDict[PageName, _DiskPage] = OrderedDict()
-        """The least recently used first."""
+        self._pages: OrderedDict[PageName, _DiskPage] = OrderedDict()  # the least recently used first
         self._used_at: dict[PageName, int] = {}
         """time.time_ns of pages that were used since that was written to disk last."""
         self._last_use, self._saved_at = 0, time.monotonic()
         self._writing: dict[PageName, list[Put]] = {}
         self._getting: list[_Get] = []
-        self._ready: list[Callable[[], None]] = []
-        """Completions for the next turn."""
+        self._ready: list[Callable[[], None]] = []  # completions for the next turn
         self._queued = 0
         self._used = 0
         self._off = self._folder.why_read_only

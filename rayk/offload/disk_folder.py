@@ -26,8 +26,7 @@ from rayk.offload.page_file import HEADER_BYTES, PageIdentity, PageName, parse_f
 from rayk.types.errors import DiskUnavailable, UserError
 
 SECRET_BYTES = 32
-_TEMPORARY = ".writing-"
-"""How names of files begin that are not whole yet."""
+_TEMPORARY = ".writing-"  # how names of files begin that are not whole yet
 _LOCK_WAIT_S = 0.5
 _MEND = "give an existing folder on a disk with room, writable by this user"
 _READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
@@ -40,8 +39,7 @@ class FoundPage:
     """A file with a page's name. Nobody has looked inside yet."""
 
     name: PageName
-    num_bytes: int
-    """Of the file."""
+    num_bytes: int  # of the file
 
 
 class DiskFolder:

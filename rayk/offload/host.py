@@ -117,22 +117,16 @@ class HostTier:
         what = agent, self.caches, views, self.description
         self.rank = TransferRank(*what, staging=staging, clock=clock, prove=self._digests.prove)
         self._numbers = itertools.count()
-        self._turns: dict[str, int] = {}
-        """Engine -> links to it, of which each reads from other replicas."""
-        self._reads: Counter[str] = Counter()
-        """Engine -> stores that were read from it: the next one's turn."""
+        self._turns: dict[str, int] = {}  # engine -> links to it, of which each reads from other replicas
+        self._reads: Counter[str] = Counter()  # engine -> stores that were read from it: the next one's turn
         self._epochs: dict[str, int] = {}
         self._storing: dict[str, _Storing] = {}
-        self._loading: dict[str, _Loading] = {}
-        """Whose pages come from disk just now."""
-        self._draining: dict[str, _Storing] = {}
-        """By lease."""
-        self._lent: set[str] = set()
-        """Leases of loads."""
+        self._loading: dict[str, _Loading] = {}  # whose pages come from disk just now
+        self._draining: dict[str, _Storing] = {}  # by lease
+        self._lent: set[str] = set()  # leases of loads
         self._kept: dict[str, tuple[str, tuple[int, ...]]] = {}
         """Name of a kept sequence -> the engine it is of, and its tokens."""
-        self.counts: Counter[str] = Counter()
-        """Since it began: bytes, tokens and events, by name."""
+        self.counts: Counter[str] = Counter()  # since it began: bytes, tokens and events, by name
 
     # Engines.
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.rows import TransferRow
 
-TIER = "host"
-"""The tier's name as an engine of tickets and handshakes."""
+TIER = "host"  # the tier's name as an engine of tickets and handshakes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,8 +17,7 @@ class StoreAsk:
     ticket: TransferTicket
     """Its `request_id` is the store's own name; rows before its `first_row` are here already, or nothing is
     stored."""
-    token_ids: tuple[int, ...]
-    """Those of the ticket: as many as its `num_tokens`."""
+    token_ids: tuple[int, ...]  # those of the ticket: as many as its `num_tokens`
     keep_as: str | None = None
     """A name under which exactly these tokens stay, the last block's part included, until they are loaded or
     dropped by it. None: whole blocks stay, to be found by their tokens, as long as there is room."""
@@ -31,19 +29,13 @@ class StoreAnswer:
     """What came of a store."""
 
     name: str
-    num_tokens: int = 0
-    """That the tier holds now; 0 where it refused or failed."""
-    num_held_tokens: int = 0
-    """Of these, first ones that it held before."""
-    num_bytes: int = 0
-    """Moved for it."""
-    num_bytes_checked: int = 0
-    """Of these and others, proven by digests."""
+    num_tokens: int = 0  # that the tier holds now; 0 where it refused or failed
+    num_held_tokens: int = 0  # of these, first ones that it held before
+    num_bytes: int = 0  # moved for it
+    num_bytes_checked: int = 0  # of these and others, proven by digests
     took_ns: int = 0
-    reason: str = ""
-    """Why nothing was stored; empty where it was."""
-    transfers: tuple[TransferRow, ...] = ()
-    """Request and cell are left to whoever knows them."""
+    reason: str = ""  # why nothing was stored; empty where it was
+    transfers: tuple[TransferRow, ...] = ()  # request and cell are left to whoever knows them
 
     @property
     def ok(self) -> bool:
@@ -55,16 +47,13 @@ class StoreAnswer:
 class LoadAsk:
     """Offer what is held of a sequence."""
 
-    request_id: str
-    """Of the ticket that is answered."""
+    request_id: str  # of the ticket that is answered
     token_ids: tuple[int, ...] = ()
-    max_tokens: int = 0
-    """No more of them."""
+    max_tokens: int = 0  # no more of them
     held_tokens: int = 0
     """The engine has the live rows of so many first ones: a whole number of row groups. They are not
     offered."""
-    min_tokens: int = 1
-    """Nothing is offered that has fewer rows than this behind those."""
+    min_tokens: int = 1  # nothing is offered that has fewer rows than this behind those
     kept_as: str | None = None
     """What a store kept by name: all of it, in place of what is found by tokens. It is gone from there."""
 
@@ -74,15 +63,11 @@ class LoadAnswer:
     """What the tier offers; its blocks stay until the ticket's lease is released, or ends."""
 
     request_id: str
-    ticket: TransferTicket | None = None
-    """None: nothing."""
-    num_disk_tokens: int = 0
-    """Tokens up to the end of the last block that came from disk; 0: none did."""
-    disk_bytes: int = 0
-    """Read from disk for it."""
+    ticket: TransferTicket | None = None  # None: nothing is offered
+    num_disk_tokens: int = 0  # tokens up to the end of the last block that came from disk; 0: none did
+    disk_bytes: int = 0  # read from disk for it
     took_ns: int = 0
-    reason: str = ""
-    """Why nothing is offered, where it is no mere miss."""
+    reason: str = ""  # why nothing is offered, where it is no mere miss
     lost: tuple[str, ...] = field(default=())
     """Pages on disk that turned out damaged or gone on the way, in words."""
 

@@ -20,13 +20,11 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 
-FORMAT_VERSION = 1
-"""Goes up with every change of the header or of what a page holds."""
+FORMAT_VERSION = 1  # goes up with every change of the header or of what a page holds
 KEY_BYTES = 32
 _MAGIC = b"RAYKPAGE"
 _DIGEST_BYTES = 32
-_START = struct.Struct("<8sI")
-"""Magic and version, which stand here in every version."""
+_START = struct.Struct("<8sI")  # magic and version, which stand here in every version
 _FIELDS = struct.Struct("<8sIIQ32s32s32s")
 """Magic, version, group, page bytes, identity, key, digest of the page. The header's own digest follows."""
 HEADER_BYTES = _FIELDS.size + _DIGEST_BYTES
@@ -43,8 +41,7 @@ class PageName:
     """A block of a group and of all tokens up to its end."""
 
     group: int
-    key: bytes
-    """Digest of the prefix, `KEY_BYTES` long."""
+    key: bytes  # digest of the prefix, `KEY_BYTES` long
     since: tuple[int, ...] = ()
     """Token positions from which on rows are there, by lane of the group; empty: all rows are."""
 
@@ -77,8 +74,7 @@ class PageIdentity:
 
     facts: Mapping[str, str]
     """The model's fingerprint, the cache's dtype or format, fields and block size of each group."""
-    page_bytes: tuple[int, ...]
-    """By group."""
+    page_bytes: tuple[int, ...]  # by group
 
     @cached_property
     def text(self) -> str:

@@ -28,10 +28,8 @@ from rayk.offload.page_file import PageIdentity, PageName
 from rayk.transfer.handshake import CacheDescription
 
 Bytes = npt.NDArray[np.uint8]
-Place = tuple[int, bytes, int]
-"""(group, key, block)."""
-MIN_KNOWN = 1024
-"""Evicted pages are forgotten when they are more than those that are there, and than so many."""
+Place = tuple[int, bytes, int]  # (group, key, block)
+MIN_KNOWN = 1024  # evicted pages are forgotten when they are more than those that are there, and than so many
 
 
 def identity_of(groups: Sequence[KVCacheGroup], like: CacheDescription, dtype: str) -> PageIdentity:
@@ -66,13 +64,11 @@ class HostBlocks:
 class _Page:
     """A block of a sequence that can be a page."""
 
-    end: int
-    """Tokens of the sequence up to its end."""
+    end: int  # tokens of the sequence up to its end
     geometry: GroupGeometry
     name: PageName
     block: int
-    is_fresh: bool
-    """Whether its content was proven just now."""
+    is_fresh: bool  # whether its content was proven just now
 
 
 class DiskPages:
