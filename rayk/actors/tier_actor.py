@@ -13,6 +13,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,7 +71,7 @@ class TierHost:
         self._thread: threading.Thread | None = None
         self._is_over = threading.Event()
         self._died: RaykError | None = None
-        self._waiting: set[asyncio.Future[Any]] = set()
+        self._waiting: set[Future[Any]] = set()
 
     def __repr__(self) -> str:
         return f"TierHost({self.name})"
@@ -129,12 +132,12 @@ class TierHost:
         await self._on_loop(lambda tier: tier.detach(engine))
 
     async def store(self, ask: StoreAsk) -> StoreAnswer:
-        """See StoreAsk."""
+        """Keep what an engine offers; says what came of it."""
         found: StoreAnswer = await self._answer(lambda tier, done: tier.store(ask, done))
         return found
 
     async def load(self, ask: LoadAsk) -> LoadAnswer:
-        """See LoadAsk."""
+        """Offer what is held of a sequence."""
         found: LoadAnswer = await self._answer(lambda tier, done: tier.load(ask, done))
         return found
 
@@ -143,7 +146,7 @@ class TierHost:
         await self._on_loop(lambda tier: tier.drop(kept_as))
 
     async def doubt(self, ticket: TransferTicket) -> None:
-        """See HostTier.doubt."""
+        """Look at the pages of a ticket by which an engine did not read what it says."""
         await self._on_loop(lambda tier: tier.doubt(ticket))
 
     async def clear(self) -> None:
@@ -151,7 +154,7 @@ class TierHost:
         await self._on_loop(HostTier.clear)
 
     async def status(self) -> dict[str, Any]:
-        """See HostTier.status."""
+        """What it holds, and what came of what it was asked."""
         found: dict[str, Any] = await self._on_loop(HostTier.status)
         return found
 
@@ -175,50 +178,40 @@ class TierHost:
             await asyncio.to_thread(self._thread.join, 10.0)
 
     async def _on_loop(self, action: Callable[[HostTier], T]) -> T:
-        def act(tier: HostTier, done: Callable[[T], None]) -> None:
-            done(action(tier))
-
-        found: T = await self._answer(act)
+        """What the action returns on the tier's thread."""
+        found: T = await self._answer(lambda tier, done: done(action(tier)))
         return found
 
     async def _answer(self, begin: Callable[[HostTier, Callable[[Any], None]], None]) -> Any:
         """What the tier's thread answers. Raises what it raises, EngineDied once it has ended."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Any] = loop.create_future()
+        future: Future[Any] = Future()
         self._waiting.add(future)
-
-        def settle(result: object, error: BaseException | None) -> None:
-            if future.done():
-                return
-            if error is not None:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-
-        def done(result: object, error: BaseException | None = None) -> None:
-            loop.call_soon_threadsafe(settle, result, error)
-
-        def act() -> None:
-            if self._died is not None or self._tier is None:
-                done(None, self._died or EngineDied(self.name, "it is not open"))
-                return
-            try:
-                begin(self._tier, done)
-            except RaykError as error:  # another one may leave blocks half handed out: the tier ends
-                done(None, error)
-
         try:
             # Once `_died` is set nobody looks at the inbox any more.
             if self._thread is None or self._died is not None:
-                raise self._died or EngineDied(self.name, "it has ended")
-            self._inbox.put(act)
-            return await future
+                raise self._died or EngineDied(self.name, "it is not open")
+            self._inbox.put(partial(self._begin, begin, future))
+            return await asyncio.wrap_future(future)
         finally:
             self._waiting.discard(future)
+
+    def _begin(self, begin: Callable[[HostTier, Callable[[Any], None]], None], future: Future[Any]) -> None:
+        def done(found: Any) -> None:
+            with suppress(InvalidStateError):  # its caller was told that the tier has ended
+                future.set_result(found)
+
+        if not future.set_running_or_notify_cancel():
+            return
+        assert self._tier is not None, "open first"
+        try:
+            begin(self._tier, done)
+        except RaykError as error:  # another one may leave blocks half handed out: the tier ends
+            future.set_exception(error)
 
     def _run(self) -> None:
         assert self._tier is not None
         watch = StackWatch()
+        why = "it was closed"
         try:
             while not self._is_over.is_set():
                 watch.tick()
@@ -226,25 +219,14 @@ class TierHost:
                 self._meter.tick()
         except Exception as error:
             LOG.exception("the host tier ends")
-            self._died = EngineDied(self.name, f"{type(error).__name__}: {error}")
+            why = f"{type(error).__name__}: {error}"
         finally:
             watch.end()
-            self._died = self._died or EngineDied(self.name, "it was closed")
-            while not self._inbox.empty():
-                self._inbox.get_nowait()()
-            self._fail_waiting()
+            self._died = EngineDied(self.name, why)
+            for future in tuple(self._waiting):
+                with suppress(InvalidStateError):  # it was answered, or its caller has gone
+                    future.set_exception(self._died)
             self._tier.close()
-
-    def _fail_waiting(self) -> None:
-        died = self._died
-        for future in tuple(self._waiting):
-
-            def fail(future: asyncio.Future[Any] = future) -> None:
-                if not future.done():
-                    assert died is not None
-                    future.set_exception(died)
-
-            future.get_loop().call_soon_threadsafe(fail)
 
     def _turn(self, tier: HostTier) -> None:
         try:

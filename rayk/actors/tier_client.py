@@ -37,20 +37,16 @@ class RayTier:
         self._thread.start()
 
     def store(self, ask: StoreAsk, done: Callable[[StoreAnswer], None]) -> None:
-        """See Tier."""
         name = ask.ticket.request_id
         self._call("store", ask, done, lambda why: StoreAnswer(name=name, reason=why))
 
     def load(self, ask: LoadAsk, done: Callable[[LoadAnswer], None]) -> None:
-        """See Tier."""
         self._call("load", ask, done, lambda why: LoadAnswer(request_id=ask.request_id, reason=why))
 
     def drop(self, kept_as: str) -> None:
-        """See Tier."""
         self._call("drop", kept_as, lambda _: None, lambda _: None)
 
     def doubt(self, ticket: TransferTicket) -> None:
-        """See Tier."""
         self._call("doubt", ticket, lambda _: None, lambda _: None)
 
     def close(self) -> None:
