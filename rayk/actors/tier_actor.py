@@ -85,7 +85,6 @@ class TierHost:
             raise self._died
 
     async def pid(self) -> int:
-        """Of this process."""
         return os.getpid()
 
     async def open(
@@ -110,7 +109,6 @@ class TierHost:
         return facts_of(self._tier)
 
     async def describe(self) -> CacheDescription:
-        """What an engine connects to."""
         assert self._tier is not None, "open first"
         return self._tier.description
 
@@ -128,7 +126,7 @@ class TierHost:
         return await self.describe()
 
     async def detach(self, engine: str) -> None:
-        """An engine is gone."""
+        """Forget an engine that is gone."""
         await self._on_loop(lambda tier: tier.detach(engine))
 
     async def store(self, ask: StoreAsk) -> StoreAnswer:
@@ -282,13 +280,12 @@ def open_tier(
 
 
 def _open_pages(folder: Path, identity: PageIdentity, num_bytes: int) -> DiskPages:
-    """Of the folder, which is made where it is not there. Raises UserError, DiskUnavailable."""
+    """Make the folder if it is not there. Raises UserError, DiskUnavailable."""
     make_folder(folder)
     return DiskPages(DiskTier(folder, identity, num_bytes))
 
 
 def facts_of(tier: HostTier) -> TierFacts:
-    """What engines must know of it."""
     groups = tier.manager.groups
     sizes = [g.spec.block_size for g in groups]
     return tier_facts(tier.description.epoch, sizes, row_group_blocks(groups))

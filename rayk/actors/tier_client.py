@@ -50,7 +50,6 @@ class RayTier:
         self._call("doubt", ticket, lambda _: None, lambda _: None)
 
     def close(self) -> None:
-        """No more calls."""
         self._calls.put(None)
 
     def _call(

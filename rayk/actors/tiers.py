@@ -42,8 +42,6 @@ Kind = tuple[str, str]
 
 @dataclass(eq=False)
 class _Tier:
-    """One tier's actor."""
-
     name: str
     handle: Any
     facts: TierFacts
@@ -122,7 +120,7 @@ class HostTiers:
         await asyncio.gather(*(_quietly(t.handle.clear.remote(), STATUS_S) for t in self._live))
 
     async def leaks(self) -> list[RaykError]:
-        """Of tiers whose blocks do not add up."""
+        """An error for each tier whose blocks do not add up."""
         tiers = self._live
         found = await asyncio.gather(*(_quietly(t.handle.find_leak.remote(), STATUS_S) for t in tiers))
         pairs = zip(tiers, found, strict=True)
@@ -135,7 +133,6 @@ class HostTiers:
         return {t.name: {**s, "pid": t.pid} for t, s in zip(tiers, found, strict=True) if s is not None}
 
     async def close(self) -> None:
-        """End every tier."""
         await asyncio.gather(*(self._end(tier) for tier in self._tiers.values()))
         self._tiers.clear()
 
@@ -189,7 +186,7 @@ class HostTiers:
         return node_id, self._identity_of(engine).text
 
     def _identity_of(self, engine: EngineHandle) -> PageIdentity:
-        """What the disk tier asks of pages, too."""
+        """The disk tier asks this of pages, too."""
         return tier_identity(engine.config, self.settings, engine.descriptions[0])
 
     async def _watch(self, tier: _Tier) -> None:
@@ -279,7 +276,7 @@ async def _reply(reply: Awaitable[Any], timeout_s: float) -> Any:
 
 
 async def _quietly(reply: Awaitable[Any], timeout_s: float) -> Any:
-    """None where there is no answer."""
+    """An answer; None where there is none."""
     try:
         return await _reply(reply, timeout_s)
     except RaykError:

@@ -198,7 +198,7 @@ class TransferHandover:
         self._leader = self.lending.leader = self.receiving.leader = leader
         self.pushing.leader = self.reservations.leader = leader
         if self.offloading is not None:
-            self.offloading.belong(leader)
+            self.offloading.attach_leader(leader)
 
     @property
     def leader(self) -> Leader:

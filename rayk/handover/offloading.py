@@ -45,7 +45,7 @@ MAX_UNANSWERED = 4
 
 
 @dataclass(slots=True)
-class _Looking:
+class _Lookup:
     """A prompt that is being looked up."""
 
     request: Request
@@ -89,15 +89,14 @@ class Offloading:
         self.swapping.storing = self.storing
         self.why_off = "no host tier is attached"
         self._receiving = receiving
-        self._looking: dict[str, _Looking] = {}
+        self._looking: dict[str, _Lookup] = {}
         self._step_began_ns = 0
         self._step_tokens = 0
         self._step_pairs = 0.0
 
     # Attachment.
 
-    def belong(self, leader: Leader) -> None:
-        """Called once, before the first turn."""
+    def attach_leader(self, leader: Leader) -> None:
         self.side.attach(leader=leader)
 
     @property
@@ -114,11 +113,9 @@ class Offloading:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a tier."""
         return self.side.tier is not None
 
     def attach(self, tier: Tier, facts: TierFacts) -> None:
-        """From now on the tier is there."""
         self.lost("another one takes its place")
         self.side.attach(facts=facts)
         self.side.tier, self.why_off = tier, ""
@@ -165,14 +162,14 @@ class Offloading:
         if not side.may_read(side.settings.load):
             self.counts["loads_held_back"] += 1
             return False
-        looking = _Looking(request, start, begin_cached, here, time.monotonic_ns())
+        looking = _Lookup(request, start, begin_cached, here, time.monotonic_ns())
         self._looking[name] = looking
         ask = LoadAsk(request_id=name, token_ids=tokens, max_tokens=wanted, held_tokens=held, min_tokens=gain)
         side.tier.load(ask, lambda answer: self._found(looking, answer))
         return True
 
-    def _found(self, looking: _Looking, answer: LoadAnswer) -> None:
-        """What the tier has of a prompt."""
+    def _found(self, looking: _Lookup, answer: LoadAnswer) -> None:
+        """The tier said what it has of a prompt."""
         name, ticket = looking.request.request_id, answer.ticket
         if ticket is not None and wrong_head(ticket) is not None:
             ticket = None  # it can be neither read nor let go
@@ -213,7 +210,7 @@ class Offloading:
 
     def _loaded(
         self,
-        looking: _Looking,
+        looking: _Lookup,
         answer: LoadAnswer,
         num_valid: int,
         failure: RaykError | None,
@@ -245,21 +242,21 @@ class Offloading:
         looking.begin(num_valid, is_loaded=True)
         self.side.leader.emit(RequestEvent(request_id=name, info=told))
 
-    def _failed(self, looking: _Looking, answer: LoadAnswer, failure: RaykError, *, was_read: bool) -> None:
+    def _failed(self, looking: _Lookup, answer: LoadAnswer, failure: RaykError, *, was_read: bool) -> None:
         """`was_read`: whether a read began; else blocks, or the engine's own prefix, were lacking here."""
         assert answer.ticket is not None, "something was to be read"
-        self.side.failed(answer.ticket, failure)
+        self.side.doubt(answer.ticket, failure)
         if was_read:
-            self.side.in_vain(self.side.settings.load, looking.asked_ns, str(failure), answer.ticket)
+            self.side.read_failed(self.side.settings.load, looking.asked_ns, str(failure), answer.ticket)
         else:
             self._nothing_read(looking)
 
-    def _nothing_read(self, looking: _Looking) -> None:
+    def _nothing_read(self, looking: _Lookup) -> None:
         """What was looked up tells nothing of how reads go."""
-        self.side.reads.came_to_nothing(looking.asked_ns, time.monotonic_ns())
+        self.side.reads.nothing_tried(looking.asked_ns, time.monotonic_ns())
 
     def _decline(self, ticket: TransferTicket | None) -> None:
-        """Nobody reads what was offered."""
+        """Give back what was offered: nobody reads it."""
         side = self.side
         if ticket is not None and side.tier is not None and ticket.epoch == side.facts.epoch:
             side.commands += (HoldTicket(ticket), LetGo(ticket.request_id))
@@ -273,7 +270,6 @@ class Offloading:
 
     @property
     def num_looking(self) -> int:
-        """Requests whose prompts are being looked up."""
         return sum(not looking.is_over for looking in self._looking.values())
 
     def holds(self, request_id: str) -> bool:
@@ -291,7 +287,7 @@ class Offloading:
         return self.swapping.abort(request_id)
 
     def left(self, request_id: str) -> None:
-        """A request was handed over."""
+        """Forget a request that was handed over."""
         self.storing.left(request_id)
 
     def turn(self) -> None:
@@ -302,7 +298,7 @@ class Offloading:
         for looking in self._looking.values():
             if looking.asked_ns < late_ns and not looking.is_over:
                 self.counts["lookups_late"] += 1
-                self.side.in_vain(self.side.settings.load, looking.asked_ns, UNANSWERED, None)
+                self.side.read_failed(self.side.settings.load, looking.asked_ns, UNANSWERED, None)
                 looking.is_over = True
                 looking.begin()
 
@@ -315,7 +311,6 @@ class Offloading:
         self.storing.on_news(rank, news)
 
     def stepping(self, batch: ScheduledBatch) -> None:
-        """A step begins."""
         self._step_began_ns, self._step_tokens = time.monotonic_ns(), batch.num_tokens
         seen = ((r.num_computed_tokens, len(r.token_ids)) for r in batch.requests)
         self._step_pairs = sum(n * before + n * (n + 1) / 2 for before, n in seen)
@@ -329,7 +324,7 @@ class Offloading:
         self.storing.computed(state)
 
     def clear(self) -> None:
-        """The engine is going down."""
+        """Forget everything: the engine is going down."""
         self.side.tier, self.why_off = None, self.why_off or ENDED
         self._looking.clear()
         self.storing.clear()

@@ -60,13 +60,11 @@ class Store:
 
     @property
     def num_blocks(self) -> int:
-        """That it holds, maybe with others."""
+        """Blocks that it holds, maybe with others."""
         return sum(b != NULL_BLOCK for table in self.tables for b in table)
 
 
 class Storing:
-    """Stores of one engine."""
-
     def __init__(
         self,
         side: TierSide,
@@ -90,7 +88,7 @@ class Storing:
 
     @property
     def open_stores(self) -> tuple[str, ...]:
-        """Those that hold blocks."""
+        """Names of stores that hold blocks."""
         return tuple(self._stores)
 
     def num_stored(self, request_id: str) -> int:
@@ -128,7 +126,7 @@ class Storing:
         self.left(request_id)
 
     def left(self, request_id: str) -> None:
-        """A request computes no more here."""
+        """Forget a request that computes no more here."""
         self._asked.pop(request_id, None)
         self._tidy(request_id)
 
@@ -168,7 +166,7 @@ class Storing:
         return not known or (small and len(known) < ACTIVE_STORES)
 
     def _new_bytes(self, store: Store) -> int:
-        """That the tier is not known to have."""
+        """Bytes of it that the tier is not known to have."""
         return self._side.bytes_of(store.num_tokens, self.num_stored(store.request_id))
 
     def on_refused(self, command: MakeStore, error: RaykError | None) -> None:
@@ -192,7 +190,7 @@ class Storing:
                 self.end(lease_id)
 
     def end(self, name: str) -> None:
-        """A store's blocks are needed no longer."""
+        """Free a store's blocks."""
         store = self._stores.pop(name, None)
         if store is None:
             return
@@ -207,7 +205,7 @@ class Storing:
             self.recent.append((store.began_ns, time.monotonic_ns(), store.num_bytes))
 
     def end_all(self) -> None:
-        """There is no tier any more."""
+        """End every store: there is no tier any more."""
         self._queued.clear()
         for name in list(self._stores):
             self.end(name)
@@ -215,7 +213,7 @@ class Storing:
             known.clear()
 
     def clear(self) -> None:
-        """The engine is going down: its blocks go with it."""
+        """Forget everything: the engine is going down, and its blocks go with it."""
         self._queued.clear()
         for known in (self._stores, self._begun, self._asked, self._stored):
             known.clear()
@@ -251,7 +249,6 @@ class Storing:
         self._queued.append(store)
 
     def _begin(self, store: Store) -> None:
-        """Have all ranks digest it."""
         side = self._side
         unit = math.lcm(row_group_blocks(side.leader.manager.groups), side.facts.row_unit_tokens)
         known = min(self.num_stored(store.request_id), store.num_tokens)
@@ -287,7 +284,6 @@ class Storing:
         side.tier.store(ask, self._answered)
 
     def _answered(self, answer: StoreAnswer) -> None:
-        """What the tier made of a store."""
         side, store = self._side, self._begun.pop(answer.name, None)
         if store is None:
             if answer.ok and side.tier is not None:

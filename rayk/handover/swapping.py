@@ -42,7 +42,7 @@ class _Swapped:
 
 
 class Swapping:
-    """Requests of one engine that are away."""
+    """Requests of one engine that are swapped out."""
 
     def __init__(
         self, side: TierSide, receiving: Receiving, decline: Callable[[TransferTicket | None], None]
@@ -59,15 +59,13 @@ class Swapping:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anybody is away."""
         return bool(self._swapped)
 
     def holds(self, request_id: str) -> bool:
-        """Whether a request is away, or an answer about it is."""
+        """Whether a request is swapped out, or the tier was asked for one and has not answered."""
         return request_id in self._swapped or request_id in self._asked
 
     def swap_out(self, state: RequestState) -> bool:
-        """See Swapper."""
         side = self._side
         if side.tier is None or side.settings.swap == "never":
             return False
@@ -92,7 +90,6 @@ class Swapping:
         return True
 
     def forget(self, request_id: str) -> None:
-        """See Swapper."""
         swapped = self._swapped.pop(request_id, None)
         if swapped is not None:
             self._drop(swapped.name)
@@ -113,7 +110,7 @@ class Swapping:
             self._side.tier.load(ask, lambda offer: self._offered(swapped, offer))
 
     def on_free(self, store: Store) -> None:
-        """A store's blocks are free."""
+        """A store's blocks are free: whoever was swapped out by it has left."""
         swapped = self._swapped.get(store.request_id)
         if swapped is not None and swapped.name == store.name:
             swapped.has_left = True
@@ -126,7 +123,7 @@ class Swapping:
         for request_id, swapped in list(self._swapped.items()):
             ticket = swapped.ticket
             if ticket is None and swapped.asked_ns is not None and swapped.asked_ns < late_ns:
-                self._side.in_vain(self._side.settings.swap, swapped.asked_ns, "it is not offered", None)
+                self._side.read_failed(self._side.settings.swap, swapped.asked_ns, "it is not offered", None)
                 self._start_over(request_id)
                 continue
             if ticket is None or swapped.is_read or not scheduler.may_return(request_id):
@@ -146,7 +143,7 @@ class Swapping:
             self._receiving.begin(self._coming_back(swapped, ticket), tuple(i for _, i in updates), held)
 
     def abort(self, request_id: str) -> bool:
-        """Nobody wants a request any more; False where it is not away."""
+        """Stop bringing a request back; False where it is not swapped out."""
         if request_id not in self._swapped:
             return False
         self._receiving.abort(request_id)
@@ -154,19 +151,18 @@ class Swapping:
         return True
 
     def tier_lost(self) -> None:
-        """What is away is lost; of what is read just now the read fails, and says so."""
+        """Compute again what is swapped out. A read that is under way fails by itself, and says so."""
         self._asked.clear()
         for request_id, swapped in list(self._swapped.items()):
             if not swapped.is_read:
                 self._start_over(request_id)
 
     def clear(self) -> None:
-        """The engine is going down."""
         self._swapped.clear()
         self._asked.clear()
 
     def _offered(self, swapped: _Swapped, answer: LoadAnswer) -> None:
-        """What was swapped out can be read."""
+        """The tier offered what was swapped out, or said why not."""
         request_id, ticket = swapped.state.request_id, answer.ticket
         if ticket is not None and wrong_head(ticket) is not None:
             ticket = None  # it can be neither read nor let go
@@ -185,8 +181,8 @@ class Swapping:
 
         def arrived(num_valid: int, failure: RaykError | None, info: dict[str, Any]) -> None:
             if failure is not None:
-                self._side.failed(ticket, failure)
-                self._side.in_vain(settings.swap, now, str(failure), ticket)
+                self._side.doubt(ticket, failure)
+                self._side.read_failed(settings.swap, now, str(failure), ticket)
             self._arrived(state.request_id, num_valid, failure, info)
 
         return Incoming(

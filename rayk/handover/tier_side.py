@@ -30,13 +30,9 @@ class Tier(Protocol):
     """A host tier as an engine's leader reaches it. Calls return at once; answers, and word of its end, come
     on the loop's thread."""
 
-    def store(self, ask: StoreAsk, done: Callable[[StoreAnswer], None]) -> None:
-        """See StoreAsk."""
-        ...
+    def store(self, ask: StoreAsk, done: Callable[[StoreAnswer], None]) -> None: ...
 
-    def load(self, ask: LoadAsk, done: Callable[[LoadAnswer], None]) -> None:
-        """See LoadAsk."""
-        ...
+    def load(self, ask: LoadAsk, done: Callable[[LoadAnswer], None]) -> None: ...
 
     def drop(self, kept_as: str) -> None:
         """Nobody will load what was kept by this name."""
@@ -77,23 +73,22 @@ class TierSide:
 
     @property
     def leader(self) -> Leader:
-        """The engine's."""
         assert self._leader is not None, "not attached to a leader"
         return self._leader
 
     @property
     def facts(self) -> TierFacts:
-        """Of the tier that is attached, or was last."""
+        """They are of the tier that is attached, or was last."""
         assert self._facts is not None, "no tier was ever attached"
         return self._facts
 
     def attach(self, leader: Leader | None = None, facts: TierFacts | None = None) -> None:
-        """Who this belongs to, and what the tier is."""
+        """Set whom this belongs to, and what the tier is."""
         self._leader, self._facts = leader or self._leader, facts or self._facts
         self.costs.max_step_tokens = self.leader.scheduler.max_batch_tokens
 
-    def failed(self, ticket: TransferTicket, failure: RaykError) -> None:
-        """Nothing, or not all, was loaded by a ticket of the tier."""
+    def doubt(self, ticket: TransferTicket, failure: RaykError) -> None:
+        """Have the tier look at its pages, if what was read by its ticket is not what that says."""
         if self.tier is not None and isinstance(failure, KVMismatch) and ticket.epoch == self.facts.epoch:
             self.tier.doubt(ticket)
 
@@ -101,7 +96,7 @@ class TierSide:
         """Whether to ask the tier for anything just now. Whoever wants it always asks always."""
         return setting != "auto" or self.reads.may_try(time.monotonic_ns())
 
-    def in_vain(self, setting: Weighing, began_ns: int, why: str, ticket: TransferTicket | None) -> None:
+    def read_failed(self, setting: Weighing, began_ns: int, why: str, ticket: TransferTicket | None) -> None:
         """What was asked for at `began_ns`, or offered by the ticket, was waited for in vain."""
         if setting != "auto" or self.tier is None:
             return
@@ -112,7 +107,7 @@ class TierSide:
             LOG.warning("%s asks its host tier for nothing for %.0f s: %s", self.engine, pause_s, why)
 
     def new_name(self, kind: str, request_id: str) -> str:
-        """Of a store or a swap: no other has it, on any engine."""
+        """A name for a store or a swap that no other has, on any engine."""
         return f"{self.engine}/{self.epoch}/{kind}{next(self._numbers)}/{request_id}"
 
     def bytes_of(self, num_tokens: int, first_row: int) -> int:
@@ -126,7 +121,6 @@ class TierSide:
 
 
 def tier_facts(epoch: int, block_sizes: Sequence[int], row_unit_tokens: int) -> TierFacts:
-    """Of a tier whose groups have these block sizes."""
     return TierFacts(epoch=epoch, unit_tokens=math.lcm(*block_sizes), row_unit_tokens=row_unit_tokens)
 
 

@@ -32,13 +32,12 @@ class Backoff:
             self._until_ns = now_ns + self._pause_ns
         return True
 
-    def came_to_nothing(self, began_ns: int, now_ns: int) -> None:
-        """There was nothing to try: the next one may."""
+    def nothing_tried(self, began_ns: int, now_ns: int) -> None:
+        """An attempt ended before anything was tried: the next one may."""
         if began_ns > self._paused_ns:
             self._until_ns = min(self._until_ns, now_ns)
 
     def worked(self) -> None:
-        """An attempt ended well."""
         self._forget()
 
     def failed(self, began_ns: int, now_ns: int, why: str) -> float:

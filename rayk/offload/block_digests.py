@@ -71,7 +71,6 @@ class BlockDigests:
         self._kind_of_lane = kind_of_lane
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """These are about to hold something else."""
         ids = list(block_ids)
         for kept in self._kept:
             kept.forget(ids)
@@ -142,7 +141,7 @@ class BlockDigests:
         return self._changed(tables, [range(len(tables[k.view.group.index])) for k in self._kept])
 
     def _changed(self, tables: Tables, indices: Sequence[range]) -> list[int]:
-        """`indices`: of each kind, blocks of its table."""
+        """`indices`: which blocks of its table are looked at, by kind."""
         changed: set[int] = set()
         ids_of = [
             np.array(tables[k.view.group.index], dtype=np.int64)[i.start : i.stop]
@@ -184,7 +183,7 @@ class BlockDigests:
         return _Span(live, ids, rows, index, live_cells, cells, block - index.start, within)
 
     def _sum(self, spans: Sequence[_Span], cells_of: Sequence[Ints], num_tokens: int) -> Digests:
-        """Words of row groups from those of each kind's cells."""
+        """Add up the words of each kind's cells to those of row groups."""
         per_group, cell = self._rows_per_group, self._cell
         row_groups = self._views.row_groups(num_tokens, per_group)
         words = self._views.locate(row_groups)

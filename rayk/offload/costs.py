@@ -41,8 +41,6 @@ _SOFT = 1e-3  # how much terms that others can stand for are kept small
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What came of weighing a move against computing."""
-
     moves: bool
     move_ns: float  # estimated nanoseconds of the move, both ways where it is a swap
     recompute_ns: float | None  # estimated nanoseconds of computing; None: nothing is known of it yet
@@ -74,7 +72,7 @@ class _Fit:
 
     @property
     def weight(self) -> float:
-        """Of the observations that count."""
+        """How much all observations that count weigh together."""
         return sum(seen.weight for seen in (*self._seen, *self._few))
 
     def observe(self, terms: Sequence[float], ns: float, usual: float, weight: float = 1.0) -> None:
@@ -97,7 +95,7 @@ class _Fit:
 
     @property
     def constants(self) -> NDArray[np.float64]:
-        """As of now, in nanoseconds per unit of each term."""
+        """They are in nanoseconds per unit of each term."""
         if not self._is_fitted:
             self._fit()
             self._is_fitted = True
@@ -154,7 +152,6 @@ class _Moves:
             self._fit.observe(terms, ns, usual=sum(terms))
 
     def cost_ns(self, num_bytes: int) -> float:
-        """Of moving so many bytes; nothing to move costs nothing."""
         if num_bytes <= 0:
             return 0.0
         latency_ns, byte_ns = self._scale * self._fit.constants
@@ -247,7 +244,6 @@ class CostModel:
         return told
 
     def _step_costs(self) -> tuple[float, float, float]:
-        """Nanoseconds per step, token and pair."""
         step, token, pair = map(float, self._steps.constants)
         return step, token / _TOKENS, pair / _PAIRS
 

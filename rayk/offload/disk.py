@@ -63,15 +63,11 @@ class DiskCounters:
 
 @dataclass(eq=False, slots=True)
 class _DiskPage:
-    """A page on the disk."""
-
     num_readers: int = 0  # while there are some it is not evicted
 
 
 @dataclass(eq=False, slots=True)
 class _Get:
-    """One call of get() under way."""
-
     names: Sequence[PageName]
     done: Got
     num_left: int = 0  # that are not read yet
@@ -85,7 +81,7 @@ def _check_capacity(folder: Path, capacity_bytes: int, file_bytes: int) -> None:
 
 
 def status_without(why: str) -> dict[str, Any]:
-    """What DiskTier.status would say of a tier that could not be opened."""
+    """The status of a disk tier that could not be opened."""
     counted = asdict(DiskCounters())
     del counted["bad"]
     sizes = dict.fromkeys(("num_pages", "num_bytes", "capacity_bytes"), 0)
@@ -122,17 +118,17 @@ class DiskTier:
         self._writing: dict[PageName, list[Put]] = {}
         self._getting: list[_Get] = []
         self._ready: list[Callable[[], None]] = []  # completions for the next turn
-        self._queued = 0
-        self._used = 0
-        self._off = self._folder.why_read_only
+        self._queued_bytes = 0
+        self._used_bytes = 0
+        self._why_off = self._folder.why_read_only
         self._is_slow = False
         self._closed = False
         self.counters = DiskCounters(leftovers=self._folder.num_leftovers)
         try:
             _check_capacity(folder, capacity_bytes, max(self._sizes))
             self._take_found()
-            if self._off:
-                self._say_off()
+            if self._why_off:
+                self._warn_off()
             if unused := self._folder.unused_bytes():
                 _LOG.warning("%s also holds %.1f GB of pages that no tier has open", folder, unused / 1e9)
         except BaseException:
@@ -154,16 +150,16 @@ class DiskTier:
     @property
     def state(self) -> str:
         """on, or "off: " and why nothing is written any more."""
-        return f"off: {self._off}" if self._off else "on"
+        return f"off: {self._why_off}" if self._why_off else "on"
 
     @property
     def num_bytes(self) -> int:
         """What page files take, with those that are being written."""
-        return self._used
+        return self._used_bytes
 
     @property
     def identity(self) -> PageIdentity:
-        """Of all its pages."""
+        """All pages have the same."""
         return self._identity
 
     def names(self) -> tuple[PageName, ...]:
@@ -179,7 +175,6 @@ class DiskTier:
 
     @property
     def busy(self) -> bool:
-        """Whether a completion is still to come."""
         return bool(self._writing or self._getting or self._ready)
 
     def __len__(self) -> int:
@@ -196,12 +191,12 @@ class DiskTier:
         """Those of these that are there were used just now, the last one last."""
         for name in names:
             if name in self._pages:
-                self._use(name)
+                self._mark_used(name)
 
     def admit(self, names: Sequence[PageName], beside: Iterable[PageName]) -> int:
         """How many pages, the first of `names`, may be put now without any of those `beside` being evicted
         for them. The others are counted as dropped."""
-        queued, used = self._queued, sum(self._sizes[name.group] for name in self._writing)
+        queued, used = self._queued_bytes, sum(self._sizes[name.group] for name in self._writing)
         used += sum(self._sizes[name.group] for name in {*beside} & self._pages.keys())
         for number, name in enumerate(names):
             num_bytes = self._identity.page_bytes[name.group]
@@ -209,7 +204,7 @@ class DiskTier:
             is_slow = queued > 0 and queued + num_bytes > self._max_queued
             if used > self._capacity or is_slow:
                 self.counters.pages_dropped += len(names) - number
-                self._tell_slow(is_slow)
+                self._warn_slow(is_slow)
                 return number
             queued += num_bytes
         return len(names)
@@ -228,7 +223,7 @@ class DiskTier:
         assert len(name.key) == KEY_BYTES, len(name.key)
         assert page.shape == (self._identity.page_bytes[name.group],), page.shape
         if name in self._pages:
-            self._use(name)
+            self._mark_used(name)
             self._ready.append(partial(done, True))
             return True
         if name in self._writing:
@@ -237,8 +232,8 @@ class DiskTier:
         if not self._has_room(name.group):
             self.counters.pages_dropped += 1
             return False
-        self._queued += page.nbytes
-        self._used += self._sizes[name.group]
+        self._queued_bytes += page.nbytes
+        self._used_bytes += self._sizes[name.group]
         self._writing[name] = [done]
         self._submit(self._writer, partial(self._written, name, page.nbytes), self._files.write, name, page)
         return True
@@ -258,7 +253,7 @@ class DiskTier:
                 call.bad.append(name)
                 continue
             found.num_readers += 1
-            self._use(name)
+            self._mark_used(name)
             there.append((name, page, found))
         if not there:
             self._ready.append(partial(done, call.bad))
@@ -316,13 +311,17 @@ class DiskTier:
     def _has_room(self, group: int) -> bool:
         """Whether a page of this group may be written now; older ones make room on the disk."""
         num_bytes = self._identity.page_bytes[group]
-        if self._off or self._closed or (self._queued and self._queued + num_bytes > self._max_queued):
+        if (
+            self._why_off
+            or self._closed
+            or (self._queued_bytes and self._queued_bytes + num_bytes > self._max_queued)
+        ):
             return False
         return self._make_room(self._sizes[group])
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Have so many bytes free, at the cost of the least recently used pages. Whether they are."""
-        while self._used + num_bytes > self._capacity:
+        """Free so many bytes, at the cost of the least recently used pages; False if they cannot be."""
+        while self._used_bytes + num_bytes > self._capacity:
             oldest = next((name for name, page in self._pages.items() if not page.num_readers), None)
             if oldest is None:
                 return False
@@ -330,18 +329,18 @@ class DiskTier:
             self._remove(oldest)
         return True
 
-    def _use(self, name: PageName) -> None:
+    def _mark_used(self, name: PageName) -> None:
         self._pages.move_to_end(name)
         # One after the other, however coarse the clock is.
         self._last_use = self._used_at[name] = max(self._last_use + 1, time.time_ns())
 
     def _save_order(self) -> None:
-        """When pages were used goes where it outlives this process."""
+        """Have it written when pages were used, for the process that finds them."""
         self._saved_at = time.monotonic()
-        self._submit(self._writer, self._heed, self._files.note_uses, self._used_at)
+        self._submit(self._writer, self._note_error, self._files.note_uses, self._used_at)
         self._used_at = {}
 
-    def _tell_slow(self, is_slow: bool) -> None:
+    def _warn_slow(self, is_slow: bool) -> None:
         if is_slow and not self._is_slow:
             self._is_slow = True
             _LOG.warning(
@@ -351,9 +350,9 @@ class DiskTier:
     def _remove(self, name: PageName) -> None:
         """Forget a page; the writer removes its file before it writes what is put from now on."""
         del self._pages[name]
-        self._used -= self._sizes[name.group]
+        self._used_bytes -= self._sizes[name.group]
         self._used_at.pop(name, None)
-        self._submit(self._writer, self._heed, self._files.remove, name)
+        self._submit(self._writer, self._note_error, self._files.remove, name)
 
     def _take_found(self) -> None:
         """Index what is in the folder. Files that cannot be pages by their length are removed at once."""
@@ -366,20 +365,20 @@ class DiskTier:
                     Path(self._folder.file(name)).unlink()
                 continue
             self._pages[name] = _DiskPage()
-            self._used += self._sizes[name.group]
+            self._used_bytes += self._sizes[name.group]
         self.counters.pages_found = len(self._pages)
 
     def _written(self, name: PageName, num_bytes: int, error: BaseException | None) -> None:
         waiting = self._writing.pop(name)
-        self._queued -= num_bytes
+        self._queued_bytes -= num_bytes
         if error is None:
             self._pages[name] = _DiskPage()
             self.counters.pages_written += 1
             self.counters.bytes_written += num_bytes
         else:
-            self._used -= self._sizes[name.group]
+            self._used_bytes -= self._sizes[name.group]
             self.counters.pages_dropped += 1
-            self._heed(error)
+            self._note_error(error)
         self._ready += [partial(done, error is None) for done in waiting]
 
     def _read(
@@ -397,13 +396,13 @@ class DiskTier:
                 self.counters.bytes_read += page.nbytes
             else:
                 call.bad.append(name)
-                self._lose(name, found, result)
+                self._drop_bad(name, found, result)
         call.num_left -= len(wanted)
         if not call.num_left:
             self._getting.remove(call)
             self._ready.append(partial(call.done, call.bad))
 
-    def _lose(self, name: PageName, found: _DiskPage, result: str | BaseException) -> None:
+    def _drop_bad(self, name: PageName, found: _DiskPage, result: str | BaseException) -> None:
         """A page was not served: it is as if it had never been put."""
         if self._pages.get(name) is not found:  # Somebody else's read said so before.
             self.counters.bad[MISSING] += 1
@@ -413,7 +412,7 @@ class DiskTier:
             if isinstance(result, OSError) and result.errno in TRANSIENT:
                 return
             if not isinstance(result, OSError) or result.errno not in ODD_FILE:
-                self._heed(result)
+                self._note_error(result)
         else:
             self._report(name, result)
         self._remove(name)
@@ -422,14 +421,14 @@ class DiskTier:
         self.counters.bad[reason] += 1
         _LOG.warning("page file %s is not used: %s%s", self._folder.file(name), reason, why)
 
-    def _heed(self, error: BaseException | None) -> None:
+    def _note_error(self, error: BaseException | None) -> None:
         """Write no more, unless the error will pass or is one file's. Said once."""
-        if error is None or self._off or (isinstance(error, OSError) and error.errno in PASSING):
+        if error is None or self._why_off or (isinstance(error, OSError) and error.errno in PASSING):
             return
-        self._off = error.strerror or str(error) if isinstance(error, OSError) else repr(error)
-        self._say_off()
+        self._why_off = error.strerror or str(error) if isinstance(error, OSError) else repr(error)
+        self._warn_off()
 
-    def _say_off(self) -> None:
+    def _warn_off(self) -> None:
         _LOG.warning(
-            "the disk tier at %s is off: %s; what is there is still read", self._folder.path, self._off
+            "the disk tier at %s is off: %s; what is there is still read", self._folder.path, self._why_off
         )

@@ -70,14 +70,13 @@ class DiskFolder:
                 raise
 
     def disk_bytes(self, group: int) -> int:
-        """What a page's file takes, in whole blocks of the disk."""
+        """A file of a page takes whole blocks of the disk."""
         return self._on_disk(HEADER_BYTES + self._identity.page_bytes[group])
 
     def _on_disk(self, num_bytes: int) -> int:
         return -(-num_bytes // self.block_bytes) * self.block_bytes
 
     def file(self, name: PageName) -> str:
-        """Where a page is."""
         return f"{self.path}/{name.file_name}"
 
     def new_temporary(self) -> str:
@@ -111,7 +110,6 @@ class DiskFolder:
         return total
 
     def release(self) -> None:
-        """Let another process have it."""
         os.close(self._lock)
 
     def _find_secret(self, path: Path) -> bytes:
@@ -137,7 +135,7 @@ class DiskFolder:
 
 
 def make_folder(folder: Path) -> None:
-    """With those above it. Raises UserError, DiskUnavailable."""
+    """Make a folder, and those above it. Raises UserError, DiskUnavailable."""
     with _user_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -153,7 +151,7 @@ def _user_errors(folder: Path) -> Iterator[None]:
 
 
 def _open_lock(folder: Path) -> tuple[int, str]:
-    """A descriptor, and why it is for reading only, as all that lies beside it."""
+    """A descriptor, and why it and all that lies beside it can only be read; "" where it can be written."""
     try:
         return os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), ""
     except OSError as error:
@@ -166,7 +164,7 @@ def _open_lock(folder: Path) -> tuple[int, str]:
 
 
 def _take(folder: Path) -> tuple[int, str]:
-    """See _open_lock. The system lets go of the lock when this process ends, however it ends."""
+    """Open and lock; the system lets go of the lock when this process ends, however it ends."""
     descriptor, why_read_only = _open_lock(folder)
     try:
         _wait_for_lock(descriptor)

@@ -53,7 +53,7 @@ begins again."""
 
 @dataclass(slots=True)
 class _Storing:
-    """Rows on their way in."""
+    """A store whose rows are being read."""
 
     ask: StoreAsk
     held_tokens: int
@@ -64,7 +64,7 @@ class _Storing:
 
 @dataclass(slots=True)
 class _Loading:
-    """A ticket that is being made."""
+    """A load that was not answered yet."""
 
     ask: LoadAsk
     began_ns: int
@@ -142,7 +142,7 @@ class HostTier:
         self._turns[name], self._epochs[name] = turns, engine[0].epoch
 
     def wire(self, engine: str, timeout_s: float) -> bool:
-        """See TransferRank.wire."""
+        """Go on connecting to an engine; whether it is done. Raises TransferError after so long."""
         return self.rank.wire(engine, timeout_s)
 
     def detach(self, engine: str) -> None:
@@ -156,7 +156,7 @@ class HostTier:
     # Stores.
 
     def store(self, ask: StoreAsk, done: OnStored) -> None:
-        """See StoreAsk; `done` is called once, here or in `turn`."""
+        """`done` is called once, here or in `turn`."""
         storing = _Storing(ask, 0, self._clock(), done)
         ticket = ask.ticket
         name, engine = ticket.request_id, ticket.engine
@@ -223,7 +223,7 @@ class HostTier:
         return not changed
 
     def _write(self, name: str, tokens: Sequence[int], num_tokens: int, num_held: int) -> Collection[int]:
-        """See DiskPages.write. Blocks that had changed are found no more."""
+        """Queue what is not on disk. Blocks that had changed, which are returned, are found no more."""
         if self.pages is None:
             return ()
         changed = self.pages.write(self._blocks, name, tokens, num_tokens, num_held)
@@ -231,7 +231,7 @@ class HostTier:
         return changed
 
     def _hand_out(self, block_ids: Sequence[int]) -> None:
-        """These are about to hold something else."""
+        """Get blocks ready to hold something else."""
         self.rank.bump_generations(block_ids)
         self._digests.forget(block_ids)
 
@@ -247,7 +247,6 @@ class HostTier:
         self._stored(storing)
 
     def _stored(self, storing: _Storing, outcome: TransferOutcome | None = None) -> None:
-        """Tell what came of it."""
         ticket = storing.ask.ticket
         num_bytes = sum(row.bytes for row in outcome.rows) if outcome is not None else 0
         took_ns = self._clock() - storing.began_ns
@@ -301,7 +300,7 @@ class HostTier:
     # Loads.
 
     def load(self, ask: LoadAsk, done: OnLoaded) -> None:
-        """See LoadAsk; `done` is called once, here or in `turn`."""
+        """`done` is called once, here or in `turn`."""
         loading = _Loading(ask, self._clock(), done)
         if ask.kept_as is None:
             self._search(loading)
@@ -313,7 +312,7 @@ class HostTier:
         self._lend(loading, ask.kept_as, len(kept[1]), 0)
 
     def _search(self, loading: _Loading) -> None:
-        """The longest prefix in host memory and on disk together."""
+        """Look for the longest prefix in host memory and on disk together."""
         ask, name = loading.ask, self._name_of(loading.ask)
         elsewhere = self.pages.since if self.pages is not None and self.pages.is_readable else None
         found = self.manager.find_prefix(name, ask.token_ids, ask.max_tokens, ask.held_tokens, elsewhere)
@@ -414,7 +413,7 @@ class HostTier:
         self._forget(self._digests.find_changed(ticket.block_tables, ticket.num_tokens, ticket.first_row))
 
     def _forget(self, changed: Collection[int]) -> None:
-        """Blocks that do not hold any more what was stored."""
+        """Find blocks no more that do not hold what was stored."""
         if not changed:
             return
         num_gone = self.manager.forget(changed)
@@ -477,7 +476,7 @@ class HostTier:
         return {"disk": status_without(self._why_no_disk)} if self._why_no_disk else {}
 
     def check_integrity(self) -> None:
-        """AssertionError where blocks leaked."""
+        """Raises AssertionError where blocks leaked."""
         self.manager.check_integrity()
 
     def close(self) -> None:

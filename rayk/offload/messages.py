@@ -26,8 +26,6 @@ class StoreAsk:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreAnswer:
-    """What came of a store."""
-
     name: str
     num_tokens: int = 0  # that the tier holds now; 0 where it refused or failed
     num_held_tokens: int = 0  # of these, first ones that it held before
@@ -39,7 +37,7 @@ class StoreAnswer:
 
     @property
     def ok(self) -> bool:
-        """Stored, or there before."""
+        """The tokens were stored, or had been before."""
         return not self.reason
 
 
@@ -73,5 +71,5 @@ class LoadAnswer:
 
     @property
     def num_tokens(self) -> int:
-        """Whose KV can be had; 0: nothing."""
+        """First tokens whose KV is offered; 0: nothing is."""
         return 0 if self.ticket is None else self.ticket.num_tokens

@@ -47,13 +47,12 @@ class PageName:
 
     @property
     def file_name(self) -> str:
-        """In the folder of the pages' identity."""
         some = "".join(f"-{row}" for row in self.since)
         return f"g{self.group}-{self.key.hex()}{some}.page"
 
     @property
     def header_key(self) -> bytes:
-        """What stands for key and rows in the header."""
+        """The header has this in place of key and rows."""
         if not self.since:
             return self.key
         rows = np.array(self.since, dtype="<i8").tobytes()
@@ -70,8 +69,6 @@ def parse_file_name(file_name: str) -> PageName | None:
 
 @dataclass(frozen=True)
 class PageIdentity:
-    """What pages must agree on to be used for one another."""
-
     facts: Mapping[str, str]
     """The model's fingerprint, the cache's dtype or format, fields and block size of each group."""
     page_bytes: tuple[int, ...]  # by group
@@ -84,12 +81,12 @@ class PageIdentity:
 
     @cached_property
     def digest(self) -> bytes:
-        """The same in every process."""
+        """It is the same in every process."""
         return blake2b(self.text.encode(), digest_size=_DIGEST_BYTES).digest()
 
     @property
     def folder_name(self) -> str:
-        """Of the subfolder that holds these pages and no others."""
+        """The subfolder of this name holds these pages and no others."""
         return self.digest[:16].hex()
 
 

@@ -51,8 +51,6 @@ def identity_of(groups: Sequence[KVCacheGroup], like: CacheDescription, dtype: s
 
 @dataclass(frozen=True, eq=False)
 class HostBlocks:
-    """What pages are made of."""
-
     caches: CanonicalKVCaches
     manager: KVCacheManager
     find_changed: Callable[[Sequence[Sequence[int]]], Collection[int]]
@@ -83,12 +81,11 @@ class DiskPages:
 
     @property
     def secret(self) -> bytes:
-        """What keys are made with: the same after a restart."""
+        """Keys are made with it; it is the same after a restart."""
         return self._disk.secret
 
     @property
     def is_readable(self) -> bool:
-        """Whether pages may be asked for."""
         return bool(self._known)
 
     def since(self, group: int, key: bytes) -> Since | None:
@@ -156,7 +153,7 @@ class DiskPages:
         self._disk.touch(page for _, page in sorted(found, key=lambda at: -at[0]))
 
     def _known_as(self, wanted: PageName) -> PageName | None:
-        """What is on disk and has this page's rows."""
+        """The page on disk that has these rows, if there is one."""
         since = self.since(wanted.group, wanted.key)
         if since is None or not _covers(since, wanted.since):
             return None
@@ -191,13 +188,13 @@ class DiskPages:
         self._disk.get(names[::-1], pages[::-1], arrived)
 
     def turn(self) -> None:
-        """What reads and writes came to."""
+        """Run the completions of reads and writes that have ended."""
         self._disk.turn()
         if len(self._known) > 2 * len(self._disk) + MIN_KNOWN:
             self._known = {at: rows for at, rows in self._known.items() if PageName(*at, rows) in self._disk}
 
     def status(self) -> dict[str, object]:
-        """See DiskTier.status."""
+        """Counters and sizes, for people."""
         return self._disk.status()
 
     def close(self) -> None:
@@ -219,7 +216,7 @@ class DiskPages:
 def _pages_of(
     host: HostBlocks, name: str, token_ids: Sequence[int], num_tokens: int, num_held: int
 ) -> Iterator[_Page]:
-    """Of a sequence, as far as its blocks can be found by name."""
+    """The sequence's pages, as far as its blocks can be found by name."""
     prefixes = host.manager.prefixes
     assert prefixes is not None
     keys = host.manager.prefix_keys(name, token_ids, num_tokens)
@@ -265,7 +262,7 @@ def gather(caches: CanonicalKVCaches, group: GroupGeometry, block: int) -> Bytes
 
 
 def scatter(caches: CanonicalKVCaches, group: GroupGeometry, block: int, page: Bytes) -> None:
-    """The inverse."""
+    """Fill a block from its canonical page."""
     runs, strides = _map(group)
     buffer = caches.buffer.view(torch.uint8).numpy()
     for source, to, length in zip(runs.source + block * strides, runs.destination, runs.lengths, strict=True):

@@ -63,9 +63,9 @@ def test_a_trial_that_tells_nothing_is_followed_by_another(is_heard_of: bool) ->
     now = int((2 + FIRST_S) * S)
     assert backoff.may_try(now)
     if is_heard_of:
-        backoff.came_to_nothing(1, now + S)
+        backoff.nothing_tried(1, now + S)
         assert not backoff.may_try(now + S), "that was another one, which began before the pause"
-        backoff.came_to_nothing(now, now + S)
+        backoff.nothing_tried(now, now + S)
         assert backoff.may_try(now + S)
     assert not backoff.may_try(now + 2 * S)
     assert backoff.may_try(now + int((1 + FIRST_S) * S))

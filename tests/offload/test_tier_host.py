@@ -1,4 +1,4 @@
-"""The process of a host tier, without Ray: who waits for an answer gets it, or hears that the tier has ended."""
+"""The process of a host tier, without Ray: its callers get an answer, or hear that the tier has ended."""
 
 from __future__ import annotations
 
