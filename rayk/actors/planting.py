@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rayk.handover.fault_injection import DESCRIBE, exchanged_blocks
 from rayk.handover.planted import PlantedFault
 from rayk.specs.faults import CORRUPT_HANDSHAKE, committing_role, side_of
-from rayk.transfer.strikes import Strike
+from rayk.transfer.faults import TransferFault
 from rayk.types.fault_table import POINTS, RANK_KINDS
 
 if TYPE_CHECKING:
@@ -33,13 +33,13 @@ def faults_of(cell: Cell, role: str, index: int, rank: int, tp: int) -> tuple[Pl
         if fault.point not in POINTS:
             planted += [_planted(fault)] if is_here else []
             continue
-        strike = _strike(fault, cell.spec.transfer.mode)
-        if is_here or (strike.remote is not None and not is_own):
-            planted.append(_planted(fault, strike))
+        transfer_fault = _transfer_fault(fault, cell.spec.transfer.mode)
+        if is_here or (transfer_fault.remote is not None and not is_own):
+            planted.append(_planted(fault, transfer_fault))
     return tuple(planted)
 
 
-def _planted(fault: FaultSpec, strike: Strike | None = None) -> PlantedFault:
+def _planted(fault: FaultSpec, transfer_fault: TransferFault | None = None) -> PlantedFault:
     return PlantedFault(
         kind=fault.kind,
         point=fault.point,
@@ -47,22 +47,23 @@ def _planted(fault: FaultSpec, strike: Strike | None = None) -> PlantedFault:
         step=fault.step,
         request=fault.request,
         seed=fault.seed,
-        strike=strike,
+        transfer_fault=transfer_fault,
     )
 
 
-def _strike(fault: FaultSpec, mode: str) -> Strike:
+def _transfer_fault(fault: FaultSpec, mode: str) -> TransferFault:
     point = fault.point or ""
     is_of_rank = fault.kind in RANK_KINDS
     if point == "handshake" and (is_of_rank or (fault.kind, point) == CORRUPT_HANDSHAKE):
         point = DESCRIBE
     is_remote = is_of_rank and point != DESCRIBE and fault.engine_role != side_of(point, mode)
-    return Strike(
+    return TransferFault(
         kind=fault.kind,
         point=point,
         step=fault.step or 1,
         delay_s=fault.delay_s,
-        seed=fault.seed,
+        byte=fault.seed // 8 % 8,
+        bit=fault.seed % 8,
         remote=fault.engine_role if is_remote else None,
     )
 

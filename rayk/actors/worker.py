@@ -39,7 +39,7 @@ from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
 from rayk.engine.rank import EngineRank
 from rayk.engine.stats import rank_stats
 from rayk.handover.extension import CaptureExtension, TransferExtension
-from rayk.handover.fault_injection import FaultyExtension, strike_process, struck_pusher
+from rayk.handover.fault_injection import FaultyExtension, pusher_agent, strike_process
 from rayk.handover.handover import TransferHandover
 from rayk.handover.planted import commit_wrong_kv, kill_raylet
 from rayk.handover.tier_side import TierFacts
@@ -49,7 +49,7 @@ from rayk.models.families import load_config
 from rayk.models.headers import check_weights
 from rayk.parallel.factory import make_comm
 from rayk.parallel.timed import timed
-from rayk.transfer.faults import FaultyAgent
+from rayk.transfer.faulty_agent import FaultyAgent
 from rayk.transfer.push_messages import PUSH_AGENT
 from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.bugs import LOG
@@ -472,16 +472,16 @@ class Worker:
             "on_point": self._on_point,
             "meter": self._meter,
         }
-        strikes = [f.strike for f in spec.faults if f.strike is not None]
+        transfer_faults = [f.transfer_fault for f in spec.faults if f.transfer_fault is not None]
         if spec.push is not None:
             settings["push_layers"] = spec.push.layers
-            settings["make_push_agent"] = lambda: struck_pusher(
-                make_agent(name + PUSH_AGENT, handling), spec.role, strikes
+            settings["make_push_agent"] = lambda: pusher_agent(
+                make_agent(name + PUSH_AGENT, handling), spec.role, transfer_faults
             )
-        if not strikes:
+        if not transfer_faults:
             return TransferExtension(rank, agent, **settings)
         faulty = FaultyAgent(agent, strike_process, spec.role)
-        return FaultyExtension(rank, faulty, strikes=strikes, **settings)
+        return FaultyExtension(rank, faulty, transfer_faults=transfer_faults, **settings)
 
     def _on_step(self, step: int) -> None:
         assert self._spec is not None

@@ -43,7 +43,7 @@ from rayk.metrics import Meter
 from rayk.models.fingerprint import fingerprint
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import TransferOutcome, refusal
-from rayk.transfer.faults import FaultyAgent, reuse_early
+from rayk.transfer.faulty_agent import FaultyAgent, reuse_early
 from rayk.transfer.finite import first_not_finite
 from rayk.transfer.handshake import CacheDescription, describe_cache
 from rayk.transfer.layer_view import LayerView, make_layer_view

@@ -14,9 +14,9 @@ from rayk.handover.commands import BlockTables, Describe, RankNews, Reserve, Sta
 from rayk.handover.extension import TransferExtension
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import refusal
-from rayk.transfer.faults import FaultyAgent
+from rayk.transfer.faults import TransferFault
+from rayk.transfer.faulty_agent import FaultyAgent
 from rayk.transfer.handshake import CacheDescription
-from rayk.transfer.strikes import Strike
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import TransferError
 
@@ -29,14 +29,14 @@ def strike_process(kind: str) -> None:
     os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
 
 
-def struck_pusher(agent: TransferAgent, role: str, strikes: Sequence[Strike]) -> TransferAgent:
-    """A pusher's agent, with the strikes that hit it; the agent itself where none does."""
-    hits = [s for s in strikes if s.point in PUSHED_POINTS and s.remote != role]
+def pusher_agent(agent: TransferAgent, role: str, faults: Sequence[TransferFault]) -> TransferAgent:
+    """A pusher's agent, with the faults that hit it; the agent itself where none does."""
+    hits = [f for f in faults if f.point in PUSHED_POINTS and f.remote != role]
     if not hits:
         return agent
     faulty = FaultyAgent(agent, strike_process, role)
-    for strike in hits:
-        faulty.plant(strike)
+    for fault in hits:
+        faulty.plant(fault)
     return faulty
 
 
@@ -48,25 +48,30 @@ class FaultyExtension(TransferExtension):
     """A rank that commits faults at the points its agent does not see: describing itself, taking tickets."""
 
     def __init__(
-        self, rank: EngineRank, agent: FaultyAgent, *, strikes: Sequence[Strike], **settings: Any
+        self,
+        rank: EngineRank,
+        agent: FaultyAgent,
+        *,
+        transfer_faults: Sequence[TransferFault],
+        **settings: Any,
     ) -> None:
         super().__init__(rank, agent, **settings)
-        self._struck = agent
+        self._faulty = agent
         self._later: list[tuple[float, StartRead]] = []
         self._lost: list[tuple[float, StartRead]] = []
-        for strike in strikes:
-            agent.plant(strike)
+        for fault in transfer_faults:
+            agent.plant(fault)
 
     def execute(self, command: object) -> object:
         """Run one command; see handover.commands."""
         match command:
             case Describe():
-                strike = self._struck.passes(DESCRIBE)
+                fault = self._faulty.passes(DESCRIBE)
                 description = super().execute(command)
                 assert isinstance(description, CacheDescription)
-                return description if strike is None else _other_model(description)
+                return description if fault is None else _other_model(description)
             case WarmUp():
-                with self._struck.wiring():
+                with self._faulty.wiring():
                     return super().execute(command)
             case StartRead() if command.ticket.reservation_id is None:
                 return self._struck_start(command)
@@ -87,10 +92,10 @@ class FaultyExtension(TransferExtension):
         return super().poll()
 
     def _struck_start(self, command: StartRead) -> object:
-        strike = self._struck.passes("reserve")
-        kind = strike.kind if strike is not None else ""
-        if strike is not None and (kind in ("delay", "reorder") or strike.is_of_rank):
-            self._later.append((time.monotonic() + strike.hold_s, command))
+        fault = self._faulty.passes("reserve")
+        kind = fault.kind if fault is not None else ""
+        if fault is not None and (kind in ("delay", "reorder") or fault.is_of_rank):
+            self._later.append((time.monotonic() + fault.hold_s, command))
             return None
         if kind == "drop":
             self._lost.append((time.monotonic() + command.deadline_s, command))
@@ -102,13 +107,13 @@ class FaultyExtension(TransferExtension):
         return super().execute(command)
 
     def _struck_reserve(self, command: Reserve) -> object:
-        strike = self._struck.passes("reserve")
-        if strike is None:
+        fault = self._faulty.passes("reserve")
+        if fault is None:
             return super().execute(command)
-        time.sleep(strike.hold_s)  # the whole rank is late
-        if strike.kind == "drop":
+        time.sleep(fault.hold_s)  # the whole rank is late
+        if fault.kind == "drop":
             return TransferError(command.request_id, "the reservation got lost")
-        if strike.kind == "duplicate":
+        if fault.kind == "duplicate":
             super().execute(command)
         return super().execute(command)
 

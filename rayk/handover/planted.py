@@ -14,8 +14,7 @@ import torch
 
 from rayk.handover.planted_state import wrong_state
 from rayk.models.layers.rope import Rotary, Rotation
-from rayk.transfer.faults import FlipBit
-from rayk.transfer.strikes import Strike
+from rayk.transfer.faults import FLIP_BIT, TransferFault
 from rayk.types.fault_table import STATE_POINTS
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class PlantedFault:
     step: int | None = None
     request: int | None = None
     seed: int = 0
-    strike: Strike | None = None
+    transfer_fault: TransferFault | None = None
     """Of a fault at a point of a transfer's life."""
 
     def hits(self, request_id: str) -> bool:
@@ -42,9 +41,9 @@ class PlantedFault:
         index = request_id.rpartition("/")[2].partition("~")[0]
         return self.request is None or index == str(self.request)
 
-    def flipped_bit(self) -> FlipBit:
+    def flipped_bit(self) -> TransferFault:
         """One bit of the first token's first bytes, chosen by the seed."""
-        return FlipBit(read=0, descriptor=0, byte=self.seed // 8 % 16, bit=self.seed % 8)
+        return TransferFault(kind=FLIP_BIT, byte=self.seed // 8 % 16, bit=self.seed % 8)
 
 
 class FaultBox:

@@ -4,7 +4,8 @@
 `handshake` checks that both sides mean the same bytes; `agent` is the protocol of whatever moves them
 (`local_agent` in memory, `nixl_agent` over NIXL). `session` (consumer) and `lease` (producer) are pure
 state machines; `verify` computes and compares digests through the bound views; `rank` drives all of it
-for one rank from the engine's loop, without threads. `faults` plants errors for tests and experiments.
+for one rank from the engine's loop, without threads. `faulty_agent` plants errors for tests and
+experiments.
 
 `connector` is the protocol that others implement to move KV; over our agents, `connectors` holds two that
 pull and `push_connectors` two that push. The names below are imported on first use. `rayk conformance` tries

@@ -13,10 +13,10 @@ import pytest
 from rayk.engine.build import RequestResult
 from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import WarmUp
-from rayk.transfer import strikes
-from rayk.transfer.faults import FaultyAgent
+from rayk.transfer import faults
+from rayk.transfer.faults import StrikeMessage, TransferFault
+from rayk.transfer.faulty_agent import FaultyAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
-from rayk.transfer.strikes import Strike, StrikeMessage
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import KVMismatch, TransferError
 from rayk.types.fault_table import MESSAGE_KINDS, Fault, expected
@@ -83,14 +83,14 @@ def test_a_struck_transfer_ends_as_the_table_says(
 ) -> None:
     wanted = expected(Fault(kind, point), "pull", policy)
     pair = struck.pair
-    struck.d.plant(Strike(kind=kind, point=point, delay_s=0.1, seed=9))
+    struck.d.plant(TransferFault(kind=kind, point=point, delay_s=0.1, byte=1, bit=1))
     request = make_request(f"{kind}-{point}-{policy}", model.prompts[1], NUM_TOKENS)
     prefilled = pair.prefill(request)
     # A lost read is noticed at the deadline; nothing else waits for it.
     is_lost = kind == "drop" and (wanted.verdict != "PASS" or wanted.is_recovered)
     transfer_s = LOST_S if is_lost else 60.0
     done = struck.decode(request, prefilled, recompute=policy == "recompute", transfer_s=transfer_s)
-    assert not struck.d._strikes, "it struck"
+    assert not struck.d._faults, "it struck"
     if wanted.verdict == "PASS":
         assert done.error is None
         assert prefilled.token_ids + done.token_ids == model.expected[1][:NUM_TOKENS]
@@ -107,7 +107,7 @@ def test_a_struck_transfer_ends_as_the_table_says(
 
 
 def test_a_read_that_was_overtaken_is_posted_then(struck: Struck, model: Model) -> None:
-    struck.d.plant(Strike(kind="reorder", point="post"))
+    struck.d.plant(TransferFault(kind="reorder", point="post"))
     requests = [make_request(f"r{i}", model.prompts[1], NUM_TOKENS) for i in range(2)]
     done = struck.pair.complete(requests)
     assert [c.token_ids for c in done] == [model.expected[1][:NUM_TOKENS]] * 2
@@ -118,7 +118,7 @@ def test_a_read_that_was_overtaken_is_posted_then(struck: Struck, model: Model) 
 def test_a_handshake_that_was_struck_works_when_it_is_tried_again(
     struck: Struck, kind: str, is_lost: bool
 ) -> None:
-    struck.d.plant(Strike(kind=kind, point="handshake", delay_s=0.05))
+    struck.d.plant(TransferFault(kind=kind, point="handshake", delay_s=0.05))
     engine = struck.pair.p.engine.name
 
     def wire() -> None:
@@ -130,7 +130,7 @@ def test_a_handshake_that_was_struck_works_when_it_is_tried_again(
         with pytest.raises(TransferError, match="does not answer"):
             wire()
     wire()
-    assert not struck.d._strikes
+    assert not struck.d._faults
 
 
 def test_a_rank_strikes_itself_when_it_is_told_and_only_once() -> None:
@@ -138,7 +138,7 @@ def test_a_rank_strikes_itself_when_it_is_told_and_only_once() -> None:
     producer = FaultyAgent(LocalAgent("p", network), struck.append, "prefill")
     bystander = FaultyAgent(LocalAgent("b", network), struck.append, "prefill")
     consumer = FaultyAgent(LocalAgent("d", network), struck.append, "decode")
-    strike = Strike(kind="stop", point="post", remote="prefill")
+    strike = TransferFault(kind="stop", point="post", remote="prefill")
     producer.plant(strike)
     consumer.plant(strike)
     for peer in ("p", "b"):
@@ -168,13 +168,13 @@ def test_a_read_that_is_posted_when_its_peer_is_dead_fails_and_ends_nobody_else(
 
     with Pair.open(model.path, make_agent=make) as pair:
         for agent in made:
-            agent.plant(Strike(kind="kill", point=point, remote="prefill"))
+            agent.plant(TransferFault(kind="kill", point=point, remote="prefill"))
         request = make_request("r", model.prompts[1], NUM_TOKENS)
         prefilled = pair.prefill(request)
-        monkeypatch.setattr(strikes, "STRIKE_S", 3600.0)
+        monkeypatch.setattr(faults, "DEATH_S", 3600.0)
         stream = pair.start_decode(request, prefilled, transfer_s=60.0)
         wait_until(is_dead.is_set)
-        monkeypatch.setattr(strikes, "STRIKE_S", 0.0)
+        monkeypatch.setattr(faults, "DEATH_S", 0.0)
         done = pair.d.engine.collect(stream)
         assert isinstance(done.error, TransferError)
         assert "failed" in done.error.reason

@@ -11,7 +11,7 @@ from typing import Any
 from rayk.actors.tier_actor import open_tier
 from rayk.engine.build import RequestResult
 from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
-from rayk.transfer.faults import FaultyAgent
+from rayk.transfer.faulty_agent import FaultyAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.request import Request

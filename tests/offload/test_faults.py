@@ -14,13 +14,13 @@ import pytest
 from rayk.handover import offloading, storing
 from rayk.offload.host import HostTier
 from rayk.transfer.agent import Transfer, TransferState
-from rayk.transfer.faults import FlipBit, StallReads
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.types.request import FinishReason
 from tests.markers import one_per
 from tests.offload.faults import Case, FaultyAgents, HeldTier, kill, reopen
 from tests.offload.node import Node, NodeEngine, until
 from tests.pd import make_request
+from tests.transfer_faults import flip_bit, stall_reads
 
 LENGTHS = (300, 301, 40, 290, 310, 305, 280, 295)
 HELD = 288
@@ -57,7 +57,7 @@ def test_a_flipped_bit_in_a_load_is_found_and_computed_again(
         qwen3.complete(first, "a", 0)
         node.settle()
         # A float's exponent: the answer would be another one.
-        agents.made[f"e1.{tp[1] - 1}"].plant(FlipBit(descriptor=descriptor, byte=7, bit=6))
+        agents.made[f"e1.{tp[1] - 1}"].plant(flip_bit(descriptor=descriptor, byte=7, bit=6))
         (done,) = qwen3.complete(second, "b", 0)
         assert "offload_failure" in done.info
         assert done.info["num_host_tokens"] < HELD
@@ -74,7 +74,7 @@ def test_a_flipped_bit_in_a_store_is_found_and_nothing_is_kept(qwen3: Case) -> N
     agents = FaultyAgents()
     with open_node(qwen3, [{"tp": 2}, {}], make_agent=agents) as node:
         first, second = node.engines
-        agents.made["tier"].plant(FlipBit(byte=3, bit=1))
+        agents.made["tier"].plant(flip_bit(byte=3, bit=1))
         # It ends with its prompt: there is one store.
         first.complete([make_request("a", qwen3.prompts[0], 1)])
         node.settle()
@@ -157,7 +157,7 @@ def test_a_tier_that_is_killed_in_the_middle_of_loads(qwen3: Case, does_reopen: 
         first, second = node.engines
         qwen3.complete(first, "a", 0, 1, 2)
         node.settle()
-        agents.made["e1.0"].plant(StallReads())
+        agents.made["e1.0"].plant(stall_reads())
         streams = [second.start(qwen3.request(f"b{i}", i)) for i in range(3)]
         until(lambda: bool(second.handover.receiving._reading), "a load begins")
         kill(node)
@@ -181,7 +181,7 @@ def test_a_tier_that_is_killed_in_the_middle_of_stores(qwen3: Case) -> None:
     agents = FaultyAgents()
     with open_node(qwen3, [{"tp": 2}, {}], make_agent=agents, store_tokens=32) as node:
         first, second = node.engines
-        agents.made["tier"].plant(StallReads())
+        agents.made["tier"].plant(stall_reads())
         streams = [first.start(qwen3.request(f"a{i}", i)) for i in range(3)]
         until(lambda: bool(node.thread.ask(lambda tier: tier.is_busy)), "a store begins")
         kill(node)
@@ -217,9 +217,9 @@ def test_a_tier_that_is_killed_in_the_middle_of_swaps(growing: Case, stage: str)
         (engine,) = node.engines
         swapping = engine.offloading.swapping
         if stage == "leaving":
-            agents.made["tier"].plant(StallReads())
+            agents.made["tier"].plant(stall_reads())
         elif stage == "returning":
-            agents.made["e0.0"].plant(StallReads())
+            agents.made["e0.0"].plant(stall_reads())
         streams = [engine.start(growing.request(f"a{i}", i)) for i in range(8)]
         reached: dict[str, Callable[[], bool]] = {
             "leaving": lambda: bool(swapping._swapped),

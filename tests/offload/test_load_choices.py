@@ -13,12 +13,12 @@ import pytest
 from rayk.handover import offloading, receiving
 from rayk.offload import backoff
 from rayk.offload.costs import Choice
-from rayk.transfer.faults import FlipBit, StallReads
 from tests.markers import thorough
 from tests.offload.faults import Case, FaultyAgents, HeldTier, kill, reopen
 from tests.offload.node import Node, NodeEngine
 from tests.offload.test_faults import breaking_agents
 from tests.pd import Clock, make_request, wait_until
+from tests.transfer_faults import flip_bit, stall_reads
 
 pytestmark = thorough
 
@@ -112,7 +112,7 @@ def test_loads_that_stand_still_are_left_alone_until_they_work_again(
 
     with open_stalled(case, agents, load="auto") as node:
         first, second = stored(case, node, 1)
-        agents.made["e1.0"].plant(StallReads())
+        agents.made["e1.0"].plant(stall_reads())
         # Two in a row; then one after each of the pauses, which double.
         for tried, pause_s in enumerate((FIRST_S, 2 * FIRST_S, LONGEST_S, LONGEST_S), 2):
             assert num_loaded(second, 4) == 0
@@ -140,7 +140,7 @@ def test_whoever_always_wants_loads_tries_always(case: Case) -> None:
         first, second = node.engines
         case.complete(first, "a", 1)
         node.settle()
-        agents.made["e1.0"].plant(StallReads())
+        agents.made["e1.0"].plant(stall_reads())
         for i in range(4):
             case.complete(second, f"b{i}-", 1)
         assert told(second)["loads_failed"] == 4
@@ -154,7 +154,7 @@ def test_a_single_wrong_digest_does_not_end_loading(case: Case) -> None:
     with open_stalled(case, agents, load="auto") as node:
         first, second = stored(case, node, 1, 2)
         for i in range(4):
-            agents.made["e1.0"].plant(FlipBit(byte=7, bit=6))
+            agents.made["e1.0"].plant(flip_bit(byte=7, bit=6))
             (bad,) = case.complete(second, f"b{i}-", 1)
             (good,) = case.complete(second, f"c{i}-", 2)
             assert "offload_failure" in bad.info
@@ -186,7 +186,7 @@ def test_another_tier_begins_without_what_the_last_one_did(case: Case) -> None:
     with open_stalled(case, agents, load="auto") as node:
         first, second = stored(case, node, 1, 2)
         for i in range(backoff.IN_ROW):
-            agents.made["e1.0"].plant(FlipBit(byte=7, bit=6))
+            agents.made["e1.0"].plant(flip_bit(byte=7, bit=6))
             case.complete(second, f"b{i}-", 1)
         assert told(second)["why_paused"]
         kill(node)

@@ -16,12 +16,12 @@ from rayk.handover.digesting import Digesting
 from rayk.handover.extension import TransferExtension
 from rayk.offload.host import HostTier
 from rayk.offload.messages import StoreAsk
-from rayk.transfer.faults import FlipBit
 from rayk.transfer.rank import TransferRank
 from rayk.types.errors import DeviceError
 from tests.offload.faults import AskedTier, Case, FaultyAgents
 from tests.offload.node import Node, NodeEngine
 from tests.pd import make_request, wait_until
+from tests.transfer_faults import flip_bit
 
 STORE_TOKENS = 32
 LONG = {"num_blocks": 400}
@@ -75,7 +75,7 @@ def test_the_store_after_one_that_failed_has_everything(growing: Case) -> None:
     with Node.open(growing.path, [LONG, LONG], store_tokens=STORE_TOKENS, make_agent=agents) as node:
         first, second = node.engines
         tier = AskedTier.before(node, first)
-        agents.made["tier"].plant(FlipBit(byte=7, bit=6))
+        agents.made["tier"].plant(flip_bit(byte=7, bit=6))
         growing.complete(first, "a", 0)
         node.settle()
         assert [a.ok for a in tier.answers] == [False, *[True] * (len(tier.answers) - 1)]

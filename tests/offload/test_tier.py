@@ -10,10 +10,11 @@ import pytest
 
 from rayk.offload.messages import StoreAnswer
 from rayk.transfer.agent import TransferAgent
-from rayk.transfer.faults import FaultyAgent, FlipBit, StallReads, reuse_early
+from rayk.transfer.faulty_agent import FaultyAgent, reuse_early
 from rayk.types.errors import KVMismatch, UserError
 from tests.offload.cluster import BareNode, ByteEngine, Kind, open_node, random_values, tokens_of
 from tests.offload.families import FAMILIES
+from tests.transfer_faults import flip_bit, stall_reads
 
 N = 96
 """Tokens: six blocks of 16."""
@@ -219,7 +220,7 @@ def test_a_flipped_bit_on_the_way_in_is_seen_and_nothing_is_kept() -> None:
     node = open_node("full", wrap=faults)
     engine = node.add(Kind(tp=2))
     for read in range(2):
-        faults.agents["tier"].plant(FlipBit(read=read, bit=3))
+        faults.agents["tier"].plant(flip_bit(read=read, bit=3))
         answer = store(node, engine, 0)
         assert "differ" in answer.reason or "digest" in answer.reason, answer.reason
         assert hit(node, engine, 0) == 0
@@ -235,7 +236,7 @@ def test_a_flipped_bit_on_the_way_out_is_seen_by_that_rank_and_the_page_is_still
     node = open_node("full", wrap=faults)
     engine = node.add(Kind(tp=2), "one")
     assert store(node, engine, 0).ok
-    faults.agents["one/0.1"].plant(FlipBit(byte=5))
+    faults.agents["one/0.1"].plant(flip_bit(byte=5))
     loaded = node.load(engine, tokens_of(0, N))
     assert [type(error) for error in loaded.errors] == [type(None), KVMismatch]
     assert hit(node, engine, 0) == N
@@ -246,7 +247,7 @@ def test_a_store_that_never_comes_holds_its_blocks_until_nothing_writes_there() 
     faults, clock = Faults(), Clock()
     node = open_node("full", wrap=faults, clock=clock)
     engine = node.add(Kind())
-    faults.agents["tier"].plant(StallReads())
+    faults.agents["tier"].plant(stall_reads())
     tables = engine.tables(N)
     found = node.begin_store(engine, node.ticket(engine, tables, N), tokens_of(0, N), deadline_s=5.0)
     for _ in range(5):

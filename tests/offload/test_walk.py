@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from rayk.offload.messages import LoadAnswer, StoreAnswer
-from rayk.transfer.faults import FlipBit, reuse_early
+from rayk.transfer.faulty_agent import reuse_early
 from rayk.transfer.ticket import TransferTicket
 from tests.markers import slow
 from tests.offload.cluster import BareNode, ByteEngine, Kind, Tables, open_node
 from tests.offload.test_tier import Clock, Faults
 from tests.transfer.cluster import Values
+from tests.transfer_faults import flip_bit
 
 MAX_TOKENS = 200
 SHARED_TOKENS = 80
@@ -249,7 +250,7 @@ class Walk:
             self.finish_stores()
             engine = self.engines[0]
         if is_hurt:
-            self.faults.agents[f"{engine.name}/0.0"].plant(FlipBit(byte=self.rng.randrange(8), bit=5))
+            self.faults.agents[f"{engine.name}/0.0"].plant(flip_bit(byte=self.rng.randrange(8), bit=5))
         self.numbers += 1
         loaded = self.node.take(engine, answer, self.numbers)
         if is_hurt:
@@ -331,7 +332,7 @@ class Walk:
         """Rows around the live ones may be hit, which harms nobody: then it is stored."""
         self.finish_stores()
         agent = self.faults.agents["tier"]
-        agent.plant(FlipBit(byte=self.rng.randrange(8), bit=self.rng.randrange(8)))
+        agent.plant(flip_bit(byte=self.rng.randrange(8), bit=self.rng.randrange(8)))
         under = self.begin()
         assert under is not None
         under.may_fail = True

@@ -148,5 +148,6 @@ def test_faults_name_one_engine_and_one_rank() -> None:
     (where,) = [place for place, faults in found.items() if faults]
     assert where == ("prefill", 1, 0)
     (planted,) = found[where]
-    assert planted.strike is not None
-    assert (planted.strike.step, planted.strike.seed, planted.strike.remote) == (3, 9, None)
+    fault = planted.transfer_fault
+    assert fault is not None
+    assert (fault.step, fault.byte, fault.bit, fault.remote) == (3, 1, 1, None)

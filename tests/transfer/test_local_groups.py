@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from rayk.models.config import DecoderConfig
 from rayk.models.engine_plan import EnginePlan, plan_engine
 from rayk.models.fingerprint import fingerprint
-from rayk.transfer.faults import FlipBit
 from rayk.transfer.handshake import check
 from rayk.transfer.plan import consecutive_tables, plan_transfer
 from rayk.transfer.segments import Segments
@@ -27,6 +26,7 @@ from tests.transfer.cluster import Pair, Shape, local_pair
 from tests.transfer.families import FAMILIES, Specs, attention, chunked
 from tests.transfer.test_guards import describe
 from tests.transfer.test_verify import TOKENS, diagnose, run, where
+from tests.transfer_faults import flip_bit
 
 CHUNK = 12
 LLAMA4 = ("chunked", "chunked", "chunked", "full")
@@ -175,7 +175,7 @@ def test_a_flipped_bit_counts_where_its_row_is_of_the_chunk(monkeypatch: pytest.
     monkeypatch.setitem(FAMILIES, "one chunk", one_chunk)
     caught = set()
     for byte in range(3, 3 * 2 * PAGE, 17):
-        pair, outcomes, tables = run(FLIPPED, fault=FlipBit(descriptor=0, byte=byte, bit=byte % 8))
+        pair, outcomes, tables = run(FLIPPED, fault=flip_bit(descriptor=0, byte=byte, bit=byte % 8))
         (head, rest), error = divmod(byte, 2 * PAGE), outcomes[0].error
         layer, (token, content) = rest // PAGE, divmod(rest % PAGE, CONTENT)
         if 24 + token < 27:

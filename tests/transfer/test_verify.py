@@ -11,12 +11,13 @@ import pytest
 
 from rayk.kv import maps
 from rayk.transfer import plan as plan_module
-from rayk.transfer.faults import FaultyAgent, FlipBit, StallReads, reuse_early
+from rayk.transfer.faulty_agent import FaultyAgent, reuse_early
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.plan import BlockReads, TransferPlan, UnitReads
 from rayk.transfer.staging import StagingSettings
 from rayk.types.errors import KVMismatch, TransferError
 from tests.transfer.cluster import Pair, Shape, make_engine
+from tests.transfer_faults import flip_bit, stall_reads
 
 TOKENS = 30
 """Seven whole blocks of 4 and half of an eighth."""
@@ -244,11 +245,11 @@ def test_tokens_off_by_one(monkeypatch):
     ("layouts", "fault", "expected"),
     [
         # P TP 2 -> D TP 1; BHLNC on both sides: one run per (block, head), layers inside it.
-        (("BHLNC", "BHLNC"), FlipBit(), (0, 0, "k", 0, 0)),
-        (("BHLNC", "BHLNC"), FlipBit(descriptor=3, byte=2 * 128 + 32 + 16 + 5, bit=6), (2, 0, "v", 0, 13)),
-        (("BHLNC", "BHLNC"), FlipBit(read=1, descriptor=7, byte=128 + 32 + 15, bit=7), (1, 0, "k", 1, 29)),
+        (("BHLNC", "BHLNC"), flip_bit(), (0, 0, "k", 0, 0)),
+        (("BHLNC", "BHLNC"), flip_bit(descriptor=3, byte=2 * 128 + 32 + 16 + 5, bit=6), (2, 0, "v", 0, 13)),
+        (("BHLNC", "BHLNC"), flip_bit(read=1, descriptor=7, byte=128 + 32 + 15, bit=7), (1, 0, "k", 1, 29)),
         # One run per (layer, token), run-major: descriptor = run * 8 blocks + block.
-        (("LBNHC", "BLNHC"), FlipBit(read=1, descriptor=(1 * 4 + 2) * 8 + 5, byte=17), (1, 0, "v", 1, 22)),
+        (("LBNHC", "BLNHC"), flip_bit(read=1, descriptor=(1 * 4 + 2) * 8 + 5, byte=17), (1, 0, "v", 1, 22)),
     ],
     ids=["first", "layer2-v", "last-token", "LBNHC-BLNHC"],
 )  # fmt: skip
@@ -266,7 +267,7 @@ def test_every_single_bit_of_a_page_counts():
     """Each byte of one block's descriptor, some bit of it: always caught, unless the row is not live."""
     shape = Shape(num_layers=1, units=1, query_heads=1, dtype="bfloat16")
     for byte in range(4 * 8 * 2):
-        pair, outcomes, _ = run(shape, fault=FlipBit(descriptor=7, byte=byte, bit=byte % 8))
+        pair, outcomes, _ = run(shape, fault=flip_bit(descriptor=7, byte=byte, bit=byte % 8))
         is_live = 28 + byte // 16 < TOKENS
         assert isinstance(outcomes[0].error, KVMismatch) == is_live, byte
 
@@ -303,7 +304,7 @@ def test_stalled_reads_drain_before_the_blocks_are_safe():
     tables = [[1, 2, 3]]
     pair.producer.write(shape.values(10), tables)
     ticket = pair.producer.ticket(10, tables)
-    pair.consumer.agents[0].plant(StallReads())
+    pair.consumer.agents[0].plant(stall_reads())
     pair.start(ticket, tables, deadline_s=0.05)
     (outcome,) = pair.finish(ticket).values()
     assert "deadline" in str(outcome.error)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rayk.transfer.agent import DescriptorList, TransferAgent, TransferState
-from rayk.transfer.faults import FaultyAgent
+from rayk.transfer.faulty_agent import FaultyAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.types.errors import TransferError
 from tests.markers import nixl, one_per

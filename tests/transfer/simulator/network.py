@@ -13,7 +13,7 @@ import torch
 from rayk.kv.geometry import GENERATION_BYTES
 from rayk.transfer.agent import DescriptorList, Handle, Ints32, Transfer, TransferState, base_address
 from rayk.transfer.checked_message import unpack
-from rayk.transfer.faults import POINT_OF_MESSAGE
+from rayk.transfer.faulty_agent import POINT_OF_MESSAGE
 from tests.transfer.simulator.core import AFTERLIFE, BYTES, REORDER, TRANSPORT, extra_delay
 from tests.transfer.simulator.memory import NUM_BLOCKS
 
