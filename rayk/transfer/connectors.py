@@ -1,4 +1,4 @@
-"""Two connectors over rayk's own agents: one within a process, one over NIXL. Both pull.
+"""Connectors that pull, over rayk's own agents: one class per transport.
 
 Each wraps a TransferRank: a ticket carries the producer's digests, a lease keeps its blocks, and a consumer
 reports a request as done only after generations and digests have proven it.
@@ -19,17 +19,12 @@ from rayk.transfer.agent import TransferAgent
 from rayk.transfer.connector import ConnectorCase, Finished, KVRequest, Mode
 from rayk.transfer.handshake import CacheDescription, describe_cache
 from rayk.transfer.layer_view import LayerView, make_layer_view
-from rayk.transfer.local_agent import LocalAgent, LocalNetwork
-from rayk.transfer.nixl_agent import NixlAgent
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.transports import TRANSPORTS, AgentSettings, make_agent
 from rayk.transfer.wire import field_views
 
 NS_PER_S = 1_000_000_000
-LOCAL_NETWORK = LocalNetwork()
-"""Where the local connectors of this process find each other."""
-LOCAL_DELAY_POLLS = 2
-"""Polls that a copy within a process takes."""
 
 
 def layer_views(caches: CanonicalKVCaches) -> Iterator[LayerView]:
@@ -42,11 +37,26 @@ def layer_views(caches: CanonicalKVCaches) -> Iterator[LayerView]:
             yield make_layer_view(layer, group, field_views(group, bound, units))
 
 
-class AgentConnector:
-    """See connector.Connector; subclasses say which agent."""
+class OverTransport:
+    """What connectors over our agents share: `class Mine(..., transport="local")` says which agents."""
+
+    is_cross_process: bool = True
+    transport: str
+
+    def __init_subclass__(cls, *, transport: str | None = None) -> None:
+        if transport is not None:
+            cls.transport = transport
+            cls.is_cross_process = TRANSPORTS[transport].is_cross_process
+
+    def make_agent(self, name: str) -> TransferAgent:
+        """The agent that moves the bytes. Raises DeviceError where its transport cannot be used."""
+        return make_agent(name, AgentSettings(is_one_node=True), self.transport)
+
+
+class AgentConnector(OverTransport):
+    """See connector.Connector."""
 
     mode: Mode = "pull"
-    is_cross_process: bool = True
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -65,10 +75,6 @@ class AgentConnector:
     def supports(cls, case: ConnectorCase) -> str | None:
         """Everything."""
         return None
-
-    def make_agent(self, name: str) -> TransferAgent:
-        """The agent that moves the bytes."""
-        raise NotImplementedError
 
     @property
     def rank(self) -> TransferRank:
@@ -186,22 +192,12 @@ class AgentConnector:
         return [self._sent.pop(lease) for lease in leases if lease in self._sent]
 
 
-class LocalConnector(AgentConnector):
-    """Between ranks of one process. Reads take a few polls, as they would between processes."""
-
-    is_cross_process: bool = False
-
-    def make_agent(self, name: str) -> TransferAgent:
-        """An agent that copies."""
-        return LocalAgent(name, LOCAL_NETWORK, delay_polls=LOCAL_DELAY_POLLS)
+class LocalConnector(AgentConnector, transport="local"):
+    """Between ranks of one process."""
 
 
-class NixlConnector(AgentConnector):
+class NixlConnector(AgentConnector, transport="nixl"):
     """Between processes of one host, over NIXL (UCX)."""
-
-    def make_agent(self, name: str) -> TransferAgent:
-        """A NIXL agent. Raises DeviceError where NIXL cannot be used."""
-        return NixlAgent(name, is_one_node=True)
 
 
 def one_engine(blobs: Sequence[bytes]) -> list[CacheDescription]:

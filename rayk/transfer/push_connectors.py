@@ -1,4 +1,4 @@
-"""Two connectors that push, over rayk's own agents: one within a process, one over NIXL.
+"""Connectors that push, over rayk's own agents: one class per transport.
 
 A consumer rank offers blocks (a Reservation), each producer rank writes what that rank needs of it, layer by
 layer, and every write brings its own notification, which the consumer sees when the write's bytes are there.
@@ -25,12 +25,10 @@ from dataclasses import dataclass, field, replace
 from rayk.kv.caches import CanonicalKVCaches
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.connector import BaseConnector, Finished, KVRequest, Mode
-from rayk.transfer.connectors import LOCAL_DELAY_POLLS, LOCAL_NETWORK, NS_PER_S, one_engine
+from rayk.transfer.connectors import NS_PER_S, OverTransport, one_engine
 from rayk.transfer.handshake import CacheDescription, check, check_engine, describe_cache
 from rayk.transfer.lease import ReleaseMessage, RenewMessage
 from rayk.transfer.link import PreparedReads, ProducerLink
-from rayk.transfer.local_agent import LocalAgent
-from rayk.transfer.nixl_agent import NixlAgent
 from rayk.transfer.peer_data import Peers
 from rayk.transfer.plan import plan_transfer
 from rayk.transfer.push import Chunk, Push
@@ -70,8 +68,8 @@ class _Sending:
     """Not handed to the pushes yet."""
 
 
-class AgentPushConnector(BaseConnector):
-    """See connector.Connector; subclasses say which agent."""
+class AgentPushConnector(OverTransport, BaseConnector):
+    """See connector.Connector."""
 
     mode: Mode = "push"
 
@@ -92,10 +90,6 @@ class AgentPushConnector(BaseConnector):
         self._peers = Peers()
         self._over = StoppedTable()
         """Reservations that no push may begin of (any more)."""
-
-    def make_agent(self, name: str) -> TransferAgent:
-        """The agent that moves the bytes."""
-        raise NotImplementedError
 
     @property
     def agent(self) -> TransferAgent:
@@ -313,19 +307,9 @@ class AgentPushConnector(BaseConnector):
         self._draining.clear()
 
 
-class LocalPushConnector(AgentPushConnector):
-    """Between ranks of one process. Writes take a few polls, as they would between processes."""
-
-    is_cross_process: bool = False
-
-    def make_agent(self, name: str) -> TransferAgent:
-        """An agent that copies."""
-        return LocalAgent(name, LOCAL_NETWORK, delay_polls=LOCAL_DELAY_POLLS)
+class LocalPushConnector(AgentPushConnector, transport="local"):
+    """Between ranks of one process."""
 
 
-class NixlPushConnector(AgentPushConnector):
+class NixlPushConnector(AgentPushConnector, transport="nixl"):
     """Between processes of one host, over NIXL (UCX)."""
-
-    def make_agent(self, name: str) -> TransferAgent:
-        """A NIXL agent. Raises DeviceError where NIXL cannot be used."""
-        return NixlAgent(name, is_one_node=True)

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 from rayk.transfer.agent import TransferState
 from rayk.transfer.connector import Finished, KVRequest
-from rayk.transfer.connectors import LOCAL_DELAY_POLLS, LOCAL_NETWORK, layer_views
+from rayk.transfer.connectors import layer_views
 from rayk.transfer.local_agent import LocalAgent
 from rayk.transfer.push_connectors import LocalPushConnector
+from rayk.transfer.transports import LOCAL_DELAY_POLLS, LOCAL_NETWORK
 from tests.conformance.copying import DELAY_POLLS, RANKS, Copying
 
 

@@ -13,10 +13,10 @@ import torch
 from rayk.conformance.engines import EnginePair
 from rayk.kv.caches import allocate
 from rayk.transfer import KVRequest, LocalPushConnector, push_connectors
-from rayk.transfer.connectors import LOCAL_NETWORK
 from rayk.transfer.local_agent import LocalAgent
 from rayk.transfer.push_connectors import WRITING_SHARE
 from rayk.transfer.push_messages import StopMessage
+from rayk.transfer.transports import LOCAL_NETWORK
 
 _NAMES = itertools.count()
 FILLS = 17, 0
