@@ -16,6 +16,7 @@ from rayk.transfer import session as s
 from rayk.transfer.agent import TransferAgent, TransferState
 from rayk.transfer.arrivals import ArrivalReads
 from rayk.transfer.convert import Converting
+from rayk.transfer.draining import Drained, Failed, Finish, Tick
 from rayk.transfer.layer_view import LayerView
 from rayk.transfer.lease import Renewals
 from rayk.transfer.link import Landing, ProducerLink
@@ -186,11 +187,11 @@ class Consumption:
         for rank in tuple(self._fences):
             if rank in self._fences:
                 self._poll_fence(rank, self._fences[rank][0], now_ns)
-        self._handle(s.Tick(), now_ns)
+        self._handle(Tick(), now_ns)
 
     def fail(self, reason: str) -> None:
         """End it for a reason from outside (nothing if it is over)."""
-        self._handle(s.Failed(reason), self.clock())
+        self._handle(Failed(reason), self.clock())
 
     def release(self) -> None:
         """Give up the lease that a mismatch kept."""
@@ -265,9 +266,9 @@ class Consumption:
                 send_releases(self.agent, self.link, self.ticket.lease_id, ranks)
             case s.Renew(ranks, number):
                 send_renewals(self.agent, self.link, self.ticket.lease_id, ranks, number)
-            case s.Finish(error, is_draining):
+            case Finish(error, is_draining):
                 self._finish(error, is_draining)
-            case s.Drained():
+            case Drained():
                 pass
         return []
 

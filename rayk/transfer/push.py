@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from rayk.transfer import push_session as p
 from rayk.transfer.agent import Transfer, TransferAgent, TransferState
 from rayk.transfer.costs import MAX_DESCRIPTORS
+from rayk.transfer.draining import Drained, Failed, Finish, Tick
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.plan import BlockReads, TransferPlan
 from rayk.transfer.push_link import ConsumerLink, PreparedWrites
@@ -137,7 +138,7 @@ class Push:
         """Write no more: to one consumer rank, or to any."""
         for side in self.sides.values():
             if rank is None or rank == side.rank:
-                side.handle(p.Failed(reason))
+                side.handle(Failed(reason))
 
     @property
     def failure(self) -> str:
@@ -199,7 +200,7 @@ class _Side:
         for write in tuple(self.flights):
             for event in self._poll(write):
                 self.handle(event)
-        self.handle(p.Tick())
+        self.handle(Tick())
 
     def _carry_out(self, action: p.Action) -> list[p.Event]:
         match action:
@@ -212,9 +213,9 @@ class _Side:
                 self.notify(ArrivedMessage(reservation_id, attempt, mine, self._num_writes, tally).encode())
             case p.Cancel(writes):
                 return [event for write in writes for event in self._cancel(write)]
-            case p.Finish(error):
+            case Finish(error):
                 self.why = error.reason if isinstance(error, TransferError) else ""
-            case p.Drained():
+            case Drained():
                 self.tell_stopped(self.why)
         return []
 

@@ -1,6 +1,6 @@
 """One request's push from one producer rank to one consumer rank, as a pure state machine.
 
-    WRITING --last chunk computed, all its writes done--> OVER (ok, NotifyArrived)
+    PUSHING --last chunk computed, all its writes done--> OVER (ok, NotifyArrived)
        |--Preempted: next attempt; its writes wait until those of the attempt before have ended
        `--Failed, a write failed, deadline--> OVER (failed), Drained when nothing is in flight
 
@@ -12,11 +12,10 @@ written after `NotifyArrived` or `Drained`: the consumer hands its blocks out ag
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from rayk.types.errors import RaykError, TransferError
+from rayk.transfer.draining import Drained, DrainingSession, Failed, Finish, Phase, Tick
 
 # Events
 
@@ -55,18 +54,6 @@ class Preempted:
     """The scheduler took the request's blocks: all that was written is void, and it will be computed anew."""
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Something outside ends the push: an abort, a consumer that stops it, a lost peer."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
-
-
 Event = LayersComputed | WriteDone | WriteEnded | Preempted | Failed | Tick
 
 
@@ -102,32 +89,11 @@ class Cancel:
     writes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The verdict of this end, exactly once. `is_draining`: writes are in flight, `Drained` will follow."""
-
-    error: RaykError | None
-    is_draining: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """It failed, and nothing is in flight any more: tell the consumer rank (StoppedMessage)."""
-
-
 Action = PostWrite | NotifyArrived | Cancel | Finish | Drained
 
 
-@enum.unique
-class Phase(enum.Enum):
-    """Where a push stands."""
-
-    WRITING = enum.auto()
-    OVER = enum.auto()
-
-
-class PushSession:
-    """See the module. Actions are carried out in order; events they cause at once are handled after them."""
+class PushSession(DrainingSession[Event, Action]):
+    """See the module. After a failure, `Drained` has the consumer rank told (StoppedMessage)."""
 
     def __init__(
         self,
@@ -142,35 +108,30 @@ class PushSession:
         consumer keeps only what is live at the end, written with the last chunk."""
         assert num_layers > 0
         assert layers_per_write > 0
-        self.request_id = request_id
-        self.phase = Phase.WRITING
+        super().__init__(request_id, Phase.PUSHING, deadline_ns)
         self.attempt = 0
         self._last_layer = num_layers - 1
         self._late = frozenset(late_layers)
         self._layers_per_write = layers_per_write
-        self._deadline_ns = deadline_ns
         self._next_write = 0
         self._attempt_began_at = 0
         """First write of this attempt."""
         self._in_flight: set[int] = set()
-        self._held: list[PostWrite] = []
+        self._waiting_writes: list[PostWrite] = []
         """Of this attempt, while writes of the one before are in flight."""
         self._gathered: dict[tuple[int, int], list[int]] = {}
         """Row range -> layers computed but not yet written."""
         self._is_computed = False
 
     @property
-    def is_drained(self) -> bool:
-        """Over, and nothing in flight."""
-        return self.phase is Phase.OVER and not self._in_flight
+    def _num_in_flight(self) -> int:
+        return len(self._in_flight)
 
     def handle(self, event: Event, now_ns: int) -> list[Action]:
         """What to do about an event at this time."""
-        if self.phase is Phase.OVER:
-            return self._drain(event)
-        if now_ns >= self._deadline_ns:
-            self._forget(event)
-            return self._fail("deadline passed while pushing")
+        at_end = self._at_end(event, now_ns)
+        if at_end is not None:
+            return at_end
         match event:
             case LayersComputed():
                 return self._on_layers(event)
@@ -207,7 +168,7 @@ class PushSession:
         post = PostWrite(self._next_write, self.attempt, tuple(self._gathered.pop(rows)), *rows)
         self._next_write += 1
         if self._waits_for_old_writes:
-            self._held.append(post)
+            self._waiting_writes.append(post)
             return []
         self._in_flight.add(post.write)
         return [post]
@@ -220,10 +181,10 @@ class PushSession:
         """After something in flight has ended, or there is more to write."""
         if self._waits_for_old_writes:
             return []
-        held, self._held = self._held, []
-        self._in_flight |= {post.write for post in held}
+        ready, self._waiting_writes = self._waiting_writes, []
+        self._in_flight |= {post.write for post in ready}
         if not self._is_computed or self._in_flight:
-            return list(held)
+            return list(ready)
         self.phase = Phase.OVER
         arrived = NotifyArrived(self.attempt, self._next_write - self._attempt_began_at)
         return [arrived, Finish(None, is_draining=False)]
@@ -231,27 +192,20 @@ class PushSession:
     def _on_preempted(self) -> list[Action]:
         self.attempt += 1
         self._attempt_began_at = self._next_write
-        self._held.clear()
+        self._waiting_writes.clear()
         self._gathered.clear()
         self._is_computed = False
         return [Cancel(tuple(sorted(self._in_flight)))] if self._in_flight else []
 
     def _fail(self, reason: str) -> list[Action]:
-        self.phase = Phase.OVER
-        self._held.clear()
+        self._waiting_writes.clear()
         self._gathered.clear()
-        error = TransferError(self.request_id, reason)
+        error = self._error(reason)
         if not self._in_flight:
             return [Finish(error, is_draining=False), Drained()]
         return [Cancel(tuple(sorted(self._in_flight))), Finish(error, is_draining=True)]
 
-    def _drain(self, event: Event) -> list[Action]:
-        before = self.is_drained
-        self._forget(event)
-        return [Drained()] if self.is_drained and not before else []
-
     def _forget(self, event: Event) -> None:
-        """Take note that something in flight has ended, whatever it brought."""
         match event:
             case WriteDone(write) | WriteEnded(write, _):
                 self._in_flight.discard(write)

@@ -5,8 +5,7 @@
 Generations are read only after all data has arrived, because reads are not ordered: an unchanged
 generation then proves that no block was reused while it was read. Any failure, the deadline or a
 cancellation leads to OVER (failed). Reads still in flight then keep writing into this side's blocks, so
-the session drains: only after `Drained` may the blocks be used for anything else. Events that come late,
-twice or for something unknown change nothing.
+the session drains.
 
 Where the producer pushes, arrivals take the place of reads, one per producer rank, and there are no fences:
 the blocks are this side's own. Until the lease is released, it is renewed.
@@ -14,12 +13,12 @@ the blocks are this side's own. Until the lease is released, it is renewed.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rayk.transfer.draining import Drained, DrainingSession, Failed, Finish, Phase, Tick
 from rayk.transfer.lease import Renewals
-from rayk.types.errors import KVMismatch, RaykError, TransferError
+from rayk.types.errors import KVMismatch
 
 # Events
 
@@ -60,18 +59,6 @@ class Verified:
     """Digests were compared; None when all are equal."""
 
     mismatch: KVMismatch | None
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Something outside ends the session: a lost peer, a cancellation."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed."""
 
 
 Event = ReadDone | ReadEnded | FenceDone | FenceEnded | Verified | Failed | Tick
@@ -123,30 +110,7 @@ class Renew:
     """Counts the renewals of this session."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
-    """The verdict, exactly once. `is_draining`: reads are still in flight, `Drained` will follow."""
-
-    error: RaykError | None
-    is_draining: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Drained:
-    """Nothing writes into this side's blocks any more."""
-
-
 Action = PostReads | PostFence | ComputeDigests | Cancel | Release | Renew | Finish | Drained
-
-
-@enum.unique
-class Phase(enum.Enum):
-    """Where a session stands."""
-
-    READING = enum.auto()
-    FENCING = enum.auto()
-    VERIFYING = enum.auto()
-    OVER = enum.auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +123,8 @@ class Fence:
     """What a block (by its id) holds, for people; asked only when it was lost."""
 
 
-class Session:
-    """See the module. Actions are carried out in order; events they cause at once are handled after them.
+class Session(DrainingSession[Event, Action]):
+    """See the module.
 
     After `Finish` with a KVMismatch the lease is kept, so that the producer's bytes can be looked at;
     `release` gives it up (otherwise its deadline does).
@@ -178,21 +142,18 @@ class Session:
     ) -> None:
         """Reads are numbered 0 .. num_reads - 1; `fences` by producer rank; `notify`: ranks to release.
         `renewals`: of its lease, begun when the ticket came; None: it needs none."""
-        self.request_id = request_id
-        self.phase = Phase.READING
+        super().__init__(request_id, Phase.READING, deadline_ns)
         self._num_reads = num_reads
         self._fences = dict(fences)
         self._notify = tuple(notify)
-        self._deadline_ns = deadline_ns
         self._renewals = renewals or Renewals(None)
         self._reads_left: set[int] = set(range(num_reads))
         self._fences_left: set[int] = set()
         self._is_released = False
 
     @property
-    def is_drained(self) -> bool:
-        """Over, and nothing in flight."""
-        return self.phase is Phase.OVER and not self._reads_left and not self._fences_left
+    def _num_in_flight(self) -> int:
+        return len(self._reads_left) + len(self._fences_left)
 
     def start(self) -> list[Action]:
         """The first actions."""
@@ -208,11 +169,11 @@ class Session:
         return actions
 
     def _handle(self, event: Event, now_ns: int) -> list[Action]:
-        if self.phase is Phase.OVER:
-            return self._drain(event)
-        if now_ns >= self._deadline_ns and not isinstance(event, Verified):
-            self._forget(event)
-            return self._fail(f"deadline passed while {self.phase.name.lower()}")
+        # What is known to be right counts also when it took long to know.
+        is_known = isinstance(event, Verified) and self.phase is not Phase.OVER
+        at_end = None if is_known else self._at_end(event, now_ns)
+        if at_end is not None:
+            return at_end
         match event:
             case ReadDone(read) if self.phase is Phase.READING and read in self._reads_left:
                 self._reads_left.discard(read)
@@ -270,22 +231,15 @@ class Session:
         return [*self.release(), Finish(None, is_draining=False)]
 
     def _fail(self, reason: str) -> list[Action]:
-        self.phase = Phase.OVER
-        error = TransferError(self.request_id, reason)
+        error = self._error(reason)
         actions: list[Action] = []
-        draining = bool(self._reads_left or self._fences_left)
+        draining = not self.is_drained
         if draining:
             actions.append(Cancel(tuple(sorted(self._reads_left)), tuple(sorted(self._fences_left))))
         # The lease goes at once: late reads may see reused blocks, but nobody will use what they bring.
         return [*actions, *self.release(), Finish(error, is_draining=draining)]
 
-    def _drain(self, event: Event) -> list[Action]:
-        before = self.is_drained
-        self._forget(event)
-        return [Drained()] if self.is_drained and not before else []
-
     def _forget(self, event: Event) -> None:
-        """Take note that something in flight has ended, whatever it brought."""
         match event:
             case ReadDone(read) | ReadEnded(read, _):
                 self._reads_left.discard(read)

@@ -110,7 +110,7 @@ def test_blocks_taken_after_the_last_chunk_make_all_of_it_void():
     assert push.on(Preempted()) == [Cancel((1,))]
     # What was computed is gone: the end of its last write is no arrival.
     assert push.on(WriteDone(1)) == []
-    assert push.session.phase is Phase.WRITING
+    assert push.session.phase is Phase.PUSHING
     assert push.on(chunk(0, 8, is_last=True)) == [PostWrite(2, 1, (0,), 0, 8)]
     assert push.on(WriteDone(2)) == [NotifyArrived(1, 1), Finish(None, is_draining=False)]
 
