@@ -32,20 +32,14 @@ ASK_EVERY_NS = 200_000_000
 """Producer ranks that must stop are asked again after so long: messages get lost."""
 
 
-@dataclass(slots=True)
-class _Attempt:
-    """What one producer rank told of its last attempt to push one request."""
+@dataclass(frozen=True, slots=True)
+class _OpenReservation:
+    """Who may write where."""
 
-    number: int
-    writes: set[int] = field(default_factory=set)
-    end: ArrivedMessage | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        """Every write was told of, and that there are no more."""
-        if self.end is None or len(self.writes) < self.end.num_writes:
-            return False
-        return all(write in self.writes for write in range(self.end.num_writes))
+    link: ProducerLink
+    block_tables: Tables
+    generations: Tables
+    """Of these blocks, since the reservation was made."""
 
 
 class Arrivals:
@@ -53,24 +47,18 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._table = ReservationTable(ASK_EVERY_NS)
-        self._attempts: dict[tuple[str, int], _Attempt] = {}
-        """(reservation, producer rank) -> its last attempt."""
-        self._links: dict[str, ProducerLink] = {}
-        """Reservation -> who may write."""
+        self._open: dict[str, _OpenReservation] = {}
         self._never_open: list[str] = []
         """Reservations that were given up without having been opened here."""
-        self._blocks: dict[str, tuple[Tables, Tables]] = {}
-        """Reservation -> its blocks, and their generations since it was made."""
 
     def __contains__(self, reservation_id: object) -> bool:
-        return reservation_id in self._links
+        return reservation_id in self._open
 
     def open(
         self, reservation_id: str, link: ProducerLink, block_tables: Tables, generations: Tables
     ) -> None:
         """From now on the producer's ranks that send this rank anything may write into these blocks."""
-        self._links[reservation_id] = link
-        self._blocks[reservation_id] = block_tables, generations
+        self._open[reservation_id] = _OpenReservation(link, block_tables, generations)
         self._table.open(reservation_id, link.engine, link.epoch, len(link.producers))
         for rank in range(len(link.producers)):
             if rank not in link.plan.producer_ranks:
@@ -81,19 +69,20 @@ class Arrivals:
         is not that rank's changes nothing."""
         if not isinstance(message, WroteMessage | ArrivedMessage | StoppedMessage):
             return
-        link, rank = self._links.get(message.reservation_id), message.producer_rank
-        if link is None or rank >= len(link.producers):
+        found, rank = self._open.get(message.reservation_id), message.producer_rank
+        if found is None or rank >= len(found.link.producers):
             return
+        link = found.link
         if not speaks_for(peer, link.producers[rank].agent_name):
             _log.warning("%s speaks for producer rank %d of %s: %r", peer, rank, link.engine, message)
         elif isinstance(message, StoppedMessage):
             self._table.on_stopped(message)
         else:
-            self._on_progress(message)
+            self._table.on_progress(message)
 
     def stop(self, reservation_id: str, now_ns: int, attempt: int | None = None) -> None:
         """The blocks are wanted back; `attempt`: the ticket's, where there is one."""
-        if reservation_id in self._links:
+        if reservation_id in self._open:
             self._table.stop(reservation_id, now_ns, attempt)
         else:
             self._never_open.append(reservation_id)
@@ -104,32 +93,31 @@ class Arrivals:
 
     def asks(self, now_ns: int) -> list[tuple[ProducerLink, StopRequest]]:
         """Whom to ask to stop, now."""
-        return [(self._links[ask.reservation_id], ask) for ask in self._table.tick(now_ns)]
+        return [(self._open[ask.reservation_id].link, ask) for ask in self._table.tick(now_ns)]
 
     def take_clear(self) -> list[str]:
         """Reservations that were stopped and into whose blocks nobody writes any more, each once."""
         never_open, self._never_open = self._never_open, []
         clear = self._table.take_clear()
         for reservation_id in clear:
-            del self._links[reservation_id], self._blocks[reservation_id]
-        if clear:
-            self._attempts = {k: a for k, a in self._attempts.items() if k[0] in self._links}
+            del self._open[reservation_id]
         return clear + never_open
 
     def has_arrived(self, reservation_id: str, producer_rank: int, attempt: int) -> bool:
         """Whether all that a producer rank sends is here."""
-        return producer_rank in self._table.arrived(reservation_id, attempt)
+        return self._table.has_arrived(reservation_id, producer_rank, attempt)
 
     def why_stopped(self, reservation_id: str, producer_rank: int) -> str | None:
         """Why a producer rank sends no more; None: it may."""
-        if reservation_id not in self._links:
+        if reservation_id not in self._open:
             return "its blocks were given up"
         return self._table.stopped(reservation_id).get(producer_rank)
 
     def lost_block(self, reservation_id: str, generations: Callable[[Tables], Tables]) -> int | None:
         """A block that was handed out again since it was reserved. `generations`: what they are now."""
-        block_tables, expected = self._blocks[reservation_id]
-        for blocks, before, now in zip(block_tables, expected, generations(block_tables), strict=True):
+        found = self._open[reservation_id]
+        tables = found.block_tables
+        for blocks, before, now in zip(tables, found.generations, generations(tables), strict=True):
             for block, was, is_now in zip(blocks, before, now, strict=True):
                 if block != NULL_BLOCK and was != is_now:
                     return block
@@ -137,22 +125,7 @@ class Arrivals:
 
     def tally(self, reservation_id: str, producer_rank: int) -> tuple[Tally, ...]:
         """What a producer rank wrote, if it said so."""
-        attempt = self._attempts.get((reservation_id, producer_rank))
-        return attempt.end.tally if attempt is not None and attempt.end is not None else ()
-
-    def _on_progress(self, message: WroteMessage | ArrivedMessage) -> None:
-        key = message.reservation_id, message.producer_rank
-        attempt = self._attempts.get(key)
-        if attempt is None or attempt.number < message.attempt:
-            attempt = self._attempts[key] = _Attempt(message.attempt)
-        if attempt.number != message.attempt:
-            return
-        if isinstance(message, ArrivedMessage):
-            attempt.end = message
-        else:
-            attempt.writes.add(message.write)
-        if attempt.is_whole and attempt.end is not None:
-            self._table.on_arrived(attempt.end)
+        return self._table.tally(reservation_id, producer_rank)
 
 
 @dataclass(eq=False)

@@ -1,8 +1,8 @@
 """Who may still write into a consumer rank's blocks: reservations for pushes, and when they are clear. Pure.
 
 A producer rank that was given a reservation writes without asking. Blocks of it stay taboo until every
-producer rank has said that nothing is in flight and nothing will come (`ArrivedMessage` of the attempt the
-ticket is of, or `StoppedMessage`), or the life of the engine that it belongs to is gone. A rank that must
+producer rank has said that nothing is in flight and nothing will come (an attempt that arrived whole, and is
+the ticket's, or `StoppedMessage`), or the life of the engine that it belongs to is gone. A rank that must
 stop is asked again and again: messages get lost.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rayk.transfer.push_messages import ArrivedMessage, StoppedMessage
+from rayk.transfer.push_messages import ArrivedMessage, StoppedMessage, Tally, WroteMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +22,38 @@ class StopRequest:
 
 
 @dataclass(slots=True)
+class PushAttempt:
+    """What one producer rank told of its last attempt to push one request."""
+
+    number: int
+    writes: set[int] = field(default_factory=set)
+    end: ArrivedMessage | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Every write was told of, and that there are no more."""
+        if self.end is None or len(self.writes) < self.end.num_writes:
+            return False
+        return all(write in self.writes for write in range(self.end.num_writes))
+
+
+@dataclass(slots=True)
 class _Reservation:
     engine: str
     epoch: int
     writers: set[int]
     """Producer ranks that may write."""
-    attempts: dict[int, int] = field(default_factory=dict)
-    """Producer rank -> the latest attempt that arrived whole."""
+    attempts: dict[int, PushAttempt] = field(default_factory=dict)
+    """Producer rank -> its last attempt."""
     stopped: dict[int, str] = field(default_factory=dict)
     """Producer rank -> why it stopped."""
     ask_at_ns: int | None = None
     """None: nobody is to stop."""
+
+    def has_arrived(self, producer_rank: int, attempt: int) -> bool:
+        """Whether all of this attempt is here."""
+        last = self.attempts.get(producer_rank)
+        return last is not None and last.number == attempt and last.is_whole
 
 
 class ReservationTable:
@@ -49,12 +70,20 @@ class ReservationTable:
         assert reservation_id not in self._reservations, f"reservation {reservation_id} exists"
         self._reservations[reservation_id] = _Reservation(engine, epoch, set(range(num_producers)))
 
-    def on_arrived(self, message: ArrivedMessage) -> None:
-        """Note an arrival; repeated ones, and those of what is clear, change nothing."""
-        found = self._reservations.get(message.reservation_id)
-        if found is not None and message.producer_rank in found.writers:
-            before = found.attempts.get(message.producer_rank, -1)
-            found.attempts[message.producer_rank] = max(before, message.attempt)
+    def on_progress(self, message: WroteMessage | ArrivedMessage) -> None:
+        """Note what arrived; what is repeated, of an earlier attempt or of what is clear, changes nothing."""
+        found, rank = self._reservations.get(message.reservation_id), message.producer_rank
+        if found is None or rank not in found.writers:
+            return
+        last = found.attempts.get(rank)
+        if last is None or last.number < message.attempt:
+            last = found.attempts[rank] = PushAttempt(message.attempt)
+        if last.number != message.attempt:
+            return
+        if isinstance(message, ArrivedMessage):
+            last.end = message
+        else:
+            last.writes.add(message.write)
 
     def on_stopped(self, message: StoppedMessage) -> None:
         """Note that a rank writes no more."""
@@ -72,11 +101,16 @@ class ReservationTable:
                 found.writers.clear()
                 self._settle(reservation_id)
 
-    def arrived(self, reservation_id: str, attempt: int) -> tuple[int, ...]:
-        """Producer ranks of which this attempt is here, ascending; () where nothing is reserved."""
+    def has_arrived(self, reservation_id: str, producer_rank: int, attempt: int) -> bool:
+        """Whether all of this attempt of a producer rank is here."""
         found = self._reservations.get(reservation_id)
-        attempts = found.attempts.items() if found is not None else ()
-        return tuple(sorted(rank for rank, last in attempts if last == attempt))
+        return found is not None and found.has_arrived(producer_rank, attempt)
+
+    def tally(self, reservation_id: str, producer_rank: int) -> tuple[Tally, ...]:
+        """What a producer rank wrote in its last attempt, if it said so."""
+        found = self._reservations.get(reservation_id)
+        last = found.attempts.get(producer_rank) if found is not None else None
+        return last.end.tally if last is not None and last.end is not None else ()
 
     def stopped(self, reservation_id: str) -> dict[int, str]:
         """Producer ranks that stopped -> why."""
@@ -90,7 +124,7 @@ class ReservationTable:
         if found is None:
             return
         if attempt is not None:
-            found.writers -= {rank for rank, last in found.attempts.items() if last == attempt}
+            found.writers -= {rank for rank in found.writers if found.has_arrived(rank, attempt)}
         if found.ask_at_ns is None:
             found.ask_at_ns = now_ns
         self._settle(reservation_id)

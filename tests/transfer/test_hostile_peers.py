@@ -258,13 +258,13 @@ def test_a_reservation_that_is_refused_leaves_nothing_behind():
 
 
 def test_writes_that_were_never_announced_make_no_arrival_whole():
-    from rayk.transfer.arrivals import _Attempt
+    from rayk.transfer.reservation_state import PushAttempt
 
-    attempt = _Attempt(0, {0, 7}, ArrivedMessage("w", 0, 0, 2))
+    attempt = PushAttempt(0, {0, 7}, ArrivedMessage("w", 0, 0, 2))
     assert not attempt.is_whole
     attempt.writes.add(1)
     assert attempt.is_whole
-    assert not _Attempt(0, set(), ArrivedMessage("w", 0, 0, 10**15)).is_whole
+    assert not PushAttempt(0, set(), ArrivedMessage("w", 0, 0, 10**15)).is_whole
 
 
 CHANGES: dict[str, Any] = {

@@ -73,10 +73,10 @@ def test_an_engine_that_goes_before_blocks_are_wanted_back_is_noted():
 def test_nobody_hears_of_reservations_that_are_not_here():
     table = table_of(("a", "p0", 0))
     table.stop("b", 0)
-    table.on_arrived(ArrivedMessage("b", 0, 0, 1))
+    table.on_progress(ArrivedMessage("b", 0, 0, 0))
     table.on_stopped(StoppedMessage("b", 0))
     table.on_engine_gone("p7", 0)
-    assert table.arrived("b", 0) == ()
+    assert not table.has_arrived("b", 0, 0)
     assert table.stopped("b") == {}
     assert (table.tick(0), table.take_clear(), table.open_reservations) == ([], [], ("a",))
 
@@ -87,10 +87,11 @@ def test_messages_of_what_is_clear_change_nothing():
     table.on_stopped(StoppedMessage("a", 0))
     assert table.take_clear() == ["a"]
     table.on_stopped(StoppedMessage("a", 0))
-    table.on_arrived(ArrivedMessage("a", 0, 0, 1))
+    table.on_progress(ArrivedMessage("a", 0, 0, 0))
     table.on_engine_gone("p0", 0)
     table.stop("a", 1)
-    assert (table.take_clear(), table.tick(1), table.arrived("a", 0)) == ([], [], ())
+    assert (table.take_clear(), table.tick(1)) == ([], [])
+    assert not table.has_arrived("a", 0, 0)
 
 
 def test_messages_that_come_twice_or_from_strangers_count_for_nothing():
@@ -104,24 +105,26 @@ def test_messages_that_come_twice_or_from_strangers_count_for_nothing():
         table.on_stopped(message)
     assert table.stopped("a") == {0: "first"}
     assert table.take_clear() == []
-    table.on_arrived(ArrivedMessage("a", 0, 2, 1))
-    assert table.arrived("a", 0) == ()
+    table.on_progress(ArrivedMessage("a", 0, 2, 0))
+    assert not table.has_arrived("a", 2, 0)
 
 
 def test_the_latest_attempt_counts_in_whatever_order_they_come():
     table = table_of(("a", "p0", 0), num_producers=2)
-    table.on_arrived(ArrivedMessage("a", 1, 1, 1))
-    table.on_arrived(ArrivedMessage("a", 0, 1, 1))
-    table.on_arrived(ArrivedMessage("a", 1, 1, 1))
-    assert (table.arrived("a", 0), table.arrived("a", 1)) == ((), (1,))
-    table.on_arrived(ArrivedMessage("a", 1, 0, 1))
-    assert table.arrived("a", 1) == (0, 1)
+    table.on_progress(ArrivedMessage("a", 1, 1, 0))
+    table.on_progress(ArrivedMessage("a", 0, 1, 0))
+    table.on_progress(ArrivedMessage("a", 1, 1, 0))
+    assert [table.has_arrived("a", 1, attempt) for attempt in (0, 1)] == [False, True]
+    assert not table.has_arrived("a", 0, 1)
+    table.on_progress(ArrivedMessage("a", 1, 0, 0))
+    assert table.has_arrived("a", 0, 1)
+    assert table.has_arrived("a", 1, 1)
 
 
 def test_an_arrival_of_the_tickets_attempt_is_a_ranks_last_word():
     table = table_of(("a", "p0", 0), num_producers=2)
-    table.on_arrived(ArrivedMessage("a", 1, 0, 1))
-    table.on_arrived(ArrivedMessage("a", 0, 1, 1))
+    table.on_progress(ArrivedMessage("a", 1, 0, 0))
+    table.on_progress(ArrivedMessage("a", 0, 1, 0))
     table.stop("a", 0, attempt=1)
     # Rank 1 has yet to write what it was begun anew for.
     assert table.tick(0) == [StopRequest("a", (1,))]
@@ -131,7 +134,7 @@ def test_an_arrival_of_the_tickets_attempt_is_a_ranks_last_word():
 
 def test_without_a_ticket_an_arrival_is_no_last_word():
     table = table_of(("a", "p0", 0))
-    table.on_arrived(ArrivedMessage("a", 0, 0, 1))
+    table.on_progress(ArrivedMessage("a", 0, 0, 0))
     table.stop("a", 0)
     assert table.take_clear() == []
     assert table.tick(0) == [StopRequest("a", (0,))]

@@ -104,7 +104,7 @@ def _(original, self, event, now_ns):
 
 @TRANSFER.twin(
     "blocks come free while a read still writes there",
-    "rayk.transfer.session:Session.is_drained",
+    "rayk.transfer.draining:DrainingSession.is_drained",
     "test_guards.py::test_blocks_are_taboo_until_the_last_read_has_ended",
 )
 def _(original, self):
@@ -171,8 +171,8 @@ def _(original, self, event, now_ns):
     "test_arrivals.py::test_nobody_speaks_for_a_producer_rank",
 )
 def _(original, self, message, peer):
-    link = self._links.get(message.reservation_id)
-    ranks = link.producers if link is not None else ()
+    found = self._open.get(message.reservation_id)
+    ranks = found.link.producers if found is not None else ()
     known = message.producer_rank < len(ranks)
     original(self, message, ranks[message.producer_rank].agent_name if known else peer)
 
