@@ -94,6 +94,7 @@ TORCH_FREE = (
     "rayk.transfer.options",
     "rayk.transfer.wire_geometry",
     "rayk.transfer.connector",
+    "rayk.transfer.draining",
     "rayk.transfer.session",
     "rayk.transfer.lease",
     "rayk.transfer.push_session",
