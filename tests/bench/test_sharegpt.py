@@ -12,6 +12,7 @@ from rayk import load
 from rayk.cli.bench import _levels
 from tests.bench.fake_server import Script
 from tests.bench.test_bench_command import run_on
+from tests.markers import thorough
 
 
 def row(*texts: object) -> dict[str, object]:
@@ -48,6 +49,7 @@ def test_conversations_are_prompts_and_lengths(path: Path, tmp_path: Path) -> No
     assert {body["max_tokens"] for body in bodies} == {5}
 
 
+@thorough
 def test_levels_by_any_name(tmp_path: Path) -> None:
     few = ("--num-requests", "2", "--output-tokens", "2", "--dataset-name", "random")
     run_on(Script(), tmp_path / "a", *few, "--concurrency", "1,2", "--rate", "300")

@@ -129,6 +129,7 @@ def test_a_connector_that_supports_nothing_exits_2(tmp_path, monkeypatch):
     assert "it supports none of these checks" in done.stderr
 
 
+@thorough
 def test_the_plugin_makes_a_test_of_every_check(tmp_path):
     (tmp_path / "test_own.py").write_text("def test_own():\n    pass\n")
     chosen = [text for name in FEW for text in ("--rayk-only", name)]

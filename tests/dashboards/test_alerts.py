@@ -15,6 +15,7 @@ from dashboards.build import FOLDER
 from dashboards.check import filled_in
 from dashboards.table import DASHBOARDS
 from tests.dashboards.watching import quicker_rules
+from tests.markers import one_per
 
 RULES = yaml.safe_load((FOLDER / "alerts.yml").read_text())
 ALERTS = {rule["alert"]: rule for group in RULES["groups"] for rule in group["rules"] if "alert" in rule}
@@ -68,6 +69,7 @@ def test_every_alert_fires_when_it_should() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@one_per()
 @pytest.mark.parametrize("name", sorted(ALERTS))
 def test_an_alert_that_cannot_fire_is_found_by_the_tests(name: str, tmp_path: Path) -> None:
     broken: dict[str, Any] = yaml.safe_load((FOLDER / "alerts.yml").read_text())

@@ -46,6 +46,7 @@ SIDES: dict[tuple[int, int], tuple[int | None, int | None]] = {
 """Block sizes of states by TP."""
 
 
+@one_per()
 @pytest.mark.parametrize(
     ("model", "tp"),
     [*itertools.product(FAMILIES, SIDES), *zip(OTHERS, itertools.cycle(SIDES), strict=False)],

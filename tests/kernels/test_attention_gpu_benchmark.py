@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.markers import gpu, interpreted
+from tests.markers import gpu, interpreted, thorough
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "jobs" / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -39,6 +39,7 @@ def rows_of(output: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
 
 
+@thorough
 def test_without_cuda_it_says_so_in_one_line() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")

@@ -15,6 +15,7 @@ import pytest
 from rayk.kernels.ahead import Built, read_amd_use, untouched_stack
 from tests.conftest import CHECKPOINTS
 from tests.house import ROOT
+from tests.markers import thorough
 
 Rows = list[dict[str, Any]]
 LIMITS = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
@@ -44,6 +45,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     return pd.read_parquet(out / "kernels.parquet").to_dict("records")
 
 
+@thorough
 def test_nothing_spills_and_shared_memory_fits(rows: Rows) -> None:
     for row in rows:
         assert row["spills"] == 0, row
@@ -51,6 +53,7 @@ def test_nothing_spills_and_shared_memory_fits(rows: Rows) -> None:
         assert 0 < row["registers"] <= 512, row
 
 
+@thorough
 def test_every_kernel_was_compiled(rows: Rows) -> None:
     """Those of states and latents for one maker's GPU each; `make kernels` compiles all for all."""
     paged = {
@@ -87,6 +90,7 @@ def test_every_kernel_was_compiled(rows: Rows) -> None:
 PREFILL_INSTRUCTION = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
 
 
+@thorough
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("target", LIMITS)
 def test_prefills_use_the_tensor_cores_of_their_target(rows: Rows, target: str, dtype: str) -> None:

@@ -18,7 +18,7 @@ from rayk.kernels.gated_delta_rule import gated_delta_rule
 from rayk.kernels.gated_delta_rule.tiles import DeltaTiles
 from rayk.kernels.segments import NO_SLOT, Segments
 from tests.kernels.state_cases import Op, Tensors, World
-from tests.markers import gpu, interpreted
+from tests.markers import gpu, interpreted, one_per
 
 CPU = ("reference", "torch")
 IMPLS = [
@@ -141,6 +141,7 @@ def many_tokens(impl: str, device: str) -> tuple[list[int], list[list[tuple[int,
     return [300, 131], [[(0, 193), (1, 130)], [(0, 107), (1, 1)]]
 
 
+@one_per()
 @each_impl
 @pytest.mark.parametrize("decay", [0.01, 1.0, 30.0])
 def test_long_sequences(impl: str, device: str, decay: float) -> None:

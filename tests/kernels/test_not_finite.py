@@ -9,7 +9,7 @@ import torch
 
 from rayk.kernels.digest import DigestedView, DigestedViews, RowPlaces, digest_views, native_digest
 from rayk.kernels.digest.reference import not_finite_bits
-from tests.markers import gpu
+from tests.markers import gpu, one_per
 
 NATIVE = pytest.param("native", marks=pytest.mark.skipif(native_digest() is None, reason="no compiler"))
 BLOCKS, HEADS, SLOTS = 4, 2, 8
@@ -51,6 +51,7 @@ def check(impl: str, dtype: torch.dtype, num_k: int, device: str = "cpu") -> Non
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
 
 
+@one_per()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("impl", ["reference", "triton", NATIVE])
 def test_a_value_that_is_not_finite_is_found_in_live_rows_alone(impl: str, dtype: torch.dtype) -> None:

@@ -31,6 +31,7 @@ from tests.kv.brute import (
     mla,
     sliding,
 )
+from tests.markers import thorough
 
 
 @each(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
@@ -54,6 +55,7 @@ def test_every_address_is_where_the_layout_puts_it(case: Case, layout: str, tp_r
                 assert np.all(actual[:, :, 0, :, 0] % 16 == 0)
 
 
+@thorough
 @each(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
 def test_describe_names_every_byte_and_padding_has_no_name(case: Case, layout: str, tp_rank: int):
     rank = case.rank(layout, tp_rank)

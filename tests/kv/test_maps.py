@@ -28,6 +28,7 @@ from tests.kv.brute import (
     mla,
     sliding,
 )
+from tests.markers import thorough
 
 
 def tp1_map(case: Case, layout: str, tp_rank: int) -> list[tuple[int, int, int]]:
@@ -167,6 +168,7 @@ TP_PAIRS = [(3, 2), (4, 6), (6, 4), (2, 3), (1, 4), (4, 1)]
 LAYOUT_PAIRS = [("BHLNC", "LBNHC"), ("LHBNC", "BLNHC"), ("LBHNC", "LHBNC"), ("BLHNC", "BHLNC")]
 
 
+@thorough
 @each("layouts", LAYOUT_PAIRS, ids="-".join)
 @each("tp", TP_PAIRS, ids=str)
 @each("kind", MOVED)

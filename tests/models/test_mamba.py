@@ -119,6 +119,7 @@ def test_states_in_small_blocks(checkpoint: Checkpoint) -> None:
     assert_as_transformers(checkpoint, logits, whole_logits)
 
 
+@one_per()
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("checkpoint", ["mamba2-three-groups", "jamba", "falcon_h1"], indirect=True)
 def test_cache_holds_the_states_that_transformers_caches(checkpoint: Checkpoint, tp_size: int) -> None:

@@ -110,7 +110,7 @@ def moved(outcomes: dict[int, TransferOutcome]) -> int:
     return sum(row.bytes for outcome in outcomes.values() for row in outcome.rows)
 
 
-@one_per("family")
+@one_per()
 @pytest.mark.parametrize(("family", "layout", "size", "chosen"), cases())
 def test_what_one_engine_stored_every_other_loads(family: str, layout: str, size: int, chosen: slice) -> None:
     node = open_node(family, num_blocks=900, layout=layout, block_size=size)
@@ -139,6 +139,7 @@ def test_what_one_engine_stored_every_other_loads(family: str, layout: str, size
     node.expect_idle()
 
 
+@one_per()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_kept_by_name_has_any_length(family: str) -> None:
     """As a request that was preempted: its last blocks are not full, and come back all the same."""
@@ -161,6 +162,7 @@ def test_what_is_kept_by_name_has_any_length(family: str) -> None:
     node.expect_idle()
 
 
+@one_per()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_is_stored_twice(family: str) -> None:
     """Another engine that computed the same moves nothing. Layers that share pages have none of their own."""
@@ -186,6 +188,7 @@ def test_nothing_is_stored_twice(family: str) -> None:
     node.expect_idle()
 
 
+@one_per()
 @pytest.mark.parametrize("family", ["full", "deepseek", "fp8", "nvfp4"])
 def test_of_a_longer_sequence_only_what_lies_behind_is_moved(family: str) -> None:
     """From the last row group on of what is there: it is digested as a whole."""

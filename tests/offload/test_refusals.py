@@ -18,6 +18,7 @@ from rayk.offload.host import HostTier
 from rayk.offload.messages import StoreAsk
 from rayk.transfer.rank import TransferRank
 from rayk.types.errors import DeviceError
+from tests.markers import one_per
 from tests.offload.faults import AskedTier, Case, FaultyAgents
 from tests.offload.node import Node, NodeEngine
 from tests.pd import make_request, wait_until
@@ -137,6 +138,7 @@ class Digests:
         return [lease for rank in self.ranks for lease in rank._leases.open_leases]
 
 
+@one_per()
 @pytest.mark.parametrize(
     "error",
     [
@@ -176,6 +178,7 @@ def test_a_digest_that_fails_is_a_store_that_is_refused(
         assert told(second)["stores"] > 0
 
 
+@one_per()
 @pytest.mark.parametrize("tp", [1, 2])
 def test_requests_whose_swap_cannot_be_digested_are_computed_again(
     growing: Case, tp: int, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ from rayk.offload.costs import Choice
 from rayk.types.config import EngineConfig
 from rayk.types.request import FinishReason
 from tests.answers import NUM_TOKENS, Answers, make_answers
+from tests.markers import one_per
 from tests.offload.node import Node
 from tests.pd import make_request, wait_until
 
@@ -47,6 +48,7 @@ def crowd(model: Answers, times: int, first: int = 0) -> list[tuple[list[int], l
     return list(zip(model.prompts, model.expected, strict=True))[first : first + 2] * times
 
 
+@one_per()
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("more", [{}, STATES], ids=["in-place", "cached"])
 def test_a_crowd_in_a_small_pool_is_swapped_and_right(
@@ -132,6 +134,7 @@ def test_who_leaves_while_away_leaves_nothing(answers: Callable[[str], Answers])
         wait_until(lambda: node.status()["num_kept"] == 0, what=lambda: str(node.status()))
 
 
+@one_per()
 @pytest.mark.parametrize("when", range(4))
 def test_a_tier_that_is_lost_loses_no_request(when: int, answers: Callable[[str], Answers]) -> None:
     """The tier ends in the middle of swaps: whoever was away is computed again."""

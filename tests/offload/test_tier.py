@@ -12,6 +12,7 @@ from rayk.offload.messages import StoreAnswer
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.faulty_agent import FaultyAgent, reuse_early
 from rayk.types.errors import KVMismatch, UserError
+from tests.markers import one_per
 from tests.offload.cluster import BareNode, ByteEngine, Kind, open_node, random_values, tokens_of
 from tests.offload.families import FAMILIES
 from tests.transfer_faults import flip_bit, stall_reads
@@ -341,6 +342,7 @@ def test_replicas_are_read_in_turns(family: str, num_replicas: int) -> None:
 # Disk.
 
 
+@one_per()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pages_on_disk_are_found_by_a_tier_of_another_layout_after_a_restart(
     family: str, tmp_path: Path

@@ -18,7 +18,7 @@ import torch
 from rayk.offload.messages import LoadAnswer, StoreAnswer
 from rayk.transfer.faulty_agent import reuse_early
 from rayk.transfer.ticket import TransferTicket
-from tests.markers import slow
+from tests.markers import one_per, slow
 from tests.offload.cluster import BareNode, ByteEngine, Kind, Tables, open_node
 from tests.offload.test_tier import Clock, Faults
 from tests.transfer.cluster import Values
@@ -410,6 +410,7 @@ SEEN = (
 )
 
 
+@one_per()
 @pytest.mark.parametrize(("family", "num_blocks"), WALKS)
 def test_blocks_add_up_and_bytes_are_right_whatever_happens(family: str, num_blocks: int) -> None:
     counts: Counter[str] = Counter()
@@ -418,6 +419,7 @@ def test_blocks_add_up_and_bytes_are_right_whatever_happens(family: str, num_blo
     assert not set(SEEN) - set(counts), counts
 
 
+@one_per()
 @pytest.mark.parametrize("family", ["full", "gpt_oss", "granite"])
 def test_with_a_disk_behind_it(family: str, tmp_path: Path) -> None:
     """Sequences that a small tier had to give up come back from there, those of an earlier walk, too."""
@@ -428,6 +430,7 @@ def test_with_a_disk_behind_it(family: str, tmp_path: Path) -> None:
     assert counts["pages_evicted"] == 0
 
 
+@one_per()
 @pytest.mark.parametrize(
     ("family", "disk_bytes"),
     [("full", 250_000), ("gpt_oss", 200_000), ("llama4", 250_000), ("granite", 60_000)],

@@ -25,6 +25,7 @@ from rayk.oracle.tiny import FAMILIES, HYBRID, LINEAR_ROPE, YARN, family_values,
 from rayk.types.errors import UnsupportedArchitecture, UserError
 from tests.conftest import CheckpointFactory
 from tests.families import ATTENTION
+from tests.markers import one_per, thorough
 
 MakeReference = Callable[..., Reference]
 
@@ -105,6 +106,7 @@ def test_every_tensor_is_drawn(checkpoint: CheckpointFactory, family: str) -> No
         assert sum(name.endswith("_proj.bias") for name in drawn) == 12
 
 
+@one_per()
 @pytest.mark.parametrize("family", ATTENTION)
 def test_a_wrong_cache_changes_the_output(checkpoint: CheckpointFactory, family: str) -> None:
     """Attention carries enough that one lost block of 16 tokens, or one lost head, shows."""
@@ -198,6 +200,7 @@ def test_chat_template(checkpoint: CheckpointFactory) -> None:
     assert text == "<|bos|>[user]\nhi\n<|eos|>[assistant]\n"
 
 
+@thorough
 def test_same_parameters_give_the_same_bytes(tmp_path: Path) -> None:
     first, second = write_small(tmp_path / "a"), write_small(tmp_path / "b")
     assert checkpoint_hash(first) == checkpoint_hash(second)
@@ -389,6 +392,7 @@ def test_old_rope_keys_replace_the_family_rope(tmp_path: Path) -> None:
     assert config["rope_parameters"] == {"rope_theta": 5000.0, "rope_type": "default"}
 
 
+@thorough
 def test_old_gemma3_keys(tmp_path: Path) -> None:
     """Of released checkpoints: one scaling, for full layers, and a base of their own for sliding ones."""
     old = {"rope_theta": 50000.0, "rope_local_base_freq": 500.0, "sliding_window_pattern": 3}

@@ -16,6 +16,7 @@ from rayk.parallel.shm import ShmComm
 from rayk.parallel.threads import ThreadComm
 from rayk.parallel.torch_group import TorchComm
 from rayk.types.errors import CommError, DeviceError, UserError
+from tests.markers import one_per
 from tests.parallel import ranks
 from tests.parallel.crew import Crew, free_address
 
@@ -205,6 +206,7 @@ def test_factory_refuses() -> None:
     assert make_comm("auto", 0, 1, "", "cpu").comm.name == "local"
 
 
+@one_per()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_sums_are_rounded_once(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)

@@ -15,6 +15,7 @@ from rayk.reports.compare import sections
 from rayk.reports.discoveries import Sample, intervals, usual_spread
 from rayk.reports.paired import CELL, FALSE_RATE, changes
 from rayk.reports.student import student_within
+from tests.markers import one_per, thorough
 from tests.reports.synthetic import write_run
 
 MARGIN = math.log1p(0.05)
@@ -38,6 +39,7 @@ def marked(samples: list[Sample]) -> set[int]:
     return {i for i, (low, high) in enumerate(ends) if low > MARGIN or high < -MARGIN}
 
 
+@thorough
 @pytest.mark.parametrize("shared", [0.0, 0.1], ids=["requests alone", "cells, too"])
 def test_equal_runs_have_few_findings(shared: float) -> None:
     """Nothing changed: every finding is false, and the rate is the share of runs with any."""
@@ -46,6 +48,7 @@ def test_equal_runs_have_few_findings(shared: float) -> None:
     assert runs <= FALSE_RATE * NUM_RUNS
 
 
+@thorough
 def test_of_what_is_found_few_is_false() -> None:
     """Twelve of sixty cells are three times as slow; the others are as far off as the margin allows."""
     draw, shares, missed = random.Random(2), [], 0
@@ -110,6 +113,7 @@ def slower(base: Result, factor: float, noise: float) -> Result:
     return Result(cells=base.cells, requests=requests, transfers=base.transfers)
 
 
+@one_per()
 @pytest.mark.parametrize(("factor", "noise"), [(3.0, 0.0), (3.0, 0.1), (1.5, 0.03), (1 / 3, 0.1)])
 def test_a_slow_cell_of_six_requests_is_found(small: Result, factor: float, noise: float) -> None:
     other = slower(small, factor, noise)

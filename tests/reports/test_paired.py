@@ -25,6 +25,7 @@ from rayk.reports.paired import (
     median_interval,
 )
 from rayk.types.rows import RequestRow, TransferRow
+from tests.markers import thorough
 from tests.reports.synthetic import MS, SPEC, cell_row
 
 NUM_CELLS = 12
@@ -128,6 +129,7 @@ def test_few_pairs_are_said_to_be_few(tmp_path: Path) -> None:
     assert verdicts(found)["TPOT"] == "regression"  # 12 cells are enough
 
 
+@thorough
 def test_noise_alone_is_seldom_a_change(tmp_path: Path) -> None:
     """Many comparisons of equal runs: intervals are far from the margin, so none is marked."""
     base = run(tmp_path / "base", num_requests=20)
@@ -138,6 +140,7 @@ def test_noise_alone_is_seldom_a_change(tmp_path: Path) -> None:
     assert 0.9 < CONFIDENCE < 1
 
 
+@thorough
 def test_with_nothing_marked_the_page_says_so(tmp_path: Path) -> None:
     base, again = (run(tmp_path / n, num_requests=6, seed=s) for n, s in (("a", 0), ("b", 1)))
     [section] = [s for s in sections([base, again]) if s.title == "Cells that changed"]
@@ -158,6 +161,7 @@ def test_with_nothing_marked_the_page_says_so(tmp_path: Path) -> None:
     assert section.note.startswith("Nothing could be told: no request is in both runs.")
 
 
+@thorough
 def test_unsure_rows_are_few_and_counted(tmp_path: Path) -> None:
     base, slow = (run(tmp_path / n, num_requests=3, factor=f) for n, f in (("a", 1.0), ("b", 3.0)))
     [section] = [s for s in sections([base, slow]) if s.title == "Cells that changed"]
@@ -176,6 +180,7 @@ def test_requests_of_one_run_only_make_no_pair(tmp_path: Path) -> None:
     assert changes(base, fewer) == []
 
 
+@thorough
 def test_the_environments_difference_is_shown_with_its_values(tmp_path: Path) -> None:
     found = sections([run(tmp_path / n, num_requests=1, seed=s) for n, s in (("a", 0), ("b", 1))])
     [section] = [s for s in found if s.title == "Environment"]
@@ -290,6 +295,7 @@ def test_slower_transfers_are_a_regression_of_their_tp_sizes(tmp_path: Path) -> 
     assert KEYS == ["cell_id", "repeat", "prompt_index"]
 
 
+@thorough
 def test_runs_that_moved_nothing_have_no_transfers_to_compare(tmp_path: Path) -> None:
     base, other = (run(tmp_path / n, num_requests=4, seed=s) for n, s in (("a", 0), ("b", 1)))
     assert {c.level for c in changes(base, other)} == {WHOLE, CELL}

@@ -28,6 +28,7 @@ from rayk.reports.stages import (
 from rayk.reports.tp_cost import cost_table, unequal_cost
 from rayk.reports.tp_pairs import ceiling_of, pair_grids, pair_rows
 from rayk.types.rows import CellRow, RequestRow, TransferRow
+from tests.markers import one_per
 from tests.reports.synthetic import MS, SPEC, cell_row
 
 ENVIRONMENT = {"ceiling": {"what": "memcpy", "gb_per_s": 10.0}, "git_commit": "c" * 40}
@@ -154,6 +155,7 @@ def test_shares_name_the_limit(run: Result) -> None:
     assert rows[0]["decode step"] == pytest.approx(100 * 218 / 300)
 
 
+@one_per()
 @pytest.mark.parametrize(
     ("stage", "limit", "told"),
     [

@@ -11,6 +11,7 @@ from rayk.reports import ResultWriter, load
 from rayk.reports.result import Result
 from rayk.reports.tp_cost import cost_sides, cost_table, unequal_cost, unequal_pairs
 from rayk.reports.tp_pairs import pair_grids, pair_rows
+from tests.markers import one_per
 from tests.reports.synthetic import MS, SPEC, cell_row
 from tests.reports.test_report_numbers import request_row, transfer_row, write
 
@@ -41,6 +42,7 @@ def told(result: Result) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in cost_table(result)}
 
 
+@one_per()
 @pytest.mark.parametrize(
     "dropped", [(), ((1, 2), (1, 4)), ((1, 2), (2, 4)), ((1, 1), (2, 1)), ((4, 4),)], ids=str
 )
@@ -55,6 +57,7 @@ def test_what_depends_on_the_decode_size_alone_is_no_cost_of_unequal_sizes(
     assert {side.times for side in sides} == {1.0}
 
 
+@one_per()
 @pytest.mark.parametrize("factor", [2, 0.5])
 def test_a_cost_of_either_side_is_told_apart(tmp_path: Path, factor: float) -> None:
     """Above its prefill size a decode size costs nothing, below it twice as much, or half; prompts alike."""

@@ -15,6 +15,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import Scheduler
 from rayk.sched.request_state import RequestState
+from tests.markers import thorough
 from tests.sched.test_batching import SchedulerWalk, request, small_scheduler
 from tests.sched.world import BLOCK, STATE_BLOCKS, WINDOWS, World
 
@@ -294,6 +295,7 @@ def walk_at_random(seed: int) -> SwapWalk:
     return walk
 
 
+@thorough
 def test_long_walks_swap_in_every_way() -> None:
     seen: Counter[str] = Counter()
     for seed in range(40):

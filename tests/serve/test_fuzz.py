@@ -23,6 +23,7 @@ from schemathesis.specs.openapi.checks import (
 from rayk.serve.app import make_app
 from rayk.serve.limits import HttpSettings
 from tests.completer import EngineCompleter, ScriptedEngines, serve
+from tests.markers import one_per
 from tests.serve.conftest import Server
 
 MODES = {"valid": GenerationMode.POSITIVE, "broken": GenerationMode.NEGATIVE}
@@ -94,6 +95,7 @@ def test_the_document_names_every_operation(fuzzed: str) -> None:
     assert "HTTPValidationError" not in json.dumps(document)
 
 
+@one_per()
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("method", "path"), OPERATIONS[:2])
 def test_generated_bodies_are_answered_as_the_document_says(

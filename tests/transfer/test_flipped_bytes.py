@@ -17,6 +17,7 @@ from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.staging import StagingSettings
 from rayk.types.errors import KVMismatch, TransferError
 from tests.kv.brute import Case, brute_addresses, brute_rows
+from tests.markers import one_per
 from tests.transfer.cluster import Engine, Pair, Shape, make_engine
 from tests.transfer.families import FAMILIES
 
@@ -98,6 +99,7 @@ SOME = [
 ]
 
 
+@one_per()
 @pytest.mark.parametrize(("family", "layout"), SOME)
 def test_digests_cover_every_live_byte_and_no_other(family: str, layout: str) -> None:
     """Dead bytes change nothing, all at once; each byte of a live row the word of its layer and unit."""
@@ -141,6 +143,7 @@ class FlippedByte:
 COPY = LocalAgent._copy
 
 
+@one_per()
 @pytest.mark.parametrize(("family", "layout"), SOME)
 def test_a_flipped_bit_in_any_run_is_noticed_where_the_byte_is_live(
     monkeypatch: pytest.MonkeyPatch, family: str, layout: str

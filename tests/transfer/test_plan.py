@@ -29,6 +29,7 @@ from rayk.transfer.plan import (
 )
 from rayk.types.errors import TransferError
 from tests.each import each
+from tests.markers import thorough
 from tests.transfer.brute import UNKNOWN, BruteRank, brute_shard, coordinates
 
 NAMES = tuple(LAYOUTS)
@@ -130,6 +131,7 @@ def test_the_sweep_covers_what_it_says():
     assert (1, 16, 16) in TRIPLES
 
 
+@thorough
 @each("triple", TRIPLES, ids=lambda t: f"{t[0]}units-{t[1]}to{t[2]}")
 def test_every_triple_at_some_layout_pairs(triple: tuple[int, int, int]):
     """Every (units, P TP, D TP); the 36 layout pairs are dealt over neighbouring triples."""
