@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 
 
 from jobs.attack_files import Try, environment_of, file_attacks, index_attack, shm_attacks  # noqa: E402
-from jobs.serve_bench import stop, wait_ready  # noqa: E402
+from jobs.serving import serving  # noqa: E402
 from rayk.actors.environment import open_channel  # noqa: E402
 from rayk.actors.line_protocol import framed  # noqa: E402
 from rayk.cli.guard import run_guarded, stdout  # noqa: E402
@@ -272,20 +272,13 @@ def appears(mark: Path) -> bool:
 def a_server(front: str, folder: Path, key: str) -> Iterator[tuple[Target, str]]:
     """`rayk serve` with a key, prefilling at TP 2, and its HOST:PORT."""
     write_checkpoint("qwen3", MODEL)
-    command = [sys.executable, "-m", "rayk.cli.main", "serve", str(MODEL), "--port", "0", "--http", front]
-    command += ["--prefill-tp", "2", "--decode-tp", "1"]
-    command += ["--ray-token-file", str(folder / TOKEN)]  # which also starts Ray's pages
-    command += ["--set", "engine.comm=gloo"]  # the other way of two ranks is attacked by itself
+    told = ["--http", front, "--prefill-tp", "2", "--decode-tp", "1"]
+    told += ["--ray-token-file", str(folder / TOKEN)]  # which also starts Ray's pages
+    told += ["--set", "engine.comm=gloo"]  # the other way of two ranks is attacked by itself
     environment = os.environ | {"RAYK_API_KEY": key, "TMPDIR": str(folder)}
     environment.pop("RAY_ADDRESS", None)  # a cluster of its own
-    log = folder / "log"
-    with log.open("w", encoding="utf-8") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
-        try:
-            url = wait_ready(process, START_S, log)
-            yield aimed_at(process, folder), urlsplit(url).netloc
-        finally:
-            stop(process)
+    with serving(MODEL, told, folder / "log", START_S, environment) as server:
+        yield aimed_at(server.process, folder), urlsplit(server.url).netloc
 
 
 @contextmanager

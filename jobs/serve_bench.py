@@ -16,12 +16,7 @@ Exit status 1 when a server did not start or stop in order, or a load's numbers 
 from __future__ import annotations
 
 import argparse
-import itertools
-import queue
-import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -32,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 
 from jobs.benchmarks.harness import Page, option, run  # noqa: E402
 from jobs.serve_goodput import ALL, figures, goodput_table, shown  # noqa: E402
+from jobs.serving import serving  # noqa: E402
 from rayk.bench import Load, parse_slo, run_bench  # noqa: E402
 from rayk.bench.load import parse_lengths  # noqa: E402
 from rayk.cli.guard import run_guarded  # noqa: E402
@@ -40,8 +36,6 @@ from rayk.reports.table_files import write_tables  # noqa: E402
 from rayk.types.errors import DeadlineExceeded, UserError  # noqa: E402
 
 TINY = Path("checkpoints/qwen3-tiny")
-STOP_S = 150.0
-KILL_S = 60.0
 WARMUP_REQUESTS = 8
 """Per worker, before what is measured: first connections between engines, first allocations."""
 EDGE = 8
@@ -105,67 +99,16 @@ def all_setups(num_workers: int, tp_sizes: Sequence[int]) -> list[Setup]:
 
 
 @contextmanager
-def serving(setup: Setup, options: argparse.Namespace, log: Path) -> Iterator[str]:
-    """A server's URL; on leaving it is told to stop and must. Raises UserError where it does not start or
-    does not end in order."""
-    command = [sys.executable, "-m", "rayk.cli.main", "serve", str(options.model), "--port", "0"]
-    command += ["--http", options.http, "--device", options.device, "--policy", options.policy]
-    command += [*setup.options(), *(f"--set={text}" for text in options.overrides)]
-    if options.address:
-        command += ["--address", options.address]
-    with log.open("w", encoding="utf-8") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        try:
-            url = wait_ready(process, options.start_s, log)
-            yield url
-        finally:
-            status = stop(process)
-    if status:
-        raise UserError(problem=f"the server of {setup.name} ended with status {status}", where=str(log))
-
-
-def wait_ready(process: subprocess.Popen[str], deadline_s: float, log: Path) -> str:
-    """The URL of the ready line. Raises UserError, or DeadlineExceeded."""
-    lines: queue.Queue[str] = queue.Queue()
-
-    def read() -> None:
-        assert process.stdout is not None
-        with process.stdout as output:
-            for line in output:
-                lines.put(line)
-        lines.put("")
-
-    threading.Thread(target=read, daemon=True).start()
-    try:
-        line = lines.get(timeout=deadline_s)
-    except queue.Empty:
-        raise DeadlineExceeded("the start of a server", deadline_s, {"log": str(log)}) from None
-    if not line.startswith("rayk: ready "):
-        raise UserError(problem=f"the server did not start{last_words(log)}", where=str(log))
-    return line.split()[2]
-
-
-def last_words(log: Path) -> str:
-    """`: ` and the last thing that rayk says in a log, if there is one and it says any."""
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
-    said = [i for i, line in enumerate(lines) if line.startswith("rayk: ")]
-    if not said:
-        return ""
-    found = [lines[said[-1]].removeprefix("rayk: ")]
-    found += itertools.takewhile(lambda line: line.startswith("  "), lines[said[-1] + 1 :])
-    return ": " + "\n".join(found)
-
-
-def stop(process: subprocess.Popen[str]) -> int:
-    """Interrupt it as Ctrl-C does; its exit status."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGINT)
-    try:
-        return process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(KILL_S)
-        return -signal.SIGKILL
+def served(setup: Setup, options: argparse.Namespace, log: Path) -> Iterator[str]:
+    """A setup's URL. Raises UserError where its server does not start or does not end in order."""
+    told = ["--http", options.http, "--device", options.device, "--policy", options.policy]
+    told += [*setup.options(), *(f"--set={text}" for text in options.overrides)]
+    told += ["--address", options.address] if options.address else []
+    with serving(options.model, told, log, options.start_s) as server:
+        yield server.url
+    if server.exit_status:
+        problem = f"the server of {setup.name} ended with status {server.exit_status}"
+        raise UserError(problem=problem, where=str(log))
 
 
 def make_load(options: argparse.Namespace, url: str) -> Load:
@@ -194,7 +137,7 @@ def measure(
     """A row per rate."""
     folder = options.out / setup.name.replace(" ", "-")
     folder.mkdir(parents=True)
-    with serving(setup, options, folder / "server.log") as url:
+    with served(setup, options, folder / "server.log") as url:
         load = make_load(options, url)
         warm = replace(
             load,

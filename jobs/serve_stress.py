@@ -25,19 +25,17 @@ import asyncio
 import itertools
 import json
 import re
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
 
 from jobs.benchmarks.harness import Page, option, run  # noqa: E402
-from jobs.serve_bench import stop, wait_ready  # noqa: E402
+from jobs.serving import serving  # noqa: E402
 from jobs.stress_chaos import BACK_S, WINDOW_S, Killer, until_told, until_true  # noqa: E402
 from jobs.stress_load import Clients, draw_cases, draw_prompts, judge  # noqa: E402
 from jobs.stress_tables import (  # noqa: E402
@@ -70,24 +68,16 @@ MAX_SHOWN = 8
 _ID = re.compile(r"cmpl-[0-9a-f]+(-\d+)?")
 
 
-@asynccontextmanager
-async def serving(family: str, options: argparse.Namespace, address: str) -> AsyncIterator[tuple[str, Run]]:
-    """A server's URL, and what is to be noted of it; it ends with the block."""
-    log = options.out / f"{family}.log"
-    command = [sys.executable, "-m", "rayk.cli.main", "serve", str(CHECKPOINTS / family), "--port", "0"]
-    command += ["--address", address, "--http", options.http, "--device", options.device]
-    command += ["--dtype", "float32", "--failure-policy", "migrate"]
-    command += ["--num-prefill", str(options.num_prefill), "--prefill-tp", str(options.prefill_tp)]
-    command += ["--num-decode", str(options.num_decode), "--decode-tp", str(options.decode_tp)]
-    command += ["--request-timeout", str(options.request_s), "--spares", str(options.spares)]
-    command += [f"--set={text}" for text in options.overrides]
-    run = Run(family=family)
-    with log.open("w", encoding="utf-8") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        try:
-            yield await asyncio.to_thread(wait_ready, process, options.start_s, log), run
-        finally:
-            run.exit_status = await asyncio.to_thread(stop, process)
+def server_options(options: argparse.Namespace, address: str) -> list[str]:
+    """What `rayk serve` is told."""
+    return [
+        *("--address", address, "--http", options.http, "--device", options.device),
+        *("--dtype", "float32", "--failure-policy", "migrate"),
+        *("--num-prefill", str(options.num_prefill), "--prefill-tp", str(options.prefill_tp)),
+        *("--num-decode", str(options.num_decode), "--decode-tp", str(options.decode_tp)),
+        *("--request-timeout", str(options.request_s), "--spares", str(options.spares)),
+        *(f"--set={text}" for text in options.overrides),
+    ]
 
 
 async def only_fleet() -> Any:
@@ -100,23 +90,19 @@ async def only_fleet() -> Any:
     return await asyncio.to_thread(find_fleet, names[0])
 
 
-async def stress(
-    family: str, prompts: Sequence[Sequence[int]], options: argparse.Namespace, address: str
-) -> Run:
-    """One server under load, to its end."""
-    async with serving(family, options, address) as (url, run):
-        fleet = await only_fleet()
-        clients = Clients(url, family, prompts, options.request_s + GRACE_S)
-        cases = draw_cases(len(prompts), options.max_tokens, options.leave / 100, options.seed)
-        run.began_ns = time.monotonic_ns()
-        if options.kill:
-            await under_fire(clients, Killer(fleet, options.seed), cases, run, options)
-        else:
-            await clients.run(options.clients, itertools.islice(cases, options.requests))
-        run.ended_ns = time.monotonic_ns()
-        run.met = clients.met
-        await look_at_the_end(fleet, run)
-    return run
+async def stress(url: str, prompts: Sequence[Sequence[int]], options: argparse.Namespace, run: Run) -> None:
+    """One server under load, to its end; what is seen goes to `run`."""
+    fleet = await only_fleet()
+    clients = Clients(url, run.family, prompts, options.request_s + GRACE_S)
+    cases = draw_cases(len(prompts), options.max_tokens, options.leave / 100, options.seed)
+    run.began_ns = time.monotonic_ns()
+    if options.kill:
+        await under_fire(clients, Killer(fleet, options.seed), cases, run, options)
+    else:
+        await clients.run(options.clients, itertools.islice(cases, options.requests))
+    run.ended_ns = time.monotonic_ns()
+    run.met = clients.met
+    await look_at_the_end(fleet, run)
 
 
 async def under_fire(
@@ -178,7 +164,10 @@ def add_family(family: str, options: argparse.Namespace, address: str, tables: T
     print(f"{family}: asking transformers", file=sys.stderr, flush=True)
     prompts, expected, references = prepare(family, options)
     print(f"{family}: serving", file=sys.stderr, flush=True)
-    run = asyncio.run(stress(family, prompts, options, address))
+    run, log = Run(family=family), options.out / f"{family}.log"
+    with serving(CHECKPOINTS / family, server_options(options, address), log, options.start_s) as server:
+        asyncio.run(stress(server.url, prompts, options, run))
+    run.exit_status = server.exit_status
     verdicts = [
         judge(m, prompts[m.case.prompt_index], expected[m.case.prompt_index], references) for m in run.met
     ]

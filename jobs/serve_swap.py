@@ -19,20 +19,18 @@ import asyncio
 import itertools
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
 
 from jobs.benchmarks.harness import Page, option, run  # noqa: E402
-from jobs.serve_bench import stop, wait_ready  # noqa: E402
 from jobs.serve_stress import CHECKPOINTS, GRACE_S, look_at_the_end, only_fleet, prepare  # noqa: E402
+from jobs.serving import serving  # noqa: E402
 from jobs.stress_chaos import until_told, until_true  # noqa: E402
 from jobs.stress_load import Clients, draw_cases, judge, percentile  # noqa: E402
 from jobs.stress_tables import Run  # noqa: E402
@@ -66,21 +64,14 @@ SWAPS = (
 )
 
 
-@asynccontextmanager
-async def serving(options: argparse.Namespace, address: str) -> AsyncIterator[str]:
-    """A server's URL; it ends with the block."""
-    log = options.out / "server.log"
-    command = [sys.executable, "-m", "rayk.cli.main", "serve", str(CHECKPOINTS / options.family)]
-    command += ["--port", "0", "--address", address, "--http", "uvicorn", "--device", options.device]
-    command += ["--mode", "aggregated", "--prefill-tp", options.tp, "--dtype", "float32"]
-    command += ["--request-timeout", str(options.request_s)]
-    command += [f"--set={text}" for text in settings(options)]
-    with log.open("w", encoding="utf-8") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        try:
-            yield await asyncio.to_thread(wait_ready, process, options.start_s, log)
-        finally:
-            await asyncio.to_thread(stop, process)
+def server_options(options: argparse.Namespace, address: str) -> list[str]:
+    """What `rayk serve` is told."""
+    return [
+        *("--address", address, "--http", "uvicorn", "--device", options.device),
+        *("--mode", "aggregated", "--prefill-tp", options.tp, "--dtype", "float32"),
+        *("--request-timeout", str(options.request_s)),
+        *(f"--set={text}" for text in settings(options)),
+    ]
 
 
 def settings(options: argparse.Namespace) -> list[str]:
@@ -183,17 +174,16 @@ async def go(
     return run, {"load": load, "num_kills": done, **told}
 
 
-async def serve_and_ask(
-    prompts: Sequence[Sequence[int]], options: argparse.Namespace, address: str
+async def ask_all(
+    url: str, prompts: Sequence[Sequence[int]], options: argparse.Namespace
 ) -> list[tuple[Run, dict[str, Any]]]:
     """Both loads on one server."""
-    async with serving(options, address) as url:
-        fleet = await only_fleet()
-        clients = Clients(url, options.family, prompts, options.request_s + GRACE_S)
-        cases = draw_cases(len(prompts), options.max_tokens, 0.0, options.seed)
-        found = [await go("in peace", clients, cases, fleet, 0, options)]
-        if options.kills:
-            found.append(await go("tier killed", clients, cases, fleet, options.kills, options))
+    fleet = await only_fleet()
+    clients = Clients(url, options.family, prompts, options.request_s + GRACE_S)
+    cases = draw_cases(len(prompts), options.max_tokens, 0.0, options.seed)
+    found = [await go("in peace", clients, cases, fleet, 0, options)]
+    if options.kills:
+        found.append(await go("tier killed", clients, cases, fleet, options.kills, options))
     return found
 
 
@@ -242,8 +232,12 @@ def fill(options: argparse.Namespace, page: Page) -> None:
 
     check(options)
     prompts, expected, references = prepare(options.family, options)
-    with launch.connect(options.address) as joined:
-        found = asyncio.run(serve_and_ask(prompts, options, joined.address))
+    model, log = CHECKPOINTS / options.family, options.out / "server.log"
+    with (
+        launch.connect(options.address) as joined,
+        serving(model, server_options(options, joined.address), log, options.start_s) as server,
+    ):
+        found = asyncio.run(ask_all(server.url, prompts, options))
     rows, requests = [], []
     for seen, told in found:
         cases = [(m, m.case.prompt_index) for m in seen.met]

@@ -24,11 +24,10 @@ import http.client
 import json
 import random
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -36,6 +35,7 @@ from urllib.parse import urlsplit
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
 from jobs.benchmarks.harness import Page, run  # noqa: E402
+from jobs.serving import serving  # noqa: E402
 from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
 
 TARGETS_MS = {"request": 10.0, "token": 1.0}
@@ -61,23 +61,6 @@ class Answer:
 
     first_ms: float
     last_ms: float
-
-
-@contextmanager
-def served(model: Path, path: str) -> Iterator[tuple[str, float]]:
-    """A `rayk serve` with this front; its URL, and the seconds from its start to its ready line."""
-    command = [sys.executable, "-m", "rayk.cli.main", "serve", str(model), "--http", path, "--port", "0"]
-    command += ["--prefill-tp", "1", "--decode-tp", "1", "--device", "cpu"]
-    began = time.monotonic()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line.startswith("rayk: ready "):
-                raise RuntimeError(f"the server did not start: {line!r}")
-            yield line.split()[2], time.monotonic() - began
-        finally:
-            process.terminate()
 
 
 class Client:
@@ -120,8 +103,14 @@ def measure(
 ) -> dict[str, float]:
     """The medians of one path."""
     prompts = _prompts(prompt_tokens)
-    with served(model, path) as (url, ready_s):
-        client = Client(url, model.name)
+    began = time.monotonic()
+    told = ["--http", path, "--prefill-tp", "1", "--decode-tp", "1", "--device", "cpu"]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(model, told, Path(folder) / "log", START_S) as server,
+    ):
+        ready_s = time.monotonic() - began
+        client = Client(server.url, model.name)
         for _ in range(WARM_UP):
             client.complete(next(prompts), SHORT)
             client.complete(next(prompts), num_tokens)

@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs import serve_bench
-from jobs.serve_bench import Setup, all_setups, main, stop, wait_ready
+from jobs import serving as servers
+from jobs.serve_bench import Setup, all_setups, main
 from jobs.serve_goodput import goodput_table, pareto
+from jobs.serving import stop, wait_ready
 from rayk import load
 from rayk.types.errors import DeadlineExceeded, UserError
 from tests.bench.fake_server import Script, serving
@@ -99,7 +101,7 @@ def test_the_job_compares_setups_on_one_load(
             yield server.url
             bodies[setup.name] = [seen.body for seen in server.seen]
 
-    monkeypatch.setattr(serve_bench, "serving", fake)
+    monkeypatch.setattr(serve_bench, "served", fake)
     out = tmp_path / "out"
     arguments = ["--workers", "2", "--rates", "50,100", "--requests", "24", "--output-tokens", "2-4"]
     arguments += ["--slo", "ttft=100s", "--out", str(out)]
@@ -155,12 +157,12 @@ def test_a_server_is_waited_for_and_stopped() -> None:
 
 
 def test_a_server_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve_bench, "STOP_S", 1.0)
+    monkeypatch.setattr(servers, "STOP_S", 1.0)
     deaf = start(
         f"import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n{READY}\ntime.sleep(600)"
     )
     wait_ready(deaf, 60, Path("log"))
-    monkeypatch.setattr(serve_bench, "KILL_S", 60.0)
+    monkeypatch.setattr(servers, "KILL_S", 60.0)
     assert stop(deaf) == -9
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jobs import serve_bench, serve_swap, stress_load
+from jobs import serve_swap, serving, stress_load
 from jobs.benchmarks import harness
 from jobs.benchmarks.harness import Page, command_line, machine
 from rayk.actors import launch
@@ -191,10 +191,10 @@ def test_a_server_that_does_not_start_is_quoted(tmp_path: Path) -> None:
     log.write_text("\n".join(told))
     process = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE, text=True)
     with process, pytest.raises(UserError) as caught:
-        serve_bench.wait_ready(process, 30.0, log)
+        serving.wait_ready(process, 30.0, log)
     assert str(caught.value).startswith(
         f"{log}: the server did not start: --set x=1: a server has no key 'x'"
     )
     assert str(caught.value).endswith("\n  mend: valid: y")
     log.write_text("a log without words of ours")
-    assert serve_bench.last_words(log) == ""
+    assert serving.last_words(log) == ""
