@@ -38,15 +38,15 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
 
 
-from jobs.attack_files import Try, environment_of, file_attacks, index_attack, shm_attacks  # noqa: E402
-from jobs.serving import serving  # noqa: E402
-from rayk.actors.environment import open_channel  # noqa: E402
-from rayk.actors.line_protocol import framed  # noqa: E402
-from rayk.cli.guard import run_guarded, stdout  # noqa: E402
-from rayk.cli.listening import LATE, NUM_PROBES, OPEN, Answer, Port, answers, ray_ports  # noqa: E402
-from rayk.cli.plain import print_table  # noqa: E402
-from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
-from rayk.types.errors import DeadlineExceeded  # noqa: E402
+from jobs.attack_files import Try, environment_of, file_attacks, index_attack, shm_attacks
+from jobs.serving import serving
+from rayk.actors.environment import open_channel
+from rayk.actors.line_protocol import framed
+from rayk.cli.guard import run_guarded, stdout
+from rayk.cli.listening import LATE, NUM_PROBES, OPEN, Answer, Port, answers, ray_ports
+from rayk.cli.plain import print_table
+from rayk.oracle.checkpoint import write_checkpoint
+from rayk.types.errors import DeadlineExceeded
 
 MODEL = Path("checkpoints/attack/qwen3")
 TOKEN = "token"
@@ -66,8 +66,6 @@ JOIN = "import ray; ray.init({address!r}, logging_level='ERROR'); print('joined'
 
 @dataclass(kw_only=True)
 class Target:
-    """What is attacked."""
-
     process: subprocess.Popen[str]
     folder: Path
     """The attacker's own."""
@@ -225,7 +223,6 @@ def http_attacks(place: str, key: str) -> Iterator[Try]:
 
 
 def http_words(status: int | None) -> str:
-    """What became of a request, by what `send` gave."""
     if status is None:
         return f"nothing within {ANSWER_S:g} s, or nobody is there"
     return "the connection was closed" if status == CLOSED else f"HTTP {status}"
@@ -357,7 +354,6 @@ def attack_ray(folder: Path) -> list[Try]:
 
 
 def show(tries: Sequence[Try]) -> None:
-    """The table."""
     table = Table(title="attacks", title_justify="left")
     for name in ("attack", "reached", "refused", ""):
         table.add_column(name, overflow="fold")

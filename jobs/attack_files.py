@@ -24,8 +24,6 @@ MEET_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """One attack."""
-
     attack: str
     reached: str
     """What was there to attack."""

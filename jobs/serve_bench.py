@@ -25,15 +25,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
 
-from jobs.benchmarks.harness import Page, option, run  # noqa: E402
-from jobs.serve_goodput import ALL, figures, goodput_table, shown  # noqa: E402
-from jobs.serving import serving  # noqa: E402
-from rayk.bench import Load, parse_slo, run_bench  # noqa: E402
-from rayk.bench.load import parse_lengths  # noqa: E402
-from rayk.cli.guard import run_guarded  # noqa: E402
-from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
-from rayk.reports.table_files import write_tables  # noqa: E402
-from rayk.types.errors import DeadlineExceeded, UserError  # noqa: E402
+from jobs.benchmarks.harness import Page, option, run
+from jobs.serve_goodput import ALL, figures, goodput_table, shown
+from jobs.serving import serving
+from rayk.bench import Load, parse_slo, run_bench
+from rayk.bench.load import parse_lengths
+from rayk.cli.guard import run_guarded
+from rayk.oracle.checkpoint import write_checkpoint
+from rayk.reports.table_files import write_tables
+from rayk.types.errors import DeadlineExceeded, UserError
 
 TINY = Path("checkpoints/qwen3-tiny")
 WARMUP_REQUESTS = 8
@@ -74,7 +74,6 @@ class Setup:
         return f"P {self.num_prefill}xTP{self.prefill_tp} D {self.num_decode}xTP{self.decode_tp}"
 
     def options(self) -> list[str]:
-        """Of `rayk serve`."""
         told = ["--num-prefill", str(self.num_prefill), "--prefill-tp", str(self.prefill_tp)]
         if not self.num_decode:
             return ["--mode", "aggregated", *told]
@@ -134,7 +133,6 @@ def make_load(options: argparse.Namespace, url: str) -> Load:
 def measure(
     setup: Setup, options: argparse.Namespace, environment: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """A row per rate."""
     folder = options.out / setup.name.replace(" ", "-")
     folder.mkdir(parents=True)
     with served(setup, options, folder / "server.log") as url:
@@ -205,7 +203,6 @@ def fill(options: argparse.Namespace, page: Page) -> None:
 
 
 def about(options: argparse.Namespace) -> str:
-    """The load, in words."""
     return (
         f"{Path(options.model).name} on {options.workers} workers: {options.requests} requests per rate, "
         f"{options.arrival} arrivals, prompts of {options.input_tokens} tokens, answers of "
@@ -226,7 +223,6 @@ def chosen(options: argparse.Namespace) -> list[Setup]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
     return run(
         fill,
         __file__,

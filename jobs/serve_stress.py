@@ -34,11 +34,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
 
-from jobs.benchmarks.harness import Page, option, run  # noqa: E402
-from jobs.serving import serving  # noqa: E402
-from jobs.stress_chaos import BACK_S, WINDOW_S, Killer, until_told, until_true  # noqa: E402
-from jobs.stress_load import Clients, draw_cases, draw_prompts, judge  # noqa: E402
-from jobs.stress_tables import (  # noqa: E402
+from jobs.benchmarks.harness import Page, option, run
+from jobs.serving import serving
+from jobs.stress_chaos import BACK_S, WINDOW_S, Killer, until_told, until_true
+from jobs.stress_load import Clients, draw_cases, draw_prompts, judge
+from jobs.stress_tables import (
     FAMILIES,
     FIRE,
     KILLS,
@@ -50,10 +50,10 @@ from jobs.stress_tables import (  # noqa: E402
     kill_rows,
     request_rows,
 )
-from rayk.cli.guard import run_guarded  # noqa: E402
-from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
-from rayk.reports.table_files import write_tables  # noqa: E402
-from rayk.types.errors import RaykError, UserError  # noqa: E402
+from rayk.cli.guard import run_guarded
+from rayk.oracle.checkpoint import write_checkpoint
+from rayk.reports.table_files import write_tables
+from rayk.types.errors import RaykError, UserError
 
 CHECKPOINTS = Path("checkpoints/stress")
 REFERENCES = Path("checkpoints/reference-cache")
@@ -69,7 +69,6 @@ _ID = re.compile(r"cmpl-[0-9a-f]+(-\d+)?")
 
 
 def server_options(options: argparse.Namespace, address: str) -> list[str]:
-    """What `rayk serve` is told."""
     return [
         *("--address", address, "--http", options.http, "--device", options.device),
         *("--dtype", "float32", "--failure-policy", "migrate"),
@@ -209,7 +208,6 @@ def fill(options: argparse.Namespace, page: Page) -> None:
 
 
 def about(options: argparse.Namespace) -> str:
-    """The load, in words."""
     prefill = (
         f"{options.num_prefill} prefill engine{'s' * (options.num_prefill > 1)} of TP {options.prefill_tp}"
     )
@@ -236,7 +234,6 @@ def settle(options: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
     return run(
         fill,
         __file__,

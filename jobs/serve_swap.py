@@ -28,17 +28,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
 
-from jobs.benchmarks.harness import Page, option, run  # noqa: E402
-from jobs.serve_stress import CHECKPOINTS, GRACE_S, look_at_the_end, only_fleet, prepare  # noqa: E402
-from jobs.serving import serving  # noqa: E402
-from jobs.stress_chaos import until_told, until_true  # noqa: E402
-from jobs.stress_load import Clients, draw_cases, judge, percentile  # noqa: E402
-from jobs.stress_tables import Run  # noqa: E402
-from rayk.cli.guard import run_guarded  # noqa: E402
-from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
-from rayk.reports.page import Column  # noqa: E402
-from rayk.specs.server_plan import ServerOptions, parse_tp_sizes, plan_server  # noqa: E402
-from rayk.types.errors import DeadlineExceeded, UserError  # noqa: E402
+from jobs.benchmarks.harness import Page, option, run
+from jobs.serve_stress import CHECKPOINTS, GRACE_S, look_at_the_end, only_fleet, prepare
+from jobs.serving import serving
+from jobs.stress_chaos import until_told, until_true
+from jobs.stress_load import Clients, draw_cases, judge, percentile
+from jobs.stress_tables import Run
+from rayk.cli.guard import run_guarded
+from rayk.oracle.checkpoint import write_checkpoint
+from rayk.reports.page import Column
+from rayk.specs.server_plan import ServerOptions, parse_tp_sizes, plan_server
+from rayk.types.errors import DeadlineExceeded, UserError
 
 REOPEN_S = 120.0
 """How long another tier may take to be there, with every engine."""
@@ -65,7 +65,6 @@ SWAPS = (
 
 
 def server_options(options: argparse.Namespace, address: str) -> list[str]:
-    """What `rayk serve` is told."""
     return [
         *("--address", address, "--http", "uvicorn", "--device", options.device),
         *("--mode", "aggregated", "--prefill-tp", options.tp, "--dtype", "float32"),
@@ -177,7 +176,6 @@ async def go(
 async def ask_all(
     url: str, prompts: Sequence[Sequence[int]], options: argparse.Namespace
 ) -> list[tuple[Run, dict[str, Any]]]:
-    """Both loads on one server."""
     fleet = await only_fleet()
     clients = Clients(url, options.family, prompts, options.request_s + GRACE_S)
     cases = draw_cases(len(prompts), options.max_tokens, 0.0, options.seed)
@@ -188,7 +186,6 @@ async def ask_all(
 
 
 def row_of(run: Run, told: Mapping[str, Any], verdicts: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """One load."""
     counts = Counter(verdict for verdict, _ in verdicts)
     answered = [m.observed for m, (v, _) in zip(run.met, verdicts, strict=True) if v in ("right", "near_tie")]
     seconds = (run.ended_ns - run.began_ns) / 1e9
@@ -207,7 +204,6 @@ def row_of(run: Run, told: Mapping[str, Any], verdicts: Sequence[tuple[str, str]
 
 
 def failures(rows: Sequence[Mapping[str, Any]], num_requests: int, num_kills: int) -> list[str]:
-    """What must not be."""
     found = []
     for row in rows:
         name = row["load"]
@@ -255,7 +251,6 @@ def fill(options: argparse.Namespace, page: Page) -> None:
 
 
 def about(options: argparse.Namespace) -> str:
-    """The load, in words."""
     return (
         f"{options.clients} streaming clients in a closed load; {options.prompts} prompts of 4 to "
         f"{options.longest} tokens, answers of {options.max_tokens // 2} to {options.max_tokens}; aggregated "
@@ -266,7 +261,6 @@ def about(options: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
     return run(
         fill,
         __file__,

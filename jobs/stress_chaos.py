@@ -38,8 +38,6 @@ Answer = TypeVar("Answer")
 
 @dataclass(kw_only=True, slots=True)
 class Kill:
-    """One rank killed."""
-
     engine: str
     rank: int
     at_ns: int

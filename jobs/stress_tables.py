@@ -93,7 +93,6 @@ class Run:
 
 
 def throughput(run: Run) -> Throughput:
-    """What all clients got."""
     pairs = [p for m in run.met for p in zip(m.observed.chunk_ns, m.observed.chunk_tokens, strict=True)]
     return Throughput([at for at, _ in pairs], [count for _, count in pairs])
 
@@ -112,7 +111,6 @@ def median_before(run: Run) -> float | None:
 
 
 def family_row(run: Run, verdicts: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """One server."""
     counts = Counter(verdict for verdict, _ in verdicts)
     stayed = [m.observed for m, (v, _) in zip(run.met, verdicts, strict=True) if v != "left"]
     answered = [m.observed for m, (v, _) in zip(run.met, verdicts, strict=True) if v in ("right", "near_tie")]

@@ -72,7 +72,6 @@ class Hosts:
         return {"pull": pull, "push": push}
 
     def close(self) -> None:
-        """End the actors."""
         for actor in (self._producer, self._consumer):
             ray.kill(actor)
 

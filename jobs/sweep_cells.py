@@ -55,7 +55,6 @@ class SweepCell:
 
     @property
     def cell_id(self) -> str:
-        """A readable name."""
         sides = (
             f"tp{t}-{layout}-b{b}"
             for t, layout, b in zip(self.tp, self.layouts, self.block_sizes, strict=True)
@@ -65,8 +64,6 @@ class SweepCell:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A whole file."""
-
     name: str
     cells: tuple[SweepCell, ...]
     ceiling: tuple[SweepCell, ...]

@@ -18,14 +18,12 @@ import numpy as np
 import torch
 
 from jobs.benchmarks.raw_reads import same_descriptors, take_turns
-from jobs.sweep_oracle import POISON, bound_fields, fill, make_specs, wrong_bytes
-from rayk.kv.caches import CanonicalKVCaches, allocate
-from rayk.kv.geometry import plan_rank
+from jobs.ranks import make_rank
+from jobs.sweep_oracle import POISON, fill, make_specs, wrong_bytes
+from rayk.kv.caches import CanonicalKVCaches
 from rayk.kv.groups import group_layers
-from rayk.kv.layout import get_layout
 from rayk.transfer.agent import DescriptorList, Handle, TransferState
-from rayk.transfer.handshake import CacheDescription, describe_cache
-from rayk.transfer.layer_view import make_layer_view
+from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.nixl_agent import NixlAgent
 from rayk.transfer.plan import BlockReads, consecutive_tables, plan_pushes
 from rayk.transfer.rank import TransferRank
@@ -39,8 +37,6 @@ Tables = list[list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What one side of a cell is."""
-
     shape: str
     tp: int
     layout: str
@@ -96,7 +92,6 @@ class Host:
         self._life = 0
 
     def pid(self) -> int:
-        """Of the process."""
         return os.getpid()
 
     def build(self, setup: Setup) -> list[CacheDescription]:
@@ -104,28 +99,24 @@ class Host:
         self.close()
         self._setup = setup
         self._life += 1
-        settings = StagingSettings(mode=setup.staging)
         groups = group_layers(make_specs(setup.shape, setup.block_size))
         for rank in range(setup.tp):
             if rank == len(self._agents):
                 self._agents.append(NixlAgent(f"{self._name}{rank}-{os.getpid()}"))
-            geometry = plan_rank(
+            caches, made = make_rank(
                 groups,
-                get_layout(setup.layout),
+                setup.layout,
+                self._agents[rank],
                 tp_size=setup.tp,
                 tp_rank=rank,
                 num_blocks=setup.num_blocks or _num_blocks(groups, setup),
+                engine=self._name,
+                epoch=self._life,
+                fill=POISON,
+                staging=StagingSettings(mode=setup.staging),
             )
-            caches = allocate(geometry, torch.device("cpu"), fill=POISON)
-            views = [
-                make_layer_view(layer, g, bound_fields(caches, g, layer))
-                for g in groups
-                for layer in g.layers
-            ]
-            agent = self._agents[rank]
-            described = describe_cache(agent, caches, engine=self._name, epoch=self._life, fingerprint={})
             self._caches.append(caches)
-            self._ranks.append(TransferRank(agent, caches, views, described, staging=settings))
+            self._ranks.append(made)
         self._tables = _tables(self._caches[0], setup, self._name)
         return [rank.description for rank in self._ranks]
 

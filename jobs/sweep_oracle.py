@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from jobs.ranks import bound_fields
 from rayk.kv.caches import CanonicalKVCaches, FieldView
 from rayk.kv.fields import FIELD_IDS, PageField
 from rayk.kv.groups import KVCacheGroup
@@ -25,7 +26,6 @@ from rayk.kv.specs import (
     MlaSpec,
     SlidingWindowSpec,
 )
-from rayk.transfer.wire import field_views
 
 POISON = 0x5A
 """What pages hold where nobody wrote."""
@@ -92,15 +92,6 @@ class Place:
     tokens: npt.NDArray[np.int64]
     right: torch.Tensor
     """uint8 [tokens, units, row_bytes]."""
-
-
-def bound_fields(caches: CanonicalKVCaches, group: KVCacheGroup, layer: int) -> list[FieldView]:
-    """The fields of a layer's bound cache, with the units that its weights would be cut for."""
-    tp = caches.geometry.tp_size, caches.geometry.tp_rank
-    units = {f.name: f.shard(*tp) for f in group.spec.fields()}
-    views = field_views(group, caches.view(layer, group.spec.part), units)
-    assert all(len(v.units) == v.view.shape[1] for v in views)
-    return views
 
 
 def places(caches: CanonicalKVCaches, tables: Sequence[Sequence[int]], num_tokens: int) -> Iterator[Place]:

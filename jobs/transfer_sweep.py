@@ -22,15 +22,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
 
-from jobs.benchmarks.harness import above_zero  # noqa: E402
-from jobs.sweep_cells import SPEC, Sweep, SweepCell, load_sweep, some_of  # noqa: E402
-from rayk.cli.guard import run_guarded  # noqa: E402
-from rayk.reports import collect_environment  # noqa: E402
-from rayk.reports.html import write_page  # noqa: E402
-from rayk.reports.md_table import markdown_table  # noqa: E402
-from rayk.reports.page import Column, Page, Section, text_rows  # noqa: E402
-from rayk.reports.table_files import claim_folder, write_tables  # noqa: E402
-from rayk.types.errors import RaykError  # noqa: E402
+from jobs.benchmarks.harness import above_zero
+from jobs.sweep_cells import SPEC, Sweep, SweepCell, load_sweep, some_of
+from rayk.cli.guard import run_guarded
+from rayk.reports import collect_environment
+from rayk.reports.html import write_page
+from rayk.reports.md_table import markdown_table
+from rayk.reports.page import Column, Page, Section, text_rows
+from rayk.reports.table_files import claim_folder, write_tables
+from rayk.types.errors import RaykError
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -63,7 +63,6 @@ _NOTHING = {"num_bytes": None, "num_descriptors": None, "num_merged": None}
 
 
 def summary_rows(rows: Rows) -> list[dict[str, Any]]:
-    """By shape and mode."""
     groups: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["shape"], row["mode"]), []).append(row)
@@ -161,7 +160,6 @@ def run_job(options: argparse.Namespace) -> int:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

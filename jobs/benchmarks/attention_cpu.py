@@ -20,8 +20,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, in_turns, run  # noqa: E402
-from rayk.kernels.paged_attention import Workspace, head_groups, paged_attention, why_no_native  # noqa: E402
+from jobs.benchmarks.harness import Page, in_turns, run
+from rayk.kernels.paged_attention import Workspace, head_groups, paged_attention, why_no_native
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class Shape:
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values that the batch reads."""
         per_token = 2 * self.num_kv_heads * self.head_size * self.dtype.itemsize
         return self.num_seqs * self.seq_len * per_token
 
@@ -147,7 +146,6 @@ def fill(options: argparse.Namespace, page: Page) -> None:
 
 
 def main() -> int:
-    """Returns the exit status."""
     return run(fill, __file__, title="CPU paths of paged attention", threads=1, repeats=30)
 
 

@@ -150,7 +150,6 @@ class Row:
     reason: str = ""
 
     def cells(self, ours: float | None, ceilings: Ceilings, itemsize: int) -> list[str]:
-        """As COLUMNS."""
         error = "" if self.error is None else f"{self.error:.1e}"
         if self.milliseconds is None:
             return [self.shape.name, self.path, self.reason, "", "", "", "", "", error]
@@ -217,7 +216,6 @@ def environment(device: str) -> list[str]:
 
 
 def version_of(package: str) -> str:
-    """The installed version, or that there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

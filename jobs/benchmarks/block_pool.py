@@ -24,7 +24,7 @@ from rayk.kv.specs import FullAttentionSpec
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, run  # noqa: E402
+from jobs.benchmarks.harness import Page, run
 
 MAX_GROWTH = 2.0
 NUM_BLOCKS = (20_000, 200_000)
@@ -81,7 +81,6 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
 
 
 def main() -> int:
-    """Returns the exit status."""
     return run(fill, __file__, title="What a step costs the block pool", requests=256, steps=64, rounds=5)
 
 

@@ -27,9 +27,11 @@ import socket
 import statistics
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -45,25 +47,23 @@ from rayk.types.request import Request, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, run  # noqa: E402
+from jobs.benchmarks.harness import Page, run
 
 TARGET_US = {1: 1000.0, 2: 3000.0}
 PROMPT_TOKENS = 16
 WARM_UP_STEPS = 20
+Given, Made = TypeVar("Given"), TypeVar("Made")
 COLUMNS = ("turn", "forward", "control", "skew", "total", "peer idle")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One engine and load."""
-
     tp: int
     comm: str
     batch: int
 
     @property
     def name(self) -> str:
-        """For the table."""
         return f"TP {self.tp} {self.comm} batch {self.batch}"
 
 
@@ -73,45 +73,32 @@ CASES = (
 )
 
 
-@dataclass
 class TimedComm:
     """A comm that notes how long each collective on tensors, and each wait for a header, took."""
 
-    inner: Comm
-    collective_ns: list[int] = field(default_factory=list)
-    header_ns: list[int] = field(default_factory=list)
+    def __init__(self, inner: Comm) -> None:
+        self._inner = inner
+        self.collective_ns: list[int] = []
+        self.header_ns: list[int] = []
 
-    def __post_init__(self) -> None:
-        self.rank, self.size, self.name = self.inner.rank, self.inner.size, self.inner.name
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Timed."""
-        started = time.monotonic_ns()
-        result = self.inner.all_reduce(tensor)
-        self.collective_ns.append(time.monotonic_ns() - started)
-        return result
+        return _noted(self.collective_ns, self._inner.all_reduce, tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Timed."""
-        started = time.monotonic_ns()
-        result = self.inner.all_gather(tensor)
-        self.collective_ns.append(time.monotonic_ns() - started)
-        return result
+        return _noted(self.collective_ns, self._inner.all_gather, tensor)
 
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
-        """Timed."""
-        started = time.monotonic_ns()
-        result = self.inner.broadcast_bytes(payload)
-        self.header_ns.append(time.monotonic_ns() - started)
-        return result
+        return _noted(self.header_ns, self._inner.broadcast_bytes, payload)
 
-    def gather_bytes(self, payload: bytes) -> list[bytes] | None:
-        """As it is: decode steps gather nothing."""
-        return self.inner.gather_bytes(payload)
 
-    def close(self) -> None:
-        """Leave the group."""
-        self.inner.close()
+def _noted(times_ns: list[int], call: Callable[[Given], Made], given: Given) -> Made:
+    started = time.monotonic_ns()
+    made = call(given)
+    times_ns.append(time.monotonic_ns() - started)
+    return made
 
 
 def config_of(case: Case, model: str, num_steps: int) -> EngineConfig:
@@ -225,7 +212,6 @@ def _median_row(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def add_table(page: Page, results: dict[Case, dict[str, float]]) -> None:
-    """Microseconds."""
     page.head("case", *COLUMNS, "target", "")
     for case, row in results.items():
         cells = [f"{row[column]:.0f}" if column in row else "-" for column in COLUMNS]
@@ -257,7 +243,6 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
 
 
 def main() -> int:
-    """Returns the exit status."""
     model = {"type": Path, "help": "a checkpoint folder (default: a tiny qwen3)"}
     return run(fill, __file__, title="What a step costs beside the model", steps=100, repeats=5, model=model)
 

@@ -25,17 +25,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, run  # noqa: E402
-from rayk.kv.caches import CanonicalKVCaches, FieldView, allocate  # noqa: E402
-from rayk.kv.geometry import plan_rank  # noqa: E402
-from rayk.kv.groups import group_layers  # noqa: E402
-from rayk.kv.layout import LAYOUTS  # noqa: E402
-from rayk.kv.specs import Mamba2Spec  # noqa: E402
-from rayk.transfer.handshake import describe_cache  # noqa: E402
-from rayk.transfer.layer_view import make_layer_view  # noqa: E402
-from rayk.transfer.local_agent import LocalAgent, LocalNetwork  # noqa: E402
-from rayk.transfer.rank import TransferRank  # noqa: E402
-from rayk.types.errors import RaykError  # noqa: E402
+from jobs.benchmarks.harness import Page, run
+from jobs.ranks import bound_fields, make_rank
+from rayk.kv.caches import CanonicalKVCaches, FieldView
+from rayk.kv.groups import group_layers
+from rayk.kv.layout import LAYOUTS
+from rayk.kv.specs import Mamba2Spec
+from rayk.transfer.local_agent import LocalAgent, LocalNetwork
+from rayk.transfer.rank import TransferRank
+from rayk.types.errors import RaykError
 
 HEADS, HEAD_SIZE, STATE_SIZE, CONV_WIDTH = 48, 64, 128, 4
 """x has 48 * 64 = 3072 channels; B and C 128 each per group."""
@@ -77,8 +75,6 @@ class Columns:
 
 @dataclass(frozen=True)
 class Side:
-    """All ranks of one engine."""
-
     caches: list[CanonicalKVCaches]
     ranks: list[TransferRank]
 
@@ -88,21 +84,24 @@ def make_side(name: str, spec: Mamba2Spec, layout: str, tp: int, network: LocalN
     side = Side([], [])
     groups = group_layers({(layer, spec.part): spec for layer in range(NUM_LAYERS)})
     for rank in range(tp):
-        geometry = plan_rank(groups, LAYOUTS[layout], tp_size=tp, tp_rank=rank, num_blocks=NUM_BLOCKS)
-        caches = allocate(geometry, torch.device("cpu"), fill=NOTHING - 256)
-        agent = LocalAgent(f"{name}{rank}", network)
-        views = [make_layer_view(layer, groups[0], field_views(caches, layer)) for layer in range(NUM_LAYERS)]
-        description = describe_cache(agent, caches, engine=name, fingerprint={})
+        caches, made = make_rank(
+            groups,
+            layout,
+            LocalAgent(f"{name}{rank}", network),
+            tp_size=tp,
+            tp_rank=rank,
+            num_blocks=NUM_BLOCKS,
+            engine=name,
+            fill=NOTHING - 256,
+        )
         side.caches.append(caches)
-        side.ranks.append(TransferRank(agent, caches, views, description))
+        side.ranks.append(made)
     return side
 
 
-def field_views(caches: CanonicalKVCaches, layer: int) -> list[FieldView]:
+def states_of(caches: CanonicalKVCaches, layer: int) -> list[FieldView]:
     """A layer's states as its kernels would bind them."""
-    bound = caches.view(layer, "state")
-    assert not isinstance(bound, torch.Tensor)
-    return [FieldView(f.field.name, bound[f.field.name], f.units) for f in caches.geometry.groups[0].fields]
+    return bound_fields(caches, caches.geometry.groups[0].group, layer)
 
 
 def numbered_taps(spec: Mamba2Spec) -> dict[str, np.ndarray]:
@@ -133,7 +132,7 @@ def transfer(spec: Mamba2Spec, tp: tuple[int, int], layouts: tuple[str, str]) ->
     taps = numbered_taps(spec)
     block, landed_in = 4, 2
     for caches, layer in itertools.product(producer.caches, range(NUM_LAYERS)):
-        for view in field_views(caches, layer):
+        for view in states_of(caches, layer):
             if view.name in taps:
                 right = torch.from_numpy(taps[view.name][list(view.units)].reshape(len(view.units), -1))
                 view.view[block, :, 0] = right.view(torch.bfloat16)
@@ -156,7 +155,7 @@ def transfer(spec: Mamba2Spec, tp: tuple[int, int], layouts: tuple[str, str]) ->
             .view(torch.int16)
             .numpy()
             .reshape(len(v.units), -1, CONV_WIDTH - 1)
-            for v in field_views(caches, 1)
+            for v in states_of(caches, 1)
             if v.name in taps
         }
         for caches in consumer.caches
@@ -225,7 +224,6 @@ def fill(options: argparse.Namespace, page: Page) -> None:
 
 
 def main() -> int:
-    """Returns the exit status."""
     layouts = {"nargs": "+", "default": list(LAYOUTS), "choices": list(LAYOUTS)}
     title = "Mamba2's convolution state between engines of unlike TP sizes"
     return run(fill, __file__, title=title, layouts=layouts)

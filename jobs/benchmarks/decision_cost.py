@@ -44,7 +44,7 @@ from rayk.sched.waiting_room import WaitingRoom
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, run  # noqa: E402
+from jobs.benchmarks.harness import Page, run
 
 TARGET_US = 200.0
 MAX_GROWTH = 1.5
@@ -62,8 +62,6 @@ SETTINGS = PolicySettings(index_blocks=16_384)
 
 @dataclass(frozen=True)
 class Case:
-    """One load of a coordinator."""
-
     policy: str
     num_engines: int
     num_running: int
@@ -82,11 +80,9 @@ class Requests:
         self._count = 0
 
     def next(self) -> PlacementRequest:
-        """Another one."""
         return self.ask(self.prompt())
 
     def prompt(self) -> tuple[int, ...]:
-        """Another one."""
         return self._draw.choice(self._beginnings) + self._tokens(self._num_rest)
 
     def ask(self, prompt: tuple[int, ...]) -> PlacementRequest:
@@ -151,8 +147,6 @@ class Bench:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one case."""
-
     median_us: float
     p99_us: float
 
@@ -272,7 +266,6 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
 
 
 def main() -> int:
-    """Returns the exit status."""
     return run(fill, __file__, title="What a coordinator does for one request", decisions=400, rounds=5)
 
 

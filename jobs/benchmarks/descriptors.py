@@ -21,14 +21,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, run  # noqa: E402
-from rayk.models.config import DecoderConfig  # noqa: E402
-from rayk.models.engine_plan import EnginePlan, plan_engine  # noqa: E402
-from rayk.models.families import SUPPORTED, parse_config  # noqa: E402
-from rayk.oracle.hybrids import FAMILIES as TINY  # noqa: E402
-from rayk.oracle.tiny import make_config  # noqa: E402
-from rayk.transfer.plan import consecutive_tables, plan_transfer  # noqa: E402
-from rayk.types.config import EngineConfig  # noqa: E402
+from jobs.benchmarks.harness import Page, run
+from rayk.models.config import DecoderConfig
+from rayk.models.engine_plan import EnginePlan, plan_engine
+from rayk.models.families import SUPPORTED, parse_config
+from rayk.oracle.hybrids import FAMILIES as TINY
+from rayk.oracle.tiny import make_config
+from rayk.transfer.plan import consecutive_tables, plan_transfer
+from rayk.types.config import EngineConfig
 
 ABOUT = """\
 A prompt of 1024 tokens; blocks of 16 tokens (or more, where attention's pages grow towards a state's), one
@@ -99,8 +99,6 @@ RELEASED: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Moved:
-    """What one request takes, over all consumer ranks."""
-
     num_bytes: int
     needed_bytes: int
     """Of live rows."""
@@ -158,7 +156,6 @@ def moved(model: DecoderConfig, layout: str, tp: tuple[int, int], num_tokens: in
 
 
 def kinds(model: DecoderConfig) -> str:
-    """How many caches of each kind."""
     plan = plan_of(model, "BHLNC", 1)
     counts: dict[str, int] = {}
     for group in plan.groups:
@@ -167,7 +164,6 @@ def kinds(model: DecoderConfig) -> str:
 
 
 def rows(name: str, model: DecoderConfig) -> list[list[str]]:
-    """One row per TP pair."""
     found = []
     for tp in TPS:
         by_layout = [moved(model, layout, tp) for layout in LAYOUTS]
@@ -213,7 +209,6 @@ def fill(options: argparse.Namespace, page: Page) -> None:
 
 
 def main() -> int:
-    """Returns the exit status."""
     families = {"nargs": "+", "default": list(RELEASED), "choices": list(RELEASED)}
     return run(fill, __file__, title="Descriptors per request", families=families)
 

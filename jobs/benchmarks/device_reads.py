@@ -28,10 +28,10 @@ from attention_gpu import environment
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks import harness  # noqa: E402
-from rayk.kernels.copy_runs import copy_runs, make_run_table  # noqa: E402
-from rayk.transfer.agent import DescriptorList, Handle, TransferState  # noqa: E402
-from rayk.transfer.nixl_agent import NixlAgent  # noqa: E402
+from jobs.benchmarks import harness
+from rayk.kernels.copy_runs import copy_runs, make_run_table
+from rayk.transfer.agent import DescriptorList, Handle, TransferState
+from rayk.transfer.nixl_agent import NixlAgent
 
 SETTING = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
 COLUMNS = ("setting", "operation", "memory", "descriptors", "bytes each", "ms", "GB/s", "of copy")
@@ -167,7 +167,6 @@ def repack(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def fill(options: argparse.Namespace, page: harness.Page) -> None:
-    """Add a row per transfer and copy."""
     if options.device is None:
         page.say("No CUDA device: nothing is measured (--device cpu makes a dry run).")
         return
@@ -184,7 +183,6 @@ def fill(options: argparse.Namespace, page: harness.Page) -> None:
 
 
 def main() -> int:
-    """Returns the exit status."""
     return harness.run(
         fill,
         __file__,

@@ -19,8 +19,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, medians, run  # noqa: E402
-from jobs.benchmarks.transfer_rate import (  # noqa: E402
+from jobs.benchmarks.harness import Page, medians, run
+from jobs.benchmarks.transfer_rate import (
     CLOCK,
     NUM_LAYERS,
     SPEC,
@@ -29,8 +29,8 @@ from jobs.benchmarks.transfer_rate import (  # noqa: E402
     block_table,
     make_side,
 )
-from rayk.kernels.digest import digest_rows, native_digest  # noqa: E402
-from rayk.kv.fields import FIELD_IDS  # noqa: E402
+from rayk.kernels.digest import digest_rows, native_digest
+from rayk.kv.fields import FIELD_IDS
 
 SIZES = (16, 128, 512, 1024)
 """Tokens: 2 MiB per block of 16."""
@@ -48,7 +48,6 @@ costs a core. `torch` is one side's digest in plain torch, what a machine withou
 
 
 def fill(options: argparse.Namespace, page: Page) -> None:
-    """Add a row per size of request."""
     torch.set_num_threads(1)
     page.say(ABOUT.format(rounds=options.rounds, device=_device()))
     page.head("tokens", "MiB", "read", "read GB/s", "own", "theirs", "digest GB/s", "sum", "percent", "torch")
@@ -76,7 +75,6 @@ def fill(options: argparse.Namespace, page: Page) -> None:
 
 
 def main() -> int:
-    """Returns the exit status."""
     return run(fill, __file__, title="What digests cost", rounds=7)
 
 

@@ -27,12 +27,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, option, run  # noqa: E402
-from rayk import Experiment, load  # noqa: E402
-from rayk.cli.guard import run_guarded  # noqa: E402
-from rayk.reports.page import Column, Plot  # noqa: E402
-from rayk.types.errors import UserError  # noqa: E402
-from rayk.types.fault_table import FAILURE_POLICIES  # noqa: E402
+from jobs.benchmarks.harness import Page, option, run
+from rayk import Experiment, load
+from rayk.cli.guard import run_guarded
+from rayk.reports.page import Column, Plot
+from rayk.types.errors import UserError
+from rayk.types.fault_table import FAILURE_POLICIES
 
 TINY = "checkpoints/qwen3-tiny"
 NO_FAULTS = "no faults"
@@ -150,7 +150,6 @@ def _percentile(values: Sequence[float], percent: float) -> float | None:
 
 
 def failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What must not be, in words."""
     found = []
     for row in rows:
         if row["policy"] in ("recompute", "migrate", NO_FAULTS) and row["num_answered"] < row["num_requests"]:
@@ -196,7 +195,6 @@ NOTE = (
 
 
 def fault_rows(faults: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """What is planted, in words."""
     known = ("kind", "point", "seed")
     return [
         {
@@ -209,7 +207,6 @@ def fault_rows(faults: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
 
 
 def about(options: argparse.Namespace) -> str:
-    """The load, in words."""
     return (
         f"{options.requests} prompts at once, {options.repeats} times per policy, transfer mode "
         f"{options.mode}, transfers' deadline {options.transfer_s:g} s, seed {options.seed}; two prefill "
@@ -247,7 +244,6 @@ def fill(options: argparse.Namespace, page: Page) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
     return run(
         fill,
         __file__,

@@ -35,23 +35,23 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, above_zero, lines, option, run  # noqa: E402
-from jobs.benchmarks.layer_clock import LayerClock  # noqa: E402
-from jobs.benchmarks.layer_costs import group_flops, num_token_layers  # noqa: E402
-from rayk.cli.guard import run_guarded  # noqa: E402
-from rayk.engine.build import make_leader  # noqa: E402
-from rayk.engine.leader import RequestEvent  # noqa: E402
-from rayk.engine.loop import EngineLoop, NoExtension  # noqa: E402
-from rayk.engine.rank import EngineRank  # noqa: E402
-from rayk.models.config import DecoderConfig  # noqa: E402
-from rayk.models.engine_plan import plan_engine  # noqa: E402
-from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
-from rayk.oracle.reference import Reference  # noqa: E402
-from rayk.parallel.local import LocalComm  # noqa: E402
-from rayk.reports.page import Column, Plot  # noqa: E402
-from rayk.types.config import EngineConfig  # noqa: E402
-from rayk.types.errors import UserError  # noqa: E402
-from rayk.types.request import Request, SamplingParams  # noqa: E402
+from jobs.benchmarks.harness import Page, above_zero, lines, option, run
+from jobs.benchmarks.layer_clock import LayerClock
+from jobs.benchmarks.layer_costs import group_flops, num_token_layers
+from rayk.cli.guard import run_guarded
+from rayk.engine.build import make_leader
+from rayk.engine.leader import RequestEvent
+from rayk.engine.loop import EngineLoop, NoExtension
+from rayk.engine.rank import EngineRank
+from rayk.models.config import DecoderConfig
+from rayk.models.engine_plan import plan_engine
+from rayk.oracle.checkpoint import write_checkpoint
+from rayk.oracle.reference import Reference
+from rayk.parallel.local import LocalComm
+from rayk.reports.page import Column, Plot
+from rayk.types.config import EngineConfig
+from rayk.types.errors import UserError
+from rayk.types.request import Request, SamplingParams
 
 GROUPS = ("first", "second")
 BLOCK_SIZE = 16
@@ -174,7 +174,6 @@ class Run:
     """Prompt tokens -> transformers' tokens."""
 
     def median(self, num_tokens: int, fast: bool, pick: Callable[[Measured], float]) -> float:
-        """Over repeats."""
         return statistics.median(pick(m) for m in self.measured[num_tokens, fast])
 
     def wrong_counts(self) -> Iterator[str]:
@@ -271,7 +270,6 @@ def tables(run: Run) -> dict[str, list[dict[str, Any]]]:
 
 
 def _flops(run: Run, num_tokens: int, fast: bool, number: int) -> int:
-    """Of a group in the prefill of a prompt."""
     engine = run.engines[fast]
     only_last = fast and GROUPS[number] == "second"
     positions = range(num_tokens - 1 if only_last else 0, num_tokens)
@@ -406,7 +404,6 @@ def warning(rows: Rows) -> str:
 
 
 def about(model: DecoderConfig, options: argparse.Namespace) -> str:
-    """The model and the run, in words."""
     second = model.fast_prefill_layers
     chunk = f"steps of {options.chunk:,} tokens" if options.chunk else "one step"
     last_own = options.num_own_layers - 1
@@ -420,7 +417,6 @@ def about(model: DecoderConfig, options: argparse.Namespace) -> str:
 
 
 def figures(rows: Rows) -> list[Plot]:
-    """Times and ratios by prompt tokens."""
     sizes = [row["num_prompt_tokens"] for row in rows]
 
     def of(*keys: str) -> dict[str, tuple[list[int], list[float]]]:
@@ -459,8 +455,6 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
-
     def number(default: int, text: str) -> dict[str, Any]:
         return option(default, text, type=above_zero)
 

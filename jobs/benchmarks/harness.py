@@ -35,7 +35,7 @@ class Page:
     def __init__(self, environment: dict[str, Any]) -> None:
         self.environment = environment
         """What `machine` tells of; a measurement may add to it."""
-        self.tables: dict[str, Sequence[Mapping[str, Any]]] = {}
+        self.tables: Mapping[str, Sequence[Mapping[str, Any]]] = {}
         """NAME.parquet and NAME.csv of --out, by name."""
         self.wrong: list[str] = []
         """What must never be: told on stderr, and the script fails, with --check or without."""
@@ -45,8 +45,9 @@ class Page:
 
     def say(self, *lines: str) -> None:
         """Add lines as they stand."""
-        print(*lines, sep="\n", flush=True)
-        self._lines += lines
+        for line in lines:
+            print(line, flush=True)
+            self._lines.append(line)
 
     def head(self, *titles: str) -> None:
         """Begin a table: the first column is of words, the others are of numbers."""

@@ -24,13 +24,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, run  # noqa: E402
-from rayk.cli.guard import run_guarded  # noqa: E402
-from rayk.kernels.paged_attention import head_groups  # noqa: E402
-from rayk.kernels.quantise import QuantisedKV, quantised_kv  # noqa: E402
-from rayk.kernels.segments import Segments  # noqa: E402
-from rayk.kv.formats import FORMATS, LATENT_SIDES  # noqa: E402
-from rayk.types.errors import UserError  # noqa: E402
+from jobs.benchmarks.harness import Page, run
+from rayk.cli.guard import run_guarded
+from rayk.kernels.paged_attention import head_groups
+from rayk.kernels.quantise import QuantisedKV, quantised_kv
+from rayk.kernels.segments import Segments
+from rayk.kv.formats import FORMATS, LATENT_SIDES
+from rayk.types.errors import UserError
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 VARIANTS = ("plain", "window", "sinks+cap", "window+sinks+cap")
@@ -42,8 +42,6 @@ MEASURED = ("registers", "spills", "shared_bytes", "instruction")
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a launcher."""
-
     target: str
     phase: str
     """prefill, decode (one program a sequence), split (several), store; of state kernels, `op` for a mixed
@@ -61,7 +59,6 @@ class Case:
 
 
 def all_cases() -> Iterator[Case]:
-    """What `make kernels` shows."""
     everything = VARIANTS[-1]
     for target in TARGETS:
         for phase in ("prefill", "split"):
@@ -103,7 +100,6 @@ def _quantised_cases(target: str, heads: Sequence[int], dtypes: Sequence[str]) -
 
 
 def _quantised_latent_cases(target: str, dtypes: Sequence[str], heads: Sequence[int]) -> Iterator[Case]:
-    """DeepSeek's latents."""
     for kv, dtype, group in product(QUANTISED, dtypes, heads):
         for phase in ("mla", "mla-step"):
             yield Case(target, phase, dtype, (512, 64), group, "plain", kv=kv)
@@ -118,7 +114,6 @@ def _row_cases(target: str, head: int) -> Iterator[Case]:
 
 
 def _state_cases(target: str) -> Iterator[Case]:
-    """Convolutions and scans."""
     for dtype in ("float32", "float16", "bfloat16"):
         for phase in ("conv", "conv-step"):
             yield Case(target, phase, dtype, (128, 3), 1, "plain")
@@ -390,7 +385,6 @@ def fill(options: argparse.Namespace, page: Page) -> None:
 
 
 def main() -> int:
-    """Returns the exit status."""
     quick = {"action": "store_true", "help": "only some cases"}
     return run(fill, __file__, title="What kernels use of each GPU", quick=quick)
 

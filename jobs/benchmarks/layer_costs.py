@@ -39,7 +39,6 @@ def layer_flops(config: DecoderConfig, index: int, positions: range) -> int:
 
 
 def group_flops(config: DecoderConfig, layers: Iterable[int], positions: range) -> int:
-    """Of several layers."""
     return sum(layer_flops(config, index, positions) for index in layers)
 
 

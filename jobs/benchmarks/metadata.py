@@ -24,21 +24,21 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, run  # noqa: E402
-from rayk.attention import (  # noqa: E402
+from jobs.benchmarks.harness import Page, run
+from rayk.attention import (
     AttentionGroups,
     AttentionLayer,
     AttentionView,
     CommonAttentionMetadata,
     get_backend,
 )
-from rayk.attention.transforms import chunked_local, fast_prefill  # noqa: E402
-from rayk.engine.inputs import InputBuilder  # noqa: E402
-from rayk.kv.geometry import plan_rank  # noqa: E402
-from rayk.kv.groups import KVCacheGroup  # noqa: E402
-from rayk.kv.layout import LAYOUTS  # noqa: E402
-from rayk.kv.specs import FullAttentionSpec  # noqa: E402
-from rayk.types.batch import ScheduledBatch, ScheduledRequest  # noqa: E402
+from rayk.attention.transforms import chunked_local, fast_prefill
+from rayk.engine.inputs import InputBuilder
+from rayk.kv.geometry import plan_rank
+from rayk.kv.groups import KVCacheGroup
+from rayk.kv.layout import LAYOUTS
+from rayk.kv.specs import FullAttentionSpec
+from rayk.types.batch import ScheduledBatch, ScheduledRequest
 
 TARGET_MS = 2.0
 MOST_POWER = 1.2
@@ -129,8 +129,6 @@ def times_ms(calls: Sequence[Call], repeats: int) -> list[list[float]]:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of one model, ready to be timed."""
-
     inputs: Call
     views: Call
     build: Call
@@ -171,8 +169,6 @@ def model_rows(repeats: int) -> tuple[list[list[str]], list[float]]:
 
 @dataclass(frozen=True)
 class Growth:
-    """How milliseconds grow with requests."""
-
     costs: tuple[float, ...]
     """One per entry of GROWTH."""
 
@@ -315,7 +311,6 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
 
 
 def main() -> int:
-    """Returns the exit status."""
     return run(fill, __file__, title="What attention metadata costs per step", repeats=200)
 
 

@@ -40,29 +40,29 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, run  # noqa: E402
-from rayk.actors.deployment_metrics import begin_outcomes, report_request  # noqa: E402
-from rayk.actors.environment import own_cluster  # noqa: E402
-from rayk.actors.ray_metrics import RaySink  # noqa: E402
-from rayk.actors.ray_private import ray_environment  # noqa: E402
-from rayk.engine.build import ThreadEngine  # noqa: E402
-from rayk.engine.leader import Leader, RequestEvent  # noqa: E402
-from rayk.engine.rank import EngineRank  # noqa: E402
-from rayk.engine.stats import StepStats, rank_stats  # noqa: E402
-from rayk.handover.commands import Connect, Describe  # noqa: E402
-from rayk.handover.extension import TransferExtension  # noqa: E402
-from rayk.handover.handover import TransferHandover  # noqa: E402
-from rayk.handover.transfer_metrics import watch_handover  # noqa: E402
-from rayk.metrics import Meter  # noqa: E402
-from rayk.metrics.meter import FLUSH_S  # noqa: E402
-from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
-from rayk.parallel.timed import TimedComm  # noqa: E402
-from rayk.reports.fields import STAGES  # noqa: E402
-from rayk.transfer.local_agent import LocalAgent, LocalNetwork  # noqa: E402
-from rayk.transfer.ticket import TransferTicket  # noqa: E402
-from rayk.types.config import EngineConfig  # noqa: E402
-from rayk.types.request import Request, SamplingParams  # noqa: E402
-from rayk.types.rows import RequestRow  # noqa: E402
+from jobs.benchmarks.harness import Page, run
+from rayk.actors.deployment_metrics import begin_outcomes, report_request
+from rayk.actors.environment import own_cluster
+from rayk.actors.ray_metrics import RaySink
+from rayk.actors.ray_private import ray_environment
+from rayk.engine.build import ThreadEngine
+from rayk.engine.leader import Leader, RequestEvent
+from rayk.engine.rank import EngineRank
+from rayk.engine.stats import StepStats, rank_stats
+from rayk.handover.commands import Connect, Describe
+from rayk.handover.extension import TransferExtension
+from rayk.handover.handover import TransferHandover
+from rayk.handover.transfer_metrics import watch_handover
+from rayk.metrics import Meter
+from rayk.metrics.meter import FLUSH_S
+from rayk.oracle.checkpoint import write_checkpoint
+from rayk.parallel.timed import TimedComm
+from rayk.reports.fields import STAGES
+from rayk.transfer.local_agent import LocalAgent, LocalNetwork
+from rayk.transfer.ticket import TransferTicket
+from rayk.types.config import EngineConfig
+from rayk.types.request import Request, SamplingParams
+from rayk.types.rows import RequestRow
 
 LIMIT_PERCENT = 2.0
 BATCHES = (1, 8, 32)
@@ -79,15 +79,12 @@ class CountingSink:
         self.calls: Counts[str] = Counts()
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
-        """One call."""
         self.calls["inc"] += 1
 
     def set(self, name: str, value: float, **labels: str) -> None:
-        """One call."""
         self.calls["set"] += 1
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        """One call."""
         self.calls["observe"] += 1
 
     def observe_folded(self, name: str, counts: Sequence[int], total: float, **labels: str) -> None:
@@ -96,7 +93,7 @@ class CountingSink:
         self.calls["record"] += len(counts) - num_empty + 2
 
     def relabel(self, **labels: str) -> None:
-        """No call."""
+        pass
 
 
 class NoComm:
@@ -105,7 +102,6 @@ class NoComm:
     rank, size, name = 0, 2, "none"
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Nothing."""
         return tensor
 
 
@@ -115,12 +111,10 @@ class CountedComm(TimedComm):
     num_calls = 0
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See TimedComm."""
         self.num_calls += 1
         return super().all_reduce(tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """See TimedComm."""
         self.num_calls += 1
         return super().all_gather(tensor)
 
@@ -133,14 +127,12 @@ class TimedStats(StepStats):
     _since_ns = 0
 
     def stepped(self, *args: object) -> None:
-        """See StepStats."""
         began = time.thread_time_ns()
         self.step_ns += began - self._since_ns
         super().stepped(*args)  # type: ignore[arg-type]
         self.cost_ns += time.thread_time_ns() - began
 
     def turned(self) -> None:
-        """See StepStats."""
         began = time.thread_time_ns()
         super().turned()
         self._since_ns = time.thread_time_ns()
@@ -172,12 +164,10 @@ class Row:
 
     @property
     def ray_us(self) -> float:
-        """Of Ray's calls, per step."""
         return sum(self.calls[kind] * self.us_per_call[kind] for kind in self.calls)
 
     @property
     def percent(self) -> float:
-        """Of the step's time."""
         return 100 * (self.ray_us + self.own_us) / self.step_us
 
 
@@ -242,7 +232,6 @@ def watching(watched: dict[int, Watched], rank: EngineRank, made: StepStats, sin
 
 
 def requests_of(batch: int) -> list[Request]:
-    """Requests that decode together."""
     sampling = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
     return [
         Request(request_id=f"r{i}", prompt_token_ids=tuple(range(1, 33)), sampling=sampling)
@@ -280,7 +269,6 @@ def counted(
 
 
 def config_of(model: Path, tp: int, batch: int) -> EngineConfig:
-    """An engine with room for the batch."""
     return EngineConfig(
         model=str(model), tp=tp, num_blocks=64 + batch * 24, max_seqs=batch, prefix_caching=True
     )
@@ -389,7 +377,6 @@ def measure_gatherer(batch: int, step_us: float, us_per_call: dict[str, float]) 
 
 
 def measure(model: Path, prices: Prices) -> list[Row]:
-    """All of it."""
     rows = [row for tp in TP_SIZES for batch in BATCHES for row in measure_alone(model, tp, batch, prices)]
     for batch in BATCHES:
         (consumer,) = measure_consumer(model, batch, prices)
@@ -420,7 +407,6 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
 
 
 def main() -> int:
-    """Returns the exit status."""
     return run(fill, __file__, title="What metrics cost a step")
 
 

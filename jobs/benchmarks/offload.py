@@ -48,22 +48,22 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, above_zero, lines, option, run  # noqa: E402
-from jobs.benchmarks.offload_engines import Answer, Deployment, drop_page_cache  # noqa: E402
-from jobs.benchmarks.offload_summary import COLUMNS, JUDGED_FROM, KINDS, failures, summary  # noqa: E402
-from rayk.actors.launch import connect, gpu_share, num_cluster_gpus  # noqa: E402
-from rayk.cli.guard import run_guarded  # noqa: E402
-from rayk.kv.geometry import plan_rank  # noqa: E402
-from rayk.kv.layout import KVCacheLayout  # noqa: E402
-from rayk.models.families import load_config  # noqa: E402
-from rayk.models.kv_specs import engine_groups  # noqa: E402
-from rayk.models.tensor_parallel import why_tp_unsupported  # noqa: E402
-from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
-from rayk.reports.page import Plot  # noqa: E402
-from rayk.types.config import EngineConfig  # noqa: E402
-from rayk.types.errors import UserError  # noqa: E402
-from rayk.types.offload import OffloadSettings  # noqa: E402
-from rayk.types.rows import moving_ns  # noqa: E402
+from jobs.benchmarks.harness import Page, above_zero, lines, option, run
+from jobs.benchmarks.offload_engines import Answer, Deployment, drop_page_cache
+from jobs.benchmarks.offload_summary import COLUMNS, JUDGED_FROM, KINDS, failures, summary
+from rayk.actors.launch import connect, gpu_share, num_cluster_gpus
+from rayk.cli.guard import run_guarded
+from rayk.kv.geometry import plan_rank
+from rayk.kv.layout import KVCacheLayout
+from rayk.models.families import load_config
+from rayk.models.kv_specs import engine_groups
+from rayk.models.tensor_parallel import why_tp_unsupported
+from rayk.oracle.checkpoint import write_checkpoint
+from rayk.reports.page import Plot
+from rayk.types.config import EngineConfig
+from rayk.types.errors import UserError
+from rayk.types.offload import OffloadSettings
+from rayk.types.rows import moving_ns
 
 CANONICAL, PER_LAYER = "BHLNC", "LBNHC"
 TIERS = {"canonical": CANONICAL, "per_layer": PER_LAYER}
@@ -145,8 +145,6 @@ QUICK: Mapping[str, Model] = {
 
 @dataclass
 class Run:
-    """One model's measurements."""
-
     model: str
     options: argparse.Namespace
     deployment: Deployment
@@ -167,7 +165,6 @@ class Run:
                 await self.deployment.settle(name)
 
     async def repeat(self, number: int, sizes: Sequence[int]) -> None:
-        """Every prompt in every way."""
         prompts = {n: make_prompt(self.options.seed, self.model, number, n) for n in sizes}
         for n, prompt in prompts.items():
             for kinds in (COMPUTING, FOUND):
@@ -478,7 +475,6 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
     return run(
         fill,
         __file__,

@@ -20,23 +20,23 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, run  # noqa: E402
-from rayk.kv.caches import allocate  # noqa: E402
-from rayk.kv.geometry import RankGeometry, plan_rank  # noqa: E402
-from rayk.kv.groups import KVCacheGroup, group_layers  # noqa: E402
-from rayk.kv.layout import LAYOUTS  # noqa: E402
-from rayk.kv.specs import FullAttentionSpec  # noqa: E402
-from rayk.offload.host import HostTier  # noqa: E402
-from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer, StoreAsk  # noqa: E402
-from rayk.transfer.connectors import layer_views  # noqa: E402
-from rayk.transfer.handshake import describe_cache  # noqa: E402
-from rayk.transfer.local_agent import LocalAgent, LocalNetwork  # noqa: E402
-from rayk.transfer.plan import consecutive_tables, plan_transfer  # noqa: E402
-from rayk.transfer.rank import TransferRank  # noqa: E402
-from rayk.transfer.staging import StagingSettings  # noqa: E402
-from rayk.transfer.ticket_seal import sealed  # noqa: E402
-from rayk.types.offload import OffloadSettings  # noqa: E402
-from rayk.types.rows import TransferRow  # noqa: E402
+from jobs.benchmarks.harness import Page, run
+from rayk.kv.caches import allocate
+from rayk.kv.geometry import RankGeometry, plan_rank
+from rayk.kv.groups import KVCacheGroup, group_layers
+from rayk.kv.layout import LAYOUTS
+from rayk.kv.specs import FullAttentionSpec
+from rayk.offload.host import HostTier
+from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.transfer.connectors import layer_views
+from rayk.transfer.handshake import describe_cache
+from rayk.transfer.local_agent import LocalAgent, LocalNetwork
+from rayk.transfer.plan import consecutive_tables, plan_transfer
+from rayk.transfer.rank import TransferRank
+from rayk.transfer.staging import StagingSettings
+from rayk.transfer.ticket_seal import sealed
+from rayk.types.offload import OffloadSettings
+from rayk.types.rows import TransferRow
 
 ABOUT = """\
 {num_layers} layers of full attention with {num_heads} heads
@@ -61,8 +61,6 @@ DEADLINE_S = 60.0
 
 @dataclass(frozen=True)
 class Case:
-    """One engine and one tier."""
-
     layout: str
     tp: int
     block_size: int
@@ -128,7 +126,6 @@ def _groups(block_size: int) -> tuple[KVCacheGroup, ...]:
 
 
 def _planned(producers: Sequence[RankGeometry], consumers: Sequence[RankGeometry]) -> int:
-    """Descriptors of all consumer ranks."""
     tables = consecutive_tables(producers[0], NUM_TOKENS), consecutive_tables(consumers[0], NUM_TOKENS)
     reads = (read for c in consumers for read in plan_transfer(producers, c).lower(NUM_TOKENS, *tables))
     return sum(read.num_descriptors for read in reads)
@@ -194,7 +191,6 @@ def _deadline_ns() -> int:
 
 
 def cases() -> list[Case]:
-    """Row by row of the table."""
     axes = LAYOUT_NAMES, TPS, BLOCK_SIZES, TIER_LAYOUTS, TIER_BLOCK_SIZES
     return [Case(*values) for values in itertools.product(*axes)]
 
@@ -206,7 +202,6 @@ def copies_rows(mode: str = "never") -> Iterator[list[object]]:
 
 
 def fill(_: argparse.Namespace, page: Page) -> None:
-    """Add a table per mode of staging."""
     page.say(ABOUT.format(num_layers=NUM_LAYERS, num_heads=NUM_HEADS, num_tokens=NUM_TOKENS))
     tiers = [f"{layout}, blocks of {size}" for layout, size in COLUMNS]
     for mode, title in MODES.items():
@@ -218,7 +213,6 @@ def fill(_: argparse.Namespace, page: Page) -> None:
 
 
 def main() -> int:
-    """Returns the exit status."""
     return run(fill, __file__, title="Copies per block")
 
 

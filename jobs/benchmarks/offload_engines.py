@@ -1,5 +1,5 @@
-"""The engines and host tiers that jobs/benchmarks/offload.py measures: Ray actors that NIXL moves pages
-between, as a server has them. All on one event loop, in the driver."""
+"""The engines and host tiers that jobs/benchmarks/offload.py and offload_overlap.py measure: Ray actors
+that NIXL moves pages between, as a server has them. All on one event loop, in the driver."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Deployment:
         self._name = name
         self._wanted = dict(engines)
         self._pool = WorkerPool(name, keep=True)
-        self._tiers: dict[str, HostTiers] = {}
-        self._engines: dict[str, EngineHandle] = {}
+        self.tiers: dict[str, HostTiers] = {}
+        self.engines: dict[str, EngineHandle] = {}
         self._numbers = itertools.count()
 
     async def open(self, tiers: Mapping[str, OffloadSettings], gpus_per_worker: float) -> None:
@@ -66,7 +66,7 @@ class Deployment:
             EngineAsk(name=n, num_workers=c.tp, resources=resources) for n, (c, _) in self._wanted.items()
         ]
         await self._pool.prepare(asks, "auto", model)
-        self._tiers = {
+        self.tiers = {
             tier: HostTiers(f"{self._name}/{tier}", settings, reopens=True)
             for tier, settings in tiers.items()
         }
@@ -77,7 +77,7 @@ class Deployment:
         self, name: str, config: EngineConfig, settings: OffloadSettings | None, tier: str | None
     ) -> None:
         workers, node = self._pool.engine(name, config.tp)
-        engine = self._engines[name] = EngineHandle(name, "aggregated", 1, config, workers, str(node))
+        engine = self.engines[name] = EngineHandle(name, "aggregated", 1, config, workers, str(node))
 
         def spec_of(rank: int, address: str) -> RankSpec:
             return RankSpec(
@@ -98,16 +98,16 @@ class Deployment:
         address = await engine.guard(open_line.remote(line_host(node.node_id)), "a line", CONTROL_S)
         engine.line = Line(address)
         if tier is not None:
-            await self._tiers[tier].attach(engine, node.node_id)
+            await self.tiers[tier].attach(engine, node.node_id)
 
     @property
     def facts(self) -> dict[str, dict[str, Any]]:
         """Engine -> what it runs with."""
-        return {name: engine.facts for name, engine in self._engines.items()}
+        return {name: engine.facts for name, engine in self.engines.items()}
 
     async def ask(self, name: str, prompt: Sequence[int], max_tokens: int) -> Answer:
         """Run one request on an engine, over a line as a server's front. Raises what it ends with."""
-        engine = self._engines[name]
+        engine = self.engines[name]
         request = Request(
             request_id=f"{name}/{next(self._numbers)}",
             prompt_token_ids=tuple(prompt),
@@ -134,7 +134,7 @@ class Deployment:
     async def settle(self, name: str) -> None:
         """Wait until an engine has nothing left to store, and its tier nothing to write. Raises
         DeadlineExceeded."""
-        engine = self._engines[name]
+        engine = self.engines[name]
         until = time.monotonic() + SETTLE_S
         seen, still = None, 0
         while still < STILL_POLLS:
@@ -145,24 +145,17 @@ class Deployment:
                 engine.leader.status.options(concurrency_group="control").remote(), "its leases", CONTROL_S
             )
             tier = self._wanted[name][1]
-            now = (await self._tiers[tier].status()) if tier is not None else {}
+            now = (await self.tiers[tier].status()) if tier is not None else {}
             is_idle = not status["leases"] and not any(t["num_used_blocks"] for t in now.values())
             still = still + 1 if is_idle and now == seen else 0
             seen = now
 
-    async def status(self, name: str) -> dict[str, Any]:
-        """What an engine says of its offloading."""
-        engine = self._engines[name]
-        reply = engine.leader.status.options(concurrency_group="control").remote()
-        found: dict[str, Any] = await engine.guard(reply, "its counters", CONTROL_S)
-        return dict(found["offload"])
-
     async def restart(self, tier: str) -> None:
         """Kill a tier's process at once, as a crash would, and wait until its engines have a new one. What
         was in host memory is gone; what is on disk is found again. Raises DeadlineExceeded."""
-        tiers = self._tiers[tier]
+        tiers = self.tiers[tier]
         (status,) = (await tiers.status()).values()
-        engines = [self._engines[n] for n, (_, t) in self._wanted.items() if t == tier]
+        engines = [self.engines[n] for n, (_, t) in self._wanted.items() if t == tier]
         before = {e.name: e.tier for e in engines}
         os.kill(status["pid"], signal.SIGKILL)
         until = time.monotonic() + SETTLE_S
@@ -172,16 +165,15 @@ class Deployment:
             await asyncio.sleep(POLL_S)
 
     async def close(self) -> None:
-        """End everything."""
         try:
-            for engine in self._engines.values():
+            for engine in self.engines.values():
                 if engine.line is not None:
                     await engine.line.close()
                 if engine.is_running and not engine.died.done():
                     await stop_loops(engine, 0.0)
                     await dissolve(engine)
         finally:
-            for tiers in self._tiers.values():
+            for tiers in self.tiers.values():
                 await tiers.close()
             self._pool.free_all()
 

@@ -31,18 +31,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, above_zero, run  # noqa: E402
-from rayk.actors.engines import EngineHandle  # noqa: E402
-from rayk.actors.forming import dissolve, form_engine, stop_loops  # noqa: E402
-from rayk.actors.launch import connect  # noqa: E402
-from rayk.actors.nodes import EngineAsk, worker_resources  # noqa: E402
-from rayk.actors.pool import WorkerPool  # noqa: E402
-from rayk.actors.rank_spec import RankSpec  # noqa: E402
-from rayk.actors.tiers import HostTiers  # noqa: E402
-from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
-from rayk.types.config import EngineConfig  # noqa: E402
-from rayk.types.offload import OffloadSettings  # noqa: E402
-from rayk.types.request import Request, SamplingParams  # noqa: E402
+from jobs.benchmarks.harness import Page, above_zero, option, run
+from jobs.benchmarks.offload_engines import Deployment
+from rayk.actors.engines import EngineHandle
+from rayk.actors.launch import connect
+from rayk.actors.tiers import HostTiers
+from rayk.oracle.checkpoint import write_checkpoint
+from rayk.types.config import EngineConfig
+from rayk.types.offload import OffloadSettings
+from rayk.types.request import Request, SamplingParams
 
 MAX_FALL_PERCENT, MIN_GB_PER_S = 10.0, 0.5
 NUM_REQUESTS, PROMPT_TOKENS = 4, 4096
@@ -58,8 +55,6 @@ LIMIT_S = 600.0
 
 @dataclass
 class Measured:
-    """What one run saw."""
-
     token_times: list[list[float]] = field(default_factory=list)
     """Of each request, on this clock."""
     stores: set[tuple[float, float, int]] = field(default_factory=set)
@@ -136,29 +131,10 @@ async def measure(model: Path, tp: int, rounds: int, device: str) -> Measured:
         prefix_caching=True,
     )
     settings = OffloadSettings(host_bytes=3 << 30, store_tokens=16, load="never", pending_share=0.9)
-    pool = WorkerPool("overlap", keep=True)
-    resources = worker_resources(device, 1.0)
-    await pool.prepare([EngineAsk(name="prefill0", num_workers=tp, resources=resources)], "auto", str(model))
-    workers, node = pool.engine("prefill0", tp)
-    engine = EngineHandle("prefill0", "aggregated", 1, config, workers, str(node))
-
-    def spec_of(rank: int, address: str) -> RankSpec:
-        return RankSpec(
-            engine="prefill0",
-            epoch=1,
-            role="aggregated",
-            rank=rank,
-            config=config,
-            address=address,
-            comm_timeout_s=60.0,
-            lease_s=120.0,
-            offload=settings,
-        )
-
-    tiers, measured = HostTiers("rayk/overlap", settings), Measured()
+    deployment, measured = Deployment("rayk/overlap", {"prefill0": (config, "tier")}), Measured()
     try:
-        await form_engine(engine, spec_of)
-        await tiers.attach(engine, node.node_id)
+        await deployment.open({"tier": settings}, 1.0)
+        engine, tiers = deployment.engines["prefill0"], deployment.tiers["tier"]
         for i in range(NUM_REQUESTS):
             # Then all begin in one step, and cross their blocks' ends together.
             await _stream(engine, i, 1, Measured())
@@ -169,11 +145,8 @@ async def measure(model: Path, tp: int, rounds: int, device: str) -> Measured:
         await asyncio.gather(*streams, return_exceptions=True)
         for i in range(NUM_REQUESTS):
             engine.leader.abort.options(concurrency_group="control").remote(f"r{i}")
-        await stop_loops(engine, 0.0)
-        await dissolve(engine)
     finally:
-        await tiers.close()
-        pool.free_all()
+        await deployment.close()
     return measured
 
 
@@ -277,13 +250,12 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
 
 
 def main() -> int:
-    """Returns the exit status."""
     return run(
         fill,
         __file__,
         title="Decoding while 1 GiB is stored",
-        rounds={"type": above_zero, "default": 6, "help": "times that all is stored"},
-        tp={"type": above_zero, "default": 1},
+        rounds=option(6, "times that all is stored", type=above_zero),
+        tp=option(1, "of the engine", type=above_zero),
         device="cpu",
     )
 

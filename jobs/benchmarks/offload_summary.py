@@ -102,7 +102,6 @@ def _other_ms(row: Mapping[str, Any]) -> float | None:
 
 
 def _memcpy_rate(row: Mapping[str, Any]) -> float | None:
-    """GB/s."""
     return row["bytes"] / row["memcpy_ms"] / 1e6 if row["memcpy_ms"] else None
 
 

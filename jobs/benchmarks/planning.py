@@ -20,12 +20,12 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, run  # noqa: E402
-from rayk.kv.geometry import RankGeometry, plan_rank  # noqa: E402
-from rayk.kv.groups import group_layers  # noqa: E402
-from rayk.kv.layout import get_layout  # noqa: E402
-from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec  # noqa: E402
-from rayk.transfer.plan import TransferPlan, consecutive_tables, plan_transfer  # noqa: E402
+from jobs.benchmarks.harness import Page, run
+from rayk.kv.geometry import RankGeometry, plan_rank
+from rayk.kv.groups import group_layers
+from rayk.kv.layout import get_layout
+from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from rayk.transfer.plan import TransferPlan, consecutive_tables, plan_transfer
 
 NUM_TOKENS = 16_000
 NUM_LAYERS = 64
@@ -53,14 +53,12 @@ class Case:
     """Five layers of six see so many tokens."""
 
     def specs(self, side: int) -> dict[tuple[int, str], KVCacheSpec]:
-        """What the layers keep."""
         common = (self.blocks[side], 8, 128, 128, "bfloat16", 32)
         full = FullAttentionSpec(*common)
         local = full if self.window is None else SlidingWindowSpec(*common, self.window)
         return {(layer, "attention"): local if layer % 6 else full for layer in range(NUM_LAYERS)}
 
     def ranks(self, side: int) -> list[RankGeometry]:
-        """One engine."""
         groups = group_layers(self.specs(side))
         num_blocks = 2 + len(groups) * -(-NUM_TOKENS // self.blocks[side])
         return [
@@ -91,8 +89,6 @@ CASES = (
 
 @dataclass(frozen=True)
 class Measured:
-    """Milliseconds of one case."""
-
     num_reads: int
     num_descriptors: int
     first_ms: float
@@ -101,7 +97,6 @@ class Measured:
 
     @property
     def planning_ms(self) -> float:
-        """Of every request after the first."""
         return self.lower_ms + self.indices_ms
 
 
@@ -112,7 +107,6 @@ def scattered(rank: RankGeometry, seed: int) -> list[list[int]]:
 
 
 def timed_ms(began_ns: int) -> float:
-    """Since then."""
     return (time.thread_time_ns() - began_ns) / 1e6
 
 
@@ -164,7 +158,6 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
 
 
 def main() -> int:
-    """Returns the exit status."""
     return run(fill, __file__, title="Planning a request", rounds=51)
 
 

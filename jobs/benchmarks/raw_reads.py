@@ -40,17 +40,14 @@ class RawReads:
 
     @property
     def num_bytes(self) -> int:
-        """Of all reads."""
         return int(sum(part.sum() for part in self.lengths))
 
     @property
     def num_descriptors(self) -> int:
-        """Of all reads."""
         return sum(map(len, self.lengths))
 
     @property
     def run_bytes(self) -> int:
-        """The median descriptor's."""
         return int(np.median(np.concatenate(self.lengths)))
 
     def time_s(self, clock_ns: Callable[[], int] = time.monotonic_ns) -> float:

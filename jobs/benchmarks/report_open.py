@@ -27,9 +27,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, run  # noqa: E402
-from rayk.reports import ResultWriter  # noqa: E402
-from rayk.types.rows import CellRow, RequestRow, TransferRow  # noqa: E402
+from jobs.benchmarks.harness import Page, run
+from rayk.reports import ResultWriter
+from rayk.types.rows import CellRow, RequestRow, TransferRow
 
 CHROMIUM = next(
     (p for n in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(n))), None
@@ -88,7 +88,6 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
 
 
 def main() -> int:
-    """Returns the exit status."""
     return run(fill, __file__, title=TITLE, rounds=5, cells=NUM_CELLS)
 
 

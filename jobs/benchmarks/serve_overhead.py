@@ -34,9 +34,9 @@ from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, run  # noqa: E402
-from jobs.serving import serving  # noqa: E402
-from rayk.oracle.checkpoint import write_checkpoint  # noqa: E402
+from jobs.benchmarks.harness import Page, run
+from jobs.serving import serving
+from rayk.oracle.checkpoint import write_checkpoint
 
 TARGETS_MS = {"request": 10.0, "token": 1.0}
 COLUMNS = (
@@ -101,7 +101,6 @@ class Client:
 def measure(
     model: Path, path: str, num_requests: int, num_tokens: int, prompt_tokens: int
 ) -> dict[str, float]:
-    """The medians of one path."""
     prompts = _prompts(prompt_tokens)
     began = time.monotonic()
     told = ["--http", path, "--prefill-tp", "1", "--decode-tp", "1", "--device", "cpu"]
@@ -166,7 +165,6 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
 
 
 def main() -> int:
-    """Returns the exit status."""
     model = {"type": Path, "help": "a checkpoint folder (default: a tiny qwen3)"}
     title, paths = "What a server adds, milliseconds", "uvicorn,serve"
     return run(

@@ -21,8 +21,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, run, second_process  # noqa: E402
-from jobs.benchmarks.transfer_rate import (  # noqa: E402
+from jobs.benchmarks.harness import Page, run, second_process
+from jobs.benchmarks.transfer_rate import (
     MIB,
     NUM_LAYERS,
     SPEC,
@@ -33,10 +33,10 @@ from jobs.benchmarks.transfer_rate import (  # noqa: E402
     make_side,
     produce,
 )
-from rayk.kv.specs import page_bytes  # noqa: E402
-from rayk.transfer.staging import StagingSettings  # noqa: E402
-from rayk.transfer.ticket import TransferTicket  # noqa: E402
-from rayk.types.rows import TransferRow  # noqa: E402
+from rayk.kv.specs import page_bytes
+from rayk.transfer.staging import StagingSettings
+from rayk.transfer.ticket import TransferTicket
+from rayk.types.rows import TransferRow
 
 MODES = ("never", "always", "auto")
 LAYOUTS = (
@@ -58,14 +58,11 @@ TIE = 1.1
 
 @dataclass
 class Seen:
-    """What one mode took."""
-
     seconds: list[float] = field(default_factory=list)
     rows: tuple[TransferRow, ...] = ()
 
     @property
     def least_ms(self) -> float:
-        """Of all rounds but the first."""
         return min(self.seconds[1:]) * 1e3
 
 
@@ -86,7 +83,6 @@ def read(
 
 
 def run_case(pipe: Connection, case: Case, mib: int, rounds: int, life: int) -> dict[str, Seen]:
-    """One line of the table."""
     num_tokens = mib * MIB // (page_bytes(SPEC) * NUM_LAYERS) * SPEC.block_size
     num_blocks = num_tokens // SPEC.block_size + 2
     pipe.send((case, num_tokens, num_blocks, life))
@@ -167,7 +163,6 @@ def fill(options: argparse.Namespace, page: Page) -> None:
 
 
 def main() -> int:
-    """Returns the exit status."""
     cases = {"type": int, "nargs": "*", "help": "indices of the cases to run (default all)"}
     return run(fill, __file__, title="Staged against direct reads", mib=16, rounds=9, cases=cases)
 

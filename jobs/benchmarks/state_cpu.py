@@ -22,11 +22,11 @@ from transformers.models.mamba2 import modeling_mamba2
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, in_turns, run  # noqa: E402
-from rayk.kernels.causal_conv1d import causal_conv1d  # noqa: E402
-from rayk.kernels.segments import NO_SLOT, Segments  # noqa: E402
-from rayk.kernels.selective_scan import selective_scan  # noqa: E402
-from rayk.kernels.ssd_scan import ssd_scan  # noqa: E402
+from jobs.benchmarks.harness import Page, in_turns, run
+from rayk.kernels.causal_conv1d import causal_conv1d
+from rayk.kernels.segments import NO_SLOT, Segments
+from rayk.kernels.selective_scan import selective_scan
+from rayk.kernels.ssd_scan import ssd_scan
 
 Call = Callable[[], torch.Tensor]
 
@@ -75,7 +75,6 @@ def packed(value: torch.Tensor) -> torch.Tensor:
 
 
 def convolve(batch: Batch, num_channels: int, width: int) -> tuple[Call, Call]:
-    """(ours, theirs)."""
     x = batch.draw(num_channels)
     weight = torch.randn(num_channels, width).to(batch.dtype)
     bias = torch.randn(num_channels).to(batch.dtype)
@@ -94,7 +93,6 @@ def convolve(batch: Batch, num_channels: int, width: int) -> tuple[Call, Call]:
 
 
 def scan_channels(batch: Batch, num_channels: int, state_size: int) -> tuple[Call, Call]:
-    """(ours, theirs)."""
     x, dt, z = (batch.draw(num_channels) for _ in range(3))
     b, c = (batch.draw(state_size) for _ in range(2))
     a, d, dt_bias = -torch.rand(num_channels, state_size), torch.ones(num_channels), torch.zeros(num_channels)
@@ -168,7 +166,6 @@ def disagreement(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def fill(options: argparse.Namespace, page: Page) -> None:
-    """Add a row per op and batch."""
     torch.set_num_threads(options.threads)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     page.head("op", "batch", "ours ms", "theirs ms", "times faster")
@@ -185,7 +182,6 @@ def fill(options: argparse.Namespace, page: Page) -> None:
 
 
 def main() -> int:
-    """Returns the exit status."""
     return run(fill, __file__, title="State kernels on CPUs against transformers", threads=1, repeats=20)
 
 

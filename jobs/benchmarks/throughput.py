@@ -42,10 +42,10 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, run  # noqa: E402
-from rayk.engine.build import ThreadEngine  # noqa: E402
-from rayk.types.config import EngineConfig  # noqa: E402
-from rayk.types.request import Request, SamplingParams  # noqa: E402
+from jobs.benchmarks.harness import Page, run
+from rayk.engine.build import ThreadEngine
+from rayk.types.config import EngineConfig
+from rayk.types.request import Request, SamplingParams
 
 METRICS = ("prefill", "decode", "end to end")
 BLOCK_SIZE = 32
@@ -76,7 +76,6 @@ class Run:
     ended_s: float
 
     def rates(self, num_prompt_tokens: int) -> dict[str, float]:
-        """Tokens a second, by metric."""
         prefilled = max(times[0] for times in self.token_s)
         later = sum(t > prefilled for times in self.token_s for t in times)
         last = max(times[-1] for times in self.token_s)
@@ -98,8 +97,6 @@ class Contestant(Protocol):
 
 
 class Rayk:
-    """An engine in this process."""
-
     name = "rayk"
 
     def __init__(self, engine: ThreadEngine) -> None:
@@ -107,7 +104,6 @@ class Rayk:
         self._num_runs = 0
 
     def run(self, prompts: Prompts, num_tokens: int) -> Run:
-        """See Contestant."""
         self._num_runs += 1
         sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
         started = time.monotonic()
@@ -143,7 +139,6 @@ class Generate:
 
     @torch.inference_mode()
     def run(self, prompts: Prompts, num_tokens: int) -> Run:
-        """See Contestant."""
         times: list[float] = []
 
         def note(*_: object, **__: object) -> torch.Tensor:
@@ -181,7 +176,6 @@ class GenerateBatch:
     # Inside inference_mode it fails: it writes to its cache outside.
     @torch.no_grad()
     def run(self, prompts: Prompts, num_tokens: int) -> Run:
-        """See Contestant."""
         settings = transformers.GenerationConfig(
             max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
@@ -199,14 +193,11 @@ class GenerateBatch:
         return Run([o.generated_tokens for o in found], [o.timestamps for o in found], started, ended)
 
     def close(self) -> None:
-        """Let go of the manager."""
         self._model.destroy_cached_continuous_batching_manager()
 
 
 @dataclass(frozen=True)
 class Case:
-    """One load."""
-
     dtype: str
     batch: int
     num_prompt: int
@@ -221,15 +212,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one case."""
-
     rates: dict[str, list[dict[str, float]]]
     """Contestant -> per round, metric -> tokens a second."""
     share_equal: dict[str, float]
     """Contestant -> the share of tokens before the first, in their request, that is not rayk's."""
 
     def rate(self, name: str, metric: str) -> float:
-        """Median over rounds."""
         return statistics.median(rates[metric] for rates in self.rates[name])
 
     def ratio(self, name: str, metric: str) -> float:
@@ -251,7 +239,6 @@ def write_model(folder: Path) -> None:
 
 @contextmanager
 def contestants(model: Path, case: Case) -> Iterator[list[Contestant]]:
-    """All of them, ready."""
     dtype = getattr(torch, case.dtype)
     length = case.num_prompt + case.num_tokens
     config = EngineConfig(
@@ -360,7 +347,6 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
 
 
 def main() -> int:
-    """Returns the exit status."""
     return run(
         fill,
         __file__,

@@ -29,13 +29,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, above_zero, option, run  # noqa: E402
-from jobs.sweep_actors import CALL_S, Hosts  # noqa: E402
-from jobs.sweep_cells import SPEC, SweepCell, load_sweep, some_of  # noqa: E402
-from rayk.actors.launch import connect  # noqa: E402
-from rayk.cli.guard import run_guarded  # noqa: E402
-from rayk.reports.page import Column  # noqa: E402
-from rayk.transfer.nixl_agent import nixl_api  # noqa: E402
+from jobs.benchmarks.harness import Page, above_zero, option, run
+from jobs.sweep_actors import CALL_S, Hosts
+from jobs.sweep_cells import SPEC, SweepCell, load_sweep, some_of
+from rayk.actors.launch import connect
+from rayk.cli.guard import run_guarded
+from rayk.reports.page import Column
+from rayk.transfer.nixl_agent import nixl_api
 
 MIN_OF_RAW = 0.9
 """Of bare NIXL's rate, under --check."""
@@ -249,7 +249,6 @@ def missed(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
     return run(
         fill,
         __file__,

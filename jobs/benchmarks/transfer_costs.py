@@ -28,12 +28,12 @@ import numpy.typing as npt
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
-from jobs.benchmarks.harness import Page, run, second_process  # noqa: E402
-from rayk.kernels.copy_runs import copy_runs, make_run_table  # noqa: E402
-from rayk.kv.caches import empty_bytes  # noqa: E402
-from rayk.transfer.agent import DescriptorList, TransferState  # noqa: E402
-from rayk.transfer.costs import TransferCosts, transfer_costs  # noqa: E402
-from rayk.transfer.nixl_agent import NixlAgent  # noqa: E402
+from jobs.benchmarks.harness import Page, run, second_process
+from rayk.kernels.copy_runs import copy_runs, make_run_table
+from rayk.kv.caches import empty_bytes
+from rayk.transfer.agent import DescriptorList, TransferState
+from rayk.transfer.costs import TransferCosts, transfer_costs
+from rayk.transfer.nixl_agent import NixlAgent
 
 MIB = 1 << 20
 REGION_BYTES = 256 * MIB
@@ -113,8 +113,6 @@ def serve(pipe: Connection) -> None:
 
 
 class Bench:
-    """This process's side."""
-
     def __init__(self, pipe: Connection) -> None:
         self.agent = NixlAgent(f"costs-d-{os.getpid()}")
         self.memory = empty_bytes(REGION_BYTES, torch.device("cpu")).zero_()
@@ -144,7 +142,6 @@ class Bench:
         return time.perf_counter_ns() - began
 
     def prepare_move(self, move: Move) -> Callable[[], int]:
-        """What to time."""
         # Blocks twice as far apart as they are long never join.
         stride = move.length if move.is_joined else 2 * move.length
         handle = self.agent.prepare(self.peer, *self.lists(move.length, stride, move.count))
@@ -278,7 +275,6 @@ def fill(options: argparse.Namespace, page: Page) -> None:
 
 
 def main() -> int:
-    """Returns the exit status."""
     return run(fill, __file__, title="Constants of the cost model", rounds=9)
 
 

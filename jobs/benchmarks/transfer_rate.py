@@ -33,20 +33,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, run, second_process  # noqa: E402
-from jobs.benchmarks.raw_reads import RawReads, same_descriptors, take_turns  # noqa: E402
-from rayk.kv.caches import CanonicalKVCaches, FieldView, allocate  # noqa: E402
-from rayk.kv.geometry import plan_rank  # noqa: E402
-from rayk.kv.groups import group_layers  # noqa: E402
-from rayk.kv.layout import get_layout  # noqa: E402
-from rayk.kv.specs import FullAttentionSpec, page_bytes  # noqa: E402
-from rayk.reports.page import Column  # noqa: E402
-from rayk.transfer.handshake import CacheDescription, describe_cache  # noqa: E402
-from rayk.transfer.layer_view import make_layer_view  # noqa: E402
-from rayk.transfer.nixl_agent import NixlAgent  # noqa: E402
-from rayk.transfer.rank import TransferRank  # noqa: E402
-from rayk.transfer.staging import StagingSettings  # noqa: E402
-from rayk.transfer.ticket import TransferTicket  # noqa: E402
+from jobs.benchmarks.harness import Page, run, second_process
+from jobs.benchmarks.raw_reads import RawReads, same_descriptors, take_turns
+from jobs.ranks import make_rank
+from rayk.kv.caches import CanonicalKVCaches
+from rayk.kv.groups import group_layers
+from rayk.kv.specs import FullAttentionSpec, page_bytes
+from rayk.reports.page import Column
+from rayk.transfer.handshake import CacheDescription
+from rayk.transfer.nixl_agent import NixlAgent
+from rayk.transfer.rank import TransferRank
+from rayk.transfer.staging import StagingSettings
+from rayk.transfer.ticket import TransferTicket
 
 MIB = 1 << 20
 SPEC = FullAttentionSpec(16, 8, 128, 128, "bfloat16", 32)
@@ -96,15 +94,12 @@ CASES = (
 
 @dataclass
 class Side:
-    """All ranks of one engine, in this process."""
-
     agents: list[NixlAgent]
     caches: list[CanonicalKVCaches]
     ranks: list[TransferRank]
     heads: list[tuple[int, ...]]
 
     def close(self) -> None:
-        """Forget everything."""
         for rank in self.ranks:
             rank.close()
 
@@ -116,34 +111,23 @@ def make_side(
     made = Side([], [], [], [])
     groups = group_layers({(layer, SPEC.part): SPEC for layer in range(NUM_LAYERS)})
     for tp_rank in range(case.tp[side]):
-        geometry = plan_rank(
+        agent = NixlAgent(f"{'pd'[side]}{tp_rank}-{life}-{os.getpid()}")
+        caches, rank = make_rank(
             groups,
-            get_layout(case.layouts[side]),
+            case.layouts[side],
+            agent,
             tp_size=case.tp[side],
             tp_rank=tp_rank,
             num_blocks=num_blocks,
+            engine=f"{'pd'[side]}{life}",
+            staging=staging,
+            clock=CLOCK.now_ns,
         )
-        caches = allocate(geometry, torch.device("cpu"))
-        agent = NixlAgent(f"{'pd'[side]}{tp_rank}-{life}-{os.getpid()}")
-        heads = geometry.groups[0].fields[0].units
-        views = [
-            make_layer_view(layer, groups[0], field_views(caches.view(layer), heads))
-            for layer in range(NUM_LAYERS)
-        ]
-        description = describe_cache(agent, caches, engine=f"{'pd'[side]}{life}", fingerprint={})
         made.agents.append(agent)
         made.caches.append(caches)
-        made.heads.append(heads)
-        made.ranks.append(
-            TransferRank(agent, caches, views, description, staging=staging, clock=CLOCK.now_ns)
-        )
+        made.heads.append(caches.geometry.groups[0].fields[0].units)
+        made.ranks.append(rank)
     return made
-
-
-def field_views(view: torch.Tensor, heads: tuple[int, ...]) -> tuple[FieldView, FieldView]:
-    """Keys and values of a bound view [B, H, N, C]."""
-    size = SPEC.head_size_k
-    return FieldView("k", view[..., :size], heads), FieldView("v", view[..., size:], heads)
 
 
 def block_table(case: Case, side: int, num_tokens: int, num_blocks: int) -> list[int]:
@@ -251,7 +235,6 @@ def read_with_rayk(side: Side, ticket: TransferTicket, table: Sequence[int], nam
 
 
 def run_case(pipe: Connection, case: Case, mib: int, rounds: int, life: int) -> dict[str, Any]:
-    """One line of the table."""
     num_tokens = mib * MIB // (page_bytes(SPEC) * NUM_LAYERS) * SPEC.block_size
     num_blocks = num_tokens // SPEC.block_size + 2
     pipe.send((case, num_tokens, num_blocks, life))
@@ -363,7 +346,6 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
 
 
 def main() -> int:
-    """Returns the exit status."""
     return run(
         fill,
         __file__,

@@ -26,17 +26,14 @@ class Shape:
 
     @property
     def is_decode(self) -> bool:
-        """One query token a request."""
         return all(n == 1 for n, _ in self.requests)
 
     @property
     def is_uniform(self) -> bool:
-        """All requests alike."""
         return len(set(self.requests)) == 1
 
     @property
     def num_query_heads(self) -> int:
-        """Query heads of the rank."""
         return self.num_kv_heads * self.group
 
     def num_bytes(self, itemsize: int) -> int:
