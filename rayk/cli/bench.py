@@ -1,4 +1,4 @@
-"""`rayk bench`: send loads to a server, measure, judge the measurement."""
+"""Send loads to a server, measure, and judge the measurement: `rayk bench`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,12 @@ if TYPE_CHECKING:
 
 
 class Arrival(StrEnum):
-    """How requests of an open load arrive."""
-
     poisson = "poisson"
     gamma = "gamma"
     constant = "constant"
 
 
 class Dataset(StrEnum):
-    """Where prompts come from, as vLLM's benchmark names it."""
-
     sharegpt = "sharegpt"
     random = "random"
 
@@ -169,7 +165,7 @@ def bench(
 def _levels(
     rates: list[str], concurrencies: list[str], request_rate: str | None, max_concurrency: str | None
 ) -> tuple[list[float], list[int]]:
-    """The levels of load, by whatever names they were given. Raises UserError."""
+    """Collect the levels of load under all their option names. Raises UserError."""
     if request_rate is not None and request_rate.strip().lower() == "inf":
         if max_concurrency is None and not concurrencies:
             problem = "all requests at once are no load that says much"
@@ -192,7 +188,7 @@ def _levels(
 
 
 def _numbers(kind: Callable[[str], N], texts: list[str], option: str, mend: str) -> list[N]:
-    """What lists such as `1,2` say. Raises UserError."""
+    """Parse lists such as `1,2`. Raises UserError."""
     try:
         return [kind(part) for text in texts for part in text.split(",")]
     except ValueError:
@@ -201,7 +197,7 @@ def _numbers(kind: Callable[[str], N], texts: list[str], option: str, mend: str)
 
 
 def _sharegpt(name: Dataset | None, path: Path | None) -> Path | None:
-    """The file of prompts, if any. Raises UserError."""
+    """Find the file of prompts, if any. Raises UserError."""
     if name is Dataset.sharegpt and path is None:
         raise UserError("no file is named", where="--dataset-name sharegpt", mend="--dataset-path FILE")
     if name is not Dataset.sharegpt and path is not None:
@@ -211,7 +207,6 @@ def _sharegpt(name: Dataset | None, path: Path | None) -> Path | None:
 
 
 def _spread(base: Load, rates: list[float], concurrencies: list[int]) -> list[Load]:
-    """A load per rate and per concurrency; one request at a time if there is neither, nor a trace."""
     if base.trace is not None and not rates and not concurrencies:
         return [base]
     loads = [replace(base, rate=rate) for rate in rates]
@@ -220,7 +215,7 @@ def _spread(base: Load, rates: list[float], concurrencies: list[int]) -> list[Lo
 
 
 def send_loads(loads: list[Load], out: Path | None, *, strict: bool) -> int:
-    """Send them, print the tables, return the exit code. Raises UserError for bad input."""
+    """Send loads, print the tables, return the exit code. Raises UserError for bad input."""
     from rayk.bench.run import run_bench
     from rayk.cli.plain import print_table
     from rayk.reports import collect_environment, load
@@ -245,7 +240,6 @@ def send_loads(loads: list[Load], out: Path | None, *, strict: bool) -> int:
 
 
 def _without_key(command: list[str]) -> list[str]:
-    """The command line as it may be kept."""
     kept = [re.sub(r"(?<=^--api-key=).+", "...", word) for word in command]
     return ["..." if before == "--api-key" else word for before, word in zip(["", *kept], kept, strict=False)]
 
@@ -293,19 +287,15 @@ class BenchProgress:
         self._bar.stop()
 
     def stop(self) -> None:
-        """A signal arrived."""
         self._bar.stop()
         self._console.print("rayk: stopping (once more to stop at once)")
 
     def begin(self, load: Load, num_requests: int) -> None:
-        """A load starts."""
         self._bar.reset(self._task, total=num_requests, description=load.name)
 
     def ended(self, outcome: str) -> None:
-        """A request has ended."""
         del outcome
         self._bar.advance(self._task)
 
     def end(self, cell: Mapping[str, Any]) -> None:
-        """A load is on disk."""
         self._console.print(f"{cell['verdict']:<8} {cell['cell_id']}  {cell['wall_s']:.1f} s", markup=False)

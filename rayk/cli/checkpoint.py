@@ -1,4 +1,4 @@
-"""`rayk checkpoint`: a tiny random checkpoint of a real architecture."""
+"""Write a tiny random checkpoint of a real architecture: `rayk checkpoint`."""
 
 from __future__ import annotations
 
@@ -70,10 +70,8 @@ def checkpoint(
 
 
 def refuse_unservable(family: str, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Refuse, at once, overrides that the family's parser finds fault in. Raises UserError.
-
-    Fault in other keys may go when transformers completes the config: write_checkpoint asks again then.
-    """
+    """Refuse overrides that the family's parser finds fault in. Fault in other keys may go when transformers
+    completes the config: write_checkpoint checks again then. Raises UserError."""
     architecture = next(n for n in FAMILY_PARSERS[family].architectures if n.endswith("ForCausalLM"))
     where = f"{family} with {', '.join(f'{key}={value}' for key, value in overrides.items())}"
     try:
@@ -87,7 +85,7 @@ def refuse_unservable(family: str, values: Mapping[str, Any], overrides: Mapping
 
 
 def parse_overrides(texts: list[str]) -> dict[str, Any]:
-    """KEY=VALUE texts as a mapping, values read as YAML. Raises UserError."""
+    """Parse KEY=VALUE texts, values as YAML. Raises UserError."""
     values: dict[str, Any] = {}
     for text in texts:
         key, equals, raw = text.partition("=")

@@ -1,4 +1,4 @@
-"""What `rayk doctor` looks at, one function per matter."""
+"""Examine the machine for `rayk doctor`, one function per matter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RAY_SERVE_PROXY = "ray::ProxyActor"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One line: `status` is ok, note (there is a fallback) or missing (experiments cannot run)."""
+    """A line: `status` is ok, note (there is a fallback) or missing (experiments cannot run)."""
 
     what: str
     status: str
@@ -32,7 +32,7 @@ class Finding:
 
 
 def examine(address: str | None = None) -> list[Finding]:
-    """Everything, in the order a reader wants it. Slow parts (torch, NIXL) take a few seconds."""
+    """Check everything, in the order a reader wants it. torch and NIXL take a few seconds."""
     checks: tuple[Callable[[], Finding], ...] = (
         _python,
         _cpu,
@@ -116,7 +116,7 @@ def _ray() -> Finding:
 
 
 def _cluster(address: str | None) -> Finding:
-    """The Ray clusters of this machine, or whether that of the address answers."""
+    """Find the Ray clusters of this machine, or whether the one at the address answers."""
     given = address or os.environ.get("RAY_ADDRESS") or "auto"
     if given == "auto":
         found = ", ".join(_running_clusters())
@@ -132,7 +132,7 @@ def _cluster(address: str | None) -> Finding:
 
 
 def _listening() -> list[Finding]:
-    """What the ports of Ray's processes and rayk's ask of whoever comes, alike ones in one line."""
+    """Say what the ports of Ray's and rayk's processes ask of whoever comes, alike ones in one line."""
     if package_versions()["ray"] is None:
         return []  # it brings what lists processes, and is itself a finding
     alike: dict[tuple[str, str, str], list[tuple[Port, Answer]]] = {}
@@ -164,7 +164,6 @@ def _heard(program: str, host: str, text: str, found: list[tuple[Port, Answer]])
 
 
 def _running_clusters() -> list[str]:
-    """Addresses of the clusters that have processes on this machine."""
     if package_versions()["ray"] is None:
         return []
     from rayk.actors.ray_private import running_clusters
@@ -173,7 +172,7 @@ def _running_clusters() -> list[str]:
 
 
 def _nixl() -> Finding:
-    """A real READ between two agents of this process."""
+    """Measure a real READ between two agents of this process."""
     version = package_versions()["nixl-cu13"]
     mend = "pip install nixl-cu13 (Linux x86-64 or aarch64)"
     try:
@@ -190,7 +189,6 @@ def _nixl() -> Finding:
 
 
 def _speed(measured: Mapping[str, Any]) -> str:
-    """One READ between two agents, as nixl_agent.measure() reports it."""
     return (
         f"{measured['transport']} on {measured['device']}: {measured['gb_per_s']:.1f} GB/s, "
         f"{measured['latency_us']:.0f} us for one small read"

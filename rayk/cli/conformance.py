@@ -1,4 +1,4 @@
-"""`rayk conformance`: try a KV connector without an engine."""
+"""Try a KV connector without an engine: `rayk conformance`."""
 
 from __future__ import annotations
 
@@ -123,7 +123,6 @@ def _line(number: int, total: int, result: CheckResult) -> Text:
 
 
 def _table(results: Sequence[CheckResult], console: Console) -> Table:
-    """All checks, reasons whole."""
     table = Table(box=None, pad_edge=False, width=console.width)
     for title in ("check", "verdict"):
         table.add_column(title, no_wrap=True)

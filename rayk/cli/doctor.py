@@ -1,4 +1,4 @@
-"""`rayk doctor`: what this machine can do, and how to mend what is missing."""
+"""Say what this machine can do, and how to mend what is missing: `rayk doctor`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ SYMBOLS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[bold re
 
 
 class Format(enum.StrEnum):
-    """How to print."""
-
     text = "text"
     json = "json"
 

@@ -1,4 +1,4 @@
-"""`rayk explain`: what a pair of engines would transfer, without weights, actors or torch."""
+"""Explain what a pair of engines would transfer, without weights, actors or torch: `rayk explain`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ SIDES = ("prefill", "decode")
 
 
 class Format(enum.StrEnum):
-    """How to print."""
-
     text = "text"
     json = "json"
     html = "html"
 
 
 def _axis_options() -> list[inspect.Parameter]:
-    """`--prefill-X` and `--decode-X` for every axis a side has, taken from the spec's grammar."""
+    """Make `--prefill-X` and `--decode-X` for every axis that the spec's grammar gives a side."""
     from rayk.specs.experiment import SideSpec
 
     options = []
@@ -149,7 +147,7 @@ def _explain(
 
 
 def _value(name: str, value: Any) -> Any:
-    """An axis as the spec wants it: mappings are given as KEY=VALUE,.. in text."""
+    """Convert an axis for the spec: mappings are given as KEY=VALUE,.. in text."""
     from rayk.specs.experiment import SideSpec
 
     if "dict" not in str(SideSpec.model_fields[name].annotation):

@@ -1,4 +1,4 @@
-"""Flags of vLLM's `serve` and `bench serve` that rayk lacks, and what to use instead."""
+"""Answer flags of vLLM's `serve` and `bench serve` that rayk lacks with what to use instead."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 from rayk.cli.guard import BAD_INPUT, complain
 from rayk.types.errors import UserError
 
+# command -> flag -> what to use
 HINTS: Mapping[str, Mapping[str, str]] = {
     "serve": {
         "--gpu-memory-utilization": "--set engine.num_blocks=N sizes the KV pool",
@@ -57,14 +58,11 @@ HINTS: Mapping[str, Mapping[str, str]] = {
         "--num-warmups": "--warmup N cuts the first requests",
     },
 }
-"""command -> flag -> what to use."""
 
 
 class WithHints(TyperCommand):
-    """A command that knows others' flags."""
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The command line. Exits with 2 and a hint where a flag is one that rayk lacks."""
+        """Parse the command line. Exits with 2 and a hint where a flag is one that rayk lacks."""
         for word in args:
             flag = word.partition("=")[0].replace("_", "-")
             hint = HINTS[self.name or ""].get(flag)

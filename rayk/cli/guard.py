@@ -1,4 +1,4 @@
-"""What every command shares: consoles, and errors as messages and exit codes."""
+"""Share between commands the consoles, and errors as messages and exit codes."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ TOKEN_FILE_HELP = (
     "Keep the token of the local Ray cluster in this new file while it runs: RAY_AUTH_TOKEN_PATH=FILE opens "
     "it for rayk top, dashboards and, with RAY_AUTH_MODE=token, for Ray's own commands."
 )
+# errors of a disk that is full, read-only, another's or failing, of a path that somebody named
 OF_A_DISK = frozenset(
     {
         errno.ENOSPC,
@@ -36,19 +37,17 @@ OF_A_DISK = frozenset(
         errno.ENAMETOOLONG,
     }
 )
-"""What a disk that is full, read-only, another's or failing answers, of a path that somebody named."""
+# may also be of a process or a socket, and then name no path
 OF_MORE = frozenset({errno.EACCES, errno.EPERM})
-"""Of these, what says so of a process or a socket, too, and then names no path."""
 WIDE = 160  # columns of a table that does not go to a terminal
 
 
 def stderr() -> Console:
-    """Where diagnostics go."""
     return Console(stderr=True, soft_wrap=True, highlight=False)
 
 
 def stdout() -> Console:
-    """Where results go: as wide as the terminal, or wide enough for the tables."""
+    """Make the console of results: as wide as the terminal, or wide enough for the tables."""
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(WIDE, shutil.get_terminal_size().columns)
@@ -56,12 +55,12 @@ def stdout() -> Console:
 
 
 def complain(error: Exception) -> None:
-    """One message, on stderr, without markup or traceback."""
+    """Print one message on stderr, without markup or traceback."""
     stderr().print(Text.assemble(("rayk: ", "bold red"), str(error)))
 
 
 def run_guarded(action: Callable[[], int]) -> int:
-    """The exit code of an action: user errors and interrupts become messages and codes."""
+    """Run an action, and turn user errors and interrupts into messages and exit codes."""
     try:
         return action()
     except (UserError, LayoutVetoed, Unsupported) as error:
@@ -79,7 +78,6 @@ def run_guarded(action: Callable[[], int]) -> int:
 
 
 def guarded(command: Callable[P, R]) -> Callable[P, R]:
-    """A command whose user errors and interrupts become messages and exit codes."""
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,7 +1,5 @@
-"""What listens where: the ports of this machine's processes of Ray's and rayk's, and what each asks for.
-
-Every port is asked as a stranger would: over HTTP, over gRPC, then as a caller of rayk's lines.
-"""
+"""Find what listens on the ports of this machine's processes of Ray's and rayk's. Every port is asked as a
+stranger would: over HTTP, over gRPC, then as a caller of rayk's lines."""
 
 from __future__ import annotations
 
@@ -20,22 +18,19 @@ from rayk.actors.lines import NONCE_BYTES, PROOF_BYTES
 PROBE_S = 5.0
 NUM_PROBES = 16  # at once
 GUARDED, OPEN, OTHER, LATE = "guarded", "open", "other", "late"
-_PATH = "/api/jobs/"
-"""Of Ray's dashboard. Whatever else speaks HTTP asks for its token or key there, too."""
+_PATH = "/api/jobs/"  # Ray's dashboard and other HTTP servers ask for their token or key here
+# calls without effect of Ray's services: a server asks for its token only in services that it has
 _CALLS = (
     *("ray.rpc.NodeInfoGcsService/CheckAlive", "ray.rpc.NodeManagerService/GetNodeStats"),
     *("ray.rpc.CoreWorkerService/GetCoreWorkerStats", "ray.rpc.ObjectManagerService/Pull"),
     *("ray.rpc.ReporterService/ReportOCMetrics", "ray.rpc.RayletDriver/ClusterInfo"),
     "ray.serve.ASGIService/HandleRequest",
 )
-"""One call without effect of each of Ray's services: a server asks for its token in services it has alone."""
 _SCRIPTS = {"ray/dashboard/dashboard.py": "Ray's dashboard", "ray.util.client.server": "Ray's client server"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Port:
-    """A TCP port that listens."""
-
     host: str
     port: int
     program: str
@@ -43,7 +38,7 @@ class Port:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether processes of this machine alone can reach it."""
+        """Tell whether processes of this machine alone can reach it."""
         return ipaddress.ip_address(self.host).is_loopback
 
 
@@ -52,14 +47,14 @@ class Answer:
     """What a port said to somebody without token or key."""
 
     status: str
-    """guarded, open (it serves whoever comes), other: a protocol that asks nobody and runs nothing, or late:
-    it speaks HTTP or gRPC, and whom it serves is not known."""
+    """guarded; open (serves whoever comes); other (a protocol that asks nobody and runs nothing); late
+    (speaks HTTP or gRPC, and whom it serves is not known)."""
     text: str
 
 
 def ray_ports(root: int | None = None) -> list[Port]:
-    """The ports of Ray's processes of this machine, of what these started, and of their drivers; where root
-    asks, also of other users'. `root`: of this process and its descendants alone."""
+    """List the ports of Ray's processes, of what these started, and of their drivers; where root asks, also
+    of other users'. `root` limits them to a process and its descendants."""
     import ray  # noqa: F401 - brings psutil
     import psutil  # isort: skip
 
@@ -81,7 +76,6 @@ def ray_ports(root: int | None = None) -> list[Port]:
 
 
 def _programs(psutil: Any) -> dict[int, str]:
-    """Process id -> what it is."""
     processes = {p.pid: p for p in psutil.process_iter(["cmdline", "ppid"], ad_value=None)}
     named = {pid: name for pid, p in processes.items() if (name := _name(p.info["cmdline"] or []))}
     for pid in list(named):
@@ -99,7 +93,7 @@ def _programs(psutil: Any) -> dict[int, str]:
 
 
 def _name(command: list[str]) -> str | None:
-    """What Ray calls it, or rayk; None for anybody else's."""
+    """Name a process of Ray's or rayk's; None for anybody else's."""
     words = " ".join(command)
     first = Path(words.partition(" ")[0]).name
     if first in ("gcs_server", "raylet") or first.startswith("ray::"):
@@ -118,20 +112,19 @@ def _short(command: list[str]) -> str:
 
 
 def _plain(host: str) -> str:
-    """IPv4 out of its IPv6 clothes: ::ffff:127.0.0.1 is 127.0.0.1."""
+    """Turn ::ffff:127.0.0.1 into 127.0.0.1."""
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = getattr(address, "ipv4_mapped", None)
     return str(mapped or address)
 
 
 def answers(ports: list[Port]) -> Iterator[tuple[Port, Answer]]:
-    """Each port, and what it says to a stranger."""
     with ThreadPoolExecutor(NUM_PROBES) as pool:
         yield from zip(ports, pool.map(lambda p: ask(p.host, p.port), ports), strict=True)
 
 
 def ask(host: str, port: int) -> Answer:
-    """What a port says to somebody without token or key."""
+    """Ask a port without token or key."""
     reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - as it is listed
     return _ask_http(reached, port) or _ask_grpc(reached, port) or _ask_line(reached, port)
 

@@ -1,4 +1,4 @@
-"""The command `rayk`."""
+"""Assemble the command `rayk`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ app.command(
 
 
 def main() -> None:
-    """Entry point of the installed command."""
     app()
 
 

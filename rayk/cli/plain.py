@@ -1,4 +1,4 @@
-"""Tables where there is no terminal: plain lines, one per row, nothing cut, folded or framed."""
+"""Print tables where there is no terminal: a line per row, nothing cut, folded or framed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GAP = "  "
 
 
 def plain_lines(table: Table) -> list[str]:
-    """Title, heads, rows and caption; columns stand below each other."""
+    """Write title, heads, rows and caption; columns stand below each other."""
     heads = [str(column.header) for column in table.columns]
     rows = [list(row) for row in zip_longest(*(map(_one_line, c.cells) for c in table.columns), fillvalue="")]
     justify = ["rjust" if column.justify == "right" else "ljust" for column in table.columns]
@@ -31,7 +31,7 @@ def _one_line(cell: object) -> str:
 
 
 def print_table(console: Console, table: Table) -> None:
-    """As it is on a terminal, as plain lines elsewhere."""
+    """Print as a table on a terminal, as plain lines elsewhere."""
     if console.is_terminal:
         console.print(table)
         return

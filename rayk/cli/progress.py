@@ -1,4 +1,4 @@
-"""A run's progress on stderr: a bar on a terminal, one line per cell elsewhere."""
+"""Show a run's progress on stderr: a bar on a terminal, one line per cell elsewhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STYLES = {"PASS": "green", "NEAR_TIE": "yellow", "UNSUPPORTED": "dim"}
 
 
 class RunProgress:
-    """Implements types.progress.Progress; a context manager that owns the bar."""
+    """Implements types.progress.Progress as a context manager that owns the bar."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or stderr()
@@ -67,7 +67,6 @@ class RunProgress:
         self._bar.stop()
 
     def plan(self, num_cells: int, num_finished: int) -> None:
-        """The matrix is known; some cells may be on disk already."""
         self._num_cells, self._num_done = num_cells, num_finished
         self._bar.update(self._task, total=num_cells, completed=num_finished)
         if num_finished:
@@ -75,37 +74,33 @@ class RunProgress:
             self.console.print(f"resuming: {num_finished} of {num_cells} cells are on disk, {left}")
 
     def phase(self, text: str) -> None:
-        """The bar's words on a terminal; elsewhere a line, and more of them where it lasts."""
+        """Change the bar's words on a terminal; elsewhere print a line, and more of them if it lasts."""
         self._bar.update(self._task, description=text)
         if not self.console.is_terminal:  # the bar says how long
             self.console.print(text, markup=False)
             self._waiting.begin(text)
 
     def warn(self, text: str) -> None:
-        """One line, as every diagnostic."""
         self.console.print(Text.assemble(("rayk: warning: ", "bold yellow"), text))
 
     def interrupted(self) -> None:
-        """A signal arrived: take the bar away and say what is going on."""
+        """Take the bar away after a signal, and say what is going on."""
         self._waiting.end()
         self._bar.stop()
         self.console.print("rayk: stopping the workers (once more to stop at once)")
 
     def summary(self) -> str:
-        """How far the run came."""
         if not self._num_cells:
             return "no cell was planned yet"
         return f"{self._num_done} of {self._num_cells} cells are finished"
 
     def begin(self, cell_id: str) -> None:
-        """A cell starts."""
         self._waiting.end()
         self._began = time.monotonic()
         self._first_began = self._first_began or self._began
         self._bar.update(self._task, description=cell_id)
 
     def end(self, cell_id: str, verdict: str, reason: str) -> None:
-        """A cell has its verdict, and its rows are on disk."""
         self._num_done += 1
         self._num_here += verdict != "UNSUPPORTED"
         width = len(str(self._num_cells))
@@ -122,8 +117,7 @@ class RunProgress:
         self._bar.update(self._task, completed=self._num_done, tally=" ".join(told))
 
     def _left(self) -> str:
-        """How long the cells that are left will take if they take as long as those so far; the bar says it on
-        a terminal."""
+        """Estimate the time left from the cells so far; on a terminal the bar does."""
         num_left = self._num_cells - self._num_done
         if self.console.is_terminal or num_left <= 0 or not self._num_here:
             return ""

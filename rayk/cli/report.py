@@ -1,4 +1,4 @@
-"""`rayk report`: build reports again from a run's tables, or compare runs."""
+"""Build reports again from a run's tables, or compare runs: `rayk report`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 
 class Format(enum.StrEnum):
-    """What to write."""
-
     html = "html"
     md = "md"
     csv = "csv"
@@ -112,7 +110,7 @@ def _write(directories: list[Path], output_format: Format, out: Path | None) -> 
 
 
 def _refuse_mixture(results: list[Result]) -> None:
-    """A run's cells and a bench's loads have nothing that could be set side by side."""
+    """Refuse to compare a run's cells with a bench's loads."""
     from rayk.reports.load_tables import is_load
 
     benches = [str(r.directory) for r in results if is_load(r.cells)]

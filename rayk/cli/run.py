@@ -1,4 +1,4 @@
-"""`rayk run`: check a spec, run its matrix, show the verdicts."""
+"""Check a spec, run its matrix, show the verdicts: `rayk run`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rayk serve`: an OpenAI-compatible server of one checkpoint."""
+"""Serve one checkpoint over an OpenAI-compatible API: `rayk serve`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from rayk.types.bounds import MAX_ENGINES, MAX_REQUESTS, MAX_SECONDS
 
 
 class Http(enum.StrEnum):
-    """What stands between clients and the router."""
-
     serve = "serve"
     uvicorn = "uvicorn"
 

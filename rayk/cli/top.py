@@ -1,4 +1,4 @@
-"""`rayk top`: the engines of a server as they are, again and again."""
+"""Show the engines of a server again and again: `rayk top`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from rayk.types.reaching import why_unreached
 
 ANSWER_S = 10.0  # a server that does not tell in this time is asked again
 STATES = {"ready": "green", "forming": "yellow", "lost": "bold red"}
+# titles and how their columns are set
 TITLES = (
     *(("engine", "left"), ("role", "left"), ("TP", "right"), ("state", "left"), ("running", "right")),
     *(("waiting", "right"), ("free blocks", "right"), ("used %", "right"), ("computed/s", "right")),
     *(("tokens/s", "right"), ("in flight", "right"), ("restarts", "right"), ("trouble", "left")),
 )
-"""Titles and how their columns are set."""
+# what a narrow terminal does without, in this order
 DROPPED_FIRST = ("used %", "restarts", "computed/s", "TP", "in flight", "role", "free blocks")
-"""Columns that a narrow terminal does without, in this order."""
 MIN_TROUBLE = 17  # characters that are kept for the trouble column, as for each: with padding and a gap
 Engine = Mapping[str, Any]
 Ask = Callable[[], Sequence[Engine]]
@@ -73,7 +73,7 @@ def top(
 
 
 def _show(screen: Screen, interval_s: float, *, once: bool) -> None:
-    """Until Ctrl-C, or one table."""
+    """Show tables until Ctrl-C, or one."""
     console = stdout()
     if not once and console.is_terminal:
         with Live(screen.table(console.width), console=console, auto_refresh=False) as live:
@@ -92,19 +92,19 @@ def _show(screen: Screen, interval_s: float, *, once: bool) -> None:
 
 @dataclass
 class Screen:
-    """The last two looks at the engines."""
+    """Keeps the last two looks at the engines."""
 
     where: str
     ask: Ask
     engines: Sequence[Engine] = ()
     at_s: float = 0.0
+    # engine -> (computed, output) tokens per second; None before the second look
     rates: Mapping[str, tuple[float | None, float | None]] | None = None
-    """Engine -> (computed, output) tokens per second; None before there are two looks."""
     silent_s: float = 0.0  # since when nobody answers
     trouble: str = ""
 
     def look(self) -> None:
-        """Ask. Raises UserError where nobody answers."""
+        """Ask the engines. Raises UserError where nobody answers."""
         found, now_s = self.ask(), time.monotonic()
         before = {e["name"]: e for e in self.engines}
         if before:
@@ -119,7 +119,7 @@ class Screen:
             self.trouble, self.silent_s = error.problem, time.monotonic() - self.at_s
 
     def table(self, width: int | None = None) -> Table:
-        """For a terminal of so many characters (None: as wide as it gets): what does not fit is left out."""
+        """Make a table for a terminal of so many characters (None: any); what does not fit is left out."""
         rows = [engine_row(e, (self.rates or {}).get(e["name"], (None, None))) for e in self.engines]
         shown = _shown_columns(rows, width)
         table = Table(title=Text(self._headline()), title_justify="left", title_style="bold", box=SIMPLE_HEAD)
@@ -142,7 +142,7 @@ class Screen:
 
 
 def _shown_columns(rows: Sequence[Sequence[str]], width: int | None) -> list[int]:
-    """Indexes of TITLES; the trouble column where somebody has some."""
+    """Choose TITLES by index; the trouble column needs trouble."""
     widths = {
         title: max(len(title), *(len(row[i]) for row in rows), 0) + 3 for i, (title, _) in enumerate(TITLES)
     }
@@ -158,7 +158,7 @@ def _shown_columns(rows: Sequence[Sequence[str]], width: int | None) -> list[int
 
 
 def _rates(before: Engine | None, now: Engine, seconds: float) -> tuple[float | None, float | None]:
-    """Of one life: an engine that was formed again counts from nothing."""
+    """Compute rates within one life: an engine that was formed again counts from 0."""
     if before is None or before["epoch"] != now["epoch"] or seconds <= 0:
         return None, None
     computed, output = (
@@ -169,7 +169,7 @@ def _rates(before: Engine | None, now: Engine, seconds: float) -> tuple[float | 
 
 
 def engine_row(engine: Engine, rates: tuple[float | None, float | None]) -> list[str]:
-    """Texts in the order of TITLES; empty for what the engine does not tell."""
+    """Write texts in the order of TITLES; empty for what the engine does not tell."""
     free, total = engine["num_free_blocks"], engine["num_blocks"]
     blocks = "" if free is None or total is None else f"{free:,}/{total - 1:,}"
     used = "" if not blocks or total < 2 else f"{100 * (1 - free / (total - 1)):.1f}"
@@ -183,7 +183,7 @@ def engine_row(engine: Engine, rates: tuple[float | None, float | None]) -> list
 
 
 def tier_line(engines: Sequence[Engine]) -> str | None:
-    """What all engines did with their host tier, in this life of each; None where none has one."""
+    """Sum up what all engines did with their host tier; None where none has one."""
     told = [offload for e in engines if (offload := e.get("offload")) is not None]
     if not told:
         return None
@@ -206,7 +206,7 @@ def tier_line(engines: Sequence[Engine]) -> str | None:
 
 
 def _ask_server(url: str, api_key: str | None) -> Ask:
-    """GET /engines, by no proxy."""
+    """Ask GET /engines, by no proxy."""
     address = f"{url.rstrip('/').removesuffix('/v1')}/engines"
     if not address.startswith(("http://", "https://")):
         raise UserError(problem="not a server's URL", where=f"--url {url}", mend="--url http://HOST:PORT")
@@ -255,7 +255,7 @@ def _engines(body: bytes, where: str) -> list[Engine]:
 
 @contextmanager
 def _asked(address: str | None, url: str, api_key: str | None) -> Iterator[Ask]:
-    """Whom to ask: the fleets of a Ray cluster, which is joined within the block, or a server."""
+    """Ask the fleets of a Ray cluster, joined within the block, or a server."""
     if address is None:
         yield _ask_server(url, api_key)
         return

@@ -1,4 +1,2 @@
-"""Which requests run in a step (batching, swapping) and on which engines (policies/).
-
-Pure decisions over plain ints: no tensors, no clocks, no Ray.
-"""
+"""Decide which requests run in a step (batching, swapping) and on which engines (policies/), over plain ints:
+no tensors, no clocks, no Ray."""

@@ -1,4 +1,4 @@
-"""When requests of an open load are due: offsets from the load's start, drawn before it begins."""
+"""Draw when requests of an open load are due, as offsets from its start."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 
 NS_PER_S = 1e9
 
+# (random numbers, number of gaps, burstiness) -> gaps with a mean of 1
 Gaps = Callable[[np.random.Generator, int, float], np.ndarray]
-"""(random numbers, number of gaps, burstiness) -> gaps with a mean of 1."""
 
 
 def _constant(draw: np.random.Generator, num_gaps: int, burstiness: float) -> np.ndarray:
@@ -27,9 +27,8 @@ def _gamma(draw: np.random.Generator, num_gaps: int, burstiness: float) -> np.nd
 
 
 PROCESSES: dict[str, Gaps] = {"poisson": _poisson, "constant": _constant, "gamma": _gamma}
-"""Arrival process -> its gaps. Those of gamma have a shape of `burstiness`, so that their deviation is
-1 / sqrt(burstiness) of their mean: 1 is Poisson's, less comes in bursts, more is steadier (the meaning that
-vLLM's `--burstiness` gave the word)."""
+"""Arrival process -> its gaps. Gamma has shape `burstiness`, as vLLM's `--burstiness` means it: 1 is Poisson,
+less comes in bursts, more is steadier; the deviation is 1 / sqrt(burstiness) of the mean."""
 
 
 def due_times(

@@ -42,20 +42,18 @@ class Scheduler:
         assert max_batch_tokens >= 1
         assert max_seqs >= 1
         self.allocator = allocator
+        # called for each request of a finished step while its blocks are all there
         self.on_computed: Callable[[RequestState], None] | None = None
-        """Told of each request of a finished step, its blocks all being there still."""
-        self.swapper: Swapper | None = None
-        """Who may take the KV of preempted requests; None: they are computed again."""
+        self.swapper: Swapper | None = None  # takes KV of preempted requests; None: they are computed again
         self.max_batch_tokens = max_batch_tokens
         self.max_positions = max_positions
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # prompt tokens computed, also those computed again
         self.num_output_tokens = 0  # tokens sampled
+        # of new requests' prompts, and those that the prefix cache had
         self.num_looked_up_tokens = self.num_found_tokens = 0
-        """Prompt tokens of new requests, and those of them that the prefix cache had."""
         self.is_short_of_blocks = False
-        """Whether a request could not go on in the last `schedule` because blocks were short. A request that
-        comes from elsewhere may take none then."""
+        """Whether a request lacked blocks in the last `schedule`; one from elsewhere may then take none."""
         self._eos_token_ids = frozenset(eos_token_ids)
         self._waiting: deque[RequestState] = deque()
         self._running: list[RequestState] = []
@@ -67,27 +65,26 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a row."""
         return len(self._running)
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a row or for blocks."""
+        """Count requests that wait for a row or for blocks."""
         return len(self._waiting)
 
     @property
     def num_away(self) -> int:
-        """Requests whose KV the swapper has."""
+        """Count requests whose KV the swapper has."""
         return len(self._away)
 
     @property
     def num_swaps(self) -> int:
-        """Times the swapper took a preempted request's KV."""
+        """Count preempted requests whose KV the swapper took."""
         return self._away.num_swaps
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is waiting or running; away ones need nothing here until they are back."""
+        """Tell whether any request is waiting or running; away ones need nothing until they are back."""
         return bool(self._waiting or self._running)
 
     def add(self, request: Request) -> RequestState:
@@ -207,12 +204,12 @@ class Scheduler:
         return ScheduledBatch(step=self._step, requests=tuple(scheduled))
 
     def scheduled(self, batch: ScheduledBatch) -> list[RequestState]:
-        """The requests of a batch that was not accounted for yet, in its order."""
+        """List the requests of a batch that was not accounted for yet, in its order."""
         by_id = {state.request_id: state for state in self._running}
         return [by_id[share.request_id] for share in batch.requests]
 
     def take_admitted(self) -> list[RequestState]:
-        """Requests that `schedule` took out of the queue since the last call, also those that came back."""
+        """List requests that `schedule` took out of the queue since the last call, returned ones included."""
         admitted, self._admitted = self._admitted, []
         return admitted
 
@@ -250,7 +247,6 @@ class Scheduler:
         return got_token
 
     def check_integrity(self) -> None:
-        """Rows are held once; blocks add up. AssertionError otherwise."""
         rows = [state.row for state in self._running] + self._rows
         assert len(set(rows)) == len(rows), "a row is held twice"
         assert None not in rows, "a running request has no row"
@@ -260,7 +256,7 @@ class Scheduler:
         self.allocator.check_integrity()
 
     def _extend_or_preempt(self, state: RequestState, num_tokens: int) -> BlockUpdates | None:
-        """Blocks for `num_tokens`, preempting the latest arrivals; None when `state` itself had to go, or
+        """Get blocks for `num_tokens`, preempting the latest arrivals; None when `state` itself had to go, or
         pauses while blocks are copied out."""
         while (updates := self.allocator.extend(state.request_id, num_tokens)) is None:
             self.is_short_of_blocks = True
@@ -285,7 +281,7 @@ class Scheduler:
         return False
 
     def _preempt(self, state: RequestState) -> None:
-        """The swapper takes the request, or it waits, to compute its tokens again from the first."""
+        """Let the swapper take the request, or let it wait to compute its tokens again."""
         if state.num_computed > 0 and self._away.send(state, self.swapper):
             return
         self.allocator.free(state.request_id)
@@ -298,7 +294,6 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _enqueue(self, state: RequestState) -> None:
-        """To its place by arrival."""
         later = (i for i, other in enumerate(self._waiting) if other.arrival > state.arrival)
         self._waiting.insert(next(later, len(self._waiting)), state)
 

@@ -1,4 +1,4 @@
-"""A heap whose items have names, so that any of them can leave."""
+"""Keep a heap whose items have names, so that any of them can leave."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ K = TypeVar("K", bound=Any)
 
 
 class KeyedHeap(Generic[K]):
-    """Names by their keys, least first; of equal keys, either. `push` and `discard` cost O(log n).
-
-    The standard library's heapq can only mark an item in its middle as gone, and keeps it.
-    """
+    """Orders names by their keys, least first. `push` and `discard` cost O(log n); heapq could only mark an
+    item as gone, and keeps it."""
 
     def __init__(self) -> None:
         self._items: list[tuple[K, str]] = []
@@ -25,21 +23,18 @@ class KeyedHeap(Generic[K]):
 
     @property
     def first(self) -> str | None:
-        """The name with the least key; None: there is none."""
         return self._items[0][1] if self._items else None
 
     def key_of(self, name: str) -> K:
-        """The key that a name was pushed with."""
         return self._items[self._at[name]][0]
 
     def push(self, name: str, key: K) -> None:
-        """A new name."""
         assert name not in self._at, f"{name} is there already"
         self._items.append((key, name))
         self._rise(len(self._items) - 1)
 
     def discard(self, name: str) -> None:
-        """Without this name, if it is there."""
+        """Remove the name if it is there."""
         index = self._at.pop(name, None)
         if index is None:
             return
@@ -49,7 +44,7 @@ class KeyedHeap(Generic[K]):
             self._sink(self._rise(index))
 
     def _rise(self, index: int) -> int:
-        """Swap an item with its parents until it is not less than one; where it came to."""
+        """Swap an item with its parents until it is not less than one; returns its place."""
         item = self._items[index]
         while index and item[0] < self._items[parent := (index - 1) // 2][0]:
             self._put(index, self._items[parent])

@@ -1,4 +1,4 @@
-"""What every engine has to do, kept up to date as requests come and go, for policies to look at."""
+"""Keep up to date what every engine has to do, for policies to look at."""
 
 from __future__ import annotations
 
@@ -8,40 +8,37 @@ from rayk.sched.policy import EngineLoad, Placement, PlacementRequest
 
 
 class LoadBook:
-    """The load of each engine. An event costs the same however many requests there are."""
+    """Keeps each engine's load. An event costs the same however many requests there are."""
 
     def __init__(self, tier_of: Callable[[str], str] = lambda engine: "") -> None:
-        """`tier_of`: the host tier that an engine has just now, empty: none."""
+        """Take `tier_of`, which names the host tier that an engine has just now, empty for none."""
         self._tier_of = tier_of
         self._loads: dict[str, EngineLoad] = {}
+        # by request id; and whether its prompt is still to be computed
         self._placed: dict[str, tuple[PlacementRequest, Placement, bool]] = {}
-        """By request id; and whether its prompt is to be computed still."""
 
     def add(self, name: str, tp: int = 1) -> EngineLoad:
-        """An engine that has nothing to do yet."""
         assert name not in self._loads, f"{name} is there already"
         self._loads[name] = EngineLoad(name=name, tp=tp)
         return self._loads[name]
 
     def of(self, names: Sequence[str]) -> list[EngineLoad]:
-        """The loads of these engines."""
         found = [self._loads[name] for name in names]
         for load in found:
             load.tier = self._tier_of(load.name)
         return found
 
     def remove(self, name: str) -> None:
-        """An engine is gone; its requests are accounted for as they end."""
+        """Forget an engine; its requests are accounted for as they end."""
         del self._loads[name]
 
     def placed(self, request: PlacementRequest, placed: Placement) -> None:
-        """A request was given its engines."""
         assert request.request_id not in self._placed, f"{request.request_id} is placed twice"
         self._placed[request.request_id] = (request, placed, True)
         self._count(request, placed, 1)
 
     def prefilled(self, request_id: str) -> None:
-        """Its prompt was computed. Requests that are over are passed over."""
+        """Note that its prompt was computed. Requests that are over are passed over."""
         if request_id in self._placed:
             request, placed, is_ahead = self._placed[request_id]
             if is_ahead:
@@ -49,7 +46,7 @@ class LoadBook:
                 self._placed[request_id] = (request, placed, False)
 
     def ended(self, request_id: str) -> tuple[PlacementRequest, Placement] | None:
-        """A request is over, however it ended; where it was, None if that was told before."""
+        """End a request, and return where it was; None if it had ended before."""
         if request_id not in self._placed:
             return None
         self.prefilled(request_id)

@@ -1,9 +1,6 @@
-"""What a placement policy is, what it knows and what it can be told.
-
-A policy sees engines as `EngineLoad`s, which the coordinator keeps up to date, and is told what became of the
-requests it placed. What a decision costs depends on the number of engines and of the prompt's blocks, not on
-the number of requests.
-"""
+"""Define a placement policy, what it knows and what it can be told. A policy sees engines as `EngineLoad`s,
+which the coordinator keeps up to date, and is told what became of the requests it placed. A decision's cost
+depends on the number of engines and of the prompt's blocks, not of requests."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-PrefixKeys = tuple[int, ...]
-"""Of a prompt's prefixes of one block, two blocks and so on: equal for equal prefixes."""
+PrefixKeys = tuple[int, ...]  # of a prompt's first block, first two and so on: equal for equal prefixes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,15 +29,14 @@ class EngineLoad:
     name: str
     tp: int = 1
     num_requests: int = 0  # placed here and not over
-    num_prompt_tokens: int = 0
-    """Of prompts that are to be computed here and are not yet, without those that it holds already."""
+    num_prompt_tokens: int = 0  # to be computed here still, without tokens that it holds already
     num_output_tokens: int = 0  # that requests decoding here, or about to, may still generate
     tier: str = ""  # the host tier that it shares with others of its node; empty: it has none just now
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Placement:
-    """Where a request goes, by names of engines."""
+    """Names the engines of a request."""
 
     prefill: str | None  # None: the decode engine computes the prompt itself
     decode: str | None  # None: there are no decode engines; the prefill engine does it all
@@ -51,23 +46,19 @@ class Placement:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySettings:
-    """What policies can be told; which of it each heeds stands in `policies.POLICIES`."""
+    """Settings of policies; `policies.POLICIES` says which of them each heeds."""
 
     output_cost: float = 1.0  # what an output token costs an engine, in prompt tokens computed
-    move_cost: float = 0.1
-    """What a prompt token costs whose KV is moved to a decode engine, in prompt tokens computed."""
+    move_cost: float = 0.1  # of moving a prompt token's KV to a decode engine, in prompt tokens computed
     block_tokens: int = 64  # prompts are known by their prefixes of so many tokens, and multiples of it
+    # prefixes remembered, the least recently used are forgotten; 0: engines have no prefix caches
     index_blocks: int = 65536
-    """So many of these are remembered; the least recently asked for are forgotten. 0: engines have no prefix
-    caches."""
-    host_cost: float = 0.1
-    """What a prompt token costs whose KV is loaded from a host tier, in prompt tokens computed; from 1 on
-    none is worth it."""
+    host_cost: float = 0.1  # of loading a prompt token's KV from a host tier; from 1 on none is worth it
     host_blocks: int = 0
-    """So many of the prefixes given to engines are taken to be in the host tier that these share, the others
-    to be gone from there. 0: there is none; in a spec: as many as have room in the tier, if there is one."""
+    """Prefixes taken to be in the host tier that the engines share. 0: there is none; in a spec: as many as
+    have room."""
+    # a decode engine computes a prompt itself that has at most so many tokens it does not hold
     local_prompt_tokens: int = 64
-    """A decode engine computes a prompt itself that has at most so many tokens it does not hold."""
     local_backlog_tokens: int = 512  # and only while so many, with these, are to be computed there
 
 
@@ -77,11 +68,11 @@ class Policy(Protocol):
     def place(
         self, request: PlacementRequest, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]
     ) -> Placement:
-        """Engines for a request, of those that take requests now. `prefill` is never empty; `decode` is where
-        engines do both."""
+        """Choose among engines that take requests now. `prefill` is never empty; without `decode` its engines
+        do both."""
 
     def ended(self, request: PlacementRequest, placed: Placement) -> None:
-        """A request that was placed is over: its KV may be in these engines' prefix caches."""
+        """Note that a placed request is over: its KV may be in these engines' prefix caches."""
 
     def lost(self, engine: str) -> None:
-        """An engine died, or a host tier: whatever was known of its caches is no more."""
+        """Forget the caches of an engine or a host tier that died."""

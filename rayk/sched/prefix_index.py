@@ -1,4 +1,4 @@
-"""Which engines are likely to hold the KV of a prompt's first blocks."""
+"""Remember which engines are likely to hold the KV of a prompt's first blocks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class PrefixIndex:
     """
 
     def __init__(self, block_tokens: int, max_blocks: int) -> None:
-        """`max_blocks`: at most so many prefixes are remembered, of those used last half as many at least but
-        for one prompt's; below 2: none, and lookups cost nothing."""
+        """Take `max_blocks`, the most prefixes that are remembered, at least the half used last; below 2
+        there are none."""
         assert block_tokens > 0, block_tokens
         assert max_blocks >= 0, max_blocks
         self._block_tokens = block_tokens
@@ -33,7 +33,8 @@ class PrefixIndex:
         return len(self._young.keys() | self._old.keys())
 
     def num_cached_tokens(self, keys: PrefixKeys) -> dict[str, int]:
-        """Engine -> tokens of the longest prefix that it holds; engines that hold none are left out."""
+        """Count per engine the tokens of the longest prefix that it holds; engines that hold none are left
+        out."""
         young, old = self._young, self._old
         holders, num_blocks = self._all_bits, 0
         found: dict[str, int] = {}
@@ -48,14 +49,12 @@ class PrefixIndex:
         return found
 
     def _note(self, holders: int, num_blocks: int, found: dict[str, int]) -> None:
-        """The engines of these bits hold so much."""
         while holders and num_blocks:
             bit = holders & -holders
             found[self._engines[bit]] = num_blocks * self._block_tokens
             holders ^= bit
 
     def put(self, keys: PrefixKeys, engines: Sequence[str]) -> None:
-        """These engines will hold these prefixes."""
         keys = keys[: self._half]
         if len(self._young) + len(keys) > self._half:
             self._old, self._young = self._young, {}
@@ -66,7 +65,7 @@ class PrefixIndex:
         young.update(zip(keys, [(young.get(key) or old.get(key, 0)) | mask for key in keys], strict=True))
 
     def forget(self, engine: str) -> None:
-        """It holds nothing any more. Costs as much as the index is long: engines do not die often."""
+        """Forget an engine. Costs as much as the index is long: engines do not die often."""
         bit = self._bits.pop(engine, 0)
         if bit:
             del self._engines[bit]
@@ -77,7 +76,7 @@ class PrefixIndex:
             )
 
     def _bit(self, engine: str) -> int:
-        """The engine's bit; a new one has the least that nobody has."""
+        """Find the engine's bit; a new one has the least that nobody has."""
         bit = self._bits.get(engine)
         if bit is None:
             bit = self._bits[engine] = ~self._all_bits & (self._all_bits + 1)

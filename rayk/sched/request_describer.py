@@ -1,8 +1,6 @@
-"""What policies are told of requests, made where their tokens are: a policy never sees a prompt.
-
-A prompt is known by keyed digests of its beginnings. Whoever chooses prompts cannot tell the key, hence
-neither aim at an engine nor pass for somebody else's prompt.
-"""
+"""Describe requests to policies where their tokens are: a policy never sees a prompt. It knows a prompt by
+keyed digests of its beginnings. Whoever chooses prompts cannot tell the key, so can neither aim at an engine
+nor pass for somebody else's prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ TOKEN = Struct("<i")
 
 
 def new_secret() -> bytes:
-    """For those whose keys are to be compared, and for nobody else."""
+    """Make a secret for those whose keys are to be compared, and for nobody else."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
@@ -27,7 +25,6 @@ class RequestDescriber:
     """Describes requests to one policy. All who ask it share a secret."""
 
     def __init__(self, policy: str, settings: PolicySettings, secret: bytes) -> None:
-        """`policy`: its name; of one that heeds no prefixes, none are digested."""
         remembers = settings.index_blocks or settings.host_blocks
         needs_keys = heeds(policy, "block_tokens", hands_over=True) and remembers
         self._block_tokens = settings.block_tokens if needs_keys else None
@@ -41,7 +38,7 @@ class RequestDescriber:
         max_tokens: int = 0,
         session: str | None = None,
     ) -> PlacementRequest:
-        """A request as its policy will know it. Token ids fit into 32 bits."""
+        """Describe a request. Token ids fit into 32 bits."""
         keys: PrefixKeys = ()
         if self._block_tokens is not None:
             keys = prefix_keys(prompt_token_ids, self._block_tokens, self._secret)
@@ -55,7 +52,7 @@ class RequestDescriber:
 
 
 def prefix_keys(prompt_token_ids: Sequence[int], block_tokens: int, secret: bytes) -> PrefixKeys:
-    """Of all full blocks of a prompt: each key depends on every token up to the block's end."""
+    """Make a key per full block of a prompt, which depends on every token up to the block's end."""
     digest = blake2b(digest_size=8, key=secret)
     num_tokens = len(prompt_token_ids) // block_tokens * block_tokens
     packed = Struct(f"<{num_tokens}i").pack(*prompt_token_ids[:num_tokens])

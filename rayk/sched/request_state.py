@@ -1,4 +1,4 @@
-"""A request as the scheduler of one engine knows it."""
+"""Hold a request as the scheduler of one engine knows it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class StopText(Protocol):
     """Watches one request's output for its stop strings."""
 
     def feed(self, token_id: int) -> str | None:
-        """Take the next output token; the stop string that it completes, or None."""
+        """Take the next output token; returns the stop string that it completes, or None."""
 
 
 @dataclass(slots=True)
@@ -28,17 +28,16 @@ class RequestState:
     num_preemptions: int = 0  # times its KV was given up, at least in part
     num_swaps: int = 0  # times a swapper took its KV
     was_admitted: bool = False  # whether it ran here at some time
+    # first prompt tokens computed at some time, here or where the request was prefilled
     num_prompt_seen: int = 0
-    """First prompt tokens that were computed at some time, here or where the request was prefilled."""
     num_recomputed_tokens: int = 0  # prompt tokens that were computed here though they had been before
+    # prompt tokens that the prefix cache had at admission; None: prefilled elsewhere
     num_cached_tokens: int | None = None
-    """Prompt tokens that the prefix cache had when it was first admitted; None where the prompt was prefilled
-    elsewhere."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
     stop_text: StopText | None = None
+    # of the prompt tokens so far, the first being None; None: not asked for, or told elsewhere
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """Of the prompt tokens so far, the first being None; None: not asked for, or told elsewhere."""
     submitted_ns: int | None = None  # when it came to this engine; this and what follows is its leader's
     first_step_ns: int | None = None  # when the step began that first took it
     first_info: dict[str, Any] = field(default_factory=dict)  # what else its first token is to tell
@@ -47,16 +46,14 @@ class RequestState:
 
     @property
     def request_id(self) -> str:
-        """The request's id."""
         return self.request.request_id
 
     @property
     def output_token_ids(self) -> list[int]:
-        """Tokens generated so far."""
         return self.tokens[len(self.request.prompt_token_ids) :]
 
     def advance(self, start: int, stop: int) -> None:
-        """Tokens `start` to `stop` were computed here, and all before them exist."""
+        """Note that tokens `start` to `stop` were computed here, and all before them exist."""
         end = min(stop, len(self.request.prompt_token_ids))
         self.num_computed = stop
         self.num_recomputed_tokens += max(0, min(end, self.num_prompt_seen) - start)
@@ -64,8 +61,8 @@ class RequestState:
 
     @property
     def max_cached_tokens(self) -> int:
-        """First tokens that nobody need compute if their KV is there: not the last one, whose logits are
-        sampled, nor those whose logits tell of a prompt token nobody was told of yet."""
+        """Count first tokens that need no computing if their KV is there: the last one's logits are sampled,
+        and logits of prompt tokens may still have to be told."""
         if self.prompt_logprobs is None or len(self.prompt_logprobs) == len(self.request.prompt_token_ids):
             return len(self.tokens) - 1
         return len(self.prompt_logprobs) - 1
@@ -86,7 +83,7 @@ class RequestState:
             self.finish_reason = FinishReason.LENGTH
 
     def prompt_logits(self, num_tokens: int) -> tuple[int, int]:
-        """Of the next `num_tokens`, those whose logits tell of a prompt token nobody was told of yet."""
+        """Find, of the next `num_tokens`, those whose logits are still to be told."""
         if self.prompt_logprobs is None:
             return (0, 0)
         # Logits of position i are about token i + 1; after a preemption some are known already.
@@ -96,6 +93,5 @@ class RequestState:
 
 
 def max_cached_tokens(request: Request) -> int:
-    """First prompt tokens of a new request that nobody need compute if their KV is there. See
-    `RequestState.max_cached_tokens`."""
+    """Count the same for a new request; see `RequestState.max_cached_tokens`."""
     return 0 if request.sampling.prompt_logprobs is not None else len(request.prompt_token_ids) - 1

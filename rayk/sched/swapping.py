@@ -22,16 +22,14 @@ class Swapper(Protocol):
     """
 
     def swap_out(self, state: RequestState) -> bool:
-        """Take over the blocks of a request that is preempted: they are copied out and come free soon. False:
-        nothing was taken, the scheduler frees them and the request is computed again."""
+        """Take over the blocks of a preempted request: they are copied out and come free soon. False: nothing
+        was taken, and the request is computed again."""
 
     def forget(self, request_id: str) -> None:
-        """The request was removed (aborted) while it is away: whatever is kept for it may go."""
+        """Drop what is kept for a request that was removed (aborted) while it is away."""
 
 
 class AwayRequests:
-    """Requests that a swapper has."""
-
     def __init__(self) -> None:
         self.num_swaps = 0  # times a request was taken, ever
         self._states: dict[str, RequestState] = {}
@@ -42,15 +40,13 @@ class AwayRequests:
 
     @property
     def any_leaving(self) -> bool:
-        """Whether blocks are being copied out and come free soon."""
         return bool(self._leaving)
 
     def is_leaving(self, request_id: str) -> bool:
-        """Whether this request's blocks are being copied out."""
         return request_id in self._leaving
 
     def send(self, state: RequestState, swapper: Swapper | None) -> bool:
-        """Offer a request to a swapper; whether it took it."""
+        """Offer a request to a swapper; returns whether it took it."""
         if swapper is None:
             return False
         # Before the call: a swapper that has nothing to copy may answer within it.
@@ -64,18 +60,16 @@ class AwayRequests:
         return True
 
     def blocks_left(self, request_id: str) -> None:
-        """A request's blocks are free; unknown requests have none."""
+        """Note that a request's blocks are free; unknown requests have none."""
         self._leaving.discard(request_id)
 
     def take(self, request_id: str) -> RequestState | None:
-        """A request that is away no longer; None if it was not."""
         self._leaving.discard(request_id)
         return self._states.pop(request_id, None)
 
     def precedes(self, state: RequestState) -> bool:
-        """Whether a request is away that came before `state`."""
+        """Tell whether a request is away that came before `state`."""
         return any(other.arrival < state.arrival for other in self._states.values())
 
     def first(self) -> RequestState | None:
-        """The earliest arrival of those away."""
         return min(self._states.values(), key=lambda state: state.arrival, default=None)

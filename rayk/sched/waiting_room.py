@@ -16,8 +16,7 @@ from rayk.types.errors import Overloaded
 T = TypeVar("T")
 
 NS_PER_S = 10**9
-MIN_RETRY_S = 1.0
-"""What is said where nothing is known; Retry-After counts whole seconds, and 0 invites a storm."""
+MIN_RETRY_S = 1.0  # where nothing is known; Retry-After counts whole seconds, and 0 invites a storm
 MAX_RETRY_S = 60.0
 NUM_GAPS = 64  # completions that their pace is measured over
 
@@ -39,7 +38,6 @@ class WaitingRoom(Generic[T]):
     """
 
     def __init__(self, max_waiting: int) -> None:
-        """`max_waiting`: so many wait at once; 0: nobody does."""
         assert max_waiting >= 0, max_waiting
         self.max_waiting = max_waiting
         self._waiting: dict[str, _Waiting[T]] = {}
@@ -49,7 +47,7 @@ class WaitingRoom(Generic[T]):
         self._pace = Pace()
 
     def __len__(self) -> int:
-        """How many wait, those included whose deadline has passed and who were not told yet."""
+        """Count who waits, those included whose deadline has passed and who were not told yet."""
         return len(self._waiting)
 
     def __contains__(self, name: str) -> bool:
@@ -58,10 +56,8 @@ class WaitingRoom(Generic[T]):
     def enter(
         self, name: str, item: T, *, priority: int = 0, deadline_ns: int | None = None, now_ns: int
     ) -> None:
-        """Wait under this name. Raises Overloaded where the room is full.
-
-        Lower priorities come first. Whose deadline has passed is not `pop`ped any more; `expire` has them.
-        """
+        """Wait under a name, lower priorities first. After the deadline `expire` returns the item, `pop` no
+        more. Raises Overloaded where the room is full."""
         assert name not in self._waiting, f"{name} waits already"
         self._pace.begin_wait(now_ns)
         if len(self._waiting) >= self.max_waiting:
@@ -73,7 +69,7 @@ class WaitingRoom(Generic[T]):
             self._deadlines.push(name, deadline_ns)
 
     def leave(self, name: str) -> T | None:
-        """Whoever waits under this name waits no longer; None where nobody does."""
+        """Stop waiting under this name; None where nobody does."""
         found = self._waiting.pop(name, None)
         if found is None:
             return None
@@ -103,24 +99,24 @@ class WaitingRoom(Generic[T]):
 
     @property
     def next_deadline_ns(self) -> int | None:
-        """When `expire` will have somebody next; None: nobody has a deadline."""
+        """Tell when `expire` will have somebody next; None: nobody has a deadline."""
         name = self._deadlines.first
         return None if name is None else self._deadlines.key_of(name)
 
     def completed(self, now_ns: int) -> None:
-        """A request that had its place is over: the pace is learnt from these."""
+        """Note that a placed request is over: the pace is learnt from these."""
         self._pace.completed(now_ns)
         self._rest()
 
     def retry_after_s(self, now_ns: int) -> float:
-        """When half of those who wait now will have their place, at the pace of completions; between
-        MIN_RETRY_S and MAX_RETRY_S."""
+        """Estimate when half of those who wait now will have their place, between MIN_RETRY_S and
+        MAX_RETRY_S."""
         num_places = max(1, (len(self._waiting) + 1) // 2)
         seconds = num_places * self._pace.gap_ns(now_ns) / NS_PER_S
         return min(max(MIN_RETRY_S, seconds), MAX_RETRY_S)
 
     def overloaded(self, now_ns: int, reason: str | None = None) -> Overloaded:
-        """The error that says when to come again. `reason`: None: the room is full."""
+        """Make the error that says when to come again; by default because the room is full."""
         return Overloaded(reason or f"{len(self._waiting)} requests wait already", self.retry_after_s(now_ns))
 
     def _rest(self) -> None:
@@ -129,34 +125,29 @@ class WaitingRoom(Generic[T]):
 
 
 class Pace:
-    """How fast requests are completed while others wait: the mean gap between the last NUM_GAPS of them.
-
-    A gap that is still open counts once it is longer than the others' mean: a server that stands still is
-    slow. Time in which nobody waits belongs to no gap.
-    """
+    """Measures completions while others wait: the mean of the last NUM_GAPS gaps. An open gap counts once it
+    is longer than that mean: a server that stands still is slow. Time in which nobody waits belongs to no
+    gap."""
 
     def __init__(self) -> None:
         self._gaps_ns: deque[int] = deque(maxlen=NUM_GAPS)
+        # last completion, or when somebody began to wait; None: nobody waits
         self._since_ns: int | None = None
-        """The last completion, or when somebody began to wait; None: nobody waits."""
 
     def begin_wait(self, now_ns: int) -> None:
-        """Note that somebody waits, or would."""
         if self._since_ns is None:
             self._since_ns = now_ns
 
     def rest(self) -> None:
-        """Nobody waits any more."""
         self._since_ns = None
 
     def completed(self, now_ns: int) -> None:
-        """A request is over."""
         if self._since_ns is not None:
             self._gaps_ns.append(max(0, now_ns - self._since_ns))
             self._since_ns = now_ns
 
     def gap_ns(self, now_ns: int) -> float:
-        """Nanoseconds from one completion to the next; 0.0 where nothing is known."""
+        """Estimate nanoseconds between completions; 0.0 where nothing is known."""
         closed_ns = sum(self._gaps_ns)
         mean_ns = closed_ns / len(self._gaps_ns) if self._gaps_ns else 0.0
         open_ns = 0 if self._since_ns is None else max(0, now_ns - self._since_ns)

@@ -1,4 +1,4 @@
-"""What engines have to do, in prompt tokens computed on one rank, and who has least."""
+"""Measure what engines have to do, in prompt tokens computed on one rank, and choose who has least."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ NOTHING: Mapping[str, float] = {}
 def work(
     engines: Sequence[EngineLoad], output_cost: float, own: float, spared: Mapping[str, float] = NOTHING
 ) -> list[float]:
-    """(prompt tokens to compute + output_cost * output tokens to generate + own - spared) / TP size, of each.
-
-    own: what the request adds. spared: what it does not cost an engine, by name.
-    """
+    """Compute (prompt tokens to compute + output_cost * output tokens to generate + own - spared) / TP size
+    of each engine. `own` is what the request adds; `spared` is by engine name."""
     return [
         (e.num_prompt_tokens + output_cost * e.num_output_tokens + own - spared.get(e.name, 0.0)) / e.tp
         for e in engines
@@ -23,15 +21,13 @@ def work(
 
 
 class Chooser:
-    """Picks the engine with the least work; of several, the one with fewest requests, then the one that was
-    picked longest ago."""
+    """Picks the engine with the least work, then fewest requests, then the one picked longest ago."""
 
     def __init__(self) -> None:
         self._picks = 0
         self._picked: dict[str, int] = {}  # engine -> its last pick
 
     def least(self, engines: Sequence[EngineLoad], costs: Sequence[float]) -> EngineLoad:
-        """One of `engines`, of which there is one at least."""
         least, picked = min(costs), self._picked
         equal = [e for e, cost in zip(engines, costs, strict=True) if cost == least]
         best = min(equal, key=lambda e: (e.num_requests, picked.get(e.name, 0)))
@@ -40,5 +36,4 @@ class Chooser:
         return best
 
     def lost(self, engine: str) -> None:
-        """An engine may be gone for good."""
         self._picked.pop(engine, None)

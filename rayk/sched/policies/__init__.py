@@ -1,4 +1,4 @@
-"""The placement policies by name. Each has a file of its own; POLICIES says what it heeds."""
+"""List the placement policies by name. Each has a file of its own; POLICIES says what it heeds."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from rayk.types.errors import UserError
 
 @dataclass(frozen=True)
 class PolicyKind:
-    """How a policy is made, and the settings that it heeds."""
-
     make: Callable[[PolicySettings], Policy]
     heeds: tuple[str, ...]
 
@@ -32,17 +30,16 @@ POLICIES: Mapping[str, PolicyKind] = {
     "session_affinity": PolicyKind(SessionAffinity, ("output_cost",)),
 }
 
+# settings that say nothing where engines prefill and decode
 OF_HAND_OVERS = ("move_cost", "local_prompt_tokens", "local_backlog_tokens")
-"""Settings that say nothing where engines prefill and decode."""
 
 
 def heeds(policy: str, setting: str, *, hands_over: bool) -> bool:
-    """Whether anything depends on a setting."""
     return setting in POLICIES[policy].heeds and (hands_over or setting not in OF_HAND_OVERS)
 
 
 def get_policy(name: str, settings: PolicySettings | None = None) -> Policy:
-    """A new policy of this name. Raises UserError naming the choices."""
+    """Make a policy. Raises UserError naming the choices."""
     if name not in POLICIES:
         raise UserError(f"unknown policy {name!r}", mend=f"one of {', '.join(POLICIES)}")
     return POLICIES[name].make(settings or PolicySettings())

@@ -1,4 +1,4 @@
-"""Prompts that are short, or cached for the most part, are computed where they are decoded."""
+"""Compute short or mostly cached prompts where they are decoded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ class Conditional:
     def place(
         self, request: PlacementRequest, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]
     ) -> Placement:
-        """One engine or two."""
         if not decode:
             return self._aware.place(request, prefill, decode)
         cached = self._aware.look_up(request)
@@ -34,14 +33,11 @@ class Conditional:
         return self._aware.placed(request, producer, consumer, cached)
 
     def _is_little(self, request: PlacementRequest, consumer: EngineLoad, cached: CachedTokens) -> bool:
-        """Whether a decode engine computes the prompt."""
         num_new = request.num_prompt_tokens - self._aware.spared(cached, consumer)
         is_short = num_new <= self._settings.local_prompt_tokens
         return is_short and num_new + consumer.num_prompt_tokens <= self._settings.local_backlog_tokens
 
-    def ended(self, request: PlacementRequest, placed: Placement) -> None:
-        """No matter."""
+    def ended(self, request: PlacementRequest, placed: Placement) -> None: ...
 
     def lost(self, engine: str) -> None:
-        """Its caches are gone."""
         self._aware.lost(engine)

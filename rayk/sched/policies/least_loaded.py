@@ -1,4 +1,4 @@
-"""Requests go where least work is outstanding, on either side."""
+"""Send requests where least work is outstanding, on either side."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ class LeastLoaded:
     def place(
         self, request: PlacementRequest, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]
     ) -> Placement:
-        """The least loaded of each side."""
         price = self._output_cost
         prompt, output = request.num_prompt_tokens, price * request.max_tokens
         own = prompt if decode else prompt + output
@@ -32,9 +31,7 @@ class LeastLoaded:
         consumer = self._chooser.least(decode, work(decode, price, output))
         return Placement(prefill=producer.name, decode=consumer.name)
 
-    def ended(self, request: PlacementRequest, placed: Placement) -> None:
-        """No matter: loads say it."""
+    def ended(self, request: PlacementRequest, placed: Placement) -> None: ...
 
     def lost(self, engine: str) -> None:
-        """It counts as never picked."""
         self._chooser.lost(engine)

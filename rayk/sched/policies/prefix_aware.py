@@ -1,4 +1,4 @@
-"""Requests go where most of their prompt is cached, as far as load allows."""
+"""Send requests where most of their prompt is cached, as far as load allows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class CachedTokens:
     tiers: Mapping[str, int]  # in host tiers, by name
 
     def num_host_tokens(self, engine: EngineLoad) -> int:
-        """That an engine loads."""
         return max(0, self.tiers.get(engine.tier, 0) - self.here.get(engine.name, 0))
 
 
@@ -45,7 +44,6 @@ class PrefixAware:
     def place(
         self, request: PlacementRequest, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]
     ) -> Placement:
-        """The cheapest of each side."""
         cached = self.look_up(request)
         producer = self.producer(request, prefill, cached, is_alone=not decode)
         consumer = self.consumer(request, decode, cached) if decode else None
@@ -58,7 +56,6 @@ class PrefixAware:
         consumer: EngineLoad | None,
         cached: CachedTokens,
     ) -> Placement:
-        """The decision, which counts from now on."""
         engines = [e for e in (producer, consumer) if e is not None]
         self.index.put(request.prefix_keys, [e.name for e in engines])
         for tier in {e.tier for e in engines if e.tier}:
@@ -76,7 +73,7 @@ class PrefixAware:
         return self._tiers[name]
 
     def look_up(self, request: PlacementRequest) -> CachedTokens:
-        """What need not be computed of a prompt, and where."""
+        """Find what need not be computed of a prompt, and where."""
         most, keys = request.num_prompt_tokens - 1, request.prefix_keys
         here = {name: min(num, most) for name, num in self.index.num_cached_tokens(keys).items()}
         if self._settings.host_cost >= 1:
@@ -85,7 +82,7 @@ class PrefixAware:
         return CachedTokens(here, {name: min(num, most) for name, num in found.items() if num})
 
     def spared(self, cached: CachedTokens, engine: EngineLoad) -> float:
-        """Prompt tokens computed, that an engine is spared."""
+        """Count the prompt tokens computed that an engine is spared."""
         return cached.here.get(engine.name, 0) + (1 - self._settings.host_cost) * cached.num_host_tokens(
             engine
         )
@@ -98,7 +95,6 @@ class PrefixAware:
         *,
         is_alone: bool,
     ) -> EngineLoad:
-        """Who computes the prompt, and (`is_alone`) decodes, too."""
         price = self._settings.output_cost
         own = request.num_prompt_tokens + (price * request.max_tokens if is_alone else 0.0)
         spared = {e.name: self.spared(cached, e) for e in prefill} if cached.tiers else cached.here
@@ -107,17 +103,15 @@ class PrefixAware:
     def consumer(
         self, request: PlacementRequest, decode: Sequence[EngineLoad], cached: CachedTokens
     ) -> EngineLoad:
-        """Who decodes."""
         price, move = self._settings.output_cost, self._settings.move_cost
         own = price * request.max_tokens + move * request.num_prompt_tokens
         spared = {name: move * num for name, num in cached.here.items()}
         return self._chooser.least(decode, work(decode, price, own, spared))
 
-    def ended(self, request: PlacementRequest, placed: Placement) -> None:
-        """No matter: its prefixes were noted when it was placed."""
+    def ended(self, request: PlacementRequest, placed: Placement) -> None: ...
 
     def lost(self, engine: str) -> None:
-        """Its caches are gone, or those of the tier of that name."""
+        """Forget the caches of an engine, or of the tier of that name."""
         self._tiers.pop(engine, None)
         self.index.forget(engine)
         self._chooser.lost(engine)

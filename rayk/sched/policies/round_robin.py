@@ -1,4 +1,4 @@
-"""Requests go to the engines of each side in turn."""
+"""Send requests to the engines of each side in turn."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from rayk.sched.policy import EngineLoad, Placement, PlacementRequest
 
 
 class RoundRobin:
-    """Prefill engines in turn; after each round of them the next decode engine comes first.
-
-    Engines of a side get equal shares, and every pair of engines gets requests.
-    """
+    """Takes prefill engines in turn; after each round of them the next decode engine comes first. Engines of
+    a side get equal shares, and every pair of engines gets requests."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -20,7 +18,6 @@ class RoundRobin:
     def place(
         self, request: PlacementRequest, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]
     ) -> Placement:
-        """The next of each side."""
         del request
         index = self._count
         self._count += 1
@@ -31,8 +28,6 @@ class RoundRobin:
         turn = index + index // lcm(len(prefill), len(decode))
         return Placement(prefill=producer, decode=decode[turn % len(decode)].name)
 
-    def ended(self, request: PlacementRequest, placed: Placement) -> None:
-        """No matter."""
+    def ended(self, request: PlacementRequest, placed: Placement) -> None: ...
 
-    def lost(self, engine: str) -> None:
-        """No matter."""
+    def lost(self, engine: str) -> None: ...

@@ -1,4 +1,4 @@
-"""Requests of one session go to the same engines as long as these live."""
+"""Send requests of one session to the same engines as long as these live."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ class SessionAffinity:
     def place(
         self, request: PlacementRequest, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]
     ) -> Placement:
-        """Those of the session."""
         if request.session is None:
             return self._least_loaded.place(request, prefill, decode)
         session = _seed(request.session)
@@ -35,11 +34,9 @@ class SessionAffinity:
             prefill=self._of(session, prefill), decode=self._of(session, decode) if decode else None
         )
 
-    def ended(self, request: PlacementRequest, placed: Placement) -> None:
-        """No matter."""
+    def ended(self, request: PlacementRequest, placed: Placement) -> None: ...
 
     def lost(self, engine: str) -> None:
-        """Whoever comes back under its name has its sessions again."""
         self._seeds.pop(engine, None)
         self._least_loaded.lost(engine)
 
@@ -47,7 +44,7 @@ class SessionAffinity:
         return min(engines, key=lambda e: (self._lot(session, e), e.name)).name
 
     def _lot(self, session: int, engine: EngineLoad) -> float:
-        """Exponentially distributed with rate TP size: the chance to be least is in proportion to it."""
+        """Draw a lot, exponential with rate TP size: the chance to be least is in proportion to it."""
         seed = self._seeds.get(engine.name)
         if seed is None:
             seed = self._seeds[engine.name] = _seed(engine.name)
@@ -60,7 +57,7 @@ def _seed(text: str) -> int:
 
 
 def _mix(value: int) -> int:
-    """64 well-mixed bits of 64: the finaliser of splitmix64."""
+    """Mix 64 bits with the finaliser of splitmix64."""
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
     return value ^ (value >> 31)
