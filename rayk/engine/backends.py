@@ -1,5 +1,5 @@
-"""Which attention backend computes each layer. All layers of a KV group keep pages alike, so one group's
-layers may have several."""
+"""Choose which attention backend computes each layer. All layers of a KV group keep pages alike, so one
+group's layers may have several."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rayk.types.errors import UserError
 
 
 class LayerBackends:
-    """The engine's backend, and those of layers that have another."""
+    """Holds the engine's backend, and those of layers that have another."""
 
     def __init__(self, config: EngineConfig, model: DecoderConfig) -> None:
-        """Raises UserError for an unknown backend, one that cannot run on the device, and a layer without
-        attention."""
+        """Choose backends. Raises UserError for an unknown backend, one that cannot run on the device, and a
+        layer without attention."""
         self.default = get_backend(config.attention_backend, config.device)
         made = {self.default.name: self.default}
         self._of_layer: dict[int, AttentionBackend] = {}
@@ -32,23 +32,22 @@ class LayerBackends:
             backend = get_backend(name, config.device)
             # Layers of one backend share its workspace and, in a KV group, its metadata.
             self._of_layer[layer] = made.setdefault(backend.name, backend)
+        # layer -> the one whose keys and values it attends to
         self._sources = {
             i: i if (s := model.layers[i].kv_source) is None else s for i in model.attending_layers
         }
-        """Layer -> the one whose keys and values it attends to."""
 
     def __getitem__(self, layer: int) -> AttentionBackend:
-        """The layer's backend."""
         return self._of_layer.get(layer, self.default)
 
     @property
     def used(self) -> tuple[AttentionBackend, ...]:
-        """Each backend that some layer has, once; the engine's own where no layer has attention."""
+        """List each backend that some layer has, once; the engine's own where no layer has attention."""
         found = {id(b): b for b in (self[layer] for layer in self._sources)}
         return tuple(found.values()) or (self.default,)
 
     def vetoes(self, groups: Sequence[KVCacheGroup]) -> list[tuple[str, SpecVeto]]:
-        """Each backend's name and its veto on the specs of the layers that it computes."""
+        """List each backend's name and its veto on the specs of the layers that it computes."""
         return [(f"backend {b.name}", partial(_veto, b, self._specs(b, groups))) for b in self.used]
 
     def _specs(self, backend: AttentionBackend, groups: Sequence[KVCacheGroup]) -> frozenset[KVCacheSpec]:
@@ -57,7 +56,7 @@ class LayerBackends:
 
     @property
     def implementation(self) -> str:
-        """What runs in fact, for the results: `cpu-native`, or `cpu-native; reference (layers 1, 3)`."""
+        """Say what runs in fact, for the results: `cpu-native`, or `cpu-native; reference (layers 1, 3)`."""
         text = self.default.implementation
         for backend in self.used:
             layers = [str(i) for i, b in sorted(self._of_layer.items()) if b is backend]
@@ -73,6 +72,5 @@ def _veto(
 
 
 def _attention_layers_text(model: DecoderConfig) -> str:
-    """What a layer's number may be, for messages."""
     layers = ", ".join(map(str, model.attending_layers))
     return f"one of {layers}" if layers else "the model has no attention layer"

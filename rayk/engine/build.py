@@ -27,7 +27,7 @@ from rayk.types.request import FinishReason, Request, TokenLogprobs
 def make_leader(
     rank: EngineRank, handover: Handover | None = None, load_decoder: Callable[[], Decode] | None = None
 ) -> Leader:
-    """Rank 0's scheduler, block manager and leader. `load_decoder`: the model's tokenizer."""
+    """Make rank 0's scheduler, block manager and leader. `load_decoder` makes the model's tokenizer."""
     config = rank.config
     manager = KVCacheManager(rank.plan.groups, config.num_blocks, prefix_caching=config.prefix_caching)
     scheduler = Scheduler(
@@ -50,8 +50,6 @@ def make_leader(
 
 @dataclass
 class RequestResult:
-    """What one request left behind."""
-
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # one per token, if asked for
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -62,7 +60,6 @@ class RequestResult:
     info: dict[str, Any] = field(default_factory=dict)
 
     def take(self, event: RequestEvent) -> None:
-        """Add an event."""
         self.token_ids += event.token_ids
         self.logprobs += event.logprobs or ()
         self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
@@ -74,10 +71,8 @@ class RequestResult:
 
 
 class ThreadEngine:
-    """An engine in this process, one thread per rank: for tests and for machines without Ray.
-
-    Use as a context manager; leaving it stops the threads and raises what ended one of them.
-    """
+    """Runs an engine in this process, one thread per rank: for tests and for machines without Ray. Leaving
+    the context stops the threads and raises what ended one of them."""
 
     def __init__(
         self,
@@ -134,13 +129,12 @@ class ThreadEngine:
         return events
 
     def generate(self, requests: Iterable[Request]) -> list[RequestResult]:
-        """Run requests together, to their ends."""
         return [self.collect(events) for events in [self.submit(r) for r in requests]]
 
     def collect(
         self, events: queue.SimpleQueue[RequestEvent], into: RequestResult | None = None
     ) -> RequestResult:
-        """Wait for a request's last event; `into`: what it left elsewhere. Raises DeadlineExceeded."""
+        """Wait for a request's last event; `into` holds what it left elsewhere. Raises DeadlineExceeded."""
         done = into or RequestResult()
         while True:
             try:
@@ -152,7 +146,7 @@ class ThreadEngine:
                 return done
 
     def close(self) -> None:
-        """Stop the loops; raises the error that ended one early, DeadlineExceeded when one does not end."""
+        """Stop the loops. Raises the error that ended one early, DeadlineExceeded when one does not end."""
         self.leader.stop()
         stuck = self._join()
         if self.error is not None:
@@ -161,7 +155,7 @@ class ThreadEngine:
             raise DeadlineExceeded(f"the end of {', '.join(stuck)}", self.timeout_s)
 
     def _join(self) -> list[str]:
-        """Wait for the threads; the names of those that did not end within `timeout_s`."""
+        """Wait for the threads; returns the names of those that did not end within `timeout_s`."""
         until = time.monotonic() + self.timeout_s
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))

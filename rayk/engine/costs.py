@@ -1,8 +1,6 @@
-"""What a step costs one rank, counted: floating point operations, and bytes of weights and KV that it reads.
-
-Matrix products of the weights, and attention over the tokens it sees (after a window at most so many). Norms,
-rotations, recurrent scans and sampling are left out: they are a few percent of either.
-"""
+"""Count what a step costs one rank: floating point operations, and bytes of weights and KV that it reads.
+Weight products and attention over visible tokens count. Norms, rotations, recurrent scans and sampling, a few
+percent of either, do not."""
 
 from __future__ import annotations
 
@@ -39,20 +37,18 @@ _SHEETS = (
     # AMD Instinct MI300X data sheet.
     (r"AMD Instinct MI300X( OAM)?", 1307.4e12, 163.4e12, 5.3e12),
 )
-"""Pattern of a whole device name; FLOP/s in 16 bits, dense (tensor or matrix cores), and in float32 (no TF32:
-torch's matrix products do not use it unless told to); bytes/s of its memory. A slice of a device (MIG) and
-what has no public sheet (H20) are not here."""
+"""Pattern of a whole device name; dense FLOP/s in 16 bits and in float32 (no TF32: torch's matrix products do
+not use it unless told to); bytes/s of its memory. A slice of a device (MIG) and what has no public sheet
+(H20) are missing."""
 
 
 class Peaks(NamedTuple):
-    """What a device can do at most."""
-
     flops_per_s: float
     bytes_per_s: float
 
 
 def peaks_of(device: str, dtype: str) -> Peaks | None:
-    """Of a device by the name that torch has for it, in a model's dtype; None where that is not known."""
+    """Look up a device by torch's name for it, in a model's dtype; None where it is not known."""
     for pattern, half, single, num_bytes in _SHEETS:
         if re.fullmatch(pattern, device):
             flops = {"bfloat16": half, "float16": half, "float32": single}.get(dtype)
@@ -69,16 +65,12 @@ class _Experts:
 
 @dataclass(frozen=True, slots=True)
 class _Attending:
-    """Layers that see equally far."""
-
     window: int | None
     flops: int  # per pair of a token and one that it sees, over all of them
     kv_bytes: int  # of one token, over all of them
 
 
 class StepCosts:
-    """One rank's costs; every step is counted as it is decided."""
-
     def __init__(self, rank: EngineRank) -> None:
         decoder = rank.decoder
         moes, linears = [], []
@@ -96,7 +88,7 @@ class StepCosts:
         self._attending = tuple(_attending(rank))
 
     def count(self, batch: ScheduledBatch) -> tuple[int, int]:
-        """(floating point operations, bytes read) of a step."""
+        """Count (floating point operations, bytes read) of a step."""
         num_tokens = num_logits = pairs = seen = 0
         for r in batch.requests:
             n, before = len(r.token_ids), r.num_computed_tokens
@@ -119,7 +111,7 @@ class StepCosts:
 
 
 def _in_window(batch: ScheduledBatch, window: int) -> tuple[int, int]:
-    """(pairs of a token and one it sees, itself included; KV tokens read) where no more are seen."""
+    """Count (pairs of a token and one it sees, itself included; KV tokens read) within a window."""
     pairs = seen = 0
     for r in batch.requests:
         n, before = len(r.token_ids), r.num_computed_tokens
@@ -131,7 +123,7 @@ def _in_window(batch: ScheduledBatch, window: int) -> tuple[int, int]:
 
 
 def _attending(rank: EngineRank) -> Iterator[_Attending]:
-    """By window: what the layers compute and read per token."""
+    """Group by window what the layers compute and read per token."""
     found: dict[int | None, list[int]] = {}
     geometry = rank.caches.geometry
     bytes_of = {
@@ -156,7 +148,7 @@ def _attending(rank: EngineRank) -> Iterator[_Attending]:
 
 
 def _parts(root: object) -> Iterator[object]:
-    """A model's parts, whatever holds them: tuples, dataclasses and objects of rayk.models.layers."""
+    """Yield a model's parts, whatever holds them: tuples, dataclasses and objects of rayk.models.layers."""
     seen: set[int] = set()
     todo: list[Any] = [root]
     while todo:

@@ -22,7 +22,7 @@ import torch
 
 
 class StepFence(Protocol):
-    """One rank's steps on its device. Single-threaded."""
+    """Follows one rank's steps on its device. Single-threaded."""
 
     def begin(self) -> None:
         """A step's kernels are queued from here on."""
@@ -34,41 +34,36 @@ class StepFence(Protocol):
         """Return when every step so far has run. At once where nothing was queued since the last wait."""
 
     def mark(self) -> Callable[[], None]:
-        """What returns, on any thread, when all that is queued by now has run."""
+        """Make a function that returns, on any thread, when all that is queued by now has run."""
 
     def step_ns(self) -> int:
-        """What the last step took on the device, `begin` to `end`; waits for it."""
+        """Measure the last step on the device, `begin` to `end`; waits for it."""
 
 
 class HostFence:
-    """A CPU computes before it returns."""
+    """Fits a CPU, which computes before it returns."""
 
     def __init__(self) -> None:
         self._begun_ns = 0
         self._step_ns = 0
 
     def begin(self) -> None:
-        """See StepFence."""
         self._begun_ns = time.monotonic_ns()
 
     def end(self) -> None:
-        """See StepFence."""
         self._step_ns = time.monotonic_ns() - self._begun_ns
 
-    def wait(self) -> None:
-        """Nothing is ever queued."""
+    def wait(self) -> None: ...
 
     def mark(self) -> Callable[[], None]:
-        """See StepFence."""
         return self.wait
 
     def step_ns(self) -> int:
-        """See StepFence."""
         return self._step_ns
 
 
 class CudaFence:
-    """Events on the stream that is current where `begin` and `end` are called."""
+    """Records events on the stream that is current where `begin` and `end` are called."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,24 +73,20 @@ class CudaFence:
         self._pending = False
 
     def begin(self) -> None:
-        """See StepFence."""
         self._begun.record(torch.cuda.current_stream(self._device))
 
     def end(self) -> None:
-        """See StepFence."""
         self._ended.record(torch.cuda.current_stream(self._device))
         self._num_steps += 1
         self._pending = True
 
     def wait(self) -> None:
-        """See StepFence."""
         if self._pending:
             # Steps share a stream, so the last one's event covers all before it.
             self._ended.synchronize()
             self._pending = False
 
     def mark(self) -> Callable[[], None]:
-        """See StepFence."""
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
 
@@ -105,7 +96,6 @@ class CudaFence:
         return wait
 
     def step_ns(self) -> int:
-        """See StepFence."""
         if self._num_steps == 0:
             return 0
         self.wait()
@@ -113,5 +103,4 @@ class CudaFence:
 
 
 def make_fence(device: torch.device) -> StepFence:
-    """The fence of a device."""
     return CudaFence(device) if device.type == "cuda" else HostFence()

@@ -21,8 +21,6 @@ NEVER = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One request as the sampler sees it."""
-
     params: SamplingParams  # with a seed where tokens are drawn
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
@@ -81,7 +79,7 @@ def _column(scores: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
 
 
 def _keep_top_k(scores: torch.Tensor, top_k: Sequence[int]) -> torch.Tensor:
-    """The k best of each row, and what ties with the last of them."""
+    """Keep the k best of each row, and what ties with the last of them."""
     counts = [min(k, scores.shape[1]) for k in top_k]
     best = scores.topk(max(counts)).values
     last = best.gather(1, torch.tensor(counts, device=scores.device)[:, None] - 1)
@@ -89,7 +87,7 @@ def _keep_top_k(scores: torch.Tensor, top_k: Sequence[int]) -> torch.Tensor:
 
 
 def _keep_top_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """The fewest best whose probabilities reach top_p; of equal ones, lower ids first."""
+    """Keep the fewest best whose probabilities reach top_p; of equal ones, lower ids first."""
     # Stable, so that ties end alike on every device. Summed from the worst, as transformers does.
     ordered, order = (part.flip(-1) for part in scores.sort(dim=-1, descending=True, stable=True))
     cumulative = ordered.softmax(-1).cumsum(-1)
@@ -99,7 +97,7 @@ def _keep_top_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch
 
 
 def _keep_min_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Those at least min_p times as likely as the best."""
+    """Keep those at least min_p times as likely as the best."""
     probabilities = scores.softmax(-1)
     least = probabilities.amax(-1, keepdim=True) * _column(scores, [p.min_p for p in params])
     return scores.masked_fill(probabilities < least, NEVER)

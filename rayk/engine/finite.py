@@ -1,4 +1,4 @@
-"""Which weights of a rank are not finite: asked once something that it computed is not."""
+"""Find which weights of a rank are not finite, once something that it computed is not."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ if TYPE_CHECKING:
     from rayk.engine.rank import EngineRank
 
 
-LIMIT_S = 5.0
-"""For one look: a rank that looks takes no steps, and a fleet that is silent for 15 s is taken for dead."""
+LIMIT_S = 5.0  # a rank that looks takes no steps, and a fleet silent for 15 s is taken for dead
 _CHUNK = 1 << 22  # elements that are widened at once
 
 
 def not_finite_weights(rank: EngineRank, limit_s: float = LIMIT_S) -> tuple[str, ...] | None:
-    """By their place in the decoder, `layers.3.mixer.o_proj.weight`; none of its caches. Those found within
-    `limit_s`, to a weight; None where that were none and not all were looked at."""
+    """Name the weights that are not finite, e.g. `layers.3.mixer.o_proj.weight`, found within `limit_s`; no
+    caches. None: none were found and not all were looked at."""
     own = rank.caches.buffer.untyped_storage().data_ptr()
     found: list[str] = []
     deadline_s = time.monotonic() + limit_s
@@ -42,7 +41,7 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _tensors(thing: object, name: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a tree of rayk's own objects, each once."""
+    """Yield every tensor of a tree of rayk's own objects, each once."""
     if id(thing) in seen:
         return
     seen.add(id(thing))

@@ -33,22 +33,21 @@ if TYPE_CHECKING:
 class StepViews:
     """A step as layers see it. Filled by the rank, once a step."""
 
-    attention: Mapping[AttentionView, CommonAttentionMetadata]
-    """Views that compute nothing in it are left out."""
+    attention: Mapping[AttentionView, CommonAttentionMetadata]  # views that compute nothing are left out
     states: Mapping[int, Segments]  # by KV group
 
 
+# (token_ids [S], positions [S], the step) -> logits [S, vocab]
 Forward = Callable[[torch.Tensor, torch.Tensor, StepViews], torch.Tensor]
-"""(token_ids [S], positions [S], the step) -> logits [S, vocab]."""
+# runs what was recorded on what the buffers hold now; its result is valid until the next replay
 Replay = Callable[[], torch.Tensor]
-"""Runs what was recorded on what the buffers hold now; the result stays valid until the next replay."""
 
 
 class Recorder(Protocol):
     """Turns work on fixed buffers into something that can be repeated."""
 
     def record(self, work: Callable[[], torch.Tensor]) -> Replay:
-        """`work` reads and writes the same memory every time and never waits for the device."""
+        """Record `work`, which uses the same memory every time and never waits for the device."""
 
 
 class CudaRecorder:
@@ -59,7 +58,6 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], torch.Tensor]) -> Replay:
-        """See Recorder."""
         # Compilation, workspaces and NCCL's set-up must not happen inside a capture.
         side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self._device))
@@ -81,7 +79,7 @@ class CudaRecorder:
 
 
 def graph_sizes(max_seqs: int) -> tuple[int, ...]:
-    """Batch sizes to record: powers of two, and the largest batch."""
+    """List the batch sizes to record: powers of two, and the largest batch."""
     sizes = [1]
     while sizes[-1] * 2 < max_seqs:
         sizes.append(sizes[-1] * 2)
@@ -97,7 +95,7 @@ class _Rows:
         self.starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
 
     def buffer(self, value: int, dtype: torch.dtype, *width: int) -> torch.Tensor:
-        """[S, *width], filled with `value`."""
+        """Make [S, *width], filled with `value`."""
         return torch.full((self.max_seqs, *width), value, dtype=dtype, device=self.device)
 
 
@@ -107,7 +105,7 @@ class _AttentionBuffers:
     def __init__(
         self, rows: _Rows, slots: torch.Tensor, *, width: int, block_size: int, most_keys: int
     ) -> None:
-        """`slots`: those of its KV group. `most_keys`: of a row in any step."""
+        """Take the slots of its KV group, and the most keys of a row in any step."""
         self._rows = rows
         self._slots = slots
         self._block_size = block_size
@@ -127,7 +125,8 @@ class _AttentionBuffers:
         self._seq_lens[num_requests:size] = 1
 
     def metadata(self, size: int) -> CommonAttentionMetadata:
-        """Of the first `size` rows. Host-side numbers hold for every step: lengths are the longest."""
+        """Make metadata of the first `size` rows. Host-side numbers hold for every step: lengths are the
+        longest."""
         return CommonAttentionMetadata(
             query_start_loc=self._rows.starts[: size + 1],
             seq_lens=self._seq_lens[:size],
@@ -150,14 +149,12 @@ class _StateBuffers:
         self._reads, self._writes = (rows.buffer(NO_SLOT, torch.int64) for _ in "rw")
 
     def fill(self, segments: Segments, num_requests: int, size: int) -> None:
-        """Copy a step in; rows from `num_requests` to `size` become padding."""
         self._reads[:num_requests] = segments.read_slots
         self._writes[:num_requests] = segments.write_slots
         self._reads[num_requests:size] = NO_SLOT
         self._writes[num_requests:size] = NO_SLOT
 
     def metadata(self, size: int) -> Segments:
-        """Of the first `size` rows."""
         starts = self._rows.starts
         return Segments(
             query_start_loc=starts[: size + 1],
@@ -173,7 +170,7 @@ class _StateBuffers:
 
 
 class DecodeGraphs:
-    """The recorded decode steps of one rank."""
+    """Holds the recorded decode steps of one rank."""
 
     def __init__(
         self,
@@ -186,8 +183,8 @@ class DecodeGraphs:
         max_positions: int,
         device: torch.device,
     ) -> None:
-        """Record every size. `table_shapes`: W of each KV group's block table, in kernel blocks, and the
-        tokens of a kernel block; None for groups of states. `views`: those that layers have."""
+        """Record every size. `table_shapes` has W of each KV group's block table, in kernel blocks, and the
+        tokens of a kernel block; None for groups of states. `views` are those that layers have."""
         self.sizes = graph_sizes(max_seqs)
         rows = _Rows(max_seqs, device)
         self._token_ids = rows.buffer(0, torch.int64)
@@ -213,14 +210,14 @@ class DecodeGraphs:
         }
 
     def fits(self, inputs: ModelInputs) -> bool:
-        """Whether a recorded step computes just this."""
+        """Tell whether a recorded step computes just this."""
         num_requests = inputs.metadata[0].num_requests
         decodes = len(inputs.token_ids) == num_requests == len(inputs.logits_index)
         return decodes and inputs.prompt_index is None and num_requests <= self.sizes[-1]
 
     def replay(self, inputs: ModelInputs, seen: StepViews) -> torch.Tensor:
-        """Logits [R, vocab] of a step that fits; valid until the next replay. `seen`: the step, all tokens
-        wanted."""
+        """Compute logits [R, vocab] of a step that fits, valid until the next replay. `seen` is the step with
+        all tokens wanted."""
         num_requests = len(inputs.token_ids)
         size = next(s for s in self.sizes if s >= num_requests)
         self._fill(inputs, seen, num_requests, size)
@@ -252,8 +249,8 @@ class DecodeGraphs:
 
 
 def most_keys_of(view: AttentionView, max_positions: int, block_size: int) -> int:
-    """The most keys that a row of a decode step has in a view: those before the first kernel block of
-    `block_size` tokens that its token sees into are cut off."""
+    """Count the most keys that a row of a decode step has in a view: keys before the first kernel block that
+    its token sees into are cut off."""
     most = max_positions
     if view.chunk is not None:
         most = min(most, view.chunk)
@@ -263,5 +260,4 @@ def most_keys_of(view: AttentionView, max_positions: int, block_size: int) -> in
 
 
 def _plain(view: AttentionView) -> AttentionView:
-    """What a view sees of a step whose tokens are all wanted."""
     return replace(view, fast_prefill=False)

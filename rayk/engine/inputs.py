@@ -1,7 +1,5 @@
-"""From a scheduled batch to the tensors of a forward pass. Block tables persist between steps.
-
-Legend: R requests of the batch, T packed tokens, B kernel blocks, S segments.
-"""
+"""Turn a scheduled batch into the tensors of a forward pass. Block tables persist between steps. Legend: R
+requests of the batch, T packed tokens, B kernel blocks, S segments."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.geometry import GroupGeometry, RankGeometry
 from rayk.types.batch import ScheduledBatch
 
+# of a KV group: by tokens for attention, by segments for recurrent states
 GroupMetadata = CommonAttentionMetadata | Segments
-"""One KV group's view of a step: by tokens for attention, by segments for recurrent states."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +27,13 @@ class ModelInputs:
     logits_index: torch.Tensor  # int64 [requests that need logits]: packed index of their last token
     metadata: tuple[GroupMetadata, ...]  # per KV group
     wanted: np.ndarray  # `logits_index` on the host
+    # int64: packed index of every token of the batch's `prompt_logits`
     prompt_index: torch.Tensor | None = None
-    """int64: packed index of every token of the batch's `prompt_logits`; None where there is none"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """What all KV groups are told of a step, on the host; the two that go to the device, there too."""
+    """What all KV groups see of a step, on the host; `starts` and `seq_lens` are on the device, too."""
 
     rows: np.ndarray  # [R] int64, each request's row of the block tables
     computed: np.ndarray  # [R] int64, tokens before this step
@@ -52,12 +50,12 @@ class _Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Cuts:
-    """A step's segments where blocks of states have one size; which groups share, as only slots differ."""
+    """A step's segments where blocks of states have one size. Groups share them: only slots differ."""
 
     rows: np.ndarray  # [S] int64, the row of the block tables of each segment's request
     blocks: np.ndarray  # [S] int64, the column in which it ends
+    # [R] int64, the column of each request's state before this step; 0 where it has none
     last_blocks: np.ndarray
-    """[R] int64, the column of each request's state before this step; 0 where it has none."""
     device_starts: torch.Tensor
     device_ends: torch.Tensor
     starts: tuple[int, ...]
@@ -76,8 +74,8 @@ class InputBuilder:
 
     @property
     def table_shapes(self) -> tuple[tuple[int, int] | None, ...]:
-        """Columns of each KV group's block table and tokens of a kernel block; None where metadata has slots
-        instead."""
+        """List the columns of each KV group's block table and tokens of a kernel block; None where metadata
+        has slots instead."""
         return tuple(
             None if _is_state(g) else (table.shape[1], g.kernel_block_size)
             for g, table in zip(self._groups, self._tables, strict=True)
@@ -162,7 +160,8 @@ class InputBuilder:
         )
 
     def _cuts(self, size: int, step: _Step) -> _Cuts:
-        """A segment per block that the step touches: each block ends up with the state at its last token."""
+        """Cut a segment per block that the step touches: each block ends up with the state at its last
+        token."""
         first = step.computed // size
         counts = (step.seq_lens - 1) // size - first + 1
         segment_starts = np.zeros(len(counts) + 1, dtype=np.int32)
@@ -204,10 +203,8 @@ class InputBuilder:
 
 
 def to_kernel_blocks(block_ids: tuple[int, ...] | list[int], ratio: int) -> np.ndarray:
-    """Kernel block ids of manager block ids: id b becomes b * ratio .. b * ratio + ratio - 1.
-
-    The null block's kernel blocks are null too: kernel block 0 .. ratio - 1 are never handed out.
-    """
+    """Turn manager block id b into kernel blocks b * ratio .. b * ratio + ratio - 1. The null block's are
+    null, too: they are never handed out."""
     ids = np.asarray(block_ids, dtype=np.int32)
     return (ids[:, None] * ratio + np.arange(ratio, dtype=np.int32)).reshape(-1)
 
@@ -217,6 +214,6 @@ def _is_state(group: GroupGeometry) -> bool:
 
 
 def _table_width(group: GroupGeometry, max_positions: int) -> int:
-    """Kernel blocks of a row: those of the longest sequence, whose last block is whole."""
+    """Count the kernel blocks of a row: those of the longest sequence, whose last block is whole."""
     ratio = group.kernel_blocks_per_block
     return -(-max_positions // group.block_size) * ratio

@@ -44,22 +44,19 @@ class RequestEvent:
 
     request_id: str
     token_ids: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    """One per token of `token_ids`, if the request asked for them."""
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token of `token_ids`, if asked for
+    # once, at the end of prefill, if asked for: one per prompt token; the first has none
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    """Once, at the end of prefill, if asked for: one per prompt token; the first has none."""
     finish_reason: FinishReason | None = None
+    # the stop string or token id behind finish_reason stop; None for the model's own EOS
     stop_reason: str | int | None = None
-    """The stop string or token id behind finish_reason stop; None for the model's own EOS."""
     error: RaykError | None = None
     payload: object = None  # what a hand-over gives on (a transfer ticket)
     info: dict[str, Any] = field(default_factory=dict)
-    time_ns: int = field(default_factory=time.monotonic_ns)
-    """When it happened, on this host's monotonic clock."""
+    time_ns: int = field(default_factory=time.monotonic_ns)  # on this host's monotonic clock
 
     @property
     def is_last(self) -> bool:
-        """Whether no event follows."""
         return self.finish_reason is not None or self.error is not None or self.payload is not None
 
 
@@ -73,34 +70,33 @@ class Handover(Protocol):
         """Called once, before the first turn."""
 
     def takes(self, state: RequestState) -> bool:
-        """Whether this request, which just sampled a token, leaves the engine now (no finished one does).
-
-        If so the hand-over has already taken its blocks over."""
+        """Tell whether this unfinished request, which just sampled a token, leaves the engine now; its blocks
+        are then taken over."""
 
     def commands(self) -> tuple[object, ...]:
-        """Commands for the next turn; their results come to `absorb` in the same order."""
+        """List commands for the next turn; their results come to `absorb` in the same order."""
 
     def step_commands(self, batch: ScheduledBatch) -> tuple[object, ...]:
-        """More of them, now that the turn's step is known: what ranks must know before they compute it."""
+        """List more commands, now that the turn's step is known: what ranks must know before they compute
+        it."""
 
     def needs_gather(self) -> bool:
-        """Whether polls of all ranks matter now."""
+        """Tell whether polls of all ranks matter now."""
 
     def absorb(self, results: tuple[tuple[object, ...], ...], polls: tuple[object, ...]) -> None:
-        """Per rank: results of the last `commands()`, and the poll."""
+        """Take, per rank, results of the last `commands()`, and the poll."""
 
     def inspect(self, error: NotFiniteError, num_tokens: int) -> None:
-        """A request has left the scheduler, its blocks, with KV of `num_tokens` tokens, have not: find out
-        more, give them back, and tell its sink."""
+        """Find out more about a request that left the scheduler with KV of `num_tokens` tokens in its blocks,
+        give these back, and tell its sink."""
 
     def abort(self, request_id: str) -> bool:
         """Stop a hand-over in progress; False if there is none."""
 
     def holds(self, request_id: str) -> bool:
-        """Whether anything of a request of this id is still here."""
+        """Tell whether anything of a request of this id is still here."""
 
-    def fail_all(self, error: RaykError) -> None:
-        """The engine is going down."""
+    def fail_all(self, error: RaykError) -> None: ...
 
 
 class Leader:
@@ -135,11 +131,9 @@ class Leader:
         self._stopping = False
         self._stalled = False
         self._dead: RaykError | None = None
-        self._death = threading.RLock()
-        """Held while it dies, and for what comes after: nothing of that belongs to one thread any more."""
+        self._death = threading.RLock()  # held while it dies, and by what comes after, on any thread
         self._last_news_s = 0.0
-        self.num_ended: Counter[str] = Counter()
-        """Requests that ended here, by finish reason, error or handed_over."""
+        self.num_ended: Counter[str] = Counter()  # by finish reason, error or handed_over
         self.num_not_finite = 0  # of those with an error, requests whose logits or KV were not finite
         if handover is not None:
             handover.attach(self)
@@ -260,8 +254,8 @@ class Leader:
             self._stalled = False
 
     def emit(self, event: RequestEvent, *, ends: bool = True) -> None:
-        """Give an event to its request's sink; the last one closes it. `ends`: and is then the request's end
-        here, not that of what was asked for it."""
+        """Give an event to its request's sink; the last one closes it. It also ends what was asked of the
+        request unless `ends` is false."""
         sink = self._sinks.get(event.request_id)
         if sink is None:
             return
@@ -325,15 +319,15 @@ class Leader:
                 state.stop_text.feed(token)  # a stop string may have begun in them
 
     def forget(self, state: RequestState) -> None:
-        """No block of a request's tokens is found any more, whoever computed it, and whether or not the
-        request has it still."""
+        """Forget the blocks of a request's tokens, whoever computed them, and whether or not the request has
+        them still."""
         if self.manager.prefixes is not None:
             keys = self.manager.prefixes.make_keys()
             keys.extend(state.tokens, len(state.tokens))
             self.manager.forget(self.manager.prefixes.holding(keys))
 
     def check_integrity(self) -> None:
-        """Blocks and rows add up. AssertionError otherwise."""
+        """Raise AssertionError unless blocks and rows add up."""
         self.scheduler.check_integrity()
 
     def _admit(self, request: Request, sink: Sink) -> None:
@@ -371,7 +365,7 @@ class Leader:
         )
 
     def _fail_not_finite(self, batch: ScheduledBatch, request_ids: Collection[str]) -> None:
-        """Logits of these are not finite: they end here, and nothing of them is kept."""
+        """End the requests whose logits are not finite, and keep nothing of them."""
         for share in batch.requests:
             request_id, num_tokens = share.request_id, share.num_computed_tokens + len(share.token_ids)
             if request_id not in request_ids:
@@ -405,7 +399,7 @@ class Leader:
         return request_id in self._sinks or (self._handover is not None and self._handover.holds(request_id))
 
     def _bad_input(self, request: Request) -> UserError | None:
-        """What would otherwise end the engine, or be ignored."""
+        """Find what would otherwise end the engine, or be ignored."""
         if not request.prompt_token_ids:
             return UserError(f"request {request.request_id} has an empty prompt")
         error = bad_sampling(request.sampling)
@@ -453,8 +447,8 @@ class Leader:
 
 
 def begin_times(state: RequestState) -> dict[str, Any]:
-    """With the first that is told of a request here, once: when it came, what it waited for, and when a step
-    first took it."""
+    """Give, once with a request's first news, when it came, what it waited for, and when a step first took
+    it."""
     times = {"submitted_ns": state.submitted_ns, "first_step_ns": state.first_step_ns}
     told = {} if state.is_told else {name: ns for name, ns in times.items() if ns is not None}
     if not state.is_told:
@@ -470,8 +464,8 @@ def _how_ended(event: RequestEvent) -> str:
 
 
 def dead_engine(engine: str, error: BaseException, rank: int) -> EngineDied | InternalError:
-    """What an exception that ended a loop looks like to clients; `rank`: where it was raised. A bug is logged
-    here, and stays one: its requests would meet it again elsewhere."""
+    """Turn an exception that ended the loop of `rank` into what clients see. A bug is logged here, and stays
+    one: its requests would meet it again elsewhere."""
     if isinstance(error, EngineDied | InternalError):
         return error
     if isinstance(error, RaykError) or may_be_the_machine(error):

@@ -34,7 +34,7 @@ class RankExtension(Protocol):
         """Run one command. A RaykError raised here is the command's result; anything else ends the rank."""
 
     def blocks_assigned(self, block_ids: tuple[int, ...]) -> None:
-        """These blocks were handed out and are about to be written."""
+        """Learn which blocks were handed out and are about to be written."""
 
     def poll(self) -> object:
         """Make progress; return news for the leader (picklable)."""
@@ -54,8 +54,6 @@ class TurnStats(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What all ranks do next. Filled by the leader."""
-
     batch: ScheduledBatch | None = None
     commands: tuple[object, ...] = ()
     gather: bool = False  # bring command results and polls to rank 0
@@ -64,49 +62,42 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnResult:
-    """What came of a turn, on rank 0."""
-
     tokens: StepTokens | None  # None where there was no step
     results: tuple[tuple[object, ...], ...]  # per rank, per command; empty unless gathered
     polls: tuple[object, ...]  # per rank; empty unless gathered
 
 
 class TurnSource(Protocol):
-    """Rank 0's side: decides turns and takes their results. Implemented by engine.leader."""
+    """Decides turns on rank 0 and takes their results. Implemented by engine.leader."""
 
     def wait(self) -> None:
         """Return when there is work, or after a heartbeat."""
 
-    def plan(self) -> Turn:
-        """The next turn, at once."""
+    def plan(self) -> Turn: ...
 
     def sample(
         self, batch: ScheduledBatch, logits: torch.Tensor, prompt_logits: Iterable[torch.Tensor]
     ) -> StepTokens:
         """Choose the step's tokens; see engine.sampling.sample_step. `prompt_logits` is used up."""
 
-    def absorb(self, turn: Turn, result: TurnResult) -> None:
-        """Take what came of it."""
+    def absorb(self, turn: Turn, result: TurnResult) -> None: ...
 
 
 @dataclass(slots=True)
 class LoopTimes:
-    """Where a rank's time goes, in nanoseconds: the control plane is `turn` minus `model`.
-
-    Rank 0's turns count from the moment it decides one; a peer's include its wait for rank 0.
-    """
+    """Adds up a rank's time in nanoseconds: the control plane is `turn` minus `model`. Rank 0's turns count
+    from when it decides one; a peer's include its wait for rank 0."""
 
     num_turns: int = 0
     num_steps: int = 0
     turn_ns: int = 0  # turns that had a step
     model_ns: int = 0  # of these, the decoder's forward pass up to the logits, its collectives included
     num_computed_tokens: int = 0  # that forward passes took
-    num_sampled_tokens: int = 0
-    """Of output. Rank 0's alone: it samples."""
+    num_sampled_tokens: int = 0  # of output, on rank 0, which samples
 
 
 def encode_turn(turn: Turn) -> bytes:
-    """Flags, the batch as int32, then (rarely) pickled commands."""
+    """Write flags, the batch as int32, then (rarely) pickled commands."""
     batch = encode_batch(turn.batch) if turn.batch is not None else b""
     flags = int(turn.gather) | int(turn.stop) << 1 | int(bool(turn.commands)) << 2
     commands = pickle.dumps(turn.commands) if turn.commands else b""
@@ -114,7 +105,7 @@ def encode_turn(turn: Turn) -> bytes:
 
 
 def decode_turn(payload: bytes) -> Turn:
-    """The inverse of `encode_turn`, request ids aside."""
+    """Invert `encode_turn`, request ids aside."""
     flags, size = _PREFIX.unpack_from(payload)
     body = payload[_PREFIX.size :]
     return Turn(
@@ -151,7 +142,7 @@ class EngineLoop:
             pass
 
     def turn(self) -> bool:
-        """One turn; False when it was the last."""
+        """Run one turn; False when it was the last."""
         if self._leader is not None:
             self._leader.wait()
         started = time.monotonic_ns()
@@ -224,15 +215,12 @@ class EngineLoop:
 
 
 class NoExtension:
-    """An engine that moves no KV."""
+    """Fits an engine that moves no KV."""
 
     def execute(self, command: object) -> object:
-        """There are no commands."""
         raise AssertionError(f"no extension takes {command!r}")
 
-    def blocks_assigned(self, block_ids: tuple[int, ...]) -> None:
-        """Nobody counts generations."""
+    def blocks_assigned(self, block_ids: tuple[int, ...]) -> None: ...
 
     def poll(self) -> object:
-        """No news."""
         return None

@@ -22,35 +22,37 @@ _BITS = 52  # of each uniform: (2^52 - 1/2) / 2^52 is the largest float64 of thi
 
 
 def draw_key(seed: int, index: int) -> int:
-    """The splitmix64 state from which output token `index` of a request with this seed is drawn; int64."""
+    """Mix the splitmix64 state (int64) from which output token `index` of a request with this seed is
+    drawn."""
     return signed(_mixed(seed, index))
 
 
 def random_bits(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """int64 [R, C]: output `token_ids` ([C] or [R, C]) of the generators in states `keys` [R]."""
+    """Compute int64 [R, C]: outputs `token_ids` ([C] or [R, C]) of the generators in states `keys` [R]."""
     return mix64_tensor(keys[:, None] + (token_ids + 1) * signed(_GOLDEN))
 
 
 def uniform(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """float64 [R, C], in the open interval (0, 1)."""
+    """Draw float64 [R, C], in the open interval (0, 1)."""
     return to_unit(random_bits(keys, token_ids))
 
 
 def to_unit(bits: torch.Tensor) -> torch.Tensor:
-    """The highest bits of int64 as float64 in the open interval (0, 1)."""
+    """Turn the highest bits of int64 into float64 in the open interval (0, 1)."""
     # int64 shifts copies of the sign in; clear them.
     high = (bits >> (64 - _BITS)) & ((1 << _BITS) - 1)
     return (high.double() + 0.5) * 2.0**-_BITS
 
 
 def gumbel(keys: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
-    """float64 [R, C], Gumbel(0, 1): argmax(log p + noise) has the distribution p. Between -3.6 and 36.8."""
+    """Draw float64 [R, C], Gumbel(0, 1), between -3.6 and 36.8: argmax(log p + noise) has the distribution
+    p."""
     states = torch.tensor(keys, dtype=torch.int64, device=token_ids.device)
     return uniform(states, token_ids).log_().neg_().log_().neg_()
 
 
 def derived_seed(*parts: int) -> int:
-    """A seed in [0, 2^63) that depends on all of `parts`, for requests that were given none."""
+    """Derive a seed in [0, 2^63) from all of `parts`, for requests that were given none."""
     return _mixed(*parts) >> 1
 
 

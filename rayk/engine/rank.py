@@ -80,22 +80,20 @@ class EngineRank:
             max_positions=self.model_config.max_positions,
             device=self.device,
         )
+        # they compute only the tokens whose logits are wanted
         self.fast_prefill_layers = self.model_config.fast_prefill_layers if config.fast_prefill else range(0)
-        """Layers that compute only the tokens whose logits are wanted."""
+        # tokens computed, summed over the layers that computed them, without padding
         self.num_token_layers = 0
-        """Tokens computed since the start, summed over the layers that computed them; what pads a recorded
-        step is none of them."""
         self._recorded_layers = 0  # layers that a token of a recorded step goes through
         self.attention_groups = AttentionGroups()
         self.attention_groups.initialise(self._attention_layers())
         self._prompt_hidden: torch.Tensor | None = None
-        self.fence = make_fence(self.device)
-        """To be waited for before this rank's pages are shown to others or overwritten by them."""
+        self.fence = make_fence(self.device)  # to wait for before others see or overwrite this rank's pages
         self.on_layer: Callable[[int], None] | None = None
-        """Told of each layer of a step whose kernels are all queued, in order; of all of them at once where a
+        """Called for each layer of a step whose kernels are all queued, in order; for all at once where a
         step is replayed. Layers that compute nothing may be left out."""
+        # None where decode steps are replayed
         self.why_no_graphs = None if recorder is not None else self._why_no_graphs()
-        """Why decode steps are launched kernel by kernel, or None where they are replayed."""
         self._graphs = self._record_graphs(recorder) if self.why_no_graphs is None else None
 
     def _attention_layers(self) -> list[AttentionLayer]:
@@ -122,25 +120,22 @@ class EngineRank:
 
     @property
     def forward_ns(self) -> int:
-        """What the last step's forward pass took, inputs and metadata aside; waits for it."""
+        """Measure the last step's forward pass, inputs and metadata aside; waits for it."""
         return self.fence.step_ns()
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
-        """Batch sizes whose decode step is replayed from a graph."""
         return () if self._graphs is None else self._graphs.sizes
 
     @property
     def graphs_note(self) -> str:
-        """The recorded batch sizes, or why there are none, for the results."""
+        """Name the recorded batch sizes, or why there are none, for the results."""
         return ", ".join(map(str, self.graph_sizes)) or f"none: {self.why_no_graphs}"
 
     @torch.inference_mode()
     def step(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Compute the batch's tokens, store their KV; float32 logits [requests that need logits, vocab].
-
-        The logits are valid until the next step. On a GPU this returns before the kernels have run.
-        """
+        """Compute the batch's tokens and store their KV. Returns float32 logits [requests that need logits,
+        vocab], valid until the next step. On a GPU this returns before the kernels have run."""
         inputs = self._inputs.build(batch)
         fast = bool(self.fast_prefill_layers) and len(inputs.wanted) < len(inputs.token_ids)
         seen = self._see(inputs, inputs.wanted if fast else None)
@@ -154,10 +149,8 @@ class EngineRank:
         return logits
 
     def prompt_logits(self) -> Iterator[torch.Tensor]:
-        """Float32 logits [some, vocab] of the last step's `prompt_logits`, in pieces that bound the memory.
-
-        A collective: every rank takes them all before the next step.
-        """
+        """Yield float32 logits [some, vocab] of the last step's `prompt_logits`, in pieces that bound the
+        memory. A collective: every rank takes them all before the next step."""
         if self._prompt_hidden is None:
             return
         rows = max(1, PROMPT_LOGITS // self.model_config.vocab_size)
@@ -167,7 +160,7 @@ class EngineRank:
             yield logits
 
     def _eager(self, inputs: ModelInputs, seen: StepViews, *, fast: bool) -> torch.Tensor:
-        """The step's logits, kernel by kernel; `fast`: the last layers compute the sampled tokens only."""
+        """Compute the step kernel by kernel; `fast`: the last layers compute the sampled tokens only."""
         wanted = inputs.logits_index if fast else None
         metadata = self._by_cache(seen)
         hidden = self.decoder.forward(inputs.token_ids, inputs.positions, metadata, wanted, self.on_layer)
@@ -178,7 +171,6 @@ class EngineRank:
         return self.decoder.logits(hidden if fast else hidden[inputs.logits_index])
 
     def _replay(self, graphs: DecodeGraphs, inputs: ModelInputs, seen: StepViews) -> torch.Tensor:
-        """The same of a decode step that was recorded."""
         logits = graphs.replay(inputs, seen)
         if self.on_layer is not None:
             for layer in range(len(self.decoder.layers)):
@@ -187,7 +179,6 @@ class EngineRank:
         return logits
 
     def _see(self, inputs: ModelInputs, wanted: np.ndarray | None) -> StepViews:
-        """The step as layers see it; `wanted`: see AttentionGroups.see."""
         groups = list(zip(self.plan.groups, inputs.metadata, strict=True))
         commons = {g.index: m for g, m in groups if isinstance(m, CommonAttentionMetadata)}
         return StepViews(
@@ -196,7 +187,6 @@ class EngineRank:
         )
 
     def _by_cache(self, seen: StepViews) -> dict[CacheKey, Any]:
-        """What each cache's layer is told."""
         states = {g.index: g.keys for g in self.plan.groups if g.index in seen.states}
         told: dict[CacheKey, Any] = {key: seen.states[i] for i, keys in states.items() for key in keys}
         attention = self.attention_groups.build(seen.attention)
@@ -232,5 +222,4 @@ class EngineRank:
         )
 
     def close(self) -> None:
-        """Unbind the cache."""
         self.caches.unbind(self.decoder.cache_owners, self.decoder.cache_readers)

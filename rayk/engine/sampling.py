@@ -29,13 +29,13 @@ MAX_ELEMENTS = 1 << 22  # scores worked on at once: each takes some 50 bytes on 
 
 
 def sample(rows: Sequence[Row], logits: torch.Tensor) -> list[int]:
-    """One token per row of float32 logits [R, V]; the lowest id wins a tie of greedy rows."""
+    """Choose a token per row of float32 logits [R, V]; the lowest id wins a tie of greedy rows."""
     tokens: list[int] = _sample(rows, logits).tolist()
     return tokens
 
 
 def are_finite(logits: torch.Tensor) -> torch.Tensor:
-    """bool [R]: rows of [R, V] without NaN and infinities. Waits for no device."""
+    """Find rows of [R, V] without NaN and infinities, as bool [R], without waiting for the device."""
     # Both ends of a row are NaN where it has one. No sum: it may overflow.
     return logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
 
@@ -51,7 +51,7 @@ def _sample(rows: Sequence[Row], logits: torch.Tensor) -> torch.Tensor:
 
 
 def _choose(rows: Sequence[Row], logits: torch.Tensor) -> torch.Tensor:
-    """int64 [R]."""
+    """Choose int64 [R]."""
     scores = logits.double()
     penalise(scores, rows)
     chosen = scores.argmax(-1)
@@ -65,12 +65,12 @@ def _choose(rows: Sequence[Row], logits: torch.Tensor) -> torch.Tensor:
 
 
 def is_narrow(row: Row, limit: int) -> bool:
-    """Whether only the row's best tokens need to be looked at: says the request, whatever its batch."""
+    """Tell whether only the row's best tokens need to be looked at, which depends on the request alone."""
     return row.params.top_k is not None and row.params.top_k <= limit
 
 
 def draw(rows: Sequence[Row], scores: torch.Tensor, *, narrow: bool) -> torch.Tensor:
-    """int64 [R]: one token per row, given penalised float64 scores [R, V]."""
+    """Draw a token per row, int64 [R], given penalised float64 scores [R, V]."""
     left, ids = candidates(scores, [row.params for row in rows], narrow=narrow)
     keys = []
     for row in rows:
@@ -83,7 +83,7 @@ def draw(rows: Sequence[Row], scores: torch.Tensor, *, narrow: bool) -> torch.Te
 def score_tokens(
     logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """How likely each row of float32 logits [R, V] makes its token, and its `num_top` best tokens."""
+    """Score each row's token under float32 logits [R, V], and its `num_top` best tokens."""
     step = max(1, MAX_ELEMENTS // logits.shape[1])
     parts = (slice(at, at + step) for at in range(0, len(token_ids), step))
     return [told for p in parts for told in _score(logits[p], token_ids[p], num_top[p])]
@@ -116,11 +116,8 @@ def sample_step(
     logits: torch.Tensor,
     prompt_logits: Iterable[torch.Tensor],
 ) -> StepTokens:
-    """What a step came to.
-
-    states: of the batch's requests, in its order. logits: float32, a row per request that needs logits.
-    prompt_logits: the rows of the batch's `prompt_logits`, in any number of pieces.
-    """
+    """Sample a step. `states` are in the batch's order. `logits` is float32, a row per request that needs
+    logits. `prompt_logits` has the rows of the batch's `prompt_logits`, in any number of pieces."""
     prompt_logprobs, not_finite = _score_prompts(batch, states, prompt_logits)
     sampling = [s for s, share in zip(states, batch.requests, strict=True) if share.needs_logits]
     assert logits.shape[0] == len(sampling), (logits.shape, len(sampling))
@@ -154,7 +151,7 @@ def sample_step(
 def _score_prompts(
     batch: ScheduledBatch, states: Sequence[RequestState], prompt_logits: Iterable[torch.Tensor]
 ) -> tuple[dict[str, list[TokenLogprobs]], set[str]]:
-    """By request, and requests with rows that are not finite."""
+    """Score by request, and find requests with rows that are not finite."""
     wanted: list[tuple[str, int, int]] = []
     for share, state in zip(batch.requests, states, strict=True):
         start, stop = share.prompt_logits

@@ -10,24 +10,24 @@ from collections.abc import Callable, Sequence
 
 from rayk.types.errors import UserError
 
+# token ids to visible text: no special tokens, U+FFFD for bytes that are no UTF-8
 Decode = Callable[[Sequence[int]], str]
-"""Token ids to the text that a user sees: special tokens left out, U+FFFD for bytes that are no UTF-8."""
 
 REPLACEMENT = "\ufffd"
 
 
 class LazyDecoder:
-    """A text decoder, loaded when a request first needs one. Any thread."""
+    """Loads a text decoder when a request first needs one. Any thread."""
 
     def __init__(self, load: Callable[[], Decode] | None) -> None:
-        """`load` raises UserError where the model has no tokenizer; None: there is none here."""
+        """Take `load`, which raises UserError where the model has no tokenizer; None: there is none here."""
         self._load = load
         self._decode: Decode | None = None
         self._error: UserError | None = None
         self._loading = threading.Lock()
 
     def get(self) -> Decode:
-        """The decoder. Raises UserError, at once when it did before."""
+        """Return the decoder. Raises UserError, at once when it did before."""
         with self._loading:
             if self._decode is None and self._error is None:
                 self._try()
@@ -66,7 +66,8 @@ class StopStrings:
         self._tail = ""  # the end of the settled text: where a stop string may have begun
 
     def feed(self, token_id: int) -> str | None:
-        """The stop string that ends first in the text with this token (of several, the one given first)."""
+        """Find the stop string that ends first in the text with this token (of several, the one given
+        first)."""
         self._token_ids.append(token_id)
         context = self._decode(self._token_ids[: self._num_context])
         new = self._decode(self._token_ids)[len(context) :]
