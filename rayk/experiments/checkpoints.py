@@ -1,4 +1,4 @@
-"""The tiny checkpoints that a spec names under `checkpoints:`, written where they are missing."""
+"""Write the missing tiny checkpoints that a spec names under `checkpoints:`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from rayk.types.errors import UserError
 
 
 def write_checkpoints(loaded: LoadedSpec, tell: Callable[[str], None]) -> None:
-    """Write the named checkpoints that some cell runs and that are missing or outdated; `tell` of each.
-
-    Raises UserError for what `rayk checkpoint` refuses: values no model can have, a folder that holds another
-    model or files that somebody changed.
-    """
+    """Write the named checkpoints that some cell runs and that are missing or outdated, and tell of each.
+    Raises UserError for what `rayk checkpoint` refuses: values no model can have, a folder with another model
+    or changed files."""
     for folder in loaded.spec.models():
         wanted = loaded.spec.checkpoints.get(folder)
         if wanted is None:

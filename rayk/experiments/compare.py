@@ -1,4 +1,4 @@
-"""Differences between what a cell produced and what the reference says."""
+"""Find differences between what a cell produced and what the reference says."""
 
 from __future__ import annotations
 
@@ -24,28 +24,27 @@ from rayk.types.request import SamplingParams
 from rayk.types.rows import RequestRow
 
 NEAR_TIE_LOGITS = 1e-3  # float32: two tokens whose reference logits are this close may swap
+# smallest bound of a key's or value's difference, in RMS of its layer: what float32 keeps
 KV_VALUES_RELATIVE = 2e-3
-"""Smallest bound of a key's or value's difference, in units of its layer's RMS: what float32 keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenComparison:
-    """One request's tokens against the reference's."""
+    """Compares one request's tokens with the reference's."""
 
     first_divergence: int | None  # index of the first token that differs; None when all are equal
+    # a tie by the reference's own logits, and all later tokens are the reference's choice
     near_tie: bool = False
-    """Whether it was a tie by the reference's own logits, and all later tokens are the reference's choice."""
     reason: str = ""
     is_finite: bool = True  # whether the reference's logits are: else they say nothing
 
     @property
     def verdict(self) -> str:
-        """What a difference stands for."""
         return "NEAR_TIE" if self.near_tie else "TOKEN_MISMATCH" if self.is_finite else "NOT_FINITE"
 
 
 def gap_in_words(gap: float) -> str:
-    """How far a token lies below the reference's best; NaN where its logits are not finite."""
+    """Say how far a token lies below the reference's best; NaN where its logits are not finite."""
     if math.isnan(gap):
         return "where the reference's own logits are NaN or infinite"
     return f"{gap:.3g} logits below the reference's best"
@@ -83,29 +82,25 @@ def compare_tokens(
 
 @dataclass(frozen=True, slots=True)
 class ValueComparison:
-    """A prefill engine's cache against the reference's, for one request."""
-
     num_values: int
     max_error: float  # largest absolute difference
     max_error_of_bound: float  # largest difference as a share of its layer's bound
     mismatch: KVMismatch | None
+    # where a value is first NaN or infinite; no mismatch is looked for from that layer on
     not_finite: str = ""
-    """Where one of both is NaN or infinite first, in words; no mismatch is looked for from that layer on."""
 
 
 UNBOUNDED = Bound(floor=math.inf, worst=math.inf, typical=0.0)  # of what cannot be judged: only NaN is wrong
+# (layer, field) -> the largest error that each row (a head's token, or a unit's state) may have
 KVBounds = Mapping[tuple[int, str], Bound]
-"""(layer, field) -> what the largest error of each row, a unit (head) and token or a unit's state, keeps."""
 
 
 def measure_values(
     references: References, prompts: Sequence[Sequence[int]], model: DecoderConfig
 ) -> KVBounds:
-    """What eager code in the cell's dtype gets wrong of these prompts' caches, layer by layer.
-
-    What layers keep that routed experts come before is bounded as `noise` says of those; of their states
-    nothing is: one flipped route moves the sum over all tokens by any amount. float32 proves those.
-    """
+    """Measure what eager code in the cell's dtype gets wrong of these prompts' caches, layer by layer. Layers
+    behind routed experts are bounded as `noise` says, but their states are not: a flipped route moves the sum
+    over all tokens by any amount. float32 proves those."""
     errors: dict[tuple[int, str], list[torch.Tensor]] = {}
     rough_errors: dict[tuple[int, str], list[torch.Tensor]] = {}
     squares: dict[tuple[int, str], list[torch.Tensor]] = {}
@@ -135,7 +130,7 @@ def measure_values(
 
 
 def _states(model: DecoderConfig) -> set[tuple[int, str]]:
-    """(layer, field) of what has one row for all tokens."""
+    """List (layer, field) of what has one row for all tokens."""
     specs = kv_cache_specs(model, block_size=1, dtype="float32")
     return {
         (layer, field.name)
@@ -156,7 +151,7 @@ def _add_errors(
 
 
 def row_errors(found: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Largest absolute difference of each row, [..., D] -> [...]; infinite where a NaN is."""
+    """Find the largest absolute difference of each row, [..., D] -> [...]; infinite where a NaN is."""
     error = (found - right).abs()
     return torch.where(error.isnan(), torch.inf, error).amax(-1)
 
@@ -219,7 +214,7 @@ def compare_values(
 
 
 def _share(error: float, limit: float) -> float:
-    """Of a bound, which is 0 where the reference holds nothing but zeros."""
+    """Divide an error by its bound, which is 0 where the reference holds nothing but zeros."""
     return error / limit if limit else math.inf if error else 0.0
 
 
@@ -230,7 +225,7 @@ def _not_finite(
     truth: Mapping[str, torch.Tensor],
     fields: Mapping[str, PageField],
 ) -> str:
-    """The first token of a layer whose row is not finite; empty if all are."""
+    """Find the first token of a layer whose row is not finite; empty if all are."""
     places = []
     for (name, head), rows in found.items():
         for whose, values in (("the prefill engine's", rows), ("the reference's", truth[name][head])):
@@ -251,7 +246,7 @@ def _bound(bounds: KVBounds | None, layer: int, name: str, truth: Mapping[str, t
 
 
 def _live(values: torch.Tensor, live: range, num_tokens: int) -> torch.Tensor:
-    """The live rows [U, live, D] of one field, in float64. A state has one row, which is always live."""
+    """Take the live rows [U, live, D] of one field, in float64. A state has one row, which is always live."""
     if values.shape[1] == num_tokens:
         values = values[:, live.start : live.stop]
     assert values.shape[1] == len(live), (values.shape, live)
@@ -261,7 +256,7 @@ def _live(values: torch.Tensor, live: range, num_tokens: int) -> torch.Tensor:
 def _heads(
     captured: Sequence[CapturedRows], layer: int, fields: Collection[str]
 ) -> Iterator[tuple[str, int, np.ndarray]]:
-    """(field, global unit, rows) of every rank, replicas of a unit one after the other."""
+    """Yield (field, global unit, rows) of every rank, replicas of a unit one after the other."""
     held = [
         (name, head, rank)
         for rank, layers in enumerate(captured)
@@ -295,5 +290,5 @@ def _mismatch(
 
 
 def _values(rows: np.ndarray, dtype: str) -> torch.Tensor:
-    """uint8 [T, bytes] -> float64 [T, D]."""
+    """Convert uint8 [T, bytes] to float64 [T, D]."""
     return torch.from_numpy(np.array(rows)).view(TORCH_DTYPES[dtype]).double()

@@ -27,17 +27,14 @@ from rayk.models.layers.rope import inverse_frequencies
 MAX_SHIFT = 64  # shifts of tokens and of positions that are looked for
 MAX_SUSPECTS = 256
 MIN_ROWS = 3  # fewer rows than this are explained by any factor per channel
+# a pair must turn so many radians from the first to the last wrong key for its speed to be known
 MIN_TURNED = 4.0
-"""Radians that a pair must turn between the first and the last wrong key for its speed to be known."""
 ALIKE = 0.02  # relative difference of two speeds or factors that are the same
 
 
 def name_culprit(wrong: WrongLayer, *others: Mapping[int, LayerState]) -> str:
-    """What most likely went wrong, e.g. `rope: positions are off by +1`.
-
-    `others`: of a recurrent state, what the layer should hold of other requests, by prompt index; of several
-    points in time.
-    """
+    """Name what most likely went wrong, e.g. `rope: positions are off by +1`. `others`: of a recurrent state,
+    what the layer should hold of other requests, by prompt index; of several points in time."""
     if wrong.spec is not None and not wrong.spec.has_token_rows:
         return name_state_culprit(wrong, *others)
     for explain in (_never_written, _other_rows, _latent_alone, _keys_alone, _values_alone):
@@ -49,7 +46,7 @@ def name_culprit(wrong: WrongLayer, *others: Mapping[int, LayerState]) -> str:
 
 
 def _before(wrong: WrongLayer) -> str:
-    """What a wrong input may come from: all that was computed since the last cache that was right."""
+    """Say what a wrong input may come from: all that was computed since the last cache that was right."""
     last = wrong.layer - 1
     while wrong.model is not None and last >= 0 and not wrong.model.layers[last].parts:
         last -= 1
@@ -66,11 +63,9 @@ def _before(wrong: WrongLayer) -> str:
 def misplaced(
     found: torch.Tensor, truth: Mapping[str, torch.Tensor], wrong: torch.Tensor, limit: float
 ) -> torch.Tensor:
-    """Which of the wrong rows [T, D] hold nothing, or (MIN_ROWS of them) another row of the layer: bool [T].
-
-    No rounding does that, so it tells wrong addresses from flipped routes. `limit`: error of most right rows.
-    Of many wrong rows, the first are looked at.
-    """
+    """Find wrong rows [T, D] that hold nothing, or (MIN_ROWS of them) another row of the layer, as bool [T].
+    Rounding never does that, so it tells wrong addresses from flipped routes. `limit` is the error of most
+    right rows. Of many wrong rows, the first are looked at."""
     suspects = wrong.nonzero()[:MAX_SUSPECTS, 0]
     rows = found[suspects]
     is_empty = ~rows.isfinite().all(-1) | (rows == rows[:, :1]).all(-1)
@@ -94,7 +89,7 @@ def _never_written(wrong: WrongLayer) -> str | None:
 
 
 def _other_rows(wrong: WrongLayer) -> str | None:
-    """Another head's, field's or token's rows of the same layer."""
+    """Test for another head's, field's or token's rows of the same layer."""
     name, head = wrong.first
     rows = wrong.rows(wrong.first)
     held = wrong.found[wrong.first][rows]
@@ -112,7 +107,7 @@ def _other_rows(wrong: WrongLayer) -> str | None:
 
 
 def _other_tokens(wrong: WrongLayer, held: torch.Tensor, rows: torch.Tensor) -> str | None:
-    """A constant shift that most rows show: where blocks and the sequence end, some cannot."""
+    """Test for a constant shift that most rows show: where blocks and the sequence end, some cannot."""
     name, head = wrong.first
     own = wrong.truth[name][head]
     for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs):
@@ -138,7 +133,7 @@ class _Keys:
     truth: torch.Tensor
 
     def explained_by(self, expected: torch.Tensor) -> bool:
-        """Whether the found keys are these, [H', T, D]."""
+        """Tell whether the found keys are these, [H', T, D]."""
         return bool(self.layer.fits("k", self.found, expected).all())
 
 
@@ -162,7 +157,7 @@ def _keys_alone(wrong: WrongLayer) -> str | None:
 
 
 def _latent_alone(wrong: WrongLayer) -> str | None:
-    """Of latent attention, only the latents or only the rotated keys are wrong."""
+    """Test whether, in latent attention, only the latents or only the rotated keys are wrong."""
     names = {name for (name, _), rows in wrong.wrong.items() if bool(rows.any())}
     rows = wrong.rows(wrong.first)
     if names == {"latent"}:
@@ -217,7 +212,7 @@ def _rotation(keys: _Keys) -> str | None:
 
 
 def _other_frequencies(keys: _Keys, rope: RopeConfig) -> str | None:
-    """Pairs of the right length that turn at another speed."""
+    """Test for pairs of the right length that turn at another speed."""
     found, truth = _pairs(keys.found, rope), _pairs(keys.truth, rope)
     if bool(((found.abs() - truth.abs()).abs() > SLACK * keys.layer.limit["k"]).any()):
         return None
@@ -245,11 +240,8 @@ def _other_frequencies(keys: _Keys, rope: RopeConfig) -> str | None:
 
 
 def _speed(turned: torch.Tensor) -> torch.Tensor:
-    """Radians per token of each pair, [P], from complex [T, P] whose angle grows by so much a token.
-
-    Coarse from neighbours, then finer over longer and longer distances, whose angle is known but for whole
-    turns.
-    """
+    """Measure radians per token of each pair, [P], from complex [T, P]: coarsely from neighbours, then finer
+    over longer distances, whose angle is known but for whole turns."""
     speed = torch.zeros(turned.shape[1], dtype=torch.float64)
     step = 1
     while step < len(turned):
@@ -261,7 +253,7 @@ def _speed(turned: torch.Tensor) -> torch.Tensor:
 
 
 def _theta(speeds: torch.Tensor, sure: torch.Tensor, rope: RopeConfig) -> float | None:
-    """The theta whose plain frequencies these speeds are, or None."""
+    """Find the theta whose plain frequencies these speeds are."""
     if rope.kind != "default" or bool((speeds[sure] <= 0).any()):
         return None
     share = torch.arange(0, rope.rotary_size, 2, dtype=torch.float64) / rope.rotary_size
@@ -274,7 +266,7 @@ def _theta(speeds: torch.Tensor, sure: torch.Tensor, rope: RopeConfig) -> float 
 
 
 def _norm_weight(keys: _Keys) -> str | None:
-    """One factor per channel for all tokens and heads."""
+    """Test for one factor per channel for all tokens and heads."""
     found, truth = _unrotated(keys, keys.found), _unrotated(keys)
     if found.shape[0] * found.shape[1] < MIN_ROWS:
         return None
@@ -294,7 +286,7 @@ def _norm_weight(keys: _Keys) -> str | None:
 
 
 def _norm_statistics(keys: _Keys) -> str | None:
-    """One factor per token and head for all channels."""
+    """Test for one factor per token and head for all channels."""
     factors = (keys.found * keys.truth).sum(2) / keys.truth.square().sum(2)
     if not keys.explained_by(keys.truth * factors[..., None]):
         return None
@@ -314,7 +306,7 @@ def _norm_name(keys: _Keys) -> str:
 
 
 def _unrotated(keys: _Keys, values: torch.Tensor | None = None) -> torch.Tensor:
-    """Keys before the layer's rotation (its constant factor on cos and sin stays)."""
+    """Undo the layer's rotation of keys (its constant factor on cos and sin stays)."""
     rope = _rope(keys)
     values = keys.truth if values is None else values
     return values if rope is None else _turn(values, rope, -keys.tokens)
@@ -323,7 +315,7 @@ def _unrotated(keys: _Keys, values: torch.Tensor | None = None) -> torch.Tensor:
 def _turn(
     x: torch.Tensor, rope: RopeConfig, positions: torch.Tensor, pairing: str | None = None
 ) -> torch.Tensor:
-    """[H, T, D] turned by the angles of `positions` [T]."""
+    """Turn [H, T, D] by the angles of `positions` [T]."""
     angles = positions.double()[:, None] * inverse_frequencies(rope).double()
     turned = _pairs(x, rope, pairing) * torch.polar(torch.ones_like(angles), angles)
     size = rope.rotary_size
@@ -335,7 +327,7 @@ def _turn(
 
 
 def _pairs(x: torch.Tensor, rope: RopeConfig, pairing: str | None = None) -> torch.Tensor:
-    """[H, T, D] -> complex [H, T, P]."""
+    """Pair channels, [H, T, D] -> complex [H, T, P]."""
     first = x[..., : rope.rotary_size]
     if (pairing or rope.pairing) == "half":
         return torch.complex(*first.chunk(2, -1))

@@ -31,10 +31,8 @@ LayerState = Mapping[str, torch.Tensor]  # field -> [U, 1, E]
 
 
 def name_state_culprit(wrong: WrongLayer, *others: Mapping[int, LayerState]) -> str:
-    """What most likely went wrong.
-
-    `others`: what the layer should hold of the other requests, by prompt index; of several points in time.
-    """
+    """Name what most likely went wrong. `others` holds what the layer should have of the other requests, by
+    prompt index; of several points in time."""
     explanations: tuple[Callable[[WrongLayer], str | None], ...] = (
         _never_written,
         _other_unit,
@@ -66,7 +64,8 @@ def _never_written(wrong: WrongLayer) -> str | None:
 
 
 def _other_unit(wrong: WrongLayer) -> str | None:
-    """Every wrong unit of the first wrong field holds one other field's unit, or all the same neighbour's."""
+    """Test whether every wrong unit of the first wrong field holds one other field's unit, or all the same
+    neighbour's."""
     first, _ = wrong.first
     units = [unit for name, unit in _wrong_units(wrong) if name == first]
     for name, tensor in wrong.truth.items():
@@ -85,7 +84,7 @@ def _other_unit(wrong: WrongLayer) -> str | None:
 
 
 def _moved_taps(wrong: WrongLayer) -> str | None:
-    """Each channel's taps stand one or more places off."""
+    """Test whether each channel's taps stand one or more places off."""
     taps = [unit for unit in _wrong_units(wrong) if wrong.fields[unit[0]].taps]
     if not taps:
         return None
@@ -107,7 +106,7 @@ def _fits_moved(wrong: WrongLayer, unit: tuple[str, int], num_taps: int, shift: 
 
 
 def _other_dtype(wrong: WrongLayer) -> str | None:
-    """The bytes, read as another dtype, are the right values as far as they go."""
+    """Test whether the bytes, read as another dtype, are the right values as far as they go."""
     units = _wrong_units(wrong)
     name = units[0][0]
     own = wrong.fields[name].dtype
@@ -131,7 +130,7 @@ def _reads_right_as(wrong: WrongLayer, unit: tuple[str, int], own: str, other: s
 
 
 def _left_over(wrong: WrongLayer, others: Sequence[tuple[int, LayerState]]) -> str | None:
-    """What the state has too much of points the way of another request's."""
+    """Test whether what the state has too much of points the way of another request's."""
     for prompt, other in others:
         likeness = []
         for name, unit in _wrong_units(wrong):

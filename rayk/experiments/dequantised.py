@@ -1,4 +1,4 @@
-"""Captured rows of a quantised cache as the values that they stand for."""
+"""Convert captured rows of a quantised cache into the values that they stand for."""
 
 from __future__ import annotations
 
@@ -25,10 +25,8 @@ Scales = Mapping[int, tuple[float, float]]
 def dequantised(
     captured: Sequence[CapturedRows], groups: Sequence[KVCacheGroup], scales: Scales
 ) -> tuple[list[CapturedRows], list[KVCacheGroup]]:
-    """The same rows, in float32 where they were quantised, by rank; and groups of specs that say so.
-
-    `scales`: layer -> (k, v) of formats that have a scale per layer; 1 for layers that are absent.
-    """
+    """Convert each rank's rows to float32 where they were quantised, with groups of specs that say so.
+    `scales`: layer -> (k, v) of formats that have a scale per layer; 1 for layers that are absent."""
     specs = {layer: g.spec for g in groups if is_quantised(g.spec) for layer in g.layers}
     found = [
         {
@@ -41,8 +39,8 @@ def dequantised(
 
 
 def stored_kv(captured: Sequence[CapturedRows], groups: Sequence[KVCacheGroup], num_tokens: int) -> StoredKV:
-    """A prompt's rows of all ranks together, of what `dequantised` returned: keys and values of attention, as
-    the float32 that they stand for."""
+    """Join a prompt's rows of all ranks, of what `dequantised` returned: attention keys and values in
+    float32."""
     found: dict[int, dict[str, StoredRows]] = {}
     for group in groups:
         names = {f.name: f.dtype for f in group.spec.fields()}
@@ -66,7 +64,7 @@ def _of_side(heads: Rows, side: str, dtype: str) -> list[torch.Tensor]:
 
 
 def is_quantised(spec: KVCacheSpec) -> bool:
-    """Whether values were divided by scales before they were stored."""
+    """Tell whether values were divided by scales before they were stored."""
     return spec.has_token_rows and spec.dtype in FORMATS and FORMATS[spec.dtype].is_quantised
 
 
@@ -75,7 +73,7 @@ def _plain_spec(spec: KVCacheSpec) -> KVCacheSpec:
 
 
 def _plain(rows: Rows, spec: KVCacheSpec, scales: tuple[float, float]) -> Rows:
-    """Of one layer on one rank: what is of no attention stays."""
+    """Convert one layer's rows on one rank; what is not of attention stays."""
     fields = {f.name: f for f in spec.fields()}
     plain = {key: values for key, values in rows.items() if key[0] not in fields}
     sides = [name for name in fields if not name.endswith("_scale")]

@@ -1,4 +1,4 @@
-"""Asks the oracle about a cell's prompts and turns outcomes into the cell's row."""
+"""Ask the oracle about a cell's prompts and turn outcomes into the cell's row."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ class CellJudge:
             self._kv_bounds(cell, prompts)
 
     def needs_capture(self, cell: Cell) -> bool:
-        """Whether the prefill engine's rows must be brought here."""
+        """Tell whether the prefill engine's rows must be brought here."""
         return "kv_values" in cell.checks
 
     def judge(self, cell: Cell, prompts: Prompts, outcomes: Sequence[CellOutcome]) -> CellRow:
-        """The cell's row, over all its repeats."""
+        """Make the cell's row over all its repeats."""
         findings, counts = Findings(), _Counts()
         for outcome in outcomes:
             findings.add_errors(outcome.errors, outcome.survived)
@@ -152,7 +152,8 @@ class CellJudge:
         return self._bounds[key]
 
     def _unseen(self, cell: Cell, prompts: Prompts, counts: _Counts, handed_over: bool) -> str:
-        """What a cell that passes did not look at. `handed_over`: whether it compared bytes of hand-overs."""
+        """Say what a cell that passes did not look at. `handed_over`: whether it compared bytes of
+        hand-overs."""
         if cell.decode is not None and not handed_over:
             return "no KV was handed over: every request ended with its first token"
         remarks = []
@@ -165,7 +166,7 @@ class CellJudge:
         return "; ".join(remark for remark in remarks if remark)
 
     def _unjudged(self, cell: Cell, prompts: Prompts) -> str:
-        """Which states kv_values cannot judge in the cell's dtype, if any."""
+        """Say which states kv_values cannot judge in the cell's dtype, if any."""
         if not self._config.is_routed or cell.prefill.dtype == "float32":
             return ""
         layers = sorted({layer for (layer, _), b in self._kv_bounds(cell, prompts).items() if b == UNBOUNDED})
@@ -266,14 +267,14 @@ class CellJudge:
 
 
 def _handed_over(outcomes: Sequence[CellOutcome]) -> bool:
-    """Whether bytes of hand-overs were compared, not only what a host tier moved."""
+    """Tell whether bytes of hand-overs were compared, not only what a host tier moved."""
     checked = sum(o.num_kv_bytes_checked for o in outcomes)
     transfers = [t for o in outcomes for t in o.transfers]
     return bool(checked) and (not transfers or any(t.purpose == "handover" for t in transfers))
 
 
 def _of_faults(cell: Cell, outcomes: Sequence[CellOutcome]) -> tuple[list[FaultSpec], tuple[str, str]]:
-    """Of a cell that passes: the faults that never struck, and what is to be said of its faults."""
+    """List the faults of a passing cell that never struck, with what to say of its faults."""
     requests = [row for o in outcomes for row in o.requests]
     survived = [e for o in outcomes for e in o.survived]
     idle = unrecovered(cell, requests, survived)
@@ -281,8 +282,8 @@ def _of_faults(cell: Cell, outcomes: Sequence[CellOutcome]) -> tuple[list[FaultS
 
 
 def _ends(references: References, outcome: CellOutcome, index: int) -> dict[int, LayerKV]:
-    """The reference's caches of the other requests of an aggregated cell when they ended: what their pages
-    held from then on. The last token is not computed."""
+    """Take the reference's caches of an aggregated cell's other requests at their end, which their pages held
+    from then on. The last token is not computed."""
     return {
         row.prompt_index: references.kv([*row.prompt_token_ids, *row.output_token_ids[:-1]])
         for row in outcome.requests
@@ -291,13 +292,11 @@ def _ends(references: References, outcome: CellOutcome, index: int) -> dict[int,
 
 
 def _all_captured(outcomes: Sequence[CellOutcome]) -> bool:
-    """Whether every finished request left KV to look at: one that ends with its first token does not."""
     finished = [(o, r) for o in outcomes for r in o.requests if r.error is None]
     return any(o.captured for o in outcomes) and all(r.prompt_index in o.captured for o, r in finished)
 
 
 def _columns(kind: str, errors: LogprobErrors) -> dict[str, float]:
-    """Columns of one kind of tokens; none where none were told."""
     if not errors.num_checked:
         return {}
     settled = {
@@ -314,7 +313,6 @@ def _columns(kind: str, errors: LogprobErrors) -> dict[str, float]:
 
 
 def _kv_waste(cell: Cell, config: DecoderConfig) -> dict[str, tuple[int, float]]:
-    """What the grouping of each side's layers wastes."""
     engines = {"prefill": cell.prefill, "decode": cell.decode}
     wastes = {
         side: measure_waste(engine_groups(engine, config), waste_tokens(config.max_positions))
@@ -325,7 +323,6 @@ def _kv_waste(cell: Cell, config: DecoderConfig) -> dict[str, tuple[int, float]]
 
 
 def _kv_groups(cell: Cell, config: DecoderConfig) -> dict[str, list[dict[str, str | int]]]:
-    """Where the memory of each side's groups goes."""
     engines = {"prefill": cell.prefill, "decode": cell.decode}
     tokens = waste_tokens(config.max_positions)
     return {
@@ -338,7 +335,7 @@ def _kv_groups(cell: Cell, config: DecoderConfig) -> dict[str, list[dict[str, st
 def _kv_held(
     cell: Cell, config: DecoderConfig, finished: Sequence[RequestRow]
 ) -> dict[str, list[dict[str, str | int]]]:
-    """What these requests held on each side: of all tokens but the last, whose KV nobody computes; at a
+    """Count what these requests held on each side: of all tokens but the last, whose KV nobody computes; at a
     prefill engine whose requests went on elsewhere, of the prompt."""
     lengths: dict[str, list[int]] = {"prefill": [], "decode": []}
     for row in finished:
@@ -359,7 +356,7 @@ def _kv_held(
 
 
 def _token_layers(outcomes: Sequence[CellOutcome], side: str, num_engines: int) -> int | None:
-    """What a side's engines computed, over all repeats; None if there are none, or one did not tell."""
+    """Sum what a side's engines computed, over all repeats; None if there are none, or one did not tell."""
     told = [
         o.facts.get(f"{side}{i}", {}).get("num_token_layers") for o in outcomes for i in range(num_engines)
     ]
@@ -368,7 +365,7 @@ def _token_layers(outcomes: Sequence[CellOutcome], side: str, num_engines: int) 
 
 
 def _ledger(outcomes: Sequence[CellOutcome]) -> dict[str, int]:
-    """What came of blocks put aside, over all engines that lived to tell; empty where none did."""
+    """Sum up blocks put aside, over all engines that lived to tell; empty where none did."""
     ledgers = [ledger for o in outcomes for ledger in o.ledgers.values()]
     if not ledgers:
         return {}
@@ -380,7 +377,7 @@ def _ledger(outcomes: Sequence[CellOutcome]) -> dict[str, int]:
 
 
 def _effective(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:
-    """What the first engine of each side ran with."""
+    """Take what the first engine of each side ran with."""
     named = {"effective_layout": "layout", "attention_implementation": "backend"}
     named |= {fact: fact for fact in ("comm", "comm_reason", "decode_graphs", "node")}
     return {

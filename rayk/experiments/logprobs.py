@@ -30,23 +30,22 @@ from rayk.oracle.reference import TextScores
 from rayk.types.request import SamplingParams
 from rayk.types.rows import RequestRow
 
-LOGPROB_FLOOR = 2e-3
-"""float32: largest error of a log probability; other implementations differ by 1e-5 to 2e-4."""
+LOGPROB_FLOOR = 2e-3  # float32: largest error of a log probability; implementations differ by 1e-5 to 2e-4
 
 
 @dataclass(slots=True)
 class _Tokens:
-    """All tokens of one kind, prompt or output, over the cell's requests."""
+    """Collects all tokens of one kind, prompt or output, over the cell's requests."""
 
     kind: str
+    # (prompt index, index of the token in prompt or output)
     places: list[tuple[int, int]] = field(default_factory=list)
-    """(prompt index, index of the token in prompt or output)"""
     found: list[float] = field(default_factory=list)
     exact: list[float] = field(default_factory=list)
     eager: list[float] = field(default_factory=list)
     further: list[float] = field(default_factory=list)  # eager's errors of other tokens at the same steps
+    # whether no quantisation step could be another up to here
     settled: list[bool] = field(default_factory=list)
-    """Whether no quantisation step could be another up to here."""
 
     def add(
         self,
@@ -56,8 +55,8 @@ class _Tokens:
         eager: TextScores,
         num_settled: int = 0,
     ) -> None:
-        """One request's; the prompt's first token has no log probability. `num_settled`: of the tokens that
-        were fed, how many are."""
+        """Add a request's tokens; the prompt's first has no log probability. `num_settled` of the fed tokens
+        are settled."""
         is_prompt, first_output = self.kind == "prompt", len(exact.prompt_logprobs)
         steps = slice(0, first_output) if is_prompt else slice(first_output, None)
         right = exact.prompt_logprobs if is_prompt else exact.output_logprobs
@@ -72,12 +71,11 @@ class _Tokens:
             self.further += [b - a for a, b in zip(others, theirs, strict=True)]
 
     def errors(self) -> torch.Tensor:
-        """float64, absolute; a NaN is an infinite error."""
+        """Compute absolute errors, float64; a NaN is an infinite error."""
         error = (_tensor(self.found) - _tensor(self.exact)).abs()
         return torch.where(error.isnan(), torch.inf, error)
 
     def bound(self, *, routed: bool) -> Bound:
-        """From eager's errors."""
         noise = (_tensor(self.eager) - _tensor(self.exact)).abs()
         factors = ROUTED_TOKENS if routed else None
         return measure(noise, floor=LOGPROB_FLOOR, routed=factors, further=_tensor(self.further).abs())
@@ -85,8 +83,6 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class LogprobErrors:
-    """One kind of tokens, prompt or output."""
-
     num_checked: int
     max_error: float
     typical_error: float  # RMS; the median where experts are routed
@@ -100,14 +96,11 @@ class Followed:
     """What the reference says of a request whose stored keys and values it was given."""
 
     scores: TextScores
-    num_settled: int
-    """Tokens of prompt and output before the first whose keys or values may be another step's."""
+    num_settled: int  # tokens before the first whose keys or values may be another step's
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobComparison:
-    """All log probabilities of a cell."""
-
     output: LogprobErrors
     prompt: LogprobErrors
     reasons: tuple[str, ...]  # what is wrong; nothing if all is within the bounds
@@ -157,7 +150,7 @@ def compare_logprobs(
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
-    """Whether the best token of the model's own logits is taken."""
+    """Tell whether the best token of the model's own logits is taken."""
     return (
         sampling.temperature == 0
         and sampling.presence_penalty == sampling.frequency_penalty == 0
@@ -166,8 +159,8 @@ def is_greedy(sampling: SamplingParams) -> bool:
 
 
 def near_tie_tolerance(rows: Sequence[RequestRow], references: References) -> float:
-    """How many logits below the reference's best a greedy choice may lie outside float32: what eager's own
-    errors of these tokens allow."""
+    """Bound how far below the reference's best a greedy choice may lie outside float32, from eager's own
+    errors."""
     output = _Tokens("output")
     for row in rows:
         exact, eager = references.scores(row.prompt_token_ids, row.output_token_ids)
@@ -176,7 +169,7 @@ def near_tie_tolerance(rows: Sequence[RequestRow], references: References) -> fl
 
 
 def _judge(tokens: _Tokens, references: References) -> tuple[LogprobErrors, list[str]]:
-    """The errors of one kind of tokens, and a reason for every token that breaks their bound."""
+    """Measure the errors of one kind of tokens, and give a reason for every token that breaks their bound."""
     errors, bound = tokens.errors(), tokens.bound(routed=references.routed)
     worst = float(errors.max()) if len(errors) else 0.0
     typical = float(errors.median()) if bound.quantiles and len(errors) else rms(errors)
@@ -198,7 +191,7 @@ def _judge(tokens: _Tokens, references: References) -> tuple[LogprobErrors, list
 
 
 def _limit(error: float, errors: torch.Tensor, bound: Bound) -> str:
-    """One of the errors, which breaks their bound, and the bound."""
+    """Write an error that breaks its bound, and the bound."""
     over = excess(errors, bound)
     if over is None or (not bound.quantiles and error > bound.worst):
         return f"{error:.3g}; bound {bound.worst:.3g}"
@@ -207,10 +200,8 @@ def _limit(error: float, errors: torch.Tensor, bound: Bound) -> str:
 
 
 def _worse_choices(tokens: _Tokens, gaps: Sequence[float], bound: Bound) -> list[str]:
-    """A reason for every greedily chosen token that lies too far below the reference's best.
-
-    The logits of both may be off by the bound.
-    """
+    """Give a reason for every greedy token that lies too far below the reference's best. The logits of both
+    may be off by the bound."""
     twice = bound.times(2)
     limit = twice.limit(len(gaps)) if bound.quantiles else twice.worst
     found = _tensor(gaps)
@@ -224,7 +215,7 @@ def _worse_choices(tokens: _Tokens, gaps: Sequence[float], bound: Bound) -> list
 
 
 def _shifted(eager: TextScores, exact: TextScores, followed: TextScores) -> TextScores:
-    """Eager's scores so that they are as far from the followed ones as they are from the exact ones."""
+    """Shift eager's scores so that they are as far from the followed ones as they are from the exact ones."""
 
     def moved(name: str) -> tuple[float, ...]:
         sides = (getattr(scores, name) for scores in (followed, eager, exact))

@@ -48,8 +48,8 @@ ROUTED_SPREAD = 8.0
 SHARES = {"median": 0.5, "lower quartile": 0.25}
 PRIOR_WEIGHT = 8  # how many of eager's own values the further ones of `measure` together weigh as much as
 PRIOR_WEIGHT_ROUTED = 64
-"""The same where experts are routed, against as many values as are judged at once: a flip is not met once in
-so many values of a prompt, but in all that follow it or none."""
+"""Weight where experts are routed, against as many values as are judged at once: a flip is met in all values
+that follow it or in none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,34 +62,32 @@ class Quantile:
     further: float
 
     def expected(self, num_values: int) -> float:
-        """This quantile of so many of eager's errors."""
+        """Estimate this quantile of so many of eager's errors."""
         own = num_values / (num_values + PRIOR_WEIGHT_ROUTED)
         return own * self.own + (1 - own) * self.further
 
     def limit(self, num_values: int) -> float:
-        """What this quantile of so many errors keeps."""
         return (self.factor + ROUTED_SPREAD / math.sqrt(max(1, num_values))) * self.expected(num_values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """What the errors of a right implementation keep. Made by `measure`."""
+    """Bounds the errors of a right implementation. Made by `measure`."""
 
     floor: float  # errors up to here are always allowed
     worst: float  # each error; of a routed model nine in ten
     typical: float  # RMS of eager's errors
-    quantiles: tuple[Quantile, ...] = ()
-    """Where experts are routed, the only things that are judged there. The first is the median."""
+    quantiles: tuple[Quantile, ...] = ()  # where experts are routed only these are judged, the median first
 
     def limit(self, num_values: int) -> float:
-        """Largest RMS of so many errors; their largest median where experts are routed."""
+        """Limit the RMS of so many errors, or their median where experts are routed."""
         if self.quantiles:
             return max(self.floor, self.quantiles[0].limit(num_values))
         root = math.sqrt(max(1, num_values))
         return max(self.floor, (RMS_FACTOR + RMS_SPREAD / root) * self.typical)
 
     def times(self, factor: float) -> Bound:
-        """The bound of errors that add up from so many."""
+        """Scale the bound for errors that add up from so many."""
         return replace(
             self,
             floor=factor * self.floor,
@@ -148,7 +146,7 @@ def measure(
 
 
 def excess(errors: torch.Tensor, bound: Bound) -> Excess | None:
-    """Which statistic of all these absolute errors, none of them NaN, breaks the bound; the first if many."""
+    """Find the first statistic of all these absolute errors, none of them NaN, that breaks the bound."""
     if errors.numel() == 0:
         return None
     errors, count = errors.double().flatten(), errors.numel()
@@ -166,12 +164,9 @@ def excess(errors: torch.Tensor, bound: Bound) -> Excess | None:
 
 
 def broken(errors: torch.Tensor, bound: Bound) -> torch.Tensor:
-    """Which absolute errors break the bound, bool of their shape.
-
-    Those beyond `worst`; if there are none, all beyond the limit of their RMS if that is. Where experts are
-    routed: all beyond the limit of their median if that is, else of their lower quartile. NaN is beyond
-    everything.
-    """
+    """Mark, as bool of their shape, absolute errors that break the bound: those beyond `worst`, else all
+    beyond the limit of their RMS if that is broken. Where experts are routed: all beyond the limit of their
+    median if that is broken, else of their lower quartile. NaN is beyond everything."""
     errors = torch.where(errors.isnan(), torch.inf, errors.double())
     if not bound.quantiles and bool((errors > bound.worst).any()):
         return errors > bound.worst

@@ -1,4 +1,4 @@
-"""What a cell's host tier did, for the cell's row: sums over its engines, its tiers and its repeats."""
+"""Sum up for a cell's row what its host tier did, over its engines, its tiers and its repeats."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rayk.types.offload import ENDED
 if TYPE_CHECKING:
     from rayk.actors.cell_run import CellOutcome
 
+# column -> an engine's counter
 OF_ENGINES = {
     "host_stored_bytes": "stored_bytes",
     "host_loaded_bytes": "loaded_bytes",
@@ -20,17 +21,17 @@ OF_ENGINES = {
     "num_loads_declined": "loads_declined",
     "num_swaps_declined": "swaps_declined",
 }
-"""Column -> an engine's counter."""
 OF_TIERS = {"host_tier.hits": "hits", "host_tier.misses": "misses"}  # column -> a tier's counter
+# column -> a disk tier's counter
 OF_DISKS = {
     "disk_tier.num_written": "pages_written",
     "disk_tier.num_read": "pages_read",
     "disk_tier.num_evicted": "pages_evicted",
     "disk_tier.num_dropped": "pages_dropped",
 }
-"""Column -> a disk tier's counter."""
 BAD = "bad_"  # what names of a disk tier's counters of damaged pages begin with
 MIB = 2**20
+# an engine's counter -> what is said of it where it is not 0
 FAILED = {
     "stores_failed": "stores failed",
     "loads_failed": "loads failed and were computed",
@@ -39,15 +40,14 @@ FAILED = {
     "loads_held_back": "prompts were not looked up, after failures in a row",
     "swaps_held_back": "requests were not swapped out, after failures in a row",
 }
-"""An engine's counter -> what is said of it where it is not 0."""
+# an engine's counter -> where the engine says why it counted last
 REASONS = {"stores_failed": "last_store_failure"}
-"""An engine's counter -> where the engine says why it counted last."""
 
 Counters = Mapping[str, Any]
 
 
 def offloaded(outcomes: Sequence[CellOutcome]) -> dict[str, float | str]:
-    """Columns of reports.fields.OFFLOAD_FIELDS; empty where no engine and no tier told anything."""
+    """Fill the columns of reports.fields.OFFLOAD_FIELDS; empty where no engine and no tier told anything."""
     engines = [told for o in outcomes for told in o.offload.values()]
     tiers = [told for o in outcomes for told in o.tiers.values()]
     losses = [loss for o in outcomes for loss in o.tier_losses]
@@ -65,14 +65,15 @@ def offloaded(outcomes: Sequence[CellOutcome]) -> dict[str, float | str]:
 
 
 def _beliefs(engines: Sequence[Counters]) -> dict[str, float]:
-    """What engines' cost models expect of a MiB each way and of a prompt, ms: the median over engines."""
+    """Take the median over engines of what cost models expect of a MiB each way and of a prompt, in ms."""
     told = [_expected(e["costs"]) for e in engines]
     names = dict.fromkeys(name for t in told for name in t)
     return {name: median(t[name] for t in told if name in t) for name in names}
 
 
 def _expected(costs: Counters) -> dict[str, float]:
-    """See costs.CostModel.describe: a rate is absent where bytes cost nothing, steps until they are known."""
+    """Read costs.CostModel.describe: a rate is absent where bytes cost nothing, steps until they are
+    known."""
     found = {}
     for way in ("out", "in"):
         byte_ns = 1 / costs[f"{way}_gb_per_s"] if f"{way}_gb_per_s" in costs else 0.0
@@ -83,7 +84,7 @@ def _expected(costs: Counters) -> dict[str, float]:
 
 
 def _of_tiers(outcomes: Sequence[CellOutcome]) -> dict[str, float]:
-    """What tiers hold in the end, and what they counted in these repeats."""
+    """Tell what tiers hold in the end, and what they counted in these repeats."""
     last = list(next(o.tiers for o in reversed(outcomes) if o.tiers).values())
     found: dict[str, float] = {
         "host_tier.num_blocks": sum(t["num_blocks"] for t in last),
@@ -99,18 +100,17 @@ def _of_tiers(outcomes: Sequence[CellOutcome]) -> dict[str, float]:
 
 
 def _counted(outcomes: Sequence[CellOutcome], name: str, part: str = "") -> int:
-    """What a tier, or its part, counted under a name within these repeats: it may have begun earlier."""
+    """Count within these repeats what a tier, or its part, counted: it may have begun earlier."""
     return sum(after.get(name, 0) - before.get(name, 0) for before, after in _spans(outcomes, part))
 
 
 def _bad_pages(outcomes: Sequence[CellOutcome]) -> Counter[str]:
-    """Damaged pages that were met, by reason."""
     names = {name for _, after in _spans(outcomes, "disk") for name in after if name.startswith(BAD)}
     return +Counter({name.removeprefix(BAD): _counted(outcomes, name, "disk") for name in sorted(names)})
 
 
 def _spans(outcomes: Sequence[CellOutcome], part: str) -> Iterable[tuple[Counters, Counters]]:
-    """What each tier said before and after each repeat."""
+    """Yield what each tier said before and after each repeat."""
     for outcome in outcomes:
         for tier, after in outcome.tiers.items():
             before = outcome.tiers_before.get(tier, {})

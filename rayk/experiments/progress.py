@@ -1,4 +1,4 @@
-"""A run's progress as metrics, beside whoever else watches it."""
+"""Report a run's progress as metrics, beside whoever else watches it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ BEAT_S = 0.5
 
 class MeteredProgress:
     """Implements types.progress.Progress over another one. A context manager, whose thread repeats gauges.
-
-    Cells that ended are counted by verdict.
-    """
+    Cells that ended are counted by verdict."""
 
     def __init__(
         self, progress: Progress, meter: Meter, run: str, num_planned: int, num_finished: int
     ) -> None:
-        """`run`: its name. `num_finished`: cells that are on disk already."""
         self._run = run
         self._progress = progress
         self._meter = meter
@@ -46,23 +43,18 @@ class MeteredProgress:
         self._meter.flush()
 
     def plan(self, num_cells: int, num_finished: int) -> None:
-        """On to who watches."""
         self._progress.plan(num_cells, num_finished)
 
     def phase(self, text: str) -> None:
-        """On to who watches."""
         self._progress.phase(text)
 
     def warn(self, text: str) -> None:
-        """On to who watches."""
         self._progress.warn(text)
 
     def begin(self, cell_id: str) -> None:
-        """On to who watches."""
         self._progress.begin(cell_id)
 
     def end(self, cell_id: str, verdict: str, reason: str) -> None:
-        """A cell is on disk."""
         with self._lock:
             self._num_done += 1
             self._meter.add("rayk_cells_total", run=self._run, verdict=verdict)

@@ -38,7 +38,7 @@ Tokens = Mapping[int, list[int]]  # prompt index -> output tokens
 
 
 def rounding_of(cell: Cell) -> KVRounding | None:
-    """What a quantised cell's caches do to values, one after the other where they are converted; None if
+    """Say what a quantised cell's caches do to values, one after the other where they are converted; None if
     nothing."""
     if not cell.is_quantised:
         return None
@@ -47,7 +47,7 @@ def rounding_of(cell: Cell) -> KVRounding | None:
 
 
 def twin_of(cell: Cell) -> Cell | None:
-    """The cell whose tokens a disaggregated cell's are compared with: one engine that does all of it."""
+    """Make the cell whose tokens a disaggregated cell's are compared with: one engine that does all of it."""
     if cell.decode is None or not cell.is_quantised or cell.is_converted or "tokens" not in cell.checks:
         return None
     return replace(
@@ -64,12 +64,12 @@ def twin_of(cell: Cell) -> Cell | None:
 
 @dataclass
 class Twins:
-    """What aggregated engines said, by engine, prompts and sampling."""
+    """Keeps what aggregated engines said, by engine, prompts and sampling."""
 
     _tokens: dict[str, Tokens] = field(default_factory=dict)
 
     def missing(self, cell: Cell, prompts: Prompts) -> Cell | None:
-        """The cell to run before this one can be judged, if any."""
+        """Find the cell to run before this one can be judged."""
         twin = twin_of(cell)
         return twin if twin is not None and _key(cell, prompts) not in self._tokens else None
 
@@ -80,17 +80,15 @@ class Twins:
             self._tokens.setdefault(_key(cell, prompts), tokens)
 
     def tokens(self, cell: Cell, prompts: Prompts) -> Tokens:
-        """Those that a cell's must be; requests are absent of which nothing is known."""
+        """Look up what a cell's tokens must be; unknown requests are absent."""
         return self._tokens.get(_key(cell, prompts), {}) if twin_of(cell) is not None else {}
 
 
 def compare_forced(
     row: RequestRow, expected: Sequence[int] | None, references: References, tolerance: float
 ) -> TokenComparison:
-    """A finished request's tokens against an aggregated engine's, or else the reference's view of them.
-
-    `expected` None: there are none, and a request within `tolerance` logits is as it should be.
-    """
+    """Compare a finished request's tokens with an aggregated engine's. If `expected` is None the reference
+    must find each within `tolerance` logits of its best."""
     if expected is not None and row.output_token_ids == list(expected):
         return TokenComparison(None)
     found = row.output_token_ids
@@ -119,9 +117,9 @@ def follow(
     references: References,
     groups: Sequence[KVCacheGroup],
 ) -> tuple[Followed | None, str]:
-    """What the reference says of a request given the prompt's keys and values that the prefill engine stored;
-    and which of them are wrong. None where it can tell nothing so: no rows were brought here, or not those
-    that the tokens were computed from."""
+    """Ask the reference about a request given the prompt's keys and values that the prefill engine stored;
+    and find which of them are wrong. None where no rows were brought here, or not those that the tokens were
+    computed from."""
     computed_again = row.num_attempts > 1 or row.recovered_by is not None or row.num_recomputed_tokens
     if captured is None or not references.can_follow or computed_again:
         return None, ""

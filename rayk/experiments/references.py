@@ -1,4 +1,4 @@
-"""The reference's answers, each asked once per run (and kept on disk between runs)."""
+"""Ask for the reference's answers once per run (and keep them on disk between runs)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from rayk.oracle.reference import ForcedStep, Reference, ReferenceOutput, TextSc
 from rayk.types.request import SamplingParams
 
 JITTER = 2.0**-14
-"""By how much keys and values are changed before they are quantised, to measure what flipped steps do. Sums
-in another order change them by some 2^-20; so that flips are sure to be met, it is more."""
+"""Change of keys and values before they are quantised, to measure what flipped steps do. Sums in another
+order change them by some 2^-20; this is more, so that flips are sure to be met."""
+# per layer, by field: [U, T, elements] of every token, [U, 1, elements] of a state
 LayerKV = Sequence[Mapping[str, Tensor]]
-"""Per layer, what it caches by field: [U, T, elements] of every token, [U, 1, elements] of a state."""
 
 
 class References:
@@ -39,14 +39,14 @@ class References:
         routed: bool = False,
         rounding: KVRounding | None = None,
     ) -> None:
-        """`rounding`: of a quantised cache, with the scales that the checkpoint holds. Eager code
-        then rounds values that are off by JITTER: how much changes where last bits push values over steps."""
+        """Take `rounding` of a quantised cache, with the checkpoint's scales. Eager code then rounds values
+        that are off by JITTER, which shows how much changes where last bits push values over steps."""
+        # layer -> (k, v), as the checkpoint has them
         self.kv_scales = checkpoint_kv_scales(Path(model)) if rounding is not None else {}
-        """Layer -> (k, v), as the checkpoint has them."""
         rounding = rounding and rounding.scaled(self.kv_scales)
         self.dtype = dtype
+        # errors are bounded as `noise` says of routed experts
         self.routed = routed and (dtype != "float32" or rounding is not None)
-        """Whether errors are bounded as `noise` says of routed experts."""
         self._exact = self._eager = Reference(
             model, "float32", weights_dtype=dtype, rounding=rounding, cache_dir=cache_dir
         )
@@ -61,17 +61,15 @@ class References:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the engines compute as exactly as the reference: bounds are fixed, not measured."""
+        """Tell whether the engines compute as exactly as the reference: bounds are fixed, not measured."""
         return self._eager is self._exact
 
     @property
     def eager_dtype(self) -> str:
-        """What errors are measured in."""
         kept = f" with a cache of {self._rounding.kv_dtype}" if self._rounding is not None else ""
         return f"{self._eager.dtype}{kept}"
 
     def outputs(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[ReferenceOutput]:
-        """Greedy output of each prompt."""
         return self._exact.generate(
             prompts,
             max_tokens=sampling.max_tokens,
@@ -80,12 +78,11 @@ class References:
         )
 
     def forced(self, prompt: Sequence[int], output_ids: Sequence[int]) -> list[ForcedStep]:
-        """What the reference thinks of somebody else's tokens."""
+        """Judge somebody else's tokens."""
         return self._exact.teacher_force(prompt, output_ids)
 
     def scores(self, prompt: Sequence[int], output_ids: Sequence[int]) -> tuple[TextScores, TextScores]:
-        """Log probabilities of a prompt and somebody else's output: exact, and eager's; of further tokens the
-        rough ones."""
+        """Score a prompt and somebody else's output: exact, and eager's; of further tokens the rough ones."""
         exact = self._exact.score(prompt, output_ids)
         if self.is_exact:
             return exact, exact
@@ -94,32 +91,31 @@ class References:
 
     @property
     def can_follow(self) -> bool:
-        """Whether `follow` tells more than `scores`: float32 sums are so exact that they seldom flip a step,
-        and no route."""
+        """Tell whether `follow` tells more than `scores`: float32 sums seldom flip a step, and no route."""
         return self._rounding is not None and self.dtype == "float32" and not self.routed
 
     def follow(
         self, prompt: Sequence[int], output_ids: Sequence[int], stored: StoredKV
     ) -> tuple[TextScores, Following]:
-        """Exact scores of what an engine stored of the prompt, see oracle.following."""
+        """Score exactly, given what an engine stored of the prompt; see oracle.following."""
         return self._exact.follow(prompt, output_ids, stored)
 
     def kv(self, prompt: Sequence[int]) -> LayerKV:
-        """The cache after the prompt."""
+        """Return the cache after the prompt."""
         key = tuple(prompt)
         if key not in self._kv:
             self._kv[key] = caches_of(self._exact, prompt)
         return self._kv[key]
 
     def eager_kv(self, prompt: Sequence[int]) -> LayerKV:
-        """Eager's. Not kept: it serves to measure, once."""
+        """Return eager's cache. Not kept: it serves to measure, once."""
         return self.kv(prompt) if self.is_exact else caches_of(self._eager, prompt)
 
     def rough_kv(self, prompt: Sequence[int]) -> LayerKV | None:
-        """The rough one; None where eager's tells enough."""
+        """Return the rough cache; None where eager's tells enough."""
         return None if self._rough is self._eager else caches_of(self._rough, prompt)
 
 
 def caches_of(reference: Reference, prompt: Sequence[int]) -> LayerKV:
-    """What the reference caches of a prompt, by layer and field."""
+    """Compute what the reference caches of a prompt, by layer and field."""
     return reference.caches(prompt)

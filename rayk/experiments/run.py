@@ -1,4 +1,4 @@
-"""The driver of a matrix: one cell after the other, each on disk before the next begins."""
+"""Drive a matrix: one cell after the other, each on disk before the next begins."""
 
 from __future__ import annotations
 
@@ -31,30 +31,23 @@ DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Quiet:
-    """Nobody watches. Implements types.progress.Progress."""
+    """Watches nothing. Implements types.progress.Progress."""
 
-    def plan(self, num_cells: int, num_finished: int) -> None:
-        """Ignored."""
+    def plan(self, num_cells: int, num_finished: int) -> None: ...
 
-    def phase(self, text: str) -> None:
-        """Ignored."""
+    def phase(self, text: str) -> None: ...
 
     def warn(self, text: str) -> None:
-        """A Python warning."""
         warnings.warn(text, stacklevel=2)
 
-    def begin(self, cell_id: str) -> None:
-        """Ignored."""
+    def begin(self, cell_id: str) -> None: ...
 
-    def end(self, cell_id: str, verdict: str, reason: str) -> None:
-        """Ignored."""
+    def end(self, cell_id: str, verdict: str, reason: str) -> None: ...
 
 
 class Experiment:
-    """An experiment spec, ready to run: a path, a mapping or an ExperimentSpec.
-
-    Raises SpecError for a bad spec.
-    """
+    """Holds an experiment ready to run, from a path, a mapping or an ExperimentSpec. Raises SpecError for a
+    bad one."""
 
     def __init__(
         self, spec: str | Path | Mapping[str, Any] | ExperimentSpec, overrides: Sequence[str] = ()
@@ -198,7 +191,7 @@ def _run_on_cluster(
 
 
 def _in_metrics(progress: Progress, run: str, num_left: int, num_finished: int) -> MeteredProgress:
-    """Progress that Ray's metrics tell, too."""
+    """Report progress to Ray's metrics, too."""
     from rayk.actors.naming import bounded
     from rayk.actors.ray_metrics import make_meter
 
@@ -258,7 +251,7 @@ def _raise_if_full(error: Exception) -> None:
 
 
 def _unjudged(cell: Cell, error: Exception, wall_ns: int) -> CellRow:
-    """The row of a cell whose checks broke down."""
+    """Make the row of a cell whose checks broke down."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{Path(last.filename).name}:{last.lineno}"
     reason = f"the checks of this cell broke down at {place}: {type(error).__name__}: {error}"
@@ -275,17 +268,17 @@ def _unjudged(cell: Cell, error: Exception, wall_ns: int) -> CellRow:
 
 
 class _Runner:
-    """The coordinator of a run, replaced if it ever stops answering."""
+    """Keeps the coordinator of a run, and replaces it if it ever stops answering."""
 
     def __init__(self, title: str, cells: Sequence[Cell], *, keep_workers: bool) -> None:
-        """`title`: what people call the run."""
         self._title = title
         self._cells = cells
         self._keep_workers = keep_workers
         self._start()
 
     def ready(self) -> dict[str, int]:
-        """Wait for all workers; worker name -> process id. Raises DeviceError when they do not start."""
+        """Wait for all workers; returns worker name -> process id. Raises DeviceError when they do not
+        start."""
         import ray
 
         from rayk.actors.engines import translate
@@ -312,7 +305,7 @@ class _Runner:
         return pids
 
     def run(self, cell: Cell, prompts: Sequence[Sequence[int]], repeat: int, capture: bool) -> Any:
-        """One cell once. Always an outcome, in bounded time."""
+        """Run one cell once. There is always an outcome, in bounded time."""
         import ray
 
         from rayk.actors.cell_run import CellOutcome
@@ -332,7 +325,6 @@ class _Runner:
         return CellOutcome(errors=[error])
 
     def close(self) -> None:
-        """Give the workers back."""
         import ray
 
         from rayk.actors import placement
@@ -359,7 +351,7 @@ class _Runner:
 
 
 def _metadata(loaded: LoadedSpec, writer: ResultWriter, num_left: int) -> dict[str, str]:
-    """What Ray keeps of this driver, for who looks at a cluster's jobs."""
+    """Tell Ray what it keeps of this driver, for who looks at a cluster's jobs."""
     models = models_in_words(loaded.spec.models())
     return {
         JOB_NAME: f"{loaded.spec.name} {models}",

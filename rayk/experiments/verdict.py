@@ -1,4 +1,4 @@
-"""From what a cell left behind to its verdict."""
+"""Turn what a cell left behind into its verdict."""
 
 from __future__ import annotations
 
@@ -15,26 +15,24 @@ from rayk.types.verdicts import verdict_of
 
 @dataclass(slots=True)
 class Findings:
-    """(verdict, reason) of everything found in one cell."""
+    """Collects (verdict, reason) of everything found in one cell."""
 
     items: list[tuple[str, str]] = field(default_factory=list)
 
     def add(self, verdict: str, reason: str) -> None:
-        """Note a finding."""
         assert verdict in VERDICTS, verdict
         self.items.append((verdict, reason))
 
     def add_errors(self, errors: Sequence[RaykError], survived: Sequence[RaykError] = ()) -> None:
-        """Note what ended requests and engines. A transfer that failed because one of its engines died is
-        that death's consequence, not a finding of its own. `survived`: deaths that others may have lived
-        through; they count where they did not."""
+        """Note what ended requests and engines. A transfer that failed because one of its engines died is no
+        finding of its own. Deaths in `survived` count where others did not live through them."""
         deaths = {e.engine: e for e in (*survived, *errors) if isinstance(e, EngineDied)}
         for error in errors:
             found = next((deaths[end] for end in _engines_of(error) if end in deaths), error)
             self.add(verdict_of(found), str(found))
 
     def judge(self) -> tuple[str, str]:
-        """The gravest verdict and its first reason; PASS when nothing was found."""
+        """Return the gravest verdict and its first reason; PASS when nothing was found."""
         if not self.items:
             return "PASS", ""
         verdict = min((v for v, _ in self.items), key=VERDICTS.index)
@@ -54,15 +52,15 @@ def _engines_of(error: RaykError) -> tuple[str, ...]:
 
 
 def unrecovered(cell: Cell, requests: Sequence[RequestRow], survived: Sequence[RaykError]) -> list[FaultSpec]:
-    """Planted faults of a cell that passes which were to be recovered from, where nothing was recovered nor
-    any engine lost: they never struck. Faults that leave no trace by their nature are not among them."""
+    """List planted faults of a passing cell that called for recovery, though nothing was recovered nor any
+    engine lost: they never struck. Faults that leave no trace by their nature are not among them."""
     if survived or any(row.recovered_by for row in requests):
         return []
     return [f for f in cell.faults if is_known(f) and expected_of(f, cell.spec).is_recovered]
 
 
 def untraced(cell: Cell, idle: Sequence[FaultSpec] = ()) -> str:
-    """Which planted faults were to be found in a cell that passes all the same, or never struck (`idle`, see
+    """Say which planted faults were to be found in a passing cell, or never struck (`idle`, see
     `unrecovered`); empty if none."""
     faults = [f for f in cell.faults if verdict_of_fault(f, cell.spec) not in ("PASS", "NEAR_TIE")]
     faults += [f for f in idle if f not in faults]
@@ -76,7 +74,7 @@ def untraced(cell: Cell, idle: Sequence[FaultSpec] = ()) -> str:
 
 
 def recovered(requests: Sequence[RequestRow], survived: Sequence[RaykError]) -> str:
-    """How many requests of a cell that passes the failure policy saved, and from what; empty if none."""
+    """Say how many requests of a passing cell the failure policy saved, and from what; empty if none."""
     saved = [row for row in requests if row.recovered_by is not None]
     texts = [f"survived: {error}" for error in survived]
     if saved:
@@ -86,7 +84,6 @@ def recovered(requests: Sequence[RequestRow], survived: Sequence[RaykError]) -> 
 
 
 def _fault_text(fault: FaultSpec) -> str:
-    """A fault as a reader of the spec knows it."""
     where = f" at {fault.point}" if fault.point is not None else ""
     named = ("layer", "request", "step", "engine", "rank")
     given = [f"{name} {getattr(fault, name)}" for name in named if getattr(fault, name) is not None]

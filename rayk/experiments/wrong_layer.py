@@ -1,6 +1,5 @@
-"""A layer whose rows differ from the reference's: what was found, and what should be there.
-
-Legend: H KV heads, T live rows, D head size."""
+"""Hold a layer whose rows differ from the reference's: what was found, and what should be there. Legend: H KV
+heads, T live rows, D head size."""
 
 from __future__ import annotations
 
@@ -33,18 +32,17 @@ class WrongLayer:
 
     @property
     def fields(self) -> Mapping[str, PageField]:
-        """What the spec says of each field, by name."""
         return {} if self.spec is None else {field.name: field for field in self.spec.fields()}
 
     @property
     def first(self) -> Head:
-        """The first wrong head, keys before values."""
+        """Return the first wrong head, keys before values."""
         return min(head for head, wrong in self.wrong.items() if bool(wrong.any()))
 
     def rows(self, head: Head) -> torch.Tensor:
-        """Indices of a head's wrong rows, int64."""
+        """List a head's wrong rows, int64."""
         return self.wrong[head].nonzero()[:, 0]
 
     def fits(self, name: str, found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-        """Whether each row of `found` is that of `expected`, [..., D] -> bool [...]."""
+        """Tell whether each row of `found` is that of `expected`, [..., D] -> bool [...]."""
         return ((found - expected).abs() <= SLACK * self.limit[name]).all(-1)
