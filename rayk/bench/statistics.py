@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayk.reports.student import student_t
+from rayk.reports.intervals import student_t
 
 CONFIDENCE = 0.95
 NUM_BATCHES = 20

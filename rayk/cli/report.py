@@ -111,7 +111,7 @@ def _write(directories: list[Path], output_format: Format, out: Path | None) -> 
 
 def _refuse_mixture(results: list[Result]) -> None:
     """Refuse to compare a run's cells with a bench's loads."""
-    from rayk.reports.load_tables import is_load
+    from rayk.reports.load_fields import is_load
 
     benches = [str(r.directory) for r in results if is_load(r.cells)]
     if benches and len(benches) < len(results):

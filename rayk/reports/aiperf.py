@@ -11,17 +11,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from rayk.reports.export import MS_PER_S, CellExport, numbers, send_lag_ms, statistics, without_nothing
+from rayk.reports.values import json_value
 
 SCHEMA_VERSION = "1.4"
 FILE_NAME = "profile_export_aiperf.json"
 
 
 def aiperf_json(export: CellExport) -> str:
-    return json.dumps(aiperf_export(export), indent=2, default=_plain) + "\n"
+    return json.dumps(aiperf_export(export), indent=2, default=json_value) + "\n"
 
 
 def aiperf_export(export: CellExport) -> dict[str, Any]:
@@ -132,9 +132,3 @@ def _errors(failed: pd.DataFrame) -> list[dict[str, Any]]:
         {"error_details": {"type": "RequestError", "message": str(text)}, "count": int(count)}
         for text, count in counts.items()
     ]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, np.ndarray | np.generic):
-        return value.tolist()
-    return str(value)

@@ -12,6 +12,7 @@ from rayk.reports.rerun import run_commands, run_needs
 from rayk.reports.result import Result
 from rayk.reports.stages import LIMITS, PARTS, age_text, evidence, largest, limit_shares, request_parts
 from rayk.reports.tp_cost import COST_NOTE, cost_table, is_cost_told, unequal_cost
+from rayk.reports.values import plural
 from rayk.reports.verdicts import gravest_first
 
 NAMED = 3  # cells that a sentence names
@@ -53,12 +54,12 @@ def pass_text(cells: pd.DataFrame, num_missing: int = 0) -> str:
         more = f" and {len(failed) - NAMED} more" if len(failed) > NAMED else ""
         verb = "did not end as expected" if faulty else "failed"
         why = f"{text}. " if (text := _first_line(failed["reason"].iloc[0])) else ""
-        return f"No: {why}{len(failed)} of {_count(len(cells), 'cell')} {verb}: {named}{more}."
+        return f"No: {why}{len(failed)} of {plural(len(cells), 'cell')} {verb}: {named}{more}."
     unsupported = int((cells["verdict"] == "UNSUPPORTED").sum())
     how = "ended as expected, faults found" if faulty else "passed"
     planned = len(cells) + num_missing
-    word = f"Unfinished: {_count(num_missing, 'cell')} of {planned} have not ended" if num_missing else "Yes"
-    texts = [f"{word}: {len(cells) - unsupported} of {_count(len(cells), 'cell')} {how}"]
+    word = f"Unfinished: {plural(num_missing, 'cell')} of {planned} have not ended" if num_missing else "Yes"
+    texts = [f"{word}: {len(cells) - unsupported} of {plural(len(cells), 'cell')} {how}"]
     ties = int((cells["verdict"] == "NEAR_TIE").sum())
     if ties:
         texts.append(f"{ties} of them with a near tie of two tokens")
@@ -100,7 +101,3 @@ def _share_bar(result: Result) -> list[dict[str, Any]]:
         }
         for limit, share in ((limit, shares[limit]) for limit in dict.fromkeys(colours) if shares.get(limit))
     ]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -11,12 +11,13 @@ from rayk.reports.differences import differences_of
 from rayk.reports.files import atomic_path, parse_spec
 from rayk.reports.folder import FACTS, changed_facts, differences, flatten
 from rayk.reports.html import write_page
+from rayk.reports.load_fields import is_load
 from rayk.reports.load_page import TONES
-from rayk.reports.load_tables import is_load
 from rayk.reports.markdown import page_markdown
 from rayk.reports.page import Column, Page, Section
 from rayk.reports.result import Result
 from rayk.reports.trust import probe_rows
+from rayk.reports.values import plural
 from rayk.reports.verdicts import headline, tone
 
 METRICS = (
@@ -80,16 +81,12 @@ def compare_headline(results: list[Result]) -> str:
     changed, missing = int(table["changed"].sum()), int(table["missing"].sum())
     noun = "load" if all(is_load(result.cells) for result in results) else "cell"
     if changed:
-        text = f"{changed} of {_count(len(table), noun)} {'differs' if changed == 1 else 'differ'} in verdict"
+        text = f"{changed} of {plural(len(table), noun)} {'differs' if changed == 1 else 'differ'} in verdict"
     elif missing < len(table):
-        text = f"{_count(len(table) - missing, noun)} in every run, equal verdicts"
+        text = f"{plural(len(table) - missing, noun)} in every run, equal verdicts"
     else:
         text = f"no {noun} is in every run"
     return text + (f", {missing} in some runs only" if missing else "")
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def write_compare_csv(results: list[Result], path: Path) -> Path:

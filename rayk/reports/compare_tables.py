@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rayk.reports.discoveries import MIN_VALUES
-from rayk.reports.load_tables import is_load
+from rayk.reports.intervals import MIN_VALUES
+from rayk.reports.load_fields import is_load
 from rayk.reports.page import Column, Section
 from rayk.reports.paired import CELL, CONFIDENCE, FALSE_RATE, LARGE, MARGIN, SIZES, WHOLE, Change, changes
 from rayk.reports.paired_loads import estimate_changes, load_changes

@@ -13,6 +13,7 @@ from rayk.reports.columns import incidental_columns
 from rayk.reports.files import TABLES
 from rayk.reports.moves import of_handovers
 from rayk.reports.result import Result
+from rayk.reports.values import is_null
 
 # what names a row
 KEYS: dict[str, list[str]] = {
@@ -76,7 +77,7 @@ def _text(value: Any) -> str:
     """Write a value the same way whatever type its table has: a missing number may be None or NaN."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
-    if value is None or (isinstance(value, float) and value != value):
+    if is_null(value):
         return "none"
     if isinstance(value, float | np.number) and float(value).is_integer():
         value = int(value)

@@ -14,9 +14,9 @@ import pandas as pd
 
 from rayk.reports.columns import CELL_FIELDS
 from rayk.reports.files import make_folder, parse_spec, write_text
-from rayk.reports.labels import parsed
-from rayk.reports.load_tables import LOAD_CELL_FIELDS, is_load
+from rayk.reports.load_fields import LOAD_CELL_FIELDS, is_load
 from rayk.reports.result import Result
+from rayk.reports.values import is_null, parsed
 
 PERCENTILES = (1, 5, 10, 25, 50, 75, 90, 95, 99)
 MS_PER_S = 1e3
@@ -92,7 +92,7 @@ def cell_exports(result: Result) -> Iterator[CellExport]:
             continue
         yield CellExport(
             index=index,
-            cell={str(k): v for k, v in record.items() if not _is_null(v)},
+            cell={str(k): v for k, v in record.items() if not is_null(v)},
             is_load=loads,
             answered=rows[ok & (phase == "measured")],
             failed=rows[~ok & (phase == "measured")],
@@ -107,12 +107,8 @@ def _of_load(spec: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     return dict(loads[index]) if index < len(loads) else {}
 
 
-def _is_null(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and value != value)
-
-
 def numbers(values: Sequence[Any] | pd.Series[Any]) -> list[float]:
-    return [float(v) for v in values if not _is_null(v)]
+    return [float(v) for v in values if not is_null(v)]
 
 
 def statistics(values: Sequence[float]) -> dict[str, float] | None:

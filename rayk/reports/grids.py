@@ -9,8 +9,7 @@ from typing import Any
 import pandas as pd
 
 from rayk.reports.columns import CELL_FIELDS
-from rayk.reports.labels import axis_label, parsed
-from rayk.reports.values import format_rate, format_value, smallest_rate
+from rayk.reports.values import axis_label, format_rate, format_value, is_null, parsed, smallest_rate
 from rayk.reports.verdicts import told_wrong_bytes, tone
 
 # what a matrix cell says
@@ -109,7 +108,7 @@ def _grouping_axes(cells: pd.DataFrame) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    return None if isinstance(value, float) and value != value else value
+    return None if is_null(value) else value
 
 
 def _make_grid(records: list[dict[Any, Any]], axes: list[str], row_axes: list[str]) -> dict[str, Any]:

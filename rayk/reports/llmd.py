@@ -11,12 +11,12 @@ import datetime
 import hashlib
 import json
 import uuid
-from collections.abc import Mapping
 from typing import Any
 
 import yaml
 
 from rayk.reports.export import CellExport, numbers, statistics, without_nothing
+from rayk.reports.values import json_value
 
 VERSION = "0.2.1"
 FILE_NAME = "benchmark_report_v0.2.yaml"
@@ -29,7 +29,7 @@ ROLES = {"prefill": "prefill", "decode": "decode", "aggregated": "replica"}
 
 
 def llmd_yaml(export: CellExport) -> str:
-    plain = json.loads(json.dumps(llmd_report(export), default=_plain))
+    plain = json.loads(json.dumps(llmd_report(export), default=json_value))
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=110)
 
 
@@ -184,9 +184,3 @@ def _statistics(units: str, values: list[float]) -> dict[str, Any] | None:
 def _hash(config: Any) -> str:
     text = json.dumps(config, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    return value.tolist() if hasattr(value, "tolist") else str(value)

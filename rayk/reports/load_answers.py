@@ -8,12 +8,12 @@ from typing import Any
 import pandas as pd
 
 from rayk.reports.answers import NAMED
-from rayk.reports.load_tables import VERDICTS
+from rayk.reports.load_fields import VERDICTS
 from rayk.reports.page import Answer, Plot
 from rayk.reports.rerun import bench_commands
 from rayk.reports.result import Result
 from rayk.reports.spreads import DASHES, PALETTE, curve, sorted_values, spread_layout
-from rayk.reports.stages import Part
+from rayk.reports.stages import Part, waterfall
 from rayk.reports.values import format_value
 
 # what a client sees of a request, in order; they add up to its E2E
@@ -156,18 +156,12 @@ def needs_text(cells: pd.DataFrame) -> str:
 
 
 def client_waterfall(result: Result) -> dict[str, Any] | None:
-    """Make the page's waterfall, in the form of `stages.waterfall_data`, each request from when it was
-    due."""
+    """Make the page's waterfall, each request from when it was due."""
     parts = client_parts(result)
-    cells = []
-    for cell_id, rows in parts.groupby("cell_id", sort=False):
-        shown = rows.head(MAX_ROWS)
-        durations = shown[[part.name for part in PARTS]].round(3).to_numpy().tolist()
-        names = [f"request {index}" for index in shown["prompt_index"]]
-        requests = [[*row] for row in zip(names, shown["due_ms"].round(3).tolist(), durations, strict=True)]
-        cells.append({"id": str(cell_id), "push": False, "of": len(rows), "requests": requests})
-    told = [{"name": part.name, "colour": part.colour, "meaning": part.meaning} for part in PARTS]
-    return {"parts": told, "cells": cells, "aligned": True} if cells else None
+    if parts.empty:
+        return None
+    labels = [f"request {index}" for index in parts["prompt_index"]]
+    return waterfall(PARTS, parts.assign(label=labels), MAX_ROWS) | {"aligned": True}
 
 
 def client_spreads(result: Result) -> list[Plot]:

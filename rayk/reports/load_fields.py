@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from rayk.reports.fields import BOOL, CELLS, FLOAT, INT, REQUESTS, TEXT, Field
+import pandas as pd
+
+from rayk.reports.fields import BOOL, CELLS, FLOAT, INT, REQUESTS, TEXT, Field, kinds
+from rayk.reports.values import plural
+
+VERDICTS = ("VALID", "NOISY", "INVALID")  # a load's numbers are to be trusted, imprecise, not what they say
 
 # what each metric is
 METRICS = {
@@ -88,3 +93,18 @@ LOAD_REQUESTS = (
     Field("ended_ms", FLOAT, "ms", "when its answer, or its failure, was complete, after its load began"),
     Field("is_good", BOOL, "", "whether it was answered within every limit"),
 )
+
+LOAD_CELL_FIELDS = kinds(LOAD_CELLS)
+LOAD_REQUEST_FIELDS = kinds(LOAD_REQUESTS)
+LOAD_FIELDS = {"cells": LOAD_CELL_FIELDS, "requests": LOAD_REQUEST_FIELDS}
+
+
+def is_load(cells: pd.DataFrame) -> bool:
+    return len(cells) > 0 and bool(cells["verdict"].isin(VERDICTS).all())
+
+
+def load_headline(cells: pd.DataFrame) -> str:
+    """Count verdicts, e.g. `2 loads: 1 VALID, 1 NOISY`."""
+    counts = cells["verdict"].value_counts().to_dict()
+    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if verdict in counts)
+    return f"{plural(len(cells), 'load')}: {told}"

@@ -15,11 +15,12 @@ from rayk.reports.load_answers import (
     client_waterfall,
     load_answers,
 )
-from rayk.reports.load_tables import METRICS, STATISTICS, VERDICTS, load_headline
+from rayk.reports.load_fields import METRICS, STATISTICS, VERDICTS, load_headline
 from rayk.reports.page import Column, Page, Plot, Section
 from rayk.reports.result import Result
 from rayk.reports.spreads import LEGEND, PALETTE, SYMBOLS, plain
 from rayk.reports.terminal import terminal_table
+from rayk.reports.values import is_null
 
 TONES = {"VALID": "PASS", "NOISY": "NEAR_TIE", "INVALID": "unmet"}  # verdict -> the chip it wears
 MAX_POINTS = 4000  # requests that a plot shows; every k-th of more
@@ -90,7 +91,7 @@ def rate_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
 def _cached_percent(cell: Mapping[Any, Any]) -> float | None:
     """Compute the cached share; None where the server, or an older bench, does not tell."""
     cached, total = (cell.get(f"num_{what}_tokens") for what in ("cached", "prompt"))
-    return None if _is_nothing(total) or not total else _times(cached, 100 / float(total))
+    return None if is_null(total) or not total else _times(cached, 100 / float(total))
 
 
 def latency_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
@@ -110,10 +111,10 @@ def latency_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _estimate(cell: Mapping[Any, Any], name: str) -> str:
     value, low, high = (cell[f"{name}{end}"] for end in ("", "_low", "_high"))
-    if _is_nothing(value):
+    if is_null(value):
         return ""
     least = _short(max(0.0, low))  # no time is less, whatever the t distribution says
-    ends = f"over {least}" if _is_nothing(high) else f"{least} to {_short(high)}"
+    ends = f"over {least}" if is_null(high) else f"{least} to {_short(high)}"
     return f"{_short(value)} ({ends})"
 
 
@@ -121,16 +122,12 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
-def _is_nothing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
-
-
 def _times(value: Any, factor: float) -> float | None:
-    return None if _is_nothing(value) else float(value) * factor
+    return None if is_null(value) else float(value) * factor
 
 
 def _plain(cell: Mapping[Any, Any]) -> dict[str, Any]:
-    return {str(key): None if _is_nothing(value) else value for key, value in cell.items()}
+    return {str(key): None if is_null(value) else value for key, value in cell.items()}
 
 
 def load_tables(cells: pd.DataFrame) -> list[Table]:

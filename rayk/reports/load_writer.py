@@ -13,7 +13,7 @@ import yaml
 from rayk.reports.columns import TRANSFER_FIELDS, make_table
 from rayk.reports.files import atomic_path, make_folder, write_text
 from rayk.reports.folder import check_directory
-from rayk.reports.load_tables import LOAD_CELL_FIELDS, LOAD_REQUEST_FIELDS
+from rayk.reports.load_fields import LOAD_CELL_FIELDS, LOAD_REQUEST_FIELDS
 from rayk.reports.schema import stamped
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from rayk.reports.discoveries import MIN_VALUES, Sample, intervals, usual_spread
+from rayk.reports.intervals import MIN_VALUES, Sample, intervals, median_interval, usual_spread
 from rayk.reports.moves import KEYS as IDS
 from rayk.reports.moves import moves
 from rayk.reports.result import Result
@@ -87,25 +87,6 @@ class Change:
                 return "changed" if self.num_unlike else "the same"
             return "unsure" if is_large else "no change seen"
         return "improvement" if is_more == self.metric.is_rate else "regression"
-
-
-def median_interval(values: Sequence[float], confidence: float) -> tuple[float, float] | None:
-    """Bound the median of the values' distribution, whatever it is, by order statistics (sign test); None of
-    too few."""
-    count = len(values)
-    outside, rank = 0.0, 0
-    # P(fewer than `rank` + 1 of `count` lie below the median), on each side. By logarithms: from 1,030 values
-    # on, the number of combinations is no float.
-    while rank < count // 2:
-        ways = math.lgamma(count + 1) - math.lgamma(rank + 1) - math.lgamma(count - rank + 1)
-        more = outside + math.exp(ways - count * math.log(2))
-        if 2 * more > 1 - confidence:
-            break
-        outside, rank = more, rank + 1
-    if rank == 0:
-        return None
-    ordered = sorted(values)
-    return ordered[rank - 1], ordered[count - rank]
 
 
 @dataclass(frozen=True, kw_only=True)

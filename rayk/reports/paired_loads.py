@@ -13,6 +13,7 @@ from rayk.reports.load_fields import METRICS as LATENCIES
 from rayk.reports.load_fields import STATISTICS
 from rayk.reports.paired import CONFIDENCE, KEYS, TIMES, Change, Metric, Paired, changes_of, known
 from rayk.reports.result import Result
+from rayk.reports.values import is_null
 
 LOAD, ESTIMATE = "load", "estimate"  # levels of a Change: batches of a load's requests, an estimate of a load
 METRICS = (*TIMES, Metric(name="longest ITL", unit="ms", column="longest_itl_ms"))
@@ -120,4 +121,4 @@ def _estimate(cell_id: str, metric: str, statistic: str, cells: list[dict[Any, A
 
 def _ends(cell: Mapping[Any, Any], name: str) -> list[float | None]:
     values = [cell.get(f"{name}{end}") for end in ("", "_low", "_high")]
-    return [None if value is None or value != value else float(value) for value in values]
+    return [None if is_null(value) else float(value) for value in values]

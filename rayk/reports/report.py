@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from rayk.reports.html import write_page
+from rayk.reports.load_fields import is_load
 from rayk.reports.load_page import load_page
-from rayk.reports.load_tables import is_load
 from rayk.reports.markdown import page_markdown
 from rayk.reports.page import Page
 from rayk.reports.result import Result, load

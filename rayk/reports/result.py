@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from rayk.reports.columns import FIELDS
 from rayk.reports.files import TABLES, read_spec
 from rayk.reports.folder import read_environment
-from rayk.reports.load_tables import LOAD_FIELDS, is_load
+from rayk.reports.load_fields import LOAD_FIELDS, is_load
 from rayk.reports.moves import moves
 from rayk.reports.pending import joined, read_pending
 from rayk.reports.schema import MEASURED_STAGES, SCHEMA_VERSION, check_schema

@@ -4,7 +4,7 @@ waiting."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,30 +196,29 @@ def age_text(result: Result) -> str:
 
 
 def waterfall_data(result: Result, max_requests: int = 20_000) -> dict[str, Any] | None:
-    """Give the waterfall's data: the parts, and by cell a row [name, due ms, ms of every part] per request,
-    the first of each cell where there are more than `max_requests`."""
+    """Show the first requests of each cell, about `max_requests` in all."""
     parts = request_parts(result)
     if parts.empty:
         return None
-    shown_parts = [part for part in PARTS if part.limit != TIER or parts[part.name].any()]
+    shown = [part for part in PARTS if part.limit != TIER or parts[part.name].any()]
+    ids = zip(parts["cell_id"], parts["request_id"], strict=True)
+    labels = [str(request_id).removeprefix(f"{cell_id}/") for cell_id, request_id in ids]
+    pushed = set(result.transfers.loc[result.transfers["mode"] == "push", "cell_id"])
     per_cell = max(1, max_requests // parts["cell_id"].nunique())
-    pushed = _pushed(result)
+    return waterfall(shown, parts.assign(label=labels), per_cell, pushed)
+
+
+def waterfall(
+    parts: Sequence[Part], requests: pd.DataFrame, per_cell: int, pushed: Collection[Any] = ()
+) -> dict[str, Any]:
+    """Give the page's waterfall its parts, and by cell a row [label, due ms, ms of every part] of the first
+    requests. `requests` has cell_id, label, due_ms and a column of ms per part."""
     cells = []
-    for cell_id, rows in parts.groupby("cell_id", sort=False):
+    for cell_id, rows in requests.groupby("cell_id", sort=False):
         shown = rows.head(per_cell)
-        durations = shown[[part.name for part in shown_parts]].round(3).to_numpy().tolist()
-        names = [_short_name(str(row.request_id), str(cell_id)) for row in shown.itertuples()]
+        durations = shown[[part.name for part in parts]].round(3).to_numpy().tolist()
         due = shown["due_ms"].round(3).tolist()
-        requests = [[*of] for of in zip(names, due, durations, strict=True)]
-        cells.append({"id": str(cell_id), "push": cell_id in pushed, "of": len(rows), "requests": requests})
-    told = [{"name": p.name, "colour": p.colour, "meaning": p.meaning} for p in shown_parts]
+        bars = [[*of] for of in zip(shown["label"], due, durations, strict=True)]
+        cells.append({"id": str(cell_id), "push": cell_id in pushed, "of": len(rows), "requests": bars})
+    told = [{"name": part.name, "colour": part.colour, "meaning": part.meaning} for part in parts]
     return {"parts": told, "cells": cells}
-
-
-def _pushed(result: Result) -> set[Any]:
-    transfers = result.transfers
-    return set(transfers.loc[transfers["mode"] == "push", "cell_id"])
-
-
-def _short_name(request_id: str, cell_id: str) -> str:
-    return request_id.removeprefix(f"{cell_id}/")

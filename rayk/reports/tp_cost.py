@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pandas as pd
 
 from rayk.reports.grids import axis_columns
+from rayk.reports.intervals import median_interval
 from rayk.reports.moves import KEYS
-from rayk.reports.paired import median_interval
 from rayk.reports.result import Result
 from rayk.reports.tp_pairs import CONFIDENCE, OLDER, PLACES, layouts_name, placed_moves
 from rayk.reports.values import format_bytes

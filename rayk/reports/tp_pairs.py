@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 
 from rayk.reports.environment import copy_gb_per_s
+from rayk.reports.intervals import median_interval
 from rayk.reports.moves import moves
-from rayk.reports.paired import median_interval
 from rayk.reports.result import Result
 from rayk.reports.values import format_bytes, format_rate, smallest_rate
 

@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 from rich.table import Table
 
-from rayk.reports.load_tables import is_load, load_headline
+from rayk.reports.load_fields import is_load, load_headline
 from rayk.reports.page import Column
 from rayk.reports.terminal import STYLES, terminal_table
 

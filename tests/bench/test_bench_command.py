@@ -18,8 +18,8 @@ from typer.testing import CliRunner, Result
 from rayk import load
 from rayk.cli.main import app
 from rayk.reports.compare import LOAD_METRICS
+from rayk.reports.load_fields import LOAD_CELL_FIELDS, LOAD_REQUEST_FIELDS
 from rayk.reports.load_page import latency_rows
-from rayk.reports.load_tables import LOAD_CELL_FIELDS, LOAD_REQUEST_FIELDS
 from rayk.reports.report import markdown
 from tests.bench.fake_server import Script, serving
 

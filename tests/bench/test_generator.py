@@ -21,7 +21,7 @@ from rayk.bench.load import Lengths, Load, Slo
 from rayk.bench.prompts import Planned, plan_requests
 from rayk.bench.rows import request_row
 from rayk.reports.columns import make_table
-from rayk.reports.load_tables import LOAD_REQUEST_FIELDS
+from rayk.reports.load_fields import LOAD_REQUEST_FIELDS
 from tests.bench.fake_server import FakeServer, Script, serving
 
 NS_PER_MS = 1_000_000

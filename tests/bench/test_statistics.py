@@ -18,7 +18,7 @@ from rayk.bench.statistics import (
     quantile,
     warmup_length,
 )
-from rayk.reports.student import student_t
+from rayk.reports.intervals import student_t
 
 # Of the usual printed tables (NIST/SEMATECH e-Handbook, 1.3.6.7.2).
 T_TABLE = {

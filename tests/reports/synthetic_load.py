@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rayk.reports import Result, load
-from rayk.reports.load_tables import LOAD_CELL_FIELDS, METRICS, STATISTICS
+from rayk.reports.load_fields import LOAD_CELL_FIELDS, METRICS, STATISTICS
 from rayk.reports.load_writer import LoadWriter
 
 COMMAND = ["/x/.venv/bin/rayk", "bench", "--url", "http://127.0.0.1:8000", "--rate", "4", "--out", "/tmp/x"]

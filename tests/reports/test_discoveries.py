@@ -12,9 +12,8 @@ import pytest
 
 from rayk.reports import Result, load
 from rayk.reports.compare import sections
-from rayk.reports.discoveries import Sample, intervals, usual_spread
+from rayk.reports.intervals import Sample, intervals, student_within, usual_spread
 from rayk.reports.paired import CELL, FALSE_RATE, changes
-from rayk.reports.student import student_within
 from tests.markers import one_per, thorough
 from tests.reports.synthetic import write_run
 

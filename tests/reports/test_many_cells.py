@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from rayk.reports import ResultWriter, load
-from rayk.reports.paired import median_interval
+from rayk.reports.intervals import median_interval
 from rayk.reports.pending import FILE, read_pending
 from rayk.reports.report import markdown, write_html
 from rayk.types.errors import UserError

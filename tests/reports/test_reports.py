@@ -16,10 +16,10 @@ from rich.console import Console
 from rayk.reports import ResultWriter, load, verdict_table
 from rayk.reports.compare import compare, compare_headline, compare_markdown, write_compare_html
 from rayk.reports.grids import SHORT, verdict_grids
-from rayk.reports.labels import axis_label
 from rayk.reports.report import markdown, write_html
 from rayk.reports.table_files import write_csv
 from rayk.reports.terminal import STYLES, TONE_STYLES
+from rayk.reports.values import axis_label
 from rayk.specs.experiment import VERDICTS
 from tests.reports.synthetic import SPEC, cell_row, request_rows, transfer_rows, write_run
 

@@ -66,7 +66,7 @@ def _(original, load, cell, rows):
 
 @TELLING.twin(
     "an interval is an order statistic too narrow",
-    "rayk.reports.paired:median_interval",
+    "rayk.reports.intervals:median_interval",
     "reports/test_paired.py::test_an_interval_holds_the_median_as_often_as_it_says",
 )
 def _(original, values, confidence):

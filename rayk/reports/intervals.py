@@ -1,4 +1,4 @@
-"""Find which of many ratios lie beyond a margin, with a bound on the share of false findings."""
+"""Intervals of means and medians, and of many ratios at once with a bound on the share of false findings."""
 
 from __future__ import annotations
 
@@ -8,11 +8,50 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayk.reports.student import student_t, student_within
-
 MIN_VALUES = 4  # fewer show too little of how much they scatter
 _LEAST_ERROR = 1e-6  # of a mean of logarithms: equal values are not known without end
 _NORMAL_QUARTILE = 0.6744897501960817
+
+
+def student_t(share: float, degrees: int) -> float:
+    """The quantile of Student's t distribution, share in (0.5, 1), by bisection of its distribution function
+    (Abramowitz and Stegun, 26.7.3 and 26.7.4: a finite sum for whole degrees of freedom)."""
+    low, high = 0.0, 1e4
+    while high - low > 1e-9 * max(1.0, high):
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_within(middle, degrees) < 2 * share - 1 else (low, middle)
+    return (low + high) / 2
+
+
+def student_within(t: float, degrees: int) -> float:
+    """Probability that a t-distributed value lies within -t and t."""
+    angle = math.atan(t / math.sqrt(degrees))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    is_odd = degrees % 2 == 1
+    total, term = 0.0, cosine if is_odd else 1.0
+    for k in range(1 if is_odd else 0, degrees - 1, 2):
+        total += term
+        term *= cosine**2 * (k + 1) / (k + 2)
+    return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
+
+
+def median_interval(values: Sequence[float], confidence: float) -> tuple[float, float] | None:
+    """Bound the median of the values' distribution, whatever it is, by order statistics (sign test); None of
+    too few."""
+    count = len(values)
+    outside, rank = 0.0, 0
+    # P(fewer than `rank` + 1 of `count` lie below the median), on each side. By logarithms: from 1,030 values
+    # on, the number of combinations is no float.
+    while rank < count // 2:
+        ways = math.lgamma(count + 1) - math.lgamma(rank + 1) - math.lgamma(count - rank + 1)
+        more = outside + math.exp(ways - count * math.log(2))
+        if 2 * more > 1 - confidence:
+            break
+        outside, rank = more, rank + 1
+    if rank == 0:
+        return None
+    ordered = sorted(values)
+    return ordered[rank - 1], ordered[count - rank]
 
 
 @dataclass(frozen=True, kw_only=True)
