@@ -67,19 +67,16 @@ def serve(
         ),
     ] = "migrate",
     max_queue: Annotated[
-        int,
-        typer.Option(min=0, max=MAX_REQUESTS, help="Requests that wait; more are refused with 429."),
+        int, typer.Option(min=0, max=MAX_REQUESTS, help="Requests that wait; more are refused with 429.")
     ] = 512,
     request_timeout: Annotated[
-        float,
-        typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds of one request, its wait included."),
+        float, typer.Option(min=0.1, max=MAX_SECONDS, help="Seconds of one request, its wait included.")
     ] = 600.0,
     spares: Annotated[
         int, typer.Option(min=0, max=MAX_ENGINES, help="Idle workers, each ready to take a lost one's place.")
     ] = 0,
     http: Annotated[
-        Http,
-        typer.Option(help="Ray Serve, or uvicorn in an actor, which adds less to every request."),
+        Http, typer.Option(help="Ray Serve, or uvicorn in an actor, which adds less to every request.")
     ] = Http.serve,
     host: Annotated[str, typer.Option(help="Address to listen at; 0.0.0.0: all of this machine's.")] = (
         "127.0.0.1"
@@ -124,13 +121,11 @@ def serve(
     kv_cache_dtype: Annotated[
         str,
         typer.Option(
-            metavar="auto|fp8|fp8_e4m3|nvfp4",
-            help="vLLM's name of --set kv_dtype=...; fp8 is fp8_e4m3.",
+            metavar="auto|fp8|fp8_e4m3|nvfp4", help="vLLM's name of --set kv_dtype=...; fp8 is fp8_e4m3."
         ),
     ] = "auto",
     drain_timeout: Annotated[
-        float,
-        typer.Option(min=0, max=MAX_SECONDS, help="Seconds that running requests get to end."),
+        float, typer.Option(min=0, max=MAX_SECONDS, help="Seconds that running requests get to end.")
     ] = 60.0,
     address: Annotated[
         str | None,

@@ -225,10 +225,7 @@ class Leader:
         commands = (*own, *(command for command, _ in self._calls_of_turn))
         self._stalled = batch is None and self.scheduler.has_work
         return Turn(
-            batch=batch,
-            commands=commands,
-            gather=bool(commands) or self._watching(),
-            stop=self._stopping,
+            batch=batch, commands=commands, gather=bool(commands) or self._watching(), stop=self._stopping
         )
 
     def sample(

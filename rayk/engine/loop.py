@@ -155,9 +155,7 @@ class EngineLoop:
             self._leader.absorb(
                 turn,
                 TurnResult(
-                    tokens=tokens,
-                    results=tuple(r for r, _ in gathered),
-                    polls=tuple(p for _, p in gathered),
+                    tokens=tokens, results=tuple(r for r, _ in gathered), polls=tuple(p for _, p in gathered)
                 ),
             )
         self.times.num_turns += 1

@@ -48,12 +48,7 @@ class _Tokens:
     settled: list[bool] = field(default_factory=list)
 
     def add(
-        self,
-        request: int,
-        found: Sequence[float],
-        exact: TextScores,
-        eager: TextScores,
-        num_settled: int = 0,
+        self, request: int, found: Sequence[float], exact: TextScores, eager: TextScores, num_settled: int = 0
     ) -> None:
         """Add a request's tokens; the prompt's first has no log probability. `num_settled` of the fed tokens
         are settled."""

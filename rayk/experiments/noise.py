@@ -154,9 +154,7 @@ def excess(errors: torch.Tensor, bound: Bound) -> Excess | None:
     if bound.quantiles:
         found = [
             Excess(
-                name=q.name,
-                found=_quantile(errors, SHARES[q.name]),
-                limit=max(bound.floor, q.limit(count)),
+                name=q.name, found=_quantile(errors, SHARES[q.name]), limit=max(bound.floor, q.limit(count))
             )
             for q in bound.quantiles
         ]

@@ -298,9 +298,7 @@ class _Runner:
             if isinstance(error, UserError):
                 raise error from failure
             raise DeviceError(
-                f"the workers do not start: {error}",
-                where="the cluster",
-                mend=mend,
+                f"the workers do not start: {error}", where="the cluster", mend=mend
             ) from failure
         return pids
 

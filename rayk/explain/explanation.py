@@ -163,13 +163,7 @@ def _engine_text(engine: EngineConfig) -> str:
 
 
 def locate(
-    model: str,
-    settings: Mapping[str, Any],
-    *,
-    side: str,
-    rank: int,
-    byte: int | None,
-    find: str | None,
+    model: str, settings: Mapping[str, Any], *, side: str, rank: int, byte: int | None, find: str | None
 ) -> list[dict[str, Any]]:
     """Find the coordinates of a byte of a rank's buffer, or the bytes of a coordinate. Raises UserError."""
     config = read_config(model)

@@ -227,9 +227,7 @@ _TRANSFERS = (
         "Leases of this rank's blocks that ended without a release: a request has one at every rank",
     ),
     _counter(
-        "rayk_kv_digest_checks_total",
-        "checks",
-        "Times that this rank compared the digests of a request's KV",
+        "rayk_kv_digest_checks_total", "checks", "Times that this rank compared the digests of a request's KV"
     ),
     _counter("rayk_kv_mismatches_total", "checks", "Of these, those that differed"),
     _counter("rayk_kv_mismatched_words_total", "digests", "Digest words that differed"),
@@ -239,11 +237,7 @@ _TRANSFERS = (
 
 # Of engines with a host tier: told by rank 0, but for what the tier itself tells.
 _OFFLOAD = (
-    _gauge(
-        "rayk_offload_tier_up",
-        "tiers",
-        "1 while an engine has a host tier, 0 while it goes on without",
-    ),
+    _gauge("rayk_offload_tier_up", "tiers", "1 while an engine has a host tier, 0 while it goes on without"),
     _by_leader("rayk_offload_tier_losses_total", "tiers", "Times that an engine's host tier was lost"),
     _by_leader(
         "rayk_offload_stored_bytes_total", "bytes", "KV that the host tier took, swapped out included"

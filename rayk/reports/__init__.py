@@ -10,12 +10,4 @@ from rayk.reports.result import Result, load
 from rayk.reports.verdicts import exit_code, headline, verdict_table
 from rayk.reports.writer import ResultWriter
 
-__all__ = [
-    "Result",
-    "ResultWriter",
-    "collect_environment",
-    "exit_code",
-    "headline",
-    "load",
-    "verdict_table",
-]
+__all__ = ["Result", "ResultWriter", "collect_environment", "exit_code", "headline", "load", "verdict_table"]

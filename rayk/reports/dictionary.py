@@ -84,8 +84,4 @@ def columns_json() -> str:
     return json.dumps(told, indent=2) + "\n"
 
 
-FORMATS: dict[str, Callable[[], str]] = {
-    "md": columns_markdown,
-    "csv": columns_csv,
-    "json": columns_json,
-}
+FORMATS: dict[str, Callable[[], str]] = {"md": columns_markdown, "csv": columns_csv, "json": columns_json}

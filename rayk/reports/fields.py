@@ -83,12 +83,7 @@ EFFECTIVE = {
 }
 
 _LOGPROBS = (
-    (
-        "num_{}logprobs_checked",
-        INT,
-        "tokens",
-        "{} tokens whose log probability was compared",
-    ),
+    ("num_{}logprobs_checked", INT, "tokens", "{} tokens whose log probability was compared"),
     ("max_{}logprob_error", FLOAT, "nats", "largest error of the log probability of {} tokens"),
     ("{}logprob_bound", FLOAT, "nats", "what that error might have been"),
     (
@@ -119,12 +114,7 @@ OFFLOAD_FIELDS = (
     Field("host_stored_bytes", INT, "bytes", f"KV that the host tier took from engines; {_TIER}"),
     Field("host_relayed_bytes", INT, "bytes", f"KV that was handed on through it, on its way in; {_TIER}"),
     Field("host_loaded_bytes", INT, "bytes", f"KV of prompts that engines read from it; {_TIER}"),
-    Field(
-        "swapped_out_bytes",
-        INT,
-        "bytes",
-        f"preempted requests' part, without what was there; {_TIER}",
-    ),
+    Field("swapped_out_bytes", INT, "bytes", f"preempted requests' part, without what was there; {_TIER}"),
     Field("swapped_in_bytes", INT, "bytes", f"what of these came back; {_TIER}"),
     Field(
         "num_loads_declined", INT, "prompts", "prompts that it had something of, and computing was cheaper"

@@ -40,10 +40,7 @@ def llmd_report(export: CellExport) -> dict[str, Any]:
         "version": VERSION,
         "run": _run(export),
         "scenario": without_nothing({"stack": stack, "load": _load(export)}),
-        "results": {
-            "request_performance": {"aggregate": _aggregate(export)},
-            "observability": {"rayk": own},
-        },
+        "results": {"request_performance": {"aggregate": _aggregate(export)}, "observability": {"rayk": own}},
     }
 
 

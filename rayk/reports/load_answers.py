@@ -39,11 +39,7 @@ SPREADS = ("ttft", "itl", "tpot", "e2e")
 def load_answers(result: Result) -> list[Answer]:
     cells = result.cells
     return [
-        Answer(
-            question="Can the numbers be believed?",
-            text=belief_text(cells),
-            tone=_tone(cells),
-        ),
+        Answer(question="Can the numbers be believed?", text=belief_text(cells), tone=_tone(cells)),
         Answer(question="How fast was it?", text=speed_text(cells)),
         Answer(question="Where is time spent?", text=time_text(result), shares=client_shares(result)),
         Answer(

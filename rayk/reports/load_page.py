@@ -9,12 +9,7 @@ from typing import Any
 import pandas as pd
 from rich.table import Table
 
-from rayk.reports.load_answers import (
-    MAX_ROWS,
-    client_spreads,
-    client_waterfall,
-    load_answers,
-)
+from rayk.reports.load_answers import MAX_ROWS, client_spreads, client_waterfall, load_answers
 from rayk.reports.load_fields import METRICS, STATISTICS, VERDICTS, load_headline
 from rayk.reports.page import Column, Page, Plot, Section
 from rayk.reports.result import Result

@@ -111,11 +111,7 @@ def changes(base: Result, other: Result) -> list[Change]:
     cells = [*_by_cell(pairs), *(paired for paired in counts if paired.level == CELL)]
     sizes = list(_by_sizes(pairs, base.cells))
     spreads = _spreads(pairs)
-    return [
-        *changes_of(whole, 1 - CONFIDENCE),
-        *_discovered(sizes, spreads),
-        *_discovered(cells, spreads),
-    ]
+    return [*changes_of(whole, 1 - CONFIDENCE), *_discovered(sizes, spreads), *_discovered(cells, spreads)]
 
 
 def changes_of(found: Sequence[Paired], error: float) -> list[Change]:

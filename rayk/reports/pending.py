@@ -93,9 +93,7 @@ def read_pending(folder: Path) -> list[FinishedCell]:
                 ) from error
         elif number < len(lines):
             raise UserError(
-                problem=f"line {number} is damaged: its checksum is another",
-                where=str(path),
-                mend=MEND,
+                problem=f"line {number} is damaged: its checksum is another", where=str(path), mend=MEND
             )
     return found
 

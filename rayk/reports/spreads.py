@@ -70,12 +70,7 @@ def marks_by_sizes(cells: pd.DataFrame, points: pd.DataFrame, hover: str) -> lis
                 "y": rows["y"].tolist(),
                 "text": [plain(text) for text in rows["text"]],
                 "hovertemplate": f"%{{text}}<br>{hover}<extra></extra>",
-                "marker": {
-                    "size": 9,
-                    "opacity": 0.8,
-                    "color": colour,
-                    "symbol": SYMBOLS[DASHES.index(dash)],
-                },
+                "marker": {"size": 9, "opacity": 0.8, "color": colour, "symbol": SYMBOLS[DASHES.index(dash)]},
             }
         )
     return traces

@@ -84,10 +84,7 @@ TOLD = {
         ("relay", "handing on through it"),
         ("swap", "swapped out to it"),
     ),
-    "prefill": (
-        ("prefill_queue", "waiting for room at the engine"),
-        ("prefill", "computing the prompt"),
-    ),
+    "prefill": (("prefill_queue", "waiting for room at the engine"), ("prefill", "computing the prompt")),
     "ticket": (("ticket", "until the engine's turns ended and the ticket was written"),),
     "link": (("post", "posting"), ("wait", "waiting for bytes")),
     "decode KV": (("reserve", "until blocks were free and reads began"),),

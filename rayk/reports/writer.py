@@ -61,10 +61,7 @@ class ResultWriter:
         self._journal.note("begin", cell_id=cell_id)
 
     def write_cell(
-        self,
-        row: CellRow,
-        requests: Sequence[RequestRow],
-        transfers: Sequence[TransferRow],
+        self, row: CellRow, requests: Sequence[RequestRow], transfers: Sequence[TransferRow]
     ) -> None:
         """Add a cell: it is on disk when this returns."""
         assert row.cell_id not in self.finished, f"cell {row.cell_id} is written already"

@@ -50,11 +50,7 @@ def bad_sampling(sampling: SamplingParams) -> UserError | None:
         ("top_p", _is_number(s.top_p) and 0 < s.top_p <= 1, "above 0, at most 1"),
         ("min_p", _is_number(s.min_p) and 0 <= s.min_p <= 1, "0 to 1"),
         ("seed", s.seed is None or _is_int(s.seed, -MAX_SEED - 1, MAX_SEED), "a signed 64-bit integer"),
-        (
-            "stop",
-            _are_texts(s.stop),
-            "a tuple of texts, none of them empty",
-        ),
+        ("stop", _are_texts(s.stop), "a tuple of texts, none of them empty"),
         ("stop_token_ids", _are_ids(s.stop_token_ids), "a tuple of token ids"),
         ("logprobs", s.logprobs is None or _is_int(s.logprobs, 0, MAX_LOGPROBS), logprobs),
         (

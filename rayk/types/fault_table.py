@@ -22,10 +22,7 @@ ROLES = ("prefill", "decode")
 
 # point -> what happens there (pull, push)
 POINTS: dict[str, tuple[str, str]] = {
-    "handshake": (
-        "engines describe their caches to each other, before any request",
-        "the same",
-    ),
+    "handshake": ("engines describe their caches to each other, before any request", "the same"),
     "reserve": (
         "the ticket comes to the decode engine, which takes blocks for it",
         "the decode engine takes blocks; its reservation comes to the prefill engine",
