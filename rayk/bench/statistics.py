@@ -31,13 +31,6 @@ class Estimate:
     low: float
     high: float
 
-    @property
-    def relative_width(self) -> float:
-        """Half the interval as a share of the value; infinite where that is 0 or infinite."""
-        if self.value <= 0 or not math.isfinite(self.high):
-            return math.inf
-        return (self.high - self.low) / 2 / self.value
-
 
 def mean(values: Sequence[float]) -> Estimate | None:
     """Estimate the mean of values in order of arrival, never narrower than for independent values; None of

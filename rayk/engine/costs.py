@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
+from rayk.engine.parts import parts_of
 from rayk.engine.rank import EngineRank
 from rayk.models.layers.attention import Attention
 from rayk.models.layers.linear import Linear, RowParallelLinear
@@ -74,7 +75,7 @@ class StepCosts:
     def __init__(self, rank: EngineRank) -> None:
         decoder = rank.decoder
         moes, linears = [], []
-        for part in _parts(decoder.layers):
+        for _, part in parts_of(decoder.layers):
             if isinstance(part, Moe):
                 moes.append(part)
             elif isinstance(part, Linear | RowParallelLinear):
@@ -132,7 +133,7 @@ def _attending(rank: EngineRank) -> Iterator[_Attending]:
         if g.group.spec.has_token_rows
         for layer in g.group.layers
     }
-    for layer in (p for p in _parts(rank.decoder.layers) if isinstance(p, Attention | Mla)):
+    for layer in (p for _, p in parts_of(rank.decoder.layers) if isinstance(p, Attention | Mla)):
         if isinstance(layer, Attention):
             sizes = layer.params.head_size_k + layer.params.head_size_v
         else:
@@ -145,25 +146,3 @@ def _attending(rank: EngineRank) -> Iterator[_Attending]:
         sums[1] += bytes_of.get(source, 0)
     for window, (flops, kv_bytes) in found.items():
         yield _Attending(window, flops, kv_bytes)
-
-
-def _parts(root: object) -> Iterator[object]:
-    """Yield a model's parts, whatever holds them: tuples, dataclasses and objects of rayk.models.layers."""
-    seen: set[int] = set()
-    todo: list[Any] = [root]
-    while todo:
-        part = todo.pop()
-        if id(part) in seen:
-            continue
-        seen.add(id(part))
-        if isinstance(part, tuple | list):
-            todo += part
-        elif type(part).__module__.startswith("rayk.models.layers"):
-            yield part
-            todo += _parts_of(part)
-
-
-def _parts_of(part: Any) -> list[object]:
-    if is_dataclass(part):
-        return [getattr(part, f.name) for f in fields(part)]
-    return list(getattr(part, "__dict__", {}).values())

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 
+from rayk.engine.parts import parts_of
+
 if TYPE_CHECKING:
     from rayk.engine.rank import EngineRank
-
 
 LIMIT_S = 5.0  # a rank that looks takes no steps, and a fleet silent for 15 s is taken for dead
 _CHUNK = 1 << 22  # elements that are widened at once
@@ -22,10 +22,10 @@ def not_finite_weights(rank: EngineRank, limit_s: float = LIMIT_S) -> tuple[str,
     own = rank.caches.buffer.untyped_storage().data_ptr()
     found: list[str] = []
     deadline_s = time.monotonic() + limit_s
-    for name, tensor in _tensors(rank.decoder, "", set()):
+    for name, tensor in parts_of(rank.decoder):
         if time.monotonic() >= deadline_s:
             return tuple(found) or None
-        if not tensor.is_floating_point() or not tensor.numel():
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or not tensor.numel():
             continue
         dense = tensor.to_dense() if tensor.is_mkldnn else tensor
         if dense.untyped_storage().data_ptr() != own and not _is_finite(dense):
@@ -38,24 +38,3 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     if tensor.element_size() > 1:
         return bool(torch.stack(tensor.aminmax()).isfinite().all())
     return all(_is_finite(part.float()) for part in torch.split(tensor.flatten(), _CHUNK))
-
-
-def _tensors(thing: object, name: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor of a tree of rayk's own objects, each once."""
-    if id(thing) in seen:
-        return
-    seen.add(id(thing))
-    if isinstance(thing, torch.Tensor):
-        yield name, thing
-        return
-    if isinstance(thing, Mapping):
-        parts = [(str(key), value) for key, value in thing.items()]
-    elif isinstance(thing, list | tuple):
-        parts = [(str(index), value) for index, value in enumerate(thing)]
-    elif type(thing).__module__.startswith("rayk.models."):
-        names = getattr(thing, "__slots__", None) or vars(thing)
-        parts = [(part, getattr(thing, part)) for part in names]
-    else:
-        return
-    for part, value in parts:
-        yield from _tensors(value, f"{name}.{part.lstrip('_')}".lstrip("."), seen)

@@ -121,4 +121,4 @@ def _estimate(cell_id: str, metric: str, statistic: str, cells: list[dict[Any, A
 
 def _ends(cell: Mapping[Any, Any], name: str) -> list[float | None]:
     values = [cell.get(f"{name}{end}") for end in ("", "_low", "_high")]
-    return [None if is_null(value) else float(value) for value in values]
+    return [None if value is None or is_null(value) else float(value) for value in values]
