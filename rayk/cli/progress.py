@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from datetime import timedelta
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
@@ -57,9 +56,7 @@ class RunProgress:
         self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._waiting.end()
         self._bar.stop()
 

@@ -36,7 +36,7 @@ TITLES = (
 DROPPED_FIRST = ("used %", "restarts", "computed/s", "TP", "in flight", "role", "free blocks")
 MIN_TROUBLE = 17  # characters that are kept for the trouble column, as for each: with padding and a gap
 Engine = Mapping[str, Any]
-Ask = Callable[[], Sequence[Engine]]
+FetchEngines = Callable[[], Sequence[Engine]]
 
 
 @guarded
@@ -66,8 +66,11 @@ def top(
     if url and address:
         raise UserError(problem="name a server or a cluster, not both", where="--url, --address")
     where = address or url or "http://127.0.0.1:8000"
-    with contextlib.suppress(KeyboardInterrupt), _asked(address, where, api_key) as ask:  # how it is ended
-        screen = Screen(where=where, ask=ask)
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        _engine_source(address, where, api_key) as fetch,
+    ):  # how it is ended
+        screen = Screen(where=where, fetch=fetch)
         screen.look()
         _show(screen, interval, once=once)
 
@@ -95,7 +98,7 @@ class Screen:
     """Keeps the last two looks at the engines."""
 
     where: str
-    ask: Ask
+    fetch: FetchEngines
     engines: Sequence[Engine] = ()
     at_s: float = 0.0
     # engine -> (computed, output) tokens per second; None before the second look
@@ -105,7 +108,7 @@ class Screen:
 
     def look(self) -> None:
         """Ask the engines. Raises UserError where nobody answers."""
-        found, now_s = self.ask(), time.monotonic()
+        found, now_s = self.fetch(), time.monotonic()
         before = {e["name"]: e for e in self.engines}
         if before:
             self.rates = {e["name"]: _rates(before.get(e["name"]), e, now_s - self.at_s) for e in found}
@@ -205,7 +208,7 @@ def tier_line(engines: Sequence[Engine]) -> str | None:
     return f"host tier: {', '.join(parts)}"
 
 
-def _ask_server(url: str, api_key: str | None) -> Ask:
+def _ask_server(url: str, api_key: str | None) -> FetchEngines:
     """Ask GET /engines, by no proxy."""
     address = f"{url.rstrip('/').removesuffix('/v1')}/engines"
     if not address.startswith(("http://", "https://")):
@@ -213,7 +216,7 @@ def _ask_server(url: str, api_key: str | None) -> Ask:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def ask() -> list[Engine]:
+    def fetch() -> list[Engine]:
         request = urllib.request.Request(address, headers=headers)  # noqa: S310
         try:
             with opener.open(request, timeout=ANSWER_S) as answer:
@@ -229,7 +232,7 @@ def _ask_server(url: str, api_key: str | None) -> Ask:
                 mend="rayk serve MODEL, or another --url",
             ) from error
 
-    return ask
+    return fetch
 
 
 def _refused(status: int, where: str) -> UserError:
@@ -254,7 +257,7 @@ def _engines(body: bytes, where: str) -> list[Engine]:
 
 
 @contextmanager
-def _asked(address: str | None, url: str, api_key: str | None) -> Iterator[Ask]:
+def _engine_source(address: str | None, url: str, api_key: str | None) -> Iterator[FetchEngines]:
     """Ask the fleets of a Ray cluster, joined within the block, or a server."""
     if address is None:
         yield _ask_server(url, api_key)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from types import TracebackType
 
 from rayk.metrics import Meter
 from rayk.types.progress import Progress
@@ -32,9 +31,7 @@ class MeteredProgress:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._is_over.set()
         self._thread.join()
         self._meter.flush()

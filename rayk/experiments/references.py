@@ -104,18 +104,13 @@ class References:
         """Return the cache after the prompt."""
         key = tuple(prompt)
         if key not in self._kv:
-            self._kv[key] = caches_of(self._exact, prompt)
+            self._kv[key] = self._exact.caches(prompt)
         return self._kv[key]
 
     def eager_kv(self, prompt: Sequence[int]) -> LayerKV:
         """Return eager's cache. Not kept: it serves to measure, once."""
-        return self.kv(prompt) if self.is_exact else caches_of(self._eager, prompt)
+        return self.kv(prompt) if self.is_exact else self._eager.caches(prompt)
 
     def rough_kv(self, prompt: Sequence[int]) -> LayerKV | None:
         """Return the rough cache; None where eager's tells enough."""
-        return None if self._rough is self._eager else caches_of(self._rough, prompt)
-
-
-def caches_of(reference: Reference, prompt: Sequence[int]) -> LayerKV:
-    """Compute what the reference caches of a prompt, by layer and field."""
-    return reference.caches(prompt)
+        return None if self._rough is self._eager else self._rough.caches(prompt)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from rayk.reports.compare_tables import TextTable, doubt_section, in_short, paired_sections
+from rayk.reports.compare_tables import TextTable, doubt_section, paired_sections, summary
 from rayk.reports.differences import differences_of
 from rayk.reports.files import atomic_path, parse_spec
 from rayk.reports.folder import FACTS, changed_facts, differences, flatten
@@ -109,7 +109,7 @@ def compare_page(results: list[Result]) -> Page:
         eyebrow=f"rayk · {len(results)} runs compared",
         name=f"rayk: {len(results)} runs compared",
         title=compare_headline(results),
-        lead=in_short(found),
+        lead=summary(found),
         sections=[
             Section(title="Runs", items=_runs(results)),
             *(table.section() for table in found),

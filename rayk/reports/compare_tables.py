@@ -101,7 +101,7 @@ def _tones(change: Change) -> list[str]:
 
 # finding -> the chip it wears
 TONES = {"regression": "unmet", "improvement": "met", "changed": "NEAR_TIE", "unsure": "NEAR_TIE"}
-Told = Sequence[tuple[str, Change]]  # run and change
+RunChanges = Sequence[tuple[str, Change]]  # run and change
 
 
 def paired_sections(results: list[Result], names: list[str]) -> list[TextTable]:
@@ -129,7 +129,7 @@ def paired_sections(results: list[Result], names: list[str]) -> list[TextTable]:
 MARKED = ("regression", "improvement", "changed", "unsure")  # findings of cells that are shown, in this order
 
 
-def _cells_section(told: Told) -> TextTable:
+def _cells_section(told: RunChanges) -> TextTable:
     found = Counter(change.verdict for _, change in told)
     rows = [pair for pair in told if pair[1].verdict in MARKED]
     rows.sort(key=lambda pair: (MARKED.index(pair[1].verdict), -_distance(pair[1].ratio)))
@@ -151,7 +151,7 @@ def _cells_section(told: Told) -> TextTable:
     return TextTable(title="Cells that changed", note=note, head=HEAD, rows=texts, chips=chips)
 
 
-def in_short(found: Sequence[TextTable]) -> str:
+def summary(found: Sequence[TextTable]) -> str:
     """Say whether any run is slower or faster than the first."""
     rows = [row for section in found if section.head == HEAD for row in section.rows]
     parts = []
@@ -176,7 +176,7 @@ def _distance(ratio: float) -> float:
     return abs(math.log(ratio)) if 0 < ratio < math.inf else math.inf
 
 
-def _section(title: str, note: str, told: Told) -> list[TextTable]:
+def _section(title: str, note: str, told: RunChanges) -> list[TextTable]:
     rows = [change_row(change, name) for name, change in told]
     chips = [_tones(change) for _, change in told]
     return [TextTable(title=title, note=note, head=HEAD, rows=rows, chips=chips)] if rows else []

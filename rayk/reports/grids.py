@@ -10,7 +10,7 @@ import pandas as pd
 
 from rayk.reports.columns import CELL_FIELDS
 from rayk.reports.values import axis_label, format_rate, format_value, is_null, parsed, smallest_rate
-from rayk.reports.verdicts import told_wrong_bytes, tone
+from rayk.reports.verdicts import known_wrong_bytes, tone
 
 # what a matrix cell says
 SHORT = {
@@ -34,7 +34,7 @@ def verdict_grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
     is None."""
     if cells.empty or not PLACES.issubset(cells):
         return []
-    cells = told_wrong_bytes(cells)
+    cells = known_wrong_bytes(cells)
     axes = _grouping_axes(cells)
     grids = _split(cells, axes)
     rows: list[str] = []

@@ -105,10 +105,10 @@ def changes(base: Result, other: Result) -> list[Change]:
     """Compare over all cells (a pair is a cell's median), by TP sizes and by cell (a pair is a request).
     Intervals over all cells hold together with CONFIDENCE; of marked changes of TP sizes and of cells
     FALSE_RATE may be false."""
-    pairs = _pairs(base, other)
-    counts = list(_counts(base, other))
-    whole = [*_whole(pairs), *(paired for paired in counts if paired.level == WHOLE)]
-    cells = [*_by_cell(pairs), *(paired for paired in counts if paired.level == CELL)]
+    pairs, counts = _pairs(base, other), _counts(base, other)
+    whole = [*_whole(pairs), *_measured(WHOLE, "all cells", counts, COUNTS)]
+    cells = list(_by_cell(pairs, (*TIMES, *(metric for metric in MOVES if metric.is_count))))
+    cells += [paired for metric in COUNTS for paired in _by_cell(counts, [metric])]
     sizes = list(_by_sizes(pairs, base.cells))
     spreads = _spreads(pairs)
     return [*changes_of(whole, 1 - CONFIDENCE), *_discovered(sizes, spreads), *_discovered(cells, spreads)]
@@ -174,47 +174,40 @@ def known(pairs: pd.DataFrame, column: str, *keys: str) -> pd.DataFrame:
     return table[table["base"].gt(0) & table["other"].gt(0)]
 
 
+def _measured(level: str, subject: str, rows: pd.DataFrame, metrics: Sequence[Metric]) -> Iterator[Paired]:
+    """Yield the pairs of each metric that both runs measured."""
+    for metric in metrics:
+        pairs = known(rows, metric.column, "cell_id")
+        if len(pairs):
+            yield Paired(level=level, subject=subject, metric=metric, pairs=pairs)
+
+
 def _whole(pairs: pd.DataFrame) -> Iterator[Paired]:
-    for metric in (*TIMES, *MOVES):
-        of_all = known(pairs, metric.column, "cell_id")
-        if len(of_all):
-            middle = of_all.groupby("cell_id", sort=False)[["base", "other"]].median()
-            yield Paired(level=WHOLE, subject="all cells", metric=metric, pairs=middle)
+    for paired in _measured(WHOLE, "all cells", pairs, (*TIMES, *MOVES)):
+        yield replace(paired, pairs=paired.pairs.groupby("cell_id", sort=False)[["base", "other"]].median())
 
 
 def _by_sizes(pairs: pd.DataFrame, cells: pd.DataFrame) -> Iterator[Paired]:
+    """Compare transfers alone: TP sizes are what they depend on."""
     axes = ["prefill.tp", "decode.tp"]
     if not set(axes).issubset(cells):
         return
     placed = pairs.merge(cells[["cell_id", *axes]].dropna(), on="cell_id")
     for key, rows in placed.groupby(axes, sort=True):
         assert isinstance(key, tuple)
-        subject = "P {:.0f}, D {:.0f}".format(*map(float, map(str, key)))
-        for metric in MOVES:
-            of_sizes = known(rows, metric.column, "cell_id")
-            if len(of_sizes):
-                yield Paired(level=SIZES, subject=subject, metric=metric, pairs=of_sizes)
+        yield from _measured(SIZES, "P {:.0f}, D {:.0f}".format(*map(float, map(str, key))), rows, MOVES)
 
 
-def _by_cell(pairs: pd.DataFrame) -> Iterator[Paired]:
+def _by_cell(pairs: pd.DataFrame, metrics: Sequence[Metric]) -> Iterator[Paired]:
     for cell_id, rows in pairs.groupby("cell_id", sort=False):
-        for metric in (*TIMES, *(metric for metric in MOVES if metric.is_count)):
-            of_cell = known(rows, metric.column, "cell_id")
-            if len(of_cell):
-                yield Paired(level=CELL, subject=str(cell_id), metric=metric, pairs=of_cell)
+        yield from _measured(CELL, str(cell_id), rows, metrics)
 
 
-def _counts(base: Result, other: Result) -> Iterator[Paired]:
-    columns = [metric.column for metric in COUNTS]
-    sides = [result.cells.reindex(columns=["cell_id", *columns]) for result in (base, other)]
-    pairs = sides[0].merge(sides[1], on="cell_id", suffixes=("/base", "/other"))
-    for metric in COUNTS:
-        table = known(pairs, metric.column, "cell_id")
-        if len(table):
-            yield Paired(level=WHOLE, subject="all cells", metric=metric, pairs=table)
-        for i, cell_id in enumerate(table["cell_id"]):
-            row = table.iloc[i : i + 1]
-            yield Paired(level=CELL, subject=str(cell_id), metric=metric, pairs=row)
+def _counts(base: Result, other: Result) -> pd.DataFrame:
+    """Join the cells' COUNTS: a pair is a cell."""
+    columns = ["cell_id", *(metric.column for metric in COUNTS)]
+    sides = [result.cells.reindex(columns=columns) for result in (base, other)]
+    return sides[0].merge(sides[1], on="cell_id", suffixes=("/base", "/other"))
 
 
 def _change(paired: Paired, confidence: float) -> Change:

@@ -9,7 +9,7 @@ import pandas as pd
 from rayk.reports.moves import moves
 from rayk.reports.page import Plot
 from rayk.reports.result import Result
-from rayk.reports.spreads import LEGEND, marks_by_sizes, plain, round_values
+from rayk.reports.spreads import LEGEND, log_axis, marks_by_sizes, plain, round_values
 from rayk.reports.values import format_bytes
 
 MAX_BOXES = 60  # cells a latency plot shows; the first ones of a longer run
@@ -26,7 +26,6 @@ def transfer_plots(result: Result) -> list[Plot]:
     sums = moved.iloc[:: math.ceil(len(moved) / MAX_MARKS) or 1]
     rate = sums["gb_per_s"]
     sizes = _powers_of_two(int(sums["bytes"].min()), int(sums["bytes"].max()))
-    ticks_y = round_values(float(rate.min()), float(rate.max()))
     named = zip(sums["cell_id"], sums["request_id"], sums["descriptors"].astype(int), strict=True)
     texts = [f"{cell_id}\n{request_id}\n{count:,} descriptors" for cell_id, request_id, count in named]
     points = pd.DataFrame({"cell_id": sums["cell_id"], "x": sums["bytes"], "y": rate, "text": texts})
@@ -35,18 +34,8 @@ def transfer_plots(result: Result) -> list[Plot]:
         "height": 340 + 6 * len(traces),
         "showlegend": True,
         "legend": LEGEND,
-        "xaxis": {
-            "title": {"text": "bytes of a request (logarithmic)"},
-            "type": "log",
-            "tickvals": sizes,
-            "ticktext": [format_bytes(n) for n in sizes],
-        },
-        "yaxis": {
-            "title": {"text": "GB/s (logarithmic)"},
-            "type": "log",
-            "tickvals": ticks_y,
-            "ticktext": [f"{tick:,g}" for tick in ticks_y],
-        },
+        "xaxis": log_axis("bytes of a request", sizes, format_bytes),
+        "yaxis": log_axis("GB/s", round_values(float(rate.min()), float(rate.max()))),
     }
     return [Plot(id="transfers", data=traces, layout=layout, is_wide=True)]
 

@@ -15,15 +15,15 @@ from rayk.reports.page import Column, Page, Section
 from rayk.reports.plots import MAX_BOXES, latency_plots, transfer_plots
 from rayk.reports.result import Result
 from rayk.reports.spreads import pareto_plot, spread_plots
-from rayk.reports.stages import limit_rows, told_limits, waterfall_data
+from rayk.reports.stages import limit_rows, shown_limits, waterfall_data
 from rayk.reports.tp_pairs import ceiling_of, pair_grids
 from rayk.reports.values import format_bytes, format_value
 from rayk.reports.verdicts import (
     gravest_first,
+    has_fast_prefill,
     headline,
-    tells_fast_prefill,
-    told_columns,
-    told_wrong_bytes,
+    known_wrong_bytes,
+    shown_columns,
     tone,
     verdict_rows,
 )
@@ -125,7 +125,7 @@ def _stats(result: Result) -> list[tuple[str, str]]:
     cells, transfers = result.cells, result.transfers
     output_tokens = int(result.requests["output_token_ids"].dropna().map(len).sum())
     checked = cells["num_kv_bytes_checked"].sum()
-    wrong = told_wrong_bytes(cells)["num_kv_bytes_mismatched"]
+    wrong = known_wrong_bytes(cells)["num_kv_bytes_mismatched"]
     is_told = wrong.sum() > 0 or not (cells["verdict"] == "KV_MISMATCH").any()
     stats = [
         (f"{len(cells):,}", "cells"),
@@ -174,7 +174,7 @@ def _pairs(result: Result) -> Section:
 
 def _limits(result: Result) -> Section:
     rows = limit_rows(result)
-    limits = told_limits(rows)
+    limits = shown_limits(rows)
     shares = (Column(f"{name} %", name, ".1f") for name in limits)
     return Section(
         title="What limits this run",
@@ -198,10 +198,10 @@ def _tier(result: Result) -> Section:
 
 
 def _cells(cells: pd.DataFrame) -> Section:
-    columns = told_columns(cells)
+    columns = shown_columns(cells)
     if (cells["expected_verdict"] != "PASS").any():
         columns.insert(2, Column("expected", "expected_verdict"))
-    note = CELLS + (FAST_PREFILL if tells_fast_prefill(cells) else "")
+    note = CELLS + (FAST_PREFILL if has_fast_prefill(cells) else "")
     return Section(
         title="Cells", note=note, hint=SORT_HINT, columns=columns, rows=verdict_rows(gravest_first(cells))
     )

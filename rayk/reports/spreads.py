@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -138,15 +138,16 @@ def spread_layout(metric: str, data: Sequence[Mapping[str, Any]]) -> dict[str, A
         "height": 330 + 6 * len(data),
         "showlegend": len(data) > 1,
         "legend": LEGEND,
-        "xaxis": {
-            "title": {"text": f"{metric.upper()}, ms (logarithmic)"},
-            "type": "log",
-            "range": [low - room, high + room],
-            "tickvals": ticks,
-            "ticktext": [f"{tick:,g}" for tick in ticks],
-        },
+        "xaxis": log_axis(f"{metric.upper()}, ms", ticks) | {"range": [low - room, high + room]},
         "yaxis": {"title": {"text": "% of gaps" if metric == "itl" else "% of requests"}, "range": [0, 101]},
     }
+
+
+def log_axis(
+    title: str, ticks: Sequence[float], form: Callable[[float], str] = "{:,g}".format
+) -> dict[str, Any]:
+    texts = [form(tick) for tick in ticks]
+    return {"title": {"text": f"{title} (logarithmic)"}, "type": "log", "tickvals": ticks, "ticktext": texts}
 
 
 def round_values(low: float, high: float) -> list[float]:

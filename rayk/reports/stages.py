@@ -167,7 +167,7 @@ def limit_rows(result: Result) -> list[dict[str, Any]]:
     return rows
 
 
-def told_limits(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def shown_limits(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Leave out the host tier's limit where no row has any of it."""
     has_tier = any(row[TIER] for row in rows)
     return {name: meaning for name, meaning in LIMITS.items() if name != TIER or has_tier}

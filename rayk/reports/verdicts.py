@@ -58,14 +58,14 @@ def gravest_first(cells: pd.DataFrame) -> pd.DataFrame:
     return cells.iloc[sorted(range(len(cells)), key=ranks.__getitem__)]
 
 
-def told_wrong_bytes(cells: pd.DataFrame) -> pd.DataFrame:
+def known_wrong_bytes(cells: pd.DataFrame) -> pd.DataFrame:
     """Drop the count of wrong KV bytes where it is 0 and yet KV was found wrong, by another check than
     digests."""
     untold = (cells["verdict"] == "KV_MISMATCH") & (cells["num_kv_bytes_mismatched"] == 0)
     return cells.assign(num_kv_bytes_mismatched=cells["num_kv_bytes_mismatched"].mask(untold))
 
 
-# see `told_columns`
+# see `shown_columns`
 COLUMNS = (
     Column("cell_id", "cell_id"),
     Column("verdict", "verdict", tone="tone"),
@@ -87,14 +87,14 @@ COLUMNS = (
 )
 
 
-def tells_fast_prefill(cells: pd.DataFrame) -> bool:
+def has_fast_prefill(cells: pd.DataFrame) -> bool:
     return bool(cells["num_fast_prefill_layers"].fillna(0).gt(0).any())
 
 
-def told_columns(cells: pd.DataFrame) -> list[Column]:
+def shown_columns(cells: pd.DataFrame) -> list[Column]:
     """Drop the columns of fast prefill, prefix caches and cut kernel blocks where no cell has any."""
     untold: set[str] = set()
-    if not tells_fast_prefill(cells):
+    if not has_fast_prefill(cells):
         untold |= {"num_token_layers", "num_fast_prefill_layers"}
     if not cells["min_cut_kernel_block_size"].notna().any():
         untold.add("min_cut_kernel_block_size")
@@ -122,14 +122,14 @@ DROPPED_FIRST = (
 
 
 def verdict_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    records = told_wrong_bytes(cells).to_dict(orient="records")
+    records = known_wrong_bytes(cells).to_dict(orient="records")
     return [{**{str(k): v for k, v in record.items()}, "tone": tone(record)} for record in records]
 
 
 def verdict_table(cells: pd.DataFrame, *, width: int | None = None, reason_lines: int | None = None) -> Table:
     """Make the verdict table for a terminal of `width` columns (None: any), with reasons of up to
     `reason_lines` lines (None: all)."""
-    columns, rows = told_columns(cells), verdict_rows(cells)
+    columns, rows = shown_columns(cells), verdict_rows(cells)
     if reason_lines is not None:
         # Requests are named after their cell, which the row begins with.
         rows = [

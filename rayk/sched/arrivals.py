@@ -12,21 +12,11 @@ NS_PER_S = 1e9
 Gaps = Callable[[np.random.Generator, int, float], np.ndarray]
 
 
-def _constant(draw: np.random.Generator, num_gaps: int, burstiness: float) -> np.ndarray:
-    del draw, burstiness
-    return np.ones(num_gaps)
-
-
-def _poisson(draw: np.random.Generator, num_gaps: int, burstiness: float) -> np.ndarray:
-    del burstiness
-    return draw.exponential(1.0, num_gaps)
-
-
-def _gamma(draw: np.random.Generator, num_gaps: int, burstiness: float) -> np.ndarray:
-    return draw.gamma(burstiness, 1.0 / burstiness, num_gaps)
-
-
-PROCESSES: dict[str, Gaps] = {"poisson": _poisson, "constant": _constant, "gamma": _gamma}
+PROCESSES: dict[str, Gaps] = {
+    "poisson": lambda draw, num_gaps, _: draw.exponential(1.0, num_gaps),
+    "constant": lambda _draw, num_gaps, _: np.ones(num_gaps),
+    "gamma": lambda draw, num_gaps, burstiness: draw.gamma(burstiness, 1.0 / burstiness, num_gaps),
+}
 """Arrival process -> its gaps. Gamma has shape `burstiness`, as vLLM's `--burstiness` means it: 1 is Poisson,
 less comes in bursts, more is steadier; the deviation is 1 / sqrt(burstiness) of the mean."""
 

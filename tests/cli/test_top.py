@@ -129,7 +129,7 @@ def test_an_engine_that_was_formed_again_has_no_rate_yet(engines: WorkingEngines
         fields = {name: getattr(state, name) for name in EngineState.__slots__}
         return [fields | {"num_computed_tokens": 5 * state.epoch, "num_sampled_tokens": 5 * state.epoch}]
 
-    screen = Screen(where="here", ask=ask)
+    screen = Screen(where="here", fetch=ask)
     screen.look()
     screen.look()
     assert screen.rates == {"prefill0": (None, None)}
@@ -141,7 +141,7 @@ def test_an_engine_that_was_formed_again_has_no_rate_yet(engines: WorkingEngines
 def test_a_narrow_terminal_gets_fewer_columns_and_nothing_cut(width: int, troubled: bool) -> None:
     state = replace(ScriptedEngines(prefill0="prefill").states["prefill0"], num_waiting=1234567)
     state = replace(state, trouble="rank 1 of prefill0 was killed by signal 9" if troubled else "")
-    screen = Screen(where="here", ask=lambda: [{n: getattr(state, n) for n in EngineState.__slots__}])
+    screen = Screen(where="here", fetch=lambda: [{n: getattr(state, n) for n in EngineState.__slots__}])
     screen.look()
     console = Console(width=width, file=io.StringIO())
     console.print(screen.table(width))
@@ -188,7 +188,7 @@ def test_a_server_that_goes_away_later_is_told_beside_what_was_known(engines: Wo
     with running(engines) as url:
         from rayk.cli.top import _ask_server
 
-        screen = Screen(where=url, ask=_ask_server(url, None))
+        screen = Screen(where=url, fetch=_ask_server(url, None))
         screen.look()
         known = screen.engines
         engines.error = EngineDied("fleet", "it is gone")

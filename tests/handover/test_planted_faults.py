@@ -20,7 +20,6 @@ import torch
 from rayk.attention.backends import paged
 from rayk.engine.build import ThreadEngine
 from rayk.experiments.compare import ValueComparison, compare_values
-from rayk.experiments.references import caches_of
 from rayk.handover.extension import CaptureExtension
 from rayk.handover.handover import TransferHandover
 from rayk.kernels.store_kv import store_kv
@@ -91,7 +90,7 @@ STORE_FAULTS = {
 
 def compare(pair: Pair, captured: list[Any], reference: Any, prompt: list[int]) -> ValueComparison:
     groups = pair.p.engine.ranks[0].plan.groups
-    return compare_values("r", captured, caches_of(reference, prompt), groups, len(prompt))
+    return compare_values("r", captured, reference.caches(prompt), groups, len(prompt))
 
 
 @pytest.mark.parametrize("fault", STORE_FAULTS)
@@ -168,7 +167,7 @@ def test_an_aggregated_engine_lets_its_rows_be_seen(qwen3: Path, reference: Call
         handover.submit(make_request("r", prompt, 2), events.put, hand_over=False, capture=True)
         captured = engine.collect(events).info["captured"]
         groups = engine.ranks[0].plan.groups
-        kv = caches_of(reference(qwen3), prompt)
+        kv = reference(qwen3).caches(prompt)
         assert compare_values("r", captured, kv, groups, len(prompt)).mismatch is None
 
 

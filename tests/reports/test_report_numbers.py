@@ -22,7 +22,7 @@ from rayk.reports.stages import (
     limit_rows,
     limit_shares,
     request_parts,
-    told_limits,
+    shown_limits,
     waterfall_data,
 )
 from rayk.reports.tp_cost import cost_table, unequal_cost
@@ -187,7 +187,7 @@ def test_each_limit_has_its_evidence(tmp_path: Path, stage: str, limit: str, tol
     waterfall = waterfall_data(load(tmp_path))
     assert waterfall is not None
     has_tier = not {"lookup", "load", "relay", "swap"}.isdisjoint(part["name"] for part in waterfall["parts"])
-    assert has_tier == ("host tier" in told_limits([row])) == (limit == "host tier")
+    assert has_tier == ("host tier" in shown_limits([row])) == (limit == "host tier")
 
 
 def test_what_no_stage_holds_is_told(tmp_path: Path) -> None:
