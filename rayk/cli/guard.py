@@ -6,7 +6,8 @@ import errno
 import functools
 import shutil
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from pathlib import Path
+from typing import Annotated, ParamSpec, TypeVar
 
 import typer
 from rich.console import Console
@@ -20,10 +21,17 @@ R = TypeVar("R")
 
 BAD_INPUT = 2
 INTERRUPTED = 130
-TOKEN_FILE_HELP = (
-    "Keep the token of the local Ray cluster in this new file while it runs: RAY_AUTH_TOKEN_PATH=FILE opens "
-    "it for rayk top, dashboards and, with RAY_AUTH_MODE=token, for Ray's own commands."
-)
+AddressOption = Annotated[
+    str | None, typer.Option(help="Ray cluster to use [default: RAY_ADDRESS, else a local one of its own].")
+]
+TokenFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Keep the token of the local Ray cluster in this new file while it runs: "
+        "RAY_AUTH_TOKEN_PATH=FILE opens it for rayk top, dashboards and, with RAY_AUTH_MODE=token, for "
+        "Ray's own commands."
+    ),
+]
 # errors of a disk that is full, read-only, another's or failing, of a path that somebody named
 OF_A_DISK = frozenset(
     {

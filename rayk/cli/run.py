@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rayk.cli.guard import TOKEN_FILE_HELP, guarded, stderr, stdout
+from rayk.cli.guard import AddressOption, TokenFileOption, guarded, stderr, stdout
 from rayk.types.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,11 +28,8 @@ def run(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override a dotted key or an axis; repeatable."),
     ] = None,
-    address: Annotated[
-        str | None,
-        typer.Option(help="Ray cluster to use [default: RAY_ADDRESS, else a local one of its own]."),
-    ] = None,
-    ray_token_file: Annotated[Path | None, typer.Option(help=TOKEN_FILE_HELP)] = None,
+    address: AddressOption = None,
+    ray_token_file: TokenFileOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="UNSUPPORTED cells fail the run.")] = False,
 ) -> None:

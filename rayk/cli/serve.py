@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import enum
 import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rayk.cli.guard import TOKEN_FILE_HELP, guarded
+from rayk.cli.guard import AddressOption, TokenFileOption, guarded
 from rayk.types.bounds import MAX_ENGINES, MAX_REQUESTS, MAX_SECONDS
 
 
@@ -127,11 +126,8 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(min=0, max=MAX_SECONDS, help="Seconds that running requests get to end.")
     ] = 60.0,
-    address: Annotated[
-        str | None,
-        typer.Option(help="Ray cluster to use [default: RAY_ADDRESS, else a local one of its own]."),
-    ] = None,
-    ray_token_file: Annotated[Path | None, typer.Option(help=TOKEN_FILE_HELP)] = None,
+    address: AddressOption = None,
+    ray_token_file: TokenFileOption = None,
 ) -> None:
     """Serve a checkpoint over HTTP as OpenAI's API does, until SIGINT or SIGTERM.
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from rayk.specs import Cell
 from rayk.specs.cells import expected_of, is_known, verdict_of_fault
-from rayk.specs.experiment import VERDICTS, FaultSpec
+from rayk.specs.experiment import FaultSpec
 from rayk.types.errors import EngineDied, HandshakeMismatch, RaykError, TransferError
 from rayk.types.rows import RequestRow
-from rayk.types.verdicts import verdict_of
+from rayk.types.verdicts import VERDICTS, verdict_of
 
 
 @dataclass(slots=True)

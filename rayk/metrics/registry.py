@@ -19,6 +19,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from rayk.types.verdicts import VERDICTS
+
 _TENTHS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.3, 0.5, 0.75, 0.8)
 _WHOLE = (1.0, 1.5, 2.0, 2.5, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 80.0, 120.0)
 _SECONDS = (0.001, 0.0025, 0.005, 0.0075, *_TENTHS, *_WHOLE)
@@ -47,19 +49,7 @@ LABEL_VALUES: dict[str, frozenset[str]] = {
     "reason": frozenset(
         {"TRANSFER_ERROR", "KV_MISMATCH", "NOT_FINITE", "TIMEOUT", "UNSUPPORTED", "ENGINE_ERROR"}
     ),
-    "verdict": frozenset(
-        {
-            "PASS",
-            "NEAR_TIE",
-            "TOKEN_MISMATCH",
-            "KV_MISMATCH",
-            "NOT_FINITE",
-            "TRANSFER_ERROR",
-            "ENGINE_ERROR",
-            "TIMEOUT",
-            "UNSUPPORTED",
-        }
-    ),
+    "verdict": frozenset(VERDICTS),
 }
 """Fixed values of labels. The others (`model`, `engine`, `rank`, `group`, `kind`, `point`, `run`, `path`,
 `status`) have as many as a deployment has, whatever its requests."""

@@ -11,19 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rayk.reports.page import Column, text_rows
+from rayk.types.verdicts import VERDICTS
 
 # verdict -> rich style
-STYLES = {
-    "PASS": "green",
-    "NEAR_TIE": "yellow",
-    "UNSUPPORTED": "dim",
-    "KV_MISMATCH": "bold red",
-    "NOT_FINITE": "bold red",
-    "TRANSFER_ERROR": "bold red",
-    "ENGINE_ERROR": "bold red",
-    "TIMEOUT": "bold red",
-    "TOKEN_MISMATCH": "bold red",
-}
+STYLES = dict.fromkeys(VERDICTS, "bold red") | {"PASS": "green", "NEAR_TIE": "yellow", "UNSUPPORTED": "dim"}
 TONE_STYLES = {**STYLES, "met": "green", "unmet": "bold red"}  # tone() -> rich style
 MIN_REASON_WIDTH = 24
 

@@ -24,12 +24,13 @@ from rayk.sched.arrivals import due_times
 from rayk.sched.policies import heeds
 from rayk.sched.policy import PolicySettings
 from rayk.specs.devices import resolve_device
-from rayk.specs.experiment import VERDICTS, Deadlines, ExperimentSpec, FaultSpec, SamplingSpec, SideSpec
+from rayk.specs.experiment import Deadlines, ExperimentSpec, FaultSpec, SamplingSpec, SideSpec
 from rayk.specs.load import LIST_KEYS, apply_point
 from rayk.types.config import EngineConfig, EngineOptions
 from rayk.types.errors import LayoutVetoed, SpecError, Unsupported
 from rayk.types.fault_table import KINDS, OTHERS, POINTS, REQUEST_POINTS, Expected, Fault, expected
 from rayk.types.request import SamplingParams
+from rayk.types.verdicts import VERDICTS
 
 TABLED = (*KINDS, "kill_node")
 """Kinds of faults with points of a request's life."""

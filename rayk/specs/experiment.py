@@ -41,6 +41,7 @@ from rayk.types.bounds import (
 from rayk.types.config import BOTH_SIDES, Backend, EngineOptions
 from rayk.types.offload import OffloadSettings
 from rayk.types.request import MAX_LOGPROBS, MAX_PENALTY, MAX_SEED
+from rayk.types.verdicts import Verdict
 
 
 def _one_of(*choices: str) -> AfterValidator:
@@ -70,20 +71,6 @@ KVScales = Literal["tensor", "token_head"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 WeightsDtype = Literal["float32", "bfloat16", "float16"]
 Check = Literal["tokens", "kv_bytes", "kv_values", "logprobs"]
-Verdict = Literal[
-    "KV_MISMATCH",
-    "NOT_FINITE",
-    "TRANSFER_ERROR",
-    "ENGINE_ERROR",
-    "TIMEOUT",
-    "TOKEN_MISMATCH",
-    "NEAR_TIE",
-    "PASS",
-    "UNSUPPORTED",
-]
-VERDICTS: tuple[str, ...] = get_args(Verdict)
-"""Gravest first. ENGINE_ERROR: an engine died or refused work, and no transfer was to blame.
-NOT_FINITE: NaN or infinity in logits or KV."""
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Requests = Annotated[int, Field(ge=1, le=MAX_REQUESTS)]

@@ -1,6 +1,8 @@
-"""Give the verdict that an error stands for, in experiments and in the simulator."""
+"""Name the verdicts of cells, and the one that an error stands for."""
 
 from __future__ import annotations
+
+from typing import Literal, get_args
 
 from rayk.types.errors import (
     DeadlineExceeded,
@@ -12,6 +14,21 @@ from rayk.types.errors import (
     TransferError,
     Unsupported,
 )
+
+Verdict = Literal[
+    "KV_MISMATCH",
+    "NOT_FINITE",
+    "TRANSFER_ERROR",
+    "ENGINE_ERROR",
+    "TIMEOUT",
+    "TOKEN_MISMATCH",
+    "NEAR_TIE",
+    "PASS",
+    "UNSUPPORTED",
+]
+VERDICTS: tuple[str, ...] = get_args(Verdict)
+"""Gravest first. ENGINE_ERROR: an engine died or refused work, and no transfer was to blame.
+NOT_FINITE: NaN or infinity in logits or KV."""
 
 
 def verdict_of(error: RaykError) -> str:

@@ -11,7 +11,6 @@ from rayk.experiments.compare import NEAR_TIE_LOGITS, compare_tokens, compare_va
 from rayk.experiments.verdict import Findings
 from rayk.kv.groups import group_layers
 from rayk.kv.specs import FullAttentionSpec, SlidingWindowSpec
-from rayk.specs.experiment import VERDICTS
 from rayk.types.errors import (
     CommError,
     DeadlineExceeded,
@@ -26,7 +25,7 @@ from rayk.types.errors import (
 )
 from rayk.types.request import SamplingParams
 from rayk.types.rows import RequestRow
-from rayk.types.verdicts import verdict_of
+from rayk.types.verdicts import VERDICTS, verdict_of
 
 MISMATCH = KVMismatch("r", 1, 0, "k", 0, 3, "one flipped bit")
 

@@ -9,8 +9,8 @@ from rayk.actors.deployment_metrics import OUTCOMES
 from rayk.engine.stats import ENDINGS
 from rayk.metrics import LABEL_VALUES, METRICS, Metric, MetricKind, beginnings
 from rayk.metrics.__main__ import table
-from rayk.specs.experiment import VERDICTS
 from rayk.types.request import FinishReason
+from rayk.types.verdicts import VERDICTS
 from tests.each import each
 
 OPEN_LABELS = {"model", "engine", "rank", "group", "kind", "point", "path", "status", "run"}

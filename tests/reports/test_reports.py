@@ -20,7 +20,7 @@ from rayk.reports.report import markdown, write_html
 from rayk.reports.table_files import write_csv
 from rayk.reports.terminal import STYLES, TONE_STYLES
 from rayk.reports.values import axis_label
-from rayk.specs.experiment import VERDICTS
+from rayk.types.verdicts import VERDICTS
 from tests.reports.synthetic import SPEC, cell_row, request_rows, transfer_rows, write_run
 
 
