@@ -37,7 +37,7 @@ class Sent:
     ended_ns: int = 0
     # how late the generator's own event loop woke up, some 100 times a second: every stamp may be as late
     loop_lags_ns: list[int] = field(default_factory=list)
-    cpu_ns: int = 0  # of this process, while the load ran
+    cpu_ns: int = 0  # this process's, while the load ran
 
 
 OnEnded = Callable[[Observed], None]  # called when a request has ended

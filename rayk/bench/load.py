@@ -23,7 +23,7 @@ _TIME = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
 class Slo:
     """Limits in milliseconds that a good answer keeps."""
 
-    # of ttft, tpot, e2e, and `itl`: every gap of the request
+    # by ttft, tpot, e2e, or `itl`, which limits every gap
     limits_ms: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Load:
     use_chat: bool = False  # chat completions with texts instead of completions
     rate: float | None = None  # requests per second of an open load
     concurrency: int | None = None  # requests in flight of a closed load: each that ends lets the next one go
-    process: str = "poisson"  # of an open load: a key of sched.arrivals.PROCESSES
+    process: str = "poisson"  # a key of sched.arrivals.PROCESSES, for an open load
     burstiness: float = 1.0
     trace: Path | None = None  # arrivals and lengths of a trace; see trace.py
     trace_speed: float = 1.0  # how many times faster than it was recorded
@@ -89,7 +89,7 @@ class Load:
     num_requests: int | None = None  # None: 100, or all of a trace or a file
     input_tokens: Lengths = Lengths(values=(128,))
     output_tokens: Lengths | None = None  # None: 64, or of a ShareGPT file as long as its answers are
-    prefix_tokens: int = 0  # of these, at a random prompt's start, that are one of `num_prefixes` stretches
+    prefix_tokens: int = 0  # shared ones at a random prompt's start, out of `num_prefixes` stretches
     num_prefixes: int = 1
     # lowest and highest id of random prompts; None: the server's vocabulary
     token_ids: tuple[int, int] | None = None
@@ -102,7 +102,7 @@ class Load:
     slo: Slo = field(default_factory=Slo)
     warmup: int | None = None  # requests cut at the start; None: as many as MSER-5 finds
     cooldown: int | None = None  # requests cut at the end; None: those that came as the load was running out
-    timeout_s: float = 600.0  # of each request
+    timeout_s: float = 600.0  # per request
     failed_share: float = 0.01  # more failures than this make the load INVALID
 
     @property

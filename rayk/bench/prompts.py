@@ -17,7 +17,7 @@ from rayk.types.files import PROMPTS_BYTES, parse_json, read_text
 
 NUM_REQUESTS = 100
 OUTPUT_TOKENS = 64
-MAX_DRAWN_TOKENS = 4 * MAX_TOKENS  # of all prompts of a load: 2.4 GB of lists
+MAX_DRAWN_TOKENS = 4 * MAX_TOKENS  # a load's prompts take 2.4 GB of lists then
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

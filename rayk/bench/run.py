@@ -21,7 +21,7 @@ from rayk.types.errors import UserError
 from rayk.types.reaching import why_unreached
 
 PROBE_S = 10.0
-LOWEST_ID = 4  # of random prompts: the first few ids are special in most vocabularies
+LOWEST_ID = 4  # random prompts begin here: lower ids are special in most vocabularies
 
 
 class Watcher(Protocol):

@@ -17,9 +17,9 @@ from rayk.reports.intervals import student_t
 CONFIDENCE = 0.95
 NUM_BATCHES = 20
 MIN_BATCHES = 5
-MIN_VALUES = 2 * MIN_BATCHES  # of fewer there is no interval
+MIN_VALUES = 2 * MIN_BATCHES  # fewer have no interval
 WARMUP_BATCH = 5  # values per batch of `warmup_length`: the 5 of MSER-5
-WARMUP_SHARE = 0.25  # of the values, which a warm-up may have at most
+WARMUP_SHARE = 0.25  # the largest share that is cut as warm-up
 WARMUP_GAIN = 0.8  # a warm-up is cut where at most so much of the squared error is left: less may be chance
 
 

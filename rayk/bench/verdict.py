@@ -12,7 +12,7 @@ from rayk.bench.statistics import drift, intervals_hold
 
 VALID, NOISY, INVALID = "VALID", "NOISY", "INVALID"
 
-MAX_LAG_SHARE = 0.25  # of the median TTFT: as late as this a tenth of the generator's stamps may be
+MAX_LAG_SHARE = 0.25  # of the median TTFT: a tenth of the generator's stamps may be later
 NOISY_LAG_SHARE = 0.1  # as late as this they may be before anybody is told
 MIN_LAG_MS = 2.0  # less is never held against it: timers of event loops are no finer than a millisecond
 MAX_CPU_SHARE = 0.9  # of a core: an event loop that takes more has a queue of its own

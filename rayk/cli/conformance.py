@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 TABLES = ("checks", "requests")
 STYLES = {"PASS": "green", "UNSUPPORTED": "dim"}
 MIN_TIMEOUT_S = 5.0
-CALL_SHARE = 0.5  # of a check's time that one call of the connector may take
+CALL_SHARE = 0.5  # the share of a check's time that one call may take
 
 
 @guarded

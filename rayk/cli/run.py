@@ -15,7 +15,7 @@ from rayk.types.errors import UserError
 if TYPE_CHECKING:
     from rayk.actors.token_file import TokenFile
 
-REASON_LINES = 3  # of a reason in a terminal; files and the report have it whole
+REASON_LINES = 3  # in a terminal; files and the report have the whole reason
 
 
 @guarded

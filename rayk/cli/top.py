@@ -66,10 +66,8 @@ def top(
     if url and address:
         raise UserError(problem="name a server or a cluster, not both", where="--url, --address")
     where = address or url or "http://127.0.0.1:8000"
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        _engine_source(address, where, api_key) as fetch,
-    ):  # how it is ended
+    # Ctrl-C is how it is ended.
+    with contextlib.suppress(KeyboardInterrupt), _engine_source(address, where, api_key) as fetch:
         screen = Screen(where=where, fetch=fetch)
         screen.look()
         _show(screen, interval, once=once)

@@ -59,7 +59,7 @@ def peaks_of(device: str, dtype: str) -> Peaks | None:
 
 @dataclass(frozen=True, slots=True)
 class _Experts:
-    num_elements: int  # of the rank's share
+    num_elements: int  # in the rank's share
     num_chosen: int
     num_experts: int
 
@@ -68,7 +68,7 @@ class _Experts:
 class _Attending:
     window: int | None
     flops: int  # per pair of a token and one that it sees, over all of them
-    kv_bytes: int  # of one token, over all of them
+    kv_bytes: int  # per token, over all of them
 
 
 class StepCosts:

@@ -51,7 +51,7 @@ class RequestEvent:
     # the stop string or token id behind finish_reason stop; None for the model's own EOS
     stop_reason: str | int | None = None
     error: RaykError | None = None
-    payload: object = None  # what a hand-over gives on (a transfer ticket)
+    payload: object = None  # a transfer ticket
     info: dict[str, Any] = field(default_factory=dict)
     time_ns: int = field(default_factory=time.monotonic_ns)  # on this host's monotonic clock
 
@@ -134,7 +134,7 @@ class Leader:
         self._death = threading.RLock()  # held while it dies, and by what comes after, on any thread
         self._last_news_s = 0.0
         self.num_ended: Counter[str] = Counter()  # by finish reason, error or handed_over
-        self.num_not_finite = 0  # of those with an error, requests whose logits or KV were not finite
+        self.num_not_finite = 0  # requests that failed because logits or KV were not finite
         if handover is not None:
             handover.attach(self)
 

@@ -91,9 +91,9 @@ class LoopTimes:
     num_turns: int = 0
     num_steps: int = 0
     turn_ns: int = 0  # turns that had a step
-    model_ns: int = 0  # of these, the decoder's forward pass up to the logits, its collectives included
-    num_computed_tokens: int = 0  # that forward passes took
-    num_sampled_tokens: int = 0  # of output, on rank 0, which samples
+    model_ns: int = 0  # the decoder's forward pass up to the logits, its collectives included
+    num_computed_tokens: int = 0  # tokens that forward passes took
+    num_sampled_tokens: int = 0  # on rank 0, which samples
 
 
 def encode_turn(turn: Turn) -> bytes:

@@ -18,7 +18,7 @@ from rayk.kernels.digest.reference import MASK64, mix64, mix64_tensor, signed
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _START = 0x7261796B64726177
-_BITS = 52  # of each uniform: (2^52 - 1/2) / 2^52 is the largest float64 of this form that is below 1
+_BITS = 52  # per uniform: (2^52 - 1/2) / 2^52 is the largest float64 of this form that is below 1
 
 
 def draw_key(seed: int, index: int) -> int:

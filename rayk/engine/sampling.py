@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rayk.types.batch import ScheduledBatch
 
 NARROW_TOP_K = 1024  # up to this top_k only the best tokens are looked at, not the whole vocabulary
-NO_TOKEN = -1  # of a row of logits that are not all finite
+NO_TOKEN = -1  # stands for a row whose logits are not all finite
 MAX_ELEMENTS = 1 << 22  # scores worked on at once: each takes some 50 bytes on the way to a token
 
 

@@ -90,7 +90,7 @@ class ValueComparison:
     not_finite: str = ""
 
 
-UNBOUNDED = Bound(floor=math.inf, worst=math.inf, typical=0.0)  # of what cannot be judged: only NaN is wrong
+UNBOUNDED = Bound(floor=math.inf, worst=math.inf, typical=0.0)  # cannot be judged: only NaN is wrong
 # (layer, field) -> the largest error that each row (a head's token, or a unit's state) may have
 KVBounds = Mapping[tuple[int, str], Bound]
 

@@ -46,7 +46,7 @@ ROUTED_TOKENS = {"median": 3.0, "lower quartile": 2.0}
 ROUTED_ROWS = {"median": 5.0, "lower quartile": 2.5}
 ROUTED_SPREAD = 8.0
 SHARES = {"median": 0.5, "lower quartile": 0.25}
-PRIOR_WEIGHT = 8  # how many of eager's own values the further ones of `measure` together weigh as much as
+PRIOR_WEIGHT = 8  # the further values of `measure` weigh as much as so many of eager's own
 PRIOR_WEIGHT_ROUTED = 64
 """Weight where experts are routed, against as many values as are judged at once: a flip is met in all values
 that follow it or in none."""

@@ -29,7 +29,7 @@ OF_DISKS = {
     "disk_tier.num_evicted": "pages_evicted",
     "disk_tier.num_dropped": "pages_dropped",
 }
-BAD = "bad_"  # what names of a disk tier's counters of damaged pages begin with
+BAD = "bad_"  # begins the names of a disk tier's counters of damaged pages
 MIB = 2**20
 # an engine's counter -> what is said of it where it is not 0
 FAILED = {

@@ -43,7 +43,7 @@ class Sight:
 
     layers: tuple[int, ...]
     window: int | None  # the last so many positions are seen, the token's own counted
-    chunk: int | None  # what is seen begins with the run of so many positions that the token is in
+    chunk: int | None  # seen from the start of the run of so many positions that holds the token
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,16 +53,16 @@ class Group:
     num_positions: int
     block_size: int  # tokens, after growing towards the largest page
     readers: tuple[int, ...]  # layers that keep nothing and use the pages of one of `layers`
-    chunks: tuple[int, ...]  # of its chunked layers, in positions; kernel blocks divide them
-    sights: tuple[Sight, ...]  # of its windowed and chunked layers
+    chunks: tuple[int, ...]  # chunk sizes of its layers, in positions; kernel blocks divide them
+    sights: tuple[Sight, ...]  # for its windowed and chunked layers
     covers_request: bool  # whether a block covers all of the model's positions: a request then has one
-    rows: int  # of a block: its tokens, or one state
+    rows: int  # a block's tokens, or 1 for a state
     kernel_block_size: int  # rows
     page_bytes: int  # one layer's of a block, before tensor parallelism
     wasted_bytes_per_block: int  # bytes of a block that no layer uses, before tensor parallelism
     # by rank: bytes of its block that no layer uses there, other groups' replicas included
     unused_bytes_per_block: tuple[int, ...]
-    units: tuple[tuple[Units, ...], ...]  # of each rank
+    units: tuple[tuple[Units, ...], ...]  # by rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class Side:
     layout: str
     block_bytes: int  # one block over all layers on one rank (the largest)
     buffer_bytes: int  # a rank's whole buffer (the largest)
-    kv_waste_bytes: int  # of a request of `waste_tokens` tokens, before tensor parallelism
+    kv_waste_bytes: int  # for `waste_tokens` tokens, before tensor parallelism
     kv_waste_percent: float
     waste_tokens: int
     groups: tuple[Group, ...]
@@ -104,7 +104,7 @@ class Explanation:
     reason: str
     model: str  # its folder's name
     engines: Mapping[str, str]  # side -> what was asked for, in words
-    num_tokens: int  # of the sequence: what was asked for, or would fit
+    num_tokens: int  # as asked for, or as many as fit
     bytes: int = 0
     num_descriptors: int = 0
     reads: tuple[Read, ...] = ()

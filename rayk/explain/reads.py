@@ -24,7 +24,7 @@ LAYER_NS = tuple(1 << n for n in range(10, 28))  # what a layer may take to comp
 class Units:
     """Fields that have the same global units."""
 
-    unit_name: str  # what they are: heads, groups, ..
+    unit_name: str  # heads, groups, ...
     fields: tuple[str, ...]
     ids: tuple[int, ...]
 
@@ -36,14 +36,14 @@ class Read:
     producer_rank: int
     consumer_rank: int
     group: int
-    kind: str  # of the group's layers: full, sliding, chunked, mla, mamba1, mamba2, gdn
+    kind: str  # kind of the group's layers: full, sliding, chunked, mla, mamba1, mamba2, gdn
     layers: tuple[int, ...]
     units: tuple[Units, ...]
     bytes: int
     num_descriptors: int
     num_descriptors_merged: int  # left when consecutive blocks of dense runs are read as one
     direct_us: float  # what the cost model expects, blocks straight into pages
-    staged_us: float | None  # the same through the staging buffer; None where that cannot be, or it is pushed
+    staged_us: float | None  # through the staging buffer; None for pushes and where it cannot be
     way: str  # what would be chosen: direct, staged, or mixed; a push: direct
 
 
@@ -59,8 +59,8 @@ class PushLayers:
 class Transfer:
     mode: str  # pull or push
     staging: str  # auto, never or always; of pulls only
-    costs: str  # what the expected times are of
-    push_layers: tuple[PushLayers, ...]  # of a push, of the producer rank with fewest; a pull: nothing
+    costs: str  # what the expected times assume
+    push_layers: tuple[PushLayers, ...]  # for a push, by the producer rank with fewest; a pull has none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +69,8 @@ class Conversion:
 
     producer_formats: tuple[str, ...]
     consumer_formats: tuple[str, ...]
-    wire_bytes: int  # of rows that are converted, as they travel: in the producer's format
-    kept_bytes: int  # the same rows in the consumer's
+    wire_bytes: int  # of converted rows, in the producer's format
+    kept_bytes: int  # of the same rows, in the consumer's format
 
 
 def _landing(producer: RankGeometry, consumer: RankGeometry) -> RankGeometry:

@@ -29,14 +29,14 @@ models."""
 _GAPS = (0.001, 0.0015, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.025, 0.05, 0.075)
 # of tokens: vLLM's borders, and a decade below them
 _ITL = (*_GAPS, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
-_SHORT = (0.0001, 0.00025, 0.0005, *_GAPS, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)  # of steps and transfers
+_SHORT = (0.0001, 0.00025, 0.0005, *_GAPS, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)  # for steps and transfers
 _COUNTS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0)
 _BYTES = tuple(float(1 << n) for n in range(12, 36, 3))
 
-RANK_LABELS = ("model", "engine", "role", "rank")  # of an engine's rank; its sink knows them
-ENGINE_LABELS = ("model", "engine", "role")  # what is told of a whole engine by whoever looks after it
-TIER_LABELS = ("model", "engine")  # what a host tier's process tells; `engine` is its name
-DEPLOYMENT_LABELS = ("model",)  # of values that belong to requests, wherever they ran
+RANK_LABELS = ("model", "engine", "role", "rank")  # for an engine's rank; its meter knows them
+ENGINE_LABELS = ("model", "engine", "role")  # for a whole engine, reported by whoever looks after it
+TIER_LABELS = ("model", "engine")  # for a host tier's process; `engine` is its name
+DEPLOYMENT_LABELS = ("model",)  # for requests, wherever they ran
 
 LABEL_VALUES: dict[str, frozenset[str]] = {
     "role": frozenset({"aggregated", "prefill", "decode"}),

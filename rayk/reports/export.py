@@ -30,7 +30,7 @@ class CellExport:
     answered: pd.DataFrame
     """Of a load the measured ones; a request that failed is in `failed` alone."""
     failed: pd.DataFrame
-    warmup: pd.DataFrame  # of a load, answered before the measured ones
+    warmup: pd.DataFrame  # a load's answered requests before the measured ones
     environment: Mapping[str, Any]
     spec: Mapping[str, Any]
 

@@ -16,7 +16,7 @@ from rayk.reports.page import Column, Page, Section, cell_text
 from rayk.reports.trust import doubt_text
 
 TEMPLATES = Path(__file__).parent / "templates"
-VENDOR = Path(__file__).parent / "vendor"  # what others wrote, with its licence
+VENDOR = Path(__file__).parent / "vendor"  # others' code, with its licence
 SHORT_TEXT = 24  # a cell's text of no more characters stands on one line
 SCRIPTS = ("report.js", "waterfall.js")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MIN_VALUES = 4  # fewer show too little of how much they scatter
-_LEAST_ERROR = 1e-6  # of a mean of logarithms: equal values are not known without end
+_LEAST_ERROR = 1e-6  # equal values do not make the mean of logarithms exact
 _NORMAL_QUARTILE = 0.6744897501960817
 
 

@@ -24,7 +24,7 @@ COLUMNS = (
     Column("cells", "num_cells", ",d"),
 )
 OWN = "own requests, mean"
-REFERENCE = "reference request"  # what a row of the table is of
+REFERENCE = "reference request"  # what a row describes
 NOTE = (
     "Of this run's own requests the mean, each when it held most; and of a reference request of 4096 tokens, "
     "or as many as the model takes, by which groupings are chosen. Before tensor parallelism. Used are rows "

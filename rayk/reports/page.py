@@ -50,10 +50,10 @@ class Section:
 
     title: str
     id: str = ""
-    is_folded: bool = False  # of a page whoever wants it opens it; Markdown leaves it out
+    is_folded: bool = False  # closed on a page until opened; left out of Markdown
     note: str = ""  # a paragraph per line
-    hint: str = ""  # what can be done with it on a page, ends the note there
-    words: Mapping[str, str] = field(default_factory=dict)  # what names in the table mean
+    hint: str = ""  # how a page can be used; follows the note
+    words: Mapping[str, str] = field(default_factory=dict)  # meanings of names in the table
     grids: Sequence[Mapping[str, Any]] = ()
     """Matrices: title, corner, columns, rows of (label, cells), and heading where several stand under one. A
     cell is None or has text, note, tip, and a tone or heat, 0 to 1; Markdown shows its verdict, if any."""

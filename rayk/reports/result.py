@@ -32,7 +32,7 @@ class Result:
     environment: dict[str, Any] = field(default_factory=dict)
     spec_yaml: str = ""
     directory: Path | None = None
-    schema_version: int = SCHEMA_VERSION  # of the tables on disk, the least of them; see `schema.py`
+    schema_version: int = SCHEMA_VERSION  # the lowest of the tables on disk; see `schema.py`
     # table -> columns that the writing rayk did not have: they hold nothing
     lacking: dict[str, tuple[str, ...]] = field(default_factory=dict)
 

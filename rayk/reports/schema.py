@@ -19,10 +19,10 @@ import pyarrow.parquet as pq
 
 from rayk.types.errors import UserError
 
-SCHEMA_VERSION = 2  # that this rayk writes; 0: tables from before they named one
+SCHEMA_VERSION = 2  # what this rayk writes; 0: tables that name no version
 MEASURED_STAGES = 2  # since when stages are measured at both ends
-KEY = b"rayk.schema_version"  # of the parquet files' metadata
-KEY_COLUMN = "cell_id"  # of every table; without it a row is of nothing
+KEY = b"rayk.schema_version"  # key in parquet metadata
+KEY_COLUMN = "cell_id"  # every table has it
 
 
 def stamped(table: pa.Table) -> pa.Table:

@@ -27,7 +27,7 @@ class Side:
     of the machine."""
 
     name: str
-    num_pairs: int  # of a prompt each, in a repeat
+    num_pairs: int  # pairs of requests with the same prompt and repeat
     num_units: int
     ms: float
     equal_ms: float

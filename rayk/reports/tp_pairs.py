@@ -14,7 +14,7 @@ from rayk.reports.moves import moves
 from rayk.reports.result import Result
 from rayk.reports.values import format_bytes, format_rate, smallest_rate
 
-CONFIDENCE = 0.95  # of an interval; each stands alone
+CONFIDENCE = 0.95  # each interval stands alone
 PLACES = ("prefill.tp", "decode.tp", "prefill.layout", "decode.layout")
 
 

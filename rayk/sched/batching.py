@@ -50,7 +50,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0  # prompt tokens computed, also those computed again
         self.num_output_tokens = 0  # tokens sampled
-        # of new requests' prompts, and those that the prefix cache had
+        # tokens of new requests' prompts, and those that the prefix cache had
         self.num_looked_up_tokens = self.num_found_tokens = 0
         self.is_short_of_blocks = False
         """Whether a request lacked blocks in the last `schedule`; one from elsewhere may then take none."""

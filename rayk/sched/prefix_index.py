@@ -24,7 +24,7 @@ class PrefixIndex:
         self._block_tokens = block_tokens
         self._half = max_blocks // 2
         self._young: dict[int, int] = {}  # prefix -> one bit for each engine that holds it
-        self._old: dict[int, int] = {}  # likewise; of prefixes that are in both halves the young one is right
+        self._old: dict[int, int] = {}  # likewise; where both halves know a prefix the young one is right
         self._bits: dict[str, int] = {}  # engine -> its bit
         self._engines: dict[int, str] = {}  # bit -> its engine
         self._all_bits = 0

@@ -36,11 +36,11 @@ class RequestState:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
     stop_text: StopText | None = None
-    # of the prompt tokens so far, the first being None; None: not asked for, or told elsewhere
+    # for the prompt tokens so far, the first being None; None: not asked for, or told elsewhere
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     submitted_ns: int | None = None  # when it came to this engine; this and what follows is its leader's
     first_step_ns: int | None = None  # when the step began that first took it
-    first_info: dict[str, Any] = field(default_factory=dict)  # what else its first token is to tell
+    first_info: dict[str, Any] = field(default_factory=dict)  # further news of its first token
     is_told: bool = False  # whether a token of it was told here
     tables_sent: bool = False  # whether the ranks hold this request's block tables (in its row)
 

@@ -43,7 +43,7 @@ class WaitingRoom(Generic[T]):
         self._waiting: dict[str, _Waiting[T]] = {}
         self._num_arrivals = 0
         self._turns: KeyedHeap[tuple[int, int]] = KeyedHeap()  # by priority, then arrival
-        self._deadlines: KeyedHeap[int] = KeyedHeap()  # of those who have one
+        self._deadlines: KeyedHeap[int] = KeyedHeap()  # names with a deadline
         self._pace = Pace()
 
     def __len__(self) -> int:

@@ -46,8 +46,8 @@ class ScheduledBatch:
 class StepTokens:
     """What a step came to, by request id. Filled by the sampler."""
 
-    token_ids: Mapping[str, int]  # of the requests that needed logits, and got finite ones
+    token_ids: Mapping[str, int]  # for requests that needed logits and got finite ones
     not_finite: frozenset[str] = frozenset()  # those whose logits were not
-    logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)  # of these tokens, where asked for
-    # of the tokens of `prompt_logits`, in order
+    logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)  # for these tokens, where asked for
+    # for the tokens of `prompt_logits`, in order
     prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-MAX_CHARACTERS = 3000  # of a part of a message
+MAX_CHARACTERS = 3000  # per part of a message
 
 
 @dataclass
@@ -197,7 +197,7 @@ class KVMismatch(RaykError):
     classification: str
     num_bytes_checked: int = 0
     num_bytes_mismatched: int = 0
-    unit_name: str = "head"  # what the field's unit `head` is, for the message
+    unit_name: str = "head"  # names the unit `head` in the message
     found_rows: tuple[bytes, ...] = ()
     """A few rows from `token` on as found, if nothing here explains them: the producer may know whose they
     are."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 JSON_BYTES = 48 << 20  # the largest of released models (a tokenizer's, a header's) take 35 MB
-PROMPTS_BYTES = 128 << 20  # of a file of prompts, or of a trace
-MAX_DEPTH = 64  # of what nests in a file: released configs have 4 levels
+PROMPTS_BYTES = 128 << 20  # largest file of prompts, or trace
+MAX_DEPTH = 64  # released configs have 4 levels
 
 
 def open_plain(path: str | Path) -> BinaryIO:

@@ -15,7 +15,7 @@ ENDED = "the engine ended"  # why an engine that had a host tier until its end h
 class OffloadSettings:
     """Settings of one deployment's offloading, saved with the results."""
 
-    host_bytes: int  # of the host tier's pages; it holds as many whole blocks as fit
+    host_bytes: int  # for the host tier's pages: as many whole blocks as fit
     layout: str = "BHLNC"
     """How the tier's pages lie. BHLNC: the canonical page, one run for each head slice of a rank. LBNHC and
     the like keep a page per layer, for comparison."""
@@ -26,7 +26,7 @@ class OffloadSettings:
     store: bool = True  # whether engines store what they compute
     # an engine stores a request after so many more tokens, after its prompt, and when it ends
     store_tokens: int = 512
-    pending_share: float = 0.25  # of an engine's blocks, what stores that wait may hold; more are not begun
+    pending_share: float = 0.25  # the share of an engine's blocks that waiting stores may hold
     load: Weighing = "auto"  # whether what the tier holds of a prompt is loaded, or computed again
     swap: Weighing = "auto"  # whether a preempted request is swapped out, or computed again
     disk_folder: str | None = None  # where the disk tier keeps its pages; None: there is none

@@ -32,7 +32,7 @@ class SamplingParams:
     logprobs: int | None = None
     """Report each token's log probability and that many of the best tokens'; None: nothing. They are of the
     model's own logits: log_softmax in float32, before penalties and temperature."""
-    prompt_logprobs: int | None = None  # the same of each prompt token but the first
+    prompt_logprobs: int | None = None  # likewise for each prompt token but the first
     presence_penalty: float = 0.0  # subtracted from the logit of every token that was generated
     frequency_penalty: float = 0.0  # subtracted once for every time a token was generated
     # divides positive logits of tokens in prompt or output, multiplies negative ones

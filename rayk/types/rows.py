@@ -26,19 +26,19 @@ class RequestRow:
     kv_path: str = "none"  # remote, local, recomputed (lost in a preemption) or none
     finish_reason: str | None = None  # stop, length, abort or error
     stop_reason: str | None = None  # the stop string, or the stop token id in decimal, that ended the output
-    seed: int | None = None  # what the tokens were drawn with; None where they were not drawn
-    # of each output token, if asked for: natural logarithms, of the model's own logits
+    seed: int | None = None  # None where no token was drawn
+    # per output token, if asked for: natural logarithms, of the model's own logits
     output_logprobs: list[float] | None = None
-    # of each prompt token, if asked for; the first has none
+    # per prompt token, if asked for; the first has none
     prompt_logprobs: list[float | None] | None = None
     # (token id, log probability), best first, if asked for
     output_top_logprobs: list[list[tuple[int, float]]] | None = None
-    # the same at each prompt token but the first
+    # likewise per prompt token; the first has none
     prompt_top_logprobs: list[list[tuple[int, float]] | None] | None = None
     # when its engine had each token, on the coordinator's clock (time.monotonic_ns)
     token_times_ns: list[int] = field(default_factory=list)
     arrival_ns: int = 0  # when it was due: latencies count from then
-    due_ns: int = 0  # the same, after the start of its repeat: 0 where all requests arrive at once
+    due_ns: int = 0  # after the start of its repeat: 0 where all requests arrive at once
     stage_ns: dict[str, int] = field(default_factory=dict)  # stage -> duration; see reports.columns.STAGES
     exposed_ns: int | None = None
     """From the first token, sampled where the prompt was computed, until the decode engine could go on: what
@@ -49,10 +49,10 @@ class RequestRow:
     num_disk_tokens: int = 0
     load_ns: int = 0  # from the question to the host tier until its rows were here, proven
     num_swaps: int = 0  # preemptions after which KV was swapped out, in place of computing it again
-    swap_ns: int = 0  # how long it was away for that, together
+    swap_ns: int = 0  # time away for that, added up
     offload_failure: str | None = None  # why what the host tier had offered was computed instead
     num_attempts: int = 1  # times the prompt was placed
-    failure: str | None = None  # what the first attempt that failed died of, also where the request was saved
+    failure: str | None = None  # why the first failed attempt failed, also where the request was saved
     recovered_by: str | None = None  # recompute or migrate: how a request whose hand-over failed was saved
     num_valid_tokens: int | None = None  # prompt tokens of a recomputed request whose proven KV was kept
 
@@ -86,14 +86,14 @@ class TransferRow:
     transport: str = ""
     staged: bool = False  # whether whole stretches went through a staging buffer and were repacked there
     direct_cost_us: float | None = None  # what the cost model expects of a transfer run by run
-    staged_cost_us: float | None = None  # of staging, repacking included; None where nothing can be staged
+    staged_cost_us: float | None = None  # with repacking; None where nothing can be staged
     repack_ns: int = 0  # copying from the staging buffer into pages
     convert_ns: int = 0  # turning what arrived into the consumer's own KV format
     digest_ns: int = 0  # on both ranks: the producer's before the ticket, the consumer's when all was here
     # layers that one write of a push brings; the last of a chunk may bring fewer
     num_layers_per_write: int | None = None
-    num_writes: int | None = None  # of a push
-    num_early_writes: int | None = None  # of these, posted before the prompt's last layer was computed
+    num_writes: int | None = None  # None for pulls
+    num_early_writes: int | None = None  # those posted before the prompt's last layer was computed
     retries: int = 0
     verdict: str = "OK"
 
@@ -158,7 +158,7 @@ class CellRow:
     num_token_layers: int | None = None
     """Tokens computed by the engines that compute prompts, summed over layers and repeats. None where an
     engine died."""
-    decode_num_token_layers: int | None = None  # the same of the decode engines
+    decode_num_token_layers: int | None = None  # at the decode engines
     num_kv_bytes_checked: int | None = None
     num_kv_bytes_mismatched: int | None = None
     # elements of P's cache compared with the reference's; None: not compared
@@ -166,9 +166,9 @@ class CellRow:
     max_kv_value_error: float | None = None  # largest absolute difference among them
     # put under a lease or reserved for a push, of all engines and repeats
     num_blocks_leased: int | None = None
-    # of these, given back: by release, expired lease, cancellation or failure
+    # given back of these: by release, expired lease, cancellation or failure
     num_blocks_freed: int | None = None
-    # of these, held when the cell ended; 0 unless something leaked or an engine died
+    # still held when the cell ended; 0 unless something leaked or an engine died
     num_blocks_held: int | None = None
     # errors and bounds of logprobs and kv_values; see reports.columns.MEASURED
     measured: dict[str, float] = field(default_factory=dict)

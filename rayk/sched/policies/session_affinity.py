@@ -22,7 +22,7 @@ class SessionAffinity:
 
     def __init__(self, settings: PolicySettings) -> None:
         self._least_loaded = LeastLoaded(settings)
-        self._seeds: dict[str, int] = {}  # of engines, by name
+        self._seeds: dict[str, int] = {}  # by engine
 
     def place(
         self, request: PlacementRequest, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]
