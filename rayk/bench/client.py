@@ -25,7 +25,7 @@ _SHOWN = 300  # characters of a server's error that are kept
 
 @dataclass(kw_only=True, slots=True)
 class Observed:
-    """What happened to one request. Times are time.monotonic_ns; filled by `send` as news come."""
+    """Records what happened to one request. Times are time.monotonic_ns; filled by `send` as news come."""
 
     planned: Planned
     due_ns: int = 0  # when it was to be sent; the time of sending in a closed load

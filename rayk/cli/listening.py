@@ -44,7 +44,7 @@ class Port:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What a port said to somebody without token or key."""
+    """Records what a port said to somebody without token or key."""
 
     status: str
     """guarded; open (serves whoever comes); other (a protocol that asks nobody and runs nothing); late

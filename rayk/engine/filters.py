@@ -1,4 +1,4 @@
-"""What happens to logits before a token is drawn: penalties, temperature, top-k, top-p, min-p.
+"""Filter logits before a token is drawn: penalties, temperature, top-k, top-p, min-p.
 
 In the order and with the definitions of transformers' LogitsProcessors (presence and frequency: of OpenAI's
 API), over a batch whose rows have parameters of their own. Filters work on candidates: scores [R, C] with

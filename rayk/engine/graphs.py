@@ -87,7 +87,7 @@ def graph_sizes(max_seqs: int) -> tuple[int, ...]:
 
 
 class _Rows:
-    """What all buffers share: S rows of one token each."""
+    """Holds what all buffers share: S rows of one token each."""
 
     def __init__(self, max_seqs: int, device: torch.device) -> None:
         self.max_seqs = max_seqs
@@ -100,7 +100,7 @@ class _Rows:
 
 
 class _AttentionBuffers:
-    """What one attention view sees of a step; views that differ in fast prefill only see the same."""
+    """Holds what one attention view sees of a step; views that differ in fast prefill only see the same."""
 
     def __init__(
         self, rows: _Rows, slots: torch.Tensor, *, width: int, block_size: int, most_keys: int

@@ -33,7 +33,7 @@ class ModelInputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """What all KV groups see of a step, on the host; `starts` and `seq_lens` are on the device, too."""
+    """Holds what all KV groups see of a step, on the host; `starts` and `seq_lens` are on the device, too."""
 
     rows: np.ndarray  # [R] int64, each request's row of the block tables
     computed: np.ndarray  # [R] int64, tokens before this step

@@ -1,4 +1,4 @@
-"""What every rank of an engine runs: turns. A turn is commands, at most one model step, and a poll.
+"""Run an engine's turns on every rank. A turn is commands, at most one model step, and a poll.
 
 Rank 0's leader decides a turn, the header is broadcast, all ranks carry it out; where the leader asked
 for it, command results and polls are gathered back to rank 0. An idle engine turns slowly: that is the
@@ -28,7 +28,7 @@ _PREFIX = struct.Struct("<Bi")  # flags, bytes of the batch
 
 
 class RankExtension(Protocol):
-    """What the engine's owner runs on every rank between steps (KV transfers). Single-threaded."""
+    """Lets the engine's owner run commands on every rank between steps (KV transfers). Single-threaded."""
 
     def execute(self, command: object) -> object:
         """Run one command. A RaykError raised here is the command's result; anything else ends the rank."""

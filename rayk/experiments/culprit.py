@@ -1,4 +1,5 @@
-"""Which part of a prefill engine wrote wrong keys or values, told from what its first wrong layer holds.
+"""Name the part of a prefill engine that wrote wrong keys or values, told from what its first wrong layer
+holds.
 
 Later layers are computed from that one and say nothing of their own; its own rows come from right inputs.
 Hypotheses are put in this order, and each is checked on all wrong rows before it is named:

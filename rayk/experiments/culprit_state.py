@@ -1,4 +1,5 @@
-"""Which part of a prefill engine wrote a wrong recurrent state, told from what its first wrong layer holds.
+"""Name the part of a prefill engine that wrote a wrong recurrent state, told from what its first wrong layer
+holds.
 
 A state has one row per unit (a head, a group, a run of channels); the sums in it cannot be taken apart as
 keys of single tokens can. Hypotheses, in this order, each checked on all wrong units before it is named:

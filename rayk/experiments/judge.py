@@ -39,7 +39,7 @@ Prompts = Sequence[Sequence[int]]
 
 @dataclass(slots=True)
 class _Counts:
-    """What a cell's checks counted. None: not checked."""
+    """Collects what a cell's checks counted. None: not checked."""
 
     num_token_mismatches: int | None = None
     first_divergence: tuple[int, int] | None = None

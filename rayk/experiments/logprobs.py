@@ -88,7 +88,7 @@ class LogprobErrors:
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """What the reference says of a request whose stored keys and values it was given."""
+    """Holds what the reference says of a request whose stored keys and values it was given."""
 
     scores: TextScores
     num_settled: int  # tokens before the first whose keys or values may be another step's

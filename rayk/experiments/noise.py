@@ -1,4 +1,5 @@
-"""How far a right implementation may be off: as far as plain eager PyTorch in the same dtype, and some more.
+"""Bound how far a right implementation may be off: as far as plain eager PyTorch in the same dtype, and some
+more.
 
 Errors are measured against float32 arithmetic on the weights as the dtype rounds them (exact, below). Two
 implementations that round in other places err by like amounts, but not at the same values:

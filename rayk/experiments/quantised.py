@@ -1,4 +1,4 @@
-"""How cells are judged whose KV is quantised.
+"""Judge cells whose KV is quantised.
 
 Greedy tokens are compared with those of one rayk engine that does all by itself, with the same KV format and
 the prefill engine's TP: a run of its own on the same cluster, kept. Where they differ (another decode TP adds

@@ -87,7 +87,7 @@ class Sharing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FastPrefill:
-    """What `fast_prefill` changes for a prompt of `num_tokens` whose last token alone needs logits. A
+    """Says what `fast_prefill` changes for a prompt of `num_tokens` whose last token alone needs logits. A
     token-layer is one layer's computation of one token."""
 
     layers: tuple[int, ...]  # the trailing sharing layers: they compute only tokens whose logits are wanted

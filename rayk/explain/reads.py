@@ -31,7 +31,7 @@ class Units:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Read:
-    """What one consumer rank reads from one producer rank for one KV group."""
+    """Describes what one consumer rank reads from one producer rank for one KV group."""
 
     producer_rank: int
     consumer_rank: int

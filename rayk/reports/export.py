@@ -28,7 +28,7 @@ class CellExport:
     cell: Mapping[str, Any]  # its row of cells.parquet; what is null is not in it
     is_load: bool
     answered: pd.DataFrame
-    """Of a load the measured ones; a request that failed is in `failed` alone."""
+    """Holds a load's measured requests; failed ones are in `failed` alone."""
     failed: pd.DataFrame
     warmup: pd.DataFrame  # a load's answered requests before the measured ones
     environment: Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""What a run's host tier did: where prompts' KV came from, what was stored, loaded and swapped, what
+"""Show what a run's host tier did: where prompts' KV came from, what was stored, loaded and swapped, what
 failed."""
 
 from __future__ import annotations

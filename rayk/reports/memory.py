@@ -1,4 +1,5 @@
-"""Where KV memory goes: used, padding and wasted bytes of each KV group of each side, and what was moved."""
+"""Show where KV memory goes: used, padding and wasted bytes of each KV group of each side, and what was
+moved."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ WHOLE, SIZES, CELL = "whole", "sizes", "cell"
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """How a metric of the other run relates to the base's, over pairs of what both measured."""
+    """Relates a metric of the other run to the base's, over pairs of what both measured."""
 
     level: str
     subject: str  # a cell, a load, a pair of TP sizes, or `all cells`

@@ -1,4 +1,4 @@
-"""Which version of the tables a folder holds, and whether this rayk can read it.
+"""Tell which version of the tables a folder holds, and whether this rayk can read it.
 
 The version stands in each parquet file's metadata. Columns that are added do not raise it: a reader fills
 them with nulls. It is raised when a column's name, unit or meaning changes, and then `load` must be told how

@@ -1,5 +1,5 @@
-"""What unequal TP sizes cost: each transfer beside that of the same prompt to the same decode TP from a
-prefill engine of that size."""
+"""Measure what unequal TP sizes cost: each transfer is held beside that of the same prompt to the same decode
+TP from a prefill engine of that size."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SIDES = ("P < D", "P > D")
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """What requests took where the prefill TP was below the decode TP, or above it: medians over units. A
-    unit is a decode TP with its layouts and settings in a repeat, since prompts of a cell share a few seconds
-    of the machine."""
+    """Sums up what requests took where the prefill TP was below the decode TP, or above it: medians over
+    units. A unit is a decode TP with its layouts and settings in a repeat, since prompts of a cell share a
+    few seconds of the machine."""
 
     name: str
     num_pairs: int  # pairs of requests with the same prompt and repeat

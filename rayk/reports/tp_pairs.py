@@ -1,4 +1,4 @@
-"""What a pair of TP sizes costs: transfers of a request by prefill TP and decode TP."""
+"""Measure what a pair of TP sizes costs: transfers of a request by prefill TP and decode TP."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ PLACES = ("prefill.tp", "decode.tp", "prefill.layout", "decode.layout")
 
 @dataclass(frozen=True, kw_only=True)
 class Ceiling:
-    """What rates are held against."""
-
     gb_per_s: float | None
     text: str  # where it comes from, or why there is none
 

@@ -13,7 +13,7 @@ PrefixKeys = tuple[int, ...]  # for a prompt's first block, first two and so on:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementRequest:
-    """What a policy knows of a request. Made by `RequestDescriber`."""
+    """Holds what a policy knows of a request. Made by `RequestDescriber`."""
 
     request_id: str
     num_prompt_tokens: int

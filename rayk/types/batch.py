@@ -44,7 +44,7 @@ class ScheduledBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTokens:
-    """What a step came to, by request id. Filled by the sampler."""
+    """Holds what a step came to, by request id. Filled by the sampler."""
 
     token_ids: Mapping[str, int]  # for requests that needed logits and got finite ones
     not_finite: frozenset[str] = frozenset()  # those whose logits were not

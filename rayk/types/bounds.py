@@ -1,4 +1,4 @@
-"""How much may be asked for at once, in a spec, a load or an option: far beyond use, far below harm."""
+"""Bound how much may be asked for at once, in a spec, a load or an option: far beyond use, far below harm."""
 
 from __future__ import annotations
 

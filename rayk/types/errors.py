@@ -212,7 +212,7 @@ class KVMismatch(RaykError):
 
 @dataclass
 class NotFiniteError(RaykError):
-    """What was computed for a request is NaN or infinite: no token of it means anything."""
+    """Something computed for a request is NaN or infinite: no token of it means anything."""
 
     request_id: str
     what: str  # the logits of a token, or KV

@@ -1,4 +1,4 @@
-"""What must come out of a cell with one fault: kind x point x mode x policy -> verdict. Pure.
+"""Say what must come out of a cell with one fault: kind x point x mode x policy -> verdict. Pure.
 
 The simulator is checked against this table, and so are real cells: it is what `expected_verdict` of a spec's
 faults says. One fault strikes once. `kill`, `stop` and `restart` strike a whole rank, and its engine with it:
@@ -41,7 +41,7 @@ STATE_POINTS = ("swap_taps", "shift_taps", "state_dtype", "stale_state")
 
 
 class FaultLike(Protocol):
-    """What the table looks at in a fault."""
+    """Has what the table looks at in a fault."""
 
     @property
     def kind(self) -> str: ...

@@ -17,8 +17,8 @@ class OffloadSettings:
 
     host_bytes: int  # for the host tier's pages: as many whole blocks as fit
     layout: str = "BHLNC"
-    """How the tier's pages lie. BHLNC: the canonical page, one run for each head slice of a rank. LBNHC and
-    the like keep a page per layer, for comparison."""
+    """Says how the tier's pages lie. BHLNC: the canonical page, one run for each head slice of a rank. LBNHC
+    and the like keep a page per layer, for comparison."""
     block_size: int = 16  # tokens of a tier's block of attention, before it grows as an engine's would
     state_block_size: int | None = None
     """Tokens per kept state of a recurrent layer; None: those of the tier's attention blocks, else

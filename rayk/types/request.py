@@ -12,7 +12,7 @@ MAX_SEED = 2**63 - 1  # seeds are signed 64-bit integers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen, when to stop, and what to tell about them.
+    """Says how tokens are chosen, when to stop, and what to tell about them.
 
     A token is chosen from the model's logits by, in this order: penalties, temperature, top-k, top-p, min-p,
     and a draw. Temperature 0 takes the best token instead (the lowest id wins a tie), after penalties.
@@ -51,7 +51,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprobs:
-    """How likely the model found one token. Filled by the engine."""
+    """Says how likely the model found one token. Filled by the engine."""
 
     token_id: int
     logprob: float  # natural logarithm of its probability

@@ -59,7 +59,7 @@ class RequestRow:
 
 @dataclass(kw_only=True, slots=True)
 class TransferRow:
-    """What moved from one producer rank to one consumer rank for one request and KV group."""
+    """Records what moved from one producer rank to one consumer rank for one request and KV group."""
 
     cell_id: str
     repeat: int
@@ -122,7 +122,7 @@ def moving_ns(rows: Sequence[TransferRow]) -> int:
 
 @dataclass(kw_only=True, slots=True)
 class CellRow:
-    """What a cell found. Reports add sums and percentiles over its requests."""
+    """Records what a cell found. Reports add sums and percentiles over its requests."""
 
     cell_id: str
     axes: dict[str, object]  # every axis under its dotted name; None where it does not apply
