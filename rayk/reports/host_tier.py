@@ -9,8 +9,8 @@ import pandas as pd
 
 from rayk.reports.moves import KEYS
 from rayk.reports.page import Column, Plot
+from rayk.reports.plots import LEGEND, plain
 from rayk.reports.result import Result
-from rayk.reports.spreads import LEGEND, plain
 
 COLUMNS = (
     Column("cell_id", "cell_id"),

@@ -10,9 +10,9 @@ import pandas as pd
 from rayk.reports.answers import NAMED
 from rayk.reports.load_fields import VERDICTS
 from rayk.reports.page import Answer, Plot
+from rayk.reports.plots import DASHES, PALETTE, curve, sorted_values, spread_layout
 from rayk.reports.rerun import bench_commands
 from rayk.reports.result import Result
-from rayk.reports.spreads import DASHES, PALETTE, curve, sorted_values, spread_layout
 from rayk.reports.stages import Part, waterfall
 from rayk.reports.values import format_value
 

@@ -12,8 +12,8 @@ from rich.table import Table
 from rayk.reports.load_answers import MAX_ROWS, client_spreads, client_waterfall, load_answers
 from rayk.reports.load_fields import METRICS, STATISTICS, VERDICTS, load_headline
 from rayk.reports.page import Column, Page, Plot, Section
+from rayk.reports.plots import LEGEND, PALETTE, SYMBOLS, plain
 from rayk.reports.result import Result
-from rayk.reports.spreads import LEGEND, PALETTE, SYMBOLS, plain
 from rayk.reports.terminal import terminal_table
 from rayk.reports.values import is_null
 

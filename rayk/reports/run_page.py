@@ -12,9 +12,8 @@ from rayk.reports.answers import answers
 from rayk.reports.files import parse_spec
 from rayk.reports.grids import verdict_grids
 from rayk.reports.page import Column, Page, Section
-from rayk.reports.plots import MAX_BOXES, latency_plots, transfer_plots
+from rayk.reports.plots import MAX_BOXES, latency_plots, pareto_plot, spread_plots, transfer_plots
 from rayk.reports.result import Result
-from rayk.reports.spreads import pareto_plot, spread_plots
 from rayk.reports.stages import limit_rows, shown_limits, waterfall_data
 from rayk.reports.tp_pairs import ceiling_of, pair_grids
 from rayk.reports.values import format_bytes, format_value

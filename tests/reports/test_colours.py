@@ -12,7 +12,7 @@ import pytest
 
 from rayk.reports import ResultWriter, load
 from rayk.reports.html import TEMPLATES
-from rayk.reports.spreads import PALETTE, spread_plots
+from rayk.reports.plots import PALETTE, spread_plots
 from tests.reports.synthetic import SPEC, cell_row, request_rows
 
 BLINDNESS = {

@@ -14,7 +14,7 @@ import pytest
 from rayk.reports import Result, ResultWriter, load
 from rayk.reports.answers import answers, pass_text
 from rayk.reports.environment import copy_ceiling, copy_gb_per_s
-from rayk.reports.spreads import num_workers, pareto_rows, spread_plots
+from rayk.reports.plots import num_workers, pareto_rows, spread_plots
 from rayk.reports.stages import (
     LIMITS,
     PARTS,
