@@ -62,11 +62,9 @@ class CellJudge:
         self.twins = Twins()
 
     def needs_reference(self, cell: Cell) -> bool:
-        """Whether `prepare` has anything to do for a cell."""
         return "tokens" in cell.checks or self.needs_capture(cell)
 
     def prepare(self, cell: Cell, prompts: Prompts) -> None:
-        """Have the reference's answers ready for a cell."""
         if "tokens" in cell.checks and not cell.is_quantised:
             self._references(cell).outputs(prompts, cell.sampling)
         if self.needs_capture(cell):

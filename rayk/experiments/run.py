@@ -62,7 +62,6 @@ class Experiment:
         resume: bool = False,
         progress: Progress | None = None,
     ) -> Result:
-        """Run every cell and return the tables; see `run_experiment`."""
         progress = progress or Quiet()
         folder = out or self.loaded.default_folder()
         plan = plan_experiment(self.loaded, folder, address=address, resume=resume, tell=progress.phase)
@@ -126,7 +125,7 @@ def _unfinished(plan: ExperimentPlan, writer: ResultWriter) -> list[PlannedCell]
 
 @contextmanager
 def _full_disk_raises(folder: Path) -> Iterator[None]:
-    """Raises UserError when the results, or the reference's answers beside them, find no room."""
+    """Raise UserError when the results, or the reference's answers beside them, find no room."""
     try:
         yield
     except OSError as error:
@@ -226,7 +225,6 @@ def _run_cell(
 def _prepare_references(
     left: Sequence[PlannedCell], judges: Mapping[str, CellJudge], progress: Progress
 ) -> None:
-    """Have the reference's answers ready."""
     known = [(judges[c.spec.model], c, p) for c, p in left if not c.unsupported]
     lacking = [(judge, cell, prompts) for judge, cell, prompts in known if judge.needs_reference(cell)]
     if lacking:
