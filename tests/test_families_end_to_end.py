@@ -12,11 +12,12 @@ import pytest
 
 from rayk.engine.build import ThreadEngine
 from rayk.kv.layout import LAYOUTS
-from rayk.oracle.tiny import HYBRID, LINEAR_ROPE, YARN
+from rayk.oracle.tiny import HYBRID
 from rayk.types.config import EngineConfig
 from tests.answers import NUM_TOKENS, PROMPT_LENGTHS, Answers, make_answers
 from tests.families import ATTENTION, GROUPED
 from tests.markers import one_per
+from tests.overrides import LINEAR_ROPE, YARN
 from tests.pd import NAN_POISON, POISON, Pair, make_request
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -15,7 +15,6 @@ import pytest
 from rayk.engine.build import ThreadEngine
 from rayk.kv.layout import LAYOUTS
 from rayk.oracle.checkpoint import read_marker
-from rayk.oracle.hybrids import GATE_FIRST, LATENT_YARN, NO_EXPERTS, NO_POSITIONS
 from rayk.transfer import local_agent
 from rayk.transfer.local_agent import LocalAgent
 from rayk.types.config import EngineConfig
@@ -23,6 +22,7 @@ from rayk.types.errors import KVMismatch, LayoutVetoed, TransferError
 from tests.answers import NUM_TOKENS, PROMPT_LENGTHS, Answers, make_answers
 from tests.families import HYBRID
 from tests.markers import one_per, thorough
+from tests.overrides import GATE_FIRST, LATENT_YARN, NO_EXPERTS, NO_POSITIONS
 from tests.pd import NAN_POISON, POISON, Pair, make_request
 from tests.spec_models import ONE_GROUP
 

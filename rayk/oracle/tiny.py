@@ -80,7 +80,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "sliding_window": 51,
             "tie_word_embeddings": True,
         },
-        # The root of the hidden size, which embeddings are multiplied by, is no bfloat16 number.
+        # The embedding scale, the root of the hidden size, is not representable in bfloat16.
         "gemma3": _COMMON
         | {
             "hidden_size": 96,
@@ -167,23 +167,6 @@ HYBRID: Mapping[str, Any] = MappingProxyType(
     {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2}
 )
 """Overrides that make qwen2 or qwen3 hybrid: full attention in layers 0 and 1, sliding above."""
-
-YARN: Mapping[str, Any] = MappingProxyType(
-    {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "original_max_position_embeddings": 256,
-        }
-    }
-)
-"""Overrides that scale positions with yarn, for families with one rope for all layers."""
-
-LINEAR_ROPE: Mapping[str, Any] = MappingProxyType(
-    {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}
-)
-"""Overrides that divide every position by 4."""
 
 ADDS_BOS = frozenset({"cohere2", "gemma2", "gemma3", "gemma3n", "llama", "mistral"})
 """Families whose tokenizers prepend the BOS token by default."""

@@ -21,11 +21,12 @@ from rayk.models.families import FAMILIES as READABLE
 from rayk.oracle.checkpoint import MARKER, SUPPORTED, read_marker, write_checkpoint
 from rayk.oracle.files import checkpoint_hash, is_whole, replaced_folder
 from rayk.oracle.reference import Reference
-from rayk.oracle.tiny import FAMILIES, HYBRID, LINEAR_ROPE, YARN, family_values, make_config
+from rayk.oracle.tiny import FAMILIES, HYBRID, family_values, make_config
 from rayk.types.errors import UnsupportedArchitecture, UserError
 from tests.conftest import CheckpointFactory
 from tests.families import ATTENTION
 from tests.markers import one_per, thorough
+from tests.overrides import LINEAR_ROPE, YARN
 
 MakeReference = Callable[..., Reference]
 

@@ -11,12 +11,12 @@ import torch
 
 from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.draw import drawn_tensors
-from rayk.oracle.hybrids import GATE_FIRST, LATENT_YARN, NO_EXPERTS, NO_POSITIONS
 from rayk.oracle.text import Text
 from tests.conftest import CheckpointFactory
 from tests.families import HYBRID
 from tests.markers import one_per
 from tests.oracle.test_every_tensor_counts import forgotten, load, same_output
+from tests.overrides import GATE_FIRST, LATENT_YARN, NO_EXPERTS, NO_POSITIONS
 from tests.spec_models import ONE_GROUP
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
