@@ -144,6 +144,6 @@ def _cut_table(
         return table[:, :width].index_select(0, torch.from_numpy(requests).to(table.device))
     rows, first = torch.from_numpy(np.stack((requests, first_columns))).to(table.device).unsqueeze(-1)
     columns = first + torch.arange(width, device=table.device)
-    # Columns beyond a row's keys may be beyond the table, too; nothing reads them.
+    # Columns beyond a row's keys may exceed the table; nothing reads them.
     columns.clamp_(max=table.shape[1] - 1).add_(rows * table.shape[1])
     return table.reshape(-1).index_select(0, columns.view(-1)).view(-1, width)

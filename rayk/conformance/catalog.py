@@ -95,7 +95,7 @@ def _layouts(every: bool) -> Iterator[Check]:
         for j, theirs in enumerate(names):
             if not every and (j - i) % len(names) not in (0, 1):
                 continue
-            # Alike first at one TP size: what fails there is not for want of heads.
+            # Equal layouts use TP 1 to 1, so that a failure there is not about splitting heads.
             tp = (1, 1) if i == j else (2, 1)
             yield Check(
                 id=f"layouts.{ours}-{theirs}",

@@ -89,7 +89,7 @@ _SPECS: dict[str, Callable[[EnginePair, int], KVCacheSpec]] = {
     "full": lambda p, size: FullAttentionSpec(size, *_heads(p)),
     "sliding": lambda p, size: SlidingWindowSpec(size, *_heads(p), WINDOW),
     "chunked": lambda p, size: ChunkedLocalSpec(size, *_heads(p), CHUNK),
-    # As many elements as share a scale.
+    # Heads of as many elements as share a scale.
     "fp8-token-head": lambda p, size: FullAttentionSpec(
         size, *_heads(p, NVFP4_BLOCK, QUANTISED["fp8-token-head"])
     ),

@@ -77,7 +77,7 @@ class Host:
         sys.path[:0] = [p for p in path if p not in sys.path]
         made = load_class(target)
         self._make = made
-        # Here rather than in the first call of a rank, which is timed: torch takes long to import.
+        # Import torch here, because the first call of a rank is timed.
         import rayk.conformance.memory  # noqa: F401
 
         return ConnectorFacts(
@@ -145,7 +145,7 @@ class Host:
             answer = _guarded(lambda: method(request, tuple(peers)))
         except Raised:
             if is_new:
-                # It holds nothing of what it refused: the blocks are the engine's again.
+                # A refused request's blocks are the engine's again.
                 del found.seeds[request.request_id]
                 memory.take_back(request.request_id)
             raise
@@ -218,7 +218,7 @@ def load_class(target: str) -> Any:
         module = importlib.import_module(module_name)
         found: Any = module
         for part in name.split("."):
-            # A module may import what it offers when it is asked for.
+            # A module may import its attributes lazily.
             found = getattr(found, part, None)
     except ImportError as error:
         mend = "the module must be importable from here: install it, or set PYTHONPATH"

@@ -162,6 +162,6 @@ def _stamps(expected: Rows, found: Rows) -> str:
     wrong = [found[key][found[key] != expected[key]] for key in found]
     values, counts = np.unique(np.concatenate(wrong), return_counts=True)
     by_value: dict[int, int] = dict(zip(values.tolist(), counts.tolist(), strict=True))
-    # A byte may hold a stamp by chance, most of them cannot.
+    # A single byte may equal a stamp by chance, but not most of them.
     told = [text for stamp, text in STAMPS.items() if by_value.get(stamp, 0) * 2 > counts.sum()]
     return f"; they hold {told[0]}" if told else ""

@@ -42,7 +42,7 @@ class HostProcess:
                 stdout=self._log,
                 stderr=self._log,
                 env={"OMP_NUM_THREADS": "1", "UCX_WARN_UNUSED_ENV_VARS": "n"} | dict(os.environ),
-                # A session of its own: whatever the connector starts can be ended with it.
+                # A separate session, so that whatever the connector starts can be killed with it.
                 start_new_session=True,
             )
         self._connection = Connection(ours.detach())
@@ -141,7 +141,7 @@ class HostPool:
         """The first `count` processes, all alive. Raises UserError if the connector cannot be imported."""
         self._drop_dead()
         new = [HostProcess(self._folder.name) for _ in range(count - len(self._hosts))]
-        # From here on `close` ends them, also where one cannot import the connector.
+        # From here on `close` ends them, even if one cannot import the connector.
         self._hosts += new
         until = time.monotonic() + STARTING_S
         for host in new:

@@ -140,7 +140,7 @@ class Rig:
         else:
             hosts = self.pool.take(1) * len(names)
         self._hosts = dict(zip(names, hosts, strict=True))
-        # Processes take their time to start, which is not the connector's.
+        # Starting processes does not count against the connector.
         self._until = min(self._until, time.monotonic() + self.settings.check_s)
         self._each("open", names, lambda r: (r, self.pair, f"{self.name}-{SIDES[r[0]]}-{r[1]}"))
         blobs = self._each("describe", names, lambda r: (r,))
@@ -269,10 +269,10 @@ class Rig:
             self.poll()
             time.sleep(REST_S)
 
-    def expect_done(self, jobs: Iterable[Job], ranks: Sequence[RankName] | None = None) -> None:
-        """Raise CheckFailed if one of these ranks reported one of these requests as failed."""
+    def expect_done(self, jobs: Iterable[Job]) -> None:
+        """Raise CheckFailed if a rank reported one of these requests as failed."""
         for job in jobs:
-            for rank in self.ranks if ranks is None else ranks:
+            for rank in self.ranks:
                 report = self.reports[rank, job.request_id]
                 if report.error:
                     raise CheckFailed(f"{named(rank)} reported {job.request_id} as failed: {report.error}")
@@ -322,7 +322,7 @@ class Rig:
         for job in jobs:
             if self._lent.pop(job.request_id, None) is not None:
                 for free, request in zip(self._free, job.sides, strict=True):
-                    # The ones freed last are used last, but used: pools are small.
+                    # Freed blocks go to the end, but will be reused: pools are small.
                     free += sorted({b for t in request.block_ids for b in t} - {NULL_BLOCK} - set(free))
 
     def _note(self, report: Report) -> None:
@@ -396,7 +396,7 @@ class Rig:
             except (Hung, Died) as error:
                 failures.append(CheckFailed(str(error)))
         if failures:
-            # Worse than a refusal comes first.
+            # Report other failures before refusals.
             raise min(failures, key=lambda f: isinstance(f, Refused))
         return answers
 

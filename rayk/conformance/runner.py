@@ -130,7 +130,7 @@ class Kit:
             why_not = "it moves whole blocks only"
         if why_not is not None:
             return UNSUPPORTED, str(why_not)
-        # Names are used once, whatever a connector left behind under an earlier one.
+        # A fresh name per check, whatever a connector left behind under an earlier one.
         name = f"{check.id.replace('.', '-')}-{next(self._numbers)}"
         rig = Rig(self._pool, check.pair, name, self.settings)
         try:

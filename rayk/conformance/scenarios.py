@@ -93,7 +93,7 @@ def never_followed(rig: Rig) -> None:
     for rank in ranks:
         if rig.first_side == CONSUMER and not rig.reports[rank, job.request_id].error:
             raise CheckFailed(f"{named(rank)} reported {job.request_id} as done, which nobody sent")
-    # The second half comes after all, when everything is over.
+    # The second half comes too late.
     late = rig.try_half(job, 1 - rig.first_side, answers[job.request_id])
     _over_or_refused(rig, job, late, 1 - rig.first_side)
     rig.transfer(rig.job(PARTIAL, like=job))
@@ -112,7 +112,7 @@ def cancel_by_producer(rig: Rig) -> None:
     """Producers give a request up between its halves: nobody may take what their blocks hold then."""
     job = rig.job(PARTIAL, deadline_s=rig.settings.fault_s)
     if not rig.is_pull:
-        # Nothing to give up yet: it is as if they had never heard of it.
+        # Producers do not know the request yet.
         rig.begin([job])
         rig.release(PRODUCER, job.request_id)
         rig.wait([job], rig.side(CONSUMER))
@@ -200,7 +200,7 @@ def opened_again(rig: Rig) -> None:
         rig.transfer(rig.job(20))
         rig.end()
         counts.append(rig.resources())
-    # What a library starts at first use, it may keep.
+    # A library may keep what it starts at first use.
     for what, first in counts[1].items():
         found = [count[what] for count in counts]
         if all(later > earlier for earlier, later in zip(found[1:], found[2:], strict=False)):

@@ -139,7 +139,7 @@ class VllmConnector(BaseConnector):
                 _, blocks = self._receiving.pop(request_id)
                 wrong = sorted(blocks & failed)
                 self.finish(request_id, f"blocks {wrong} were not loaded" if wrong else "")
-        # A worker that is late still writes: only its own end of the request says that it does not.
+        # A late worker may still write; only its own report says that it has stopped.
         return super().poll()
 
     def held(self) -> dict[str, int]:

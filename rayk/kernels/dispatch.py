@@ -6,10 +6,8 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 _MODULES = {"reference": ("reference",), "torch": ("torch_cpu",), "triton": ("launch", "triton")}
 """Where `<operation>_<impl>` stands in the operation's folder: the first of these that there is."""

@@ -31,7 +31,7 @@ def live_part(group: KVCacheGroup, table: BlockTable, num_tokens: int) -> BlockT
     size = group.spec.block_size
     starts = [lane.live_rows(num_tokens).start for lane in group.lanes]
     stop = -(-num_tokens // size)
-    # Where chunks end nothing lives, not even in a block that has room.
+    # At a chunk's end nothing is live, even if the last block has room.
     first = min(starts) // size if min(starts) < num_tokens else stop
     blocks = table.blocks[first:stop]
     if len(table.blocks) < stop or NULL_BLOCK in blocks:

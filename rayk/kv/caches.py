@@ -194,7 +194,7 @@ class _HostMemory(mmap.mmap):
             self.locked_at = address
 
     def __del__(self) -> None:
-        # Before it is unmapped. When Python ends, CUDA may be gone already, and the lock with it.
+        # Unlock before unmapping. At interpreter exit CUDA, and the lock with it, may be gone already.
         if self.locked_at is not None:
             cuda: Any = torch.cuda
             with contextlib.suppress(Exception):
@@ -207,7 +207,7 @@ def _tensors(
     """The tensors that cover the pages, and each group's references."""
     blocks = geometry.num_blocks
     if geometry.layout.block_outermost:
-        # One tensor holds whole blocks, of every group.
+        # One tensor holds whole blocks of every group.
         whole = pages.view(blocks, geometry.block_bytes)
         return (whole,), tuple((BlockReference(0, 0, geometry.block_bytes),) for _ in geometry.groups)
     stretches = list(_stretches(geometry))
@@ -231,7 +231,7 @@ def _stretches(geometry: RankGeometry) -> Iterator[tuple[int, int | None]]:
     if around == "L":
         yield from ((geometry.block_bytes // positions, position) for position in range(positions))
         return
-    # Groups are alike here: the first one's bundles are everybody's, inside each layer or around all.
+    # All groups have the first one's bundles here, inside each layer or around all layers.
     outer, inner = ("L", around[1:]) if around[0] == "L" else ("", around)
     for at in product(*(range(positions) for _ in outer)):
         for fields in first.bundles:

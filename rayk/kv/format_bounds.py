@@ -20,7 +20,7 @@ def error_bound(kv_format: KVFormat, values: Floats, scale: float = 1.0) -> Floa
     """The most by which each of `values` [..., head elements] differs after a round trip. `scale` is the
     layer's scale, where the format has one."""
     size = np.abs(np.asarray(values, dtype=np.float64))
-    # Scales and quotients are rounded to float32 on the way, by 2^-24 of a value that may be off by 2^-4.
+    # Scales and quotients are also rounded to float32: 2^-24 of a value that may be off by 2^-4.
     slack = 1 + 2.0**-18
     half_ulp = 2.0**-kv_format.significand_bits
     if kv_format.scales == "none":

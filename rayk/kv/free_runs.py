@@ -61,7 +61,7 @@ class FreeRuns:
 
     def remove(self, start: int, count: int) -> None:
         """Remove the ids from `start` on, all of which must be present."""
-        # Whoever goes on behind ids of its own, or asks `first`, begins where a run does.
+        # Callers that continue their own ids, or ask `first`, start at the beginning of a run.
         first = self._is_in.rfind(0, 0, start) + 1
         stop = first + self._longest[self._num_leaves + first]
         self._is_in[start : start + count] = bytes(count)

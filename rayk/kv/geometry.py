@@ -162,9 +162,9 @@ def plan_rank(
         _lay_out(g, layout, tp_size=tp_size, tp_rank=tp_rank, num_blocks=num_blocks, kernel_block_size=n)
         for g, n in zip(groups, rows, strict=True)
     ]
-    # What one index of the block axis takes for all groups: whole blocks, or pages inside a layer.
+    # Bytes per index of the block axis, equal for all groups: whole blocks, or pages inside a layer.
     step = max(share.step for share in shares)
-    # Every group cuts its kernel blocks from it, and each must start at a whole element.
+    # Every group divides it into kernel blocks, which must start at whole elements.
     alignment = lcm(*(share.ratio * share.alignment for share in shares))
     step = _round_up(step, alignment)
     laid_out = tuple(share.place(step) for share in shares)
@@ -329,7 +329,8 @@ def _lay_out(
     bundles: list[_Bundle] = []
     size = 0
     for members in fields:
-        units = _shared_units(members, tp_size, tp_rank)
+        units = members[0].shard(tp_size, tp_rank)
+        assert all(f.shard(tp_size, tp_rank) == units for f in members), "fields of one bundle share units"
         content = sum(f.row_bytes for f in members)
         strides, used = _strides(axes[cut:], sizes | {"H": len(units)}, content, padding)
         bundles.append(_Bundle(members, units, size, strides))
@@ -351,12 +352,6 @@ def _strides(axes: str, sizes: Mapping[str, int], step: int, padding: int) -> tu
     return strides, step
 
 
-def _shared_units(fields: Sequence[PageField], tp_size: int, tp_rank: int) -> tuple[int, ...]:
-    units = fields[0].shard(tp_size, tp_rank)
-    assert all(f.shard(tp_size, tp_rank) == units for f in fields), "fields of one bundle share units"
-    return units
-
-
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
@@ -373,7 +368,7 @@ def _decode(group: GroupGeometry, field: FieldGeometry, byte: int, num_blocks: i
     }
     found: dict[str, int] = {}
     for name, (stride, size) in sorted(axes.items(), key=lambda a: (-a[1][0], a[1][1])):
-        # An axis of size one may have any stride: it takes nothing.
+        # An axis of size one may have any stride.
         found[name] = min(rest // stride, size - 1)
         rest -= found[name] * stride
     if rest >= field.field.row_bytes:

@@ -132,7 +132,11 @@ def choose_positions(kinds: Sequence[tuple[KVCacheSpec, int]]) -> int:
     """Positions per group for kinds of layers (spec, number of layers): the cheapest for a reference request,
     or fewer groups if these cost and hold at most SLACK times as much. Block sizes of the specs do not count.
     """
-    specs = [_reference(spec) for spec, _ in kinds]
+    # A state has one block per request.
+    specs = [
+        with_block_size(spec, REFERENCE_BLOCK_SIZE if spec.has_token_rows else REFERENCE_TOKENS)
+        for spec, _ in kinds
+    ]
     candidates = []
     for positions in range(1, max(count for _, count in kinds) + 1):
         num_groups = [-(-count // positions) for _, count in kinds]
@@ -216,8 +220,3 @@ def _cost(specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: in
     """Cost of a reference request, in bytes."""
     blocks, held_bytes = _reference_blocks(specs, num_groups, positions)
     return held_bytes + blocks * BLOCK_COST_BYTES
-
-
-def _reference(spec: KVCacheSpec) -> KVCacheSpec:
-    """The spec by which groupings are compared; a state has one block per request."""
-    return with_block_size(spec, REFERENCE_BLOCK_SIZE if spec.has_token_rows else REFERENCE_TOKENS)

@@ -201,7 +201,7 @@ class KVCacheManager:
         if self.prefixes is None:
             return nothing
 
-        # One answer of each block: what is elsewhere may be lost at any time.
+        # Ask about each block once: blocks elsewhere may be lost at any time.
         answers: dict[tuple[int, bytes], Since | None] = {}
 
         def there(group: int, key: bytes) -> Since | None:
@@ -217,7 +217,7 @@ class KVCacheManager:
             lacking = self._lacking(found, held_tokens)
             if not lacking:
                 return found
-            # One lane has its rows here, another there, and none of the blocks has both.
+            # One lane has its rows here, another elsewhere, and no block has both.
             answers |= dict.fromkeys(lacking)
 
     def _find(
@@ -243,7 +243,7 @@ class KVCacheManager:
                 blocks = self.prefixes.blocks(g.index, keys, rows, number, there)
                 for index, block in enumerate(blocks, rows.start // size):
                     found.setdefault(index, set()).add(block)
-            # What one lane lacks here is missing for all.
+            # A block that one lane lacks is missing for all.
             tables.append(tuple(min(found.get(i, {NULL_BLOCK})) for i in range(num_tokens // size)))
             gone = sorted(index for index, of_lanes in found.items() if NULL_BLOCK in of_lanes)
             missing += [(g.index, index, keys[(index + 1) * size]) for index in gone]
@@ -304,7 +304,7 @@ class KVCacheManager:
         for g, here in zip(self.groups, held.blocks if held else [()] * len(self.groups), strict=True):
             first = g.spec.live_rows(num_tokens).start // g.spec.block_size
             if here and held:
-                # What layers with windows need of a group that keeps all may begin later.
+                # In a group that keeps all rows, layers with windows may need only later ones.
                 first = held.num_tokens // g.spec.block_size - len(here)
             since = tuple(lane.live_rows(num_tokens).start for lane in g.lanes)
             num_named = min(since) // g.spec.block_size

@@ -99,7 +99,7 @@ def block_strides(group: GroupGeometry, addresses: Ints) -> Ints:
     ratio = group.kernel_blocks_per_block
     if len(strides) == 1:
         return np.full(len(addresses), strides.pop() * ratio, dtype=np.int64)
-    # A bundle goes from its first field to the next bundle's: inside each layer, or around all of them.
+    # A bundle extends to the next bundle's first field: inside each layer, or around all of them.
     starts = np.array([bundle[0].offset for bundle in group.bundles], dtype=np.int64)
     steps = np.array([bundle[0].block_stride * ratio for bundle in group.bundles], dtype=np.int64)
     layer = group.fields[0].layer_stride

@@ -348,6 +348,6 @@ def max_live_blocks(spec: KVCacheSpec, max_tokens: int, num_new_tokens: int = 0)
     """Most `held_blocks` of a sequence of up to `max_tokens` while `num_new_tokens` rows are written."""
     whole = -(-max_tokens // spec.block_size)
     rows = len(spec.live_rows(spec.fullest_at(max_tokens))) + num_new_tokens
-    # The farthest from a block's start that live rows may begin: at its last row, if they begin anywhere.
+    # The largest offset in a block at which live rows may begin.
     offset = spec.block_size - gcd(spec.block_size, spec.live_step)
     return min(whole, -(-(offset + rows) // spec.block_size))

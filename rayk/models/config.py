@@ -377,7 +377,7 @@ class DecoderConfig:
                 assert kind == "attention" or getattr(self, kind) is not None, f"no {kind} settings"
 
     def __hash__(self) -> int:
-        # Of what tells models apart: to hash every layer takes longer than what is cached by it.
+        # A few distinguishing fields: hashing every layer takes longer than computing what is cached by it.
         return hash((self.architecture, self.hidden_size, self.num_layers, self.vocab_size))
 
     @property

@@ -50,7 +50,7 @@ ELSEWHERE = frozenset(
 HARMLESS = frozenset(
     {
         *("family", "dtype", "max_positions", "stated_positions"),
-        # Behind the last layer, where nothing is cached any more.
+        # Used after the last layer, where nothing is cached.
         *("tie_embeddings", "logit_scale", "final_soft_cap"),
         *("bos_token_id", "eos_token_ids", "pad_token_id"),
     }
@@ -63,7 +63,8 @@ def fingerprint(path: str | Path, config: DecoderConfig) -> dict[str, str]:
     weights file cannot be read."""
     settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in HARMLESS | ELSEWHERE}
     mixers = {name: value for name, value in settings.items() if is_dataclass(value)}
-    # Keys, values and states of a layer are made of all that the layers below it computed.
+    has_attention = any("attention" in layer.mixers for layer in config.layers)
+    # A layer's keys, values and states depend on everything that lower layers compute.
     block = {name: value for name, value in settings.items() if name not in mixers and value is not None}
     return {
         "architecture": config.architecture,
@@ -76,19 +77,14 @@ def fingerprint(path: str | Path, config: DecoderConfig) -> dict[str, str]:
             for f in fields(LayerConfig)
         },
         "norm": _text(config.norm),
-        "attention_settings": _attention(config),
+        "attention_settings": (
+            _text({name: getattr(config, name) for name in ATTENTION}) if has_attention else "none"
+        ),
         "mixer_settings": _text(mixers),
         "block": _text(block),
         "vocab_size": str(config.vocab_size),
         "weights": weights_digest(Path(path)),
     }
-
-
-def _attention(config: DecoderConfig) -> str:
-    """The shared attention settings; "none" without attention layers."""
-    if not any("attention" in layer.mixers for layer in config.layers):
-        return "none"
-    return _text({name: getattr(config, name) for name in ATTENTION})
 
 
 def _text(value: Any) -> str:
@@ -124,7 +120,7 @@ def _samples(handle: BinaryIO, start: int, num_bytes: int) -> Iterator[bytes]:
         handle.seek(start)
         yield handle.read(num_bytes)
         return
-    # Evenly spaced, the first and the last bytes included.
+    # Evenly spaced, including the first and the last bytes.
     for i in range(NUM_SAMPLES):
         handle.seek(start + (num_bytes - SAMPLE_BYTES) * i // (NUM_SAMPLES - 1))
         yield handle.read(SAMPLE_BYTES)

@@ -95,7 +95,7 @@ class Pieces:
     def experts(self, layer: int, parameter: str, experts: range, shape: tuple[int, ...]) -> torch.Tensor:
         """`experts` (the first axis) of a tensor of `shape`, read one by one."""
         name = self.names.in_layer(layer, parameter)
-        # Where there is nothing to hold the tensor must be there, too: it has its use on other ranks.
+        # Check it even if this rank holds nothing, since other ranks need it.
         self.reader.require(name, shape)
         out = self.empty(len(experts), *shape[1:])
         for slot, expert in enumerate(experts):

@@ -138,14 +138,14 @@ def drawn_tensors(model: Any) -> list[tuple[str, torch.Tensor]]:
 
 
 def _draw(gains: Gains, name: str, tensor: torch.Tensor, seed: str) -> torch.Tensor:
-    # crc32 is the same in every process, which hash() is not.
+    # Unlike hash(), crc32 is the same in every process.
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
     return gains.draw(name, tuple(tensor.shape), generator)
 
 
 def _settle(model: Any, prompt: tuple[int, ...], seed: str, dtype: torch.dtype) -> bool:
     """Redraw routers until they choose clearly on the prompt; False if that fails."""
-    # gpt_oss is found without, and keeps the weights it always had.
+    # gpt_oss succeeds without it, and so keeps its earlier weights.
     if not prompt or model.config.model_type == "gpt_oss" or not routers(model):
         return True
     gains = Gains.of(model)
@@ -162,7 +162,7 @@ def _settle(model: Any, prompt: tuple[int, ...], seed: str, dtype: torch.dtype) 
 def _probe_all(model: Any, prompts: Sequence[tuple[int, ...]], eos_id: int) -> tuple[Probe, ...] | None:
     """The probes of all prompts; None at the first whose output is not good enough."""
     probes = []
-    # The longest prompt costs most: last.
+    # The longest prompt costs most and comes last.
     for prompt in prompts:
         probe = _probe(model, prompt)
         distinct = len(set(probe.output))

@@ -98,7 +98,9 @@ class Following:
         unsettled = _may_flip(self.rounding, values, scale)
         stored = self.stored.get(layer, {}).get(side)
         if stored is not None:
-            here = slice(max(first, stored.first), min(first + values.shape[1], _end(stored)))
+            here = slice(
+                max(first, stored.first), min(first + values.shape[1], stored.first + stored.values.shape[1])
+            )
             if here.start < here.stop:
                 mine = slice(here.start - first, here.stop - first)
                 theirs = stored.values[:, here.start - stored.first : here.stop - stored.first]
@@ -118,10 +120,6 @@ class Following:
         if self.first_unsettled is not None:
             legal = legal[:, : max(0, self.first_unsettled - first)]
         self.refused += [Refused(layer, side, h, first + t) for h, t in (~legal).nonzero().tolist()]
-
-
-def _end(stored: StoredRows) -> int:
-    return stored.first + stored.values.shape[1]
 
 
 def _may_flip(rounding: KVRounding, values: torch.Tensor, scale: float) -> torch.Tensor:

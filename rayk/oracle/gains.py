@@ -94,7 +94,7 @@ class Gains:
             return recurrence
         normal = torch.randn(shape, generator=generator)
         if name.endswith("sinks"):
-            # As large as the sum of what a query sees, for some heads; next to nothing for others.
+            # Comparable to the sum over a query's keys for some heads, negligible for others.
             return 3.0 + 4.0 * normal
         if name.endswith("bias"):
             return (0.5 if "router" in name else 0.2) * normal
@@ -135,7 +135,7 @@ class Gains:
             return 2.0 * base
         if name.endswith("dt_proj.weight"):
             return _STEP_STD * base
-        # A tied model would repeat its input token, were the embedding not drowned by the layers.
+        # A tied model would repeat its input token unless the layers dominate the embedding.
         share = 3.0 / self.logit_scale if self.tied else 1.0 / self.branch_scale
         if "o_proj" in name:
             return 3.0 * share * base

@@ -115,7 +115,7 @@ def round_blocks(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     quotients = torch.where(scales == 0, 0.0, blocks / scales)
     levels = torch.tensor(E2M1_LEVELS)
     size = quotients.abs().clamp(max=E2M1_LARGEST).double()
-    # The nearest level; of two as near the one of even index.
+    # The nearest level; of two equally near ones, the one with an even index.
     distance = (size.unsqueeze(-1) - levels.double()).abs()
     nearest = distance.amin(-1, keepdim=True)
     index = torch.arange(len(E2M1_LEVELS))

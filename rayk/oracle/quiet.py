@@ -24,7 +24,7 @@ def no_progress_bars() -> Iterator[None]:
 @contextmanager
 def no_kernel_advice() -> Iterator[None]:
     """Suppress the advice to install faster kernels: the reference should be transformers' own code."""
-    # Not a level of its own: to set one clears what every logger has cached, for each token that is fed.
+    # A filter, because setting a level would clear every logger's cache for each token.
     logger = python_logging.getLogger("transformers.integrations.hub_kernels")
     logger.addFilter(_is_error)
     try:

@@ -229,7 +229,7 @@ class Reference:
                     local_files_only=True,
                 )
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-            # RuntimeError: weights that are not of config.json's shapes.
+            # RuntimeError: weights whose shapes differ from config.json.
             raise CheckpointError(
                 f"transformers cannot load it: {error}", where=str(self.model_path)
             ) from error

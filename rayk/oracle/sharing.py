@@ -79,7 +79,7 @@ class SharingCache(DynamicCache):  # type: ignore[misc]
             in_use = super().update(key_states, value_states, layer_idx, *args, **kwargs)
             self._in_use[layer_idx] = in_use
             source = layer_idx
-        # Earlier layers come first: a target's are of this pass.
+        # Targets come earlier, so theirs are already of this pass.
         return self._in_use[source]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

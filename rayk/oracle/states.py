@@ -34,7 +34,7 @@ def layer_caches(config: Any, cache: Any) -> list[Fields]:
     config: transformers' config object. cache: its DynamicCache, fed with one text.
     """
     types = getattr(config, "layer_types", None) or ["full_attention"] * len(cache.layers)
-    # The last layers keep nothing where they share others' keys and values: the cache may end before them.
+    # Sharing layers at the end keep nothing: the cache may end before them.
     num_kept = len(cache.layers)
     found = [_fields(config, kind, layer) for kind, layer in zip(types[:num_kept], cache.layers, strict=True)]
     return found + [{}] * (len(types) - num_kept)

@@ -64,7 +64,7 @@ class ShmComm:
         self.name = "shm"
         self._timeout_s = timeout_s
         self._slot_bytes = slot_bytes
-        # Per rank one line of flags: [0] the round, [1] and [2] what its slots of each parity hold.
+        # One line of flags per rank: [0] the round, [1] and [2] the contents of its slots of each parity.
         num_bytes = size * (_LINE + 2 * slot_bytes)
         self._link: Link | None = connect(rank, size, address, num_bytes, timeout_s)
         self._flags = memoryview(self._link.memory)[: size * _LINE].cast("q")
@@ -126,7 +126,7 @@ class ShmComm:
             return
         self._views.clear()
         self._flags.release()
-        # The memory itself goes with the last tensor on it.
+        # The memory is freed with the last tensor that uses it.
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._link.close()
         self._link = None

@@ -103,7 +103,7 @@ class Link:
 def connect(rank: int, size: int, address: str, num_bytes: int, timeout_s: float) -> Link:
     """Meet the other ranks. Raises CommError if they have not all come within the timeout."""
     assert 0 <= rank < size <= 255, (rank, size)
-    # A leading NUL: a name in the kernel only, gone with the socket. Any user may take or call it.
+    # A leading NUL makes an abstract name, gone with the socket; any user may bind or connect to it.
     key = hashlib.blake2b(f"{os.geteuid()} {address}".encode(), digest_size=16).hexdigest()
     name = f"\0rayk-shm-{key}"
     deadline = time.monotonic() + timeout_s

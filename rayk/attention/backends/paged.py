@@ -105,7 +105,7 @@ class PagedBackend:
     ) -> torch.Tensor:
         assert metadata.window is None, "latent attention has no window"
         common = metadata.common
-        # To the storing kernel these are the key and the value of a single head.
+        # They are stored like the key and the value of a single head.
         store_kv(
             latent.unsqueeze(1),
             rope.unsqueeze(1),

@@ -8,16 +8,12 @@ kernel, whose grid depends on no data, so that a CUDA graph can capture it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from rayk.kernels.interpreter import INTERPRETED, launching
-
-if TYPE_CHECKING:
-    from rayk.kernels.segments import Segments
+from rayk.kernels.segments import Segments
 
 TILE_TOKENS = 32
 TILE_CHANNELS = 128

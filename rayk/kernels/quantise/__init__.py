@@ -6,15 +6,11 @@ e4m3; where scales are computed, one of them makes all values that share its sca
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from rayk.kernels.quantise.cache import QuantisedKV, head_size_v, quantised_kv
 from rayk.kernels.quantise.reference import Quantised, dequantise_reference, quantise_reference
-
-if TYPE_CHECKING:
-    import torch
-
-    from rayk.kv.formats import KVFormat
+from rayk.kv.formats import KVFormat
 
 __all__ = ["Quantised", "QuantisedKV", "dequantise", "head_size_v", "quantise", "quantised_kv"]
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from rayk.kernels.dispatch import default_impl, implementation
+from rayk.kernels.segments import Segments
 from rayk.kernels.states import is_dense_inside
-
-if TYPE_CHECKING:
-    import torch
-
-    from rayk.kernels.segments import Segments
 
 
 def selective_scan(

@@ -6,16 +6,12 @@ token each is a walk of one: the grid depends on no data, so that a CUDA graph c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 
 from rayk.kernels.interpreter import INTERPRETED, launching
-
-if TYPE_CHECKING:
-    from rayk.kernels.segments import Segments
+from rayk.kernels.segments import Segments
 
 TILE_ELEMENTS = 512
 """States per program, 16 a thread."""

@@ -6,17 +6,15 @@ Float32 steps walk too, since tensor cores would keep only some bits. Other batc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 
 from rayk.kernels.interpreter import INTERPRETED, launching
+from rayk.kernels.segments import Segments
 from rayk.kernels.ssd_scan.triton import ssd_chunk_kernel, ssd_walk_kernel
 from rayk.kernels.target import Target, current_target
-
-if TYPE_CHECKING:
-    from rayk.kernels.segments import Segments
 
 WALK_ELEMENTS = 4096
 """States per walking program, 32 a thread."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
 from rayk.kernels.quantise.cache import QuantisedKV
 from rayk.kernels.quantise.reference import quantise_reference
-
-if TYPE_CHECKING:
-    import torch
 
 
 def store_kv_reference(

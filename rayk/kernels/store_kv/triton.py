@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+import torch
 import triton
 import triton.language as tl
 
 from rayk.kernels.interpreter import INTERPRETED, launching
 from rayk.kernels.quantise.cache import QuantisedKV
 from rayk.kernels.quantise.triton import quantise_tile
-
-if TYPE_CHECKING:
-    import torch
 
 TILE_ELEMENTS = 2048
 """Keys or values per program: 16 bytes a thread and step with 4 warps and 16-bit elements."""

@@ -116,26 +116,22 @@ def num_groups(raw: RawConfig, key: str, num_heads: int) -> int:
     return groups
 
 
-def refuse_time_steps(raw: RawConfig, key: str = "time_step_limit") -> None:
+def refuse_time_steps(raw: RawConfig) -> None:
     """Raise UnsupportedArchitecture for limits of dt. Infinity may be written as today's transformers does.
 
     transformers clamps dt in prefill but not in decode (mamba2/modeling_mamba2.py:279 and :195), so there is
     no right answer to compare with.
     """
-    limits = raw.get(key, [0.0, math.inf])
+    limits = raw.get("time_step_limit", [0.0, math.inf])
     if not isinstance(limits, list | tuple) or len(limits) != 2:
-        raise CheckpointError(f"`{key}` must list two numbers, not {limits!r}", where=raw.where)
+        raise CheckpointError(f"`time_step_limit` must list two numbers, not {limits!r}", where=raw.where)
     low, high = (value.get("__float__") if isinstance(value, dict) else value for value in limits)
-    if not _is_free(low, high):
+    is_free = isinstance(low, int | float) and low <= 0 and high in (math.inf, "Infinity", "inf")
+    if not is_free:
         raise raw.refuse(
-            f"`{key}` {limits!r} limits the time steps, which is not supported",
+            f"`time_step_limit` {limits!r} limits the time steps, which is not supported",
             "transformers itself limits them in prefill but not in decode",
         )
-
-
-def _is_free(low: object, high: object) -> bool:
-    """Whether the limits exclude no time step; infinity may be a word."""
-    return isinstance(low, int | float) and low <= 0 and high in (math.inf, "Infinity", "inf")
 
 
 def mamba2_names(module: str) -> dict[str, str]:

@@ -57,7 +57,7 @@ def parse(raw: RawConfig) -> DecoderConfig:
         num_kv_heads=heads,
         ropes=tuple(rope if turns else None for turns in turning),
         norm=NormConfig(eps=eps),
-        mlp=_dense(raw),
+        mlp=replace(common.parse_mlp(raw), intermediate_size=raw.count("intermediate_size_mlp")),
         bias=raw.flag("attention_bias"),
     )
     return replace(
@@ -138,7 +138,7 @@ def _routed_layers(raw: RawConfig, num_layers: int) -> frozenset[int]:
     if not isinstance(listed, list) or any(not isinstance(i, int) or isinstance(i, bool) for i in listed):
         raise CheckpointError(f"`moe_layers` must list layers, not {listed!r}", where=raw.where)
     for index in listed:
-        # transformers skips it without a word; no released config.json has one, so it is a slip.
+        # transformers ignores it silently; no released config.json has one, so it is a mistake.
         if not 0 <= index < num_layers:
             raise CheckpointError(
                 f"`moe_layers` lists layer {index}, which is none of {num_layers} (`num_hidden_layers`)",
@@ -161,10 +161,6 @@ def _experts(raw: RawConfig) -> ExpertsConfig:
         weighs_inputs=True,
         shared=MlpConfig(intermediate_size=size),
     )
-
-
-def _dense(raw: RawConfig) -> MlpConfig:
-    return replace(common.parse_mlp(raw), intermediate_size=raw.count("intermediate_size_mlp"))
 
 
 _FEED_FORWARD = "model.layers.{i}.feed_forward"

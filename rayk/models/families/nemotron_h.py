@@ -59,7 +59,7 @@ def parse(raw: RawConfig) -> DecoderConfig:
 
 
 def _kinds(raw: RawConfig) -> tuple[str, ...]:
-    # Released files have `num_hidden_layers` besides, which transformers leaves unread too.
+    # Released files also have `num_hidden_layers`, which transformers ignores too.
     kinds = hybrid.layer_kinds(raw, ("layers_block_type", "layer_types"), None)
     if kinds is None and raw.get(_OLD_KEY) is not None:
         letters = [_PATTERN.get(letter, letter) for letter in str(raw.get(_OLD_KEY))]
@@ -101,7 +101,7 @@ def _mamba2(raw: RawConfig, eps: float) -> Mamba2Config:
     """`time_step_limit` is unused (nemotron_h/modeling_nemotron_h.py:414)."""
     raw.require("mamba_hidden_act", *hybrid.SILU)
     if raw.number("time_step_min", MAX_TIME_STEP_MIN) > MAX_TIME_STEP_MIN:
-        # In prefill transformers takes no step below it, in decode it does.
+        # transformers clamps steps to it in prefill but not in decode.
         raise raw.refuse(
             f"`time_step_min` {raw.get('time_step_min')} limits the time steps, which is not supported",
             f"at most {MAX_TIME_STEP_MIN}",

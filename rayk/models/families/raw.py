@@ -12,7 +12,7 @@ from rayk.types.files import JSON_BYTES, parse_json, read_text
 
 _MOST = (
     (1 << 10, ("num_hidden_layers",)),
-    # Positions of a state's convolution are gone through one by one, as layers, heads and experts are.
+    # Convolution widths are looped over, as are layers, heads and experts.
     (1 << 6, ("conv",)),
     (1 << 12, ("num_", "_n_", "n_group", "n_routed", "n_shared", "expand")),
     (1 << 14, ("head_dim", "d_head", "state")),

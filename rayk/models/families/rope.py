@@ -68,14 +68,6 @@ def _rotary_size(raw: RawConfig, rope: RawConfig, head_size: int, *, partial: bo
     return size
 
 
-def _default(raw: RawConfig, rope: RawConfig, rotary_size: int) -> dict[str, Any]:
-    return {}
-
-
-def _linear(raw: RawConfig, rope: RawConfig, rotary_size: int) -> dict[str, Any]:
-    return {"factor": rope.number("factor")}
-
-
 def _llama3(raw: RawConfig, rope: RawConfig, rotary_size: int) -> dict[str, Any]:
     return {
         "factor": rope.number("factor"),
@@ -131,8 +123,8 @@ def _longrope(raw: RawConfig, rope: RawConfig, rotary_size: int) -> dict[str, An
 
 
 _SCALING: dict[str, Callable[[RawConfig, RawConfig, int], dict[str, Any]]] = {
-    "default": _default,
-    "linear": _linear,
+    "default": lambda raw, rope, rotary_size: {},
+    "linear": lambda raw, rope, rotary_size: {"factor": rope.number("factor")},
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

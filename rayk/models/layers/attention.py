@@ -213,7 +213,7 @@ def _query_rows(num_heads: int, held: tuple[int, ...], size: int, *, gated: bool
     """Rows of `q`; if heads are `gated`, each holds q then the gate, and gates come first in the result."""
     if not gated:
         return Rows("q", num_heads * size, head_rows(held, size))
-    # In halves of a head: 2 h is the query of head h, 2 h + 1 its gate.
+    # In units of half a head: 2 h is the query of head h, 2 h + 1 its gate.
     halves = [2 * head + 1 for head in held] + [2 * head for head in held]
     return Rows("q", 2 * num_heads * size, head_rows(halves, size))
 

@@ -69,14 +69,14 @@ class LmHead:
             logits = logits * self._scale
         if self._soft_cap is not None:
             capped = (logits / self._soft_cap).tanh_().mul_(self._soft_cap)
-            # The cap makes a number of an infinity: times 0 that is NaN, and all else is nothing to add.
+            # The cap hides infinities: infinity * 0 is NaN and adds it back, other logits add 0.
             logits = capped.add_(logits * 0)
         return logits
 
     def _gathered(self, local: torch.Tensor) -> torch.Tensor:
         if self._comm.size == 1:
             return local
-        # all_gather wants equal shapes: shares differ by one row at most.
+        # all_gather needs equal shapes; shares differ by at most one row.
         padded = F.pad(local, (0, max(self._sizes) - local.shape[1]))
         shares = self._comm.all_gather(padded)
         kept = [share[:, :size] for share, size in zip(shares, self._sizes, strict=True)]

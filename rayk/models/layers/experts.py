@@ -79,7 +79,7 @@ def _single(build: Build, index: int, mlp: ExpertsConfig, held: range) -> Expert
     width, size = mlp.latent_size or build.config.hidden_size, mlp.intermediate_size
     parts = ("experts_up",) if mlp.kind == "relu2" else ("experts_gate", "experts_up")
     reader, names = build.pieces.reader, build.pieces.names
-    # All of them must be there: those of other experts have their use on other ranks.
+    # Check all experts, since other ranks need the others.
     for expert in range(mlp.num_experts):
         for part in parts:
             reader.require(names.of_expert(index, expert, f"{part}.weight"), (size, width))

@@ -86,42 +86,37 @@ def build_mamba1(build: Build, index: int) -> Mamba1:
     unit_size = channels_per_unit(config.num_channels)
     units = shard.query_heads(config.num_channels // unit_size, *build.tp, f"runs of {unit_size} channels")
     (channels,) = head_rows(units, unit_size)
+
+    def rows(parameter: str) -> Rows:
+        return Rows(parameter, config.num_channels, (channels,))
+
+    def cut(parameter: str, *rest: int) -> torch.Tensor:
+        """The rank's channels of a tensor [channels, *rest], in the model's dtype."""
+        return build.pieces.rows(build.name(index, parameter), (config.num_channels, *rest), channels)
+
     weights = Mamba1Weights(
-        inputs=build.linear(index, (_rows("ssm_in", config, channels),) * 2, bias=config.proj_bias),
-        conv=_conv(build, index, config, channels, ConvPart("conv_x", units, unit_size)),
+        inputs=build.linear(index, (rows("ssm_in"),) * 2, bias=config.proj_bias),
+        conv=CausalConv(
+            cut("ssm_conv.weight", 1, config.conv_width).squeeze(1),
+            cut("ssm_conv.bias") if config.conv_bias else None,
+            (ConvPart("conv_x", units, unit_size),),
+        ),
         selection=build.row_parallel(
             index,
-            _rows("ssm_selection", config, channels),
+            rows("ssm_selection"),
             bias=False,
             num_outputs=config.dt_rank + 2 * config.state_size,
             # The norms and the scan behind it need the whole sums.
             reduce=True,
         ),
         norms=_norms(build, index, config),
-        dt=Linear(_cut(build, index, "ssm_dt.weight", config, channels, config.dt_rank), None),
-        decay=-_cut(build, index, "ssm_a", config, channels, config.state_size).float().exp(),
-        skip=_cut(build, index, "ssm_d", config, channels).float(),
-        dt_bias=_cut(build, index, "ssm_dt.bias", config, channels).float(),
-        out=build.row_parallel(index, _rows("ssm_out", config, channels), bias=config.proj_bias),
+        dt=Linear(cut("ssm_dt.weight", config.dt_rank), None),
+        decay=-cut("ssm_a", config.state_size).float().exp(),
+        skip=cut("ssm_d").float(),
+        dt_bias=cut("ssm_dt.bias").float(),
+        out=build.row_parallel(index, rows("ssm_out"), bias=config.proj_bias),
     )
     return Mamba1(layer=index, unit_ids=units, weights=weights)
-
-
-def _rows(parameter: str, config: Mamba1Config, channels: range) -> Rows:
-    return Rows(parameter, config.num_channels, (channels,))
-
-
-def _cut(
-    build: Build, index: int, parameter: str, config: Mamba1Config, channels: range, *rest: int
-) -> torch.Tensor:
-    """The rank's channels of a tensor [channels, *rest], in the model's dtype."""
-    return build.pieces.rows(build.name(index, parameter), (config.num_channels, *rest), channels)
-
-
-def _conv(build: Build, index: int, config: Mamba1Config, channels: range, part: ConvPart) -> CausalConv:
-    weight = _cut(build, index, "ssm_conv.weight", config, channels, 1, config.conv_width)
-    bias = _cut(build, index, "ssm_conv.bias", config, channels) if config.conv_bias else None
-    return CausalConv(weight.squeeze(1), bias, (part,))
 
 
 def _norms(build: Build, index: int, config: Mamba1Config) -> Mamba1Norms | None:

@@ -133,7 +133,7 @@ def build_mla(build: Build, index: int) -> Mla:
     assert mla is not None
     heads = shard.query_heads(config.num_query_heads, *build.tp)
     cached = mla.latent_size + mla.rope_size
-    # Per head, the maps from the latent to a key and to a value, one under the other.
+    # Per head, the maps from the latent to a key and to a value, stacked.
     size = mla.nope_size + mla.value_size
     rows = (Rows("kv_up", config.num_query_heads * size, head_rows(heads, size)),)
     maps = build.pieces.stacked(index, rows, "weight", (mla.latent_size,))
@@ -155,7 +155,7 @@ def build_mla(build: Build, index: int) -> Mla:
         ),
     )
     params = MlaParams(scale=mla.scale, latent_size=mla.latent_size, rope_size=mla.rope_size)
-    # A latent is neither key nor value: the key's scale is its own, as in vLLM, and the value's unused.
+    # As in vLLM, the key's scale is the latent's, and the value's is unused.
     kv_scale, _ = build.kv_scales(index)
     return Mla(
         layer=index,

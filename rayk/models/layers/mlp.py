@@ -32,7 +32,7 @@ class GateCut:
 
     def __init__(self, sparsity: float, num_gates: int, comm: Comm) -> None:
         """`sparsity`: the share below the quantile. `num_gates`: gates of all ranks."""
-        # In float32, as the quantile of transformers is whatever the model's dtype.
+        # transformers computes the quantile in float32 for any model dtype.
         share = torch.tensor(sparsity, dtype=torch.float32)
         self._quantile = torch.erfinv(2 * share - 1) * math.sqrt(2)
         self._num_gates = num_gates
@@ -40,13 +40,13 @@ class GateCut:
 
     def forward(self, gate: torch.Tensor) -> torch.Tensor:
         """The rank's gates [T, its own] -> their excess over the quantile, at least 0."""
-        # In float64, in which the difference keeps a deviation that is far below the mean.
+        # float64 preserves a deviation that is far below the mean.
         wide = gate.double()
         sums = torch.stack([wide.sum(-1), wide.square().sum(-1)], dim=-1)
         if self._comm.size > 1:
             sums = self._comm.all_reduce(sums)
         mean, square = (sums / self._num_gates).unbind(-1)
-        # Where gates are alike, rounding may leave less than nothing.
+        # If gates are nearly equal, rounding may give a negative variance.
         deviation = (square - mean.square()).clamp(min=0).sqrt()
         cut = mean.to(gate.dtype) + deviation.to(gate.dtype) * float(self._quantile.to(gate.dtype))
         return F.relu(gate - cut[:, None])

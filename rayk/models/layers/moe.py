@@ -91,7 +91,7 @@ class Moe:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden], the same on every rank, or the rank's partial sums."""
-        # The same bits of x on every rank: all ranks choose alike.
+        # x has the same bits on every rank, so all ranks choose alike.
         routes = self.router.forward(x)
         way = self._dense if _runs_dense(x) else self._grouped
         if self.latent is None:
@@ -107,7 +107,7 @@ class Moe:
         out = torch.zeros_like(x, dtype=shares.dtype)
         local = chosen.flatten() - self._first
         order = local.argsort(stable=True)
-        # Ids below and above the rank's own fall to the ends of the order.
+        # Ids of other ranks' experts sort to both ends.
         bounds = torch.arange(self.experts.count + 1, device=x.device)
         ends = torch.searchsorted(local[order], bounds).tolist()
         for expert, (start, stop) in enumerate(zip(ends, ends[1:], strict=False)):
@@ -130,7 +130,7 @@ class Moe:
         inputs = self._weighed(x.expand(w.count, *x.shape), local.mT[:, :, None])
         inner = self._activate(_products(inputs, w.gate_up, w.gate_up_bias))
         results = _products(inner, w.down, w.down_bias)
-        # A weight of zero does not undo what is not finite.
+        # A weight of zero does not remove NaN or infinity.
         of_token = torch.zeros_like(weights, dtype=torch.bool).scatter_(1, chosen, True)
         is_chosen = of_token[:, self._first : self._first + w.count]
         results = results.masked_fill(~is_chosen.mT[:, :, None], 0.0)

@@ -18,7 +18,7 @@ class Norm:
 
     def __init__(self, weight: torch.Tensor | None, config: NormConfig) -> None:
         """`weight` is in the model's dtype, as stored."""
-        # In float32 the sum with the offset is what transformers adds anew in each forward.
+        # In float32 this sum equals the one that transformers computes in each forward.
         self.weight = weight.float() + config.offset if weight is not None and config.wide else weight
         self._eps = config.eps
         self._wide = config.wide
@@ -66,7 +66,7 @@ class GatedNorm:
         self._kind = kind
         self._eps = eps
         self._head_groups = head_groups
-        # A product with it adds up heads in a fixed order, which index_add does not on a GPU.
+        # A matrix product sums heads in a fixed order, unlike index_add on a GPU.
         self._members = F.one_hot(head_groups, num_groups).float()
         self._group_size = group_size
         self._comm = comm

@@ -48,14 +48,6 @@ def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
     return _SCALED[config.kind](config, config.theta**steps)
 
 
-def _default(config: RopeConfig, periods: torch.Tensor) -> torch.Tensor:
-    return 1.0 / periods
-
-
-def _linear(config: RopeConfig, periods: torch.Tensor) -> torch.Tensor:
-    return (1.0 / periods) / config.factor
-
-
 def _llama3(config: RopeConfig, periods: torch.Tensor) -> torch.Tensor:
     """As in the Llama 3.1 release.
 
@@ -94,16 +86,14 @@ def _yarn(config: RopeConfig, periods: torch.Tensor) -> torch.Tensor:
     return (1.0 / (config.factor * periods)) * (1 - kept) + (1.0 / periods) * kept
 
 
-def _longrope(config: RopeConfig, periods: torch.Tensor) -> torch.Tensor:
-    return 1.0 / (torch.tensor(config.short_factors, dtype=torch.float32) * periods)
-
-
 _SCALED: dict[str, Callable[[RopeConfig, torch.Tensor], torch.Tensor]] = {
-    "default": _default,
-    "linear": _linear,
+    "default": lambda config, periods: 1.0 / periods,
+    "linear": lambda config, periods: (1.0 / periods) / config.factor,
     "llama3": _llama3,
     "yarn": _yarn,
-    "longrope": _longrope,
+    "longrope": lambda config, periods: (
+        1.0 / (torch.tensor(config.short_factors, dtype=torch.float32) * periods)
+    ),
 }
 
 
