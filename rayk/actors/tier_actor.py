@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import queue
 import threading
@@ -22,7 +23,7 @@ from typing import Any, TypeVar
 from rayk.actors.agents import make_agent
 from rayk.actors.ray_metrics import make_meter
 from rayk.actors.stack_watch import StackWatch
-from rayk.handover.tier_side import TierFacts, tier_facts
+from rayk.handover.tier_side import TierFacts
 from rayk.handover.transfer_metrics import TIER_NAME, report_tier
 from rayk.kv.groups import KVCacheGroup
 from rayk.metrics import Meter
@@ -108,10 +109,6 @@ class TierHost:
         self._thread.start()
         return facts_of(self._tier)
 
-    async def describe(self) -> CacheDescription:
-        assert self._tier is not None, "open first"
-        return self._tier.description
-
     async def attach(
         self, engine: Sequence[CacheDescription], identity: PageIdentity, timeout_s: float
     ) -> CacheDescription:
@@ -123,7 +120,7 @@ class TierHost:
         await self._on_loop(lambda tier: tier.attach(engine))
         while not await self._on_loop(lambda tier: tier.wire(name, timeout_s)):
             await asyncio.sleep(WIRE_POLL_S)
-        return await self.describe()
+        return await self._on_loop(lambda tier: tier.description)
 
     async def detach(self, engine: str) -> None:
         """Forget an engine that is gone."""
@@ -287,5 +284,7 @@ def _open_pages(folder: Path, identity: PageIdentity, num_bytes: int) -> DiskPag
 
 def facts_of(tier: HostTier) -> TierFacts:
     groups = tier.manager.groups
-    sizes = [g.spec.block_size for g in groups]
-    return tier_facts(tier.description.epoch, sizes, row_group_blocks(groups))
+    unit_tokens = math.lcm(*(g.spec.block_size for g in groups))
+    return TierFacts(
+        epoch=tier.description.epoch, unit_tokens=unit_tokens, row_unit_tokens=row_group_blocks(groups)
+    )

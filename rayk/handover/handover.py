@@ -224,7 +224,7 @@ class TransferHandover:
             return False
         tables = self.leader.manager.block_tables(request_id)
         if hand_over and self.offloading is not None:
-            self.offloading.left(request_id)
+            self.offloading.storing.left(request_id)
         if capture:
             self._commands.append(Capture(request_id, state.num_computed, tables))
         if hand_over:
@@ -272,7 +272,7 @@ class TransferHandover:
                 self.receiving.on_news(rank, news)
                 self.reservations.on_news(rank, news)
                 if self.offloading is not None:
-                    self.offloading.on_news(rank, news)
+                    self.offloading.storing.on_news(rank, news)
 
     def inspect(self, error: NotFiniteError, num_tokens: int) -> None:
         """All ranks look for where it began; its blocks are under a lease until then."""
@@ -376,7 +376,7 @@ class TransferHandover:
                 self._on_ticket(command, answers, error)
             case MakeStore():
                 assert self.offloading is not None
-                self.offloading.on_refused(command, error)
+                self.offloading.storing.on_refused(command, error)
             case Inspect():
                 self._on_inspected(command, answers)
             case Prove():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rayk.engine.leader import RequestEvent
-from rayk.handover.commands import EndReads, HoldTicket, LetGo, MakeStore
+from rayk.handover.commands import EndReads
 from rayk.handover.receiving import Incoming
 from rayk.handover.storing import Storing
 from rayk.handover.swapping import Swapping
@@ -23,13 +23,11 @@ from rayk.offload.messages import TIER, LoadAnswer, LoadAsk
 from rayk.sched.request_state import max_cached_tokens
 from rayk.transfer.handshake import row_group_blocks
 from rayk.transfer.peer_data import wrong_head
-from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import RaykError
 from rayk.types.offload import ENDED
 
 if TYPE_CHECKING:
     from rayk.engine.leader import Leader
-    from rayk.handover.commands import RankNews
     from rayk.handover.receiving import Receiving
     from rayk.sched.request_state import RequestState
     from rayk.types.batch import ScheduledBatch
@@ -84,9 +82,8 @@ class Offloading:
         """`commands`: what all ranks are to do at the next turn; appended to."""
         self.side = TierSide(engine, epoch, tp, settings, commands)
         self.counts, self.costs = self.side.counts, self.side.costs
-        self.swapping = Swapping(self.side, receiving, self._decline)
-        self.storing = Storing(self.side, self.swapping.on_kept, self.swapping.on_free)
-        self.swapping.storing = self.storing
+        self.storing = Storing(self.side)
+        self.swapping = Swapping(self.side, receiving, self.storing)
         self.why_off = "no host tier is attached"
         self._receiving = receiving
         self._looking: dict[str, _Lookup] = {}
@@ -180,7 +177,7 @@ class Offloading:
         if is_awaited:
             del self._looking[name]
         if not is_awaited or looking.is_over:
-            self._decline(ticket)
+            self.side.decline(ticket)
             return
         looking.found_ns = time.monotonic_ns()
         if ticket is None:
@@ -194,7 +191,7 @@ class Offloading:
         if not choice.moves:
             self.counts["loads_declined"] += 1
             self._nothing_read(looking)
-            self._decline(ticket)
+            self.side.decline(ticket)
             looking.begin()
             return
 
@@ -255,12 +252,6 @@ class Offloading:
         """What was looked up tells nothing of how reads go."""
         self.side.reads.nothing_tried(looking.asked_ns, time.monotonic_ns())
 
-    def _decline(self, ticket: TransferTicket | None) -> None:
-        """Give back what was offered: nobody reads it."""
-        side = self.side
-        if ticket is not None and side.tier is not None and ticket.epoch == side.facts.epoch:
-            side.commands += (HoldTicket(ticket), LetGo(ticket.request_id))
-
     # The hand-over's.
 
     @property
@@ -286,10 +277,6 @@ class Offloading:
             return True
         return self.swapping.abort(request_id)
 
-    def left(self, request_id: str) -> None:
-        """Forget a request that was handed over."""
-        self.storing.left(request_id)
-
     def turn(self) -> None:
         """Before each turn: begin stores and returns; wait for no tier that is silent."""
         self.storing.turn()
@@ -301,14 +288,6 @@ class Offloading:
                 self.side.read_failed(self.side.settings.load, looking.asked_ns, UNANSWERED, None)
                 looking.is_over = True
                 looking.begin()
-
-    def on_refused(self, command: MakeStore, error: RaykError | None) -> None:
-        """A rank cannot do what it was told, if there is an error."""
-        self.storing.on_refused(command, error)
-
-    def on_news(self, rank: int, news: RankNews) -> None:
-        """Digests of stores, and leases that are over at a rank."""
-        self.storing.on_news(rank, news)
 
     def stepping(self, batch: ScheduledBatch) -> None:
         self._step_began_ns, self._step_tokens = time.monotonic_ns(), batch.num_tokens

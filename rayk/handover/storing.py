@@ -46,13 +46,13 @@ class Store:
     tables: BlockTables
     token_ids: tuple[int, ...]
     tp: InitVar[int]
-    keep_as: str | None = None
+    on_kept: Callable[[Store, StoreAnswer], None] | None = None
+    """Told of the tier's answer, if the store is to be kept by its name."""
+    on_free: Callable[[Store], None] | None = None  # told once its blocks are free
     first_row: int = 0
     began_ns: int = 0
     parts: RankAnswers[TicketPart] = field(init=False)
     released: RankAnswers[bool] = field(init=False)
-    is_begun: bool = False
-    is_answered: bool = False
     num_bytes: int = 0  # that the tier took over
 
     def __post_init__(self, tp: int) -> None:
@@ -65,16 +65,8 @@ class Store:
 
 
 class Storing:
-    def __init__(
-        self,
-        side: TierSide,
-        on_kept: Callable[[Store, StoreAnswer], None],
-        on_free: Callable[[Store], None],
-    ) -> None:
-        """`on_kept`: told of the answers to stores that are kept by name; `on_free`: of every store whose
-        blocks are held no longer."""
+    def __init__(self, side: TierSide) -> None:
         self._side = side
-        self._on_kept, self._on_free = on_kept, on_free
         self._queued: deque[Store] = deque()
         self._stores: dict[str, Store] = {}  # all that hold blocks
         self._begun: dict[str, Store] = {}  # those that were not answered yet
@@ -130,12 +122,9 @@ class Storing:
         self._asked.pop(request_id, None)
         self._tidy(request_id)
 
-    def put(
-        self, name: str, request_id: str, num_tokens: int, tables: BlockTables, token_ids: tuple[int, ...]
-    ) -> None:
-        """Store what a lease of this name holds, at once, and keep it by that name."""
-        store = Store(name, request_id, num_tokens, tables, token_ids, self._side.tp, keep_as=name)
-        self._stores[name] = store
+    def put(self, store: Store) -> None:
+        """Store what a lease of its name holds, at once."""
+        self._stores[store.name] = store
         self._begin(store)
 
     def turn(self) -> None:
@@ -197,7 +186,8 @@ class Storing:
         self._record(store)
         self._side.leader.manager.release(name)
         self._tidy(store.request_id)
-        self._on_free(store)
+        if store.on_free is not None:
+            store.on_free(store)
 
     def _record(self, store: Store) -> None:
         """A store is over when it was answered and its blocks are held no longer, whichever is later."""
@@ -253,7 +243,7 @@ class Storing:
         unit = math.lcm(row_group_blocks(side.leader.manager.groups), side.facts.row_unit_tokens)
         known = min(self.num_stored(store.request_id), store.num_tokens)
         store.first_row = known // unit * unit
-        store.is_begun, store.began_ns = True, time.monotonic_ns()
+        store.began_ns = time.monotonic_ns()
         self._begun[store.name] = store
         what = store.num_tokens, store.tables, store.first_row
         side.commands.append(MakeStore(store.name, store.name, *what))
@@ -278,7 +268,7 @@ class Storing:
         ask = StoreAsk(
             ticket=ticket,
             token_ids=store.token_ids,
-            keep_as=store.keep_as,
+            keep_as=store.name if store.on_kept is not None else None,
             deadline_s=side.settings.transfer_s,
         )
         side.tier.store(ask, self._answered)
@@ -289,7 +279,6 @@ class Storing:
             if answer.ok and side.tier is not None:
                 side.tier.drop(answer.name)  # nobody waited; what is not kept by name is none of this
             return
-        store.is_answered = True
         if answer.ok:
             side.counts["stores"] += 1
             side.counts["stored_bytes"] += answer.num_bytes
@@ -302,8 +291,8 @@ class Storing:
                 self._stored[store.request_id] = max(answer.num_tokens, known)
         else:
             self._failed(store, answer.reason)
-        if store.keep_as is not None:
-            self._on_kept(store, answer)
+        if store.on_kept is not None:
+            store.on_kept(store, answer)
 
     def _failed(self, store: Store, why: str) -> None:
         """The next store of its request has all of the rows, and comes when there are so many more."""

@@ -22,8 +22,6 @@ from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import RaykError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rayk.handover.receiving import Receiving
     from rayk.sched.request_state import RequestState
 
@@ -44,14 +42,10 @@ class _Swapped:
 class Swapping:
     """Requests of one engine that are swapped out."""
 
-    def __init__(
-        self, side: TierSide, receiving: Receiving, decline: Callable[[TransferTicket | None], None]
-    ) -> None:
-        """`decline`: nobody reads what was offered."""
+    def __init__(self, side: TierSide, receiving: Receiving, storing: Storing) -> None:
         self._side = side
         self._receiving = receiving
-        self._decline = decline
-        self.storing: Storing | None = None  # set by whoever makes both
+        self._storing = storing
         self._swapped: dict[str, _Swapped] = {}
         self._asked: dict[str, _Swapped] = {}
         """What the tier was asked for and has not answered: also of those that nobody waits for any more,
@@ -69,9 +63,8 @@ class Swapping:
         side = self._side
         if side.tier is None or side.settings.swap == "never":
             return False
-        assert self.storing is not None
         request_id, num_tokens = state.request_id, state.num_computed
-        known = min(self.storing.num_stored(request_id), num_tokens)
+        known = min(self._storing.num_stored(request_id), num_tokens)
         moved = side.bytes_of(num_tokens, known), side.bytes_of(num_tokens, 0)
         choice = side.costs.swap(*moved, num_tokens, side.settings.swap)
         side.counts["swaps_weighed"] += 1
@@ -86,7 +79,8 @@ class Swapping:
         tables = manager.block_tables(request_id)
         manager.lease(request_id, name)
         self._swapped[request_id] = _Swapped(state, name, time.monotonic_ns())
-        self.storing.put(name, request_id, num_tokens, tables, tuple(state.tokens[:num_tokens]))
+        what = name, request_id, num_tokens, tables, tuple(state.tokens[:num_tokens]), side.tp
+        self._storing.put(Store(*what, on_kept=self._kept, on_free=self._freed))
         return True
 
     def forget(self, request_id: str) -> None:
@@ -94,9 +88,9 @@ class Swapping:
         if swapped is not None:
             self._drop(swapped.name)
             if not swapped.is_read:
-                self._decline(swapped.ticket)
+                self._side.decline(swapped.ticket)
 
-    def on_kept(self, store: Store, answer: StoreAnswer) -> None:
+    def _kept(self, store: Store, answer: StoreAnswer) -> None:
         """What the tier made of a swapped request's store: ask for it at once, its blocks stay there."""
         swapped = self._swapped.get(store.request_id)
         if swapped is None or swapped.name != store.name:
@@ -109,7 +103,7 @@ class Swapping:
             ask = LoadAsk(request_id=store.request_id, kept_as=store.name)
             self._side.tier.load(ask, lambda offer: self._offered(swapped, offer))
 
-    def on_free(self, store: Store) -> None:
+    def _freed(self, store: Store) -> None:
         """A store's blocks are free: whoever was swapped out by it has left."""
         swapped = self._swapped.get(store.request_id)
         if swapped is not None and swapped.name == store.name:
@@ -172,7 +166,7 @@ class Swapping:
         if is_away and ticket is not None:
             swapped.ticket = ticket
             return
-        self._decline(ticket)
+        self._side.decline(ticket)
         if is_away:
             self._start_over(request_id)
 
@@ -232,9 +226,8 @@ class Swapping:
     def _start_over(self, request_id: str) -> None:
         swapped = self._swapped.pop(request_id, None)
         if swapped is not None:
-            assert self.storing is not None
             self._side.counts["swaps_failed"] += 1
-            self.storing.end(swapped.name)
+            self._storing.end(swapped.name)
             self._side.leader.scheduler.start_over(request_id)
 
     def _drop(self, name: str) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rayk.handover.commands import HoldTicket, LetGo
 from rayk.kv.specs import page_bytes, rows_per_block
 from rayk.offload.backoff import Backoff
 from rayk.offload.costs import CostModel
@@ -92,6 +92,11 @@ class TierSide:
         if self.tier is not None and isinstance(failure, KVMismatch) and ticket.epoch == self.facts.epoch:
             self.tier.doubt(ticket)
 
+    def decline(self, ticket: TransferTicket | None) -> None:
+        """Give back what the tier offered: nobody reads it."""
+        if ticket is not None and self.tier is not None and ticket.epoch == self.facts.epoch:
+            self.commands += (HoldTicket(ticket), LetGo(ticket.request_id))
+
     def may_read(self, setting: Weighing) -> bool:
         """Whether to ask the tier for anything just now. Whoever wants it always asks always."""
         return setting != "auto" or self.reads.may_try(time.monotonic_ns())
@@ -118,10 +123,6 @@ class TierSide:
             live = g.spec.live_rows(num_tokens)
             total += row_bytes * len(range(max(live.start, first_row), live.stop))
         return total
-
-
-def tier_facts(epoch: int, block_sizes: Sequence[int], row_unit_tokens: int) -> TierFacts:
-    return TierFacts(epoch=epoch, unit_tokens=math.lcm(*block_sizes), row_unit_tokens=row_unit_tokens)
 
 
 def moving_ns(info: dict[str, Any]) -> int:

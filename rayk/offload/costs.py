@@ -14,10 +14,10 @@ prompt: now and then it computes one.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,17 +123,16 @@ class _Fit:
         squares = squares + np.diag(drawn)
         if self._prior is not None:
             products = products + drawn * self._prior
-        best, constants = 0.0, np.zeros(len(products))
-        # Few terms: the best non-negative constants are those of the best set of terms.
-        for size in range(len(products), 0, -1):
-            for chosen in map(list, itertools.combinations(range(len(products)), size)):
-                found = np.linalg.solve(squares[np.ix_(chosen, chosen)], products[chosen])
-                gain = float(found @ products[chosen])
-                if (found >= 0).all() and gain > best:
-                    best, constants = gain, np.zeros(len(products))
-                    constants[chosen] = found
-            if size == len(products) and best > 0:
-                break  # no term has to go
+        num, best, constants = len(products), 0.0, np.zeros(len(products))
+        # Few terms: the best non-negative constants are those of the best set of terms, all if they can be.
+        for chosen in (list(c) for size in range(num, 0, -1) for c in combinations(range(num), size)):
+            found = np.linalg.solve(squares[np.ix_(chosen, chosen)], products[chosen])
+            gain = float(found @ products[chosen])
+            if (found >= 0).all() and gain > best:
+                best, constants = gain, np.zeros(num)
+                constants[chosen] = found
+                if len(chosen) == num:
+                    break
         return constants
 
 

@@ -366,18 +366,14 @@ class HostTier:
         self.rank.lease(lease_id, now + int(self.settings.lease_s * 1e9))
         self._lent.add(lease_id)
         digests = self._digests.recall(tables, num_tokens, first_row)
-        ticket = TransferTicket(
+        ticket = self.rank.make_ticket(
             request_id=loading.ask.request_id,
             lease_id=lease_id,
-            engine=TIER,
-            epoch=self.description.epoch,
             num_tokens=num_tokens,
             block_tables=tables,
-            generations=self.rank.generations(tables),
-            digests=digests[None],
-            digest_ns=(self._clock() - now,),
-            first_row=first_row,
+            digests=[digests],
         )
+        ticket = replace(ticket, digest_ns=(self._clock() - now,), first_row=first_row)
         self.counts["hits"] += 1
         self.counts["lent_tokens"] += num_tokens - first_row
         self.counts["disk_hits"] += bool(loading.num_disk_tokens)
