@@ -113,6 +113,13 @@ class Arrivals:
             return "its blocks were given up"
         return self._table.stopped(reservation_id).get(producer_rank)
 
+    def missing(self, reservation_id: str, attempt: int) -> dict[int, str | None]:
+        """See TransferRank.missing."""
+        found = self._open.get(reservation_id)
+        ranks = found.link.plan.producer_ranks if found is not None else ()
+        left = [rank for rank in ranks if not self.has_arrived(reservation_id, rank, attempt)]
+        return {rank: self.why_stopped(reservation_id, rank) for rank in left}
+
     def lost_block(self, reservation_id: str, generations: Callable[[Tables], Tables]) -> int | None:
         """A block that was handed out again since it was reserved. `generations`: what they are now."""
         found = self._open[reservation_id]

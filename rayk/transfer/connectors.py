@@ -16,7 +16,7 @@ import numpy as np
 
 from rayk.kv.caches import CanonicalKVCaches
 from rayk.transfer.agent import TransferAgent
-from rayk.transfer.connector import ConnectorCase, Finished, KVRequest, Mode
+from rayk.transfer.connector import BaseConnector, Finished, KVRequest, Mode
 from rayk.transfer.handshake import CacheDescription, describe_cache
 from rayk.transfer.layer_view import LayerView, make_layer_view
 from rayk.transfer.rank import TransferRank
@@ -25,6 +25,8 @@ from rayk.transfer.transports import TRANSPORTS, AgentSettings, make_agent
 from rayk.transfer.wire import field_views
 
 NS_PER_S = 1_000_000_000
+Sides = tuple[list[CacheDescription], list[CacheDescription]]
+"""The ranks of the producer engine, and of the consumer engine."""
 
 
 def layer_views(caches: CanonicalKVCaches) -> Iterator[LayerView]:
@@ -37,10 +39,10 @@ def layer_views(caches: CanonicalKVCaches) -> Iterator[LayerView]:
             yield make_layer_view(layer, group, field_views(group, bound, units))
 
 
-class OverTransport:
-    """What connectors over our agents share: `class Mine(..., transport="local")` says which agents."""
+class RankConnector(BaseConnector):
+    """What our connectors share: a TransferRank, over an agent of the transport that a class names, as in
+    `class Mine(AgentConnector, transport="local")`."""
 
-    is_cross_process: bool = True
     transport: str
 
     def __init_subclass__(cls, *, transport: str | None = None) -> None:
@@ -48,19 +50,63 @@ class OverTransport:
             cls.transport = transport
             cls.is_cross_process = TRANSPORTS[transport].is_cross_process
 
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._agent: TransferAgent | None = None
+        self._rank: TransferRank | None = None
+
     def make_agent(self, name: str) -> TransferAgent:
         """The agent that moves the bytes. Raises DeviceError where its transport cannot be used."""
         return make_agent(name, AgentSettings(is_one_node=True), self.transport)
 
+    @property
+    def rank(self) -> TransferRank:
+        """What drives the transfers. AssertionError before `register` and after `close`."""
+        assert self._rank is not None, f"{self.name} has no cache"
+        return self._rank
 
-class AgentConnector(OverTransport):
+    @property
+    def agent(self) -> TransferAgent:
+        """The rank's. AssertionError as of `rank`."""
+        assert self._agent is not None, f"{self.name} has no cache"
+        return self._agent
+
+    def register(self, caches: CanonicalKVCaches) -> None:
+        """See Connector."""
+        if self._rank is not None:
+            raise ValueError(f"{self.name} has a cache already")
+        agent = self._agent = self.make_agent(self.name)
+        # Ranks are one engine where they are connected as one: its name is settled there.
+        description = describe_cache(agent, caches, engine="", fingerprint={})
+        views = list(layer_views(caches))
+        self._rank = TransferRank(agent, caches, views, description, clock=lambda: time.monotonic_ns())
+        super().register(caches)
+
+    def describe(self) -> bytes:
+        """See Connector."""
+        return pickle.dumps(self.rank.description)
+
+    def meet(self, producers: Sequence[bytes], consumers: Sequence[bytes]) -> Sides:
+        """Connect the rank; how it is to know the two engines. Raises HandshakeMismatch."""
+        sides = one_engine(producers), one_engine(consumers)
+        self.rank.connect(*sides)
+        return sides
+
+    def close(self) -> None:
+        """See Connector."""
+        if self._rank is not None:
+            self._rank.close()
+        self._rank = self._agent = None
+        super().close()
+
+
+class AgentConnector(RankConnector):
     """See connector.Connector."""
 
     mode: Mode = "pull"
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self._rank: TransferRank | None = None
+        super().__init__(name)
         self._producer: str | None = None
         """Name of the engine that is read from, where this is a consumer rank."""
         self._ids = itertools.count()
@@ -69,36 +115,10 @@ class AgentConnector(OverTransport):
         self._received: set[str] = set()
         self._draining: dict[str, Finished] = {}
         """Lease id -> what will be reported when nothing writes any more."""
-        self._given_up: list[Finished] = []
-
-    @classmethod
-    def supports(cls, case: ConnectorCase) -> str | None:
-        """Everything."""
-        return None
-
-    @property
-    def rank(self) -> TransferRank:
-        """What drives the transfers. AssertionError before `register` and after `close`."""
-        assert self._rank is not None, f"{self.name} has no cache"
-        return self._rank
-
-    def register(self, caches: CanonicalKVCaches) -> None:
-        """See Connector."""
-        if self._rank is not None:
-            raise ValueError(f"{self.name} has a cache already")
-        agent = self.make_agent(self.name)
-        # Ranks are one engine where they are connected as one: its name is settled there.
-        description = describe_cache(agent, caches, engine="", fingerprint={})
-        self._rank = TransferRank(agent, caches, list(layer_views(caches)), description)
-
-    def describe(self) -> bytes:
-        """See Connector."""
-        return pickle.dumps(self.rank.description)
 
     def connect(self, producers: Sequence[bytes], consumers: Sequence[bytes]) -> None:
         """See Connector. Raises HandshakeMismatch."""
-        sides = [one_engine(producers), one_engine(consumers)]
-        self.rank.connect(*sides)
+        sides = self.meet(producers, consumers)
         if self.name in {d.agent_name for d in sides[1]}:
             self._producer = sides[0][0].engine
 
@@ -148,7 +168,7 @@ class AgentConnector(OverTransport):
         if self._rank is None:
             return []
         now = time.monotonic_ns()
-        finished, self._given_up = self._given_up, []
+        finished = list(super().poll())
         for outcome in self._rank.poll(now):
             over = Finished(outcome.request_id, "" if outcome.error is None else str(outcome.error))
             if outcome.is_draining:
@@ -170,7 +190,8 @@ class AgentConnector(OverTransport):
             return
         self._rank.cancel(request_id)
         leases = [lease for lease, of in self._sent.items() if of == request_id]
-        self._given_up += [Finished(r, "given up") for r in self._end(leases)]
+        for sent in self._end(leases):
+            self.finish(sent, "given up")
 
     def held(self) -> Mapping[str, int]:
         """Registrations and requests."""
@@ -181,10 +202,8 @@ class AgentConnector(OverTransport):
 
     def close(self) -> None:
         """See Connector."""
-        if self._rank is not None:
-            self._rank.close()
-        self._rank = None
-        for kept in (self._sent, self._received, self._draining, self._given_up):
+        super().close()
+        for kept in (self._sent, self._received, self._draining):
             kept.clear()
 
     def _end(self, leases: Sequence[str]) -> list[str]:

@@ -22,19 +22,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from rayk.kv.caches import CanonicalKVCaches
-from rayk.transfer.agent import TransferAgent
-from rayk.transfer.connector import BaseConnector, Finished, KVRequest, Mode
-from rayk.transfer.connectors import NS_PER_S, OverTransport, one_engine
-from rayk.transfer.handshake import CacheDescription, check, check_engine, describe_cache
-from rayk.transfer.lease import ReleaseMessage, RenewMessage
-from rayk.transfer.link import PreparedReads, ProducerLink
-from rayk.transfer.peer_data import Peers
-from rayk.transfer.plan import plan_transfer
+from rayk.transfer.connector import Finished, KVRequest, Mode
+from rayk.transfer.connectors import NS_PER_S, RankConnector
+from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.push import Chunk, Push
 from rayk.transfer.push_link import ConsumerLink, make_consumer_link
 from rayk.transfer.push_messages import HelloMessage, StopMessage, StoppedMessage
-from rayk.transfer.push_reservations import Reserving
 from rayk.transfer.reservation_state import StoppedTable
 from rayk.transfer.ticket import Reservation
 from rayk.types.errors import TransferError
@@ -46,7 +39,7 @@ _ATTEMPT = 0
 
 
 @dataclass(slots=True)
-class _Room:
+class _Receiving:
     """A request that this consumer rank waits for."""
 
     request_id: str
@@ -68,129 +61,96 @@ class _Sending:
     """Not handed to the pushes yet."""
 
 
-class AgentPushConnector(OverTransport, BaseConnector):
+class AgentPushConnector(RankConnector):
     """See connector.Connector."""
 
     mode: Mode = "push"
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._agent: TransferAgent | None = None
-        self._producers: ProducerLink | None = None
-        """What is pushed from, where this is a consumer rank."""
+        self._producer: str | None = None
+        """Name of the engine that pushes here, where this is a consumer rank."""
         self._consumers: ConsumerLink | None = None
         """What is pushed to, where this is a producer rank."""
         self._ids = itertools.count()
-        self._rooms: dict[str, _Room] = {}
+        self._receiving: dict[str, _Receiving] = {}
         """By reservation."""
         self._sending: dict[str, _Sending] = {}
         """By request."""
         self._draining: list[Push] = []
         """Of requests that are reported, with writes in flight."""
-        self._peers = Peers()
         self._over = StoppedTable()
         """Reservations that no push may begin of (any more)."""
 
-    @property
-    def agent(self) -> TransferAgent:
-        """AssertionError before `register` and after `close`."""
-        assert self._agent is not None, f"{self.name} has no cache"
-        return self._agent
-
-    def register(self, caches: CanonicalKVCaches) -> None:
-        """See Connector."""
-        super().register(caches)
-        self._agent = self.make_agent(self.name)
-        # Ranks are one engine where they are connected as one: its name is settled there.
-        self._me = describe_cache(self._agent, caches, engine="", fingerprint={})
-        self._reserving = Reserving(self._agent, self._me.tp_rank, lambda tables: (), time.monotonic_ns)
-
-    def describe(self) -> bytes:
-        """See Connector."""
-        return pickle.dumps(self._me)
-
     def connect(self, producers: Sequence[bytes], consumers: Sequence[bytes]) -> None:
         """See Connector. Raises HandshakeMismatch."""
-        sides = one_engine(producers), one_engine(consumers)
-        for side in sides:
-            check_engine(side)
-        for producer, consumer in itertools.product(*sides):
-            if self.name in (producer.agent_name, consumer.agent_name):
-                check(producer, consumer)
-        self._peers.add(self._me, *sides)
+        sides = self.meet(producers, consumers)
         if self.name in {c.agent_name for c in sides[1]}:
-            self._producers = self._link_from(sides[0])
-        else:
-            self._consumers = self.link_to(*sides)
-            for rank in self._consumers.plans:
-                # The network is set up by a first message.
-                self.agent.notify(sides[1][rank].agent_name, HelloMessage(self._me.tp_rank).encode())
-
-    def _link_from(self, producers: Sequence[CacheDescription]) -> ProducerLink:
-        """What comes to this consumer rank, from whom. Nothing is read."""
-        plan = plan_transfer([p.geometry for p in producers], self._me.geometry)
-        for rank in plan.producer_ranks:
-            self.agent.add_peer(producers[rank].agent_name, producers[rank].agent_metadata)
-        no_reads = PreparedReads(self.agent, producers, self._me, max_kept=0)
-        return ProducerLink(tuple(producers), plan, no_reads, fences={}, num_releases={})
+            self._producer = sides[0][0].engine
+            return
+        self._consumers = self.link_to(*sides)
+        for rank in self._consumers.plans:
+            # The network is set up by a first message.
+            mine = self.rank.description.tp_rank
+            self.agent.notify(sides[1][rank].agent_name, HelloMessage(mine).encode())
 
     def link_to(
         self, producers: Sequence[CacheDescription], consumers: Sequence[CacheDescription]
     ) -> ConsumerLink:
         """What this producer rank pushes, in writes of a layer each."""
-        return make_consumer_link(self.agent, self._me, producers, consumers, push_layers=1)
+        return make_consumer_link(self.agent, self.rank.description, producers, consumers, push_layers=1)
 
     # Consumer
 
     def receive(self, request: KVRequest, peers: Sequence[bytes] = ()) -> bytes:
         """See Connector."""
-        request_id, link = request.request_id, self._producers
-        if any(room.request_id == request_id for room in self._rooms.values()):
+        request_id, producer = request.request_id, self._producer
+        if any(receiving.request_id == request_id for receiving in self._receiving.values()):
             raise ValueError(f"{request_id} is being received")
-        if link is None:
+        if producer is None:
             raise ValueError(f"{self.name} is connected to no producer")
         now = time.monotonic_ns()
         stop_ns, until_ns = (now + int(s * request.deadline_s * NS_PER_S) for s in (WRITING_SHARE, 1))
         reservation = Reservation(
             request_id=request_id,
             reservation_id=f"{self.name}#{next(self._ids)}",
-            engine=self._me.agent_name,
-            epoch=self._me.epoch,
+            engine=self.name,
+            epoch=self.rank.description.epoch,
             num_tokens=request.num_tokens,
             block_tables=request.block_ids,
             generations=(),
             hold_s=request.deadline_s,
         )
-        self._reserving.arrivals.open(reservation.reservation_id, link, request.block_ids, ())
-        self._rooms[reservation.reservation_id] = _Room(request_id, stop_ns, until_ns)
+        # The engine has handed these blocks out, and counted that.
+        blocks = frozenset(block for table in request.block_ids for block in table)
+        wanted = reservation.reservation_id, producer, request.block_ids, request.num_tokens
+        self.rank.reserve(*wanted, held_blocks=blocks)
+        self._receiving[reservation.reservation_id] = _Receiving(request_id, stop_ns, until_ns)
         return pickle.dumps((reservation, stop_ns))
 
-    def _poll_rooms(self, now: int) -> None:
-        assert self._producers is not None or not self._rooms
-        arrivals = self._reserving.arrivals
-        for reservation_id, room in self._rooms.items():
-            if room.failure:
+    def _poll_receiving(self, now: int) -> None:
+        for reservation_id, receiving in self._receiving.items():
+            if receiving.failure:
                 continue
-            ranks = self._producers.plan.producer_ranks if self._producers is not None else ()
-            left = [rank for rank in ranks if not arrivals.has_arrived(reservation_id, rank, _ATTEMPT)]
-            stopped = {rank: arrivals.why_stopped(reservation_id, rank) for rank in left}
-            why = [f"producer rank {rank} stopped: {why}" for rank, why in stopped.items() if why is not None]
-            if why or now >= room.stop_ns:
+            missing = self.rank.missing(reservation_id, _ATTEMPT)
+            why = [f"producer rank {rank} stopped: {why}" for rank, why in missing.items() if why is not None]
+            if why or now >= receiving.stop_ns:
                 self._take_back(reservation_id, why[0] if why else "not all was written in time")
-            elif not left:
-                arrivals.stop(reservation_id, now, _ATTEMPT)
-        self._reserving.ask_to_stop(now)
-        late = [r for r, room in self._rooms.items() if room.failure and now >= room.until_ns]
-        for reservation_id in [*self._reserving.cleared(), *late]:
-            over = self._rooms.pop(reservation_id, None)
+            elif not missing:
+                self.rank.end_reservation(reservation_id, _ATTEMPT)
+        late = [
+            r for r, receiving in self._receiving.items() if receiving.failure and now >= receiving.until_ns
+        ]
+        for reservation_id in [*self.rank.cleared(), *late]:
+            over = self._receiving.pop(reservation_id, None)
             if over is not None:
                 self.finish(over.request_id, over.failure)
 
     def _take_back(self, reservation_id: str, why: str) -> None:
         """Have the producers stop; the request is reported when they have, or at its deadline."""
-        room = self._rooms[reservation_id]
-        room.failure = room.failure or why
-        self._reserving.arrivals.stop(reservation_id, time.monotonic_ns(), _ATTEMPT)
+        receiving = self._receiving[reservation_id]
+        receiving.failure = receiving.failure or why
+        self.rank.end_reservation(reservation_id, _ATTEMPT)
 
     # Producer
 
@@ -213,7 +173,7 @@ class AgentPushConnector(OverTransport, BaseConnector):
                 reservation,
                 replace(link, plans={rank: plan}),
                 self.agent,
-                self._me,
+                self.rank.description,
                 time.monotonic_ns,
                 min(sending.until_ns, stop_ns),
                 is_computed=lambda: not sending.layers,
@@ -259,29 +219,28 @@ class AgentPushConnector(OverTransport, BaseConnector):
             push.fail("stopped by the consumer")  # which is told when nothing is in flight
         if not mine:
             with contextlib.suppress(TransferError):
-                answer = StoppedMessage(message.reservation_id, self._me.tp_rank)
+                answer = StoppedMessage(message.reservation_id, self.rank.description.tp_rank)
                 self.agent.notify(message.consumer, answer.encode())
 
     # Both
 
     def poll(self) -> Sequence[Finished]:
         """See Connector."""
-        if self._agent is None:
+        if self._rank is None:
             return []
-        for peer, message in self._peers.messages(self._agent):
-            if isinstance(message, StopMessage):
-                self._stop(message)
-            elif not isinstance(message, ReleaseMessage | RenewMessage):
-                self._reserving.arrivals.take(message, peer)
         now = time.monotonic_ns()
+        self.rank.poll(now)
+        self.rank.reserved()  # at once, as nothing is converted
+        for message in self.rank.stops():
+            self._stop(message)
         self._poll_sending(now)
-        self._poll_rooms(now)
+        self._poll_receiving(now)
         return super().poll()
 
     def release(self, request_id: str) -> None:
         """See Connector."""
-        for reservation_id, room in self._rooms.items():
-            if room.request_id == request_id:
+        for reservation_id, receiving in self._receiving.items():
+            if receiving.request_id == request_id:
                 self._take_back(reservation_id, "given up")
         if request_id in self._sending:
             for push, _ in self._sending[request_id].pushes:
@@ -289,9 +248,9 @@ class AgentPushConnector(OverTransport, BaseConnector):
 
     def held(self) -> Mapping[str, int]:
         """Registrations, requests, and pushes of reported requests whose writes have not ended."""
-        requests = len(self._sending) + len(self._rooms)
+        requests = len(self._sending) + len(self._receiving)
         return {
-            "registrations": int(self._agent is not None),
+            "registrations": int(self._rank is not None),
             "requests": requests,
             "pushes": len(self._draining),
         }
@@ -299,10 +258,7 @@ class AgentPushConnector(OverTransport, BaseConnector):
     def close(self) -> None:
         """See Connector."""
         super().close()
-        if self._agent is not None:
-            self._agent.close()
-        self._agent = None
-        self._rooms.clear()
+        self._receiving.clear()
         self._sending.clear()
         self._draining.clear()
 

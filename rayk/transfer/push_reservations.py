@@ -96,9 +96,9 @@ class Reserving:
             self.clock,
         )
 
-    def end(self, reservation_id: str) -> None:
-        """No ticket will come: have the producer's ranks stop. Nothing where it is over."""
-        self.arrivals.stop(reservation_id, self.clock())
+    def end(self, reservation_id: str, attempt: int | None = None) -> None:
+        """See TransferRank.end_reservation."""
+        self.arrivals.stop(reservation_id, self.clock(), attempt)
 
     def ask_to_stop(self, now_ns: int) -> None:
         """Tell producer ranks that write where nobody waits for it, again and again."""

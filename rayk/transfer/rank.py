@@ -336,10 +336,16 @@ class TransferRank:
         """Reservations that there is room for by now, or never, each once."""
         return self._reserving.reserved()
 
-    def end_reservation(self, reservation_id: str) -> None:
-        """No ticket will come: have the producer's ranks stop. Nothing where it is over."""
+    def end_reservation(self, reservation_id: str, attempt: int | None = None) -> None:
+        """No ticket will come: have the producer's ranks stop, but those of which this attempt is here, and
+        is known to be the last. Nothing where it is over."""
         self._queue.drop(reservation_id)
-        self._reserving.end(reservation_id)
+        self._reserving.end(reservation_id, attempt)
+
+    def missing(self, reservation_id: str, attempt: int) -> dict[int, str | None]:
+        """Producer ranks that have yet to write something of this attempt -> why they will not, where they
+        stopped."""
+        return self._reserving.arrivals.missing(reservation_id, attempt)
 
     def cleared(self) -> list[str]:
         """Reservations that are over, and into whose blocks nobody writes any more, each once."""

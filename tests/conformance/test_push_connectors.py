@@ -12,7 +12,7 @@ import torch
 
 from rayk.conformance.engines import EnginePair
 from rayk.kv.caches import allocate
-from rayk.transfer import KVRequest, LocalPushConnector, push_connectors
+from rayk.transfer import KVRequest, LocalPushConnector, connectors, push_connectors
 from rayk.transfer.local_agent import LocalAgent
 from rayk.transfer.push_connectors import WRITING_SHARE
 from rayk.transfer.push_messages import StopMessage
@@ -36,7 +36,8 @@ class Clock:
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
     made = Clock()
-    monkeypatch.setattr(push_connectors, "time", SimpleNamespace(monotonic_ns=made.monotonic_ns))
+    for module in (connectors, push_connectors):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic_ns=made.monotonic_ns))
     return made
 
 
