@@ -99,7 +99,7 @@ TORCH_FREE = (
     "rayk.transfer.lease",
     "rayk.transfer.push_session",
     "rayk.transfer.reservation_state",
-    "rayk.transfer.recovery",
+    "rayk.sched.recovery",
     "rayk.transfer.valid_prefix",
     "rayk.offload.page_file",
     "rayk.offload.disk_folder",

@@ -14,8 +14,8 @@ from typing import Protocol
 from rayk.actors.bugs import until
 from rayk.actors.engines import EngineHandle
 from rayk.actors.forming import connect, end_reads, see_a_turn, until_it_hangs
+from rayk.sched.recovery import Failure, GiveUp, Migrate, Recovery, attempt_id, cause_of
 from rayk.specs import Cell
-from rayk.transfer.recovery import Failure, GiveUp, Migrate, Recovery, attempt_id, cause_of
 from rayk.types.bugs import bug
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, TransferError
 from rayk.types.request import Request

@@ -24,9 +24,9 @@ from rayk.kv.usage import Ledger
 from rayk.metrics import Meter
 from rayk.sched.dispatcher import Dispatcher, DispatchRules, Place
 from rayk.sched.policies import get_policy
+from rayk.sched.recovery import Recovery
 from rayk.sched.request_describer import RequestDescriber, new_secret
 from rayk.specs import Cell
-from rayk.transfer.recovery import Recovery
 from rayk.transfer.ticket import Reservation
 from rayk.types.errors import DeadlineExceeded, RaykError
 from rayk.types.request import Request

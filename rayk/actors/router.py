@@ -26,9 +26,9 @@ from rayk.actors.serving import Assignment
 from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import CapturedRows
 from rayk.sched.policy import PlacementRequest
+from rayk.sched.recovery import Cause, attempt_id, cause_of
 from rayk.sched.request_describer import RequestDescriber
 from rayk.specs.serving import ServerSettings
-from rayk.transfer.recovery import Cause, attempt_id, cause_of
 from rayk.transfer.ticket import Reservation
 from rayk.types.admission import seeded
 from rayk.types.errors import (

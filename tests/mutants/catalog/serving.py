@@ -235,3 +235,13 @@ def _(original, state):
 )
 def _(original, process, *, rate, **options):
     return original(process, rate=2 * rate, **options)
+
+
+@SERVING.twin(
+    "tokens are delivered twice",
+    "rayk.sched.recovery:Stream.take",
+    "sched/test_recovery.py::test_a_stream_delivers_each_token_once",
+)
+def _(original, self, attempt, first_index, token_ids):
+    original(self, attempt, first_index, token_ids)
+    return tuple(token_ids)

@@ -199,16 +199,6 @@ def _(original, self, block_ids):
 
 
 @TRANSFER.twin(
-    "tokens are delivered twice",
-    "rayk.transfer.recovery:Stream.take",
-    "test_recovery.py::test_a_stream_delivers_each_token_once",
-)
-def _(original, self, attempt, first_index, token_ids):
-    original(self, attempt, first_index, token_ids)
-    return tuple(token_ids)
-
-
-@TRANSFER.twin(
     "what was not proven is kept",
     "rayk.transfer.valid_prefix:longest_valid_prefix",
     "test_valid_prefix.py::test_longest_valid_prefix_by_trying_all",

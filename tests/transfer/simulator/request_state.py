@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rayk.transfer.recovery import Recovery, Stream
+from rayk.sched.recovery import Recovery, Stream
 from rayk.types.errors import RaykError
 from tests.transfer.simulator.consumer import Consumer
 from tests.transfer.simulator.producer import Producer

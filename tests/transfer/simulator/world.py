@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from rayk.handover.fault_injection import exchanged_blocks
-from rayk.transfer.recovery import Cause, Failure, Migrate, Recompute, Recovery, attempt_id, cause_of
+from rayk.sched.recovery import Cause, Failure, Migrate, Recompute, Recovery, attempt_id, cause_of
 from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.errors import (
     EngineDied,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rayk.transfer.recovery import (
+from rayk.sched.recovery import (
     Cause,
     Failure,
     GiveUp,
