@@ -1,4 +1,4 @@
-"""Who may push into one consumer rank's memory: reservations, their room in wire caches, and what arrives."""
+"""Who may push into one consumer rank's memory: reservations, their wire cache blocks, and what arrives."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Reserved:
 
 
 @dataclass(eq=False)
-class Reserving:
-    """See the module. Room in a wire cache is held from before anybody may write there until the request's
-    transfer owns it, or until nobody writes any more."""
+class PushReservations:
+    """See the module. Blocks of a wire cache belong to a reservation from before anybody may write there
+    until the request's transfer owns them, or until nobody writes any more."""
 
     agent: TransferAgent
     tp_rank: int
@@ -42,7 +42,7 @@ class Reserving:
     """What they are now."""
     clock: Callable[[], int]
     arrivals: Arrivals = field(default_factory=Arrivals)
-    _rooms: dict[str, tuple[WireCache, BlockTables]] = field(default_factory=dict)
+    _wire_blocks: dict[str, tuple[WireCache, BlockTables]] = field(default_factory=dict)
     """Reservation -> its blocks of a wire cache."""
     _reserved: list[Reserved] = field(default_factory=list)
 
@@ -53,7 +53,7 @@ class Reserving:
             self._reserved.append(Reserved(reservation_id=queued.key, error=error))
             return
         if queued.link.wire is not None:
-            self._rooms[queued.key] = queued.link.wire, queued.wire_tables
+            self._wire_blocks[queued.key] = queued.link.wire, queued.wire_tables
         generations = self.generations(queued.block_tables)
         self.arrivals.open(queued.key, queued.link, queued.block_tables, generations)
         wire_tables = tuple(map(tuple, queued.wire_tables))
@@ -69,18 +69,18 @@ class Reserving:
         """Reservations that are over, and into whose blocks nobody writes any more, each once."""
         clear = self.arrivals.take_clear()
         for reservation_id in clear:
-            wire, tables = self._rooms.pop(reservation_id, (None, ()))
+            wire, tables = self._wire_blocks.pop(reservation_id, (None, ()))
             if wire is not None:
                 wire.give_back(tables)
         return clear
 
     def claim(self, reservation_id: str) -> BlockTables | None:
-        """Its room in a wire cache belongs to the request's transfer from now on; None: it was given up."""
-        return self._rooms.pop(reservation_id, (None, None))[1]
+        """Its wire cache blocks belong to the request's transfer from now on; None: it was given up."""
+        return self._wire_blocks.pop(reservation_id, (None, None))[1]
 
     def unclaim(self, reservation_id: str, wire: WireCache, tables: BlockTables) -> None:
-        """The request's transfer did not begin: its room is held until nobody writes there."""
-        self._rooms[reservation_id] = wire, tables
+        """The request's transfer did not begin: its blocks are the reservation's until nobody writes there."""
+        self._wire_blocks[reservation_id] = wire, tables
 
     def reads(self, ticket: TransferTicket, link: ProducerLink) -> ArrivalReads | None:
         """What is waited for, where the KV is pushed."""

@@ -29,7 +29,7 @@ from rayk.transfer.locate import Place, find_rows
 from rayk.transfer.peer_data import Peers, check_ticket, wrong_lease
 from rayk.transfer.plan import TransferPlan
 from rayk.transfer.push_messages import StopMessage
-from rayk.transfer.push_reservations import Reserved, Reserving
+from rayk.transfer.push_reservations import Reserved, PushReservations
 from rayk.transfer.staging import Staging, StagingSettings
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.try_read import Wirings
@@ -78,7 +78,7 @@ class TransferRank:
         self._queue = WireQueue()
         self._refused: list[TransferOutcome] = []
         self._leases = LeaseTable()
-        self._reserving = Reserving(agent, description.tp_rank, self.generations, clock)
+        self._reservations = PushReservations(agent, description.tp_rank, self.generations, clock)
         self.num_unsent: dict[int, int] = {}
         """Producer rank -> releases and renewals that it could not be told of."""
         self._peers = Peers()
@@ -146,7 +146,7 @@ class TransferRank:
         self._waiting = {r: w for r, w in self._waiting.items() if w.link is not link}
         self._links.remove(name)
         if not self._links.of(link.engine, link.epoch):
-            self._reserving.arrivals.on_engine_gone(link.engine, link.epoch)
+            self._reservations.arrivals.on_engine_gone(link.engine, link.epoch)
 
     def _fail(self, links: Sequence[ProducerLink]) -> None:
         for link in links:
@@ -222,10 +222,10 @@ class TransferRank:
             ticket.request_id, ticket.num_tokens, tables, deadline_ns, link, ticket, first_row=first_row
         )
         if ticket.reservation_id is not None:
-            room = self._reserving.claim(ticket.reservation_id)
-            if room is None:
+            wire_tables = self._reservations.claim(ticket.reservation_id)
+            if wire_tables is None:
                 raise TransferError(ticket.request_id, "the room that it was pushed into was given up")
-            queued.wire_tables = room
+            queued.wire_tables = wire_tables
             self._begin_converting(queued, ticket)
             return
         if ticket.request_id not in self._waiting:
@@ -244,7 +244,7 @@ class TransferRank:
         for queued in self._queue.ready(now_ns):
             ticket = queued.ticket
             if ticket is None:
-                self._reserving.admit(queued)
+                self._reservations.admit(queued)
             elif queued.failure is not None:
                 self.let_go(ticket.request_id)
                 self._refused.append(refusal(ticket, TransferError(ticket.request_id, queued.failure)))
@@ -264,7 +264,7 @@ class TransferRank:
             if ticket.reservation_id is None:
                 converting.give_back()
             else:  # somebody may still write there
-                self._reserving.unclaim(ticket.reservation_id, converting.wire, queued.wire_tables)
+                self._reservations.unclaim(ticket.reservation_id, converting.wire, queued.wire_tables)
             raise
 
     def _begin(
@@ -294,7 +294,7 @@ class TransferRank:
             name=self.description.agent_name,
             deadline_ns=deadline_ns,
             first_row=first_row,
-            pushed=self._reserving.reads(ticket, link),
+            pushed=self._reservations.reads(ticket, link),
             renewals=waiting.renewals if waiting is not None else None,
             clock=self._clock,
         )
@@ -322,34 +322,34 @@ class TransferRank:
         link = self._links.get(engine)
         if link is None:
             raise HandshakeMismatch((("engine", engine, "not connected"),))
-        if reservation_id in self._reserving.arrivals or reservation_id in self._queue:
+        if reservation_id in self._reservations.arrivals or reservation_id in self._queue:
             return  # it came twice
         self.bump_generations([b for table in block_tables for b in table if b and b not in held_blocks])
         queued = Queued(reservation_id, num_tokens, block_tables, FOREVER_NS, link)
         if link.wire is None:
-            self._reserving.admit(queued)
+            self._reservations.admit(queued)
         else:
             self._queue.add(queued)
             self._admit(self._clock())
 
     def reserved(self) -> list[Reserved]:
         """Reservations that there is room for by now, or never, each once."""
-        return self._reserving.reserved()
+        return self._reservations.reserved()
 
     def end_reservation(self, reservation_id: str, attempt: int | None = None) -> None:
         """No ticket will come: have the producer's ranks stop, but those of which this attempt is here, and
         is known to be the last. Nothing where it is over."""
         self._queue.drop(reservation_id)
-        self._reserving.end(reservation_id, attempt)
+        self._reservations.end(reservation_id, attempt)
 
     def missing(self, reservation_id: str, attempt: int) -> dict[int, str | None]:
         """Producer ranks that have yet to write something of this attempt -> why they will not, where they
         stopped."""
-        return self._reserving.arrivals.missing(reservation_id, attempt)
+        return self._reservations.arrivals.missing(reservation_id, attempt)
 
     def cleared(self) -> list[str]:
         """Reservations that are over, and into whose blocks nobody writes any more, each once."""
-        return self._reserving.cleared()
+        return self._reservations.cleared()
 
     def stops(self) -> list[StopMessage]:
         """Whom this rank must not push to any more, since the last call."""
@@ -382,7 +382,7 @@ class TransferRank:
                 else:
                     consumption.close()
         self._failed.step(now_ns)
-        self._reserving.ask_to_stop(now_ns)
+        self._reservations.ask_to_stop(now_ns)
         return outcomes
 
     def drained(self) -> list[str]:
@@ -420,7 +420,7 @@ class TransferRank:
     def end_reads(self, engine: str, epoch: int) -> None:
         """This life of a producer engine is over: what is read from it fails (see the next `poll`)."""
         self._fail(self._links.of(engine, epoch))
-        self._reserving.arrivals.on_engine_gone(engine, epoch)
+        self._reservations.arrivals.on_engine_gone(engine, epoch)
 
     def release_now(self, request_id: str) -> None:
         """After a KVMismatch: the producer's bytes are needed no longer."""
@@ -505,4 +505,4 @@ class TransferRank:
                 case StopMessage():
                     self._stops.append(message)
                 case _:
-                    self._reserving.arrivals.take(message, peer)
+                    self._reservations.arrivals.take(message, peer)
