@@ -79,7 +79,7 @@ class PushReservations:
         return self._wire_blocks.pop(reservation_id, (None, None))[1]
 
     def unclaim(self, reservation_id: str, wire: WireCache, tables: BlockTables) -> None:
-        """The request's transfer did not begin: its blocks are the reservation's until nobody writes there."""
+        """The request's transfer did not begin: they are the reservation's until nobody writes there."""
         self._wire_blocks[reservation_id] = wire, tables
 
     def reads(self, ticket: TransferTicket, link: ProducerLink) -> ArrivalReads | None:

@@ -29,7 +29,7 @@ from rayk.transfer.locate import Place, find_rows
 from rayk.transfer.peer_data import Peers, check_ticket, wrong_lease
 from rayk.transfer.plan import TransferPlan
 from rayk.transfer.push_messages import StopMessage
-from rayk.transfer.push_reservations import Reserved, PushReservations
+from rayk.transfer.push_reservations import PushReservations, Reserved
 from rayk.transfer.staging import Staging, StagingSettings
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.try_read import Wirings

@@ -135,7 +135,7 @@ def test_agents_of_one_node_listen_on_loopback_alone(error_handling: str):
 @pytest.mark.parametrize("connector", [NixlConnector, NixlPushConnector])
 def test_connectors_of_one_host_listen_on_loopback_alone(connector: Any):
     before = listened_at()
-    agent = connector.make_agent(None, f"alone-{next(NAMES)}")
+    agent = connector("alone").make_agent(f"alone-{next(NAMES)}")
     assert {host for host, *_ in listened_at() - before} == {"127.0.0.1"}
     agent.close()
 
