@@ -144,10 +144,10 @@ def make_step(views: Sequence[AttentionView], num_requests: int, *, mixed: bool)
     builder.build(filling)
     inputs = builder.build(batch)
     commons = {i: m for i, m in enumerate(inputs.metadata) if isinstance(m, CommonAttentionMetadata)}
-    seen = groups.see(commons, inputs.wanted)
+    seen = groups.see(commons, inputs.logits_index_host)
     return Step(
         inputs=lambda: builder.build(batch),
-        views=lambda: groups.see(commons, inputs.wanted),
+        views=lambda: groups.see(commons, inputs.logits_index_host),
         build=lambda: groups.build(seen),
         num_rows=sum(common.num_requests for common in seen.values()),
     )

@@ -60,9 +60,9 @@ class EventLines:
         """Yield the data of every event that is complete by now."""
         text = self._rest + received
         # A CR at the end may be the first half of a CR LF.
-        held = b"\r" if text.endswith(b"\r") else b""
-        lines = text[: len(text) - len(held)].replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
-        self._rest = lines.pop() + held
+        incomplete = b"\r" if text.endswith(b"\r") else b""
+        lines = text[: len(text) - len(incomplete)].replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        self._rest = lines.pop() + incomplete
         for line in lines:
             if line.startswith(b"data:"):
                 self._data.append(line[5:].removeprefix(b" "))
@@ -102,8 +102,8 @@ async def send(
     except TimeoutError:
         seen.outcome, seen.error = TIMEOUT, f"no end within {timeout_s:g} s"
     except (aiohttp.ClientError, OSError) as error:
-        told = "no server answers" if seen.status is None else "the stream broke"
-        seen.outcome, seen.error = FAILED, f"{told}: {why_unreached(error)}"[:_SHOWN]
+        what = "no server answers" if seen.status is None else "the stream broke"
+        seen.outcome, seen.error = FAILED, f"{what}: {why_unreached(error)}"[:_SHOWN]
     finally:
         seen.ended_ns = time.monotonic_ns()
 
@@ -180,11 +180,11 @@ def _take(seen: Observed, event: dict[str, Any], now_ns: int) -> None:
 
 def _counts(usage: dict[str, Any]) -> dict[str, Any]:
     """Take the token counts that usage tells."""
-    told = {name: value for name, value in usage.items() if value is not None}
-    wanted = ("prompt_tokens", "completion_tokens")
-    found: dict[str, Any] = {name: int(told[name]) for name in wanted if name in told}
-    if "prompt_tokens_details" in told:
-        cached = told["prompt_tokens_details"].get("cached_tokens")
+    counts = {name: value for name, value in usage.items() if value is not None}
+    names = ("prompt_tokens", "completion_tokens")
+    found: dict[str, Any] = {name: int(counts[name]) for name in names if name in counts}
+    if "prompt_tokens_details" in counts:
+        cached = counts["prompt_tokens_details"].get("cached_tokens")
         found["cached_tokens"] = None if cached is None else int(cached)
     return found
 

@@ -81,11 +81,11 @@ def make_session(load: Load) -> aiohttp.ClientSession:
 def allow_files(num_requests: int) -> None:
     """Let this process have a connection per request, as far as the system permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_requests + SPARE_FILES
+    num_files = num_requests + SPARE_FILES
     if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        num_files = min(num_files, hard)
+    if soft != resource.RLIM_INFINITY and soft < num_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, hard))
 
 
 One = Callable[[Observed], Coroutine[None, None, None]]
@@ -124,6 +124,6 @@ async def _closed(load: Load, planned: Sequence[Planned], sent: Sent, one: One) 
 async def _watch(lags_ns: list[int]) -> None:
     """Note how late this event loop wakes up, until cancelled."""
     while True:
-        asked = time.monotonic_ns() + round(WATCH_S * NS_PER_S)
+        due_ns = time.monotonic_ns() + round(WATCH_S * NS_PER_S)
         await asyncio.sleep(WATCH_S)
-        lags_ns.append(max(0, time.monotonic_ns() - asked))
+        lags_ns.append(max(0, time.monotonic_ns() - due_ns))

@@ -58,11 +58,11 @@ def is_good(row: dict[str, Any], slo: Slo) -> bool:
     token has no TPOT, and one of one chunk no gaps."""
     if row["outcome"] != OK:
         return False
-    untold = {"tpot"} if row["num_output_tokens"] == 1 else set()
-    untold |= {"itl"} if row["itl_ms"] == [] else set()
+    undefined = {"tpot"} if row["num_output_tokens"] == 1 else set()
+    undefined |= {"itl"} if row["itl_ms"] == [] else set()
     for name, limit_ms in slo.limits_ms.items():
         value = row[f"{name}_ms"]
-        if name in untold:
+        if name in undefined:
             continue
         worst = max(value, default=None) if isinstance(value, list) else value
         if worst is None or worst > limit_ms:

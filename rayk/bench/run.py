@@ -129,16 +129,16 @@ async def probe(load: Load) -> tuple[str, Callable[[Load], tuple[int, int]]]:
 
 def describe(load: Load, model: str) -> dict[str, Any]:
     """Describe a load for spec.yaml, without the key."""
-    told = {
+    description = {
         name: getattr(load, name)
         for name in Load.__slots__
         if name not in ("api_key", "slo", "model", "body", "token_ids")
     }
-    told |= {
+    description |= {
         "model": model,
         "slo": str(load.slo),
         "body": dict(load.body),
         "token_ids": list(load.token_ids) if load.token_ids else None,
     }
     plain = (int, float, bool, dict, list, type(None))
-    return {name: value if isinstance(value, plain) else str(value) for name, value in told.items()}
+    return {name: value if isinstance(value, plain) else str(value) for name, value in description.items()}

@@ -109,9 +109,9 @@ def _tokens(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Count prompt and cached tokens of answers that tell both, and tokens per chunk; None where no answer
     tells."""
     answered = [row for row in measured if row["outcome"] == OK]
-    told = [row for row in answered if None not in (row["num_prompt_tokens"], row["num_cached_tokens"])]
+    complete = [row for row in answered if None not in (row["num_prompt_tokens"], row["num_cached_tokens"])]
     sums: dict[str, Any] = {
-        f"num_{what}_tokens": sum(row[f"num_{what}_tokens"] for row in told) if told else None
+        f"num_{what}_tokens": sum(row[f"num_{what}_tokens"] for row in complete) if complete else None
         for what in ("prompt", "cached")
     }
     counted = [row for row in answered if row["num_output_tokens"] is not None]
@@ -168,12 +168,12 @@ def _generator(sent: Sent, measured: Sequence[dict[str, Any]]) -> dict[str, Any]
     """Tell how punctual the generator was with measured requests, and how much of a core it took."""
     late_ms = [row["send_lag_ms"] for row in measured if row["send_lag_ms"] is not None]
     loop_ms = [lag / NS_PER_MS for lag in sent.loop_lags_ns]
-    told: dict[str, Any] = {"generator_cpu_share": sent.cpu_ns / max(1, sent.ended_ns - sent.began_ns)}
+    found: dict[str, Any] = {"generator_cpu_share": sent.cpu_ns / max(1, sent.ended_ns - sent.began_ns)}
     for name, lags in (("send", late_ms), ("loop", loop_ms)):
         for percent in (50, 90, 99):
             value = float(np.percentile(lags, percent, method="inverted_cdf")) if lags else None
-            told[f"{name}_lag_ms_p{percent}"] = value
-    return told
+            found[f"{name}_lag_ms_p{percent}"] = value
+    return found
 
 
 def _latency(name: str, measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -188,11 +188,11 @@ def _latency(name: str, measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
             values += value
         elif value is not None:
             values.append(value)
-    told: dict[str, Any] = {f"num_{name}_values": len(values)}
-    told |= _columns(f"{name}_ms_mean", mean([v for v in values if v < math.inf]))
+    found: dict[str, Any] = {f"num_{name}_values": len(values)}
+    found |= _columns(f"{name}_ms_mean", mean([v for v in values if v < math.inf]))
     for percent in PERCENTILES:
-        told |= _columns(f"{name}_ms_p{percent}", quantile(values, percent / 100))
-    return told
+        found |= _columns(f"{name}_ms_p{percent}", quantile(values, percent / 100))
+    return found
 
 
 def _columns(name: str, estimate: Estimate | None) -> dict[str, float | None]:

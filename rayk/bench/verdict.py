@@ -124,9 +124,9 @@ def _unsteady(load: Load, cell: Row, measured: Sequence[Row]) -> list[str]:
         values = [row[f"{name}_ms"] for row in measured if row["outcome"] == OK]
         share = drift(values)
         if share is not None and abs(share) > MAX_DRIFT:
-            way = "grows" if share > 0 else "falls"
+            trend = "grows" if share > 0 else "falls"
             found.append(
-                f"no steady state: {name.upper()} {way} by {abs(share):.0%} of its mean while measured"
+                f"no steady state: {name.upper()} {trend} by {abs(share):.0%} of its mean while measured"
                 + (", as when a server gets more than it can do" if share > 0 and load.is_open else "")
             )
         if not intervals_hold(values):

@@ -30,8 +30,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_given: bool) -> None:
+    if is_given:
         import importlib.metadata
 
         typer.echo(importlib.metadata.version("rayk"))

@@ -107,8 +107,8 @@ class RunProgress:
         )
         self.console.print(line)
         self._tally[verdict] += 1
-        told = (f"[{STYLES.get(v, 'bold red')}]{count} {v}[/]" for v, count in self._tally.items())
-        self._bar.update(self._task, completed=self._num_done, tally=" ".join(told))
+        counts = (f"[{STYLES.get(v, 'bold red')}]{count} {v}[/]" for v, count in self._tally.items())
+        self._bar.update(self._task, completed=self._num_done, tally=" ".join(counts))
 
     def _left(self) -> str:
         """Estimate the time left from the cells so far; on a terminal the bar does."""

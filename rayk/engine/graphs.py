@@ -240,10 +240,10 @@ class DecodeGraphs:
             self._views[view].fill(common, num_requests, size)
 
     def _record(self, forward: Forward, recorder: Recorder, size: int) -> Replay:
-        buffers = {view: held.metadata(size) for view, held in self._views.items()}
+        buffers = {view: buffers_of.metadata(size) for view, buffers_of in self._views.items()}
         seen = StepViews(
             attention={view: buffers[_plain(view)] for view in self._all_views},
-            states={group: held.metadata(size) for group, held in self._states.items()},
+            states={group: buffers_of.metadata(size) for group, buffers_of in self._states.items()},
         )
         return recorder.record(lambda: forward(self._token_ids[:size], self._positions[:size], seen))
 

@@ -26,7 +26,7 @@ class ModelInputs:
     positions: torch.Tensor  # int64 [T]
     logits_index: torch.Tensor  # int64 [requests that need logits]: packed index of their last token
     metadata: tuple[GroupMetadata, ...]  # per KV group
-    wanted: np.ndarray  # `logits_index` on the host
+    logits_index_host: np.ndarray  # `logits_index`, not on the device
     # int64: packed index of every token of the batch's `prompt_logits`
     prompt_index: torch.Tensor | None = None
 
@@ -94,7 +94,7 @@ class InputBuilder:
             token_ids=self._tensor(token_ids),
             positions=self._tensor(step.positions),
             logits_index=self._tensor(logits_index),
-            wanted=logits_index,
+            logits_index_host=logits_index,
             prompt_index=self._prompt_index(batch, step.starts),
             metadata=tuple(
                 self._segments(table, step, cuts[g.block_size])

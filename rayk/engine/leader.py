@@ -167,13 +167,13 @@ class Leader:
         """Run a command on every rank; the future holds each rank's result (or raises its RaykError)."""
         future: Future[list[object]] = Future()
 
-        def ask() -> None:
+        def submit() -> None:
             if self._dead is not None:
                 future.set_exception(self._dead)
             else:
                 self._calls.append((command, future))
 
-        self.post(ask)
+        self.post(submit)
         return future
 
     def stop(self) -> None:
@@ -338,9 +338,9 @@ class Leader:
         self.emit(RequestEvent(request_id=request_id, finish_reason=FinishReason.ABORT))
 
     def _deliver(self, state: RequestState, logprobs: TokenLogprobs | None) -> None:
-        taken = self._handover is not None and self._handover.takes(state)
+        is_handed_over = self._handover is not None and self._handover.takes(state)
         info = begin_times(state)
-        if state.finish_reason is not None or taken:
+        if state.finish_reason is not None or is_handed_over:
             info["num_preemptions"] = state.num_preemptions
             info["num_swaps"] = state.num_swaps
             info["num_recomputed_tokens"] = state.num_recomputed_tokens
@@ -447,11 +447,11 @@ def begin_times(state: RequestState) -> dict[str, Any]:
     """Give, once with a request's first news, when it came, what it waited for, and when a step first took
     it."""
     times = {"submitted_ns": state.submitted_ns, "first_step_ns": state.first_step_ns}
-    told = {} if state.is_told else {name: ns for name, ns in times.items() if ns is not None}
-    if not state.is_told:
-        told |= state.first_info
-    state.is_told = True
-    return told
+    info = {} if state.is_reported else {name: ns for name, ns in times.items() if ns is not None}
+    if not state.is_reported:
+        info |= state.first_info
+    state.is_reported = True
+    return info
 
 
 def _how_ended(event: RequestEvent) -> str:

@@ -137,8 +137,8 @@ class EngineRank:
         """Compute the batch's tokens and store their KV. Returns float32 logits [requests that need logits,
         vocab], valid until the next step. On a GPU this returns before the kernels have run."""
         inputs = self._inputs.build(batch)
-        fast = bool(self.fast_prefill_layers) and len(inputs.wanted) < len(inputs.token_ids)
-        seen = self._see(inputs, inputs.wanted if fast else None)
+        fast = bool(self.fast_prefill_layers) and len(inputs.logits_index_host) < len(inputs.token_ids)
+        seen = self._see(inputs, inputs.logits_index_host if fast else None)
         self._prompt_hidden = None
         self.fence.begin()
         if self._graphs is not None and self._graphs.fits(inputs):
@@ -188,9 +188,9 @@ class EngineRank:
 
     def _by_cache(self, seen: StepViews) -> dict[CacheKey, Any]:
         states = {g.index: g.keys for g in self.plan.groups if g.index in seen.states}
-        told: dict[CacheKey, Any] = {key: seen.states[i] for i, keys in states.items() for key in keys}
+        metadata_of: dict[CacheKey, Any] = {key: seen.states[i] for i, keys in states.items() for key in keys}
         attention = self.attention_groups.build(seen.attention)
-        return told | {(layer, "attention"): metadata for layer, metadata in attention.items()}
+        return metadata_of | {(layer, "attention"): metadata for layer, metadata in attention.items()}
 
     def _why_no_graphs(self) -> str | None:
         if self.device.type != "cuda":

@@ -86,7 +86,7 @@ def score_tokens(
     """Score each row's token under float32 logits [R, V], and its `num_top` best tokens."""
     step = max(1, MAX_ELEMENTS // logits.shape[1])
     parts = (slice(at, at + step) for at in range(0, len(token_ids), step))
-    return [told for p in parts for told in _score(logits[p], token_ids[p], num_top[p])]
+    return [scored for p in parts for scored in _score(logits[p], token_ids[p], num_top[p])]
 
 
 def _score(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
@@ -130,16 +130,16 @@ def sample_step(
     # One wait for the device tells both.
     tokens = torch.where(are_finite(logits), chosen, NO_TOKEN).tolist()
     not_finite |= {name for name, token in zip(names, tokens, strict=True) if token == NO_TOKEN}
-    told = [
+    reported = [
         i
         for i, s in enumerate(sampling)
         if s.request.sampling.logprobs is not None and s.request_id not in not_finite
     ]
     logprobs: dict[str, TokenLogprobs] = {}
-    if told:
-        num_top = [sampling[i].request.sampling.logprobs or 0 for i in told]
-        scored = score_tokens(logits[told], [tokens[i] for i in told], num_top)
-        logprobs = {names[i]: s for i, s in zip(told, scored, strict=True)}
+    if reported:
+        num_top = [sampling[i].request.sampling.logprobs or 0 for i in reported]
+        scored = score_tokens(logits[reported], [tokens[i] for i in reported], num_top)
+        logprobs = {names[i]: s for i, s in zip(reported, scored, strict=True)}
     return StepTokens(
         token_ids={n: t for n, t in zip(names, tokens, strict=True) if n not in not_finite},
         not_finite=frozenset(not_finite),
@@ -152,23 +152,23 @@ def _score_prompts(
     batch: ScheduledBatch, states: Sequence[RequestState], prompt_logits: Iterable[torch.Tensor]
 ) -> tuple[dict[str, list[TokenLogprobs]], set[str]]:
     """Score by request, and find requests with rows that are not finite."""
-    wanted: list[tuple[str, int, int]] = []
+    tokens: list[tuple[str, int, int]] = []
     for share, state in zip(batch.requests, states, strict=True):
         start, stop = share.prompt_logits
         num_top = state.request.sampling.prompt_logprobs or 0
         # The logits of one token are about the next.
         first = share.num_computed_tokens + 1
-        wanted += [(state.request_id, t, num_top) for t in state.tokens[first + start : first + stop]]
+        tokens += [(state.request_id, t, num_top) for t in state.tokens[first + start : first + stop]]
     scored: dict[str, list[TokenLogprobs]] = {}
     not_finite: set[str] = set()
     at = 0
     for logits in prompt_logits:
-        part = wanted[at : at + len(logits)]
+        part = tokens[at : at + len(logits)]
         finite = are_finite(logits)
         logprobs = score_tokens(logits, [target for _, target, _ in part], [n for _, _, n in part])
         for (name, _, _), logprob in zip(part, logprobs, strict=True):
             scored.setdefault(name, []).append(logprob)
         not_finite |= {name for (name, _, _), ok in zip(part, finite.tolist(), strict=True) if not ok}
         at += len(logits)
-    assert at == len(wanted), (at, len(wanted))
+    assert at == len(tokens), (at, len(tokens))
     return scored, not_finite

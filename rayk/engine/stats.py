@@ -121,9 +121,9 @@ class StepStats:
 
 def _drain(values: list[float]) -> list[float]:
     """Empty the list: its values are reported once."""
-    taken = values.copy()
+    drained = values.copy()
     values.clear()
-    return taken
+    return drained
 
 
 def rank_stats(meter: Meter, rank: EngineRank, leader: Leader | None) -> StepStats:
@@ -154,6 +154,6 @@ def _report_leader(meter: Meter, leader: Leader) -> None:
     for group, states in counts.items():
         for state, number in states.items():
             meter.set("rayk_kv_blocks", number, group=group, state=state)
-    taken = counts["pool"]["used"] + counts["pool"]["leased"]
+    num_taken = counts["pool"]["used"] + counts["pool"]["leased"]
     meter.set("rayk_kv_pool_blocks", num_blocks)
-    meter.set("rayk_kv_cache_usage_perc", taken / num_blocks)
+    meter.set("rayk_kv_cache_usage_perc", num_taken / num_blocks)

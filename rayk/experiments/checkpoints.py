@@ -16,21 +16,23 @@ def write_checkpoints(loaded: LoadedSpec, tell: Callable[[str], None]) -> None:
     Raises UserError for what `rayk checkpoint` refuses: values no model can have, a folder with another model
     or changed files."""
     for folder in loaded.spec.models():
-        wanted = loaded.spec.checkpoints.get(folder)
-        if wanted is None:
+        checkpoint = loaded.spec.checkpoints.get(folder)
+        if checkpoint is None:
             continue
 
-        def judge(config: dict[str, object], where: str, told: str = f"{wanted.family} to {folder}") -> None:
-            tell(f"writing a tiny checkpoint of {told}")
+        def judge(
+            config: dict[str, object], where: str, what: str = f"{checkpoint.family} to {folder}"
+        ) -> None:
+            tell(f"writing a tiny checkpoint of {what}")
             parse_config(config, where)
 
         try:
             write_checkpoint(
-                wanted.family,
+                checkpoint.family,
                 folder,
-                seed=wanted.seed,
-                overrides=wanted.config,
-                dtype=wanted.dtype,
+                seed=checkpoint.seed,
+                overrides=checkpoint.config,
+                dtype=checkpoint.dtype,
                 judge=judge,
             )
         except UserError as error:

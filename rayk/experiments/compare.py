@@ -208,7 +208,10 @@ def compare_values(
         if mismatch is None and not not_finite and any(bool(rows.any()) for rows in wrong.values()):
             worst = {name: bound.worst for name, bound in limits.items()}
             layer_of = WrongLayer(layer, live.start, found, truth, wrong, worst, model, group.spec)
-            states = [{i: kv[layer] for i, kv in (held or {}).items()} for held in (others, ends)]
+            states = [
+                {i: kv[layer] for i, kv in (request_states or {}).items()}
+                for request_states in (others, ends)
+            ]
             mismatch = _mismatch(request_id, group, layer_of, states)
     return ValueComparison(num_values, max_error, max_share, mismatch, not_finite)
 
@@ -257,13 +260,13 @@ def _heads(
     captured: Sequence[CapturedRows], layer: int, fields: Collection[str]
 ) -> Iterator[tuple[str, int, np.ndarray]]:
     """Yield (field, global unit, rows) of every rank, replicas of a unit one after the other."""
-    held = [
+    parts = [
         (name, head, rank)
         for rank, layers in enumerate(captured)
         for name, head in layers[layer]
         if name in fields
     ]
-    for name, head, rank in sorted(held):
+    for name, head, rank in sorted(parts):
         yield name, head, captured[rank][layer][name, head]
 
 

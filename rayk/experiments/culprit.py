@@ -83,8 +83,8 @@ def misplaced(
 
 def _never_written(wrong: WrongLayer) -> str | None:
     rows = wrong.rows(wrong.first)
-    held = wrong.found[wrong.first][rows].flatten()
-    if bool((held == held[0]).all()):
+    values = wrong.found[wrong.first][rows].flatten()
+    if bool((values == values[0]).all()):
         return f"store_kv: {len(rows)} tokens were never written"
     return None
 

@@ -39,7 +39,7 @@ def name_state_culprit(wrong: WrongLayer, *others: Mapping[int, LayerState]) -> 
         _other_unit,
         _moved_taps,
         _other_dtype,
-        lambda w: _left_over(w, [item for held in others for item in sorted(held.items())]),
+        lambda w: _left_over(w, [item for states in others for item in sorted(states.items())]),
     )
     for explain in explanations:
         text = explain(wrong)

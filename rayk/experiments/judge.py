@@ -96,8 +96,8 @@ class CellJudge:
         verdict, reason = findings.judge()
         idle: list[FaultSpec] = []
         if verdict in ("PASS", "NEAR_TIE"):
-            idle, told = _of_faults(cell, outcomes)
-            remarks = (*told, reason, self._unseen(cell, prompts, counts, _handed_over(outcomes)))
+            idle, notes = _of_faults(cell, outcomes)
+            remarks = (*notes, reason, self._unseen(cell, prompts, counts, _handed_over(outcomes)))
             reason = "; ".join(remark for remark in remarks if remark)
         facts = outcomes[-1].facts
         moves_kv = cell.decode is not None or cell.spec.offload.settings() is not None
@@ -216,11 +216,11 @@ class CellJudge:
         references = self._references(cell)
         finished = [(row, o) for o in outcomes for row in o.requests if row.error is None]
         groups = engine_groups(cell.prefill, self._config)
-        told = [follow(row, o.captured.get(row.prompt_index), references, groups) for row, o in finished]
-        for (row, _), (_, refused) in zip(finished, told, strict=True):
+        judged = [follow(row, o.captured.get(row.prompt_index), references, groups) for row, o in finished]
+        for (row, _), (_, refused) in zip(finished, judged, strict=True):
             if refused:
                 findings.add("KV_MISMATCH", f"kv_values: request {row.prompt_index}, {refused}")
-        followed = [own for own, _ in told]
+        followed = [own for own, _ in judged]
         compared = compare_logprobs([row for row, _ in finished], references, cell.sampling, followed)
         counts.checks_done.append("logprobs")
         counts.measured |= _columns("", compared.output) | _columns("prompt_", compared.prompt)
@@ -345,8 +345,8 @@ def _kv_held(
     engines = {"prefill": cell.prefill, "decode": cell.decode}
     return {
         side: [
-            asdict(held)
-            for held in measure_request_memory(engine_groups(engine, config), engine.tp, lengths[side])
+            asdict(memory)
+            for memory in measure_request_memory(engine_groups(engine, config), engine.tp, lengths[side])
         ]
         for side, engine in engines.items()
         if engine is not None and lengths[side]

@@ -48,8 +48,8 @@ Counters = Mapping[str, Any]
 
 def offloaded(outcomes: Sequence[CellOutcome]) -> dict[str, float | str]:
     """Fill the columns of reports.fields.OFFLOAD_FIELDS; empty where no engine and no tier told anything."""
-    engines = [told for o in outcomes for told in o.offload.values()]
-    tiers = [told for o in outcomes for told in o.tiers.values()]
+    engines = [counters for o in outcomes for counters in o.offload.values()]
+    tiers = [counters for o in outcomes for counters in o.tiers.values()]
     losses = [loss for o in outcomes for loss in o.tier_losses]
     if not (engines or tiers or losses):
         return {}
@@ -66,18 +66,18 @@ def offloaded(outcomes: Sequence[CellOutcome]) -> dict[str, float | str]:
 
 def _beliefs(engines: Sequence[Counters]) -> dict[str, float]:
     """Take the median over engines of what cost models expect of a MiB each way and of a prompt, in ms."""
-    told = [_expected(e["costs"]) for e in engines]
-    names = dict.fromkeys(name for t in told for name in t)
-    return {name: median(t[name] for t in told if name in t) for name in names}
+    expectations = [_expected(e["costs"]) for e in engines]
+    names = dict.fromkeys(name for t in expectations for name in t)
+    return {name: median(t[name] for t in expectations if name in t) for name in names}
 
 
 def _expected(costs: Counters) -> dict[str, float]:
     """Read costs.CostModel.describe: a rate is absent where bytes cost nothing, steps until they are
     known."""
     found = {}
-    for way in ("out", "in"):
-        byte_ns = 1 / costs[f"{way}_gb_per_s"] if f"{way}_gb_per_s" in costs else 0.0
-        found[f"offload_{way}_1mib_ms"] = (costs[f"{way}_latency_ns"] + MIB * byte_ns) / 1e6
+    for direction in ("out", "in"):
+        byte_ns = 1 / costs[f"{direction}_gb_per_s"] if f"{direction}_gb_per_s" in costs else 0.0
+        found[f"offload_{direction}_1mib_ms"] = (costs[f"{direction}_latency_ns"] + MIB * byte_ns) / 1e6
     if "prefill_512_ns" in costs:
         found["offload_compute_512_ms"] = costs["prefill_512_ns"] / 1e6
     return found
@@ -123,16 +123,18 @@ def _of_losses(losses: Sequence[str]) -> Iterable[str]:
 
 def _of_engines(outcomes: Sequence[CellOutcome]) -> Iterable[str]:
     for outcome in outcomes:
-        for engine, told in outcome.offload.items():
+        for engine, counters in outcome.offload.items():
             # Of a tier that was lost, its own words say more.
-            if told["why_off"] not in ("", ENDED) and not outcome.tier_losses:
-                yield f"{engine} had no host tier: {told['why_off']}"
-            if told.get("why_few"):
-                yield told["why_few"]
+            if counters["why_off"] not in ("", ENDED) and not outcome.tier_losses:
+                yield f"{engine} had no host tier: {counters['why_off']}"
+            if counters.get("why_few"):
+                yield counters["why_few"]
     for name, words in FAILED.items():
-        number = sum(told.get(name, 0) for o in outcomes for told in o.offload.values())
+        number = sum(counters.get(name, 0) for o in outcomes for counters in o.offload.values())
         if number:
-            whys = (told.get(REASONS.get(name, ""), "") for o in outcomes for told in o.offload.values())
+            whys = (
+                counters.get(REASONS.get(name, ""), "") for o in outcomes for counters in o.offload.values()
+            )
             why = next((why for why in whys if why), "")
             yield f"{number} {words}" + (f" (such as: {why})" if why else "")
 
@@ -149,7 +151,7 @@ def _of_disks(outcomes: Sequence[CellOutcome]) -> Iterable[str]:
         reasons = ", ".join(f"{number} {reason}" for reason, number in bad.items())
         yield f"pages on disk were not served, but computed: {reasons}"
     for outcome in outcomes:
-        for told in outcome.tiers.values():
-            state = told.get("disk", {}).get("state", "on")
+        for counters in outcome.tiers.values():
+            state = counters.get("disk", {}).get("state", "on")
             if state != "on":
                 yield f"the disk tier was {state}"

@@ -42,8 +42,8 @@ class Strip:
         return any(u == unit and source == producer for (_, u), source in self.sources.items())
 
     def _fate(self, unit: int) -> tuple[object, ...]:
-        held = tuple(unit in h for h in self.producers), tuple(unit in h for h in self.consumers)
-        return (*held, tuple(self.sources.get((rank, unit)) for rank in range(len(self.consumers))))
+        holders = tuple(unit in h for h in self.producers), tuple(unit in h for h in self.consumers)
+        return (*holders, tuple(self.sources.get((rank, unit)) for rank in range(len(self.consumers))))
 
 
 def strips(explanation: Explanation) -> list[Strip]:
@@ -59,7 +59,7 @@ def strips(explanation: Explanation) -> list[Strip]:
                 for unit in units.ids
             }
             producer = _producer_group(explanation, group, kind)
-            sides = [_held(g, kind) for g in (producer, group)]
+            sides = [_units_by_rank(g, kind) for g in (producer, group)]
             fields = f", {', '.join(kind.fields)}" if len(group.units[0]) > 1 else ""
             found.append(
                 Strip(
@@ -104,21 +104,21 @@ def _strip_lines(strip: Strip) -> Iterator[str]:
     names = [counted(strip.unit_name, run) for run in strip.runs()]
     width = max(len("rank"), *map(len, names))
     column = max(len(str(len(side) - 1)) for side in (strip.producers, strip.consumers)) + 2
-    room = max(len(strip.producers) * column, len("prefill") + 1)
+    left_width = max(len(strip.producers) * column, len("prefill") + 1)
 
     def line(name: str, here: list[str], there: list[str]) -> str:
         left, right = ("".join(f"{cell:>{column}}" for cell in cells) for cells in (here, there))
-        return f"    {name:<{width}} {left:<{room}}  │{right}".rstrip()
+        return f"    {name:<{width}} {left:<{left_width}}  │{right}".rstrip()
 
     yield f"  {strip.title}"
-    yield f"    {'':<{width}} {' prefill':<{room}}  │  decode"
+    yield f"    {'':<{width}} {' prefill':<{left_width}}  │  decode"
     ranks = [[str(rank) for rank in range(len(side))] for side in (strip.producers, strip.consumers)]
     yield line("rank", *ranks)
     for name, run in zip(names, strip.runs(), strict=True):
         unit = run[0]
         marks = [
-            " " if unit not in held else READ if strip.is_read(rank, unit) else HELD
-            for rank, held in enumerate(strip.producers)
+            " " if unit not in units else READ if strip.is_read(rank, unit) else HELD
+            for rank, units in enumerate(strip.producers)
         ]
         yield line(name, marks, [str(strip.sources.get((r, unit), " ")) for r in range(len(strip.consumers))])
 
@@ -138,7 +138,7 @@ def svg_drawing(explanation: Explanation) -> str:
 def _strip_svg(strip: Strip) -> str:
     """Draw producer ranks on the left, consumer ranks on the right, a box each with a row per run of its
     units."""
-    sides = [_boxes(strip, held) for held in (strip.producers, strip.consumers)]
+    sides = [_boxes(strip, holdings) for holdings in (strip.producers, strip.consumers)]
     parts: list[str] = []
     for side, (name, boxes) in enumerate(zip(("prefill", "decode"), sides, strict=True)):
         for rank, (top, rows) in enumerate(boxes):
@@ -156,10 +156,10 @@ def _strip_svg(strip: Strip) -> str:
 Boxes = list[tuple[int, list[tuple[int, ...]]]]
 
 
-def _boxes(strip: Strip, held: tuple[frozenset[int], ...]) -> Boxes:
+def _boxes(strip: Strip, units_by_rank: tuple[frozenset[int], ...]) -> Boxes:
     boxes: Boxes = []
     top = 1
-    for units in held:
+    for units in units_by_rank:
         rows = [run for run in strip.runs() if run[0] in units]
         boxes.append((top, rows))
         top += (1 + len(rows)) * ROW + MARGIN
@@ -208,7 +208,7 @@ def _producer_group(explanation: Explanation, group: Group, kind: Units) -> Grou
     )
 
 
-def _held(group: Group, kind: Units) -> tuple[frozenset[int], ...]:
+def _units_by_rank(group: Group, kind: Units) -> tuple[frozenset[int], ...]:
     return tuple(
         frozenset(unit for u in units if set(u.fields) & set(kind.fields) for unit in u.ids)
         for units in group.units

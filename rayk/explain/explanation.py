@@ -127,9 +127,9 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
     assert cell.decode is not None
     about: dict[str, Any] = {"model": _name(Path(model).resolve())}
     about["engines"] = {"prefill": _engine_text(cell.prefill), "decode": _engine_text(cell.decode)}
-    asked = num_tokens or min(DEFAULT_TOKENS, config.max_positions)
+    intended = num_tokens or min(DEFAULT_TOKENS, config.max_positions)
     if refused:
-        return Explanation(supported=False, reason=refused, num_tokens=asked, **about)
+        return Explanation(supported=False, reason=refused, num_tokens=intended, **about)
     producer, consumer = plan_engine(cell.prefill, config), plan_engine(cell.decode, config)
     tokens = _num_tokens(num_tokens, config, producer, consumer)
     notes = _length_note(tokens, config, producer) if num_tokens is None else []
@@ -250,19 +250,19 @@ def _border_notes(consumer: EnginePlan, config: DecoderConfig, num_tokens: int) 
 def _num_tokens(asked: int | None, config: DecoderConfig, producer: EnginePlan, consumer: EnginePlan) -> int:
     """Choose the sequence's tokens: as asked, else as many as fit up to 1024."""
     ranks = {"prefill": producer.ranks[0], "decode": consumer.ranks[0]}
-    room = {side: _capacity_tokens(rank) for side, rank in ranks.items()}
+    capacity = {side: _capacity_tokens(rank) for side, rank in ranks.items()}
     if asked is None:
-        return min(DEFAULT_TOKENS, config.max_positions, *room.values())
+        return min(DEFAULT_TOKENS, config.max_positions, *capacity.values())
     problem = mend = ""
     num_blocks = producer.ranks[0].num_blocks
-    most = min(config.max_positions, *room.values())
+    most = min(config.max_positions, *capacity.values())
     if asked > config.max_positions:
         problem = f"at most {config.positions_text}"
         mend = f"--num-tokens {config.max_positions} or fewer"
         if most < config.max_positions:
             mend = f"--num-tokens {most} or fewer, which is what --num-blocks {num_blocks} hold"
     elif asked > most:
-        small = [f"the {side} pool holds {tokens}" for side, tokens in room.items() if asked > tokens]
+        small = [f"the {side} pool holds {tokens}" for side, tokens in capacity.items() if asked > tokens]
         blocks = 1 + max(_num_blocks(rank, asked) for rank in ranks.values())
         problem = f"{' and '.join(small)} in --num-blocks {num_blocks}"
         mend = f"--num-blocks {blocks} or more, or --num-tokens {most} or fewer"

@@ -34,11 +34,11 @@ def find_coordinate(
     """Find first byte and length of each field's row that a coordinate names, with the layer that was `asked`
     for and the `layer` whose page it is. Raises UserError that says what is wrong, and what there is."""
     try:
-        wanted = _parse(text, sources)
-        found = _held(ranks, rank, _named(ranks[rank], wanted, sources), wanted)
+        coordinate = _parse(text, sources)
+        found = _on_rank(ranks, rank, _named(ranks[rank], coordinate, sources), coordinate)
     except UserError as error:
         raise replace(error, where=f"--find {text}") from None
-    return [_place(group, field, wanted) for group, field in found]
+    return [_place(group, field, coordinate) for group, field in found]
 
 
 def numbers(values: Iterable[int]) -> str:
@@ -58,7 +58,7 @@ def counted(name: str, ids: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _Coordinate:
     """A coordinate as it was given; None for what was left out."""
 
     asked: int  # the layer that was given
@@ -74,7 +74,7 @@ class _Wanted:
 _Found = list[tuple[GroupGeometry, FieldGeometry]]
 
 
-def _parse(text: str, sources: Mapping[int, int]) -> _Wanted:
+def _parse(text: str, sources: Mapping[int, int]) -> _Coordinate:
     """Parse a coordinate. Raises UserError for what no model has."""
     parts = [part.partition("=") for part in text.split(",")]
     given = {key.strip(): value.strip() for key, _, value in parts}
@@ -92,7 +92,7 @@ def _parse(text: str, sources: Mapping[int, int]) -> _Wanted:
             "unit= for what is no head",
         )
     values = {n: int(value) for n, value in given.items() if n != "field"}
-    return _Wanted(
+    return _Coordinate(
         asked=values["layer"],
         layer=sources.get(values["layer"], values["layer"]),
         block=values["block"],
@@ -104,30 +104,30 @@ def _parse(text: str, sources: Mapping[int, int]) -> _Wanted:
     )
 
 
-def _named(rank: RankGeometry, wanted: _Wanted, sources: Mapping[int, int]) -> _Found:
+def _named(rank: RankGeometry, coordinate: _Coordinate, sources: Mapping[int, int]) -> _Found:
     """Find the fields that a coordinate may mean, whoever holds its unit. Raises UserError when there is
     none."""
-    layer, token = wanted.layer, wanted.token
+    layer, token = coordinate.layer, coordinate.token
     layers = sorted({n for g in rank.groups for n in g.group.layers})
     if layer not in layers:
         others = f", and {numbers(sorted(sources))} use their pages" if sources else ""
         raise UserError(f"layer {layer}: the layers that keep something are {numbers(layers)}{others}")
-    if wanted.block >= rank.num_blocks:
-        raise UserError(f"block {wanted.block}: the pool has blocks 0-{rank.num_blocks - 1}")
+    if coordinate.block >= rank.num_blocks:
+        raise UserError(f"block {coordinate.block}: the pool has blocks 0-{rank.num_blocks - 1}")
     found = [(g, f) for g in rank.groups if layer in g.group.layers for f in g.fields]
-    if wanted.group is not None:
+    if coordinate.group is not None:
         groups = numbers(sorted({g.group.index for g, _ in found}))
-        found = [(g, f) for g, f in found if g.group.index == wanted.group]
-        whose = f", whose pages layer {wanted.asked} uses," if wanted.asked != layer else ""
-        _check(found, f"KV group {wanted.group}: layer {layer}{whose} is in {groups}")
-    if wanted.field is not None:
+        found = [(g, f) for g, f in found if g.group.index == coordinate.group]
+        whose = f", whose pages layer {coordinate.asked} uses," if coordinate.asked != layer else ""
+        _check(found, f"KV group {coordinate.group}: layer {layer}{whose} is in {groups}")
+    if coordinate.field is not None:
         names = ", ".join(f.field.name for _, f in found)
-        found = [(g, f) for g, f in found if f.field.name == wanted.field]
-        _check(found, f"field {wanted.field}: layer {layer} has {names}")
-    if wanted.is_head:
+        found = [(g, f) for g, f in found if f.field.name == coordinate.field]
+        _check(found, f"field {coordinate.field}: layer {layer} has {names}")
+    if coordinate.is_head:
         units = _units_text(found)
         found = [(g, f) for g, f in found if f.field.unit_name.split()[-1] == "head"]
-        _check(found, f"head={wanted.unit}: no heads here but {units}", mend=f"unit={wanted.unit}")
+        _check(found, f"head={coordinate.unit}: no heads here but {units}", mend=f"unit={coordinate.unit}")
     if token is not None:
         names = ", ".join(f.field.name for _, f in found)
         found = [(g, f) for g, f in found if g.group.spec.has_token_rows]
@@ -136,12 +136,12 @@ def _named(rank: RankGeometry, wanted: _Wanted, sources: Mapping[int, int]) -> _
         found = [(g, f) for g, f in found if token < g.block_size]
         _check(found, f"token {token}: a block has tokens 0-{size - 1}")
     units = _units_text(found)
-    if wanted.unit is None:
+    if coordinate.unit is None:
         if any(f.field.units > 1 for _, f in found):
             raise UserError(f"which of {units}?", mend="add unit=N, or head=N")
         return found
-    found = [(g, f) for g, f in found if wanted.unit < f.field.units]
-    _check(found, f"unit {wanted.unit}: there are {units}")
+    found = [(g, f) for g, f in found if coordinate.unit < f.field.units]
+    _check(found, f"unit {coordinate.unit}: there are {units}")
     return found
 
 
@@ -150,9 +150,9 @@ def _check(found: Sequence[object], problem: str, mend: str = "") -> None:
         raise UserError(problem, mend=mend)
 
 
-def _held(ranks: Sequence[RankGeometry], rank: int, named: _Found, wanted: _Wanted) -> _Found:
+def _on_rank(ranks: Sequence[RankGeometry], rank: int, named: _Found, coordinate: _Coordinate) -> _Found:
     """Keep the fields whose unit this rank holds. Raises UserError with the ranks that do."""
-    unit = wanted.unit or 0
+    unit = coordinate.unit or 0
     held = [(g, f) for g, f in named if unit in f.units]
     if not held:
         keys = [(g.group.index, f.field.name) for g, f in named]
@@ -179,13 +179,13 @@ def _units_text(found: _Found) -> str:
     )
 
 
-def _place(group: GroupGeometry, f: FieldGeometry, wanted: _Wanted) -> dict[str, Any]:
-    kernel_block, row = divmod((wanted.token or 0) // group.tokens_per_row, group.kernel_block_size)
-    kernel_block += wanted.block * group.kernel_blocks_per_block
-    position, slot = group.group.layers.index(wanted.layer), f.units.index(wanted.unit or 0)
+def _place(group: GroupGeometry, f: FieldGeometry, coordinate: _Coordinate) -> dict[str, Any]:
+    kernel_block, row = divmod((coordinate.token or 0) // group.tokens_per_row, group.kernel_block_size)
+    kernel_block += coordinate.block * group.kernel_blocks_per_block
+    position, slot = group.group.layers.index(coordinate.layer), f.units.index(coordinate.unit or 0)
     return {
-        "asked": wanted.asked,
-        "layer": wanted.layer,
+        "asked": coordinate.asked,
+        "layer": coordinate.layer,
         "group": group.group.index,
         "kind": group.group.spec.kind,
         "field": f.field.name,

@@ -73,12 +73,12 @@ def transfer_text(transfer: Transfer) -> str:
 
 def fast_prefill_text(fast: FastPrefill, num_tokens: int) -> str:
     """Say what fast prefill saves where it was asked for, or would save."""
-    asked = f"fast prefill ({', '.join(fast.sides)})" if fast.sides else "fast prefill (not asked for)"
+    subject = f"fast prefill ({', '.join(fast.sides)})" if fast.sides else "fast prefill (not asked for)"
     if not fast.layers:
-        return f"{asked}: no trailing layers share: nothing changes"
+        return f"{subject}: no trailing layers share: nothing changes"
     does = ("compute" if len(fast.layers) > 1 else "computes") if fast.sides else "would compute"
     return (
-        f"{asked}: {counted('layer', fast.layers)} {does} only tokens whose "
+        f"{subject}: {counted('layer', fast.layers)} {does} only tokens whose "
         f"logits are wanted, {fast.num_token_layers:,} instead of {fast.num_token_layers_without:,} "
         f"token-layers for a prompt of {num_tokens:,} tokens"
     )

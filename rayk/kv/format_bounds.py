@@ -38,10 +38,10 @@ def error_bound(kv_format: KVFormat, values: Floats, scale: float = 1.0) -> Floa
 
 def _block_bound(size: Floats, scale: float) -> Floats:
     blocks = size.reshape(*size.shape[:-1], -1, NVFP4_BLOCK)
-    wanted = blocks.max(-1, keepdims=True) / E2M1_MAX
-    off = np.maximum(wanted * 2.0**-4, E4M3_STEP / 2 * scale)
-    largest = np.minimum(wanted + off, E4M3_MAX * scale)
-    least = np.clip(wanted - off, 0.0, E4M3_MAX * scale)
+    scales = blocks.max(-1, keepdims=True) / E2M1_MAX
+    off = np.maximum(scales * 2.0**-4, E4M3_STEP / 2 * scale)
+    largest = np.minimum(scales + off, E4M3_MAX * scale)
+    least = np.clip(scales - off, 0.0, E4M3_MAX * scale)
     rounded = np.maximum(blocks / 4, largest / 4)
     bound: Floats = np.maximum(rounded, blocks - E2M1_MAX * least).reshape(size.shape)
     return bound

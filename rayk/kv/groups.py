@@ -211,8 +211,8 @@ def _reference_blocks(
 ) -> tuple[int, int]:
     """(blocks, bytes) that a reference request holds."""
     page = max(page_bytes(spec) for spec in specs)
-    held = (held_blocks(spec, spec.fullest_at(REFERENCE_TOKENS)) for spec in specs)
-    blocks = sum(n * count for n, count in zip(num_groups, held, strict=True))
+    num_blocks = (held_blocks(spec, spec.fullest_at(REFERENCE_TOKENS)) for spec in specs)
+    blocks = sum(n * count for n, count in zip(num_groups, num_blocks, strict=True))
     return blocks, blocks * positions * page
 
 

@@ -34,8 +34,8 @@ def kernel_block_sizes(
     sizes = []
     for g, lengths in zip(groups, chunks or [()] * len(groups), strict=True):
         rows = rows_per_block(g.spec)
-        wanted = by_kind.get(g.spec.kind) or default or gcd(rows, *lengths)
-        sizes.append(wanted if g.spec.has_token_rows else rows)
+        size = by_kind.get(g.spec.kind) or default or gcd(rows, *lengths)
+        sizes.append(size if g.spec.has_token_rows else rows)
     return tuple(sizes)
 
 

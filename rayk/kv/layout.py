@@ -59,16 +59,16 @@ def resolve_layout(requested: str, parties: Sequence[tuple[str, Veto]]) -> Layou
     `requested` is a layout name (the user then vetoes all others) or "auto". Raises LayoutVetoed with the
     whole table if nothing is left.
     """
-    wanted = None if requested == "auto" else get_layout(requested)
+    only = None if requested == "auto" else get_layout(requested)
     vetoes: list[tuple[str, str, str]] = []
     accepted: list[KVCacheLayout] = []
     for layout in LAYOUTS.values():
         rows = [(layout.name, who, why) for who, veto in parties if (why := veto(layout)) is not None]
-        if wanted is not None and layout != wanted:
-            rows.append((layout.name, "user", f"asked for {wanted.name}"))
+        if only is not None and layout != only:
+            rows.append((layout.name, "user", f"asked for {only.name}"))
         vetoes += rows
         if not rows:
             accepted.append(layout)
     if not accepted:
-        raise LayoutVetoed(tuple(vetoes), "" if wanted is None else wanted.name)
+        raise LayoutVetoed(tuple(vetoes), "" if only is None else only.name)
     return LayoutResolution(accepted[0], tuple(vetoes))

@@ -104,8 +104,8 @@ class KVCacheManager:
             return 0
         tables = []
         for g in self.groups:
-            wanted = min((_live_rows(g, lane, num_tokens) for lane in g.lanes), key=lambda r: r.start)
-            blocks = self.prefixes.blocks(g.index, keys, wanted)
+            live = min((_live_rows(g, lane, num_tokens) for lane in g.lanes), key=lambda r: r.start)
+            blocks = self.prefixes.blocks(g.index, keys, live)
             self.pool.share(blocks)
             first = num_tokens // g.spec.block_size - len(blocks)
             table = [NULL_BLOCK] * first + blocks
@@ -408,13 +408,13 @@ class KVCacheManager:
 
     def holders(self, block_ids: Sequence[int]) -> dict[int, str]:
         """Block -> the request, or else the lease, that holds it; blocks without a holder are absent."""
-        wanted = set(block_ids)
+        ids = set(block_ids)
         return {
             block: name
             for name, tables in (*self._leases.items(), *self._tables.items())
             for t in tables
             for block in t.blocks
-            if block in wanted and block != NULL_BLOCK
+            if block in ids and block != NULL_BLOCK
         }
 
     def count_blocks(self) -> dict[str, dict[str, int]]:
@@ -441,13 +441,13 @@ class KVCacheManager:
     def check_integrity(self) -> None:
         """Assert that tables and leases hold exactly the pool's references and that the ledger adds up."""
         self.pool.check_integrity()
-        held: Counter[int] = Counter()
+        counts: Counter[int] = Counter()
         for tables in (*self._tables.values(), *self._leases.values()):
             for t in tables:
-                held.update(b for b in t.blocks if b != NULL_BLOCK)
+                counts.update(b for b in t.blocks if b != NULL_BLOCK)
                 assert all(b == NULL_BLOCK for b in t.blocks[: t.num_trimmed]), "trimmed blocks are null"
         for block in range(1, self.pool.num_blocks):
-            assert held[block] == self.pool.references(block), f"block {block}: references differ"
+            assert counts[block] == self.pool.references(block), f"block {block}: references differ"
         if self.prefixes is not None:
             kept = [b for b in range(self.pool.num_blocks) if self.pool.is_kept(b)]
             assert all(b in self.prefixes for b in kept), "a block is kept under no name"

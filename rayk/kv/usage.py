@@ -83,5 +83,5 @@ class BlockUsage:
         assert vars(again) == vars(self), "blocks are counted wrongly"
 
     def _sides(self, group: int, leased: bool) -> tuple[dict[int, int], dict[int, int]]:
-        used, held = self._used[group], self._leased[group]
-        return (held, used) if leased else (used, held)
+        used, leases = self._used[group], self._leased[group]
+        return (leases, used) if leased else (used, leases)

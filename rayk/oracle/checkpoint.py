@@ -113,8 +113,10 @@ def read_marker(directory: str | Path) -> dict[str, Any]:
         found = parse_json(read_text(path, MARKER_BYTES))
     except (OSError, ValueError):
         return {}
-    told = found.get("parameters") if isinstance(found, dict) else None
-    if not isinstance(told, dict) or not all(isinstance(told.get(k), kind) for k, kind in _NOTED.items()):
+    parameters = found.get("parameters") if isinstance(found, dict) else None
+    if not isinstance(parameters, dict) or not all(
+        isinstance(parameters.get(k), kind) for k, kind in _NOTED.items()
+    ):
         return {}
     return dict(found)
 

@@ -146,7 +146,7 @@ class Reference:
 
         limits = {"max_tokens": max_tokens, "ignore_eos": ignore_eos, "stop_token_ids": stops}
         answers = (
-            self._ask(
+            self._answer(
                 {"ask": "generate", "prompt": [int(i) for i in prompt], **limits}, lambda q: asdict(decode(q))
             )
             for prompt in prompts
@@ -156,7 +156,7 @@ class Reference:
     def teacher_force(self, prompt: Sequence[int], output_ids: Sequence[int]) -> list[ForcedStep]:
         """The reference's view of each of `output_ids`, given the prompt and those before it. Raises
         UserError like generate."""
-        answer = self._ask(
+        answer = self._answer(
             {
                 "ask": "teacher_force",
                 "prompt": [int(i) for i in prompt],
@@ -169,7 +169,7 @@ class Reference:
     def score(self, prompt: Sequence[int], output_ids: Sequence[int]) -> TextScores:
         """Log probability of every token of a prompt and its output except the first. Raises UserError like
         generate."""
-        answer = self._ask(
+        answer = self._answer(
             {
                 "ask": "score",
                 "num_further": NUM_FURTHER,
@@ -203,7 +203,7 @@ class Reference:
         text.feed(token_ids, logits_to_keep=1)
         return layer_caches(self._model.config, text.cache)
 
-    def _ask(self, question: Question, compute: Callable[[Question], Answer]) -> Answer:
+    def _answer(self, question: Question, compute: Callable[[Question], Answer]) -> Answer:
         """The cached answer, or a computed one, with tuples in place of lists."""
         question = self._identity | question
         answer = self._cache.get(question)

@@ -305,8 +305,8 @@ class Scheduler:
                 break
             is_new = state.num_computed == 0
             if is_new:
-                wanted = state.max_cached_tokens
-                state.num_computed = self.allocator.match(state.request_id, state.tokens, wanted)
+                max_tokens = state.max_cached_tokens
+                state.num_computed = self.allocator.match(state.request_id, state.tokens, max_tokens)
             num_tokens = min(len(state.tokens) - state.num_computed, budget)
             updates = self.allocator.extend(state.request_id, state.num_computed + num_tokens)
             if updates is None:

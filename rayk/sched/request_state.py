@@ -41,7 +41,7 @@ class RequestState:
     submitted_ns: int | None = None  # when it came to this engine; this and what follows is its leader's
     first_step_ns: int | None = None  # when the step began that first took it
     first_info: dict[str, Any] = field(default_factory=dict)  # further news of its first token
-    is_told: bool = False  # whether a token of it was told here
+    is_reported: bool = False  # whether a token of it was reported here
     tables_sent: bool = False  # whether the ranks hold this request's block tables (in its row)
 
     @property

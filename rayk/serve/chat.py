@@ -62,8 +62,8 @@ def _plain(message: Message) -> dict[str, Any]:
 def _template_arguments(body: ChatRequest) -> dict[str, Any]:
     """Find more variables for the template. Raises ApiError for what would change anything else."""
     given = body.chat_template_kwargs or {}
-    if taken := reserved_arguments(given):
-        problem = f"chat_template_kwargs: {taken[0]} is not for clients to set"
+    if reserved := reserved_arguments(given):
+        problem = f"chat_template_kwargs: {reserved[0]} is not for clients to set"
         raise ApiError(400, problem, param="chat_template_kwargs", code="invalid_value")
     return given
 

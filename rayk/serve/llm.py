@@ -172,11 +172,11 @@ class LLM:
         text = self._need_tokenizer()
         chats: Any = [messages] if all(isinstance(m, Mapping) for m in messages) else messages
         arguments = dict(chat_template_kwargs or {})
-        if taken := reserved_arguments(arguments):
-            raise UserError(f"chat_template_kwargs: {taken[0]} is not for callers to set")
-        told = [text.conversation(chat, **arguments) for chat in chats]
-        ids = [tuple(text.encode(prompt, add_special_tokens=False)) for prompt in told]
-        return self._complete(told, ids, sampling, n)
+        if reserved := reserved_arguments(arguments):
+            raise UserError(f"chat_template_kwargs: {reserved[0]} is not for callers to set")
+        texts = [text.conversation(chat, **arguments) for chat in chats]
+        ids = [tuple(text.encode(prompt, add_special_tokens=False)) for prompt in texts]
+        return self._complete(texts, ids, sampling, n)
 
     def _complete(
         self, prompts: Sequence[str | None], ids: Sequence[tuple[int, ...]], sampling: Sampling, n: int
@@ -256,7 +256,7 @@ class LLM:
 
     def _output(self, index: int, params: SamplingParams, deltas: Sequence[Delta]) -> Output:
         tokens = tuple(itertools.chain.from_iterable(d.token_ids for d in deltas))
-        told = [d.logprobs for d in deltas if d.logprobs is not None]
+        logprobs = [d.logprobs for d in deltas if d.logprobs is not None]
         last = deltas[-1]
         assert last.finish_reason is not None, "a stream ends with a reason or an error"
         return Output(
@@ -265,7 +265,7 @@ class LLM:
             token_ids=tokens,
             finish_reason=str(last.finish_reason),
             stop_reason=last.stop_reason,
-            logprobs=None if params.logprobs is None else tuple(itertools.chain.from_iterable(told)),
+            logprobs=None if params.logprobs is None else tuple(itertools.chain.from_iterable(logprobs)),
         )
 
     def _decoded(self, tokens: Sequence[int], stop: Sequence[str]) -> str | None:

@@ -77,9 +77,9 @@ class EventStream(Response):
                 await _send_part(send, DONE)
             except Exception as error:
                 # Without [DONE]: it says that all was sent.
-                told = api_error(error)
-                fate["status"] = told.status
-                await _send_part(send, event(told.body))
+                response = api_error(error)
+                fate["status"] = response.status
+                await _send_part(send, event(response.body))
                 if not isinstance(error, RaykError):
                     await send({"type": "http.response.body", "body": b""})
                     raise

@@ -146,8 +146,8 @@ def open_call(
                 wants_output=sampling.max_tokens > 0,
             )
             choices.append(choice)
-    wanted = Choices(completer=front.completer, prompts=prompts, each=choices)
-    return Call(body=body, call_id=call_id, created_s=int(time.time()), choices=wanted)
+    choice_set = Choices(completer=front.completer, prompts=prompts, each=choices)
+    return Call(body=body, call_id=call_id, created_s=int(time.time()), choices=choice_set)
 
 
 def sampling_of(

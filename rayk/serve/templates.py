@@ -72,10 +72,10 @@ class Templates:
             problem = f"took more than {CPU_S} s of processor time or {MOST_BYTES >> 20} MiB of memory"
             _LOG.warning("a chat template was stopped: it %s", problem)
             raise UserError(f"the chat template {problem} over these messages")
-        told = answer[1:].decode("utf-8", "surrogatepass")
+        text = answer[1:].decode("utf-8", "surrogatepass")
         if answer[:1] != _WRITTEN:
-            raise UserError(f"the chat template refuses the messages: {told}")
-        return told
+            raise UserError(f"the chat template refuses the messages: {text}")
+        return text
 
     def _exchange(self, question: bytes) -> bytes:
         """Ask a child; its answer is empty where it was stopped."""
@@ -84,7 +84,7 @@ class Templates:
             with ours:
                 with theirs:
                     warm = self._hand_over(theirs)
-                answer = _ask(ours, question)
+                answer = _send_question(ours, question)
             if answer or warm.lives():
                 return answer
         raise EngineDied("the chat template's process", "it was ended twice with a conversation")
@@ -103,7 +103,7 @@ class Templates:
             return self._warm
 
 
-def _ask(line: socket.socket, question: bytes) -> bytes:
+def _send_question(line: socket.socket, question: bytes) -> bytes:
     line.settimeout(ANSWER_S)
     try:
         line.sendall(question)
@@ -226,15 +226,15 @@ def _answer(template: str, line: socket.socket) -> None:
             (text,), _ = render_jinja_template(
                 [messages], chat_template=template, add_generation_prompt=True, **arguments
             )
-            kind, told = _WRITTEN, text
+            kind, answer = _WRITTEN, text
         except MemoryError:
             return
         except Exception as error:  # noqa: BLE001 - whatever a template's own code raises of what it is given
-            kind, told = b"-", f"{type(error).__name__}: {error}"[:_SHOWN]
-        if len(told) > MOST_CHARACTERS:
-            kind, told = b"-", f"it writes more than {MOST_CHARACTERS} characters"
+            kind, answer = b"-", f"{type(error).__name__}: {error}"[:_SHOWN]
+        if len(answer) > MOST_CHARACTERS:
+            kind, answer = b"-", f"it writes more than {MOST_CHARACTERS} characters"
         with contextlib.suppress(BrokenPipeError):
-            line.sendall(kind + told.encode("utf-8", "surrogatepass"))
+            line.sendall(kind + answer.encode("utf-8", "surrogatepass"))
 
 
 if __name__ == "__main__":

@@ -86,16 +86,16 @@ class Text:
         stream = Detokenizer(self, skip_special_tokens=skip_special_tokens)
         found, length = [], 0
         for token in token_ids:
-            told = stream.feed(token)
-            found.append(length + self.start_in(told, token))
-            length += len(told)
+            text = stream.feed(token)
+            found.append(length + self.start_in(text, token))
+            length += len(text)
         return found
 
-    def start_in(self, told: str, token_id: int) -> int:
+    def start_in(self, text: str, token_id: int) -> int:
         """Find where a token begins in the text that was told with it: after bytes that waited and were no
         character."""
         own = self.token(token_id).text
-        return len(told) - len(own) if own and told.endswith(own) else 0
+        return len(text) - len(own) if own and text.endswith(own) else 0
 
     def conversation(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
         """Write a conversation by the checkpoint's chat template, up to where the answer begins, special

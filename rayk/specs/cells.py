@@ -240,11 +240,11 @@ def _points(spec: ExperimentSpec) -> Iterator[dict[str, Any]]:
 
 def _matches(cell: Cell, rule: dict[str, Any]) -> bool:
     """Whether every key of an exclude rule, an axis of the matrix or not, has (one of) the rule's values."""
-    for key, wanted in rule.items():
-        options = wanted if isinstance(wanted, list) and key not in LIST_KEYS else [wanted]
+    for key, given in rule.items():
+        options = given if isinstance(given, list) and key not in LIST_KEYS else [given]
         options = [{str(k): v for k, v in o.items()} if isinstance(o, dict) else o for o in options]
         if key == "faults":
-            named = wanted if isinstance(wanted, list) else [wanted]
+            named = given if isinstance(given, list) else [given]
             options = [_plain_faults(FaultSpec.model_validate(fault) for fault in named)]
         absent = _is_unheeded(key, cell.spec)
         found = cell.axes[key] if key in cell.axes else None if absent else _axis_value(cell.spec, key)
@@ -319,8 +319,8 @@ def _sampling(spec: SamplingSpec, checks: tuple[str, ...], *, fast_prefill: bool
     """
     values: dict[str, Any] = {name: getattr(spec, name) for name in SamplingSpec.model_fields}
     if "logprobs" in checks:
-        told = ("logprobs",) if fast_prefill else ("logprobs", "prompt_logprobs")
-        values |= {name: values[name] or 0 for name in told}
+        reported = ("logprobs",) if fast_prefill else ("logprobs", "prompt_logprobs")
+        values |= {name: values[name] or 0 for name in reported}
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
     return SamplingParams(**values)
 
@@ -367,8 +367,8 @@ def _why_unsupported(config: DecoderConfig, prefill: EngineConfig, decode: Engin
             return f"{side}: {why}" if decode else why
         if engine.layout != "auto":
             groups = engine_groups(engine, config)
-            asked = engine.kernel_block_size, dict(engine.kernel_block_sizes), group_chunks(groups, config)
-            veto = partial(layout_veto, groups, kernel_block_sizes=kernel_block_sizes(groups, *asked))
+            settings = engine.kernel_block_size, dict(engine.kernel_block_sizes), group_chunks(groups, config)
+            veto = partial(layout_veto, groups, kernel_block_sizes=kernel_block_sizes(groups, *settings))
             try:
                 resolve_layout(engine.layout, [("specs", veto)])
             except LayoutVetoed as error:

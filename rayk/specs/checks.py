@@ -100,12 +100,12 @@ def _check_greedy(cell: Cell, loaded: LoadedSpec) -> None:
     ):
         value = getattr(sampling, name)
         if value != plain:
-            wanted = f"{plain}" if name != "stop" else "[]"
+            required = f"{plain}" if name != "stop" else "[]"
             found = f"{value:g}" if name != "stop" else f"{list(value)}"
             raise SpecError(
-                problem=f"check `tokens` compares greedy tokens: {name} must be {wanted}, got {found}",
+                problem=f"check `tokens` compares greedy tokens: {name} must be {required}, got {found}",
                 where=loaded.where(f"sampling.{name}"),
-                mend=f"{name}: {wanted}, or leave `tokens` out of checks",
+                mend=f"{name}: {required}, or leave `tokens` out of checks",
             )
 
 

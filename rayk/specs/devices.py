@@ -12,20 +12,20 @@ def count_local_gpus() -> int:
     return sum(1 for p in Path("/dev").glob("nvidia[0-9]*") if p.name[len("nvidia") :].isdigit())
 
 
-def resolve_device(asked: str, auto: str | None = None) -> str:
+def resolve_device(device: str, auto: str | None = None) -> str:
     """`auto` becomes `auto` argument if given, else cuda when this machine has a GPU, else cpu."""
-    if asked != "auto":
-        return asked
+    if device != "auto":
+        return device
     return auto or ("cuda" if count_local_gpus() else "cpu")
 
 
-def check_device(asked: str, *, num_gpus: int | None = None, where: str = "device") -> None:
+def check_device(device: str, *, num_gpus: int | None = None, where: str = "device") -> None:
     """Refuse `cuda` where there is no GPU. `num_gpus` None counts this machine's.
 
     Raises DeviceError.
     """
     count = count_local_gpus() if num_gpus is None else num_gpus
-    if asked == "cuda" and count == 0:
+    if device == "cuda" and count == 0:
         raise DeviceError(
             problem="device: cuda, but no GPU was found (no /dev/nvidia0)",
             where=where,

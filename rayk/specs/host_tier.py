@@ -54,8 +54,8 @@ def _given(loaded: LoadedSpec) -> list[str]:
         value, default = getattr(loaded.spec.offload, name), OffloadSpec.model_fields[name].default
         is_set = ("offload", name) in overrides and value is not None
         # A resolved spec, which may be run again, names every key: that alone says nothing.
-        is_told = value != default and not is_off
-        return is_set or is_told or f"offload.{name}" in varied
+        differs = value != default and not is_off
+        return is_set or differs or f"offload.{name}" in varied
 
     return [name for name in OffloadSpec.model_fields if name != "host_gib" and is_given(name)]
 

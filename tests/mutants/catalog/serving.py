@@ -224,7 +224,7 @@ def _(original, request_id, engine, mode):
     "handover/test_stage_stamps.py::test_a_request_that_is_preempted_was_begun_with_once",
 )
 def _(original, state):
-    state.is_told = False
+    state.is_reported = False
     return original(state)
 
 
