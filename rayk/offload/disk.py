@@ -285,8 +285,8 @@ class DiskTier:
         """
         if self._closed:
             return
-        self._closed = True
         self._save_order()
+        self._closed = True
         wait(self._under_way, timeout_s)
         for pool in (self._readers, self._writer):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -303,19 +303,17 @@ class DiskTier:
     def _submit(
         self, pool: ThreadPoolExecutor, then: Then, work: Callable[..., Any], *arguments: Any
     ) -> None:
-        """Have a thread do this; a later turn tells `then` what came of it."""
+        """Have a thread do this; a later turn tells `then` what came of it. Nothing is begun once closed."""
+        if self._closed:
+            return
         future = pool.submit(work, *arguments)
         self._under_way[future] = then
         future.add_done_callback(self._ended.append)
 
     def _has_room(self, group: int) -> bool:
         """Whether a page of this group may be written now; older ones make room on the disk."""
-        num_bytes = self._identity.page_bytes[group]
-        if (
-            self._why_off
-            or self._closed
-            or (self._queued_bytes and self._queued_bytes + num_bytes > self._max_queued)
-        ):
+        queued_bytes = self._queued_bytes + self._identity.page_bytes[group]
+        if self._why_off or self._closed or (self._queued_bytes and queued_bytes > self._max_queued):
             return False
         return self._make_room(self._sizes[group])
 

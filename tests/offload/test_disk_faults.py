@@ -448,6 +448,24 @@ def test_closing_writes_what_is_queued(tmp_path: Path):
     assert len(files_of(tmp_path)) == 200
 
 
+def test_what_is_found_damaged_while_closing_is_told_and_lets_go_of_the_folder(tmp_path: Path):
+    tier = open_tier(tmp_path)
+    names = [name_of(i) for i in range(3)]
+    put_all(tier, names)
+    damaged = tmp_path / IDENTITY.folder_name / names[1].file_name
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    bad: list[list[PageName]] = []
+    tier.get(names, [page_of(name) for name in names], bad.append)
+    tier.close(timeout_s=HANG_S)
+    assert bad == [[names[1]]]
+    tier.drop(names[0])  # too late: whoever opens the folder next finds it
+    tier.turn()
+    tier = open_tier(tmp_path)
+    assert len(tier) == 3
+    assert get_all(tier, names)[1] == [names[1]]
+    tier.close()
+
+
 @pytest.mark.parametrize("kind", ["missing", "file", "secret", "subfolder"])
 def test_a_folder_that_cannot_be_used_is_the_users_error(tmp_path: Path, kind: str):
     folder = tmp_path / "pages"
