@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from rayk.engine.rank import EngineRank
     from rayk.metrics import Meter
 
-ENDINGS = ("stop", "length", "abort", "error", "handed_over")
-"""How requests end at an engine."""
+ENDINGS = ("stop", "length", "abort", "error", "handed_over")  # how requests end at an engine
 
 
 @dataclass(slots=True)
@@ -63,8 +62,7 @@ class StepStats:
         self._num_turns = 0
         self._phases = {name: _Phase() for name in ("prefill", "decode", "mixed")}
         self._num_tokens: list[float] = []
-        self._num_requests: list[float] = []
-        """Each step's since the last flush."""
+        self._num_requests: list[float] = []  # each step's since the last flush
         self._flops = self._read_bytes = 0
         self._last = (0, 0, 0)
         meter.on_flush(self._report)

@@ -1,8 +1,6 @@
-"""Every metric once: name, unit, help and labels, and the meter that a process reports them with.
-
-A `Meter` passes values on to a `MetricsSink`; actors fill that with Ray's metrics. Names end in their unit,
-or are those of the field.
-"""
+"""Hold every metric once (name, unit, help and labels) and the meter that a process reports them with. A
+`Meter` passes values on to a `MetricsSink`, which actors fill with Ray's metrics. Names end in their unit, or
+are those of the field."""
 
 from rayk.metrics.meter import Meter, MetricsSink
 from rayk.metrics.registry import LABEL_VALUES, METRICS, Metric, MetricKind, beginnings

@@ -11,12 +11,10 @@ from typing import Any, Protocol
 
 from rayk.metrics.registry import METRICS
 
-FLUSH_S = 0.5
-"""Counters and gauges go on so often: Ray forgets gauges that nobody has set for two seconds."""
+FLUSH_S = 0.5  # counters and gauges go on so often: Ray forgets gauges that nobody has set for two seconds
 OBSERVED_PER_TICK = 4
 """Observations that go on at a tick: more than a step makes, and few enough to delay no token."""
-MAX_OBSERVED = 1 << 16
-"""Observations that wait; beyond these the oldest are lost."""
+MAX_OBSERVED = 1 << 16  # observations that wait; beyond these the oldest are lost
 
 _Key = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -26,24 +24,19 @@ class MetricsSink(Protocol):
 
     def add(self, name: str, value: float = 1.0, **labels: str) -> None:
         """Add to a counter; 0 makes it exist."""
-        ...
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge."""
-        ...
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """Add one observation to a histogram."""
-        ...
 
     def observe_folded(self, name: str, counts: Sequence[int], total: float, **labels: str) -> None:
         """Add observations to a folded histogram: the number in each bucket (the last one is unbounded) and
         their sum."""
-        ...
 
     def relabel(self, **labels: str) -> None:
         """Give labels that it knows other values, for what follows."""
-        ...
 
 
 class _NullSink:
@@ -60,8 +53,7 @@ class _Folded:
     borders: tuple[float, ...]
     counts: list[int]
     total: float = 0.0
-    is_told: bool = False
-    """Whether the sink has it."""
+    is_told: bool = False  # whether the sink has it
 
     def add(self, values: Iterable[float]) -> None:
         borders, counts, total = self.borders, self.counts, 0.0
@@ -84,10 +76,8 @@ class Meter:
         self._clock = clock
         self._due = clock() + FLUSH_S
         self._sums: dict[_Key, float] = {}
-        self._totals: dict[_Key, float] = {}
-        """What was passed on of counters that are counted elsewhere."""
-        self._told: set[_Key] = set()
-        """Counters that the sink has."""
+        self._totals: dict[_Key, float] = {}  # what was passed on of counters that are counted elsewhere
+        self._told: set[_Key] = set()  # counters that the sink has
         self._gauges: dict[_Key, float] = {}
         self._folded: dict[_Key, _Folded] = {}
         self._observed: deque[tuple[_Key, float]] = deque(maxlen=MAX_OBSERVED)
