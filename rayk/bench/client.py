@@ -145,18 +145,14 @@ def take_event(seen: Observed, data: bytes, now_ns: int) -> bool:
     except ValueError:
         event = None
     if not isinstance(event, dict) or event.get("error"):
-        seen.outcome, seen.error = (
-            FAILED,
-            f"in the stream: {_message(data.decode(errors='replace'))}"[:_SHOWN],
-        )
+        told = _message(data.decode(errors="replace"))
+        seen.outcome, seen.error = FAILED, f"in the stream: {told}"[:_SHOWN]
         return False
     try:
         _take(seen, event, now_ns)
     except (TypeError, ValueError, AttributeError, OverflowError):
-        seen.outcome, seen.error = (
-            FAILED,
-            f"not an event of OpenAI's: {data.decode(errors='replace')}"[:_SHOWN],
-        )
+        told = data.decode(errors="replace")
+        seen.outcome, seen.error = FAILED, f"not an event of OpenAI's: {told}"[:_SHOWN]
         return False
     return True
 

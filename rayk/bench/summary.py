@@ -39,27 +39,19 @@ def _auto_warmup(load: Load, seen: Sequence[Observed]) -> int:
     if len(seen) < MIN_TO_CUT:
         return 0
     found = [load.concurrency or 0]
-    for take in (_ttft_ns, _e2e_ns):
-        known = [(i, value) for i, s in enumerate(seen) if (value := take(s)) is not None]
-        cut = warmup_length([value for _, value in known])
-        found.append(known[cut][0] if cut else 0)
+    answered = [(i, s) for i, s in enumerate(seen) if s.outcome == OK]
+    for chunk in (0, -1):  # TTFT, E2E
+        cut = warmup_length([s.chunk_ns[chunk] - s.due_ns for _, s in answered])
+        found.append(answered[cut][0] if cut else 0)
     return max(found)
 
 
 def _auto_end(seen: Sequence[Observed]) -> int:
-    lives = [value for s in seen if (value := _e2e_ns(s)) is not None]
+    lives = [s.chunk_ns[-1] - s.due_ns for s in seen if s.outcome == OK]
     if len(seen) < MIN_TO_CUT or not lives:
         return len(seen)
     end_ns = seen[-1].due_ns - float(np.median(lives))
     return sum(s.due_ns <= end_ns for s in seen)
-
-
-def _ttft_ns(seen: Observed) -> float | None:
-    return seen.chunk_ns[0] - seen.due_ns if seen.outcome == OK else None
-
-
-def _e2e_ns(seen: Observed) -> float | None:
-    return seen.chunk_ns[-1] - seen.due_ns if seen.outcome == OK else None
 
 
 def summarize(load: Load, model: str, sent: Sent) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -92,12 +84,11 @@ def summarize(load: Load, model: str, sent: Sent) -> tuple[dict[str, Any], list[
 
 
 def _axes(load: Load, model: str) -> dict[str, Any]:
-    open_only = load.rate if load.rate is not None else None
     return {
         "url": load.url,
         "model": model,
         "arrival": load.arrival,
-        "rate": open_only,
+        "rate": load.rate,
         "concurrency": load.concurrency,
         "burstiness": load.burstiness if load.arrival == "gamma" else None,
         "seed": load.seed,

@@ -22,7 +22,7 @@ from rayk.experiments.offloaded import offloaded
 from rayk.experiments.quantised import Tokens, Twins, compare_forced, follow, rounding_of
 from rayk.experiments.references import LayerKV, References
 from rayk.experiments.verdict import Findings, recovered, unrecovered, untraced
-from rayk.kv.groups import measure_groups, measure_waste, waste_tokens
+from rayk.kv.groups import KVCacheGroup, measure_groups, measure_waste, waste_tokens
 from rayk.kv.request_memory import measure_request_memory
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups
@@ -100,6 +100,8 @@ class CellJudge:
             remarks = (*notes, reason, self._unseen(cell, prompts, counts, _handed_over(outcomes)))
             reason = "; ".join(remark for remark in remarks if remark)
         facts = outcomes[-1].facts
+        groups, tokens = _kv_groups(cell, self._config), waste_tokens(self._config.max_positions)
+        wastes = {side: measure_waste(of_side, tokens) for side, of_side in groups.items()}
         moves_kv = cell.decode is not None or cell.spec.offload.settings() is not None
         return CellRow(
             cell_id=cell.cell_id,
@@ -116,8 +118,8 @@ class CellJudge:
             decode_effective_block_sizes=facts.get("decode0", {}).get("block_sizes"),
             prefill_effective_kernel_block_sizes=facts.get("prefill0", {}).get("kernel_block_sizes"),
             decode_effective_kernel_block_sizes=facts.get("decode0", {}).get("kernel_block_sizes"),
-            kv_waste=_kv_waste(cell, self._config),
-            kv_groups=_kv_groups(cell, self._config),
+            kv_waste={side: (waste.bytes, waste.percent) for side, waste in wastes.items()},
+            kv_groups={side: [asdict(m) for m in measure_groups(g, tokens)] for side, g in groups.items()},
             kv_held=_kv_held(cell, self._config, finished),
             effective=_effective(facts),
             num_fast_prefill_layers=facts.get("prefill0", {}).get("num_fast_prefill_layers"),
@@ -310,24 +312,10 @@ def _columns(kind: str, errors: LogprobErrors) -> dict[str, float]:
     }
 
 
-def _kv_waste(cell: Cell, config: DecoderConfig) -> dict[str, tuple[int, float]]:
+def _kv_groups(cell: Cell, config: DecoderConfig) -> dict[str, tuple[KVCacheGroup, ...]]:
+    """Group each side's layers as its engines do."""
     engines = {"prefill": cell.prefill, "decode": cell.decode}
-    wastes = {
-        side: measure_waste(engine_groups(engine, config), waste_tokens(config.max_positions))
-        for side, engine in engines.items()
-        if engine is not None
-    }
-    return {side: (waste.bytes, waste.percent) for side, waste in wastes.items()}
-
-
-def _kv_groups(cell: Cell, config: DecoderConfig) -> dict[str, list[dict[str, str | int]]]:
-    engines = {"prefill": cell.prefill, "decode": cell.decode}
-    tokens = waste_tokens(config.max_positions)
-    return {
-        side: [asdict(memory) for memory in measure_groups(engine_groups(engine, config), tokens)]
-        for side, engine in engines.items()
-        if engine is not None
-    }
+    return {side: engine_groups(engine, config) for side, engine in engines.items() if engine is not None}
 
 
 def _kv_held(

@@ -60,7 +60,8 @@ def offloaded(outcomes: Sequence[CellOutcome]) -> dict[str, float | str]:
     if tiers:
         found |= _of_tiers(outcomes)
     of_all = (*_of_engines(outcomes), *_of_memory(outcomes), *_of_disks(outcomes))
-    note = "; ".join(dict.fromkeys([*_of_losses(losses), *of_all]))
+    lost = (f"the host tier was lost: {loss}" for loss in losses)
+    note = "; ".join(dict.fromkeys([*lost, *of_all]))
     return found | ({"offload_note": note} if note else {})
 
 
@@ -115,10 +116,6 @@ def _spans(outcomes: Sequence[CellOutcome], part: str) -> Iterable[tuple[Counter
         for tier, after in outcome.tiers.items():
             before = outcome.tiers_before.get(tier, {})
             yield (before.get(part, {}), after.get(part, {})) if part else (before, after)
-
-
-def _of_losses(losses: Sequence[str]) -> Iterable[str]:
-    return (f"the host tier was lost: {loss}" for loss in losses)
 
 
 def _of_engines(outcomes: Sequence[CellOutcome]) -> Iterable[str]:

@@ -36,12 +36,8 @@ _TYPES = {
 }
 
 
-def type_name(field: Field) -> str:
-    return _TYPES.get(str(field.kind), str(field.kind))
-
-
 def rows(fields: Sequence[Field]) -> list[list[str]]:
-    return [[f.name, type_name(f), f.unit, f.meaning] for f in fields]
+    return [[f.name, _TYPES.get(str(f.kind), str(f.kind)), f.unit, f.meaning] for f in fields]
 
 
 def columns_text(width: int | None = None) -> str:

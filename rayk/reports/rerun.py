@@ -22,13 +22,11 @@ def run_commands(result: Result) -> str:
     name = str(spec.get("name", "run"))
     lines = _checkout(result.environment)
     run = ["rayk", "run", "spec.yaml", "--out", f"runs/{name}-again"]
-    made = _made(result.environment)
+    made = _mapping(result.environment, "checkpoints")
     model = spec.get("model")
     # Only `model` can be given another place; what a matrix names is written where it lay.
-    lines += [
-        shlex.join(_placed(command, folder) if folder == model else command)
-        for folder, command in made.items()
-    ]
+    for folder, command in made.items():
+        lines.append(shlex.join(_relative(word) if word == folder == model else word for word in command))
     if isinstance(model, str) and Path(model).is_absolute() and model in made:
         run += ["--set", f"model={_relative(model)}"]
     return "\n".join([*lines, shlex.join(run)])
@@ -42,17 +40,16 @@ def run_needs(result: Result) -> str:
         if result.spec_yaml
         else "The run's folder has no spec.yaml any more: its matrix, settings and prompts are lost."
     ]
-    if _has_changes(result.environment):
+    if str(result.environment.get("git_commit") or "").endswith("+changes"):
         texts.append("The run's work tree had changes that no commit has.")
-    made = _made(result.environment)
-    lacking = [name for name in _inputs(result.environment) if name not in made]
+    made = _mapping(result.environment, "checkpoints")
+    lacking = [name for name in _mapping(result.environment, "inputs") if name not in made]
     if lacking:
         texts.append(
             f"It reads what no command here makes: {', '.join(lacking)} (hashes are under `inputs` in the "
             "environment)."
         )
-    changed = result.environment.get("changed_checkpoints")
-    for folder, names in changed.items() if isinstance(changed, Mapping) else ():
+    for folder, names in _mapping(result.environment, "changed_checkpoints").items():
         texts.append(
             f"{folder} was not as `rayk checkpoint` had written it: {', '.join(map(str, names))} had been "
             "changed."
@@ -94,22 +91,10 @@ def _checkout(environment: Mapping[str, Any]) -> list[str]:
     return [f"git checkout {str(commit).removesuffix('+changes')}"] if commit else []
 
 
-def _has_changes(environment: Mapping[str, Any]) -> bool:
-    return str(environment.get("git_commit") or "").endswith("+changes")
-
-
-def _made(environment: Mapping[str, Any]) -> dict[str, list[str]]:
-    found = environment.get("checkpoints")
-    return dict(found) if isinstance(found, Mapping) else {}
-
-
-def _inputs(environment: Mapping[str, Any]) -> list[str]:
-    found = environment.get("inputs")
-    return list(found) if isinstance(found, Mapping) else []
-
-
-def _placed(command: list[str], model: str) -> list[str]:
-    return [_relative(model) if word == model else word for word in command]
+def _mapping(environment: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a part of environment.json; empty where an older rayk, or somebody's edit, left no mapping."""
+    found = environment.get(name)
+    return found if isinstance(found, Mapping) else {}
 
 
 def _relative(model: str) -> str:
