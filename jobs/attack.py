@@ -229,7 +229,6 @@ def http_words(status: int | None) -> str:
 
 
 def wrong_keys(key: str) -> tuple[str, ...]:
-    """Nearly the key."""
     return "Bearer", f"Bearer {key[:-1]}", f"Bearer {key}x", f"Basic {key}", key
 
 
@@ -310,7 +309,6 @@ def is_open(port: int) -> bool:
 
 
 def free_ports(number: int) -> list[int]:
-    """Ports that nobody listens at."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
         return [s.getsockname()[1] for s in sockets]
@@ -327,7 +325,6 @@ def aimed_at(process: subprocess.Popen[str], folder: Path) -> Target:
 
 
 def attack_server(front: str, folder: Path) -> list[Try]:
-    """All attacks on a server of its own."""
     key = secrets.token_hex(16)
     with a_server(front, folder, key) as (target, place):
         of_gcs = next(port.pid for port, _ in target.ports if port.program == "gcs_server")

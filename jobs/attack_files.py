@@ -38,7 +38,6 @@ class Try:
         return self.reached != NOT_TRIED
 
     def in_words(self) -> str:
-        """How it ended, where it was not refused."""
         if not self.is_tried:
             return NOT_TRIED
         return "not known" if self.got_in is None else "GOT IN" if self.got_in else ""

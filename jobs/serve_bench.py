@@ -63,7 +63,6 @@ class Setup:
 
     @property
     def num_workers(self) -> int:
-        """Ranks of all engines."""
         return self.num_prefill * self.prefill_tp + self.num_decode * self.decode_tp
 
     @property
@@ -111,7 +110,6 @@ def served(setup: Setup, options: argparse.Namespace, log: Path) -> Iterator[str
 
 
 def make_load(options: argparse.Namespace, url: str) -> Load:
-    """What is sent, but for its rate."""
     return Load(
         url=url,
         process=options.arrival,

@@ -43,7 +43,6 @@ def pareto(points: Sequence[tuple[float | None, float | None]]) -> set[int]:
 
 
 def shown(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows as the table of all numbers takes them."""
     unbeaten = pareto([(row["user_tokens_per_s"], row["worker_tokens_per_s"]) for row in rows])
     return [
         {

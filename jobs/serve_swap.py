@@ -74,7 +74,6 @@ def server_options(options: argparse.Namespace, address: str) -> list[str]:
 
 
 def settings(options: argparse.Namespace) -> list[str]:
-    """KEY=VALUE of the server."""
     return [
         f"engine.num_blocks={options.num_blocks}",
         f"engine.max_seqs={options.max_seqs}",

@@ -21,8 +21,6 @@ KILL_S = 60.0
 
 @dataclass
 class Server:
-    """A server that is ready."""
-
     process: subprocess.Popen[str]
     url: str
     exit_status: int | None = None

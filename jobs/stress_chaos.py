@@ -131,7 +131,6 @@ class Killer:
         return list(health.engines)
 
     async def _kill(self, engine: str | None) -> Kill:
-        """Any rank of one that lives, or of this one."""
         until = time.monotonic() + RESTART_S
         while True:
             pids = await until_told(lambda: self._fleet.pids.remote(), "the ranks' processes")

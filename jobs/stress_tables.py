@@ -187,7 +187,6 @@ def _parts(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def request_rows(run: Run, verdicts: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-    """One per request, in the order in which they ended."""
     return [
         {
             "family": run.family,

@@ -44,7 +44,6 @@ class SweepCell:
 
     @property
     def sides(self) -> dict[str, Any]:
-        """What tables tell of both sides."""
         return {
             "tp": "{}->{}".format(*self.tp),
             "layouts": "{}->{}".format(*self.layouts),
@@ -129,7 +128,6 @@ def _cells(raw: Mapping[str, Any], where: str) -> list[SweepCell]:
 
 
 def _axis(name: str, values: Any, where: str) -> list[Any]:
-    """One axis's values, checked."""
     if name in CHOICES:
         known = CHOICES[name]
         wrong = [v for v in values if v not in known]

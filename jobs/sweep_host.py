@@ -140,7 +140,6 @@ class Host:
         return self._tables
 
     def connect(self, producers: list[CacheDescription], consumers: list[CacheDescription]) -> None:
-        """Handshake, as either side."""
         self._peers = producers
         for rank in self._ranks:
             rank.connect(producers, consumers)
@@ -313,7 +312,6 @@ class _Write:
 
     @staticmethod
     def prepare(agent: NixlAgent, me: CacheDescription, peer: CacheDescription, read: BlockReads) -> _Write:
-        """Add the peer and make the lists."""
         agent.add_peer(peer.agent_name, peer.agent_metadata)
         pattern, runs = read.pattern, read.pattern.runs
         counts = me.geometry.num_blocks, peer.geometry.num_blocks
@@ -329,7 +327,6 @@ class _Write:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Bytes of each descriptor."""
         return np.repeat(self.read.pattern.runs.lengths, len(self.read.source_blocks))
 
     def run(self) -> float:

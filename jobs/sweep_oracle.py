@@ -110,7 +110,6 @@ def places(caches: CanonicalKVCaches, tables: Sequence[Sequence[int]], num_token
 
 
 def fill(caches: CanonicalKVCaches, tables: Sequence[Sequence[int]], num_tokens: int) -> None:
-    """Write what f says through the views."""
     for place in places(caches, tables, num_tokens):
         view = place.view.view
         view[place.blocks, :, place.rows] = place.right.view(view.dtype)

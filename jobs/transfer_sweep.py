@@ -82,7 +82,6 @@ def summary_rows(rows: Rows) -> list[dict[str, Any]]:
 
 
 def print_sweep(sweep: Sweep, rows: Rows, folder: Path, wall_s: float) -> None:
-    """The table by shape, and what failed."""
     titles = [column.title for column in SUMMARY_COLUMNS]
     print("\n".join(markdown_table(titles, text_rows(SUMMARY_COLUMNS, summary_rows(rows)))))
     for row in rows:
@@ -96,7 +95,6 @@ def print_sweep(sweep: Sweep, rows: Rows, folder: Path, wall_s: float) -> None:
 
 
 def write_results(sweep: Sweep, rows: Rows, folder: Path, wall_s: float) -> None:
-    """The table of cells, and the page."""
     write_tables({"cells": rows}, folder)
     wrong = sum(row["verdict"] != "PASS" for row in rows)
     page = Page(

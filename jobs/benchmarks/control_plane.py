@@ -102,7 +102,6 @@ def _noted(times_ns: list[int], call: Callable[[Given], Made], given: Given) -> 
 
 
 def config_of(case: Case, model: str, num_steps: int) -> EngineConfig:
-    """An engine that holds the whole batch to its end."""
     num_tokens = PROMPT_TOKENS + num_steps
     return EngineConfig(
         model=model,
@@ -184,7 +183,6 @@ def _child(pipe: Connection, *args: object) -> None:
 
 
 def run_case(case: Case, model: str, num_steps: int, num_repeats: int) -> dict[str, float]:
-    """The medians over repeats of one case."""
     address = free_address()
     context = multiprocessing.get_context("spawn")
     children = []

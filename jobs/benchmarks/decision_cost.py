@@ -86,7 +86,6 @@ class Requests:
         return self._draw.choice(self._beginnings) + self._tokens(self._num_rest)
 
     def ask(self, prompt: tuple[int, ...]) -> PlacementRequest:
-        """What a front makes of a prompt."""
         self._count += 1
         draw = self._draw
         session = f"session {draw.randrange(NUM_SESSIONS)}" if self._count % 2 else None
@@ -99,8 +98,6 @@ class Requests:
 
 
 class Bench:
-    """One case, kept from round to round."""
-
     def __init__(self, case: Case) -> None:
         self._requests = Requests(case.policy, case.num_prompt_tokens)
         dispatcher = Dispatcher(
@@ -152,7 +149,6 @@ class Cost:
 
 
 async def time_cases(cases: Sequence[Case], num_decisions: int, num_rounds: int) -> dict[Case, Cost]:
-    """All cases in turn, round after round."""
     benches = {case: Bench(case) for case in cases}
     for case, bench in benches.items():
         await bench.fill()
@@ -218,7 +214,6 @@ def add_table(page: Page, costs: dict[Case, Cost]) -> None:
 
 
 def missed(costs: dict[Case, Cost]) -> list[str]:
-    """Rows of the table that are over a limit."""
     return [line for case in costs if case.num_running == RUNNING[0] for line in _missed(costs, case)]
 
 

@@ -55,14 +55,12 @@ def produce(num_bytes: int, device: str) -> None:
 
 
 def pattern(num_bytes: int, seed: int) -> torch.Tensor:
-    """Bytes that differ from place to place."""
     return torch.randint(
         -128, 128, (num_bytes,), dtype=torch.int8, generator=torch.Generator().manual_seed(seed)
     )
 
 
 def synchronize(device: str) -> None:
-    """Wait for what was started on the device."""
     if device != "cpu":
         torch.cuda.synchronize()
 

@@ -128,7 +128,6 @@ class Engine:
         self._num_requests = 0
 
     def run(self, prompt: Sequence[int], max_tokens: int) -> Measured:
-        """Prefill a prompt and decode greedily."""
         self._num_requests += 1
         request = Request(
             request_id=str(self._num_requests),
@@ -204,7 +203,6 @@ def _where(num_tokens: int, fast: bool, repeat: int) -> str:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Run:
-    """Run all prompts on both engines, in turns."""
     prompts = {n: make_prompt(n, options) for n in sorted(set(options.prompts))}
     longest = max(prompts) + options.max_tokens
     off = EngineConfig(
@@ -248,7 +246,6 @@ def kv_bytes(config: EngineConfig, model: DecoderConfig, num_tokens: int) -> int
 
 
 def tables(run: Run) -> dict[str, list[dict[str, Any]]]:
-    """Rows of groups, requests and prompts."""
     groups, requests = [], []
     for (num_tokens, fast), measured in run.measured.items():
         for repeat, one in enumerate(measured):
@@ -277,7 +274,6 @@ def _flops(run: Run, num_tokens: int, fast: bool, number: int) -> int:
 
 
 def _prompt_row(run: Run, num_tokens: int) -> dict[str, Any]:
-    """Medians and counts of one prompt, on and off side by side."""
     row: dict[str, Any] = {"num_prompt_tokens": num_tokens}
     for fast, side in ((False, "off"), (True, "on")):
         for number, name in enumerate(GROUPS):
@@ -345,7 +341,6 @@ def write_model(options: argparse.Namespace) -> Path:
 
 
 def counted(rows: Rows) -> list[dict[str, Any]]:
-    """Prompt rows with counts as they are shown."""
     return [
         {
             **row,

@@ -88,8 +88,13 @@ class Page:
         (folder / "environment.json").write_text(f"{told}\n", encoding="utf-8")
         write_tables(self.tables, folder)
         if self._sections:
+            wrong = [Section(title="What is wrong", text="\n".join(self.wrong))] if self.wrong else []
             page = ReportPage(
-                eyebrow="benchmark", title=title, sections=self._sections, environment=self.environment
+                eyebrow="benchmark",
+                title=title,
+                chips=[("unmet", f"{len(self.wrong)} wrong") if wrong else ("met", "nothing wrong")],
+                sections=[*self._sections, *wrong],
+                environment=self.environment,
             )
             write_page(page, folder / "report.html")
         if self._data:
@@ -98,7 +103,6 @@ class Page:
 
     @property
     def text(self) -> str:
-        """All of it."""
         return "\n".join([*self._lines, ""])
 
 
@@ -120,10 +124,8 @@ def run(
     """
     path = Path(script).resolve()
     words = sys.argv if argv is None else [script, *argv]
-    parser = argparse.ArgumentParser(
-        description=sys.modules[measure.__module__].__doc__,
-        formatter_class=_Help,
-    )
+    about = sys.modules[measure.__module__].__doc__
+    parser = argparse.ArgumentParser(description=about, formatter_class=_Help)
     for name, default in options.items():
         given = default if isinstance(default, dict) else {"type": type(default), "default": default}
         parser.add_argument(f"--{name.replace('_', '-')}", **given)
@@ -155,7 +157,10 @@ def run(
 
 
 class _Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
-    """A script's docstring as it is written, and the default of each option that says what it is."""
+    """A script's docstring as it is written, and defaults of options that have one and say what they are."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default else action.help
 
 
 def option(default: Any, text: str, **more: Any) -> dict[str, Any]:

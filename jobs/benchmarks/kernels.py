@@ -86,7 +86,6 @@ def all_cases() -> Iterator[Case]:
 
 
 def _copy_cases(target: str) -> Iterator[Case]:
-    """Words of every width, in short and long runs."""
     for unit in (16, 8, 4, 2, 1):
         for num_units in (1, 15, 1023):
             yield Case(target, "copy", f"{unit} bytes", (unit, num_units), 1, "plain")
@@ -136,7 +135,6 @@ def _latent_and_delta_cases(target: str) -> Iterator[Case]:
 
 
 def quick_cases() -> Iterator[Case]:
-    """Some of each, for the test suite."""
     for target in TARGETS:
         for head in (64, 128, 256):
             yield Case(target, "prefill", "bfloat16", (head, head))
@@ -367,7 +365,6 @@ def _quantised_cache(case: Case, num_kv_heads: int, sides: tuple[str, str]) -> Q
 
 
 def fill(options: argparse.Namespace, page: Page) -> None:
-    """Compile, and add a row per kernel."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise UserError(
             "TRITON_INTERPRET=1 is set: nothing would be compiled", mend="env -u TRITON_INTERPRET"

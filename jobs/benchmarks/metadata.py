@@ -95,7 +95,6 @@ def make_batches(num_requests: int, num_groups: int, *, mixed: bool) -> tuple[Sc
 
 
 def make_builder(num_requests: int, num_groups: int) -> InputBuilder:
-    """Of so many KV groups of attention."""
     spec = FullAttentionSpec(BLOCK_SIZE, 1, 16, 16, "bfloat16", 1)
     groups = tuple(KVCacheGroup(i, spec, (i,), 1) for i in range(num_groups))
     geometry = plan_rank(groups, LAYOUTS["BHLNC"], tp_size=1, tp_rank=0, num_blocks=2)

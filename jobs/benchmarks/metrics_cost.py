@@ -106,8 +106,6 @@ class NoComm:
 
 
 class CountedComm(TimedComm):
-    """Counts the collectives that it times."""
-
     num_calls = 0
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -207,14 +205,11 @@ def _time(action: Callable[[], object]) -> float:
 
 @dataclass
 class Watched:
-    """What is counted of one rank."""
-
     sink: CountingSink
     stats: TimedStats
     comm: CountedComm | None
 
     def now(self) -> tuple[int, int, int, Counts[str]]:
-        """Cost and time of steps, collectives, calls."""
         num_collectives = self.comm.num_calls if self.comm is not None else 0
         return self.stats.cost_ns, self.stats.step_ns, num_collectives, Counts(self.sink.calls)
 
@@ -411,7 +406,6 @@ def main() -> int:
 
 
 def missed(rows: Sequence[Row]) -> list[str]:
-    """Rows above the limit."""
     return [
         f"{row.what}, batch {row.batch}: {row.percent:.2f} %, the limit is below {LIMIT_PERCENT:g} %"
         for row in rows

@@ -354,7 +354,6 @@ def _check_units(units: Mapping[str, int], prompts: Sequence[int]) -> None:
 async def measure_model(
     name: str, config: EngineConfig, options: argparse.Namespace, pages: Path, share: float
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """All rows of a model, and what its engines run with."""
     tiers = {tier: tier_settings(config, layout, pages / tier) for tier, layout in TIERS.items()}
     engines = {
         engine: (replace(config, layout=layout, prefix_caching=engine in WRITERS), tier)

@@ -75,8 +75,6 @@ class Case:
 
 @dataclass(frozen=True)
 class Copies:
-    """What one case takes, over all ranks."""
-
     case: Case
     num_stored: int
     num_loaded: int

@@ -105,7 +105,6 @@ def _shared(a: float, b: float, stores: Sequence[tuple[float, float]]) -> float:
 
 
 def model_config() -> dict[str, Any]:
-    """A small model with the KV of a large one."""
     return {
         "num_hidden_layers": LAYERS,
         "num_attention_heads": KV_HEADS,
@@ -118,7 +117,6 @@ def model_config() -> dict[str, Any]:
 
 
 async def measure(model: Path, tp: int, rounds: int, device: str) -> Measured:
-    """Decode while stores come and go."""
     max_tokens = 3000
     per_request = -(-(PROMPT_TOKENS + max_tokens) // 16) + 2
     config = EngineConfig(
@@ -207,7 +205,6 @@ async def _settle(engine: EngineHandle, streams: Sequence[asyncio.Task[None]], m
 async def _poll(
     engine: EngineHandle, streams: Sequence[asyncio.Task[None]], measured: Measured
 ) -> dict[str, Any]:
-    """What the engine says of its stores."""
     await asyncio.sleep(POLL_S)
     for task in streams:
         if task.done():

@@ -101,7 +101,6 @@ class Measured:
 
 
 def scattered(rank: RankGeometry, seed: int) -> list[list[int]]:
-    """Block tables of the request, ids in no order."""
     ids = np.random.default_rng(seed).permutation(np.arange(1, rank.num_blocks))
     return [[b and int(ids[b - 1]) for b in table] for table in consecutive_tables(rank, NUM_TOKENS)]
 
@@ -111,7 +110,6 @@ def timed_ms(began_ns: int) -> float:
 
 
 def measure(case: Case, rounds: int) -> Measured:
-    """Plan the same request many times."""
     producers, consumers = case.ranks(0), case.ranks(1)
     consumer = consumers[-1]
     tables = scattered(producers[0], 0), scattered(consumer, 1)

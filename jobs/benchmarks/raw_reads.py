@@ -33,7 +33,6 @@ class RawReads:
         remote: npt.NDArray[np.int64],
         lengths: npt.NDArray[np.int64],
     ) -> None:
-        """Prepare a read of these addresses."""
         ours, theirs = (DescriptorList(addresses, lengths, lengths, 1) for addresses in (local, remote))
         self.reads.append((agent, agent.prepare(peer.agent_name, ours, theirs)))
         self.lengths.append(lengths)

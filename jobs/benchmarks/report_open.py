@@ -226,7 +226,7 @@ def _listening() -> Iterator[tuple[int, queue.Queue[str]]]:
             self.send_error(404)
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            pass
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)

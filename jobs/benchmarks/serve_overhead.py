@@ -64,8 +64,6 @@ class Answer:
 
 
 class Client:
-    """One connection, kept open."""
-
     def __init__(self, url: str, model: str) -> None:
         parts = urlsplit(url)
         self._connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=START_S)

@@ -53,7 +53,6 @@ class Move:
 
     @property
     def num_merged(self) -> int:
-        """Descriptors that the transport sees."""
         return 1 if self.is_joined else self.count
 
     def terms(self) -> tuple[float, ...]:
@@ -131,7 +130,6 @@ class Bench:
         )
 
     def read_ns(self, handle: int, ours: npt.NDArray[np.int32], theirs: npt.NDArray[np.int32]) -> int:
-        """One read, posted and over."""
         began = time.perf_counter_ns()
         transfer = self.agent.read(handle, ours, theirs)  # type: ignore[arg-type]
         while (state := self.agent.poll(transfer)) is TransferState.PENDING:

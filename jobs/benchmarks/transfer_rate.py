@@ -131,7 +131,6 @@ def make_side(
 
 
 def block_table(case: Case, side: int, num_tokens: int, num_blocks: int) -> list[int]:
-    """Consecutive ids, or a seeded shuffle of all."""
     count = num_tokens // SPEC.block_size
     ids = np.arange(1, num_blocks)
     if case.scattered:

@@ -129,6 +129,7 @@ def test_the_job_compares_setups_on_one_load(
     assert "P 1xTP1 D 1xTP1" in text
     page = (out / "report.html").read_text(encoding="utf-8")
     assert '"id": "pareto"' in page
+    assert "A 2xTP1 at 50/s: INVALID" in page
     told = capsys.readouterr().err.splitlines()
     assert "A 2xTP1 at 50/s: INVALID" in told
     assert any(line.startswith("P 1xTP1 D 1xTP1: ") and "planted" in line for line in told)

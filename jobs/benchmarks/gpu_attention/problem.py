@@ -52,7 +52,6 @@ class Shape:
         return 4 * seen * self.num_query_heads * self.head_size
 
     def small(self) -> Shape:
-        """The same kind of batch, for a dry run."""
         requests = tuple((max(1, n // 64), max(2, total // 64)) for n, total in self.requests[-4:])
         window = None if self.window is None else self.window // 16
         name = f"{self.name}, shrunk"
@@ -94,7 +93,6 @@ class Problem:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the tensors lie on a GPU."""
         return self.q.is_cuda
 
     def seen(self, r: int) -> Tensor:
