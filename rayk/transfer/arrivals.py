@@ -114,7 +114,6 @@ class Arrivals:
         return self._table.stopped(reservation_id).get(producer_rank)
 
     def missing(self, reservation_id: str, attempt: int) -> dict[int, str | None]:
-        """See TransferRank.missing."""
         found = self._open.get(reservation_id)
         ranks = found.link.plan.producer_ranks if found is not None else ()
         left = [rank for rank in ranks if not self.has_arrived(reservation_id, rank, attempt)]

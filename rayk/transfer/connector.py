@@ -112,7 +112,7 @@ class ConnectorCase:
 
 @runtime_checkable
 class Connector(Protocol):
-    """See the module. A class is called with one argument, the rank's name, unique among all ranks.
+    """A class is called with one argument, the rank's name, unique among all ranks.
 
     Besides the methods below a class may have (`BaseConnector` does, with these values):
 
@@ -206,7 +206,6 @@ class BaseConnector:
         return self._caches
 
     def register(self, caches: CanonicalKVCaches) -> None:
-        """See Connector."""
         if self._caches is not None:
             raise ValueError(f"{self.name} has a cache already")
         self._caches = caches
@@ -237,6 +236,5 @@ class BaseConnector:
         return {"registrations": int(self._caches is not None), "requests": len(self._finished)}
 
     def close(self) -> None:
-        """See Connector."""
         self._caches = None
         self._finished.clear()

@@ -72,7 +72,6 @@ class RankConnector(BaseConnector):
         return self._agent
 
     def register(self, caches: CanonicalKVCaches) -> None:
-        """See Connector."""
         if self._rank is not None:
             raise ValueError(f"{self.name} has a cache already")
         agent = self._agent = self.make_agent(self.name)
@@ -83,7 +82,6 @@ class RankConnector(BaseConnector):
         super().register(caches)
 
     def describe(self) -> bytes:
-        """See Connector."""
         return pickle.dumps(self.rank.description)
 
     def meet(self, producers: Sequence[bytes], consumers: Sequence[bytes]) -> Sides:
@@ -93,7 +91,6 @@ class RankConnector(BaseConnector):
         return sides
 
     def close(self) -> None:
-        """See Connector."""
         if self._rank is not None:
             self._rank.close()
         self._rank = self._agent = None
@@ -101,8 +98,6 @@ class RankConnector(BaseConnector):
 
 
 class AgentConnector(RankConnector):
-    """See connector.Connector."""
-
     mode: Mode = "pull"
 
     def __init__(self, name: str) -> None:
@@ -117,13 +112,12 @@ class AgentConnector(RankConnector):
         """Lease id -> what will be reported when nothing writes any more."""
 
     def connect(self, producers: Sequence[bytes], consumers: Sequence[bytes]) -> None:
-        """See Connector. Raises HandshakeMismatch."""
+        """Raises HandshakeMismatch."""
         sides = self.meet(producers, consumers)
         if self.name in {d.agent_name for d in sides[1]}:
             self._producer = sides[0][0].engine
 
     def send(self, request: KVRequest, peers: Sequence[bytes] = ()) -> bytes:
-        """See Connector."""
         if request.request_id in self._sent.values():
             raise ValueError(f"{request.request_id} is being sent")
         rank = self.rank
@@ -143,7 +137,7 @@ class AgentConnector(RankConnector):
         return pickle.dumps(ticket)
 
     def receive(self, request: KVRequest, peers: Sequence[bytes] = ()) -> bytes:
-        """See Connector. Raises HandshakeMismatch where the producer is not connected."""
+        """Raises HandshakeMismatch where the producer is not connected."""
         if request.request_id in self._received:
             raise ValueError(f"{request.request_id} is being received")
         tickets: list[TransferTicket] = [pickle.loads(peer) for peer in peers]  # noqa: S301 - our own
@@ -164,7 +158,6 @@ class AgentConnector(RankConnector):
         return b""
 
     def poll(self) -> Sequence[Finished]:
-        """See Connector."""
         if self._rank is None:
             return []
         now = time.monotonic_ns()
@@ -185,7 +178,7 @@ class AgentConnector(RankConnector):
         return finished
 
     def release(self, request_id: str) -> None:
-        """See Connector. Of a request that is being sent: whoever still reads finds its blocks reused."""
+        """Whoever still reads a request that is being sent finds its blocks reused."""
         if self._rank is None:
             return
         self._rank.cancel(request_id)
@@ -201,7 +194,6 @@ class AgentConnector(RankConnector):
         }
 
     def close(self) -> None:
-        """See Connector."""
         super().close()
         for kept in (self._sent, self._received, self._draining):
             kept.clear()

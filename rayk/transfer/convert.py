@@ -231,7 +231,7 @@ def _gather(view: LayerView, places: tuple[torch.Tensor, ...]) -> dict[str, torc
 
 
 def _store(view: LayerView, name: str, places: tuple[torch.Tensor, ...], values: torch.Tensor) -> None:
-    """By bytes: not every dtype can be written to scattered places."""
+    """Write rows as bytes: not every dtype can be written to scattered places."""
     blocks, slots, _ = places
     seen = next(f for f in view.fields if f.name == name)
     assert values.dtype == seen.view.dtype, f"{name}: {values.dtype} into a page of {seen.view.dtype}"

@@ -73,8 +73,7 @@ _KNOWN: dict[tuple[str, str], TransferCosts] = {
 
 
 def transfer_costs(transport: str, device: str) -> TransferCosts:
-    """Of an agent's transport and a torch device; those of NIXL between CPU processes where nothing was
-    measured."""
+    """What was measured for an agent's transport and a torch device; else for NIXL between CPU processes."""
     return _KNOWN.get((transport, device.split(":")[0]), _NIXL_CPU)
 
 

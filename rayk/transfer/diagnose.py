@@ -190,7 +190,7 @@ def _shifted_rows(d: _Difference) -> str | None:
 
 
 def _shifted_taps(d: _Difference) -> str | None:
-    """Of a convolution, whatever came into the taps that were left free."""
+    """Tell taps of a convolution that moved, whatever came into those that were left free."""
     taps, itemsize = d.page_field.taps, ITEMSIZE[d.page_field.dtype]
     theirs, ours = (
         side.reshape(len(d.wrong_rows), -1, taps, itemsize) if taps else side
@@ -216,7 +216,7 @@ def _shifted_bytes(d: _Difference) -> str | None:
 
 
 def _byte_shifts(theirs: Bytes, ours: Bytes) -> list[int]:
-    """By how much a row may be shifted, up to half of it, the smallest first."""
+    """Shifts that may explain a row, up to half of it, the smallest first."""
     most = len(theirs) // 2
     probe = min(8, most)
     found: list[int] = []

@@ -93,6 +93,6 @@ class DrainingSession(ABC, Generic[Event, Action]):
         return None
 
     def _error(self, reason: str) -> TransferError:
-        """Of this request; nothing but its draining follows."""
+        """End the session; nothing but its draining follows."""
         self.phase = Phase.OVER
         return TransferError(self.request_id, reason)

@@ -11,8 +11,6 @@ from rayk.types.errors import KVMismatch, TransferError
 
 @dataclass(eq=False)
 class FailedTransfers:
-    """See the module."""
-
     _kept: list[Consumption] = field(default_factory=list)
     _drained: list[str] = field(default_factory=list)
 

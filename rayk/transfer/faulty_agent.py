@@ -87,53 +87,43 @@ class FaultyAgent:
 
     @property
     def name(self) -> str:
-        """See TransferAgent."""
         return self._agent.name
 
     @property
     def transport(self) -> str:
-        """See TransferAgent."""
         return self._agent.transport
 
     def register(self, tensor: torch.Tensor) -> int:
-        """See TransferAgent."""
         self._regions.append(tensor)
         return self._agent.register(tensor)
 
     def deregister(self, address: int) -> None:
-        """See TransferAgent."""
         self._regions = [region for region in self._regions if region.data_ptr() != address]
         self._agent.deregister(address)
 
     def metadata(self) -> bytes:
-        """See TransferAgent."""
         return self._agent.metadata()
 
     def add_peer(self, name: str, metadata: bytes) -> None:
-        """See TransferAgent."""
         self._agent.add_peer(name, metadata)
         self._peers = [*(p for p in self._peers if p != name), name]
 
     def remove_peer(self, name: str) -> None:
-        """See TransferAgent."""
         self._peers = [p for p in self._peers if p != name]
         self._agent.remove_peer(name)
 
     def prepare(
         self, peer: str, local: DescriptorList, remote: DescriptorList, remote_device: str = "cpu"
     ) -> Handle:
-        """See TransferAgent."""
         handle = self._agent.prepare(peer, local, remote, remote_device)
         self._lists[handle] = (local, remote)
         return handle
 
     def forget(self, handle: Handle) -> None:
-        """See TransferAgent."""
         del self._lists[handle]
         self._agent.forget(handle)
 
     def read(self, handle: Handle, local_indices: Ints32, remote_indices: Ints32) -> Transfer:
-        """See TransferAgent."""
         local, remote = self._lists[handle]
         fault = self.passes(*self._points(is_data=local.lengths.tolist() != [GENERATION_BYTES]))
         if fault is not None and fault.kind == "corrupt" and fault.point == "post":
@@ -150,7 +140,6 @@ class FaultyAgent:
         remote_indices: Ints32,
         notification: bytes | None = None,
     ) -> Transfer:
-        """See TransferAgent."""
         local, _ = self._lists[handle]
         fault = self.passes("post", "mid_transfer")
         if fault is not None and fault.kind == "corrupt":
@@ -160,7 +149,6 @@ class FaultyAgent:
         return self._start(fault, write)
 
     def poll(self, transfer: Transfer) -> TransferState:
-        """See TransferAgent."""
         struck = self._struck.get(transfer)
         state = struck.poll() if struck is not None else self._agent.poll(transfer)
         if state is TransferState.DONE and transfer in self._flips:
@@ -168,7 +156,6 @@ class FaultyAgent:
         return state
 
     def release(self, transfer: Transfer) -> bool:
-        """See TransferAgent."""
         struck = self._struck.get(transfer)
         is_over = self._agent.release(transfer) if struck is None else struck.release()
         if is_over or struck is None:
@@ -177,7 +164,6 @@ class FaultyAgent:
         return is_over
 
     def notify(self, peer: str, message: bytes) -> None:
-        """See TransferAgent."""
         fault = self.passes(_point_of(message)) if _point_of(message) else None
         if fault is None:
             self._agent.notify(peer, message)
@@ -194,7 +180,6 @@ class FaultyAgent:
             self._agent.notify(peer, b"#" + message[1:])
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """See TransferAgent."""
         for mail in [m for m in self._mail if m.due_s <= time.monotonic()]:
             self._mail.remove(mail)
             with contextlib.suppress(TransferError):  # it may be gone by now
@@ -208,7 +193,6 @@ class FaultyAgent:
         return found
 
     def close(self) -> None:
-        """See TransferAgent."""
         self._agent.close()
 
     def _points(self, *, is_data: bool) -> tuple[str, ...]:
@@ -250,7 +234,7 @@ class FaultyAgent:
 
 
 def _of_next_block(indices: Ints32, num_blocks: int) -> Ints32:
-    """The same runs of other blocks."""
+    """Descriptors of the same runs, in other blocks."""
     run, block = np.divmod(indices, num_blocks)
     moved: Ints32 = (run * num_blocks + (block + 1) % num_blocks).astype(np.int32)
     return moved

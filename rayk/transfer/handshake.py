@@ -249,8 +249,8 @@ def _scale_differences(producer: CacheDescription, consumer: CacheDescription) -
 
 
 def _meaning(spec: KVCacheSpec) -> Facts:
-    """What of a layer is live. That names a window or chunk without asking for the kind of spec: not at the
-    very end of so many tokens, where chunks of many sizes have none."""
+    """Say what of a layer is live. That tells windows and chunks apart whatever the kind of spec, but not at
+    the very end of so many tokens, where chunks of many sizes have nothing."""
     live = spec.live_rows(spec.fullest_at(1_000_000))
     return {"kind": spec.kind, "live_rows(1000000)": str(live)}
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def first_wrong(
     consumption: Consumption, layer: int, group: int, fetched: Mapping[int, Rows]
 ) -> KVMismatch | None:
-    """Of one of a layer's caches, `group` being that of the views it arrived in; None when all is equal.
+    """Find the first wrong byte of one of a layer's caches; None when all is equal. `group` is that of the
+    views it arrived in.
 
     `fetched`: every producer rank's rows of the layer, by rank (more fields do no harm).
     """
@@ -50,7 +51,7 @@ def layer_proofs(
     me: CacheDescription,
     first_row: int = 0,
 ) -> list[LayerProof]:
-    """What of a failed transfer arrived all the same, by the digests; rows before `first_row` were here.
+    """Prove by the digests what of a failed transfer arrived all the same; rows before `first_row` were here.
     Raises TransferError where the ticket is one that no read begins by: it proves nothing."""
     check_ticket(ticket, link.producers, me, views, block_tables, first_row)
     sources, rows_per_group = link.plan.sources, me.rows_per_group

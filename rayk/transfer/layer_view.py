@@ -43,7 +43,6 @@ class LayerView:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the fields."""
         return tuple(f.name for f in self.fields)
 
     @property
@@ -79,7 +78,7 @@ class LayerView:
     def places_of(
         self, block_table: Sequence[int], positions: npt.NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The same of any positions of tokens, int64 [rows]."""
+        """Find any positions of tokens, int64 [rows], as `places` finds live ones."""
         spec = self.group.spec
         rows = rows_per_block(spec)
         block, token = np.divmod(positions, spec.block_size)

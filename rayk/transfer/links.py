@@ -15,7 +15,7 @@ from rayk.transfer.wire import WireCache
 
 
 class Links:
-    """See the module. A peer is forgotten with the last link to it."""
+    """A peer is forgotten with the last link to it."""
 
     def __init__(self, agent: TransferAgent) -> None:
         self._agent = agent

@@ -64,8 +64,6 @@ class _InFlight:
 
 @dataclass(eq=False)
 class LocalAgent:
-    """See agent.TransferAgent."""
-
     name: str
     network: LocalNetwork
     delay_polls: int = 0
@@ -81,12 +79,10 @@ class LocalAgent:
         self.network.join(self)
 
     def register(self, tensor: torch.Tensor) -> int:
-        """See TransferAgent."""
         self._regions.append(tensor)
         return base_address(tensor)
 
     def deregister(self, address: int) -> None:
-        """See TransferAgent."""
         self._regions = [region for region in self._regions if region.data_ptr() != address]
 
     def metadata(self) -> bytes:
@@ -94,20 +90,18 @@ class LocalAgent:
         return self.name.encode()
 
     def add_peer(self, name: str, metadata: bytes) -> None:
-        """See TransferAgent. Raises TransferError when nobody has that name."""
+        """Raises TransferError when nobody has that name."""
         assert metadata.decode() == name, "metadata of another agent"
         self.network.find(name)
         self._peers.add(name)
 
     def remove_peer(self, name: str) -> None:
-        """See TransferAgent."""
         self._peers.discard(name)
         self._handles = {h: p for h, p in self._handles.items() if p.peer != name}
 
     def prepare(
         self, peer: str, local: DescriptorList, remote: DescriptorList, remote_device: str = "cpu"
     ) -> Handle:
-        """See TransferAgent."""
         assert peer in self._peers, f"{peer} was not added"
         assert np.array_equal(local.lengths, remote.lengths), "lists of unlike runs"
         handle = Handle(next(self._ids))
@@ -115,13 +109,11 @@ class LocalAgent:
         return handle
 
     def forget(self, handle: Handle) -> None:
-        """See TransferAgent."""
         prepared = self._handles.pop(handle, None)
         in_flight = [r.prepared for r in self._in_flight.values() if r.state is TransferState.PENDING]
         assert prepared is None or prepared not in in_flight, "a transfer in flight was made of these lists"
 
     def read(self, handle: Handle, local_indices: Ints32, remote_indices: Ints32) -> Transfer:
-        """See TransferAgent."""
         return self._post(_InFlight(self._handles[handle], local_indices, remote_indices, self.delay_polls))
 
     def write(
@@ -131,12 +123,10 @@ class LocalAgent:
         remote_indices: Ints32,
         notification: bytes | None = None,
     ) -> Transfer:
-        """See TransferAgent."""
         prepared, delay = self._handles[handle], self.delay_polls
         return self._post(_InFlight(prepared, local_indices, remote_indices, delay, True, notification))
 
     def poll(self, transfer: Transfer) -> TransferState:
-        """See TransferAgent."""
         flight = self._in_flight[transfer]
         if flight.state is TransferState.PENDING:
             if flight.polls_left > 0:
@@ -146,23 +136,20 @@ class LocalAgent:
         return flight.state
 
     def release(self, transfer: Transfer) -> bool:
-        """See TransferAgent. A copy happens inside `poll`, so a pending read can always be cancelled."""
+        """A copy happens inside `poll`, so a pending read can always be cancelled."""
         self._in_flight.pop(transfer, None)
         return True
 
     def notify(self, peer: str, message: bytes) -> None:
-        """See TransferAgent."""
         self.network.find(peer)._inbox.append((self.name, message))
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """See TransferAgent."""
         messages = []
         while self._inbox:
             messages.append(self._inbox.popleft())
         return messages
 
     def close(self) -> None:
-        """See TransferAgent."""
         self.network.leave(self.name)
         self._regions.clear()
         self._handles.clear()

@@ -96,7 +96,7 @@ class _InFlight:
 
 
 class NixlAgent:
-    """See agent.TransferAgent.
+    """A TransferAgent over one NIXL backend.
 
     error_handling: "none" for engines of one host: small messages go through shared memory, wiring does not
     wait for the peer, and reads from a dead process still fail. "peer" across hosts, where only it notices
@@ -134,7 +134,6 @@ class NixlAgent:
 
     @property
     def name(self) -> str:
-        """See TransferAgent."""
         return self._name
 
     @property
@@ -143,7 +142,6 @@ class NixlAgent:
         return f"nixl/{self._backend}"
 
     def register(self, tensor: torch.Tensor) -> int:
-        """See TransferAgent."""
         address = base_address(tensor)
         memory, device = _memory(tensor.device)
         with _told(f"registering {tensor.numel()} bytes"):
@@ -152,19 +150,17 @@ class NixlAgent:
         return address
 
     def deregister(self, address: int) -> None:
-        """See TransferAgent."""
         for region in [r for r in self._regions if r[0] == address]:
             self._regions.remove(region)
             with _told("deregistering memory"):
                 self._nixl.deregister_memory(region[-1])
 
     def metadata(self) -> bytes:
-        """See TransferAgent."""
         with _told("describing its memory"):
             return bytes(self._nixl.get_agent_metadata())
 
     def add_peer(self, name: str, metadata: bytes) -> None:
-        """See TransferAgent. Raises TransferError when the peer cannot be reached."""
+        """Raises TransferError when the peer cannot be reached."""
         if name in self._peers:
             return
         self._see_off()
@@ -180,7 +176,7 @@ class NixlAgent:
         self._peers.add(name)
 
     def remove_peer(self, name: str) -> None:
-        """See TransferAgent. To forget a peer or a request ends no transfer: one whose other end stands still
+        """To forget a peer or a request ends no transfer: one whose other end stands still
         goes on when that comes to itself."""
         if name in self._peers:
             self._peers.discard(name)
@@ -211,7 +207,7 @@ class NixlAgent:
     def prepare(
         self, peer: str, local: DescriptorList, remote: DescriptorList, remote_device: str = "cpu"
     ) -> Handle:
-        """See TransferAgent. Raises TransferError when NIXL refuses the lists."""
+        """Raises TransferError when NIXL refuses the lists."""
         memory, device = self._memory_of(int(local.addresses[0]))
         remote_memory, remote_index = _memory(torch.device(remote_device))
         try:
@@ -227,7 +223,6 @@ class NixlAgent:
         return handle
 
     def forget(self, handle: Handle) -> None:
-        """See TransferAgent."""
         prepared = self._handles.pop(handle, None)
         if prepared is not None:
             with _told("releasing descriptors"):
@@ -235,7 +230,6 @@ class NixlAgent:
                 self._nixl.release_dlist_handle(prepared.remote)
 
     def read(self, handle: Handle, local_indices: Ints32, remote_indices: Ints32) -> Transfer:
-        """See TransferAgent."""
         return self._post("READ", "read from", handle, (local_indices, remote_indices), b"")
 
     def write(
@@ -245,7 +239,6 @@ class NixlAgent:
         remote_indices: Ints32,
         notification: bytes | None = None,
     ) -> Transfer:
-        """See TransferAgent."""
         return self._post("WRITE", "write to", handle, (local_indices, remote_indices), notification or b"")
 
     def _post(
@@ -264,7 +257,7 @@ class NixlAgent:
         return transfer
 
     def poll(self, transfer: Transfer) -> TransferState:
-        """See TransferAgent. One that failed counts as over: NIXL names the first error of many parts, and
+        """One that failed counts as over: NIXL names the first error of many parts, and
         does not say whether others still move."""
         flight = self._in_flight.get(transfer)
         if flight is None:
@@ -281,7 +274,7 @@ class NixlAgent:
         return TransferState.DONE if state == "DONE" else TransferState.FAILED
 
     def release(self, transfer: Transfer) -> bool:
-        """See TransferAgent. What is in flight is never cancelled: NIXL can drop its request, but does not
+        """What is in flight is never cancelled: NIXL can drop its request, but does not
         say whether the transport still reads or writes."""
         if transfer in self._in_flight and self.poll(transfer) is TransferState.PENDING:
             return False
@@ -299,14 +292,12 @@ class NixlAgent:
             logging.getLogger(__name__).debug("releasing a %s %s: %r", flight.what, flight.peer, error)
 
     def notify(self, peer: str, message: bytes) -> None:
-        """See TransferAgent."""
         try:
             self._nixl.send_notif(peer, message)
         except nixl_errors() as error:
             raise TransferError("", f"peer {peer} cannot be notified: {error!r}") from error
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """See TransferAgent."""
         self._see_off()
         with _told("asking for notifications"):
             found: dict[str | bytes, list[bytes]] = self._nixl.get_new_notifs()
@@ -317,7 +308,6 @@ class NixlAgent:
         ]
 
     def close(self) -> None:
-        """See TransferAgent."""
         for peer in (*self._peers, *self._leaving):
             self._forget_peer(peer)
         for *_, registered in self._regions:

@@ -103,7 +103,6 @@ class Pattern:
 
     @cached_property
     def num_bytes(self) -> int:
-        """Of a block."""
         return self.runs.num_bytes
 
     @cached_property
@@ -287,7 +286,6 @@ class TransferPlan:
 
     @cached_property
     def _segments(self) -> dict[tuple[int, int], Segments]:
-        """By group of the source and of the destination."""
         return {(r.source_group, r.group): Segments(*self._sides(r)) for r in self.reads}
 
     def _cuts(
@@ -298,7 +296,7 @@ class TransferPlan:
         source_table: Ints,
         table: Ints,
     ) -> Iterator[_Cut]:
-        """Of layers of two groups, all together, but where some see fewer rows than others."""
+        """Cut the layers of two groups together; apart those that see fewer rows than others."""
         source_group, group, layers = where
         segments = self._segments[source_group, group]
         layers_of: dict[range, list[int]] = {}

@@ -83,7 +83,7 @@ class _Sums:
 
 @dataclass(eq=False)
 class Push:
-    """See the module. `is_computed` tells, at once, whether the prompt's last layer was computed."""
+    """`is_computed` tells, at once, whether the prompt's last layer was computed."""
 
     reservation: Reservation
     link: ConsumerLink

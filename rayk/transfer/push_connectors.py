@@ -62,8 +62,6 @@ class _Sending:
 
 
 class AgentPushConnector(RankConnector):
-    """See connector.Connector."""
-
     mode: Mode = "push"
 
     def __init__(self, name: str) -> None:
@@ -83,7 +81,7 @@ class AgentPushConnector(RankConnector):
         """Reservations that no push may begin of (any more)."""
 
     def connect(self, producers: Sequence[bytes], consumers: Sequence[bytes]) -> None:
-        """See Connector. Raises HandshakeMismatch."""
+        """Raises HandshakeMismatch."""
         sides = self.meet(producers, consumers)
         if self.name in {c.agent_name for c in sides[1]}:
             self._producer = sides[0][0].engine
@@ -103,7 +101,6 @@ class AgentPushConnector(RankConnector):
     # Consumer
 
     def receive(self, request: KVRequest, peers: Sequence[bytes] = ()) -> bytes:
-        """See Connector."""
         request_id, producer = request.request_id, self._producer
         if any(receiving.request_id == request_id for receiving in self._receiving.values()):
             raise ValueError(f"{request_id} is being received")
@@ -155,7 +152,7 @@ class AgentPushConnector(RankConnector):
     # Producer
 
     def send(self, request: KVRequest, peers: Sequence[bytes] = ()) -> bytes:
-        """See Connector. Raises ValueError for reservations that are over."""
+        """Raises ValueError for reservations that are over."""
         link = self._consumers
         if request.request_id in self._sending:
             raise ValueError(f"{request.request_id} is being sent")
@@ -225,7 +222,6 @@ class AgentPushConnector(RankConnector):
     # Both
 
     def poll(self) -> Sequence[Finished]:
-        """See Connector."""
         if self._rank is None:
             return []
         now = time.monotonic_ns()
@@ -238,7 +234,6 @@ class AgentPushConnector(RankConnector):
         return super().poll()
 
     def release(self, request_id: str) -> None:
-        """See Connector."""
         for reservation_id, receiving in self._receiving.items():
             if receiving.request_id == request_id:
                 self._take_back(reservation_id, "given up")
@@ -256,7 +251,6 @@ class AgentPushConnector(RankConnector):
         }
 
     def close(self) -> None:
-        """See Connector."""
         super().close()
         self._receiving.clear()
         self._sending.clear()

@@ -15,7 +15,7 @@ from rayk.transfer.plan import Pattern, TransferPlan, plan_pushes
 
 
 class PreparedWrites(PreparedReads):
-    """The same lists from the producer's side: ours is the source."""
+    """Descriptor lists of writes: ours is the source."""
 
     def __init__(
         self, agent: TransferAgent, me: CacheDescription, consumer: CacheDescription, max_kept: int

@@ -33,7 +33,7 @@ class Reserved:
 
 @dataclass(eq=False)
 class PushReservations:
-    """See the module. Blocks of a wire cache belong to a reservation from before anybody may write there
+    """Blocks of a wire cache belong to a reservation from before anybody may write there
     until the request's transfer owns them, or until nobody writes any more."""
 
     agent: TransferAgent
@@ -97,7 +97,6 @@ class PushReservations:
         )
 
     def end(self, reservation_id: str, attempt: int | None = None) -> None:
-        """See TransferRank.end_reservation."""
         self.arrivals.stop(reservation_id, self.clock(), attempt)
 
     def ask_to_stop(self, now_ns: int) -> None:

@@ -93,7 +93,7 @@ Action = PostWrite | NotifyArrived | Cancel | Finish | Drained
 
 
 class PushSession(DrainingSession[Event, Action]):
-    """See the module. After a failure, `Drained` has the consumer rank told (StoppedMessage)."""
+    """After a failure, `Drained` has the consumer rank told (StoppedMessage)."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 
 class Pusher:
-    """See the module. Every method belongs to the engine's thread."""
+    """Every method belongs to the engine's thread."""
 
     def __init__(
         self,
@@ -252,7 +252,6 @@ class _Worker:
             self._agent.close()
 
     def connect(self, producers: Sequence[CacheDescription], consumers: Sequence[CacheDescription]) -> None:
-        """See Pusher."""
         engine = consumers[0].engine
         old = self.links.pop(engine, None)
         if old is not None:
@@ -274,7 +273,6 @@ class _Worker:
             self._agent.notify(consumers[rank].agent_name, HelloMessage(self._me.tp_rank).encode())
 
     def begin(self, chunk: Chunk) -> None:
-        """See Pusher."""
         reservation_id = chunk.reservation.reservation_id
         push = self.pushes.get(reservation_id)
         if push is None:
@@ -287,7 +285,6 @@ class _Worker:
         push.begin(chunk)
 
     def computed(self, layer: int, chunks: Sequence[Chunk], wait: Callable[[], None]) -> None:
-        """See Pusher."""
         here = [(chunk, self.pushes.get(chunk.reservation.reservation_id)) for chunk in chunks]
         if any(push is not None for _, push in here):
             wait()
@@ -298,14 +295,12 @@ class _Worker:
                 self._computed.discard((chunk.reservation.reservation_id, chunk.attempt))
 
     def end(self, reservation_id: str, reason: str) -> None:
-        """See Pusher."""
         push = self.pushes.get(reservation_id)
         self._stopped.stop(reservation_id)
         if push is not None:
             push.fail(reason)
 
     def stop(self, message: StopMessage) -> None:
-        """See Pusher."""
         self._stopped.stop(message.reservation_id)
         push = self.pushes.get(message.reservation_id)
         side = push.sides.get(message.consumer_rank) if push is not None else None

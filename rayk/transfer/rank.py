@@ -44,7 +44,7 @@ from rayk.types.errors import HandshakeMismatch, KVMismatch, RaykError, Transfer
 
 
 class TransferRank:
-    """See the module. `layer_views` hold the tensors the layers were bound to. `prove`: digests what has
+    """`layer_views` hold the tensors the layers were bound to. `prove`: digests what has
     arrived, in place of `compute_digests`."""
 
     def __init__(
@@ -400,7 +400,7 @@ class TransferRank:
         return first_wrong(self._failed.find(request_id), layer, group, fetched)
 
     def diagnose_all(self, request_id: str, fetched: Sequence[Mapping[int, Rows]]) -> list[KVMismatch]:
-        """The same of every cache of the rank that is wrong. `fetched`: by producer rank, rows by layer."""
+        """The first wrong byte of every cache of the rank. `fetched`: by producer rank, rows by layer."""
         return all_wrong(self._failed.find(request_id), fetched)
 
     def proofs(

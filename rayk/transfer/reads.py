@@ -159,7 +159,7 @@ class DataReads:
         row.span(began_ns, self.clock())
 
     def _count_descriptors(self, read: BlockReads, num_descriptors: int, num_merged: int) -> None:
-        """Of what was posted: runs, or stretches where it is staged."""
+        """Count what was posted: runs, or stretches where it is staged."""
         row = self._row(read)
         row.num_descriptors += num_descriptors
         row.num_descriptors_merged = (row.num_descriptors_merged or 0) + num_merged

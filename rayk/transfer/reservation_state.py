@@ -156,7 +156,7 @@ class ReservationTable:
 
 
 class StoppedTable:
-    """The same from a producer rank's side: reservations that it must not write into (any more).
+    """Reservations that a producer rank must not write into (any more).
 
     A stop may overtake the request it is about, so that what was never begun here is remembered too.
     """

@@ -53,7 +53,7 @@ class Segments:
         return range(self._at(live.start), self._at(live.stop - 1) + 1) if live else range(0)
 
     def ending_in(self, among: range, found: range, live: range) -> range:
-        """Of these, which hold live rows, those whose last live row is one of `among`."""
+        """Those of `found`, all of which hold live rows, whose last live row is one of `among`."""
         if among.start >= live.stop:
             return range(0)
         stop = found.stop if among.stop >= live.stop else min(found.stop, self._at(among.stop))
@@ -76,7 +76,7 @@ class Segments:
         return starts // self._sizes[0], starts // self._sizes[1]
 
     def kind(self, start: int, live: range) -> Kind:
-        """Of the segment that starts here and holds a live row. All of its rows are moved where all are live;
+        """How the segment that starts here, and holds a live row, is moved: whole where all of it is live;
         else parts end at multiples of a sixteenth of it, and of a block as it was before it grew."""
         here, there = start % self._sizes[0], start % self._sizes[1]
         # A segment ends where the first block ends.

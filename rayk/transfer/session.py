@@ -124,11 +124,8 @@ class Fence:
 
 
 class Session(DrainingSession[Event, Action]):
-    """See the module.
-
-    After `Finish` with a KVMismatch the lease is kept, so that the producer's bytes can be looked at;
-    `release` gives it up (otherwise its deadline does).
-    """
+    """After `Finish` with a KVMismatch the lease is kept, so that the producer's bytes can be looked at;
+    `release` gives it up (otherwise its deadline does)."""
 
     def __init__(
         self,

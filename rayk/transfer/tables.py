@@ -14,8 +14,8 @@ Ints = npt.NDArray[np.int64]
 
 
 def checked_tables(side: str, tables: Sequence[Sequence[int]], rank: RankGeometry) -> list[Ints]:
-    """By group, int64. Raises TransferError where there are more or fewer than the rank has groups, or where
-    one holds no block ids."""
+    """One side's block tables as int64 arrays, by group. Raises TransferError where the rank has another
+    number of groups, or where a table holds no block ids."""
     if len(tables) != len(rank.groups):
         raise TransferError(
             "", f"{len(tables)} block tables of the {side}, which has {len(rank.groups)} groups"

@@ -72,7 +72,7 @@ class CanonicalViews(tuple[LayerView, ...]):
         return DigestedViews(*map(tuple, zip(*pairs, strict=True)))
 
     def row_groups(self, num_tokens: int, rows_per_group: int) -> list[range]:
-        """Of each of `kinds`: those that its live rows lie in."""
+        """Row groups that the live rows of each of `kinds` lie in."""
         live = [view.live_rows(num_tokens) for view in self.kinds]
         return [range(r.start // rows_per_group, -(-r.stop // rows_per_group)) for r in live]
 

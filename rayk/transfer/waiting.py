@@ -17,8 +17,6 @@ from rayk.types.errors import TransferError
 
 @dataclass(eq=False)
 class WaitingTicket:
-    """See the module."""
-
     ticket: TransferTicket
     link: ProducerLink
     agent: TransferAgent

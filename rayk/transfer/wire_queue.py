@@ -36,8 +36,6 @@ class Queued:
 
 @dataclass(eq=False)
 class WireQueue:
-    """See the module."""
-
     _queued: list[Queued] = field(default_factory=list)
 
     def __contains__(self, key: object) -> bool:
