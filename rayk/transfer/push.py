@@ -57,7 +57,7 @@ class Chunk:
 
 
 @dataclass(slots=True)
-class _Flight:
+class _PostedWrite:
     """A session's write, as long as any of it is in flight."""
 
     transfers: dict[Transfer, tuple[BlockReads, int]] = field(default_factory=dict)
@@ -98,16 +98,16 @@ class Push:
     """The attempt's blocks were taken: the request begins anew, if at all."""
     num_posted: int = 0
     """Writes, of all attempts."""
-    sides: dict[int, _Side] = field(init=False)
+    by_rank: dict[int, _RankPush] = field(init=False)
     """By consumer rank."""
 
     def __post_init__(self) -> None:
-        self.sides = {rank: _Side(self, rank, plan) for rank, plan in self.link.plans.items()}
+        self.by_rank = {rank: _RankPush(self, rank, plan) for rank, plan in self.link.plans.items()}
 
     @property
     def is_over(self) -> bool:
         """Nothing is in flight nor will be."""
-        return all(side.session.is_drained for side in self.sides.values())
+        return all(push_to.session.is_drained for push_to in self.by_rank.values())
 
     def begin(self, chunk: Chunk) -> None:
         """A chunk is about to be computed; of another attempt, if the request was preempted meanwhile."""
@@ -120,9 +120,9 @@ class Push:
         if self.is_void or chunk.attempt != self.attempt:
             return
         event = p.LayersComputed((layer,), chunk.start, chunk.stop, chunk.is_last)
-        for side in self.sides.values():
-            side.chunk = chunk
-            side.handle(event)
+        for push_to in self.by_rank.values():
+            push_to.chunk = chunk
+            push_to.handle(event)
 
     def void(self) -> None:
         """What was written so far is worth nothing: its blocks go to others once nothing is in flight. A
@@ -131,37 +131,37 @@ class Push:
             self.fail("its blocks were given up by the producer")
         elif not self.is_void:
             self.is_void = True
-            for side in self.sides.values():
-                side.begin_again()
+            for push_to in self.by_rank.values():
+                push_to.begin_again()
 
     def fail(self, reason: str, rank: int | None = None) -> None:
         """Write no more: to one consumer rank, or to any."""
-        for side in self.sides.values():
-            if rank is None or rank == side.rank:
-                side.handle(Failed(reason))
+        for push_to in self.by_rank.values():
+            if rank is None or rank == push_to.rank:
+                push_to.handle(Failed(reason))
 
     @property
     def failure(self) -> str:
         """Why it failed; empty where it has not."""
-        return next((side.why for side in self.sides.values() if side.why), "")
+        return next((push_to.why for push_to in self.by_rank.values() if push_to.why), "")
 
     def poll(self) -> None:
         """Make progress."""
-        for side in self.sides.values():
-            side.poll()
+        for push_to in self.by_rank.values():
+            push_to.poll()
 
     @property
     def num_in_flight(self) -> int:
         """Writes that have not ended."""
-        return sum(len(side.flights) for side in self.sides.values())
+        return sum(len(push_to.posted) for push_to in self.by_rank.values())
 
 
-class _Side:
+class _RankPush:
     """A push to one consumer rank."""
 
     def __init__(self, push: Push, rank: int, plan: TransferPlan) -> None:
         self.rank = rank
-        self.flights: dict[int, _Flight] = {}
+        self.posted: dict[int, _PostedWrite] = {}
         self.chunk: Chunk | None = None
         """The one that events are about."""
         self.session = p.PushSession(
@@ -197,7 +197,7 @@ class _Side:
 
     def poll(self) -> None:
         """See writes to their ends."""
-        for write in tuple(self.flights):
+        for write in tuple(self.posted):
             for event in self._poll(write):
                 self.handle(event)
         self.handle(Tick())
@@ -235,7 +235,7 @@ class _Side:
         """Start a session's write: as many of the agent's as there are patterns, or more."""
         chunk, reservation = self.chunk, self._push.reservation
         assert chunk is not None
-        flight = self.flights[action.write] = _Flight()
+        posted = self.posted[action.write] = _PostedWrite()
         try:
             writes = self._plan.lower(
                 reservation.num_tokens,
@@ -245,15 +245,15 @@ class _Side:
                 rows=range(min(action.stop, max(action.start, reservation.num_held_tokens)), action.stop),
             )
         except TransferError as error:  # of the consumer's tables
-            writes, flight.failure = [], error.reason
+            writes, posted.failure = [], error.reason
         for write in (part for whole in writes for part in parts_of(whole, MAX_DESCRIPTORS)):
-            flight.failure = self._post_part(flight, write)
-            if flight.failure is not None:
+            posted.failure = self._post_part(posted, write)
+            if posted.failure is not None:
                 break
         # Nothing of it may be left to write: where no block ends in the chunk, say.
-        return [] if flight.transfers else self._end(action.write)
+        return [] if posted.transfers else self._end(action.write)
 
-    def _post_part(self, flight: _Flight, write: BlockReads) -> str | None:
+    def _post_part(self, posted: _PostedWrite, write: BlockReads) -> str | None:
         """Start one write of the agent; why it could not be."""
         push = self._push
         ours, theirs = write.indices(push.me.geometry.num_blocks, self._consumer.geometry.num_blocks)
@@ -272,7 +272,7 @@ class _Side:
             return error.reason
         self._num_writes += 1
         push.num_posted += 1
-        flight.transfers[transfer] = (write, push.attempt)
+        posted.transfers[transfer] = (write, push.attempt)
         sums = self._sums.setdefault(write.group, _Sums())
         if not sums.num_in_flight:
             sums.busy_since_ns = began
@@ -286,30 +286,30 @@ class _Side:
         return None
 
     def _poll(self, number: int) -> list[p.Event]:
-        flight = self.flights.get(number)
-        if flight is None:
+        posted = self.posted.get(number)
+        if posted is None:
             return []
-        for transfer in tuple(flight.transfers):
+        for transfer in tuple(posted.transfers):
             state = self._push.agent.poll(transfer)
             if state is not TransferState.PENDING:
                 self._push.agent.release(transfer)
-                self._forget(flight, transfer)
+                self._forget(posted, transfer)
                 if state is TransferState.FAILED:
-                    flight.failure = flight.failure or f"a write to {self._consumer.agent_name} failed"
-        return [] if flight.transfers else self._end(number)
+                    posted.failure = posted.failure or f"a write to {self._consumer.agent_name} failed"
+        return [] if posted.transfers else self._end(number)
 
     def _cancel(self, number: int) -> list[p.Event]:
-        flight = self.flights.get(number)
-        if flight is None:
+        posted = self.posted.get(number)
+        if posted is None:
             return []
-        for transfer in tuple(flight.transfers):
+        for transfer in tuple(posted.transfers):
             if self._push.agent.release(transfer):
-                self._forget(flight, transfer)
-                flight.failure = flight.failure or "cancelled"
-        return [] if flight.transfers else self._end(number)
+                self._forget(posted, transfer)
+                posted.failure = posted.failure or "cancelled"
+        return [] if posted.transfers else self._end(number)
 
-    def _forget(self, flight: _Flight, transfer: Transfer) -> None:
-        write, attempt = flight.transfers.pop(transfer)
+    def _forget(self, posted: _PostedWrite, transfer: Transfer) -> None:
+        write, attempt = posted.transfers.pop(transfer)
         self._prepared.give_back(write.pattern.key)
         sums = self._sums.get(write.group)
         if sums is not None and attempt == self._push.attempt:
@@ -318,8 +318,8 @@ class _Side:
                 sums.busy_ns += self._push.clock() - sums.busy_since_ns
 
     def _end(self, number: int) -> list[p.Event]:
-        flight = self.flights.pop(number)
-        return [p.WriteDone(number) if flight.failure is None else p.WriteEnded(number, flight.failure)]
+        posted = self.posted.pop(number)
+        return [p.WriteDone(number) if posted.failure is None else p.WriteEnded(number, posted.failure)]
 
     def _tally(self, group: int, sums: _Sums) -> Tally:
         return Tally(

@@ -303,9 +303,9 @@ class _Worker:
     def stop(self, message: StopMessage) -> None:
         self._stopped.stop(message.reservation_id)
         push = self.pushes.get(message.reservation_id)
-        side = push.sides.get(message.consumer_rank) if push is not None else None
-        if push is not None and side is not None:
-            was_drained = side.session.is_drained
+        to_rank = push.by_rank.get(message.consumer_rank) if push is not None else None
+        if push is not None and to_rank is not None:
+            was_drained = to_rank.session.is_drained
             push.fail("stopped by the consumer", message.consumer_rank)
             if not was_drained:
                 return  # it is told when it is drained

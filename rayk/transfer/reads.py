@@ -46,7 +46,7 @@ class DataReads:
     """Why nothing may be posted: the spec forbids the only way."""
     _options: list[Option] = field(init=False)
     _is_staged: list[bool] = field(init=False)
-    _flights: dict[int, InFlight] = field(default_factory=dict)
+    _direct: dict[int, InFlight] = field(default_factory=dict)
     _staged: dict[int, tuple[StagedRead, int]] = field(default_factory=dict)
     """With when it began."""
     _rows: dict[tuple[int, int], TransferRow] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class DataReads:
     @property
     def in_flight(self) -> tuple[int, ...]:
         """Reads that were posted and have not ended."""
-        return (*self._flights, *self._staged)
+        return (*self._direct, *self._staged)
 
     @property
     def rows(self) -> tuple[TransferRow, ...]:
@@ -94,13 +94,13 @@ class DataReads:
         if index in self._staged:
             staged, _ = self._staged[index]
             return self._ended(index, staged) if staged.advance() else []
-        flight = self._flights.get(index)
+        flight = self._direct.get(index)
         if flight is None:
             return []
         state = self.agent.poll(flight.transfer)
         if state is TransferState.PENDING:
             return []
-        del self._flights[index]
+        del self._direct[index]
         self.agent.release(flight.transfer)
         read = self.reads[index]
         self.link.prepared.give_back(read.pattern.key)
@@ -116,12 +116,12 @@ class DataReads:
             if is_over:
                 self._end_staged(index)
             return is_over
-        flight = self._flights.get(index)
+        flight = self._direct.get(index)
         if flight is None:
             return True
         if not self.agent.release(flight.transfer):
             return False
-        del self._flights[index]
+        del self._direct[index]
         self.link.prepared.give_back(self.reads[index].pattern.key)
         return True
 
@@ -138,7 +138,7 @@ class DataReads:
         except TransferError as error:
             self.link.prepared.give_back(read.pattern.key)
             return [s.ReadEnded(index, error.reason)]
-        self._flights[index] = InFlight(transfer, began, self.clock() - began)
+        self._direct[index] = InFlight(transfer, began, self.clock() - began)
         self._count_descriptors(read, read.num_descriptors, read.num_coalesced)
         return []
 
