@@ -161,9 +161,11 @@ class EngineRank:
 
     def _eager(self, inputs: ModelInputs, seen: StepViews, *, fast: bool) -> torch.Tensor:
         """Compute the step kernel by kernel; `fast`: the last layers compute the sampled tokens only."""
-        wanted = inputs.logits_index if fast else None
+        logits_index = inputs.logits_index if fast else None
         metadata = self._by_cache(seen)
-        hidden = self.decoder.forward(inputs.token_ids, inputs.positions, metadata, wanted, self.on_layer)
+        hidden = self.decoder.forward(
+            inputs.token_ids, inputs.positions, metadata, logits_index, self.on_layer
+        )
         self.num_token_layers += self.decoder.num_token_layers
         if inputs.prompt_index is not None:
             assert not fast, "prompt logits need every token in every layer"
@@ -178,11 +180,11 @@ class EngineRank:
         self.num_token_layers += len(inputs.token_ids) * self._recorded_layers
         return logits
 
-    def _see(self, inputs: ModelInputs, wanted: np.ndarray | None) -> StepViews:
+    def _see(self, inputs: ModelInputs, logits_index: np.ndarray | None) -> StepViews:
         groups = list(zip(self.plan.groups, inputs.metadata, strict=True))
         commons = {g.index: m for g, m in groups if isinstance(m, CommonAttentionMetadata)}
         return StepViews(
-            attention=self.attention_groups.see(commons, wanted),
+            attention=self.attention_groups.see(commons, logits_index),
             states={g.index: m for g, m in groups if isinstance(m, Segments)},
         )
 

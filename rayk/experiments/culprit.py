@@ -93,27 +93,27 @@ def _other_rows(wrong: WrongLayer) -> str | None:
     """Test for another head's, field's or token's rows of the same layer."""
     name, head = wrong.first
     rows = wrong.rows(wrong.first)
-    held = wrong.found[wrong.first][rows]
+    found = wrong.found[wrong.first][rows]
     for other_name, tensor in wrong.truth.items():
-        if tensor.shape[2] != held.shape[1]:
+        if tensor.shape[2] != found.shape[1]:
             continue
         for other in range(tensor.shape[0]):
             if (other_name, other) != (name, head) and bool(
-                wrong.fits(name, held, tensor[other, rows]).all()
+                wrong.fits(name, found, tensor[other, rows]).all()
             ):
                 if other_name != name:
                     return f"store_kv: {name.upper()} holds {other_name.upper()} of head {other}"
                 return f"store_kv: head {head} holds head {other}"
-    return _other_tokens(wrong, held, rows)
+    return _other_tokens(wrong, found, rows)
 
 
-def _other_tokens(wrong: WrongLayer, held: torch.Tensor, rows: torch.Tensor) -> str | None:
+def _other_tokens(wrong: WrongLayer, found: torch.Tensor, rows: torch.Tensor) -> str | None:
     """Test for a constant shift that most rows show: where blocks and the sequence end, some cannot."""
     name, head = wrong.first
     own = wrong.truth[name][head]
     for shift in sorted(range(-MAX_SHIFT, MAX_SHIFT + 1), key=abs):
         inside = (rows + shift >= 0) & (rows + shift < len(own))
-        num_fitting = int(wrong.fits(name, held[inside], own[rows[inside] + shift]).sum())
+        num_fitting = int(wrong.fits(name, found[inside], own[rows[inside] + shift]).sum())
         if shift and num_fitting * 2 > len(rows):
             rest = len(rows) - num_fitting
             others = f" ({rest} of {len(rows)} wrong tokens hold something else)" if rest else ""

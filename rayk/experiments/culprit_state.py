@@ -58,9 +58,9 @@ def _wrong_units(wrong: WrongLayer) -> list[tuple[str, int]]:
 
 
 def _never_written(wrong: WrongLayer) -> str | None:
-    held = [wrong.found[unit] for unit in _wrong_units(wrong)]
-    if all(bool((h == h.flatten()[0]).all()) for h in held):
-        return f"store: {len(held)} units were never written"
+    units = [wrong.found[unit] for unit in _wrong_units(wrong)]
+    if all(bool((h == h.flatten()[0]).all()) for h in units):
+        return f"store: {len(units)} units were never written"
     return None
 
 

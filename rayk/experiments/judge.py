@@ -343,11 +343,11 @@ def _kv_held(
 
 def _token_layers(outcomes: Sequence[CellOutcome], side: str, num_engines: int) -> int | None:
     """Sum what a side's engines computed, over all repeats; None if there are none, or one did not tell."""
-    told = [
+    counts = [
         o.facts.get(f"{side}{i}", {}).get("num_token_layers") for o in outcomes for i in range(num_engines)
     ]
-    known = [count for count in told if count is not None]
-    return sum(known) if known and len(known) == len(told) else None
+    known = [count for count in counts if count is not None]
+    return sum(known) if known and len(known) == len(counts) else None
 
 
 def _ledger(outcomes: Sequence[CellOutcome]) -> dict[str, int]:

@@ -153,8 +153,8 @@ def _check(found: Sequence[object], problem: str, mend: str = "") -> None:
 def _on_rank(ranks: Sequence[RankGeometry], rank: int, named: _Found, coordinate: _Coordinate) -> _Found:
     """Keep the fields whose unit this rank holds. Raises UserError with the ranks that do."""
     unit = coordinate.unit or 0
-    held = [(g, f) for g, f in named if unit in f.units]
-    if not held:
+    found = [(g, f) for g, f in named if unit in f.units]
+    if not found:
         keys = [(g.group.index, f.field.name) for g, f in named]
         others = [
             r.tp_rank
@@ -166,7 +166,7 @@ def _on_rank(ranks: Sequence[RankGeometry], rank: int, named: _Found, coordinate
         who = f"rank {others[0]} holds" if len(others) == 1 else f"ranks {numbers(others)} hold"
         names = " or ".join(dict.fromkeys(f.field.unit_name for _, f in named))
         raise UserError(f"rank {rank} does not hold {names} {unit}; {who} it", mend=f"--rank {others[0]}")
-    return held
+    return found
 
 
 def _units_text(found: _Found) -> str:
