@@ -49,8 +49,7 @@ class AttentionGroup:
 
 
 def make_attention_groups(layers: Iterable[AttentionLayer]) -> tuple[AttentionGroup, ...]:
-    """Gather layers, in their order, into groups; a group stands where its first layer does. A layer must not
-    occur twice."""
+    """Gather distinct layers, in their order, into groups ordered by their first layers."""
     members: dict[tuple[object, ...], list[AttentionLayer]] = {}
     seen: set[int] = set()
     for item in layers:

@@ -14,8 +14,7 @@ import torch
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CommonAttentionMetadata:
-    """One KV group's view of a step. Filled by the engine once per step; immutable, and equal only to
-    itself."""
+    """One KV group's view of a step, filled once by the engine; immutable, equal only to itself."""
 
     query_start_loc: torch.Tensor
     """[R + 1] int32: where each request's tokens start among the T packed ones; the last is T."""

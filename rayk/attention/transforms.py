@@ -57,8 +57,7 @@ def virtual_batches(query_lens: np.ndarray, seq_lens: np.ndarray, chunk: int) ->
 
 
 def chunked_local(common: CommonAttentionMetadata, chunk: int) -> CommonAttentionMetadata:
-    """The step for layers whose tokens see only their own chunk: R becomes V. `chunk` must be a multiple of
-    N."""
+    """The step for layers whose tokens see only their own chunk: R becomes V. N divides `chunk`."""
     size = common.block_size
     assert chunk % size == 0, f"chunks of {chunk} positions do not begin where kernel blocks of {size} do"
     if common.max_seq_len <= chunk:

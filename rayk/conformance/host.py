@@ -260,8 +260,7 @@ def main() -> None:
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel for SIGKILL when the parent dies: a killed parent closes no connection to a hung
-    child."""
+    """Ask for SIGKILL when the parent dies, which would not end a hung child."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

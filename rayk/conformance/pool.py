@@ -1,5 +1,4 @@
-"""Host processes seen from their parent: started on demand, called with a deadline, killed if they do not
-answer."""
+"""Host processes seen from their parent: started on demand, called with a deadline, killed if hung."""
 
 from __future__ import annotations
 

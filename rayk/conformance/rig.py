@@ -183,8 +183,7 @@ class Rig:
         like: Job | None = None,
         alike: Sequence[int] = (PRODUCER, CONSUMER),
     ) -> Job:
-        """A request in scattered blocks; `like`: in the blocks of another request, which is over on the sides
-        `alike`."""
+        """A request in scattered blocks, or in those of `like`, which is over on the sides `alike`."""
         number = next(self._ids)
         if self.pool.facts.moves_whole_blocks_only:
             size = math.lcm(*self.pair.block_sizes)

@@ -82,8 +82,7 @@ class NativeKernels:
 
 @functools.cache
 def load_native(source: Path) -> NativeLibrary:
-    """Build (or find) and load one C++ file, once per process. What a machine lacks becomes a reason, not an
-    error."""
+    """Build (or find) and load a C++ file, once per process. Failures become the reason, not an error."""
     compiler = next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
     if compiler is None:
         return NativeLibrary(None, "no C++ compiler")

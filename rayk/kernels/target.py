@@ -65,8 +65,7 @@ def current_target() -> Target:
 
 @functools.cache
 def _target_of(device: int) -> Target:
-    """Cached by device index: a stand-in driver must give every target another one, as Triton itself
-    demands."""
+    """Cached by device index: a stand-in driver gives every target its own, as Triton demands."""
     gpu: triton.backends.compiler.GPUTarget = driver.active.get_current_target()
     name = gpu.arch.split(":")[0] if isinstance(gpu.arch, str) else f"sm_{gpu.arch}"
     if device >= torch.cuda.device_count():

@@ -13,8 +13,7 @@ from rayk.kv.free_runs import FreeRuns
 from rayk.types.errors import OutOfBlocks
 
 NULL_BLOCK = 0
-"""Block id that is never handed out: it stands in block tables for blocks that need not exist, e.g. outside a
-window."""
+"""Id that is never handed out: in block tables it stands for unneeded blocks, e.g. outside a window."""
 SPARE_BLOCKS = 32
 """To find a consecutive run, `allocate` looks at up to this many (or a sixteenth of the pool, if less) more
 of the oldest cached blocks than it needs."""
@@ -29,8 +28,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, on_lost: Callable[[Sequence[int]], None] | None = None) -> None:
-        """`on_lost` is called with cached blocks that are being handed out, whose content is about to be
-        overwritten."""
+        """`on_lost` is called with cached blocks that are handed out again."""
         assert num_blocks >= 2, "a null block and at least one other"
         self.num_blocks = num_blocks
         self._on_lost = on_lost

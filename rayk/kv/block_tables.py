@@ -21,8 +21,7 @@ class BlockTable:
     since: Since | None = None
     """Per lane, the first row that is present; None means all rows are."""
     filled: Mapping[int, Since] = field(default_factory=dict)
-    """Entries that were filled from another place -> the first row present per lane (empty: all). Overrides
-    `since`."""
+    """Entries filled from another place -> first row present per lane (empty: all); overrides `since`."""
 
 
 def live_part(group: KVCacheGroup, table: BlockTable, num_tokens: int) -> BlockTable | None:

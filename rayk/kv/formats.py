@@ -56,8 +56,7 @@ class StoredField:
 class KVFormat:
     name: str
     storage: str
-    """Dtype (a key of ITEMSIZE) of stored elements; uint8 packs two 4-bit elements, the first in the low
-    half."""
+    """Dtype (a key of ITEMSIZE) of stored elements; uint8 packs two 4-bit elements, the first low."""
     significand_bits: int
     """Significand bits of an element, the leading one included."""
     element_max: float

@@ -25,8 +25,7 @@ from rayk.kv.layout import KVCacheLayout
 from rayk.kv.specs import rows_per_block
 
 GENERATION_BYTES = 8
-"""Size of a block's int64 generation; the table lies behind the pages, in the same buffer and registration.
-"""
+"""Size of a block's int64 generation; the table follows the pages, in the same registration."""
 BUNDLE_ALIGNMENT = 16
 """In groups with several bundles each bundle and page starts at a multiple of this, a GPU's widest load."""
 
@@ -133,8 +132,8 @@ class RankGeometry:
         return self.generations_offset + self.num_blocks * GENERATION_BYTES
 
     def describe(self, byte: int) -> list[Coordinate]:
-        """The coordinates of a byte of the buffer, one per group (groups share block ids); empty for padding
-        and generations."""
+        """The coordinates of a byte, one per group (they share block ids); none for padding and
+        generations."""
         return [c for g in self.groups for f in g.fields for c in _decode(g, f, byte, self.num_blocks)]
 
 

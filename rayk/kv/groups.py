@@ -193,8 +193,7 @@ def waste_tokens(max_positions: int) -> int:
 
 
 def wasted_bytes(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
-    """Per group, the canonical bytes of each of its blocks that no layer uses: padding positions and page
-    padding."""
+    """Per group, the canonical bytes of each block that no layer uses: padding positions and pages."""
     page = max((page_bytes(g.spec) for g in groups), default=0)
     return tuple(g.num_positions * page - len(g.layers) * page_bytes(g.spec) for g in groups)
 

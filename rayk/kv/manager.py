@@ -68,8 +68,7 @@ class KVCacheManager:
 
     @property
     def ledger(self) -> Ledger:
-        """Counts of blocks put aside; a reservation counts until its request ends or its blocks are
-        leased."""
+        """Counts of blocks put aside, reservations until their request ends or is leased."""
         return Ledger(self._num_leased, self._num_freed)
 
     def extend(self, request_id: str, num_tokens: int) -> BlockUpdates | None:
@@ -418,8 +417,7 @@ class KVCacheManager:
         }
 
     def count_blocks(self) -> dict[str, dict[str, int]]:
-        """Blocks used (by requests) and leased, by group index; "pool" counts each block once, with free and
-        cached ones."""
+        """Blocks used and leased, by group index; "pool" counts each block once, free and cached ones too."""
         counts = {
             str(index): {"used": self._usage.num_used(index), "leased": self._usage.num_leased(index)}
             for index in range(len(self.groups))

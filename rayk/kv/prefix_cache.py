@@ -33,8 +33,7 @@ end; None if one cannot go on there."""
 Since = tuple[int, ...]
 """Per lane, the position from which its rows are present."""
 Elsewhere = Callable[[int, bytes], Since | None]
-"""(group, key) -> per lane, the first row of the block that another place has (empty: all rows); None: no
-such block."""
+"""(group, key) -> per lane, the first row that another place has (empty: all); None: no such block."""
 
 
 class PrefixKeys:
@@ -49,8 +48,7 @@ class PrefixKeys:
         self._keys: dict[int, bytes] = {}
 
     def extend(self, token_ids: Sequence[int], num_tokens: int) -> None:
-        """Compute the keys of prefixes of up to `num_tokens` of these tokens, which must begin with those of
-        earlier calls."""
+        """Compute the keys of prefixes of up to `num_tokens` tokens; these extend those of earlier calls."""
         while True:
             end = min(self._num_hashed // size * size + size for size in self._sizes)
             if end > num_tokens:

@@ -268,8 +268,7 @@ class LayerConfig:
     window: int | None = None
     """Keys that a query sees, the current token included; None: all."""
     chunk: int | None = None
-    """Chunked local attention: a query at position p sees the keys from p // chunk * chunk to p; None:
-    all."""
+    """Chunked attention: position p sees the keys from p // chunk * chunk to p; None: all."""
     kv_source: int | None = None
     """The earlier layer whose keys and values this layer uses instead of its own (see
     models.families.sharing)."""

@@ -27,8 +27,7 @@ class EnginePlan:
 
     @property
     def kernel_block_sizes(self) -> tuple[int, ...]:
-        """Tokens of a kernel block per group; for states, whose kernels take whole blocks, those of a
-        block."""
+        """Tokens of a kernel block per group; state kernels take whole blocks."""
         return tuple(g.kernel_block_size * g.tokens_per_row for g in self.ranks[0].groups)
 
 

@@ -107,8 +107,7 @@ def _are_counts(values: Any) -> TypeGuard[list[int]]:
 
 
 def _is_beside(index: Path, name: str) -> bool:
-    """Whether a name stays in the index's folder, also through links; a Hugging Face cache may link to its
-    blobs."""
+    """Whether a name stays in the index's folder, or links to the blobs of a Hugging Face cache."""
     if Path(name).name != name or name in ("", ".."):
         return False
     try:

@@ -104,8 +104,7 @@ class WeightReader:
         return piece
 
     def scalar(self, name: str) -> float | None:
-        """The only element of the tensor `name`; None if there is no such tensor. Raises CheckpointError if
-        it has several."""
+        """The only element of the tensor `name`; None if absent. Raises CheckpointError if it has several."""
         if name not in self._stored:
             return None
         stored_name, tensor = self._stored[name]

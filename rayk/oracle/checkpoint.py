@@ -255,8 +255,7 @@ def _where(family: str, values: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _values_blamed(family: str, values: Mapping[str, Any]) -> Iterator[None]:
-    """Turn errors of transformers into UserError if values differ from the family's own; otherwise they are
-    bugs."""
+    """Turn transformers' errors into UserError if values differ from the family's own."""
     from huggingface_hub.errors import StrictDataclassError
 
     kinds = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)

@@ -131,8 +131,7 @@ def draw_weights(model: Any, *, seed: int, trial: int, dtype: torch.dtype) -> No
 
 
 def drawn_tensors(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Everything a checkpoint of the model holds, by name: its parameters, and the one buffer among
-    weights."""
+    """Everything that a checkpoint of the model holds: parameters, and the one buffer among weights."""
     buffers = [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
     return [*model.named_parameters(), *buffers]
 

@@ -22,8 +22,7 @@ NEAR = 2.0**-17
 """Error of a correct engine's values relative to the largest of their head and token; nothing flips beyond
 it. Measured on tiny checkpoints of six families, over their prompts: at most 2^-17.1, median 2^-20."""
 LEGAL = 2.0**-12
-"""Perturbation within which a stored row is still accepted: much larger, because a refused row is an
-error."""
+"""Perturbation within which a stored row is accepted: generous, because a refused row is an error."""
 FUZZ = 2.0**-16
 """Relative difference of stored values of one step, since their scales are rounded too."""
 

@@ -167,8 +167,7 @@ class Reference:
         return [ForcedStep(**step) for step in answer["steps"]]
 
     def score(self, prompt: Sequence[int], output_ids: Sequence[int]) -> TextScores:
-        """Log probability of every token of a prompt and its output except the first. Raises UserError like
-        generate."""
+        """Log probability of every token but the first. Raises UserError like generate."""
         answer = self._answer(
             {
                 "ask": "score",

@@ -1,5 +1,4 @@
-"""Communication among the ranks of one engine. Implementations: local, threads, shared memory, torch
-groups."""
+"""Communication among the ranks of one engine: over threads, shared memory or torch groups."""
 
 from __future__ import annotations
 

@@ -34,8 +34,7 @@ class PagedBackend:
         self._workspace = Workspace()
 
     def veto(self, layout_name: str, spec: KVCacheSpec) -> str | None:
-        """Accept any layout; pages must be K | V, or latent | rotated key, in a dtype and size that the
-        kernels support."""
+        """Accept any layout of pages K | V, or latent | rotated key, in supported dtypes and sizes."""
         rows = {field.name: field.row_bytes for field in spec.fields()}
         names = tuple(name for name in rows if not name.endswith("_scale"))
         if names not in (("k", "v"), LATENT_SIDES):

@@ -57,8 +57,7 @@ def mix64(x: int) -> int:
 def coordinate_keys(
     layer: int, field_id: int, units: tuple[int, ...], device: torch.device = CPU
 ) -> torch.Tensor:
-    """K of (layer, field, unit) for each unit: int64 [H], read-only. Cached, because copying to a device
-    waits for it."""
+    """K of (layer, field, unit) for each unit: int64 [H], read-only. Cached to avoid copies to the device."""
     key = _SEED
     for index in (layer, field_id):
         key = mix64(((key + _GOLDEN) & MASK64) ^ index)

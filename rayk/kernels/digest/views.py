@@ -68,8 +68,7 @@ class DigestedViews:
 
 @dataclass(frozen=True, eq=False)
 class AddressTable:
-    """Views in native.cpp's form: bundles of rows that are read together, and the entries to take from a
-    row."""
+    """Views in native.cpp's form: bundles of rows read together, and the entries to take from a row."""
 
     bundles: Ints
     """[bundles, 6]: address of row 0 of block 0, bytes per block and per row, first entry and one past its

@@ -64,8 +64,7 @@ class _Batch:
 
 
 def _step(batch: _Batch, tokens: torch.Tensor | slice, memory: torch.Tensor) -> torch.Tensor:
-    """Run one token of each request; memory [R, Hv, Dk, Dv] is updated in place. Returns [R, Hv, Dv]
-    float32."""
+    """Run one token of each request, updating memory [R, Hv, Dk, Dv]. Returns [R, Hv, Dv] float32."""
     q, k = (x[tokens][:, batch.key_index].unsqueeze(-2) for x in (batch.q, batch.k))  # [R, Hv, 1, Dk]
     v, beta = batch.v[tokens].float().unsqueeze(-2), batch.beta[tokens, :, None, None]
     memory.mul_(batch.g[tokens, :, None, None].exp())

@@ -88,8 +88,7 @@ def _gather(
     workspace: Workspace,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Keys and values [tokens, H, C] of tokens first .. end - 1 of one sequence, possibly in the
-    workspace."""
+    """Keys and values [tokens, H, C] of tokens first .. end - 1, possibly in the workspace."""
     num_slots = kv_cache.shape[2]
     if isinstance(kv_cache, QuantisedKV):
         tokens = torch.arange(first, end)
@@ -164,8 +163,7 @@ def _attend_written_out(
     sinks: torch.Tensor | None,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """[G, S, n, Dv]; mask [n, keys], sinks [G * S]. Takes a few query tokens at a time, to bound the
-    memory."""
+    """[G, S, n, Dv]; mask [n, keys], sinks [G * S]. Works in pieces, to bound the memory."""
     rows, keys, values = problem.rows, problem.keys, problem.values
     num_groups, size, num_queries, _ = rows.shape
     out = rows.new_empty(*rows.shape[:3], values.shape[-1])

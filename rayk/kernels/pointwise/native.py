@@ -1,5 +1,4 @@
-"""Pointwise steps in C++ (native.cpp): one call instead of three to seven of torch's, each of which takes
-some 3 us."""
+"""Pointwise steps in C++ (native.cpp): one call in place of three to seven, some 3 us each."""
 
 from __future__ import annotations
 

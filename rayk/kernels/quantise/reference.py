@@ -21,8 +21,7 @@ class Quantised(NamedTuple):
     """The stored form of one side (k or v) of heads of D elements."""
 
     data: torch.Tensor
-    """[..., D] in the format's dtype; nvfp4: [..., D / 2] uint8, two codes per byte, the first in the low
-    half."""
+    """[..., D] in the format's dtype; nvfp4: [..., D / 2] uint8, two codes per byte, the first low."""
     scales: torch.Tensor | None
     """[..., 1] float32 if there is one per (head, token); nvfp4: [..., D / 16] e4m3; else None."""
 
@@ -81,8 +80,8 @@ def from_e2m1(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def to_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """The nearest codes of values [..., 2 n], ties to even, saturating at 6: [..., n] uint8. NaN becomes a
-    finite code."""
+    """The nearest codes of values [..., 2 n], ties to even, saturating: [..., n] uint8. NaN becomes
+    finite."""
     size = values.abs()
     # Each step up is taken at the middle, or only behind it where the lower code is the even one.
     codes = sum(

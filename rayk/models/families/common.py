@@ -49,8 +49,7 @@ class WeightNames:
     layer: Mapping[str, str] = field(default_factory=lambda: LLAMA_LAYER)
     """The decoder's name of a layer's parameter -> name on disk."""
     around: Mapping[str, str] = field(default_factory=dict)
-    """Names of further parameters outside the layers; `{s}` is a stream's index, the first stream left
-    out."""
+    """Further parameters outside the layers; `{s}` is a stream's index, counted without the first."""
     nested: tuple[tuple[str, str], ...] = ()
     """Prefixes of names in a larger model that contains the text model -> prefixes of the names above."""
     experts: str = "interleaved"

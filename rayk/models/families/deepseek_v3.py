@@ -26,8 +26,7 @@ _ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq":
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    """Layers from `first_k_dense_replace` on have experts. `head_dim` (that of the rotated part) is
-    ignored."""
+    """Layers from `first_k_dense_replace` on have experts. `head_dim` (the rotated part's) is ignored."""
     for key, value in _ONLY.items():
         if raw.get(key, value) != value:
             raise raw.refuse(f"`{key}` {raw.get(key)!r} is not supported", f"{value!r}")

@@ -111,8 +111,7 @@ class Attention:
         )
 
     def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]; stores k and v of the T tokens, if it computes any. `metadata` is the
-        backend's."""
+        """[T, hidden] -> [T, hidden]; stores the tokens' k and v, if it computes any."""
         assert self.kv_cache is not None, f"layer {self.layer}: no KV cache is bound"
         num_q, num_kv = self.num_query_heads, 0 if self.shares else len(self.kv_head_ids)
         params, multipliers = self.params, self._multipliers

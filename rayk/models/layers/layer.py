@@ -60,8 +60,7 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelLayer:
-    """x + mixer(n) + mlp(n), where n = norm(x); the halves' partial sums are added over the ranks
-    together."""
+    """x + mixer(n) + mlp(n), where n = norm(x); one sum over the ranks adds both halves."""
 
     input_norm: Norm
     mixer: Mixer

@@ -44,8 +44,7 @@ class CompressedQuery:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlaWeights:
-    """One rank's weights. The latent's projections are whole on every rank, all others hold the rank's
-    heads."""
+    """One rank's weights: the latent's projections are whole, all others hold the rank's heads."""
 
     compressed: CompressedQuery | None
     """None: `query` takes hidden states."""

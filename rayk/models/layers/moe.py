@@ -32,8 +32,7 @@ class Latent:
     down: Linear
     """hidden -> latent, whole on every rank."""
     up: RowParallelLinear
-    """latent -> hidden, whole on every rank. It maps partial sums to partial sums, and one rank adds its
-    bias."""
+    """latent -> hidden, whole on every rank. It maps partial sums; one rank adds its bias."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,8 +32,7 @@ class Rotary:
         self._inverse_frequencies = inverse_frequencies(config).to(device)
 
     def at(self, positions: torch.Tensor) -> Rotation:
-        """The rotation of tokens at `positions` [T]. Angles are float32 products, as in other
-        implementations."""
+        """The rotation of tokens at `positions` [T]. Angles are float32 products."""
         angles = positions.float()[:, None, None] * self._inverse_frequencies
         factor = self.config.attention_factor
         cos, sin = angles.cos() * factor, angles.sin() * factor
