@@ -155,7 +155,6 @@ class Consumer(Engine):
     # Told by ranks.
 
     def turn(self) -> None:
-        """See Engine."""
         for index, rank in enumerate(self.ranks):
             outcomes = rank.poll(self.clock.now_ns)
             if not self.runs:
@@ -198,7 +197,6 @@ class Consumer(Engine):
         self._free_drained(incoming)
 
     def tick(self) -> bool:
-        """See Engine."""
         self.turn()
         if not self.runs:
             return False

@@ -67,10 +67,6 @@ class Engine:
         """Whether its processes do anything."""
         return self.alive and not self.stopped
 
-    def heads(self, rank: int) -> tuple[int, ...]:
-        """Heads that a rank holds."""
-        return (0, 1) if self.tp == 1 else (rank,)
-
     def turn(self) -> None:
         """Its ranks look at what has come, and do what follows."""
 
@@ -143,14 +139,14 @@ class Clock:
 
     def strike(self, point: str, producer: Engine, consumer: Engine) -> str | None:
         """Something happens at a point, between these two: the kind of fault that strikes it now."""
-        for strike in self.faults:
-            fault = strike.fault
-            if fault.point != point or strike.struck:
+        for pending in self.faults:
+            fault = pending.fault
+            if fault.point != point or pending.struck:
                 continue
-            strike.seen += 1
-            if strike.seen <= strike.nth:
+            pending.seen += 1
+            if pending.seen <= pending.nth:
                 continue
-            strike.struck = True
+            pending.struck = True
             self.log(f"*** {fault}")
             if fault.kind in RANK_KINDS:
                 self.lose(consumer if fault.role == "decode" else producer, fault.kind)

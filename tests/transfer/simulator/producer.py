@@ -119,7 +119,6 @@ class Producer(Engine):
         self.wake()
 
     def turn(self) -> None:
-        """See Engine."""
         for index, rank in enumerate(self.ranks):
             rank.poll(self.clock.now_ns)
             for lease_id in rank.released():
@@ -145,7 +144,6 @@ class Producer(Engine):
             self._give_left()
 
     def tick(self) -> bool:
-        """See Engine."""
         self.turn()
         is_pushing = any(pusher.num_pushing for pusher in self.pushers)
         return bool(self._lent or self._leaving or is_pushing)

@@ -380,7 +380,6 @@ class World(Clock):
     # Lives.
 
     def lose(self, engine: Engine, kind: str) -> None:
-        """See Clock."""
         if not engine.runs:
             return
         if kind == "restart":
