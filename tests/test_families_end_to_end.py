@@ -59,10 +59,10 @@ def cells() -> list[Any]:
         has_long = False
         for (t, tp), (c, chunk) in product(enumerate(TP_SETTINGS), enumerate(CHUNKS)):
             is_slow = (index + t) % len(CHUNKS) != c
-            # 7 has no factor in common with 36: all pairs come before one comes again.
-            turn = turns[len(tp), is_slow] * 7 % 36
+            # The factor has none in common with the number of pairs: all come before one comes again.
+            turn = turns[len(tp), is_slow] * (len(names) + 1) % len(names) ** 2
             turns[len(tp), is_slow] += 1
-            layouts = (names[turn % 6], names[turn // 6])[: len(tp)]
+            layouts = (names[turn % len(names)], names[turn // len(names)])[: len(tp)]
             whole = Cell(model, tp, chunk, layouts, (POISON, NAN_POISON)[turn % 2], len(PROMPT_LENGTHS))
             name = f"{model}-{'to'.join(f'tp{n}' for n in tp)}-{chunk}-{'-'.join(layouts)}"
             if is_slow:

@@ -36,7 +36,7 @@ class Read:
     producer_rank: int
     consumer_rank: int
     group: int
-    kind: str  # kind of the group's layers: full, sliding, chunked, mla, mamba1, mamba2, gdn
+    kind: str  # of the group's layers (KVCacheSpec.kind)
     layers: tuple[int, ...]
     units: tuple[Units, ...]
     bytes: int

@@ -25,7 +25,7 @@ class KVCacheSpec(Protocol):
 
     @property
     def kind(self) -> str:
-        """Display name: full, sliding, chunked, mla, mamba1, mamba2 or gdn."""
+        """Display name, e.g. sliding or mamba2."""
         ...
 
     @property

@@ -264,7 +264,7 @@ class LayerConfig:
     """One layer: its mixer, its positions, and its feed-forward half."""
 
     mixer: str = "attention"
-    """attention, mla, mamba1, mamba2, gdn, attention+mamba2 (side by side, summed), or none."""
+    """A key of PARTS, two of them joined by + (side by side, summed), or none."""
     window: int | None = None
     """Keys that a query sees, the current token included; None: all."""
     chunk: int | None = None

@@ -90,7 +90,7 @@ class ConnectorCase:
     """A pair of engines that a connector may be asked to serve; pairs are (producer, consumer)."""
 
     kinds: tuple[str, ...]
-    """Kinds of the layers' caches: full, sliding, chunked, mla, mamba1, mamba2, gdn."""
+    """Kinds of the layers' caches, as the specs of `rayk/kv/specs.py` name them."""
     num_kv_heads: int
     num_query_heads: int
     tp: tuple[int, int]

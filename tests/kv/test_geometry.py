@@ -104,7 +104,7 @@ def test_sizes(case: Case):
             assert (g.rows, g.rows * g.tokens_per_row) == (rows, g.block_size)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["BHLNC", "BLHNC", "BLNHC", "LBHNC", "LBNHC", "LHBNC"])
 def test_hybrid_canonical_allocation(layout: str):
     """FIXTURES: 3 groups x 2 layers, 4 KV heads of size 8, fp16, block 16: blocks of 4096 bytes."""
     spec = full(block_size=16, kv_heads=4, head_k=8, head_v=8, dtype="float16", query_heads=4)
