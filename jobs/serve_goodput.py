@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rayk.reports.load_page import PALETTE
 from rayk.reports.page import Column, Plot
+from rayk.reports.plots import PALETTE
 
 ALL = (
     Column(title="setup", key="setup"),
