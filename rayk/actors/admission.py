@@ -94,11 +94,13 @@ class AdmissionController:
                     answer.set_exception(action.error)
                 else:
                     answer.cancel()
-        if self._dispatcher.num_running or self._dispatcher.num_waiting:
+        num_waiting = self._dispatcher.num_waiting
+        if num_waiting or self._dispatcher.num_running:
             self._idle.clear()
         else:
             self._idle.set()
-        self._set_alarm()
+        if num_waiting or self._alarm is not None:
+            self._set_alarm()
 
     def _set_alarm(self) -> None:
         """Wake up when the next deadline of those who wait is over."""

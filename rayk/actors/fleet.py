@@ -11,112 +11,89 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
-
-from ray.exceptions import RayError
 
 from rayk.actors.admission import AdmissionController
 from rayk.actors.bugs import lasting
+from rayk.actors.deployment import Deployment, DeploymentRules
 from rayk.actors.deployment_metrics import LOST, watch_engines, watch_places
-from rayk.actors.engines import CONTROL_S, WHY_S, EngineHandle, translate
-from rayk.actors.forming import (
-    COMM_S,
-    all_of,
-    connect,
-    end_engine,
-    end_reads,
-    form_engine,
-    survivors,
-)
+from rayk.actors.engines import CONTROL_S, EngineHandle
+from rayk.actors.forming import all_of, end_engine, survivors
 from rayk.actors.lines import LineAddress, LineService
 from rayk.actors.members import Member
-from rayk.actors.nodes import Node, engine_ask
+from rayk.actors.nodes import engine_ask
 from rayk.actors.placement import line_host, this_node
-from rayk.actors.pool import WorkerPool, name_lost_nodes
+from rayk.actors.pool import WorkerPool
 from rayk.actors.push_flow import push_settings
 from rayk.actors.ray_metrics import make_meter
 from rayk.actors.serving import Assignment, EngineAccount, EngineCard, News
 from rayk.actors.spares import Spares
 from rayk.actors.tiers import HostTiers
-from rayk.actors.worker import RankSpec
 from rayk.sched.dispatcher import Abort, Dispatcher, DispatchRules, FormAgain
 from rayk.sched.policies import get_policy
 from rayk.sched.policy import PlacementRequest
 from rayk.specs.serving import MAX_STREAMS, ServerSettings
 from rayk.transfer.staging import StagingSettings
-from rayk.types.errors import (
-    DeadlineExceeded,
-    EngineDied,
-    InternalError,
-    RaykError,
-    RoleConflict,
-    TransferError,
-    UnknownEngine,
-)
+from rayk.types.errors import EngineDied, InternalError, RoleConflict, UnknownEngine
 from rayk.types.serving import EngineState, Health
 
-WIRE_S = 15.0
-"""How long a producer may take to answer a first read."""
-NUM_TRIES = 3
-"""A handshake whose messages get lost is tried so often."""
-LOOK_S = 0.5
-"""How often fronts are looked after."""
 PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Before each try to form a lost engine again; the last one for all that follow."""
+SURVIVE_S = 5.0
+"""How long the live ranks of a lost engine may take to be as good as new; else others take their places."""
+LOOK_S = 0.5
+"""How often fronts are looked after."""
 STATUS_S = 2.0
 """An engine that is asked how it is, for whoever wants to know, answers within this or not at all."""
 LEAVE_S = 1.0
 """What fronts get to end the requests that were left when a server's time to end was over."""
-SURVIVE_S = 5.0
-"""How long the live ranks of a lost engine may take to be as good as new; else others take their places."""
 
 
-class Fleet:
+class Fleet(Deployment):
     """See the module. `start` it first."""
 
     def __init__(self, name: str, settings: ServerSettings) -> None:
         self.name = name
         self._settings = settings
         self._life = secrets.token_hex(4)
-        self._pool = WorkerPool(f"{name.rpartition('/')[2]}-{self._life}", keep=True)
-        self._members = {e.name: Member(e, e.role) for e in settings.engines}
-        self._nodes: dict[str, Node] = {}
-        self._dispatcher = Dispatcher(
+        pool = WorkerPool(f"{name.rpartition('/')[2]}-{self._life}", keep=True)
+        dispatcher = Dispatcher(
             get_policy(settings.policy, settings.policy_settings),
             DispatchRules(
                 hands_over=not settings.is_aggregated, max_waiting=settings.max_waiting, pauses_s=PAUSES_S
             ),
             limit=self._max_running,
-            tier_of=lambda name: self._members[name].life.tier_name,
+            tier_of=lambda name: self.members[name].life.tier_name,
         )
-        self._admission = AdmissionController(self._dispatcher, self._abort)
-        self._is_over = asyncio.Event()
-        """Requests that are still here are to end."""
-        self._epoch = 0
-        self._linked: set[tuple[str, int, str, int]] = set()
-        """Producer and its epoch, consumer and its epoch."""
-        self._lenders: set[tuple[str, int]] = set()
-        """Engines and their epochs whose memory others read."""
+        rules = DeploymentRules(
+            transfer=settings.transfer,
+            request_s=settings.request_s,
+            transfer_s=settings.transfer_s,
+            hang_s=settings.hang_s,
+            has_lines=True,
+        )
         limits = {"transfer_s": settings.transfer_s, "request_s": settings.request_s}
         offload = settings.offload.settings(**limits)
-        self._tiers = (
-            None if offload is None else HostTiers(name, offload, self._dispatcher.tier_lost, reopens=True)
-        )
-        self._wiring = asyncio.Lock()
+        tiers = None if offload is None else HostTiers(name, offload, dispatcher.tier_lost, reopens=True)
+        members = [Member(e, e.role) for e in settings.engines]
+        super().__init__(members, rules, dispatcher, pool, tiers, itertools.count(1))
+        asks = sorted((engine_ask(e, settings) for e in settings.engines), key=lambda a: -a.num_workers)
+        self.spares = Spares(pool, asks, settings.num_spares, settings.model.folder)
+        self._admission = AdmissionController(dispatcher, self._abort)
+        self._is_over = asyncio.Event()
+        """Requests that are still here are to end."""
         told = (self.place, self.tell, self.leave, self.roster, self.death)
         asked = (self.health, self.engines, self.set_role)
         calls = {method.__name__: method for method in (*told, *asked)}
         self._service = LineService(calls=calls, streams={"present": self.present})
         self._meter = make_meter(settings.model.folder)
-        watch_engines(self._meter, lambda: (m.now for m in self._members.values()))
-        watch_places(self._meter, self._dispatcher)
+        watch_engines(self._meter, lambda: (m.now for m in self.members.values()))
+        watch_places(self._meter, dispatcher)
         self._line: LineAddress | None = None
         self._opening = asyncio.Lock()
         self._bug: InternalError | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        asks = sorted((engine_ask(e, settings) for e in settings.engines), key=lambda a: -a.num_workers)
-        self._spares = Spares(self._pool, asks, settings.num_spares, settings.model.folder)
 
     def __repr__(self) -> str:
         return f"Fleet({self.name})"
@@ -125,25 +102,23 @@ class Fleet:
 
     async def start(self) -> dict[str, dict[str, Any]]:
         """Form and connect all engines; the facts of each. Raises RaykError where one cannot be."""
-        asks = [engine_ask(m.entry, self._settings) for m in self._members.values()]
-        await self._pool.prepare(asks, self._placement, self._settings.model.folder)
-        await asyncio.gather(*(self._form(m) for m in self._members.values()))
-        for member in self._members.values():
-            await self._join(member)
-        for member in self._members.values():
-            watch = lasting(self._look_after(member), f"the watch over {member.name}", self._on_bug)
-            self._tasks.append(watch)
-        self._tasks.append(lasting(self._look_after_fronts(), "the watch over fronts", self._on_bug))
-        self._spares.start(self._on_bug)
-        return {m.name: m.life.facts for m in self._members.values()}
+        asks = [engine_ask(m.entry, self._settings) for m in self.members.values()]
+        await self.pool.prepare(asks, self._placement, self._settings.model.folder)
+        await self.form_all()
+        await self.connect_all()
+        watches = {f"the watch over {m.name}": self.look_after(m) for m in self.members.values()}
+        watches["the watch over fronts"] = self._look_after_fronts()
+        self._tasks = [lasting(watch, what, self._on_bug) for what, watch in watches.items()]
+        self.spares.start(self._on_bug)
+        return {m.name: m.life.facts for m in self.members.values()}
 
     async def drain(self, timeout_s: float) -> int:
         """Take no more requests and wait for those that are here; how many were left after `timeout_s`, which
         fronts then end with an error."""
-        self._dispatcher.is_draining = True
+        self.dispatcher.is_draining = True
         if await self._is_drained(timeout_s):
             return 0
-        left = self._dispatcher.num_running + self._dispatcher.num_waiting
+        left = self.dispatcher.num_running + self.dispatcher.num_waiting
         self._is_over.set()
         await self._is_drained(LEAVE_S)
         return left
@@ -157,14 +132,14 @@ class Fleet:
 
     async def stop(self) -> list[EngineAccount]:
         """End every engine and give the workers back; what each engine left."""
-        self._dispatcher.is_draining = True
+        self.dispatcher.is_draining = True
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, self._spares.stop(), return_exceptions=True)
-        accounts = await asyncio.gather(*(self._end(m) for m in self._members.values()))
-        if self._tiers is not None:
-            await self._tiers.close()
-        self._pool.free_all()
+        await asyncio.gather(*self._tasks, self.spares.stop(), return_exceptions=True)
+        accounts = await asyncio.gather(*(self._end(m) for m in self.members.values()))
+        if self.host_tiers is not None:
+            await self.host_tiers.close()
+        self.pool.free_all()
         return list(accounts)
 
     async def set_role(self, engine: str, role: str) -> None:
@@ -172,40 +147,40 @@ class Fleet:
 
         Raises UnknownEngine, and RoleConflict where a role would be left without engines.
         """
-        member = self._members.get(engine)
+        member = self.members.get(engine)
         if member is None:
-            raise UnknownEngine(f"no engine {engine!r}", mend=f"one of {', '.join(self._members)}")
+            raise UnknownEngine(f"no engine {engine!r}", mend=f"one of {', '.join(self.members)}")
         if self._settings.is_aggregated or role not in ("prefill", "decode"):
             raise RoleConflict(
                 f"{engine} cannot be {role!r}", mend="prefill or decode, of engines that are not aggregated"
             )
-        async with self._wiring:
+        async with self.wiring:
             if member.role == role:
                 return
-            if not any(m.role == member.role for m in self._members.values() if m is not member):
+            if not any(m.role == member.role for m in self.members.values() if m is not member):
                 raise RoleConflict(
                     f"{engine} is the only {member.role} engine", mend=f"make another one {member.role} first"
                 )
             if member.state == "ready":
-                await self._connect_all(member, role)
+                await self.connect_to_others(member, role)
             member.role = role
             if member.handle is not None:
                 member.handle.take_role(role)
             if member.state == "ready":
-                self._admission.open(engine, role, member.entry.config.tp)
+                self.opened(member)
 
     async def num_requests(self) -> tuple[int, int]:
         """Attempts that have a place, and those that wait for one."""
-        return self._dispatcher.num_running, self._dispatcher.num_waiting
+        return self.dispatcher.num_running, self.dispatcher.num_waiting
 
     async def num_spares(self) -> int:
         """Idle workers that are ready to take a lost one's place."""
-        return self._spares.num_ready
+        return self.spares.num_ready
 
     async def blocks(self) -> dict[str, tuple[int, int]]:
         """Free blocks of each engine that takes requests, and all of its blocks (the null block included)."""
         found = {}
-        for member in list(self._ready()):
+        for member in list(self.ready()):
             reply = member.life.leader.status.options(concurrency_group="control").remote()
             status = await member.life.guard(reply, "its blocks", CONTROL_S)
             found[member.name] = (status["num_free_blocks"], status["num_blocks"])
@@ -213,12 +188,12 @@ class Fleet:
 
     async def tiers(self) -> dict[str, dict[str, Any]]:
         """What each host tier says of itself, its process id too."""
-        return {} if self._tiers is None else await self._tiers.status()
+        return {} if self.host_tiers is None else await self.host_tiers.status()
 
     async def pids(self) -> dict[str, list[int]]:
         """Process ids of each engine's ranks, rank 0 first, of engines that live."""
         found: dict[str, list[int]] = {}
-        for member in list(self._ready()):
+        for member in list(self.ready()):
             replies = [w.describe.remote() for w in member.life.workers]
             found[member.name] = [
                 d["pid"] for d in await member.life.guard(all_of(replies), "its pids", CONTROL_S)
@@ -275,7 +250,7 @@ class Fleet:
     async def present(self, front: str) -> AsyncGenerator[bool]:
         """Lasts as long as a front does. When its last line is lost, its requests are aborted at once. True:
         the front must end them now."""
-        self._dispatcher.connected(front)
+        self.dispatcher.connected(front)
         try:
             yield False
             await self._is_over.wait()
@@ -298,13 +273,13 @@ class Fleet:
                 clock_offset_ns=m.life.clock_offset_ns,
                 tier=m.life.tier,
             )
-            for m in self._ready()
+            for m in self.ready()
         ]
         return self._life, tuple(cards)
 
     async def death(self, life: str, engine: str, epoch: int, within_s: float) -> BaseException | None:
         """What a life of an engine of this life of the fleet died of: see Member.death."""
-        return await self._members[engine].death(epoch, within_s) if life == self._life else None
+        return await self.members[engine].death(epoch, within_s) if life == self._life else None
 
     async def health(self) -> Health:
         """Ready when every rank gave a word lately, and every engine took a turn. Raises InternalError where
@@ -312,20 +287,30 @@ class Fleet:
         if self._bug is not None:
             raise self._bug
         now = time.monotonic()
-        reasons = [m.why_unwell(now, 2 * self._settings.hang_s) for m in self._members.values()]
-        rows = tuple(m.row(now) for m in self._members.values())
-        if self._dispatcher.is_draining:
+        reasons = [m.why_unwell(now, 2 * self._settings.hang_s) for m in self.members.values()]
+        rows = tuple(m.row(now) for m in self.members.values())
+        if self.dispatcher.is_draining:
             reasons.append("the server is about to end")
         reason = "; ".join(filter(None, reasons))
         return Health(is_ready=not reason, reason=reason, engines=rows)
 
     async def engines(self) -> tuple[EngineState, ...]:
         """Each engine as it is now."""
-        members = list(self._members.values())
+        members = list(self.members.values())
         said = await asyncio.gather(*(m.said(STATUS_S) for m in members))
-        return tuple(m.told(self._dispatcher.load(m.name), s) for m, s in zip(members, said, strict=True))
+        return tuple(m.told(self.dispatcher.load(m.name), s) for m, s in zip(members, said, strict=True))
+
+    def _lives(self, name: str | None) -> tuple[str, int] | None:
+        return None if name is None else (name, self.members[name].life.epoch)
 
     # Engines.
+
+    def _max_running(self) -> int:
+        if self._settings.max_running is not None:
+            return self._settings.max_running
+        # Twice its rows: while some decode, others are prefilled and handed over.
+        rows = (m.entry.config.max_seqs for m in self.members.values() if m.role != "prefill")
+        return sum(min(2 * n, MAX_STREAMS) for n in rows)
 
     @property
     def _placement(self) -> str:
@@ -333,176 +318,46 @@ class Fleet:
         placement = self._settings.placement
         return "auto" if placement == "spread" and self._settings.is_aggregated else placement
 
-    def _ready(self) -> Iterator[Member]:
-        return (m for m in self._members.values() if m.state == "ready")
+    def rank_options(self, engine: EngineHandle, rank: int) -> dict[str, Any]:
+        """See Deployment. Roles may change: every engine can do both."""
+        transfer = self._settings.transfer
+        return {
+            "staging": StagingSettings(transfer.staging, transfer.staging_mib << 20),
+            "push": push_settings(transfer),
+            "notices_deaths": True,
+        }
 
-    def _lives(self, name: str | None) -> tuple[str, int] | None:
-        return None if name is None else (name, self._members[name].life.epoch)
+    def opened(self, member: Member) -> None:
+        """See Deployment."""
+        self._admission.open(member.name, member.role, member.entry.config.tp)
 
-    def _max_running(self) -> int:
-        if self._settings.max_running is not None:
-            return self._settings.max_running
-        # Twice its rows: while some decode, others are prefilled and handed over.
-        rows = (m.entry.config.max_seqs for m in self._members.values() if m.role != "prefill")
-        return sum(min(2 * n, MAX_STREAMS) for n in rows)
+    def lost(self, member: Member, again: FormAgain | None) -> None:
+        """See Deployment."""
+        self._meter.add(LOST, engine=member.name, role=member.role)
 
-    async def _form(self, member: Member) -> None:
-        """Make an engine of the workers that are in its place."""
-        self._epoch += 1
-        config = member.entry.config
-        workers, node = self._pool.engine(member.name, config.tp)
-        self._nodes[member.name] = node
-        member.state, member.trouble = "forming", ""
-        member.handle = EngineHandle(member.name, member.role, self._epoch, config, workers, str(node))
-        handle = member.handle
-        await form_engine(handle, lambda rank, address: self._rank_spec(handle, rank, address))
-        host = await asyncio.to_thread(line_host, node.node_id)
-        open_line = handle.leader.open_line.options(concurrency_group="control")
-        member.line = await handle.guard(open_line.remote(host), "a line", CONTROL_S)
-
-    def _rank_spec(self, engine: EngineHandle, rank: int, address: str) -> RankSpec:
-        settings = self._settings
-        transfer = settings.transfer
-        return RankSpec(
-            engine=engine.name,
-            epoch=engine.epoch,
-            role=engine.role,
-            rank=rank,
-            config=engine.config,
-            address=address,
-            comm_timeout_s=COMM_S,
-            # A ticket may wait for the consumer's blocks as long as its request may last.
-            lease_s=settings.request_s + settings.transfer_s,
-            renewed_lease_s=transfer.lease_s,
-            # Roles may change: every engine can do both.
-            staging=StagingSettings(transfer.staging, transfer.staging_mib << 20),
-            push=push_settings(transfer),
-            spans_nodes=len({n.node_id for n in self._nodes.values()}) > 1,
-            notices_deaths=True,
-            offload=None if self._tiers is None else self._tiers.settings,
-        )
-
-    async def _join(self, member: Member) -> None:
-        """Connect a new life of an engine to its partners; it takes requests from then on."""
-        async with self._wiring:
-            await self._connect_all(member, member.role)
-            if self._tiers is not None:
-                await self._tiers.attach(member.life, self._nodes[member.name].node_id)
-            member.life.raise_if_dead()
-            member.state = "ready"
-            member.turned_s = member.heard_s = time.monotonic()
-            self._admission.open(member.name, member.role, member.entry.config.tp)
-
-    async def _connect_all(self, member: Member, role: str) -> None:
-        """Connect an engine that is to have this role to the engines of the other."""
-        if self._settings.is_aggregated:
-            return
-        for other in [m for m in self._ready() if m is not member and m.role != role]:
-            p, d = (member, other) if role == "prefill" else (other, member)
-            link = (p.name, p.life.epoch, d.name, d.life.epoch)
-            if link in self._linked:
-                continue
-            self._lenders.add((p.name, p.life.epoch))
-            try:
-                await self._connect(p.life, d.life)
-            except (EngineDied, InternalError) as error:
-                member.life.raise_if_dead()
-                if isinstance(error, InternalError) and await other.life.death(WHY_S) is None:
-                    raise
-                continue  # the other one will connect in its next life
-            self._linked.add(link)
-
-    async def _connect(self, p: EngineHandle, d: EngineHandle) -> None:
-        is_push = self._settings.transfer.mode == "push"
-        for left in reversed(range(NUM_TRIES)):
-            try:
-                await connect(p, d, min(WIRE_S, self._settings.transfer_s), is_push=is_push)
-            except (TransferError, DeadlineExceeded):
-                if not left:
-                    raise
-            else:
-                return
-
-    async def _look_after(self, member: Member) -> None:
-        """Watch an engine; when it is lost, form it again."""
-        while True:
-            await member.until_lost(self._settings.hang_s)
-            again = self._dispatcher.lost(member.name)
-            member.state, member.trouble = "lost", str(member.life.died.exception())
-            member.num_restarts += 1
-            self._meter.add(LOST, engine=member.name, role=member.role)
-            lost_s = time.monotonic()
-            self._linked = {n for n in self._linked if member.name not in (n[0], n[2])}
-            member.restart = {}
-            if self._tiers is not None:
-                await self._tiers.detach(member.life)
-            ending = lasting(self._end_reads(member.life), f"the end of reads from {member.name}")
-            try:
-                await self._form_again(member, again)
-                member.restart["total_s"] = round(time.monotonic() - lost_s, 3)
-            finally:
-                ending.cancel()
-                await asyncio.gather(ending, return_exceptions=True)
-
-    async def _end_reads(self, lost: EngineHandle) -> None:
-        if not self._settings.is_aggregated:
-            await end_reads(lost, [m.life for m in self._ready()])
-
-    async def _form_again(self, member: Member, again: FormAgain | None) -> None:
-        """A new life in the same place, tried as the dispatcher decides. Raises what another try would not
-        mend."""
-        for number in itertools.count():
-            assert again is not None, "a server's engines are formed again until that meets a bug"
-            await asyncio.sleep(again.pause_s)
-            began = time.monotonic()
-            parts: dict[str, object] = {"try": number + 1}
-            member.restart = parts
-
-            def ends(part: str, parts: dict[str, object] = parts, began: float = began) -> None:
-                parts[part] = round(time.monotonic() - began, 3)
-
-            try:
-                parts["num_replaced"] = await self._replace_workers(member)
-                ends("workers_s")
-                await self._form(member)
-                ends("formed_s")
-                parts["cpu_s"] = member.life.facts["cpu_s"]
-                await self._join(member)
-                ends("joined_s")
-            except (RaykError, RayError) as error:
-                found = error if isinstance(error, RaykError) else translate(error, member.name)
-                await name_lost_nodes([found], self._nodes)
-                member.state, member.trouble = "lost", str(found)
-                member.life.declare_dead(member.trouble)
-                again = self._dispatcher.not_formed(member.name, found)
-                if again is None:
-                    raise found from None
-            else:
-                return
-
-    async def _replace_workers(self, member: Member) -> int:
-        """Others in a lost engine's place, or in those of its ranks that cannot be used again; how many."""
+    async def replace_workers(self, member: Member) -> int:
+        """See Deployment. Ranks that outlived their engine stay, if they can be used again."""
         tp = member.entry.config.tp
-        if not await self._pool.is_placed(member.name):
-            self._pool.drop(member.name)
+        if not await self.pool.is_placed(member.name):
+            self.pool.drop(member.name)
             ask, *others = (
                 engine_ask(m.entry, self._settings)
-                for m in (member, *(m for m in self._members.values() if m is not member))
+                for m in (member, *(m for m in self.members.values() if m is not member))
             )
             folder = self._settings.model.folder
-            await self._pool.prepare([ask], self._placement, folder, alone=True, beside=others)
+            await self.pool.prepare([ask], self._placement, folder, alone=True, beside=others)
             return tp
         alive: set[int] = set()
         if self._reuses(member.life):
             alive = await survivors(member.life, SURVIVE_S)
         lost = [rank for rank in range(tp) if rank not in alive]
-        await self._spares.fill(member.name, lost)
+        await self.spares.fill(member.name, lost)
         return len(lost)
 
     def _reuses(self, life: EngineHandle) -> bool:
         """Whether ranks that outlived their engine may serve another one: nobody reads their memory, or
         writes it."""
-        is_lender = self._tiers is not None or (life.name, life.epoch) in self._lenders
+        is_lender = self.host_tiers is not None or (life.name, life.epoch) in self._lenders
         return life.is_running and not is_lender and self._settings.transfer.mode == "pull"
 
     async def _look_after_fronts(self) -> None:
@@ -514,6 +369,6 @@ class Fleet:
 
     def _abort(self, action: Abort) -> None:
         for engine in {action.placement.prefill, action.placement.decode} - {None}:
-            member = self._members[str(engine)]
+            member = self.members[str(engine)]
             if member.state == "ready":
                 member.life.leader.abort.options(concurrency_group="control").remote(action.name)

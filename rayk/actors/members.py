@@ -1,7 +1,8 @@
-"""Member: one engine of a server over all its lives, as its fleet knows it."""
+"""Member: one engine of a deployment over all its lives."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from rayk.actors.deployment_metrics import EngineNow
 from rayk.actors.engines import EngineHandle
 from rayk.actors.forming import hear, until_it_hangs
 from rayk.actors.lines import LineAddress
+from rayk.sched.dispatcher import FormAgain
 from rayk.sched.policy import EngineLoad
 from rayk.specs.serving import EngineEntry
 from rayk.types.errors import InternalError, RaykError
@@ -45,7 +47,12 @@ class Member:
     """Lives that it has lost."""
     restart: dict[str, object] = field(default_factory=dict)
     """How long it took to be ready again after its last loss, in all and by parts; what is known so far."""
-
+    decided: EngineHandle | None = None
+    """The last life whose death was decided about."""
+    again: FormAgain | None = None
+    """That decision."""
+    next_life: asyncio.Future[None] | None = None
+    """Done when it was formed again, or cannot be; None: nobody waits for that."""
     bugs: deque[tuple[int, InternalError]] = field(default_factory=lambda: deque(maxlen=KEPT_BUGS))
     """What its last lives died of, by epoch, where that was a bug."""
 
@@ -67,12 +74,18 @@ class Member:
         return self.line
 
     @property
+    def is_live(self) -> bool:
+        """Whether it takes requests, as far as is known."""
+        return self.state == "ready" and not self.life.died.done()
+
+    @property
     def epoch(self) -> int:
         """Of its last life; 0 before the first."""
         return 0 if self.handle is None else self.handle.epoch
 
-    async def until_lost(self, hang_s: float) -> None:
-        """Watch the life it lives until that is over. One that takes no turn in `hang_s` is ended."""
+    async def until_lost(self, hang_s: float | None, *, hears: bool) -> None:
+        """Watch the life it lives until that is over. One that takes no turn in `hang_s` is ended. `hears`:
+        ask its ranks for words meanwhile."""
 
         def on_turn(engine: EngineHandle) -> None:
             if engine is self.handle:
@@ -82,7 +95,9 @@ class Member:
             if engine is self.handle:
                 self.heard_s = time.monotonic()
 
-        watches = until_it_hangs(self.life, hang_s, on_turn), hear(self.life, hang_s, on_word)
+        watches = [] if hang_s is None else [until_it_hangs(self.life, hang_s, on_turn)]
+        if hears and hang_s is not None:
+            watches.append(hear(self.life, hang_s, on_word))
         await until(self.life.died, *watches)
         if isinstance(found := self.life.died.exception(), InternalError):
             self.bugs.append((self.epoch, found))

@@ -32,7 +32,7 @@ from rayk.types.errors import KVMismatch
 from rayk.types.rows import CellRow, RequestRow
 
 if TYPE_CHECKING:
-    from rayk.actors.cell_run import CellOutcome
+    from rayk.actors.cell_outcome import CellOutcome
 
 Prompts = Sequence[Sequence[int]]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rayk.types.offload import ENDED
 
 if TYPE_CHECKING:
-    from rayk.actors.cell_run import CellOutcome
+    from rayk.actors.cell_outcome import CellOutcome
 
 # column -> an engine's counter
 OF_ENGINES = {

@@ -30,7 +30,7 @@ from rayk.specs import Cell
 from rayk.types.rows import RequestRow
 
 if TYPE_CHECKING:
-    from rayk.actors.cell_run import CellOutcome
+    from rayk.actors.cell_outcome import CellOutcome
     from rayk.handover.commands import CapturedRows
 
 Prompts = Sequence[Sequence[int]]

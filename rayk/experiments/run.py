@@ -304,7 +304,7 @@ class _Runner:
         """Run one cell once. There is always an outcome, in bounded time."""
         import ray
 
-        from rayk.actors.cell_run import CellOutcome
+        from rayk.actors.cell_outcome import CellOutcome
 
         deadline = cell.deadlines.cell_s + GRACE_S
         named = self._coordinator.run_cell.options(name=cell_name(cell.cell_id, repeat, cell.spec.model))

@@ -10,12 +10,14 @@ from __future__ import annotations
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rayk.sched.loads import LoadBook
 from rayk.sched.policy import EngineLoad, Placement, PlacementRequest, Policy
+from rayk.sched.recovery import Cause, Failure, GiveUp, Migrate, Recovery, attempt_id
 from rayk.sched.waiting_room import NS_PER_S, WaitingRoom
 from rayk.types.errors import DeadlineExceeded, EngineDied, InternalError, Overloaded, RaykError
+from rayk.types.fault_table import FailurePolicy
 
 MAX_AGAIN = 1 << 20
 """Requests that lost their engines wait without limit: they were admitted before."""
@@ -78,6 +80,8 @@ class DispatchRules:
     engine lives, it meets a dead one and says what that died of."""
     restarts: frozenset[str] | None = None
     """Engines that are formed again when they are lost, each once; None: all, until it succeeds."""
+    failure_policy: FailurePolicy = "fail"
+    """Of requests whose attempts fail."""
     pauses_s: tuple[float, ...] = (0.0,)
     """Before each try to form an engine again; the last one for all that follow."""
 
@@ -90,6 +94,17 @@ class _Waiting:
     asked: PlacementRequest
     deadline_s: float
     """As it was told."""
+
+
+@dataclass(slots=True, eq=False)
+class _Placed:
+    """An attempt of a request that is on engines."""
+
+    front: str
+    asked: PlacementRequest
+    placement: Placement
+    recovery: Recovery | None = None
+    """Made when the request's first attempt fails."""
 
 
 @dataclass(slots=True)
@@ -127,8 +142,7 @@ class Dispatcher:
         self._restarts = rules.restarts
         self._num_tries: Counter[str] = Counter()
         """To form an engine again since it took requests."""
-        self._placed: dict[str, tuple[str, Placement]] = {}
-        """Request -> its front, and where it is."""
+        self._placed: dict[str, _Placed] = {}
         self._rooms = (WaitingRoom[_Waiting](MAX_AGAIN), WaitingRoom[_Waiting](rules.max_waiting))
         """Those who lost their place come first."""
         self._fronts: dict[str, _Front] = {}
@@ -144,7 +158,7 @@ class Dispatcher:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for one."""
-        return sum(len(room) for room in self._rooms)
+        return len(self._rooms[0]) + len(self._rooms[1])
 
     @property
     def next_deadline_ns(self) -> int | None:
@@ -179,8 +193,13 @@ class Dispatcher:
         """A try to form an engine again failed. After a bug, another try would end the same."""
         again = None if isinstance(error, InternalError) else self._next_life(engine)
         if again is None:
+            del self._num_tries[engine]
             self._set_open(engine, is_open=False)
         return again
+
+    def returns(self, engine: str) -> bool:
+        """Whether an engine is being formed again, or would be if it were lost."""
+        return self._restarts is None or engine in self._restarts or engine in self._num_tries
 
     def tier_lost(self, tier: str) -> None:
         """A host tier died."""
@@ -217,7 +236,7 @@ class Dispatcher:
         name = asked.request_id
         self.heard(front, now_ns)
         if name in self._placed:
-            return [Place(name, self._placed[name][1])]  # asked twice: the first answer got lost
+            return [Place(name, self._placed[name].placement)]  # asked twice: the first answer got lost
         if name in self._early:
             return [Refuse(name, DeadlineExceeded(f"nobody waits for {name} any more", 0.0))]
         room = self._rooms[0 if again else 1]
@@ -237,6 +256,35 @@ class Dispatcher:
     def prefilled(self, name: str) -> None:
         """A request's first token is there."""
         self._loads.prefilled(name)
+
+    def failed(self, name: str, cause: Cause, now_ns: int) -> Place | None:
+        """An attempt of a request failed. Returns where the request goes next, as an attempt of another name;
+        None: it ends with its error."""
+        placed, sides = self._placed[name], self._sides.items()
+        prefill, decode = ([n for n, s in sides if s == side] for side in ("prefill", "decode"))
+        p = prefill.index(placed.placement.prefill) if placed.placement.prefill is not None else 0
+        d = decode.index(placed.placement.decode) if placed.placement.decode is not None else 0
+        live = [n for n in decode[d:] + decode[:d] if n in self._open]
+        policy = self._rules.failure_policy
+        recovery = placed.recovery or Recovery(policy, len(prefill))
+        decision = recovery.decide(
+            Failure(cause, p),
+            producers_live=[n in self._open for n in prefill],
+            consumer_lives=bool(live) or (not decode and policy == "migrate"),
+        )
+        if isinstance(decision, GiveUp):
+            return None
+        again = attempt_id(name.partition("~")[0], recovery.num_attempts - 1)
+        producer = prefill[decision.producer] if isinstance(decision, Migrate) else None
+        self._end(name, now_ns)
+        return self._put(
+            _Placed(
+                placed.front,
+                replace(placed.asked, request_id=again),
+                Placement(prefill=producer, decode=live[0] if live else None),
+                recovery,
+            )
+        )
 
     def ended(self, names: Iterable[str], now_ns: int) -> list[Action]:
         """Requests are over, however they ended, or not wanted any more."""
@@ -283,7 +331,7 @@ class Dispatcher:
         actions: list[Action] = []
         for name in sorted(known.requests) if known is not None else ():
             if name in self._placed:
-                actions.append(Abort(name, self._placed[name][1]))
+                actions.append(Abort(name, self._placed[name].placement))
             else:
                 actions.append(Refuse(name, EngineDied("fleet", "it took this front for gone")))
             self._end(name, now_ns)
@@ -295,12 +343,18 @@ class Dispatcher:
         return bool(can_go) and len(self._placed) < self._limit()
 
     def _place(self, front: str, asked: PlacementRequest) -> Place:
-        prefill, decode = (self._loads.of(self._candidates(side)) for side in ("prefill", "decode"))
-        placement = self._policy.place(asked, prefill, decode)
-        self._loads.placed(asked, placement)
-        self._placed[asked.request_id] = (front, placement)
-        self._fronts[front].requests.add(asked.request_id)
-        return Place(asked.request_id, placement)
+        prefill, decode = (
+            self._loads.of(self._candidates("prefill")),
+            self._loads.of(self._candidates("decode")),
+        )
+        return self._put(_Placed(front, asked, self._policy.place(asked, prefill, decode)))
+
+    def _put(self, placed: _Placed) -> Place:
+        name = placed.asked.request_id
+        self._loads.placed(placed.asked, placed.placement)
+        self._placed[name] = placed
+        self._fronts[placed.front].requests.add(name)
+        return Place(name, placed.placement)
 
     def _candidates(self, side: str) -> list[str]:
         if self._rules.places_at_once and not self._takers[side]:
@@ -319,7 +373,7 @@ class Dispatcher:
 
     def _end(self, name: str, now_ns: int) -> list[Action]:
         if name in self._placed:
-            front, _ = self._placed.pop(name)
+            front = self._placed.pop(name).front
             if (over := self._loads.ended(name)) is not None:
                 self._policy.ended(*over)
             self._rooms[1].completed(now_ns)

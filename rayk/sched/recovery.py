@@ -1,8 +1,7 @@
-"""What becomes of a request whose hand-over failed, and of the tokens it streams. Pure.
+"""What becomes of a request whose attempt failed. Pure.
 
 The policy decides alone from what failed and who lives: `fail` ends the request; `recompute` has the consumer
-compute what it cannot prove to have; `migrate` prefills again, at another producer where there is one. Every
-attempt of a request may deliver tokens, but the user sees each exactly once: `Stream` sees to that.
+compute what it cannot prove to have; `migrate` prefills again, at another producer where there is one.
 """
 
 from __future__ import annotations
@@ -132,27 +131,3 @@ def cause_of(error: RaykError, *, producer: str, consumer: str) -> Cause:
 def attempt_id(request_id: str, attempt: int) -> str:
     """The name of an attempt inside engines: late news of an earlier one must not be taken for it."""
     return request_id if attempt == 0 else f"{request_id}~{attempt}"
-
-
-class Stream:
-    """Output tokens of one request, each delivered exactly once and in order, whoever computed them."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        """Delivered so far."""
-        self.attempt = 0
-
-    def begin_again(self) -> int:
-        """Another attempt takes over: what earlier ones still send is not delivered. Its number."""
-        self.attempt += 1
-        return self.attempt
-
-    def take(self, attempt: int, first_index: int, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Tokens of an attempt, the first of which is output token `first_index`; those to deliver now."""
-        if attempt != self.attempt:
-            return ()
-        known = len(self.token_ids)
-        assert first_index <= known, f"output tokens {known} to {first_index - 1} never came"
-        fresh = tuple(token_ids[known - first_index :])
-        self.token_ids += fresh
-        return fresh

@@ -18,7 +18,9 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
 
+from rayk.actors import cell_deployment as cell_module
 from rayk.actors import coordinator as coordinator_module
+from rayk.actors import deployment as deployment_module
 from rayk.actors import engines as engines_module
 from rayk.actors import fleet as fleet_module
 from rayk.actors import fleet_link as link_module
@@ -226,10 +228,12 @@ def make_pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
     monkeypatch.setattr(worker_module.gc, "freeze", lambda: None)
     monkeypatch.setattr(worker_module, "make_comm", Groups().make)
     monkeypatch.setattr(worker_module, "make_agent", lambda name, _handling: make_agent(name))
-    for module in (coordinator_module, fleet_module):
+    for module in (coordinator_module, cell_module, fleet_module):
         monkeypatch.setattr(module, "this_node", lambda: "node")
+    for module in (coordinator_module, deployment_module):
         monkeypatch.setattr(module, "name_lost_nodes", lambda *_: asyncio.sleep(0))
-    monkeypatch.setattr(fleet_module, "line_host", lambda _node: "127.0.0.1")
+    for module in (deployment_module, fleet_module):
+        monkeypatch.setattr(module, "line_host", lambda _node: "127.0.0.1")
     plan = Plan()
     plan.may_be_noticed.set()
     return Pool(plan)
@@ -242,7 +246,7 @@ async def served(
     """A fleet of such workers that has started, and a front's router to it. In the end every engine has all
     of its blocks."""
     fleet = Fleet("rayk/fleet/m", settings)
-    fleet._pool = fleet._spares = pool  # type: ignore[assignment]
+    fleet.pool = fleet.spares = pool  # type: ignore[assignment]
     line = SimpleNamespace(remote=fleet.line)
     monkeypatch.setattr(link_module.ray, "get_actor", lambda *_, **__: SimpleNamespace(line=line))
     router = Router(fleet.name, settings)

@@ -15,12 +15,12 @@ from typing import Any, Literal
 import pytest
 from ray.exceptions import RayTaskError
 
+from rayk.actors import deployment as deployment_module
 from rayk.actors import fleet as fleet_module
 from rayk.actors import fleet_link as link_module
 from rayk.actors import launch
-from rayk.actors.attempts import Engines
 from rayk.actors.bugs import lasting
-from rayk.actors.cell_run import CellOutcome
+from rayk.actors.cell_outcome import CellOutcome
 from rayk.actors.coordinator import Coordinator
 from rayk.actors.engines import EngineHandle, translate
 from rayk.actors.fleet import Fleet
@@ -29,6 +29,7 @@ from rayk.actors.members import Member
 from rayk.actors.router import Router
 from rayk.experiments.verdict import Findings
 from rayk.models.families import load_config
+from rayk.sched.recovery import Recovery
 from rayk.serve.errors import api_error
 from rayk.serve.fleet_part import FleetPart
 from rayk.serve.supervisor import Supervisor
@@ -39,11 +40,12 @@ from rayk.types.config import EngineConfig
 from rayk.types.errors import EngineDied, InternalError, RaykError
 from rayk.types.serving import ModelCard
 from tests.actors import in_threads
+from tests.actors.cells import cell_deployment
 from tests.actors.served import Served, complete, settings_for
 from tests.handover.cases import NUM_TOKENS, Model
 from tests.markers import nixl
 from tests.markers import ray as ray_mark
-from tests.specs.models import spec
+from tests.specs.models import decoder, spec
 
 LIMIT_S = 60.0
 CARD = ModelCard(model_id="m", folder="m", vocab_size=500, max_positions=64)
@@ -72,8 +74,9 @@ def test_a_front_tells_of_a_fleets_bug_and_does_not_ask_again(
         router = Router("fleet", SETTINGS)
         with pytest.raises(InternalError, match="KeyError: 'no such assignment'") as caught:
             await router._link.call("place", "f", until=time.monotonic() + LIMIT_S)
-        assert not router._may_try_again(caught.value, [], 0)
-        assert router._may_try_again(EngineDied("prefill0", "killed"), [], 0)
+        recovery = Recovery(SETTINGS.failure_policy, 1, SETTINGS.max_attempts)
+        assert not router._may_try_again(caught.value, [], recovery)
+        assert router._may_try_again(EngineDied("prefill0", "killed"), [], recovery)
         await router._link.close()
         await service.close()
 
@@ -118,11 +121,11 @@ def test_an_engine_is_formed_again_until_a_bug_is_met_which_ends_the_server(
 
     async def run() -> None:
         fleet = Fleet("rayk/fleet/m", SETTINGS)
-        monkeypatch.setattr(fleet, "_replace_workers", replace)
-        member = fleet._members["prefill0"]
+        monkeypatch.setattr(fleet, "replace_workers", replace)
+        member = fleet.members["prefill0"]
         member.handle = EngineHandle("prefill0", "aggregated", 1, ENTRY.config, [])
         member.handle.declare_dead("killed")
-        watch = lasting(fleet._look_after(member), "the watch", fleet._on_bug)
+        watch = lasting(fleet.look_after(member), "the watch", fleet._on_bug)
         await asyncio.wait({watch}, timeout=LIMIT_S)
 
         async def health() -> Any:
@@ -151,32 +154,31 @@ def test_a_watch_over_an_engine_that_breaks_down_is_missed() -> None:
         member = Member(ENTRY, "aggregated")
         member.handle = EngineHandle("prefill0", "aggregated", 1, ENTRY.config, [Broken()])
         with pytest.raises(AttributeError):
-            await asyncio.wait_for(member.until_lost(LIMIT_S), LIMIT_S)
+            await asyncio.wait_for(member.until_lost(LIMIT_S, hears=True), LIMIT_S)
 
     asyncio.run(run())
 
 
-def test_a_cell_waits_for_no_engine_whose_forming_met_a_bug() -> None:
-    async def form_again(_lost: EngineHandle, *, was_serving: bool) -> EngineHandle:
-        raise ZeroDivisionError(str(was_serving))
+def test_a_cell_waits_for_no_engine_whose_forming_met_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def replace_workers(_member: Member) -> int:
+        raise ZeroDivisionError("workers")
+
+    restart = {"kind": "restart", "role": "prefill", "point": "notify"}
+    (cell,) = expand(load_spec(spec(faults=[restart])).spec, decoder(), device="cpu")
 
     async def run() -> None:
-        restart = SimpleNamespace(kind="restart", engine_role="prefill")
-        cell: Any = SimpleNamespace(
-            faults=(restart,), failure_policy="fail", deadlines=SimpleNamespace(transfer_s=1.0)
-        )
-        engine = EngineHandle("prefill0", "aggregated", 1, ENTRY.config, [])
-        engines = Engines(cell, [engine], form_again)
+        engines = cell_deployment(cell)
+        monkeypatch.setattr(engines, "replace_workers", replace_workers)
         async with engines.watched():
-            engine.declare_dead("killed")
+            engines.members["prefill0"].life.declare_dead("killed")
             with pytest.raises(InternalError, match="ZeroDivisionError"):
-                await asyncio.wait_for(engines.live("prefill", 0), LIMIT_S)
+                await asyncio.wait_for(engines.live("prefill0"), LIMIT_S)
 
     asyncio.run(run())
 
 
 def test_a_cell_that_meets_a_bug_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_cell: Any) -> Awaitable[Any]:
+    def broken(*_: Any) -> Awaitable[Any]:
         raise TypeError("unlike")
 
     async def run() -> InternalError:
@@ -223,13 +225,13 @@ IN_A_LOOP = [
 async def until_formed_again(fleet: Fleet, lost: str) -> None:
     """That engine has its second life, all take requests, and nobody holds any of their blocks."""
     async with asyncio.timeout(in_threads.LIMIT_S):
-        while not fleet._members[lost].num_restarts:
+        while not fleet.members[lost].num_restarts:
             await asyncio.sleep(0.01)
-        while not all(m.state == "ready" for m in fleet._members.values()):
+        while not all(m.state == "ready" for m in fleet.members.values()):
             await asyncio.sleep(0.01)
         while any(free != count - 1 for free, count in (await fleet.blocks()).values()):
             await asyncio.sleep(0.01)
-    assert {m.name for m in fleet._members.values() if m.num_restarts} == {lost}
+    assert {m.name for m in fleet.members.values() if m.num_restarts} == {lost}
 
 
 @pytest.mark.parametrize(("engines", "engine", "rank", "step", "mode"), IN_A_LOOP)
@@ -275,29 +277,29 @@ def test_an_engine_that_is_formed_again_does_not_answer_for_its_partners_bug(
     monkeypatch: pytest.MonkeyPatch, whose: str
 ) -> None:
     """But for its own, and for one that ended neither's loop: to form it once more would end the same."""
-    monkeypatch.setattr(fleet_module, "WHY_S", LIMIT_S if whose == "prefill0" else 0.01)
+    monkeypatch.setattr(deployment_module, "WHY_S", LIMIT_S if whose == "prefill0" else 0.01)
     found = InternalError(f"the loop of {whose} rank 0", "KeyError: 'a peer'")
 
     async def run() -> None:
         fleet = Fleet("rayk/fleet/m", PAIR)
-        for name, member in fleet._members.items():
+        for name, member in fleet.members.items():
             member.handle = EngineHandle(name, member.role, 1, ENTRY.config, [])
             member.state = "ready"
 
         async def connect(*_: EngineHandle) -> None:
             if whose:  # the watch is told later than whoever called
-                died = fleet._members[whose].life.died
+                died = fleet.members[whose].life.died
                 asyncio.get_running_loop().call_soon(died.set_exception, found)
             raise found
 
         monkeypatch.setattr(fleet, "_connect", connect)
-        member = fleet._members["decode0"]
+        member = fleet.members["decode0"]
         if whose == "prefill0":
-            await fleet._connect_all(member, "decode")
+            await fleet.connect_to_others(member, "decode")
             assert not fleet._linked
         else:
             with pytest.raises(InternalError):
-                await fleet._connect_all(member, "decode")
+                await fleet.connect_to_others(member, "decode")
 
     asyncio.run(run())
 

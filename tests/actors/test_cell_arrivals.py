@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
-from rayk.actors.attempts import Attempt
-from rayk.actors.cell_run import CellOutcome, CellRun
+from rayk.actors.cell_outcome import CellOutcome
+from rayk.actors.cell_run import CellRun
 from rayk.actors.engines import EngineHandle
 from rayk.reports.columns import request_record
+from rayk.sched.dispatcher import Place
 from rayk.specs import Cell, expand, load_spec
 from rayk.types.errors import DeadlineExceeded
+from rayk.types.request import Request
 from rayk.types.rows import RequestRow
+from tests.actors.cells import cell_deployment
 from tests.specs.models import decoder, spec
 
 PROMPTS = [[i] * 5 for i in range(1, 7)]
@@ -25,14 +28,6 @@ def one_cell(**changes: Any) -> Cell:
     return cell
 
 
-def engines_of(cell: Cell) -> list[EngineHandle]:
-    """Nobody behind them."""
-    return [
-        EngineHandle(f"prefill{i}", "aggregated", 1, cell.prefill, [])
-        for i in range(cell.num_prefill_engines)
-    ]
-
-
 class Played:
     """Runs a cell whose attempts only note when and where they began."""
 
@@ -40,26 +35,27 @@ class Played:
         self.cell = cell
         self.outcome = CellOutcome()
         self.began_ns: dict[int, int] = {}
-        self.placed: dict[int, int] = {}
+        self.placed: dict[int, str | None] = {}
         self.engines: list[EngineHandle] = []
         self.block_s = 0.0
         """How long each attempt keeps the event loop from everything else."""
 
-        async def attempts(run: CellRun, attempt: Attempt, row: RequestRow) -> None:
-            del run
+        async def run_request(run: CellRun, request: Request, attempts: list[Place], row: RequestRow) -> None:
+            del run, request
             self.began_ns[row.prompt_index] = time.monotonic_ns()
-            self.placed[row.prompt_index] = attempt.p
+            self.placed[row.prompt_index] = attempts[-1].placement.prefill
             time.sleep(self.block_s)  # noqa: ASYNC251 - it is to be late
             self.at(row.prompt_index)
 
-        monkeypatch.setattr(CellRun, "_attempts", attempts)
+        monkeypatch.setattr(CellRun, "_run", run_request)
 
     def at(self, index: int) -> None:
         """Hook for tests."""
 
     async def run(self, repeat: int = 0) -> list[RequestRow]:
-        self.engines = engines_of(self.cell)
-        await CellRun(self.cell, repeat, self.outcome, self.engines, capture=False).run(PROMPTS)
+        deployment = cell_deployment(self.cell, self.outcome)
+        self.engines = deployment.lives
+        await CellRun(self.cell, repeat, self.outcome, deployment, capture=False).run(PROMPTS)
         return self.outcome.requests
 
 
@@ -130,6 +126,6 @@ def test_who_comes_after_a_death_goes_to_those_that_live(monkeypatch: pytest.Mon
         "rayk.sched.policies.prefix_aware.PrefixAware.lost", lambda _, name: told.append(name)
     )
     asyncio.run(played.run())
-    assert {played.placed[i] for i in range(3)} == {0, 1}
-    assert {played.placed[i] for i in range(3, 6)} == {0}
+    assert {played.placed[i] for i in range(3)} == {"prefill0", "prefill1"}
+    assert {played.placed[i] for i in range(3, 6)} == {"prefill0"}
     assert told == ["prefill1"]

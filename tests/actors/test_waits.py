@@ -14,14 +14,16 @@ from ray.exceptions import RayTaskError
 
 from rayk.actors import engines as engines_module
 from rayk.actors import pool as pool_module
-from rayk.actors.cell_run import CellOutcome
-from rayk.actors.coordinator import Coordinator
+from rayk.actors.cell_outcome import CellOutcome
 from rayk.actors.engines import EngineHandle, translate
 from rayk.actors.nodes import EngineAsk, Node
 from rayk.actors.pool import WorkerPool
 from rayk.engine.leader import dead_engine
+from rayk.specs import expand, load_spec
 from rayk.types.config import EngineConfig
 from rayk.types.errors import CommError, DeadlineExceeded, LayoutVetoed
+from tests.actors.cells import cell_deployment
+from tests.specs.models import decoder, spec
 
 NODE = Node(node_id="n0", address="10.0.0.1", resources={"CPU": 8.0}, free={"CPU": 8.0}, labels={})
 CPU = {"CPU": 1.0}
@@ -190,7 +192,7 @@ def test_a_cancelled_guard_leaves_nothing_running() -> None:
 def test_the_parts_of_an_engines_end_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part is within its own; a cell must not wait for all of them one after the other."""
     monkeypatch.setattr("rayk.actors.forming.STOP_S", 60.0)
-    monkeypatch.setattr("rayk.actors.coordinator.END_S", 0.1)
+    monkeypatch.setattr("rayk.actors.cell_deployment.END_S", 0.1)
 
     async def slow() -> dict[str, object]:
         await asyncio.sleep(40)
@@ -199,20 +201,20 @@ def test_the_parts_of_an_engines_end_share_one_deadline(monkeypatch: pytest.Monk
     parts = ("status", "stop", "check_integrity", "dissolve", "run")
     worker = SimpleNamespace(**{part: Method(slow) for part in parts})
     replaced: list[tuple[str, int]] = []
-    transfer = SimpleNamespace(lease_s=None)
-    cell = SimpleNamespace(failure_policy="fail", spec=SimpleNamespace(transfer=transfer), faults=())
+    (cell,) = expand(load_spec(spec()).spec, decoder(), device="cpu")
 
     async def end() -> tuple[CellOutcome, float]:
-        coordinator = Coordinator("rayk/coordinator/x")
-
         async def replace(*which: Any) -> None:
             replaced.append(which)
 
-        monkeypatch.setattr(coordinator._pool, "replace_workers", replace)
+        outcome = CellOutcome()
+        pool = SimpleNamespace(replace_workers=replace)
+        engines = cell_deployment(cell, outcome, pool)
         engine = EngineHandle("decode0", "decode", 1, EngineConfig(model="m"), [worker])
         engine.start()
-        outcome, started = CellOutcome(), time.monotonic()
-        await coordinator._end(engine, cell, outcome)  # type: ignore[arg-type]
+        engines.members["decode0"].handle = engine
+        started = time.monotonic()
+        await engines._end(engines.members["decode0"])
         return outcome, time.monotonic() - started
 
     outcome, took_s = asyncio.run(end())

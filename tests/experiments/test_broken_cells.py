@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayk.actors.cell_run import CellOutcome
+from rayk.actors.cell_outcome import CellOutcome
 from rayk.experiments import run as run_module
 from rayk.experiments.judge import CellJudge
 from rayk.experiments.quantised import Twins

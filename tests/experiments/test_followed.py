@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rayk.actors.cell_run import CellOutcome
+from rayk.actors.cell_outcome import CellOutcome
 from rayk.experiments.judge import CellJudge
 from rayk.experiments.logprobs import LOGPROB_FLOOR, compare_logprobs
 from rayk.kernels.quantise import QuantisedKV

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rayk.actors.cell_run import CellOutcome
+from rayk.actors.cell_outcome import CellOutcome
 from rayk.experiments.judge import CellJudge
 from rayk.reports import ResultWriter, load
 from rayk.specs import Cell, expand, load_spec

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rayk.actors.cell_run import CellOutcome
+from rayk.actors.cell_outcome import CellOutcome
 from rayk.experiments.offloaded import offloaded
 from rayk.offload.costs import CostModel
 from rayk.reports.columns import OFFLOADED, cell_record

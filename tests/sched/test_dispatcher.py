@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from rayk.sched.dispatcher import Abort, Action, Dispatcher, DispatchRules, Drop, FormAgain, Place, Refuse
 from rayk.sched.policies import get_policy
 from rayk.sched.policy import Placement, PlacementRequest
+from rayk.sched.recovery import MAX_ATTEMPTS, Cause
 from rayk.types.errors import DeadlineExceeded, EngineDied, InternalError, Overloaded
+from rayk.types.fault_table import FailurePolicy
 from tests.each import each
 
 SECOND = 10**9
@@ -48,6 +51,14 @@ class Clocked:
                 return getattr(self.dispatcher, event)(*args)
             case _:
                 return getattr(self.dispatcher, event)(*args, now_ns)
+
+
+def cell_of(policy: FailurePolicy) -> Clocked:
+    """Two engines of each side, of which p0 is formed again once."""
+    clocked = Clocked(replace(CELL, failure_policy=policy))
+    for engine, role in (("p0", "prefill"), ("p1", "prefill"), ("d0", "decode"), ("d1", "decode")):
+        clocked.at(0, "open", engine, role)
+    return clocked
 
 
 def refused(actions: Sequence[Action]) -> list[tuple[str, type[Exception]]]:
@@ -125,6 +136,82 @@ def test_a_cells_requests_wait_on_the_engine_that_is_formed_again() -> None:
     assert at(5, "lost", "p0") is None, "once"
     found = {at(6, "arrive", "run", name)[0].placement.prefill for name in "cdef"}
     assert found == {"p0", "p1"}, "none lives: each tells what it died of"
+
+
+@each(
+    "policy, causes, goes",
+    [
+        ("fail", [Cause.TRANSFER], [None]),
+        ("migrate", [Cause.TRANSFER] * 3, [("a~1", "p1", "d0"), ("a~2", "p0", "d0"), None]),
+        ("migrate", [Cause.DEADLINE], [None]),
+        ("recompute", [Cause.MISMATCH, Cause.CONSUMER_LOST], [("a~1", None, "d0"), ("a~2", None, "d0")]),
+        ("recompute", [Cause.REFUSED], [None]),
+    ],
+)
+def test_a_cells_failed_request_goes_on_as_the_policy_says(
+    policy: FailurePolicy, causes: list[Cause], goes: list[tuple[str, str | None, str] | None]
+) -> None:
+    at = cell_of(policy).at
+    assert at(1, "arrive", "run", "a") == [place("a")]
+    name = "a"
+    for cause, expected in zip(causes, goes, strict=True):
+        again = at(2, "failed", name, cause)
+        assert again == (expected and Place(expected[0], Placement(prefill=expected[1], decode=expected[2])))
+        name = again.name if again else name
+
+
+def test_a_failed_request_goes_to_engines_that_live_while_there_are_any() -> None:
+    at = cell_of("migrate").at
+    for name in "ab":
+        at(1, "arrive", "run", name)
+    at(2, "lost", "d0")
+    assert at(3, "failed", "a", Cause.CONSUMER_LOST) == place("a~1", "p1", "d1")
+    at(4, "lost", "p1")
+    assert at(5, "failed", "b", Cause.PRODUCER_LOST) == place("b~1", "p0", "d1"), "p0 is to be formed again"
+    at(6, "lost", "d1")
+    assert at(7, "failed", "a~1", Cause.CONSUMER_LOST) is None
+
+
+@each("seed", range(40))
+def test_a_cells_requests_end_once_after_so_many_attempts_at_most(seed: int) -> None:
+    """A random walk of a cell: attempts fail and engines are lost, in any order."""
+    draw = random.Random(seed)
+    clocked = cell_of(draw.choice(["migrate", "recompute"]))
+    dispatcher, lost = clocked.dispatcher, set[str]()
+    running: dict[str, Placement] = {}
+    num_attempts, num_over = Counter[str](), 0
+
+    def take(placed: Place, *, is_first: bool) -> None:
+        running[placed.name] = placed.placement
+        num_attempts[placed.name.partition("~")[0]] += 1
+        engines = {placed.placement.prefill, placed.placement.decode} - {None}
+        if not is_first or len(lost & {"p0", "p1"}) < 2 > len(lost & {"d0", "d1"}):
+            assert not engines & lost, placed
+
+    for step in range(100):
+        event = draw.choice(["arrive", "arrive", "failed", "failed", "ended", "ended", "lost"])
+        if event == "arrive":
+            (placed,) = clocked.at(step, "arrive", "run", f"r{step}")
+            take(placed, is_first=True)
+        elif event == "lost" and draw.random() < 0.2:
+            engine = draw.choice(["p0", "p1", "d0", "d1"])
+            if engine not in lost and clocked.at(step, "lost", engine) is None:
+                lost.add(engine)
+        elif event in ("failed", "ended") and running:
+            name = draw.choice(sorted(running))
+            del running[name]
+            again = clocked.at(step, "failed", name, draw.choice(list(Cause))) if event == "failed" else None
+            if again is None:
+                clocked.at(step, "ended", name)
+                num_over += 1
+            else:
+                take(again, is_first=False)
+        assert dispatcher.num_running == len(running)
+    assert max(num_attempts.values()) <= MAX_ATTEMPTS
+    assert len(num_attempts) == num_over + len(running)
+    clocked.at(100, "ended", *running)
+    loads = [dispatcher.load(name) for name in ("p0", "p1", "d0", "d1")]
+    assert [(e.num_requests, e.num_prompt_tokens, e.num_output_tokens) for e in loads] == [(0, 0, 0)] * 4
 
 
 @each("seed", range(40))

@@ -1,4 +1,4 @@
-"""What a policy decides, and what a stream delivers."""
+"""What a failure policy decides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from rayk.sched.recovery import (
     Migrate,
     Recompute,
     Recovery,
-    Stream,
     attempt_id,
     cause_of,
 )
@@ -94,19 +93,6 @@ def test_attempts_are_counted():
 )
 def test_errors_have_causes(error: RaykError, cause: Cause):
     assert cause_of(error, producer="p", consumer="d") is cause
-
-
-def test_a_stream_delivers_each_token_once():
-    stream = Stream()
-    assert stream.take(0, 0, (5, 6)) == (5, 6)
-    assert stream.take(0, 1, (6, 7)) == (7,)
-    assert stream.begin_again() == 1
-    assert stream.take(0, 3, (8,)) == (), "late news of an attempt that was given up"
-    assert stream.take(1, 0, (5,)) == ()
-    assert stream.take(1, 3, (8, 9)) == (8, 9)
-    assert stream.token_ids == [5, 6, 7, 8, 9]
-    with pytest.raises(AssertionError, match="never came"):
-        stream.take(1, 6, (1,))
 
 
 def test_attempts_have_names_of_their_own():

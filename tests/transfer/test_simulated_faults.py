@@ -26,6 +26,7 @@ from rayk.types.fault_table import (
 from tests.markers import thorough
 from tests.transfer.simulator.__main__ import main, story
 from tests.transfer.simulator.checks import check, simulate
+from tests.transfer.simulator.request_state import Stream
 from tests.transfer.simulator.world import World
 
 NUM_SEEDS = 48
@@ -208,3 +209,16 @@ def test_a_world_is_its_seed():
     assert first.trace == second.trace
     other = World(12, (fault,), mode="push", policy="recompute", tracing=True).run()
     assert other.trace != first.trace
+
+
+def test_a_stream_delivers_each_token_once():
+    stream = Stream()
+    assert stream.take(0, 0, (5, 6)) == (5, 6)
+    assert stream.take(0, 1, (6, 7)) == (7,)
+    assert stream.begin_again() == 1
+    assert stream.take(0, 3, (8,)) == (), "late news of an attempt that was given up"
+    assert stream.take(1, 0, (5,)) == ()
+    assert stream.take(1, 3, (8, 9)) == (8, 9)
+    assert stream.token_ids == [5, 6, 7, 8, 9]
+    with pytest.raises(AssertionError, match="never came"):
+        stream.take(1, 6, (1,))

@@ -1,0 +1,242 @@
+"""The engines of one cell: what its spec asks of them, and how its requests reach them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from rayk.actors.cell_outcome import CellOutcome
+from rayk.actors.deployment import Deployment, DeploymentRules
+from rayk.actors.deployment_metrics import Losses
+from rayk.actors.engines import EngineHandle
+from rayk.actors.forming import dissolve, see_a_turn, stop_loops
+from rayk.actors.members import Member
+from rayk.actors.nodes import cell_asks, placement_of
+from rayk.actors.placement import this_node
+from rayk.actors.planting import faults_of
+from rayk.actors.pool import WorkerPool
+from rayk.actors.push_flow import push_settings
+from rayk.actors.tiers import HostTiers
+from rayk.sched.dispatcher import Dispatcher, DispatchRules, FormAgain, Place
+from rayk.sched.policies import get_policy
+from rayk.sched.recovery import attempt_id, cause_of
+from rayk.specs import Cell
+from rayk.specs.serving import EngineEntry
+from rayk.transfer.staging import StagingSettings
+from rayk.types.bugs import bug
+from rayk.types.errors import DeadlineExceeded, EngineDied, InternalError, RaykError
+from rayk.types.fault_table import RANK_KINDS
+
+END_S = 20.0
+"""Deadline for the ends of all engines of a cell together."""
+
+
+class CellDeployment(Deployment):
+    """See the module. Those that the spec has restarted are formed again once."""
+
+    def __init__(
+        self,
+        cell: Cell,
+        outcome: CellOutcome,
+        pool: WorkerPool,
+        tiers: HostTiers | None,
+        epochs: Iterator[int],
+        losses: Losses,
+    ) -> None:
+        role, decode = "aggregated" if cell.decode is None else "prefill", cell.decode
+        entries = [
+            EngineEntry(name=f"prefill{i}", role=role, config=cell.prefill)
+            for i in range(cell.num_prefill_engines)
+        ]
+        if decode is not None:
+            names = [f"decode{i}" for i in range(cell.num_decode_engines)]
+            entries += [EngineEntry(name=name, role="decode", config=decode) for name in names]
+        roles = {f.engine_role for f in cell.faults if f.kind == "restart"}
+        restarts = frozenset(e.name for e in entries if e.name.rstrip("0123456789") in roles)
+        dispatcher = Dispatcher(
+            get_policy(cell.policy, cell.policy_settings),
+            DispatchRules(
+                hands_over=cell.decode is not None,
+                places_at_once=True,
+                restarts=restarts,
+                failure_policy=cell.spec.failure_policy,
+            ),
+            tier_of=lambda name: self.members[name].life.tier_name,
+        )
+        limits = cell.deadlines
+        rules = DeploymentRules(
+            transfer=cell.spec.transfer,
+            request_s=limits.request_s,
+            transfer_s=limits.transfer_s,
+            hang_s=limits.transfer_s if _looks_for_hangs(cell) else None,
+            has_lines=False,
+        )
+        super().__init__([Member(e, e.role) for e in entries], rules, dispatcher, pool, tiers, epochs)
+        for name in restarts:
+            self.members[name].next_life = asyncio.get_running_loop().create_future()
+        self.is_serving = False
+        """Whether requests have begun."""
+        self._cell = cell
+        self._outcome = outcome
+        self._losses = losses
+        if tiers is not None:
+            tiers.on_lost = dispatcher.tier_lost
+
+    @property
+    def lives(self) -> list[EngineHandle]:
+        """Each engine as it is now, of those that have workers."""
+        return [m.handle for m in self.members.values() if m.handle is not None]
+
+    def rank_options(self, engine: EngineHandle, rank: int) -> dict[str, Any]:
+        """See Deployment. A new life of a lost engine commits no faults."""
+        cell, transfer = self._cell, self._cell.spec.transfer
+        role = "decode" if engine.role == "decode" else "prefill"
+        is_first = not self.members[engine.name].num_restarts
+        kinds = {f.kind for f in cell.faults} if is_first else set()
+        index, tp = int(engine.name.removeprefix(role)), engine.config.tp
+        return {
+            "staging": StagingSettings(
+                transfer.staging if role == "decode" else "never", transfer.staging_mib << 20
+            ),
+            "push": push_settings(transfer) if engine.role == "prefill" else None,
+            "notices_deaths": cell.failure_policy != "fail" or not kinds.isdisjoint(RANK_KINDS),
+            "faults": faults_of(cell, role, index, rank, tp) if is_first else (),
+        }
+
+    async def replace_workers(self, member: Member) -> int:
+        """See Deployment."""
+        cell, num_workers = self._cell, member.entry.config.tp
+        await self.pool.replace_workers(member.name, num_workers)
+        await self.pool.prepare(cell_asks(cell, this_node()), placement_of(cell), cell.prefill.model)
+        return num_workers
+
+    def begun(self, engine: EngineHandle) -> None:
+        """See Deployment."""
+        self._losses.watch(engine)
+
+    def opened(self, member: Member) -> None:
+        """See Deployment."""
+        self.dispatcher.open(member.name, member.role, member.entry.config.tp, time.monotonic_ns())
+        if member.next_life is not None and member.num_restarts:
+            member.next_life.set_result(None)
+
+    def lost(self, member: Member, again: FormAgain | None) -> None:
+        """See Deployment. The end of the cell tells of those that are not formed again."""
+        if again is None:
+            return
+        error = member.life.died.exception()
+        assert isinstance(error, RaykError), error
+        survives = self._cell.failure_policy != "fail" or not self.is_serving
+        is_survived = survives and not isinstance(error, InternalError)
+        (self._outcome.survived if is_survived else self._outcome.errors).append(error)
+
+    async def live(self, name: str) -> EngineHandle:
+        """An engine, once it is formed. Raises what it, or the forming of it, died of."""
+        member = self.members[name]
+        if member.next_life is not None and not member.is_live:
+            await asyncio.shield(member.next_life)
+        member.life.raise_if_dead()
+        return member.life
+
+    def failed(self, attempt: Place, error: RaykError) -> Place | None:
+        """Where a request goes whose attempt met this error; None: it ends with it."""
+        for member in self.members.values():
+            if member.life.died.done():
+                self.note_death(member)
+        engines = attempt.placement
+        cause = cause_of(error, producer=engines.prefill or "", consumer=engines.decode or "")
+        return self.dispatcher.failed(attempt.name, cause, time.monotonic_ns())
+
+    def abort(self, request_id: str, num_attempts: int) -> None:
+        """Stop every attempt of a request, wherever it is."""
+        for engine in self.lives:
+            for number in range(num_attempts):
+                name = attempt_id(request_id, number)
+                engine.leader.abort.options(concurrency_group="control").remote(name)
+
+    @contextlib.asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Meanwhile, see to engines that die or, where that is looked for, hang."""
+        tasks = [asyncio.create_task(self._see_to(m)) for m in self.members.values()]
+        try:
+            yield
+            # A life that has begun is seen through: the next cell gets whole workers.
+            if (hang_s := self._rules.hang_s) is not None:
+                await asyncio.gather(*(see_a_turn(m.life, hang_s) for m in self.ready()))
+            again = [m.next_life for m in self.members.values() if m.next_life and not m.is_live]
+            await asyncio.gather(*again, return_exceptions=True)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def end_all(self) -> None:
+        """Free the workers for the next cell, and note what the engines and their host tiers leave."""
+        await asyncio.gather(*(self._end(m) for m in self.members.values() if m.handle is not None))
+        if self.host_tiers is None:
+            return
+        for engine in self.lives:
+            await self.host_tiers.detach(engine)
+        outcome = self._outcome
+        outcome.tiers = await self.host_tiers.status()
+        outcome.errors += await self.host_tiers.leaks()
+        outcome.tier_losses = list(self.host_tiers.losses)
+        self.host_tiers.losses.clear()
+
+    async def _end(self, member: Member) -> None:
+        """End an engine by its leave if it lives, else by replacing its workers."""
+        engine, is_told = member.life, member.decided is member.life and member.again is not None
+        errors, lease_s = self._outcome.errors, self._rules.transfer.lease_s or 0.0
+        of_losses = errors if self._cell.failure_policy == "fail" else self._outcome.survived
+        try:
+            if engine.is_running and not is_told:
+                async with asyncio.timeout(END_S + lease_s):
+                    if await self._stop(engine, lease_s):
+                        return
+        except TimeoutError:
+            errors.append(DeadlineExceeded(f"the end of {engine.name}", END_S))
+        except DeadlineExceeded as error:
+            # An engine that does not answer any more, unless something else took too long before.
+            is_late = any(isinstance(e, DeadlineExceeded) for e in errors)
+            of_losses.append(error if is_late else EngineDied(engine.name, f"it hangs: {error}"))
+        except EngineDied as error:
+            if str(error) not in {str(e) for e in errors}:
+                of_losses.append(error)
+        except RaykError as error:
+            if isinstance(error, InternalError) and engine.died.done():
+                self._losses.found_late(engine.name)
+            errors.append(error)
+        await self.pool.replace_workers(engine.name, len(engine.workers))
+
+    async def _stop(self, engine: EngineHandle, lease_s: float) -> bool:
+        """Let the loops end, then let the workers forget the engine; False where they must be replaced.
+        Raises what the engine died of, and EngineDied where blocks leaked."""
+        status, leaked = await stop_loops(engine, lease_s)
+        outcome = self._outcome
+        engine.facts["num_token_layers"] = status["num_token_layers"]
+        outcome.ledgers[engine.name] = status["ledger"]
+        if "offload" in status:
+            outcome.offload[engine.name] = status["offload"]
+        if leaked:
+            raise EngineDied(engine.name, f"blocks leaked: {', '.join(leaked)} never ended")
+        return await dissolve(engine) and not status["leases"]
+
+    async def _see_to(self, member: Member) -> None:
+        try:
+            await self.look_after(member)
+        except Exception as error:  # noqa: BLE001 - whatever it is, somebody may wait for another life
+            found = error if isinstance(error, RaykError) else bug(f"the watch over {member.name}", error)
+            member.life.declare_dead(str(found))
+            self.dispatcher.not_formed(member.name, found)
+            if member.next_life is not None and not member.next_life.done():
+                member.next_life.set_exception(found)
+                member.next_life.exception()  # nobody may be waiting
+
+
+def _looks_for_hangs(cell: Cell) -> bool:
+    """Where requests can be saved from a hanging engine, or one is planted. Steps may be long: elsewhere
+    deadlines suffice."""
+    return cell.failure_policy != "fail" or any(f.kind == "stop" for f in cell.faults)
