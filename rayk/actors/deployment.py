@@ -117,10 +117,13 @@ class Deployment:
                 if not member.num_restarts:
                     await self._join(member)
             except EngineDied:
+                if not (member.num_restarts or member.life.died.done()):
+                    raise  # it was another one, which does not return
+            if member.num_restarts or member.life.died.done():
                 if member.next_life is None:
-                    raise
-            if member.next_life is not None and (member.num_restarts or member.life.died.done()):
-                await asyncio.shield(member.next_life)
+                    member.life.raise_if_dead()
+                else:
+                    await asyncio.shield(member.next_life)
 
     async def look_after(self, member: Member) -> None:
         """Watch an engine and form it again when it is lost, as long as the dispatcher says so. Raises what
@@ -227,6 +230,8 @@ class Deployment:
     async def connect_to_others(self, member: Member, role: str) -> None:
         """Connect an engine that is to have this role to the engines of the other."""
         for other in [m for m in self.ready() if m is not member and {role, m.role} == {"prefill", "decode"}]:
+            if other.state != "ready":
+                continue  # lost meanwhile; it connects in its next life
             p, d = (member, other) if role == "prefill" else (other, member)
             link = (p.name, p.life.epoch, d.name, d.life.epoch)
             if link in self._linked:

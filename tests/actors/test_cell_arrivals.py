@@ -14,10 +14,11 @@ from rayk.actors.engines import EngineHandle
 from rayk.reports.columns import request_record
 from rayk.sched.dispatcher import Place
 from rayk.specs import Cell, expand, load_spec
-from rayk.types.errors import DeadlineExceeded
+from rayk.types.errors import DeadlineExceeded, EngineDied
 from rayk.types.request import Request
 from rayk.types.rows import RequestRow
 from tests.actors.cells import cell_deployment
+from tests.pd import HANG_S
 from tests.specs.models import decoder, spec
 
 PROMPTS = [[i] * 5 for i in range(1, 7)]
@@ -129,3 +130,30 @@ def test_who_comes_after_a_death_goes_to_those_that_live(monkeypatch: pytest.Mon
     assert {played.placed[i] for i in range(3)} == {"prefill0", "prefill1"}
     assert {played.placed[i] for i in range(3, 6)} == {"prefill0"}
     assert told == ["prefill1"]
+
+
+@pytest.mark.parametrize("lost", ["prefill0", "decode1"])
+def test_no_request_comes_before_an_engine_was_lost_while_others_connect(
+    monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """Whether it is connected just then or waits for its turn."""
+    restart = {"kind": "restart", "role": "decode" if lost == "prefill0" else "prefill", "point": "notify"}
+    changes = {"decode": {"num_engines": 2}, "faults": [restart]}
+    (cell,) = expand(load_spec(spec(**changes)).spec, decoder(), device="cpu")
+
+    async def run() -> None:
+        engines = cell_deployment(cell)
+
+        async def connect(p: EngineHandle, d: EngineHandle) -> None:
+            member = engines.members[lost]
+            member.life.declare_dead("killed")
+            while member.state != "lost":
+                await asyncio.sleep(0)
+            p.raise_if_dead()
+
+        monkeypatch.setattr(engines, "_connect", connect)
+        with pytest.raises(EngineDied, match=f"{lost} .*killed"):
+            async with asyncio.timeout(HANG_S), engines.watched():
+                await engines.connect_all()
+
+    asyncio.run(run())
