@@ -190,9 +190,12 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 _EXIT_STATUS = pytest.StashKey[int]()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Remember what the tests came to."""
+    """Remember what the tests came to, and have what they left behind told before plugins parse modules here:
+    a traceback that is printed in the midst of that breaks the parser of Python 3.11."""
     session.config.stash[_EXIT_STATUS] = int(exitstatus)
+    gc.collect()
 
 
 @pytest.hookimpl(trylast=True)
