@@ -132,10 +132,12 @@ kernels: $(STAMP)
 dashboards: $(STAMP)
 	@$(BIN)/python -m dashboards.start $(ARGS)
 
-HAS_A_TARGET := $(patsubst %,jobs/benchmarks/%.py,fast_prefill kernels offload transfer_ceiling)
+# Not run by `make bench`: what has a target of its own, and modules of other benchmarks.
+NOT_OF_BENCH := $(patsubst %,jobs/benchmarks/%.py,fast_prefill kernels offload transfer_ceiling \
+	harness layer_clock layer_costs offload_engines offload_summary raw_reads)
 
 bench: $(STAMP)
-	@set -e; for script in $(filter-out $(HAS_A_TARGET),$(wildcard jobs/benchmarks/*.py)); do \
+	@set -e; for script in $(filter-out $(NOT_OF_BENCH),$(wildcard jobs/benchmarks/*.py)); do \
 		echo "== $$script"; $(BIN)/python "$$script"; \
 	done
 

@@ -130,7 +130,9 @@ def run(
         given = default if isinstance(default, dict) else {"type": type(default), "default": default}
         parser.add_argument(f"--{name.replace('_', '-')}", **given)
     parser.add_argument("--check", action="store_true", help="exit status 1 when a limit is missed")
-    parser.add_argument("--out", type=Path, help="also write Markdown, and what there is of tables, here")
+    folder = " [default: runs/NAME-TIME]" if keeps else ""
+    out_help = f"also write Markdown, and what there is of tables, here{folder}"
+    parser.add_argument("--out", type=Path, help=out_help)
     parser.add_argument("--record", action="store_true", help=f"write results/{path.stem}.md")
     asked = parser.parse_args(words[1:])
     if asked.out is None and keeps:

@@ -141,11 +141,15 @@ class CellDeployment(Deployment):
         member.life.raise_if_dead()
         return member.life
 
-    def failed(self, attempt: Place, error: RaykError) -> Place | None:
-        """Where a request goes whose attempt met this error; None: it ends with it."""
+    def note_deaths(self) -> None:
+        """Have no request placed on an engine that has died, though nobody has looked after it yet."""
         for member in self.members.values():
             if member.life.died.done():
                 self.note_death(member)
+
+    def failed(self, attempt: Place, error: RaykError) -> Place | None:
+        """Where a request goes whose attempt met this error; None: it ends with it."""
+        self.note_deaths()
         engines = attempt.placement
         cause = cause_of(error, producer=engines.prefill or "", consumer=engines.decode or "")
         return self.dispatcher.failed(attempt.name, cause, time.monotonic_ns())

@@ -138,6 +138,7 @@ class CellRun:
         asked = self._describer.describe(
             request.request_id, request.prompt_token_ids, max_tokens=limit, session=session
         )
+        self._engines.note_deaths()
         (action,) = self._engines.dispatcher.arrive(self._cell.cell_id, asked, time.monotonic_ns())
         assert isinstance(action, Place), action
         return action

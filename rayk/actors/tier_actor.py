@@ -201,7 +201,8 @@ class TierHost:
         try:
             begin(self._tier, done)
         except RaykError as error:  # another one may leave blocks half handed out: the tier ends
-            future.set_exception(error)
+            with suppress(InvalidStateError):  # it had answered
+                future.set_exception(error)
 
     def _run(self) -> None:
         assert self._tier is not None

@@ -97,7 +97,8 @@ class PageFiles:
         try:
             descriptor = os.open(self._folder.file(name), os.O_RDONLY | os.O_NONBLOCK | _FLAGS)
             stack.callback(os.close, descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
+            with suppress(OSError):  # only advice, which some file systems refuse
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_WILLNEED)
         except FileNotFoundError:
             return MISSING
         except OSError as error:
