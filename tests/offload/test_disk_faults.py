@@ -68,6 +68,17 @@ def damage(file: Path, other: Path, rng: random.Random) -> str:
     return reasons.get(kind, "flipped")
 
 
+def test_a_file_system_that_takes_no_advice_costs_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> NoReturn:
+        raise OSError(errno.EINVAL, "no advice here")
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    tier = open_tier(tmp_path)
+    names = [name_of(i) for i in range(3)]
+    assert all(put_all(tier, names))
+    assert get_all(tier, names) == ({n: page_of(n).tobytes() for n in names}, [])
+
+
 @thorough
 def test_every_damaged_file_is_reported_and_none_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     rng = random.Random(5)
