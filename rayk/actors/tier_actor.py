@@ -41,6 +41,7 @@ from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DiskUnavailable, EngineDied, HandshakeMismatch, RaykError, UserError
 from rayk.types.offload import OffloadSettings
+from rayk.types.waiting import get_within
 
 T = TypeVar("T")
 LOG = logging.getLogger(__name__)
@@ -226,7 +227,7 @@ class TierHost:
 
     def _turn(self, tier: HostTier) -> None:
         try:
-            action = self._inbox.get(timeout=BUSY_S if tier.is_busy else HEARTBEAT_S)
+            action = get_within(self._inbox, BUSY_S if tier.is_busy else HEARTBEAT_S)
         except queue.Empty:
             pass
         else:

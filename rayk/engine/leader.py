@@ -28,6 +28,7 @@ from rayk.types.batch import ScheduledBatch, StepTokens
 from rayk.types.bugs import bug, may_be_the_machine
 from rayk.types.errors import EngineDied, InternalError, NotFiniteError, RaykError, UserError
 from rayk.types.request import FinishReason, Request, TokenLogprobs
+from rayk.types.waiting import get_within
 
 if TYPE_CHECKING:
     import torch
@@ -202,9 +203,8 @@ class Leader:
 
     def wait(self) -> None:
         """Run what was posted; when there is nothing to do, wait a heartbeat for it."""
-        timeout = self._patience()
         try:
-            action = self._inbox.get(timeout=timeout) if timeout else self._inbox.get_nowait()
+            action = get_within(self._inbox, self._patience())
         except queue.Empty:
             return
         self._last_news_s = time.monotonic()

@@ -25,6 +25,7 @@ from rayk.transfer.push_link import ConsumerLink, make_consumer_link
 from rayk.transfer.push_messages import HelloMessage, StopMessage, StoppedMessage
 from rayk.transfer.reservation_state import StoppedTable
 from rayk.types.errors import RaykError, TransferError
+from rayk.types.waiting import get_within
 
 if TYPE_CHECKING:
     import torch
@@ -173,7 +174,7 @@ class Pusher:
         until = time.monotonic() + timeout_s
         while time.monotonic() < until:
             with contextlib.suppress(queue.Empty):
-                error = answers.get(timeout=0.05)
+                error = get_within(answers, 0.05)
                 if error is not None:
                     raise error
                 return
@@ -368,7 +369,7 @@ class _Worker:
         in_flight = any(push.num_in_flight for push in self.pushes.values())
         is_busy = in_flight or self._voiding or time.monotonic() - self._news_s < BUSY_S
         try:
-            action = self.inbox.get(timeout=POLL_S if is_busy else QUIET_S)
+            action = get_within(self.inbox, POLL_S if is_busy else QUIET_S)
         except queue.Empty:
             return
         self._news_s = time.monotonic()

@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import itertools
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 PAUSES_S = (10.0, 20.0, 30.0, 60.0)  # before each line about one wait; the last one for all that follow
+
+
+T = TypeVar("T")
+
+
+def get_within(inbox: queue.SimpleQueue[T], timeout_s: float) -> T:
+    """Get an item, waiting so long at most; for queues with one reader. Raises queue.Empty.
+
+    CPython's own `get(timeout)` may wait for ever: where it takes the queue's lock at once and its thread is
+    then not run until the time is over, what is left is negative, which means no limit. An empty look takes
+    that lock before.
+    """
+    try:
+        return inbox.get_nowait()
+    except queue.Empty:
+        if timeout_s <= 0:
+            raise
+    return inbox.get(timeout=timeout_s)
 
 
 def busy() -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,13 @@ def pusher_of(pair: Pair) -> Pusher:
     pusher = pair.p.extensions[0]._push._pusher
     assert pusher is not None
     return pusher
+
+
+def wait_until_pushed(pusher: Pusher) -> None:
+    """All that its engine has had it push so far has been written."""
+    has_begun = threading.Event()
+    pusher._post(has_begun.set)  # behind what the engine asked for
+    wait_until(lambda: has_begun.is_set() and not pusher.num_pushing)
 
 
 def rows_of(completion: RequestResult) -> list[Any]:
@@ -271,7 +279,7 @@ def test_a_wrong_byte_is_found(qwen3: Model) -> None:
         request = make_request("r", qwen3.prompts[1], NUM_TOKENS)
         reservation = pair.reserve(request)
         done = pair.p.engine.collect(pair.start_prefill(request, reservation=reservation))
-        wait_until(lambda: not pusher_of(pair).num_pushing)
+        wait_until_pushed(pusher_of(pair))
         (rank,) = pair.d.engine.ranks
         block = reservation.block_tables[0][1]
         view = rank.caches.view(2, "attention")

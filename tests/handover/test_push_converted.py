@@ -17,6 +17,7 @@ from rayk.transfer.wire import WireCache
 from rayk.types.errors import DeadlineExceeded, KVMismatch, TransferError
 from rayk.types.request import FinishReason
 from tests.handover.cases import stubborn_agents
+from tests.handover.test_push import wait_until_pushed
 from tests.pd import Pair, make_request, wait_until
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -198,7 +199,7 @@ def test_a_wrong_byte_is_found(prompts_of: Callable[[str], tuple[Path, list[list
         done = pair.p.engine.collect(pair.start_prefill(request, reservation=reservation))
         pusher = pair.p.extensions[0]._push._pusher
         assert pusher is not None
-        wait_until(lambda: not pusher.num_pushing)
+        wait_until_pushed(pusher)
         (wire,) = wires_of(pair)
         view = wire.caches.view(2, "attention")
         block = reservation.wire_tables[0][0][1]

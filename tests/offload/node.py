@@ -30,6 +30,7 @@ from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
 from rayk.types.offload import OffloadSettings
 from rayk.types.request import Request
+from rayk.types.waiting import get_within
 from tests.pd import NAN_POISON, MakeAgent, local_agents, wait_until
 
 
@@ -74,7 +75,7 @@ class TierThread:
         try:
             while not self._is_over.is_set():
                 with suppress(queue.Empty):
-                    self._inbox.get(timeout=0.0005)()
+                    get_within(self._inbox, 0.0005)()
                 self.tier.turn()
         except BaseException as error:
             self.error = error
