@@ -9,7 +9,7 @@ from rich.console import Console
 
 from rayk.cli.progress import RunProgress
 from rayk.types import waiting as waiting_module
-from rayk.types.waiting import busy, waiting
+from rayk.types.waiting import busy, get_within, waiting
 
 LIMIT_S = 60.0
 
@@ -57,3 +57,25 @@ def test_a_runs_phases_are_told_of_in_turn(monkeypatch: pytest.MonkeyPatch) -> N
             seen = said.get(timeout=LIMIT_S)
             while seen != f"{phase}: 0 s so far":
                 seen = said.get(timeout=LIMIT_S)
+
+
+def test_an_inbox_is_looked_into_before_it_is_waited_for() -> None:
+    """The look takes the queue's lock, so that no time is subtracted from the wait (see get_within)."""
+    calls: list[str] = []
+
+    class Inbox(queue.SimpleQueue[int]):
+        def get_nowait(self) -> int:
+            calls.append("look")
+            return super().get_nowait()
+
+        def get(self, block: bool = True, timeout: float | None = None) -> int:
+            calls.append("wait")
+            return super().get(block, timeout)
+
+    inbox = Inbox()
+    for timeout_s in (0.001, 0.0):
+        with pytest.raises(queue.Empty):
+            get_within(inbox, timeout_s)
+    inbox.put(7)
+    assert get_within(inbox, 60.0) == 7
+    assert calls == ["look", "wait", "look", "look"]
