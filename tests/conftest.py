@@ -33,14 +33,20 @@ from tests.quick_triton import quicken
 # Tiny models run several times faster on one thread than on two.
 torch.set_num_threads(1)
 
-CHECKPOINTS = Path(__file__).resolve().parent.parent / "checkpoints"
+ROOT = Path(__file__).resolve().parent.parent
+CHECKPOINTS = ROOT / "checkpoints"
 """Git-ignored: what the fixtures write here is kept, so that a second run costs nothing."""
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Let `make test-gpu PY=...` run where pytest-timeout is not installed."""
+    """Let `make test-gpu PY=...` run where pytest-timeout is not installed, and name vLLM's interpreter."""
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds for one test (without effect: no pytest-timeout here)")
+    parser.addoption(
+        "--vllm-python",
+        default=str(ROOT / ".venv-vllm" / "bin" / "python"),
+        help="interpreter of vLLM's environment, for tests with the marker needs_vllm",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,16 +71,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
     _mark_others(items)
+    vllm_python = Path(config.getoption("vllm_python"))
     missing = {
         "gpu": None if torch.cuda.is_available() else "no CUDA device",
         "nixl": None if _installed("nixl", "nixl_cu13", "nixl_cu12") else "NIXL is not installed",
+        "needs_vllm": None if vllm_python.is_file() else f"no {vllm_python}: `make vllm` installs it",
         "ray": None if _installed("ray") else "Ray is not installed",
     }
     for item in items:
         for marker, reason in missing.items():
             if reason is not None and item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
-        if config.pluginmanager.hasplugin("xdist") and item.get_closest_marker("ray") is not None:
+        # One at a time: each of these engines takes both cores of a small machine.
+        starts_engines = any(item.get_closest_marker(name) for name in ("ray", "needs_vllm"))
+        if config.pluginmanager.hasplugin("xdist") and starts_engines:
             item.add_marker(pytest.mark.xdist_group("ray"))
 
 
@@ -178,6 +188,12 @@ def ray_address() -> Iterator[str]:
     """Address of a cluster of this test session: two logical GPUs, no dashboard."""
     with cluster(num_cpus=4, num_gpus=2, object_store_memory=150 << 20) as found:
         yield found.address
+
+
+@pytest.fixture(scope="session")
+def vllm_python(request: pytest.FixtureRequest) -> Path:
+    """Interpreter that imports vLLM; tests that ask for it have the marker needs_vllm."""
+    return Path(request.config.getoption("vllm_python"))
 
 
 @pytest.fixture

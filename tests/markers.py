@@ -16,6 +16,10 @@ gpu = pytest.mark.gpu
 nixl = pytest.mark.nixl
 """Needs the NIXL library."""
 
+needs_vllm = pytest.mark.needs_vllm
+"""Runs vLLM in a process of its own, by the interpreter of the fixture `vllm_python`: `make vllm` makes its
+environment, and `--vllm-python` names another's."""
+
 ray = pytest.mark.ray
 """Starts or uses a Ray cluster."""
 
