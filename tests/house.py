@@ -38,9 +38,11 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         "reports": "types metrics",
         "specs": "types kv models sched",
         "explain": "types kv models transfer specs",
-        "actors": "types parallel kv models transfer engine sched metrics specs offload handover",
+        "actors": "types parallel kv models transfer engine sched metrics specs offload handover vllm",
         "offload": "types parallel kv transfer kernels",
         "conformance": "types kv transfer",
+        # In vLLM's environment, which has numpy and torch, but none of rayk's other requirements.
+        "vllm": "types parallel kv kernels transfer",
         "oracle": "types",
         # Of sched only `arrivals`: an open load is the same to an experiment and to a server.
         "bench": "types sched reports metrics",

@@ -26,7 +26,7 @@ from rayk.sched.policy import PolicySettings
 from rayk.specs.devices import resolve_device
 from rayk.specs.experiment import Deadlines, ExperimentSpec, FaultSpec, SamplingSpec, SideSpec
 from rayk.specs.load import LIST_KEYS, apply_point
-from rayk.types.config import EngineConfig, EngineOptions
+from rayk.types.config import EngineConfig, EngineOptions, VllmEngineConfig
 from rayk.types.errors import LayoutVetoed, SpecError, Unsupported
 from rayk.types.fault_table import KINDS, OTHERS, POINTS, REQUEST_POINTS, Expected, Fault, expected
 from rayk.types.request import SamplingParams
@@ -96,6 +96,9 @@ class Cell:
     spec: ExperimentSpec
     host_tokens: int = 0
     """Whose KV a host tier has room for that prompts are loaded from; 0: there is none."""
+    vllm: tuple[VllmEngineConfig, ...] = ()
+    """The engines where vLLM runs the cell: (engine,) if aggregated, (prefill, decode) if not; else ().
+    What `prefill` and `decode` say of models and KV groups holds for them, too."""
 
     @property
     def engines(self) -> tuple[EngineConfig, ...]:

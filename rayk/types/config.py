@@ -57,3 +57,29 @@ class EngineConfig(EngineOptions):
     block_size: int = 16
     kv_dtype: str = "auto"  # auto (as `dtype`), fp8_e4m3 or nvfp4
     kv_scales: str = "tensor"  # fp8: tensor (one per layer and side of the cache) or token_head
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VllmEngineConfig:
+    """One vLLM engine. Cells whose engines are equal in all fields share it, whatever its role in them."""
+
+    python: str  # interpreter of vLLM's environment, a path on the engine's node
+    model: str
+    tp: int = 1
+    dtype: str = "float32"
+    device: str = "cpu"
+    kv_dtype: str = "auto"
+    layout: str = "auto"  # auto is vLLM's own choice
+    block_size: int | None = None  # None is vLLM's own choice, also where layers have several
+    cache_bytes: int = 64 << 20  # of one rank's KV cache
+    max_tokens: int = 1024  # of a sequence
+    max_seqs: int = 16
+    max_batch_tokens: int | None = None
+    prefix_caching: bool = False
+    connector: str = "NixlConnector"  # vLLM's class that moves KV, which the proving connector wraps
+    transfer_mode: str = "pull"
+    start_s: float = 420.0  # how long it may take to start
+    # (key, JSON) of the connector's extra config
+    connector_options: tuple[tuple[str, str], ...] = ()
+    # (vLLM's name of an engine argument, JSON), in place of what the fields above make of it
+    arguments: tuple[tuple[str, str], ...] = ()
