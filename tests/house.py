@@ -41,7 +41,8 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         "actors": "types parallel kv models transfer engine sched metrics specs offload handover vllm",
         "offload": "types parallel kv transfer kernels",
         "conformance": "types kv transfer",
-        # In vLLM's environment, which has numpy and torch, but none of rayk's other requirements.
+        # In vLLM's environment, which has numpy and torch, but none of rayk's other requirements. Of kernels
+        # only the digest, of transfer digests and diagnosis.
         "vllm": "types parallel kv kernels transfer",
         "oracle": "types",
         # Of sched only `arrivals`: an open load is the same to an experiment and to a server.
@@ -73,6 +74,7 @@ HOMES: Mapping[str, tuple[str, ...]] = {
     "uvicorn": ("rayk/serve/",),
     "aiohttp": ("rayk/bench/",),
     "prometheus_client": ("rayk/serve/", "rayk/actors/"),
+    "vllm": ("rayk/vllm/",),
 }
 """heavy package -> the only places that may import it."""
 RAY_PRIVATE = ("rayk/actors/ray_private.py",)
