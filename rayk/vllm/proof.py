@@ -1,0 +1,333 @@
+"""What P holds of a request, as it keeps, serves and tells of it, and as D fetches it.
+
+P's worker keeps the digests of a request (and its raw rows, where asked to) in `ProofRecords` and serves them
+by `serve_records`; a `Ticket` in `kv_transfer_params` tells D where. None of it knows vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import numpy as np
+
+from rayk.transfer.verify import CanonicalViews, Digests, Rows
+from rayk.types.errors import TransferError
+from rayk.vllm.proof_wire import MAX_ANSWER_BYTES, Address, ProofServer, ask
+
+BlockIds = Sequence[Sequence[int]]
+PartRows = Mapping[tuple[int, str], Rows]
+"""(layer, part) -> raw rows."""
+MAX_RECORDS = 4096
+MAX_RECORD_BYTES = 1 << 30
+"""Of all records of a worker: the oldest go first."""
+MAX_WAIT_S = 30.0
+"""A server waits no longer for a record that is still to come."""
+MAX_RANKS = 1024
+_ANSWER_S = 0.1
+"""Left to an answer that says that there is none."""
+
+
+class Caches(Protocol):
+    """What is used of `caches.ProvenCaches`."""
+
+    description: dict[str, Any]
+
+    def digests(self, block_ids: BlockIds, num_tokens: int, first_row: int = 0) -> Digests:
+        """Digests of a request's live rows."""
+        ...
+
+    def rows(self, block_ids: BlockIds, num_tokens: int, first_row: int = 0) -> dict[tuple[int, str], Rows]:
+        """Raw live rows, by (layer, part)."""
+        ...
+
+    def views(self, block_ids: BlockIds) -> CanonicalViews:
+        """Copies of a request's blocks."""
+        ...
+
+
+def is_sampled(request_id: str, rate: float) -> bool:
+    """Whether a request is proven: the same answer wherever the same id and rate are asked for."""
+    number = int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest(), "big")
+    return number < rate * 2**64
+
+
+# What P keeps, and how it is served
+
+
+@dataclass(frozen=True, eq=False)
+class ProofRecord:
+    """What one P rank held of a request when its prefill was done."""
+
+    num_tokens: int
+    digests: Digests
+    rows: PartRows | None = None
+    """Kept where a mismatch is to be classified."""
+
+    @property
+    def num_bytes(self) -> int:
+        kept = (values.nbytes for rows in (self.rows or {}).values() for values in rows.values())
+        return self.digests.nbytes + sum(kept)
+
+
+class ProofRecords:
+    """The last requests' records of one P rank. Any thread may use it."""
+
+    def __init__(self, max_records: int = MAX_RECORDS, max_bytes: int = MAX_RECORD_BYTES) -> None:
+        self._max_records, self._max_bytes = max_records, max_bytes
+        self._records: OrderedDict[str, ProofRecord] = OrderedDict()
+        self._num_bytes = 0
+        self._changed = threading.Condition()
+
+    def put(self, request_id: str, record: ProofRecord) -> None:
+        """Keep a record, in place of an older one; the oldest go where there are too many."""
+        with self._changed:
+            self._pop(request_id)
+            self._records[request_id] = record
+            self._num_bytes += record.num_bytes
+            while len(self._records) > 1 and (
+                len(self._records) > self._max_records or self._num_bytes > self._max_bytes
+            ):
+                self._pop(next(iter(self._records)))
+            self._changed.notify_all()
+
+    def get(self, request_id: str, wait_s: float = 0.0) -> ProofRecord | None:
+        """A request's record, waiting for it so long; None where it does not come."""
+        with self._changed:
+            self._changed.wait_for(lambda: request_id in self._records, timeout=max(0.0, wait_s))
+            return self._records.get(request_id)
+
+    def pop(self, request_id: str) -> ProofRecord | None:
+        """A request's record, which is forgotten."""
+        with self._changed:
+            return self._pop(request_id)
+
+    def clear(self) -> None:
+        """Forget all records."""
+        with self._changed:
+            self._records.clear()
+            self._num_bytes = 0
+
+    def _pop(self, request_id: str) -> ProofRecord | None:
+        record = self._records.pop(request_id, None)
+        if record is not None:
+            self._num_bytes -= record.num_bytes
+        return record
+
+
+_DESCRIBE, _DIGESTS, _ROWS = 1, 2, 3
+_OK, _UNKNOWN, _NOT_KEPT, _TOO_LONG, _NOT_UNDERSTOOD = range(5)
+_STATUS = {
+    _UNKNOWN: "P has no digest of it",
+    _NOT_KEPT: "P keeps no rows (keep_rows)",
+    _TOO_LONG: "P's answer would be too long",
+    _NOT_UNDERSTOOD: "P does not understand the question",
+}
+_REQUEST = struct.Struct("<BIIH")  # what, layer, milliseconds to wait, bytes of the request id
+_DIGEST_HEAD = struct.Struct("<BII16s")  # status, tokens, words, the server's life
+_ENTRY = struct.Struct("<HIII")  # bytes of the field's name, unit, rows, bytes of a row
+
+
+def serve_records(
+    host: str, port: int, secret: bytes, records: ProofRecords, description: Mapping[str, Any]
+) -> tuple[ProofServer, str]:
+    """Serve one P rank's records; returns the server and the name of this life of it."""
+    life = uuid.uuid4()
+    described = bytes([_OK]) + json.dumps(description).encode()
+
+    def answer(request: bytes) -> bytes:
+        if len(request) < _REQUEST.size:
+            return bytes([_NOT_UNDERSTOOD])
+        what, layer, wait_ms, length = _REQUEST.unpack_from(request)
+        rest = request[_REQUEST.size :]
+        try:
+            request_id, part = rest[:length].decode(), rest[length:].decode()
+        except UnicodeDecodeError:
+            return bytes([_NOT_UNDERSTOOD])
+        if what == _DESCRIBE:
+            return described
+        record = records.get(request_id, min(wait_ms / 1000, MAX_WAIT_S))
+        if what == _DIGESTS:
+            return _pack_digests(record, life.bytes)
+        return _pack_rows(record, layer, part) if what == _ROWS else bytes([_NOT_UNDERSTOOD])
+
+    return ProofServer(host, port, secret, answer), life.hex
+
+
+def _ask_for(
+    what: int, request_id: str = "", *, layer: int = 0, part: str = "", wait_s: float = 0.0
+) -> bytes:
+    name = request_id.encode()
+    return _REQUEST.pack(what, layer, int(wait_s * 1000), len(name)) + name + part.encode()
+
+
+def _pack_digests(record: ProofRecord | None, life: bytes) -> bytes:
+    if record is None:
+        return bytes([_UNKNOWN])
+    words = np.ascontiguousarray(record.digests, dtype="<i8")
+    if _DIGEST_HEAD.size + words.nbytes > MAX_ANSWER_BYTES:
+        return bytes([_TOO_LONG])
+    return _DIGEST_HEAD.pack(_OK, record.num_tokens, len(words), life) + words.tobytes()
+
+
+def _pack_rows(record: ProofRecord | None, layer: int, part: str) -> bytes:
+    if record is None:
+        return bytes([_UNKNOWN])
+    rows = None if record.rows is None else record.rows.get((layer, part))
+    if rows is None:
+        return bytes([_NOT_KEPT])
+    if sum(values.nbytes + 64 for values in rows.values()) > MAX_ANSWER_BYTES:
+        return bytes([_TOO_LONG])
+    packed = [bytes([_OK])]
+    for (name, unit), values in rows.items():
+        packed.append(_ENTRY.pack(len(name), unit, *values.shape) + name.encode() + values.tobytes())
+    return b"".join(packed)
+
+
+def _check_status(address: Address, answer: bytes) -> None:
+    status = answer[0] if answer else _NOT_UNDERSTOOD
+    if status != _OK:
+        raise TransferError("", _STATUS.get(status, f"status {status}"), producer=_name(address))
+
+
+def _unpack_digests(address: Address, life: str, answer: bytes) -> tuple[int, Digests]:
+    """(tokens, digests). Raises TransferError for an answer of another life of P, or none."""
+    _check_status(address, answer)
+    if len(answer) < _DIGEST_HEAD.size:
+        raise TransferError("", "a truncated answer", producer=_name(address))
+    _, num_tokens, num_words, theirs = _DIGEST_HEAD.unpack_from(answer)
+    if theirs.hex() != life:
+        raise TransferError("", "P was started anew since", producer=_name(address))
+    if len(answer) != _DIGEST_HEAD.size + 8 * num_words:
+        raise TransferError("", "a truncated answer", producer=_name(address))
+    return num_tokens, np.frombuffer(answer, dtype="<i8", offset=_DIGEST_HEAD.size).astype(np.int64)
+
+
+def _unpack_rows(address: Address, answer: bytes) -> Rows:
+    """Raises TransferError for what is no answer."""
+    _check_status(address, answer)
+    rows: Rows = {}
+    at = 1
+    try:
+        while at < len(answer):
+            name_bytes, unit, num_rows, row_bytes = _ENTRY.unpack_from(answer, at)
+            at += _ENTRY.size
+            name = answer[at : at + name_bytes].decode()
+            at += name_bytes
+            values = np.frombuffer(answer, dtype=np.uint8, count=num_rows * row_bytes, offset=at)
+            rows[name, unit] = values.reshape(num_rows, row_bytes)
+            at += num_rows * row_bytes
+    except (struct.error, ValueError) as error:
+        raise TransferError("", f"rows that cannot be read: {error}", producer=_name(address)) from error
+    return rows
+
+
+def _name(address: Address) -> str:
+    return f"{address[0]}:{address[1]}"
+
+
+# What travels in kv_transfer_params
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Where P's proof of a request is to be had: one entry per P rank."""
+
+    request_id: str
+    """P's."""
+    ranks: tuple[tuple[str, int, str], ...]
+    """(host, port, life) in rank order; none: P did not sample the request."""
+
+    def to_params(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"version": 1, "request": self.request_id, "ranks": [list(rank) for rank in self.ranks]}
+
+
+def read_ticket(params: Mapping[str, Any] | None) -> Ticket | None:
+    """The ticket in `kv_transfer_params`; None where there is none that can be read."""
+    told = (params or {}).get("rayk_proof")
+    if not isinstance(told, Mapping) or told.get("version") != 1:
+        return None
+    request_id, ranks = told.get("request"), told.get("ranks")
+    if not isinstance(request_id, str) or len(request_id) > 1024:
+        return None
+    if not isinstance(ranks, list) or len(ranks) > MAX_RANKS:
+        return None
+    for rank in ranks:
+        if not isinstance(rank, list) or [type(part) for part in rank] != [str, int, str]:
+            return None
+        if not 0 < rank[1] < 1 << 16:
+            return None
+    return Ticket(request_id, tuple((host, port, life) for host, port, life in ranks))
+
+
+# What D fetches
+
+
+def fetch_digests(
+    peer: tuple[str, int, str],
+    request_id: str,
+    secret: bytes,
+    deadline: float,
+    described: Mapping[str, Any] | None = None,
+) -> tuple[Mapping[str, Any], int, Digests]:
+    """(description, tokens, digests) of one P rank, `described` if it is known already. Raises TransferError
+    for whatever keeps them from coming by the deadline."""
+    host, port, life = peer
+    address = host, port
+    left = max(0.0, deadline - time.monotonic() - _ANSWER_S)
+    requests = [_ask_for(_DIGESTS, request_id, wait_s=left)]
+    if described is None:
+        requests.append(_ask_for(_DESCRIBE))
+    answers = ask(address, secret, requests, deadline)
+    num_tokens, digests = _unpack_digests(address, life, answers[0])
+    if described is None:
+        _check_status(address, answers[1])
+        described = read_description(address, answers[1][1:])
+    return described, num_tokens, digests
+
+
+def fetch_rows(
+    peer: tuple[str, int, str], request_id: str, layer: int, part: str, secret: bytes, deadline: float
+) -> Rows:
+    """One P rank's raw rows of one cache of a layer. Raises TransferError."""
+    address = peer[0], peer[1]
+    request = _ask_for(_ROWS, request_id, layer=layer, part=part)
+    return _unpack_rows(address, ask(address, secret, [request], deadline)[0])
+
+
+def canonical_shape(description: Mapping[str, Any]) -> list[Any]:
+    """What two ranks must share for their words to mean the same, whatever their TP size and blocks."""
+    return sorted(
+        [
+            c["layer"],
+            c["part"],
+            c["kind"],
+            [[f["name"], f["of"], f["row_bytes"], f["dtype"]] for f in c["fields"]],
+        ]
+        for c in description["layers"]
+    )
+
+
+def read_description(address: Address, text: bytes) -> Mapping[str, Any]:
+    """A description as a server sent it. Raises TransferError for what is none."""
+    try:
+        told = json.loads(text)
+        canonical_shape(told)
+        for cache in told["layers"]:
+            for each in cache["fields"]:
+                each["units"] = [int(unit) for unit in each["units"]]
+        int(told["rows_per_group"])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise TransferError(
+            "", f"a description that cannot be read: {error}", producer=_name(address)
+        ) from error
+    return dict(told)

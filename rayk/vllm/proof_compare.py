@@ -1,0 +1,191 @@
+"""D's comparison of what arrived with what P's ranks held, and the name of what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rayk.transfer.diagnose import first_difference, merge_rows
+from rayk.transfer.verify import (
+    CanonicalViews,
+    Digests,
+    Rows,
+    WrongWord,
+    compare_digests,
+    digest_mismatch,
+    num_bytes_checked,
+)
+from rayk.types.errors import KVMismatch
+from rayk.vllm.proof import PartRows, Ticket, canonical_shape
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Arrival:
+    """What one D rank received, digested before anything else could write there."""
+
+    request_id: str
+    """D's."""
+    ticket: Ticket | None
+    num_tokens: int
+    first_row: int
+    """Rows before it were in D's own cache already."""
+    digests: Digests
+    rows: PartRows | None = None
+    digest_s: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class PeerProof:
+    """One P rank's: what it holds, and its digests of the request."""
+
+    description: Mapping[str, Any]
+    num_tokens: int
+    digests: Digests
+
+
+@dataclass
+class Comparison:
+    """What became of one rank's words of a request."""
+
+    status: str
+    """equal, mismatch or unverified."""
+    why: str = ""
+    """Why not all could be verified."""
+    num_equal: int = 0
+    num_unverified: int = 0
+    wrong: list[WrongWord] = field(default_factory=list)
+    sources: Mapping[tuple[int, str, int], int] = field(default_factory=dict)
+    """(group, field, unit) -> the P rank it was compared with."""
+    mismatch: KVMismatch | None = None
+    num_bytes: int = 0
+    """Bytes that the words cover."""
+    digest_s: float = 0.0
+    fetch_s: float = 0.0
+
+
+def compare(
+    arrival: Arrival, views: CanonicalViews, mine: Mapping[str, Any], theirs: Mapping[int, PeerProof]
+) -> Comparison:
+    """Compare what arrived with what P's ranks held. `theirs` by P rank; a rank that is missing leaves the
+    units that it alone holds unverified.
+
+    `views`: the structure of this rank's caches; `mine`: its description.
+    """
+    rows_per_group = int(mine["rows_per_group"])
+    first_row = arrival.first_row + -arrival.first_row % rows_per_group
+    checked = Comparison(
+        "unverified", num_bytes=num_bytes_checked(views, arrival.num_tokens, arrival.first_row)
+    )
+    words = views.locate(views.row_groups(arrival.num_tokens, rows_per_group))
+    counted = words.row_group >= first_row // rows_per_group
+    checked.num_unverified = int(counted.sum())
+    if len(arrival.digests) != words.num_in_all:
+        checked.why = f"D made {len(arrival.digests)} words of {words.num_in_all}"
+        return checked
+    ranks = {}
+    for rank, proof in theirs.items():
+        unlike = _unlike(mine, proof, views, rows_per_group)
+        if unlike:
+            checked.why = unlike
+        else:
+            ranks[rank] = _align(arrival, views, proof, rows_per_group)
+    known = np.zeros(words.num_in_all, dtype=bool)
+    expected = np.tile(arrival.digests, (max(ranks, default=0) + 1, 1))
+    sources = {}
+    for kind, key in enumerate(views.lanes.kinds):
+        at = words.index[views.lanes.kind[words.lane] == kind]
+        holders = [r for r in ranks if key[2] in _units(theirs[r].description, views, key)]
+        # Replicas may differ in the last bit, since ranks compute them apart: one that is equal will do.
+        scores = {r: int((ranks[r][0][at] == arrival.digests[at])[ranks[r][1][at]].sum()) for r in holders}
+        best = max(holders, key=lambda r: (scores[r], -r), default=0)
+        sources[key] = best
+        if holders:
+            aligned, is_known = ranks[best]
+            expected[best, at] = np.where(is_known[at], aligned[at], arrival.digests[at])
+            known[at] = is_known[at]
+    checked.sources = sources
+    checked.wrong = compare_digests(
+        views, expected, arrival.digests, sources, arrival.num_tokens, rows_per_group, first_row
+    )
+    checked.num_unverified = int((~known[words.index] & counted).sum())
+    checked.num_equal = int(counted.sum()) - checked.num_unverified - len(checked.wrong)
+    if checked.num_unverified and not checked.why:
+        checked.why = "P has no word of some rows"
+    if checked.wrong:
+        checked.status = "mismatch"
+        checked.mismatch = digest_mismatch(
+            arrival.request_id, views, checked.wrong, arrival.num_tokens, rows_per_group, arrival.first_row
+        )
+    elif not checked.num_equal:
+        checked.why = checked.why or "no row was transferred that has a word of its own"
+    elif not checked.num_unverified:
+        checked.status = "equal"
+    return checked
+
+
+def _unlike(mine: Mapping[str, Any], proof: PeerProof, views: CanonicalViews, rows_per_group: int) -> str:
+    """Why a P rank's words cannot be compared with D's; empty: they can."""
+    if int(proof.description["rows_per_group"]) != rows_per_group:
+        return f"P digests {proof.description['rows_per_group']} rows a word, D {rows_per_group}"
+    if canonical_shape(proof.description) != canonical_shape(mine):
+        return "P and D keep unlike caches"
+    wanted = views.locate(views.row_groups(proof.num_tokens, rows_per_group)).num_in_all
+    return "" if len(proof.digests) == wanted else f"P made {len(proof.digests)} words of {wanted}"
+
+
+def _align(
+    arrival: Arrival, views: CanonicalViews, proof: PeerProof, rows_per_group: int
+) -> tuple[Digests, Bools]:
+    """(P's words at D's places, which of them are of the very rows that D has). All, where both counted as
+    many tokens; else those of row groups that both have whole."""
+    aligned = np.zeros(len(arrival.digests), dtype=np.int64)
+    is_known = np.zeros(len(arrival.digests), dtype=bool)
+    if proof.num_tokens == arrival.num_tokens:
+        return proof.digests, ~is_known
+    mine, theirs = (
+        views.locate(views.row_groups(n, rows_per_group)) for n in (arrival.num_tokens, proof.num_tokens)
+    )
+    keys = [words.lane * (1 << 32) + words.row_group for words in (mine, theirs)]
+    _, at, of = np.intersect1d(keys[0], keys[1], assume_unique=True, return_indices=True)
+    whole = (mine.row_group[at] + 1) * rows_per_group <= min(arrival.num_tokens, proof.num_tokens)
+    at, of = mine.index[at[whole]], theirs.index[of[whole]]
+    aligned[at], is_known[at] = proof.digests[of], True
+    return aligned, is_known
+
+
+def _units(description: Mapping[str, Any], views: CanonicalViews, key: tuple[int, str, int]) -> list[int]:
+    """The units of a field that a P rank holds of the caches of one of D's groups."""
+    group, name, _ = key
+    view = next(v for v in views if v.group.index == group)
+    where = view.layer, view.group.spec.part
+    cache = next(c for c in description["layers"] if (c["layer"], c["part"]) == where)
+    return next((f["units"] for f in cache["fields"] if f["name"] == name), [])
+
+
+def classify(
+    arrival: Arrival, views: CanonicalViews, comparison: Comparison, fetched: Mapping[int, tuple[int, Rows]]
+) -> KVMismatch | None:
+    """Name the first wrong byte and what went wrong. `fetched`: P rank -> (its tokens, its rows of the
+    cache that the first wrong word is of)."""
+    first = comparison.wrong[0]
+    view = next(v for v in views if (v.group.index, v.layer) == (first.group, first.layer))
+    found = (arrival.rows or {}).get((view.layer, view.group.spec.part))
+    if found is None:
+        return None
+    live = view.live_rows(arrival.num_tokens)
+    start = max(live.start, arrival.first_row)
+    parts = {}
+    for rank, (num_tokens, rows) in fetched.items():
+        begin = start - view.live_rows(num_tokens).start
+        parts[rank] = {key: values[begin : begin + live.stop - start] for key, values in rows.items()}
+    sources = {(name, unit): rank for (g, name, unit), rank in comparison.sources.items() if g == first.group}
+    expected = merge_rows(parts, sources)
+    if any(key not in expected or expected[key].shape != values.shape for key, values in found.items()):
+        return None
+    return first_difference(arrival.request_id, view, arrival.num_tokens, expected, found, arrival.first_row)

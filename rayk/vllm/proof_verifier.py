@@ -1,0 +1,211 @@
+"""D's worker verifies arrivals in a thread of its own, and counts what it finds."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rayk.transfer.verify import CanonicalViews, Rows
+from rayk.types.bugs import bug
+from rayk.types.errors import TransferError
+from rayk.vllm.proof import fetch_digests, fetch_rows
+from rayk.vllm.proof_compare import Arrival, Comparison, PeerProof, classify, compare
+
+LOGGER = logging.getLogger("vllm.rayk")
+"""Below vLLM's own, whose handlers it shares."""
+MAX_WAITING = 256
+"""Arrivals that may wait to be verified; those beyond are counted as unverified."""
+MAX_RESULTS = 4096
+MAX_FIRST = 256
+"""Distinct first wrong coordinates that are counted one by one: each is a series of its own in Prometheus."""
+
+
+class Fetcher:
+    """Fetches P's proofs for one D rank, and compares. Waits no longer than `timeout_s` for the digests of a
+    request, and again for the rows of a wrong one."""
+
+    def __init__(
+        self, description: Mapping[str, Any], views: CanonicalViews, secret: bytes, timeout_s: float
+    ) -> None:
+        self._description, self._views = description, views
+        self._secret, self._timeout_s = secret, timeout_s
+        self._described: dict[tuple[str, int, str], Mapping[str, Any]] = {}
+
+    def verify(self, arrival: Arrival) -> Comparison:
+        """Fetch and compare. Whatever does not come is unverified, with the reason."""
+        start = time.monotonic()
+        proofs: dict[int, PeerProof] = {}
+        reasons = []
+        if arrival.ticket is None:
+            reasons.append("the request came without rayk_proof in its kv_transfer_params")
+        else:
+            for rank, peer in enumerate(arrival.ticket.ranks):
+                try:
+                    proofs[rank] = self._fetch(peer, arrival.ticket.request_id, start + self._timeout_s)
+                except TransferError as error:
+                    reasons.append(str(error))
+        comparison = compare(arrival, self._views, self._description, proofs)
+        comparison.why = "; ".join([*reasons, comparison.why] if comparison.why else reasons)
+        if comparison.wrong:
+            self._classify(arrival, comparison, proofs)
+        comparison.digest_s, comparison.fetch_s = arrival.digest_s, time.monotonic() - start
+        return comparison
+
+    def _fetch(self, peer: tuple[str, int, str], request_id: str, deadline: float) -> PeerProof:
+        proof = PeerProof(*fetch_digests(peer, request_id, self._secret, deadline, self._described.get(peer)))
+        self._described[peer] = proof.description
+        return proof
+
+    def _classify(self, arrival: Arrival, comparison: Comparison, proofs: Mapping[int, PeerProof]) -> None:
+        """Name what is wrong by the rows of both sides, where they are kept; else the digests' words stay."""
+        if arrival.rows is None or arrival.ticket is None:
+            return
+        first = comparison.wrong[0]
+        view = next(v for v in self._views if (v.group.index, v.layer) == (first.group, first.layer))
+        deadline = time.monotonic() + self._timeout_s
+        fetched: dict[int, tuple[int, Rows]] = {}
+        try:
+            for rank, proof in proofs.items():
+                peer, part = arrival.ticket.ranks[rank], view.group.spec.part
+                rows = fetch_rows(peer, arrival.ticket.request_id, view.layer, part, self._secret, deadline)
+                fetched[rank] = proof.num_tokens, rows
+        except TransferError as error:
+            LOGGER.info("KV proof: %s is not classified: %s", arrival.request_id, error)
+            return
+        comparison.mismatch = classify(arrival, self._views, comparison, fetched) or comparison.mismatch
+
+
+class Counts:
+    """What was found since `take` was last called. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._proofs: Counter[str] = Counter()
+        self._words: Counter[str] = Counter()
+        self._wrong: Counter[tuple[int, str, int]] = Counter()
+        self._first: Counter[tuple[int, str, int, int, str]] = Counter()
+        self._digest_s: list[float] = []
+        self._fetch_s: list[float] = []
+
+    def count(self, comparison: Comparison, views: CanonicalViews) -> None:
+        """Count one rank's comparison of a request."""
+        fields = {(v.group.index, v.layer): v.names for v in views}
+        with self._lock:
+            self._proofs[comparison.status] += 1
+            self._words["equal"] += comparison.num_equal
+            self._words["mismatch"] += len(comparison.wrong)
+            self._words["unverified"] += comparison.num_unverified
+            for word in comparison.wrong:
+                name = fields[word.group, word.layer][word.field_index]
+                self._wrong[word.layer, name, word.unit] += 1
+            if comparison.mismatch is not None:
+                m = comparison.mismatch
+                key = (m.layer, m.field, m.head, m.token, m.classification)
+                self._first[key if len(self._first) < MAX_FIRST else (-1, "", -1, -1, "more")] += 1
+            self._digest_s.append(comparison.digest_s)
+            self._fetch_s.append(comparison.fetch_s)
+
+    def skip(self) -> None:
+        """Count a request that was not sampled."""
+        with self._lock:
+            self._proofs["skipped"] += 1
+
+    def made(self, digest_s: float) -> None:
+        """Count P's digest of a request."""
+        with self._lock:
+            self._proofs["made"] += 1
+            self._digest_s.append(digest_s)
+
+    def take(self) -> dict[str, Any] | None:
+        """What was counted, as lists of plain rows, and begin anew; None where nothing was."""
+        with self._lock:
+            if not self._proofs:
+                return None
+            taken = {
+                "proofs": [[k, n] for k, n in self._proofs.items()],
+                "words": [[k, n] for k, n in self._words.items() if n],
+                "wrong": [[*k, n] for k, n in self._wrong.items()],
+                "first": [[*k, n] for k, n in self._first.items()],
+                "digest_s": self._digest_s,
+                "fetch_s": self._fetch_s,
+            }
+            self._clear()
+            return taken
+
+
+class Verifier:
+    """Verifies arrivals one after another in a thread, so that no step of an engine waits for the net."""
+
+    def __init__(
+        self, verify: Callable[[Arrival], Comparison], counts: Counts, views: CanonicalViews
+    ) -> None:
+        self._verify, self._counts, self._views = verify, counts, views
+        self._waiting: queue.Queue[Arrival | None] = queue.Queue(MAX_WAITING)
+        self._lock = threading.Lock()
+        self._results: OrderedDict[str, Comparison] = OrderedDict()
+        self._ended: list[str] = []
+        self._thread = threading.Thread(target=self._run, name="rayk-verifier", daemon=True)
+        self._thread.start()
+
+    def submit(self, arrival: Arrival) -> None:
+        """Have an arrival verified: `take_ended` names it some day."""
+        try:
+            self._waiting.put_nowait(arrival)
+        except queue.Full:
+            self._end(arrival, Comparison("unverified", f"{MAX_WAITING} others wait to be verified"))
+
+    def take_ended(self) -> list[str]:
+        """Requests whose verification has ended since this was last called."""
+        with self._lock:
+            ended, self._ended = self._ended, []
+            return ended
+
+    def result(self, request_id: str) -> Comparison | None:
+        """What was found of a request, if its verification has ended."""
+        with self._lock:
+            return self._results.get(request_id)
+
+    def pop(self, request_id: str) -> Comparison | None:
+        """What was found of a request, which is forgotten."""
+        with self._lock:
+            return self._results.pop(request_id, None)
+
+    def clear(self) -> None:
+        """Forget what was found."""
+        with self._lock:
+            self._results.clear()
+
+    def close(self) -> None:
+        """End the thread when it is done with what it does."""
+        try:
+            self._waiting.put_nowait(None)
+        except queue.Full:
+            return  # It is a daemon.
+
+    def _run(self) -> None:
+        while (arrival := self._waiting.get()) is not None:
+            try:
+                comparison = self._verify(arrival)
+            except Exception as error:  # noqa: BLE001 - a bug here must neither pass for a proof nor end the thread
+                comparison = Comparison("unverified", str(bug(f"the proof of {arrival.request_id}", error)))
+            self._end(arrival, comparison)
+
+    def _end(self, arrival: Arrival, comparison: Comparison) -> None:
+        if comparison.mismatch is not None:
+            LOGGER.error("KV proof: %s (%d words)", comparison.mismatch, len(comparison.wrong))
+        elif comparison.status == "unverified":
+            LOGGER.warning("KV proof: %s is unverified: %s", arrival.request_id, comparison.why)
+        self._counts.count(comparison, self._views)
+        with self._lock:
+            self._results[arrival.request_id] = comparison
+            while len(self._results) > MAX_RESULTS:
+                self._results.popitem(last=False)
+            self._ended.append(arrival.request_id)

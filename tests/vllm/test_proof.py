@@ -1,0 +1,537 @@
+"""The proof on the way from P's workers to D's, over real sockets: what is equal is told so, what is wrong is
+named, and what does not come is never equal."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from rayk.types.errors import TransferError, UserError
+from rayk.vllm import proof_wire
+from rayk.vllm.proof import ProofRecord, ProofRecords, Ticket, is_sampled, read_ticket, serve_records
+from rayk.vllm.proof_compare import Arrival, Comparison
+from rayk.vllm.proof_verifier import Counts, Fetcher, Verifier
+from rayk.vllm.proof_wire import ProofServer, ask, read_secret
+from tests.each import each
+from tests.markers import thorough
+from tests.pd import HANG_S
+from tests.transfer.cluster import Engine, Shape, make_caches
+from tests.vllm.made_caches import MadeCaches
+
+SECRET = b"a secret that nobody would guess"
+TOKENS = 30
+HERE = "127.0.0.1"
+
+
+@dataclass
+class Sides:
+    """P's ranks, served, and D's."""
+
+    shape: Shape
+    producer: Engine
+    consumer: Engine
+    records: list[ProofRecords]
+    servers: list[ProofServer]
+    ticket: Ticket
+    caches: list[MadeCaches]
+    """D's, by rank."""
+    tables: list[list[int]]
+    """D's."""
+
+    def arrival(self, rank: int, *, num_tokens: int = TOKENS, first_row: int = 0) -> Arrival:
+        caches = self.caches[rank]
+        what = self.tables, num_tokens, first_row
+        return Arrival("d", self.ticket, num_tokens, first_row, caches.digests(*what), caches.rows(*what))
+
+    def verify(
+        self, rank: int = 0, timeout_s: float = HANG_S, secret: bytes = SECRET, **changes
+    ) -> Comparison:
+        arrival = replace(self.arrival(rank), **changes)
+        caches = self.caches[rank]
+        return Fetcher(caches.description, caches.all_views, secret, timeout_s).verify(arrival)
+
+
+@contextmanager
+def sides(shape: Shape, *, keep_rows: bool = True, num_tokens: int = TOKENS) -> Iterator[Sides]:
+    """P holds a request, D has received it."""
+    producer, consumer = make_caches(shape, 0), make_caches(shape, 1)
+    values = shape.values(num_tokens)
+    tables = producer.tables(num_tokens)
+    producer.write(values, tables)
+    with ExitStack() as stack:
+        records, servers, ranks = [], [], []
+        for rank in range(shape.tp[0]):
+            caches = MadeCaches(producer, rank)
+            kept = ProofRecords()
+            rows = caches.rows(tables, num_tokens) if keep_rows else None
+            kept.put("p", ProofRecord(num_tokens, caches.digests(tables, num_tokens), rows))
+            server, life = serve_records(HERE, 0, SECRET, kept, caches.description)
+            stack.callback(server.close)
+            records.append(kept)
+            servers.append(server)
+            ranks.append((*server.address, life))
+        theirs = consumer.tables(num_tokens)
+        consumer.write(values, theirs)
+        caches = [MadeCaches(consumer, rank) for rank in range(shape.tp[1])]
+        yield Sides(shape, producer, consumer, records, servers, Ticket("p", tuple(ranks)), caches, theirs)
+
+
+HETERO = Shape(units=4, tp=(1, 2), block_sizes=(4, 8))
+SHAPES = {
+    "1-to-2": HETERO,
+    "2-to-1": Shape(units=4, tp=(2, 1), block_sizes=(8, 4), layouts=("BHLNC", "LBHNC")),
+    "replicas-4-to-1": Shape(units=2, tp=(4, 1)),
+    "replicas-1-to-4": Shape(units=2, tp=(1, 4), window=9),
+    "states-1-to-2": Shape(family="falcon_h1", tp=(1, 2)),
+    "states-2-to-1": Shape(family="bamba", tp=(2, 1)),
+}
+
+
+@each("name", list(SHAPES))
+def test_what_arrived_whole_is_equal_on_every_rank(name: str) -> None:
+    with sides(SHAPES[name]) as made:
+        for rank in range(made.shape.tp[1]):
+            found = made.verify(rank)
+            assert (found.status, found.why, found.wrong, found.num_unverified) == ("equal", "", [], 0)
+            assert found.num_equal > 0
+            assert found.num_bytes > 0
+
+
+def roll_heads(view) -> None:
+    view.copy_(view.roll(1, dims=1).clone())
+
+
+def shift_columns(page) -> None:
+    """Every channel of every head holds the one before it: [units, elements] of 3 taps a channel."""
+    page.copy_(page.reshape(-1, 3).roll(1, dims=0).reshape(page.shape))
+
+
+def test_each_planted_bug_is_named_and_its_neighbour_is_right() -> None:
+    with sides(Shape(units=4, tp=(2, 1))) as made:
+        caches, table = made.caches[0], made.tables[0]
+        before = [f.view.clone() for v in caches.all_views for f in v.fields]
+
+        def planted(layer: int, field: str, change) -> Comparison:
+            caches.change(layer, field, change)
+            found = made.verify()
+            for f, was in zip((f for v in caches.all_views for f in v.fields), before, strict=True):
+                f.view.copy_(was)
+            assert found.status == "mismatch", (field, found)
+            assert found.mismatch is not None
+            assert (found.mismatch.layer, found.mismatch.field) == (layer, field)
+            return found
+
+        found = planted(1, "k", roll_heads)
+        assert found.mismatch.classification == "head 0 holds head 3 of the producer"
+        assert (found.mismatch.head, found.mismatch.token) == (0, 0)
+
+        keys, values = caches.copy_of(2, "k"), caches.copy_of(2, "v")
+        caches.change(2, "v", lambda view: view.copy_(keys))
+        found = planted(2, "k", lambda view: view.copy_(values))
+        assert found.mismatch.classification == "K and V swapped"
+
+        found = planted(0, "v", lambda view: view[table[-1]].fill_(0))
+        assert found.mismatch.classification == "tail not written: tokens 28 to 29 hold only 0x00"
+        assert found.mismatch.token == 28
+
+        found = planted(1, "v", lambda view: view[table[3]].copy_(view[table[5]] + 1))
+        assert found.mismatch.classification.startswith("block 3 of the sequence missing")
+        assert (found.num_equal > 0, found.num_unverified) == (True, 0)
+        assert made.verify().status == "equal"
+
+
+def test_shifted_columns_of_a_state_are_named() -> None:
+    with sides(SHAPES["states-1-to-2"]) as made:
+        view = next(v for v in made.caches[1].all_views if v.group.spec.part == "state")
+        layer, block = view.layer, made.tables[view.group.index][-1]
+        made.caches[1].change(layer, "conv_x", lambda seen: shift_columns(seen[block, :, 0]))
+        found = made.verify(1)
+        assert made.verify(0).status == "equal"
+    assert found.mismatch is not None
+    assert (found.mismatch.layer, found.mismatch.field) == (layer, "conv_x")
+    assert found.mismatch.classification == "bytes shifted: byte b holds byte b-6"
+
+
+def test_without_rows_the_digests_name_the_row_group() -> None:
+    with sides(HETERO, keep_rows=False) as made:
+        made.caches[1].change(2, "k", roll_heads)
+        found = made.verify(1)
+    assert found.status == "mismatch"
+    assert found.mismatch is not None
+    assert "digests differ" in found.mismatch.classification
+    assert (found.mismatch.layer, found.mismatch.field, found.mismatch.head) == (2, "k", 2)
+
+
+def test_rows_that_were_here_before_are_not_counted() -> None:
+    with sides(HETERO) as made:
+        first_block = made.tables[0][0]
+        made.caches[0].change(0, "k", lambda view: view[first_block].fill_(1.5))
+        assert made.verify(0).status == "mismatch"
+        later = made.arrival(0, first_row=8)
+        caches = made.caches[0]
+        found = Fetcher(caches.description, caches.all_views, SECRET, HANG_S).verify(later)
+    assert (found.status, found.num_unverified) == ("equal", 0)
+
+
+@each("there, here", [(30, 28), (30, 27), (28, 30)])
+def test_unlike_numbers_of_tokens_leave_rows_unverified_but_those_that_both_have(
+    there: int, here: int
+) -> None:
+    with sides(HETERO, num_tokens=there) as made:
+        caches = made.caches[0]
+        what = made.tables, here, 0
+        arrival = Arrival("d", made.ticket, here, 0, caches.digests(*what), caches.rows(*what))
+        found = Fetcher(caches.description, caches.all_views, SECRET, HANG_S).verify(arrival)
+        # A cache of 3 layers, K and V, 2 heads: whole groups of 4 rows that both have are equal.
+        assert found.num_equal == 3 * 2 * 2 * (min(there, here) // 4)
+        assert (found.status, found.wrong) == ("equal" if here == 28 else "unverified", [])
+        caches.change(1, "v", roll_heads)
+        wrong = Arrival("d", made.ticket, here, 0, caches.digests(*what), caches.rows(*what))
+        found = Fetcher(caches.description, caches.all_views, SECRET, HANG_S).verify(wrong)
+    assert found.status == "mismatch"
+    assert found.mismatch is not None
+    assert (found.mismatch.layer, found.mismatch.field, found.mismatch.token) == (1, "v", 0)
+
+
+# What does not come is unverified
+
+
+def check_unverified(found: Comparison, reason: str) -> None:
+    assert found.status == "unverified", found
+    assert reason in found.why
+    assert (found.num_equal, found.wrong, found.mismatch) == (0, [], None)
+    assert found.num_unverified > 0
+
+
+def test_a_wrong_secret_is_refused_and_counted_on_both_sides() -> None:
+    with sides(SHAPES["1-to-2"]) as made:
+        check_unverified(made.verify(secret=b"another secret of enough letters"), "hung up")
+        server = made.servers[0]
+        wait_for(lambda: server.counts.refused == 1)
+        assert made.verify().status == "equal"
+        # A server that does not know the secret is not believed either.
+        liar = ProofServer(HERE, 0, b"another secret of enough letters", lambda request: b"\0" * 64)
+        with pytest.raises(TransferError, match="hung up"):
+            ask(liar.address, SECRET, [b"x"], time.monotonic() + HANG_S)
+        liar.close()
+
+
+def wait_for(condition) -> None:
+    until = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
+def test_what_was_recorded_on_one_connection_is_worth_nothing_on_another() -> None:
+    with sides(SHAPES["1-to-2"]) as made:
+        server = made.servers[0]
+        sent: list[bytes] = []
+        came: list[bytes] = []
+        with listener() as (address, accept):
+            relay = threading.Thread(target=relay_once, args=(accept, server.address, sent, came))
+            relay.start()
+            answer = ask(address, SECRET, [b"\x02" + bytes(8) + b"\x01\x00p"], time.monotonic() + HANG_S)
+            relay.join(HANG_S)
+        assert answer[0][0] == 0
+        # The client's words, to the true server.
+        with socket.create_connection(server.address, timeout=HANG_S) as replayed:
+            replayed.recv(40, socket.MSG_WAITALL)
+            replayed.sendall(b"".join(sent))
+            assert drain(replayed) == b""
+        wait_for(lambda: server.counts.refused == 1)
+        # The server's words, to a client.
+        with listener() as (address, accept):
+            replay = threading.Thread(target=say_and_hang_up, args=(accept, b"".join(came)))
+            replay.start()
+            with pytest.raises(TransferError, match="does not know the secret"):
+                ask(address, SECRET, [b"x"], time.monotonic() + HANG_S)
+            replay.join(HANG_S)
+
+
+def drain(connection: socket.socket) -> bytes:
+    """Everything until the peer hangs up."""
+    found = b""
+    try:
+        while part := connection.recv(1 << 16):
+            found += part
+    except ConnectionResetError:
+        pass
+    return found
+
+
+@contextmanager
+def listener():
+    """(address, accept) of a socket that somebody else plays."""
+    with socket.create_server((HERE, 0)) as made:
+        made.settimeout(HANG_S)
+
+        def accept() -> socket.socket:
+            connection, _ = made.accept()
+            connection.settimeout(HANG_S)
+            return connection
+
+        yield made.getsockname()[:2], accept
+
+
+def relay_once(accept, address, sent: list[bytes], came: list[bytes]) -> None:
+    """Pass one connection on, and remember what was said on it."""
+    with accept() as client, socket.create_connection(address, timeout=HANG_S) as server:
+
+        def forward() -> None:
+            while part := receive(client):
+                sent.append(part)
+                server.sendall(part)
+            server.shutdown(socket.SHUT_WR)
+
+        upward = threading.Thread(target=forward)
+        upward.start()
+        while part := receive(server):
+            came.append(part)
+            client.sendall(part)
+        upward.join(HANG_S)
+
+
+def receive(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(1 << 16)
+    except ConnectionResetError:
+        return b""
+
+
+def say_and_hang_up(accept, text: bytes) -> None:
+    with accept() as connection:
+        connection.sendall(text)
+        connection.shutdown(socket.SHUT_WR)
+        drain(connection)
+
+
+def with_peer(made: Sides, address) -> Ticket:
+    """The ticket, with another address of P's rank 0."""
+    host, port, life = made.ticket.ranks[0]
+    return Ticket("p", ((*address, life), *made.ticket.ranks[1:]))
+
+
+@each("greeting", [b"", b"RAYK-KV1", b"HTTP/1.1 400 Bad Request\r\n\r\n" + bytes(64), bytes(40)])
+def test_garbage_and_silence_are_no_proof(greeting: bytes) -> None:
+    with sides(HETERO) as made, listener() as (address, accept):
+        speaker = threading.Thread(target=say_and_hang_up, args=(accept, greeting))
+        speaker.start()
+        check_unverified(made.verify(ticket=with_peer(made, address)), f"{HERE}:{address[1]}")
+        speaker.join(HANG_S)
+
+
+@each("answer", [b"", b"\0", b"\0" * 24, b"\0" * 25, b"\1", b"\x63", bytes(range(200))])
+def test_answers_that_are_cut_or_of_another_life_are_no_proof(answer: bytes) -> None:
+    with sides(HETERO) as made:
+        liar = ProofServer(HERE, 0, SECRET, lambda request: answer)
+        check_unverified(made.verify(ticket=with_peer(made, liar.address)), f"{HERE}:{liar.address[1]}")
+        liar.close()
+
+
+def test_a_server_that_hangs_up_within_a_message_is_no_proof() -> None:
+    with sides(HETERO) as made, listener() as (address, accept):
+
+        def play() -> None:
+            with accept() as connection:
+                channel = proof_wire.accept_channel(connection, SECRET, time.monotonic() + HANG_S)
+                channel.receive(4096, time.monotonic() + HANG_S)
+                connection.sendall((1000).to_bytes(4, "little") + bytes(500))
+
+        player = threading.Thread(target=play)
+        player.start()
+        check_unverified(made.verify(ticket=with_peer(made, address)), "hung up")
+        player.join(HANG_S)
+
+
+def test_a_server_that_announces_too_much_is_not_waited_for() -> None:
+    with sides(HETERO) as made, listener() as (address, accept):
+
+        def play() -> None:
+            with accept() as connection:
+                channel = proof_wire.accept_channel(connection, SECRET, time.monotonic() + HANG_S)
+                channel.receive(4096, time.monotonic() + HANG_S)
+                connection.sendall(b"\xff" * 4)
+                drain(connection)
+
+        player = threading.Thread(target=play)
+        player.start()
+        check_unverified(made.verify(ticket=with_peer(made, address)), "4294967295 bytes")
+        player.join(HANG_S)
+
+
+def test_slow_and_dead_servers_are_given_up_at_the_deadline() -> None:
+    with sides(HETERO) as made, listener() as (address, _):
+        # It never accepts: the greeting never comes.
+        check_unverified(made.verify(ticket=with_peer(made, address), timeout_s=0.2), "no answer in time")
+        made.servers[0].close()
+        check_unverified(made.verify(), "refused")
+
+
+def test_one_of_two_ranks_that_is_dead_leaves_its_units_unverified() -> None:
+    with sides(SHAPES["2-to-1"]) as made:
+        made.servers[1].close()
+        found = made.verify()
+    assert found.status == "unverified"
+    assert found.num_equal == found.num_unverified > 0
+
+
+def test_a_replica_stands_in_for_one_that_is_dead() -> None:
+    with sides(SHAPES["replicas-4-to-1"]) as made:
+        made.servers[0].close()
+        assert made.verify().status == "equal"
+
+
+def test_a_digest_that_is_still_to_come_is_waited_for() -> None:
+    with sides(HETERO) as made:
+        record = made.records[0].pop("p")
+        assert record is not None
+        check_unverified(made.verify(timeout_s=0.2), HERE)
+        later = threading.Timer(0.05, made.records[0].put, ("p", record))
+        later.start()
+        assert made.verify().status == "equal"
+        later.join(HANG_S)
+
+
+def test_a_request_without_a_ticket_or_of_another_shape_is_unverified() -> None:
+    with sides(HETERO) as made:
+        check_unverified(made.verify(ticket=None), "without rayk_proof")
+        host, port, _ = made.ticket.ranks[0]
+        elder = Ticket("p", ((host, port, "0" * 32),))
+        check_unverified(made.verify(ticket=elder), "started anew")
+    with sides(Shape(units=4, num_layers=2)) as other, sides(HETERO) as made:
+        check_unverified(made.verify(ticket=other.ticket), "unlike caches")
+
+
+def test_a_client_that_talks_garbage_is_refused_and_others_are_served() -> None:
+    with sides(HETERO) as made:
+        server = made.servers[0]
+        for text in (bytes(64), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(64)):
+            with socket.create_connection(server.address, timeout=HANG_S) as connection:
+                assert len(connection.recv(40, socket.MSG_WAITALL)) == 40
+                connection.sendall(text)
+                assert drain(connection) == b""
+        wait_for(lambda: server.counts.refused == 2)
+        # Requests that nobody would send: answered as such.
+        for request in (b"", b"\x02", b"\x63" + bytes(10), b"\x01" + bytes(8) + b"\x02\x00\xff\xfe"):
+            answers = ask(server.address, SECRET, [request], time.monotonic() + HANG_S)
+            assert answers[0][0] != 0
+        assert made.verify().status == "equal"
+
+
+# What is kept, told and counted
+
+
+def test_records_are_bounded_by_number_and_bytes() -> None:
+    record = ProofRecord(1, np.zeros(8, dtype=np.int64))
+    kept = ProofRecords(max_records=2)
+    for name in "abc":
+        kept.put(name, record)
+    assert [kept.get(name) is not None for name in "abc"] == [False, True, True]
+    kept = ProofRecords(max_bytes=100)
+    for name in "ab":
+        kept.put(name, record)
+    assert [kept.get(name) is not None for name in "ab"] == [False, True]
+    kept.put("b", record)
+    assert kept.pop("b") is record
+    assert kept.get("b") is None
+
+
+@each(
+    "told",
+    [
+        None,
+        {},
+        {"rayk_proof": "x"},
+        {"rayk_proof": {"version": 2, "request": "r", "ranks": []}},
+        {"rayk_proof": {"version": 1, "request": 5, "ranks": []}},
+        {"rayk_proof": {"version": 1, "request": "r", "ranks": [["h", 70000, "l"]]}},
+        {"rayk_proof": {"version": 1, "request": "r", "ranks": [["h", True, "l"]]}},
+        {"rayk_proof": {"version": 1, "request": "r", "ranks": [["h", 1, "l"]] * 2000}},
+    ],
+)
+def test_tickets_that_cannot_be_read_are_none(told) -> None:
+    assert read_ticket(told) is None
+
+
+def test_a_ticket_survives_its_way_as_json() -> None:
+    ticket = Ticket("r", (("h", 1, "l"), ("h", 2, "m")))
+    assert read_ticket({"rayk_proof": ticket.to_params()}) == ticket
+
+
+def test_sampling_is_the_same_wherever_it_is_asked_for() -> None:
+    names = [f"request-{i}" for i in range(1000)]
+    some = {name for name in names if is_sampled(name, 0.2)}
+    assert 100 < len(some) < 300
+    assert some < {name for name in names if is_sampled(name, 0.5)}
+    assert all(is_sampled(name, 1.0) for name in names)
+    assert not any(is_sampled(name, 0.0) for name in names)
+
+
+def test_a_secret_must_be_given_once_and_not_be_guessed(tmp_path) -> None:
+    held = tmp_path / "secret"
+    held.write_text("from a file, of enough letters\n")
+    assert read_secret(secret_file=str(held)) == b"from a file, of enough letters"
+    for wrong in (
+        {},
+        {"secret": "short"},
+        {"secret": "x" * 20, "secret_file": "y"},
+        {"secret_file": "/no/file"},
+    ):
+        with pytest.raises(UserError, match="secret|No such file"):
+            read_secret(**wrong)
+
+
+def test_a_port_that_is_taken_is_told(tmp_path) -> None:
+    with sides(HETERO) as made, pytest.raises(UserError, match="another port"):
+        ProofServer(*made.servers[0].address, SECRET, lambda request: request)
+
+
+def test_the_verifier_counts_what_it_finds_and_outlives_its_bugs() -> None:
+    with sides(HETERO) as made:
+        caches, counts = made.caches[1], Counts()
+        right = made.arrival(1)
+        caches.change(2, "v", roll_heads)
+        wrong = replace(made.arrival(1), request_id="wrong")
+        fetcher = Fetcher(caches.description, caches.all_views, SECRET, HANG_S)
+
+        def verify(arrival: Arrival) -> Comparison:
+            if arrival.request_id == "bug":
+                raise KeyError("planted")
+            return fetcher.verify(arrival)
+
+        verifier = Verifier(verify, counts, caches.all_views)
+        for arrival in (right, replace(right, request_id="bug"), wrong):
+            verifier.submit(arrival)
+        wait_for(lambda: verifier.result("wrong") is not None)
+        assert sorted(verifier.take_ended()) == ["bug", "d", "wrong"]
+        assert verifier.pop("bug").why.startswith("a bug in the proof of bug")
+        verifier.close()
+    counts.skip()
+    taken = counts.take()
+    assert taken is not None
+    assert dict(taken["proofs"]) == {"equal": 1, "mismatch": 1, "unverified": 1, "skipped": 1}
+    # 3 layers, K and V, 2 heads, 8 row groups of 30 tokens; one head pair of one layer is wrong.
+    assert dict(taken["words"]) == {"equal": 2 * 96 - 16, "mismatch": 16}
+    assert sorted(taken["wrong"]) == [[2, "v", 2, 8], [2, "v", 3, 8]]
+    assert taken["first"] == [[2, "v", 2, 0, "head 2 holds head 3 of the producer", 1]]
+    assert counts.take() is None
+
+
+@thorough
+def test_more_connections_than_a_server_holds_are_turned_away() -> None:
+    with sides(HETERO) as made, ExitStack() as stack:
+        server = made.servers[0]
+        for _ in range(proof_wire.MAX_CONNECTIONS):
+            held = stack.enter_context(socket.create_connection(server.address, timeout=HANG_S))
+            assert len(held.recv(40, socket.MSG_WAITALL)) == 40
+        late = stack.enter_context(socket.create_connection(server.address, timeout=HANG_S))
+        assert drain(late) == b""
+        assert server.counts.turned_away == 1
