@@ -1,9 +1,10 @@
-"""Try a KV connector without an engine: `rayk conformance`."""
+"""Try a KV connector, or a store of KV, without an engine: `rayk conformance`."""
 
 from __future__ import annotations
 
 import datetime
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from rayk.cli.plain import print_table
 from rayk.types.errors import UserError
 
 if TYPE_CHECKING:
-    from rayk.conformance.catalog import Check
+    from rayk.conformance.catalog import Check, StoreCheck
     from rayk.conformance.host import ConnectorFacts
     from rayk.conformance.runner import CheckResult
     from rayk.reports.page import Page
@@ -34,7 +35,7 @@ CALL_SHARE = 0.5  # the share of a check's time that one call may take
 @guarded
 def conformance(
     connector: Annotated[
-        str, typer.Argument(metavar="MODULE:CLASS", help="The connector.", show_default=False)
+        str, typer.Argument(metavar="MODULE:CLASS", help="The connector or store.", show_default=False)
     ] = "",
     out: Annotated[
         Path | None, typer.Option(help="Folder of the results [default: runs/conformance-<class>-<time>].")
@@ -48,8 +49,12 @@ def conformance(
         bool, typer.Option("--every-layout", help="All 36 pairs of layouts instead of 12.")
     ] = False,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="For one check.")] = 60.0,
+    python: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The interpreter that the class runs in, e.g. of vLLM's own."),
+    ] = None,
 ) -> None:
-    """Try a KV connector between two engines, without an engine, a model or a GPU.
+    """Try a KV connector between two engines, or a store of KV, without an engine, a model or a GPU.
 
     Any class with the protocol of `rayk.transfer.Connector` is put through layouts, TP pairs, block sizes, KV
     groups, many requests, reused blocks and faults. Its ranks live in processes of their own (of one process
@@ -57,13 +62,18 @@ def conformance(
     watched, and a connector that hangs is killed. A failure says why: the wrong byte by layer, head, token, K
     or V, or who reported what too early, twice or never.
 
+    A class with the protocol of `rayk.conformance.store.Store` (`save` and `look_up`) is tried for identity:
+    it must find what was saved for an equal prompt, and nothing that was saved for other tokens, or for
+    another LoRA adapter, cache salt, model revision or image. A failure says whose page answered.
+
     What the class's own `supports(case)` refuses is listed as UNSUPPORTED and fails nothing. Modules are
     imported from the current folder and PYTHONPATH. Exit 0: no check failed; 1: some did; 2: the connector
     cannot be imported, or no check could be run.
     """
-    from rayk.conformance.catalog import all_checks, choose
+    from rayk.conformance.catalog import all_checks, choose, store_checks
 
-    checks = choose(all_checks(every_layout=every_layout), only or [])
+    every: list[Check | StoreCheck] = [*all_checks(every_layout=every_layout), *store_checks()]
+    checks = choose(every, only or [])
     if list_checks:
         print_table(stdout(), _list(checks))
         return
@@ -71,10 +81,14 @@ def conformance(
         raise UserError("no connector was named", "rayk conformance", "e.g. rayk.transfer:LocalConnector")
     if timeout < MIN_TIMEOUT_S:
         raise UserError(f"{timeout:g} s is too short for a check", "--timeout", f"{MIN_TIMEOUT_S:g} or more")
-    raise typer.Exit(_run(connector, checks, out, timeout))
+    if python is not None and not os.access(python, os.X_OK):
+        raise UserError(f"{python} is no program", "--python", "an interpreter, e.g. .venv-vllm/bin/python")
+    raise typer.Exit(_run(connector, checks, out, timeout, str(python or sys.executable)))
 
 
-def _run(connector: str, checks: Sequence[Check], out: Path | None, timeout: float) -> int:
+def _run(
+    connector: str, every: Sequence[Check | StoreCheck], out: Path | None, timeout: float, python: str
+) -> int:
     from rayk.conformance.rig import Settings
     from rayk.conformance.runner import UNSUPPORTED, Kit, failed
     from rayk.reports.environment import collect_environment
@@ -83,14 +97,14 @@ def _run(connector: str, checks: Sequence[Check], out: Path | None, timeout: flo
 
     settings = Settings(check_s=timeout, call_s=timeout * CALL_SHARE)
     console = stderr()
-    with interrupts(lambda: None), Kit(connector, path=[str(Path.cwd())], settings=settings) as kit:
-        facts = kit.facts
+    made = Kit(connector, path=[str(Path.cwd())], settings=settings, python=python)
+    with interrupts(lambda: None), made as kit:
+        facts, checks = kit.facts, kit.of_its_kind(every)
         now = datetime.datetime.now().astimezone()
         folder = out or Path("runs") / f"conformance-{facts.name}-{now:%Y%m%d-%H%M%S}"
         claim_folder(folder, TABLES)
         environment = collect_environment(command=sys.argv, connector=connector)
-        where = "ranks in processes of their own" if facts.is_cross_process else "ranks in one process"
-        console.print(f"{connector} ({facts.mode}, {where}): {len(checks)} checks", markup=False)
+        console.print(f"{connector} ({_kind(facts)}): {len(checks)} checks", markup=False)
         results = []
         for number, result in enumerate(kit.run_all(checks), 1):
             results.append(result)
@@ -104,7 +118,15 @@ def _run(connector: str, checks: Sequence[Check], out: Path | None, timeout: flo
     return int(bool(failed(results)))
 
 
-def _list(checks: Sequence[Check]) -> Table:
+def _kind(facts: ConnectorFacts) -> str:
+    if facts.is_store:
+        return "a store"
+    return f"{facts.mode}, ranks in " + (
+        "processes of their own" if facts.is_cross_process else "one process"
+    )
+
+
+def _list(checks: Sequence[Check | StoreCheck]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("check", no_wrap=True)
     table.add_column("proves that")
@@ -207,7 +229,7 @@ def _page(
         Section(
             title="Checks",
             note="UNSUPPORTED is what the connector itself says it cannot do; it fails nothing.",
-            columns=[*checks, *pair],
+            columns=checks if facts.is_store else [*checks, *pair],
             rows=rows["checks"],
         ),
         Section(
@@ -216,7 +238,9 @@ def _page(
             "process that is polled in turn: they compare, and measure nothing.",
             columns=requests,
             rows=rows["requests"],
-        ),
+        )
+        if not facts.is_store
+        else None,
         Section(title="Reproduce", text=f"rayk conformance {connector}"),
     ]
     return Page(
@@ -224,9 +248,15 @@ def _page(
         title=f"{facts.name}: {headline(results)}",
         chips=[("unmet" if bad else "met", f"{len(bad)} failed" if bad else "conforms")],
         stats=[
-            (facts.mode, "which half of a request comes first decides"),
-            ("many" if facts.is_cross_process else "one", "processes for its ranks"),
-            (str(len(rows["requests"])), "reports of requests"),
+            *(
+                []
+                if facts.is_store
+                else [
+                    (facts.mode, "which half of a request comes first decides"),
+                    ("many" if facts.is_cross_process else "one", "processes for its ranks"),
+                    (str(len(rows["requests"])), "reports of requests"),
+                ]
+            ),
             (f"{sum(result.wall_s for result in results):.0f} s", "in all"),
         ],
         sections=[section for section in sections if section is not None],

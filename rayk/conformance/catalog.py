@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import TypeVar
 
 from rayk.conformance.engines import EnginePair
+from rayk.conformance.store import StoreCase
 from rayk.kv.layout import LAYOUTS
 from rayk.transfer.connector import ConnectorCase
 from rayk.types.errors import UserError
@@ -29,6 +31,20 @@ class Check:
         return self.pair.case(self.fault)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoreCheck:
+    """A check of a store; see rayk.conformance.store."""
+
+    id: str
+    proves: str
+    case: StoreCase
+    scenario: str
+    """A key of store_scenarios.STORE_SCENARIOS, which is called with the case's fields."""
+
+
+AnyCheck = TypeVar("AnyCheck", Check, StoreCheck, Check | StoreCheck)
+
+
 def all_checks(*, every_layout: bool = False) -> tuple[Check, ...]:
     """Every check, simple ones first. `every_layout`: all 36 pairs of layouts instead of 12."""
     return (
@@ -42,15 +58,15 @@ def all_checks(*, every_layout: bool = False) -> tuple[Check, ...]:
     )
 
 
-def choose(checks: Sequence[Check], only: Sequence[str]) -> tuple[Check, ...]:
+def choose(checks: Sequence[AnyCheck], only: Sequence[str]) -> tuple[AnyCheck, ...]:
     """Checks whose id is one of `only`, or begins with one and a dot; all if `only` is empty. Raises
     UserError for a name that matches nothing."""
-    chosen: dict[str, Check] = {}
+    chosen: dict[str, AnyCheck] = {}
     for name in only:
         found = [c for c in checks if c.id == name or c.id.startswith(name.rstrip(".") + ".")]
         if not found:
-            ids = [c.id for c in checks]
-            close = get_close_matches(name, [*ids, *{i.split(".")[0] for i in ids}], 3)
+            ids: list[str] = [c.id for c in checks]
+            close = get_close_matches(name, [*ids, *sorted({i.split(".")[0] for i in ids})], 3)
             mend = f"did you mean {', '.join(close)}? " if close else ""
             raise UserError(f"no check is called {name}", "--only", f"{mend}`--list` names all")
         chosen.update((c.id, c) for c in found)
@@ -67,6 +83,11 @@ _FAULT_PAIRS = {
     "cancel_by_producer_in_the_middle": (MERGE, SPLIT),
 }
 """Pairs on which a fault is tried besides identical engines."""
+
+
+def store_checks() -> tuple[StoreCheck, ...]:
+    """Every check of a store: what must be found, then what must not."""
+    return (*_hits(), *_identity(), *_lives())
 
 
 def _requests() -> Iterator[Check]:
@@ -217,3 +238,79 @@ def _leaks() -> Iterator[Check]:
         pair=ALIKE,
         scenario="opened_again",
     )
+
+
+NAMES = {
+    "adapter": "adapter",
+    "adapter_path": "path of an adapter of the same name",
+    "adapter_revision": "weights of an adapter of the same name and path",
+    "salt": "cache salt",
+    "revision": "revision of the model",
+    "multimodal": "hash of an image with equal placeholders",
+}
+"""Of a key's fields, as people call them."""
+
+
+def _hits() -> Iterator[StoreCheck]:
+    yield StoreCheck(
+        id="hits.tokens",
+        proves="an equal prompt finds all that was saved, a longer one the part that it shares",
+        case=StoreCase(),
+        scenario="hits",
+    )
+    for field, name in NAMES.items():
+        yield StoreCheck(
+            id=f"hits.{field}",
+            proves=f"so does a prompt of an equal {name}",
+            case=StoreCase(fields=(field,)),
+            scenario="hits",
+        )
+
+
+def _identity() -> Iterator[StoreCheck]:
+    def check(name: str, proves: str, scenario: str, *fields: str) -> StoreCheck:
+        return StoreCheck(
+            id=f"identity.{name}", proves=proves, case=StoreCase(fields=fields), scenario=scenario
+        )
+
+    yield check("tokens", "a prompt that differs in one token shares no block from there on", "tokens")
+    for field, name in NAMES.items():
+        yield check(field, f"equal tokens share nothing if they are of another {name}", "apart", field)
+    images = "multimodal"
+    yield check("hashes_alike", "nor if the hashes differ in one digit alone", "hashes_alike", images)
+    yield check("places", "nor if equal images lie at other tokens, or in another order", "places", images)
+    yield check("later_items", "blocks before an image are all that may be shared", "later_items", images)
+    for field, name in NAMES.items():
+        proves = f"a prefix of equal tokens and another {name} is not gone on with"
+        yield check(f"prefixes.{field}", proves, "prefixes", field)
+    for one, other in (
+        ("adapter", "salt"),
+        ("adapter", "revision"),
+        ("salt", "revision"),
+        ("adapter", "multimodal"),
+        ("salt", "multimodal"),
+    ):
+        proves = f"{one} and {other} of equal text are not mixed up"
+        yield check(f"mixed.{one}-{other}", proves, "mixed", one, other)
+    for one, other in (("adapter", "salt"), ("adapter", "revision"), ("salt", "revision")):
+        proves = f"{one} and {other} that give the same text when joined are not mixed up"
+        yield check(f"joined.{one}-{other}", proves, "joined", one, other)
+    for field in ("adapter", "salt"):
+        proves = f"{field} and tokens that give the same text or bytes when joined are not mixed up"
+        yield check(f"joined.{field}-tokens", proves, "joined_tokens", field)
+
+
+def _lives() -> Iterator[StoreCheck]:
+    for name, scenario, proves in (
+        ("eviction", "eviction", "what was given up for others is not found, or as it was"),
+        ("threads", "threads", "prompts that are saved and looked up at once find their own"),
+        ("restart.tokens", "restart", "what was saved is found after a restart"),
+    ):
+        yield StoreCheck(id=f"lives.{name}", proves=proves, case=StoreCase(needs=scenario), scenario=scenario)
+    for field, name in NAMES.items():
+        yield StoreCheck(
+            id=f"lives.restart.{field}",
+            proves=f"not so with another {name}",
+            case=StoreCase(fields=(field,), needs="restart"),
+            scenario="restart",
+        )

@@ -1,4 +1,4 @@
-"""A process with ranks of a connector, called remotely and killed if it hangs.
+"""A process with ranks of a connector, or a store, called remotely and killed if it hangs.
 
 `pool` starts it. Answers are ("ok", value), ("raised", the connector's error), ("user", a UserError) or
 ("broken", an error of this file). Only this process imports the connector's class.
@@ -16,16 +16,21 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from rayk.conformance.engines import EnginePair
+from rayk.conformance.store import StoreCase, StoreKey
 from rayk.transfer.connector import Connector, ConnectorCase, Finished, KVRequest
 from rayk.types.errors import UserError
 
 METHODS = ("register", "describe", "connect", "send", "receive", "poll", "release", "close")
+STORE_METHODS = ("save", "look_up")
+"""A class that has these is a store."""
 _PR_SET_PDEATHSIG = 1
 RankName = tuple[int, int]
 """(side, tp_rank); side 0 is the producer."""
@@ -44,6 +49,10 @@ class ConnectorFacts:
     is_cross_process: bool
     moves_whole_blocks_only: bool
     summary: str
+    is_store: bool = False
+    """Whether it is a `rayk.conformance.store.Store`, for which the rest says nothing."""
+    is_persistent: bool = False
+    is_thread_safe: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,14 +80,17 @@ class Host:
     def __init__(self) -> None:
         self._make: Callable[[str], Connector] | None = None
         self._ranks: dict[RankName, _Rank] = {}
+        self._store: Any = None
 
     def load(self, target: str, path: Sequence[str]) -> ConnectorFacts:
         """Import MODULE:CLASS. Raises UserError."""
         sys.path[:0] = [p for p in path if p not in sys.path]
         made = load_class(target)
         self._make = made
-        # Import torch here, because the first call of a rank is timed.
-        import rayk.conformance.memory  # noqa: F401
+        is_store = all(callable(getattr(made, name, None)) for name in STORE_METHODS)
+        if not is_store:
+            # Import torch here, because the first call of a rank is timed.
+            import rayk.conformance.memory  # noqa: F401
 
         return ConnectorFacts(
             name=getattr(made, "__name__", target),
@@ -86,9 +98,12 @@ class Host:
             is_cross_process=bool(getattr(made, "is_cross_process", True)),
             moves_whole_blocks_only=bool(getattr(made, "moves_whole_blocks_only", False)),
             summary=(made.__doc__ or "").strip().partition("\n")[0],
+            is_store=is_store,
+            is_persistent=bool(getattr(made, "is_persistent", False)),
+            is_thread_safe=bool(getattr(made, "is_thread_safe", False)),
         )
 
-    def supports(self, case: ConnectorCase) -> str | None:
+    def supports(self, case: ConnectorCase | StoreCase) -> str | None:
         ask = getattr(self._make, "supports", None)
         return None if ask is None else _guarded(lambda: ask(case))
 
@@ -179,6 +194,24 @@ class Host:
 
     def forget(self) -> None:
         self._ranks.clear()
+        self._store = None
+
+    def open_store(self, folder: str) -> tuple[int, int | None]:
+        """Make the store; (tokens of a page, pages that it holds)."""
+        make = self._make
+        assert make is not None, "nothing is loaded"
+        self._store = _guarded(lambda: make(folder))
+        return self._store.block_tokens, self._store.max_blocks
+
+    def save_pages(self, saves: Sequence[tuple[StoreKey, Sequence[bytes]]], at_once: bool) -> None:
+        _each(lambda save: self._store.save(*save), saves, at_once)
+
+    def look_up(self, keys: Sequence[StoreKey], at_once: bool) -> list[list[bytes]]:
+        return [[bytes(page) for page in found] for found in _each(self._store.look_up, keys, at_once)]
+
+    def close_store(self) -> None:
+        _guarded(self._store.close)
+        self._store = None
 
     def resources(self) -> dict[str, int]:
         """Threads and file descriptors of the process."""
@@ -232,6 +265,20 @@ def load_class(target: str) -> Any:
     if not callable(found):
         raise UserError(f"{name} is a {type(found).__name__}, not a class", where, "the name of a class")
     return found
+
+
+def _each(call: Callable[[Any], Any], of: Sequence[Any], at_once: bool) -> list[Any]:
+    """Call the store's own code, one after the other or each in a thread, which all begin together."""
+    if not at_once:
+        return [_guarded(partial(call, one)) for one in of]
+    ready = threading.Barrier(len(of))
+
+    def run(one: Any) -> Any:
+        ready.wait()
+        return _guarded(partial(call, one))
+
+    with ThreadPoolExecutor(len(of)) as pool:
+        return list(pool.map(run, of))
 
 
 def _guarded(call: Callable[[], Any]) -> Any:

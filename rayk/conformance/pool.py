@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import IO, Any
 
 from rayk.conformance.host import Raised
@@ -30,17 +31,19 @@ class Died(Exception):
 
 
 class HostProcess:
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, python: str = sys.executable) -> None:
         ours, theirs = socket.socketpair()
         self._log: IO[bytes] = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed by `end`
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _MAIN, str(theirs.fileno())],
+                [python, "-c", _MAIN, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
-                env={"OMP_NUM_THREADS": "1", "UCX_WARN_UNUSED_ENV_VARS": "n"} | dict(os.environ),
+                env={"OMP_NUM_THREADS": "1", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+                | dict(os.environ)
+                | _path_of(python),
                 # A separate session, so that whatever the connector starts can be killed with it.
                 start_new_session=True,
             )
@@ -119,9 +122,11 @@ class HostProcess:
 class HostPool:
     """Processes that have imported the connector, kept from check to check."""
 
-    def __init__(self, target: str, path: Sequence[str] = ()) -> None:
+    def __init__(self, target: str, path: Sequence[str] = (), python: str = sys.executable) -> None:
+        """`python`: the interpreter of the processes, which may be of another environment."""
         self._target = target
         self._path = tuple(path)
+        self._python = python
         self._folder = tempfile.TemporaryDirectory(prefix="rayk-conformance-")
         self._hosts: list[HostProcess] = []
         self.facts: Any = None
@@ -139,7 +144,7 @@ class HostPool:
     def take(self, count: int) -> list[HostProcess]:
         """The first `count` processes, all alive. Raises UserError if the connector cannot be imported."""
         self._drop_dead()
-        new = [HostProcess(self._folder.name) for _ in range(count - len(self._hosts))]
+        new = [HostProcess(self._folder.name, self._python) for _ in range(count - len(self._hosts))]
         # From here on `close` ends them, even if one cannot import the connector.
         self._hosts += new
         until = time.monotonic() + STARTING_S
@@ -154,8 +159,32 @@ class HostPool:
             gone.end()
             self._hosts.remove(gone)
 
-    def close(self) -> None:
+    def new_folder(self) -> str:
+        """An empty folder that lasts as long as the pool."""
+        return tempfile.mkdtemp(dir=self._folder.name)
+
+    def forget(self) -> None:
+        """Have the first process forget its store, whatever became of it."""
+        for host in self._hosts[:1]:
+            if host.is_alive:
+                host.call("forget", timeout_s=STARTING_S)
+
+    def end_all(self) -> None:
+        """End every process; the next `take` starts new ones."""
         for host in self._hosts:
             host.end()
         self._hosts.clear()
+
+    def close(self) -> None:
+        self.end_all()
         self._folder.cleanup()
+
+
+def _path_of(python: str) -> dict[str, str]:
+    """Where another interpreter finds this rayk, unless rayk is installed among packages that are not its
+    own."""
+    root = Path(__file__).parents[2]
+    if python == sys.executable or root.name == "site-packages":
+        return {}
+    found = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(root), *([found] if found else [])])}

@@ -50,7 +50,7 @@ def only(*names: str) -> list[str]:
 
 @thorough
 def test_the_pages_connector_works(tmp_path):
-    (code,) = blocks((ROOT / "docs/connector-kit.md").read_text(encoding="utf-8"), "python")
+    code, _ = blocks((ROOT / "docs/connector-kit.md").read_text(encoding="utf-8"), "python")
     (tmp_path / "through_files.py").write_text(code, encoding="utf-8")
     chosen = only("requests", "layouts.LBHNC-LBHNC", "tp.2-2", "groups.full+sliding", "faults", "tp.1-2")
     done = rayk("through_files:ThroughFiles", "--out", "out", *chosen, cwd=tmp_path)
