@@ -7,7 +7,6 @@ import csv
 import json
 import multiprocessing
 import os
-import shlex
 import statistics
 import sys
 import time
@@ -22,6 +21,7 @@ from rayk.reports.html import write_page
 from rayk.reports.md_table import markdown_table
 from rayk.reports.page import Column, Plot, Section, text_rows
 from rayk.reports.page import Page as ReportPage
+from rayk.reports.rerun import bench_commands
 from rayk.reports.table_files import claim_folder, write_tables
 from rayk.types.errors import RaykError
 
@@ -93,7 +93,11 @@ class Page:
                 eyebrow="benchmark",
                 title=title,
                 chips=[("unmet", f"{len(self.wrong)} wrong") if wrong else ("met", "nothing wrong")],
-                sections=[*self._sections, *wrong],
+                sections=[
+                    *self._sections,
+                    *wrong,
+                    Section(title="Reproduce", text=bench_commands(self.environment)),
+                ],
                 environment=self.environment,
             )
             write_page(page, folder / "report.html")
@@ -139,8 +143,9 @@ def run(
         asked.out = Path("runs") / f"{path.stem.replace('_', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
     if asked.out is not None:
         claim_folder(asked.out, [there.stem for there in asked.out.glob("*.parquet")])
-    page = Page(collect_environment(command=list(words), load_at_start=os.getloadavg()[0]))
-    page.say(f"# {title}", "", f"    {command_line(str(path.relative_to(ROOT)), page.environment)}", "")
+    command = [str(path.relative_to(ROOT)), *words[1:]]
+    page = Page(collect_environment(command=command, load_at_start=os.getloadavg()[0]))
+    page.say(f"# {title}", "")
     try:
         missed = measure(asked, page) or []
     except RaykError:
@@ -150,6 +155,7 @@ def run(
         raise
     page.environment["load_at_end"] = os.getloadavg()[0]
     page.say("", "Environment:", "", *(f"- {line}" for line in machine(page.environment)))
+    page.say("", "Reproduce:", "", *(f"    {line}" for line in bench_commands(page.environment).splitlines()))
     if asked.out is not None:
         page.write(asked.out, path.stem, title)
         print(f"results: {asked.out}", file=sys.stderr)
@@ -255,16 +261,6 @@ def second_process(serve: Callable[[Connection], None]) -> Iterator[Connection]:
 
 
 # --- what ran it ----------------------------------------------------------------------------------
-
-
-def command_line(script: str, environment: Mapping[str, Any], without: Sequence[str] = ("--out",)) -> str:
-    """How to run it again. `without`: options, each with a value, that change nothing of what is measured."""
-    arguments = [str(a) for a in environment["command"][1:]]
-    for i in range(len(arguments) - 1, -1, -1):
-        name, equals, _ = arguments[i].partition("=")
-        if name in without:
-            del arguments[i : i + (1 if equals else 2)]
-    return shlex.join(["python", script, *arguments])
 
 
 def machine(environment: Mapping[str, Any]) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 
 from jobs.benchmarks import harness
 from jobs.benchmarks.harness import ending
+from rayk.reports.environment import git_commit
 from rayk.reports.page import Column
 from rayk.types.errors import UserError
 
@@ -73,7 +74,10 @@ def test_tables_and_figures_go_to_a_folder_that_has_none(tmp_path: Path) -> None
     assert (out / "cases.csv").read_text() == 'case,ms,every\na,1.25,"[1, 2]"\n'
     assert json.loads((out / "environment.json").read_text())["threads"] == 1
     page = (out / "report.html").read_text()
-    assert all(text in page for text in ("Made", "Medians.", '"id": "speed"'))
+    assert all(text in page for text in ("Made", "Medians.", '"id": "speed"', "<h2>Reproduce</h2>"))
+    commit = git_commit()
+    assert commit is None or f"git checkout {commit.removesuffix('+changes')}" in page
+    assert "python jobs/benchmarks/made.py" in page
     with pytest.raises(UserError, match="already holds a run's tables"):
         harness.run(fill, MADE, title="Made", argv=["--out", str(out)])
 
@@ -98,9 +102,10 @@ def test_a_page_is_printed_and_recorded_with_what_ran_it(
     lines = told.out.splitlines()
     assert (tmp_path / "made.md").read_text().splitlines() == lines
     assert lines[:2] == ["# Made", ""]
-    assert lines[2] == "    python jobs/benchmarks/made.py --rounds 3 --record"
-    assert lines[4:8] == ["| case | ms |", "| --- | ---: |", "| a | 1.5 |", "| b | 2 |"]
-    assert any("when it began" in line for line in lines[8:])
+    assert lines[2:6] == ["| case | ms |", "| --- | ---: |", "| a | 1.5 |", "| b | 2 |"]
+    assert any("when it began" in line for line in lines[6:])
+    assert "Reproduce:" in lines
+    assert lines[-1] == "    python jobs/benchmarks/made.py --rounds 3 --record"
     monkeypatch.setattr(sys, "argv", ["made.py", "--check"])
     assert harness.run(fill, MADE, title="Made", rounds=5, name="x", cases=cases) == 1
     assert len(list(tmp_path.iterdir())) == 1
@@ -112,7 +117,7 @@ def test_what_goes_to_a_folder_has_every_measurement(tmp_path: Path, monkeypatch
     assert harness.run(lambda _, page: page.data(("case", "ms"), measured), MADE, title="Made") == 0
     assert (tmp_path / "out" / "made.csv").read_text().splitlines() == ["case,ms", '"a, b",1.25', "c,2.0"]
     lines = (tmp_path / "out" / "made.md").read_text().splitlines()
-    assert lines[2] == "    python jobs/benchmarks/made.py", "where results go changes nothing of them"
+    assert lines[-1] == "    python jobs/benchmarks/made.py", "where results go changes nothing of them"
 
 
 def test_calls_take_turns_at_being_first_and_the_first_round_does_not_count() -> None:
