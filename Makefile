@@ -11,7 +11,7 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs dashboards
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment dashboards quantised hybrid groups chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-swap attack sweep ceiling test test-all test-slow test-generators test-gpu check kernels bench mutants vllm clean
+.PHONY: help venv experiment dashboards quantised hybrid groups chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-swap attack sweep ceiling test test-all test-slow test-generators test-gpu nightly check kernels bench mutants vllm clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from rayk.specs.experiment import EngineSettings, ExperimentSpec, OffloadSpec, SideSpec, TransferSpec
@@ -17,6 +19,7 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _INLINE = re.compile(r"`([^`\n]+)`")
 _FILE = re.compile(r"(?:rayk|tests|jobs|docs|dashboards)/[\w./-]+")
+_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 _SEPARATORS = {";", "|", "||", "&", "&&", "(", ")"}
 _SHELL = {".", "chmod", "export", "grep", "kill", "sleep", "umask"}
 
@@ -149,6 +152,24 @@ def check_files(root: Path = ROOT) -> list[str]:
             if importlib.util.find_spec(module) is None:
                 violations.append(f"{page.relative_to(root)}: no module {module}")
     return violations
+
+
+def check_tests(root: Path = ROOT) -> list[str]:
+    """Tests that pages name and that are not there."""
+    violations = []
+    for page in pages(root):
+        for name, test in _TEST.findall(page.read_text(encoding="utf-8")):
+            if test not in _tests_of(root / name):
+                violations.append(f"{page.relative_to(root)}: no test {name}::{test}")
+    return violations
+
+
+@cache
+def _tests_of(file: Path) -> frozenset[str]:
+    if not file.exists():
+        return frozenset()
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
 def _simple_commands(line: str) -> Iterator[tuple[str, ...]]:

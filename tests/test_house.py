@@ -28,6 +28,7 @@ RULES = [
     house.check_torch_free,
     pages.check_links,
     pages.check_files,
+    pages.check_tests,
     pages.check_commands,
     pages.check_keys,
 ]
@@ -102,6 +103,15 @@ def test_import_table_catches(plant: Plant, file: str, source: str, problem: str
     (violation,) = house.check_import_table(plant(**{file: source}))
     assert violation.startswith(file)
     assert problem in violation
+
+
+def test_a_page_names_tests_that_are_there(plant: Plant) -> None:
+    page = "`tests/a.py::test_b` `tests/a.py::test_c` `tests/b.py::test_b`"
+    root = plant(**{"README.md": page, "tests/a.py": "def test_b(): ..."})
+    assert pages.check_tests(root) == [
+        "README.md: no test tests/a.py::test_c",
+        "README.md: no test tests/b.py::test_b",
+    ]
 
 
 def test_import_table_allows(plant: Plant) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 
 from rayk.cli.main import app
 from rayk.specs import load_spec
-from tests import pages
+from tests import house, pages
 from tests.markers import thorough
 from tests.pages import ROOT, Command
 from tests.reports.synthetic import write_run
@@ -99,6 +100,33 @@ def test_a_command_that_is_not_there_is_found() -> None:
         "python jobs/benchmarks/conv_state.py --sing": "no option --sing",
     }.items():
         assert problem(Command("a page", tuple(words.split()))) == told
+
+
+def test_results_of_benchmarks_end_with_the_commands_that_make_them() -> None:
+    for page in sorted((ROOT / "jobs/benchmarks/results").glob("*.md")):
+        _, found, lines = page.read_text(encoding="utf-8").rpartition("\nReproduce:\n\n")
+        assert found, f"{page.name} does not say how to make it again"
+        for line in lines.splitlines():
+            assert line.startswith("    "), f"{page.name} does not end with its commands: {line}"
+            words = shlex.split(line)
+            if words[0] != "git":
+                assert problem(Command(page.name, tuple(words[words.index("python") :]))) is None, line
+
+
+def test_make_help_names_every_target() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    phony = next(re.finditer(r"^\.PHONY: (.*)$", makefile, re.MULTILINE))[1].split()
+    assert set(phony) == targets()
+    assert set(re.findall(r'@echo "make ([\w-]+) ', makefile)) == targets() - {"help", "venv"}
+
+
+def test_architecture_names_every_package_and_where_each_type_is() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(house.IMPORTS)
+    types = re.findall(r"`([A-Z]\w+)` \(`([\w/.]+)`\)", text)
+    assert len(types) >= 8
+    for name, file in types:
+        assert f"\nclass {name}" in (ROOT / file).read_text(encoding="utf-8"), f"{file} has no {name}"
 
 
 def test_specs_of_pages_are_specs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,11 @@ def test_reads_a_file_and_fills_in_defaults(tmp_path: Path) -> None:
 
 def test_the_name_defaults_to_the_files(tmp_path: Path) -> None:
     assert load_spec(write(tmp_path, GOOD.replace("name: t\n", ""))).spec.name == "e"
+
+
+def test_results_go_to_a_folder_of_that_name_and_the_time(tmp_path: Path) -> None:
+    folder = load_spec(write(tmp_path, GOOD)).default_folder()
+    assert re.fullmatch(r"runs/t-\d{8}-\d{6}", str(folder))
 
 
 @pytest.mark.parametrize(
