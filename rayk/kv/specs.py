@@ -6,7 +6,7 @@ No other file asks what kind of spec it has: it reads fields, live rows, and whe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import gcd
 from typing import Any, ClassVar, Protocol, cast
@@ -235,11 +235,17 @@ class _StateSpec:
         return PageField(name, units, 1, row_bytes, self.dtype, readers, name, what, unit, taps)
 
     def _state(
-        self, name: str, units: int, elements: int, readers: int, what: str, unit: str = "head"
+        self,
+        name: str,
+        units: int,
+        elements: int,
+        readers: int,
+        what: str,
+        unit: str = "head",
+        dtype: str = "float32",
     ) -> PageField:
-        """A float32 state of `elements` per unit."""
-        row_bytes = elements * ITEMSIZE["float32"]
-        return PageField(name, units, 1, row_bytes, "float32", readers, name, what, unit)
+        """A state of `elements` per unit."""
+        return PageField(name, units, 1, elements * ITEMSIZE[dtype], dtype, readers, name, what, unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +281,8 @@ class Mamba2Spec(_StateSpec):
     head_size: int
     num_groups: int
     state_size: int
+    state_dtype: str = field(default="float32", kw_only=True)
+    """Of the recurrent state. rayk's kernels keep float32; vLLM may keep the model's own."""
 
     kind: ClassVar[str] = "mamba2"
 
@@ -284,7 +292,7 @@ class Mamba2Spec(_StateSpec):
             self._conv("conv_x", heads, self.head_size, heads, what),
             self._conv("conv_b", self.num_groups, self.state_size, heads, what, "group"),
             self._conv("conv_c", self.num_groups, self.state_size, heads, what, "group"),
-            self._state("ssm", heads, self.head_size * self.state_size, heads, what),
+            self._state("ssm", heads, self.head_size * self.state_size, heads, what, dtype=self.state_dtype),
         )
 
 

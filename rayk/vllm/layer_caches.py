@@ -123,9 +123,9 @@ def _attention_spec(spec: Any, layer: Any, rank: Rank) -> FullAttentionSpec:
         )
     heads = rank.total_kv_heads, spec.head_size, spec.head_size_v
     common = (spec.block_size, *heads, _name(spec.dtype), layer.num_heads * rank.tp_size)
-    # The spec of a group that keeps all rows may name a window that but some of its layers have.
-    told = layer if type(spec).__name__ == "FullAttentionSpec" else spec
-    window, chunk = getattr(told, "sliding_window", None), getattr(told, "attention_chunk_size", None)
+    # The layer's own: a group that keeps all rows may be told a window that but some of its layers have.
+    window = getattr(layer, "sliding_window", None)
+    chunk = getattr(layer, "attention_chunk_size", None)
     if window is not None:
         return SlidingWindowSpec(*common, window=window)
     if chunk is not None:
@@ -170,12 +170,9 @@ def _mamba2_spec(spec: Any, layer: Any) -> Mamba2Spec:
         raise Unsupported(f"states of {spec.mamba_type.name}: rayk proves those of MAMBA2")
     if len(spec.shapes) != 2 or spec.num_speculative_blocks:
         raise Unsupported("rings of inputs or drafts beside the state: turn use_replayssm off")
-    if spec.dtypes[1] != torch.float32:
-        raise Unsupported(
-            f"a recurrent state of {_name(spec.dtypes[1])}: rayk proves float32; set mamba_ssm_cache_dtype"
-        )
+    conv_dtype, state_dtype = map(_name, spec.dtypes)
     sizes = layer.num_heads, layer.head_dim, layer.norm.n_groups, layer.ssm_state_size
-    return Mamba2Spec(spec.block_size, _name(spec.dtypes[0]), layer.conv_kernel_size, *sizes)
+    return Mamba2Spec(spec.block_size, conv_dtype, layer.conv_kernel_size, *sizes, state_dtype=state_dtype)
 
 
 def _reader(spec: Any) -> Callable[[Any, Any, Rank, BlockMaps], tuple[KVCacheSpec, Gather, str]]:

@@ -102,6 +102,7 @@ class Model:
     """Layer 0: full attention; 1: a window; 2: chunks; 3: full attention and a Mamba2 mixer."""
 
     dtype: torch.dtype = torch.float32
+    state_dtype: torch.dtype = torch.float32
     query_heads: int = 4
     kv_heads: int = 2
     size_k: int = 8
@@ -130,7 +131,7 @@ class Model:
         found[3, "conv_x"] = random(self.mamba_heads, self.mamba_head_size, taps)
         found[3, "conv_b"] = random(self.mamba_groups, self.state_size, taps)
         found[3, "conv_c"] = random(self.mamba_groups, self.state_size, taps)
-        found[3, "ssm"] = random(self.mamba_heads, self.mamba_head_size, self.state_size).float()
+        found[3, "ssm"] = random(self.mamba_heads, self.mamba_head_size, self.state_size).to(self.state_dtype)
         return found
 
 
@@ -176,10 +177,11 @@ class Worker:
                 impl=AttentionImpl(places),
                 attn_backend=SimpleNamespace(get_name=lambda: "CPU_ATTN"),
                 num_heads=queries,
-                sliding_window=None,
+                sliding_window=getattr(spec, "sliding_window", None),
+                attention_chunk_size=getattr(spec, "attention_chunk_size", None),
                 kv_cache=self._attention_cache(order, kernel_size),
             )
-            for name in specs
+            for name, spec in specs.items()
             if not name.endswith("mamba")
         }
         self.layers["model.layers.3.mamba"] = self._mixer(specs["model.layers.3.mamba"])
@@ -247,7 +249,7 @@ class Worker:
         return MambaSpec(
             block_size=4096,
             shapes=(shape if conv == "DS" else shape[::-1], state),
-            dtypes=(m.dtype, torch.float32),
+            dtypes=(m.dtype, m.state_dtype),
         )
 
     def _mixer(self, spec: MambaSpec) -> SimpleNamespace:
@@ -256,11 +258,11 @@ class Worker:
         sizes = [m.mamba_heads * m.mamba_head_size // self.tp_size, group_channels, group_channels]
         pages = torch.full((self.num_blocks, sum(math.prod(s) * 4 for s in spec.shapes)), 7, dtype=torch.int8)
         split = math.prod(spec.shapes[0]) * m.dtype.itemsize
-        end = split + math.prod(spec.shapes[1]) * 4
+        end = split + math.prod(spec.shapes[1]) * m.state_dtype.itemsize
         return SimpleNamespace(
             kv_cache=(
                 pages[:, :split].view(m.dtype).view(-1, *spec.shapes[0]),
-                pages[:, split:end].view(torch.float32).view(-1, *spec.shapes[1]),
+                pages[:, split:end].view(m.state_dtype).view(-1, *spec.shapes[1]),
             ),
             num_heads=m.mamba_heads,
             head_dim=m.mamba_head_size,

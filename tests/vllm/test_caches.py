@@ -56,7 +56,7 @@ def words_of(model: Model, tp_size: int, seed: int = 0, **way: Any) -> np.ndarra
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_same_kv_has_the_same_words_in_every_engine(dtype: torch.dtype, groups: int) -> None:
-    model = Model(dtype, mamba_groups=groups)
+    model = Model(dtype, state_dtype=dtype, mamba_groups=groups)
     expected = words_of(model, 1)
     for name, way in WAYS.items():
         for tp_size in (1, 2):
@@ -263,7 +263,7 @@ class NamedGdn:
         (lambda w: change_spec(w, kv_quant_mode=1), "set kv_cache_dtype to auto"),
         (lambda w: change_spec(w, num_kv_heads=1), "1 KV heads on a rank of 1, where the model has 2"),
         (lambda w: change_states(w, mamba_type=NamedGdn), "model.layers.3.mamba: states of GDN_ATTN"),
-        (lambda w: change_states(w, dtypes=(torch.bfloat16,) * 2), "set mamba_ssm_cache_dtype"),
+        (lambda w: change_states(w, num_speculative_blocks=1), "turn use_replayssm off"),
         (
             lambda w: setattr(
                 w.layers["model.layers.1.self_attn.attn"].attn_backend, "get_name", lambda: "FLEX"
