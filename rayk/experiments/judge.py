@@ -21,7 +21,7 @@ from rayk.experiments.logprobs import LogprobErrors, compare_logprobs, near_tie_
 from rayk.experiments.offloaded import offloaded
 from rayk.experiments.quantised import Tokens, Twins, compare_forced, follow, rounding_of
 from rayk.experiments.references import LayerKV, References
-from rayk.experiments.verdict import Findings, recovered, unrecovered, untraced
+from rayk.experiments.verdict import Findings, blamed, recovered, unrecovered, untraced
 from rayk.kv.groups import KVCacheGroup, measure_groups, measure_waste, waste_tokens
 from rayk.kv.request_memory import measure_request_memory
 from rayk.models.config import DecoderConfig
@@ -94,13 +94,17 @@ class CellJudge:
             counts.checks_done.append("kv_bytes")
         mismatches = [e for o in outcomes for e in o.errors if isinstance(e, KVMismatch)]
         verdict, reason = findings.judge()
+        if cell.vllm:
+            reason = blamed(verdict, reason, findings.items, mismatches, counts.checks_done)
         idle: list[FaultSpec] = []
         if verdict in ("PASS", "NEAR_TIE"):
             idle, notes = _of_faults(cell, outcomes)
             remarks = (*notes, reason, self._unseen(cell, prompts, counts, _handed_over(outcomes)))
             reason = "; ".join(remark for remark in remarks if remark)
         facts = outcomes[-1].facts
-        groups, tokens = _kv_groups(cell, self._config), waste_tokens(self._config.max_positions)
+        # What rayk knows of KV groups is of its own engines.
+        groups = {} if cell.vllm else _kv_groups(cell, self._config)
+        tokens = waste_tokens(self._config.max_positions)
         wastes = {side: measure_waste(of_side, tokens) for side, of_side in groups.items()}
         moves_kv = cell.decode is not None or cell.spec.offload.settings() is not None
         return CellRow(
@@ -108,6 +112,7 @@ class CellJudge:
             axes=cell.axes,
             verdict=verdict,
             reason=reason,
+            refused_by=("vllm" if cell.vllm else "rayk") if verdict == "UNSUPPORTED" else None,
             num_token_mismatches=counts.num_token_mismatches,
             first_divergence=counts.first_divergence,
             checks_done=list(dict.fromkeys(counts.checks_done)),
@@ -120,7 +125,7 @@ class CellJudge:
             decode_effective_kernel_block_sizes=facts.get("decode0", {}).get("kernel_block_sizes"),
             kv_waste={side: (waste.bytes, waste.percent) for side, waste in wastes.items()},
             kv_groups={side: [asdict(m) for m in measure_groups(g, tokens)] for side, g in groups.items()},
-            kv_held=_kv_held(cell, self._config, finished),
+            kv_held={} if cell.vllm else _kv_held(cell, self._config, finished),
             effective=_effective(facts),
             num_fast_prefill_layers=facts.get("prefill0", {}).get("num_fast_prefill_layers"),
             num_token_layers=_token_layers(outcomes, "prefill", cell.num_prefill_engines),
@@ -154,6 +159,8 @@ class CellJudge:
     def _unseen(self, cell: Cell, prompts: Prompts, counts: _Counts, handed_over: bool) -> str:
         """Say what a cell that passes did not look at. `handed_over`: whether it compared bytes of
         hand-overs."""
+        if cell.vllm and cell.decode is not None and not handed_over:
+            return "no KV of a hand-over was compared"
         if cell.decode is not None and not handed_over:
             return "no KV was handed over: every request ended with its first token"
         remarks = []

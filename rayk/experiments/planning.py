@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rayk.actors.environment import check_address, wanted_address
 from rayk.experiments.checkpoints import write_checkpoints
+from rayk.experiments.vllm_python import vllm_versions
 from rayk.models.config import DecoderConfig
 from rayk.models.families import load_config
 from rayk.models.headers import check_weights
@@ -20,6 +21,7 @@ from rayk.specs.checks import check_cells
 from rayk.specs.devices import check_device
 from rayk.specs.engines import check_cell_device
 from rayk.specs.host_tier import check_machine, check_pools
+from rayk.specs.vllm_engines import in_order
 
 PlannedCell = tuple[Cell, list[list[int]]]  # a cell with its prompts
 
@@ -37,12 +39,14 @@ class ExperimentPlan:
     cells: tuple[PlannedCell, ...]
     idle_rules: tuple[int, ...]
     """Indexes of the exclude rules that match no cell."""
+    vllm_versions: Mapping[str, str] = field(default_factory=dict)
+    """Interpreter of vLLM's environment -> its vLLM; empty where the engines run on another machine."""
 
     def on_device(self, device: str) -> ExperimentPlan:
         """The plan where `auto` is `device`. Raises SpecError where an engine cannot run on that."""
         cells = [(cell.on_device(device), prompts) for cell, prompts in self.cells]
         for cell, _ in cells:
-            if cell.unsupported is None:
+            if cell.unsupported is None and not cell.vllm:
                 check_cell_device(cell, self.loaded)
         return replace(self, cells=tuple(cells))
 
@@ -69,8 +73,9 @@ def plan_experiment(
         for cell, _ in cells:
             check_device(cell.spec.device, where=loaded.where("device"))
             check_machine(cell.spec.offload, loaded.where)
-            if cell.unsupported is None:
+            if cell.unsupported is None and not cell.vllm:
                 check_pools(cell.all_engines, configs[cell.spec.model], loaded.where("engine.num_blocks"))
+    versions = vllm_versions([cell for cell, _ in cells], loaded) if cluster is None else {}
     inputs, yaml = input_hashes(spec.models(), spec.prompt_files()), dump_spec(spec)
     check_directory(out, yaml, resume=resume, inputs=inputs, renew=renew_spec)
     if cluster is not None:
@@ -84,7 +89,13 @@ def plan_experiment(
         inputs=inputs,
         cells=tuple(cells),
         idle_rules=expansion.idle_rules,
+        vllm_versions=versions,
     )
+
+
+def in_running_order(cells: Sequence[PlannedCell]) -> list[PlannedCell]:
+    """Cells as they run: those that share engines of vLLM's follow each other."""
+    return [cells[index] for index in in_order([cell.vllm_engines for cell, _ in cells])]
 
 
 def _load_tokenizer(model: str) -> Any:

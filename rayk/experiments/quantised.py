@@ -55,6 +55,7 @@ def twin_of(cell: Cell) -> Cell | None:
         cell_id=f"{cell.cell_id}~aggregated",
         mode="aggregated",
         decode=None,
+        vllm=cell.vllm[:1],
         num_prefill_engines=1,
         num_decode_engines=0,
         faults=(),

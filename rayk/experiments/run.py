@@ -14,8 +14,9 @@ from typing import Any
 from rayk.actors.naming import JOB_NAME, cell_name, models_in_words, run_name
 from rayk.actors.token_file import TokenFile
 from rayk.experiments.judge import CellJudge
-from rayk.experiments.planning import ExperimentPlan, PlannedCell, plan_experiment
+from rayk.experiments.planning import ExperimentPlan, PlannedCell, in_running_order, plan_experiment
 from rayk.experiments.progress import MeteredProgress
+from rayk.experiments.vllm_python import untested
 from rayk.models.loader import note_unused
 from rayk.oracle.remake import changed_checkpoints, checkpoint_commands
 from rayk.reports import Result, ResultWriter, collect_environment, load
@@ -91,6 +92,9 @@ def run_experiment(
     for i in plan.idle_rules:
         where = plan.loaded.marks.where(("exclude", i))
         progress.warn(f"{where}: this exclude rule matches no cell: {spec.exclude[i]}")
+    if untested(plan.vllm_versions):
+        progress.warn(untested(plan.vllm_versions))
+    of_vllm = {"vllm": dict(plan.vllm_versions)} if plan.vllm_versions else {}
     environment = collect_environment(
         command=list(command or sys.argv),
         seeds=_seeds(spec),
@@ -99,10 +103,16 @@ def run_experiment(
         checkpoints=checkpoint_commands(spec.models()),
         changed_checkpoints=changed_checkpoints(spec.models()),
         ceiling=copy_ceiling(),
+        **of_vllm,
     )
     with _full_disk_raises(plan.out), locked(plan.out):
         writer = ResultWriter(
-            plan.out, spec_yaml=plan.yaml, environment=environment, resume=plan.resume, renew=renew_spec
+            plan.out,
+            spec_yaml=plan.yaml,
+            environment=environment,
+            resume=plan.resume,
+            renew=renew_spec,
+            order=[cell.cell_id for cell, _ in plan.cells] if any(c.vllm for c, _ in plan.cells) else (),
         )
         with closing(writer):
             progress.plan(len(plan.cells), len(writer.finished))
@@ -120,7 +130,8 @@ def run_experiment(
 
 
 def _unfinished(plan: ExperimentPlan, writer: ResultWriter) -> list[PlannedCell]:
-    return [(cell, prompts) for cell, prompts in plan.cells if cell.cell_id not in writer.finished]
+    left = [(cell, prompts) for cell, prompts in plan.cells if cell.cell_id not in writer.finished]
+    return in_running_order(left)
 
 
 @contextmanager
@@ -138,9 +149,14 @@ def _full_disk_raises(folder: Path) -> Iterator[None]:
 
 def _write_unsupported(cell: Cell, writer: ResultWriter, progress: Progress) -> None:
     reason = cell.unsupported or ""
-    writer.write_cell(
-        CellRow(cell_id=cell.cell_id, axes=cell.axes, verdict="UNSUPPORTED", reason=reason), [], []
+    row = CellRow(
+        cell_id=cell.cell_id,
+        axes=cell.axes,
+        verdict="UNSUPPORTED",
+        reason=reason,
+        refused_by=cell.refused_by,
     )
+    writer.write_cell(row, [], [])
     progress.end(cell.cell_id, "UNSUPPORTED", reason)
 
 

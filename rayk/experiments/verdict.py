@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from rayk.specs import Cell
 from rayk.specs.cells import expected_of, is_known, verdict_of_fault
 from rayk.specs.experiment import FaultSpec
-from rayk.types.errors import EngineDied, HandshakeMismatch, RaykError, TransferError
+from rayk.types.errors import EngineDied, HandshakeMismatch, KVMismatch, RaykError, TransferError
 from rayk.types.rows import RequestRow
 from rayk.types.verdicts import VERDICTS, verdict_of
 
@@ -39,6 +39,33 @@ class Findings:
         reasons = list(dict.fromkeys(reason for v, reason in self.items if v == verdict))
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
         return verdict, reasons[0] + more
+
+
+def blamed(
+    verdict: str,
+    reason: str,
+    items: Sequence[tuple[str, str]],
+    arrivals: Sequence[KVMismatch],
+    checks_done: Sequence[str],
+) -> str:
+    """Put before the reason of a wrong cell of somebody else's engines which part of them is wrong: what
+    computed the cache, what moved it, or what computed from it. `arrivals`: KV that differs from the
+    producer's, so other KV mismatches are the producer's own."""
+    if verdict not in ("KV_MISMATCH", "TOKEN_MISMATCH"):
+        return reason
+    on_arrival = {str(error) for error in arrivals}
+    parts = []
+    if any(v == "KV_MISMATCH" and text not in on_arrival for v, text in items):
+        parts.append("the producer's cache is wrong (kernel)")
+    if arrivals:
+        parts.append("bytes are wrong on arrival (transfer)")
+    if not parts:
+        right = {"kv_values": "the producer's cache is right", "kv_bytes": "bytes are right on arrival"}
+        seen = [text for check, text in right.items() if check in checks_done]
+        unseen = [check for check in right if check not in checks_done]
+        parts.append(", ".join([*seen, "tokens are wrong (consumer's kernel or what follows it)"]))
+        parts += [f"not checked: {', '.join(unseen)}"] if unseen else []
+    return f"{'; '.join(parts)}: {reason}"
 
 
 def _engines_of(error: RaykError) -> tuple[str, ...]:

@@ -69,6 +69,7 @@ def known_wrong_bytes(cells: pd.DataFrame) -> pd.DataFrame:
 COLUMNS = (
     Column("cell_id", "cell_id"),
     Column("verdict", "verdict", tone="tone"),
+    Column("refused by", "refused_by"),
     Column("requests", "num_requests", "d"),
     Column("wrong tokens", "num_token_mismatches", "d"),
     Column("KV bytes", "num_kv_bytes_checked", ",d"),
@@ -92,12 +93,15 @@ def has_fast_prefill(cells: pd.DataFrame) -> bool:
 
 
 def shown_columns(cells: pd.DataFrame) -> list[Column]:
-    """Drop the columns of fast prefill, prefix caches and cut kernel blocks where no cell has any."""
+    """Drop the columns of fast prefill, prefix caches, cut kernel blocks and refusals where no cell has
+    any."""
     untold: set[str] = set()
     if not has_fast_prefill(cells):
         untold |= {"num_token_layers", "num_fast_prefill_layers"}
     if not cells["min_cut_kernel_block_size"].notna().any():
         untold.add("min_cut_kernel_block_size")
+    if not cells["refused_by"].notna().any():
+        untold.add("refused_by")
     for column in ("num_cached_tokens", "held_bytes"):
         if not cells[column].fillna(0).gt(0).any():
             untold.add(column)
@@ -106,6 +110,7 @@ def shown_columns(cells: pd.DataFrame) -> list[Column]:
 
 # what a narrow terminal does without, in this order
 DROPPED_FIRST = (
+    "refused by",
     "KV waste %",
     "kernel block",
     "TPOT ms",

@@ -37,7 +37,9 @@ class ResultWriter:
         environment: Mapping[str, Any],
         resume: bool = False,
         renew: Callable[[str], str] = str,
+        order: Sequence[str] = (),
     ) -> None:
+        """Take the ids of all cells in `order`, that of the finished tables, where they run in another."""
         self.directory = Path(directory)
         inputs = environment.get("inputs")
         check_directory(self.directory, spec_yaml, resume=resume, inputs=inputs, renew=renew)
@@ -46,6 +48,7 @@ class ResultWriter:
         self.finished: dict[str, str] = {}  # cell id -> verdict of the cells on disk
         self._tables = {name: make_table([], fields) for name, fields in FIELDS.items()}
         self._new: list[FinishedCell] = []  # cells that `_tables` does not have
+        self._order = {cell_id: place for place, cell_id in enumerate(order)}
         self._pending = Pending(self.directory)
         self._sessions: list[dict[str, Any]] = []
         self.changed_facts: list[str] = []  # against the session before
@@ -80,11 +83,13 @@ class ResultWriter:
             self._pending.append(cell)
         self._journal.note("commit", cell_id=row.cell_id, verdict=row.verdict)
 
-    def write_tables(self) -> None:
-        """Write all tables, also empty ones, cells last."""
+    def write_tables(self, *, is_last: bool = False) -> None:
+        """Write all tables, also empty ones, cells last; in the end in the order of the cells."""
         for name, table in self._tables.items():
             rows = [row for cell in self._new for row in getattr(cell, name)]
             self._tables[name] = added(name, table, rows)
+            if is_last and self._order:
+                self._tables[name] = _sorted(self._tables[name], self._order)
         self._new.clear()
         for name in reversed(TABLES):
             self._write(name)
@@ -100,7 +105,7 @@ class ResultWriter:
         """Write the tables and report.html; returns the report's path."""
         from rayk.reports.report import write_html
 
-        self.write_tables()
+        self.write_tables(is_last=True)
         path = write_html(self.directory)
         self._journal.note("close", finished=len(self.finished))
         return path
@@ -159,6 +164,12 @@ class _Counts:
         name = cell["cell_id"]
         same = self._requests[name] == cell["num_requests"]
         return same and self._descriptors[name] == (cell["num_descriptors"] or 0)
+
+
+def _sorted(table: pa.Table, order: Mapping[str, int]) -> pa.Table:
+    """Put rows in the order of their cells; those of one cell keep theirs."""
+    places = [order.get(cell_id, -1) for cell_id in table["cell_id"].to_pylist()]
+    return table.take(pa.array(sorted(range(len(places)), key=places.__getitem__), pa.int64()))
 
 
 def _place(row: TransferRow, order: Mapping[str, int]) -> tuple[int, ...]:

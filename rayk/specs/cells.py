@@ -26,6 +26,7 @@ from rayk.sched.policy import PolicySettings
 from rayk.specs.devices import resolve_device
 from rayk.specs.experiment import Deadlines, ExperimentSpec, FaultSpec, SamplingSpec, SideSpec
 from rayk.specs.load import LIST_KEYS, apply_point
+from rayk.specs.vllm_engines import NO_HANDSHAKE, is_unheeded, vllm_engines
 from rayk.types.config import EngineConfig, EngineOptions, VllmEngineConfig
 from rayk.types.errors import LayoutVetoed, SpecError, Unsupported
 from rayk.types.fault_table import KINDS, OTHERS, POINTS, REQUEST_POINTS, Expected, Fault, expected
@@ -82,7 +83,7 @@ class Cell:
     num_prefill_engines: int
     num_decode_engines: int
     unsupported: str | None
-    """Why the model itself cannot run this way (verdict UNSUPPORTED), or None."""
+    """Why the model itself, or its kinds of engines, cannot run this way (verdict UNSUPPORTED), or None."""
     checks: tuple[str, ...]
     faults: tuple[FaultSpec, ...]
     expected_verdict: str
@@ -96,9 +97,16 @@ class Cell:
     spec: ExperimentSpec
     host_tokens: int = 0
     """Whose KV a host tier has room for that prompts are loaded from; 0: there is none."""
+    refused_by: str | None = None
+    """Who says that it is unsupported: model or rayk. What vLLM refuses is known when it has run."""
     vllm: tuple[VllmEngineConfig, ...] = ()
     """The engines where vLLM runs the cell: (engine,) if aggregated, (prefill, decode) if not; else ().
     What `prefill` and `decode` say of models and KV groups holds for them, too."""
+
+    @property
+    def is_rayks(self) -> bool:
+        """Whether every engine is rayk's own."""
+        return set(self.spec.kinds) == {"rayk"}
 
     @property
     def engines(self) -> tuple[EngineConfig, ...]:
@@ -110,7 +118,8 @@ class Cell:
         if self.spec.device != "auto" or self.prefill.device == device:
             return self
         decode = None if self.decode is None else replace(self.decode, device=device)
-        return replace(self, prefill=replace(self.prefill, device=device), decode=decode)
+        vllm = tuple(replace(engine, device=device) for engine in self.vllm)
+        return replace(self, prefill=replace(self.prefill, device=device), decode=decode, vllm=vllm)
 
     @property
     def all_engines(self) -> tuple[EngineConfig, ...]:
@@ -161,6 +170,14 @@ class Cell:
             seed=arrival.seed,
             stream=1 + repeat,
         )
+
+    @property
+    def vllm_engines(self) -> tuple[VllmEngineConfig, ...]:
+        """vLLM's engines that the cell needs, as many of each side as there are; none if it does not run."""
+        if self.unsupported or not self.vllm:
+            return ()
+        prefill, *decode = self.vllm
+        return (prefill,) * self.num_prefill_engines + tuple(decode) * self.num_decode_engines
 
     @property
     def num_workers(self) -> int:
@@ -225,9 +242,12 @@ def _check_model_names(spec: ExperimentSpec) -> None:
 
 
 def axis_names(spec: ExperimentSpec) -> tuple[str, ...]:
-    """The standard axes and those the spec adds, in order."""
-    added = (key for matrix in spec.matrix for key in matrix)
-    return tuple(dict.fromkeys((*STANDARD_AXES, *added)))
+    """The standard axes and those the spec adds, in order; whose engines they are where some are vLLM's."""
+    added = [key for matrix in spec.matrix for key in matrix]
+    kinds = [f"{side}.kind" for side in ("prefill", "decode") if getattr(spec, side).kind is not None]
+    if spec.engine.kind != "rayk" or kinds:
+        kinds.insert(0, "engine.kind")
+    return tuple(dict.fromkeys((*STANDARD_AXES, *kinds, *added)))
 
 
 def resolved_dtype(name: str, config: DecoderConfig) -> str:
@@ -259,6 +279,8 @@ def _matches(cell: Cell, rule: dict[str, Any]) -> bool:
 def _is_unheeded(name: str, spec: ExperimentSpec) -> bool:
     """Whether nothing in a cell of this spec depends on an axis."""
     section, _, leaf = name.partition(".")
+    if is_unheeded(name, spec.kinds):
+        return True
     if section == "arrival":
         return not spec.arrival.heeds(leaf)
     if section == "offload":
@@ -276,9 +298,11 @@ def _make_cell(spec: ExperimentSpec, names: tuple[str, ...], models: Models, dev
     config = decoder_of(models, spec)
     aggregated = spec.mode == "aggregated"
     axes = {name: None if _is_unheeded(name, spec) else _axis_value(spec, name) for name in names}
-    prefill = _engine(spec, spec.prefill, config, device)
-    decode = None if aggregated else _engine(spec, spec.decode, config, device)
+    prefill = _engine(spec, "prefill", config, device)
+    decode = None if aggregated else _engine(spec, "decode", config, device)
     checks = _checks(spec, config)
+    refused_by, unsupported = _refusal(spec, config, prefill, decode)
+    sides = {"prefill": prefill} | ({"decode": decode} if decode is not None else {})
     return Cell(
         cell_id=cell_id(axes),
         axes=axes,
@@ -287,7 +311,9 @@ def _make_cell(spec: ExperimentSpec, names: tuple[str, ...], models: Models, dev
         decode=decode,
         num_prefill_engines=spec.prefill.num_engines,
         num_decode_engines=0 if aggregated else spec.decode.num_engines,
-        unsupported=_why_unsupported(config, prefill, decode),
+        unsupported=unsupported,
+        refused_by=refused_by,
+        vllm=vllm_engines(spec, sides, config) if set(spec.kinds) == {"vllm"} else (),
         checks=checks,
         faults=tuple(spec.faults),
         expected_verdict=min(
@@ -306,7 +332,7 @@ def _make_cell(spec: ExperimentSpec, names: tuple[str, ...], models: Models, dev
 
 def _host_tokens(spec: ExperimentSpec, engine: EngineConfig, config: DecoderConfig) -> int:
     settings = spec.offload.settings()
-    if settings is None or settings.load == "never" or _why_unsupported(config, engine, None) is not None:
+    if settings is None or settings.load == "never" or _refusal(spec, config, engine, None)[1] is not None:
         return 0
     groups = engine_groups(engine, config)
     token_bytes = sum(page_bytes(g.spec) * len(g.layers) / g.spec.block_size for g in groups)
@@ -328,17 +354,21 @@ def _sampling(spec: SamplingSpec, checks: tuple[str, ...], *, fast_prefill: bool
     return SamplingParams(**values)
 
 
-def _engine(spec: ExperimentSpec, side: SideSpec, config: DecoderConfig, device: str | None) -> EngineConfig:
+def _engine(spec: ExperimentSpec, name: str, config: DecoderConfig, device: str | None) -> EngineConfig:
+    side = getattr(spec, name)
+    # vLLM's engines heed only some of what rayk's do.
+    is_vllms = spec.kind_of(name) == "vllm"
+    heeded = ("prefix_caching",) if is_vllms else [option.name for option in fields(EngineOptions)]
     return EngineConfig(
         model=absolute_model(spec.model),
         tp=side.tp,
         dtype=resolved_dtype(spec.dtype, config),
         device=resolve_device(spec.device, device),
-        layout=side.layout,
+        layout="auto" if is_vllms else side.layout,
         block_size=side.block_size,
         kv_dtype=side.kv_dtype or spec.kv_dtype,
         kv_scales=side.kv_scales or spec.kv_scales,
-        **{option.name: _engine_option(spec, side, option.name) for option in fields(EngineOptions)},
+        **{name: _engine_option(spec, side, name) for name in heeded},
     )
 
 
@@ -358,16 +388,24 @@ def absolute_model(model: str) -> str:
     return str(folder.resolve()) if folder.is_dir() else model
 
 
-def _why_unsupported(config: DecoderConfig, prefill: EngineConfig, decode: EngineConfig | None) -> str | None:
+def _refusal(
+    spec: ExperimentSpec, config: DecoderConfig, prefill: EngineConfig, decode: EngineConfig | None
+) -> tuple[str | None, str | None]:
+    """Who refuses a cell before it runs (model, rayk), and why; of vLLM's engines, vLLM is asked."""
+    kinds = spec.kinds if decode is not None else spec.kinds[:1]
+    if len(set(kinds)) > 1:
+        return "rayk", f"{NO_HANDSHAKE}: prefill is {kinds[0]}, decode is {kinds[1]}"
+    if kinds[0] == "vllm":
+        return None, None
     for side, engine in (("prefill", prefill), ("decode", decode)):
         if engine is None:
             continue
         why = why_tp_unsupported(config, engine.tp)
         if why:
-            return f"{side}: {why}" if decode else why
+            return "model", f"{side}: {why}" if decode else why
         why = why_no_groups((engine,), config)
         if why:
-            return f"{side}: {why}" if decode else why
+            return "rayk", f"{side}: {why}" if decode else why
         if engine.layout != "auto":
             groups = engine_groups(engine, config)
             settings = engine.kernel_block_size, dict(engine.kernel_block_sizes), group_chunks(groups, config)
@@ -375,8 +413,8 @@ def _why_unsupported(config: DecoderConfig, prefill: EngineConfig, decode: Engin
             try:
                 resolve_layout(engine.layout, [("specs", veto)])
             except LayoutVetoed as error:
-                return str(replace(error, engine=side if decode else ""))
-    return None
+                return "rayk", str(replace(error, engine=side if decode else ""))
+    return None, None
 
 
 def why_no_groups(engines: Iterable[EngineConfig], config: DecoderConfig) -> str | None:

@@ -14,6 +14,7 @@ from rayk.specs.faults import check_fault, check_fits_model
 from rayk.specs.host_tier import check_heeded
 from rayk.specs.load import LoadedSpec
 from rayk.specs.prompts import TokenizerLoader, check_token_ids, resolve_prompts
+from rayk.specs.vllm_checks import check_kinds, check_vllm_cell, check_vllm_prompts
 from rayk.types.bounds import MAX_REQUESTS, MAX_TOKENS
 from rayk.types.errors import CheckpointError, SpecError
 
@@ -39,6 +40,7 @@ def check_cells(
 ) -> list[tuple[Cell, list[list[int]]]]:
     """Cells of a spec with their prompts, once all is checked. Raises UserError."""
     check_heeded(cells, loaded)
+    check_kinds(cells, loaded)
     planned = []
     prompts_of: dict[tuple[str, str], list[list[int]]] = {}
     if tokenizer_loader is not None:
@@ -53,7 +55,10 @@ def check_cells(
         num_requests += len(prompts_of[key]) * cell.repeat
         _check_amounts(num_tokens, num_requests, loaded)
         check_cell(cell, config, loaded)
-        if why_no_groups(cell.engines, config) is None:
+        if cell.vllm:
+            check_vllm_prompts(cell, prompts_of[key], config, loaded)
+            _check_arrivals(cell, len(prompts_of[key]), loaded)
+        elif cell.is_rayks and why_no_groups(cell.engines, config) is None:
             check_fits_model(cell, config, loaded)
             check_cell_device(cell, loaded)
             check_prompts(cell, prompts_of[key], config, loaded)
@@ -76,6 +81,9 @@ def check_cell(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
     """Refuse what cannot be meant and what is not built yet. Raises SpecError."""
     if "tokens" in cell.checks:
         _check_greedy(cell, loaded)
+    if not cell.is_rayks:
+        check_vllm_cell(cell, loaded)
+        return
     _check_prompt_logprobs(cell, loaded)
     _check_staging(cell, loaded)
     _check_path(cell, loaded)

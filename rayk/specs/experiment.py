@@ -6,6 +6,7 @@ axis of the matrix, but for the few in `NOT_AXES`.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import fields
@@ -62,7 +63,35 @@ def _check_path(text: str) -> str:
     return text
 
 
+def _check_interpreter(text: str) -> str:
+    if not text.strip() or "\0" in text:
+        raise ValueError(f"{text!r} is no path of an interpreter")
+    return text
+
+
+def _check_connector(text: str) -> str:
+    """A class that vLLM registers, or one by its module."""
+    module, _, name = text.rpartition(":")
+    if not name.isidentifier() or (":" in text and not all(p.isidentifier() for p in module.split("."))):
+        raise ValueError(f"{text!r} is neither the name of a connector of vLLM's nor module:Class")
+    return text
+
+
+def _check_json(value: dict[str, Any]) -> dict[str, Any]:
+    """They travel to vLLM's process as JSON."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"what goes to vLLM must be JSON: {error}") from error
+    return value
+
+
 Layout = Annotated[str, _one_of("auto", *LAYOUTS)]
+VLLM_LAYOUTS = {"NHD": "LBNHC", "HND": "LBHNC"}
+"""vLLM's older names of layouts -> the six names, which vLLM shares with rayk."""
+EngineKind = Literal["rayk", "vllm"]
+Interpreter = Annotated[str, AfterValidator(_check_interpreter)]
+Connector = Annotated[str, AfterValidator(_check_connector)]
 Family = Annotated[str, _one_of(*FAMILIES)]
 Policy = Annotated[str, _one_of(*POLICIES)]
 Process = Annotated[str, _one_of(*PROCESSES)]
@@ -83,6 +112,7 @@ Shape = Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)]
 MAX_GIB = 1 << 20
 MAX_ITEMS = 1000
 """Of a list that is no axis."""
+JsonMapping = Annotated[dict[str, Any], Field(max_length=MAX_ITEMS), AfterValidator(_check_json)]
 MAX_CELLS = 10_000
 """Of a matrix, before what is excluded."""
 
@@ -233,9 +263,27 @@ def _option_fields(*, of_side: bool) -> dict[str, Any]:
     return found
 
 
+class _Engines(StrictModel):
+    """Whose engines they are, and what vLLM's need."""
+
+    kind: EngineKind = "rayk"
+    python: Interpreter = ".venv-vllm/bin/python"
+    """Interpreter of the environment with vLLM; `make vllm` makes the default one."""
+    vllm: JsonMapping = Field(default_factory=dict)
+    """vLLM's engine arguments by its own names (max_model_len), in place of what rayk makes of the spec."""
+    connector: Connector = "NixlConnector"
+    """vLLM's connector that hands KV over: a name that vLLM knows, or module:Class."""
+    connector_options: JsonMapping = Field(default_factory=dict)
+    """Its kv_connector_extra_config."""
+
+
 class _Side(StrictModel):
     """What a side's engines have that `engine` does not say."""
 
+    kind: EngineKind | None = None
+    python: Interpreter | None = None
+    vllm: JsonMapping | None = None
+    """Laid over `engine.vllm`."""
     tp: Engines = 1
     layout: Layout = "auto"
     block_size: PositiveInt = 16
@@ -248,7 +296,7 @@ class _Side(StrictModel):
 
 if TYPE_CHECKING:
 
-    class EngineSettings(StrictModel):
+    class EngineSettings(_Engines):
         """Settings both sides share: see types.config.EngineOptions."""
 
         def __getattr__(self, name: str) -> Any: ...
@@ -260,7 +308,7 @@ if TYPE_CHECKING:
 
 else:
     EngineSettings = create_model(
-        "EngineSettings", __base__=StrictModel, __module__=__name__, **_option_fields(of_side=False)
+        "EngineSettings", __base__=_Engines, __module__=__name__, **_option_fields(of_side=False)
     )
     SideSpec = create_model("SideSpec", __base__=_Side, __module__=__name__, **_option_fields(of_side=True))
 
@@ -434,6 +482,32 @@ class ExperimentSpec(StrictModel):
     faults: Annotated[list[FaultSpec], BeforeValidator(_as_list), Field(max_length=MAX_ITEMS)] = Field(
         default_factory=list
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _vllm_layouts(cls, data: Any) -> Any:
+        """vLLM's own names of layouts, of its engines."""
+        if not isinstance(data, dict):
+            return data
+        shared, renamed = data.get("engine"), {}
+        for side in ("prefill", "decode"):
+            given = data.get(side)
+            if not isinstance(given, dict) or not isinstance(given.get("layout"), str):
+                continue
+            kind = given.get("kind") or (shared.get("kind") if isinstance(shared, dict) else None)
+            if kind == "vllm" and given["layout"] in VLLM_LAYOUTS:
+                renamed[side] = given | {"layout": VLLM_LAYOUTS[given["layout"]]}
+        return data | renamed
+
+    def kind_of(self, side: str) -> str:
+        """Whose engines a side has: rayk or vllm."""
+        return str(getattr(self, side).kind or self.engine.kind)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of each side that a cell of this spec has."""
+        sides = ("prefill",) if self.mode == "aggregated" else ("prefill", "decode")
+        return tuple(map(self.kind_of, sides))
 
     def models(self) -> list[str]:
         """Every model that some cell runs, the first of them first."""

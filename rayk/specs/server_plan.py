@@ -25,6 +25,7 @@ from rayk.specs.experiment import dotted_keys
 from rayk.specs.host_tier import check_machine, check_pools
 from rayk.specs.load import load_spec
 from rayk.specs.serving import ServerSettings, model_card, settings_of
+from rayk.specs.vllm_engines import VLLM_ONLY
 from rayk.types.config import EngineConfig
 from rayk.types.errors import SpecError, Unsupported
 
@@ -336,7 +337,9 @@ def _side(tp: int | None, num_engines: int | None) -> dict[str, int]:
 
 def _check_overrides(overrides: Sequence[str]) -> None:
     """Refuse keys that mean nothing to a server. Raises SpecError."""
+    of_vllm = tuple(f".{name}" for name in ("kind", *VLLM_ONLY))
     valid = [key for key in dotted_keys() if key.split(".")[0] in SETTABLE and key != "offload.keep"]
+    valid = [key for key in valid if not key.endswith(of_vllm)]
     for text in overrides:
         key = text.partition("=")[0].strip()
         if key == "offload.keep":
@@ -344,6 +347,12 @@ def _check_overrides(overrides: Sequence[str]) -> None:
                 problem="a server has no cells: its host tier is there as long as it is",
                 where=f"--set {text}",
                 mend="leave it out",
+            )
+        if key.endswith(of_vllm) and key in dotted_keys():
+            raise SpecError(
+                problem="a server's engines are rayk's own",
+                where=f"--set {text}",
+                mend="`vllm serve` with the proving connector, or `rayk run` with engine.kind: vllm",
             )
         if "=" in text and key not in valid:
             # The right word in the wrong section comes before a like word.

@@ -128,6 +128,7 @@ class CellRow:
     axes: dict[str, object]  # every axis under its dotted name; None where it does not apply
     verdict: str
     reason: str = ""
+    refused_by: str | None = None  # of UNSUPPORTED: model, rayk or vllm
     # requests whose tokens differ from the reference's; None: not compared
     num_token_mismatches: int | None = None
     # (prompt index, token index) of the first output token that differs
