@@ -141,17 +141,8 @@ class AgentConnector(RankConnector):
         if request.request_id in self._received:
             raise ValueError(f"{request.request_id} is being received")
         tickets: list[TransferTicket] = [pickle.loads(peer) for peer in peers]  # noqa: S301 - our own
-        first = tickets[0]
-        ticket = TransferTicket(
-            request_id=request.request_id,
-            lease_id=first.lease_id,
-            engine=self._producer or "",
-            epoch=first.epoch,
-            num_tokens=first.num_tokens,
-            block_tables=first.block_tables,
-            generations=first.generations,
-            digests=np.concatenate([t.digests for t in tickets]),
-        )
+        digests = np.concatenate([t.digests for t in tickets])
+        ticket = replace(tickets[0], engine=self._producer or "", digests=digests)
         deadline = time.monotonic_ns() + int(request.deadline_s * NS_PER_S)
         self.rank.start(ticket, request.block_ids, deadline)
         self._received.add(request.request_id)

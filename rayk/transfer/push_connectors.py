@@ -14,23 +14,20 @@ deadline then is time for the last write to end in.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import pickle
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from rayk.transfer.connector import Finished, KVRequest, Mode
 from rayk.transfer.connectors import NS_PER_S, RankConnector
-from rayk.transfer.handshake import CacheDescription
-from rayk.transfer.push import Chunk, Push
-from rayk.transfer.push_link import ConsumerLink, make_consumer_link
-from rayk.transfer.push_messages import HelloMessage, StopMessage, StoppedMessage
-from rayk.transfer.reservation_state import StoppedTable
+from rayk.transfer.options import kept_layers
+from rayk.transfer.push import Chunk
+from rayk.transfer.push_messages import PUSH_AGENT
+from rayk.transfer.pusher import Pusher
 from rayk.transfer.ticket import Reservation
-from rayk.types.errors import TransferError
 
 WRITING_SHARE = 0.75
 """Of a request's deadline: so long its blocks may be written into."""
@@ -55,10 +52,11 @@ class _Sending:
     """A request that this producer rank pushes."""
 
     until_ns: int
-    pushes: list[tuple[Push, Chunk]] = field(default_factory=list)
-    """One per consumer rank that gets anything."""
-    layers: deque[int] = field(default_factory=deque)
-    """Not handed to the pushes yet."""
+    chunks: dict[str, Chunk]
+    """By reservation, one per consumer rank: of those that are not over."""
+    layers: deque[int]
+    """Not told to be computed yet."""
+    failure: str = ""
 
 
 class AgentPushConnector(RankConnector):
@@ -68,17 +66,13 @@ class AgentPushConnector(RankConnector):
         super().__init__(name)
         self._producer: str | None = None
         """Name of the engine that pushes here, where this is a consumer rank."""
-        self._consumers: ConsumerLink | None = None
-        """What is pushed to, where this is a producer rank."""
+        self._pusher: Pusher | None = None
+        """Of a producer rank. It takes its turns when the rank is polled."""
         self._ids = itertools.count()
         self._receiving: dict[str, _Receiving] = {}
         """By reservation."""
         self._sending: dict[str, _Sending] = {}
         """By request."""
-        self._draining: list[Push] = []
-        """Of requests that are reported, with writes in flight."""
-        self._over = StoppedTable()
-        """Reservations that no push may begin of (any more)."""
 
     def connect(self, producers: Sequence[bytes], consumers: Sequence[bytes]) -> None:
         """Raises HandshakeMismatch."""
@@ -86,17 +80,18 @@ class AgentPushConnector(RankConnector):
         if self.name in {c.agent_name for c in sides[1]}:
             self._producer = sides[0][0].engine
             return
-        self._consumers = self.link_to(*sides)
-        for rank in self._consumers.plans:
-            # The network is set up by a first message.
-            mine = self.rank.description.tp_rank
-            self.agent.notify(sides[1][rank].agent_name, HelloMessage(mine).encode())
-
-    def link_to(
-        self, producers: Sequence[CacheDescription], consumers: Sequence[CacheDescription]
-    ) -> ConsumerLink:
-        """What this producer rank pushes, in writes of a layer each."""
-        return make_consumer_link(self.agent, self.rank.description, producers, consumers, push_layers=1)
+        me = self.rank.description
+        self._pusher = Pusher(
+            self.make_agent(self.name + PUSH_AGENT),
+            self.caches.buffer,
+            me,
+            push_layers=1,
+            clock=lambda: time.monotonic_ns(),
+            has_thread=False,
+        )
+        for consumer in sides[1]:
+            # Each rank makes reservations of its own, as an engine of one rank would.
+            self._pusher.connect(sides[0], [replace(consumer, engine=consumer.agent_name)])
 
     # Consumer
 
@@ -153,71 +148,49 @@ class AgentPushConnector(RankConnector):
 
     def send(self, request: KVRequest, peers: Sequence[bytes] = ()) -> bytes:
         """Raises ValueError for reservations that are over."""
-        link = self._consumers
+        pusher = self._pusher
         if request.request_id in self._sending:
             raise ValueError(f"{request.request_id} is being sent")
-        if link is None:
+        if pusher is None:
             raise ValueError(f"{self.name} is connected to no consumer")
-        offers: list[tuple[Reservation, int]] = [pickle.loads(peer) for peer in peers]  # noqa: S301 - our own
-        by_name = {reservation.engine: (reservation, stop_ns) for reservation, stop_ns in offers}
         now = time.monotonic_ns()
-        sending = _Sending(now + int(request.deadline_s * NS_PER_S))
-        for rank, plan in link.plans.items():
-            reservation, stop_ns = by_name[link.consumers[rank].agent_name]
-            if reservation.reservation_id in self._over or now >= stop_ns:
+        until_ns = now + int(request.deadline_s * NS_PER_S)
+        chunks = {}
+        for peer in peers:
+            reservation, stop_ns = pickle.loads(peer)  # noqa: S301 - our own
+            if now >= stop_ns:
                 raise ValueError(f"the reservation of {request.request_id} is over")
-            push = Push(
-                reservation,
-                replace(link, plans={rank: plan}),
-                self.agent,
-                self.rank.description,
-                time.monotonic_ns,
-                min(sending.until_ns, stop_ns),
-                is_computed=lambda: not sending.layers,
-                layers_per_write=link.layers_per_write(0.0),
-            )
-            chunk = Chunk(
-                reservation=reservation,
+            hold_s = (min(until_ns, stop_ns) - now) / NS_PER_S
+            chunks[reservation.reservation_id] = Chunk(
+                reservation=replace(reservation, hold_s=hold_s),
                 attempt=_ATTEMPT,
                 start=0,
                 stop=request.num_tokens,
                 block_tables=request.block_ids,
             )
-            sending.pushes.append((push, chunk))
-        for push, _ in sending.pushes:
-            self._over.stop(push.reservation.reservation_id)
-        sending.layers.extend(range(len(link.layers)))
-        self._sending[request.request_id] = sending
+        layers = deque(range(len(kept_layers(self.caches.geometry))))
+        self._sending[request.request_id] = _Sending(until_ns, chunks, layers)
+        pusher.begin(list(chunks.values()))
+        pusher.turn()  # the time it may take runs from now on
         return b""
 
-    def _poll_sending(self, now: int) -> None:
+    def _poll_sending(self, pusher: Pusher, now: int) -> None:
+        for message in self.rank.stops():
+            pusher.stop(message)
+        for sending in self._sending.values():
+            if sending.layers:
+                pusher.computed(sending.layers.popleft(), list(sending.chunks.values()), lambda: None)
+        pusher.turn()
+        over = pusher.take_over()
         for request_id, sending in tuple(self._sending.items()):
-            layers = [sending.layers.popleft()] if sending.layers else []
-            for push, chunk in sending.pushes:
-                for layer in layers:
-                    push.computed(layer, chunk)
-                push.poll()
-            left = [push for push, _ in sending.pushes if not push.is_over]
-            if not left or now >= sending.until_ns:
+            for reservation_id in over.keys() & sending.chunks.keys():
+                del sending.chunks[reservation_id]
+                sending.failure = sending.failure or over[reservation_id]
+            if not sending.chunks or now >= sending.until_ns:
                 # What is still in flight is of no use to anybody: its request is told to have failed.
-                self._draining += left
+                late = "its writes did not end within the deadline" if sending.chunks else ""
                 del self._sending[request_id]
-                self.finish(request_id, next((p.failure for p, _ in sending.pushes if p.failure), ""))
-        for push in self._draining:
-            push.poll()
-        self._draining = [push for push in self._draining if not push.is_over]
-
-    def _stop(self, message: StopMessage) -> None:
-        """A consumer rank wants its blocks back."""
-        self._over.stop(message.reservation_id)
-        pushes = [*self._draining, *(push for s in self._sending.values() for push, _ in s.pushes)]
-        mine = [p for p in pushes if p.reservation.reservation_id == message.reservation_id and not p.is_over]
-        for push in mine:
-            push.fail("stopped by the consumer")  # which is told when nothing is in flight
-        if not mine:
-            with contextlib.suppress(TransferError):
-                answer = StoppedMessage(message.reservation_id, self.rank.description.tp_rank)
-                self.agent.notify(message.consumer, answer.encode())
+                self.finish(request_id, sending.failure or late)
 
     # Both
 
@@ -227,9 +200,8 @@ class AgentPushConnector(RankConnector):
         now = time.monotonic_ns()
         self.rank.poll(now)
         self.rank.reserved()  # at once, as nothing is converted
-        for message in self.rank.stops():
-            self._stop(message)
-        self._poll_sending(now)
+        if self._pusher is not None:
+            self._poll_sending(self._pusher, now)
         self._poll_receiving(now)
         return super().poll()
 
@@ -237,24 +209,25 @@ class AgentPushConnector(RankConnector):
         for reservation_id, receiving in self._receiving.items():
             if receiving.request_id == request_id:
                 self._take_back(reservation_id, "given up")
-        if request_id in self._sending:
-            for push, _ in self._sending[request_id].pushes:
-                push.fail("given up by the producer")
+        if self._pusher is not None and request_id in self._sending:
+            for reservation_id in self._sending[request_id].chunks:
+                self._pusher.end(reservation_id, "given up by the producer")
 
     def held(self) -> Mapping[str, int]:
-        """Registrations, requests, and pushes of reported requests whose writes have not ended."""
-        requests = len(self._sending) + len(self._receiving)
+        """Registrations, requests, and pushes whose writes have not ended."""
         return {
             "registrations": int(self._rank is not None),
-            "requests": requests,
-            "pushes": len(self._draining),
+            "requests": len(self._sending) + len(self._receiving),
+            "pushes": self._pusher.num_pushing if self._pusher is not None else 0,
         }
 
     def close(self) -> None:
+        if self._pusher is not None:
+            self._pusher.close()
+        self._pusher = None
         super().close()
         self._receiving.clear()
         self._sending.clear()
-        self._draining.clear()
 
 
 class LocalPushConnector(AgentPushConnector, transport="local"):

@@ -32,7 +32,8 @@ class PreparedWrites(PreparedReads):
 class ConsumerLink:
     """One consumer engine as one producer rank sees it."""
 
-    consumers: tuple[CacheDescription, ...]
+    consumers: dict[int, CacheDescription]
+    """By rank: of the whole engine, or of some of its ranks."""
     plans: dict[int, TransferPlan]
     """What goes to each consumer rank; ranks that get nothing are absent."""
     prepared: dict[int, PreparedWrites]
@@ -51,12 +52,12 @@ class ConsumerLink:
     @property
     def engine(self) -> str:
         """The consumer engine's name."""
-        return self.consumers[0].engine
+        return next(iter(self.consumers.values())).engine
 
     @property
     def epoch(self) -> int:
         """Its life."""
-        return self.consumers[0].epoch
+        return next(iter(self.consumers.values())).epoch
 
 
 def make_consumer_link(
@@ -71,13 +72,14 @@ def make_consumer_link(
 
     push_layers: layers per write; None: as the cost model says, for prompts that fill a few blocks.
     """
+    by_rank = {consumer.tp_rank: consumer for consumer in consumers}
     for consumer in consumers:
         agent.add_peer(consumer.agent_name, consumer.agent_metadata)
     plans = plan_pushes(me.geometry, [p.geometry for p in producers], [c.geometry for c in consumers])
     layers = kept_layers(me.geometry)
     late = {n for plan in plans.values() for n in plan.late_layers}
     prepared = {
-        rank: PreparedWrites(agent, me, consumers[rank], PREPARED_PER_READ * _num_lists(plan))
+        rank: PreparedWrites(agent, me, by_rank[rank], PREPARED_PER_READ * _num_lists(plan))
         for rank, plan in plans.items()
     }
 
@@ -88,7 +90,7 @@ def make_consumer_link(
         return push_layers or choose_layers(costs, me.geometry, plans, layer_ns)
 
     return ConsumerLink(
-        tuple(consumers),
+        by_rank,
         plans,
         prepared,
         layers,

@@ -112,8 +112,7 @@ class Pusher:
     def void(self, block_ids: Collection[int]) -> threading.Event:
         """End what is pushed from these blocks; set when nothing reads them any more."""
         self.check()
-        for reservation_id in self._worker.take_over():
-            self._guarded.pop(reservation_id, None)
+        self.take_over()
         wanted, is_free = set(block_ids), threading.Event()
         hit = [r for r, blocks in self._guarded.items() if not blocks.isdisjoint(wanted)]
         for reservation_id in hit:
@@ -123,6 +122,14 @@ class Pusher:
         else:
             is_free.set()
         return is_free
+
+    def take_over(self) -> dict[str, str]:
+        """Reservations that nothing of ours is read for any more -> why not all was written, if so; each
+        is told once, by this or to `void`."""
+        over = self._worker.take_over()
+        for reservation_id in over:
+            self._guarded.pop(reservation_id, None)
+        return over
 
     def check(self) -> None:
         """Raises what ended the thread: it ends the rank."""
@@ -217,7 +224,8 @@ class _Worker:
         self._clock = clock
         self._stopped = StoppedTable()
         self._voiding: list[tuple[list[str], threading.Event]] = []
-        self._over: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._over: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        """Reservations, and why not all was written."""
         self._computed: set[tuple[str, int]] = set()
         """(reservation, attempt) whose last layer was computed; of the engine's thread, which adds, and of
         this one, which looks and removes."""
@@ -231,12 +239,12 @@ class _Worker:
             if chunk.is_last and layer == self._last_layer:
                 self._computed.add((chunk.reservation.reservation_id, chunk.attempt))
 
-    def take_over(self) -> list[str]:
-        """Reservations that nothing of ours is read for any more, since the last call."""
-        over = []
+    def take_over(self) -> dict[str, str]:
+        over = {}
         with contextlib.suppress(queue.Empty):
             while True:
-                over.append(self._over.get_nowait())
+                reservation_id, why = self._over.get_nowait()
+                over[reservation_id] = why
         return over
 
     # The thread.
@@ -258,7 +266,7 @@ class _Worker:
         if old is not None:
             for push in [q for q in self.pushes.values() if q.link is old]:
                 push.fail(f"consumer engine {engine} is gone")
-            for consumer in old.consumers:
+            for consumer in old.consumers.values():
                 self._agent.remove_peer(consumer.agent_name)
         try:
             link = make_consumer_link(
@@ -271,18 +279,19 @@ class _Worker:
         self.links[engine] = link
         self._news_s = time.monotonic()
         for rank in link.plans:
-            self._agent.notify(consumers[rank].agent_name, HelloMessage(self._me.tp_rank).encode())
+            self._agent.notify(link.consumers[rank].agent_name, HelloMessage(self._me.tp_rank).encode())
 
     def begin(self, chunk: Chunk) -> None:
         reservation_id = chunk.reservation.reservation_id
         push = self.pushes.get(reservation_id)
         if push is None:
-            push = self._open(chunk)
-            if push is None:
+            opened = self._open(chunk)
+            if isinstance(opened, str):
                 # Nor will later chunks be pushed: nothing of ours is read for it.
                 self._stopped.stop(reservation_id)
-                self._over.put(reservation_id)
+                self._over.put((reservation_id, opened))
                 return
+            push = opened
         push.begin(chunk)
 
     def computed(self, layer: int, chunks: Sequence[Chunk], wait: Callable[[], None]) -> None:
@@ -324,17 +333,18 @@ class _Worker:
                 push.void()
         self._voiding.append((reservation_ids, is_free))
 
-    def _open(self, chunk: Chunk) -> Push | None:
+    def _open(self, chunk: Chunk) -> Push | str:
+        """A request's push, or why there will be none."""
         reservation = chunk.reservation
+        if reservation.reservation_id in self._stopped:
+            return "its reservation is over"
         link = self.links.get(reservation.engine)
-        is_connected = link is not None and link.epoch == reservation.epoch
-        if reservation.reservation_id in self._stopped or not is_connected:
-            return None
-        assert link is not None
-        wrong = wrong_reservation(reservation, link.consumers)
+        if link is None or link.epoch != reservation.epoch:
+            return f"consumer engine {reservation.engine} epoch {reservation.epoch} is not connected"
+        wrong = wrong_reservation(reservation, tuple(link.consumers.values()))
         if wrong is not None:
             self._turn_away(reservation.reservation_id, link, wrong)
-            return None
+            return wrong
         # The first chunk may be of a later attempt: preempted before anything was pushed.
         push = Push(
             reservation,
@@ -389,7 +399,7 @@ class _Worker:
             # Its consumers were told that nothing follows: chunks that are still to come are not pushed.
             self._stopped.stop(reservation_id)
             self._computed.difference_update([(reservation_id, n) for n in range(push.attempt + 1)])
-            self._over.put(reservation_id)
+            self._over.put((reservation_id, push.failure))
             self._news_s = time.monotonic()
         waiting = []
         for reservation_ids, is_free in self._voiding:

@@ -336,6 +336,14 @@ class PushTellsFirst(LocalPushConnector):
 class PushForgetsLayers(LocalPushConnector):
     """Counts its layers by their first group: those behind are not written."""
 
-    def link_to(self, producers, consumers):
-        link = super().link_to(producers, consumers)
-        return replace(link, layers=link.layers[: len(self.caches.geometry.groups[0].group.layers)])
+    def connect(self, producers, consumers):
+        super().connect(producers, consumers)
+        if self._pusher is None:
+            return
+        num_layers = len(self.caches.geometry.groups[0].group.layers)
+        worker = self._pusher._worker
+        worker.links = {
+            name: replace(link, layers=link.layers[:num_layers]) for name, link in worker.links.items()
+        }
+        computed = worker.computed
+        worker.computed = lambda layer, *rest: computed(layer, *rest) if layer < num_layers else None

@@ -252,7 +252,7 @@ def test_a_reservation_that_is_refused_leaves_nothing_behind():
     worker.begin(chunk)  # its engine is not connected
     worker.note_computed(worker._last_layer, [chunk])
     worker.computed(worker._last_layer, [chunk], lambda: None)
-    assert worker.take_over() == ["w"]
+    assert worker.take_over() == {"w": "consumer engine d epoch 0 is not connected"}
     assert not worker._computed
     assert not worker.pushes
 
