@@ -18,7 +18,6 @@ from rayk.types.fault_table import (
     RANK_KINDS,
     ROLES,
     Expected,
-    FailurePolicy,
     Fault,
     all_faults,
     table_text,
@@ -44,33 +43,23 @@ def fail(world: World, problems: list[str], again: World) -> None:
     raise AssertionError(f"{command} --policy {world.policy}\n{story(again.run())}\n" + "\n".join(problems))
 
 
-def run_all(faults: list[Fault], mode: str, seeds: range) -> Counter[bool]:
-    """How many worlds their fault struck, and how many it missed."""
-    struck: Counter[bool] = Counter()
+def run_all(faults: list[Fault], mode: str, seeds: range) -> None:
     for fault, policy in product(faults, FAILURE_POLICIES):
         # A fault that strikes a rank has two rows in the table, one per side: each gets its share of seeds.
         roles = (fault.role,) if fault.role is None else ROLES
         for seed in seeds[roles.index(fault.role) :: len(roles)]:
-            run_one(fault, mode, policy, seed, struck)
-    return struck
-
-
-def run_one(fault: Fault, mode: str, policy: FailurePolicy, seed: int, struck: Counter[bool]) -> None:
-    world, problems = simulate(seed, fault, mode, policy)
-    struck[world.struck] += 1
-    if problems:
-        fail(world, problems, World(seed, (fault,), mode=mode, policy=policy, tracing=True))
+            world, problems = simulate(seed, fault, mode, policy)
+            if problems:
+                fail(world, problems, World(seed, (fault,), mode=mode, policy=policy, tracing=True))
 
 
 @thorough
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block", range(8))
 def test_every_fault_leads_to_its_verdict(block: int, mode: str):
-    """In time, with every block given back on both sides, every stream whole and no wrong token in it."""
-    num_seeds = NUM_SEEDS // 8
-    struck = run_all(list(all_faults()), mode, range(block * num_seeds, (block + 1) * num_seeds))
-    # A world with one read or write has no second one to strike.
-    assert struck[True] > 0.9 * struck.total()
+    """It strikes; all ends in time, with every block given back on both sides, every stream whole and no
+    wrong token in it."""
+    run_all(list(all_faults())[block::8], mode, range(NUM_SEEDS))
 
 
 def test_the_table_is_whole():

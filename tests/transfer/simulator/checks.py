@@ -52,10 +52,12 @@ def _check_ledgers(world: World) -> list[str]:
 
 
 def _check_outcome(world: World, wanted: Expected) -> list[str]:
+    if not world.struck:
+        return ["its fault has not struck"]
     found = Expected(world.verdict(), world.is_recovered)
     # A write of an attempt that was begun again is void, whatever befell it.
     hits_writes = any(s.fault.point in ("post", "mid_transfer") for s in world.faults)
-    may_miss = not world.struck or (world.num_preempted > 0 and world.mode == "push" and hits_writes)
+    may_miss = world.num_preempted > 0 and world.mode == "push" and hits_writes
     if may_miss and found == Expected("PASS", is_recovered=False):
         return []
     if found.verdict != wanted.verdict:

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from rayk.handover.fault_injection import exchanged_blocks
 from rayk.sched.recovery import Cause, Failure, Migrate, Recompute, Recovery, attempt_id, cause_of
+from rayk.transfer.plan import plan_transfer
 from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.errors import (
     EngineDied,
@@ -85,6 +86,10 @@ class World(Clock):
             RequestState(i, 3 + int(draw() * 10), Recovery(policy, NUM_PRODUCERS)) for i in range(num)
         ]
         self._abort_at = int(draw() * 120) if abort else None
+        for pending in self.faults:
+            if pending.fault.point in ("post", "mid_transfer"):
+                # A world with one read or write has no second one to strike.
+                pending.nth = min(pending.nth, num * self._num_reads() - 1)
 
     # The world's end.
 
@@ -96,6 +101,14 @@ class World(Clock):
             self.at(self._abort_at, self._abort, self.requests[0])
         self.go()
         return self
+
+    def _num_reads(self) -> int:
+        """Reads, or writes, that a request takes at least."""
+        producers, consumers = (
+            [caches.geometry for caches in engine.memory.caches]
+            for engine in (self.producers[0], self.consumer)
+        )
+        return sum(len(plan_transfer(producers, consumer).reads) for consumer in consumers)
 
     @property
     def engines(self) -> list[Engine]:
