@@ -30,7 +30,7 @@ class Format(enum.StrEnum):
 
 def _axis_options() -> list[inspect.Parameter]:
     """Make `--prefill-X` and `--decode-X` for every axis that the spec's grammar gives a side."""
-    from rayk.specs.experiment import SideSpec
+    from rayk.specs.experiment import BLOCK_SIZE, SideSpec
 
     options = []
     for side in SIDES:
@@ -39,7 +39,13 @@ def _axis_options() -> list[inspect.Parameter]:
             is_number = "dict" not in annotation and re.search(r"\bint\b", annotation)
             kind = int if is_number else bool if "bool" in annotation else str
             default = field.get_default(call_default_factory=True)
-            default = "as for both" if default is None else default or "none"
+            default = (
+                BLOCK_SIZE
+                if name == "block_size"
+                else "as for both"
+                if default is None
+                else default or "none"
+            )
             form = " as KEY=VALUE,.." if "dict" in annotation else ""
             text = f"{side} engine's {name}{form} [default: {default}]"
             hint = Annotated[kind | None, typer.Option(help=text, show_default=False)]  # type: ignore[valid-type]

@@ -24,7 +24,7 @@ from rayk.sched.arrivals import due_times
 from rayk.sched.policies import heeds
 from rayk.sched.policy import PolicySettings
 from rayk.specs.devices import resolve_device
-from rayk.specs.experiment import Deadlines, ExperimentSpec, FaultSpec, SamplingSpec, SideSpec
+from rayk.specs.experiment import BLOCK_SIZE, Deadlines, ExperimentSpec, FaultSpec, SamplingSpec, SideSpec
 from rayk.specs.load import LIST_KEYS, apply_point
 from rayk.specs.vllm_engines import NO_HANDSHAKE, is_unheeded, vllm_engines
 from rayk.types.config import EngineConfig, EngineOptions, VllmEngineConfig
@@ -365,7 +365,7 @@ def _engine(spec: ExperimentSpec, name: str, config: DecoderConfig, device: str 
         dtype=resolved_dtype(spec.dtype, config),
         device=resolve_device(spec.device, device),
         layout="auto" if is_vllms else side.layout,
-        block_size=side.block_size,
+        block_size=side.block_size or BLOCK_SIZE,
         kv_dtype=side.kv_dtype or spec.kv_dtype,
         kv_scales=side.kv_scales or spec.kv_scales,
         **{name: _engine_option(spec, side, name) for name in heeded},
@@ -468,7 +468,10 @@ def _axis_value(spec: ExperimentSpec, name: str) -> Any:
     for part in name.split("."):
         value = getattr(value, part) if value is not None else None
     if value is None and name.startswith(("prefill.", "decode.")):
-        leaf = name.partition(".")[2]  # a side's own value is absent: the shared one holds
+        side, _, leaf = name.partition(".")
+        if leaf == "block_size":
+            return spec.block_size_of(side)
+        # A side's own value is absent: the shared one holds.
         shared: Any = spec if leaf in _OF_BOTH else spec.engine
         value = getattr(shared, leaf, None)
     if isinstance(value, list):

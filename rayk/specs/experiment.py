@@ -109,6 +109,8 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
 Cost = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Shape = Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)]
+BLOCK_SIZE = 16
+"""Of rayk's engines, where nobody says."""
 MAX_GIB = 1 << 20
 MAX_ITEMS = 1000
 """Of a list that is no axis."""
@@ -286,7 +288,8 @@ class _Side(StrictModel):
     """Laid over `engine.vllm`."""
     tp: Engines = 1
     layout: Layout = "auto"
-    block_size: PositiveInt = 16
+    block_size: PositiveInt | None = None
+    """None: BLOCK_SIZE, and vLLM's engines choose their own."""
     kv_dtype: KVDtype | None = None
     kv_scales: KVScales | None = None
     num_engines: Engines = 1
@@ -440,6 +443,10 @@ class FaultSpec(StrictModel):
         return self.role or ("decode" if at_decode else "prefill")
 
 
+def _kind(section: Any) -> Any:
+    return section.get("kind") if isinstance(section, dict) else None
+
+
 class ExperimentSpec(StrictModel):
     """A whole experiment file. `matrix` points are laid over the other keys, one cell each."""
 
@@ -485,23 +492,46 @@ class ExperimentSpec(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _vllm_layouts(cls, data: Any) -> Any:
-        """vLLM's own names of layouts, of its engines."""
+    def _by_kind(cls, data: Any) -> Any:
+        """Fill in what depends on whose engines a side has: vLLM has names of its own for layouts, and rayk a
+        default size of blocks."""
         if not isinstance(data, dict):
             return data
-        shared, renamed = data.get("engine"), {}
-        for side in ("prefill", "decode"):
-            given = data.get(side)
-            if not isinstance(given, dict) or not isinstance(given.get("layout"), str):
+        sides = {side: data.get(side, {}) for side in ("prefill", "decode")}
+        shared = _kind(data.get("engine"))
+        matrix = data.get("matrix")
+        points = [m for m in (matrix if isinstance(matrix, list) else [matrix]) if isinstance(m, dict)]
+        kinds = [v for m in points for key, v in m.items() if str(key).endswith(".kind")]
+        names_vllm = "vllm" in (shared, *map(_kind, sides.values())) or any(
+            "vllm" in _as_list(v) for v in kinds
+        )
+        for side, given in sides.items():
+            if not isinstance(given, dict):
                 continue
-            kind = given.get("kind") or (shared.get("kind") if isinstance(shared, dict) else None)
-            if kind == "vllm" and given["layout"] in VLLM_LAYOUTS:
-                renamed[side] = given | {"layout": VLLM_LAYOUTS[given["layout"]]}
-        return data | renamed
+            layout = given.get("layout")
+            if layout in ("NHD", "HND") and (_kind(given) or shared) == "vllm":
+                sides[side] = given | {"layout": VLLM_LAYOUTS[layout]}
+            elif given.get("block_size") is None and not names_vllm:
+                sides[side] = given | {"block_size": BLOCK_SIZE}
+        return data | sides
 
     def kind_of(self, side: str) -> str:
         """Whose engines a side has: rayk or vllm."""
         return str(getattr(self, side).kind or self.engine.kind)
+
+    def block_size_of(self, side: str) -> int | None:
+        """As given, or as a side's kind of engine has it."""
+        given: int | None = getattr(self, side).block_size
+        return BLOCK_SIZE if given is None and self.kind_of(side) == "rayk" else given
+
+    @property
+    def names_vllm(self) -> bool:
+        """Whether some engines of the matrix may be vLLM's."""
+        named = [self.engine.kind, self.prefill.kind, self.decode.kind]
+        named += [
+            v for m in self.matrix for key, values in m.items() if key.endswith(".kind") for v in values
+        ]
+        return "vllm" in named
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ def _engine(spec: ExperimentSpec, side: str, engine: EngineConfig, config: Decod
         device=engine.device,
         kv_dtype=engine.kv_dtype,
         layout=own.layout,
-        block_size=engine.block_size,
+        block_size=own.block_size,
         max_tokens=longest if type(longest) is int else MAX_MODEL_LEN,
         prefix_caching=engine.prefix_caching,
         connector=spec.engine.connector,

@@ -39,6 +39,8 @@ def test_both_kinds_in_one_matrix() -> None:
     for name in ("policy", "failure_policy", "transfer.staging"):
         assert of_vllm.axes[name] is None
     assert of_vllm.axes["transfer.mode"] == "pull"
+    assert (of_rayk.axes["decode.block_size"], of_vllm.axes["decode.block_size"]) == (16, None)
+    assert of_vllm.vllm[1].block_size is None  # vLLM chooses
     # An engine serves whatever role a cell has for it.
     assert found[2].vllm[0] == of_vllm.vllm[0] == of_vllm.vllm[1]
 
@@ -48,6 +50,7 @@ def test_a_spec_without_these_keys_has_the_same_axes_and_is_continued() -> None:
     assert set(cell.axes) == set(STANDARD_AXES)
     assert (cell.vllm, cell.refused_by) == ((), None)
     text = dump_spec(load_spec(spec()).spec)
+    assert text.count("block_size: 16\n") == 3  # of the sides and of the host tier
     older = "\n".join(
         line for line in text.splitlines() if not line.strip().startswith(("kind:", "connector"))
     )
