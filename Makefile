@@ -11,7 +11,7 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs dashboards
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment dashboards quantised hybrid groups chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-swap attack sweep ceiling test test-all test-slow test-generators test-gpu nightly check kernels bench mutants vllm clean
+.PHONY: help venv experiment dashboards quantised hybrid groups chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-swap attack sweep ceiling test test-all test-slow test-generators test-gpu nightly check kernels bench mutants vllm vllm-experiment vllm-nightly clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
@@ -40,6 +40,8 @@ help:
 	@echo "make bench       every script of jobs/benchmarks that has no target of its own"
 	@echo "make mutants     bugs planted one by one, each found by the test that is named for it; ARGS='--only TEXT'"
 	@echo "make vllm        vLLM's CPU build in an environment of its own (.venv-vllm, 3.7 GB), for cells of engine.kind: vllm"
+	@echo "make vllm-experiment  vLLM's own engines beside rayk's: jobs/vllm.yaml, 12 engines of vLLM to start"
+	@echo "make vllm-nightly     all pairs of them, for hours; run again, it goes on: jobs/vllm_nightly.yaml"
 	@echo "make clean       remove caches, tiny checkpoints and the virtual environments"
 
 venv: $(STAMP)
@@ -120,6 +122,13 @@ vllm: .venv-vllm/.installed
 	$$pip install --no-deps -c $< nixl; \
 	$$pip install --no-deps -e .; \
 	touch $@
+
+vllm-experiment: $(STAMP) .venv-vllm/.installed
+	$(BIN)/rayk run jobs/vllm.yaml $(ARGS)
+
+# Continued where it was left.
+vllm-nightly: $(STAMP) .venv-vllm/.installed
+	$(BIN)/rayk run jobs/vllm_nightly.yaml --out runs/vllm-nightly --resume $(ARGS)
 
 # An environment per tool: they pin what the other must not have. Byte code is compiled when it is used.
 .venv-%/.installed: constraints-generators.txt
