@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from rayk.reports import host_tier, memory, staging
+from rayk.reports import host_tier, memory, side_by_side, staging
 from rayk.reports.answers import answers
 from rayk.reports.files import parse_spec
 from rayk.reports.grids import verdict_grids
@@ -36,6 +36,12 @@ def run_page(result: Result) -> Page:
     parts = ["rayk experiment", str(name), _models(cells, spec), started]
     found = [
         Section(title="Verdicts", note=VERDICTS, hint=GRID_HINT, grids=verdict_grids(cells)),
+        Section(
+            title="vLLM and rayk",
+            note=SIDE_BY_SIDE,
+            columns=side_by_side.COLUMNS,
+            rows=side_by_side.side_by_side(result),
+        ),
         _pairs(result),
         _limits(result),
         Section(title="Requests, stage by stage", note=WATERFALL, waterfall=waterfall_data(result)),
@@ -83,6 +89,11 @@ PAIRS = (
     " last byte of a request, all ranks together (of a push: what was left of it when the prompt was "
     "computed); the median over requests, and below it its 95% interval. Descriptors and bytes are means "
     "per request; the rate is all bytes over all that time, in 10⁹ bytes per second."
+)
+SIDE_BY_SIDE = (
+    "Each cell of vLLM's engines, and the same cell of rayk's own: the same prompts, checks and bounds. "
+    "Descriptors are those posted for all requests, bytes what these moved; a transfer's time is the median "
+    "over requests, from the first post to the last byte."
 )
 WATERFALL = (
     "A bar per request of a cell from when it was due, named by repeat and number (0/3: the fourth of the"
