@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -239,6 +240,7 @@ def report(options: argparse.Namespace) -> Iterator[str]:
             cells = row.cells(ours, ceilings, options.torch_dtype.itemsize)
             yield "| " + " | ".join(cells) + " |"
         options.failed |= ours is None
+    yield f"\nReproduce:\n\n    {shlex.join(['python', 'jobs/benchmarks/attention_gpu.py', *options.words])}"
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -253,6 +255,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if not any(options.shapes in shape.name for shape in SHAPES):
         parser.error(f"--shapes: none of {', '.join(repr(shape.name) for shape in SHAPES)}")
+    options.words = sys.argv[1:] if arguments is None else arguments
     options.torch_dtype = getattr(torch, options.dtype)
     options.eager |= options.device == "cpu"
     options.failed = False

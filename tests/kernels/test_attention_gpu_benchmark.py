@@ -57,6 +57,8 @@ def test_dry_run_times_what_it_can_and_names_the_rest(
     assert benchmark.main(arguments) == 0
     printed = capsys.readouterr().out
     assert (tmp_path / "dry.md").read_text() == printed
+    command = "jobs/benchmarks/attention_gpu.py --device cpu --repeats 2 --shapes 'sinks window' --out dry"
+    assert printed.endswith(f"\nReproduce:\n\n    python {command}\n")
     rows = rows_of(printed)
     assert [row[1] for row in rows] == list(benchmark.PATHS) * 2
     for row in rows:
