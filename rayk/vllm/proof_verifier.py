@@ -160,7 +160,9 @@ class Verifier:
         try:
             self._waiting.put_nowait(arrival)
         except queue.Full:
-            self._end(arrival, Comparison("unverified", f"{MAX_WAITING} others wait to be verified"))
+            self.end(
+                arrival.request_id, Comparison("unverified", f"{MAX_WAITING} others wait to be verified")
+            )
 
     def take_ended(self) -> list[str]:
         """Requests whose verification has ended since this was last called."""
@@ -190,22 +192,30 @@ class Verifier:
         except queue.Full:
             return  # It is a daemon.
 
-    def _run(self) -> None:
-        while (arrival := self._waiting.get()) is not None:
-            try:
-                comparison = self._verify(arrival)
-            except Exception as error:  # noqa: BLE001 - a bug here must neither pass for a proof nor end the thread
-                comparison = Comparison("unverified", str(bug(f"the proof of {arrival.request_id}", error)))
-            self._end(arrival, comparison)
+    def run(self, arrival: Arrival) -> Comparison:
+        """Verify an arrival now."""
+        try:
+            comparison = self._verify(arrival)
+        except Exception as error:  # noqa: BLE001 - a bug here must neither pass for a proof nor end the thread
+            comparison = Comparison("unverified", str(bug(f"the proof of {arrival.request_id}", error)))
+        self.end(arrival.request_id, comparison)
+        return comparison
 
-    def _end(self, arrival: Arrival, comparison: Comparison) -> None:
-        if comparison.mismatch is not None:
-            LOGGER.error("KV proof: %s (%d words)", comparison.mismatch, len(comparison.wrong))
-        elif comparison.status == "unverified":
-            LOGGER.warning("KV proof: %s is unverified: %s", arrival.request_id, comparison.why)
-        self._counts.count(comparison, self._views)
+    def end(self, request_id: str, comparison: Comparison | None) -> None:
+        """A request's verification has ended; None: without a verdict, since it is not proven."""
+        if comparison is not None:
+            if comparison.mismatch is not None:
+                LOGGER.error("KV proof: %s (%d words)", comparison.mismatch, len(comparison.wrong))
+            elif comparison.status == "unverified":
+                LOGGER.warning("KV proof: %s is unverified: %s", request_id, comparison.why)
+            self._counts.count(comparison, self._views)
         with self._lock:
-            self._results[arrival.request_id] = comparison
+            if comparison is not None:
+                self._results[request_id] = comparison
             while len(self._results) > MAX_RESULTS:
                 self._results.popitem(last=False)
-            self._ended.append(arrival.request_id)
+            self._ended.append(request_id)
+
+    def _run(self) -> None:
+        while (arrival := self._waiting.get()) is not None:
+            self.run(arrival)

@@ -7,7 +7,7 @@ import sys
 
 from tests.house import ROOT
 
-NEED_VLLM = {"proving", "planted", "driver", "extension"}
+NEED_VLLM = {"proving", "proving_stats", "driver", "extension"}
 """Modules of rayk.vllm that are written against vLLM's classes."""
 
 SCRIPT = f"""

@@ -1,0 +1,352 @@
+"""The proving connector's two halves, without vLLM: what the scheduler notes of requests, what workers do
+with it.
+
+P: `SchedulerHalf.finished` notes the blocks of a prefill that is done; with the next step's metadata the note
+reaches each worker, which digests them before that step can write there. D: `allocated` notes the blocks into
+which a request will be loaded; when the inner connector says that it has arrived, the worker digests them
+before the model runs, and has them verified.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rayk.types.errors import KVMismatch
+from rayk.vllm.planted import PlantedAtScheduler, PlantedAtWorker
+from rayk.vllm.proof import (
+    Caches,
+    ProofRecord,
+    ProofRecords,
+    Ticket,
+    is_sampled,
+    read_ticket,
+    serve_records,
+)
+from rayk.vllm.proof_compare import Arrival, Comparison
+from rayk.vllm.proof_verifier import LOGGER, Counts, Fetcher, Verifier
+from rayk.vllm.proof_wire import ProofServer
+from rayk.vllm.settings import ProvingSettings
+
+Blocks = tuple[tuple[int, ...], ...]
+"""A request's block ids, by vLLM's KV cache group."""
+_SETTLE_S = 5.0
+"""Beyond the two waits of a verification: how long a finished request's verdict keeps the engine stepping."""
+
+
+@dataclass(frozen=True)
+class Produced:
+    """A prefill that is done."""
+
+    request_id: str
+    blocks: Blocks
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A request that is being loaded."""
+
+    request_id: str
+    ticket: Ticket | None
+    blocks: Blocks
+    num_tokens: int
+    first_row: int
+    is_async: bool
+    """Whether the inner connector tells when it has arrived; else it has when `start_load_kv` is over."""
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What one step tells the workers."""
+
+    produced: tuple[Produced, ...] = ()
+    expected: tuple[Expected, ...] = ()
+
+
+@dataclass
+class _Pending:
+    num_missing: int
+    """Workers whose verdict has not come."""
+    deadline: float | None = None
+    """When it is waited for no longer; None while the request runs."""
+
+
+def _blocks(block_ids: Sequence[Sequence[int]]) -> Blocks:
+    return tuple(tuple(int(i) for i in group) for group in block_ids)
+
+
+class SchedulerHalf:
+    """In the scheduler's process. `num_workers`: of this engine."""
+
+    def __init__(
+        self, settings: ProvingSettings, num_workers: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._settings, self._num_workers, self._clock = settings, num_workers, clock
+        self._servers: tuple[tuple[str, int, str], ...] = ()
+        self._matched: dict[str, tuple[int, bool]] = {}
+        """Request -> (tokens in D's own cache, whether the rest is loaded between steps)."""
+        self._produced: list[Produced] = []
+        self._expected: list[Expected] = []
+        self._pending: dict[str, _Pending] = {}
+        self._planted = PlantedAtScheduler(settings.planted)
+
+    def set_servers(self, by_rank: Mapping[int, tuple[str, int, str]]) -> None:
+        """Where the workers serve their proofs: rank -> (host, port, life)."""
+        self._servers = tuple(by_rank[rank] for rank in sorted(by_rank))
+
+    def matched(self, request_id: str, num_local: int, is_async: bool) -> None:
+        """The inner connector was asked what it can load beyond `num_local` tokens."""
+        self._matched[request_id] = num_local, is_async
+
+    def before_alloc(self, params: dict[str, Any] | None) -> None:
+        """The inner connector is about to be told of a request's blocks."""
+        self._planted.mislead(params)
+
+    def allocated(
+        self,
+        request_id: str,
+        params: Mapping[str, Any] | None,
+        block_ids: Sequence[Sequence[int]],
+        num_external: int,
+    ) -> None:
+        """Note the blocks that `num_external` tokens will be loaded into."""
+        num_local, is_async = self._matched.pop(request_id, (0, False))
+        if num_external <= 0:
+            return
+        ticket = read_ticket(params)
+        num_tokens = num_local + num_external
+        self._expected.append(
+            Expected(request_id, ticket, _blocks(block_ids), num_tokens, num_local, is_async)
+        )
+        self._pending[request_id] = _Pending(self._num_workers)
+
+    def finished(
+        self, request: Any, block_ids: Sequence[Sequence[int]], params: dict[str, Any] | None
+    ) -> dict[str, Any] | None:
+        """A request is done: note it where a proof was asked for, and add where that is to be had to what
+        the inner connector tells D."""
+        request_id = request.request_id
+        self._matched.pop(request_id, None)
+        pending = self._pending.get(request_id)
+        if pending is not None:
+            pending.deadline = self._clock() + 2 * self._settings.timeout_s + _SETTLE_S
+        asked = request.kv_transfer_params or {}
+        is_asked = asked.get("do_remote_decode") is True or asked.get("rayk_proof") is True
+        if not is_asked or not any(block_ids):
+            return params
+        if not is_sampled(request_id, self._settings.sampling_rate):
+            return {**(params or {}), "rayk_proof": Ticket(request_id, ()).to_params()}
+        computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        # A prompt's rows are what D loads; without D all that was computed may be looked into.
+        num_tokens = min(computed, request.num_prompt_tokens) if asked.get("do_remote_decode") else computed
+        self._produced.append(Produced(request_id, _blocks(block_ids), num_tokens))
+        return {**(params or {}), "rayk_proof": Ticket(request_id, self._servers).to_params()}
+
+    def take_notes(self) -> Notes:
+        """What the next step tells the workers."""
+        notes = Notes(tuple(self._produced), tuple(self._expected))
+        self._produced, self._expected = [], []
+        return notes
+
+    def verified(self, request_ids: Sequence[str]) -> None:
+        """Workers have come to a verdict, each naming its own."""
+        for request_id in request_ids:
+            pending = self._pending.get(request_id)
+            if pending is not None:
+                pending.num_missing -= 1
+                if pending.num_missing <= 0:
+                    del self._pending[request_id]
+
+    def has_pending(self) -> bool:
+        """Whether verdicts of finished requests are still to come: the engine must step on to hear them."""
+        now = self._clock()
+        ended = [r for r, p in self._pending.items() if p.deadline is not None]
+        for request_id in ended:
+            if (self._pending[request_id].deadline or now) < now:
+                del self._pending[request_id]
+        return any(request_id in self._pending for request_id in ended)
+
+
+@dataclass
+class Received:
+    """What a worker tells of the requests that the inner connector has brought."""
+
+    arrived: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    """Also in `arrived`."""
+
+
+class WorkerHalf:
+    """In one worker's process. `serves`: it may be P."""
+
+    def __init__(
+        self,
+        settings: ProvingSettings,
+        caches: Caches,
+        tp_rank: int,
+        num_groups: int,
+        *,
+        serves: bool,
+        planted: PlantedAtWorker | None = None,
+    ) -> None:
+        self._settings, self._caches, self._planted = settings, caches, planted
+        self.counts = Counts()
+        self.records = ProofRecords()
+        self._expected: dict[str, Expected] = {}
+        self._held: set[str] = set()
+        """Arrived, and not told so before they are verified."""
+        views = caches.views([()] * num_groups)
+        fetcher = Fetcher(caches.description, views, settings.secret, settings.timeout_s)
+        self._verifier = Verifier(fetcher.verify, self.counts, views)
+        self._server: ProofServer | None = None
+        self.served_at: tuple[str, int, str] | None = None
+        """(host, port, life) of this worker's proof server."""
+        if serves:
+            port = settings.port + tp_rank if settings.port else 0
+            self._server, life = serve_records(
+                settings.host, port, settings.secret, self.records, caches.description
+            )
+            self.served_at = settings.host, self._server.address[1], life
+
+    def begin_step(self, notes: Notes) -> None:
+        """Digest what is done, before this step writes anywhere; expect what will be loaded."""
+        for produced in notes.produced:
+            start = time.monotonic()
+            what = produced.blocks, produced.num_tokens
+            digests = self._caches.digests(*what)
+            rows = self._caches.rows(*what) if self._settings.keep_rows else None
+            self.records.put(produced.request_id, ProofRecord(produced.num_tokens, digests, rows))
+            self.counts.made(time.monotonic() - start)
+        for expected in notes.expected:
+            if self._planted is not None:
+                self._planted.before_load(expected.request_id, expected.blocks)
+            self._expected[expected.request_id] = expected
+
+    def loaded(self) -> set[int]:
+        """What is loaded at once has been. Returns blocks of requests that are wrong and must fail."""
+        bad: set[int] = set()
+        for expected in [e for e in self._expected.values() if not e.is_async]:
+            arrival = self._arrive(expected)
+            if arrival is None:
+                continue
+            if self._settings.on_mismatch == "report":
+                self._verifier.submit(arrival)
+            elif self._verifier.run(arrival).status == "mismatch":
+                bad.update(expected.blocks[0])
+        return bad
+
+    def received(self, arrived: set[str], failed: set[str]) -> Received:
+        """The inner connector says that these requests have arrived, some of them not whole. Returns those
+        that may go on: with `on_mismatch: fail` only when they are verified."""
+        told = Received(set(arrived), set(failed))
+        for request_id in arrived & set(self._expected):
+            if request_id in failed:
+                expected = self._expected.pop(request_id)
+                self._verifier.end(
+                    request_id, Comparison("unverified", "the inner connector failed to load it")
+                )
+                LOGGER.info("KV proof: %s was not loaded", expected.request_id)
+                continue
+            arrival = self._arrive(self._expected[request_id])
+            if arrival is None:
+                continue
+            self._verifier.submit(arrival)
+            if self._settings.on_mismatch == "fail":
+                self._held.add(request_id)
+                told.arrived.discard(request_id)
+        for request_id in list(self._held):
+            found = self._verifier.result(request_id)
+            if found is not None:
+                self._held.discard(request_id)
+                told.arrived.add(request_id)
+                if found.status == "mismatch":
+                    told.failed.add(request_id)
+        return told
+
+    def _arrive(self, expected: Expected) -> Arrival | None:
+        """Digest what arrived; None for a request that is not sampled."""
+        del self._expected[expected.request_id]
+        if self._planted is not None:
+            self._planted.after_load(expected.request_id, expected.blocks, expected.num_tokens)
+        ticket = expected.ticket
+        if ticket is not None and not (
+            ticket.ranks and is_sampled(ticket.request_id, self._settings.sampling_rate)
+        ):
+            self.counts.skip()
+            self._verifier.end(expected.request_id, None)
+            return None
+        start = time.monotonic()
+        what = expected.blocks, expected.num_tokens, expected.first_row
+        digests = self._caches.digests(*what)
+        rows = self._caches.rows(*what) if self._settings.keep_rows else None
+        return Arrival(
+            expected.request_id,
+            ticket,
+            expected.num_tokens,
+            expected.first_row,
+            digests,
+            rows,
+            time.monotonic() - start,
+        )
+
+    def take_verified(self) -> list[str]:
+        """Requests that this worker has come to a verdict on since this was last called."""
+        return self._verifier.take_ended()
+
+    def proof_results(self, request_id: str) -> dict[str, Any]:
+        """What was found of a request at D, as JSON, once."""
+        found = self._verifier.pop(request_id)
+        if found is None:
+            return {"status": "none", "why": "", "bytes_checked": 0, "bytes_mismatched": 0, "mismatch": None}
+        wrong = found.mismatch
+        return {
+            "status": found.status,
+            "why": found.why,
+            "bytes_checked": found.num_bytes,
+            "bytes_mismatched": 0 if wrong is None else wrong.num_bytes_mismatched,
+            "words": {
+                "equal": found.num_equal,
+                "mismatch": len(found.wrong),
+                "unverified": found.num_unverified,
+            },
+            "digest_ms": found.digest_s * 1e3,
+            "fetch_ms": found.fetch_s * 1e3,
+            "mismatch": None if wrong is None else _as_json(wrong),
+            "transfers": [],
+        }
+
+    def kept_rows(self, request_id: str) -> dict[tuple[int, str, int], Any]:
+        """(layer, field, unit) -> the rows that P kept of a request, uint8 [rows, bytes], once."""
+        record = self.records.pop(request_id)
+        rows = {} if record is None or record.rows is None else record.rows
+        return {
+            (layer, name, unit): values
+            for (layer, _), fields in rows.items()
+            for (name, unit), values in fields.items()
+        }
+
+    def forget(self) -> None:
+        """Forget all records and results."""
+        self.records.clear()
+        self._verifier.clear()
+
+    def close(self) -> None:
+        """Stop serving and verifying."""
+        self._verifier.close()
+        if self._server is not None:
+            self._server.close()
+
+
+def _as_json(mismatch: KVMismatch) -> dict[str, Any]:
+    return {
+        "layer": mismatch.layer,
+        "group": mismatch.group,
+        "field": mismatch.field,
+        "unit": mismatch.head,
+        "unit_name": mismatch.unit_name,
+        "token": mismatch.token,
+        "classification": mismatch.classification,
+    }

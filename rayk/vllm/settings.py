@@ -1,0 +1,86 @@
+"""What people write into `kv_connector_extra_config` for the proving connector."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rayk.types.errors import UserError
+from rayk.vllm.planted import PLANTED
+from rayk.vllm.proof_wire import read_secret
+
+WHERE = "kv_connector_extra_config"
+KEYS = (
+    "inner",
+    "inner_module_path",
+    "secret",
+    "secret_file",
+    "sampling_rate",
+    "on_mismatch",
+    "keep_rows",
+    "host",
+    "port",
+    "timeout_s",
+    "planted",
+)
+"""Ours: everything else is the inner connector's."""
+MAX_TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True)
+class ProvingSettings:
+    """How an engine proves. P and D each have their own; the secret must be the same."""
+
+    secret: bytes
+    sampling_rate: float = 1.0
+    """The share of requests that are proven, chosen by P's request id."""
+    on_mismatch: str = "report"
+    """report: count and log; fail: the request fails as where its KV could not be loaded."""
+    keep_rows: bool = False
+    """Keep raw rows as long as digests, so that a mismatch can be classified."""
+    host: str = "127.0.0.1"
+    """P's address, as D reaches it."""
+    port: int = 0
+    """P's; each tensor-parallel rank adds its number to it. 0: any free one."""
+    timeout_s: float = 10.0
+    """How long D waits for a request's digests."""
+    planted: str | None = None
+    """A bug to plant at D, to see that it is found."""
+
+
+def read_settings(extra: Mapping[str, Any]) -> ProvingSettings:
+    """Raises UserError, naming the key, for what cannot be."""
+    settings = ProvingSettings(
+        secret=read_secret(extra.get("secret"), extra.get("secret_file")),
+        sampling_rate=_number(extra, "sampling_rate", 1.0, 0.0, 1.0),
+        on_mismatch=_one_of(extra, "on_mismatch", ("report", "fail")) or "report",
+        keep_rows=extra.get("keep_rows", False) is True,
+        host=str(extra.get("host", "127.0.0.1")),
+        port=int(_number(extra, "port", 0, 0, 65535)),
+        timeout_s=_number(extra, "timeout_s", 10.0, 0.01, MAX_TIMEOUT_S),
+        planted=_one_of(extra, "planted", tuple(PLANTED)),
+    )
+    if extra.get("keep_rows", False) not in (True, False):
+        raise UserError(f"keep_rows {extra['keep_rows']!r}", WHERE, "take true or false")
+    return settings
+
+
+def without_ours(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What the inner connector is given."""
+    return {key: value for key, value in extra.items() if key not in KEYS}
+
+
+def _number(extra: Mapping[str, Any], key: str, default: float, least: float, most: float) -> float:
+    value = extra.get(key, default)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most:
+        raise UserError(f"{key} {value!r}", WHERE, f"take a number from {least:g} to {most:g}")
+    return float(value)
+
+
+def _one_of(extra: Mapping[str, Any], key: str, names: tuple[str, ...]) -> str | None:
+    value = extra.get(key)
+    if value is not None and value not in names:
+        raise UserError(f"{key} {value!r}", WHERE, f"take one of {', '.join(names)}")
+    return value

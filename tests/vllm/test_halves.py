@@ -1,0 +1,348 @@
+"""The proving connector's halves on stand-ins of vLLM's workers: a request from P's end to D's verdict, bugs
+planted and named, and what each setting changes. Stores and layers are those of tests.vllm.standins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rayk.types.errors import Unsupported, UserError
+from rayk.vllm.halves import Expected, SchedulerHalf, WorkerHalf
+from rayk.vllm.planted import PLANTED, plant_at_worker
+from rayk.vllm.proof import ProofRecords
+from rayk.vllm.settings import KEYS, ProvingSettings, read_settings, without_ours
+from tests.each import each
+from tests.pd import HANG_S
+from tests.vllm.standins import Model, Worker, keys_transposed
+
+SECRET = {"secret": "a secret of twenty letters"}
+MODEL = Model(size_v=8)
+TOKENS = 70
+
+
+@dataclass
+class Engine:
+    """One side: a scheduler half and its workers."""
+
+    workers: list[Worker]
+    scheduler: SchedulerHalf
+    halves: list[WorkerHalf]
+    clock: list[float]
+
+
+def make_engine(
+    tp_size: int, *, is_producer: bool, block_size: int = 16, model: Model = MODEL, **extra
+) -> Engine:
+    settings = read_settings({**SECRET, "timeout_s": HANG_S, **extra})
+    clock = [0.0]
+    workers = [
+        Worker(model, (rank, tp_size), block_size, keys_transposed, num_blocks=48) for rank in range(tp_size)
+    ]
+    halves = []
+    for rank, worker in enumerate(workers):
+        caches = worker.prove()
+        planted = plant_at_worker(settings.planted, worker.vllm_config, worker.kv_cache_config, caches)
+        halves.append(
+            WorkerHalf(
+                settings,
+                caches,
+                rank,
+                len(worker.kv_cache_config.kv_cache_groups),
+                serves=is_producer,
+                planted=planted,
+            )
+        )
+    scheduler = SchedulerHalf(settings, tp_size, lambda: clock[0])
+    scheduler.set_servers({rank: half.served_at for rank, half in enumerate(halves) if half.served_at})
+    return Engine(workers, scheduler, halves, clock)
+
+
+@contextmanager
+def pair(p_tp: int = 2, d_tp: int = 1, p: dict[str, Any] | None = None, **d: Any) -> Iterator[Pair]:
+    made = Pair(
+        make_engine(p_tp, is_producer=True, **(p or {"keep_rows": True})),
+        make_engine(d_tp, is_producer=False, block_size=32, **{"keep_rows": True, **d}),
+    )
+    try:
+        yield made
+    finally:
+        for half in (*made.producer.halves, *made.consumer.halves):
+            half.close()
+
+
+@dataclass
+class Pair:
+    producer: Engine
+    consumer: Engine
+    wrong: list[str] = field(default_factory=list)
+
+    def prefill(self, name: str = "r", seed: int = 0) -> dict[str, Any]:
+        """P computes a request; returns what its proxy passes on."""
+        values = MODEL.values(TOKENS, seed)
+        ids = self.producer.workers[0].block_ids(TOKENS, seed)
+        for worker in self.producer.workers:
+            worker.write(values, ids)
+        request = SimpleNamespace(
+            request_id=f"p-{name}",
+            kv_transfer_params={"do_remote_decode": True},
+            num_computed_tokens=TOKENS,
+            num_prompt_tokens=TOKENS,
+        )
+        inner = {"do_remote_prefill": True, "remote_block_ids": ids}
+        params = self.producer.scheduler.finished(request, ids, inner)
+        notes = self.producer.scheduler.take_notes()
+        for half in self.producer.halves:
+            half.begin_step(notes)
+        assert params is not None
+        return params
+
+    def expect(
+        self, params: dict[str, Any], name: str = "r", seed: int = 0, *, is_async: bool = True
+    ) -> list:
+        """D makes room for it."""
+        scheduler = self.consumer.scheduler
+        ids = self.consumer.workers[0].block_ids(TOKENS, seed)
+        scheduler.matched(f"d-{name}", 0, is_async)
+        scheduler.before_alloc(params)
+        scheduler.allocated(f"d-{name}", params, ids, TOKENS)
+        notes = scheduler.take_notes()
+        for half in self.consumer.halves:
+            half.begin_step(notes)
+        return ids
+
+    def move(self, ids: list, seed: int = 0) -> None:
+        """The inner connector brings it."""
+        for worker in self.consumer.workers:
+            worker.write(MODEL.values(TOKENS, seed), ids)
+
+    def results(self, name: str = "r") -> list[dict[str, Any]]:
+        """Every D worker's verdict."""
+        found = []
+        for half in self.consumer.halves:
+            result = half.proof_results(f"d-{name}")
+            until = time.monotonic() + HANG_S
+            while result["status"] == "none":
+                assert time.monotonic() < until
+                time.sleep(0.001)
+                result = half.proof_results(f"d-{name}")
+            found.append(result)
+        return found
+
+    def run(self, name: str = "r", seed: int = 0, move_seed: int | None = None) -> list[dict[str, Any]]:
+        ids = self.expect(self.prefill(name, seed), name, seed)
+        self.move(ids, seed if move_seed is None else move_seed)
+        for half in self.consumer.halves:
+            told = half.received({f"d-{name}"}, set())
+            assert (told.arrived, told.failed) == ({f"d-{name}"}, set())
+        return self.results(name)
+
+
+@each("p_tp, d_tp", [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_a_request_that_arrived_whole_is_equal_and_counted(p_tp: int, d_tp: int) -> None:
+    with pair(p_tp, d_tp) as made:
+        for result in made.run():
+            assert (result["status"], result["why"], result["mismatch"]) == ("equal", "", None)
+            assert result["words"]["equal"] > 0
+            assert result["bytes_checked"] > 0
+        for half in made.consumer.halves:
+            taken = half.counts.take()
+            assert taken is not None
+            assert dict(taken["proofs"]) == {"equal": 1}
+            assert (len(taken["digest_s"]), len(taken["fetch_s"])) == (1, 1)
+        for half in made.producer.halves:
+            taken = half.counts.take()
+            assert taken is not None
+            assert dict(taken["proofs"]) == {"made": 1}
+        rows = made.producer.halves[0].kept_rows("p-r")
+        assert {layer for layer, _, _ in rows} == {0, 1, 2, 3}
+        assert made.producer.halves[0].kept_rows("p-r") == {}
+
+
+@each(
+    "planted, field, classification",
+    [
+        ("heads_shifted", "k", "head 0 holds head 1 of the producer"),
+        ("kv_swapped", "k", "K and V swapped"),
+        ("last_block_dropped", "k", "tail not written"),
+        ("state_columns_shifted", "conv_x", "bytes shifted: byte b holds byte b-12"),
+    ],
+)
+def test_a_bug_planted_in_d_is_caught_and_named(planted: str, field: str, classification: str) -> None:
+    with pair(planted=planted) as made:
+        for worker in made.consumer.workers:
+            for layer in worker.layers.values():
+                if not isinstance(layer.kv_cache, tuple):
+                    layer.kv_cache.zero_()
+        (result,) = made.run()
+        assert result["status"] == "mismatch"
+        assert result["mismatch"]["field"] == field
+        assert result["mismatch"]["classification"].startswith(classification), result["mismatch"]
+        assert result["bytes_mismatched"] > 0
+
+
+def test_stale_block_ids_read_the_request_before() -> None:
+    with pair(planted="stale_block_ids") as made:
+        first, second = made.prefill("a", 1), made.prefill("b", 2)
+        its_own = second["remote_block_ids"]
+        ids = made.expect(first, "a", 1)
+        made.move(ids, 1)
+        made.consumer.halves[0].received({"d-a"}, set())
+        assert made.results("a")[0]["status"] == "equal"
+        ids = made.expect(second, "b", 2)
+        assert second["remote_block_ids"] == first["remote_block_ids"] != its_own
+        made.move(ids, 1)  # What lies in these blocks.
+        made.consumer.halves[0].received({"d-b"}, set())
+        (result,) = made.results("b")
+        assert result["status"] == "mismatch"
+        assert "missing: tokens 0 to 69 hold stale or foreign content" in result["mismatch"]["classification"]
+
+
+def test_planted_bugs_that_a_model_has_no_room_for_are_refused() -> None:
+    assert len(PLANTED) == 5
+    with pair(1, 2, planted="heads_shifted") as made, pytest.raises(Unsupported, match="one KV head"):
+        made.run()
+    uneven = Model(size_v=4)
+    with pair(planted="kv_swapped", model=uneven, p={"model": uneven}) as made:
+        made.expect({})
+        with pytest.raises(Unsupported, match="unlike sizes"):
+            made.consumer.halves[0].received({"d-r"}, set())
+
+
+def test_a_mismatch_fails_the_request_where_that_is_asked_for() -> None:
+    with pair(on_mismatch="fail") as made:
+        half = made.consumer.halves[0]
+        for name, seed, moved in (("right", 0, 0), ("wrong", 1, 2)):
+            ids = made.expect(made.prefill(name, seed), name, seed)
+            made.move(ids, moved)
+            told = half.received({f"d-{name}"}, set())
+            until = time.monotonic() + HANG_S
+            while not told.arrived:  # Held until it is verified.
+                assert time.monotonic() < until
+                time.sleep(0.001)
+                told = half.received(set(), set())
+            assert told.arrived == {f"d-{name}"}
+            assert told.failed == ({"d-wrong"} if name == "wrong" else set())
+        assert half.received(set(), set()).arrived == set()
+
+
+@each("on_mismatch", ["report", "fail"])
+def test_what_is_loaded_at_once_is_verified_before_the_model_runs(on_mismatch: str) -> None:
+    with pair(on_mismatch=on_mismatch) as made:
+        half = made.consumer.halves[0]
+        ids = made.expect(made.prefill("a", 0), "a", 0, is_async=False)
+        made.move(ids, 0)
+        assert half.loaded() == set()
+        assert made.results("a")[0]["status"] == "equal"
+        ids = made.expect(made.prefill("b", 1), "b", 1, is_async=False)
+        made.move(ids, 0)
+        assert half.loaded() == (set(ids[0]) if on_mismatch == "fail" else set())
+        assert made.results("b")[0]["status"] == "mismatch"
+        assert half.loaded() == set()
+
+
+def test_requests_that_are_not_sampled_are_skipped_on_both_sides() -> None:
+    with pair(p={"sampling_rate": 0.0}) as made:
+        params = made.prefill()
+        assert params["rayk_proof"]["ranks"] == []
+        made.move(made.expect(params))
+        half = made.consumer.halves[0]
+        assert half.received({"d-r"}, set()).arrived == {"d-r"}
+        assert half.proof_results("d-r")["status"] == "none"
+        assert half.take_verified() == ["d-r"]
+        taken = half.counts.take()
+        assert taken is not None
+        assert dict(taken["proofs"]) == {"skipped": 1}
+        assert made.producer.halves[0].counts.take() is None
+    with pair(sampling_rate=0.0) as made:
+        made.move(made.expect(made.prefill()))
+        assert made.consumer.halves[0].received({"d-r"}, set()).arrived == {"d-r"}
+        assert made.consumer.halves[0].take_verified() == ["d-r"]
+
+
+def test_what_the_inner_connector_did_not_load_is_unverified() -> None:
+    with pair() as made:
+        made.expect(made.prefill())
+        half = made.consumer.halves[0]
+        told = half.received({"d-r"}, {"d-r"})
+        assert (told.arrived, told.failed) == ({"d-r"}, {"d-r"})
+        assert half.proof_results("d-r")["why"] == "the inner connector failed to load it"
+        # Loaded, but nothing tells where P's proof is.
+        made.move(made.expect({"do_remote_prefill": True}, "s"))
+        half.received({"d-s"}, set())
+        (result,) = made.results("s")
+        assert (result["status"], result["words"]["equal"]) == ("unverified", 0)
+
+
+def test_only_rows_behind_the_local_prefix_are_expected() -> None:
+    with pair() as made:
+        scheduler = made.consumer.scheduler
+        scheduler.matched("d", 32, True)
+        scheduler.allocated("d", made.prefill(), [[1, 2, 3]], TOKENS - 32)
+        (expected,) = scheduler.take_notes().expected
+        assert isinstance(expected, Expected)
+        assert (expected.num_tokens, expected.first_row, expected.is_async) == (TOKENS, 32, True)
+        scheduler.allocated("d", None, [[1, 2, 3]], 0)  # Called again when all is there.
+        assert scheduler.take_notes().expected == ()
+
+
+def test_the_engine_steps_on_until_finished_requests_have_their_verdicts() -> None:
+    with pair(1, 2, timeout_s=10) as made:
+        scheduler, clock = made.consumer.scheduler, made.consumer.clock
+        made.expect(made.prefill())
+        assert not scheduler.has_pending()
+        done = SimpleNamespace(request_id="d-r", kv_transfer_params={})
+        scheduler.finished(done, [[1]], None)
+        assert scheduler.has_pending()
+        scheduler.verified(["d-r"])
+        assert scheduler.has_pending()
+        scheduler.verified(["d-r"])
+        assert not scheduler.has_pending()
+        # A worker that never tells does not keep it for ever.
+        made.expect(made.prefill("s"), "s")
+        scheduler.finished(SimpleNamespace(request_id="d-s", kv_transfer_params={}), [[1]], None)
+        clock[0] = 24.0
+        assert scheduler.has_pending()
+        clock[0] = 26.0
+        assert not scheduler.has_pending()
+
+
+def test_rows_are_kept_of_a_request_that_asks_for_it_without_d() -> None:
+    with pair(1) as made:
+        ids = made.producer.workers[0].block_ids(TOKENS)
+        asked = SimpleNamespace(
+            request_id="r",
+            kv_transfer_params={"rayk_proof": True},
+            num_computed_tokens=TOKENS,
+            num_prompt_tokens=TOKENS - 4,
+        )
+        params = made.producer.scheduler.finished(asked, ids, None)
+        made.producer.halves[0].begin_step(made.producer.scheduler.take_notes())
+        rows = made.producer.halves[0].kept_rows("r")
+        assert params is not None
+        assert len(rows[0, "k", 0]) == TOKENS
+        made.producer.halves[0].forget()
+        assert isinstance(made.producer.halves[0].records, ProofRecords)
+
+
+def test_settings_are_checked_and_not_passed_on() -> None:
+    settings = read_settings({**SECRET, "inner": "NixlConnector", "kv_lease_duration": 600})
+    assert settings == ProvingSettings(SECRET["secret"].encode())
+    everything = dict.fromkeys(KEYS, 1)
+    assert without_ours({**everything, "kv_lease_duration": 600}) == {"kv_lease_duration": 600}
+    for wrong in (
+        {"sampling_rate": 1.5},
+        {"sampling_rate": True},
+        {"on_mismatch": "ignore"},
+        {"port": "x"},
+        {"timeout_s": 0},
+        {"planted": "nothing"},
+        {"keep_rows": "yes"},
+    ):
+        with pytest.raises(UserError, match=next(iter(wrong))):
+            read_settings({**SECRET, **wrong})
