@@ -38,9 +38,9 @@ BLAME_S = 5.0
 WHY_S = 2 * BLAME_S
 """How long a request that lost its engine waits for what that died of, where another rank knows."""
 BUGS = (
-    *(ArithmeticError, AssertionError, AttributeError, LookupError),
-    *(NameError, NotImplementedError, TypeError, ValueError),
-)
+    ArithmeticError, AssertionError, AttributeError, LookupError,
+    NameError, NotImplementedError, TypeError, ValueError,
+)  # fmt: skip
 """What no machine, disk or network does to a process: to do the same again ends the same."""
 HALVES = (json.JSONDecodeError, UnicodeDecodeError)
 """Of those, what somebody else's half-written file does."""

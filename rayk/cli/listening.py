@@ -21,11 +21,11 @@ GUARDED, OPEN, OTHER, LATE = "guarded", "open", "other", "late"
 _PATH = "/api/jobs/"  # Ray's dashboard and other HTTP servers ask for their token or key here
 # calls without effect of Ray's services: a server asks for its token only in services that it has
 _CALLS = (
-    *("ray.rpc.NodeInfoGcsService/CheckAlive", "ray.rpc.NodeManagerService/GetNodeStats"),
-    *("ray.rpc.CoreWorkerService/GetCoreWorkerStats", "ray.rpc.ObjectManagerService/Pull"),
-    *("ray.rpc.ReporterService/ReportOCMetrics", "ray.rpc.RayletDriver/ClusterInfo"),
+    "ray.rpc.NodeInfoGcsService/CheckAlive", "ray.rpc.NodeManagerService/GetNodeStats",
+    "ray.rpc.CoreWorkerService/GetCoreWorkerStats", "ray.rpc.ObjectManagerService/Pull",
+    "ray.rpc.ReporterService/ReportOCMetrics", "ray.rpc.RayletDriver/ClusterInfo",
     "ray.serve.ASGIService/HandleRequest",
-)
+)  # fmt: skip
 _SCRIPTS = {"ray/dashboard/dashboard.py": "Ray's dashboard", "ray.util.client.server": "Ray's client server"}
 
 

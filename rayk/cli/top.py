@@ -28,10 +28,10 @@ ANSWER_S = 10.0  # a server that does not tell in this time is asked again
 STATES = {"ready": "green", "forming": "yellow", "lost": "bold red"}
 # titles and how their columns are set
 TITLES = (
-    *(("engine", "left"), ("role", "left"), ("TP", "right"), ("state", "left"), ("running", "right")),
-    *(("waiting", "right"), ("free blocks", "right"), ("used %", "right"), ("computed/s", "right")),
-    *(("tokens/s", "right"), ("in flight", "right"), ("restarts", "right"), ("trouble", "left")),
-)
+    ("engine", "left"), ("role", "left"), ("TP", "right"), ("state", "left"), ("running", "right"),
+    ("waiting", "right"), ("free blocks", "right"), ("used %", "right"), ("computed/s", "right"),
+    ("tokens/s", "right"), ("in flight", "right"), ("restarts", "right"), ("trouble", "left"),
+)  # fmt: skip
 # what a narrow terminal does without, in this order
 DROPPED_FIRST = ("used %", "restarts", "computed/s", "TP", "in flight", "role", "free blocks")
 MIN_TROUBLE = 17  # characters that are kept for the trouble column, as for each: with padding and a gap
@@ -177,10 +177,10 @@ def engine_row(engine: Engine, rates: tuple[float | None, float | None]) -> list
     computed, output = ("" if rate is None else f"{rate:,.1f}" for rate in rates)
     counts = ["" if engine[key] is None else f"{engine[key]:,}" for key in ("num_running", "num_waiting")]
     return [
-        *(str(engine["name"]), str(engine["role"]), str(engine["tp"]), str(engine["state"]), *counts),
-        *(blocks, used, computed, output, f"{engine['num_requests']:,}", f"{engine['num_restarts']:,}"),
+        str(engine["name"]), str(engine["role"]), str(engine["tp"]), str(engine["state"]), *counts,
+        blocks, used, computed, output, f"{engine['num_requests']:,}", f"{engine['num_restarts']:,}",
         str(engine["trouble"]),
-    ]
+    ]  # fmt: skip
 
 
 def tier_line(engines: Sequence[Engine]) -> str | None:

@@ -23,10 +23,10 @@ SAMPLE_BYTES = 64 << 10
 
 
 ATTENTION = (
-    *("qkv_bias", "o_bias", "qk_norm", "turned_norm_eps", "v_norm", "sinks", "attention_soft_cap"),
-    *("attention_scale", "attention_gate", "key_multiplier"),
-    *("attention_in_multiplier", "attention_out_multiplier"),
-)
+    "qkv_bias", "o_bias", "qk_norm", "turned_norm_eps", "v_norm", "sinks", "attention_soft_cap",
+    "attention_scale", "attention_gate", "key_multiplier",
+    "attention_in_multiplier", "attention_out_multiplier",
+)  # fmt: skip
 """Settings that a model's attention layers share."""
 PER_LAYER = {
     "mixer": "mixers",
@@ -37,24 +37,18 @@ PER_LAYER = {
     "mlp": "mlps",
 }
 """A layer's setting -> its field in the fingerprint, if the name differs."""
-ELSEWHERE = frozenset(
-    {
-        *("architecture", "num_layers", "num_query_heads", "num_kv_heads", "head_size", "norm", "vocab_size"),
-        *ATTENTION,
-        # In attention_scale.
-        *("score_multiplier", "query_scalar"),
-        "layers",
-    }
-)
+ELSEWHERE = frozenset((
+    "architecture", "num_layers", "num_query_heads", "num_kv_heads", "head_size", "norm", "vocab_size",
+    "layers", *ATTENTION,
+    "score_multiplier", "query_scalar",  # in attention_scale
+))  # fmt: skip
 """Settings with fields of their own."""
-HARMLESS = frozenset(
-    {
-        *("family", "dtype", "max_positions", "stated_positions"),
-        # Used after the last layer, where nothing is cached.
-        *("tie_embeddings", "logit_scale", "final_soft_cap"),
-        *("bos_token_id", "eos_token_ids", "pad_token_id"),
-    }
-)
+HARMLESS = frozenset((
+    "family", "dtype", "max_positions", "stated_positions",
+    # Used after the last layer, where nothing is cached.
+    "tie_embeddings", "logit_scale", "final_soft_cap",
+    "bos_token_id", "eos_token_ids", "pad_token_id",
+))  # fmt: skip
 """Settings that do not affect the cache. All others show in the fingerprint."""
 
 
