@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rayk.kv.caches import FieldView
+from rayk.kv.caches import TORCH_DTYPES, FieldView
 from rayk.kv.specs import ChunkedLocalSpec, FullAttentionSpec, KVCacheSpec, Mamba2Spec, SlidingWindowSpec
 from rayk.types.errors import Unsupported
 from rayk.vllm.store_map import BlockMap, learn_block_map, store_of
@@ -94,7 +94,7 @@ def _read_attention(
     backend = layer.attn_backend.get_name()
     key = (backend, getattr(layer, "isa", None), cache.dtype, cache.shape[1:], cache.stride(), sizes)
     if key not in maps:
-        maps[key] = learn_block_map(store_of(layer), cache, spec.num_kv_heads, sizes)
+        maps[key] = learn_block_map(store_of(layer), cache, spec.num_kv_heads, sizes, layer.dtype)
     sides = (maps[key].keys, maps[key].values)
     units = [field.shard(rank.tp_size, rank.tp_rank) for field in ours.fields()]
 
@@ -102,7 +102,9 @@ def _read_attention(
         kernel_ids = (ids[:, None] * ratio + torch.arange(ratio)).reshape(-1).to(cache.device)
         blocks = cache[kernel_ids].flatten(1).contiguous()
         fields = zip(ours.fields(), sides, units, strict=True)
-        return tuple(FieldView(f.name, side.read(blocks), unit) for f, side, unit in fields)
+        return tuple(
+            FieldView(f.name, side.read(blocks).view(TORCH_DTYPES[f.dtype]), unit) for f, side, unit in fields
+        )
 
     places = "; ".join(f"{f.name} {side}" for f, side in zip(ours.fields(), sides, strict=True))
     return ours, gather, f"{backend}, {cache.shape[2]} tokens: {places}"
@@ -111,8 +113,12 @@ def _read_attention(
 def _attention_spec(spec: Any, layer: Any, rank: Rank) -> FullAttentionSpec:
     """Global terms of an attention layer. One that keeps all rows and sees a window of them has the rows of
     the window: only these are read again."""
-    if int(spec.kv_quant_mode) != 0:
-        raise Unsupported("a quantised KV cache: rayk cannot yet read its scales; set kv_cache_dtype to auto")
+    is_quantised = int(spec.kv_quant_mode) != 0
+    if is_quantised and layer.kv_cache_dtype not in _FP8:
+        raise Unsupported(
+            f"a KV cache of {layer.kv_cache_dtype}: rayk reads plain elements and {', '.join(_FP8)}; set "
+            "kv_cache_dtype"
+        )
     if spec.tokens_per_state != 1:
         raise Unsupported(f"{spec.tokens_per_state} tokens per stored state: rayk proves a row per token")
     # vLLM gives a rank at least one head (QKVParallelLinear): ranks share heads where there are too few.
@@ -122,7 +128,8 @@ def _attention_spec(spec: Any, layer: Any, rank: Rank) -> FullAttentionSpec:
             f"{rank.total_kv_heads}: rayk cannot tell which they are if layers differ"
         )
     heads = rank.total_kv_heads, spec.head_size, spec.head_size_v
-    common = (spec.block_size, *heads, _name(spec.dtype), layer.num_heads * rank.tp_size)
+    dtype = "fp8_e4m3" if is_quantised else _name(spec.dtype)
+    common = (spec.block_size, *heads, dtype, layer.num_heads * rank.tp_size)
     # The layer's own: a group that keeps all rows may be told a window that but some of its layers have.
     window = getattr(layer, "sliding_window", None)
     chunk = getattr(layer, "attention_chunk_size", None)
@@ -181,6 +188,10 @@ def _reader(spec: Any) -> Callable[[Any, Any, Rank, BlockMaps], tuple[KVCacheSpe
     if name not in _READERS:
         raise Unsupported(f"vLLM's {name}: rayk proves {', '.join(_READERS)}")
     return _READERS[name]
+
+
+_FP8 = ("fp8", "fp8_e4m3")
+"""vLLM's names of kv.formats' fp8_e4m3. Scales are the layer's, for K and for V: no bytes of the cache."""
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@ up are the map. Whatever is read through it goes through what the kernel writes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType
@@ -33,10 +33,12 @@ NOT_MEASURED = frozenset(BACKENDS) - {"CPU_ATTN"}
 """Backends whose learned map has not yet been compared with what the kernel writes: they need a GPU."""
 
 _DIGITS: Mapping[torch.dtype, int] = MappingProxyType(
-    {torch.float32: 1 << 24, torch.float16: 1 << 11, torch.bfloat16: 1 << 8}
+    {torch.float32: 1 << 24, torch.float16: 1 << 11, torch.bfloat16: 1 << 8, torch.uint8: 2}
 )
-"""How many integers from 0 on an element holds exactly: the base in which places are numbered."""
-_UNWRITTEN = -1.0
+"""How many integers from 0 on an element holds exactly: the base in which places are numbered. A byte of fp8
+holds them by a scale: it tells 0 from 1."""
+_UNWRITTEN = {torch.uint8: 0x7F}
+"""What no digit is stored as; -1 if not said otherwise. 0x7F is NaN in fp8."""
 _BLOCK = 1
 """The scratch block that is stored into, between two that must stay as they are."""
 
@@ -106,11 +108,13 @@ def store_of(layer: Any) -> Store:
     return partial(layer.impl.do_kv_cache_update, layer)
 
 
-def learn_block_map(store: Store, cache: torch.Tensor, num_heads: int, sizes: tuple[int, int]) -> BlockMap:
+def learn_block_map(
+    store: Store, cache: torch.Tensor, num_heads: int, sizes: tuple[int, int], dtype: torch.dtype
+) -> BlockMap:
     """Learn the map of a layer's cache, [kernel blocks, heads, tokens, content], which is left untouched.
 
-    `sizes`: elements of a key and of a value. Raises Unsupported where the store does not write every element
-    of its own block, and no other, exactly once.
+    `sizes`: elements of a key and of a value, which the layer computes in `dtype`. Raises Unsupported where
+    the store does not write every element of its own block, and no other, exactly once.
     """
     num_tokens = int(cache.shape[2])
     scratch = _scratch_like(cache)
@@ -121,7 +125,8 @@ def learn_block_map(store: Store, cache: torch.Tensor, num_heads: int, sizes: tu
             f"{num_tokens} tokens have {sum(counts)}: rayk proves blocks without padding or scales"
         )
     numbers = torch.arange(sum(counts), device=cache.device)
-    found = _store_numbers(store, scratch, torch.split(numbers, counts), (num_tokens, num_heads), sizes)
+    shapes = [(num_tokens, num_heads, size) for size in sizes]
+    found = _store_numbers(store, scratch, torch.split(numbers, counts), shapes, dtype)
     if not torch.equal(found.sort().values, numbers):
         raise Unsupported("vLLM's store kernel does not write each element of a block exactly once")
     places = torch.empty_like(numbers)
@@ -136,33 +141,32 @@ def learn_block_map(store: Store, cache: torch.Tensor, num_heads: int, sizes: tu
 def _store_numbers(
     store: Store,
     scratch: torch.Tensor,
-    numbers: tuple[torch.Tensor, ...],
-    tokens_and_heads: tuple[int, int],
-    sizes: tuple[int, int],
+    numbers: Sequence[torch.Tensor],
+    shapes: Sequence[tuple[int, int, int]],
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """The number that each element of the block holds after `numbers`, those of K and of V, were stored:
-    digit by digit, in as many passes as the dtype needs."""
+    digit by digit, in as many passes as the cache's dtype needs."""
     if scratch.dtype not in _DIGITS:
-        raise Unsupported(f"a KV cache of {scratch.dtype}: rayk proves float32, float16 and bfloat16")
-    base = _DIGITS[scratch.dtype]
-    num_tokens = tokens_and_heads[0]
+        raise Unsupported(f"a KV cache of {scratch.dtype}: rayk proves {', '.join(map(str, _DIGITS))}")
+    base, unwritten = _DIGITS[scratch.dtype], _UNWRITTEN.get(scratch.dtype, -1)
+    num_tokens = shapes[0][0]
     slots = _BLOCK * num_tokens + torch.arange(num_tokens, device=scratch.device)
+    neighbours = [i for i in range(len(scratch)) if i != _BLOCK]
     found = torch.zeros(scratch[_BLOCK].numel(), dtype=torch.int64, device=scratch.device)
     unit = 1
     while unit <= int(numbers[-1][-1]):
-        scratch.fill_(_UNWRITTEN)
+        scratch.fill_(unwritten)
         keys, values = (
-            (part // unit % base).to(scratch.dtype).view(*tokens_and_heads, size)
-            for part, size in zip(numbers, sizes, strict=True)
+            (n // unit % base).to(dtype).view(shape) for n, shape in zip(numbers, shapes, strict=True)
         )
         store(keys, values, scratch, slots)
-        digits = scratch[_BLOCK].reshape(-1).to(torch.int64)
-        others = scratch[[i for i in range(len(scratch)) if i != _BLOCK]]
-        if bool((digits < 0).any()) or bool((others != _UNWRITTEN).any()):
+        written = scratch[_BLOCK].reshape(-1)
+        if bool((written == unwritten).any()) or bool((scratch[neighbours] != unwritten).any()):
             raise Unsupported(
                 "vLLM's store kernel does not write all of a block and nothing of its neighbours"
             )
-        found += digits * unit
+        found += (written.to(torch.int64) if base > 2 else (written != 0)) * unit
         unit *= base
     return found
 

@@ -19,40 +19,44 @@ HEADS = 3
 NUM_BLOCKS = 8
 
 
-def cpu_layer(dtype: torch.dtype, block_size: int, head_size: int) -> Any:
+def cpu_layer(dtype: torch.dtype, block_size: int, head_size: int, kv_dtype: str) -> Any:
     """A layer with what the store of vLLM's CPU backend reads of it."""
     from vllm.v1.attention.backends import cpu_attn
 
     class Impl:
-        attn_type, kv_cache_dtype = "decoder", "auto"
+        attn_type, kv_cache_dtype = "decoder", kv_dtype
         do_kv_cache_update = cpu_attn.CPUAttentionBackendImpl.do_kv_cache_update
 
-    isa = cpu_attn._get_attn_isa(dtype, block_size, head_size, "auto")
+    isa = cpu_attn._get_attn_isa(dtype, block_size, head_size, kv_dtype)
     scales = {"_k_scale_float": 1.0, "_v_scale_float": 1.0}
     backend = cpu_attn.CPUAttentionBackend
     return SimpleNamespace(impl=Impl(), attn_backend=backend, isa=isa, **scales)
 
 
-def check(dtype: torch.dtype, head_size: int, block_size: int) -> dict[str, Any]:
+def check(dtype: torch.dtype, head_size: int, block_size: int, kv_dtype: str = "auto") -> dict[str, Any]:
     """Store a request's random keys and values into blocks out of order, and read them back by the map."""
-    layer = cpu_layer(dtype, block_size, head_size)
-    cache = torch.zeros(NUM_BLOCKS, HEADS, block_size, 2 * head_size, dtype=dtype)
-    block_map = learn_block_map(store_of(layer), cache, HEADS, (head_size, head_size))
+    layer = cpu_layer(dtype, block_size, head_size, kv_dtype)
+    stored_dtype = torch.uint8 if kv_dtype == "fp8" else dtype
+    cache = torch.zeros(NUM_BLOCKS, HEADS, block_size, 2 * head_size, dtype=stored_dtype)
+    block_map = learn_block_map(store_of(layer), cache, HEADS, (head_size, head_size), dtype)
     num_tokens, ids = 3 * block_size - 5, torch.tensor([5, 2, 7])
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, num_tokens, HEADS, head_size, generator=generator).to(dtype)
     positions = torch.arange(num_tokens)
     slots = ids[positions // block_size] * block_size + positions % block_size
+    if kv_dtype == "fp8":  # values that it holds exactly: kernels need not round as torch does
+        keys, values = (side.to(torch.float8_e4m3fn).to(dtype) for side in (keys, values))
     layer.impl.do_kv_cache_update(layer, keys, values, cache, slots)
     blocks = cache[ids].flatten(1)
     found = (
-        field.read(blocks).transpose(1, 2).reshape(-1, HEADS, head_size)[:num_tokens]
+        _values(field.read(blocks)).transpose(1, 2).reshape(-1, HEADS, head_size)[:num_tokens].to(dtype)
         for field in (block_map.keys, block_map.values)
     )
     return {
         "dtype": str(dtype),
         "head_size": head_size,
         "block_size": block_size,
+        "kv_dtype": kv_dtype,
         "isa": layer.isa,
         "right": [torch.equal(stored, read) for stored, read in zip((keys, values), found, strict=True)],
         "untouched": not bool(cache[[0, 1, 3, 4, 6]].any()),
@@ -60,8 +64,15 @@ def check(dtype: torch.dtype, head_size: int, block_size: int) -> dict[str, Any]
     }
 
 
+def _values(stored: torch.Tensor) -> torch.Tensor:
+    """As numbers: the kernel stores -0 as 0 in fp8."""
+    return stored.view(torch.float8_e4m3fn).float() if stored.dtype == torch.uint8 else stored
+
+
 if __name__ == "__main__":
     for dtype in (torch.float32, torch.bfloat16):
         for head_size in HEAD_SIZES:
             for block_size in BLOCK_SIZES:
                 print(json.dumps(check(dtype, head_size, block_size)))
+    if torch.cpu._is_avx512_supported():  # else vLLM refuses it
+        print(json.dumps(check(torch.bfloat16, 64, 32, "fp8")))

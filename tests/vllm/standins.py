@@ -81,6 +81,10 @@ def shuffled(heads: int, tokens: int, size_k: int, size_v: int) -> torch.Tensor:
     return order.view(heads, tokens, -1)
 
 
+SCALE = 0.5
+"""Of a cache of fp8."""
+
+
 class AttentionImpl:
     """Stores as `places` say, whatever the strides of the cache."""
 
@@ -94,7 +98,10 @@ class AttentionImpl:
         places = self.places(heads, tokens, key.shape[2], value.shape[2])
         at = places[:, slots % tokens].transpose(0, 1)  # [tokens stored, heads, elements]
         head, row, element = at // (tokens * content), at // content % tokens, at % content
-        cache[(slots // tokens)[:, None, None], head, row, element] = torch.cat([key, value], dim=2)
+        content_stored = torch.cat([key, value], dim=2)
+        if cache.dtype == torch.uint8:
+            content_stored = (content_stored / SCALE).to(torch.float8_e4m3fn).view(torch.uint8)
+        cache[(slots // tokens)[:, None, None], head, row, element] = content_stored
 
 
 @dataclass(frozen=True)
@@ -148,6 +155,7 @@ class Worker:
         conv: str = "DS",
         kernel_block_size: int | None = None,
         num_blocks: int = 24,
+        is_fp8: bool = False,
     ) -> None:
         self.model, self.block_size, self.num_blocks = model, block_size, num_blocks
         self.tp_rank, self.tp_size = tp
@@ -159,7 +167,8 @@ class Worker:
             "num_kv_heads": len(self.heads),
             "head_size": model.size_k,
             "head_size_v": model.size_v,
-            "dtype": model.dtype,
+            "dtype": torch.uint8 if is_fp8 else model.dtype,
+            "kv_quant_mode": int(is_fp8),
         }
         full = FullAttentionSpec(**common)
         specs = {
@@ -177,9 +186,11 @@ class Worker:
                 impl=AttentionImpl(places),
                 attn_backend=SimpleNamespace(get_name=lambda: "CPU_ATTN"),
                 num_heads=queries,
+                dtype=model.dtype,
+                kv_cache_dtype="fp8" if is_fp8 else "auto",
                 sliding_window=getattr(spec, "sliding_window", None),
                 attention_chunk_size=getattr(spec, "attention_chunk_size", None),
-                kv_cache=self._attention_cache(order, kernel_size),
+                kv_cache=self._attention_cache(order, kernel_size, spec.dtype),
             )
             for name, spec in specs.items()
             if not name.endswith("mamba")
@@ -228,7 +239,7 @@ class Worker:
                 slots = blocks * self.block_size + positions % self.block_size
                 layer.impl.do_kv_cache_update(layer, keys, stored, layer.kv_cache, slots)
 
-    def _attention_cache(self, order: str, kernel_size: int) -> torch.Tensor:
+    def _attention_cache(self, order: str, kernel_size: int, dtype: torch.dtype) -> torch.Tensor:
         """[B, H, N, C] with the axes in memory in the given order."""
         sizes = {
             "B": self.num_blocks * self.block_size // kernel_size,
@@ -236,7 +247,7 @@ class Worker:
             "N": kernel_size,
             "C": self.model.size_k + self.model.size_v,
         }
-        memory = torch.full([sizes[axis] for axis in order], 7.0, dtype=self.model.dtype)
+        memory = torch.full([sizes[axis] for axis in order], 7, dtype=dtype)
         return memory.permute([order.index(axis) for axis in "BHNC"])
 
     def _mamba_spec(self, conv: str) -> MambaSpec:

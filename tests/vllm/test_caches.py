@@ -64,6 +64,13 @@ def test_the_same_kv_has_the_same_words_in_every_engine(dtype: torch.dtype, grou
     assert not (words_of(model, 1, seed=1) == expected).any()
 
 
+def test_fp8_has_the_same_words_in_every_engine() -> None:
+    model = Model(torch.bfloat16)
+    expected = words_of(model, 1, is_fp8=True)
+    assert np.array_equal(words_of(model, 2, is_fp8=True, **WAYS["K transposed, large blocks"]), expected)
+    assert np.array_equal(words_of(model, 2, is_fp8=True, **WAYS["by a table"]), expected)
+
+
 def test_ranks_that_share_heads_have_the_same_words() -> None:
     """Four ranks for two KV heads, and for one group of B and C."""
     model = Model()
@@ -260,7 +267,7 @@ class NamedGdn:
             lambda w: change_spec(w, MLAAttentionSpec),
             "model.layers.0.self_attn.attn: vLLM's MLAAttentionSpec",
         ),
-        (lambda w: change_spec(w, kv_quant_mode=1), "set kv_cache_dtype to auto"),
+        (lambda w: change_spec(w, kv_quant_mode=2), "a KV cache of auto: .* set kv_cache_dtype"),
         (lambda w: change_spec(w, num_kv_heads=1), "1 KV heads on a rank of 1, where the model has 2"),
         (lambda w: change_states(w, mamba_type=NamedGdn), "model.layers.3.mamba: states of GDN_ATTN"),
         (lambda w: change_states(w, num_speculative_blocks=1), "turn use_replayssm off"),
