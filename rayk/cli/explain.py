@@ -99,6 +99,9 @@ def _explain(
     staging: Annotated[
         str, typer.Option(metavar="auto|never|always", help="Whether pulls go through a staging buffer.")
     ] = "auto",
+    engine: Annotated[
+        str, typer.Option(metavar="rayk|vllm", help="Whose engines; of vLLM's, what its NixlConnector posts.")
+    ] = "rayk",
     output_format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.text,
     side: Annotated[str, typer.Option(help="For --byte: prefill or decode.")] = "prefill",
     rank: Annotated[int, typer.Option(min=0, help="For --byte and --find: the rank.")] = 0,
@@ -137,6 +140,11 @@ def _explain(
     for name in SIDES:
         values = {k.removeprefix(f"{name}_"): v for k, v in axes.items() if k.startswith(f"{name}_")}
         settings[name] = {k: _value(k, v) for k, v in values.items() if v is not None}
+    kinds = {settings[name].get("kind", engine) for name in SIDES}
+    if kinds != {"rayk"}:
+        settings["engine"] = {"kind": engine}
+        _explain_vllm(str(model), settings, num_tokens, output_format, byte is not None or find is not None)
+        return
     if byte is not None or find is not None:
         from rayk.explain.text import place_lines
 
@@ -148,6 +156,26 @@ def _explain(
         return
     explanation = explain_pair(str(model), settings, num_tokens=num_tokens)
     _print(explanation, output_format)
+    if not explanation.supported:
+        raise typer.Exit(1)
+
+
+def _explain_vllm(
+    model: str, settings: dict[str, Any], num_tokens: int | None, output_format: Format, asks_place: bool
+) -> None:
+    from rayk.explain.vllm import explain_vllm, text_lines
+    from rayk.types.errors import UserError
+
+    if asks_place or output_format is Format.html:
+        raise UserError(
+            "where bytes of vLLM's engines lie, its kernels say: there is no --byte, --find or --format html",
+            mend="--engine rayk, or --format text or json",
+        )
+    explanation = explain_vllm(model, settings, num_tokens=num_tokens)
+    if output_format is Format.json:
+        typer.echo(json.dumps(explanation.as_dict(), indent=2))
+    else:
+        typer.echo("\n".join(text_lines(explanation)))
     if not explanation.supported:
         raise typer.Exit(1)
 

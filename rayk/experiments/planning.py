@@ -9,7 +9,7 @@ from typing import Any
 
 from rayk.actors.environment import check_address, wanted_address
 from rayk.experiments.checkpoints import write_checkpoints
-from rayk.experiments.vllm_python import vllm_versions
+from rayk.experiments.vllm_python import known_refusal, vllm_versions
 from rayk.models.config import DecoderConfig
 from rayk.models.families import load_config
 from rayk.models.headers import check_weights
@@ -76,6 +76,7 @@ def plan_experiment(
             if cell.unsupported is None and not cell.vllm:
                 check_pools(cell.all_engines, configs[cell.spec.model], loaded.where("engine.num_blocks"))
     versions = vllm_versions([cell for cell, _ in cells], loaded) if cluster is None else {}
+    cells = [(known_refusal(cell, configs[cell.spec.model], versions), prompts) for cell, prompts in cells]
     inputs, yaml = input_hashes(spec.models(), spec.prompt_files()), dump_spec(spec)
     check_directory(out, yaml, resume=resume, inputs=inputs, renew=renew_spec)
     if cluster is not None:

