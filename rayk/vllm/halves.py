@@ -29,6 +29,7 @@ from rayk.vllm.proof_compare import Arrival, Comparison
 from rayk.vllm.proof_verifier import LOGGER, Counts, Fetcher, Verifier
 from rayk.vllm.proof_wire import ProofServer
 from rayk.vllm.settings import ProvingSettings
+from rayk.vllm.transfer_log import TransferLog
 
 Blocks = tuple[tuple[int, ...], ...]
 """A request's block ids, by vLLM's KV cache group."""
@@ -196,6 +197,8 @@ class WorkerHalf:
         self.counts = Counts()
         self.records = ProofRecords()
         self._expected: dict[str, Expected] = {}
+        self.transfer_log: TransferLog | None = None
+        """Where the inner connector's reads can be told apart."""
         self._held: set[str] = set()
         """Arrived, and not told so before they are verified."""
         views = caches.views([()] * num_groups)
@@ -297,11 +300,15 @@ class WorkerHalf:
         return self._verifier.take_ended()
 
     def proof_results(self, request_id: str) -> dict[str, Any]:
-        """What was found of a request at D, as JSON, once."""
+        """What was found of a request at D, as JSON, once; "pending" while it is expected or being verified,
+        "none" where nothing of it was loaded."""
+        is_pending = request_id in self._expected or self._verifier.is_waiting(request_id)
         found = self._verifier.pop(request_id)
         if found is None:
-            return {"status": "none", "why": "", "bytes_checked": 0, "bytes_mismatched": 0, "mismatch": None}
+            status = "pending" if is_pending else "none"
+            return {"status": status, "why": "", "bytes_checked": 0, "bytes_mismatched": 0, "mismatch": None}
         wrong = found.mismatch
+        transfers = self.transfer_log.pop(request_id) if self.transfer_log is not None else []
         return {
             "status": found.status,
             "why": found.why,
@@ -315,7 +322,7 @@ class WorkerHalf:
             "digest_ms": found.digest_s * 1e3,
             "fetch_ms": found.fetch_s * 1e3,
             "mismatch": None if wrong is None else _as_json(wrong),
-            "transfers": [],
+            "transfers": transfers,
         }
 
     def kept_rows(self, request_id: str) -> dict[tuple[int, str, int], Any]:
@@ -332,6 +339,8 @@ class WorkerHalf:
         """Forget all records and results."""
         self.records.clear()
         self._verifier.clear()
+        if self.transfer_log is not None:
+            self.transfer_log.clear()
 
     def close(self) -> None:
         """Stop serving and verifying."""

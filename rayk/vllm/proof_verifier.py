@@ -152,11 +152,15 @@ class Verifier:
         self._lock = threading.Lock()
         self._results: OrderedDict[str, Comparison] = OrderedDict()
         self._ended: list[str] = []
+        self._submitted: set[str] = set()
+        """Of which the end has not come."""
         self._thread = threading.Thread(target=self._run, name="rayk-verifier", daemon=True)
         self._thread.start()
 
     def submit(self, arrival: Arrival) -> None:
         """Have an arrival verified: `take_ended` names it some day."""
+        with self._lock:
+            self._submitted.add(arrival.request_id)
         try:
             self._waiting.put_nowait(arrival)
         except queue.Full:
@@ -169,6 +173,11 @@ class Verifier:
         with self._lock:
             ended, self._ended = self._ended, []
             return ended
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether it was submitted, and its end has not come."""
+        with self._lock:
+            return request_id in self._submitted
 
     def result(self, request_id: str) -> Comparison | None:
         """What was found of a request, if its verification has ended."""
@@ -214,6 +223,7 @@ class Verifier:
                 self._results[request_id] = comparison
             while len(self._results) > MAX_RESULTS:
                 self._results.popitem(last=False)
+            self._submitted.discard(request_id)
             self._ended.append(request_id)
 
     def _run(self) -> None:

@@ -269,6 +269,7 @@ class _Proving(KVConnectorBase_V1):  # type: ignore[misc]
 
         from rayk.vllm.caches import ProvenCaches
         from rayk.vllm.planted import plant_at_worker
+        from rayk.vllm.transfer_log import TransferLog
 
         self.inner.register_kv_caches(kv_caches)
         config, kept = self._vllm_config, self._kv_cache_config
@@ -282,6 +283,9 @@ class _Proving(KVConnectorBase_V1):  # type: ignore[misc]
             serves=self._kv_transfer_config.is_kv_producer,
             planted=plant_at_worker(self._settings.planted, config, kept, caches),
         )
+        nixl_worker = getattr(self.inner, "connector_worker", None)
+        if hasattr(nixl_worker, "nixl_wrapper") and hasattr(nixl_worker, "_recving_transfers"):
+            self.worker.transfer_log = TransferLog(nixl_worker)
 
     def get_handshake_metadata(self) -> ProvingHandshake:
         served_at = self.worker.served_at if self.worker is not None else None

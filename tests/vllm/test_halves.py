@@ -17,6 +17,7 @@ from rayk.vllm.halves import Expected, SchedulerHalf, WorkerHalf
 from rayk.vllm.planted import PLANTED, plant_at_worker
 from rayk.vllm.proof import ProofRecords
 from rayk.vllm.settings import KEYS, ProvingSettings, read_settings, without_ours
+from rayk.vllm.transfer_log import TransferLog
 from tests.each import each
 from tests.pd import HANG_S
 from tests.vllm.standins import Model, Worker, keys_transposed
@@ -127,7 +128,7 @@ class Pair:
         for half in self.consumer.halves:
             result = half.proof_results(f"d-{name}")
             until = time.monotonic() + HANG_S
-            while result["status"] == "none":
+            while result["status"] == "pending":
                 assert time.monotonic() < until
                 time.sleep(0.001)
                 result = half.proof_results(f"d-{name}")
@@ -244,6 +245,49 @@ def test_what_is_loaded_at_once_is_verified_before_the_model_runs(on_mismatch: s
         assert half.loaded() == (set(ids[0]) if on_mismatch == "fail" else set())
         assert made.results("b")[0]["status"] == "mismatch"
         assert half.loaded() == set()
+
+
+def test_a_verdict_is_pending_until_it_comes_and_none_where_nothing_was_loaded() -> None:
+    with pair() as made:
+        half = made.consumer.halves[0]
+        assert half.proof_results("d-r")["status"] == "none"
+        ids = made.expect(made.prefill())
+        assert half.proof_results("d-r")["status"] == "pending"
+        made.move(ids)
+        half.received({"d-r"}, set())
+        assert made.results()[0]["status"] == "equal"
+        assert half.proof_results("d-r")["status"] == "none", "told once"
+
+
+def test_reads_are_told_by_request() -> None:
+    measured = {
+        7: SimpleNamespace(totalBytes=4096, descCount=3, postDuration=2, xferDuration=50),
+        8: SimpleNamespace(totalBytes=1024, descCount=1, postDuration=1, xferDuration=40),
+        9: None,
+    }
+    nixl = SimpleNamespace(get_xfer_telemetry=measured.get)
+    log = TransferLog(SimpleNamespace(nixl_wrapper=nixl, _recving_transfers={"a": [7, 8], "b": [9]}))
+    assert [nixl.get_xfer_telemetry(handle) for handle in (8, 7, 9)] == [measured[8], measured[7], None]
+    common = {"group": 0}
+    assert log.pop("a") == [
+        {
+            "producer_rank": 0,
+            **common,
+            "bytes": 1024,
+            "descriptors": 1,
+            "post_ns": 1000,
+            "transfer_ns": 40000,
+        },
+        {
+            "producer_rank": 1,
+            **common,
+            "bytes": 4096,
+            "descriptors": 3,
+            "post_ns": 2000,
+            "transfer_ns": 50000,
+        },
+    ]
+    assert log.pop("a") == log.pop("b") == []
 
 
 def test_requests_that_are_not_sampled_are_skipped_on_both_sides() -> None:
