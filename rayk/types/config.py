@@ -76,7 +76,10 @@ class VllmEngineConfig:
     max_seqs: int = 16
     max_batch_tokens: int | None = None
     prefix_caching: bool = False
-    connector: str = "NixlConnector"  # vLLM's class that moves KV, which the proving connector wraps
+    connector: str = (
+        "NixlConnector"  # vLLM's class that moves KV, which the proving connector wraps; empty: none
+    )
+    is_proven: bool = True  # whether it wraps it
     transfer_mode: str = "pull"
     start_s: float = 420.0  # how long it may take to start
     # (key, JSON) of the connector's extra config

@@ -1,0 +1,270 @@
+"""VllmEngine: owns the process of one vLLM engine, in an interpreter of its own (rayk.vllm.driver).
+
+A plain class whose async methods run in one Ray actor, `placement` makes it remote. Whatever ends it, Ray
+itself included, ends all processes of the engine: see rayk.vllm.keeper.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import platform
+import random
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rayk.actors.vllm_refusals import MAX_WORDS, cause_in, refusal
+from rayk.types.config import VllmEngineConfig
+from rayk.types.errors import DeadlineExceeded, EngineDied, Unsupported, shortened
+from rayk.types.waiting import busy
+from rayk.vllm.arguments import engine_arguments, engine_environment
+from rayk.vllm.messages import PREFIX, BadFrame, Frame, decode_header, decode_prefix
+
+END_S = 20.0
+"""How long all processes of an engine may take to be gone once they were killed."""
+LAST_WORDS_S = 2.0
+"""How long what a dead engine wrote may take to be read."""
+KEPT_CHARACTERS = 1 << 16
+"""Of the end of its log, which tells what an engine died of."""
+PORTS = range(20000, 32000)
+"""Below the ports that the kernel gives away itself."""
+
+
+class VllmEngine:
+    """See the module. Its engine starts once; a failed one is thrown away with its actor."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._asks: asyncio.StreamWriter | None = None
+        """To the driver; closed, it ends the engine."""
+        self._pid: int | None = None
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[Frame]] = {}
+        self._log = ""
+        self._readers: list[asyncio.Task[Any]] = []
+        self._death: EngineDied | None = None
+        self._dead = asyncio.Event()
+        """Set once no process of it is left."""
+        self._left = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"VllmEngine({self.name})"
+
+    async def describe(self) -> dict[str, Any]:
+        """Process and device facts: see actors.worker."""
+        host, device = socket.gethostname(), platform.processor() or "cpu"
+        return {"name": self.name, "pid": os.getpid(), "host": host, "device": device}
+
+    async def clock_ns(self) -> int:
+        """This host's monotonic clock, which tokens are stamped with."""
+        return time.monotonic_ns()
+
+    async def start(self, name: str, config: VllmEngineConfig, host: str, secret: str) -> dict[str, Any]:
+        """Start the engine; what it runs with. `name`: in its first cell. `host`: where others reach it.
+
+        Raises Unsupported with vLLM's words where it refuses the model or an argument, EngineDied where it
+        cannot start, DeadlineExceeded. After any of them nothing of it is left.
+        """
+        self.name = name
+        environment = _base_environment() | engine_environment(config, host, _free_port(host))
+        await self._launch(config.python, environment)
+        try:
+            started = await self._ask(config.start_s, "start", arguments=engine_arguments(config, secret))
+        except _Failed as failure:
+            await self.end()
+            error = refusal(self.name, self._log, failure.version, failure.words)
+            raise error or EngineDied(self.name, failure.words) from None
+        except EngineDied as death:
+            await self._dead.wait()
+            raise (refusal(self.name, self._log) or death) from None
+        except DeadlineExceeded:
+            await self.end()
+            raise
+        facts: dict[str, Any] = started.header["facts"]
+        return facts
+
+    async def ask(self, timeout_s: float, op: str, **arguments: Any) -> tuple[dict[str, Any], bytes]:
+        """Have the driver do something: its answer. Raises EngineDied, DeadlineExceeded, and Unsupported with
+        vLLM's words where it refuses."""
+        try:
+            frame = await self._ask(timeout_s, op, **arguments)
+        except _Failed as failure:
+            if failure.words.startswith("EngineDeadError"):
+                await self.end()
+                raise EngineDied(self.name, cause_in(self._log) or failure.words) from None
+            raise Unsupported(f"vLLM {failure.version} refuses: {failure.words}") from None
+        return frame.header, frame.body
+
+    async def run(self) -> None:
+        """Last as long as a cell uses the engine, or the engine lives. Raises what it died of."""
+        self._left = asyncio.Event()
+        waits = [asyncio.create_task(event.wait()) for event in (self._dead, self._left)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        if self._death is not None:
+            raise self._death
+
+    async def leave(self) -> None:
+        """The cell is done with the engine, which lives on."""
+        self._left.set()
+
+    async def join(self, name: str) -> None:
+        """Another cell uses the engine under this name."""
+        self.name = name
+
+    async def end(self) -> None:
+        """End all processes of the engine. Raises DeadlineExceeded where some are still there after END_S."""
+        if self._asks is None:
+            return
+        self._say_dead("it was ended")
+        self._asks.close()
+        try:
+            async with asyncio.timeout(END_S):
+                await self._dead.wait()
+        except TimeoutError:
+            raise DeadlineExceeded(f"the end of all processes of {self.name}", END_S, busy()) from None
+
+    async def _launch(self, python: str, environment: dict[str, str]) -> None:
+        reading, writing = os.pipe()
+        keeper = [sys.executable, "-m", "rayk.vllm.keeper", str(writing)]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *keeper,
+                *(python, "-m", "rayk.vllm.driver"),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=(writing,),
+                env=environment,
+                limit=1 << 20,
+            )
+        finally:
+            os.close(writing)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._asks = process.stdin
+        self._readers = [
+            asyncio.create_task(self._read_answers(process.stdout, process.stdin)),
+            asyncio.create_task(self._read_log(process.stderr)),
+            asyncio.create_task(self._read_status(reading)),
+        ]
+
+    async def _ask(self, timeout_s: float, op: str, **arguments: Any) -> Frame:
+        if self._death is not None:
+            raise self._death
+        assert self._asks is not None, "started before"
+        number = next(self._numbers)
+        answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        try:
+            async with asyncio.timeout(timeout_s):
+                with contextlib.suppress(ConnectionError):  # its death comes as an answer
+                    self._asks.write(Frame({"op": op, "id": number, **arguments}).encode())
+                    await self._asks.drain()
+                frame = await answer
+        except TimeoutError:
+            raise DeadlineExceeded(f"{op} on {self.name}", timeout_s, busy()) from None
+        finally:
+            del self._waiting[number]
+        if "error" in frame.header:
+            raise _Failed(str(frame.header.get("version", "")), str(frame.header["error"]))
+        return frame
+
+    async def _read_answers(self, stream: asyncio.StreamReader, asks: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                num_header_bytes, num_body_bytes = decode_prefix(await stream.readexactly(PREFIX.size))
+                header = decode_header(await stream.readexactly(num_header_bytes))
+                frame = Frame(header, await stream.readexactly(num_body_bytes))
+                waiting = self._waiting.get(header.get("id", 0))
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(frame)
+        except asyncio.IncompleteReadError:
+            pass  # its keeper tells of what it died
+        except BadFrame as error:
+            self._say_dead(f"its driver does not speak as rayk's does: {error}")
+            asks.close()
+            while await stream.read(1 << 16):
+                pass
+
+    async def _read_log(self, stream: asyncio.StreamReader) -> None:
+        """Into this actor's own log, too."""
+        while chunk := await stream.read(1 << 16):
+            sys.stderr.write(text := chunk.decode(errors="replace"))
+            sys.stderr.flush()
+            self._log = (self._log + text)[-KEPT_CHARACTERS:]
+
+    async def _read_status(self, pipe: int) -> None:
+        """What the keeper tells; its end is that of all the engine's processes."""
+        reader, status = asyncio.StreamReader(), None
+        connect = asyncio.get_running_loop().connect_read_pipe
+        transport, _ = await connect(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb"))
+        try:
+            while line := await reader.readline():
+                word, _, number = line.decode().partition(" ")
+                if word == "began":
+                    self._pid = int(number)
+                else:
+                    status = int(number)
+        finally:
+            transport.close()
+        if status is None and self._pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGKILL)
+        await asyncio.wait(self._readers[:2], timeout=LAST_WORDS_S)
+        self._say_dead(_ending(status, self._log))
+        self._dead.set()
+
+    def _say_dead(self, cause: str) -> None:
+        """Nobody waits for it any more."""
+        if self._death is None:
+            self._death = EngineDied(self.name, cause)
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(self._death)
+
+
+class _Failed(Exception):
+    """The driver answers with an error."""
+
+    def __init__(self, version: str, words: str) -> None:
+        super().__init__(version, words)
+        self.version, self.words = version, words
+
+
+def _ending(status: int | None, log: str) -> str:
+    """How an engine ended, for people. `status`: as subprocess has it; None: its keeper was killed, too."""
+    if status is None:
+        how = "its processes were killed"
+    elif status < 0:
+        how = f"its process was killed by {signal.Signals(-status).name}"
+    else:
+        how = f"its process ended with status {status}"
+    words = cause_in(log) or next((line for line in reversed(log.splitlines()) if line.strip()), "")
+    return f"{how}: {shortened(words.strip(), MAX_WORDS)}" if words else how
+
+
+def _base_environment() -> dict[str, str]:
+    """Of this process, without what is about its interpreter, and with the folder of rayk's sources. Where
+    rayk is installed, it is to be in vLLM's environment, too: there the folder has other packages beside."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "RAY_", "VIRTUAL_ENV"))}
+    sources = Path(__file__).parents[2]
+    return kept if sources.name == "site-packages" else kept | {"PYTHONPATH": str(sources)}
+
+
+def _free_port(host: str) -> int:
+    """Raises OSError where none of many is free."""
+    for _ in range(100):
+        port = random.choice(PORTS)  # noqa: S311 - no secret
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind((host, port))
+            return port
+    raise OSError(f"no port of {PORTS.start} to {PORTS.stop} is free at {host}")

@@ -1,0 +1,69 @@
+"""What a vLLM engine failed of, read from its log: of its own causes, the machine's, or rayk's."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from rayk.types.bugs import MACHINE_WORDS
+from rayk.types.errors import EngineDied, InternalError, RaykError, Unsupported, shortened
+
+MAX_WORDS = 600
+MACHINE_ERRORS = frozenset(
+    {"OSError", "MemoryError", "EOFError", "OutOfMemoryError", "TimeoutError", "ConnectionError"}
+    | {"BrokenPipeError", "ConnectionRefusedError", "ConnectionResetError", "FileNotFoundError"}
+    | {"PermissionError", "ModuleNotFoundError", "ImportError"}
+)
+"""Of the machine, or of what is installed: the same model and arguments may well run elsewhere."""
+_RAISED = re.compile(r"(?:^|[\s.])(?P<type>(?:[A-Z]\w*)?(?:Error|Exception|Unsupported)): (?P<text>.+)")
+_PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+FOLLOWS = (
+    *("Engine core initialization failed", "WorkerProc initialization failed"),
+    *("Worker failed with error", "EngineCore encountered"),
+)
+"""What vLLM's other processes say once one of them has failed."""
+
+
+class _Cause(NamedTuple):
+    type: str
+    text: str
+    place: str
+    """FILE:LINE of the innermost call."""
+
+
+def _find(log: str) -> _Cause | None:
+    """The last error that is no consequence of another one."""
+    found, place = None, ""
+    for line in log.splitlines():
+        if at := _PLACE.search(line):
+            place = f"{at['file']}:{at['line']}"
+        raised = _RAISED.search(line)
+        if raised and not any(word in line for word in FOLLOWS):
+            found = _Cause(raised["type"], raised["text"].strip(), place)
+    return found
+
+
+def cause_in(log: str) -> str:
+    """In vLLM's words; empty where there are none."""
+    found = _find(log)
+    return "" if found is None else shortened(f"{found.type}: {found.text}", MAX_WORDS)
+
+
+def refusal(engine: str, log: str, version: str = "", words: str = "") -> RaykError | None:
+    """Why an engine did not start: Unsupported where vLLM refuses the model or an argument, EngineDied where
+    the machine failed it, InternalError where rayk's own code did. `words`: of the driver, TYPE: TEXT. None
+    where nothing is said of it."""
+    found = _find(log)
+    if words and (found is None or not any(word in words for word in FOLLOWS)):
+        kind, _, text = words.partition(": ")
+        found = _Cause(kind, " ".join(text.split()), found.place if found is not None else "")
+    if found is None:
+        return None
+    said = shortened(f"{found.type}: {found.text}", MAX_WORDS)
+    if found.type == "Unsupported":
+        return Unsupported(found.text)
+    if found.type in MACHINE_ERRORS or any(word in found.text for word in MACHINE_WORDS):
+        return EngineDied(engine, f"it does not start: {said}")
+    if "/rayk/vllm/" in found.place and "/driver.py:" not in found.place:  # which only calls vLLM
+        return InternalError(found.place, said, log[-4000:])
+    return Unsupported(f"vLLM {version} refuses: {said}".replace("  ", " "))

@@ -1,0 +1,71 @@
+"""What vLLM is told of an engine: its arguments, and the environment variables that have no argument."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rayk.types.config import VllmEngineConfig
+
+PROVING = "rayk.vllm.proving"
+LEASE_S = 600
+"""vLLM's own 30 s may be over before a decode engine of a busy machine has read a prompt's blocks."""
+
+
+def engine_arguments(config: VllmEngineConfig, secret: str = "") -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs. `secret`: of all engines that prove KV to one another."""
+    arguments: dict[str, Any] = {
+        "model": config.model,
+        "tensor_parallel_size": config.tp,
+        "dtype": config.dtype,
+        "kv_cache_dtype": config.kv_dtype,
+        "kv_cache_memory_bytes": config.cache_bytes,
+        "max_model_len": config.max_tokens,
+        "max_num_seqs": config.max_seqs,
+        "enable_prefix_caching": config.prefix_caching,
+        "enforce_eager": True,
+        "worker_extension_cls": "rayk.vllm.extension.WorkerExtension",
+    }
+    if config.block_size is not None:
+        arguments["block_size"] = config.block_size
+    if config.max_batch_tokens is not None:
+        arguments["max_num_batched_tokens"] = config.max_batch_tokens
+    if config.connector:
+        arguments["kv_transfer_config"] = _transfer_config(config, secret)
+    return arguments | {name: json.loads(value) for name, value in config.arguments}
+
+
+def _transfer_config(config: VllmEngineConfig, secret: str) -> dict[str, Any]:
+    """vLLM derives much of the connector's name, so the proving one goes by that of the one it wraps."""
+    options: dict[str, Any] = {"kv_lease_duration": LEASE_S}
+    transfer: dict[str, Any] = {"kv_connector": config.connector, "kv_role": "kv_both"}
+    if config.device == "cpu":
+        transfer["kv_buffer_device"] = "cpu"
+    if config.is_proven:
+        transfer["kv_connector_module_path"] = PROVING
+        options |= {"secret": secret, "keep_rows": True}
+    options |= {key: json.loads(value) for key, value in config.connector_options}
+    return transfer | {"kv_connector_extra_config": options}
+
+
+def engine_environment(config: VllmEngineConfig, host: str, port: int) -> dict[str, str]:
+    """`host` and `port`: where the engine answers the handshakes of others."""
+    found = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
+        "VLLM_HOST_IP": host,
+        # Requests are named apart already, and connectors are asked about them by name.
+        "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
+    }
+    if config.device == "cpu":
+        # A first request with logprobs would have vLLM compile what ranks tokens, for a minute.
+        found |= {
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "TORCH_COMPILE_DISABLE": "1",
+        }
+    if config.layout != "auto":
+        found["VLLM_KV_CACHE_LAYOUT"] = config.layout
+    return found

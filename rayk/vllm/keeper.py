@@ -1,0 +1,83 @@
+"""`python -m rayk.vllm.keeper FD COMMAND...` runs a command and lets nothing of it outlive who asked for it.
+
+When the command ends, or the other end of the standard input is closed (its owner may be dead), everything
+that came of it is killed, whatever group or session it moved to. The pipe FD tells `began PID`, and in the
+end `ended STATUS`: then nothing is left. The keeper leaves its own parent at once: Ray kills the children of
+its actors, but not what came of those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main() -> None:
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    status = int(sys.argv[1])
+    os.set_inheritable(status, False)
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    command = os.fork()
+    if not command:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setsid()
+        for number in STOPPING:
+            signal.signal(number, signal.SIG_DFL)
+        try:
+            os.execvp(sys.argv[2], sys.argv[2:])
+        except OSError as error:
+            os.write(2, f"{sys.argv[2]} cannot be run: {error.strerror}\n".encode())
+            os._exit(127)
+    _tell(status, f"began {command}")
+    _wait(command)
+    _tell(status, f"ended {_kill_all(command)}")
+
+
+def _tell(status: int, text: str) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(status, f"{text}\n".encode())
+
+
+def _wait(command: int) -> None:
+    """Until the command has ended or the input, of which nothing is read here, is closed."""
+    poll = select.poll()
+    poll.register(0, 0)
+    poll.register(os.pidfd_open(command), select.POLLIN)
+    poll.poll()
+
+
+def _kill_all(command: int) -> int:
+    """The exit status of the command, as subprocess has it: negative for a signal."""
+    status = 0
+    while True:
+        for child in _children():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        try:
+            pid, found = os.waitpid(-1, 0)
+        except ChildProcessError:
+            return status
+        if pid == command:
+            status = os.waitstatus_to_exitcode(found)
+
+
+def _children() -> list[int]:
+    """Those of this process, to which orphans of its children come."""
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+if __name__ == "__main__":
+    main()

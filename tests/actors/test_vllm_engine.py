@@ -1,0 +1,137 @@
+"""The process of a vLLM engine: whatever becomes of it is a typed error, and nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+from rayk.actors.vllm_engine import VllmEngine
+from rayk.actors.vllm_refusals import refusal
+from rayk.types.config import VllmEngineConfig
+from rayk.types.errors import DeadlineExceeded, EngineDied, InternalError, RaykError, Unsupported
+from tests.actors.vllm_engines import Fake, left
+from tests.pd import HANG_S
+
+SHORT_S = 1.0
+
+
+async def _start(config: VllmEngineConfig) -> VllmEngine:
+    engine = VllmEngine("prefill0")
+    await engine.start("prefill0", config, "127.0.0.1", "secret")
+    return engine
+
+
+async def _failure(config: VllmEngineConfig, request_s: float = HANG_S) -> RaykError:
+    engine = VllmEngine("prefill0")
+    try:
+        await engine.start("prefill0", config, "127.0.0.1", "secret")
+        await engine.ask(request_s, "generate", prompt=[1])
+    except RaykError as error:
+        await engine.end()
+        return error
+    raise AssertionError("it does not fail")
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "words"),
+    [
+        ("garbage", EngineDied, r"does not speak as rayk's does: b'INFO"),
+        ("killed at start", EngineDied, "was killed by SIGKILL"),
+        ("dies at start", EngineDied, "does not start: RuntimeError: .* can't allocate memory"),
+        ("refuses", Unsupported, "vLLM 0.32.0 refuses: ValidationError: .*'Foo'. are not supported"),
+        ("dies mid-request", EngineDied, "was killed by SIGSEGV"),
+        ("engine dies", EngineDied, "ValueError: the scheduler is lost"),
+        ("refuses a request", Unsupported, "vLLM 0.32.0 refuses: VLLMValidationError: too long"),
+    ],
+)
+def test_each_fault_is_a_typed_error_and_leaves_no_process(
+    fake: Fake, fault: str, kind: type[RaykError], words: str
+) -> None:
+    config = fake(fault)
+    error = asyncio.run(_failure(config))
+    assert isinstance(error, kind)
+    assert re.search(words, str(error))
+    assert left(config) == []
+
+
+@pytest.mark.parametrize(("fault", "what"), [("never starts", "start"), ("stops", "generate")])
+def test_what_hangs_ends_at_its_deadline(fake: Fake, fault: str, what: str) -> None:
+    start_s = SHORT_S if fault == "never starts" else HANG_S
+    config = replace(fake(fault), start_s=start_s)
+    error = asyncio.run(_failure(config, SHORT_S))
+    assert isinstance(error, DeadlineExceeded)
+    assert error.what == f"{what} on prefill0"
+    assert left(config) == []
+
+
+def test_an_interpreter_that_is_not_there_is_named(fake: Fake) -> None:
+    error = asyncio.run(_failure(replace(fake("none"), python="/nowhere/bin/python")))
+    assert isinstance(error, EngineDied)
+    assert "/nowhere/bin/python cannot be run: No such file or directory" in str(error)
+
+
+def test_a_death_between_requests_is_told_at_once(fake: Fake) -> None:
+    config = fake("none")
+
+    async def run() -> None:
+        engine = await _start(config)
+        watch = asyncio.create_task(engine.run())
+        os.kill(left(config)[0], signal.SIGKILL)
+        with pytest.raises(EngineDied, match="prefill0 died: its process was killed by SIGKILL"):
+            await watch
+
+    asyncio.run(run())
+    assert left(config) == []
+
+
+def test_nothing_outlives_an_owner_that_is_killed(fake: Fake) -> None:
+    config = fake("none")
+    script = (
+        "import asyncio, sys\n"
+        "from tests.actors.test_vllm_engine import VllmEngineConfig, _start\n"
+        "async def main():\n"
+        f"    engine = await _start(VllmEngineConfig(python={config.python!r}, model='m'))\n"
+        "    print('started', flush=True)\n"
+        "    await engine.run()\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as owner:  # noqa: S603
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"started\n"
+        pids = left(config)
+        owner.kill()
+    assert len(pids) == 3
+    deadline = time.monotonic() + HANG_S
+    while outlive := left(config):
+        assert time.monotonic() < deadline, f"{outlive} outlive their owner"
+        time.sleep(0.01)
+
+
+FAILED = "RuntimeError: Engine core initialization failed. See root cause above."
+
+
+@pytest.mark.parametrize(
+    ("log", "words", "kind"),
+    [
+        ("", "", None),
+        (f"ERROR [core.py:1] NotImplementedError: no MoE backend\n{FAILED}", FAILED, Unsupported),
+        ("ERROR rayk.types.errors.Unsupported: no probe of backend FOO", FAILED, Unsupported),
+        ('  File "/x/rayk/vllm/proving.py", line 3, in f\nKeyError: 7', FAILED, InternalError),
+        ('  File "/x/rayk/vllm/driver.py", line 3, in f', "TypeError: an unexpected argument", Unsupported),
+        ("OSError: [Errno 98] Address already in use", "", EngineDied),
+        ("", "ModuleNotFoundError: No module named 'vllm'", EngineDied),
+    ],
+)
+def test_a_start_that_fails_is_blamed_on_who_failed(
+    log: str, words: str, kind: type[RaykError] | None
+) -> None:
+    found = refusal("prefill0", log, "0.32.0", words)
+    assert found is None if kind is None else type(found) is kind
