@@ -75,26 +75,12 @@ class CellRun:
 
     async def _request(self, index: int, prompt: tuple[int, ...], started_ns: int, due_ns: int) -> None:
         """From its arrival on. It counts from when it was due, however late it is got to."""
-        request = Request(
-            request_id=f"{self._cell.cell_id}/{self._repeat}/{index}",
-            prompt_token_ids=prompt,
-            sampling=with_seed(self._cell.sampling, index, self._repeat),
-        )
-        row = RequestRow(
-            cell_id=self._cell.cell_id,
-            repeat=self._repeat,
-            request_id=request.request_id,
-            prompt_index=index,
-            prompt_token_ids=list(prompt),
-            num_prompt_tokens=len(prompt),
-            seed=request.sampling.seed if request.sampling.temperature else None,
-            arrival_ns=started_ns + due_ns,
-            due_ns=due_ns,
-        )
+        request, row = begin_request(self._cell, self._repeat, index, prompt)
+        row.arrival_ns, row.due_ns = started_ns + due_ns, due_ns
         self._outcome.requests.append(row)
         engines, attempts = self._engines, list[Place]()
         try:
-            await _until(row.arrival_ns)
+            await until(row.arrival_ns)
             attempts.append(self._place(request, self._cell.session_of(index)))
             async with self._streams:
                 async with asyncio.timeout(self._cell.deadlines.request_s):
@@ -184,7 +170,26 @@ class CellRun:
         self._outcome.errors.append(error)
 
 
-async def _until(due_ns: int) -> None:
+def begin_request(cell: Cell, repeat: int, index: int, prompt: tuple[int, ...]) -> tuple[Request, RequestRow]:
+    """What is asked for of a cell's prompt, and the row that tells what becomes of it."""
+    request = Request(
+        request_id=f"{cell.cell_id}/{repeat}/{index}",
+        prompt_token_ids=prompt,
+        sampling=with_seed(cell.sampling, index, repeat),
+    )
+    row = RequestRow(
+        cell_id=cell.cell_id,
+        repeat=repeat,
+        request_id=request.request_id,
+        prompt_index=index,
+        prompt_token_ids=list(prompt),
+        num_prompt_tokens=len(prompt),
+        seed=request.sampling.seed if request.sampling.temperature else None,
+    )
+    return request, row
+
+
+async def until(due_ns: int) -> None:
     """Wait, where there is anything to wait for: requests that are due at once keep their order."""
     while (left_ns := due_ns - time.monotonic_ns()) > 0:
         await asyncio.sleep(left_ns / 1e9)

@@ -15,11 +15,14 @@ from rayk.actors.cell_deployment import CellDeployment
 from rayk.actors.cell_outcome import CellOutcome
 from rayk.actors.cell_run import CellRun
 from rayk.actors.deployment_metrics import EngineNow, Losses, beating, begin_outcomes, watch_engines
+from rayk.actors.engines import EngineHandle
 from rayk.actors.nodes import EngineAsk, cell_asks, placement_of
 from rayk.actors.placement import this_node
 from rayk.actors.pool import WorkerPool, name_lost_nodes
 from rayk.actors.ray_metrics import make_meter
 from rayk.actors.tiers import HostTiers
+from rayk.actors.vllm_cell import VllmCellRun
+from rayk.actors.vllm_engines import VllmEngines
 from rayk.specs import Cell
 from rayk.types.bugs import bug
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
@@ -40,6 +43,9 @@ class Coordinator:
         self._epochs = itertools.count(1)
         self._engines: CellDeployment | None = None
         """Of the cell that runs."""
+        self._vllm = VllmEngines(name.rpartition("/")[2])
+        self._vllm_engines: list[EngineHandle] = []
+        """Of the cell that runs."""
         self._tiers: HostTiers | None = None
         """Those of the last cell that had any."""
 
@@ -56,16 +62,23 @@ class Coordinator:
         self, cell: Cell, prompts: Sequence[Sequence[int]], repeat: int, *, capture: bool
     ) -> CellOutcome:
         """Form the cell's engines, run all its requests, dissolve the engines. Never raises a RaykError and
-        never outlasts the cell's deadline by more than END_S and the time to kill workers."""
+        never outlasts the cell's deadline by more than END_S and the time to kill workers, and what vLLM's
+        engines may take to start."""
         outcome, started = CellOutcome(), time.monotonic_ns()
         async with beating(make_meter(cell.prefill.model)) as meter:
             begin_outcomes(meter)
             watch_engines(meter, self._engines_now)
             losses = Losses(meter)
             try:
+                if cell.vllm:
+                    await self._form_vllm(cell, outcome, losses)  # within the engines' own start_s
                 async with asyncio.timeout(cell.deadlines.cell_s):
-                    engines = await self._form(cell, outcome, losses)
-                    await CellRun(cell, repeat, outcome, engines, capture, meter).run(prompts)
+                    if cell.vllm:
+                        run = VllmCellRun(cell, repeat, outcome, self._vllm_engines, capture, meter)
+                        await run.run(prompts)
+                    else:
+                        engines = await self._form(cell, outcome, losses)
+                        await CellRun(cell, repeat, outcome, engines, capture, meter).run(prompts)
             except TimeoutError:
                 outcome.errors.append(DeadlineExceeded(f"cell {cell.cell_id}", cell.deadlines.cell_s, busy()))
             except RaykError as error:
@@ -77,6 +90,12 @@ class Coordinator:
                 await self._engines.end_all()
                 await name_lost_nodes(outcome.errors, self._engines.nodes)
             self._engines = None
+            if self._vllm_engines:
+                known = {str(error) for error in outcome.errors}
+                left = await self._vllm.settle(self._vllm_engines)
+                outcome.errors += [error for error in left if str(error) not in known]
+                await name_lost_nodes(outcome.errors, self._vllm.nodes)
+            self._vllm_engines = []
             outcome.wall_ns = time.monotonic_ns() - started
             for found in (*outcome.errors, *outcome.survived):
                 if isinstance(found, EngineDied):
@@ -84,6 +103,8 @@ class Coordinator:
         return outcome
 
     async def _form(self, cell: Cell, outcome: CellOutcome, losses: Losses) -> CellDeployment:
+        if cell.prefill.device == "cuda":
+            self._vllm.free_all()
         await self._pool.prepare(cell_asks(cell, this_node()), placement_of(cell), cell.prefill.model)
         await self._ready_tiers(cell)
         engines = CellDeployment(cell, outcome, self._pool, self._tiers, self._epochs, losses)
@@ -94,8 +115,16 @@ class Coordinator:
             outcome.tiers_before = await self._tiers.status()
         return engines
 
+    async def _form_vllm(self, cell: Cell, outcome: CellOutcome, losses: Losses) -> None:
+        if cell.prefill.device == "cuda":  # which rayk's idle workers hold
+            self._pool.free_all()
+        self._vllm_engines = await self._vllm.ready(cell)
+        for engine in self._vllm_engines:
+            losses.watch(engine)
+        outcome.facts = {e.name: e.facts for e in self._vllm_engines}
+
     def _engines_now(self) -> list[EngineNow]:
-        lives = [] if self._engines is None else self._engines.lives
+        lives = self._vllm_engines if self._engines is None else self._engines.lives
         return [EngineNow(e.name, e.role, e.is_running) for e in lives if not e.died.done()]
 
     async def shutdown(self) -> None:
@@ -103,6 +132,7 @@ class Coordinator:
         if self._tiers is not None:
             await self._tiers.close()
         self._pool.free_all()
+        self._vllm.free_all()
 
     async def _ready_tiers(self, cell: Cell) -> None:
         """Have host tiers as the cell wants them, if it wants any."""

@@ -87,8 +87,11 @@ class EngineHandle:
             name = loop_name(self.name, rank, self.config.tp, self.role, self.config.model)
             # One event in an engine's life; workers' other calls, one or more per request, have none.
             options = {"name": name, "enable_task_events": True, "concurrency_group": "loop"}
-            ref = worker.run.options(**options).remote()
-            self._watchers.append(asyncio.create_task(self._watch(rank, ref)))
+            self.watch(rank, worker.run.options(**options).remote())
+
+    def watch(self, rank: int, life: Any) -> None:
+        """It lives as long as this call of a worker lasts."""
+        self._watchers.append(asyncio.create_task(self._watch(rank, life)))
 
     async def stopped(self) -> None:
         """Wait until every rank's loop has ended."""

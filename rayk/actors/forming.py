@@ -55,13 +55,18 @@ async def form_engine(engine: EngineHandle, spec_of: RankSpecs) -> None:
     facts = await engine.guard(all_of(replies), "forming", FORM_S)
     by_rank = {key: [f[key] for f in facts] for key in ("buffer_bytes", "cpu_s")}
     engine.facts = {**facts[0], "node": engine.node, **by_rank}
+    await measure_clock(engine)
+    engine.start()
+
+
+async def measure_clock(engine: EngineHandle) -> None:
+    """Find how far this process's clock is from that of the engine's host. Raises RaykError."""
     before = time.monotonic_ns()
     theirs = await engine.guard(engine.leader.clock_ns.remote(), "its clock", CONTROL_S)
     after = time.monotonic_ns()
     # Within one host both clocks are one and the offset is noise.
     offset = (before + after) // 2 - theirs
     engine.clock_offset_ns = 0 if before <= theirs <= after else offset
-    engine.start()
 
 
 async def connect(p: EngineHandle, d: EngineHandle, wire_s: float, *, is_push: bool) -> None:

@@ -85,8 +85,9 @@ def cell_asks(cell: Cell, driver_node: str, gpus_per_worker: float | None = None
     return [
         EngineAsk(
             name=f"{side}{i}",
-            num_workers=engine.tp,
-            resources=worker_resources(engine.device, share),
+            # All ranks of an engine of vLLM are processes of one worker.
+            num_workers=1 if cell.vllm else engine.tp,
+            resources=worker_resources(engine.device, share * engine.tp if cell.vllm else share),
             labels=getattr(cell.spec, side).node_labels,
             avoid=driver_node if side in lost else None,
         )

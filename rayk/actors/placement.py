@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import (
 
 from rayk.actors.nodes import Node
 from rayk.actors.ray_private import free_resources
+from rayk.actors.vllm_engine import VllmEngine
 from rayk.actors.worker import Worker
 
 NODE_ID_LABEL = "ray.io/node-id"
@@ -26,6 +27,10 @@ NODE_ID_LABEL = "ray.io/node-id"
 LOOPBACK = "127.0.0.1"
 CONCURRENCY_GROUPS = {"control": 8, "io": 128, "loop": 1}
 """Threads of a worker: commands, one per request that streams, and the engine's loop."""
+
+
+VLLM_CALLS = 4096
+"""Calls that an engine of vLLM answers at once, far more than there are."""
 
 
 def live_nodes() -> list[Node]:
@@ -87,20 +92,28 @@ def free_group(group: PlacementGroup) -> None:
 
 def start_worker(name: str, group: PlacementGroup, index: int, resources: Mapping[str, float]) -> Any:
     """A Worker actor in bundle `index` of `group`, named as the dashboard should show it."""
-    return (
-        ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Worker)  # type: ignore[call-overload]
-        .options(
-            name=name,
-            num_cpus=resources["CPU"],
-            num_gpus=resources.get("GPU", 0),
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-            max_restarts=0,
-            max_task_retries=0,
-            enable_task_events=False,
-            runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}} if "GPU" not in resources else {},
-        )
-        .remote(name)
-    )
+    return _start(ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Worker), name, group, index, resources)  # type: ignore[call-overload]
+
+
+def start_vllm_engine(name: str, group: PlacementGroup, index: int, resources: Mapping[str, float]) -> Any:
+    """A VllmEngine actor, likewise."""
+    # Each concurrency group of an actor has an event loop of its own: this one has none.
+    remote: Any = ray.remote(max_concurrency=VLLM_CALLS)(VllmEngine)  # type: ignore[call-overload]
+    return _start(remote, name, group, index, resources)
+
+
+def _start(remote: Any, name: str, group: PlacementGroup, index: int, resources: Mapping[str, float]) -> Any:
+    options = {
+        "name": name,
+        "num_cpus": resources["CPU"],
+        "num_gpus": resources.get("GPU", 0),
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        "max_restarts": 0,
+        "max_task_retries": 0,
+        "enable_task_events": False,
+        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}} if "GPU" not in resources else {},
+    }
+    return remote.options(**options).remote(name)
 
 
 def kill(worker: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -90,11 +90,13 @@ class _WorkerGone(Exception):
 
 
 class WorkerPool:
-    """Slots by engine name. `keep`: those a cell has no use for stay for later cells."""
+    """Slots by engine name. `keep`: those a cell has no use for stay for later cells. `start`: makes its
+    workers, as placement.start_worker does, which is the default."""
 
-    def __init__(self, run_id: str, *, keep: bool) -> None:
+    def __init__(self, run_id: str, *, keep: bool, start: Callable[..., Any] | None = None) -> None:
         self._run_id = run_id
         self._keep = keep
+        self._start_worker = start
         self._slots: dict[str, Slot] = {}
         self._starts: Counter[str] = Counter()
         self._preparing = asyncio.Lock()
@@ -337,7 +339,7 @@ class WorkerPool:
     def _start(self, name: str, slot: Slot, index: int) -> Any:
         worker = f"{name}/r{index}"
         full = f"rayk/{self._run_id}/{worker}{self._suffix(worker)}"
-        return placement.start_worker(full, *slot.bundles[index], slot.resources)
+        return (self._start_worker or placement.start_worker)(full, *slot.bundles[index], slot.resources)
 
     def _suffix(self, name: str) -> str:
         # Ray frees a name only some time after its owner's death.

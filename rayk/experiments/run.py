@@ -322,7 +322,7 @@ class _Runner:
 
         from rayk.actors.cell_outcome import CellOutcome
 
-        deadline = cell.deadlines.cell_s + GRACE_S
+        deadline = cell.deadlines.cell_s + sum(engine.start_s for engine in cell.vllm) + GRACE_S
         named = self._coordinator.run_cell.options(name=cell_name(cell.cell_id, repeat, cell.spec.model))
         try:
             return ray.get(named.remote(cell, prompts, repeat, capture=capture), timeout=deadline)
@@ -358,7 +358,9 @@ class _Runner:
             f"rayk/coordinator/{name}", keep_workers=self._keep_workers
         )
         first = self._cells[0]
-        asks = largest_asks(self._cells if self._keep_workers else [first], this_node())
+        # Engines of vLLM start with the cells that need them.
+        own = [cell for cell in self._cells if not cell.vllm and (self._keep_workers or cell is first)]
+        asks = largest_asks(own, this_node())
         self._prepared = self._coordinator.prepare.remote(asks, placement_of(first), first.prefill.model)
 
 

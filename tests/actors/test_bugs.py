@@ -186,7 +186,8 @@ def test_a_cell_that_meets_a_bug_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(coordinator, "_form", broken)
         cell: Any = SimpleNamespace(
             deadlines=SimpleNamespace(cell_s=LIMIT_S),
-            prefill=SimpleNamespace(model="m"),
+            prefill=SimpleNamespace(model="m", device="cpu"),
+            vllm=(),
             spec=SimpleNamespace(offload=SimpleNamespace(settings=lambda: None)),
         )
         outcome = await coordinator.run_cell(cell, [], 0, capture=False)

@@ -1,0 +1,324 @@
+"""The requests of one cell on vLLM's engines: what CellRun does on rayk's own.
+
+A prefill engine computes a prompt and one token, as vLLM's proxies have it; the decode engine fetches the KV
+and generates all tokens, the first one again. Runs inside the coordinator's actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from rayk.actors.cell_outcome import CellOutcome
+from rayk.actors.cell_run import begin_request, until
+from rayk.actors.deployment_metrics import report_request
+from rayk.actors.engines import CONTROL_S, EngineHandle
+from rayk.actors.request_run import note_failure
+from rayk.actors.stage_clock import StageClock
+from rayk.actors.vllm_engine import END_S
+from rayk.handover.commands import CapturedRows
+from rayk.metrics import Meter
+from rayk.specs import Cell
+from rayk.types.errors import DeadlineExceeded, EngineDied, KVMismatch, RaykError, TransferError
+from rayk.types.request import Request, SamplingParams
+from rayk.types.rows import RequestRow, TransferRow
+
+PROOF_POLL_S = 0.05
+PROMPT_ALONE = SamplingParams(max_tokens=1, ignore_eos=True)
+HANDED_ON = {"do_remote_decode": True, "do_remote_prefill": False}
+"""What a request says of itself whose KV another engine is to fetch."""
+_request_numbers = itertools.count()
+
+
+class VllmCellRun:
+    """See the module."""
+
+    def __init__(
+        self,
+        cell: Cell,
+        repeat: int,
+        outcome: CellOutcome,
+        engines: Sequence[EngineHandle],
+        capture: bool,
+        meter: Meter | None = None,
+    ) -> None:
+        self._cell = cell
+        self._repeat = repeat
+        self._outcome = outcome
+        self._prefill, self._decode = engines[: cell.num_prefill_engines], engines[cell.num_prefill_engines :]
+        self._capture = capture
+        self._meter = meter or Meter()
+        self._is_proven = all(config.connector and config.is_proven for config in cell.vllm)
+
+    async def run(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Run all prompts together. A failed request is a row with an error."""
+        due_ns = self._cell.due_ns(len(prompts), self._repeat)
+        started_ns = time.monotonic_ns()
+        requests = enumerate(zip(prompts, due_ns, strict=True))
+        await asyncio.gather(*(self._request(i, tuple(p), started_ns, due) for i, (p, due) in requests))
+
+    async def _request(self, index: int, prompt: tuple[int, ...], started_ns: int, due_ns: int) -> None:
+        """From its arrival on. It counts from when it was due, however late it is got to."""
+        request, row = begin_request(self._cell, self._repeat, index, prompt)
+        row.arrival_ns, row.due_ns = started_ns + due_ns, due_ns
+        self._outcome.requests.append(row)
+        limit_s = self._cell.deadlines.request_s
+        run = VllmRequestRun(row, limit_s, self._outcome, captures=self._capture, proves=self._is_proven)
+        prefill = self._prefill[index % len(self._prefill)]
+        try:
+            await until(row.arrival_ns)
+            async with asyncio.timeout(limit_s):
+                if self._decode:
+                    await run.hand_over(prefill, self._decode[index % len(self._decode)], request)
+                else:
+                    await run.whole(prefill, request)
+        except TimeoutError:
+            self._fail(row, DeadlineExceeded(f"request {row.request_id}", limit_s))
+            run.abort()
+        except RaykError as error:
+            self._fail(row, error)
+        except asyncio.CancelledError:
+            self._fail(row, DeadlineExceeded(f"cell {self._cell.cell_id}", self._cell.deadlines.cell_s))
+            run.abort()
+            raise
+        finally:
+            report_request(self._meter, row)
+
+    def _fail(self, row: RequestRow, error: RaykError) -> None:
+        note_failure(row, error)
+        self._outcome.errors.append(error)
+
+
+class VllmRequestRun:
+    """One request. Fills its row."""
+
+    def __init__(
+        self, row: RequestRow, limit_s: float, outcome: CellOutcome, *, captures: bool, proves: bool
+    ) -> None:
+        self._row = row
+        self._limit_s = limit_s
+        self._outcome = outcome
+        self._captures = captures
+        self._proves = proves
+        self._name = f"rayk-{next(_request_numbers)}"
+        """Of no other request of this process: engines outlive cells."""
+        self._met: list[EngineHandle] = []
+        self._stages = StageClock(row)
+
+    async def whole(self, engine: EngineHandle, request: Request) -> None:
+        """Have one engine compute the prompt and decode. Raises what ends the request."""
+        row = self._row
+        row.prefill_engine = row.decode_engine = engine.name
+        row.kv_path = "local"
+        told = await self._generate(engine, request, request.sampling, None)
+        self._take(engine, told)
+        self._stages.end("prefill", row.token_times_ns[0])
+        self._stages.end("decode", row.token_times_ns[-1])
+        if self._captures:
+            # Once more, and no further than its prompt, whose rows are wanted.
+            self._name = f"{self._name}-rows"
+            await self._generate(engine, request, PROMPT_ALONE, {"rayk_proof": True})
+            await self._take_rows(engine)
+
+    async def hand_over(self, prefill: EngineHandle, decode: EngineHandle, request: Request) -> None:
+        """Have one engine compute the prompt, another one decode. Raises what ends the request."""
+        row = self._row
+        row.prefill_engine, row.decode_engine = prefill.name, decode.name
+        asked = replace(PROMPT_ALONE, prompt_logprobs=request.sampling.prompt_logprobs)
+        first = await self._generate(prefill, request, asked, HANDED_ON)
+        self._stages.end("prefill", first["times_ns"][0] + prefill.clock_offset_ns)
+        row.prompt_logprobs, row.prompt_top_logprobs = _of_prompt(first)
+        row.num_cached_tokens = first["num_cached_tokens"]
+        given = first["kv_transfer_params"]
+        row.kv_path = "remote"
+        told = await self._generate(decode, request, replace(request.sampling, prompt_logprobs=None), given)
+        told |= {"num_cached_tokens": row.num_cached_tokens, "prompt_logprobs": None}
+        self._take(decode, told)
+        self._stages.end("read", row.token_times_ns[0])
+        self._stages.end("decode", row.token_times_ns[-1])
+        if self._proves:
+            await self._prove(prefill, decode)
+        if self._captures:  # they serve the proof, too
+            await self._take_rows(prefill)
+
+    def abort(self) -> None:
+        """Stop it wherever it is."""
+        for engine in self._met:
+            engine.leader.ask.remote(CONTROL_S, "abort", request_id=self._name_on(engine))
+
+    def _name_on(self, engine: EngineHandle) -> str:
+        return f"{self._name}-{engine.name}"
+
+    async def _generate(
+        self,
+        engine: EngineHandle,
+        request: Request,
+        sampling: SamplingParams,
+        given: dict[str, Any] | None,
+    ) -> dict[str, Any]:
+        self._met.append(engine)
+        if len(self._met) == 1:
+            self._stages.end("queue", time.monotonic_ns())
+        told, _ = await self._ask(
+            engine,
+            self._limit_s,
+            "generate",
+            request_id=self._name_on(engine),
+            prompt=list(request.prompt_token_ids),
+            sampling=vllm_sampling(sampling),
+            kv_transfer_params=given,
+        )
+        if told["finish_reason"] not in ("stop", "length") or not told["token_ids"]:
+            reason = f"{engine.name} ends it with finish reason {told['finish_reason']}"
+            if given is not None:
+                raise TransferError(self._row.request_id, reason, self._row.prefill_engine or "", engine.name)
+            raise EngineDied(engine.name, f"{reason}: {self._row.request_id}")
+        return told
+
+    async def _ask(
+        self, engine: EngineHandle, limit_s: float, op: str, **arguments: Any
+    ) -> tuple[dict[str, Any], bytes]:
+        answer = engine.leader.ask.remote(limit_s, op, **arguments)
+        found: tuple[dict[str, Any], bytes] = await engine.guard(answer, op, limit_s + END_S)
+        return found
+
+    def _take(self, engine: EngineHandle, told: dict[str, Any]) -> None:
+        row = self._row
+        row.output_token_ids = list(told["token_ids"])
+        row.token_times_ns = [t + engine.clock_offset_ns for t in told["times_ns"]]
+        row.finish_reason = told["finish_reason"]
+        row.stop_reason = None if told["stop_reason"] is None else str(told["stop_reason"])
+        row.num_cached_tokens = told["num_cached_tokens"]
+        if told["logprobs"] is not None:
+            row.output_logprobs = [pairs[0][1] for pairs in told["logprobs"]]
+            if any(len(pairs) > 1 for pairs in told["logprobs"]):
+                row.output_top_logprobs = [_tops(pairs) for pairs in told["logprobs"]]
+        if told["prompt_logprobs"] is not None:
+            row.prompt_logprobs, row.prompt_top_logprobs = _of_prompt(told)
+
+    async def _take_rows(self, engine: EngineHandle) -> None:
+        """Of the prompt, as they were where it was computed. They are copied in the step after its last."""
+        until = time.monotonic() + CONTROL_S
+        while True:
+            told, content = await self._ask(engine, CONTROL_S, "rows", request_id=self._name_on(engine))
+            if content:
+                break
+            if time.monotonic() > until:
+                raise DeadlineExceeded(f"rows of {self._row.request_id} on {engine.name}", CONTROL_S)
+            await asyncio.sleep(PROOF_POLL_S)
+        self._outcome.captured[self._row.prompt_index] = captured_rows(told["workers"], content)
+
+    async def _prove(self, prefill: EngineHandle, decode: EngineHandle) -> None:
+        """Ask every rank that received KV what it found. Raises TransferError where it cannot tell."""
+        found: dict[int, dict[str, Any]] = {}
+        while True:
+            told, _ = await self._ask(decode, CONTROL_S, "proof", request_id=self._name_on(decode))
+            # What was found is told once.
+            found |= {r: f for r, f in enumerate(told["workers"]) if f["status"] not in ("pending", "none")}
+            if not any(f["status"] == "pending" for f in told["workers"]):
+                break
+            await asyncio.sleep(PROOF_POLL_S)
+        row, outcome = self._row, self._outcome
+        for rank, of_rank in sorted(found.items()):
+            outcome.num_kv_bytes_checked += of_rank["bytes_checked"]
+            outcome.transfers += [self._transfer(rank, moved) for moved in of_rank["transfers"]]
+        mismatches = [f for f in found.values() if f["mismatch"] is not None]
+        if mismatches:
+            outcome.errors.append(_mismatch(row.request_id, mismatches))
+        if not found:  # the decode engine had all of it already
+            row.kv_path = "local"
+        unverified = [f["why"] for f in found.values() if f["status"] == "unverified"]
+        if unverified:
+            reason = f"what arrived cannot be verified: {unverified[0]}"
+            raise TransferError(row.request_id, reason, prefill.name, decode.name)
+
+    def _transfer(self, consumer_rank: int, moved: dict[str, Any]) -> TransferRow:
+        row = self._row
+        return TransferRow(
+            cell_id=row.cell_id,
+            repeat=row.repeat,
+            request_id=row.request_id,
+            producer_rank=moved["producer_rank"],
+            consumer_rank=consumer_rank,
+            group=moved["group"],
+            bytes=moved["bytes"],
+            num_descriptors=moved["descriptors"],
+            post_ns=moved["post_ns"],
+            transfer_ns=moved["transfer_ns"],
+        )
+
+
+def vllm_sampling(sampling: SamplingParams) -> dict[str, Any]:
+    """The same parameters by vLLM's names."""
+    return {
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": list(sampling.stop_token_ids) or None,
+        "top_k": sampling.top_k or 0,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "seed": sampling.seed,
+        "stop": list(sampling.stop) or None,
+        "logprobs": sampling.logprobs,
+        "prompt_logprobs": sampling.prompt_logprobs,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+    }
+
+
+def captured_rows(workers: Sequence[Sequence[Sequence[Any]]], content: bytes) -> list[CapturedRows]:
+    """Each worker's rows, from what `WorkerExtension.rayk_rows` tells of each and the bytes of all."""
+    found, begin = [], 0
+    for shapes in workers:
+        captured: CapturedRows = {}
+        for layer, field, unit, num_rows, row_bytes in shapes:
+            end = begin + num_rows * row_bytes
+            rows = np.frombuffer(content[begin:end], dtype=np.uint8).reshape(num_rows, row_bytes)
+            captured.setdefault(layer, {})[field, unit] = rows
+            begin = end
+        found.append(captured)
+    return found
+
+
+Pairs = Sequence[tuple[int, float]]
+"""(token id, log probability) of the token itself, then of the best ones."""
+
+
+def _tops(pairs: Pairs) -> list[tuple[int, float]]:
+    return [(token, logprob) for token, logprob in pairs[1:]]
+
+
+def _of_prompt(
+    told: dict[str, Any],
+) -> tuple[list[float | None] | None, list[list[tuple[int, float]] | None] | None]:
+    """Log probabilities of the prompt's tokens, and of the best ones where any were asked for."""
+    prompt: Sequence[Pairs | None] | None = told["prompt_logprobs"]
+    if prompt is None:
+        return None, None
+    tops = [None if pairs is None else _tops(pairs) for pairs in prompt]
+    return [None if pairs is None else pairs[0][1] for pairs in prompt], tops if any(tops) else None
+
+
+def _mismatch(request_id: str, found: Sequence[dict[str, Any]]) -> KVMismatch:
+    """The first wrong byte of all ranks', with the bytes of all counted."""
+    first = min((f["mismatch"] for f in found), key=lambda m: (m["group"], m["layer"], m["field"], m["unit"]))
+    return KVMismatch(
+        request_id,
+        layer=first["layer"],
+        group=first["group"],
+        field=first["field"],
+        head=first["unit"],
+        token=first["token"],
+        classification=first["classification"],
+        num_bytes_checked=sum(f["bytes_checked"] for f in found),
+        num_bytes_mismatched=sum(f["bytes_mismatched"] for f in found),
+        unit_name=first["unit_name"],
+    )

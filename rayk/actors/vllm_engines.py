@@ -1,0 +1,213 @@
+"""vLLM's engines of a run, kept from cell to cell: starting one takes a minute.
+
+An engine serves any role. Those that a cell does not use stay until there are more than ENGINES_KEPT; the
+least recently used end first. One that failed is never used again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray.exceptions import RayError
+
+from rayk.actors import placement
+from rayk.actors.engines import CONTROL_S, EngineHandle, translate
+from rayk.actors.forming import measure_clock
+from rayk.actors.naming import loop_name
+from rayk.actors.nodes import EngineAsk, Node, cell_asks, placement_of
+from rayk.actors.pool import WorkerPool
+from rayk.actors.vllm_engine import END_S
+from rayk.specs import Cell
+from rayk.specs.vllm_engines import ENGINES_KEPT
+from rayk.types.config import EngineConfig, VllmEngineConfig
+from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, Unsupported
+
+LOG = logging.getLogger("rayk")
+SETTLE_S = 15.0
+"""How long an engine may take after a cell to have no block in use."""
+SETTLE_POLL_S = 0.1
+
+
+@dataclass(eq=False)
+class KeptEngine:
+    """An engine that has started."""
+
+    slot: str
+    config: VllmEngineConfig
+    ask: EngineAsk
+    actor: Any
+    node: Node
+    facts: dict[str, Any]
+
+    def suits(self, config: VllmEngineConfig, ask: EngineAsk, *, spread: bool) -> bool:
+        """Whether it can be the engine asked for. Where roles are spread over nodes it keeps its own."""
+        return (
+            self.config == config
+            and self.ask.labels == ask.labels
+            and self.ask.resources == ask.resources
+            and (not spread or self.ask.side == ask.side)
+        )
+
+
+class VllmEngines:
+    """See the module."""
+
+    def __init__(self, run_id: str) -> None:
+        self._pool = WorkerPool(run_id, keep=True, start=placement.start_vllm_engine)
+        self._kept: list[KeptEngine] = []
+        """Least recently used first."""
+        self.nodes: dict[str, Node] = {}
+        """Of the last cell's engines, by name."""
+        self._refused: dict[VllmEngineConfig, Unsupported] = {}
+        self._numbers = itertools.count()
+        self._secret = secrets.token_hex(16)
+        """With which the engines of a run prove KV to one another."""
+
+    async def ready(self, cell: Cell) -> list[EngineHandle]:
+        """The engines of a cell, running, in the order of its asks. Raises Unsupported where vLLM refuses
+        one, EngineDied, DeviceError, DeadlineExceeded."""
+        asks, spread = cell_asks(cell, placement.this_node()), placement_of(cell) == "spread"
+        configs = cell.vllm_engines
+        for config in configs:
+            if config in self._refused:
+                raise self._refused[config]
+        chosen: list[KeptEngine | None] = []
+        for config, ask in zip(configs, asks, strict=True):
+            free = (e for e in self._kept if e not in chosen and e.suits(config, ask, spread=spread))
+            chosen.append(next(free, None))
+        found = [e for e in chosen if e is not None]
+        await asyncio.gather(*(self._see_to(e) for e in found))
+        chosen = [e if e in self._kept else None for e in chosen]
+        missing = [i for i, engine in enumerate(chosen) if engine is None]
+        self._make_room(len(missing), [e for e in chosen if e is not None])
+        started = await self._start([(configs[i], asks[i]) for i in missing], placement_of(cell))
+        engines = [e or started.pop(0) for e in chosen]
+        self._kept = [e for e in self._kept if e not in engines] + engines
+        self.nodes = {ask.name: engine.node for ask, engine in zip(asks, engines, strict=True)}
+        return list(await asyncio.gather(*map(self._run, engines, asks, cell.all_engines)))
+
+    async def settle(self, handles: Sequence[EngineHandle]) -> list[RaykError]:
+        """Let engines go after a cell, emptied for the next; what is wrong with those that are not kept."""
+        found = await asyncio.gather(*map(self._settle, handles))
+        return [error for error in found if error is not None]
+
+    def free_all(self) -> None:
+        """End every engine."""
+        self._kept.clear()
+        self._pool.free_all()
+
+    def _make_room(self, num_more: int, used: Sequence[KeptEngine]) -> None:
+        idle = [e for e in self._kept if e not in used]
+        num_over = len(self._kept) + num_more - ENGINES_KEPT
+        for engine in idle[: max(0, num_over)]:
+            self._drop(engine)
+
+    async def _start(
+        self, wanted: Sequence[tuple[VllmEngineConfig, EngineAsk]], how: str
+    ) -> list[KeptEngine]:
+        """Start engines beside each other. Raises the first one's error; then none of them is kept."""
+        if not wanted:
+            return []
+        asks = [replace(ask, name=f"{ask.side}{next(self._numbers)}") for _, ask in wanted]
+        await self._pool.prepare(asks, how, beside=[e.ask for e in self._kept] if how != "auto" else ())
+        both = zip(wanted, asks, strict=True)
+        results = await asyncio.gather(
+            *(self._start_one(config, ask, asked.name) for (config, asked), ask in both),
+            return_exceptions=True,
+        )
+        started = [r for r in results if isinstance(r, KeptEngine)]
+        self._kept += started
+        failed = [r for r in results if isinstance(r, BaseException)]
+        if failed:
+            raise failed[0]
+        return started
+
+    async def _start_one(self, config: VllmEngineConfig, ask: EngineAsk, name: str) -> KeptEngine:
+        (actor,), node = self._pool.engine(ask.name, 1)
+        host = await asyncio.to_thread(placement.line_host, node.node_id)
+        limit_s = config.start_s + 2 * END_S
+        starting = actor.start.remote(name, config, host, self._secret)
+        try:
+            facts = await asyncio.wait_for(_result(starting, name, str(node)), limit_s)
+        except TimeoutError:
+            self._pool.drop(ask.name)
+            raise DeadlineExceeded(f"the start of {name}", limit_s) from None
+        except RaykError as error:
+            self._pool.drop(ask.name)
+            if isinstance(error, Unsupported):
+                self._refused[config] = error
+            raise
+        except asyncio.CancelledError:
+            self._pool.drop(ask.name)
+            raise
+        return KeptEngine(ask.name, config, ask, actor, node, facts)
+
+    async def _run(self, engine: KeptEngine, ask: EngineAsk, config: EngineConfig) -> EngineHandle:
+        """Watch an engine for a cell."""
+        handle = EngineHandle(ask.name, ask.side, 0, config, [engine.actor], node=str(engine.node))
+        handle.facts = {**engine.facts, "node": handle.node}
+        await handle.guard(engine.actor.join.remote(ask.name), "a new name", CONTROL_S)
+        await measure_clock(handle)
+        name = loop_name(handle.name, 0, 1, handle.role, config.model)
+        handle.watch(0, engine.actor.run.options(name=name, enable_task_events=True).remote())
+        return handle
+
+    async def _see_to(self, engine: KeptEngine) -> None:
+        """Drop an engine that died or hangs since the last cell."""
+        try:
+            answer = _result(engine.actor.ask.remote(CONTROL_S, "ping"), engine.slot, str(engine.node))
+            await asyncio.wait_for(answer, CONTROL_S + END_S)
+        except (RaykError, TimeoutError) as error:
+            LOG.warning("%s is started anew: %s", engine.slot, error)
+            self._drop(engine)
+
+    async def _settle(self, handle: EngineHandle) -> RaykError | None:
+        engine = next((e for e in self._kept if e.actor is handle.leader), None)
+        if engine is None:
+            return None
+        try:
+            await self._empty(handle, engine)
+            await handle.guard(handle.leader.leave.remote(), "its leave", CONTROL_S)
+            await handle.stopped()
+        except RaykError as error:
+            self._drop(engine)
+            return (
+                EngineDied(handle.name, f"it hangs: {error}")
+                if isinstance(error, DeadlineExceeded)
+                else error
+            )
+        return None
+
+    async def _empty(self, handle: EngineHandle, engine: KeptEngine) -> None:
+        """Empty an engine's prefix cache; one that keeps blocks in use is not kept."""
+        proofs, until = bool(engine.config.connector and engine.config.is_proven), time.monotonic() + SETTLE_S
+        while True:
+            asked = handle.leader.ask.remote(CONTROL_S, "forget", proofs=proofs)
+            told, _ = await handle.guard(asked, "forget", CONTROL_S + END_S)
+            if told["is_empty"]:
+                return
+            if time.monotonic() > until:
+                LOG.warning("%s still has blocks in use %.0f s after a cell: it ends", handle.name, SETTLE_S)
+                self._drop(engine)
+                return
+            await asyncio.sleep(SETTLE_POLL_S)
+
+    def _drop(self, engine: KeptEngine) -> None:
+        if engine in self._kept:
+            self._kept.remove(engine)
+        self._pool.drop(engine.slot)
+
+
+async def _result(answer: Any, name: str, node: str) -> Any:
+    """Raises what an actor's answer is instead of a result."""
+    try:
+        return await answer
+    except RayError as error:
+        raise translate(error, name, node=node) from None

@@ -1,0 +1,153 @@
+"""What becomes of a cell's requests on vLLM's engines, from what their drivers answer."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from rayk.actors.cell_outcome import CellOutcome
+from rayk.actors.engines import EngineHandle
+from rayk.actors.vllm_cell import VllmCellRun
+from rayk.specs import Cell, expand, load_spec
+from rayk.types.config import VllmEngineConfig
+from rayk.types.errors import KVMismatch, TransferError
+from rayk.types.rows import TransferRow
+from tests.specs.models import decoder, spec
+
+PROMPT = [3, 4, 5]
+FIRST, TOKENS = 11, [11, 12]
+PARAMS = {"do_remote_prefill": True, "remote_block_ids": [[1]]}
+EQUAL = {"status": "equal", "why": "", "bytes_checked": 100, "bytes_mismatched": 0, "mismatch": None}
+MOVED = {"producer_rank": 0, "group": 0, "bytes": 64, "descriptors": 4, "post_ns": 1, "transfer_ns": 9}
+WRONG = {
+    "layer": 1,
+    "group": 0,
+    "field": "k",
+    "unit": 0,
+    "unit_name": "head",
+    "token": 2,
+    "classification": "zeros",
+}
+
+
+class Answers:
+    """Stands for the actor of an engine."""
+
+    def __init__(self, *proofs: dict[str, Any]) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.ask = SimpleNamespace(remote=self._ask)
+        self._proofs = list(proofs)
+
+    async def _ask(self, timeout_s: float, op: str, **told: Any) -> tuple[dict[str, Any], bytes]:
+        assert timeout_s > 0
+        self.asked.append((op, told))
+        if op == "proof":
+            return {"workers": [self._proofs.pop(0)]}, b""
+        if op == "rows":
+            return {"workers": [[[0, "k", 0, 3, 2]]]}, bytes(range(6))
+        assert op == "generate", op
+        tokens = TOKENS[: told["sampling"]["max_tokens"]]
+        pairs = [[[token, -0.5], [token, -0.5], [1, -2.0]] for token in tokens]
+        return {
+            "token_ids": tokens,
+            "times_ns": list(range(5, 5 + len(tokens))),
+            "finish_reason": "length",
+            "stop_reason": None,
+            "num_cached_tokens": 2 if told["kv_transfer_params"] == {"do_remote_decode": True} else 0,
+            "kv_transfer_params": PARAMS,
+            "logprobs": pairs,
+            "prompt_logprobs": [None, [[4, -1.0]], [[5, -3.0]]]
+            if told["sampling"]["prompt_logprobs"] == 0
+            else None,
+        }, b""
+
+
+def cell(**sampling: Any) -> Cell:
+    asked = {"max_tokens": 2, "logprobs": 1} | sampling
+    (made,) = expand(load_spec(spec(device="cpu", matrix={}, sampling=asked)).spec, decoder())
+    config = VllmEngineConfig(python="p", model="m")
+    return replace(made, vllm=(config, config))
+
+
+def run(of: Cell, *actors: Answers, capture: bool = False) -> CellOutcome:
+    async def requests() -> CellOutcome:
+        names = ("prefill0", "decode0")
+        handles = [
+            EngineHandle(name, name[:-1], 0, of.prefill, [actor])
+            for name, actor in zip(names, actors, strict=False)
+        ]
+        outcome = CellOutcome()
+        await VllmCellRun(of, 0, outcome, handles, capture).run([PROMPT])
+        return outcome
+
+    return asyncio.run(requests())
+
+
+def test_a_hand_over_is_a_row_like_any_other() -> None:
+    prefill, decode = Answers(), Answers({"status": "pending"}, {**EQUAL, "transfers": [MOVED]})
+    of = cell(prompt_logprobs=0)
+    outcome = run(of, prefill, decode, capture=True)
+    assert outcome.errors == []
+    (row,) = outcome.requests
+    assert (row.prefill_engine, row.decode_engine, row.kv_path) == ("prefill0", "decode0", "remote")
+    assert (row.output_token_ids, row.token_times_ns, row.finish_reason) == (TOKENS, [5, 6], "length")
+    assert row.output_logprobs == [-0.5, -0.5]
+    assert row.output_top_logprobs == [[(11, -0.5), (1, -2.0)], [(12, -0.5), (1, -2.0)]]
+    assert row.prompt_logprobs == [None, -1.0, -3.0], "the engine that computed the prompt tells them"
+    assert outcome.num_kv_bytes_checked == 100
+    (moved,) = outcome.transfers
+    assert isinstance(moved, TransferRow)
+    assert (moved.producer_rank, moved.consumer_rank, moved.bytes, moved.num_descriptors) == (0, 0, 64, 4)
+    assert np.array_equal(outcome.captured[0][0][0]["k", 0], np.arange(6, dtype=np.uint8).reshape(3, 2))
+    (_, given), *_ = decode.asked
+    assert given["kv_transfer_params"] == PARAMS
+    assert given["sampling"]["prompt_logprobs"] is None
+    assert [op for op, _ in prefill.asked] == ["generate", "rows"], "rows are taken after the proof"
+
+
+def test_tokens_of_kv_that_is_wrong_are_told_as_well() -> None:
+    found = EQUAL | {"status": "mismatch", "mismatch": WRONG, "bytes_mismatched": 8, "transfers": []}
+    outcome = run(cell(), Answers(), Answers(found))
+    (error,) = outcome.errors
+    assert isinstance(error, KVMismatch)
+    assert (error.layer, error.head, error.token, error.num_bytes_mismatched) == (1, 0, 2, 8)
+    assert outcome.requests[0].error is None
+    assert outcome.requests[0].output_token_ids == TOKENS
+
+
+def test_what_cannot_be_verified_is_not_taken_for_right() -> None:
+    found = EQUAL | {
+        "status": "unverified",
+        "why": "P has no digest of it",
+        "bytes_checked": 0,
+        "transfers": [],
+    }
+    outcome = run(cell(), Answers(), Answers(found))
+    (error,) = outcome.errors
+    assert isinstance(error, TransferError)
+    assert "cannot be verified: P has no digest of it" in str(error)
+    assert outcome.requests[0].error == str(error)
+
+
+def test_kv_that_the_decode_engine_had_was_not_handed_over() -> None:
+    outcome = run(cell(), Answers(), Answers({"status": "none"}))
+    assert outcome.errors == []
+    assert outcome.requests[0].kv_path == "local"
+    assert outcome.num_kv_bytes_checked == 0
+
+
+def test_an_aggregated_engine_shows_the_rows_of_a_prompt_alone() -> None:
+    of, engine = cell(), Answers()
+    of = replace(of, mode="aggregated", decode=None, vllm=of.vllm[:1], num_decode_engines=0)
+    outcome = run(of, engine, capture=True)
+    (row,) = outcome.requests
+    assert (row.kv_path, row.decode_engine, row.output_token_ids) == ("local", "prefill0", TOKENS)
+    (_, whole), (_, again), (rows, _) = engine.asked
+    assert rows == "rows"
+    assert whole["kv_transfer_params"] is None
+    assert (again["sampling"]["max_tokens"], again["kv_transfer_params"]) == (1, {"rayk_proof": True})
+    assert list(outcome.captured) == [0]
