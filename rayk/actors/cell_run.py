@@ -122,7 +122,11 @@ class CellRun:
     def _place(self, request: Request, session: str | None) -> Place:
         limit = request.sampling.max_tokens
         asked = self._describer.describe(
-            request.request_id, request.prompt_token_ids, max_tokens=limit, session=session
+            request.request_id,
+            request.prompt_token_ids,
+            cache_salt=request.cache_salt,
+            max_tokens=limit,
+            session=session,
         )
         self._engines.note_deaths()
         (action,) = self._engines.dispatcher.arrive(self._cell.cell_id, asked, time.monotonic_ns())

@@ -165,8 +165,7 @@ class RequestRun:
             # The tier lies on the prefill engine's node.
             self._take_transfers(prefill, told, route)
 
-        prompt, limit_s = route.request.prompt_token_ids, self._rules.transfer_s
-        again = await relay(prefill, decode, ticket, prompt, limit_s, stored)
+        again = await relay(prefill, decode, ticket, route.request, self._rules.transfer_s, stored)
         self._stages.end("relay", time.monotonic_ns())
         return again
 

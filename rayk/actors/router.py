@@ -204,6 +204,7 @@ class Router:
         asked = self._describer.describe(
             request.request_id,
             request.prompt_token_ids,
+            cache_salt=request.cache_salt,
             max_tokens=request.sampling.max_tokens,
             session=server_request.session,
         )

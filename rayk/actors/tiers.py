@@ -26,6 +26,7 @@ from rayk.offload.page_file import PageIdentity
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, TransferError
 from rayk.types.offload import OffloadSettings
+from rayk.types.request import Request
 
 NO_BLINDFOLD = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """By this variable Ray hides no GPU from a process."""
@@ -231,7 +232,7 @@ async def relay(
     prefill: EngineHandle,
     decode: EngineHandle,
     ticket: TransferTicket,
-    prompt: Sequence[int],
+    request: Request,
     timeout_s: float,
     stored: Callable[[StoreAnswer], None],
 ) -> TransferTicket:
@@ -242,8 +243,14 @@ async def relay(
     if handle is None or decode.tier != handle:
         where = f"{prefill.name} and {decode.name} share no host tier"
         raise TransferError(name, where, producer=prefill.name, consumer=decode.name)
-    tokens, kept_as = tuple(prompt[: ticket.num_tokens]), f"relay/{name}"
-    ask = StoreAsk(ticket=ticket, token_ids=tokens, keep_as=kept_as, deadline_s=timeout_s)
+    tokens, kept_as = tuple(request.prompt_token_ids[: ticket.num_tokens]), f"relay/{name}"
+    ask = StoreAsk(
+        ticket=ticket,
+        token_ids=tokens,
+        cache_salt=request.cache_salt,
+        keep_as=kept_as,
+        deadline_s=timeout_s,
+    )
     again = LoadAsk(request_id=name, kept_as=kept_as)
     try:
         answer: StoreAnswer = await _reply(handle.store.remote(ask), timeout_s + 5)

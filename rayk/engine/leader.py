@@ -303,12 +303,12 @@ class Leader:
         request = seeded(request)
         if output_token_ids is None and num_computed is not None:
             state = self.scheduler.add_cached(request, num_computed)
-            self.manager.remember(request.request_id, state.tokens, state.num_computed)
+            self.manager.remember(request.request_id, state.tokens, state.num_computed, request.cache_salt)
         elif output_token_ids is None:
             state = self.scheduler.add(request)
         else:
             state = self.scheduler.add_prefilled(request, output_token_ids, num_computed)
-            self.manager.remember(request.request_id, state.tokens, state.num_computed)
+            self.manager.remember(request.request_id, state.tokens, state.num_computed, request.cache_salt)
         state.submitted_ns, state.first_info = submitted_ns, first_info or {}
         if request.sampling.stop:
             state.stop_text = StopStrings(self._decoder.get(), request.sampling.stop)

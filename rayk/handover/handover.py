@@ -131,6 +131,7 @@ class TransferHandover:
                 wanted = ReservationRequest(
                     request_id=request.request_id,
                     token_ids=tuple(request.prompt_token_ids),
+                    cache_salt=request.cache_salt,
                     producer=producer,
                     reserve_s=reserve_s,
                     hold_s=hold_s,

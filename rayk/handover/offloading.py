@@ -150,18 +150,26 @@ class Offloading:
         if len(self._looking) - self.num_looking >= MAX_UNANSWERED:
             return False
         manager, tokens = side.leader.manager, request.prompt_token_ids
-        name = request.request_id
-        here = manager.find_prefix(name, tokens, wanted).num_tokens
+        name, salt = request.request_id, request.cache_salt
+        here = manager.find_prefix(name, tokens, wanted, cache_salt=salt).num_tokens
         if here + side.facts.unit_tokens > wanted:
             return False
-        held = manager.find_local_prefix(name, tokens, wanted, row_group_blocks(manager.groups)).num_tokens
+        unit = row_group_blocks(manager.groups)
+        held = manager.find_local_prefix(name, tokens, wanted, unit, salt).num_tokens
         gain = here - held + side.facts.unit_tokens
         if not side.may_read(side.settings.load):
             self.counts["loads_held_back"] += 1
             return False
         looking = _Lookup(request, start, begin_cached, here, time.monotonic_ns())
         self._looking[name] = looking
-        ask = LoadAsk(request_id=name, token_ids=tokens, max_tokens=wanted, held_tokens=held, min_tokens=gain)
+        ask = LoadAsk(
+            request_id=name,
+            token_ids=tokens,
+            cache_salt=salt,
+            max_tokens=wanted,
+            held_tokens=held,
+            min_tokens=gain,
+        )
         side.tier.load(ask, lambda answer: self._found(looking, answer))
         return True
 

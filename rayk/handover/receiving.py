@@ -229,7 +229,8 @@ class Receiving:
             token_ids = (*incoming.request.prompt_token_ids, *incoming.output_token_ids)[:num_tokens]
             manager = self.leader.manager
             unit = row_group_blocks(manager.groups)
-            held = manager.find_local_prefix(request_id, token_ids, num_tokens, unit)
+            salt = incoming.request.cache_salt
+            held = manager.find_local_prefix(request_id, token_ids, num_tokens, unit, salt)
             if held.num_tokens < incoming.ticket.first_row:
                 self._come_to_nothing(incoming)
                 continue

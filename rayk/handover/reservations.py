@@ -36,6 +36,7 @@ class ReservationRequest:
     request_id: str
     token_ids: tuple[int, ...]
     """Of the prompt."""
+    cache_salt: str | None
     producer: str
     """The engine that will write."""
     reserve_s: float
@@ -122,7 +123,9 @@ class Reservations:
             reservation_id = f"{self._engine}/{self._epoch}/r{next(self._numbers)}/{wanted.request_id}"
             manager = self.leader.manager
             unit = row_group_blocks(manager.groups)
-            prefix = manager.find_local_prefix(wanted.request_id, wanted.token_ids, wanted.num_tokens, unit)
+            prefix = manager.find_local_prefix(
+                wanted.request_id, wanted.token_ids, wanted.num_tokens, unit, wanted.cache_salt
+            )
             tables = reserve_blocks(self.leader, reservation_id, wanted.num_tokens, prefix)
             if tables is None:
                 return

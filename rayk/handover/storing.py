@@ -46,6 +46,7 @@ class Store:
     tables: BlockTables
     token_ids: tuple[int, ...]
     tp: InitVar[int]
+    cache_salt: str | None = None
     on_kept: Callable[[Store, StoreAnswer], None] | None = None
     """Told of the tier's answer, if the store is to be kept by its name."""
     on_free: Callable[[Store], None] | None = None  # told once its blocks are free
@@ -234,7 +235,8 @@ class Storing:
             side.counts["stores_too_late"] += 1
             return
         token_ids = tuple(state.tokens[:num_tokens])
-        store = Store(name, request_id, num_tokens, tables, token_ids, side.tp)
+        what = name, request_id, num_tokens, tables, token_ids, side.tp
+        store = Store(*what, cache_salt=state.request.cache_salt)
         self._stores[name] = store
         self._queued.append(store)
 
@@ -268,6 +270,7 @@ class Storing:
         ask = StoreAsk(
             ticket=ticket,
             token_ids=store.token_ids,
+            cache_salt=store.cache_salt,
             keep_as=store.name if store.on_kept is not None else None,
             deadline_s=side.settings.transfer_s,
         )

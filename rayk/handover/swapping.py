@@ -80,7 +80,8 @@ class Swapping:
         manager.lease(request_id, name)
         self._swapped[request_id] = _Swapped(state, name, time.monotonic_ns())
         what = name, request_id, num_tokens, tables, tuple(state.tokens[:num_tokens]), side.tp
-        self._storing.put(Store(*what, on_kept=self._kept, on_free=self._freed))
+        salt = state.request.cache_salt
+        self._storing.put(Store(*what, cache_salt=salt, on_kept=self._kept, on_free=self._freed))
         return True
 
     def forget(self, request_id: str) -> None:
@@ -123,7 +124,8 @@ class Swapping:
             if ticket is None or swapped.is_read or not scheduler.may_return(request_id):
                 continue
             unit, tokens = row_group_blocks(manager.groups), swapped.state.tokens[: ticket.num_tokens]
-            held = manager.find_local_prefix(request_id, tokens, ticket.num_tokens, unit)
+            salt = swapped.state.request.cache_salt
+            held = manager.find_local_prefix(request_id, tokens, ticket.num_tokens, unit, salt)
             updates = manager.reserve_live(request_id, ticket.num_tokens, held)
             # Those that wait came later; it and those that run need a block per group to go on with.
             needed = (scheduler.num_running + 1) * len(manager.groups)
@@ -213,7 +215,8 @@ class Swapping:
         if not num_valid:
             leader.scheduler.start_over(request_id)
             return
-        leader.manager.remember(request_id, swapped.state.tokens, num_valid)
+        salt = swapped.state.request.cache_salt
+        leader.manager.remember(request_id, swapped.state.tokens, num_valid, salt)
         leader.scheduler.come_back(request_id, num_computed=num_valid)
         told = {
             **begin_times(swapped.state),

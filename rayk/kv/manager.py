@@ -91,12 +91,14 @@ class KVCacheManager:
         self._tables[request_id] = tables
         return tuple(updates)
 
-    def match(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> int:
+    def match(
+        self, request_id: str, token_ids: Sequence[int], max_tokens: int, cache_salt: str | None = None
+    ) -> int:
         """Give a request that has no blocks those of its longest cached prefix; see BlockAllocator."""
         assert request_id not in self._tables, f"{request_id} has blocks already"
         if self.prefixes is None or max_tokens < self.prefixes.unit_tokens:
             return 0
-        keys = self.prefix_keys(request_id, token_ids, max_tokens)
+        keys = self.prefix_keys(request_id, token_ids, max_tokens, cache_salt)
         unit = self.prefixes.unit_tokens
         num_tokens = self.prefixes.longest(keys, max_tokens, unit, _live_rows)
         if not num_tokens:
@@ -127,7 +129,13 @@ class KVCacheManager:
             self._usage.drop(index, t.blocks, leased=leased)
             self.pool.free(t.blocks)
 
-    def remember(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+    def remember(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        num_computed_tokens: int,
+        cache_salt: str | None = None,
+    ) -> None:
         """Make full blocks findable by their content; see BlockAllocator."""
         tables = self._tables.get(request_id)
         if self.prefixes is None or tables is None:
@@ -136,7 +144,7 @@ class KVCacheManager:
             num_full = num_computed_tokens // g.spec.block_size
             if num_full <= t.num_named:
                 continue
-            keys = self.prefix_keys(request_id, token_ids, num_computed_tokens)
+            keys = self.prefix_keys(request_id, token_ids, num_computed_tokens, cache_salt)
             for index in range(t.num_named, num_full):
                 if t.blocks[index] != NULL_BLOCK:
                     since = since_in(g, index, (t.filled[index] or None) if index in t.filled else t.since)
@@ -154,7 +162,12 @@ class KVCacheManager:
             self.pool.keep(block)
 
     def find_local_prefix(
-        self, request_id: str, token_ids: Sequence[int], num_tokens: int, unit_tokens: int
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        num_tokens: int,
+        unit_tokens: int,
+        cache_salt: str | None = None,
     ) -> LocalPrefix:
         """The cached part of a sequence of `num_tokens` tokens that will come from elsewhere: its live rows
         before a multiple of `unit_tokens`."""
@@ -171,7 +184,7 @@ class KVCacheManager:
                 return range(0)
             return range(first, n) if n % g.spec.block_size == 0 else None
 
-        keys = self.prefix_keys(request_id, token_ids, num_tokens)
+        keys = self.prefix_keys(request_id, token_ids, num_tokens, cache_salt)
         num_found = self.prefixes.longest(keys, num_tokens, unit_tokens, needed, unseen)
         if not num_found:
             return nothing
@@ -189,6 +202,7 @@ class KVCacheManager:
         max_tokens: int,
         held_tokens: int = 0,
         elsewhere: Elsewhere | None = None,
+        cache_salt: str | None = None,
     ) -> FoundPrefix:
         """The longest usable prefix whose blocks are here or `elsewhere`: a multiple of `unit_tokens`, up to
         `max_tokens`. Changes nothing.
@@ -208,7 +222,7 @@ class KVCacheManager:
                 answers[group, key] = None if elsewhere is None else elsewhere(group, key)
             return answers[group, key]
 
-        keys = self.prefix_keys(request_id, token_ids, max_tokens)
+        keys = self.prefix_keys(request_id, token_ids, max_tokens, cache_salt)
         while True:
             found = self._find(keys, max_tokens, held_tokens, there)
             if found is None:
@@ -454,13 +468,16 @@ class KVCacheManager:
         assert aside == self.ledger.num_held, f"the ledger holds {self.ledger.num_held} blocks, not {aside}"
         self._usage.check(self._tables.values(), self._leases.values())
 
-    def prefix_keys(self, request_id: str, token_ids: Sequence[int], num_tokens: int) -> PrefixKeys:
+    def prefix_keys(
+        self, request_id: str, token_ids: Sequence[int], num_tokens: int, cache_salt: str | None = None
+    ) -> PrefixKeys:
         """The keys of a request's blocks up to `num_tokens` tokens, kept until it is freed. AssertionError
-        without prefix caching."""
+        without prefix caching, and for another salt than before."""
         assert self.prefixes is not None, "blocks have no names without prefix caching"
         keys = self._keys.get(request_id)
         if keys is None:
-            keys = self._keys[request_id] = self.prefixes.make_keys()
+            keys = self._keys[request_id] = self.prefixes.make_keys(cache_salt)
+        assert keys.cache_salt == cache_salt, f"{request_id} has changed its salt"
         keys.extend(token_ids, num_tokens)
         return keys
 

@@ -1,9 +1,10 @@
 """Finds the blocks that hold the KV of a token prefix.
 
-A block's key is made from its group and all tokens up to its end. It is named once its last token is
-computed, after which nobody writes into it; a state block then holds the state at its end. A sequence may
-start from n cached tokens if n is a whole number of blocks in every group and all blocks that are live at n
-are cached: all of full attention, the last window, the current chunk, the block that ends with the state.
+A block's key is made from its group, all tokens up to its end and its request's cache salt. It is named once
+its last token is computed, after which nobody writes into it; a state block then holds the state at its end.
+A sequence may start from n cached tokens if n is a whole number of blocks in every group and all blocks that
+are live at n are cached: all of full attention, the last window, the current chunk, the block that ends with
+the state.
 
 A block from elsewhere may hold only its last rows, and different ones for layers that see different rows (the
 group's lanes). It has the same key, with the position from which each lane's rows are present.
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import KVCacheSpec
+from rayk.types.cache_salt import salting
 
 DIGEST_BYTES = 32
 """Long enough that equal digests mean equal tokens: nobody finds a collision."""
@@ -39,11 +41,14 @@ Elsewhere = Callable[[int, bytes], Since | None]
 class PrefixKeys:
     """Digests of the prefixes of one growing sequence that end where blocks do."""
 
-    def __init__(self, block_sizes: Iterable[int], secret: bytes | None = None) -> None:
+    def __init__(
+        self, block_sizes: Iterable[int], secret: bytes | None = None, cache_salt: str | None = None
+    ) -> None:
         """`secret`: at most 64 bytes; equal secrets give equal keys everywhere. None: this process's."""
         self._sizes = tuple(block_sizes)
         key = _SECRET if secret is None else secret
-        self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES, key=key)
+        self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES, key=key, **salting(cache_salt))
+        self.cache_salt = cache_salt
         self._num_hashed = 0
         self._keys: dict[int, bytes] = {}
 
@@ -99,8 +104,8 @@ class PrefixCache:
         """Per lane, the first row that a cached block holds; 0 if it holds all."""
         return self._since[block]
 
-    def make_keys(self) -> PrefixKeys:
-        return PrefixKeys({g.spec.block_size for g in self._groups}, self._secret)
+    def make_keys(self, cache_salt: str | None = None) -> PrefixKeys:
+        return PrefixKeys({g.spec.block_size for g in self._groups}, self._secret, cache_salt)
 
     def put(self, group: int, key: bytes, block: int, since: Since) -> bool:
         """Name a block; False if another block has this key."""

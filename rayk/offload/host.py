@@ -177,12 +177,13 @@ class HostTier:
         if len(tokens) != num_tokens:
             self._refuse(storing, f"it has {len(tokens)} tokens, its ticket {num_tokens}")
             return
-        if ask.keep_as is None and self._has_all(name, tokens, num_tokens):
+        if ask.keep_as is None and self._has_all(ask):
             storing.held_tokens = num_tokens
             self._let_go(ticket)
             self._stored(storing)
             return
-        held = self.manager.find_local_prefix(name, tokens, num_tokens, row_group_blocks(self.manager.groups))
+        unit = row_group_blocks(self.manager.groups)
+        held = self.manager.find_local_prefix(name, tokens, num_tokens, unit, ask.cache_salt)
         if held.num_tokens < ticket.first_row:
             self.manager.free(name)
             self._refuse(storing, f"the first {ticket.first_row} tokens are not here any more")
@@ -214,19 +215,22 @@ class HostTier:
             if storing.ask.keep_as == kept_as:
                 storing.ask = replace(storing.ask, keep_as=None)
 
-    def _has_all(self, name: str, tokens: Sequence[int], num_tokens: int) -> bool:
-        found = self.manager.find_prefix(name, tokens, num_tokens)
+    def _has_all(self, ask: StoreAsk) -> bool:
+        name, num_tokens = ask.ticket.request_id, ask.ticket.num_tokens
+        found = self.manager.find_prefix(name, ask.token_ids, num_tokens, cache_salt=ask.cache_salt)
         if found.num_tokens < num_tokens or self.manager.adopt(name, found) is None:
             return False
-        changed = self._write(name, tokens, num_tokens, num_tokens)
+        changed = self._write(ask, num_tokens)
         self.manager.free(name)  # they were used just now: others go first
         return not changed
 
-    def _write(self, name: str, tokens: Sequence[int], num_tokens: int, num_held: int) -> Collection[int]:
+    def _write(self, ask: StoreAsk, num_held: int) -> Collection[int]:
         """Queue what is not on disk. Blocks that had changed, which are returned, are found no more."""
         if self.pages is None:
             return ()
-        changed = self.pages.write(self._blocks, name, tokens, num_tokens, num_held)
+        name, num_tokens = ask.ticket.request_id, ask.ticket.num_tokens
+        keys = self.manager.prefix_keys(name, ask.token_ids, num_tokens, ask.cache_salt)
+        changed = self.pages.write(self._blocks, name, keys, num_tokens, num_held)
         self._forget(changed)
         return changed
 
@@ -287,8 +291,8 @@ class HostTier:
 
     def _keep(self, storing: _Storing) -> None:
         ask, name = storing.ask, storing.ask.ticket.request_id
-        self.manager.remember(name, ask.token_ids, ask.ticket.num_tokens)
-        self._write(name, ask.token_ids, ask.ticket.num_tokens, storing.held_tokens)
+        self.manager.remember(name, ask.token_ids, ask.ticket.num_tokens, ask.cache_salt)
+        self._write(ask, storing.held_tokens)
         if ask.keep_as is None:
             self.manager.free(name)
             return
@@ -315,7 +319,8 @@ class HostTier:
         """Look for the longest prefix in host memory and on disk together."""
         ask, name = loading.ask, self._name_of(loading.ask)
         elsewhere = self.pages.since if self.pages is not None and self.pages.is_readable else None
-        found = self.manager.find_prefix(name, ask.token_ids, ask.max_tokens, ask.held_tokens, elsewhere)
+        what = ask.token_ids, ask.max_tokens, ask.held_tokens, elsewhere, ask.cache_salt
+        found = self.manager.find_prefix(name, *what)
         if found.num_tokens < ask.held_tokens + ask.min_tokens:
             self.manager.free(name)
             self._miss(loading)
@@ -350,7 +355,8 @@ class HostTier:
                 return
             ends = ((index + 1) * self.manager.groups[g].spec.block_size for g, index, _ in found.missing)
             loading.num_disk_tokens = max(loading.num_disk_tokens, *ends)
-            self.manager.remember(name, loading.ask.token_ids, found.num_tokens)
+            ask = loading.ask
+            self.manager.remember(name, ask.token_ids, found.num_tokens, ask.cache_salt)
             self._lend(loading, name, found.num_tokens, loading.ask.held_tokens)
 
         self.pages.read(self.caches, places, fetched)
@@ -358,7 +364,9 @@ class HostTier:
     def _lend(self, loading: _Loading, name: str, num_tokens: int, first_row: int) -> None:
         """Put blocks aside for an engine to read, and write the ticket."""
         if self.pages is not None and loading.ask.kept_as is None:
-            self.pages.touch(self.manager, name, loading.ask.token_ids, num_tokens)
+            ask = loading.ask
+            keys = self.manager.prefix_keys(name, ask.token_ids, num_tokens, ask.cache_salt)
+            self.pages.touch(self.manager.groups, keys, num_tokens)
         lease_id = f"{TIER}/{self.description.epoch}/{next(self._numbers)}/{loading.ask.request_id}"
         tables = self.manager.block_tables(name)
         self.manager.lease(name, lease_id)

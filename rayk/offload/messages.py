@@ -18,6 +18,7 @@ class StoreAsk:
     """Its `request_id` is the store's own name; rows before its `first_row` are here already, or nothing is
     stored."""
     token_ids: tuple[int, ...]  # those of the ticket: as many as its `num_tokens`
+    cache_salt: str | None = None  # their request's
     keep_as: str | None = None
     """A name under which exactly these tokens stay, the last block's part included, until they are loaded or
     dropped by it. None: whole blocks stay, to be found by their tokens, as long as there is room."""
@@ -47,6 +48,7 @@ class LoadAsk:
 
     request_id: str  # of the ticket that is answered
     token_ids: tuple[int, ...] = ()
+    cache_salt: str | None = None
     max_tokens: int = 0  # no more of them
     held_tokens: int = 0
     """The engine has the live rows of so many first ones: a whole number of row groups. They are not

@@ -22,7 +22,7 @@ from rayk.kv.geometry import GroupGeometry
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.manager import KVCacheManager
 from rayk.kv.maps import Runs, block_strides, page_map
-from rayk.kv.prefix_cache import Since
+from rayk.kv.prefix_cache import PrefixKeys, Since
 from rayk.offload.disk import DiskTier
 from rayk.offload.page_file import PageIdentity, PageName
 from rayk.transfer.handshake import CacheDescription
@@ -97,7 +97,7 @@ class DiskPages:
         return found
 
     def write(
-        self, host: HostBlocks, name: str, token_ids: Sequence[int], num_tokens: int, num_held: int
+        self, host: HostBlocks, name: str, keys: PrefixKeys, num_tokens: int, num_held: int
     ) -> Collection[int]:
         """Queue the named blocks of a sequence that are not there, from its beginning on as far as queue and
         disk take them: what they have no room for now is asked for again by the sequence's next store.
@@ -107,7 +107,7 @@ class DiskPages:
         """
         if self._disk.state != "on":
             return ()
-        pages = sorted(_pages_of(host, name, token_ids, num_tokens, num_held), key=lambda page: page.end)
+        pages = sorted(_pages_of(host, name, keys, num_tokens, num_held), key=lambda page: page.end)
         known = [self._known_as(page.name) for page in pages]
         there = [name for name in known if name is not None]
         self._disk.touch(reversed(there))
@@ -140,11 +140,10 @@ class DiskPages:
         for page, content in reversed(pages):
             num_left -= not self._disk.put(page, content, partial(written, page))
 
-    def touch(self, manager: KVCacheManager, name: str, token_ids: Sequence[int], num_tokens: int) -> None:
+    def touch(self, groups: Sequence[KVCacheGroup], keys: PrefixKeys, num_tokens: int) -> None:
         """A sequence's pages are of use, wherever they were found: they outlast others, the first longest."""
-        keys = manager.prefix_keys(name, token_ids, num_tokens)
         found = []
-        for g in manager.groups:
+        for g in groups:
             size, first = g.spec.block_size, g.spec.live_rows(num_tokens).start // g.spec.block_size
             for end in range((first + 1) * size, num_tokens + 1, size):
                 since = self._known.get((g.index, keys[end]))
@@ -214,12 +213,11 @@ class DiskPages:
 
 
 def _pages_of(
-    host: HostBlocks, name: str, token_ids: Sequence[int], num_tokens: int, num_held: int
+    host: HostBlocks, name: str, keys: PrefixKeys, num_tokens: int, num_held: int
 ) -> Iterator[_Page]:
     """The sequence's pages, as far as its blocks can be found by name."""
     prefixes = host.manager.prefixes
     assert prefixes is not None
-    keys = host.manager.prefix_keys(name, token_ids, num_tokens)
     for g, table in zip(host.caches.geometry.groups, host.manager.block_tables(name), strict=True):
         live = tuple(lane.live_rows(num_tokens).start for lane in g.group.lanes)
         for index, own in enumerate(table[: num_tokens // g.block_size]):

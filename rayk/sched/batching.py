@@ -231,7 +231,9 @@ class Scheduler:
             num_prompt = len(state.request.prompt_token_ids)
             self.num_prompt_tokens += max(0, min(stop, num_prompt) - start)
             state.advance(start, stop)
-            self.allocator.remember(state.request_id, state.tokens, state.num_computed)
+            self.allocator.remember(
+                state.request_id, state.tokens, state.num_computed, state.request.cache_salt
+            )
             if prompt_logprobs and state.prompt_logprobs is not None:
                 state.prompt_logprobs += prompt_logprobs.get(share.request_id, ())
             if share.needs_logits:
@@ -306,7 +308,9 @@ class Scheduler:
             is_new = state.num_computed == 0
             if is_new:
                 max_tokens = state.max_cached_tokens
-                state.num_computed = self.allocator.match(state.request_id, state.tokens, max_tokens)
+                state.num_computed = self.allocator.match(
+                    state.request_id, state.tokens, max_tokens, state.request.cache_salt
+                )
             num_tokens = min(len(state.tokens) - state.num_computed, budget)
             updates = self.allocator.extend(state.request_id, state.num_computed + num_tokens)
             if updates is None:

@@ -11,6 +11,7 @@ from struct import Struct
 
 from rayk.sched.policies import heeds
 from rayk.sched.policy import PlacementRequest, PolicySettings, PrefixKeys
+from rayk.types.cache_salt import salting
 
 SECRET_BYTES = 32
 TOKEN = Struct("<i")
@@ -35,13 +36,14 @@ class RequestDescriber:
         request_id: str,
         prompt_token_ids: Sequence[int],
         *,
+        cache_salt: str | None = None,
         max_tokens: int = 0,
         session: str | None = None,
     ) -> PlacementRequest:
         """Describe a request. Token ids fit into 32 bits."""
         keys: PrefixKeys = ()
         if self._block_tokens is not None:
-            keys = prefix_keys(prompt_token_ids, self._block_tokens, self._secret)
+            keys = prefix_keys(prompt_token_ids, self._block_tokens, self._secret, cache_salt)
         return PlacementRequest(
             request_id=request_id,
             num_prompt_tokens=len(prompt_token_ids),
@@ -51,9 +53,12 @@ class RequestDescriber:
         )
 
 
-def prefix_keys(prompt_token_ids: Sequence[int], block_tokens: int, secret: bytes) -> PrefixKeys:
-    """Make a key per full block of a prompt, which depends on every token up to the block's end."""
-    digest = blake2b(digest_size=8, key=secret)
+def prefix_keys(
+    prompt_token_ids: Sequence[int], block_tokens: int, secret: bytes, cache_salt: str | None = None
+) -> PrefixKeys:
+    """Make a key per full block of a prompt, which depends on every token up to the block's end and on the
+    request's salt."""
+    digest = blake2b(digest_size=8, key=secret, **salting(cache_salt))
     num_tokens = len(prompt_token_ids) // block_tokens * block_tokens
     packed = Struct(f"<{num_tokens}i").pack(*prompt_token_ids[:num_tokens])
     size = block_tokens * TOKEN.size

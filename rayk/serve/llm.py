@@ -145,17 +145,20 @@ class LLM:
         sampling: Sampling = SamplingParams(),  # noqa: B008 - frozen
         *,
         n: int = 1,
+        cache_salt: str | None = None,
     ) -> list[Completion]:
         """Complete prompts, all at once as far as the engines have room; answers in order.
 
         `prompts`: texts or lists of token ids, or one of them. `sampling`: of all, or one per prompt. `n`:
         outputs of each prompt; of these the i-th draws with a seed made of the prompt's and i, as over HTTP.
+        `cache_salt`: cached KV is shared with calls that have an equal one, or like this one none.
         Raises UserError (bad input), ServerEnded where it is closed meanwhile, or whatever else the first
         request to fail ended with; the others are then aborted.
         """
         listed = _listed(prompts)
         ids = [self._token_ids(i, prompt) for i, prompt in enumerate(listed)]
-        return self._complete([p if isinstance(p, str) else None for p in listed], ids, sampling, n)
+        texts = [p if isinstance(p, str) else None for p in listed]
+        return self._complete(texts, ids, sampling, n, cache_salt)
 
     def chat(
         self,
@@ -163,6 +166,7 @@ class LLM:
         sampling: Sampling = SamplingParams(),  # noqa: B008 - frozen
         *,
         n: int = 1,
+        cache_salt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
         """Answer conversations, or one, as `generate` completes prompts: each is the text that the
@@ -176,10 +180,15 @@ class LLM:
             raise UserError(f"chat_template_kwargs: {reserved[0]} is not for callers to set")
         texts = [text.conversation(chat, **arguments) for chat in chats]
         ids = [tuple(text.encode(prompt, add_special_tokens=False)) for prompt in texts]
-        return self._complete(texts, ids, sampling, n)
+        return self._complete(texts, ids, sampling, n, cache_salt)
 
     def _complete(
-        self, prompts: Sequence[str | None], ids: Sequence[tuple[int, ...]], sampling: Sampling, n: int
+        self,
+        prompts: Sequence[str | None],
+        ids: Sequence[tuple[int, ...]],
+        sampling: Sampling,
+        n: int,
+        cache_salt: str | None,
     ) -> list[Completion]:
         from rayk.serve.request_parsing import choice_seed
 
@@ -187,6 +196,8 @@ class LLM:
             sampling = [sampling] * len(ids)
         if len(sampling) != len(ids):
             raise UserError(f"{len(ids)} prompts and {len(sampling)} sampling parameters")
+        if cache_salt == "":
+            raise UserError("cache_salt is empty", mend="a text, or None for none")
         if n < 1:
             raise UserError(f"n {n}: a prompt has at least one output")
         for i, (tokens, params) in enumerate(zip(ids, sampling, strict=True)):
@@ -199,7 +210,7 @@ class LLM:
             for tokens, params in zip(ids, sampling, strict=True)
             for i in range(n)
         ]
-        answers = self._engines.complete(requests)
+        answers = self._engines.complete(requests, cache_salt)
         return [
             self._completion(prompt, ids[k], sampling[k], answers[k * n : (k + 1) * n])
             for k, prompt in enumerate(prompts)

@@ -61,10 +61,10 @@ class LLMEngines:
             self._is_open = True
         self._run(self._begin)
 
-    def complete(self, requests: Sequence[SampledPrompt]) -> list[list[Delta]]:
+    def complete(self, requests: Sequence[SampledPrompt], cache_salt: str | None = None) -> list[list[Delta]]:
         """Every request's news. Raises the first error, what the engines were given up of, ServerEnded where
         they are closed meanwhile; an interrupt ends it."""
-        return self._run(lambda: self._complete(requests))
+        return self._run(lambda: self._complete(requests, cache_salt))
 
     def close(self) -> None:
         """End everything. Call it once."""
@@ -118,10 +118,10 @@ class LLMEngines:
                 "the start of the engines", READY_S, {"health": reason, **busy()}
             ) from None
 
-    async def _complete(self, requests: Sequence[SampledPrompt]) -> list[list[Delta]]:
+    async def _complete(self, requests: Sequence[SampledPrompt], cache_salt: str | None) -> list[list[Delta]]:
         # The waiting room is for strangers: who asks for much here waits in line.
         slots = asyncio.Semaphore(self._num_at_once)
-        tasks = [asyncio.create_task(self._follow(slots, *request)) for request in requests]
+        tasks = [asyncio.create_task(self._follow(slots, cache_salt, *request)) for request in requests]
         try:
             return await self._unless_over(asyncio.gather(*tasks))
         finally:
@@ -131,10 +131,19 @@ class LLMEngines:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _follow(
-        self, slots: asyncio.Semaphore, prompt: tuple[int, ...], params: SamplingParams
+        self,
+        slots: asyncio.Semaphore,
+        cache_salt: str | None,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
     ) -> list[Delta]:
         async with slots:
-            request = Request(request_id=secrets.token_hex(8), prompt_token_ids=prompt, sampling=params)
+            request = Request(
+                request_id=secrets.token_hex(8),
+                prompt_token_ids=prompt,
+                sampling=params,
+                cache_salt=cache_salt,
+            )
             return [delta async for delta in self._front.generate(ServerRequest(request=request))]
 
     async def _unless_over(self, work: asyncio.Future[T]) -> T:

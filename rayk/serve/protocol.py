@@ -112,6 +112,8 @@ class Generation(_Strict):
     frequency_penalty: Penalty | None = None
     prompt_cache_key: Annotated[String, Field(max_length=1024)] | None = None
     """Requests with one key are kept together where the server's policy heeds sessions."""
+    cache_salt: Annotated[String, Field(min_length=1, max_length=1024)] | None = None
+    """Cached KV is shared by requests with one salt, and by those without any. (vLLM's field.)"""
 
     top_k: Annotated[int, Field(ge=-1, le=MOST_WHOLE)] | None = None
     """-1 and 0 mean all tokens, as with other servers."""

@@ -130,7 +130,10 @@ def open_call(
             )
             index = len(choices)
             request = Request(
-                request_id=f"{call_id}-{index}", prompt_token_ids=prompt.token_ids, sampling=own
+                request_id=f"{call_id}-{index}",
+                prompt_token_ids=prompt.token_ids,
+                sampling=own,
+                cache_salt=body.cache_salt,
             )
             server_request = ServerRequest(
                 request=request,

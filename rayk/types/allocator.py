@@ -15,14 +15,22 @@ class BlockAllocator(Protocol):
     def extend(self, request_id: str, num_tokens: int) -> BlockUpdates | None:
         """Make the request's tables hold `num_tokens` tokens. None (nothing changed) if blocks are short."""
 
-    def match(self, request_id: str, token_ids: Sequence[int], max_tokens: int) -> int:
+    def match(
+        self, request_id: str, token_ids: Sequence[int], max_tokens: int, cache_salt: str | None = None
+    ) -> int:
         """Give a request without blocks those of its longest cached prefix of up to `max_tokens` tokens;
-        returns its tokens."""
+        returns its tokens. `cache_salt`: the request's, here as in all that follows."""
 
     def unmatch(self, request_id: str) -> None:
         """Take back what `match` gave: the request cannot go on yet."""
 
-    def remember(self, request_id: str, token_ids: Sequence[int], num_computed_tokens: int) -> None:
+    def remember(
+        self,
+        request_id: str,
+        token_ids: Sequence[int],
+        num_computed_tokens: int,
+        cache_salt: str | None = None,
+    ) -> None:
         """Let other requests find the full blocks of the request's first `num_computed_tokens` tokens, whose
         KV is there."""
 

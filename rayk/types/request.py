@@ -74,3 +74,4 @@ class Request:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
+    cache_salt: str | None = None  # only requests with an equal one, or without one, share cached KV

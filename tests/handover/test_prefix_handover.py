@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from rayk.types.errors import KVMismatch
 from rayk.types.request import FinishReason
 from tests.actors.test_recompute import damage, start_decode, tampering_agents
 from tests.handover.cases import NUM_TOKENS, Model, models_by_name
+from tests.markers import one_per
 from tests.pd import Pair, make_request
 
 HELD = 256
@@ -56,6 +58,23 @@ def test_a_push_brings_what_the_prefill_engine_had_cached_and_the_decode_engine_
         assert (found[1][1] > 0) == (name != "falcon_h1")
         for side in (pair.p, pair.d):
             assert not side.engine.leader.manager._keys, "of requests that are over"
+        pair.check_all_free()
+
+
+@one_per()
+@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+def test_neither_engine_goes_on_from_another_salts_tokens(models: Callable[[str], Model], push: bool) -> None:
+    model = models("qwen3")
+    with Pair.open(model.path, push=push, prefix_caching=True, num_blocks=200) as pair:
+        found = {}
+        for number, salt in enumerate((None, "a", "b", None, "a", "b")):
+            request = replace(make_request(f"r{number}", model.prompts[2], NUM_TOKENS), cache_salt=salt)
+            (done,) = pair.complete([request])
+            assert done.token_ids == model.expected[2]
+            found[number] = done.info["num_cached_tokens"], bytes_of(done)[1]
+        assert [found[i] for i in range(3)] == [(0, 0)] * 3
+        assert len({found[i] for i in range(3, 6)}) == 1
+        assert min(found[3]) > 0
         pair.check_all_free()
 
 

@@ -44,6 +44,27 @@ def test_engines_of_another_dtype_find_nothing_in_a_folder(
     assert found == [("float32", 0), ("bfloat16", 0), ("float32", 352), ("bfloat16", 352)]
 
 
+def test_no_tier_answers_for_another_salt(
+    checkpoint: Callable[..., Path], reference: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Not the host's, nor the disk's after a restart."""
+    path = checkpoint("qwen3")
+    case = Case.make(path, reference(path), LENGTHS[:1], 4)
+
+    def cached(node: Node, name: str, salt: str | None) -> int:
+        (done,) = node.engines[0].complete([replace(case.request(name, 0), cache_salt=salt)])
+        assert done.token_ids == case.expected[0]
+        node.settle()
+        return int(done.info["num_cached_tokens"])
+
+    with Node.open(path, [{}], disk_folder=str(tmp_path)) as node:
+        assert [cached(node, f"a{salt}", salt) for salt in (None, "a", "b")] == [0, 0, 0]
+        assert [cached(node, f"b{salt}", salt) for salt in ("a", "b", None)] == [144] * 3
+        node.thread.ask(lambda tier: finish(tier.pages._disk))
+    with Node.open(path, [{}], disk_folder=str(tmp_path)) as node:
+        assert [cached(node, f"c{salt}", salt) for salt in ("c", "a", "b", None)] == [0, 144, 144, 144]
+
+
 COMMON: dict[str, Any] = {"num_blocks": 64}
 ALIKE: list[dict[str, Any]] = [
     {},

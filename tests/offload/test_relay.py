@@ -102,7 +102,8 @@ def through(
     actor.sides = sides = [SimpleNamespace(name=f"e{i}", tier=actor) for i in range(2)]
 
     async def run() -> TransferTicket:
-        return await relay(sides[0], sides[1], ticket, case.prompts[index], 20.0, answers.append)
+        request = case.request(ticket.request_id, index)
+        return await relay(sides[0], sides[1], ticket, request, 20.0, answers.append)
 
     return asyncio.run(run())
 
@@ -190,4 +191,4 @@ def test_engines_of_two_tiers_are_told_apart(case: Case) -> None:
     sides: list[Any] = [SimpleNamespace(name=f"e{i}", tier=object()) for i in range(2)]
     ticket: Any = SimpleNamespace(request_id="r")
     with pytest.raises(TransferError, match="e0 and e1 share no host tier"):
-        asyncio.run(relay(sides[0], sides[1], ticket, case.prompts[0], 1.0, print))
+        asyncio.run(relay(sides[0], sides[1], ticket, case.request("r", 0), 1.0, print))

@@ -124,6 +124,15 @@ def test_keys_are_those_of_one_prefix_and_one_secret() -> None:
     assert len(seen) == 4**2 + 4**4
     others = {key for prompt in itertools.product((0, 1), repeat=4) for key in prefix_keys(prompt, 2, b"?")}
     assert not others & set(seen), "whoever does not know the secret cannot tell a key"
+    for salt in ("", "a", "ab"):
+        salted = {
+            key
+            for prompt in itertools.product((0, 1), repeat=4)
+            for key in prefix_keys(prompt, 2, SECRET, salt)
+        }
+        assert len(salted) == 2**2 + 2**4
+        assert not salted & seen.keys()
+        seen |= dict.fromkeys(salted, ())
     assert new_secret() != new_secret()
 
 
@@ -132,10 +141,13 @@ def test_prompts_are_digested_for_policies_that_heed_it(policy: str) -> None:
     """An index of no blocks, as without prefix caches, needs no keys either."""
     prompt = tuple(range(150))
     settings = PolicySettings(block_tokens=64)
-    asked = RequestDescriber(policy, settings, SECRET).describe("r", prompt, max_tokens=9, session="s")
+    describer = RequestDescriber(policy, settings, SECRET)
+    asked = describer.describe("r", prompt, max_tokens=9, session="s")
     assert (asked.request_id, asked.num_prompt_tokens, asked.max_tokens, asked.session) == ("r", 150, 9, "s")
     heeds_prefixes = "index_blocks" in POLICIES[policy].heeds
     assert asked.prefix_keys == (prefix_keys(prompt, 64, SECRET) if heeds_prefixes else ())
+    salted = describer.describe("r", prompt, cache_salt="a").prefix_keys
+    assert salted == (prefix_keys(prompt, 64, SECRET, "a") if heeds_prefixes else ())
     without = PolicySettings(block_tokens=64, index_blocks=0)
     assert RequestDescriber(policy, without, SECRET).describe("r", prompt).prefix_keys == ()
 
