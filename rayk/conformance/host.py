@@ -53,6 +53,7 @@ class ConnectorFacts:
     """Whether it is a `rayk.conformance.store.Store`, for which the rest says nothing."""
     is_persistent: bool = False
     is_thread_safe: bool = False
+    finds_prefixes: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +102,7 @@ class Host:
             is_store=is_store,
             is_persistent=bool(getattr(made, "is_persistent", False)),
             is_thread_safe=bool(getattr(made, "is_thread_safe", False)),
+            finds_prefixes=bool(getattr(made, "finds_prefixes", True)),
         )
 
     def supports(self, case: ConnectorCase | StoreCase) -> str | None:
@@ -194,6 +196,9 @@ class Host:
 
     def forget(self) -> None:
         self._ranks.clear()
+        if self._store is not None:
+            with contextlib.suppress(Exception):
+                self.close_store()
         self._store = None
 
     def open_store(self, folder: str) -> tuple[int, int | None]:

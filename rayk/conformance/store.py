@@ -87,6 +87,8 @@ class Store(Protocol):
     is_persistent: bool
     """Whether a store made in another process, with the same folder, finds what this one saved."""
     is_thread_safe: bool
+    finds_prefixes: bool
+    """Whether a prompt finds the blocks that it shares with others; else only those of an equal prompt."""
 
     @classmethod
     def supports(cls, case: StoreCase) -> str | None:
@@ -114,6 +116,7 @@ class BaseStore:
     max_blocks: int | None = None
     is_persistent: bool = False
     is_thread_safe: bool = False
+    finds_prefixes: bool = True
 
     @classmethod
     def supports(cls, case: StoreCase) -> str | None:

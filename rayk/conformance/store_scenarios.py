@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from rayk.conformance.host import Raised
-from rayk.conformance.pool import HostPool
+from rayk.conformance.pool import STARTING_S, HostPool
 from rayk.conformance.rig import CheckFailed, Refused, Settings
 from rayk.conformance.store import Adapter, MultimodalItem, StoreKey, pages_of
 
@@ -33,7 +33,8 @@ class StoreRig:
         self._folder = folder
         self._settings = settings
         self._saved: dict[bytes, StoreKey] = {}
-        self.block_tokens, self.max_blocks = self._call("open_store", folder)
+        self.block_tokens, self.max_blocks = self._open()
+        self._finds_prefixes = pool.facts.finds_prefixes
 
     def key(self, num_blocks: int = 2, *, first: int = 100, **fields: Any) -> StoreKey:
         """A prompt of whole blocks; equal arguments give equal ones."""
@@ -49,6 +50,10 @@ class StoreRig:
         be."""
         self._compare(key, self._call("look_up", [key], False)[0], at_least, at_most)
 
+    def look_up_part(self, key: StoreKey, num_blocks: int) -> None:
+        """The same, where that many blocks were saved of another prompt that begins alike."""
+        self.look_up(key, at_least=num_blocks if self._finds_prefixes else 0, at_most=num_blocks)
+
     def look_up_at_once(self, keys: Sequence[StoreKey], *, at_least: int = 0) -> None:
         for key, found in zip(keys, self._call("look_up", list(keys), True), strict=True):
             self._compare(key, found, at_least, None)
@@ -57,7 +62,7 @@ class StoreRig:
         """End the store and its process; another one opens the same folder."""
         self._call("close_store")
         self._pool.end_all()
-        self._call("open_store", self._folder)
+        self._open()
 
     def end(self) -> None:
         self._call("close_store")
@@ -84,22 +89,29 @@ class StoreRig:
         if at_most is not None and len(found) > at_most:
             raise CheckFailed(f"asked for {key}, {len(found)} blocks were found though {at_most} were saved")
 
-    def _call(self, method: str, *arguments: Any) -> Any:
+    def _open(self) -> tuple[int, int | None]:
+        """The store may import what it needs only now."""
+        found: tuple[int, int | None] = self._call("open_store", self._folder, timeout_s=STARTING_S)
+        return found
+
+    def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         (host,) = self._pool.take(1)
         try:
-            return host.call(method, *arguments, timeout_s=self._settings.call_s)
+            return host.call(method, *arguments, timeout_s=timeout_s or self._settings.call_s)
         except Raised as error:
             raise Refused(str(error)) from error
 
 
 def hits(rig: StoreRig, field: str = "") -> None:
-    """Equal keys, made anew, find all; a longer prompt finds the part that it shares."""
-    for key in _variants(rig, field):
+    """Equal keys, made anew, find all; a longer prompt finds the part that it shares. No two share tokens, so
+    that nothing else is asked here."""
+    for number, same in enumerate(_variants(rig, field)):
+        key = replace(same, token_ids=(6000 + number, *same.token_ids[1:]))
         rig.save(key)
         num_blocks = len(key.token_ids) // rig.block_tokens
         rig.look_up(key, at_least=num_blocks)
         longer = replace(key, token_ids=key.token_ids + rig.key(1, first=7000).token_ids)
-        rig.look_up(longer, at_least=num_blocks, at_most=num_blocks)
+        rig.look_up_part(longer, num_blocks)
 
 
 def tokens(rig: StoreRig) -> None:
@@ -109,7 +121,7 @@ def tokens(rig: StoreRig) -> None:
     rig.save(key)
     for place, shared in ((0, 0), (size - 1, 0), (size, 1), (3 * size - 1, 2)):
         other = replace(key, token_ids=(*ids[:place], ids[place] + 5000, *ids[place + 1 :]))
-        rig.look_up(other, at_least=shared, at_most=shared)
+        rig.look_up_part(other, shared)
     rig.look_up(replace(key, token_ids=ids[::-1]), at_most=0)
     rig.look_up(replace(key, token_ids=ids[size:]), at_most=0)
 
@@ -156,7 +168,8 @@ def later_items(rig: StoreRig, _: str) -> None:
     """Items that begin in the second block, or reach into it."""
     size = rig.block_tokens
     for offset, length in ((size + 1, 4), (size - 2, 4)):
-        keys = [_with_items(rig, (name, offset, length)) for name in (HASH, HASH[::-1])]
+        last = 1000 * offset
+        keys = [_with_items(rig, (name, offset, length), last=last) for name in (HASH, HASH[::-1])]
         rig.save(keys[0])
         rig.look_up(keys[1], at_most=offset // size)
         rig.save(keys[1])
@@ -209,8 +222,8 @@ def prefixes(rig: StoreRig, field: str) -> None:
     rig.save(one)
     rig.look_up(other, at_most=0)
     rig.save(short)
-    rig.look_up(other, at_least=2, at_most=2)
-    rig.look_up(replace(one, token_ids=one.token_ids[: 3 * size]), at_least=3)
+    rig.look_up_part(other, 2)
+    rig.look_up_part(replace(one, token_ids=one.token_ids[: 3 * size]), 3)
     rig.look_up(one, at_least=5)
 
 
@@ -279,10 +292,11 @@ def _with_items(
     *items: tuple[str, int, int],
     num_blocks: int = 2,
     placeholders: tuple[int, int] = (0, 0),
+    last: int = 0,
 ) -> StoreKey:
-    """A prompt with items (hash, offset, length). All of its first blocks are placeholders where there are
-    items, so that tokens do not tell where these lie."""
-    ids = list(rig.key(num_blocks).token_ids)
+    """A prompt with items (hash, offset, length) that ends with token `last`. All others are placeholders
+    where there are items, so that tokens do not tell where these lie."""
+    ids = [*rig.key(num_blocks).token_ids[:-1], last]
     start, stop = (0, len(ids) - 1) if items else placeholders
     ids[start:stop] = [PLACEHOLDER] * (stop - start)
     made = tuple(MultimodalItem(hash=h, offset=offset, length=length) for h, offset, length in items)

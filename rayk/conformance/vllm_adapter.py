@@ -11,17 +11,24 @@ of vLLM's model runner and scheduler around one step of each engine:
 For vLLM, a request is a prompt of one token more than its KV: the last token is computed by the consumer (and
 by the producer in a step of its own, which is left out). Token ids are fresh for every request, so that a
 content-addressed cache finds only what was saved. Methods that a half lacks take the interface's defaults.
+
+`VllmStore` calls the same methods around single steps, to see what a connector finds for whose prompt.
 """
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+
+from rayk.conformance.store import BaseStore, StoreKey
 from rayk.transfer.connector import BaseConnector, ConnectorCase, KVRequest
 
 if TYPE_CHECKING:
@@ -29,6 +36,11 @@ if TYPE_CHECKING:
 
 VOCABULARY = 30_000
 LAYER_NAME = "model.layers.{}.self_attn.attn"
+END = (7, 7)
+"""Follow a store's prompt: the last token is always computed, and some connectors leave a second one out."""
+ROW_ELEMENTS = 64
+PAGE_BYTES = 32
+"""Of a page that the kit makes."""
 
 
 class VllmConnector(BaseConnector):
@@ -190,13 +202,170 @@ class VllmConnector(BaseConnector):
         return set(_call(self._worker, "get_block_ids_with_load_errors") or ())
 
 
+class VllmStore(BaseStore):
+    """Adapts a vLLM connector to the protocol of `store.Store`; a subclass makes both halves.
+
+    Its engines have one layer and one group of full attention, and share a folder; there is one per revision
+    of the model. A prompt is saved by a step that loads what the connector finds and computes the rest, as in
+    vLLM, and looked up by one that only loads.
+    """
+
+    num_blocks: int = 64
+    """Of an engine's KV cache."""
+    wait_s: float = 20.0
+    """For loads and saves that go on after their step."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._engines: dict[str, tuple[Any, Any, torch.Tensor]] = {}
+        """Revision -> scheduler half, worker half, KV cache."""
+        self._numbers = itertools.count()
+
+    def make(self, role: str, revision: str) -> Any:
+        """The connector's half for a role, "scheduler" or "worker", in an engine of this revision."""
+        raise NotImplementedError
+
+    def as_vllm(self, request_id: str, key: StoreKey) -> Any:
+        """The request of a key, as vLLM's scheduler represents it."""
+        made = _request(_Blocks(request_id), [*key.token_ids, *END], None)
+        made.cache_salt = key.salt
+        if key.adapter is not None:
+            made.lora_request = SimpleNamespace(
+                lora_name=key.adapter.name, lora_path=key.adapter.path, lora_int_id=1
+            )
+        made.mm_features = [
+            SimpleNamespace(
+                identifier=item.hash,
+                mm_hash=item.hash,
+                modality="image",
+                mm_position=SimpleNamespace(offset=item.offset, length=item.length),
+            )
+            for item in key.multimodal
+        ]
+        made.mm_hashes = [item.hash for item in key.multimodal]
+        return made
+
+    def as_new(self, as_vllm: Any, block_ids: list[int]) -> Any:
+        """What the scheduler tells workers of a new request."""
+        as_vllm.block_ids = (block_ids,)
+        return as_vllm
+
+    def save(self, key: StoreKey, pages: Sequence[bytes]) -> None:
+        self._step(key, pages)
+
+    def look_up(self, key: StoreKey) -> Sequence[bytes]:
+        return self._step(key, None)
+
+    def close(self) -> None:
+        for scheduler, worker, _ in self._engines.values():
+            _call(worker, "shutdown")
+            _call(scheduler, "shutdown")
+        self._engines.clear()
+
+    def _engine(self, revision: str) -> tuple[Any, Any, torch.Tensor]:
+        if revision not in self._engines:
+            cache = torch.zeros((self.num_blocks, 1, self.block_tokens, ROW_ELEMENTS), dtype=torch.bfloat16)
+            scheduler, worker = self.make("scheduler", revision), self.make("worker", revision)
+            _call(worker, "register_kv_caches", {LAYER_NAME.format(0): cache})
+            self._engines[revision] = scheduler, worker, cache
+        return self._engines[revision]
+
+    def _step(self, key: StoreKey, pages: Sequence[bytes] | None) -> list[bytes]:
+        """Run a prompt; the pages that the connector found."""
+        scheduler, worker, cache = self._engine(key.revision)
+        number, count = next(self._numbers), len(key.token_ids) // self.block_tokens
+        ids = [1 + (number * count + i) % (self.num_blocks - 1) for i in range(count)]
+        as_vllm = self.as_vllm(f"request-{number}", key)
+        _call(scheduler, "on_new_request", as_vllm)
+        found, is_later = self._until(
+            lambda: _call(scheduler, "get_num_new_matched_tokens", as_vllm, 0) or (0, False),
+            lambda answer: answer[0] is not None,
+            "get_num_new_matched_tokens() has no answer",
+        )
+        num_found = found // self.block_tokens
+        cache[ids] = 0
+        result: list[bytes] = []
+        if found or pages is not None:
+            blocks = SimpleNamespace(get_block_ids=lambda **_: (ids,), blocks=(ids,))
+            _call(scheduler, "update_state_after_alloc", as_vllm, blocks, found)
+            as_vllm.num_computed_tokens = found
+            new = as_vllm.num_prompt_tokens - found if pages is not None else 1
+            output = _scheduler_output(as_vllm.request_id, self.as_new(as_vllm, ids), new)
+            worker.bind_connector_metadata(scheduler.build_connector_meta(output))
+            self._forward(worker, cache, lambda: _write(cache, ids[num_found:], (pages or ())[num_found:]))
+            if is_later and found:
+                self._await_finished(worker, as_vllm.request_id, 1)
+            result = [_read(cache, block) for block in ids[:num_found]]
+        told = _call(scheduler, "request_finished", as_vllm, ids) or (False, None)
+        if told[0]:
+            self._await_finished(worker, as_vllm.request_id, 0)
+        return result
+
+    def _forward(self, worker: Any, cache: torch.Tensor, compute: Callable[[], None]) -> None:
+        """Call the connector as the model runner does around one forward pass."""
+        name = LAYER_NAME.format(0)
+        told = SimpleNamespace(block_size=self.block_tokens)
+        context = SimpleNamespace(
+            no_compile_layers={name: SimpleNamespace(kv_cache=cache)},
+            attn_metadata={name: told},
+            virtual_engine=0,
+        )
+        try:
+            worker.start_load_kv(context)
+            worker.wait_for_layer_load(name)
+            compute()
+            worker.save_kv_layer(name, cache, told)
+            worker.wait_for_save()
+        finally:
+            worker.clear_connector_metadata()
+
+    def _await_finished(self, worker: Any, request_id: str, which: int) -> None:
+        """Until `get_finished` tells the request among those sent (0) or received (1)."""
+        self._until(
+            lambda: (_call(worker, "get_finished", {request_id}) or (None, None))[which] or (),
+            lambda told: request_id in told,
+            f"get_finished() never tells {request_id}",
+        )
+
+    def _until(self, ask: Callable[[], Any], is_enough: Callable[[Any], bool], otherwise: str) -> Any:
+        until = time.monotonic() + self.wait_s
+        while not is_enough(answer := ask()):
+            if time.monotonic() > until:
+                raise TimeoutError(f"{otherwise} after {self.wait_s:g} s")
+            time.sleep(0.001)
+        return answer
+
+
+class _Blocks:
+    """Stands for a KVRequest without blocks."""
+
+    block_ids: tuple[tuple[int, ...], ...] = ((),)
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+
+
+def _write(cache: torch.Tensor, ids: Sequence[int], pages: Sequence[bytes]) -> None:
+    """Fill each block with its page, over and over."""
+    for block, page in zip(ids, pages, strict=True):
+        rows = cache[block].view(torch.uint8)
+        rows[:] = torch.from_numpy(np.resize(np.frombuffer(page, np.uint8), tuple(rows.shape)))
+
+
+def _read(cache: torch.Tensor, block: int) -> bytes:
+    """The page of a block; all of its bytes where it does not repeat one."""
+    found = cache[block].contiguous().view(torch.uint8).numpy().tobytes()
+    page = found[:PAGE_BYTES]
+    return page if found == page * (len(found) // PAGE_BYTES) else found
+
+
 def _call(half: Any, method: str, *arguments: Any) -> Any:
     """The method's answer; None if the interface makes it optional."""
     found = getattr(half, method, None)
     return None if found is None else found(*arguments)
 
 
-def _request(request: KVRequest, token_ids: list[int], params: Any) -> Any:
+def _request(request: KVRequest | _Blocks, token_ids: list[int], params: Any) -> Any:
     """A request as vLLM's scheduler represents it."""
     return SimpleNamespace(
         request_id=request.request_id,
