@@ -43,7 +43,8 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         "conformance": "types kv transfer",
         # In vLLM's environment, which has numpy and torch, but none of rayk's other requirements. Of kernels
         # only the digest, of transfer digests and diagnosis.
-        "vllm": "types parallel kv kernels transfer",
+        # Of conformance only `store` and `vllm_adapter`: what a store of KV is.
+        "vllm": "types parallel kv kernels transfer conformance",
         "oracle": "types",
         # Of sched only `arrivals`: an open load is the same to an experiment and to a server.
         "bench": "types sched reports metrics",

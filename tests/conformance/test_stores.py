@@ -28,6 +28,19 @@ def kit():
         yield kit
 
 
+@pytest.mark.parametrize("name", ["PrefixCache", "Disk"])
+def test_our_own_caches_never_answer_for_another_key(kit, name):
+    kit.use(f"tests.conformance.rayk_stores:{name}")
+    results = list(kit.run_all(store_checks()))
+    assert [(r.id, r.reason) for r in results if r.verdict == FAIL] == []
+    passed = {r.id for r in results if r.verdict == PASS}
+    assert {*of_a_field("salt")[:2], "hits.salt", "identity.joined.salt-tokens"} <= passed
+    if name == "Disk":
+        assert {*of_a_field("revision"), "lives.restart.salt", "identity.joined.salt-revision"} <= passed
+    else:
+        assert "lives.eviction" in passed
+
+
 def of_a_field(field: str) -> tuple[str, str, str]:
     return f"identity.{field}", f"identity.prefixes.{field}", f"lives.restart.{field}"
 

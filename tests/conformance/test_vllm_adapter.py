@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rayk.conformance.catalog import all_checks, choose
+from rayk.conformance.catalog import all_checks, choose, store_checks
 from rayk.conformance.runner import FAIL, PASS, UNSUPPORTED, Kit
 from tests.conformance.settings import PATIENT
 from tests.conformance.vllm_shaped import FOLDER
@@ -40,3 +40,14 @@ def test_a_connector_of_vllms_shape_passes_what_the_interface_can_say():
     assert results["requests.one_token"].reason == "it moves whole blocks only"
     assert "TP group" in results["tp.1-2"].reason
     assert not any(name.partition(".")[0] == "vllm" for name in sys.modules)
+
+
+def test_a_connector_is_tried_as_a_store():
+    """It knows prompts by their tokens: what they say beside these is lost, and nothing else."""
+    with Kit("tests.conformance.vllm_shaped:StoreOnFiles", path=[ROOT], settings=PATIENT) as kit:
+        results = {r.id: r for r in kit.run_all(store_checks()) if not r.id.startswith("lives")}
+    failed = {name for name, result in results.items() if result.verdict == FAIL}
+    assert {name for name in results if name.startswith("hits")} & failed == set()
+    rest = {"identity.tokens", "identity.joined.adapter-tokens", "identity.joined.salt-tokens"}
+    assert failed == {name for name in results if name.startswith("identity")} - rest
+    assert "is what was saved for 16 tokens [100, 101, 102]" in results["identity.salt"].reason

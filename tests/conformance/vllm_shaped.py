@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from rayk.conformance.vllm_adapter import VllmConnector
+from rayk.conformance.vllm_adapter import VllmConnector, VllmStore
 
 FOLDER = Path(tempfile.gettempdir()) / "rayk-test-vllm-shaped"
 
@@ -16,13 +16,14 @@ FOLDER = Path(tempfile.gettempdir()) / "rayk-test-vllm-shaped"
 class Half:
     """Scheduler and worker in one class, as in vLLM."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, folder: Path = FOLDER) -> None:
         self.block_size = block_size
+        self.folder = folder
         self.to_load = set()
 
     def path(self, token_ids, layer: str) -> Path:
         whole = len(token_ids) // self.block_size * self.block_size
-        return FOLDER / f"{hashlib.sha256(str(token_ids[:whole]).encode()).hexdigest()[:32]}-{layer}"
+        return self.folder / f"{hashlib.sha256(str(token_ids[:whole]).encode()).hexdigest()[:32]}-{layer}"
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
         whole = (len(request.prompt_token_ids) - 1) // self.block_size * self.block_size
@@ -30,7 +31,8 @@ class Half:
         return (whole if there else 0), False
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
-        self.to_load.add(request.request_id)
+        if num_external_tokens:
+            self.to_load.add(request.request_id)
 
     def build_connector_meta(self, scheduler_output):
         (request,) = scheduler_output.scheduled_new_reqs
@@ -56,7 +58,7 @@ class Half:
     def save_kv_layer(self, layer_name, kv_layer, attn_metadata):
         token_ids, block_ids, is_load = self.metadata
         if not is_load:
-            FOLDER.mkdir(exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
             torch.save(kv_layer[block_ids].clone(), self.path(token_ids, layer_name))
 
     def wait_for_save(self):
@@ -66,6 +68,15 @@ class Half:
 class OnFiles(VllmConnector):
     def make(self, role, block_size):
         return Half(block_size)
+
+
+class StoreOnFiles(VllmStore):
+    """The same connector as a store: it knows a prompt by its tokens alone."""
+
+    finds_prefixes = False
+
+    def make(self, role, revision):
+        return Half(self.block_tokens, Path(self.folder))
 
 
 class HeadsReversed(OnFiles):
