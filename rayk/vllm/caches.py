@@ -74,7 +74,9 @@ class ProvenCaches:
         _refuse_parallelism(vllm_config)
         native_digest()  # Built here, once, rather than while a request waits.
         num_blocks = kv_cache_config.num_blocks
-        rank = Rank(tp_rank, tp_size, num_blocks, vllm_config.model_config.get_total_num_kv_heads())
+        model = vllm_config.model_config
+        of_model = model.get_total_num_kv_heads(), model.get_total_num_hidden_layers()
+        rank = Rank(tp_rank, tp_size, num_blocks, *of_model)
         layers = vllm_config.compilation_config.static_forward_context
         self._caches = _number_groups(read_layers(layers, kv_cache_config, kv_caches, rank), num_blocks)
         # Of no blocks: what digests are of does not depend on the request.

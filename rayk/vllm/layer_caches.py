@@ -36,6 +36,7 @@ class Rank:
     """The manager's."""
     total_kv_heads: int
     """The model's, before tensor parallelism."""
+    num_layers: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,18 +68,21 @@ def read_layers(
             spec = getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec)
             try:
                 read = _reader(spec)
-                found.append(LayerCache(layer_number(name), index, *read(spec, layer, rank, maps)))
+                found.append(
+                    LayerCache(layer_number(name, rank.num_layers), index, *read(spec, layer, rank, maps))
+                )
             except Unsupported as error:
                 raise Unsupported(f"{name}: {error.reason}") from error
     return found
 
 
-def layer_number(name: str) -> int:
-    """The layer's number in the model: the only number among the parts of its name."""
+def layer_number(name: str, num_layers: int) -> int:
+    """The layer's number in the model: the only number among the parts of its name. Where a layer has
+    attention and a mixer, vLLM counts the mixers on from the last attention."""
     numbers = [int(part) for part in name.split(".") if part.isdecimal()]
     if len(numbers) != 1:
         raise Unsupported(f"{len(numbers)} numbers in the name, of which rayk takes the layer's")
-    return numbers[0]
+    return numbers[0] % num_layers
 
 
 def _read_attention(

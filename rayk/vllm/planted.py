@@ -62,6 +62,7 @@ def plant_at_worker(
 ) -> PlantedAtWorker | None:
     """The worker's half of a planted bug, if it has one. Raises Unsupported where it has nothing to spoil."""
     layers = vllm_config.compilation_config.static_forward_context
+    num_layers = vllm_config.model_config.get_total_num_hidden_layers()
     attention: dict[int, tuple[int, Any]] = {}
     states: dict[int, tuple[int, Any]] = {}
     for group_index, group in enumerate(kv_cache_config.kv_cache_groups):
@@ -69,7 +70,7 @@ def plant_at_worker(
             layer = layers[layer_name]
             if getattr(layer, "kv_sharing_target_layer_name", None) is None:
                 kept = states if isinstance(layer.kv_cache, tuple | list) else attention
-                kept[layer_number(layer_name)] = group_index, layer
+                kept[layer_number(layer_name, num_layers)] = group_index, layer
     num_blocks = kv_cache_config.num_blocks
     if name in ("heads_shifted", "kv_swapped"):
         return _Restored(caches, attention, _shift_heads if name == "heads_shifted" else _swap_kv)

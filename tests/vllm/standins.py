@@ -106,7 +106,8 @@ class AttentionImpl:
 
 @dataclass(frozen=True)
 class Model:
-    """Layer 0: full attention; 1: a window; 2: chunks; 3: full attention and a Mamba2 mixer."""
+    """Layer 0: full attention; 1: a window; 2: chunks; 3: full attention, and a Mamba2 mixer that vLLM would
+    call number 7."""
 
     dtype: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
@@ -178,7 +179,7 @@ class Worker:
                 **common, attention_chunk_size=model.chunk
             ),
             "model.layers.3.self_attn.attn": full,
-            "model.layers.3.mamba": self._mamba_spec(conv),
+            "model.7.mixer": self._mamba_spec(conv),
         }
         kernel_size = kernel_block_size or block_size
         self.layers: dict[str, Any] = {
@@ -193,9 +194,9 @@ class Worker:
                 kv_cache=self._attention_cache(order, kernel_size, spec.dtype),
             )
             for name, spec in specs.items()
-            if not name.endswith("mamba")
+            if not name.endswith("mixer")
         }
-        self.layers["model.layers.3.mamba"] = self._mixer(specs["model.layers.3.mamba"])
+        self.layers["model.7.mixer"] = self._mixer(specs["model.7.mixer"])
         groups = [
             (["model.layers.0.self_attn.attn", "model.layers.3.self_attn.attn"], full),
             *(([name], specs[name]) for name in sorted(specs) if specs[name] is not full),
@@ -206,7 +207,9 @@ class Worker:
         )
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(pipeline_parallel_size=1, decode_context_parallel_size=1),
-            model_config=SimpleNamespace(get_total_num_kv_heads=lambda: model.kv_heads),
+            model_config=SimpleNamespace(
+                get_total_num_kv_heads=lambda: model.kv_heads, get_total_num_hidden_layers=lambda: 4
+            ),
             compilation_config=SimpleNamespace(static_forward_context=self.layers),
             speculative_config=None,
         )
@@ -228,7 +231,7 @@ class Worker:
         """Store a request's values as the layers' kernels would."""
         for group, ids in zip(self.kv_cache_config.kv_cache_groups, block_ids, strict=True):
             for name in group.layer_names:
-                number = int(name.split(".")[2])
+                number = next(int(part) for part in name.split(".") if part.isdecimal()) % 4
                 if isinstance(group.kv_cache_spec, MambaSpec):
                     self._write_states(self.layers[name], number, values, ids[0])
                     continue

@@ -250,9 +250,7 @@ def change_spec(worker: Worker, kind: type | None = None, **fields: Any) -> None
 
 
 def change_states(worker: Worker, **fields: Any) -> None:
-    group = next(
-        g for g in worker.kv_cache_config.kv_cache_groups if g.layer_names == ["model.layers.3.mamba"]
-    )
+    group = next(g for g in worker.kv_cache_config.kv_cache_groups if g.layer_names == ["model.7.mixer"])
     group.kv_cache_spec = type(group.kv_cache_spec)(**{**vars(group.kv_cache_spec), **fields})
 
 
@@ -269,7 +267,7 @@ class NamedGdn:
         ),
         (lambda w: change_spec(w, kv_quant_mode=2), "a KV cache of auto: .* set kv_cache_dtype"),
         (lambda w: change_spec(w, num_kv_heads=1), "1 KV heads on a rank of 1, where the model has 2"),
-        (lambda w: change_states(w, mamba_type=NamedGdn), "model.layers.3.mamba: states of GDN_ATTN"),
+        (lambda w: change_states(w, mamba_type=NamedGdn), "model.7.mixer: states of GDN_ATTN"),
         (lambda w: change_states(w, num_speculative_blocks=1), "turn use_replayssm off"),
         (
             lambda w: setattr(
