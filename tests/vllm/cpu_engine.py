@@ -1,0 +1,78 @@
+"""Run by vLLM's interpreter, `python -m tests.vllm.cpu_engine MODEL OUT.npz NUM_TOKENS`: one engine in this
+process computes a prompt, and its worker writes the rows that ProvenCaches reads of it, LAYER.FIELD.UNIT.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
+VOCABULARY = 256
+
+
+def prompt_ids(num_tokens: int) -> list[int]:
+    return [int(i) for i in np.random.default_rng(0).integers(3, VOCABULARY, num_tokens)]
+
+
+class Extension:
+    """Mixed into vLLM's worker."""
+
+    model_runner: Any
+
+    def read_rows(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> tuple[Any, dict[str, Any]]:
+        """(description, LAYER.FIELD.UNIT -> uint8 [rows, row bytes])."""
+        from rayk.vllm.caches import ProvenCaches
+
+        runner = self.model_runner
+        layers = runner.vllm_config.compilation_config.static_forward_context
+        caches = ProvenCaches(runner.vllm_config, runner.kv_cache_config, layers, 0, 1)
+        assert (caches.digests(block_ids, num_tokens) != 0).all()
+        rows = caches.rows(block_ids, num_tokens)
+        return caches.description, {
+            f"{layer}.{field}.{unit}": values
+            for (layer, _), fields in rows.items()
+            for (field, unit), values in fields.items()
+        }
+
+
+def main(model: str, out: str, num_tokens: int) -> None:
+    os.environ |= ENVIRONMENT
+    import vllm
+
+    llm = vllm.LLM(
+        model,
+        dtype="float32",
+        enforce_eager=True,
+        kv_cache_memory_bytes=64 << 20,
+        max_model_len=1024,
+        enable_prefix_caching=False,  # with it vLLM 0.32 fails on CPU in prefills that it would checkpoint
+        async_scheduling=False,
+        worker_extension_cls="tests.vllm.cpu_engine.Extension",
+    )
+    engine = llm.llm_engine
+    sampling = vllm.SamplingParams(max_tokens=2, temperature=0.0)
+    engine.add_request("r", {"prompt_token_ids": prompt_ids(num_tokens)}, sampling)
+    engine.step()
+    scheduler = engine.engine_core.engine_core.scheduler
+    (request,) = scheduler.requests.values()
+    assert request.num_computed_tokens == num_tokens
+    block_ids = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    ((description, rows),) = llm.collective_rpc("read_rows", args=(block_ids, num_tokens))
+    np.savez(out, **rows)
+    print(json.dumps(description))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
