@@ -28,7 +28,7 @@ MAX_REQUEST_BYTES = 4096
 MAX_ANSWER_BYTES = 1 << 30
 MAX_CONNECTIONS = 64
 """Connections that a server holds at a time; what comes beyond is closed at once."""
-HANDSHAKE_S = 5.0
+HANDSHAKE_S = 20.0
 IDLE_S = 60.0
 _LENGTH = struct.Struct("<I")
 _NUMBER = struct.Struct("<Q")

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -257,14 +257,18 @@ def test_what_was_recorded_on_one_connection_is_worth_nothing_on_another() -> No
 
 
 def drain(connection: socket.socket) -> bytes:
-    """Everything until the peer hangs up."""
+    """Everything until the peer hangs up, politely or not."""
     found = b""
-    try:
-        while part := connection.recv(1 << 16):
-            found += part
-    except ConnectionResetError:
-        pass
+    while part := receive(connection):
+        found += part
     return found
+
+
+def receive(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(1 << 16)
+    except ConnectionError:
+        return b""
 
 
 @contextmanager
@@ -286,28 +290,24 @@ def relay_once(accept, address, sent: list[bytes], came: list[bytes]) -> None:
     with accept() as client, socket.create_connection(address, timeout=HANG_S) as server:
 
         def forward() -> None:
-            while part := receive(client):
-                sent.append(part)
-                server.sendall(part)
-            server.shutdown(socket.SHUT_WR)
+            with suppress(OSError):
+                while part := receive(client):
+                    sent.append(part)
+                    server.sendall(part)
+                server.shutdown(socket.SHUT_WR)
 
         upward = threading.Thread(target=forward)
         upward.start()
-        while part := receive(server):
-            came.append(part)
-            client.sendall(part)
+        with suppress(OSError):
+            while part := receive(server):
+                came.append(part)
+                client.sendall(part)
         upward.join(HANG_S)
 
 
-def receive(connection: socket.socket) -> bytes:
-    try:
-        return connection.recv(1 << 16)
-    except ConnectionResetError:
-        return b""
-
-
 def say_and_hang_up(accept, text: bytes) -> None:
-    with accept() as connection:
+    """The peer may have heard enough before all is said."""
+    with accept() as connection, suppress(OSError):
         connection.sendall(text)
         connection.shutdown(socket.SHUT_WR)
         drain(connection)
@@ -359,7 +359,7 @@ def test_a_server_that_announces_too_much_is_not_waited_for() -> None:
                 channel = proof_wire.accept_channel(connection, SECRET, time.monotonic() + HANG_S)
                 channel.receive(4096, time.monotonic() + HANG_S)
                 connection.sendall(b"\xff" * 4)
-                drain(connection)
+                drain(connection)  # Open until the client hangs up.
 
         player = threading.Thread(target=play)
         player.start()
