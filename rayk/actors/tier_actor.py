@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from rayk.handover.transfer_metrics import TIER_NAME, report_tier
 from rayk.kv.groups import KVCacheGroup
 from rayk.metrics import Meter
 from rayk.models.families import load_config
+from rayk.models.fingerprint import whole_weights_digest
 from rayk.models.kv_specs import tier_groups as groups_of_tier
 from rayk.offload.disk import DiskTier
 from rayk.offload.disk_folder import make_folder
@@ -59,6 +61,15 @@ def tier_identity(config: EngineConfig, settings: OffloadSettings, like: CacheDe
     """What pages mean in a tier behind engines like this one; `like` describes any of its ranks. Engines may
     share a tier, and pages on disk, where it is the same."""
     return identity_of(tier_groups(config, settings), like, config.dtype)
+
+
+def disk_identity(
+    groups: Sequence[KVCacheGroup], config: EngineConfig, like: CacheDescription
+) -> PageIdentity:
+    """What pages on disk mean: they outlive the weights that a fingerprint samples, so these count as a
+    whole."""
+    identity = identity_of(groups, like, config.dtype)
+    return replace(identity, facts={**identity.facts, "weights": whole_weights_digest(Path(config.model))})
 
 
 class TierHost:
@@ -259,7 +270,7 @@ def open_tier(
     groups, pages, why = tier_groups(config, settings), None, ""
     if settings.disk_folder is not None:
         try:
-            identity = identity_of(groups, like, config.dtype)
+            identity = disk_identity(groups, config, like)
             pages = _open_pages(Path(settings.disk_folder), identity, settings.disk_bytes)
         except UserError as error:
             if not (may_lack_disk or isinstance(error, DiskUnavailable)):

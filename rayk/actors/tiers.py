@@ -31,6 +31,7 @@ from rayk.types.request import Request
 NO_BLINDFOLD = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """By this variable Ray hides no GPU from a process."""
 OPEN_S = 60.0  # how long a tier may take to start and allocate its memory
+DIGEST_S = 240.0  # so much more with a disk tier, for which all weights are hashed
 WIRE_S = 15.0
 WIRE_POLL_S = 0.01
 AGAIN_S = (0.0, 0.5, 2.0, 5.0)
@@ -176,7 +177,8 @@ class HostTiers:
         )
         how = engine.config, self.settings, engine.descriptions[0], number
         try:
-            facts = await _reply(handle.open.remote(*how, may_lack_disk=bool(self.losses)), OPEN_S)
+            limit_s = OPEN_S + (DIGEST_S if self.settings.disk_folder is not None else 0.0)
+            facts = await _reply(handle.open.remote(*how, may_lack_disk=bool(self.losses)), limit_s)
             pid = await _reply(handle.pid.remote(), STATUS_S)
         except BaseException:
             ray.kill(handle)

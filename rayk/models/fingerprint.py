@@ -9,17 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from rayk.models.config import DecoderConfig, LayerConfig
-from rayk.models.headers import stored_tensors
+from rayk.models.headers import StoredTensor, stored_tensors
 
 WHOLE_BYTES = 8 << 20
 """Tensors up to this size are hashed whole; of larger ones, `NUM_SAMPLES` pieces."""
 NUM_SAMPLES = 16
 SAMPLE_BYTES = 64 << 10
+NUM_THREADS = 4
+"""That hash weights as a whole."""
 
 
 ATTENTION = (
@@ -106,6 +109,24 @@ def weights_digest(folder: Path) -> str:
             for piece in _samples(handle, tensor.start, tensor.num_bytes):
                 digest.update(piece)
     return digest.hexdigest()
+
+
+def whole_weights_digest(folder: Path) -> str:
+    """Hash of every tensor's name, dtype, shape and all of its bytes, for what outlives engines. Several GB
+    take seconds."""
+
+    def digest_of(named: tuple[str, StoredTensor]) -> bytes:
+        name, tensor = named
+        digest = hashlib.blake2b(json.dumps([name, tensor.dtype, tensor.shape]).encode(), digest_size=32)
+        with tensor.file.open("rb") as handle:
+            handle.seek(tensor.start)
+            for start in range(0, tensor.num_bytes, WHOLE_BYTES):
+                digest.update(handle.read(min(WHOLE_BYTES, tensor.num_bytes - start)))
+        return digest.digest()
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        parts = pool.map(digest_of, sorted(stored_tensors(folder).items()))
+        return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
 
 
 def _samples(handle: BinaryIO, start: int, num_bytes: int) -> Iterator[bytes]:

@@ -129,12 +129,11 @@ async def follow(
     got: Got, router: Router, prompt: Sequence[int], max_tokens: int, name: str = "r", **how: Any
 ) -> Got:
     """Run a request to its end; `got` is filled on the way. `begins_at`: tokens at which it has begun."""
-    begins_at = how.pop("begins_at", 1)
+    begins_at, salt = how.pop("begins_at", 1), how.pop("cache_salt", None)
     own_fields = {f: how.pop(f) for f in tuple(how) if f in ServerRequest.__dataclass_fields__}
     sampling = SamplingParams(max_tokens=max_tokens, **({"ignore_eos": True} | how))
-    server_request = ServerRequest(
-        request=Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling), **own_fields
-    )
+    request = Request(request_id=name, prompt_token_ids=tuple(prompt), sampling=sampling, cache_salt=salt)
+    server_request = ServerRequest(request=request, **own_fields)
     try:
         async for delta in router.generate(server_request):
             assert got.finish_reason is None, "news after the end"

@@ -16,7 +16,7 @@ from rayk.kv.specs import FullAttentionSpec, SlidingWindowSpec
 from rayk.models import fingerprint as module
 from rayk.models.config import GdnConfig, Mamba1Config, Mamba2Config, MlaConfig
 from rayk.models.families import load_config, parse_config
-from rayk.models.fingerprint import fingerprint, weights_digest
+from rayk.models.fingerprint import fingerprint, weights_digest, whole_weights_digest
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.types.errors import CheckpointError
 from tests.models import released
@@ -54,6 +54,30 @@ def test_one_byte_of_weights(saved: Checkpoint, tmp_path: Path) -> None:
         assert weights_digest(tmp_path / "copy") != before, at
     file.write_bytes(original)
     assert weights_digest(tmp_path / "copy") == before
+
+
+def test_what_outlives_engines_depends_on_every_byte(
+    saved: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a large tensor is not sampled, in whatever files and pieces it is read."""
+    saved.model.save_pretrained(tmp_path, max_shard_size="100KB")
+    before = whole_weights_digest(saved.path)
+    assert whole_weights_digest(tmp_path) == before
+    original = (saved.path / "model.safetensors").read_bytes()
+    monkeypatch.setattr(module, "WHOLE_BYTES", 1000)
+    monkeypatch.setattr(module, "SAMPLE_BYTES", 8)
+    assert whole_weights_digest(saved.path) == before
+    sampled = weights_digest(saved.path)
+    shutil.copytree(saved.path, tmp_path / "copy")
+    file = tmp_path / "copy" / "model.safetensors"
+    num_missed = 0
+    for at in range(len(original) - 1, len(original) - 40_000, -1999):
+        changed = bytearray(original)
+        changed[at] ^= 1
+        file.write_bytes(changed)
+        assert whole_weights_digest(tmp_path / "copy") != before, at
+        num_missed += weights_digest(tmp_path / "copy") == sampled
+    assert num_missed > 10
 
 
 def test_names_shapes_and_dtypes_count(tmp_path: Path) -> None:

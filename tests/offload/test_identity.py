@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from rayk.actors.tier_actor import TierHost, tier_identity
+from rayk.actors.tier_actor import TierHost, disk_identity, tier_groups, tier_identity
 from rayk.actors.tiers import HostTiers
+from rayk.models import fingerprint
 from rayk.types.config import EngineConfig
 from rayk.types.errors import HandshakeMismatch
 from rayk.types.offload import OffloadSettings
@@ -116,6 +118,28 @@ def test_engines_of_unlike_formats_share_nothing(checkpoint: Callable[..., Path]
     kinds = kinds_of(checkpoint("qwen3"), FORMATS)
     assert len({in_memory for in_memory, _ in kinds}) == len(FORMATS)
     assert len({on_disk for _, on_disk in kinds}) == len(FORMATS)
+
+
+def test_pages_on_disk_are_of_all_bytes_of_the_weights(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fingerprint that samples none of a large tensor takes the other revision for the same."""
+    monkeypatch.setattr(fingerprint, "WHOLE_BYTES", 64)
+    monkeypatch.setattr(fingerprint, "SAMPLE_BYTES", 0)
+    path, other = checkpoint("qwen3"), tmp_path / "revision"
+    shutil.copytree(path, other)
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-100_000] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    found = []
+    for folder in (path, other):
+        config = EngineConfig(model=str(folder), **COMMON)
+        like = describe(config)
+        kept = disk_identity(tier_groups(config, SETTINGS), config, like)
+        found.append((tier_identity(config, SETTINGS, like).text, kept.folder_name))
+    (in_memory, on_disk), (same, another) = found
+    assert in_memory == same
+    assert on_disk != another
 
 
 def test_scales_of_a_layer_tell_pages_apart(checkpoint: Callable[..., Path]) -> None:

@@ -128,6 +128,25 @@ def test_a_prefix_that_one_engine_computed_is_found_by_the_other(swapping, promp
     assert sorted(gained.values()) == [1, 2]
 
 
+def test_a_tier_behind_a_router_keeps_salts_apart(swapping, prompts) -> None:
+    """As swapped requests are, whose salt comes back with them."""
+
+    async def run(salt: str) -> list[int | None]:
+        stored = sum(counted(swapping, "stored_bytes").values())
+        prompt = [8, *prompts[3]]
+        async with swapping.router() as router:
+            found = [await complete(router, prompt, 4, cache_salt=salt)]
+            while sum(counted(swapping, "stored_bytes").values()) == stored:
+                await asyncio.sleep(0.01)
+            found.append(await complete(router, prompt, 4, cache_salt=salt))
+            asks = (complete(router, prompts[i % 4], NUM_TOKENS, cache_salt=salt) for i in range(16))
+            assert all(got.error is None for got in await asyncio.gather(*asks))
+        await swapping.until_free()
+        return [got.num_cached_tokens for got in found]
+
+    assert [asyncio.run(run(salt)) for salt in ("a", "b")] == [[0, 80]] * 2
+
+
 def test_killing_the_tier_twice_costs_no_answer(swapping, prompts, expected) -> None:
     """While 16 clients ask for one prompt after the other."""
     found: list[tuple[int, Got]] = []
