@@ -8,6 +8,8 @@ from typing import Any
 from rayk.types.config import VllmEngineConfig
 
 PROVING = "rayk.vllm.proving"
+PUSHES = {"NixlConnector": "NixlPushConnector"}
+"""vLLM's connectors that only pull -> those of their kind whose producer writes."""
 LEASE_S = 600
 """vLLM's own 30 s may be over before a decode engine of a busy machine has read a prompt's blocks."""
 
@@ -38,7 +40,9 @@ def engine_arguments(config: VllmEngineConfig, secret: str = "") -> dict[str, An
 def _transfer_config(config: VllmEngineConfig, secret: str) -> dict[str, Any]:
     """vLLM derives much of the connector's name, so the proving one goes by that of the one it wraps."""
     options: dict[str, Any] = {"kv_lease_duration": LEASE_S}
-    transfer: dict[str, Any] = {"kv_connector": config.connector, "kv_role": "kv_both"}
+    pushes = config.transfer_mode == "push"
+    connector = PUSHES.get(config.connector, config.connector) if pushes else config.connector
+    transfer: dict[str, Any] = {"kv_connector": connector, "kv_role": "kv_both"}
     if config.device == "cpu":
         transfer["kv_buffer_device"] = "cpu"
     if config.is_proven:

@@ -15,7 +15,8 @@ from rayk.specs import Cell, expand, load_spec
 from rayk.types.config import VllmEngineConfig
 from rayk.types.errors import EngineDied, RaykError, Unsupported
 from rayk.types.request import SamplingParams
-from tests.actors.vllm_engines import Fake, left
+from tests.actors.vllm_engines import Fake, left, was_asked
+from tests.experiments.conftest import wait_until
 from tests.markers import ray, thorough
 from tests.pd import HANG_S
 from tests.specs.models import decoder, spec
@@ -67,6 +68,26 @@ def test_an_engine_that_fails_ends_its_cell_and_nothing_is_left(
             raise outcome.errors[0]
         if fault != "dies mid-request":  # the decode engine lives on there
             assert left(config) == []
+
+
+@ray
+def test_an_engine_whose_actor_is_killed_leaves_no_process(coordinator: Any, fake: Fake) -> None:
+    import ray
+
+    from rayk.actors.launch import NAMESPACE
+
+    config = fake("holds")
+    running = coordinator.run_cell.remote(cell_of(config), [[1, 2, 3]], 0, capture=False)
+    wait_until(lambda: was_asked(config), "a request to be with an engine", HANG_S)
+    names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]
+    engines = [n for n in names if n.startswith(f"rayk/{RUN}/prefill")]
+    # Ray forgets those of earlier cells only some time after their deaths.
+    last = max(engines, key=lambda name: int(name.removeprefix(f"rayk/{RUN}/prefill").partition("/")[0]))
+    ray.kill(ray.get_actor(last, namespace=NAMESPACE))
+    (error,) = outcome_of(running).errors
+    assert isinstance(error, EngineDied)
+    assert error.engine == "prefill0"
+    wait_until(lambda: len(left(config)) == 3, "the end of all that it began", HANG_S)
 
 
 def test_sampling_has_vllms_names() -> None:
