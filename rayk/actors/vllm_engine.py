@@ -21,7 +21,7 @@ from typing import Any
 
 from rayk.actors.vllm_refusals import MAX_WORDS, cause_in, refusal
 from rayk.types.config import VllmEngineConfig
-from rayk.types.errors import DeadlineExceeded, EngineDied, Unsupported, shortened
+from rayk.types.errors import DeadlineExceeded, EngineDied, InternalError, Unsupported, shortened
 from rayk.types.waiting import busy
 from rayk.vllm.arguments import engine_arguments, engine_environment
 from rayk.vllm.messages import PREFIX, BadFrame, Frame, decode_header, decode_prefix
@@ -91,13 +91,17 @@ class VllmEngine:
 
     async def ask(self, timeout_s: float, op: str, **arguments: Any) -> tuple[dict[str, Any], bytes]:
         """Have the driver do something: its answer. Raises EngineDied, DeadlineExceeded, and Unsupported with
-        vLLM's words where it refuses."""
+        vLLM's words where it refuses a request."""
         try:
             frame = await self._ask(timeout_s, op, **arguments)
         except _Failed as failure:
             if failure.words.startswith("EngineDeadError"):
                 await self.end()
                 raise EngineDied(self.name, cause_in(self._log) or failure.words) from None
+            if op != "generate":
+                raise InternalError(f"{self.name}, {op}", failure.words, self._log[-MAX_WORDS:]) from None
+            if failure.words.startswith("EngineGenerateError"):
+                raise EngineDied(self.name, f"it fails a request: {failure.words}") from None
             raise Unsupported(f"vLLM {failure.version} refuses: {failure.words}") from None
         return frame.header, frame.body
 

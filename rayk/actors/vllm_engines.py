@@ -27,12 +27,14 @@ from rayk.actors.vllm_engine import END_S
 from rayk.specs import Cell
 from rayk.specs.vllm_engines import ENGINES_KEPT
 from rayk.types.config import EngineConfig, VllmEngineConfig
-from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, Unsupported
+from rayk.types.errors import DeadlineExceeded, DeviceError, EngineDied, RaykError, Unsupported
 
 LOG = logging.getLogger("rayk")
 SETTLE_S = 15.0
 """How long an engine may take after a cell to have no block in use."""
 SETTLE_POLL_S = 0.1
+FREED_S, FREED_POLL_S = 10.0, 0.5
+"""How long Ray may take to give the resources of engines that ended to others."""
 
 
 @dataclass(eq=False)
@@ -77,7 +79,7 @@ class VllmEngines:
         configs = cell.vllm_engines
         for config in configs:
             if config in self._refused:
-                raise self._refused[config]
+                raise replace(self._refused[config])
         chosen: list[KeptEngine | None] = []
         for config, ask in zip(configs, asks, strict=True):
             free = (e for e in self._kept if e not in chosen and e.suits(config, ask, spread=spread))
@@ -86,8 +88,9 @@ class VllmEngines:
         await asyncio.gather(*(self._see_to(e) for e in found))
         chosen = [e if e in self._kept else None for e in chosen]
         missing = [i for i, engine in enumerate(chosen) if engine is None]
-        self._make_room(len(missing), [e for e in chosen if e is not None])
-        started = await self._start([(configs[i], asks[i]) for i in missing], placement_of(cell))
+        used = [e for e in chosen if e is not None]
+        self._make_room(len(missing), used)
+        started = await self._start([(configs[i], asks[i]) for i in missing], placement_of(cell), used)
         engines = [e or started.pop(0) for e in chosen]
         self._kept = [e for e in self._kept if e not in engines] + engines
         self.nodes = {ask.name: engine.node for ask, engine in zip(asks, engines, strict=True)}
@@ -110,13 +113,13 @@ class VllmEngines:
             self._drop(engine)
 
     async def _start(
-        self, wanted: Sequence[tuple[VllmEngineConfig, EngineAsk]], how: str
+        self, wanted: Sequence[tuple[VllmEngineConfig, EngineAsk]], how: str, used: Sequence[KeptEngine]
     ) -> list[KeptEngine]:
-        """Start engines beside each other. Raises the first one's error; then none of them is kept."""
+        """Start engines beside each other. Raises the first one's error; those that did start are kept."""
         if not wanted:
             return []
         asks = [replace(ask, name=f"{ask.side}{next(self._numbers)}") for _, ask in wanted]
-        await self._pool.prepare(asks, how, beside=[e.ask for e in self._kept] if how != "auto" else ())
+        await self._place(asks, how, used)
         both = zip(wanted, asks, strict=True)
         results = await asyncio.gather(
             *(self._start_one(config, ask, asked.name) for (config, asked), ask in both),
@@ -128,6 +131,23 @@ class VllmEngines:
         if failed:
             raise failed[0]
         return started
+
+    async def _place(self, asks: Sequence[EngineAsk], how: str, used: Sequence[KeptEngine]) -> None:
+        """Have workers for new engines; where there is no room, idle engines end for it."""
+        until, beside = time.monotonic() + FREED_S, [e.ask for e in used]
+        while True:
+            try:
+                await self._pool.prepare(asks, how, alone=True, beside=beside)
+            except DeviceError:
+                idle = [e for e in self._kept if e not in used]
+                if not idle and time.monotonic() > until:
+                    raise
+                if idle:
+                    self._drop(idle[0])
+                    until = time.monotonic() + FREED_S
+                await asyncio.sleep(FREED_POLL_S)
+            else:
+                return
 
     async def _start_one(self, config: VllmEngineConfig, ask: EngineAsk, name: str) -> KeptEngine:
         (actor,), node = self._pool.engine(ask.name, 1)
