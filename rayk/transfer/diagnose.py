@@ -207,10 +207,13 @@ def _shifted_taps(d: _Difference) -> str | None:
 
 def _shifted_bytes(d: _Difference) -> str | None:
     theirs, ours = d.wrong_expected, d.wrong_found
+    channel_bytes = d.page_field.taps * ITEMSIZE[d.page_field.dtype]
     for shift in _byte_shifts(theirs[0], ours[0]):
         by = abs(shift)
         later, earlier = (theirs, ours) if shift > 0 else (ours, theirs)
         if np.array_equal(later[:, by:], earlier[:, :-by]):
+            if channel_bytes and shift % channel_bytes == 0:
+                return f"channels shifted: channel c holds channel c{shift // channel_bytes:+d}"
             return f"bytes shifted: byte b holds byte b{shift:+d}"
     return None
 

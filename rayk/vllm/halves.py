@@ -14,10 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rayk.transfer.verify import Digests
+from rayk.types.bugs import bug
 from rayk.types.errors import KVMismatch
+from rayk.vllm.metrics_port import serve_metrics
 from rayk.vllm.planted import PlantedAtScheduler, PlantedAtWorker
 from rayk.vllm.proof import (
     Caches,
+    PartRows,
     ProofRecord,
     ProofRecords,
     Ticket,
@@ -214,13 +218,19 @@ class WorkerHalf:
             )
             self.served_at = settings.host, self._server.address[1], life
 
+        self._metrics = None
+        if settings.metrics_port:
+            self._metrics = serve_metrics(settings.host, settings.metrics_port + tp_rank, self.counts.text)
+
     def begin_step(self, notes: Notes) -> None:
         """Digest what is done, before this step writes anywhere; expect what will be loaded."""
         for produced in notes.produced:
             start = time.monotonic()
-            what = produced.blocks, produced.num_tokens
-            digests = self._caches.digests(*what)
-            rows = self._caches.rows(*what) if self._settings.keep_rows else None
+            try:
+                digests, rows = self._read(produced.blocks, produced.num_tokens)
+            except Exception as error:  # noqa: BLE001 - the engine serves on: D finds no proof
+                bug(f"the digest of {produced.request_id}", error)
+                continue
             self.records.put(produced.request_id, ProofRecord(produced.num_tokens, digests, rows))
             self.counts.made(time.monotonic() - start)
         for expected in notes.expected:
@@ -270,7 +280,7 @@ class WorkerHalf:
         return told
 
     def _arrive(self, expected: Expected) -> Arrival | None:
-        """Digest what arrived; None for a request that is not sampled."""
+        """Digest what arrived; None where there is nothing to verify."""
         del self._expected[expected.request_id]
         if self._planted is not None:
             self._planted.after_load(expected.request_id, expected.blocks, expected.num_tokens)
@@ -282,18 +292,21 @@ class WorkerHalf:
             self._verifier.end(expected.request_id, None)
             return None
         start = time.monotonic()
-        what = expected.blocks, expected.num_tokens, expected.first_row
-        digests = self._caches.digests(*what)
-        rows = self._caches.rows(*what) if self._settings.keep_rows else None
-        return Arrival(
-            expected.request_id,
-            ticket,
-            expected.num_tokens,
-            expected.first_row,
-            digests,
-            rows,
-            time.monotonic() - start,
-        )
+        try:
+            digests, rows = self._read(expected.blocks, expected.num_tokens, expected.first_row)
+        except Exception as error:  # noqa: BLE001 - the engine serves on, and this is no proof
+            found = bug(f"the digest of {expected.request_id}", error)
+            self._verifier.end(expected.request_id, Comparison("unverified", str(found)))
+            return None
+        digest_s = time.monotonic() - start
+        what = expected.num_tokens, expected.first_row, digests, rows, digest_s
+        return Arrival(expected.request_id, ticket, *what)
+
+    def _read(self, blocks: Blocks, num_tokens: int, first_row: int = 0) -> tuple[Digests, PartRows | None]:
+        """Digests of what lies in these blocks, and its rows, if they are to be kept."""
+        digests = self._caches.digests(blocks, num_tokens, first_row)
+        rows = self._caches.rows(blocks, num_tokens, first_row) if self._settings.keep_rows else None
+        return digests, rows
 
     def take_verified(self) -> list[str]:
         """Requests that this worker has come to a verdict on since this was last called."""
@@ -347,6 +360,9 @@ class WorkerHalf:
         self._verifier.close()
         if self._server is not None:
             self._server.close()
+        if self._metrics is not None:
+            self._metrics.shutdown()
+            self._metrics.server_close()
 
 
 def _as_json(mismatch: KVMismatch) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import threading
@@ -85,6 +86,8 @@ class Counts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._totals: Counter[str] = Counter()
+        """What was counted in all, by series of Prometheus."""
         self._clear()
 
     def _clear(self) -> None:
@@ -129,6 +132,7 @@ class Counts:
         with self._lock:
             if not self._proofs:
                 return None
+            self._add_totals(self._totals)
             taken = {
                 "proofs": [[k, n] for k, n in self._proofs.items()],
                 "words": [[k, n] for k, n in self._words.items() if n],
@@ -139,6 +143,31 @@ class Counts:
             }
             self._clear()
             return taken
+
+    def text(self) -> str:
+        """What was counted in all, in Prometheus' text format."""
+        with self._lock:
+            totals = self._totals.copy()
+            self._add_totals(totals)
+        return "".join(f"{series} {number:g}\n" for series, number in totals.items())
+
+    def _add_totals(self, totals: Counter[str]) -> None:
+        def add(name: str, number: float, **labels: object) -> None:
+            told = ",".join(f"{key}={json.dumps(str(value))}" for key, value in labels.items())
+            totals[f"rayk_kv_proof_{name}" + (f"{{{told}}}" if told else "")] += number  # type: ignore[assignment]
+
+        for status, number in self._proofs.items():
+            add("requests_total", number, status=status)
+        for status, number in self._words.items():
+            add("words_total", number, status=status)
+        for (layer, name, unit), number in self._wrong.items():
+            add("mismatched_words_total", number, layer=layer, field=name, head=unit)
+        for (layer, name, unit, token, what), number in self._first.items():
+            place = {"layer": layer, "field": name, "head": unit, "token": token}
+            add("first_mismatch_total", number, **place, classification=what)
+        for name, times in (("digest", self._digest_s), ("fetch", self._fetch_s)):
+            add(f"{name}_seconds_sum", sum(times))
+            add(f"{name}_seconds_count", len(times))
 
 
 class Verifier:

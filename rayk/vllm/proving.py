@@ -20,7 +20,8 @@ Where vLLM 0.32.0 looks at a name or a class:
 `"kv_connector": "ProvingConnector"` with `"inner": "NixlConnector"` (and `"inner_module_path"` for one that
 vLLM does not know) is the same class for inner connectors of which nothing goes by name. Where something
 would differ it refuses at start and says which name to take. `ProvingConnectorWithoutHMA` is for inner
-connectors that are not SupportsHMA.
+connectors that are not SupportsHMA. A MultiConnector is proven as a whole, not its children: vLLM reads
+children's stats by their names. vLLM logs its arguments: `secret_file` keeps the secret out of its log.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ KEYS = (
     "host",
     "port",
     "timeout_s",
+    "metrics_port",
     "planted",
 )
 """Ours: everything else is the inner connector's."""
@@ -45,6 +46,8 @@ class ProvingSettings:
     """P's; each tensor-parallel rank adds its number to it. 0: any free one."""
     timeout_s: float = 10.0
     """How long D waits for a request's digests."""
+    metrics_port: int = 0
+    """Where each worker tells its counts, beside vLLM's /metrics; each rank adds its number. 0: nowhere."""
     planted: str | None = None
     """A bug to plant at D, to see that it is found."""
 
@@ -59,6 +62,7 @@ def read_settings(extra: Mapping[str, Any]) -> ProvingSettings:
         host=str(extra.get("host", "127.0.0.1")),
         port=int(_number(extra, "port", 0, 0, 65535)),
         timeout_s=_number(extra, "timeout_s", 10.0, 0.01, MAX_TIMEOUT_S),
+        metrics_port=int(_number(extra, "metrics_port", 0, 0, 65535)),
         planted=_one_of(extra, "planted", tuple(PLANTED)),
     )
     if extra.get("keep_rows", False) not in (True, False):

@@ -21,6 +21,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from rayk.types.errors import Unsupported, UserError
 from rayk.vllm import proving
+from tests.vllm.run_engine import RESULT
 from tests.vllm.standins import Model, Worker, keys_transposed
 
 TOKENS = 70
@@ -208,7 +209,7 @@ def main() -> None:
         lambda: proving.ProvingConnector(bare, KVConnectorRole.WORKER, worker.kv_cache_config)
     )
     p.worker.shutdown()
-    print(json.dumps(found))
+    print(RESULT + json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ planted and named, and what each setting changes. Stores and layers are those of
 from __future__ import annotations
 
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +15,9 @@ from typing import Any
 import pytest
 
 from rayk.types.errors import Unsupported, UserError
-from rayk.vllm.halves import Expected, SchedulerHalf, WorkerHalf
+from rayk.vllm import halves
+from rayk.vllm.halves import Expected, Notes, Produced, SchedulerHalf, WorkerHalf
+from rayk.vllm.metrics_port import serve_metrics
 from rayk.vllm.planted import PLANTED, plant_at_worker
 from rayk.vllm.proof import ProofRecords
 from rayk.vllm.settings import KEYS, ProvingSettings, read_settings, without_ours
@@ -45,11 +49,11 @@ def make_engine(
     workers = [
         Worker(model, (rank, tp_size), block_size, keys_transposed, num_blocks=48) for rank in range(tp_size)
     ]
-    halves = []
+    made = []
     for rank, worker in enumerate(workers):
         caches = worker.prove()
         planted = plant_at_worker(settings.planted, worker.vllm_config, worker.kv_cache_config, caches)
-        halves.append(
+        made.append(
             WorkerHalf(
                 settings,
                 caches,
@@ -60,8 +64,8 @@ def make_engine(
             )
         )
     scheduler = SchedulerHalf(settings, tp_size, lambda: clock[0])
-    scheduler.set_servers({rank: half.served_at for rank, half in enumerate(halves) if half.served_at})
-    return Engine(workers, scheduler, halves, clock)
+    scheduler.set_servers({rank: half.served_at for rank, half in enumerate(made) if half.served_at})
+    return Engine(workers, scheduler, made, clock)
 
 
 @contextmanager
@@ -171,7 +175,7 @@ def test_a_request_that_arrived_whole_is_equal_and_counted(p_tp: int, d_tp: int)
         ("heads_shifted", "k", "head 0 holds head 1 of the producer"),
         ("kv_swapped", "k", "K and V swapped"),
         ("last_block_dropped", "k", "tail not written"),
-        ("state_columns_shifted", "conv_x", "bytes shifted: byte b holds byte b-12"),
+        ("state_columns_shifted", "conv_x", "channels shifted: channel c holds channel c-1"),
     ],
 )
 def test_a_bug_planted_in_d_is_caught_and_named(planted: str, field: str, classification: str) -> None:
@@ -288,6 +292,47 @@ def test_reads_are_told_by_request() -> None:
         },
     ]
     assert log.pop("a") == log.pop("b") == []
+
+
+def test_what_cannot_be_digested_is_unverified_and_the_engine_goes_on() -> None:
+    with pair() as made:
+        half = made.consumer.halves[0]
+        params = made.prefill()
+        scheduler = made.consumer.scheduler
+        scheduler.matched("d-r", 0, True)
+        scheduler.allocated("d-r", params, [[10**6]] * 4, TOKENS)
+        half.begin_step(scheduler.take_notes())
+        assert half.received({"d-r"}, set()).arrived == {"d-r"}
+        result = half.proof_results("d-r")
+        assert (result["status"], result["words"]["equal"]) == ("unverified", 0)
+        assert result["why"].startswith("a bug in the digest of d-r")
+        # And at P: nothing is told of it, so that D finds no proof.
+        strange = Produced("p-x", ((10**6,),) * 4, TOKENS)
+        for served in made.producer.halves:
+            served.begin_step(Notes(produced=(strange,)))
+            assert served.records.get("p-x") is None
+
+
+def test_a_worker_tells_its_counts_at_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def serve(host: str, port: int, text: Any) -> Any:
+        asked.append((host, port))
+        return serve_metrics(host, 0, text)  # Any free one.
+
+    monkeypatch.setattr(halves, "serve_metrics", serve)
+    with pair(1, 2, metrics_port=9200) as made:
+        made.run()
+        assert asked == [("127.0.0.1", 9200), ("127.0.0.1", 9201)]
+        server = made.consumer.halves[1]._metrics
+        assert server is not None
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        with urllib.request.urlopen(f"{url}/metrics", timeout=HANG_S) as answer:
+            assert 'rayk_kv_proof_requests_total{status="equal"} 1\n' in answer.read().decode()
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"{url}/", timeout=HANG_S)
+        with pytest.raises(UserError, match="metrics_port"):
+            serve_metrics(*server.server_address[:2], str)
 
 
 def test_requests_that_are_not_sampled_are_skipped_on_both_sides() -> None:

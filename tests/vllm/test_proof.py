@@ -156,7 +156,7 @@ def test_shifted_columns_of_a_state_are_named() -> None:
         assert made.verify(0).status == "equal"
     assert found.mismatch is not None
     assert (found.mismatch.layer, found.mismatch.field) == (layer, "conv_x")
-    assert found.mismatch.classification == "bytes shifted: byte b holds byte b-6"
+    assert found.mismatch.classification == "channels shifted: channel c holds channel c-1"
 
 
 def test_without_rows_the_digests_name_the_row_group() -> None:
@@ -515,7 +515,16 @@ def test_the_verifier_counts_what_it_finds_and_outlives_its_bugs() -> None:
         assert verifier.pop("bug").why.startswith("a bug in the proof of bug")
         verifier.close()
     counts.skip()
+    before = counts.text()
     taken = counts.take()
+    assert counts.text() == before, "what was taken is still told"
+    counts.skip()
+    told = dict(line.rsplit(" ", 1) for line in counts.text().splitlines())
+    assert told['rayk_kv_proof_requests_total{status="equal"}'] == "1"
+    assert told['rayk_kv_proof_requests_total{status="skipped"}'] == "2"
+    assert told['rayk_kv_proof_mismatched_words_total{layer="2",field="v",head="3"}'] == "8"
+    assert told["rayk_kv_proof_fetch_seconds_count"] == "3"
+    counts.take()
     assert taken is not None
     assert dict(taken["proofs"]) == {"equal": 1, "mismatch": 1, "unverified": 1, "skipped": 1}
     # 3 layers, K and V, 2 heads, 8 row groups of 30 tokens; one head pair of one layer is wrong.

@@ -13,6 +13,7 @@ import pytest
 from tests.house import ROOT
 from tests.markers import needs_vllm, thorough
 from tests.pd import HANG_S
+from tests.vllm.run_engine import RESULT
 
 pytestmark = [needs_vllm, thorough]
 
@@ -36,7 +37,7 @@ PLANTED = {
     "kv_swapped": ("k", "K and V swapped"),
     "last_block_dropped": ("k", "block 4 of the sequence missing"),
     "stale_block_ids": ("k", "blocks 0 to 4 of the sequence missing"),
-    "state_columns_shifted": ("conv_x", "bytes shifted: byte b holds byte b-12"),
+    "state_columns_shifted": ("conv_x", "channels shifted: channel c holds channel c-1"),
 }
 
 
@@ -53,7 +54,8 @@ def driven(vllm_python: Path) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith(RESULT))
+    found: dict[str, Any] = json.loads(line.removeprefix(RESULT))
     return found
 
 
@@ -97,5 +99,5 @@ def test_planted_bugs_are_named_and_their_requests_fail(driven: dict[str, Any]) 
         assert found["mismatch"]["classification"].startswith(classification)
     first = [line for line in driven["metrics_wrong"] if "first_mismatch" in line]
     assert len(first) == 1
-    assert 'classification="bytes shifted: byte b holds byte b-12"' in first[0]
+    assert 'classification="channels shifted: channel c holds channel c-1"' in first[0]
     assert first[0].endswith(" 2.0")
