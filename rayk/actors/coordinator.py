@@ -43,7 +43,7 @@ class Coordinator:
         self._epochs = itertools.count(1)
         self._engines: CellDeployment | None = None
         """Of the cell that runs."""
-        self._vllm = VllmEngines(name.rpartition("/")[2])
+        self._vllm = VllmEngines(f"{name.rpartition('/')[2]}/vllm")
         self._vllm_engines: list[EngineHandle] = []
         """Of the cell that runs."""
         self._tiers: HostTiers | None = None

@@ -80,9 +80,9 @@ def test_an_engine_whose_actor_is_killed_leaves_no_process(coordinator: Any, fak
     running = coordinator.run_cell.remote(cell_of(config), [[1, 2, 3]], 0, capture=False)
     wait_until(lambda: was_asked(config), "a request to be with an engine", HANG_S)
     names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)]
-    engines = [n for n in names if n.startswith(f"rayk/{RUN}/prefill")]
+    engines = [n for n in names if n.startswith(f"rayk/{RUN}/vllm/prefill")]
     # Ray forgets those of earlier cells only some time after their deaths.
-    last = max(engines, key=lambda name: int(name.removeprefix(f"rayk/{RUN}/prefill").partition("/")[0]))
+    last = max(engines, key=lambda name: int(name.removeprefix(f"rayk/{RUN}/vllm/prefill").partition("/")[0]))
     ray.kill(ray.get_actor(last, namespace=NAMESPACE))
     (error,) = outcome_of(running).errors
     assert isinstance(error, EngineDied)
