@@ -8,6 +8,8 @@ from typing import Any
 from rayk.types.config import VllmEngineConfig
 
 PROVING = "rayk.vllm.proving"
+PROOF_S = 60.0
+"""A producer that has just started takes long over its first digest, on a busy machine."""
 PUSHES = {"NixlConnector": "NixlPushConnector"}
 """vLLM's connectors that only pull -> those of their kind whose producer writes."""
 LEASE_S = 600
@@ -47,7 +49,7 @@ def _transfer_config(config: VllmEngineConfig, secret: str) -> dict[str, Any]:
         transfer["kv_buffer_device"] = "cpu"
     if config.is_proven:
         transfer["kv_connector_module_path"] = PROVING
-        options |= {"secret": secret, "keep_rows": True}
+        options |= {"secret": secret, "keep_rows": True, "timeout_s": PROOF_S}
     options |= {key: json.loads(value) for key, value in config.connector_options}
     return transfer | {"kv_connector_extra_config": options}
 
