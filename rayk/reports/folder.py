@@ -12,7 +12,7 @@ from rayk.reports.files import SPEC_BYTES, TABLES, parse_spec
 from rayk.types.errors import UserError
 from rayk.types.files import JSON_BYTES, parse_json, read_text
 
-FACTS = ("git_commit", "python", "platform", "packages", "devices")  # what measured a cell
+FACTS = ("git_commit", "python", "platform", "packages", "devices", "vllm")  # what measured a cell
 # how fast and busy the machine was: told (`trust.py`), no reason to refuse a resume
 PROBED = ("ceiling", "load")
 _SHOWN = 40
