@@ -29,7 +29,7 @@ PartRows = Mapping[tuple[int, str], Rows]
 MAX_RECORDS = 4096
 MAX_RECORD_BYTES = 1 << 30
 """Of all records of a worker: the oldest go first."""
-MAX_WAIT_S = 30.0
+MAX_WAIT_S = 60.0
 """A server waits no longer for a record that is still to come."""
 MAX_RANKS = 1024
 _ANSWER_S = 0.1

@@ -31,7 +31,9 @@ import copy
 import functools
 import importlib
 import operator
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +138,7 @@ class _Proving(KVConnectorBase_V1):  # type: ignore[misc]
         inner_class, self._inner_vllm_config = _inner_view(vllm_config)
         self._refuse_unlike_hma(vllm_config, inner_class)
         _refuse_unlike_conv_layout(vllm_config, self._inner_vllm_config.kv_transfer_config.kv_connector)
+        self._cores = _cores()
         self.inner: Any = inner_class(self._inner_vllm_config, role, kv_cache_config)
         self.scheduler: SchedulerHalf | None = None
         self.worker: WorkerHalf | None = None
@@ -276,14 +279,15 @@ class _Proving(KVConnectorBase_V1):  # type: ignore[misc]
         config, kept = self._vllm_config, self._kv_cache_config
         rank, size = get_tensor_model_parallel_rank(), config.parallel_config.tensor_parallel_size
         caches = ProvenCaches(config, kept, kv_caches, rank, size)
-        self.worker = WorkerHalf(
-            self._settings,
-            caches,
-            rank,
-            len(kept.kv_cache_groups),
-            serves=self._kv_transfer_config.is_kv_producer,
-            planted=plant_at_worker(self._settings.planted, config, kept, caches),
-        )
+        with _on_cores(self._cores):
+            self.worker = WorkerHalf(
+                self._settings,
+                caches,
+                rank,
+                len(kept.kv_cache_groups),
+                serves=self._kv_transfer_config.is_kv_producer,
+                planted=plant_at_worker(self._settings.planted, config, kept, caches),
+            )
         nixl_worker = getattr(self.inner, "connector_worker", None)
         if hasattr(nixl_worker, "nixl_wrapper") and hasattr(nixl_worker, "_recving_transfers"):
             self.worker.transfer_log = TransferLog(nixl_worker)
@@ -369,6 +373,25 @@ class _Proving(KVConnectorBase_V1):  # type: ignore[misc]
     def forget(self) -> None:
         """Forget all records and results."""
         self._worker.forget()
+
+
+def _cores() -> set[int]:
+    """The cores that this thread may run on; none where the platform does not tell."""
+    return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
+
+
+@contextmanager
+def _on_cores(cores: set[int]) -> Iterator[None]:
+    """Threads begun here may run on these. NIXL's CPU worker has pinned its own thread to one core, the same
+    in all engines of a machine (nixl/base_worker.py:702-718), which threads of ours would inherit."""
+    before = _cores()
+    if cores:
+        os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        if before:
+            os.sched_setaffinity(0, before)
 
 
 def _delegate_all(cls: type[KVConnectorBase_V1]) -> None:

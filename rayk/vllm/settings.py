@@ -44,7 +44,7 @@ class ProvingSettings:
     """P's address, as D reaches it."""
     port: int = 0
     """P's; each tensor-parallel rank adds its number to it. 0: any free one."""
-    timeout_s: float = 10.0
+    timeout_s: float = 30.0
     """How long D waits for a request's digests."""
     metrics_port: int = 0
     """Where each worker tells its counts, beside vLLM's /metrics; each rank adds its number. 0: nowhere."""
@@ -61,7 +61,7 @@ def read_settings(extra: Mapping[str, Any]) -> ProvingSettings:
         keep_rows=extra.get("keep_rows", False) is True,
         host=str(extra.get("host", "127.0.0.1")),
         port=int(_number(extra, "port", 0, 0, 65535)),
-        timeout_s=_number(extra, "timeout_s", 10.0, 0.01, MAX_TIMEOUT_S),
+        timeout_s=_number(extra, "timeout_s", 30.0, 0.01, MAX_TIMEOUT_S),
         metrics_port=int(_number(extra, "metrics_port", 0, 0, 65535)),
         planted=_one_of(extra, "planted", tuple(PLANTED)),
     )

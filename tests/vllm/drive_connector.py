@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import sys
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -131,6 +132,13 @@ def refusal(make: Any) -> str:
     return "none"
 
 
+def cores_of(prefix: str) -> list[set[int]]:
+    """The cores that each thread of this name may run on."""
+    threads = [t for t in threading.enumerate() if t.name.startswith(prefix)]
+    assert threads
+    return [os.sched_getaffinity(t.native_id) for t in threads if t.native_id is not None]
+
+
 def metrics(d: Engine) -> list[str]:
     """What /metrics would tell of D's stats."""
     registry = CollectorRegistry()
@@ -179,7 +187,11 @@ def main() -> None:
     made, _ = config("kv_consumer", **extra)
     found["layout"] = proving.ProvingConnector.get_required_kvcache_layout(made)
     found["piecewise"] = proving.ProvingConnector.requires_piecewise_for_cudagraph(extra)
-    p, d = Engine("kv_producer"), Engine("kv_consumer", on_mismatch="fail", lease=600)
+    cores = os.sched_getaffinity(0)
+    p = Engine("kv_producer")
+    found["num_cores"] = [len(cores), *{len(c) for c in cores_of("rayk-")}, len(os.sched_getaffinity(0))]
+    os.sched_setaffinity(0, cores)
+    d = Engine("kv_consumer", on_mismatch="fail", lease=600)
     found["inner_extra"] = d.worker.extra
     found["right"] = run(p, d, "right", 1)
     found["metrics"] = metrics(d)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
+    KVConnectorRole,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
@@ -53,6 +55,8 @@ class MovingConnector(KVConnectorBase_V1, SupportsHMA):
         self._moves = Moves()
         self._arrived: set[str] = set()
         self.num_shut_down = 0
+        if role == KVConnectorRole.WORKER:  # As NIXL's does on CPUs.
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config):

@@ -66,6 +66,12 @@ def test_whatever_vllm_asks_of_a_connector_reaches_the_inner_one(driven: dict[st
     assert driven["shut_down"] == 1
 
 
+def test_threads_of_the_proof_do_not_share_the_core_that_nixl_reserves(driven: dict[str, Any]) -> None:
+    before, *ours, now = driven["num_cores"]
+    assert now == 1, "the inner connector has pinned the worker"
+    assert ours == [before]
+
+
 def test_what_vllm_asks_the_class_is_as_the_inner_class_says(driven: dict[str, Any]) -> None:
     assert driven["names"] == list(driven["hma"])
     assert all(inner == ours for inner, ours in driven["hma"].values())
