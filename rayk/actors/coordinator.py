@@ -91,9 +91,9 @@ class Coordinator:
                 await name_lost_nodes(outcome.errors, self._engines.nodes)
             self._engines = None
             if self._vllm_engines:
-                known = {str(error) for error in outcome.errors}
                 left = await self._vllm.settle(self._vllm_engines)
-                outcome.errors += [error for error in left if str(error) not in known]
+                dead = {e.engine for e in outcome.errors if isinstance(e, EngineDied)}
+                outcome.errors += [e for e in left if not isinstance(e, EngineDied) or e.engine not in dead]
                 await name_lost_nodes(outcome.errors, self._vllm.nodes)
             self._vllm_engines = []
             outcome.wall_ns = time.monotonic_ns() - started
