@@ -15,13 +15,11 @@ import torch
 from rayk.kv.caches import TORCH_DTYPES, FieldView
 from rayk.kv.specs import ChunkedLocalSpec, FullAttentionSpec, KVCacheSpec, Mamba2Spec, SlidingWindowSpec
 from rayk.types.errors import Unsupported
-from rayk.vllm.store_map import BlockMap, learn_block_map, store_of
+from rayk.vllm.store_map import NOT_MEASURED, BlockMap, learn_block_map, store_of
 
 Gather = Callable[[torch.Tensor], tuple[FieldView, ...]]
 """Copies of all fields in these manager blocks, int64 [blocks] in host memory: [blocks, units, rows,
 elements]."""
-
-
 BlockMaps = dict[object, BlockMap]
 """Those learned so far, by what they depend on."""
 
@@ -111,7 +109,8 @@ def _read_attention(
         )
 
     places = "; ".join(f"{f.name} {side}" for f, side in zip(ours.fields(), sides, strict=True))
-    return ours, gather, f"{backend}, {cache.shape[2]} tokens: {places}"
+    told = f"{backend}{' (not measured)' if backend in NOT_MEASURED else ''}"
+    return ours, gather, f"{told}, {cache.shape[2]} tokens: {places}"
 
 
 def _attention_spec(spec: Any, layer: Any, rank: Rank) -> FullAttentionSpec:

@@ -1,10 +1,11 @@
-"""Run by vLLM's interpreter, `python -m tests.vllm.cpu_engine MODEL OUT.npz NUM_TOKENS`: one engine in this
-process computes a prompt, and its worker writes the rows that ProvenCaches reads of it, LAYER.FIELD.UNIT.
+"""Run by vLLM's interpreter, `python -m tests.vllm.cpu_engine MODEL OUT.npz NUM_TOKENS TP`.
+
+One engine computes a prompt; each of its workers tells the rows that ProvenCaches reads of it,
+RANK.LAYER.FIELD.UNIT.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -31,29 +32,33 @@ class Extension:
 
     model_runner: Any
 
-    def read_rows(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> tuple[Any, dict[str, Any]]:
-        """(description, LAYER.FIELD.UNIT -> uint8 [rows, row bytes])."""
+    def read_rows(self, block_ids: Sequence[Sequence[int]], num_tokens: int) -> dict[str, Any]:
+        """RANK.LAYER.FIELD.UNIT -> uint8 [rows, row bytes]."""
+        from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+
         from rayk.vllm.caches import ProvenCaches
 
+        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         runner = self.model_runner
         layers = runner.vllm_config.compilation_config.static_forward_context
-        caches = ProvenCaches(runner.vllm_config, runner.kv_cache_config, layers, 0, 1)
-        assert (caches.digests(block_ids, num_tokens) != 0).all()
+        caches = ProvenCaches(runner.vllm_config, runner.kv_cache_config, layers, rank, size)
+        assert size > 1 or (caches.digests(block_ids, num_tokens) != 0).all()
         rows = caches.rows(block_ids, num_tokens)
-        return caches.description, {
-            f"{layer}.{field}.{unit}": values
+        return {
+            f"{rank}.{layer}.{field}.{unit}": values
             for (layer, _), fields in rows.items()
             for (field, unit), values in fields.items()
         }
 
 
-def main(model: str, out: str, num_tokens: int) -> None:
+def main(model: str, out: str, num_tokens: int, tp_size: int) -> None:
     os.environ |= ENVIRONMENT
     import vllm
 
     llm = vllm.LLM(
         model,
         dtype="float32",
+        tensor_parallel_size=tp_size,
         enforce_eager=True,
         kv_cache_memory_bytes=64 << 20,
         max_model_len=1024,
@@ -69,10 +74,9 @@ def main(model: str, out: str, num_tokens: int) -> None:
     (request,) = scheduler.requests.values()
     assert request.num_computed_tokens == num_tokens
     block_ids = scheduler.kv_cache_manager.get_block_ids(request.request_id)
-    ((description, rows),) = llm.collective_rpc("read_rows", args=(block_ids, num_tokens))
-    np.savez(out, **rows)
-    print(json.dumps(description))
+    found = llm.collective_rpc("read_rows", args=(block_ids, num_tokens))
+    np.savez(out, **{name: rows for of_rank in found for name, rows in of_rank.items()})
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
