@@ -23,7 +23,10 @@ MAX_WAITING = 256
 """Arrivals that may wait to be verified; those beyond are counted as unverified."""
 MAX_RESULTS = 4096
 MAX_FIRST = 256
-"""Distinct first wrong coordinates that are counted one by one: each is a series of its own in Prometheus."""
+"""First wrong coordinates that are counted one by one: each is a series of its own, for good."""
+FirstWrong = tuple[int, str, int, int, str]
+"""(layer, field, unit, token, classification)"""
+_MORE: FirstWrong = (-1, "", -1, -1, "more")
 
 
 class Fetcher:
@@ -86,6 +89,8 @@ class Counts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._known: set[FirstWrong] = set()
+        """First wrong coordinates that have a series of their own."""
         self._totals: Counter[str] = Counter()
         """What was counted in all, by series of Prometheus."""
         self._clear()
@@ -94,7 +99,7 @@ class Counts:
         self._proofs: Counter[str] = Counter()
         self._words: Counter[str] = Counter()
         self._wrong: Counter[tuple[int, str, int]] = Counter()
-        self._first: Counter[tuple[int, str, int, int, str]] = Counter()
+        self._first: Counter[FirstWrong] = Counter()
         self._digest_s: list[float] = []
         self._fetch_s: list[float] = []
 
@@ -112,7 +117,9 @@ class Counts:
             if comparison.mismatch is not None:
                 m = comparison.mismatch
                 key = (m.layer, m.field, m.head, m.token, m.classification)
-                self._first[key if len(self._first) < MAX_FIRST else (-1, "", -1, -1, "more")] += 1
+                if len(self._known) < MAX_FIRST:
+                    self._known.add(key)
+                self._first[key if key in self._known else _MORE] += 1
             self._digest_s.append(comparison.digest_s)
             self._fetch_s.append(comparison.fetch_s)
 

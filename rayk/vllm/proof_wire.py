@@ -26,7 +26,7 @@ NONCE_BYTES, TAG_BYTES = 32, 32
 MIN_SECRET_CHARACTERS = 16
 MAX_REQUEST_BYTES = 4096
 MAX_ANSWER_BYTES = 1 << 30
-MAX_CONNECTIONS = 64
+MAX_CONNECTIONS = 256
 """Connections that a server holds at a time; what comes beyond is closed at once."""
 HANDSHAKE_S = 20.0
 IDLE_S = 60.0

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from rayk.types.errors import TransferError, UserError
-from rayk.vllm import proof_wire
+from rayk.types.errors import KVMismatch, TransferError, UserError
+from rayk.vllm import proof_verifier, proof_wire
 from rayk.vllm.proof import ProofRecord, ProofRecords, Ticket, is_sampled, read_ticket, serve_records
 from rayk.vllm.proof_compare import Arrival, Comparison
 from rayk.vllm.proof_verifier import Counts, Fetcher, Verifier
@@ -532,6 +532,22 @@ def test_the_verifier_counts_what_it_finds_and_outlives_its_bugs() -> None:
     assert sorted(taken["wrong"]) == [[2, "v", 2, 8], [2, "v", 3, 8]]
     assert taken["first"] == [[2, "v", 2, 0, "head 2 holds head 3 of the producer", 1]]
     assert counts.take() is None
+
+
+def test_no_more_series_are_made_than_prometheus_can_bear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof_verifier, "MAX_FIRST", 2)
+    counts = Counts()
+    with sides(HETERO) as made:
+        for token in (1, 2, 3, 1, 4):
+            wrong = KVMismatch("r", 0, 0, "k", 0, token, "other content")
+            counts.count(Comparison("mismatch", mismatch=wrong), made.caches[0].all_views)
+    taken = counts.take()
+    assert taken is not None
+    assert [(row[3], row[4], row[5]) for row in taken["first"]] == [
+        (1, "other content", 2),
+        (2, "other content", 1),
+        (-1, "more", 2),
+    ]
 
 
 @thorough
