@@ -33,6 +33,7 @@ from rayk.types.rows import CellRow, RequestRow
 
 if TYPE_CHECKING:
     from rayk.actors.cell_outcome import CellOutcome
+    from rayk.handover.commands import CapturedRows
 
 Prompts = Sequence[Sequence[int]]
 
@@ -249,6 +250,9 @@ class CellJudge:
         for index, rows in sorted(outcome.captured.items()):
             captured, groups = dequantised(rows, kept, references.kv_scales)
             name, prompt = f"{cell.cell_id}/{index}", prompts[index]
+            if cell.vllm:
+                hands_over = cell.decode is not None
+                prompt = prompt[: _num_computed(captured, groups, len(prompt), hands_over=hands_over)]
             compare = partial(
                 compare_values,
                 name,
@@ -301,6 +305,20 @@ def _ends(references: References, outcome: CellOutcome, index: int) -> dict[int,
 def _all_captured(outcomes: Sequence[CellOutcome]) -> bool:
     finished = [(o, r) for o in outcomes for r in o.requests if r.error is None]
     return any(o.captured for o in outcomes) and all(r.prompt_index in o.captured for o, r in finished)
+
+
+def _num_computed(
+    captured: Sequence[CapturedRows], groups: Sequence[KVCacheGroup], num_tokens: int, *, hands_over: bool
+) -> int:
+    """Count the tokens of a prompt that vLLM's prefill engine computed. Of a model with states NixlConnector
+    leaves the last one to the decode engine (nixl/base_scheduler.py, _prefill_backoff), as rows of attention
+    tell."""
+    if num_tokens == 1 or all(group.spec.has_token_rows for group in groups):
+        return num_tokens
+    full = [g.layers[0] for g in groups if g.spec.live_rows(num_tokens) == range(num_tokens)]
+    counts = [len(rows) for rank in captured for layer in full for rows in rank[layer].values()]
+    is_whole = max(counts) == num_tokens if counts else not hands_over
+    return num_tokens if is_whole else num_tokens - 1
 
 
 def _columns(kind: str, errors: LogprobErrors) -> dict[str, float]:

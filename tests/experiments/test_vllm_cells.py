@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rayk.actors.cell_outcome import CellOutcome
-from rayk.experiments.judge import CellJudge
+from rayk.experiments.judge import CellJudge, _num_computed
 from rayk.experiments.planning import in_running_order
 from rayk.experiments.verdict import blamed
 from rayk.experiments.vllm_python import PROBE, known_refusal, untested, version_of, vllm_versions
@@ -169,6 +170,22 @@ def test_a_hand_over_that_this_version_refuses_is_not_waited_for(
     assert (found.refused_by, found.vllm_engines == ()) == (("vllm", True) if words else (None, False))
     assert words is None or f"vLLM {TESTED}: {words}" in str(found.unsupported)
     assert known_refusal(cell, decoder(), {python: "0.99.0"}) == cell  # another one is asked
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "hands_over", "num_computed"), [(9, True, 9), (8, True, 8), (9, False, 9), (7, True, 8)]
+)
+def test_a_prompts_last_token_is_the_decode_engines_where_there_are_states(
+    num_rows: int, hands_over: bool, num_computed: int
+) -> None:
+    attention = SimpleNamespace(has_token_rows=True, live_rows=range)
+    state = SimpleNamespace(has_token_rows=False, live_rows=lambda n: range(n - 1, n))
+    groups: Any = [SimpleNamespace(spec=attention, layers=(1,)), SimpleNamespace(spec=state, layers=(0, 1))]
+    rows: Any = [{0: {("ssm", 0): b"s"}, 1: {("k", 0): b"k" * num_rows, ("ssm", 0): b"s"}}]
+    assert _num_computed(rows, groups, 9, hands_over=hands_over) == num_computed
+    assert _num_computed(rows, groups[:1], 9, hands_over=hands_over) == 9  # keys and values alone
+    assert _num_computed(rows, groups[1:], 9, hands_over=True) == 8
+    assert _num_computed(rows, groups, 1, hands_over=True) == 1
 
 
 def test_cells_run_by_their_engines_and_stand_on_disk_as_in_the_file(tmp_path: Path) -> None:
