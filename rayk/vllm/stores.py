@@ -21,6 +21,7 @@ BLOCK_BYTES = BLOCK_TOKENS * ROW_ELEMENTS * 2
 NUM_KEPT = 12
 """Blocks that a store keeps which gives blocks up."""
 PENDING_S = 20.0
+LAYOUT = "LBHNC"
 CONFIG = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -38,7 +39,9 @@ CONFIG = {
 ONE_REVISION = "an engine has one revision of its model, and its cache ends with it"
 
 
-def engine_config(folder: str, revision: str, connector: str, extra: dict[str, Any]) -> Any:
+def engine_config(
+    folder: str, revision: str, connector: str, extra: dict[str, Any], module_path: str | None = None
+) -> Any:
     """vLLM's configuration of an engine with a connector, as its command line makes it."""
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
@@ -52,10 +55,15 @@ def engine_config(folder: str, revision: str, connector: str, extra: dict[str, A
         skip_tokenizer_init=True,
         block_size=BLOCK_TOKENS,
         kv_transfer_config=KVTransferConfig(
-            kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra
+            kv_connector=connector,
+            kv_connector_module_path=module_path,
+            kv_role="kv_both",
+            kv_connector_extra_config=extra,
         ),
     )
-    return arguments.create_engine_config()
+    made = arguments.create_engine_config()
+    made.cache_config.kv_cache_layout = LAYOUT  # that an engine would choose at its start
+    return made
 
 
 def cache_config(num_blocks: int) -> Any:
@@ -66,6 +74,21 @@ def cache_config(num_blocks: int) -> Any:
     spec = FullAttentionSpec(BLOCK_TOKENS, num_kv_heads=1, head_size=ROW_ELEMENTS // 2, dtype=torch.bfloat16)
     groups = [KVCacheGroupSpec(layer_names=[LAYER_NAME.format(0)], kv_cache_spec=spec)]
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def form_groups(config: Any, folder: str) -> None:
+    """Make the process groups of an engine of one rank, which some workers ask for their rank, once."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed.parallel_state import (
+        init_distributed_environment,
+        initialize_model_parallel,
+        model_parallel_is_initialized,
+    )
+
+    if not model_parallel_is_initialized():
+        with set_current_vllm_config(config):
+            init_distributed_environment(1, 0, f"file://{folder}/groups", 0, "gloo")
+            initialize_model_parallel()
 
 
 class Requests:
@@ -283,6 +306,8 @@ class ConnectorStore(VllmStore):
 
     block_tokens = BLOCK_TOKENS
     connector = ""
+    module_path: str | None = None
+    """Of a connector that is not vLLM's own."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder)
@@ -299,7 +324,10 @@ class ConnectorStore(VllmStore):
 
         if revision not in self._configs:
             extra = self.extra_config()
-            self._configs[revision] = engine_config(self.folder, revision, self.connector, extra)
+            self._configs[revision] = engine_config(
+                self.folder, revision, self.connector, extra, self.module_path
+            )
+        form_groups(self._configs[revision], self.folder)
         as_role = KVConnectorRole.SCHEDULER if role == "scheduler" else KVConnectorRole.WORKER
         config = self._configs[revision]
         return KVConnectorFactory.create_connector(config, as_role, cache_config(self.num_blocks))
