@@ -164,10 +164,13 @@ class HostPool:
         return tempfile.mkdtemp(dir=self._folder.name)
 
     def forget(self) -> None:
-        """Have the first process forget its store, whatever became of it."""
+        """Have the first process forget its store, whatever became of it; it ends if it cannot."""
         for host in self._hosts[:1]:
             if host.is_alive:
-                host.call("forget", timeout_s=STARTING_S)
+                try:
+                    host.call("forget", timeout_s=STARTING_S)
+                except (Raised, Hung, Died, AssertionError):
+                    host.kill()
 
     def end_all(self) -> None:
         """End every process; the next `take` starts new ones."""

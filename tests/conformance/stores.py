@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import threading
 from dataclasses import asdict, replace
@@ -220,3 +221,13 @@ class FoundWithoutSalt(Right):
     def close(self):
         self.pages = self.unsalted
         super().close()
+
+
+class DiesInTheEnd(Right):
+    """Takes its process with it when it is closed."""
+
+    def look_up(self, key):
+        raise RuntimeError("no")
+
+    def close(self):
+        os._exit(3)

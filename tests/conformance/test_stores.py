@@ -157,3 +157,14 @@ def test_checks_of_stores_cover_what_they_claim():
         assert {"hits", "apart", "prefixes", "restart"} <= {
             c.scenario for c in checks if field in c.case.fields
         }
+
+
+@thorough
+def test_a_store_that_dies_is_a_failure_and_the_next_check_runs(kit):
+    kit.use(f"{STORES}:DiesInTheEnd")
+    checks = choose(store_checks(), ["hits.tokens", "hits.salt"])
+    assert [(r.verdict, r.reason.partition(" (")[0]) for r in kit.run_all(checks)] == [
+        (FAIL, "RuntimeError: no")
+    ] * 2
+    kit.use(f"{STORES}:Right")
+    assert {r.verdict for r in kit.run_all(checks)} == {PASS}
