@@ -292,7 +292,8 @@ class VllmStore(BaseStore):
             new = as_vllm.num_prompt_tokens - found if pages is not None else 1
             output = _scheduler_output(as_vllm.request_id, self.as_new(as_vllm, ids), new)
             worker.bind_connector_metadata(scheduler.build_connector_meta(output))
-            self._forward(worker, cache, lambda: _write(cache, ids[num_found:], (pages or ())[num_found:]))
+            computed = ids[num_found:], pages[num_found:] if pages is not None else ()
+            self._forward(worker, cache, computed)
             if is_later and found:
                 self._await_finished(worker, as_vllm.request_id, 1)
             result = [_read(cache, block) for block in ids[:num_found]]
@@ -301,8 +302,11 @@ class VllmStore(BaseStore):
             self._await_finished(worker, as_vllm.request_id, 0)
         return result
 
-    def _forward(self, worker: Any, cache: torch.Tensor, compute: Callable[[], None]) -> None:
-        """Call the connector as the model runner does around one forward pass."""
+    def _forward(
+        self, worker: Any, cache: torch.Tensor, computed: tuple[Sequence[int], Sequence[bytes]]
+    ) -> None:
+        """Call the connector as the model runner does around one forward pass, which computes these blocks'
+        pages; a look-up computes none."""
         name = LAYER_NAME.format(0)
         told = SimpleNamespace(block_size=self.block_tokens)
         context = SimpleNamespace(
@@ -313,7 +317,7 @@ class VllmStore(BaseStore):
         try:
             worker.start_load_kv(context)
             worker.wait_for_layer_load(name)
-            compute()
+            _write(cache, *computed)
             worker.save_kv_layer(name, cache, told)
             worker.wait_for_save()
         finally:
@@ -346,8 +350,8 @@ class _Blocks:
 
 
 def _write(cache: torch.Tensor, ids: Sequence[int], pages: Sequence[bytes]) -> None:
-    """Fill each block with its page, over and over."""
-    for block, page in zip(ids, pages, strict=True):
+    """Fill each block that has a page with it, over and over."""
+    for block, page in zip(ids, pages, strict=False):
         rows = cache[block].view(torch.uint8)
         rows[:] = torch.from_numpy(np.resize(np.frombuffer(page, np.uint8), tuple(rows.shape)))
 

@@ -51,3 +51,11 @@ def test_a_connector_is_tried_as_a_store():
     rest = {"identity.tokens", "identity.joined.adapter-tokens", "identity.joined.salt-tokens"}
     assert failed == {name for name in results if name.startswith("identity")} - rest
     assert "is what was saved for 16 tokens [100, 101, 102]" in results["identity.salt"].reason
+
+
+def test_a_connector_that_finds_beginnings_is_asked_for_them():
+    with Kit("tests.conformance.vllm_shaped:BlocksOnFiles", path=[ROOT], settings=PATIENT) as kit:
+        checks = choose(store_checks(), ["hits.tokens", "identity.tokens", "identity.prefixes.salt"])
+        results = {r.id: r for r in kit.run_all(checks)}
+    assert results["hits.tokens"].verdict == results["identity.tokens"].verdict == PASS, results
+    assert "salt 'ab', block 0 of the answer is what was" in results["identity.prefixes.salt"].reason

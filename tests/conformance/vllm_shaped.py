@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import tempfile
 from pathlib import Path
 
@@ -77,6 +78,36 @@ class StoreOnFiles(VllmStore):
 
     def make(self, role, revision):
         return Half(self.block_tokens, Path(self.folder))
+
+
+class BlockHalf(Half):
+    """Block by block, each by all tokens up to its end: prompts that begin alike share them."""
+
+    def ends(self, token_ids):
+        return range(self.block_size, len(token_ids) + 1, self.block_size)
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        ids, layer = request.prompt_token_ids[:-1], "model.layers.0.self_attn.attn"
+        there = itertools.takewhile(lambda end: self.path(ids[:end], layer).exists(), self.ends(ids))
+        return max(there, default=0), False
+
+    def start_load_kv(self, forward_context):
+        token_ids, block_ids, is_load = self.metadata
+        for name, layer in forward_context.no_compile_layers.items() if is_load else ():
+            for block, end in zip(block_ids, self.ends(token_ids), strict=True):
+                if self.path(token_ids[:end], name).exists():
+                    layer.kv_cache[block] = torch.load(self.path(token_ids[:end], name))
+
+    def save_kv_layer(self, layer_name, kv_layer, attn_metadata):
+        token_ids, block_ids, is_load = self.metadata
+        for block, end in zip(block_ids, self.ends(token_ids), strict=True):
+            if not self.path(token_ids[:end], layer_name).exists() and kv_layer[block].any():
+                torch.save(kv_layer[block].clone(), self.path(token_ids[:end], layer_name))
+
+
+class BlocksOnFiles(VllmStore):
+    def make(self, role, revision):
+        return BlockHalf(self.block_tokens, Path(self.folder))
 
 
 class HeadsReversed(OnFiles):
