@@ -59,6 +59,7 @@ class Driver:
             arguments.setdefault("skip_tokenizer_init", True)
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         facts = (await self._engine.collective_rpc("rayk_facts"))[0]
+        await self._engine.collective_rpc("rayk_unpin")
         self._tasks.add(asyncio.create_task(self._end_with_engine()))
         return {"facts": facts | {"version": vllm.__version__}}, b""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 
@@ -22,6 +23,12 @@ class WorkerExtension:
             "num_blocks": int(cache.num_blocks),
             "backend": ", ".join(dict.fromkeys(str(group.backend.get_name()) for group in groups)),
         }
+
+    def rayk_unpin(self) -> None:
+        """Let the thread that computes run on every core again: on CPUs vLLM's NixlConnector pins it to the
+        last one, which all engines of a machine share then."""
+        if self.model_runner.device.type == "cpu":
+            os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
 
     def rayk_proof(self, request_id: str) -> dict[str, Any]:
         """What the proving connector found of a request, which is told once."""
