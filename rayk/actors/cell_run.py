@@ -150,10 +150,12 @@ class CellRun:
 
     # What runs of requests tell: request_run.RunLog.
 
+    def prefilled(self, attempt: str) -> None:
+        """Its prefill engine has less to do."""
+        self._engines.dispatcher.prefilled(attempt)
+
     def delivered(self, row: RequestRow, event: RequestEvent) -> None:
         """The row has it."""
-        if event.token_ids:
-            self._engines.dispatcher.prefilled(event.request_id)
 
     def transferred(self, rows: Sequence[TransferRow], num_kv_bytes_checked: int) -> None:
         """Keep the rows."""

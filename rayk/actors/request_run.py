@@ -63,6 +63,10 @@ class Route:
 class RunLog(Protocol):
     """Who wants to know what happens on the way."""
 
+    def prefilled(self, attempt: str) -> None:
+        """An attempt's first token is here, whether or not an earlier one delivered it."""
+        ...
+
     def delivered(self, row: RequestRow, event: RequestEvent) -> None:
         """News that no earlier attempt has told."""
         ...
@@ -97,6 +101,8 @@ class RequestRun:
         self._phase = ""
         """What the engine does with it since a step first took it: prefill or decode."""
         self._lender: EngineHandle | None = None
+        self._prefilled = ""
+        """The last attempt whose first token came."""
 
     async def attempt(self, route: Route) -> None:
         """Take one route through the engines, behind what earlier ones delivered. Raises what ends
@@ -190,6 +196,9 @@ class RequestRun:
         async for events in engine.stream(self._rules.request_s, route.request, **arguments):
             for event in events:
                 self._note_stages(engine, event)
+                if event.token_ids and self._prefilled != route.request.request_id:
+                    self._prefilled = route.request.request_id
+                    self._log.prefilled(self._prefilled)
                 self._take(engine, _undelivered(event, len(row.output_token_ids) - index), route)
                 index += len(event.token_ids)
                 if event.error is not None:

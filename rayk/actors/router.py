@@ -306,6 +306,10 @@ class _Stream:
         """Nothing more comes."""
         self._news.put_nowait(None)
 
+    def prefilled(self, attempt: str) -> None:
+        """On to the fleet."""
+        self._link.prefilled(attempt)
+
     def delivered(self, row: RequestRow, event: RequestEvent) -> None:
         """On to the client."""
         is_aborted = event.finish_reason is FinishReason.ABORT
@@ -313,8 +317,6 @@ class _Stream:
         prompt_logprobs = None if self._has_prompt_logprobs else event.prompt_logprobs
         if not event.token_ids and prompt_logprobs is None and finish_reason is None:
             return
-        if len(row.output_token_ids) == len(event.token_ids):
-            self._link.prefilled(self.attempt)
         self._has_prompt_logprobs |= prompt_logprobs is not None
         self.is_over = finish_reason is not None
         self._news.put_nowait(

@@ -24,7 +24,7 @@ class Unheard:
     def delivered(self, *_: object) -> None:
         """No matter."""
 
-    transferred = captured = delivered
+    prefilled = transferred = captured = delivered
 
     def reserved(self, reservation: Reservation) -> Reservation:
         """As it is."""

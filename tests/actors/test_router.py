@@ -243,6 +243,7 @@ def test_a_lost_request_goes_on_behind_what_was_delivered(error, num_before) -> 
     assert [again for _, again in fleet.placed] == [False, True]
     assert names[1] == f"{names[0]}~1"
     assert fleet.over == names, "each attempt's end is told"
+    assert fleet.begun == (names if num_before else names[1:]), "and that its prompt was computed, once"
     (_, how) = fleet.prefill.asked[1]
     assert list(how["output_token_ids"]) == FULL[:num_before]
 
@@ -259,6 +260,9 @@ def test_after_a_second_prefill_its_first_token_is_not_told_again(num_before) ->
     assert [d.prompt_logprobs is not None for d in deltas].count(True) == 1
     assert [list(how["output_token_ids"]) for _, how in decode.asked] == [FULL[:1], FULL[:num_before]]
     assert fleet.prefill.leader.settle.calls == [(fleet.placed[0][0],)], "its first lease is given back"
+    assert fleet.begun == [name for name, _ in fleet.placed], (
+        "of both prompts it is told that they are computed"
+    )
 
 
 def test_what_the_fleet_aborts_though_the_client_is_there_is_placed_again() -> None:
