@@ -78,7 +78,7 @@ class Measured:
 
 
 class Host:
-    """See the module. `name` is unique among hosts that meet."""
+    """`name` is unique among hosts that meet."""
 
     def __init__(self, name: str) -> None:
         torch.set_num_threads(1)

@@ -49,7 +49,6 @@ class EngineCompleter:
         """Requests whose iterator was closed before their end."""
 
     async def generate(self, server_request: ServerRequest) -> AsyncIterator[Delta]:
-        """See Completer."""
         self.asked.append(server_request)
         loop, news = asyncio.get_running_loop(), asyncio.Queue[RequestEvent]()
 

@@ -11,12 +11,19 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+
+NO_SENTENCE = re.compile(r"(See|As|More)\b(?!.*\.py:\d).*\Z")
+MAY_BE_NO_SENTENCES = (
+    *("rayk/vllm/", "rayk/specs/", "rayk/conformance/", "rayk/actors/vllm"),  # still to be written anew
+    "rayk/serve/protocol.py",  # its docstrings are the API's descriptions, which users see
+)
 
 ANYTHING = frozenset({"*"})
 
@@ -284,6 +291,20 @@ def check_docstrings(root: Path) -> list[str]:
     return found
 
 
+def check_sentences(root: Path) -> list[str]:
+    """No docstring of one line begins with See, As or More, unless it cites a line of source."""
+    found = []
+    for path in python_files(root, "rayk"):
+        where = str(path.relative_to(root))
+        if where.startswith(MAY_BE_NO_SENTENCES):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Expr(value=ast.Constant(value=str(text)), lineno=line) if NO_SENTENCE.match(text):
+                    found.append(f"{where}:{line}: no sentence: {text}")
+    return found
+
+
 def check_lengths(root: Path, max_lines: int = MAX_LINES) -> list[str]:
     """No file of more than `max_lines` lines."""
     found = []
@@ -366,6 +387,7 @@ def check_all(root: Path = ROOT) -> list[str]:
         *check_circles(root),
         *check_homes(root),
         *check_docstrings(root),
+        *check_sentences(root),
         *check_lengths(root),
         *check_torch_free(root),
     ]

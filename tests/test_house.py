@@ -24,6 +24,7 @@ RULES = [
     house.check_circles,
     house.check_homes,
     house.check_docstrings,
+    house.check_sentences,
     house.check_lengths,
     house.check_torch_free,
     pages.check_links,
@@ -187,6 +188,15 @@ def test_docstrings_catch(plant: Plant) -> None:
         "rayk/__init__.py: no docstring",
         "rayk/kv/deep/__init__.py: missing",
         "rayk/types/__init__.py: no docstring",
+    ]
+
+
+def test_sentences_catch(plant: Plant) -> None:
+    fine = '"""See a/b.py:12."""\n"""Seen from here it ends."""\n"""More.\n\nIt goes on."""\n'
+    poor = {"rayk/kv/a.py": 'def f():\n    """See the module."""', "rayk/kv/b.py": 'X = 1\n"""As it is."""'}
+    assert house.check_sentences(plant(**poor, **{"rayk/kv/c.py": fine})) == [
+        "rayk/kv/a.py:2: no sentence: See the module.",
+        "rayk/kv/b.py:2: no sentence: As it is.",
     ]
 
 

@@ -35,7 +35,7 @@ END_S = 20.0
 
 
 class CellDeployment(Deployment):
-    """See the module. Those that the spec has restarted are formed again once."""
+    """An engine that the spec wants restarted is formed again once."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class CellDeployment(Deployment):
         return [m.handle for m in self.members.values() if m.handle is not None]
 
     def rank_options(self, engine: EngineHandle, rank: int) -> dict[str, Any]:
-        """See Deployment. A new life of a lost engine commits no faults."""
+        """A new life of a lost engine commits no faults."""
         cell, transfer = self._cell, self._cell.spec.transfer
         role = "decode" if engine.role == "decode" else "prefill"
         is_first = not self.members[engine.name].num_restarts
@@ -107,24 +107,21 @@ class CellDeployment(Deployment):
         }
 
     async def replace_workers(self, member: Member) -> int:
-        """See Deployment."""
         cell, num_workers = self._cell, member.entry.config.tp
         await self.pool.replace_workers(member.name, num_workers)
         await self.pool.prepare(cell_asks(cell, this_node()), placement_of(cell), cell.prefill.model)
         return num_workers
 
     def begun(self, engine: EngineHandle) -> None:
-        """See Deployment."""
         self._losses.watch(engine)
 
     def opened(self, member: Member) -> None:
-        """See Deployment."""
         self.dispatcher.open(member.name, member.role, member.entry.config.tp, time.monotonic_ns())
         if member.next_life is not None and member.num_restarts:
             member.next_life.set_result(None)
 
     def lost(self, member: Member, again: FormAgain | None) -> None:
-        """See Deployment. The end of the cell tells of those that are not formed again."""
+        """The end of the cell tells of engines that are not formed again."""
         if again is None:
             return
         error = member.life.died.exception()

@@ -34,8 +34,6 @@ MAX_STREAMS = 96
 
 
 class CellRun:
-    """See the module."""
-
     def __init__(
         self,
         cell: Cell,
@@ -167,7 +165,7 @@ class CellRun:
         self._outcome.captured[row.prompt_index] = rows
 
     def reserved(self, reservation: Reservation) -> Reservation:
-        """As it arrives: a fault may be planted on its way."""
+        """A planted fault may change the reservation on its way."""
         self._num_reservations += 1
         return as_it_arrives(self._cell, reservation, self._num_reservations)
 

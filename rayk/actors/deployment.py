@@ -49,7 +49,7 @@ class DeploymentRules:
 
 
 class Deployment:
-    """See the module. Subclasses say what is special about a cell's engines and a server's."""
+    """Subclasses say what is special about a cell's engines and a server's."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Deployment:
     # What subclasses add.
 
     def rank_options(self, engine: EngineHandle, rank: int) -> dict[str, Any]:
-        """More fields of a rank's RankSpec."""
+        """Returns further fields of a rank's RankSpec."""
         raise NotImplementedError
 
     async def replace_workers(self, member: Member) -> int:

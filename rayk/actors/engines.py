@@ -90,7 +90,7 @@ class EngineHandle:
             self.watch(rank, worker.run.options(**options).remote())
 
     def watch(self, rank: int, life: Any) -> None:
-        """It lives as long as this call of a worker lasts."""
+        """The task lives as long as this call of a worker lasts."""
         self._watchers.append(asyncio.create_task(self._watch(rank, life)))
 
     async def stopped(self) -> None:

@@ -51,7 +51,7 @@ LEAVE_S = 1.0
 
 
 class Fleet(Deployment):
-    """See the module. `start` it first."""
+    """`start` has to be called first."""
 
     def __init__(self, name: str, settings: ServerSettings) -> None:
         self.name = name
@@ -319,7 +319,7 @@ class Fleet(Deployment):
         return "auto" if placement == "spread" and self._settings.is_aggregated else placement
 
     def rank_options(self, engine: EngineHandle, rank: int) -> dict[str, Any]:
-        """See Deployment. Roles may change: every engine can do both."""
+        """Roles may change, so every engine can do both."""
         transfer = self._settings.transfer
         return {
             "staging": StagingSettings(transfer.staging, transfer.staging_mib << 20),
@@ -328,15 +328,13 @@ class Fleet(Deployment):
         }
 
     def opened(self, member: Member) -> None:
-        """See Deployment."""
         self._admission.open(member.name, member.role, member.entry.config.tp)
 
     def lost(self, member: Member, again: FormAgain | None) -> None:
-        """See Deployment."""
         self._meter.add(LOST, engine=member.name, role=member.role)
 
     async def replace_workers(self, member: Member) -> int:
-        """See Deployment. Ranks that outlived their engine stay, if they can be used again."""
+        """Ranks that outlived their engine stay, if they can be used again."""
         tp = member.entry.config.tp
         if not await self.pool.is_placed(member.name):
             self.pool.drop(member.name)

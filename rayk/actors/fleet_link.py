@@ -158,7 +158,6 @@ class FleetLink:
             asyncio.get_running_loop().call_later(PREFILLED_S, self._has_news.set)
 
     def ended(self, attempt: str) -> None:
-        """It is over."""
         self._ended.append(attempt)
         self._has_news.set()
 

@@ -50,7 +50,7 @@ class Joined:
 
     address: str
     is_own: bool
-    """It ends with this process."""
+    """Whether the cluster ends with this process."""
     is_protected: bool | None
     """Whether it asks for a token, as it was found before it was joined; None: that is not known."""
     pages: str = ""

@@ -66,7 +66,7 @@ class LineProtocol(asyncio.Protocol):
             self._transport.write(data)
 
     async def send(self, data: bytes) -> None:
-        """As `write`; waits while too much is on its way. Raises ConnectionResetError."""
+        """Waits while too much is on its way, then writes. Raises ConnectionResetError."""
         self._raise_if_lost()
         self.write(data)
         if not self._may_write.is_set():
@@ -81,7 +81,6 @@ class LineProtocol(asyncio.Protocol):
     # What the transport tells.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It is there."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -92,7 +91,6 @@ class LineProtocol(asyncio.Protocol):
             self._on_made(self)
 
     def data_received(self, data: bytes) -> None:
-        """More of it."""
         self._unread += data
         if self._on_frame is not None:
             self._take_frames()
@@ -111,7 +109,6 @@ class LineProtocol(asyncio.Protocol):
         self._may_write.set()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """It is over."""
         self.lost.set()
         self._has_more.set()
         self._may_write.set()

@@ -23,14 +23,14 @@ class LineStreams:
     prepare: Callable[[Request], object]
     """Loads a tokenizer for the first request that has stop strings."""
     submit: Callable[..., None]
-    """See Worker._submit."""
+    """It is Worker._submit."""
     abort: Callable[[str], None]
     """Ends a request whose caller went."""
     flush_s: float
     """Later events are gathered for so long."""
 
     async def generate(self, request: Request, **arguments: Any) -> AsyncIterator[list[RequestEvent] | Last]:
-        """As Worker.generate, on the line's loop. A caller who goes aborts the request."""
+        """Does on the line's loop what Worker.generate does. A caller who goes aborts the request."""
         if request.sampling.stop:  # the first of these loads a tokenizer, while other streams go on
             await asyncio.to_thread(self.prepare, request)
         events = Funnel()

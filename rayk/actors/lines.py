@@ -160,14 +160,14 @@ class Funnel:
     """
 
     def __init__(self) -> None:
-        """On the loop that takes."""
+        """It belongs to the loop that takes."""
         self._loop = asyncio.get_running_loop()
         self._items: deque[Any] = deque()
         self._is_waiting = False
         self._wake = asyncio.Event()
 
     def put(self, item: Any) -> None:
-        """From any thread, also after the loop has ended."""
+        """It may be called from any thread, also after the loop has ended."""
         self._items.append(item)
         if self._is_waiting:
             self._is_waiting = False
@@ -175,7 +175,7 @@ class Funnel:
                 self._loop.call_soon_threadsafe(self._wake.set)
 
     async def wait(self) -> None:
-        """Until there are items."""
+        """Return when there are items."""
         while not self._items:
             self._wake.clear()
             self._is_waiting = True
@@ -184,7 +184,6 @@ class Funnel:
             self._is_waiting = False
 
     def take(self) -> list[Any]:
-        """All there are."""
         return [self._items.popleft() for _ in range(len(self._items))]
 
 
@@ -198,7 +197,6 @@ class LineThread:
         self._thread.start()
 
     def open(self, host: str) -> LineAddress:
-        """See LineService.open."""
         return asyncio.run_coroutine_threadsafe(self._service.open(host), self._loop).result(HELLO_S)
 
     def close(self) -> None:

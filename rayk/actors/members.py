@@ -145,7 +145,7 @@ class Member:
             return {}
 
     def told(self, load: EngineLoad, said: dict[str, Any]) -> EngineState:
-        """All there is to tell. `said`: its leader's counters."""
+        """`said`: its leader's counters."""
         own = (
             *("num_running", "num_waiting", "num_steps", "num_computed_tokens", "num_sampled_tokens"),
             *("num_free_blocks", "num_blocks"),

@@ -160,7 +160,7 @@ class _Room:
             self.left[name] = round(self.left.get(name, 0.0) - sign * amount, 4)
 
     def state(self, asks: Sequence[EngineAsk]) -> tuple[object, ...]:
-        """All that decides what else of `asks` it can take."""
+        """Rooms whose states are equal can take the same of `asks`."""
         names = sorted({name for ask in asks for name in ask.resources})
         amounts = tuple(self.left.get(name, 0.0) for name in names)
         return (amounts, self.sides[:1], [may_be_on(ask, self.node) for ask in asks])

@@ -32,10 +32,10 @@ class _Nothing:
     """Nobody looks."""
 
     def see(self, events: Sequence[RequestEvent]) -> None:
-        """Ignored."""
+        """It does nothing."""
 
     def end(self) -> None:
-        """Ignored."""
+        """It does nothing."""
 
 
 class _Spans:
@@ -57,7 +57,6 @@ class _Spans:
                 self._begin("decode")
 
     def end(self) -> None:
-        """See Phases."""
         if self._span is not None:
             self._span.__exit__(None, None, None)
         self._span = None

@@ -67,7 +67,6 @@ class Slot:
 
     @property
     def groups(self) -> list[Any]:
-        """All that it has a part in."""
         return [group for group, _ in self.bundles] or [self.group]
 
     def suits(self, ask: EngineAsk, *, exactly: bool) -> bool:

@@ -88,7 +88,7 @@ def _counters(name: str) -> tuple[Any, Any, Any]:
 
 
 def _borders(metric: Metric) -> Iterator[str]:
-    """As Prometheus' clients write them."""
+    """Prometheus' clients write borders like this."""
     yield from map(str, metric.buckets)
     yield "+Inf"
 

@@ -51,7 +51,7 @@ class Route:
     """The engines of one attempt."""
 
     request: Request
-    """As the engines know it; later attempts have ids of their own."""
+    """The engines know it by this id; later attempts have ids of their own."""
     prefill: FindEngine | None
     """None: the decode engine computes the prompt itself."""
     decode: FindEngine | None

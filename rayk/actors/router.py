@@ -55,7 +55,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 
 class Router:
-    """See the module. One event loop; `close` it there."""
+    """It lives on one event loop, and is closed there."""
 
     def __init__(self, fleet: str, settings: ServerSettings, *, namespace: str = NAMESPACE) -> None:
         """`fleet`: the name of its actor, in this namespace; it need not be there yet."""
@@ -86,7 +86,6 @@ class Router:
         return self._settings.model
 
     async def generate(self, server_request: ServerRequest) -> AsyncIterator[Delta]:
-        """See Completer.generate."""
         request = self._named(server_request.request)
         if self._courier is None:
             self._courier = lasting(self._link.carry(self._settings.front_s / 5), "the way to the fleet")
@@ -114,7 +113,7 @@ class Router:
             task.cancel(ENDED)
 
     async def health(self) -> Health:
-        """As the fleet says; not ready where it does not."""
+        """A fleet that does not answer counts as not ready."""
         try:
             async with asyncio.timeout(HEALTH_S):
                 found: Health = await self._link.call("health", until=time.monotonic())
@@ -123,12 +122,10 @@ class Router:
         return found
 
     async def engines(self) -> tuple[EngineState, ...]:
-        """See EngineControl."""
         found: tuple[EngineState, ...] = await self._told(HEALTH_S, "engines")
         return found
 
     async def set_role(self, engine: str, role: str) -> None:
-        """See EngineControl."""
         await self._told(ROLE_S, "set_role", engine, role)
 
     async def _told(self, within_s: float, method: str, *args: Any) -> Any:
@@ -292,7 +289,7 @@ class _Stream:
         self._has_prompt_logprobs = False
 
     async def next(self) -> Delta | None:
-        """All that came since the last call, as one; None at the end."""
+        """Joins what came since the last call to one delta; None at the end."""
         delta = await self._news.get()
         while delta is not None and delta.finish_reason is None and not self._news.empty():
             more = self._news.get_nowait()
@@ -338,7 +335,6 @@ class _Stream:
         raise AssertionError("a server captures nothing")
 
     def reserved(self, reservation: Reservation) -> Reservation:
-        """As it is."""
         return reservation
 
 

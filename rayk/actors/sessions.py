@@ -46,7 +46,7 @@ def session_folder() -> Iterator[str]:
 
 
 def remove_own_sessions() -> None:
-    """As well as it goes: by a process that ends at once, whose cluster may write still."""
+    """The process ends at once and its cluster may still write, so files that cannot be removed are left."""
     for mark in tuple(_own):
         with suppress(OSError):
             _remove(mark)

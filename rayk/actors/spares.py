@@ -73,7 +73,7 @@ class Spares:
                 return
 
     async def _keep(self) -> None:
-        """All at once, then each by itself."""
+        """It prepares all at once, then each by itself."""
         try:
             await self._prepare(self._beside)
         except RaykError as error:

@@ -73,7 +73,7 @@ def disk_identity(
 
 
 class TierHost:
-    """See the module. `open` it first."""
+    """`open` has to be called first."""
 
     def __init__(self, name: str) -> None:
         self.name = name

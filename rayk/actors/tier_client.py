@@ -24,7 +24,7 @@ Post = Callable[[Callable[[], None]], None]
 
 
 class RayTier:
-    """See the module. `close` ends its thread."""
+    """`close` ends its thread."""
 
     def __init__(self, handle: Any, post: Post, on_lost: Callable[[str], None]) -> None:
         """`post`: runs something on the loop's thread, as `on_lost` is run: once, with why."""

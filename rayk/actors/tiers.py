@@ -55,7 +55,7 @@ class _Tier:
 
 
 class HostTiers:
-    """See the module. All on one event loop."""
+    """All tiers share one event loop."""
 
     def __init__(
         self,

@@ -77,7 +77,7 @@ class AttentionGroups:
 
     @property
     def groups(self) -> tuple[AttentionGroup, ...]:
-        """All groups, ordered by their first layers; empty for a model without attention."""
+        """They are ordered by their first layers; a model without attention has none."""
         return self._groups or ()
 
     @property

@@ -151,7 +151,7 @@ class Prove:
     ticket: TransferTicket
     block_tables: BlockTables
     first_row: int = 0
-    """As of the StartRead."""
+    """It is the StartRead's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ class FaultyExtension(TransferExtension):
 
 
 def _other_model(description: CacheDescription) -> CacheDescription:
-    """As a rank that loaded something else would describe itself."""
+    """A rank that loaded something else would describe itself like this."""
     fingerprint = dict(description.fingerprint)
     name = next(iter(fingerprint))
     fingerprint[name] += " (changed on its way)"

@@ -67,7 +67,7 @@ class _Lookup:
 
 
 class Offloading:
-    """See the module. There is no tier until `attach`."""
+    """There is no tier until `attach`."""
 
     def __init__(
         self,
@@ -303,7 +303,7 @@ class Offloading:
         self._step_pairs = sum(n * before + n * (n + 1) / 2 for before, n in seen)
 
     def computed(self, state: RequestState) -> None:
-        """More tokens of a request have KV. The first of a step's requests tells how long it took."""
+        """The first of a step's requests tells how long the step took."""
         if self._step_tokens:
             took_ns = time.monotonic_ns() - self._step_began_ns
             self.costs.observe_prefill(self._step_tokens, took_ns, self._step_pairs)

@@ -125,7 +125,6 @@ class _OnePositionOn:
         self._cos, self._sin = one.cos / length, one.sin / length
 
     def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
-        """See Mixer."""
         rotation = places.rotation
         assert rotation is not None
         cos, sin = rotation.cos, rotation.sin
@@ -142,7 +141,7 @@ class _OneSlotOn:
         self._block_size = block_size
 
     def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
-        """See Mixer. `metadata` is the paged backends', by part where the layer has two caches."""
+        """`metadata` is the paged backends', by part where the layer has two caches."""
         paged = metadata["attention"] if isinstance(metadata, Mapping) else metadata
         slots, size = paged.common.slot_mapping, self._block_size
         shifted = torch.where(slots < 0, slots, slots - slots % size + (slots + 1) % size)

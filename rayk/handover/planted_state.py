@@ -88,7 +88,6 @@ class _SpoiledState:
         self._spoil = spoil
 
     def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
-        """See Mixer."""
         out = self._mixer.forward(x, places, metadata)
         slots = _segments(metadata).write_slots
         self._spoil(self._fields, self._views, slots[slots >= 0])
@@ -102,7 +101,6 @@ class _StaleState:
         self._mixer = mixer
 
     def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
-        """See Mixer."""
         segments = _segments(metadata)
         own = segments.write_slots[segments.segment_start_loc[:-1].long()]
         stale = torch.where(segments.read_slots < 0, own, segments.read_slots)

@@ -93,7 +93,7 @@ class Storing:
         self._stored[request_id] = self._asked[request_id] = num_tokens
 
     def computed(self, state: RequestState) -> None:
-        """More tokens of a request have KV; its blocks are still all there."""
+        """The request's blocks are all still there."""
         if self._side.tier is not None and self._side.settings.store:
             self._offer(state)
         if state.finish_reason is not None:

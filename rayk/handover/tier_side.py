@@ -54,7 +54,7 @@ class TierFacts:
 
 @dataclass(eq=False)
 class TierSide:
-    """See the module. All on the loop's thread."""
+    """Everything runs on the loop's thread."""
 
     engine: str
     epoch: int

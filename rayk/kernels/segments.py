@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 NO_SLOT = -1
-"""As a read slot: start from zero. As a write slot: do not keep the state."""
+"""A read slot of -1 starts from zero; a write slot of -1 keeps no state."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,7 +125,7 @@ class PrefixCache:
         return block if is_less else None
 
     def holding(self, keys: PrefixKeys) -> set[int]:
-        """All cached blocks of a sequence, whoever computed them."""
+        """It finds all cached blocks of a sequence, whoever computed them."""
         known = zip(self._groups, self._blocks, strict=True)
         found = (blocks.get(key) for g, blocks in known for key in keys.of_size(g.spec.block_size))
         return {block for block in found if block is not None}

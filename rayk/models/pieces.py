@@ -21,7 +21,7 @@ class Rows:
 
     @classmethod
     def whole(cls, parameter: str, size: int) -> Rows:
-        """All rows, for a parameter that every rank holds whole."""
+        """Every rank holds the parameter whole."""
         return cls(parameter, size, (range(size),))
 
 

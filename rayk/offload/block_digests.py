@@ -53,7 +53,7 @@ class _Span:
 
 
 class BlockDigests:
-    """See the module. `forget` blocks that are handed out for something else."""
+    """Its owner has to `forget` blocks that are handed out for something else."""
 
     def __init__(self, views: CanonicalViews, num_blocks: int, rows_per_group: int) -> None:
         """`views`: of all of the tier's caches, in host memory."""
@@ -233,7 +233,7 @@ def _parts(rows: range, size: int) -> range:
 
 
 def _positions(rows: Ints) -> Ints:
-    """All of some runs, [.., 2]; runs that end before they begin have none."""
+    """It lists all positions of the runs, [.., 2]; a run that ends before it begins has none."""
     starts, lengths = rows[..., 0].ravel(), np.maximum(rows[..., 1] - rows[..., 0], 0).ravel()
     before = np.cumsum(lengths) - lengths
     return np.repeat(starts - before, lengths) + np.arange(lengths.sum())

@@ -159,7 +159,7 @@ class DiskTier:
 
     @property
     def identity(self) -> PageIdentity:
-        """All pages have the same."""
+        """All pages have the same one."""
         return self._identity
 
     def names(self) -> tuple[PageName, ...]:

@@ -76,7 +76,7 @@ class _Loading:
 
 
 class HostTier:
-    """See the module. `turn` it often while `is_busy`, and now and then otherwise."""
+    """Its owner calls `turn` often while `is_busy`, and now and then otherwise."""
 
     def __init__(
         self,

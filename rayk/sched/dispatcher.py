@@ -93,7 +93,6 @@ class _Waiting:
     front: str
     asked: PlacementRequest
     deadline_s: float
-    """As it was told."""
 
 
 @dataclass(slots=True, eq=False)

@@ -129,7 +129,7 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclass(eq=False)
 class Choices:
-    """All choices of one call; choice i belongs to prompt i // n."""
+    """Choice i belongs to prompt i // n."""
 
     completer: Completer
     prompts: Sequence[Prompt]

@@ -51,7 +51,6 @@ class LLMEngines:
         self._is_open = False
         self._keeper: asyncio.Task[None] | None = None
         self._calls: set[asyncio.Task[Any]] = set()
-        """All that come in, but the last."""
 
     def start(self) -> None:
         """Return once the engines are ready. Raises what kept them from it, DeadlineExceeded after READY_S.

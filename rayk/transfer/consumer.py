@@ -52,7 +52,7 @@ class TransferOutcome:
     is_draining: bool
     """Reads are still in flight: the blocks stay taboo until `drained` names the lease."""
     wrong_words: tuple[WrongWord, ...] = ()
-    """All digest words that differ, canonical order."""
+    """They are in canonical order."""
     began_ns: int | None = None
     """When the first stage began, on this rank's clock; the others follow one another. None where nothing
     did."""

@@ -74,7 +74,6 @@ class StrikeMessage:
     engine: str
 
     def encode(self) -> bytes:
-        """As a notification."""
         return json.dumps(["strike", self.engine]).encode()
 
     @staticmethod

@@ -24,7 +24,7 @@ class LayerView:
     layer: int
     group: KVCacheGroup
     fields: tuple[FieldView, ...]
-    """As in the spec's `fields()`; each [kernel blocks, local units, rows of a kernel block, elements]."""
+    """The spec's `fields()`, each [kernel blocks, local units, rows of a kernel block, elements]."""
 
     @cached_property
     def seen(self) -> KVCacheSpec:
@@ -52,7 +52,7 @@ class LayerView:
 
     @cached_property
     def packed(self) -> tuple[DigestedView, ...]:
-        """All fields, those that lie side by side in each (unit, row) together: K and V of attention."""
+        """Fields that lie side by side in each (unit, row) are one view: K and V of attention."""
         packed: list[DigestedView] = []
         for field in self.fields:
             alone = DigestedView(

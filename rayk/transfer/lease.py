@@ -24,7 +24,6 @@ class ReleaseMessage:
     """Consumer ranks that tell this producer rank."""
 
     def encode(self) -> bytes:
-        """As a notification."""
         return pack(["release", self.lease_id, self.consumer, self.num_expected])
 
     @staticmethod
@@ -47,7 +46,6 @@ class RenewMessage:
     """Counts this rank's renewals of the lease."""
 
     def encode(self) -> bytes:
-        """As a notification."""
         return pack(["renew", self.lease_id, self.consumer, self.number])
 
     @staticmethod
@@ -88,7 +86,7 @@ class _Lease:
     lease_ns: int | None = None
     """How long it lasts after a renewal; None: until the deadline."""
     ends_ns: int | None = None
-    """As things stand; never after the deadline."""
+    """Renewals move it, never past the deadline."""
     told_by: set[str] = field(default_factory=set)
     num_expected: int | None = None
     renewed: dict[str, int] = field(default_factory=dict)

@@ -34,11 +34,9 @@ class Links:
         return self._links.get(name)
 
     def values(self) -> list[ProducerLink]:
-        """All of them."""
         return list(self._links.values())
 
     def of(self, engine: str, epoch: int) -> list[ProducerLink]:
-        """All to this life of an engine."""
         return [link for link in self._links.values() if (link.engine, link.epoch) == (engine, epoch)]
 
     def replaced_by(self, name: str, producer: CacheDescription) -> list[str]:

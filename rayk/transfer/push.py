@@ -180,7 +180,7 @@ class _RankPush:
         self._sums: dict[int, _Sums] = {}
         """By the consumer's group, of this attempt."""
         self.why = ""
-        """It failed."""
+        """Tells why the push failed; empty while it has not."""
 
     def handle(self, event: p.Event) -> None:
         """Carry out what an event leads to, and whatever follows from that."""
@@ -196,7 +196,7 @@ class _RankPush:
         self._sums.clear()
 
     def poll(self) -> None:
-        """See writes to their ends."""
+        """Follows writes to their ends."""
         for write in tuple(self.posted):
             for event in self._poll(write):
                 self.handle(event)

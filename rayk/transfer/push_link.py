@@ -39,7 +39,7 @@ class ConsumerLink:
     prepared: dict[int, PreparedWrites]
     """By consumer rank."""
     layers: tuple[int, ...]
-    """See `kept_layers`: those whose computing is told."""
+    """Layers whose computing is told, from `kept_layers`."""
     late_layers: frozenset[int]
     """Positions in `layers` of those of which only the end of the prompt decides what is kept."""
     _choose: Callable[[int], int]

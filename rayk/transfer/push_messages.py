@@ -51,7 +51,6 @@ class ArrivedMessage:
     """For reports."""
 
     def encode(self) -> bytes:
-        """As a notification."""
         return pack([self.kind, *astuple(self)])
 
 
@@ -67,7 +66,6 @@ class WroteMessage:
     """0 and on, in each attempt."""
 
     def encode(self) -> bytes:
-        """As a notification."""
         return pack([self.kind, *astuple(self)])
 
 
@@ -81,7 +79,6 @@ class StoppedMessage:
     reason: str = ""
 
     def encode(self) -> bytes:
-        """As a notification."""
         return pack([self.kind, *astuple(self)])
 
 
@@ -97,7 +94,6 @@ class StopMessage:
     """Agent name of the consumer rank."""
 
     def encode(self) -> bytes:
-        """As a notification."""
         return pack([self.kind, *astuple(self)])
 
 
@@ -110,7 +106,6 @@ class HelloMessage:
     producer_rank: int
 
     def encode(self) -> bytes:
-        """As a notification."""
         return pack([self.kind, *astuple(self)])
 
 

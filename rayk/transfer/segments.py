@@ -40,7 +40,7 @@ class Kind(NamedTuple):
 
 
 class Segments:
-    """All segments between the blocks of two groups. They repeat after a period of both block sizes."""
+    """Segments repeat after a period of both block sizes."""
 
     def __init__(self, source: GroupGeometry, destination: GroupGeometry) -> None:
         self._sizes = source.block_size, destination.block_size

@@ -132,5 +132,5 @@ class Completer(Protocol):
         ...
 
     async def health(self) -> Health:
-        """As it is now: every engine took a step lately."""
+        """The server is ready when every engine took a step lately."""
         ...

@@ -27,7 +27,6 @@ class Unheard:
     prefilled = transferred = captured = delivered
 
     def reserved(self, reservation: Reservation) -> Reservation:
-        """As it is."""
         return reservation
 
 

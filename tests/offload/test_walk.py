@@ -82,8 +82,6 @@ class Under:
 
 @dataclass(eq=False)
 class Walk:
-    """See the module."""
-
     node: BareNode
     faults: Faults
     clock: Clock

@@ -51,7 +51,7 @@ class Consumer:
 
 
 class World:
-    """See the module. `can_cancel`: whether the transport can take reads back."""
+    """`can_cancel`: whether the transport can take reads back."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)

@@ -54,7 +54,7 @@ class RowPlaces:
 
 @dataclass(frozen=True, eq=False)
 class DigestedViews:
-    """All views of a rank. Keep it while they are bound: the native address table is computed once."""
+    """Keep it while the views are bound: the native address table is computed once."""
 
     views: tuple[DigestedView, ...]
     place_of: tuple[int, ...]

@@ -77,7 +77,7 @@ class WeightNames:
 class Family:
     name: str
     architectures: tuple[str, ...]
-    """As config.json names them."""
+    """Names of config.json's `architectures`."""
     model_types: tuple[str, ...] = ()
     """Values of config.json's `model_type`; empty: `name` alone."""
     defaults: Mapping[str, object] = field(default_factory=dict)

@@ -74,8 +74,6 @@ class Incoming:
 
 
 class Consumer(Engine):
-    """See the module."""
-
     role = "decode"
 
     def __init__(self, world: World, name: str, epoch: int, tp: int, memory: Memory) -> None:

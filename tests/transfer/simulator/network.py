@@ -76,7 +76,7 @@ class _Lists:
 
 @dataclass(eq=False)
 class SimulatedAgent:
-    """See rayk.transfer.agent.TransferAgent. One of a rank of an engine."""
+    """It belongs to one rank of an engine."""
 
     name: str
     engine: Engine

@@ -67,8 +67,6 @@ class Leaving:
 
 
 class Producer(Engine):
-    """See the module."""
-
     role = "prefill"
 
     def __init__(self, world: World, name: str, epoch: int, tp: int, memory: Memory) -> None:

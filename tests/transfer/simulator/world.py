@@ -44,7 +44,7 @@ LAYOUT_PAIRS = (("BHLNC", "BHLNC"), ("LBNHC", "BHLNC"))
 
 
 class World(Clock):
-    """See the package. `abort`: a user gives up the first request at a random time."""
+    """`abort`: a user gives up the first request at a random time."""
 
     def __init__(
         self,
