@@ -319,7 +319,7 @@ class Leader:
         """Forget the blocks of a request's tokens, whoever computed them, and whether or not the request has
         them still."""
         if self.manager.prefixes is not None:
-            keys = self.manager.prefixes.make_keys()
+            keys = self.manager.prefixes.make_keys(state.request.cache_salt)
             keys.extend(state.tokens, len(state.tokens))
             self.manager.forget(self.manager.prefixes.holding(keys))
 

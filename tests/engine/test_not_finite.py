@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +110,14 @@ def test_prompt_logits_count_too() -> None:
     assert (step.not_finite, dict(step.token_ids)) == ({"bad"}, {"good": 0})
 
 
-@pytest.mark.parametrize("chunk", [16, 512])
-def test_the_prefix_cache_keeps_none_of_its_blocks(engine_of: Any, bad_token: Path, chunk: int) -> None:
+@pytest.mark.parametrize(("chunk", "salt"), [(16, None), (512, None), (16, "a")])
+def test_the_prefix_cache_keeps_none_of_its_blocks(
+    engine_of: Any, bad_token: Path, chunk: int, salt: str | None
+) -> None:
     """Also of those that were computed and named in steps before."""
     engine = engine_of(bad_token, prefix_caching=True, max_batch_tokens=chunk)
     prompt = [*PROMPT, BAD_TOKEN, *PROMPT, *PROMPT]
-    error_of(engine.generate([make_request("bad", prompt, 2)])[0])
+    error_of(engine.generate([replace(make_request("bad", prompt, 2), cache_salt=salt)])[0])
     assert engine.leader.manager.prefixes.named == ()
     assert engine.generate([make_request("good", PROMPT, 2)])[0].error is None
     assert len(engine.leader.manager.prefixes.named) == 1
