@@ -75,7 +75,8 @@ class VllmEngine:
         environment = _base_environment() | engine_environment(config, host, _free_port(host))
         await self._launch(config.python, environment)
         try:
-            started = await self._ask(config.start_s, "start", arguments=engine_arguments(config, secret))
+            arguments = engine_arguments(config, secret, host)
+            started = await self._ask(config.start_s, "start", arguments=arguments)
         except _Failed as failure:
             await self.end()
             error = refusal(self.name, self._log, failure.version, failure.words)

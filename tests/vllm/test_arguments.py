@@ -26,10 +26,11 @@ def test_people_overrule_what_the_fields_say() -> None:
 
 
 def test_the_proving_connector_goes_by_the_name_of_the_one_it_wraps() -> None:
-    transfer = engine_arguments(CONFIG, "s" * 16)["kv_transfer_config"]
+    transfer = engine_arguments(CONFIG, "s" * 16, "10.0.0.7")["kv_transfer_config"]
     assert (transfer["kv_connector"], transfer["kv_connector_module_path"]) == ("NixlConnector", PROVING)
     options = transfer["kv_connector_extra_config"]
     assert (options["secret"], options["keep_rows"], options["planted"]) == ("s" * 16, True, "kv_swapped")
+    assert options["host"] == "10.0.0.7", "a decode engine of another machine asks there"
 
 
 def test_engines_that_push_have_vllms_connector_for_it() -> None:
