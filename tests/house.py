@@ -34,32 +34,29 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         "parallel": "types",
         "kv": "types parallel",
         # Of kv only `formats`: what quantised bytes mean, which both sides must read alike.
-        "kernels": "types kv",
+        "kernels": "kv",
         "attention": "types kv kernels",
         "models": "types parallel kv kernels attention",
-        "transfer": "types parallel kv kernels",
+        "transfer": "types kv kernels",
         "sched": "types",
         "metrics": "types",
         "engine": "types parallel kv kernels attention models sched metrics",
         "handover": "types kv models transfer engine sched metrics offload",
-        "reports": "types metrics",
+        "reports": "types",
         "specs": "types kv models sched",
         "explain": "types kv models transfer specs",
         "actors": "types parallel kv models transfer engine sched metrics specs offload handover vllm",
-        "offload": "types parallel kv transfer kernels",
+        "offload": "types kv transfer kernels",
         "conformance": "types kv transfer",
         # In vLLM's environment, which has numpy and torch, but none of rayk's other requirements. Of kernels
         # only the digest, of transfer digests and diagnosis.
         # Of conformance only `store` and `vllm_adapter`: what a store of KV is.
-        "vllm": "types parallel kv kernels transfer conformance",
+        "vllm": "types kv kernels transfer conformance",
         "oracle": "types",
         # Of sched only `arrivals`: an open load is the same to an experiment and to a server.
-        "bench": "types sched reports metrics",
+        "bench": "types sched reports",
         "serve": "types actors metrics specs",
-        "experiments": (
-            "types parallel kv kernels attention models transfer sched metrics engine reports "
-            "specs actors handover offload conformance oracle bench serve"
-        ),
+        "experiments": "types kv kernels models transfer metrics reports specs actors handover oracle",
         "cli": "*",
     }.items()
 }
