@@ -69,7 +69,6 @@ class Member:
 
     @property
     def life_line(self) -> LineAddress:
-        """Of the life it lives now."""
         assert self.line is not None, f"{self.name} was never formed"
         return self.line
 
@@ -80,7 +79,7 @@ class Member:
 
     @property
     def epoch(self) -> int:
-        """Of its last life; 0 before the first."""
+        """It is the epoch of the last life; 0 before the first."""
         return 0 if self.handle is None else self.handle.epoch
 
     async def until_lost(self, hang_s: float | None, *, hears: bool) -> None:
@@ -119,11 +118,10 @@ class Member:
 
     @property
     def now(self) -> EngineNow:
-        """For metrics."""
         return EngineNow(self.name, self.role, self.state == "ready")
 
     def row(self, now: float) -> dict[str, object]:
-        """For types.serving.Health. `now`: time.monotonic."""
+        """It is a row of types.serving.Health. `now`: time.monotonic."""
         return {
             "name": self.name,
             "role": self.role,

@@ -47,7 +47,6 @@ def rank_in_words(worker: str) -> str:
 
 
 def fleet_name(model: str) -> str:
-    """Of a new server's fleet."""
     return f"{FLEETS}{run_name('', [model])}"
 
 

@@ -26,7 +26,7 @@ class PushSettings:
 
 
 def push_settings(transfer: TransferSpec) -> PushSettings | None:
-    """Of the ranks of an engine that prefills; None where nothing is pushed."""
+    """They belong to ranks of an engine that prefills; None where nothing is pushed."""
     if transfer.mode != "push":
         return None
     return PushSettings(None if transfer.push_layers == "auto" else transfer.push_layers)

@@ -18,7 +18,7 @@ STDERR = 2
 
 
 class StackWatch:
-    """Of one loop; a process has room for one watch."""
+    """It watches one loop; a process has room for one watch."""
 
     def __init__(self, still_s: float = STILL_S, rearm_s: float = REARM_S) -> None:
         self._still_s, self._rearm_s = still_s, rearm_s

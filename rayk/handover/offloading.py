@@ -286,7 +286,7 @@ class Offloading:
         return self.swapping.abort(request_id)
 
     def turn(self) -> None:
-        """Before each turn: begin stores and returns; wait for no tier that is silent."""
+        """Called before each turn, it begins stores and returns, and waits for no tier that is silent."""
         self.storing.turn()
         self.swapping.turn()
         late_ns = time.monotonic_ns() - int(ANSWER_S * 1e9)

@@ -139,7 +139,7 @@ class Receiving:
         self._commands.append(StartRead(incoming.ticket, block_tables, *limits, here))
 
     def turn(self) -> None:
-        """Before each turn: forget what is kept too long, give up who waited too long, start reads."""
+        """Called before each turn, it forgets what is kept too long, gives up late requests, starts reads."""
         now = time.monotonic_ns()
         for request_id in [r for r, until in self._held.items() if until <= now]:
             self.let_go(request_id)

@@ -49,7 +49,6 @@ class ReservationRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Of the prompt."""
         return len(self.token_ids)
 
 
@@ -107,7 +106,7 @@ class Reservations:
         self._queued.append(wanted)
 
     def turn(self) -> None:
-        """Before each turn: give up what waited too long, reserve what blocks allow."""
+        """Called before each turn, it gives up what waited too long and reserves what blocks allow."""
         now = time.monotonic_ns()
         for held in [h for h in self._held.values() if h.until_ns <= now]:
             self.give_up(held.wanted.request_id)

@@ -129,7 +129,7 @@ class Storing:
         self._begin(store)
 
     def turn(self) -> None:
-        """Before each turn: begin stores, or drop those in the way."""
+        """Called before each turn, it begins stores, or drops those in the way."""
         late_ns = time.monotonic_ns() - int((self._side.settings.transfer_s + SLACK_S) * 1e9)
         for store in [s for s in self._begun.values() if s.began_ns < late_ns]:
             self._answered(StoreAnswer(name=store.name, reason="the host tier does not answer"))

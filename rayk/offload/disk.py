@@ -46,7 +46,7 @@ SAVE_ORDER_S = 5.0
 
 @dataclass
 class DiskCounters:
-    """Since the tier was opened. Bytes are those of pages, without headers."""
+    """They count since the tier was opened. Bytes are those of pages, without headers."""
 
     pages_found: int = 0  # left by an earlier process
     leftovers: int = 0  # files that an earlier process did not finish

@@ -328,7 +328,6 @@ class Reference:
 
 
 def _wide(logits: Tensor) -> Tensor:
-    """In float32 or wider."""
     import torch
 
     return logits if logits.dtype == torch.float64 else logits.float()

@@ -195,11 +195,11 @@ class AgentConnector(RankConnector):
 
 
 class LocalConnector(AgentConnector, transport="local"):
-    """Between ranks of one process."""
+    """It connects ranks of one process."""
 
 
 class NixlConnector(AgentConnector, transport="nixl"):
-    """Between processes of one host, over NIXL (UCX)."""
+    """It connects processes of one host, over NIXL (UCX)."""
 
 
 def one_engine(blobs: Sequence[bytes]) -> list[CacheDescription]:

@@ -144,7 +144,7 @@ class Consumption:
 
     @property
     def is_drained(self) -> bool:
-        """Over, and nothing in flight."""
+        """Whether it is over, with nothing in flight."""
         return self.session.is_drained
 
     def close(self) -> None:

@@ -65,7 +65,7 @@ class DrainingSession(ABC, Generic[Event, Action]):
 
     @property
     def is_drained(self) -> bool:
-        """Over, and nothing in flight."""
+        """Whether it is over, with nothing in flight."""
         return self.phase is Phase.OVER and not self._num_in_flight
 
     @property

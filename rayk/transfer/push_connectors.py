@@ -231,8 +231,8 @@ class AgentPushConnector(RankConnector):
 
 
 class LocalPushConnector(AgentPushConnector, transport="local"):
-    """Between ranks of one process."""
+    """It connects ranks of one process."""
 
 
 class NixlPushConnector(AgentPushConnector, transport="nixl"):
-    """Between processes of one host, over NIXL (UCX)."""
+    """It connects processes of one host, over NIXL (UCX)."""

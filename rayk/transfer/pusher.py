@@ -250,7 +250,7 @@ class _Worker:
     # The thread.
 
     def run(self) -> None:
-        """Until closed."""
+        """It runs until closed."""
         try:
             while not self.is_closing:
                 self._take()

@@ -62,7 +62,7 @@ class RawConfig:
         return self._integer(key, default, least=1)
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """Like `count`, or zero."""
+        """It is `count` that allows zero."""
         return self._integer(key, default, least=0)
 
     def _integer(self, key: str, default: int | None, *, least: int) -> int:
