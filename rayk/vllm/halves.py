@@ -329,7 +329,7 @@ class WorkerHalf:
             "bytes_mismatched": 0 if wrong is None else wrong.num_bytes_mismatched,
             "words": {
                 "equal": found.num_equal,
-                "mismatch": len(found.wrong),
+                "mismatch": found.num_wrong,
                 "unverified": found.num_unverified,
             },
             "digest_ms": found.digest_s * 1e3,

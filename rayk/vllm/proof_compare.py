@@ -59,7 +59,9 @@ class Comparison:
     """Why not all could be verified."""
     num_equal: int = 0
     num_unverified: int = 0
+    num_wrong: int = 0
     wrong: list[WrongWord] = field(default_factory=list)
+    """Dropped once they are counted: thousands of requests' would fill the memory."""
     sources: Mapping[tuple[int, str, int], int] = field(default_factory=dict)
     """(group, field, unit) -> the P rank it was compared with."""
     mismatch: KVMismatch | None = None
@@ -79,12 +81,12 @@ def compare(
     """
     rows_per_group = int(mine["rows_per_group"])
     first_row = arrival.first_row + -arrival.first_row % rows_per_group
-    checked = Comparison(
-        "unverified", num_bytes=num_bytes_checked(views, arrival.num_tokens, arrival.first_row)
-    )
+    checked = Comparison("unverified", num_bytes=num_bytes_checked(views, arrival.num_tokens, first_row))
     words = views.locate(views.row_groups(arrival.num_tokens, rows_per_group))
     counted = words.row_group >= first_row // rows_per_group
-    checked.num_unverified = int(counted.sum())
+    # A row group that begins in D's own cache and ends behind it has no word of what was transferred.
+    num_cut = int((words.row_group >= arrival.first_row // rows_per_group).sum() - counted.sum())
+    checked.num_unverified = int(counted.sum()) + num_cut
     if len(arrival.digests) != words.num_in_all:
         checked.why = f"D made {len(arrival.digests)} words of {words.num_in_all}"
         return checked
@@ -113,20 +115,30 @@ def compare(
     checked.wrong = compare_digests(
         views, expected, arrival.digests, sources, arrival.num_tokens, rows_per_group, first_row
     )
-    checked.num_unverified = int((~known[words.index] & counted).sum())
-    checked.num_equal = int(counted.sum()) - checked.num_unverified - len(checked.wrong)
-    if checked.num_unverified and not checked.why:
-        checked.why = "P has no word of some rows"
+    checked.num_wrong = len(checked.wrong)
+    num_unknown = int((~known[words.index] & counted).sum())
+    checked.num_equal = int(counted.sum()) - num_unknown - checked.num_wrong
+    checked.num_unverified = num_unknown + num_cut
+    if not checked.why:
+        checked.why = _why_unverified(num_unknown, num_cut, range(arrival.first_row, first_row))
     if checked.wrong:
         checked.status = "mismatch"
         checked.mismatch = digest_mismatch(
-            arrival.request_id, views, checked.wrong, arrival.num_tokens, rows_per_group, arrival.first_row
+            arrival.request_id, views, checked.wrong, arrival.num_tokens, rows_per_group, first_row
         )
     elif not checked.num_equal:
         checked.why = checked.why or "no row was transferred that has a word of its own"
     elif not checked.num_unverified:
         checked.status = "equal"
     return checked
+
+
+def _why_unverified(num_unknown: int, num_cut: int, cut: range) -> str:
+    """Why words are unverified; empty: none is. `cut`: rows of a row group that begins in D's own cache."""
+    if num_unknown:
+        return "P has no word of some rows"
+    is_cut = f"tokens from {cut.start} to {cut.stop - 1} share a word with rows that D had already"
+    return is_cut if num_cut else ""
 
 
 def _unlike(mine: Mapping[str, Any], proof: PeerProof, views: CanonicalViews, rows_per_group: int) -> str:
@@ -154,9 +166,17 @@ def _align(
     keys = [words.lane * (1 << 32) + words.row_group for words in (mine, theirs)]
     _, at, of = np.intersect1d(keys[0], keys[1], assume_unique=True, return_indices=True)
     whole = (mine.row_group[at] + 1) * rows_per_group <= min(arrival.num_tokens, proof.num_tokens)
+    first = _first_whole_rows(views, arrival.num_tokens, proof.num_tokens)
+    whole &= mine.row_group[at] * rows_per_group >= first[views.lanes.view[mine.lane[at]]]
     at, of = mine.index[at[whole]], theirs.index[of[whole]]
     aligned[at], is_known[at] = proof.digests[of], True
     return aligned, is_known
+
+
+def _first_whole_rows(views: CanonicalViews, *num_tokens: int) -> npt.NDArray[np.int64]:
+    """[views]: the first row that is live for each of these numbers of tokens: windows and chunks begin
+    where the number says."""
+    return np.array([max(v.live_rows(n).start for n in num_tokens) for v in views], dtype=np.int64)
 
 
 def _units(description: Mapping[str, Any], views: CanonicalViews, key: tuple[int, str, int]) -> list[int]:

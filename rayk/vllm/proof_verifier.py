@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rayk.transfer.verify import CanonicalViews, Rows
@@ -256,7 +257,7 @@ class Verifier:
             self._counts.count(comparison, self._views)
         with self._lock:
             if comparison is not None:
-                self._results[request_id] = comparison
+                self._results[request_id] = replace(comparison, wrong=[])
             while len(self._results) > MAX_RESULTS:
                 self._results.popitem(last=False)
             self._submitted.discard(request_id)

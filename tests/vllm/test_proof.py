@@ -513,6 +513,8 @@ def test_the_verifier_counts_what_it_finds_and_outlives_its_bugs() -> None:
         wait_for(lambda: verifier.result("wrong") is not None)
         assert sorted(verifier.take_ended()) == ["bug", "d", "wrong"]
         assert verifier.pop("bug").why.startswith("a bug in the proof of bug")
+        kept = verifier.pop("wrong")
+        assert (kept.num_wrong, kept.wrong) == (16, []), "a number is kept of what is counted"
         verifier.close()
     counts.skip()
     before = counts.text()

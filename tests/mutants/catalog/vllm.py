@@ -46,3 +46,12 @@ def _(original, spec, layer):
 )
 def _(original, self, block_ids, num_tokens, first_row=0):
     return original(self, block_ids, num_tokens)
+
+
+@VLLM.twin(
+    "windows are compared wherever both have a word",
+    "rayk.vllm.proof_compare:_first_whole_rows",
+    "test_proof_compare.py::test_windows_and_chunks_that_begin_elsewhere_are_not_wrong",
+)
+def _(original, views, *num_tokens):
+    return original(views, *num_tokens) * 0
