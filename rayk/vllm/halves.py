@@ -60,7 +60,7 @@ class Expected:
     num_tokens: int
     first_row: int
     is_async: bool
-    """Whether the inner connector tells when it has arrived; else it has when `start_load_kv` is over."""
+    """Whether the inner connector tells when it has arrived; else it is loaded within the step."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class SchedulerHalf:
         if not is_asked or not any(block_ids):
             return params
         if not is_sampled(request_id, self._settings.sampling_rate):
-            return {**(params or {}), "rayk_proof": Ticket(request_id, ()).to_params()}
+            return {**(params or {}), "rayk_proof": Ticket(request_id, (), sampled=False).to_params()}
         computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         # A prompt's rows are what D loads; without D all that was computed may be looked into.
         num_tokens = min(computed, request.num_prompt_tokens) if asked.get("do_remote_decode") else computed
@@ -185,19 +185,22 @@ class Received:
 
 
 class WorkerHalf:
-    """In one worker's process. `serves`: it may be P."""
+    """In one worker's process. `block_sizes`: of vLLM's KV cache groups; `serves`: it may be P;
+    `loads_at_once`: what the inner connector loads within a step is there when `start_load_kv` is over."""
 
     def __init__(
         self,
         settings: ProvingSettings,
         caches: Caches,
         tp_rank: int,
-        num_groups: int,
+        block_sizes: Sequence[int],
         *,
         serves: bool,
+        loads_at_once: bool = True,
         planted: PlantedAtWorker | None = None,
     ) -> None:
         self._settings, self._caches, self._planted = settings, caches, planted
+        self._block_sizes, self._loads_at_once = block_sizes, loads_at_once
         self.counts = Counts()
         self.records = ProofRecords()
         self._expected: dict[str, Expected] = {}
@@ -205,7 +208,7 @@ class WorkerHalf:
         """Where the inner connector's reads can be told apart."""
         self._held: set[str] = set()
         """Arrived, and not told so before they are verified."""
-        views = caches.views([()] * num_groups)
+        views = caches.views([()] * len(block_sizes))
         fetcher = Fetcher(caches.description, views, settings.secret, settings.timeout_s)
         self._verifier = Verifier(fetcher.verify, self.counts, views)
         self._server: ProofServer | None = None
@@ -239,7 +242,8 @@ class WorkerHalf:
             self._expected[expected.request_id] = expected
 
     def loaded(self) -> set[int]:
-        """What is loaded at once has been. Returns blocks of requests that are wrong and must fail."""
+        """What is loaded within the step has been. Returns blocks of requests that are wrong and must fail.
+        vLLM takes such blocks for those of a single KV cache group: with more, requests are served."""
         bad: set[int] = set()
         for expected in [e for e in self._expected.values() if not e.is_async]:
             arrival = self._arrive(expected)
@@ -248,7 +252,15 @@ class WorkerHalf:
             if self._settings.on_mismatch == "report":
                 self._verifier.submit(arrival)
             elif self._verifier.run(arrival).status == "mismatch":
-                bad.update(expected.blocks[0])
+                if len(self._block_sizes) > 1:
+                    LOGGER.error(
+                        "KV proof: %s is served: vLLM fails no load within a step of several KV cache groups",
+                        expected.request_id,
+                    )
+                    continue
+                # Others share what D had already, and the null block.
+                bad.update(expected.blocks[0][expected.first_row // self._block_sizes[0] :])
+                bad.discard(0)
         return bad
 
     def received(self, arrived: set[str], failed: set[str]) -> Received:
@@ -285,22 +297,30 @@ class WorkerHalf:
         if self._planted is not None:
             self._planted.after_load(expected.request_id, expected.blocks, expected.num_tokens)
         ticket = expected.ticket
-        if ticket is not None and not (
-            ticket.ranks and is_sampled(ticket.request_id, self._settings.sampling_rate)
-        ):
+        if ticket is not None and self._skips(ticket):
             self.counts.skip()
             self._verifier.end(expected.request_id, None)
+            return None
+        if not expected.is_async and not self._loads_at_once:
+            why = "the inner connector loads within the step, perhaps layer by layer: nobody tells when"
+            self._verifier.end(expected.request_id, Comparison("unverified", why))
             return None
         start = time.monotonic()
         try:
             digests, rows = self._read(expected.blocks, expected.num_tokens, expected.first_row)
         except Exception as error:  # noqa: BLE001 - the engine serves on, and this is no proof
-            found = bug(f"the digest of {expected.request_id}", error)
-            self._verifier.end(expected.request_id, Comparison("unverified", str(found)))
+            why = str(bug(f"the digest of {expected.request_id}", error))
+            self._verifier.end(expected.request_id, Comparison("unverified", why))
             return None
         digest_s = time.monotonic() - start
         what = expected.num_tokens, expected.first_row, digests, rows, digest_s
         return Arrival(expected.request_id, ticket, *what)
+
+    def _skips(self, ticket: Ticket) -> bool:
+        """Whether one of both sides leaves a request out. P's word for it came through other hands: it is not
+        taken where this side leaves none out."""
+        rate = self._settings.sampling_rate
+        return not is_sampled(ticket.request_id, rate) or (not ticket.sampled and rate < 1)
 
     def _read(self, blocks: Blocks, num_tokens: int, first_row: int = 0) -> tuple[Digests, PartRows | None]:
         """Digests of what lies in these blocks, and its rows, if they are to be kept."""

@@ -244,11 +244,14 @@ class Ticket:
     request_id: str
     """P's."""
     ranks: tuple[tuple[str, int, str], ...]
-    """(host, port, life) in rank order; none: P did not sample the request."""
+    """(host, port, life) in rank order."""
+    sampled: bool = True
+    """False: P did not sample the request."""
 
     def to_params(self) -> dict[str, Any]:
         """As JSON."""
-        return {"version": 1, "request": self.request_id, "ranks": [list(rank) for rank in self.ranks]}
+        ranks = [list(rank) for rank in self.ranks]
+        return {"version": 1, "request": self.request_id, "ranks": ranks, "sampled": self.sampled}
 
 
 def read_ticket(params: Mapping[str, Any] | None) -> Ticket | None:
@@ -259,14 +262,15 @@ def read_ticket(params: Mapping[str, Any] | None) -> Ticket | None:
     request_id, ranks = told.get("request"), told.get("ranks")
     if not isinstance(request_id, str) or len(request_id) > 1024:
         return None
-    if not isinstance(ranks, list) or len(ranks) > MAX_RANKS:
+    sampled = told.get("sampled", True)
+    if not isinstance(ranks, list) or len(ranks) > MAX_RANKS or not isinstance(sampled, bool):
         return None
     for rank in ranks:
         if not isinstance(rank, list) or [type(part) for part in rank] != [str, int, str]:
             return None
         if not 0 < rank[1] < 1 << 16:
             return None
-    return Ticket(request_id, tuple((host, port, life) for host, port, life in ranks))
+    return Ticket(request_id, tuple((host, port, life) for host, port, life in ranks), sampled)
 
 
 # What D fetches

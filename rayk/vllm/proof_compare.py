@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,7 @@ class Arrival:
     digests: Digests
     rows: PartRows | None = None
     digest_s: float = 0.0
+    made_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,14 +25,17 @@ MAX_WAITING = 256
 MAX_RESULTS = 4096
 MAX_FIRST = 256
 """First wrong coordinates that are counted one by one: each is a series of its own, for good."""
+LEAST_S = 1.0
+"""P has so long to answer, however long an arrival has waited behind others."""
 FirstWrong = tuple[int, str, int, int, str]
 """(layer, field, unit, token, classification)"""
 _MORE: FirstWrong = (-1, "", -1, -1, "more")
 
 
 class Fetcher:
-    """Fetches P's proofs for one D rank, and compares. Waits no longer than `timeout_s` for the digests of a
-    request, and again for the rows of a wrong one."""
+    """Fetches P's proofs for one D rank, and compares. Waits no longer than `timeout_s` from a request's
+    arrival on for its digests, and again for the rows of a wrong one: a P that does not answer holds up those
+    that wait behind it but once."""
 
     def __init__(
         self, description: Mapping[str, Any], views: CanonicalViews, secret: bytes, timeout_s: float
@@ -44,14 +47,19 @@ class Fetcher:
     def verify(self, arrival: Arrival) -> Comparison:
         """Fetch and compare. Whatever does not come is unverified, with the reason."""
         start = time.monotonic()
+        deadline = max(arrival.made_at + self._timeout_s, start + min(self._timeout_s, LEAST_S))
         proofs: dict[int, PeerProof] = {}
         reasons = []
         if arrival.ticket is None:
             reasons.append("the request came without rayk_proof in its kv_transfer_params")
+        elif not arrival.ticket.sampled:
+            reasons.append("P did not sample it, and D's sampling_rate is 1")
+        elif not arrival.ticket.ranks:
+            reasons.append("P told of no worker that has its proof")
         else:
             for rank, peer in enumerate(arrival.ticket.ranks):
                 try:
-                    proofs[rank] = self._fetch(peer, arrival.ticket.request_id, start + self._timeout_s)
+                    proofs[rank] = self._fetch(peer, arrival.ticket.request_id, deadline)
                 except TransferError as error:
                     reasons.append(str(error))
         comparison = compare(arrival, self._views, self._description, proofs)

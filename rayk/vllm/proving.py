@@ -55,6 +55,8 @@ from rayk.vllm.proving_stats import INNER, INNER_CLASS, PROOF, ProvingMetrics, P
 from rayk.vllm.settings import WHERE, read_settings, without_ours
 
 NIXL = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
+LOADS_AT_ONCE = ("ExampleConnector", "LMCacheConnectorV1")
+"""Whose loads within a step are over with `start_load_kv`, unless they say that they work layer by layer."""
 _CONV_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 
 
@@ -284,13 +286,20 @@ class _Proving(KVConnectorBase_V1):  # type: ignore[misc]
                 self._settings,
                 caches,
                 rank,
-                len(kept.kv_cache_groups),
+                [group.kv_cache_spec.block_size for group in kept.kv_cache_groups],
                 serves=self._kv_transfer_config.is_kv_producer,
+                loads_at_once=self._loads_at_once(),
                 planted=plant_at_worker(self._settings.planted, config, kept, caches),
             )
         nixl_worker = getattr(self.inner, "connector_worker", None)
         if hasattr(nixl_worker, "nixl_wrapper") and hasattr(nixl_worker, "_recving_transfers"):
             self.worker.transfer_log = TransferLog(nixl_worker)
+
+    def _loads_at_once(self) -> bool:
+        inner_class = type(self.inner)
+        extra = self._inner_vllm_config.kv_transfer_config.kv_connector_extra_config
+        is_known = inner_class.__name__ in LOADS_AT_ONCE
+        return is_known and not inner_class.requires_piecewise_for_cudagraph(extra)
 
     def get_handshake_metadata(self) -> ProvingHandshake:
         served_at = self.worker.served_at if self.worker is not None else None

@@ -42,7 +42,14 @@ class Engine:
 
 
 def make_engine(
-    tp_size: int, *, is_producer: bool, block_size: int = 16, model: Model = MODEL, **extra
+    tp_size: int,
+    *,
+    is_producer: bool,
+    block_size: int = 16,
+    model: Model = MODEL,
+    num_groups: int | None = None,
+    loads_at_once: bool = True,
+    **extra,
 ) -> Engine:
     settings = read_settings({**SECRET, "timeout_s": HANG_S, **extra})
     clock = [0.0]
@@ -51,6 +58,8 @@ def make_engine(
     ]
     made = []
     for rank, worker in enumerate(workers):
+        config = worker.kv_cache_config
+        config.kv_cache_groups = config.kv_cache_groups[:num_groups]
         caches = worker.prove()
         planted = plant_at_worker(settings.planted, worker.vllm_config, worker.kv_cache_config, caches)
         made.append(
@@ -58,8 +67,9 @@ def make_engine(
                 settings,
                 caches,
                 rank,
-                len(worker.kv_cache_config.kv_cache_groups),
+                [group.kv_cache_spec.block_size for group in config.kv_cache_groups],
                 serves=is_producer,
+                loads_at_once=loads_at_once,
                 planted=planted,
             )
         )
@@ -246,9 +256,31 @@ def test_what_is_loaded_at_once_is_verified_before_the_model_runs(on_mismatch: s
         assert made.results("a")[0]["status"] == "equal"
         ids = made.expect(made.prefill("b", 1), "b", 1, is_async=False)
         made.move(ids, 0)
-        assert half.loaded() == (set(ids[0]) if on_mismatch == "fail" else set())
+        assert half.loaded() == set(), "vLLM cannot fail it: there are several groups"
         assert made.results("b")[0]["status"] == "mismatch"
         assert half.loaded() == set()
+
+
+def test_only_blocks_that_were_loaded_fail() -> None:
+    with pair(1, p={"num_groups": 1}, num_groups=1, on_mismatch="fail") as made:
+        scheduler, half = made.consumer.scheduler, made.consumer.halves[0]
+        params = made.prefill()
+        (ids,) = made.consumer.workers[0].block_ids(TOKENS)
+        made.move([ids], 1)
+        scheduler.matched("d-r", 32, False)
+        scheduler.allocated("d-r", params, [[ids[0], 0, *ids[2:]]], TOKENS - 32)
+        half.begin_step(scheduler.take_notes())
+        assert half.loaded() == set(ids[2:]), "neither what D had, nor the null block"
+        assert made.results()[0]["status"] == "mismatch"
+
+
+def test_what_may_be_loaded_layer_by_layer_is_not_accused() -> None:
+    with pair(loads_at_once=False) as made:
+        made.expect(made.prefill(), is_async=False)
+        assert made.consumer.halves[0].loaded() == set()
+        (result,) = made.results()
+        assert (result["status"], result["words"]["mismatch"]) == ("unverified", 0)
+        assert "layer by layer" in result["why"]
 
 
 def test_a_verdict_is_pending_until_it_comes_and_none_where_nothing_was_loaded() -> None:
@@ -336,9 +368,9 @@ def test_a_worker_tells_its_counts_at_a_port_of_its_own(monkeypatch: pytest.Monk
 
 
 def test_requests_that_are_not_sampled_are_skipped_on_both_sides() -> None:
-    with pair(p={"sampling_rate": 0.0}) as made:
+    with pair(p={"sampling_rate": 0.0}, sampling_rate=0.999) as made:
         params = made.prefill()
-        assert params["rayk_proof"]["ranks"] == []
+        assert (params["rayk_proof"]["ranks"], params["rayk_proof"]["sampled"]) == ([], False)
         made.move(made.expect(params))
         half = made.consumer.halves[0]
         assert half.received({"d-r"}, set()).arrived == {"d-r"}
@@ -352,6 +384,24 @@ def test_requests_that_are_not_sampled_are_skipped_on_both_sides() -> None:
         made.move(made.expect(made.prefill()))
         assert made.consumer.halves[0].received({"d-r"}, set()).arrived == {"d-r"}
         assert made.consumer.halves[0].take_verified() == ["d-r"]
+
+
+@each(
+    "told, why",
+    [
+        ({"ranks": [], "sampled": False}, "D's sampling_rate is 1"),
+        ({"ranks": []}, "no worker that has its proof"),
+    ],
+)
+def test_a_ticket_cannot_talk_d_out_of_proving_every_request(told: dict[str, Any], why: str) -> None:
+    with pair() as made:
+        params = made.prefill()
+        params["rayk_proof"] = {**params["rayk_proof"], **told}
+        made.move(made.expect(params))
+        made.consumer.halves[0].received({"d-r"}, set())
+        (result,) = made.results()
+        assert (result["status"], result["words"]["equal"]) == ("unverified", 0)
+        assert why in result["why"]
 
 
 def test_what_the_inner_connector_did_not_load_is_unverified() -> None:

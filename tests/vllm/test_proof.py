@@ -375,6 +375,18 @@ def test_slow_and_dead_servers_are_given_up_at_the_deadline() -> None:
         check_unverified(made.verify(), "refused")
 
 
+def test_what_waited_long_behind_others_is_not_waited_for_as_long_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    long_ago = time.monotonic() - 2 * HANG_S
+    with sides(HETERO) as made, listener() as (address, _):
+        monkeypatch.setattr(proof_verifier, "LEAST_S", 0.2)
+        found = made.verify(ticket=with_peer(made, address), made_at=long_ago)
+        check_unverified(found, "no answer in time")
+        monkeypatch.setattr(proof_verifier, "LEAST_S", HANG_S)
+        assert made.verify(made_at=long_ago).status == "equal"
+
+
 def test_one_of_two_ranks_that_is_dead_leaves_its_units_unverified() -> None:
     with sides(SHAPES["2-to-1"]) as made:
         made.servers[1].close()
@@ -455,6 +467,7 @@ def test_records_are_bounded_by_number_and_bytes() -> None:
         {"rayk_proof": {"version": 1, "request": "r", "ranks": [["h", 70000, "l"]]}},
         {"rayk_proof": {"version": 1, "request": "r", "ranks": [["h", True, "l"]]}},
         {"rayk_proof": {"version": 1, "request": "r", "ranks": [["h", 1, "l"]] * 2000}},
+        {"rayk_proof": {"version": 1, "request": "r", "ranks": [], "sampled": 0}},
     ],
 )
 def test_tickets_that_cannot_be_read_are_none(told) -> None:

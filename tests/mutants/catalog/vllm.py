@@ -55,3 +55,12 @@ def _(original, self, block_ids, num_tokens, first_row=0):
 )
 def _(original, views, *num_tokens):
     return original(views, *num_tokens) * 0
+
+
+@VLLM.twin(
+    "a ticket without ranks is not proven",
+    "rayk.vllm.halves:WorkerHalf._skips",
+    "test_halves.py::test_a_ticket_cannot_talk_d_out_of_proving_every_request",
+)
+def _(original, self, ticket):
+    return original(self, ticket) or not ticket.ranks
