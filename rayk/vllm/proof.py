@@ -124,14 +124,16 @@ class ProofRecords:
 
 
 _DESCRIBE, _DIGESTS, _ROWS = 1, 2, 3
-_OK, _UNKNOWN, _NOT_KEPT, _TOO_LONG, _NOT_UNDERSTOOD = range(5)
+_OK, _UNKNOWN, _NOT_KEPT, _TOO_LONG, _NOT_UNDERSTOOD, _OTHER_LIFE = range(6)
 _STATUS = {
     _UNKNOWN: "P has no digest of it",
     _NOT_KEPT: "P keeps no rows (keep_rows)",
     _TOO_LONG: "P's answer would be too long",
     _NOT_UNDERSTOOD: "P does not understand the question",
+    _OTHER_LIFE: "P was started anew since",
 }
-_REQUEST = struct.Struct("<BIIH")  # what, layer, milliseconds to wait, bytes of the request id
+# what, layer, milliseconds to wait, bytes of the request id; then the id, and the part or the life
+_REQUEST = struct.Struct("<BIIH")
 _DIGEST_HEAD = struct.Struct("<BII16s")  # status, tokens, words, the server's life
 _ENTRY = struct.Struct("<HIII")  # bytes of the field's name, unit, rows, bytes of a row
 
@@ -154,6 +156,8 @@ def serve_records(
             return bytes([_NOT_UNDERSTOOD])
         if what == _DESCRIBE:
             return described
+        if what == _DIGESTS and part and part != life.hex:
+            return bytes([_OTHER_LIFE])  # At once: its record will never come.
         record = records.get(request_id, min(wait_ms / 1000, MAX_WAIT_S))
         if what == _DIGESTS:
             return _pack_digests(record, life.bytes)
@@ -205,7 +209,7 @@ def _unpack_digests(address: Address, life: str, answer: bytes) -> tuple[int, Di
         raise TransferError("", "a truncated answer", producer=_name(address))
     _, num_tokens, num_words, theirs = _DIGEST_HEAD.unpack_from(answer)
     if theirs.hex() != life:
-        raise TransferError("", "P was started anew since", producer=_name(address))
+        raise TransferError("", _STATUS[_OTHER_LIFE], producer=_name(address))
     if len(answer) != _DIGEST_HEAD.size + 8 * num_words:
         raise TransferError("", "a truncated answer", producer=_name(address))
     return num_tokens, np.frombuffer(answer, dtype="<i8", offset=_DIGEST_HEAD.size).astype(np.int64)
@@ -288,7 +292,7 @@ def fetch_digests(
     host, port, life = peer
     address = host, port
     left = max(0.0, deadline - time.monotonic() - _ANSWER_S)
-    requests = [_ask_for(_DIGESTS, request_id, wait_s=left)]
+    requests = [_ask_for(_DIGESTS, request_id, part=life, wait_s=left)]
     if described is None:
         requests.append(_ask_for(_DESCRIBE))
     answers = ask(address, secret, requests, deadline)

@@ -418,6 +418,8 @@ def test_a_request_without_a_ticket_or_of_another_shape_is_unverified() -> None:
         host, port, _ = made.ticket.ranks[0]
         elder = Ticket("p", ((host, port, "0" * 32),))
         check_unverified(made.verify(ticket=elder), "started anew")
+        made.records[0].clear()  # Nor is what died with that life waited for.
+        check_unverified(made.verify(ticket=elder), "started anew")
     with sides(Shape(units=4, num_layers=2)) as other, sides(HETERO) as made:
         check_unverified(made.verify(ticket=other.ticket), "unlike caches")
 
