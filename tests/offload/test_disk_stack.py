@@ -94,7 +94,11 @@ def test_a_disk_that_is_full_in_the_middle_costs_no_answer(case: Case, tmp_path:
         assert sum(d.info.get("num_disk_tokens", 0) for d in done) > 0
         assert sum(d.info["num_cached_tokens"] for d in done) < sum(LENGTHS) - 16 * len(LENGTHS)
         done = case.complete(first, "c", *range(len(LENGTHS)))
-        assert all(d.info.get("num_host_tokens", 0) > 0 for d in done)
+        # Where blocks are short, the host tier goes without what was computed, and says so.
+        told = second.offloading.counts
+        without = told["stores_put_off"] + told["stores_dropped"] + told["stores_too_late"]
+        num_found = sum(d.info.get("num_host_tokens", 0) > 0 for d in done)
+        assert 2 < num_found >= len(LENGTHS) - without
         node.settle()
 
 
