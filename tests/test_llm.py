@@ -63,9 +63,11 @@ class Scripted:
 
     def __init__(self) -> None:
         self.asked: list[tuple[tuple[int, ...], SamplingParams]] = []
+        self.salts: list[str | None] = []
 
-    def complete(self, requests: Any) -> list[list[Delta]]:
+    def complete(self, requests: Any, cache_salt: str | None) -> list[list[Delta]]:
         self.asked += requests
+        self.salts.append(cache_salt)
         ends = [Delta(finish_reason=FinishReason.LENGTH, num_cached_tokens=i) for i in range(len(requests))]
         return [[Delta(token_ids=(70 + i, len(p))), ends[i]] for i, (p, _) in enumerate(requests)]
 
@@ -109,6 +111,16 @@ def test_bad_requests_reach_no_engine(scripted: tuple[LLM, Scripted, Any]) -> No
         with pytest.raises(UserError, match=message):
             llm.generate([[1], prompt], [SamplingParams(), params])
     assert engines.asked == []
+
+
+def test_a_cache_salt_goes_with_all_requests_of_a_call(scripted: tuple[LLM, Scripted, Any]) -> None:
+    llm, engines, _ = scripted
+    llm.generate([[1], [2]], cache_salt="a")
+    llm.chat([{"role": "user", "content": "how many"}], cache_salt="b")
+    llm.generate([[1]])
+    assert engines.salts == ["a", "b", None]
+    with pytest.raises(UserError, match="cache_salt is empty"):
+        llm.generate([[1]], cache_salt="")
 
 
 def test_chats_are_the_templates(scripted: tuple[LLM, Scripted, Any]) -> None:
