@@ -285,6 +285,15 @@ def listener():
         yield made.getsockname()[:2], accept
 
 
+@contextmanager
+def asked(accept):
+    """A connection on which a client that proved the secret has asked its question."""
+    with accept() as connection:
+        channel = proof_wire.accept_channel(connection, SECRET, time.monotonic() + HANG_S)
+        channel.receive(4096, time.monotonic() + HANG_S)
+        yield connection
+
+
 def relay_once(accept, address, sent: list[bytes], came: list[bytes]) -> None:
     """Pass one connection on, and remember what was said on it."""
     with accept() as client, socket.create_connection(address, timeout=HANG_S) as server:
@@ -340,9 +349,7 @@ def test_a_server_that_hangs_up_within_a_message_is_no_proof() -> None:
     with sides(HETERO) as made, listener() as (address, accept):
 
         def play() -> None:
-            with accept() as connection:
-                channel = proof_wire.accept_channel(connection, SECRET, time.monotonic() + HANG_S)
-                channel.receive(4096, time.monotonic() + HANG_S)
+            with asked(accept) as connection:
                 connection.sendall((1000).to_bytes(4, "little") + bytes(500))
 
         player = threading.Thread(target=play)
@@ -355,9 +362,7 @@ def test_a_server_that_announces_too_much_is_not_waited_for() -> None:
     with sides(HETERO) as made, listener() as (address, accept):
 
         def play() -> None:
-            with accept() as connection:
-                channel = proof_wire.accept_channel(connection, SECRET, time.monotonic() + HANG_S)
-                channel.receive(4096, time.monotonic() + HANG_S)
+            with asked(accept) as connection:
                 connection.sendall(b"\xff" * 4)
                 drain(connection)  # Open until the client hangs up.
 
