@@ -6,7 +6,7 @@ import ast
 import importlib.util
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _INLINE = re.compile(r"`([^`\n]+)`")
 _FILE = re.compile(r"(?:rayk|tests|jobs|docs|dashboards)/[\w./-]+")
-_TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+_TEST = re.compile(r"`(tests/[\w/]+\.py::\w+)`")
 _SEPARATORS = {";", "|", "||", "&", "&&", "(", ")"}
 _SHELL = {".", "chmod", "export", "grep", "kill", "sleep", "umask"}
 
@@ -27,44 +27,50 @@ QUICK = ("rayk checkpoint", "rayk explain", "rayk report", "rayk conformance --l
 """How commands begin that tests/test_pages.py runs as they stand."""
 
 RUN_BY = {
-    "curl": "tests/serve/test_serve_command.py",
-    "make attack": "tests/jobs/test_attack.py",
-    "make ceiling": "tests/jobs/test_transfer_sweep.py",
-    "make chaos": "tests/experiments/test_chaos_on_ray.py",
-    "make check": "tests/test_house.py",
-    "make dashboards": "tests/dashboards/test_start.py",
-    "make experiment": "tests/jobs/test_job_submit.py",
-    "make fast-prefill": "tests/jobs/test_fast_prefill.py",
-    "make groups": "tests/test_groups_end_to_end.py",
-    "make help": "tests/test_pages.py",
-    "make hybrid": "tests/test_hybrid_end_to_end.py",
-    "make kernels": "tests/kernels/test_compile_ahead.py",
-    "make mutants": "tests/test_mutants.py",
-    "make nightly": "tests/transfer/test_any_pair.py",
-    "make offload-bench": "tests/jobs/test_offload.py",
-    "make quantised": "tests/test_quantised_end_to_end.py",
-    "make serve-bench": "tests/jobs/test_serve_bench.py",
-    "make serve-chaos": "tests/jobs/test_serve_stress.py",
-    "make serve-stress": "tests/jobs/test_serve_stress.py",
-    "make serve-swap": "tests/jobs/test_serve_swap.py",
-    "make sweep": "tests/jobs/test_transfer_sweep.py",
-    "make test": "tests/test_pages.py",
-    "make test-generators": "tests/serve/test_load_generators.py",
-    "pytest --rayk-connector": "tests/conformance/test_kit.py",
-    "python jobs/benchmarks/failure_policies.py": "tests/jobs/test_failure_policies.py",
-    "python jobs/serve_bench.py": "tests/jobs/test_serve_bench.py",
-    "python -m dashboards.check": "tests/dashboards/test_alerts.py",
-    "python -m rayk.metrics": "tests/metrics/test_registry.py",
-    "python -m tests.transfer.simulator": "tests/transfer/test_simulated_faults.py",
-    "ray": "tests/jobs/test_job_submit.py",
-    "rayk bench": "tests/bench/test_bench_command.py",
-    "rayk conformance": "tests/conformance/test_kit.py",
-    "rayk doctor": "tests/cli/test_commands.py",
-    "rayk run": "tests/cli/test_run.py",
-    "rayk serve": "tests/serve/test_serve_command.py",
-    "rayk top": "tests/cli/test_top.py",
+    "curl": "tests/serve/test_serve_command.py::test_a_server_on_ray_serve_answers_drains_and_leaves_nothing",
+    "make attack": "tests/jobs/test_attack.py::test_nothing_gets_in_but_where_nothing_is_asked_for",
+    "make ceiling": "tests/jobs/test_transfer_sweep.py::test_what_ucx_says_of_other_processes_counts",
+    "make chaos": "tests/experiments/test_chaos_on_ray.py"
+    "::test_every_cell_ends_in_its_verdict_with_an_empty_ledger",
+    "make check": "tests/test_house.py::test_the_house_is_in_order",
+    "make dashboards": "tests/dashboards/test_start.py::test_it_starts_all_and_ends_by_one_interrupt",
+    "make experiment": "tests/cli/test_job.py::test_all_cells_of_make_experiment_pass",
+    "make fast-prefill": "tests/jobs/test_fast_prefill.py::test_a_run_leaves_tables_and_a_page",
+    "make groups": "tests/test_groups_end_to_end.py::test_tokens_equal_those_of_transformers",
+    "make help": "tests/test_pages.py::test_make_help_names_every_target",
+    "make hybrid": "tests/test_hybrid_end_to_end.py::test_tokens_equal_those_of_transformers",
+    "make kernels": "tests/kernels/test_compile_ahead.py::test_every_kernel_was_compiled",
+    "make mutants": "tests/test_mutants.py::test_twins_take_the_place_of_whatever_has_a_name",
+    "make nightly": "tests/transfer/test_any_pair.py::test_every_byte_of_any_pair_arrives_once",
+    "make offload-bench": "tests/jobs/test_offload.py::test_a_small_run",
+    "make quantised": "tests/test_quantised_end_to_end.py::test_converted_on_receive",
+    "make serve-bench": "tests/jobs/test_serve_bench.py::test_real_servers_are_compared",
+    "make serve-chaos": "tests/serve/test_serve_chaos.py::test_each_part_is_struck_under_load",
+    "make serve-stress": "tests/jobs/test_serve_stress.py::test_a_quiet_run_fails_for_anything_amiss",
+    "make serve-swap": "tests/serve/test_offload_server.py"
+    "::test_engines_that_swap_all_the_time_answer_as_the_reference_does",
+    "make sweep": "tests/jobs/test_transfer_sweep.py::test_some_cells_on_ray",
+    "make test": "tests/test_pages.py::test_commands_and_their_options_exist",
+    "make test-generators": "tests/serve/test_load_generators.py::test_aiperf_streams",
+    "pytest --rayk-connector": "tests/conformance/test_kit.py::test_the_plugin_makes_a_test_of_every_check",
+    "python jobs/benchmarks/failure_policies.py": "tests/jobs/test_failure_policies.py"
+    "::test_every_fault_is_planted_once_where_it_can_strike",
+    "python jobs/serve_bench.py": "tests/jobs/test_serve_bench.py::test_real_servers_are_compared",
+    "python -m dashboards.check": "tests/dashboards/test_on_ray.py::test_no_query_is_an_error",
+    "python -m rayk.metrics": "tests/metrics/test_registry.py"
+    "::test_the_table_for_people_has_every_metric_once",
+    "python -m tests.transfer.simulator": "tests/transfer/test_simulated_faults.py"
+    "::test_a_world_is_told_from_the_command_line",
+    "ray": "tests/jobs/test_job_submit.py::test_the_pages_job_runs_and_strangers_are_refused",
+    "rayk bench": "tests/bench/test_bench_command.py::test_loads_leave_tables_and_a_report",
+    "rayk conformance": "tests/conformance/test_kit.py::test_the_command_fails_and_leaves_tables",
+    "rayk doctor": "tests/cli/test_commands.py::test_doctor_says_what_it_found",
+    "rayk run": "tests/cli/test_job.py::test_all_cells_of_make_experiment_pass",
+    "rayk serve": "tests/serve/test_serve_command.py"
+    "::test_a_server_on_ray_serve_answers_drains_and_leaves_nothing",
+    "rayk top": "tests/cli/test_top.py::test_once_prints_a_line_per_engine",
 }
-"""How other commands begin -> the test that runs them, or what they run at a smaller size.
+"""How other commands begin -> the test that runs them, runs the like but smaller, or holds what they tell.
 
 What no test runs says on its page what it needs."""
 
@@ -158,10 +164,15 @@ def check_tests(root: Path = ROOT) -> list[str]:
     """Tests that pages name and that are not there."""
     violations = []
     for page in pages(root):
-        for name, test in _TEST.findall(page.read_text(encoding="utf-8")):
-            if test not in _tests_of(root / name):
-                violations.append(f"{page.relative_to(root)}: no test {name}::{test}")
+        named = _TEST.findall(page.read_text(encoding="utf-8"))
+        violations += [f"{page.relative_to(root)}: no test {test}" for test in _missing(root, named)]
     return violations
+
+
+def _missing(root: Path, tests: Iterable[str]) -> list[str]:
+    """Of tests, named as `tests/file.py::test_name`, those that are not there."""
+    names = (test.partition("::") for test in tests)
+    return [f"{file}::{name}" for file, _, name in names if name not in _tests_of(root / file)]
 
 
 @cache
@@ -208,9 +219,7 @@ def commands(page: Path) -> list[Command]:
 
 def check_commands(root: Path = ROOT) -> list[str]:
     """Commands in blocks that no test runs and that do not say what they need; tests that are not there."""
-    violations = [
-        f"RUN_BY: no file {name}" for name in sorted(set(RUN_BY.values())) if not (root / name).exists()
-    ]
+    violations = [f"RUN_BY: no test {test}" for test in _missing(root, RUN_BY.values())]
     for page in pages(root):
         for command in commands(page):
             text = " ".join(command.words) + " "

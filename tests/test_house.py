@@ -106,13 +106,17 @@ def test_import_table_catches(plant: Plant, file: str, source: str, problem: str
     assert problem in violation
 
 
-def test_a_page_names_tests_that_are_there(plant: Plant) -> None:
+def test_pages_and_their_commands_name_tests_that_are_there(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = "`tests/a.py::test_b` `tests/a.py::test_c` `tests/b.py::test_b`"
     root = plant(**{"README.md": page, "tests/a.py": "def test_b(): ..."})
     assert pages.check_tests(root) == [
         "README.md: no test tests/a.py::test_c",
         "README.md: no test tests/b.py::test_b",
     ]
+    monkeypatch.setattr(pages, "RUN_BY", {"make": "tests/a.py::test_c", "ray": "tests/a.py::test_b"})
+    assert pages.check_commands(root) == ["RUN_BY: no test tests/a.py::test_c"]
 
 
 def test_import_table_allows(plant: Plant) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 from rayk import load
@@ -15,6 +16,7 @@ from tests.experiments.conftest import wait_until, worker_processes
 from tests.markers import nixl, ray, thorough
 
 JOB = Path(__file__).parents[2] / "jobs" / "hetero_tp.py"
+SPEC = JOB.with_suffix(".yaml")
 
 
 def run_job(tmp_path: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -61,3 +63,23 @@ def test_the_jobs_exit_status_is_the_runs_on_a_cluster_of_its_own(
     assert "1 of 2 PASS, 1 KV_MISMATCH" in done.stdout
     assert "report: run/report.html" in done.stderr
     wait_until(lambda: not worker_processes(), "the cluster ends with the run")
+
+
+@thorough
+@ray
+@nixl
+@pytest.mark.timeout(600)
+def test_all_cells_of_make_experiment_pass(ray_address: str, tmp_path: Path) -> None:
+    """The README's first command, on the tests' cluster: it writes its checkpoint and prints the table."""
+    command = [sys.executable, "-m", "rayk.cli.main", "run", str(SPEC), "--out", "run"]
+    command += ["--address", ray_address, "--set", "device=cpu"]  # the cluster's GPUs are names
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=570, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "20 of 20 PASS" in done.stdout
+    cells = load(tmp_path / "run").cells
+    assert cells["verdict"].tolist() == ["PASS"] * 20
+    hand_overs = cells[cells["mode"] == "disaggregated"]
+    assert {frozenset(c) for c in hand_overs["checks_done"]} == {
+        frozenset(("tokens", "kv_bytes", "kv_values"))
+    }
+    assert (tmp_path / "checkpoints" / "qwen3-tiny" / "config.json").exists()
