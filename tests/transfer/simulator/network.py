@@ -1,4 +1,8 @@
-"""The network of a simulated world: agents whose transfers and messages do what networks do to them."""
+"""The network of a simulated world: agents whose transfers and messages do what networks do to them.
+
+Faults strike here, not in a FaultyAgent around each agent: that one sees calls, and cannot have half of a
+transfer's bytes arrive, nor what a dead process has under way.
+"""
 
 from __future__ import annotations
 
