@@ -64,7 +64,6 @@ class CellDeployment(Deployment):
                 restarts=restarts,
                 failure_policy=cell.spec.failure_policy,
             ),
-            tier_of=lambda name: self.members[name].life.tier_name,
         )
         limits = cell.deadlines
         rules = DeploymentRules(
@@ -83,7 +82,7 @@ class CellDeployment(Deployment):
         self._outcome = outcome
         self._losses = losses
         if tiers is not None:
-            tiers.on_lost = dispatcher.tier_lost
+            tiers.told = dispatcher
 
     @property
     def lives(self) -> list[EngineHandle]:

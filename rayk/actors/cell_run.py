@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -66,35 +66,21 @@ class CellRun:
         async with self._engines.watched():
             await self._engines.connect_all()
             self._engines.is_serving = True
-            due_ns = self._cell.due_ns(len(prompts), self._repeat)
-            started_ns = time.monotonic_ns()
-            requests = enumerate(zip(prompts, due_ns, strict=True))
-            await asyncio.gather(*(self._request(i, tuple(p), started_ns, due) for i, (p, due) in requests))
+            await run_requests(
+                self._cell, self._repeat, self._outcome, prompts, self._run_one, meter=self._meter
+            )
 
-    async def _request(self, index: int, prompt: tuple[int, ...], started_ns: int, due_ns: int) -> None:
-        """From its arrival on. It counts from when it was due, however late it is got to."""
-        request, row = begin_request(self._cell, self._repeat, index, prompt)
-        row.arrival_ns, row.due_ns = started_ns + due_ns, due_ns
-        self._outcome.requests.append(row)
-        engines, attempts = self._engines, list[Place]()
+    async def _run_one(self, index: int, request: Request, row: RequestRow) -> None:
+        engines = self._engines
+        attempts = [self._place(request, self._cell.session_of(index))]
         try:
-            await until(row.arrival_ns)
-            attempts.append(self._place(request, self._cell.session_of(index)))
-            async with self._streams:
-                async with asyncio.timeout(self._cell.deadlines.request_s):
-                    await self._run(request, attempts, row)
+            async with self._streams, asyncio.timeout(self._cell.deadlines.request_s):
+                await self._run(request, attempts, row)
         except TimeoutError:
             engines.abort(row.request_id, row.num_attempts)
-            self._fail(row, DeadlineExceeded(f"request {request.request_id}", self._cell.deadlines.request_s))
-        except RaykError as error:
-            self._fail(row, error)
-        except asyncio.CancelledError:
-            self._fail(row, DeadlineExceeded(f"cell {self._cell.cell_id}", self._cell.deadlines.cell_s))
             raise
         finally:
-            report_request(self._meter, row)
-            if attempts:
-                engines.dispatcher.ended((attempts[-1].name,), time.monotonic_ns())
+            engines.dispatcher.ended((attempts[-1].name,), time.monotonic_ns())
 
     async def _run(self, request: Request, attempts: list[Place], row: RequestRow) -> None:
         """Take a request through the engines where it was placed, and again as the dispatcher decides. Raises
@@ -169,9 +155,48 @@ class CellRun:
         self._num_reservations += 1
         return as_it_arrives(self._cell, reservation, self._num_reservations)
 
-    def _fail(self, row: RequestRow, error: RaykError) -> None:
+
+RunOne = Callable[[int, Request, RequestRow], Awaitable[None]]
+"""Takes a request through its engines: the index of its prompt, what is asked for, and the row to fill.
+Raises what ends it, and TimeoutError when it has lasted as long as the cell lets a request last."""
+
+
+async def run_requests(
+    cell: Cell,
+    repeat: int,
+    outcome: CellOutcome,
+    prompts: Sequence[Sequence[int]],
+    run_one: RunOne,
+    *,
+    meter: Meter,
+) -> None:
+    """Run each prompt of a cell from when it is due. A failed request is a row with an error."""
+    started_ns = time.monotonic_ns()
+
+    def fail(row: RequestRow, error: RaykError) -> None:
         note_failure(row, error)
-        self._outcome.errors.append(error)
+        outcome.errors.append(error)
+
+    async def run(index: int, prompt: Sequence[int], due_ns: int) -> None:
+        request, row = begin_request(cell, repeat, index, tuple(prompt))
+        # It counts from when it was due, however late it is got to.
+        row.arrival_ns, row.due_ns = started_ns + due_ns, due_ns
+        outcome.requests.append(row)
+        try:
+            await until(row.arrival_ns)
+            await run_one(index, request, row)
+        except TimeoutError:
+            fail(row, DeadlineExceeded(f"request {row.request_id}", cell.deadlines.request_s))
+        except RaykError as error:
+            fail(row, error)
+        except asyncio.CancelledError:
+            fail(row, DeadlineExceeded(f"cell {cell.cell_id}", cell.deadlines.cell_s))
+            raise
+        finally:
+            report_request(meter, row)
+
+    due_ns = cell.due_ns(len(prompts), repeat)
+    await asyncio.gather(*(run(i, p, due) for i, (p, due) in enumerate(zip(prompts, due_ns, strict=True))))
 
 
 def begin_request(cell: Cell, repeat: int, index: int, prompt: tuple[int, ...]) -> tuple[Request, RequestRow]:

@@ -65,8 +65,6 @@ class EngineHandle:
     """To rank 0, where requests do not go there through Ray."""
     tier: Any = None
     """The actor of its host tier; None without one."""
-    tier_name: str = ""
-    """Of that actor, where its owner asks; empty without one."""
     died: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     _watchers: list[asyncio.Task[None]] = field(default_factory=list)
 

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from rayk.actors.admission import AdmissionController
@@ -58,13 +58,13 @@ class Fleet(Deployment):
         self._settings = settings
         self._life = secrets.token_hex(4)
         pool = WorkerPool(f"{name.rpartition('/')[2]}-{self._life}", keep=True)
+        members = [Member(e, e.role) for e in settings.engines]
         dispatcher = Dispatcher(
             get_policy(settings.policy, settings.policy_settings),
             DispatchRules(
                 hands_over=not settings.is_aggregated, max_waiting=settings.max_waiting, pauses_s=PAUSES_S
             ),
-            limit=self._max_running,
-            tier_of=lambda name: self.members[name].life.tier_name,
+            max_running=_max_running(settings, members),
         )
         rules = DeploymentRules(
             transfer=settings.transfer,
@@ -75,8 +75,7 @@ class Fleet(Deployment):
         )
         limits = {"transfer_s": settings.transfer_s, "request_s": settings.request_s}
         offload = settings.offload.settings(**limits)
-        tiers = None if offload is None else HostTiers(name, offload, dispatcher.tier_lost, reopens=True)
-        members = [Member(e, e.role) for e in settings.engines]
+        tiers = None if offload is None else HostTiers(name, offload, dispatcher, reopens=True)
         super().__init__(members, rules, dispatcher, pool, tiers, itertools.count(1))
         asks = sorted((engine_ask(e, settings) for e in settings.engines), key=lambda a: -a.num_workers)
         self.spares = Spares(pool, asks, settings.num_spares, settings.model.folder)
@@ -164,6 +163,7 @@ class Fleet(Deployment):
             if member.state == "ready":
                 await self.connect_to_others(member, role)
             member.role = role
+            self.dispatcher.allow(_max_running(self._settings, self.members.values()))
             if member.handle is not None:
                 member.handle.take_role(role)
             if member.state == "ready":
@@ -305,13 +305,6 @@ class Fleet(Deployment):
 
     # Engines.
 
-    def _max_running(self) -> int:
-        if self._settings.max_running is not None:
-            return self._settings.max_running
-        # Twice its rows: while some decode, others are prefilled and handed over.
-        rows = (m.entry.config.max_seqs for m in self.members.values() if m.role != "prefill")
-        return sum(min(2 * n, MAX_STREAMS) for n in rows)
-
     @property
     def _placement(self) -> str:
         # Aggregated engines have nobody to be spread from.
@@ -370,3 +363,12 @@ class Fleet(Deployment):
             member = self.members[str(engine)]
             if member.state == "ready":
                 member.life.leader.abort.options(concurrency_group="control").remote(action.name)
+
+
+def _max_running(settings: ServerSettings, members: Iterable[Member]) -> int:
+    """How many requests may have a place at once."""
+    if settings.max_running is not None:
+        return settings.max_running
+    # Twice its rows: while some decode, others are prefilled and handed over.
+    rows = (m.entry.config.max_seqs for m in members if m.role != "prefill")
+    return sum(min(2 * n, MAX_STREAMS) for n in rows)

@@ -31,6 +31,7 @@ from rayk.actors.ray_private import joining, ray_environment, starting_own_clust
 from rayk.actors.sessions import session_folder
 from rayk.actors.token_file import TokenFile
 from rayk.specs import Cell
+from rayk.specs.server_plan import ServerPlan
 from rayk.specs.serving import ServerSettings
 from rayk.types.errors import DeadlineExceeded, DeviceError
 from rayk.types.signals import kept_sigterm
@@ -256,9 +257,13 @@ def start_coordinator(name: str, **arguments: Any) -> Any:
     )
 
 
-def fit_server(settings: ServerSettings) -> ServerSettings:
-    """The server with its workers' share of a GPU decided. Raises DeviceError when the cluster's nodes cannot
-    hold its engines."""
+def fit_server(plan: ServerPlan) -> ServerSettings:
+    """The server with what is left to the cluster decided: its device, and its workers' share of a GPU.
+
+    Raises SpecError where an engine cannot run on that device, DeviceError when the nodes cannot hold the
+    engines.
+    """
+    settings = plan.on_device(cluster_device())
     nodes, share = live_nodes(), settings.gpus_per_worker
     if settings.device == "cuda":
         available = sum(node.resources.get("GPU", 0.0) for node in nodes)

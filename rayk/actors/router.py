@@ -26,7 +26,7 @@ from rayk.actors.serving import Assignment
 from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import CapturedRows
 from rayk.sched.policy import PlacementRequest
-from rayk.sched.recovery import Cause, Failure, GiveUp, Recovery, attempt_id, cause_of
+from rayk.sched.recovery import attempt_id, cause_of, may_ask_again
 from rayk.sched.request_describer import RequestDescriber
 from rayk.specs.serving import ServerSettings
 from rayk.transfer.ticket import Reservation
@@ -205,7 +205,6 @@ class Router:
             max_tokens=request.sampling.max_tokens,
             session=server_request.session,
         )
-        recovery = Recovery(self._settings.failure_policy, 1, self._settings.max_attempts)
         for number in itertools.count():
             name = attempt_id(request.request_id, number)
             attempt = replace(request, request_id=name)
@@ -217,7 +216,7 @@ class Router:
                 )
                 await self._run_attempt(assignment, attempt, request_run, engines, number)
             except RaykError as error:
-                if not self._may_try_again(error, engines, recovery):
+                if not self._may_try_again(error, number + 1):
                     raise
             else:
                 return
@@ -267,13 +266,13 @@ class Router:
             row.finish_reason = None
             raise EngineDied(engines[-1].name, "it was told to abort the request")
 
-    def _may_try_again(self, error: RaykError, engines: Sequence[EngineHandle], recovery: Recovery) -> bool:
-        names = [e.name for e in engines] or [""]
-        cause = cause_of(error, producer=names[0], consumer=names[-1])
-        if isinstance(error, EngineDied):  # also one that it never met, or the fleet
-            cause = Cause.PRODUCER_LOST
-        # Where to is the fleet's decision.
-        return not isinstance(recovery.decide(Failure(cause, 0), producers_live=(True,)), GiveUp)
+    def _may_try_again(self, error: RaykError, num_attempts: int) -> bool:
+        """Whether to ask the fleet for another place. Where that is, is the fleet's decision."""
+        # An engine is lost whoever it was, also one that the request never met, or the fleet.
+        lost = error.engine if isinstance(error, EngineDied) else ""
+        cause = cause_of(error, producer=lost, consumer="")
+        settings = self._settings
+        return may_ask_again(settings.failure_policy, cause, num_attempts, settings.max_attempts)
 
 
 class _Stream:

@@ -10,7 +10,7 @@ import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.exceptions import RayError
@@ -54,6 +54,16 @@ class _Tier:
     died: str = ""  # what of; empty while it lives
 
 
+class TierEvents(Protocol):
+    """Who places requests, and so wants to know which engine has which tier, by their names."""
+
+    def attached(self, engine: str, tier: str) -> None: ...
+
+    def detached(self, engine: str) -> None: ...
+
+    def tier_lost(self, tier: str) -> None: ...
+
+
 class HostTiers:
     """All tiers share one event loop."""
 
@@ -61,14 +71,14 @@ class HostTiers:
         self,
         name: str,
         settings: OffloadSettings,
-        on_lost: Callable[[str], None] = lambda tier: None,
+        told: TierEvents | None = None,
         *,
         reopens: bool = False,
     ) -> None:
-        """`name`: begins those of the actors. `on_lost`: is told the name of a tier that has died; no other
-        has the same. `reopens`: a tier that dies is opened anew, empty, for the engines that it had."""
+        """`name`: begins those of the actors, of which no two are the same. `reopens`: a tier that dies is
+        opened anew, empty, for the engines that it had."""
         self._name = name
-        self.on_lost = on_lost
+        self.told = told
         self.settings = settings
         self._reopens = reopens
         self._tiers: dict[Kind, _Tier] = {}
@@ -103,7 +113,9 @@ class HostTiers:
         if tier.died:  # too early for its engines to be told
             raise EngineDied(tier.name, tier.died)
         tier.engines[engine.name] = engine
-        engine.tier, engine.tier_name = tier.handle, tier.name
+        engine.tier = tier.handle
+        if self.told is not None:
+            self.told.attached(engine.name, tier.name)
 
     async def _describe(self, engine: EngineHandle) -> None:
         if not engine.descriptions:
@@ -114,6 +126,8 @@ class HostTiers:
         for tier in tuple(self._tiers.values()):
             if tier.engines.get(engine.name) is engine:
                 del tier.engines[engine.name]
+                if self.told is not None:
+                    self.told.detached(engine.name)
                 if not tier.died:
                     await _quietly(tier.handle.detach.remote(engine.name), STATUS_S)
 
@@ -203,8 +217,9 @@ class HostTiers:
         self.losses.append(tier.died)
         engines = [e for e in tier.engines.values() if not e.died.done()]
         for engine in engines:
-            engine.tier, engine.tier_name = None, ""
-        self.on_lost(tier.name)
+            engine.tier = None
+        if self.told is not None:
+            self.told.tier_lost(tier.name)
         lose = (
             e.leader.lose_tier.options(concurrency_group="control").remote(tier.facts.epoch, tier.died)
             for e in engines

@@ -16,16 +16,14 @@ from typing import Any
 import numpy as np
 
 from rayk.actors.cell_outcome import CellOutcome
-from rayk.actors.cell_run import begin_request, until
-from rayk.actors.deployment_metrics import report_request
+from rayk.actors.cell_run import run_requests
 from rayk.actors.engines import CONTROL_S, EngineHandle
-from rayk.actors.request_run import note_failure
 from rayk.actors.stage_clock import StageClock
 from rayk.actors.vllm_engine import END_S
 from rayk.handover.commands import CapturedRows
 from rayk.metrics import Meter
 from rayk.specs import Cell
-from rayk.types.errors import DeadlineExceeded, EngineDied, KVMismatch, RaykError, TransferError
+from rayk.types.errors import DeadlineExceeded, EngineDied, KVMismatch, TransferError
 from rayk.types.request import Request, SamplingParams
 from rayk.types.rows import RequestRow, TransferRow
 
@@ -58,41 +56,21 @@ class VllmCellRun:
 
     async def run(self, prompts: Sequence[Sequence[int]]) -> None:
         """Run all prompts together. A failed request is a row with an error."""
-        due_ns = self._cell.due_ns(len(prompts), self._repeat)
-        started_ns = time.monotonic_ns()
-        requests = enumerate(zip(prompts, due_ns, strict=True))
-        await asyncio.gather(*(self._request(i, tuple(p), started_ns, due) for i, (p, due) in requests))
+        await run_requests(self._cell, self._repeat, self._outcome, prompts, self._run_one, meter=self._meter)
 
-    async def _request(self, index: int, prompt: tuple[int, ...], started_ns: int, due_ns: int) -> None:
-        """From its arrival on. It counts from when it was due, however late it is got to."""
-        request, row = begin_request(self._cell, self._repeat, index, prompt)
-        row.arrival_ns, row.due_ns = started_ns + due_ns, due_ns
-        self._outcome.requests.append(row)
+    async def _run_one(self, index: int, request: Request, row: RequestRow) -> None:
         limit_s = self._cell.deadlines.request_s
         run = VllmRequestRun(row, limit_s, self._outcome, captures=self._capture, proves=self._is_proven)
         prefill = self._prefill[index % len(self._prefill)]
         try:
-            await until(row.arrival_ns)
             async with asyncio.timeout(limit_s):
                 if self._decode:
                     await run.hand_over(prefill, self._decode[index % len(self._decode)], request)
                 else:
                     await run.whole(prefill, request)
-        except TimeoutError:
-            self._fail(row, DeadlineExceeded(f"request {row.request_id}", limit_s))
-            run.abort()
-        except RaykError as error:
-            self._fail(row, error)
-        except asyncio.CancelledError:
-            self._fail(row, DeadlineExceeded(f"cell {self._cell.cell_id}", self._cell.deadlines.cell_s))
+        except (TimeoutError, asyncio.CancelledError):
             run.abort()
             raise
-        finally:
-            report_request(self._meter, row)
-
-    def _fail(self, row: RequestRow, error: RaykError) -> None:
-        note_failure(row, error)
-        self._outcome.errors.append(error)
 
 
 class VllmRequestRun:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from rayk.sched.loads import LoadBook
@@ -123,15 +123,14 @@ class Dispatcher:
         policy: Policy,
         rules: DispatchRules,
         *,
-        limit: Callable[[], int] = lambda: sys.maxsize,
-        tier_of: Callable[[str], str] = lambda engine: "",
+        max_running: int = sys.maxsize,
     ) -> None:
-        """`limit` says how many requests may be on engines now, `tier_of` an engine's host tier."""
+        """`max_running`: requests that may have a place at once."""
         self.is_draining = False
         self._policy = policy
         self._rules = rules
-        self._limit = limit
-        self._loads = LoadBook(tier_of)
+        self._max_running = max_running
+        self._loads = LoadBook()
         self._sides: dict[str, str] = {}
         """Engine -> prefill or decode, in the order in which they came."""
         self._open: set[str] = set()
@@ -200,9 +199,22 @@ class Dispatcher:
         """Whether an engine is being formed again, or would be if it were lost."""
         return self._restarts is None or engine in self._restarts or engine in self._num_tries
 
+    def allow(self, max_running: int) -> None:
+        """From the next event on, so many requests may have a place at once."""
+        self._max_running = max_running
+
+    def attached(self, engine: str, tier: str) -> None:
+        """An engine has this host tier, and no other."""
+        self._loads.attached(engine, tier)
+
+    def detached(self, engine: str) -> None:
+        """An engine has no host tier any more."""
+        self._loads.detached(engine)
+
     def tier_lost(self, tier: str) -> None:
-        """A host tier died."""
+        """A host tier died: its engines have none."""
         self._policy.lost(tier)
+        self._loads.tier_lost(tier)
 
     def _set_open(self, engine: str, *, is_open: bool) -> None:
         (self._open.add if is_open else self._open.discard)(engine)
@@ -339,7 +351,7 @@ class Dispatcher:
     @property
     def _has_room(self) -> bool:
         can_go = self._takers["prefill"] and (self._takers["decode"] or not self._rules.hands_over)
-        return bool(can_go) and len(self._placed) < self._limit()
+        return bool(can_go) and len(self._placed) < self._max_running
 
     def _place(self, front: str, asked: PlacementRequest) -> Place:
         prefill, decode = (

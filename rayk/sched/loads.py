@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rayk.sched.policy import EngineLoad, Placement, PlacementRequest
 
@@ -10,9 +10,9 @@ from rayk.sched.policy import EngineLoad, Placement, PlacementRequest
 class LoadBook:
     """Keeps each engine's load. An event costs the same however many requests there are."""
 
-    def __init__(self, tier_of: Callable[[str], str] = lambda engine: "") -> None:
-        """Take `tier_of`, which names the host tier that an engine has just now, empty for none."""
-        self._tier_of = tier_of
+    def __init__(self) -> None:
+        self._tiers: dict[str, str] = {}
+        """Engine -> its host tier, of those that have one."""
         self._loads: dict[str, EngineLoad] = {}
         # by request id; and whether its prompt is still to be computed
         self._placed: dict[str, tuple[PlacementRequest, Placement, bool]] = {}
@@ -25,8 +25,17 @@ class LoadBook:
     def of(self, names: Sequence[str]) -> list[EngineLoad]:
         found = [self._loads[name] for name in names]
         for load in found:
-            load.tier = self._tier_of(load.name)
+            load.tier = self._tiers.get(load.name, "")
         return found
+
+    def attached(self, name: str, tier: str) -> None:
+        self._tiers[name] = tier
+
+    def detached(self, name: str) -> None:
+        self._tiers.pop(name, None)
+
+    def tier_lost(self, tier: str) -> None:
+        self._tiers = {name: other for name, other in self._tiers.items() if other != tier}
 
     def remove(self, name: str) -> None:
         """Forget an engine; its requests are accounted for as they end."""

@@ -91,10 +91,8 @@ class Recovery:
         """What to do now. `producers_live`: by index, whether an engine takes requests; an engine that was
         formed again in place of a lost one does. `consumer_lives`: the same of the decode engine."""
         assert len(producers_live) == self._num_producers
-        is_final = failure.cause in (Cause.DEADLINE, Cause.REFUSED)
-        if self.policy == "fail" or is_final or not consumer_lives:
-            return GiveUp()
-        if self.num_attempts >= self._max_attempts:
+        may_go_on = may_ask_again(self.policy, failure.cause, self.num_attempts, self._max_attempts)
+        if not may_go_on or not consumer_lives:
             return GiveUp()
         if self.policy == "recompute":
             self.num_attempts += 1
@@ -107,6 +105,12 @@ class Recovery:
             return GiveUp()
         self.num_attempts += 1
         return Migrate(producer)
+
+
+def may_ask_again(policy: FailurePolicy, cause: Cause, num_attempts: int, max_attempts: int) -> bool:
+    """Whether a request may have another attempt after so many, wherever that may be."""
+    is_final = cause in (Cause.DEADLINE, Cause.REFUSED)
+    return policy != "fail" and not is_final and num_attempts < max_attempts
 
 
 def cause_of(error: RaykError, *, producer: str, consumer: str) -> Cause:

@@ -111,8 +111,7 @@ def serve_until_stopped(
                 return 0
             if cluster is not None or token_file is not None:
                 _say(joined.in_words())
-            device = launch.cluster_device()
-            settings = launch.fit_server(plan.on_device(device))
+            settings = launch.fit_server(plan)
             return asyncio.run(_serve(settings, front, stop, ready, is_shared=cluster is not None))
 
 

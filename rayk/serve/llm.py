@@ -312,8 +312,7 @@ class _Engines:
             if not joined.is_own:
                 level = logging.INFO if joined.is_protected else logging.WARNING
                 logging.getLogger("rayk").log(level, joined.in_words())
-            device = launch.cluster_device()
-            self.settings = launch.fit_server(plan.on_device(device))
+            self.settings = launch.fit_server(plan)
             name = fleet_name(self.settings.model.model_id)
             router = Router(name, self.settings, namespace=ray.get_runtime_context().namespace)
             num_at_once = sum(e.config.max_seqs for e in self.settings.engines)

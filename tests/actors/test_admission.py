@@ -23,7 +23,7 @@ class Desk(AdmissionController):
         self, max_running: int = 1, max_waiting: int = 2, *, opened: bool = True, **how: Any
     ) -> None:
         rules = DispatchRules(hands_over=opened, max_waiting=max_waiting)
-        self.dispatcher = Dispatcher(get_policy("round_robin"), rules, limit=lambda: max_running)
+        self.dispatcher = Dispatcher(get_policy("round_robin"), rules, max_running=max_running)
         self.aborted: list[Abort] = []
         super().__init__(self.dispatcher, self.aborted.append, **how)
         if opened:

@@ -29,7 +29,6 @@ from rayk.actors.members import Member
 from rayk.actors.router import Router
 from rayk.experiments.verdict import Findings
 from rayk.models.families import load_config
-from rayk.sched.recovery import Recovery
 from rayk.serve.errors import api_error
 from rayk.serve.fleet_part import FleetPart
 from rayk.serve.supervisor import Supervisor
@@ -74,9 +73,8 @@ def test_a_front_tells_of_a_fleets_bug_and_does_not_ask_again(
         router = Router("fleet", SETTINGS)
         with pytest.raises(InternalError, match="KeyError: 'no such assignment'") as caught:
             await router._link.call("place", "f", until=time.monotonic() + LIMIT_S)
-        recovery = Recovery(SETTINGS.failure_policy, 1, SETTINGS.max_attempts)
-        assert not router._may_try_again(caught.value, [], recovery)
-        assert router._may_try_again(EngineDied("prefill0", "killed"), [], recovery)
+        assert not router._may_try_again(caught.value, 1)
+        assert router._may_try_again(EngineDied("prefill0", "killed"), 1)
         await router._link.close()
         await service.close()
 

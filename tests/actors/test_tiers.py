@@ -53,7 +53,9 @@ class Node:
         facts = TierFacts(epoch=0, unit_tokens=16, row_unit_tokens=256)
         self.tier = _Tier(name, handle, facts, 1, "node", {e.name: e for e in engines})
         for engine in engines:
-            engine.tier, engine.tier_name = handle, name
+            engine.tier = handle
+            assert tiers.told is not None
+            tiers.told.attached(engine.name, name)
         self.watcher = asyncio.create_task(tiers._watch(self.tier))
 
     async def _until_over(self) -> None:
@@ -68,14 +70,18 @@ class Node:
 def test_the_name_of_a_lost_tier_is_told_and_no_engine_has_it_any_more() -> None:
     async def play() -> None:
         told: list[str] = []
-        tiers = HostTiers("t", SETTINGS, told.append)
+        policy = SimpleNamespace(lost=told.append)
+        dispatcher = Dispatcher(policy, DispatchRules(hands_over=False))  # type: ignore[arg-type]
+        tiers = HostTiers("t", SETTINGS, dispatcher)
         engines = [engine_of(f"e{i}") for i in range(3)]
         first, second = Node(tiers, "t/host0", engines[:2]), Node(tiers, "t/host1", engines[2:])
+        for engine in engines:
+            dispatcher.open(engine.name, "aggregated", 1, 0)
         await asyncio.sleep(0)
         assert told == []
         await first.die()
         assert told == ["t/host0"]
-        assert [(e.tier is None, e.tier_name) for e in engines] == [
+        assert [(e.tier is None, dispatcher.load(e.name).tier) for e in engines] == [
             (True, ""),
             (True, ""),
             (False, "t/host1"),
@@ -90,15 +96,13 @@ def test_requests_are_not_placed_for_kv_of_a_lost_tier() -> None:
     """Two nodes: a prompt goes where its tier has it, and counts for nothing once that is lost."""
 
     async def play() -> None:
-        engines = {name: engine_of(name) for name in ("e0", "e1")}
         dispatcher = Dispatcher(
             get_policy("prefix_aware", POLICY),
             DispatchRules(hands_over=False, max_waiting=4),
-            tier_of=lambda name: engines[name].tier_name,
         )
         desk = AdmissionController(dispatcher, lambda _: None)
-        tiers = HostTiers("t", SETTINGS, dispatcher.tier_lost)
-        nodes = [Node(tiers, f"t/{e.name}", [e]) for e in engines.values()]
+        tiers = HostTiers("t", SETTINGS, dispatcher)
+        nodes = [Node(tiers, f"t/{name}", [engine_of(name)]) for name in ("e0", "e1")]
         describer = RequestDescriber("prefix_aware", POLICY, b"secret")
 
         async def place(name: str, prompt: list[int]) -> tuple[str | None, int]:

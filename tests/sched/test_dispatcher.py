@@ -35,7 +35,7 @@ class Clocked:
     """A dispatcher whose events carry the second at which they happen."""
 
     def __init__(self, rules: DispatchRules, max_running: int = 2) -> None:
-        self.dispatcher = Dispatcher(get_policy("round_robin"), rules, limit=lambda: max_running)
+        self.dispatcher = Dispatcher(get_policy("round_robin"), rules, max_running=max_running)
 
     def at(self, second: float, event: str, *args: Any, **how: Any) -> Any:
         now_ns = int(second * SECOND)
@@ -94,6 +94,16 @@ def test_a_servers_requests_are_admitted_placed_and_turned_away() -> None:
     assert refused(at(9, "arrive", "f", "h", deadline_s=9)) == [("h", Overloaded)]
     assert at(9, "ended", "d", "b~1") == []
     assert (clocked.dispatcher.num_running, clocked.dispatcher.num_waiting) == (0, 0)
+
+
+def test_more_places_are_given_from_the_next_event_on() -> None:
+    clocked = Clocked(SERVER, max_running=1)
+    at = clocked.at
+    at(0, "open", "p0", "prefill")
+    at(0, "open", "d0", "decode")
+    assert [at(1, "arrive", "f", name, deadline_s=9) for name in "abc"] == [[place("a")], [], []]
+    clocked.dispatcher.allow(2)
+    assert at(2, "ended", "a") == [place("b"), place("c")]
 
 
 def test_a_front_that_is_silent_has_its_requests_aborted() -> None:

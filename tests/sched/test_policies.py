@@ -87,9 +87,10 @@ class World:
         self.draw = random.Random(seed)
         self.settings = settings
         self.policy: Policy = get_policy(name, settings)
-        self.book = LoadBook(TIERS.__getitem__)
+        self.book = LoadBook()
         for engine, tp in TP.items():
             self.book.add(engine, tp)
+            self.book.attached(engine, TIERS[engine])
         self.running: dict[str, tuple[PlacementRequest, Placement]] = {}
         self.ahead: set[str] = set()
         self.prompts: dict[str, tuple[int, ...]] = {}
@@ -455,9 +456,10 @@ def test_a_setting_changes_decisions_of_policies_that_heed_it_and_no_others(name
 def test_settings_of_hand_overs_say_nothing_where_there_are_none(name: str, setting: str) -> None:
     found = []
     for settings in (SETTINGS, replace(SETTINGS, **{setting: getattr(OTHER, setting)})):
-        policy, draw, book = get_policy(name, settings), random.Random(3), LoadBook(TIERS.__getitem__)
+        policy, draw, book = get_policy(name, settings), random.Random(3), LoadBook()
         for engine in ("p0", "p1", "p2"):
             book.add(engine, TP[engine])
+            book.attached(engine, TIERS[engine])
         for i in range(300):
             prompt = tuple(draw.choices((1, 2), weights=(6, 1), k=draw.randint(1, 40)))
             asked = ask(str(i), prompt, settings, max_tokens=draw.randint(1, 30))
