@@ -140,7 +140,7 @@ class EngineHandle:
         return result
 
     async def stream(self, timeout_s: float, *args: Any, **kwargs: Any) -> AsyncIterator[list[RequestEvent]]:
-        """One request's events, batch by batch. `timeout_s` bounds the whole stream."""
+        """Yield one request's events, batch by batch. `timeout_s` bounds the whole stream."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         if self.line is not None:
             async with aclosing(self.line.stream("generate", *args, **kwargs)) as batches:

@@ -118,7 +118,7 @@ def wanted_address(address: str | None) -> str | None:
 
 
 def is_host_and_port(address: str) -> bool:
-    """Not `auto`, `ray://...`."""
+    """Whether it is one, and not `auto` or `ray://...`."""
     host, colon, port = address.rpartition(":")
     return bool(colon) and port.isdigit() and "/" not in host
 

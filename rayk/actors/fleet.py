@@ -232,7 +232,7 @@ class Fleet(Deployment):
         )
 
     async def tell(self, front: str, news: News) -> None:
-        """News of a front's attempts, and its sign of life."""
+        """Take news of a front's attempts, which is also its sign of life."""
         self._admission.tell(front, news)
 
     async def leave(self, front: str) -> None:

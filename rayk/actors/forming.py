@@ -231,5 +231,5 @@ async def _await_releases(engine: EngineHandle, timeout_s: float) -> tuple[str, 
 
 
 async def all_of(refs: Sequence[Any]) -> list[Any]:
-    """Every reply, in order."""
+    """Wait for every reply, and return them in order."""
     return list(await asyncio.gather(*refs))

@@ -105,7 +105,7 @@ class LineProtocol(asyncio.Protocol):
         self._may_write.clear()
 
     def resume_writing(self) -> None:
-        """No longer."""
+        """Let writers go on."""
         self._may_write.set()
 
     def connection_lost(self, error: Exception | None) -> None:

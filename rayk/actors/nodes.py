@@ -69,7 +69,7 @@ class EngineAsk:
 
 
 def worker_resources(device: str, gpus_per_worker: float) -> dict[str, float]:
-    """Ray resources of one worker."""
+    """List the Ray resources that one worker asks for."""
     cpu = {"CPU": CPU_SHARE}
     return cpu | {"GPU": gpus_per_worker} if device == "cuda" else cpu
 

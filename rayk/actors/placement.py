@@ -96,7 +96,7 @@ def start_worker(name: str, group: PlacementGroup, index: int, resources: Mappin
 
 
 def start_vllm_engine(name: str, group: PlacementGroup, index: int, resources: Mapping[str, float]) -> Any:
-    """A VllmEngine actor, likewise."""
+    """Create a VllmEngine actor in bundle `index` of `group`."""
     # Each concurrency group of an actor has an event loop of its own: this one has none.
     remote: Any = ray.remote(max_concurrency=VLLM_CALLS)(VllmEngine)  # type: ignore[call-overload]
     return _start(remote, name, group, index, resources)

@@ -157,7 +157,7 @@ class WorkerPool:
         return name in self._slots
 
     def node_id(self, name: str) -> str | None:
-        """Id of a slot's node; None without one."""
+        """Find the id of a slot's node; None without one."""
         return self._slots[name].node_id if name in self._slots else None
 
     def drop(self, name: str) -> None:

@@ -119,7 +119,7 @@ class RequestRun:
             await self._prefill(route, route.prefill)
 
     async def _prefill(self, route: Route, find: FindEngine, **given: Any) -> None:
-        """From the prompt on. `given`: more for the prefill engine."""
+        """Run the attempt from its prefill on. `given` is passed on to the prefill engine."""
         row = self.row
         prefill = self._lender = await find()
         row.prefill_engine = prefill.name
@@ -243,7 +243,7 @@ class RequestRun:
             stages.end("digest", at_ns)
 
     def _note_tier(self, info: dict[str, Any], offset_ns: int) -> None:
-        """What the engine waited for before it queued the request."""
+        """Record what the engine waited for before it queued the request."""
         for stage, end in AT_TIER:
             if end in info:
                 self._stages.end(stage, info[end] + offset_ns)
@@ -319,7 +319,7 @@ def note_failure(row: RequestRow, error: RaykError) -> None:
 
 
 def _undelivered(event: RequestEvent, num_known: int) -> RequestEvent:
-    """An event without the first `num_known` of its tokens: an earlier attempt delivered them."""
+    """Cut off the first `num_known` tokens of an event, which an earlier attempt delivered."""
     if num_known <= 0 or not event.token_ids:
         return event
     logprobs = None if event.logprobs is None else event.logprobs[num_known:]

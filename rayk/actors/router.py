@@ -303,11 +303,11 @@ class _Stream:
         self._news.put_nowait(None)
 
     def prefilled(self, attempt: str) -> None:
-        """On to the fleet."""
+        """Tell the fleet."""
         self._link.prefilled(attempt)
 
     def delivered(self, row: RequestRow, event: RequestEvent) -> None:
-        """On to the client."""
+        """Hand the event to the client."""
         is_aborted = event.finish_reason is FinishReason.ABORT
         finish_reason = None if is_aborted else event.finish_reason
         prompt_logprobs = None if self._has_prompt_logprobs else event.prompt_logprobs

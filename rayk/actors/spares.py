@@ -27,7 +27,7 @@ class Spares:
     """`count` idle workers, beside the engines in turn."""
 
     def __init__(self, pool: WorkerPool, engines: Sequence[EngineAsk], count: int, model: str) -> None:
-        """`engines`: the largest first."""
+        """`engines` are sorted, the largest first."""
         self._pool = pool
         self._model = model
         self._beside = {f"spare{i}": engines[i % len(engines)] for i in range(count)}
@@ -73,7 +73,7 @@ class Spares:
                 return
 
     async def _keep(self) -> None:
-        """It prepares all at once, then each by itself."""
+        """Prepare all spares at once, then replace each by itself."""
         try:
             await self._prepare(self._beside)
         except RaykError as error:

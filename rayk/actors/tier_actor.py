@@ -53,7 +53,7 @@ WIRE_POLL_S = 0.002
 
 
 def tier_groups(config: EngineConfig, settings: OffloadSettings) -> tuple[KVCacheGroup, ...]:
-    """The KV groups of a tier behind engines like this one."""
+    """List the KV groups of a tier behind engines like this one."""
     return groups_of_tier(config, load_config(config.model), settings)
 
 

@@ -286,7 +286,7 @@ def _of_prompt(
 
 
 def _mismatch(request_id: str, found: Sequence[dict[str, Any]]) -> KVMismatch:
-    """The first wrong byte of all ranks', with the bytes of all counted."""
+    """Report the first wrong byte of all ranks, and count the wrong bytes of all."""
     first = min((f["mismatch"] for f in found), key=lambda m: (m["group"], m["layer"], m["field"], m["unit"]))
     return KVMismatch(
         request_id,

@@ -201,7 +201,7 @@ class VllmEngine:
                 pass
 
     async def _read_log(self, stream: asyncio.StreamReader) -> None:
-        """Into this actor's own log, too."""
+        """Copy the engine's log into this actor's own log, and keep its end."""
         while chunk := await stream.read(1 << 16):
             sys.stderr.write(text := chunk.decode(errors="replace"))
             sys.stderr.flush()

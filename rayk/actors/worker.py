@@ -388,7 +388,7 @@ class Worker:
         return report
 
     def check_integrity(self) -> None:
-        """AssertionError when blocks leaked (rank 0, after its loop ended)."""
+        """Raise AssertionError when blocks leaked (rank 0, after its loop ended)."""
         leader = self._leader
         if leader is not None:
             leader.check_integrity()

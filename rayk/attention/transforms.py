@@ -105,7 +105,7 @@ def fast_prefill(common: CommonAttentionMetadata, wanted: np.ndarray) -> CommonA
 
 
 def _host(common: CommonAttentionMetadata) -> tuple[np.ndarray, np.ndarray]:
-    """query_start_loc [R + 1] and seq_lens [R], int64."""
+    """Copy query_start_loc [R + 1] and seq_lens [R] to the host, as int64."""
     return np.array(common.query_start_loc_cpu), np.array(common.seq_lens_cpu)
 
 
@@ -138,7 +138,7 @@ def _rebuilt(
 def _cut_table(
     table: torch.Tensor, requests: np.ndarray, first_columns: np.ndarray, width: int
 ) -> torch.Tensor:
-    """[V, width] from table [R, W]: for each of `requests` [V] the columns from its first one [V] on."""
+    """Cut [V, width] from table [R, W]: of each of `requests` [V] the columns from its first one [V] on."""
     if not first_columns.any():
         return table[:, :width].index_select(0, torch.from_numpy(requests).to(table.device))
     rows, first = torch.from_numpy(np.stack((requests, first_columns))).to(table.device).unsqueeze(-1)

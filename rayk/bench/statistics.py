@@ -147,7 +147,7 @@ def _blocks(values: np.ndarray, size: int) -> np.ndarray:
 
 
 def _error(values: np.ndarray) -> float:
-    """Standard error of the mean of independent values."""
+    """Estimate the standard error of the mean of independent values."""
     return float(values.std(ddof=1)) / math.sqrt(len(values))
 
 

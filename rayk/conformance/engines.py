@@ -61,7 +61,7 @@ class EnginePair:
         )
 
     def case(self, fault: str = "") -> ConnectorCase:
-        """The argument of a connector's `supports`."""
+        """Make the argument of a connector's `supports`."""
         return ConnectorCase(
             kinds=tuple(dict.fromkeys(spec.kind for spec in self.specs(0).values())),
             num_kv_heads=self.num_kv_heads,
@@ -75,7 +75,7 @@ class EnginePair:
 
 
 def _heads(pair: EnginePair, size: int = HEAD_SIZE, dtype: str = DTYPE) -> tuple[int, int, int, str, int]:
-    """The arguments of an attention spec after its block size."""
+    """Make the arguments of an attention spec after its block size."""
     return pair.num_kv_heads, size, size, dtype, pair.num_query_heads
 
 

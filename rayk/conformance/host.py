@@ -219,7 +219,7 @@ class Host:
         self._store = None
 
     def resources(self) -> dict[str, int]:
-        """Threads and file descriptors of the process."""
+        """Count the threads and file descriptors of the process."""
         import gc
 
         gc.collect()

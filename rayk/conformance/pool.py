@@ -107,7 +107,7 @@ class HostProcess:
         self._log.close()
 
     def _epitaph(self, what: str) -> str:
-        """How it ended, with the last lines it printed."""
+        """Tell how it ended, with the last lines it printed."""
         try:
             code: int | None = self._process.wait(5)
         except subprocess.TimeoutExpired:
@@ -160,7 +160,7 @@ class HostPool:
             self._hosts.remove(gone)
 
     def new_folder(self) -> str:
-        """An empty folder that lasts as long as the pool."""
+        """Make an empty folder that lasts as long as the pool."""
         return tempfile.mkdtemp(dir=self._folder.name)
 
     def forget(self) -> None:

@@ -297,7 +297,7 @@ class Rig:
         return str(raised)
 
     def resources(self) -> dict[str, int]:
-        """Threads and file descriptors of the first process."""
+        """Count the threads and file descriptors of the first process."""
         (found,) = self._call_hosts([self._hosts[PRODUCER, 0]], "resources")
         return dict(found)
 

@@ -53,7 +53,7 @@ def failed(results: Sequence[CheckResult]) -> list[CheckResult]:
 
 
 def headline(results: Sequence[CheckResult]) -> str:
-    """E.g. `80 of 82 PASS, 2 UNSUPPORTED`."""
+    """Count the verdicts, e.g. `80 of 82 PASS, 2 UNSUPPORTED`."""
     counts = Counter(result.verdict for result in results)
     parts = [f"{counts.pop(PASS, 0)} of {len(results)} PASS"]
     return ", ".join([*parts, *(f"{count} {verdict}" for verdict, count in sorted(counts.items()))])

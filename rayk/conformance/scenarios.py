@@ -32,7 +32,7 @@ def one_token(rig: Rig) -> None:
 
 
 def lengths(rig: Rig) -> None:
-    """Requests of many lengths, one after the other, around the borders of blocks, windows and chunks."""
+    """Send requests of many lengths in turn, around the borders of blocks, windows and chunks."""
     for num_tokens in (1, 15, 16, 17, 31, 33, 47, 49, 63):
         rig.transfer(rig.job(num_tokens))
 

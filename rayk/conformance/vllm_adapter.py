@@ -63,7 +63,7 @@ class VllmConnector(BaseConnector):
         """Request id -> deadline and blocks, of requests loaded after the step."""
 
     def make(self, role: str, block_size: int) -> Any:
-        """The connector's half for a role, "scheduler" or "worker"."""
+        """Make the connector's half for a role, "scheduler" or "worker"."""
         raise NotImplementedError
 
     @classmethod
@@ -222,11 +222,11 @@ class VllmStore(BaseStore):
         self._numbers = itertools.count()
 
     def make(self, role: str, revision: str) -> Any:
-        """The connector's half for a role, "scheduler" or "worker", in an engine of this revision."""
+        """Make the connector's half for a role, "scheduler" or "worker", in an engine of this revision."""
         raise NotImplementedError
 
     def as_vllm(self, request_id: str, key: StoreKey) -> Any:
-        """The request of a key, as vLLM's scheduler represents it."""
+        """Represent the request of a key as vLLM's scheduler does."""
         made = _request(_Blocks(request_id), [*key.token_ids, *END], None)
         made.cache_salt = key.salt
         if key.adapter is not None:
@@ -370,7 +370,7 @@ def _call(half: Any, method: str, *arguments: Any) -> Any:
 
 
 def _request(request: KVRequest | _Blocks, token_ids: list[int], params: Any) -> Any:
-    """A request as vLLM's scheduler represents it."""
+    """Represent a request as vLLM's scheduler does."""
     return SimpleNamespace(
         request_id=request.request_id,
         req_id=request.request_id,
@@ -391,7 +391,7 @@ def _request(request: KVRequest | _Blocks, token_ids: list[int], params: Any) ->
 
 
 def _scheduler_output(request_id: str, as_vllm: Any, num_new_tokens: int) -> Any:
-    """A step that schedules one new request and no other."""
+    """Describe a step that schedules one new request and no other."""
     return SimpleNamespace(
         scheduled_new_reqs=[as_vllm],
         scheduled_cached_reqs=SimpleNamespace(

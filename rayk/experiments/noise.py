@@ -179,7 +179,7 @@ def _finite(errors: torch.Tensor) -> torch.Tensor:
 
 
 def rms(values: torch.Tensor) -> float:
-    """Root of the mean square, 0 of nothing."""
+    """Take the root of the mean square, 0 of nothing."""
     return float(values.double().square().mean().sqrt()) if values.numel() else 0.0
 
 

@@ -53,7 +53,7 @@ def numbers(values: Iterable[int]) -> str:
 
 
 def counted(name: str, ids: Sequence[int]) -> str:
-    """E.g. `layer 0`, `layers 0-3`."""
+    """Name them, e.g. `layer 0`, `layers 0-3`."""
     return f"{name}{'s'[: len(ids) != 1]} {numbers(ids)}"
 
 
@@ -170,7 +170,7 @@ def _on_rank(ranks: Sequence[RankGeometry], rank: int, named: _Found, coordinate
 
 
 def _units_text(found: _Found) -> str:
-    """E.g. `heads 0-7 (conv_x, ssm), groups 0-1 (conv_b, conv_c)`."""
+    """List the units found, e.g. `heads 0-7 (conv_x, ssm), groups 0-1 (conv_b, conv_c)`."""
     alike: dict[tuple[str, int], list[str]] = {}
     for _, f in found:
         alike.setdefault((f.field.unit_name, f.field.units), []).append(f.field.name)

@@ -54,7 +54,7 @@ def remarks(explanation: Explanation) -> Iterator[str]:
 
 
 def conversion_text(conversion: Conversion) -> str:
-    """E.g. `decode converts on receive: float32 -> fp8_e4m3, ...`."""
+    """Describe it, e.g. `decode converts on receive: float32 -> fp8_e4m3, ...`."""
     formats = (", ".join(f) for f in (conversion.producer_formats, conversion.consumer_formats))
     return (
         f"decode converts on receive: {' -> '.join(formats)}; {conversion.wire_bytes:,} bytes on the wire "

@@ -134,7 +134,7 @@ def _reads(
 
 
 def _sources(rank: int, prefill_tp: int, decode_tp: int, num_kv_heads: int) -> list[int]:
-    """compute_tp_mapping's source ranks of attention."""
+    """Ask vLLM's compute_tp_mapping for the source ranks of attention."""
     if decode_tp >= prefill_tp:
         return [rank * prefill_tp // decode_tp]
     each = prefill_tp // decode_tp

@@ -93,7 +93,7 @@ class CaptureExtension:
         self._inspect = Inspection(rank, self._views)
 
     def execute(self, command: object) -> object:
-        """Only Capture and Inspect."""
+        """Run Capture or Inspect; there are no other commands here."""
         if isinstance(command, Inspect):
             return self._inspect(command)
         assert isinstance(command, Capture), command
@@ -103,7 +103,7 @@ class CaptureExtension:
         """Nobody counts generations."""
 
     def poll(self) -> None:
-        """No news."""
+        """Report nothing: without transfers there is no news."""
 
     def close(self) -> None:
         """Nothing to give back."""

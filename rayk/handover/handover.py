@@ -194,7 +194,7 @@ class TransferHandover:
     # The loop's thread: engine.leader.Handover.
 
     def attach(self, leader: Leader) -> None:
-        """Called once by the leader."""
+        """Keep the leader, which calls this once."""
         assert self._leader is None, "attached twice"
         self._leader = self.lending.leader = self.receiving.leader = leader
         self.pushing.leader = self.reservations.leader = leader

@@ -119,7 +119,7 @@ class _OnePositionOn:
     """A mixer that takes every token to stand one position later. Implements models.layers.mixers.Mixer."""
 
     def __init__(self, mixer: Mixer, one: Rotation) -> None:
-        """`one`: the rotation of position 1."""
+        """`one` is the rotation of position 1."""
         self._mixer = mixer
         length = torch.hypot(one.cos, one.sin)
         self._cos, self._sin = one.cos / length, one.sin / length

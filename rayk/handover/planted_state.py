@@ -28,7 +28,7 @@ Spoil = Callable[[Sequence[PageField], Views, torch.Tensor], None]
 
 
 def wrong_state(decoder: Decoder, layer: int, point: str) -> Mixer:
-    """The layer's mixer, making the mistake `point` (of STATE_POINTS) from now on."""
+    """Return the layer's mixer, which makes the mistake `point` (of STATE_POINTS) from now on."""
     mixer = decoder.layers[layer].mixer
     assert mixer is not None, f"layer {layer} has no mixer"
     if point == "stale_state":

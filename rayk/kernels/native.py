@@ -135,7 +135,7 @@ def _fingerprint(source: Path, compiler: str) -> str:
 
 
 def _texts(source: Path) -> list[str]:
-    """Texts of a file and of the files it includes by relative path."""
+    """Read a file, and the files that it includes by relative path."""
     text = source.read_text()
     names = re.findall(r'^#include "(.+)"$', text, re.MULTILINE)
     return [text, *(part for name in names for part in _texts(source.parent / name))]

@@ -60,7 +60,7 @@ class Walk:
 
 
 def walks(segments: Segments) -> Iterator[Walk]:
-    """One Walk per request of a step."""
+    """Yield one Walk per request of a step."""
     ends, slots = segments.segment_ends_cpu, segments.write_slots.tolist()
     reads = segments.read_slots.tolist()
     for r in range(segments.num_requests):

@@ -57,7 +57,7 @@ def target_named(name: str, num_multiprocessors: int | None = None) -> Target:
 
 
 def current_target() -> Target:
-    """The current device's target; the interpreter plays a sm_90."""
+    """Ask for the current device's target; the interpreter plays a sm_90."""
     if INTERPRETED:
         return TARGETS["sm_90"]
     return _target_of(driver.active.get_current_device())

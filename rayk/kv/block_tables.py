@@ -53,5 +53,5 @@ def since_in(group: KVCacheGroup, index: int, since: Since | None) -> Since:
 
 
 def num_real(tables: Sequence[BlockTable]) -> int:
-    """Number of blocks in the tables, null blocks not counted."""
+    """Count the blocks in the tables without the null blocks."""
     return sum(b != NULL_BLOCK for t in tables for b in t.blocks)

@@ -248,7 +248,7 @@ def _bundle_view(
     fields: tuple[FieldGeometry, ...],
     position: int,
 ) -> torch.Tensor:
-    """[B, U, N, C] of one bundle and layer."""
+    """View one bundle of one layer as [B, U, N, C]."""
     first = fields[0]
     dtypes = {TORCH_DTYPES[f.field.dtype] for f in fields}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8

@@ -113,11 +113,11 @@ class KVFormat:
         return row_bytes * 2 if self.scales == "block" else row_bytes // ITEMSIZE[self.storage]
 
     def data_bytes(self, elements: int) -> int:
-        """Bytes of a k (or v) of `elements` elements, without scales."""
+        """Count the bytes of a k (or v) of `elements` elements, without scales."""
         return elements // 2 if self.scales == "block" else elements * ITEMSIZE[self.storage]
 
     def row_bytes(self, head_size_k: int, head_size_v: int) -> int:
-        """Bytes of one (head, token), scales in the page included."""
+        """Count the bytes of one (head, token), scales in the page included."""
         return sum(f.row_bytes for f in self.fields(head_size_k, head_size_v))
 
 

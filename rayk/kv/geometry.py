@@ -247,7 +247,7 @@ def _difference(one: KVCacheGroup, other: KVCacheGroup) -> str:
 
 
 def _shape_text(*fields: PageField) -> str:
-    """A bundle's shape in words, e.g. `8 heads of 160 bytes (conv_x)`."""
+    """Describe a bundle's shape in words, e.g. `8 heads of 160 bytes (conv_x)`."""
     if not fields:
         return "nothing more"
     units, _, size = _bundle_shape(fields)

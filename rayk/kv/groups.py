@@ -164,7 +164,7 @@ def unify_pages(
 
 
 def measure_waste(groups: Sequence[KVCacheGroup], num_tokens: int = REFERENCE_TOKENS) -> Waste:
-    """The canonical waste of a request of `num_tokens`, each group at its fullest."""
+    """Measure the canonical waste of a request of `num_tokens`, each group at its fullest."""
     memories = measure_groups(groups, num_tokens)
     used = sum(m.used_bytes for m in memories)
     return Waste(used + sum(m.padding_bytes + m.wasted_bytes for m in memories), used)
@@ -216,6 +216,6 @@ def _reference_blocks(
 
 
 def _cost(specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: int) -> int:
-    """Cost of a reference request, in bytes."""
+    """Count the bytes of a reference request."""
     blocks, held_bytes = _reference_blocks(specs, num_groups, positions)
     return held_bytes + blocks * BLOCK_COST_BYTES

@@ -53,7 +53,7 @@ class KVCacheManager:
         prefix_caching: bool = False,
         secret: bytes | None = None,
     ) -> None:
-        """`secret`: see PrefixKeys."""
+        """`secret` is the one of PrefixKeys."""
         self.groups = tuple(groups)
         self.prefixes = PrefixCache(groups, secret) if prefix_caching else None
         self.pool = BlockPool(num_blocks, self.prefixes.forget if self.prefixes is not None else None)
@@ -353,7 +353,7 @@ class KVCacheManager:
                 t.num_trimmed = first
 
     def block_tables(self, request_id: str) -> tuple[tuple[int, ...], ...]:
-        """Block ids per group, nulls included."""
+        """List the block ids per group, nulls included."""
         return tuple(tuple(t.blocks) for t in self._tables[request_id])
 
     def free(self, request_id: str) -> None:

@@ -34,7 +34,7 @@ class Runs:
         return int(self.lengths.sum())
 
     def tuples(self) -> list[tuple[int, int, int]]:
-        """(source, destination, length) rows, for people and tests."""
+        """List (source, destination, length) rows, for people and tests."""
         return list(zip(self.source.tolist(), self.destination.tolist(), self.lengths.tolist(), strict=True))
 
 
@@ -86,7 +86,7 @@ def match_rows(
 
 
 def page_map(rank: GroupGeometry) -> Runs:
-    """Runs from one block of a rank (offsets from the block's first byte) to the canonical page."""
+    """List the runs from one block of a rank (offsets from the block's first byte) to the canonical page."""
     whole = canonical_page(rank.group)
     units = {f.field.name: f.units for f in rank.fields}
     return match_rows(rank, whole, units, source_row=0, destination_row=0, num_rows=rank.rows)
@@ -109,7 +109,7 @@ def block_strides(group: GroupGeometry, addresses: Ints) -> Ints:
 
 
 def _positions(group: GroupGeometry, layers: Sequence[int]) -> Ints:
-    """Positions of layers in a group, int64 [1, layers, 1]."""
+    """Find the positions of layers in a group, int64 [1, layers, 1]."""
     position_of = {layer: position for position, layer in enumerate(group.group.layers)}
     return np.array([position_of[layer] for layer in layers], dtype=np.int64)[None, :, None]
 
@@ -117,7 +117,7 @@ def _positions(group: GroupGeometry, layers: Sequence[int]) -> Ints:
 def _rows(
     group: GroupGeometry, field: FieldGeometry, units: Sequence[int], first_row: int, num_rows: int
 ) -> Ints:
-    """Addresses of every unit and row of the layer at position 0, int64 [units, 1, rows]; block 0."""
+    """Address every unit and row of block 0 of the layer at position 0, int64 [units, 1, rows]."""
     slot_of = {unit: slot for slot, unit in enumerate(field.units)}
     slots = np.array([slot_of[u] for u in units], dtype=np.int64)
     rows = np.arange(first_row, first_row + num_rows, dtype=np.int64)

@@ -47,7 +47,7 @@ def measure_request_memory(
 
 
 def _replicated_bytes(group: KVCacheGroup, tp_size: int) -> int:
-    """Replicated bytes of one block, summed over all ranks."""
+    """Sum the replicated bytes of one block over all ranks."""
     more = 0
     for field in group.spec.fields():
         units = sum(len(field.shard(tp_size, rank)) for rank in range(tp_size))

@@ -97,7 +97,7 @@ def _token_fields(
     sides: tuple[str, str] = ("k", "v"),
     unit_name: str = "head",
 ) -> tuple[PageField, ...]:
-    """The two `sides` of `sizes` elements per (unit, token), in the spec's format or as plain elements."""
+    """Make the `sides` of `sizes` elements per (unit, token), in the spec's format or as plain elements."""
     if spec.dtype in FORMATS:
         stored = FORMATS[spec.dtype].fields(*sizes, sides)
     else:
@@ -229,7 +229,7 @@ class _StateSpec:
     def _conv(
         self, name: str, units: int, channels: int, readers: int, what: str, unit: str = "head"
     ) -> PageField:
-        """Taps of a convolution: [channels, conv_width - 1] per unit."""
+        """Make the field of a convolution's taps: [channels, conv_width - 1] per unit."""
         taps = self.conv_width - 1
         row_bytes = channels * taps * ITEMSIZE[self.dtype]
         return PageField(name, units, 1, row_bytes, self.dtype, readers, name, what, unit, taps)
@@ -244,7 +244,7 @@ class _StateSpec:
         unit: str = "head",
         dtype: str = "float32",
     ) -> PageField:
-        """A state of `elements` per unit."""
+        """Make the field of a state of `elements` per unit."""
         return PageField(name, units, 1, elements * ITEMSIZE[dtype], dtype, readers, name, what, unit)
 
 
@@ -328,7 +328,7 @@ def channels_per_unit(num_channels: int) -> int:
 
 @lru_cache(maxsize=1024)
 def rows_per_block(spec: KVCacheSpec) -> int:
-    """Rows of a block: one per token, or one in all."""
+    """Count the rows of a block: one per token, or one in all."""
     rows = {field.rows for field in spec.fields()}
     assert len(rows) == 1, "all fields of a spec have the same rows"
     return rows.pop()
@@ -339,7 +339,7 @@ def with_block_size(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
 
 
 def page_bytes(spec: KVCacheSpec) -> int:
-    """Canonical bytes of one layer for one block: all units, no padding."""
+    """Count the canonical bytes of one layer for one block: all units, no padding."""
     return sum(f.canonical_bytes for f in spec.fields())
 
 

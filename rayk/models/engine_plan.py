@@ -67,7 +67,7 @@ def plan_engine(
 def _kernel_blocks(
     groups: Sequence[KVCacheGroup], config: EngineConfig, chunks: Sequence[tuple[int, ...]]
 ) -> tuple[int, ...]:
-    """Rows of a kernel block per group. Raises UserError."""
+    """Choose the rows of a kernel block per group. Raises UserError."""
     asked = config.kernel_block_size, dict(config.kernel_block_sizes), chunks
     bad = bad_kernel_blocks(groups, *asked, config.block_size)
     if bad is not None:

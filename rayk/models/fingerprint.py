@@ -130,7 +130,7 @@ def whole_weights_digest(folder: Path) -> str:
 
 
 def _samples(handle: BinaryIO, start: int, num_bytes: int) -> Iterator[bytes]:
-    """The bytes of a tensor to hash."""
+    """Yield the bytes of a tensor to hash."""
     if num_bytes <= WHOLE_BYTES:
         handle.seek(start)
         yield handle.read(num_bytes)

@@ -81,7 +81,7 @@ def engine_specs(engine: EngineConfig, config: DecoderConfig) -> dict[CacheKey, 
 
 
 def engine_groups(engine: EngineConfig, config: DecoderConfig) -> tuple[KVCacheGroup, ...]:
-    """The engine's KV groups, with grown blocks."""
+    """Group the engine's KV specs, with grown blocks."""
     kept_as = engine_format(engine.dtype, engine.kv_dtype, engine.kv_scales)
     sizes = (engine.block_size, engine.state_block_size)
     return _groups(config, kept_as, engine.dtype, *sizes, hybrid_kv=engine.hybrid_kv)

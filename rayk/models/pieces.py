@@ -50,7 +50,7 @@ class Pieces:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def whole(self, name: str, size: int) -> torch.Tensor:
-        """A whole vector."""
+        """Read a whole vector."""
         return self.rows(name, (size,), range(size))
 
     def rows(self, name: str, shape: tuple[int, ...], rows: range) -> torch.Tensor:

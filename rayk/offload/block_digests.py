@@ -56,7 +56,7 @@ class BlockDigests:
     """Its owner has to `forget` blocks that are handed out for something else."""
 
     def __init__(self, views: CanonicalViews, num_blocks: int, rows_per_group: int) -> None:
-        """`views`: of all of the tier's caches, in host memory."""
+        """`views` are those of all of the tier's caches, in host memory."""
         self._views = views
         self._rows_per_group = rows_per_group
         self._cell = math.gcd(rows_per_group, *(v.group.spec.block_size for v in views.kinds))

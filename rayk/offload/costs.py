@@ -116,7 +116,7 @@ class _Fit:
     def _solve(
         self, terms: NDArray[np.float64], costs: NDArray[np.float64], weights: NDArray[np.float64]
     ) -> NDArray[np.float64]:
-        """Least squares, none negative."""
+        """Solve least squares with no negative constant."""
         squares = (terms * weights[:, None]).T @ terms
         products = (terms * weights[:, None]).T @ costs
         drawn = self._softness * (1.0 if self._prior is not None else np.diag(squares))

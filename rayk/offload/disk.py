@@ -167,7 +167,7 @@ class DiskTier:
         return tuple(self._pages)
 
     def status(self) -> dict[str, Any]:
-        """Counters and sizes, for people."""
+        """Tell counters and sizes, for people."""
         counted = asdict(self.counters)
         bad = {f"bad_{reason}": number for reason, number in counted.pop("bad").items() if number}
         sizes = {"num_pages": len(self), "num_bytes": self.num_bytes, "capacity_bytes": self._capacity}

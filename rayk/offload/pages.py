@@ -193,7 +193,7 @@ class DiskPages:
             self._known = {at: rows for at, rows in self._known.items() if PageName(*at, rows) in self._disk}
 
     def status(self) -> dict[str, object]:
-        """Counters and sizes, for people."""
+        """Tell counters and sizes, for people."""
         return self._disk.status()
 
     def close(self) -> None:

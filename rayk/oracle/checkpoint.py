@@ -234,7 +234,7 @@ def _config(family: str, special: Mapping[str, Any], values: Mapping[str, Any], 
 
 
 def _config_json(config: Any) -> dict[str, object]:
-    """The future contents of config.json."""
+    """Make the future contents of config.json."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     found: dict[str, object] = json.loads(config.to_json_string())
@@ -248,7 +248,7 @@ def changed_keys(family: str, values: Mapping[str, Any]) -> list[str]:
 
 
 def _where(family: str, values: Mapping[str, Any]) -> str:
-    """`llama with num_kv_shared_layers=5`, for messages."""
+    """Name it in messages, e.g. `llama with num_kv_shared_layers=5`."""
     changed = [f"{key}={values[key]}" for key in changed_keys(family, values)]
     return family + (f" with {', '.join(changed)}" if changed else "")
 

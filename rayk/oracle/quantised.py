@@ -100,17 +100,17 @@ def _e4m3(values: torch.Tensor) -> torch.Tensor:
 
 
 def by_blocks(values: torch.Tensor) -> torch.Tensor:
-    """[..., D] as [..., blocks, BLOCK]."""
+    """View [..., D] as [..., blocks, BLOCK]."""
     return values.reshape(*values.shape[:-1], -1, BLOCK)
 
 
 def scale_blocks(largest: torch.Tensor, scale: float) -> torch.Tensor:
-    """Scales of nvfp4 blocks by their largest elements [..., blocks, 1]; `scale`: the layer's."""
+    """Scale nvfp4 blocks by their largest elements [..., blocks, 1]; `scale` is the layer's."""
     return _e4m3(largest / E2M1_LARGEST / scale) * scale
 
 
 def round_blocks(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """values [..., D] rounded to e2m1 with scales [..., blocks, 1]."""
+    """Round values [..., D] to e2m1 with scales [..., blocks, 1]."""
     blocks = by_blocks(values)
     quotients = torch.where(scales == 0, 0.0, blocks / scales)
     levels = torch.tensor(E2M1_LEVELS)

@@ -27,7 +27,7 @@ def routers(model: Any) -> dict[str, Any]:
 
 @contextmanager
 def routing_gaps(model: Any) -> Iterator[list[float]]:
-    """A list that every forward pass extends by each router's smallest gap."""
+    """Yield a list that every forward pass extends by each router's smallest gap."""
     gaps: list[float] = []
 
     def record(router: Any, _inputs: object, output: tuple[torch.Tensor, ...]) -> None:

@@ -53,7 +53,7 @@ def _fields(config: Any, kind: str, layer: Any) -> Fields:
 
 
 def _recurrent(config: Any, taps: Tensor, state: Tensor) -> Fields:
-    """taps [channels, width - 1]; state [channels, state size] (Mamba1) or [heads, ., .]."""
+    """Split taps [channels, width - 1], and states [channels, state size] (Mamba1) or [heads, ., .]."""
     if config.model_type == "qwen3_next":
         keys = config.linear_num_key_heads
         key_channels = keys * config.linear_key_head_dim

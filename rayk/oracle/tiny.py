@@ -178,7 +178,7 @@ _SHARING_KEYS = frozenset({"num_kv_shared_layers", "kv_sharing_targets"})
 
 
 def family_values(family: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The family's config values with `overrides`. Raises UnsupportedArchitecture for an unknown family."""
+    """Lay `overrides` over a family's config values. Raises UnsupportedArchitecture for an unknown family."""
     if family not in FAMILIES:
         known = tuple(sorted(FAMILIES))
         near = difflib.get_close_matches(family, known, n=1)

@@ -92,7 +92,7 @@ def _where_am_i(device: torch.device) -> dict[str, str | None]:
 
 
 def _host_identity() -> str:
-    """Equal for processes that share a kernel, a network namespace (local sockets) and a user."""
+    """Name what processes share that have the same kernel, network namespace (local sockets) and user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/net').readlink()} {os.getuid()}"
 

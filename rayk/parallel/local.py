@@ -26,4 +26,4 @@ class LocalComm:
         return [payload]
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there is nothing to release."""

@@ -26,7 +26,7 @@ class Proofs:
         self._number += 1
 
     def prove(self, rank: int, payload: bytes) -> bytes:
-        """The message of this rank."""
+        """Put the proof before a payload of this rank."""
         return self._proof(rank, payload) + payload
 
     def check(self, rank: int, message: bytes) -> bytes:

@@ -35,7 +35,7 @@ def shard_range(size: int, tp_size: int, tp_rank: int) -> range:
 def query_heads(
     num_query_heads: int, tp_size: int, tp_rank: int, what: str = "query heads"
 ) -> tuple[int, ...]:
-    """Query heads of one rank. Raises Unsupported unless `tp_size` divides them."""
+    """List the query heads of one rank. Raises Unsupported unless `tp_size` divides them."""
     if num_query_heads % tp_size:
         raise Unsupported(f"TP {tp_size} does not divide the model's {num_query_heads} {what}")
     return shard_units(num_query_heads, tp_size, tp_rank)
@@ -56,7 +56,7 @@ def kv_heads(
 
 
 def kv_index(num_query_heads: int, num_kv_heads: int, tp_size: int, tp_rank: int) -> tuple[int, ...]:
-    """For each query head of the rank, the slot of its KV head among the rank's KV heads."""
+    """Find for each query head of the rank the slot of its KV head among the rank's KV heads."""
     groups = num_query_heads // num_kv_heads
     slots = {h: i for i, h in enumerate(kv_heads(num_query_heads, num_kv_heads, tp_size, tp_rank))}
     return tuple(slots[q // groups] for q in query_heads(num_query_heads, tp_size, tp_rank))

@@ -151,7 +151,7 @@ class ShmComm:
         return slots
 
     def _slots(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's slot of this round's parity, as a flat tensor like `like`."""
+        """View every rank's slot of this round's parity as a flat tensor like `like`."""
         key = (like.dtype, like.numel())
         views = self._views.get(key)
         if views is None:

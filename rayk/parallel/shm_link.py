@@ -170,7 +170,7 @@ def _accept(
 
 
 def _user_of(peer: socket.socket) -> int:
-    """The peer's user id, from the kernel."""
+    """Ask the kernel for the peer's user id."""
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     return int(uid)

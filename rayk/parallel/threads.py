@@ -38,7 +38,7 @@ class ThreadComm:
 
     @classmethod
     def make_group(cls, num_ranks: int, timeout_s: float = 30.0) -> list[ThreadComm]:
-        """One comm per rank, each for its own thread."""
+        """Make one comm per rank, each for its own thread."""
         board = _Board(num_ranks)
         return [cls(board, rank, num_ranks, timeout_s) for rank in range(num_ranks)]
 

@@ -208,7 +208,7 @@ class TorchComm:
 
 
 def _checked_length(operation: str, *lengths: int) -> int:
-    """The longest. Raises CommError for an impossible length."""
+    """Find the longest. Raises CommError for an impossible length."""
     if not all(0 <= length <= _MAX_BYTES for length in lengths):
         raise CommError(operation, f"messages of {', '.join(map(str, lengths))} bytes")
     return max(lengths)

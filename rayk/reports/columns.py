@@ -190,7 +190,7 @@ def _latencies(requests: Sequence[RequestRow]) -> dict[str, Any]:
 
 
 def _tokens_per_s(requests: Sequence[RequestRow]) -> float | None:
-    """Output tokens over the time from the first arrival to the last token, repeats added up."""
+    """Divide the output tokens by the time from the first arrival to the last token, repeats added up."""
     num_tokens, span_ns = 0, 0
     for repeat in {r.repeat for r in requests}:
         rows = [r for r in requests if r.repeat == repeat and r.token_times_ns]

@@ -128,7 +128,7 @@ def is_cost_told(result: Result) -> bool:
 
 
 def _amount(side: Side) -> str:
-    """E.g. 2.1 ms (1.80 times) more."""
+    """Say how much it took, e.g. `2.1 ms (1.80 times) more`."""
     word = "more" if side.more_ms >= 0 else "less"
     return f"{abs(side.more_ms):.2f} ms ({side.times:.2f} times) {word}"
 

@@ -14,7 +14,7 @@ def is_null(value: Any) -> bool:
 
 
 def plural(count: int, noun: str) -> str:
-    """E.g. `1 cell`, `1,200 cells`."""
+    """Count a noun, e.g. `1 cell`, `1,200 cells`."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 

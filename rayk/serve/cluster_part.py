@@ -22,7 +22,7 @@ class ClusterPart:
     name = "the Ray cluster"
 
     def __init__(self, address: str) -> None:
-        """`address`: HOST:PORT of its GCS."""
+        """`address` is the HOST:PORT of its GCS."""
         self._address = address
 
     async def start(self) -> None:

@@ -41,7 +41,7 @@ def _top(text: Text | None, name: str, known: TokenLogprobs) -> dict[str, float]
 
 
 def chat_logprobs(text: Text | None, tokens: Iterable[TokenLogprobs]) -> list[ChatTokenLogprob]:
-    """One entry per token."""
+    """Make one entry per token."""
     return [
         {
             **_entry(text, t.token_id, t.logprob),

@@ -48,7 +48,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(host: str, port: int) -> str:
-    """http://HOST:PORT, IPv6 addresses in brackets."""
+    """Make http://HOST:PORT, with IPv6 addresses in brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

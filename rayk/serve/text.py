@@ -44,7 +44,7 @@ class Text:
     """Wraps a checkpoint's tokenizer for any thread: nothing here changes it."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer`: one of transformers."""
+        """`tokenizer` is one of transformers."""
         self._tokenizer = tokenizer
         self.token = lru_cache(maxsize=65536)(self._token)
         """Gives the TokenText of a token id."""

@@ -187,7 +187,7 @@ class Cell:
 
 
 def decoder_of(models: Models, spec: ExperimentSpec) -> DecoderConfig:
-    """The decoder of a cell with this spec."""
+    """Read the decoder of a cell with this spec."""
     return models[spec.model] if isinstance(models, Mapping) else models
 
 
@@ -224,7 +224,7 @@ def expand_matrix(spec: ExperimentSpec, models: Models, *, device: str | None = 
 
 
 def expand(spec: ExperimentSpec, models: Models, *, device: str | None = None) -> list[Cell]:
-    """The cells of a spec: see `expand_matrix`."""
+    """Expand the matrix of a spec; see `expand_matrix`."""
     return list(expand_matrix(spec, models, device=device).cells)
 
 

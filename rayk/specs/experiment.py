@@ -70,7 +70,7 @@ def _check_interpreter(text: str) -> str:
 
 
 def _check_connector(text: str) -> str:
-    """A class that vLLM registers, or one by its module."""
+    """Allow a class that vLLM registers, or one by its module."""
     module, _, name = text.rpartition(":")
     if not name.isidentifier() or (":" in text and not all(p.isidentifier() for p in module.split("."))):
         raise ValueError(f"{text!r} is neither the name of a connector of vLLM's nor module:Class")
@@ -78,7 +78,7 @@ def _check_connector(text: str) -> str:
 
 
 def _check_json(value: dict[str, Any]) -> dict[str, Any]:
-    """They travel to vLLM's process as JSON."""
+    """Refuse what is not JSON, as which settings travel to vLLM's process."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -406,7 +406,7 @@ class PolicySpec(StrictModel):
     local_backlog_tokens: Count = 512
 
     def settings(self) -> PolicySettings:
-        """For `get_policy`."""
+        """Make the settings that `get_policy` takes."""
         return PolicySettings(**self.model_dump())
 
 

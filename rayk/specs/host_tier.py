@@ -76,7 +76,7 @@ def check_pools(engines: Iterable[EngineConfig], config: DecoderConfig, where: s
 
 @lru_cache(maxsize=1024)
 def _pool_bytes(engine: EngineConfig, config: DecoderConfig) -> int:
-    """On all ranks."""
+    """Count the bytes of the KV pool on all ranks."""
     layout = LAYOUTS["BLHNC" if engine.layout == "auto" else engine.layout]
     groups = engine_groups(engine, config)
     rank = plan_rank(groups, layout, tp_size=engine.tp, tp_rank=0, num_blocks=2)

@@ -236,7 +236,7 @@ def _validate_value(spec: ExperimentSpec, key: str, value: Any, where: str) -> N
 
 
 def apply_point(spec: ExperimentSpec, point: Mapping[str, Any]) -> ExperimentSpec:
-    """The spec of one cell: `point` laid over the base. Raises pydantic's ValidationError."""
+    """Lay `point` over the base: the spec of one cell. Raises pydantic's ValidationError."""
     data = spec.model_dump(exclude={"matrix", "exclude", "checkpoints"})
     for key, value in point.items():
         *sections, leaf = key.split(".")
@@ -263,7 +263,7 @@ def _validate(data: dict[str, Any], marks: Marks) -> ExperimentSpec:
 
 
 def _explain(error: Any, key: str, where: str) -> SpecError:
-    """One pydantic error as a sentence."""
+    """Tell one pydantic error as a sentence."""
     if error["type"] == "extra_forbidden":
         *sections, name = map(str, error["loc"])
         if not sections and name in AXES:
@@ -301,7 +301,7 @@ def _nested(key: str) -> str:
 
 
 def _keys_of(path: Sequence[str | int]) -> list[str]:
-    """Valid keys of the section at `path`."""
+    """List the valid keys of the section at `path`."""
     model: Any = ExperimentSpec
     for name in path:
         if name not in model.model_fields:

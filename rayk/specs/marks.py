@@ -32,7 +32,7 @@ class _Loader(yaml.SafeLoader):
         self.num_nodes = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """One more level."""
+        """Compose a node, one level deeper."""
         self.depth += 1
         self.count(self.peek_event())  # type: ignore[no-untyped-call]
         node = super().compose_node(parent, index)
@@ -75,7 +75,7 @@ class Marks:
 
 
 def parse_yaml(text: str, source: str) -> tuple[dict[str, Any], Marks]:
-    """Data and marks of a YAML mapping. Raises SpecError with the line on bad YAML."""
+    """Read data and marks of a YAML mapping. Raises SpecError with the line on bad YAML."""
     marks = Marks(source=source)
     data = _parse(text, marks)
     if data is None:

@@ -22,7 +22,7 @@ TokenizerLoader = Callable[[str], Encode]
 def resolve_prompts(
     spec: ExperimentSpec, config: DecoderConfig, tokenizer_loader: TokenizerLoader | None = None
 ) -> list[list[int]]:
-    """Token ids of every prompt, in order. Raises SpecError (bad file, id out of vocabulary)."""
+    """Look up the token ids of every prompt, in order. Raises SpecError (bad file, id out of vocabulary)."""
     if spec.prompts.random is not None:
         special = special_token_ids(spec.model) | set(config.eos_token_ids)
         return random_prompts(spec.prompts.random, config.vocab_size, special)
@@ -101,7 +101,7 @@ def _file_prompts(
 
 
 def _entry(line: str, where: str) -> dict[str, Any]:
-    """One line of the file: {"prompt": text} or {"prompt_token_ids": [ids]}."""
+    """Parse one line of the file: {"prompt": text} or {"prompt_token_ids": [ids]}."""
     try:
         entry = parse_json(line)
     except ValueError as error:

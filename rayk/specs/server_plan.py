@@ -200,7 +200,7 @@ def _kv_dtype(vllm_name: str) -> str | None:
 
 
 def _max_model_len(given: int | None, config: DecoderConfig) -> int:
-    """Prompt and output of one request. Raises SpecError."""
+    """Bound prompt and output of one request. Raises SpecError."""
     if given is not None and not 2 <= given <= config.max_positions:
         problem = f"the model has {config.max_positions} positions"
         mend = f"2 to {config.max_positions}"
@@ -238,7 +238,7 @@ def _plan_cell(
 
 
 def _nth(cells: Sequence[Cell], i: int) -> Cell:
-    """The cell with the i-th engine of a role."""
+    """Choose the cell with the i-th engine of a role."""
     return cells[min(i, len(cells) - 1)]
 
 
@@ -294,7 +294,7 @@ def _with_pool(engine: EngineConfig, config: DecoderConfig) -> EngineConfig:
 
 
 def _pool_tokens(engines: Iterable[EngineConfig], config: DecoderConfig) -> int | None:
-    """See ModelCard.pool_tokens."""
+    """Find ModelCard.pool_tokens of these engines."""
     found = config.max_positions
     for engine in engines:
         groups = engine_groups(engine, config)

@@ -17,7 +17,7 @@ MAX_BYTES = 1 << 20
 
 
 def pack(fields: Sequence[object]) -> bytes:
-    """JSON behind its CRC-32 in 8 hexadecimal digits."""
+    """Write JSON behind its CRC-32 in 8 hexadecimal digits."""
     content = json.dumps(list(fields)).encode()
     return b"%08x" % zlib.crc32(content) + content
 

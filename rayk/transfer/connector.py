@@ -211,7 +211,7 @@ class BaseConnector:
         self._caches = caches
 
     def connect(self, producers: Sequence[bytes], consumers: Sequence[bytes]) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def is_unreported(self, request_id: str) -> bool:
         """Whether `finish` was called for it and no `poll` has told so yet: its id is still taken."""

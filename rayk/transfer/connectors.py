@@ -30,7 +30,7 @@ Sides = tuple[list[CacheDescription], list[CacheDescription]]
 
 
 def layer_views(caches: CanonicalKVCaches) -> Iterator[LayerView]:
-    """Every cached layer as its kernels see it."""
+    """Yield every cached layer as its kernels see it."""
     for geometry in caches.geometry.groups:
         group = geometry.group
         for layer in group.layers:
@@ -178,7 +178,7 @@ class AgentConnector(RankConnector):
             self.finish(sent, "given up")
 
     def held(self) -> Mapping[str, int]:
-        """Registrations and requests."""
+        """Count registrations and requests."""
         return {
             "registrations": int(self._rank is not None),
             "requests": len(self._sent) + len(self._received),

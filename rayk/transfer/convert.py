@@ -140,7 +140,7 @@ class Conversion:
     def _convert(
         self, wire: LayerView, own: LayerView, rows: dict[str, torch.Tensor], impl: str | None = None
     ) -> dict[str, torch.Tensor]:
-        """Rows [n, units, elements] by field, in the own format."""
+        """Convert rows [n, units, elements] by field to the own format."""
         if wire.group.spec.dtype == own.group.spec.dtype:
             return rows
         formats = FORMATS[wire.group.spec.dtype], FORMATS[own.group.spec.dtype]
@@ -225,7 +225,7 @@ def _chunks(num_rows: int) -> Iterator[slice]:
 
 
 def _gather(view: LayerView, places: tuple[torch.Tensor, ...]) -> dict[str, torch.Tensor]:
-    """[n, units, elements] by field."""
+    """Gather [n, units, elements] by field."""
     blocks, slots, _ = places
     return {f.name: f.view[blocks, :, slots] for f in view.fields}
 

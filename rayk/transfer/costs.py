@@ -47,7 +47,7 @@ class TransferCosts:
         )
 
     def repack_ns(self, num_runs: int, num_bytes: int, num_chunks: int = 1) -> float:
-        """Copying out of the staging buffer, and what staging prepares."""
+        """Estimate the copies out of the staging buffer, and what staging prepares."""
         return num_chunks * self.prepare_ns + num_runs * self.copy_run_ns + num_bytes * self.copy_byte_ns
 
     @property

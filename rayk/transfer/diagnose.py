@@ -233,7 +233,7 @@ def _byte_shifts(theirs: Bytes, ours: Bytes) -> list[int]:
 
 
 def _other_dtype(d: _Difference) -> str | None:
-    """The right values, stored through a view of another dtype."""
+    """Look for the right values, stored through a view of another dtype."""
     mine = d.page_field.dtype
     if not TORCH_DTYPES[mine].is_floating_point:
         return None

@@ -63,7 +63,7 @@ class Lanes:
 
 
 def make_lanes(views: Sequence[LayerView]) -> Lanes:
-    """The lanes of views in canonical order."""
+    """Make the lanes of views in canonical order."""
     kinds: dict[tuple[int, str, int], int] = {}
     parts: list[tuple[int, int]] = []
     lanes: list[tuple[int, int, int, int, int]] = []

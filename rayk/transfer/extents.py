@@ -86,7 +86,7 @@ class Extents:
         return strides
 
     def areas(self, num_blocks: int) -> tuple[Ints, int]:
-        """(first byte of each area, bytes of all) of a chunk of blocks."""
+        """Compute (first byte of each area, bytes of all) of a chunk of blocks."""
         sizes = self.shifts + self.staged_strides * num_blocks
         ends = np.cumsum(-(-sizes // AREA_ALIGNMENT) * AREA_ALIGNMENT)
         return np.concatenate([[0], ends[:-1]]).astype(np.int64), int(ends[-1])

@@ -78,7 +78,7 @@ class StrikeMessage:
 
     @staticmethod
     def decode(message: bytes) -> StrikeMessage | None:
-        """None for any other message."""
+        """Read a message to strike; return None for any other message."""
         if not message.startswith(b'["strike"'):
             return None
         return StrikeMessage(str(json.loads(message)[1]))

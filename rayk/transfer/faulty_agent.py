@@ -251,7 +251,7 @@ def _point_of(message: bytes) -> str:
 
 
 def reuse_early(caches: CanonicalKVCaches, block_ids: Sequence[int], fill: int = 0x11) -> None:
-    """A producer rank hands leased blocks out again: generations first, then other content in every layer."""
+    """Hand leased blocks of a producer rank out again: first generations, then other content everywhere."""
     ids = torch.tensor(sorted(set(block_ids)), dtype=torch.int64, device=caches.buffer.device)
     caches.generations[ids] += 1
     for group in caches.geometry.groups:

@@ -261,7 +261,7 @@ def _format(spec: KVCacheSpec) -> Facts:
 
 
 def _layers(layers: Sequence[int]) -> str:
-    """`layer 3`, `layers 0-2, 5`."""
+    """Name layers, e.g. `layer 3`, `layers 0-2, 5`."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and runs[-1][-1] == layer - 1:

@@ -76,7 +76,7 @@ def _matches(memory: torch.Tensor, row: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
-    """uint8 [blocks, rows, bytes] of [blocks, rows, elements]."""
+    """View [blocks, rows, elements] as uint8 [blocks, rows, bytes]."""
     dense = values.clone(memory_format=torch.contiguous_format)
     return dense.view(-1).view(torch.uint8).view(*values.shape[:2], -1)
 

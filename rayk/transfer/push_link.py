@@ -100,5 +100,5 @@ def make_consumer_link(
 
 
 def _num_lists(plan: TransferPlan) -> int:
-    """Reads, layer by layer at worst."""
+    """Count the reads, layer by layer at worst."""
     return sum(len(r.layers) for r in plan.reads)

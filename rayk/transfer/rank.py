@@ -400,7 +400,7 @@ class TransferRank:
         return first_wrong(self._failed.find(request_id), layer, group, fetched)
 
     def diagnose_all(self, request_id: str, fetched: Sequence[Mapping[int, Rows]]) -> list[KVMismatch]:
-        """The first wrong byte of every cache of the rank. `fetched`: by producer rank, rows by layer."""
+        """Find the first wrong byte of each cache of the rank. `fetched`: by producer rank, rows by layer."""
         return all_wrong(self._failed.find(request_id), fetched)
 
     def proofs(
@@ -433,7 +433,7 @@ class TransferRank:
         self._caches.bump_generations(block_ids)
 
     def generations(self, block_tables: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-        """The current generation of each block, per group, as a ticket carries them."""
+        """List the current generation of each block, per group, as a ticket carries them."""
         table = self._caches.generations.cpu().numpy()
         return tuple(tuple(table[list(blocks)].tolist()) for blocks in block_tables)
 

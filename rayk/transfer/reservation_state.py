@@ -113,7 +113,7 @@ class ReservationTable:
         return last.end.tally if last is not None and last.end is not None else ()
 
     def stopped(self, reservation_id: str) -> dict[int, str]:
-        """Producer ranks that stopped -> why."""
+        """Tell which producer ranks stopped, and why."""
         found = self._reservations.get(reservation_id)
         return dict(found.stopped) if found is not None else {}
 

@@ -60,7 +60,7 @@ class Segments:
         return range(max(found.start, self._at(among.start)), stop)
 
     def starts(self, found: range) -> range | Ints:
-        """First positions of these."""
+        """List the first positions of these segments."""
         size = self._sizes[0]
         if self.per_period == 1:
             return range(found.start * size, found.stop * size, size)

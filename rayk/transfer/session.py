@@ -153,7 +153,7 @@ class Session(DrainingSession[Event, Action]):
         return len(self._reads_left) + len(self._fences_left)
 
     def start(self) -> list[Action]:
-        """The first actions."""
+        """Return the first actions."""
         if self._reads_left:
             return [PostReads(tuple(range(self._num_reads)))]
         return self._after_reads()

@@ -261,7 +261,7 @@ class StagedRead:
         return False
 
     def _prepare(self, part: Extents, areas: Ints, num_blocks: int) -> Handle:
-        """Lists of one chunk: its areas, and all blocks of the producer. Raises TransferError."""
+        """Prepare the lists of one chunk: its areas, and all blocks of the producer. Raises TransferError."""
         base = self._buffer.memory.data_ptr()
         local = DescriptorList(base + areas + part.shifts, part.lengths, part.staged_strides, num_blocks)
         remote = DescriptorList(

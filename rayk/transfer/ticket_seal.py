@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def seal_of(message: Any) -> str:
-    """32 hex digits over every field of a dataclass, `seal` aside."""
+    """Compute 32 hex digits over every field of a dataclass, `seal` aside."""
     content = blake2b(digest_size=16)
     for field in fields(message):
         value = getattr(message, field.name)

@@ -22,7 +22,7 @@ class _Wiring:
     def __init__(
         self, agent: TransferAgent, landing: Landing, handles: Mapping[int, Handle], until: float
     ) -> None:
-        """`handles`: by producer rank."""
+        """`handles` has one entry per producer rank."""
         self.problem: tuple[int, str] | None = None
         """The rank that cannot be read from, and why."""
         self._agent = agent

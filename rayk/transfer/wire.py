@@ -46,7 +46,7 @@ class WireCache:
         self._pool = BlockPool(self.caches.geometry.num_blocks)
 
     def num_needed(self, num_tokens: int) -> int:
-        """Blocks of a request."""
+        """Count the blocks of a request."""
         return sum(held_blocks(g.spec, num_tokens) for g in self._groups)
 
     def refusal(self, num_tokens: int) -> str | None:

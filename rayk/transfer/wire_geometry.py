@@ -58,7 +58,7 @@ def wire_geometry(producer: RankGeometry, consumer: RankGeometry, num_blocks: in
 
 
 def num_wire_blocks(producer: RankGeometry, consumer: RankGeometry) -> int:
-    """Blocks of the wire caches of a pair of engines, the null block included: the same on every rank."""
+    """Count the blocks of the wire caches of a pair of engines, null block included: equal on every rank."""
     growing = [g.group.spec for g in consumer.groups if g.group.spec.has_token_rows]
     per_token = sum(1 / spec.block_size for spec in growing)
     num_tokens = ceil((consumer.num_blocks - 1) / per_token) if growing else 1

@@ -13,7 +13,7 @@ class Progress(Protocol):
         """The matrix is known; `num_finished` cells are on disk from an earlier run."""
 
     def phase(self, text: str) -> None:
-        """A step before the first cell, e.g. `starting Ray`."""
+        """Tell of a step before the first cell, e.g. `starting Ray`."""
 
     def warn(self, text: str) -> None:
         """Tell what the user may not have meant, or should know when reading the results."""

@@ -146,7 +146,7 @@ class Driver:
 
 
 def _pairs(token: int, found: Any, num_best: int) -> list[tuple[int, float]]:
-    """(token id, log probability) of the token itself, then of the best ones, best first."""
+    """List (token id, log probability) of the token itself, then of the best ones, best first."""
     best = sorted(found.items(), key=lambda item: item[1].rank)[:num_best]
     return [(token, found[token].logprob), *((other, logprob.logprob) for other, logprob in best)]
 

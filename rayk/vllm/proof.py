@@ -50,7 +50,7 @@ class Caches(Protocol):
         ...
 
     def views(self, block_ids: BlockIds) -> CanonicalViews:
-        """Copies of a request's blocks."""
+        """Copy a request's blocks."""
         ...
 
 
@@ -253,7 +253,7 @@ class Ticket:
     """False: P did not sample the request."""
 
     def to_params(self) -> dict[str, Any]:
-        """As JSON."""
+        """Write the ticket as JSON."""
         ranks = [list(rank) for rank in self.ranks]
         return {"version": 1, "request": self.request_id, "ranks": ranks, "sampled": self.sampled}
 
@@ -306,7 +306,7 @@ def fetch_digests(
 def fetch_rows(
     peer: tuple[str, int, str], request_id: str, layer: int, part: str, secret: bytes, deadline: float
 ) -> Rows:
-    """One P rank's raw rows of one cache of a layer. Raises TransferError."""
+    """Fetch one P rank's raw rows of one cache of a layer. Raises TransferError."""
     address = peer[0], peer[1]
     request = _ask_for(_ROWS, request_id, layer=layer, part=part)
     return _unpack_rows(address, ask(address, secret, [request], deadline)[0])

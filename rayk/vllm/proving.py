@@ -84,7 +84,7 @@ class ProvingWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
     verified: list[str]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ProvingWorkerMetadata:
-        """Another worker's beside this one's."""
+        """Add another worker's words to this one's."""
         if self.inner is None or other.inner is None:
             inner = other.inner if self.inner is None else self.inner
         else:

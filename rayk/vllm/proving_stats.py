@@ -21,7 +21,7 @@ class ProvingStats(KVConnectorStats):  # type: ignore[misc]
     """
 
     def to_dict(self) -> dict[str, Any]:
-        """As it crosses to the front process."""
+        """Write the counts as they cross to the front process."""
         inner = self.data.get(INNER)
         return {**self.data, INNER: None if inner is None else inner.to_dict()}
 
@@ -41,7 +41,7 @@ class ProvingStats(KVConnectorStats):  # type: ignore[misc]
         return self
 
     def reduce(self) -> dict[str, Any]:
-        """For vLLM's log."""
+        """Sum the counts up for vLLM's log."""
         proof: Mapping[str, Any] = self.data.get(PROOF) or {}
         told = {f"KV proofs {status}": n for status, n in _summed(proof.get("proofs", ())).items()}
         for name in ("digest", "fetch"):

@@ -68,7 +68,7 @@ class FieldMap:
         return tuple(self.index.shape)
 
     def __str__(self) -> str:
-        """The axes from the outermost in, with their strides."""
+        """List the axes from the outermost in, with their strides."""
         if self.affine is None:
             return "by a table"
         offset, strides = self.affine
@@ -76,7 +76,7 @@ class FieldMap:
         return f"from {offset}: " + ", ".join(f"{name} {stride}" for stride, name in axes)
 
     def read(self, blocks: torch.Tensor) -> torch.Tensor:
-        """[blocks, heads, tokens, elements], elements dense, of [blocks, elements of a block]."""
+        """Read [blocks, elements of a block] as [blocks, heads, tokens, elements], elements dense."""
         if self.affine is None:
             return blocks[:, self.index]
         offset, strides = self.affine

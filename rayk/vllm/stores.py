@@ -67,7 +67,7 @@ def engine_config(
 
 
 def cache_config(num_blocks: int) -> Any:
-    """vLLM's description of one layer's KV cache."""
+    """Make vLLM's description of one layer's KV cache."""
     import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
@@ -184,7 +184,7 @@ class HostOffload(BaseStore):
         return ONE_REVISION if "revision" in case.fields else None
 
     def extra_config(self) -> dict[str, Any]:
-        """The connector's own settings."""
+        """List the connector's own settings."""
         return dict(self.extra)
 
     def save(self, key: StoreKey, pages: Sequence[bytes]) -> None:
@@ -232,7 +232,7 @@ class HostOffload(BaseStore):
         self._managers.clear()
 
     def memory_of(self, manager: Any) -> Any:
-        """Chunk -> page."""
+        """Return the memory of the manager's chunks, by chunk."""
         return {}
 
     def _manager(self, revision: str) -> tuple[Any, Any]:
@@ -315,7 +315,7 @@ class ConnectorStore(VllmStore):
         self._configs: dict[str, Any] = {}
 
     def extra_config(self) -> dict[str, Any]:
-        """The connector's own settings."""
+        """List the connector's own settings."""
         return {}
 
     def make(self, role: str, revision: str) -> Any:

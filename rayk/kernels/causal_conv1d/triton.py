@@ -142,7 +142,7 @@ def causal_conv1d_step_kernel(
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """Outputs and states of one token per request. Grid: (requests, channel tiles)."""
+    """Compute outputs and states of one token per request. Grid: (requests, channel tiles)."""
     i_r = tl.program_id(0).to(tl.int64)
     slot = tl.load(read_slots + i_r)
     o_c = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)

@@ -46,7 +46,7 @@ _CHUNK_WORDS = 1 << 15
 
 
 def mix64(x: int) -> int:
-    """splitmix64's finaliser on one Python int."""
+    """Mix one Python int with splitmix64's finaliser."""
     x &= MASK64
     x = ((x ^ (x >> 30)) * _MUL_1) & MASK64
     x = ((x ^ (x >> 27)) * _MUL_2) & MASK64
@@ -132,5 +132,5 @@ def word_bytes(row_bytes: int) -> int:
 
 
 def signed(x: int) -> int:
-    """The int64 with the bits of the unsigned x."""
+    """Read the bits of the unsigned x as an int64."""
     return x - (1 << 64) if x >> 63 else x

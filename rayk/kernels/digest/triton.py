@@ -23,7 +23,7 @@ TILE_WORDS = 1024
 
 @triton.jit
 def _mix(x):
-    """splitmix64's finaliser on uint64."""
+    """Mix uint64 with splitmix64's finaliser."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)

@@ -121,7 +121,7 @@ def _make_address_table(views: Sequence[DigestedView], place_of: Sequence[int]) 
 
 
 def _entries_of(view: DigestedView) -> Ints:
-    """A view's `AddressTable.entries` as [units, fields, 5], offsets within the unit's own row."""
+    """Compute a view's `AddressTable.entries` as [units, fields, 5], offsets within the unit's own row."""
     itemsize = view.kv_cache.element_size()
     made = np.empty((len(view.units), len(view.fields), 5), dtype=np.int64)
     for f, (field_id, start, num_elems) in enumerate(view.fields):
@@ -132,5 +132,5 @@ def _entries_of(view: DigestedView) -> Ints:
 
 
 def _byte_strides(view: DigestedView) -> list[int]:
-    """Strides of blocks, units and rows in bytes."""
+    """Compute the strides of blocks, units and rows in bytes."""
     return [stride * view.kv_cache.element_size() for stride in view.kv_cache.stride()[:3]]

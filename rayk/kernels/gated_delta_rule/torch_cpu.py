@@ -115,7 +115,7 @@ def _solve(batch: _Batch, chunks: list[tuple[int, int]]) -> _Solved:
     size = max(end - start for start, end in chunks)
 
     def padded(x: torch.Tensor) -> torch.Tensor:
-        """[T, H, ...] as [H, M, size, ...]."""
+        """Pad [T, H, ...] and cut it into chunks: [H, M, size, ...]."""
         parts = [x[start:end] for start, end in chunks]
         pads = [F.pad(part, (0, 0) * (x.dim() - 1) + (0, size - len(part))) for part in parts]
         return torch.stack(pads, 1).movedim(2, 0).transpose(1, 2)

@@ -46,7 +46,7 @@ def _tokens_of(p_request, p_end, is_later):
 
 @triton.jit
 def _load_rows(p_row, m_row, KEY_SIZE: tl.constexpr, PADDED_K: tl.constexpr, WIDEN: tl.constexpr):
-    """Rows at pointers p_row [n], zeros where masked: [n, PADDED_K]; and 1 / their lengths."""
+    """Load the rows at pointers p_row [n], zeros where masked: [n, PADDED_K]; and 1 / their lengths."""
     o_k = tl.arange(0, PADDED_K)
     b_x = tl.load(p_row[:, None] + o_k[None, :], mask=m_row[:, None] & (o_k < KEY_SIZE)[None, :], other=0.0)
     b_wide = b_x.to(tl.float32)
@@ -58,7 +58,7 @@ def _load_rows(p_row, m_row, KEY_SIZE: tl.constexpr, PADDED_K: tl.constexpr, WID
 
 @triton.jit
 def _invert(b_a, CHUNK: tl.constexpr):
-    """(I + b_a)^-1 of a strictly lower triangular [CHUNK, CHUNK], by elimination."""
+    """Compute (I + b_a)^-1 of a strictly lower triangular [CHUNK, CHUNK], by elimination."""
     o_c = tl.arange(0, CHUNK)
     b_inverse = tl.where(o_c[:, None] == o_c[None, :], 1.0, 0.0)
     for j in range(CHUNK - 1):

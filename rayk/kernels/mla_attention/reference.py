@@ -37,7 +37,7 @@ def mla_attention_reference(
 def _rows(
     cache: torch.Tensor | QuantisedKV, blocks: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The cached rows [keys, R + Dr] of one sequence."""
+    """Gather the cached rows [keys, R + Dr] of one sequence."""
     if isinstance(cache, QuantisedKV):
         return torch.cat(cache.gather(blocks, slots, dtype), dim=-1).squeeze(1)
     return cache[blocks, slots].to(dtype)

@@ -50,7 +50,7 @@ def _gather(
     workspace: Workspace,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The rows [seq_len, R + Dr] of one sequence, possibly in the workspace."""
+    """Gather the rows [seq_len, R + Dr] of one sequence, possibly in the workspace."""
     if isinstance(cache, QuantisedKV):
         positions, num_slots = torch.arange(seq_len), cache.shape[2]
         places = blocks[positions // num_slots].long(), positions % num_slots

@@ -37,7 +37,7 @@ SPLITS_AT_ONCE = 32
 def split_workspace_elements(
     num_requests: int, num_query_heads: int, head_size_v: int, num_splits: int
 ) -> int:
-    """Float32 elements of a decode step's workspace: values, maximum and sum of each split."""
+    """Count the float32 elements of a decode step's workspace: values, maximum and sum of each split."""
     return num_requests * num_query_heads * num_splits * (head_size_v + 2)
 
 
@@ -142,7 +142,7 @@ class _Call:
         )
 
     def arguments(self, tiles: Tiles) -> dict[str, Any]:
-        """Arguments of both attention kernels."""
+        """List the arguments that both attention kernels take."""
         padded_k, padded_v = self.padded
         pages = self.pages
         stride_b, stride_h, stride_n, _ = pages.keys.stride()

@@ -31,7 +31,7 @@ class KernelPages:
 
 
 def kernel_pages(kv_cache: torch.Tensor | QuantisedKV) -> KernelPages:
-    """The pages of a cache [B, H, N, C]."""
+    """Describe the pages of a cache [B, H, N, C] for a kernel."""
     if not isinstance(kv_cache, QuantisedKV):
         return KernelPages(kv_cache)
     (keys, scales), (values, _) = kv_cache.raw(kv_cache.k), kv_cache.raw(kv_cache.v)

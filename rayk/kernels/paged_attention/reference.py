@@ -51,7 +51,7 @@ def _gather(
     head_size_k: int,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [H, tokens, Dk] and values [H, tokens, Dv] of one sequence."""
+    """Gather keys [H, tokens, Dk] and values [H, tokens, Dv] of one sequence."""
     num_slots = kv_cache.shape[2]
     places = blocks[tokens // num_slots].long(), tokens % num_slots
     if isinstance(kv_cache, QuantisedKV):

@@ -144,7 +144,7 @@ def _fold(
 
 
 def _attend_sdpa(problem: _Problem, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """[G, S, n, Dv] by torch's SDPA. mask [n, keys]."""
+    """Compute [G, S, n, Dv] by torch's SDPA. mask [n, keys]."""
     num_groups, size, num_queries, _ = problem.rows.shape
     attended = torch.nn.functional.scaled_dot_product_attention(
         problem.rows.flatten(1, 2).unsqueeze(0),
@@ -163,7 +163,7 @@ def _attend_written_out(
     sinks: torch.Tensor | None,
     soft_cap: float | None,
 ) -> torch.Tensor:
-    """[G, S, n, Dv]; mask [n, keys], sinks [G * S]. Works in pieces, to bound the memory."""
+    """Compute [G, S, n, Dv] in pieces, to bound the memory. mask [n, keys], sinks [G * S]."""
     rows, keys, values = problem.rows, problem.keys, problem.values
     num_groups, size, num_queries, _ = rows.shape
     out = rows.new_empty(*rows.shape[:3], values.shape[-1])

@@ -17,7 +17,7 @@ _VARYING = ("num_requests", "num_columns", "num_blocks", "num_splits", "table_st
 
 @triton.jit
 def _tanh(x):
-    """tanh, right to two ulp also near 0, unlike 1 - 2 / (exp(2 x) + 1) (Cephes' tanhf)."""
+    """Compute tanh, right to two ulp also near 0, unlike 1 - 2 / (exp(2 x) + 1) (Cephes' tanhf)."""
     x_squared = tl.minimum(x * x, 1.0)  # where the polynomial is not used, it must not overflow either
     small = -5.70498872745e-3 * x_squared + 2.06390887954e-2
     small = small * x_squared - 5.37397155531e-2
@@ -46,7 +46,7 @@ def _request_of(query_start_loc, i_tile, num_requests, TILE_Q: tl.constexpr):
 
 @triton.jit
 def _load_queries(p_q, m_row, HEAD_K: tl.constexpr, PADDED_K: tl.constexpr, WIDEN: tl.constexpr):
-    """The query rows at pointers p_q [ROWS], zeros where masked: [ROWS, PADDED_K]."""
+    """Load the query rows at pointers p_q [ROWS], zeros where masked: [ROWS, PADDED_K]."""
     o_k = tl.arange(0, PADDED_K)
     b_q = tl.load(p_q[:, None] + o_k[None, :], mask=m_row[:, None] & (o_k < HEAD_K)[None, :], other=0.0)
     if WIDEN:
@@ -145,7 +145,7 @@ def _attend(
 
 @triton.jit
 def _start_softmax(sinks, b_head, m_row, PADDED_V: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """The softmax before the first key (see _attend): empty, or each head's sink with weight one."""
+    """Start the softmax before the first key (see _attend): empty, or each head's sink with weight one."""
     b_max = tl.full([b_head.shape[0]], float("-inf"), tl.float32)
     b_sum = tl.zeros([b_head.shape[0]], tl.float32)
     if HAS_SINKS:

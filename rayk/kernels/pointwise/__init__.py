@@ -45,7 +45,7 @@ def rotate_halves(
 
 
 def gated(gate_up: torch.Tensor, activation: str, *, impl: str | None = None) -> torch.Tensor:
-    """activation(gate) * up of gate_up [T, 2 * D], gates first: [T, D]. Activations: see `activate`."""
+    """Compute activation(gate) * up of gate_up [T, 2 * D], gates first: [T, D], as `activate` does."""
     if _takes_native(impl, activation in ACTIVATIONS and gate_up.dim() == 2 and is_native(gate_up)):
         return gated_native(gate_up, activation)
     return gated_reference(gate_up, activation)

@@ -33,7 +33,7 @@ def gated_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """silu, gelu_tanh (gelu with the tanh approximation) or relu2 (relu squared)."""
+    """Apply silu, gelu_tanh (gelu with the tanh approximation) or relu2 (relu squared)."""
     if activation == "silu":
         return F.silu(x)
     if activation == "relu2":

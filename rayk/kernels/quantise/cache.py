@@ -56,7 +56,7 @@ class QuantisedKV:
 
     @staticmethod
     def raw(side: Quantised) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Data and scales as bytes (float32 scales unchanged), for kernels that decode them."""
+        """View data and scales as bytes (float32 scales unchanged), for kernels that decode them."""
         scales = side.scales
         if scales is not None and scales.dtype != torch.float32:
             scales = scales.view(torch.uint8)
@@ -65,7 +65,7 @@ class QuantisedKV:
     def gather(
         self, blocks: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [n, H, Dk] and values [n, H, Dv] of n tokens, given by their blocks and slots [n] int64."""
+        """Gather keys [n, H, Dk] and values [n, H, Dv] of n tokens by their blocks and slots [n] int64."""
 
         def pick(view: torch.Tensor | None) -> torch.Tensor | None:
             return None if view is None else view[blocks, :, slots]
@@ -105,12 +105,12 @@ def quantised_kv(
 
 
 def head_size_v(kv_cache: torch.Tensor | QuantisedKV, head_size_k: int) -> int:
-    """Elements of a value in a cache [B, H, N, K then V], or a quantised one."""
+    """Count the elements of a value in a cache [B, H, N, K then V], or a quantised one."""
     return kv_cache.head_size_v if isinstance(kv_cache, QuantisedKV) else kv_cache.shape[-1] - head_size_k
 
 
 def _split(bundles: Mapping[str, torch.Tensor], fields: Sequence[StoredField]) -> dict[str, torch.Tensor]:
-    """The fields of the bundles [B, H, N, bytes], each in its own dtype."""
+    """Cut the bundles [B, H, N, bytes] into their fields, each in its own dtype."""
     typed: dict[str, torch.Tensor] = {}
     ends = dict.fromkeys(bundles, 0)
     for field in fields:

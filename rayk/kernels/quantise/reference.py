@@ -58,22 +58,22 @@ def dequantise_reference(
 
 
 def _by(size: int, values: torch.Tensor) -> torch.Tensor:
-    """[..., D] as [..., D / size, size]."""
+    """View [..., D] as [..., D / size, size]."""
     return values.reshape(*values.shape[:-1], -1, size)
 
 
 def _as_float32(scale: float) -> float:
-    """The scale as a kernel receives it."""
+    """Round the scale to what a kernel receives."""
     return float(np.float32(scale))
 
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
-    """The nearest e4m3 of float32 values, saturating."""
+    """Round float32 values to the nearest e4m3, saturating."""
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def from_e2m1(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values [..., 2 n] of packed codes [..., n] uint8."""
+    """Decode packed codes [..., n] uint8 into values [..., 2 n]."""
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
     table = torch.tensor((*E2M1_VALUES, *(-x for x in E2M1_VALUES)), dtype=dtype, device=packed.device)
     return table[codes.int()]

@@ -29,7 +29,7 @@ def encode_e4m3(x):
 
 @triton.jit
 def decode_e4m3(b_code):
-    """The float32 of e4m3 codes (uint8 or int32)."""
+    """Decode e4m3 codes (uint8 or int32) to float32."""
     b_code = b_code.to(tl.int32)
     b_half = (((b_code & 0x80) << 8) | ((b_code & 0x7F) << 7)).to(tl.int16)
     b_value = b_half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -38,7 +38,7 @@ def decode_e4m3(b_code):
 
 @triton.jit
 def encode_e2m1(x):
-    """The e2m1 code (0 to 15) of float32 x as int32: nearest, ties to even, saturating at 6."""
+    """Encode float32 x as e2m1 codes (0 to 15) in int32: nearest, ties to even, saturating at 6."""
     b_size = tl.abs(x)
     b_code = (b_size > 0.25).to(tl.int32) + (b_size >= 0.75).to(tl.int32) + (b_size > 1.25).to(tl.int32)
     b_code += (b_size >= 1.75).to(tl.int32) + (b_size > 2.5).to(tl.int32)
@@ -48,7 +48,7 @@ def encode_e2m1(x):
 
 @triton.jit
 def decode_e2m1(b_code):
-    """The float32 of e2m1 codes (0 to 15, int32)."""
+    """Decode e2m1 codes (0 to 15, int32) to float32."""
     b_half = (((b_code & 8) << 12) | ((b_code & 7) << 9)).to(tl.int16)
     return b_half.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
 
@@ -121,7 +121,7 @@ def quantise_rows_kernel(
     ROWS: tl.constexpr,
     SCALES: tl.constexpr,
 ):
-    """values [num_rows, D], data [num_rows, bytes] and scales, all dense. Grid: (tiles of ROWS rows,)."""
+    """Write data [num_rows, bytes] and scales of values [num_rows, D], all dense. Grid: (tiles of rows,)."""
     o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     m_row = o_row < num_rows
     DATA: tl.constexpr = D // 2 if SCALES == "block" else D
@@ -145,7 +145,7 @@ def dequantise_rows_kernel(
     ROWS: tl.constexpr,
     SCALES: tl.constexpr,
 ):
-    """The inverse of quantise_rows_kernel: values [num_rows, D] float32. Grid: (tiles of ROWS rows,)."""
+    """Write values [num_rows, D] float32: the inverse of quantise_rows_kernel. Grid: (tiles of rows,)."""
     o_row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     o_d = tl.arange(0, PADDED)
     m_row = o_row < num_rows

@@ -76,7 +76,7 @@ def selective_scan_kernel(
     TILE_C: tl.constexpr,
     HAS_Z: tl.constexpr,
 ):
-    """CHANNELS per unit. Grid: (requests, channel tiles)."""
+    """Scan CHANNELS channels per unit. Grid: (requests, channel tiles)."""
     i_r = tl.program_id(0)
     o_c = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     o_n = tl.arange(0, PADDED_N)

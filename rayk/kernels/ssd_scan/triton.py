@@ -34,7 +34,7 @@ def dot_16_bit(a, b, PRECISION: tl.constexpr):
 
 @triton.jit
 def _load_token(x, dt, b, c, i_t, o_p, o_n, m_p, m_n, strides):
-    """A token's x, dt, b, c in float32."""
+    """Load a token's x, dt, b, c as float32."""
     b_x = tl.load(x + i_t * strides[0] + o_p, mask=m_p, other=0.0).to(tl.float32)
     b_dt = tl.load(dt + i_t * strides[1]).to(tl.float32)
     b_b = tl.load(b + i_t * strides[2] + o_n, mask=m_n, other=0.0).to(tl.float32)

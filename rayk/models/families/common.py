@@ -66,7 +66,7 @@ class WeightNames:
         return self.in_layer(index, parameter).format(e=expert)
 
     def plain(self, stored: str) -> str:
-        """`stored` without the prefix of a larger model."""
+        """Strip the prefix of a larger model from `stored`."""
         for prefix, ours in self.nested:
             if stored.startswith(prefix):
                 return ours + stored.removeprefix(prefix)
@@ -148,7 +148,7 @@ def parse_llama_like(
 
 
 def default_head_size(raw: RawConfig) -> int:
-    """hidden / heads, for configs without `head_dim`."""
+    """Divide hidden by heads, for configs without `head_dim`."""
     return max(1, raw.count("hidden_size") // raw.count("num_attention_heads"))
 
 
@@ -179,7 +179,7 @@ def refuse_quantized(raw: RawConfig) -> None:
 
 
 def parse_dtype(raw: RawConfig) -> str:
-    """`dtype`, or `torch_dtype` of older checkpoints; float32 by default."""
+    """Read `dtype`, or `torch_dtype` of older checkpoints; float32 by default."""
     value = str(raw.get("dtype", raw.get("torch_dtype", "float32"))).removeprefix("torch.")
     if value not in DTYPES:
         raise raw.refuse(f"`dtype` {value!r} is not supported", "one of " + ", ".join(DTYPES))
@@ -213,7 +213,7 @@ def periodic_windows(raw: RawConfig, *, period: int) -> tuple[int | None, ...]:
 def _windows_by_layer(
     raw: RawConfig, window: int | None, slides: Callable[[int], bool]
 ) -> tuple[int | None, ...]:
-    """Windows by `layer_types`, or by `slides` without it."""
+    """Read the windows from `layer_types`, or from `slides` without it."""
     num_layers = raw.count("num_hidden_layers")
     kinds = raw.get("layer_types")
     if kinds is None:

@@ -44,7 +44,7 @@ def parse_gemma(
     windows: tuple[int | None, ...],
     ropes: tuple[RopeConfig | None, ...] | None = None,
 ) -> DecoderConfig:
-    """The settings that Gemma 2 and 3 share. Arguments as in parse_llama_like."""
+    """Parse the settings that Gemma 2 and 3 share. The arguments are those of parse_llama_like."""
     require_causal(raw)
     config = common.parse_llama_like(
         raw,

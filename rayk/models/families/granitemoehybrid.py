@@ -41,7 +41,7 @@ def parse(raw: RawConfig) -> DecoderConfig:
 
 
 def parse_experts(raw: RawConfig) -> ExpertsConfig | MlpConfig:
-    """The routed experts (granitemoehybrid/modeling_granitemoehybrid.py:879), or the shared MLP alone."""
+    """Parse routed experts (granitemoehybrid/modeling_granitemoehybrid.py:879), or the shared MLP alone."""
     raw.require("hidden_act", "silu")
     shared = MlpConfig(intermediate_size=raw.count("shared_intermediate_size", 1024))
     num_experts = raw.whole("num_local_experts", 8)

@@ -99,7 +99,7 @@ def num_kv_heads(raw: RawConfig) -> int:
 
 
 def conv_width(raw: RawConfig, key: str) -> int:
-    """The width of the convolution, at least 2."""
+    """Read the width of the convolution, at least 2."""
     width = raw.count(key)
     if width < 2:
         raise raw.refuse(f"`{key}` {width}: a convolution that sees one token is not supported")

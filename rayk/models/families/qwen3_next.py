@@ -78,7 +78,7 @@ def _gdn(raw: RawConfig, norm_eps: float) -> GdnConfig:
 
 
 def _mlps(raw: RawConfig, num_layers: int) -> list[MlpConfig | ExpertsConfig]:
-    """Experts in every `decoder_sparse_step`-th layer except `mlp_only_layers`."""
+    """Put experts into every `decoder_sparse_step`-th layer except `mlp_only_layers`."""
     step, dense = raw.count("decoder_sparse_step"), common.parse_mlp(raw)
     left_out = raw.get("mlp_only_layers", [])
     if not isinstance(left_out, list) or len(left_out) > num_layers:

@@ -96,12 +96,12 @@ class RawConfig:
         return value
 
     def token_id(self, key: str) -> int | None:
-        """The first token id, or None."""
+        """Read the first token id, or None."""
         ids = self.token_ids(key)
         return ids[0] if ids else None
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """One id or a list of ids as a tuple; empty if absent."""
+        """Read one id or a list of ids as a tuple; empty if absent."""
         value = self.get(key, [])
         ids = value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and abs(i) < 1 << 31 for i in ids):

@@ -48,7 +48,7 @@ def parse_rope(
 
 
 def original_positions(raw: RawConfig, rope: RawConfig) -> int:
-    """Positions before the extension. The model's own key overrides the rope's, as in transformers."""
+    """Read the positions before the extension. The model's own key wins, as in transformers."""
     for settings in (raw, rope):
         if settings.get("original_max_position_embeddings") is not None:
             return settings.count("original_max_position_embeddings")
@@ -106,7 +106,7 @@ def yarn_growth(factor: float, mscale: float) -> float:
 
 
 def _longrope(raw: RawConfig, rope: RawConfig, rotary_size: int) -> dict[str, Any]:
-    """Settings for sequences within the original positions (transformers/modeling_rope_utils.py:487)."""
+    """Read settings for sequences within the original positions (transformers/modeling_rope_utils.py:487)."""
     original = original_positions(raw, rope)
     factor = rope.number("factor", raw.count("max_position_embeddings") / original)
     grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0

@@ -60,14 +60,14 @@ class AltUp:
         self._corrector = corrector
 
     def predict(self, streams: torch.Tensor) -> torch.Tensor:
-        """[S, T, hidden] -> the same, with a weighted sum of all streams added to each."""
+        """Add to each stream of [S, T, hidden] a weighted sum of all streams."""
         num_streams = streams.shape[0]
         weights = self._predictor.forward(self._modalities(streams[self._active]))
         weights = weights.view(-1, num_streams, num_streams)
         return streams + torch.matmul(weights, streams.transpose(0, 1)).transpose(0, 1)
 
     def correct(self, predicted: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
-        """predicted [S, T, hidden] and the computed active stream [T, hidden] -> [S, T, hidden]."""
+        """Correct predicted [S, T, hidden] by the computed active stream [T, hidden]."""
         weights = self._corrector.forward(self._modalities(computed)) + 1.0
         return predicted + (computed - predicted[self._active]) * weights.t()[:, :, None]
 
@@ -169,7 +169,7 @@ class AltUpStreams:
         self._num_layers = num_layers
 
     def begin(self, token_ids: torch.Tensor, embeddings: torch.Tensor) -> StreamsAndInputs:
-        """Token ids [T] and their embeddings [T, hidden] -> the first layer's input."""
+        """Make the first layer's input of token ids [T] and their embeddings [T, hidden]."""
         others = (_of_size(linear.forward(embeddings), embeddings) for linear in self._spread)
         streams = torch.stack([embeddings, *others])
         return StreamsAndInputs(streams, self._per_layer_inputs(token_ids, embeddings))
@@ -179,7 +179,7 @@ class AltUpStreams:
         return StreamsAndInputs(*(part.index_select(1, tokens) for part in x))
 
     def end(self, x: StreamsAndInputs) -> torch.Tensor:
-        """The last layer's output -> [T, hidden]."""
+        """Turn the last layer's output into [T, hidden]."""
         first = x.streams[0]
         others = (
             _of_size(linear.forward(stream), first)
@@ -196,7 +196,7 @@ class AltUpStreams:
 
 
 def _of_size(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """x [T, hidden] rescaled to the root mean square of `like`, token by token."""
+    """Rescale x [T, hidden] to the root mean square of `like`, token by token."""
     target = like.square().mean(-1, keepdim=True).sqrt()
     square = x.square().mean(-1, keepdim=True)
     return x * target / square.clamp(min=_MIN_SQUARE).sqrt()

@@ -99,7 +99,7 @@ class Attention:
         self.kv_cache = None
 
     def field_views(self) -> tuple[FieldView, ...]:
-        """k and v [B, H, N, D] of the bound cache; all stored fields of a quantised one."""
+        """View k and v [B, H, N, D] of the bound cache, or all stored fields of a quantised one."""
         assert self.kv_cache is not None, f"layer {self.layer}: no KV cache is bound"
         if isinstance(self.kv_cache, QuantisedKV):
             fields = self.kv_cache.fields().items()

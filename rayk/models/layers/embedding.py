@@ -63,7 +63,7 @@ class LmHead:
         self._soft_cap = soft_cap
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] -> float32 logits [R, vocab] on every rank; NaN where the soft cap met an infinity."""
+        """Compute float32 logits [R, vocab] on every rank; NaN where the soft cap met an infinity."""
         logits = self._gathered(product(hidden, self.weight, None)).float()
         if self._scale != 1.0:
             logits = logits * self._scale

@@ -35,7 +35,7 @@ class Experts:
         down: torch.Tensor,
         down_bias: torch.Tensor,
     ) -> Experts:
-        """Gate and up columns alternate on disk (gpt_oss/modeling_gpt_oss.py:81)."""
+        """Sort gate and up columns, which alternate on disk (gpt_oss/modeling_gpt_oss.py:81)."""
         return cls(
             gate_up=torch.cat([gate_up[..., ::2], gate_up[..., 1::2]], dim=-1),
             gate_up_bias=torch.cat([gate_up_bias[..., ::2], gate_up_bias[..., 1::2]], dim=-1),
@@ -49,7 +49,7 @@ class Experts:
 
 
 def build_experts(build: Build, index: int, mlp: ExpertsConfig, held: range) -> Experts:
-    """Experts `held` of layer `index`."""
+    """Build experts `held` of layer `index`."""
     form = build.pieces.names.experts
     if form == "single":
         return _single(build, index, mlp, held)
@@ -75,7 +75,7 @@ def build_experts(build: Build, index: int, mlp: ExpertsConfig, held: range) -> 
 
 
 def _single(build: Build, index: int, mlp: ExpertsConfig, held: range) -> Experts:
-    """Tensors of one expert each, rows of W."""
+    """Read experts that are stored in tensors of one expert each, as rows of W."""
     width, size = mlp.latent_size or build.config.hidden_size, mlp.intermediate_size
     parts = ("experts_up",) if mlp.kind == "relu2" else ("experts_gate", "experts_up")
     reader, names = build.pieces.reader, build.pieces.names

@@ -163,7 +163,7 @@ def _input_rows(config: GdnConfig, heads: GdnHeads) -> tuple[Rows, Rows]:
 
 
 def _conv(build: Build, index: int, config: GdnConfig, heads: GdnHeads) -> torch.Tensor:
-    """[channels of q, k and v, taps]; on disk all of q, then of k, then of v, [channels, 1, taps]."""
+    """Read [channels of q, k and v, taps]; on disk all of q, then of k, then of v, [channels, 1, taps]."""
     keys, values = (
         config.num_key_heads * config.key_head_size,
         config.num_value_heads * config.value_head_size,

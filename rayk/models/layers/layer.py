@@ -77,7 +77,7 @@ class OneStream:
     """The residual stream of most models: one tensor [T, hidden], which begins as the embeddings."""
 
     def begin(self, token_ids: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-        """Token ids [T] and their embeddings [T, hidden] -> the first layer's input."""
+        """Make the first layer's input of token ids [T] and their embeddings [T, hidden]."""
         return embeddings
 
     def select(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class OneStream:
         return x.index_select(0, tokens)
 
     def end(self, x: torch.Tensor) -> torch.Tensor:
-        """The last layer's output -> [T, hidden]."""
+        """Turn the last layer's output into [T, hidden]."""
         return x
 
 

@@ -30,7 +30,7 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [T, in] times weight^T plus bias, weight as `packed` returned it."""
+    """Multiply x [T, in] by weight^T and add the bias; weight is as `packed` returned it."""
     if weight.is_mkldnn:
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out

@@ -91,7 +91,7 @@ def build_mamba1(build: Build, index: int) -> Mamba1:
         return Rows(parameter, config.num_channels, (channels,))
 
     def cut(parameter: str, *rest: int) -> torch.Tensor:
-        """The rank's channels of a tensor [channels, *rest], in the model's dtype."""
+        """Cut the rank's channels out of a tensor [channels, *rest], in the model's dtype."""
         return build.pieces.rows(build.name(index, parameter), (config.num_channels, *rest), channels)
 
     weights = Mamba1Weights(

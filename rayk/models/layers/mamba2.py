@@ -156,7 +156,7 @@ def _heads(build: Build, config: Mamba2Config) -> Mamba2Heads:
 
 
 def _input_parts(config: Mamba2Config, heads: Mamba2Heads) -> tuple[Rows, ...]:
-    """Rows of z, x, B, C and dt, in the order of the stored input projection."""
+    """List the rows of z, x, B, C and dt, in the order of the stored input projection."""
     inner, width = config.num_heads * config.head_size, config.num_groups * config.state_size
     channels = head_rows(heads.ids, config.head_size)
     groups = head_rows(heads.groups, config.state_size)
@@ -170,7 +170,7 @@ def _input_parts(config: Mamba2Config, heads: Mamba2Heads) -> tuple[Rows, ...]:
 
 
 def _multipliers(build: Build, config: Mamba2Config, heads: Mamba2Heads) -> torch.Tensor | None:
-    """Each part's multiplier, per output of the projection (falcon_h1/modeling_falcon_h1.py:948)."""
+    """Spread each part's multiplier over the projection's outputs (falcon_h1/modeling_falcon_h1.py:948)."""
     if set(config.part_multipliers) == {1.0}:
         return None
     sizes = (heads.inner, heads.inner, heads.group_width, heads.group_width, len(heads.ids))

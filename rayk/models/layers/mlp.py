@@ -31,7 +31,7 @@ class GateCut:
     """
 
     def __init__(self, sparsity: float, num_gates: int, comm: Comm) -> None:
-        """`sparsity`: the share below the quantile. `num_gates`: gates of all ranks."""
+        """`sparsity` is the share below the quantile, `num_gates` counts the gates of all ranks."""
         # transformers computes the quantile in float32 for any model dtype.
         share = torch.tensor(sparsity, dtype=torch.float32)
         self._quantile = torch.erfinv(2 * share - 1) * math.sqrt(2)
@@ -39,7 +39,7 @@ class GateCut:
         self._comm = comm
 
     def forward(self, gate: torch.Tensor) -> torch.Tensor:
-        """The rank's gates [T, its own] -> their excess over the quantile, at least 0."""
+        """Reduce the rank's gates [T, its own] to their excess over the quantile, at least 0."""
         # float64 preserves a deviation that is far below the mean.
         wide = gate.double()
         sums = torch.stack([wide.sum(-1), wide.square().sum(-1)], dim=-1)

@@ -72,7 +72,7 @@ class Moe:
         shared: SharedExpert | None = None,
         reduce: bool = True,
     ) -> None:
-        """`first_expert`: global index of the rank's first one. `reduce` as in RowParallelLinear."""
+        """`first_expert` is the global index of the rank's first one; `reduce` is as in RowParallelLinear."""
         self.router = router
         self.experts = experts
         self.latent = latent
@@ -138,7 +138,7 @@ class Moe:
         return torch.einsum("eth,te->th", results.to(shares.dtype), local).to(x.dtype)
 
     def _weighed(self, inputs: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """The experts' inputs, rounded to their dtype."""
+        """Multiply inputs by shares in their dtype, where this model does so."""
         return (inputs * shares).to(inputs.dtype) if self._config.weighs_inputs else inputs
 
     def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
@@ -156,14 +156,14 @@ class Moe:
 def _product(
     x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None, expert: int
 ) -> torch.Tensor:
-    """x [tokens, in] times one expert's matrix."""
+    """Multiply x [tokens, in] by one expert's matrix."""
     if biases is None:
         return torch.mm(x, weights[expert])
     return torch.addmm(biases[expert], x, weights[expert])
 
 
 def _products(x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None) -> torch.Tensor:
-    """x [E, T, in] times every expert's matrix."""
+    """Multiply x [E, T, in] by every expert's matrix."""
     return torch.bmm(x, weights) if biases is None else torch.baddbmm(biases[:, None], x, weights)
 
 

@@ -27,7 +27,7 @@ class Norm:
         assert config.wide or not (config.offset or self._centred), config
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Keeps shape and dtype."""
+        """Keep shape and dtype."""
         if not self._centred:
             return rms_norm(x, self.weight, eps=self._eps, wide=self._wide)
         floats = x.float()
@@ -73,7 +73,7 @@ class GatedNorm:
         self._sums_over_ranks = not is_whole and comm.size > 1
 
     def forward(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """y [T, H, P] and gate [T, H * P] -> [T, H * P] in y's dtype; float32 inside."""
+        """Norm y [T, H, P] with gate [T, H * P] to [T, H * P] in y's dtype; float32 inside."""
         gates = F.silu(gate.float()).view_as(y)
         wide = y.float()
         if self._kind != "norm_gate":

@@ -28,7 +28,7 @@ class Placing:
         self._rotaries = [Rotary(rope, dtype=dtype, device=device) for rope in ropes]
 
     def at(self, positions: torch.Tensor) -> list[Places]:
-        """The Places of every layer, for tokens at `positions` [T]."""
+        """Compute the Places of every layer, for tokens at `positions` [T]."""
         rotations = {rotary.config: rotary.at(positions) for rotary in self._rotaries}
         factors = {
             temperature: query_factors(temperature, positions)
@@ -45,6 +45,6 @@ class Placing:
 
 
 def query_factors(config: TemperatureConfig, positions: torch.Tensor) -> torch.Tensor:
-    """Factors on the queries of tokens at `positions` [T], float32 [T, 1, 1]."""
+    """Compute the factors on the queries of tokens at `positions` [T], float32 [T, 1, 1]."""
     grown = torch.log1p(torch.floor((positions.float() + 1) / config.floor))
     return (grown * config.scale + 1)[:, None, None]

@@ -42,7 +42,7 @@ class Rotary:
 
 
 def inverse_frequencies(config: RopeConfig) -> torch.Tensor:
-    """Radians per position of each pair, float32 [rotary_size / 2]."""
+    """Compute the radians per position of each pair, float32 [rotary_size / 2]."""
     steps = torch.arange(0, config.rotary_size, 2, dtype=torch.float32) / config.rotary_size
     return _SCALED[config.kind](config, config.theta**steps)
 

@@ -59,7 +59,7 @@ class Router:
         return Routes(experts, weights.to(logits.dtype))
 
     def _chosen(self, logits: torch.Tensor) -> Routes:
-        """Unscaled weights in float32."""
+        """Choose experts, with unscaled weights in float32."""
         if self._config.scoring == "softmax_chosen":
             best = logits.topk(self._num_chosen, dim=-1)
             return Routes(best.indices, best.values.softmax(-1, dtype=torch.float32))

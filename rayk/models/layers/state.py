@@ -40,7 +40,7 @@ class StateMixer:
         self._state = None
 
     def field_views(self) -> tuple[FieldView, ...]:
-        """Taps and states [B, U, 1, C] of the bound cache."""
+        """View taps and states [B, U, 1, C] of the bound cache."""
         state = self._bound()
         states = FieldView(self._field, state.view(*state.shape[:2], 1, -1), self._units)
         return (*self._conv.field_views(), states)
