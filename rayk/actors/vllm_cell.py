@@ -153,10 +153,11 @@ class VllmRequestRun:
             kv_transfer_params=given,
         )
         if told["finish_reason"] not in ("stop", "length") or not told["token_ids"]:
-            reason = f"{engine.name} ends it with finish reason {told['finish_reason']}"
+            why = f": {told['why']}" if told.get("why") else ""
+            reason = f"{engine.name} ends it with finish reason {told['finish_reason']}{why}"
             if given is not None:
                 raise TransferError(self._row.request_id, reason, self._row.prefill_engine or "", engine.name)
-            raise EngineDied(engine.name, f"{reason}: {self._row.request_id}")
+            raise EngineDied(engine.name, f"{reason} ({self._row.request_id})")
         return told
 
     async def _ask(

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rayk.actors.vllm_refusals import MAX_WORDS, cause_in, refusal
+from rayk.actors.vllm_refusals import MAX_WORDS, cause_in, complaint_in, refusal
 from rayk.types.config import VllmEngineConfig
 from rayk.types.errors import DeadlineExceeded, EngineDied, InternalError, Unsupported, shortened
 from rayk.types.waiting import busy
@@ -29,7 +29,8 @@ from rayk.vllm.messages import PREFIX, BadFrame, Frame, decode_header, decode_pr
 END_S = 20.0
 """How long all processes of an engine may take to be gone once they were killed."""
 LAST_WORDS_S = 2.0
-"""How long what a dead engine wrote may take to be read."""
+"""How long what an engine wrote before it died, or failed a request, may take to be read."""
+WORDS_POLL_S = 0.05
 KEPT_CHARACTERS = 1 << 16
 """Of the end of its log, which tells what an engine died of."""
 PORTS = range(20000, 32000)
@@ -46,7 +47,7 @@ class VllmEngine:
         self._pid: int | None = None
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Frame]] = {}
-        self._log = ""
+        self._log, self._num_logged = "", 0
         self._readers: list[asyncio.Task[Any]] = []
         self._death: EngineDied | None = None
         self._dead = asyncio.Event()
@@ -91,8 +92,10 @@ class VllmEngine:
         return facts
 
     async def ask(self, timeout_s: float, op: str, **arguments: Any) -> tuple[dict[str, Any], bytes]:
-        """Have the driver do something: its answer. Raises EngineDied, DeadlineExceeded, and Unsupported with
-        vLLM's words where it refuses a request."""
+        """Have the driver do something: its answer, with `why` of a request that vLLM failed.
+
+        Raises EngineDied, DeadlineExceeded, and Unsupported with vLLM's words where it refuses a request."""
+        num_logged = self._num_logged
         try:
             frame = await self._ask(timeout_s, op, **arguments)
         except _Failed as failure:
@@ -104,6 +107,8 @@ class VllmEngine:
             if failure.words.startswith("EngineGenerateError"):
                 raise EngineDied(self.name, f"it fails a request: {failure.words}") from None
             raise Unsupported(f"vLLM {failure.version} refuses: {failure.words}") from None
+        if frame.header.get("finish_reason") == "error":
+            frame.header["why"] = await self._complaint(num_logged)
         return frame.header, frame.body
 
     async def run(self) -> None:
@@ -183,6 +188,16 @@ class VllmEngine:
             raise _Failed(str(frame.header.get("version", "")), str(frame.header["error"]))
         return frame
 
+    async def _complaint(self, num_logged: int) -> str:
+        """What vLLM logged as an error since so many characters, which come beside its answers."""
+        until = time.monotonic() + LAST_WORDS_S
+        while True:
+            new = min(self._num_logged - num_logged, len(self._log))
+            words = complaint_in(self._log[len(self._log) - new :])
+            if words or time.monotonic() > until:
+                return words
+            await asyncio.sleep(WORDS_POLL_S)
+
     async def _read_answers(self, stream: asyncio.StreamReader, asks: asyncio.StreamWriter) -> None:
         try:
             while True:
@@ -206,6 +221,7 @@ class VllmEngine:
             sys.stderr.write(text := chunk.decode(errors="replace"))
             sys.stderr.flush()
             self._log = (self._log + text)[-KEPT_CHARACTERS:]
+            self._num_logged += len(text)
 
     async def _read_status(self, pipe: int) -> None:
         """What the keeper tells; its end is that of all the engine's processes."""

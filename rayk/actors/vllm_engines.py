@@ -193,9 +193,11 @@ class VllmEngines:
         if engine is None:
             return None
         try:
-            await self._empty(handle, engine)
+            # First: an engine that is not kept is gone at once, which is no death that a cell has to tell of.
             await handle.guard(handle.leader.leave.remote(), "its leave", CONTROL_S)
             await handle.stopped()
+            handle.raise_if_dead()
+            await self._empty(handle, engine)
         except RaykError as error:
             self._drop(engine)
             return (

@@ -17,6 +17,8 @@ MACHINE_ERRORS = frozenset(
 """Of the machine, or of what is installed: the same model and arguments may well run elsewhere."""
 _RAISED = re.compile(r"(?:^|[\s.])(?P<type>(?:[A-Z]\w*)?(?:Error|Exception|Unsupported)): (?P<text>.+)")
 _PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_LOGGED = re.compile(r"\bERROR\b[^\[]*\[(?P<place>[^\]]+)\] ?(?P<text>.*)")
+"""vLLM begins each line of what it logs, also those of a traceback, with level, time and place."""
 FOLLOWS = (
     *("Engine core initialization failed", "WorkerProc initialization failed"),
     *("Worker failed with error", "EngineCore encountered"),
@@ -47,6 +49,19 @@ def cause_in(log: str) -> str:
     """In vLLM's words; empty where there are none."""
     found = _find(log)
     return "" if found is None else shortened(f"{found.type}: {found.text}", MAX_WORDS)
+
+
+def complaint_in(log: str) -> str:
+    """What vLLM logged as an error first, where, and what it raised; empty where it logged none."""
+    found = [
+        logged for line in log.splitlines() if (logged := _LOGGED.search(line)) and logged["text"].strip()
+    ]
+    if not found:
+        return ""
+    first = found[0]
+    of_first = [f["text"].strip() for f in found if f["place"] == first["place"]]
+    words = [shortened(text, MAX_WORDS // 2) for text in dict.fromkeys((of_first[0], of_first[-1]))]
+    return f"{first['place']}: {': '.join(words)}"
 
 
 def refusal(engine: str, log: str, version: str = "", words: str = "") -> RaykError | None:

@@ -70,6 +70,15 @@ def main() -> None:
                 flush=True,
             )  # noqa: T201
             answer(number, error="EngineDeadError: EngineCore encountered an issue.", version="0.32.0")
+        elif op == "generate" and fault == "fails a request":
+            at = "ERROR 11-27 01:28:04 [base_worker.py:1250]"
+            words = (
+                "handshake_failed | Context: {}",
+                "Traceback (most recent call last):",
+                "zmq.error.Again: busy",
+            )
+            answer(number, finish_reason="error", token_ids=[])  # before the words are there
+            print(*(f"(Worker pid=7) {at} {line}" for line in words), sep="\n", file=sys.stderr, flush=True)  # noqa: T201
         elif op == "generate" and fault == "holds":
             (folder / "asked").touch()
         elif op == "generate" and fault == "stops":

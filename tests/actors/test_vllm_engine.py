@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 
+from rayk.actors import vllm_engine
 from rayk.actors.vllm_engine import VllmEngine
 from rayk.actors.vllm_refusals import refusal
 from rayk.types.config import VllmEngineConfig
@@ -60,6 +61,21 @@ def test_each_fault_is_a_typed_error_and_leaves_no_process(
     assert isinstance(error, kind)
     assert re.search(words, str(error))
     assert left(config) == []
+
+
+def test_what_vllm_logged_of_a_request_that_it_failed_comes_with_the_answer(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_engine, "LAST_WORDS_S", HANG_S)
+
+    async def why() -> str:
+        engine = await _start(fake("fails a request"))
+        told, _ = await engine.ask(HANG_S, "generate", request_id="r")
+        await engine.end()
+        return str(told["why"])
+
+    words = "base_worker.py:1250: handshake_failed | Context: {}: zmq.error.Again: busy"
+    assert asyncio.run(why()) == words
 
 
 @pytest.mark.parametrize(("fault", "what"), [("never starts", "start"), ("stops", "generate")])

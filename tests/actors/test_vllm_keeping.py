@@ -53,6 +53,7 @@ class Actor:
         await self._left.wait()
 
     async def _leave(self) -> None:
+        self._raise_if_gone()
         self._left.set()
 
     async def _clock(self) -> int:
@@ -60,9 +61,14 @@ class Actor:
 
     async def _ask(self, timeout_s: float, op: str, **_: Any) -> tuple[dict[str, Any], bytes]:
         del timeout_s
+        self._raise_if_gone()
         if self.name in self._pool.dead:
             raise EngineDied(self.name, "killed")
-        return {"is_empty": op == "forget"}, b""
+        return {"is_empty": op == "forget" and self.name not in self._pool.holding}, b""
+
+    def _raise_if_gone(self) -> None:
+        if self.name not in self._pool.actors:
+            raise EngineDied(self.name, "the worker process ended")
 
 
 class Pool:
@@ -73,6 +79,8 @@ class Pool:
         self.actors: dict[str, Actor] = {}
         self.started: list[str] = []
         self.dead: set[str] = set()
+        self.holding: set[str] = set()
+        """Those that keep blocks of requests for ever."""
         self.refusal: RaykError | None = None
 
     async def prepare(self, asks: Sequence[EngineAsk], how: str, **_: Any) -> None:
@@ -157,6 +165,15 @@ def test_an_engine_that_died_since_is_started_anew(pool: Pool) -> None:
         await engines.ready(cell(ONE))
 
     asyncio.run(dies_between())
+    assert list(pool.actors) == ["prefill1"]
+
+
+def test_an_engine_that_keeps_blocks_ends_but_is_no_failure(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_engines, "SETTLE_S", 0.0)
+    pool.holding.add("prefill0")
+    run(pool, cell(ONE), cell(ONE))
     assert list(pool.actors) == ["prefill1"]
 
 
