@@ -15,6 +15,8 @@ MACHINE_ERRORS = frozenset(
     | {"PermissionError", "ModuleNotFoundError", "ImportError"}
 )
 """Of the machine, or of what is installed: the same model and arguments may well run elsewhere."""
+NO_ROOM = ("Available memory on node", "Free memory on device", "No available memory")
+"""What vLLM says where the machine has not the memory that an engine is to take."""
 _RAISED = re.compile(r"(?:^|[\s.])(?P<type>(?:[A-Z]\w*)?(?:Error|Exception|Unsupported)): (?P<text>.+)")
 _PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _LOGGED = re.compile(r"\bERROR\b[^\[]*\[(?P<place>[^\]]+)\] ?(?P<text>.*)")
@@ -77,7 +79,7 @@ def refusal(engine: str, log: str, version: str = "", words: str = "") -> RaykEr
     said = shortened(f"{found.type}: {found.text}", MAX_WORDS)
     if found.type == "Unsupported":
         return Unsupported(found.text)
-    if found.type in MACHINE_ERRORS or any(word in found.text for word in MACHINE_WORDS):
+    if found.type in MACHINE_ERRORS or any(word in found.text for word in (*MACHINE_WORDS, *NO_ROOM)):
         return EngineDied(engine, f"it does not start: {said}")
     if "/rayk/vllm/" in found.place and "/driver.py:" not in found.place:  # which only calls vLLM
         return InternalError(found.place, said, log[-4000:])

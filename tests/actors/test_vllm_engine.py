@@ -143,6 +143,7 @@ FAILED = "RuntimeError: Engine core initialization failed. See root cause above.
         ('  File "/x/rayk/vllm/proving.py", line 3, in f\nKeyError: 7', FAILED, InternalError),
         ('  File "/x/rayk/vllm/driver.py", line 3, in f', "TypeError: an unexpected argument", Unsupported),
         ("OSError: [Errno 98] Address already in use", "", EngineDied),
+        ("ValueError: Available memory on node 0 (9.1/23.5 GiB) is less than requested", FAILED, EngineDied),
         ("", "ModuleNotFoundError: No module named 'vllm'", EngineDied),
     ],
 )
