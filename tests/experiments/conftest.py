@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import CheckpointFactory
+from tests.pd import HANG_S
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def worker_processes() -> list[str]:
     return found
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = HANG_S) -> None:
     """Poll a condition. AssertionError when it does not come true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from rayk.types.errors import DeviceError
 from tests.experiments.conftest import wait_until, worker_processes
 from tests.markers import nixl, ray, thorough
 
-pytestmark = [ray, nixl, pytest.mark.timeout(240)]
+pytestmark = [ray, nixl, pytest.mark.timeout(400)]
 
 LAYERS, KV_HEADS, HEAD_SIZE = 4, 2, 16
 PROMPT_TOKENS = 5 + 37 + 300
@@ -26,27 +27,73 @@ KV_BYTES = PROMPT_TOKENS * LAYERS * KV_HEADS * 2 * HEAD_SIZE * 4
 """Float32 K and V of all prompts, each KV head once."""
 
 
+TIER = {"offload.host_gib": 0.05, "offload.load": "always", "offload.swap": "always"}
+MECHANISMS = {
+    "push": {"transfer.mode": "push", "transfer.push_layers": 1, "decode.tp": 2},
+    "staged": {"transfer.staging": "always", "prefill.tp": 2, "prefill.layout": "LBHNC"},
+    "quantised": {"kv_dtype": "fp8_e4m3", "decode.tp": 2},
+    "prefix": {"engine.prefix_caching": True, "prefill.max_seqs": 1, "decode.tp": 2},
+    "fast prefill": {"engine.fast_prefill": True, "decode.tp": 2},
+    "offload": {"transfer.path": "host", "decode.tp": 2, **TIER},
+    "swap": {"mode": "aggregated", "engine.num_blocks": 27, "sampling.max_tokens": 96, **TIER},
+}
+"""One cell of each; engines of the cells before have started its workers."""
+
+
 @pytest.fixture(scope="module")
-def matrix_run(ray_address, checkpoint, tmp_path_factory):
+def whole_run(ray_address, checkpoint, tmp_path_factory):
+    """Each prompt begins like the next longer one."""
+    folder = tmp_path_factory.mktemp("matrix")
+    tokens = [3 + n * 7 % 500 for n in range(300)]
+    lines = (json.dumps({"prompt_token_ids": tokens[:length]}) for length in (5, 37, 300))
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    shares = checkpoint("qwen3", overrides={"kv_sharing_targets": [None, None, 0, 1]})
+    fast_prefill = MECHANISMS["fast prefill"] | {"model": str(shares)}
     matrix = [
         {"prefill.tp": 1, "decode.tp": 4, "prefill.layout": "LBNHC", "decode.layout": "BHLNC"},
         {"prefill.tp": 2, "decode.tp": 1, "prefill.num_engines": 2, "decode.layout": "LHBNC"},
         {"mode": "aggregated", "prefill.tp": 2},
         {"prefill.tp": 3, "decode.tp": 1},
+        *(MECHANISMS | {"fast prefill": fast_prefill}).values(),
     ]
-    out = tmp_path_factory.mktemp("matrix") / "run"
-    Experiment(
+    experiment = Experiment(
         {
             "name": "matrix",
             "model": str(checkpoint("qwen3")),
             "device": "cpu",
-            "prompts": {"random": {"count": 3, "input_tokens": [5, 37, 300], "seed": 0}},
+            "prompts": {"file": str(folder / "prompts.jsonl")},
             "sampling": {"max_tokens": 12, "ignore_eos": True},
             "matrix": matrix,
             "checks": ["tokens", "kv_bytes", "kv_values"],
         }
-    ).run(out, address=ray_address)
-    return load(out), out
+    )
+    # transformers writes keys and values of every layer: k_proj, v_proj, k_norm of the two that share.
+    with pytest.warns(UserWarning, match="6 tensors not used: "):
+        experiment.run(folder / "run", address=ray_address)
+    return load(folder / "run"), folder / "run"
+
+
+def _part(result, cells):
+    """The rows of some cells."""
+    requests, transfers = (
+        rows[rows["cell_id"].isin(cells["cell_id"])] for rows in (result.requests, result.transfers)
+    )
+    return dataclasses.replace(result, cells=cells, requests=requests, transfers=transfers)
+
+
+@pytest.fixture(scope="module")
+def matrix_run(whole_run):
+    """Pairs of engines."""
+    result, out = whole_run
+    return _part(result, result.cells[: -len(MECHANISMS)]), out
+
+
+@pytest.fixture(scope="module")
+def mechanisms(whole_run):
+    """The others, by name."""
+    result, _ = whole_run
+    rows = result.cells[-len(MECHANISMS) :]
+    return {name: _part(result, rows[n : n + 1]) for n, name in enumerate(MECHANISMS)}
 
 
 def test_every_cell_passes_and_the_impossible_one_is_unsupported(matrix_run):
@@ -62,8 +109,8 @@ def test_every_cell_passes_and_the_impossible_one_is_unsupported(matrix_run):
 def test_every_byte_of_kv_was_compared_on_every_rank_that_holds_it(matrix_run):
     cells = matrix_run[0].cells.set_index("cell_id")
     checked = cells["num_kv_bytes_checked"]
-    (replicated,) = [i for i in checked.index if i.startswith("p1-d4")]
-    (single,) = [i for i in checked.index if i.startswith("p2-d1")]
+    (replicated,) = [i for i in checked.index if "p1-d4" in i]
+    (single,) = [i for i in checked.index if "p2-d1" in i]
     # TP 4 holds each of two KV heads twice.
     assert checked[replicated] == 2 * KV_BYTES
     assert checked[single] == KV_BYTES
@@ -87,18 +134,18 @@ def test_tokens_in_the_tables_are_the_references(matrix_run, reference, checkpoi
 
 def test_requests_take_turns_on_the_engines_of_a_side(matrix_run):
     requests = matrix_run[0].requests
-    engines = requests[requests["cell_id"].str.startswith("p2-d1")].sort_values("prompt_index")
+    engines = requests[requests["cell_id"].str.contains("p2-d1")].sort_values("prompt_index")
     assert engines["prefill_engine"].tolist() == ["prefill0", "prefill1", "prefill0"]
     assert set(engines["decode_engine"]) == {"decode0"}
     assert set(engines["kv_path"]) == {"remote"}
     assert set(requests["num_recomputed_tokens"]) == {0}, "no prompt token is computed twice"
-    whole = requests[requests["cell_id"].str.startswith("agg")]
+    whole = requests[requests["cell_id"].str.contains("agg")]
     assert set(whole["kv_path"]) == {"local"}
 
 
 def test_transfers_name_every_pair_of_ranks(matrix_run):
     transfers = matrix_run[0].transfers
-    replicated = transfers[transfers["cell_id"].str.startswith("p1-d4")]
+    replicated = transfers[transfers["cell_id"].str.contains("p1-d4")]
     assert set(zip(replicated["producer_rank"], replicated["consumer_rank"], strict=True)) == {
         (0, rank) for rank in range(4)
     }
@@ -112,7 +159,7 @@ def test_transfers_name_every_pair_of_ranks(matrix_run):
 def test_the_results_say_what_ran(matrix_run):
     result, out = matrix_run
     cells = result.cells.set_index("cell_id")
-    (name,) = [i for i in cells.index if i.startswith("p1-d4")]
+    (name,) = [i for i in cells.index if "p1-d4" in i]
     assert cells.loc[name, "prefill.effective_layout"] == "LBNHC"
     assert cells.loc[name, "prefill.comm"] == "local"
     assert cells.loc[name, "decode.comm"] in ("shm", "gloo")
@@ -124,6 +171,34 @@ def test_the_results_say_what_ran(matrix_run):
         for n in environment["workers"]
     )
     assert (out / "report.html").stat().st_size > 100_000
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_every_mechanism_passes_every_check(mechanisms, name):
+    (cell,) = mechanisms[name].cells.to_dict("records")
+    assert cell["verdict"] == "PASS", cell["reason"]
+    assert cell["num_blocks_held"] == 0
+    assert cell["num_blocks_leased"] == cell["num_blocks_freed"]
+    assert cell["num_token_mismatches"] == 0
+    assert cell["num_kv_bytes_checked"] > 0
+
+
+def test_every_mechanism_was_at_work(mechanisms):
+    cells = {name: part.cells.iloc[0] for name, part in mechanisms.items()}
+    moved = {name: part.transfers for name, part in mechanisms.items()}
+    assert set(moved["push"]["mode"]) == {"push"}
+    assert (moved["push"]["num_writes"] >= LAYERS).all()
+    assert moved["staged"]["staged"].all()
+    assert (moved["staged"]["repack_ms"] > 0).all()
+    assert cells["quantised"]["num_kv_bytes_checked"] == KV_BYTES // 4
+    # The longest prompt found two blocks of the one before it.
+    assert cells["prefix"]["num_cached_tokens"] == 32
+    shared = LAYERS // 2
+    assert cells["fast prefill"]["num_token_layers"] == PROMPT_TOKENS * (LAYERS - shared) + 3 * shared
+    assert cells["offload"]["host_relayed_bytes"] > 0
+    assert set(moved["offload"]["purpose"]) == {"relay", "handover"}
+    assert cells["swap"]["num_swaps"] >= 1
+    assert set(moved["swap"]["purpose"]) == {"swap"}
 
 
 @thorough
