@@ -43,7 +43,7 @@ from jobs.serving import serving
 from rayk.actors.environment import open_channel
 from rayk.actors.line_protocol import framed
 from rayk.cli.guard import run_guarded, stdout
-from rayk.cli.listening import LATE, NUM_PROBES, OPEN, Answer, Port, answers, ray_ports
+from rayk.cli.listening import LATE, NUM_PROBES, OPEN, Port, PortAnswer, answers, ray_ports
 from rayk.cli.plain import print_table
 from rayk.oracle.checkpoint import write_checkpoint
 from rayk.types.errors import DeadlineExceeded
@@ -69,7 +69,7 @@ class Target:
     process: subprocess.Popen[str]
     folder: Path
     """The attacker's own."""
-    ports: Sequence[tuple[Port, Answer]]
+    ports: Sequence[tuple[Port, PortAnswer]]
     is_loopback: bool
 
     @property

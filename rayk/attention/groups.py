@@ -99,7 +99,7 @@ class AttentionGroups:
         `wanted`: ascending packed tokens [M] whose logits are wanted; None: all tokens are computed
         everywhere.
         """
-        step = _Step(wanted)
+        step = _StepTransforms(wanted)
         seen = {view: step.see(commons[view.kv_group], view) for view in self.views}
         return {view: common for view, common in seen.items() if common is not None}
 
@@ -123,7 +123,7 @@ class AttentionGroups:
         return built
 
 
-class _Step:
+class _StepTransforms:
     """The transforms of one step, each computed once per input."""
 
     def __init__(self, wanted: np.ndarray | None) -> None:

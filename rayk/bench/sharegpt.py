@@ -25,12 +25,12 @@ MOST_TOKENS = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChatTurn:
     prompt: str
     num_answer_tokens: int
 
 
-def read_sharegpt(path: Path, *, seed: int) -> list[Turn]:
+def read_sharegpt(path: Path, *, seed: int) -> list[ChatTurn]:
     """Read the file's turns in the order that the seed draws. Raises UserError."""
     try:
         rows = parse_json(read_bytes(path, MAX_BYTES))
@@ -43,7 +43,7 @@ def read_sharegpt(path: Path, *, seed: int) -> list[Turn]:
     return [turns[i] for i in np.random.default_rng([seed, 7]).permutation(len(turns))]
 
 
-def _turns(rows: list[Any]) -> Iterator[Turn]:
+def _turns(rows: list[Any]) -> Iterator[ChatTurn]:
     for row in rows:
         said = row.get("conversations") if isinstance(row, dict) else None
         turns = [t.get("value") for t in said[:2] if isinstance(t, dict)] if isinstance(said, list) else []
@@ -53,4 +53,4 @@ def _turns(rows: list[Any]) -> Iterator[Turn]:
         prompt_tokens, answer_tokens = (-(-len(text) // TOKEN_CHARACTERS) for text in texts)
         is_long = prompt_tokens > MOST_PROMPT_TOKENS or prompt_tokens + answer_tokens > MOST_TOKENS
         if min(prompt_tokens, answer_tokens) >= LEAST_TOKENS and not is_long:
-            yield Turn(texts[0], answer_tokens)
+            yield ChatTurn(texts[0], answer_tokens)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rayk.bench import Load
 
 
-class Arrival(StrEnum):
+class ArrivalProcess(StrEnum):
     poisson = "poisson"
     gamma = "gamma"
     constant = "constant"
@@ -63,7 +63,9 @@ def bench(
     num_requests: Annotated[
         int | None, typer.Option(help="Of each load [default: 100; all of a trace or a file].")
     ] = None,
-    arrival: Annotated[Arrival, typer.Option(help="How requests of a rate arrive.")] = Arrival.poisson,
+    arrival: Annotated[
+        ArrivalProcess, typer.Option(help="How requests of a rate arrive.")
+    ] = ArrivalProcess.poisson,
     burstiness: Annotated[
         float, typer.Option(help="Of gamma: its shape. 1 is Poisson, less comes in bursts.")
     ] = 1.0,

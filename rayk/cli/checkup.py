@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rayk.cli.listening import LATE, OPEN, OTHER, Answer, Port, answers, ray_ports
+from rayk.cli.listening import LATE, OPEN, OTHER, Port, PortAnswer, answers, ray_ports
 from rayk.reports.environment import devices, gpu_names, package_versions
 from rayk.specs.devices import count_local_gpus
 
@@ -135,7 +135,7 @@ def _listening() -> list[Finding]:
     """Say what the ports of Ray's and rayk's processes ask of whoever comes, alike ones in one line."""
     if package_versions()["ray"] is None:
         return []  # it brings what lists processes, and is itself a finding
-    alike: dict[tuple[str, str, str], list[tuple[Port, Answer]]] = {}
+    alike: dict[tuple[str, str, str], list[tuple[Port, PortAnswer]]] = {}
     for port, answer in answers(ray_ports()):
         alike.setdefault((port.program, port.host, answer.text), []).append((port, answer))
     return [_heard(program, host, text, found) for (program, host, text), found in sorted(alike.items())] or [
@@ -143,7 +143,7 @@ def _listening() -> list[Finding]:
     ]
 
 
-def _heard(program: str, host: str, text: str, found: list[tuple[Port, Answer]]) -> Finding:
+def _heard(program: str, host: str, text: str, found: list[tuple[Port, PortAnswer]]) -> Finding:
     port, answer = found[0]
     mend = ""
     if answer.status == OPEN:

@@ -14,14 +14,16 @@ from rayk.cli.guard import guarded, stderr, stdout
 SYMBOLS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[bold red]missing[/]"}
 
 
-class Format(enum.StrEnum):
+class DoctorFormat(enum.StrEnum):
     text = "text"
     json = "json"
 
 
 @guarded
 def doctor(
-    output_format: Annotated[Format, typer.Option("--format", help="How to print.")] = Format.text,
+    output_format: Annotated[
+        DoctorFormat, typer.Option("--format", help="How to print.")
+    ] = DoctorFormat.text,
     address: Annotated[
         str | None, typer.Option(help="Ray cluster to look for [default: RAY_ADDRESS].")
     ] = None,
@@ -39,7 +41,7 @@ def doctor(
 
     stderr().print("measuring, a few seconds")
     findings = examine(address)
-    if output_format is Format.json:
+    if output_format is DoctorFormat.json:
         typer.echo(json.dumps([asdict(f) for f in findings], indent=2))
     else:
         table = Table(title="rayk doctor", title_justify="left")

@@ -43,7 +43,7 @@ class Port:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class PortAnswer:
     """Records what a port said to somebody without token or key."""
 
     status: str
@@ -118,18 +118,18 @@ def _plain(host: str) -> str:
     return str(mapped or address)
 
 
-def answers(ports: list[Port]) -> Iterator[tuple[Port, Answer]]:
+def answers(ports: list[Port]) -> Iterator[tuple[Port, PortAnswer]]:
     with ThreadPoolExecutor(NUM_PROBES) as pool:
         yield from zip(ports, pool.map(lambda p: ask(p.host, p.port), ports), strict=True)
 
 
-def ask(host: str, port: int) -> Answer:
+def ask(host: str, port: int) -> PortAnswer:
     """Ask a port without token or key."""
     reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - as it is listed
     return _ask_http(reached, port) or _ask_grpc(reached, port) or _ask_line(reached, port)
 
 
-def _ask_http(host: str, port: int) -> Answer | None:
+def _ask_http(host: str, port: int) -> PortAnswer | None:
     connection = http.client.HTTPConnection(host, port, timeout=PROBE_S)
     try:
         connection.request("GET", _PATH)
@@ -141,13 +141,13 @@ def _ask_http(host: str, port: int) -> Answer | None:
         connection.close()
     told = f"HTTP {response.status}"
     if response.status in (401, 403):
-        return Answer(status=GUARDED, text=f"asks for a token or key ({told})")
+        return PortAnswer(status=GUARDED, text=f"asks for a token or key ({told})")
     if body.startswith(b"# HELP"):
-        return Answer(status=OTHER, text="metrics, for whoever asks")
-    return Answer(status=OPEN, text=f"serves whoever comes ({told})")
+        return PortAnswer(status=OTHER, text="metrics, for whoever asks")
+    return PortAnswer(status=OPEN, text=f"serves whoever comes ({told})")
 
 
-def _ask_grpc(host: str, port: int) -> Answer | None:
+def _ask_grpc(host: str, port: int) -> PortAnswer | None:
     import grpc
 
     try:
@@ -156,7 +156,7 @@ def _ask_grpc(host: str, port: int) -> Answer | None:
     except OSError:
         return None
     if head.startswith(b"HTTP/"):
-        return Answer(status=LATE, text="HTTP that does not answer in time")
+        return PortAnswer(status=LATE, text="HTTP that does not answer in time")
     if not is_grpc(head):
         return None
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -164,12 +164,12 @@ def _ask_grpc(host: str, port: int) -> Answer | None:
         for call in _CALLS:
             code = _code(grpc, channel, f"/{call}")
             if code is grpc.StatusCode.UNAUTHENTICATED:
-                return Answer(status=GUARDED, text="asks for a token (gRPC UNAUTHENTICATED)")
+                return PortAnswer(status=GUARDED, text="asks for a token (gRPC UNAUTHENTICATED)")
             if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-                return Answer(status=LATE, text=f"gRPC that does not answer in time ({code.name})")
+                return PortAnswer(status=LATE, text=f"gRPC that does not answer in time ({code.name})")
             if code is not grpc.StatusCode.UNIMPLEMENTED:
-                return Answer(status=OPEN, text=f"serves whoever comes (gRPC {code.name} to {call})")
-    return Answer(status=OPEN, text="gRPC of no service known here")
+                return PortAnswer(status=OPEN, text=f"serves whoever comes (gRPC {code.name} to {call})")
+    return PortAnswer(status=OPEN, text="gRPC of no service known here")
 
 
 def _code(grpc: Any, channel: Any, method: str) -> Any:
@@ -180,7 +180,7 @@ def _code(grpc: Any, channel: Any, method: str) -> Any:
     return grpc.StatusCode.OK
 
 
-def _ask_line(host: str, port: int) -> Answer:
+def _ask_line(host: str, port: int) -> PortAnswer:
     try:
         with socket.create_connection((host, port), timeout=PROBE_S) as connection:
             connection.sendall(bytes(NONCE_BYTES))
@@ -188,5 +188,5 @@ def _ask_line(host: str, port: int) -> Answer:
     except OSError:
         told = b""
     if len(told) == NONCE_BYTES + PROOF_BYTES:
-        return Answer(status=GUARDED, text="asks for proof of its secret (a line of rayk's)")
-    return Answer(status=OTHER, text="no HTTP, gRPC or line (torch's store, gloo or UCX)")
+        return PortAnswer(status=GUARDED, text="asks for proof of its secret (a line of rayk's)")
+    return PortAnswer(status=OTHER, text="no HTTP, gRPC or line (torch's store, gloo or UCX)")

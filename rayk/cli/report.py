@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rayk.reports import Result
 
 
-class Format(enum.StrEnum):
+class ReportFormat(enum.StrEnum):
     html = "html"
     md = "md"
     csv = "csv"
@@ -31,7 +31,7 @@ def report(
         list[Path] | None, typer.Argument(metavar="DIR...", help="Folders of runs.", show_default=False)
     ] = None,
     output_format: Annotated[
-        Format | None,
+        ReportFormat | None,
         typer.Option(
             "--format",
             help="What to write [default: html]; aiperf, llm-d: AIPerf's JSON, llm-d's Benchmark Report, a "
@@ -64,11 +64,11 @@ def report(
         raise UserError(
             problem="no folder of a run", where="rayk report", mend="rayk report DIR, or --columns"
         )
-    for path in _write(directories, output_format or Format.html, out):
+    for path in _write(directories, output_format or ReportFormat.html, out):
         typer.echo(path)
 
 
-def _print_columns(directories: list[Path], output_format: Format | None) -> None:
+def _print_columns(directories: list[Path], output_format: ReportFormat | None) -> None:
     from rayk.reports.dictionary import FORMATS, columns_text
 
     if directories:
@@ -84,27 +84,27 @@ def _print_columns(directories: list[Path], output_format: Format | None) -> Non
     typer.echo(FORMATS[output_format](), nl=False)
 
 
-def _write(directories: list[Path], output_format: Format, out: Path | None) -> list[Path]:
+def _write(directories: list[Path], output_format: ReportFormat, out: Path | None) -> list[Path]:
     from rayk.reports import load
 
-    if output_format is Format.json:
+    if output_format is ReportFormat.json:
         raise UserError(problem="json is a format of --columns", where="--format", mend="html, md or csv")
     results = [load(directory) for directory in directories]
     _refuse_mixture(results)
     for result in results:
         if result.age_note:
             stderr().print(f"rayk: {result.directory}: {result.age_note}", markup=False)
-    if output_format is Format.trace:
+    if output_format is ReportFormat.trace:
         return [_write_trace(results, out or directories[0])]
-    if output_format in (Format.aiperf, Format.llm_d):
+    if output_format in (ReportFormat.aiperf, ReportFormat.llm_d):
         return _write_exports(results, output_format, out or directories[0] / output_format)
     name = f"{'report' if len(results) == 1 else 'compare'}.{output_format}"
     target = out or directories[0]
-    if target.is_dir() and output_format is not Format.csv:
+    if target.is_dir() and output_format is not ReportFormat.csv:
         target /= name
-    if output_format is Format.csv:
+    if output_format is ReportFormat.csv:
         return _write_csv(results, target)
-    if output_format is Format.html:
+    if output_format is ReportFormat.html:
         return [_write_html(results, target)]
     return _write_markdown(results, target)
 
@@ -133,7 +133,7 @@ def _write_csv(results: list[Result], folder: Path) -> list[Path]:
     return [write_compare_csv(results, folder / "compare.csv")]
 
 
-def _write_exports(results: list[Result], output_format: Format, folder: Path) -> list[Path]:
+def _write_exports(results: list[Result], output_format: ReportFormat, folder: Path) -> list[Path]:
     from rayk.reports import aiperf, llmd
     from rayk.reports.export import write_exports
 
@@ -141,7 +141,7 @@ def _write_exports(results: list[Result], output_format: Format, folder: Path) -
         raise UserError(
             problem="is a folder with a file per cell, of one run", where=f"--format {output_format}"
         )
-    if output_format is Format.aiperf:
+    if output_format is ReportFormat.aiperf:
         paths = write_exports(results[0], folder, aiperf.FILE_NAME, aiperf.aiperf_json)
     else:
         paths = write_exports(results[0], folder, llmd.FILE_NAME, llmd.llmd_yaml)

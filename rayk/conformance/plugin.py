@@ -81,7 +81,7 @@ class _Checks(pytest.Collector):
         return [_CheckItem.from_parent(self, name=check.id, check=check) for check in self._checks]
 
 
-class _Failed(Exception):
+class _ItemFailed(Exception):
     """A check failed."""
 
 
@@ -102,11 +102,11 @@ class _CheckItem(pytest.Item):
         if result.verdict == UNSUPPORTED:
             pytest.skip(f"the connector does not support it: {result.reason}")
         if result.verdict == FAIL:
-            raise _Failed(result.reason)
+            raise _ItemFailed(result.reason)
 
     def repr_failure(self, excinfo: Any, style: Any = None) -> Any:
         """Show the reason alone, without the kit's own stack."""
-        if isinstance(excinfo.value, _Failed):
+        if isinstance(excinfo.value, _ItemFailed):
             connector = self.config.option.rayk_connector
             return f"{connector}: not so: {self._check.proves}\n{excinfo.value}"
         return super().repr_failure(excinfo, style)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rayk.explain.places import counted, find_coordinate, name_byte
 from rayk.explain.reads import (
-    Conversion,
+    FormatChange,
     Read,
     Transfer,
     Units,
@@ -109,7 +109,7 @@ class Explanation:
     num_descriptors: int = 0
     reads: tuple[Read, ...] = ()
     transfer: Transfer | None = None
-    conversion: Conversion | None = None  # None where both sides keep one format
+    conversion: FormatChange | None = None  # None where both sides keep one format
     sharing: tuple[Sharing, ...] = ()
     fast_prefill: FastPrefill | None = None
     notes: tuple[str, ...] = ()  # sentences on numbers that may surprise

@@ -64,7 +64,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Conversion:
+class FormatChange:
     """Says that the consumer converts what arrives into another format."""
 
     producer_formats: tuple[str, ...]
@@ -153,7 +153,7 @@ def _push_layers(
 
 def explain_conversion(
     producer: EnginePlan, consumer: EnginePlan, reads: Sequence[Read], num_tokens: int
-) -> Conversion | None:
+) -> FormatChange | None:
     if not needs_conversion(producer.ranks[0], consumer.ranks[0]):
         return None
     landing = _landing(producer.ranks[0], consumer.ranks[0])
@@ -163,7 +163,7 @@ def explain_conversion(
         tables = consecutive_tables(rank, num_tokens)
         own = plan_transfer(consumer.ranks, rank).lower(num_tokens, tables, tables)
         kept += sum(r.num_bytes for r in own if rank.groups[r.group].group.spec.has_token_rows)
-    return Conversion(
+    return FormatChange(
         producer_formats=_formats(producer),
         consumer_formats=_formats(consumer),
         wire_bytes=sum(read.bytes for read in reads if converted[read.group]),

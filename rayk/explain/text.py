@@ -9,7 +9,7 @@ from typing import Any
 from rayk.explain.drawing import svg_drawing
 from rayk.explain.explanation import Explanation, FastPrefill, Group, Sharing, Sight
 from rayk.explain.places import counted, numbers
-from rayk.explain.reads import Conversion, Transfer, Units
+from rayk.explain.reads import FormatChange, Transfer, Units
 
 HEAD = (
     "consumer",
@@ -53,7 +53,7 @@ def remarks(explanation: Explanation) -> Iterator[str]:
     yield from explanation.notes
 
 
-def conversion_text(conversion: Conversion) -> str:
+def conversion_text(conversion: FormatChange) -> str:
     """Describe it, e.g. `decode converts on receive: float32 -> fp8_e4m3, ...`."""
     formats = (", ".join(f) for f in (conversion.producer_formats, conversion.consumer_formats))
     return (

@@ -128,7 +128,7 @@ class Diagnose:
 @dataclass(frozen=True, slots=True)
 class Locate:
     """Where these rows of a layer's field and unit lie in the engine's cache; the answer is a list of
-    transfer.locate.Place."""
+    transfer.locate.FoundRows."""
 
     layer: int
     field: str

@@ -37,7 +37,7 @@ SLACK_S = 5.0  # the tier keeps its deadline; one that says nothing for so much 
 
 
 @dataclass(slots=True, eq=False)
-class Store:
+class PendingStore:
     """Blocks put aside until the tier has read them."""
 
     name: str  # also of its lease
@@ -47,9 +47,9 @@ class Store:
     token_ids: tuple[int, ...]
     tp: InitVar[int]
     cache_salt: str | None = None
-    on_kept: Callable[[Store, StoreAnswer], None] | None = None
+    on_kept: Callable[[PendingStore, StoreAnswer], None] | None = None
     """Told of the tier's answer, if the store is to be kept by its name."""
-    on_free: Callable[[Store], None] | None = None  # told once its blocks are free
+    on_free: Callable[[PendingStore], None] | None = None  # told once its blocks are free
     first_row: int = 0
     began_ns: int = 0
     parts: RankAnswers[TicketPart] = field(init=False)
@@ -68,9 +68,9 @@ class Store:
 class Storing:
     def __init__(self, side: TierSide) -> None:
         self._side = side
-        self._queued: deque[Store] = deque()
-        self._stores: dict[str, Store] = {}  # all that hold blocks
-        self._begun: dict[str, Store] = {}  # those that were not answered yet
+        self._queued: deque[PendingStore] = deque()
+        self._stores: dict[str, PendingStore] = {}  # all that hold blocks
+        self._begun: dict[str, PendingStore] = {}  # those that were not answered yet
         self._asked: dict[str, int] = {}
         """Request -> tokens that a store was begun of, whatever came of it: to try again at each step what
         was refused would digest it all at each step."""
@@ -123,7 +123,7 @@ class Storing:
         self._asked.pop(request_id, None)
         self._tidy(request_id)
 
-    def put(self, store: Store) -> None:
+    def put(self, store: PendingStore) -> None:
         """Store what a lease of its name holds, at once."""
         self._stores[store.name] = store
         self._begin(store)
@@ -149,13 +149,13 @@ class Storing:
             self._begin(store)
             busy.add(store.request_id)
 
-    def _has_room_for(self, store: Store) -> bool:
+    def _has_room_for(self, store: PendingStore) -> bool:
         """Whether it may begin beside those that have begun."""
         known = [self._new_bytes(s) for s in self._begun.values()]
         small = sum(known) + self._new_bytes(store) <= ACTIVE_BYTES
         return not known or (small and len(known) < ACTIVE_STORES)
 
-    def _new_bytes(self, store: Store) -> int:
+    def _new_bytes(self, store: PendingStore) -> int:
         """Bytes of it that the tier is not known to have."""
         return self._side.bytes_of(store.num_tokens, self.num_stored(store.request_id))
 
@@ -190,7 +190,7 @@ class Storing:
         if store.on_free is not None:
             store.on_free(store)
 
-    def _record(self, store: Store) -> None:
+    def _record(self, store: PendingStore) -> None:
         """A store is over when it was answered and its blocks are held no longer, whichever is later."""
         if store.num_bytes and store.name not in self._stores:
             self.recent.append((store.began_ns, time.monotonic_ns(), store.num_bytes))
@@ -236,11 +236,11 @@ class Storing:
             return
         token_ids = tuple(state.tokens[:num_tokens])
         what = name, request_id, num_tokens, tables, token_ids, side.tp
-        store = Store(*what, cache_salt=state.request.cache_salt)
+        store = PendingStore(*what, cache_salt=state.request.cache_salt)
         self._stores[name] = store
         self._queued.append(store)
 
-    def _begin(self, store: Store) -> None:
+    def _begin(self, store: PendingStore) -> None:
         side = self._side
         unit = math.lcm(row_group_blocks(side.leader.manager.groups), side.facts.row_unit_tokens)
         known = min(self.num_stored(store.request_id), store.num_tokens)
@@ -297,7 +297,7 @@ class Storing:
         if store.on_kept is not None:
             store.on_kept(store, answer)
 
-    def _failed(self, store: Store, why: str) -> None:
+    def _failed(self, store: PendingStore, why: str) -> None:
         """The next store of its request has all of the rows, and comes when there are so many more."""
         side = self._side
         side.counts["stores_failed"] += 1

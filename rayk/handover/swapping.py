@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rayk.engine.leader import RequestEvent, begin_times
 from rayk.handover.receiving import Incoming
-from rayk.handover.storing import Store, Storing
+from rayk.handover.storing import PendingStore, Storing
 from rayk.handover.tier_side import TierSide, moving_ns
 from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer
 from rayk.transfer.handshake import row_group_blocks
@@ -81,7 +81,7 @@ class Swapping:
         self._swapped[request_id] = _Swapped(state, name, time.monotonic_ns())
         what = name, request_id, num_tokens, tables, tuple(state.tokens[:num_tokens]), side.tp
         salt = state.request.cache_salt
-        self._storing.put(Store(*what, cache_salt=salt, on_kept=self._kept, on_free=self._freed))
+        self._storing.put(PendingStore(*what, cache_salt=salt, on_kept=self._kept, on_free=self._freed))
         return True
 
     def forget(self, request_id: str) -> None:
@@ -91,7 +91,7 @@ class Swapping:
             if not swapped.is_read:
                 self._side.decline(swapped.ticket)
 
-    def _kept(self, store: Store, answer: StoreAnswer) -> None:
+    def _kept(self, store: PendingStore, answer: StoreAnswer) -> None:
         """What the tier made of a swapped request's store: ask for it at once, its blocks stay there."""
         swapped = self._swapped.get(store.request_id)
         if swapped is None or swapped.name != store.name:
@@ -104,7 +104,7 @@ class Swapping:
             ask = LoadAsk(request_id=store.request_id, kept_as=store.name)
             self._side.tier.load(ask, lambda offer: self._offered(swapped, offer))
 
-    def _freed(self, store: Store) -> None:
+    def _freed(self, store: PendingStore) -> None:
         """A store's blocks are free: whoever was swapped out by it has left."""
         swapped = self._swapped.get(store.request_id)
         if swapped is not None and swapped.name == store.name:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rayk.kv.block_pool import NULL_BLOCK, BlockPool
 from rayk.kv.block_tables import BlockTable, live_part, num_real, since_in
 from rayk.kv.groups import KVCacheGroup, max_request_blocks
-from rayk.kv.prefix_cache import Elsewhere, PrefixCache, PrefixKeys, Since
+from rayk.kv.prefix_cache import CachedPrefixes, Elsewhere, PrefixKeys, Since
 from rayk.kv.specs import KVCacheSpec
 from rayk.kv.usage import BlockUsage, Ledger, Tables
 from rayk.types.allocator import BlockUpdates
@@ -55,7 +55,7 @@ class KVCacheManager:
     ) -> None:
         """`secret` is the one of PrefixKeys."""
         self.groups = tuple(groups)
-        self.prefixes = PrefixCache(groups, secret) if prefix_caching else None
+        self.prefixes = CachedPrefixes(groups, secret) if prefix_caching else None
         self.pool = BlockPool(num_blocks, self.prefixes.forget if self.prefixes is not None else None)
         self._keys: dict[str, PrefixKeys] = {}
         """Prefix keys of current requests, as far as they were needed."""

@@ -70,7 +70,7 @@ class PrefixKeys:
         return [key for end, key in self._keys.items() if end % block_size == 0]
 
 
-class PrefixCache:
+class CachedPrefixes:
     """Key -> block, per group. The block pool decides which blocks are held and which are lost next."""
 
     def __init__(self, groups: Sequence[KVCacheGroup], secret: bytes | None = None) -> None:

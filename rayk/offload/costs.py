@@ -40,7 +40,7 @@ _SOFT = 1e-3  # how much terms that others can stand for are kept small
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LoadChoice:
     moves: bool
     move_ns: float  # estimated nanoseconds of the move, both ways where it is a swap
     recompute_ns: float | None  # estimated nanoseconds of computing; None: nothing is known of it yet
@@ -212,7 +212,7 @@ class CostModel:
         num_steps = -(-num_tokens // (self.max_step_tokens or self._largest_step))
         return num_steps * step_ns + num_tokens * token_ns + _pairs(num_tokens, num_here) * pair_ns
 
-    def swap(self, bytes_out: int, bytes_in: int, num_tokens: int, setting: Weighing = "auto") -> Choice:
+    def swap(self, bytes_out: int, bytes_in: int, num_tokens: int, setting: Weighing = "auto") -> LoadChoice:
         """Whether to move `bytes_out` out and `bytes_in` in later, or to compute `num_tokens` tokens again.
         `setting`: always or never do so, whatever the estimates."""
         move_ns = self._out.cost_ns(bytes_out) + self._in.cost_ns(bytes_in)
@@ -220,7 +220,7 @@ class CostModel:
 
     def load(
         self, bytes_in: int, num_tokens: int, setting: Weighing = "auto", *, num_here: int = 0
-    ) -> Choice:
+    ) -> LoadChoice:
         """Whether to move `bytes_in` in, or to compute `num_tokens` tokens, which lie behind `num_here` that
         the engine has. `setting`: see `swap`."""
         recompute_ns = self.recompute_ns(num_tokens, num_here)
@@ -248,14 +248,14 @@ class CostModel:
 
     def _choose(
         self, move_ns: float, recompute_ns: float | None, setting: Weighing, ways: Sequence[_Moves]
-    ) -> Choice:
+    ) -> LoadChoice:
         if setting != "auto":
-            return Choice(setting == "always", move_ns, recompute_ns)
+            return LoadChoice(setting == "always", move_ns, recompute_ns)
         moves = recompute_ns is None or move_ns < recompute_ns
         if not moves:
             for way in ways:
                 way.fade()
-        return Choice(moves, move_ns, recompute_ns)
+        return LoadChoice(moves, move_ns, recompute_ns)
 
 
 def _pairs(num_tokens: int, num_here: int = 0) -> float:

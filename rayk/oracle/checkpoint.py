@@ -170,7 +170,7 @@ def _write(folder: Path, parameters: Mapping[str, Any], judge: Judge | None) -> 
     import transformers
 
     from rayk.oracle.draw import probe_prompts, search
-    from rayk.oracle.text import Text
+    from rayk.oracle.text import FedText
 
     family, values = parameters["family"], parameters["config"]
     if not isinstance(values["vocab_size"], int):
@@ -183,7 +183,7 @@ def _write(folder: Path, parameters: Mapping[str, Any], judge: Judge | None) -> 
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
         ).eval()
-        text = Text(model)  # some values show only when the model runs
+        text = FedText(model)  # some values show only when the model runs
         text.feed((0, 1, 2))
         text.feed((3,))
     positions = getattr(config, "max_position_embeddings", None)

@@ -19,7 +19,7 @@ import torch
 
 from rayk.oracle.gains import Gains
 from rayk.oracle.routing import routers, routing_gaps, settle_routers
-from rayk.oracle.text import Text
+from rayk.oracle.text import FedText
 from rayk.types.errors import UserError
 
 NUM_OUTPUT_TOKENS = 24
@@ -174,7 +174,7 @@ def _probe_all(model: Any, prompts: Sequence[tuple[int, ...]], eos_id: int) -> t
 
 
 def _probe(model: Any, prompt: tuple[int, ...]) -> Probe:
-    text = Text(model)
+    text = FedText(model)
     token_ids = prompt
     output: list[int] = []
     margins: list[float] = []

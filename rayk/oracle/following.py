@@ -40,7 +40,7 @@ StoredKV = Mapping[int, Mapping[str, StoredRows]]
 """Layer -> k and v -> the prompt's rows."""
 
 
-class Refused(NamedTuple):
+class WrongStoredRow(NamedTuple):
     """A stored row that no rounding of the right values gives."""
 
     layer: int
@@ -59,7 +59,7 @@ class Following:
     """The first token whose keys and values may be rounded either way; None if there is none."""
     num_followed: int = 0
     """Rows taken from the engine that differ from the reference's own."""
-    refused: list[Refused] = field(default_factory=list)
+    refused: list[WrongStoredRow] = field(default_factory=list)
     _num_fed: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -118,7 +118,7 @@ class Following:
         """Record refused rows; rows from the first unsettled token on are not judged."""
         if self.first_unsettled is not None:
             legal = legal[:, : max(0, self.first_unsettled - first)]
-        self.refused += [Refused(layer, side, h, first + t) for h, t in (~legal).nonzero().tolist()]
+        self.refused += [WrongStoredRow(layer, side, h, first + t) for h, t in (~legal).nonzero().tolist()]
 
 
 def _may_flip(rounding: KVRounding, values: torch.Tensor, scale: float) -> torch.Tensor:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # torch is imported when a question needs the model
     from rayk.oracle.following import Following, StoredKV
     from rayk.oracle.quantised import KVRounding
     from rayk.oracle.states import Fields
-    from rayk.oracle.text import Text
+    from rayk.oracle.text import FedText
 
 NUM_TOP = 5
 """Number of best tokens that an answer lists per step."""
@@ -185,11 +185,11 @@ class Reference:
         """Like `score`, but with the keys and values of the prompt that an engine stored, where these are
         legal; and the outcome. Not cached. Raises UserError like generate."""
         from rayk.oracle.following import Following
-        from rayk.oracle.text import Text
+        from rayk.oracle.text import FedText
 
         assert self._rounding is not None, "nothing is rounded"
         following = Following(self._rounding, stored)
-        return self._score(prompt, output_ids, Text(self._model, following)), following
+        return self._score(prompt, output_ids, FedText(self._model, following)), following
 
     def caches(self, prompt_ids: Sequence[int]) -> list[Fields]:
         """What every layer caches of the prompt, field -> [units, rows, elements]; see oracle.states. Covers
@@ -264,10 +264,10 @@ class Reference:
                 where=where,
             )
 
-    def _text(self) -> Text:
-        from rayk.oracle.text import Text
+    def _text(self) -> FedText:
+        from rayk.oracle.text import FedText
 
-        return Text(self._model, self._rounding)
+        return FedText(self._model, self._rounding)
 
     def _decode(self, prompt: Sequence[int], max_tokens: int, stop_ids: frozenset[int]) -> ReferenceOutput:
         self._check(prompt, max_tokens)
@@ -300,7 +300,7 @@ class Reference:
         return [_describe(row, chosen) for row, chosen in zip(logits, output_ids, strict=True)]
 
     def _score(
-        self, prompt: Sequence[int], output_ids: Sequence[int], text: Text | None = None
+        self, prompt: Sequence[int], output_ids: Sequence[int], text: FedText | None = None
     ) -> TextScores:
         import torch
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from rayk.oracle.text import Text
+from rayk.oracle.text import FedText
 
 MAX_ATTEMPTS = 400
 """Routers tried for one layer: one in ten to a hundred has no near choice among 300 tokens."""
@@ -64,7 +64,7 @@ def settle_routers(
         for name, router in routers(model).items()
     ]
     try:
-        Text(model).feed(prompt, logits_to_keep=1)
+        FedText(model).feed(prompt, logits_to_keep=1)
     finally:
         for hook in hooks:
             hook.remove()

@@ -16,7 +16,7 @@ RECURRENT_TYPES = frozenset({"linear_attention", "hybrid"})
 """transformers' names of layers with a state; hybrid ones also have keys and values."""
 
 
-class Text:
+class FedText:
     """The text fed so far; hides how families differ in being called."""
 
     def __init__(self, model: Any, rounding: KVRounding | Following | None = None) -> None:

@@ -44,7 +44,7 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
-class _Loader(yaml.SafeLoader):
+class _BoundedLoader(yaml.SafeLoader):
     """Reads a limited number of items and no merge keys: no run writes any, and they may expand beyond
     memory."""
 
@@ -63,7 +63,7 @@ class _Loader(yaml.SafeLoader):
 def parse_spec(text: str, where: str = "spec.yaml") -> dict[str, Any]:
     """Parse a run's spec.yaml; empty text gives an empty mapping. Raises UserError."""
     try:
-        found = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+        found = yaml.load(text, _BoundedLoader)  # noqa: S506 - a SafeLoader
         check_nesting(found, MAX_SPEC_ITEMS)
     except RecursionError as error:
         raise UserError("not a run's spec: nested too deep", where=where) from error

@@ -13,19 +13,19 @@ from rayk.reports.page import Answer, Plot
 from rayk.reports.plots import DASHES, PALETTE, curve, sorted_values, spread_layout
 from rayk.reports.rerun import bench_commands
 from rayk.reports.result import Result
-from rayk.reports.stages import Part, waterfall
+from rayk.reports.stages import TimePart, waterfall
 from rayk.reports.values import format_value
 
 # what a client sees of a request, in order; they add up to its E2E
 PARTS = (
-    Part(name="sent late", limit="the generator", colour="#9aa4ad", meaning="due, not yet sent"),
-    Part(
+    TimePart(name="sent late", limit="the generator", colour="#9aa4ad", meaning="due, not yet sent"),
+    TimePart(
         name="first token",
         limit="getting the first token",
         colour="#3b7dd8",
         meaning="from sent to the first token: the way there, the server's queue and its prefill",
     ),
-    Part(
+    TimePart(
         name="later tokens",
         limit="the later tokens",
         colour="#2f9e77",

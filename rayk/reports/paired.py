@@ -22,7 +22,7 @@ KEYS = ["cell_id", "repeat", "prompt_index"]  # what names a request in both run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metric:
+class PairedMetric:
     """A number that both runs have of a request."""
 
     name: str
@@ -37,18 +37,22 @@ class Metric:
         return f"{self.name}, {self.unit}" if self.unit else self.name
 
 
-TIMES = tuple(Metric(name=name, unit="ms", column=f"{name.lower()}_ms") for name in ("TTFT", "TPOT", "E2E"))
+TIMES = tuple(
+    PairedMetric(name=name, unit="ms", column=f"{name.lower()}_ms") for name in ("TTFT", "TPOT", "E2E")
+)
 # of moved requests: columns of `moves` with the prefix moved_
 MOVES = (
-    Metric(name="transfer", unit="ms", column="moved_ms"),
-    Metric(name="rate", unit="GB/s", column="moved_gb_per_s", spec=",.3g", is_rate=True),
-    Metric(name="descriptors", unit="", column="moved_descriptors", spec=",.1f", is_count=True),
-    Metric(name="bytes", unit="", column="moved_bytes", spec=",.0f", is_count=True),
+    PairedMetric(name="transfer", unit="ms", column="moved_ms"),
+    PairedMetric(name="rate", unit="GB/s", column="moved_gb_per_s", spec=",.3g", is_rate=True),
+    PairedMetric(name="descriptors", unit="", column="moved_descriptors", spec=",.1f", is_count=True),
+    PairedMetric(name="bytes", unit="", column="moved_bytes", spec=",.0f", is_count=True),
 )
 # of cells: tokens computed, summed over layers
 COUNTS = (
-    Metric(name="token-layers", unit="", column="num_token_layers", spec=",.0f", is_count=True),
-    Metric(name="decode token-layers", unit="", column="decode.num_token_layers", spec=",.0f", is_count=True),
+    PairedMetric(name="token-layers", unit="", column="num_token_layers", spec=",.0f", is_count=True),
+    PairedMetric(
+        name="decode token-layers", unit="", column="decode.num_token_layers", spec=",.0f", is_count=True
+    ),
 )
 _MOVED = [metric.column for metric in MOVES]
 _KINDS = ["is_span", "is_merged"]
@@ -63,7 +67,7 @@ class Change:
 
     level: str
     subject: str  # a cell, a load, a pair of TP sizes, or `all cells`
-    metric: Metric
+    metric: PairedMetric
     num_pairs: int
     base: float
     other: float  # medians over the pairs, in the metric's unit
@@ -93,7 +97,7 @@ class Change:
 class Paired:
     level: str
     subject: str
-    metric: Metric
+    metric: PairedMetric
     pairs: pd.DataFrame  # base and other, a row per pair; cell_id where they are of several cells
 
     @property
@@ -174,7 +178,9 @@ def known(pairs: pd.DataFrame, column: str, *keys: str) -> pd.DataFrame:
     return table[table["base"].gt(0) & table["other"].gt(0)]
 
 
-def _measured(level: str, subject: str, rows: pd.DataFrame, metrics: Sequence[Metric]) -> Iterator[Paired]:
+def _measured(
+    level: str, subject: str, rows: pd.DataFrame, metrics: Sequence[PairedMetric]
+) -> Iterator[Paired]:
     """Yield the pairs of each metric that both runs measured."""
     for metric in metrics:
         pairs = known(rows, metric.column, "cell_id")
@@ -198,7 +204,7 @@ def _by_sizes(pairs: pd.DataFrame, cells: pd.DataFrame) -> Iterator[Paired]:
         yield from _measured(SIZES, "P {:.0f}, D {:.0f}".format(*map(float, map(str, key))), rows, MOVES)
 
 
-def _by_cell(pairs: pd.DataFrame, metrics: Sequence[Metric]) -> Iterator[Paired]:
+def _by_cell(pairs: pd.DataFrame, metrics: Sequence[PairedMetric]) -> Iterator[Paired]:
     for cell_id, rows in pairs.groupby("cell_id", sort=False):
         yield from _measured(CELL, str(cell_id), rows, metrics)
 

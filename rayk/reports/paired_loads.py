@@ -11,12 +11,12 @@ import pandas as pd
 
 from rayk.reports.load_fields import METRICS as LATENCIES
 from rayk.reports.load_fields import STATISTICS
-from rayk.reports.paired import CONFIDENCE, KEYS, TIMES, Change, Metric, Paired, changes_of, known
+from rayk.reports.paired import CONFIDENCE, KEYS, TIMES, Change, Paired, PairedMetric, changes_of, known
 from rayk.reports.result import Result
 from rayk.reports.values import is_null
 
 LOAD, ESTIMATE = "load", "estimate"  # levels of a Change: batches of a load's requests, an estimate of a load
-METRICS = (*TIMES, Metric(name="longest ITL", unit="ms", column="longest_itl_ms"))
+METRICS = (*TIMES, PairedMetric(name="longest ITL", unit="ms", column="longest_itl_ms"))
 MIN_BATCH = 5
 NUM_BATCHES = 20  # neighbouring requests wait in the same queues: intervals are made of batches of them
 
@@ -109,7 +109,7 @@ def _estimate(cell_id: str, metric: str, statistic: str, cells: list[dict[Any, A
     return Change(
         level=ESTIMATE,
         subject=cell_id,
-        metric=Metric(name=f"{metric.upper()} {statistic}", unit="ms", column=name),
+        metric=PairedMetric(name=f"{metric.upper()} {statistic}", unit="ms", column=name),
         num_pairs=0,
         base=base,
         other=other,

@@ -20,7 +20,7 @@ SLACK = 0.001  # share of a request's time that may be of no stage without being
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class TimePart:
     name: str
     limit: str  # which of LIMITS it counts for
     colour: str
@@ -31,8 +31,8 @@ OTHER = "other"
 TIER = "host tier"  # a limit that only runs with a host tier have
 
 
-def _part(name: str, limit: str, colour: str, meaning: str = "") -> Part:
-    return Part(name=name, limit=limit, colour=colour, meaning=meaning or STAGES[name])
+def _part(name: str, limit: str, colour: str, meaning: str = "") -> TimePart:
+    return TimePart(name=name, limit=limit, colour=colour, meaning=meaning or STAGES[name])
 
 
 # in a pulled request's order; they add up to its E2E
@@ -206,7 +206,7 @@ def waterfall_data(result: Result, max_requests: int = 20_000) -> dict[str, Any]
 
 
 def waterfall(
-    parts: Sequence[Part], requests: pd.DataFrame, per_cell: int, pushed: Collection[Any] = ()
+    parts: Sequence[TimePart], requests: pd.DataFrame, per_cell: int, pushed: Collection[Any] = ()
 ) -> dict[str, Any]:
     """Give the page's waterfall its parts, and by cell a row [label, due ms, ms of every part] of the first
     requests. `requests` has cell_id, label, due_ms and a column of ms per part."""

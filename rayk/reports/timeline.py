@@ -97,7 +97,7 @@ def timeline_events(result: Result) -> Iterator[dict[str, Any]]:
         begin_ns = end_ns + GAP_NS
 
 
-Place = tuple[int, int]  # the numbers of a process and of one of its rows
+Track = tuple[int, int]  # the numbers of a process and of one of its rows
 
 
 class _Places:
@@ -109,9 +109,9 @@ class _Places:
         self._pids = {name: 1 + i for i, name in enumerate(processes)}
         self._indices = indices
         self._stride = 10 ** len(str(max(indices, default=0) + 1))
-        self.of_cells: Place = (1, 1)
+        self.of_cells: Track = (1, 1)
 
-    def of(self, process: str, index: int) -> Place:
+    def of(self, process: str, index: int) -> Track:
         pid = self._pids[process]
         return pid, pid * self._stride + 1 + index
 
@@ -124,7 +124,7 @@ class _Places:
                 yield from _named("thread", self.of(name, i), f"request {i}", 1 + i)
 
 
-def _named(kind: str, place: Place, name: str, sort_index: int) -> Iterator[dict[str, Any]]:
+def _named(kind: str, place: Track, name: str, sort_index: int) -> Iterator[dict[str, Any]]:
     base = {"ph": "M", "pid": place[0], "tid": place[1]}
     yield {"name": f"{kind}_name", "args": {"name": name}} | base
     yield {"name": f"{kind}_sort_index", "args": {"sort_index": sort_index}} | base
@@ -148,7 +148,7 @@ class _Line:
         ttft = _ns(self._row["ttft_ms"], NS_PER_MS)
         if ttft is not None:
             yield _base("first token", "request", due + ttft, place) | {"ph": "i", "s": "t"}
-        ends: dict[str, tuple[int, Place]] = {}
+        ends: dict[str, tuple[int, Track]] = {}
         for span in self._spans:
             place = self._place(span.stage)
             about = {"request": self.request_id} | (moved if span.stage == "read" else {})
@@ -161,7 +161,7 @@ class _Line:
                 start, place = ends[stage]
                 yield _base("kv", "transfer", start, place) | {"id": flow_id} | phase
 
-    def _place(self, stage: str) -> Place:
+    def _place(self, stage: str) -> Track:
         """Place a stage at the coordinator where the row does not know the engine."""
         role = "prefill" if stage in AT_PREFILL else "decode" if stage in AT_DECODE else None
         # A prompt that the decode engine computed itself has no prefill engine.
@@ -206,13 +206,13 @@ def _pushes(cells: pd.DataFrame) -> set[str]:
 
 
 def _event(
-    name: str, category: str, start_ns: int, length_ns: int, place: Place, about: dict[str, Any]
+    name: str, category: str, start_ns: int, length_ns: int, place: Track, about: dict[str, Any]
 ) -> dict[str, Any]:
     times = {"ph": "X", "dur": length_ns / 1e3}
     return _base(name, category, start_ns, place) | times | {"args": about}
 
 
-def _base(name: str, category: str, start_ns: int, place: Place) -> dict[str, Any]:
+def _base(name: str, category: str, start_ns: int, place: Track) -> dict[str, Any]:
     return {"name": name, "cat": category, "ts": start_ns / 1e3, "pid": place[0], "tid": place[1]}
 
 

@@ -21,7 +21,7 @@ SIDES = ("P < D", "P > D")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Side:
+class CostSide:
     """Sums up what requests took where the prefill TP was below the decode TP, or above it: medians over
     units. A unit is a decode TP with its layouts and settings in a repeat, since prompts of a cell share a
     few seconds of the machine."""
@@ -71,7 +71,7 @@ def _settings(cells: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame({"cell_id": cells["cell_id"], "settings": texts})
 
 
-def cost_sides(pairs: pd.DataFrame) -> list[Side]:
+def cost_sides(pairs: pd.DataFrame) -> list[CostSide]:
     sides = []
     for name in SIDES:
         of_side = pairs[pairs["side"] == name] if len(pairs) else pairs
@@ -81,7 +81,7 @@ def cost_sides(pairs: pd.DataFrame) -> list[Side]:
         units = compared.groupby(ALIKE)[["ms", "ms_e", "more", "times"]].median()
         ms, equal_ms, more, times = (float(value) for value in units.median())
         sides.append(
-            Side(
+            CostSide(
                 name=name,
                 num_pairs=len(of_side),
                 num_units=len(units),
@@ -127,13 +127,13 @@ def is_cost_told(result: Result) -> bool:
     return any(side.interval is not None for side in cost_sides(unequal_pairs(result)))
 
 
-def _amount(side: Side) -> str:
+def _amount(side: CostSide) -> str:
     """Say how much it took, e.g. `2.1 ms (1.80 times) more`."""
     word = "more" if side.more_ms >= 0 else "less"
     return f"{abs(side.more_ms):.2f} ms ({side.times:.2f} times) {word}"
 
 
-def _share(side: Side, result: Result) -> str:
+def _share(side: CostSide, result: Result) -> str:
     whole = float(result.requests["e2e_ms"].median())
     return f", {100 * abs(side.more_ms) / whole:.1f}% of the median request" if whole > 0 else ""
 
@@ -166,14 +166,14 @@ def cost_table(result: Result) -> list[list[str]]:
     return [["", *(side.name for side in sides)], *rows]
 
 
-def _interval(side: Side) -> str:
+def _interval(side: CostSide) -> str:
     if side.interval is None:
         return "too few units"
     low, high = side.interval
     return f"{low:+.2f} to {high:+.2f}"
 
 
-def _both(side: Side, name: str, spec: str) -> str:
+def _both(side: CostSide, name: str, spec: str) -> str:
     here, equal = (
         format_bytes(round(side.means[key])) if spec == "bytes" else format(side.means[key], spec)
         for key in (name, f"{name}_e")

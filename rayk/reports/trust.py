@@ -12,7 +12,7 @@ FREE_SHARE = 0.8  # below it a probe usually took a quarter longer than its best
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probe:
+class MachineProbe:
     """A rate in environment.json that is measured anew in every run."""
 
     title: str
@@ -25,11 +25,11 @@ class Probe:
 
 
 PROBES = (
-    Probe(title="one core's copy in host memory, GB/s", part="ceiling", key="gb_per_s", how="what"),
-    Probe(title="one core's SHA-256, MB/s", part="load", key="sha256_mb_per_s"),
+    MachineProbe(title="one core's copy in host memory, GB/s", part="ceiling", key="gb_per_s", how="what"),
+    MachineProbe(title="one core's SHA-256, MB/s", part="load", key="sha256_mb_per_s"),
 )
-LOAD = Probe(title="load average of the minute before", part="load", key="average_1_min")
-FREE = Probe(title="share of a core that was free", part="load", key="free_share")
+LOAD = MachineProbe(title="load average of the minute before", part="load", key="average_1_min")
+FREE = MachineProbe(title="share of a core that was free", part="load", key="free_share")
 
 
 def probe_rows(environments: Sequence[Mapping[str, Any]]) -> list[list[str]]:
@@ -74,7 +74,7 @@ def unlike(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _how(probe: Probe, environment: Mapping[str, Any]) -> object:
+def _how(probe: MachineProbe, environment: Mapping[str, Any]) -> object:
     return environment[probe.part].get(probe.how)
 
 

@@ -121,7 +121,7 @@ class ResultWriter:
         """Take over the whole cells and their rows."""
         pending = read_pending(self.directory)
         self._tables = {name: _read(self.directory, name, fields) for name, fields in FIELDS.items()}
-        counts = _Counts(self._tables)
+        counts = _RowCounts(self._tables)
         cells = self._tables["cells"]
         is_whole = [counts.has_all_of(cell) for cell in cells.to_pylist()]
         if not all(is_whole):
@@ -147,7 +147,7 @@ class ResultWriter:
         self._sessions = [*before.get("sessions", []), last]
 
 
-class _Counts:
+class _RowCounts:
     """Counts rows and handed-over descriptors per cell, to see whether the tables hold all that it should
     have."""
 

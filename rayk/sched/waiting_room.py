@@ -22,7 +22,7 @@ NUM_GAPS = 64  # completions that their pace is measured over
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting(Generic[T]):
+class _WaitingItem(Generic[T]):
     item: T
     deadline_ns: int | None
 
@@ -40,7 +40,7 @@ class WaitingRoom(Generic[T]):
     def __init__(self, max_waiting: int) -> None:
         assert max_waiting >= 0, max_waiting
         self.max_waiting = max_waiting
-        self._waiting: dict[str, _Waiting[T]] = {}
+        self._waiting: dict[str, _WaitingItem[T]] = {}
         self._num_arrivals = 0
         self._turns: KeyedHeap[tuple[int, int]] = KeyedHeap()  # by priority, then arrival
         self._deadlines: KeyedHeap[int] = KeyedHeap()  # names with a deadline
@@ -62,7 +62,7 @@ class WaitingRoom(Generic[T]):
         self._pace.begin_wait(now_ns)
         if len(self._waiting) >= self.max_waiting:
             raise self.overloaded(now_ns)
-        self._waiting[name] = _Waiting(item, deadline_ns)
+        self._waiting[name] = _WaitingItem(item, deadline_ns)
         self._turns.push(name, (priority, self._num_arrivals))
         self._num_arrivals += 1
         if deadline_ns is not None:

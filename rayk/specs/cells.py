@@ -29,7 +29,7 @@ from rayk.specs.load import LIST_KEYS, apply_point
 from rayk.specs.vllm_engines import NO_HANDSHAKE, is_unheeded, vllm_engines
 from rayk.types.config import EngineConfig, EngineOptions, VllmEngineConfig
 from rayk.types.errors import LayoutVetoed, SpecError, Unsupported
-from rayk.types.fault_table import KINDS, OTHERS, POINTS, REQUEST_POINTS, Expected, Fault, expected
+from rayk.types.fault_table import KINDS, OTHERS, POINTS, REQUEST_POINTS, ExpectedOutcome, Fault, expected
 from rayk.types.request import SamplingParams
 from rayk.types.verdicts import VERDICTS
 
@@ -446,7 +446,7 @@ def is_known(fault: FaultSpec) -> bool:
     return fault.kind in OTHERS or (fault.kind in TABLED and fault.point in (*POINTS, *REQUEST_POINTS))
 
 
-def expected_of(fault: FaultSpec, spec: ExperimentSpec) -> Expected:
+def expected_of(fault: FaultSpec, spec: ExperimentSpec) -> ExpectedOutcome:
     """What must come of a fault that the table knows, whatever the spec expects."""
     policy, num_producers = spec.failure_policy, spec.prefill.num_engines
     if spec.mode == "aggregated":
@@ -456,7 +456,7 @@ def expected_of(fault: FaultSpec, spec: ExperimentSpec) -> Expected:
     found = expected(named, spec.transfer.mode, policy, num_producers)
     is_lost = fault.kind in ("kill", "kill_node", "stop") and fault.engine_role == "decode"
     if is_lost and fault.point != "handshake" and policy != "fail" and spec.decode.num_engines > 1:
-        return Expected("PASS", is_recovered=True)  # another decode engine takes its requests
+        return ExpectedOutcome("PASS", is_recovered=True)  # another decode engine takes its requests
     return found
 
 

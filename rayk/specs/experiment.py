@@ -265,7 +265,7 @@ def _option_fields(*, of_side: bool) -> dict[str, Any]:
     return found
 
 
-class _Engines(StrictModel):
+class _EngineChoice(StrictModel):
     """Whose engines they are, and what vLLM's need."""
 
     kind: EngineKind = "rayk"
@@ -299,7 +299,7 @@ class _Side(StrictModel):
 
 if TYPE_CHECKING:
 
-    class EngineSettings(_Engines):
+    class EngineSettings(_EngineChoice):
         """Settings both sides share: see types.config.EngineOptions."""
 
         def __getattr__(self, name: str) -> Any: ...
@@ -311,7 +311,7 @@ if TYPE_CHECKING:
 
 else:
     EngineSettings = create_model(
-        "EngineSettings", __base__=_Engines, __module__=__name__, **_option_fields(of_side=False)
+        "EngineSettings", __base__=_EngineChoice, __module__=__name__, **_option_fields(of_side=False)
     )
     SideSpec = create_model("SideSpec", __base__=_Side, __module__=__name__, **_option_fields(of_side=True))
 

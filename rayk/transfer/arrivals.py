@@ -33,7 +33,7 @@ ASK_EVERY_NS = 200_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class _OpenReservation:
+class _OpenPush:
     """Who may write where."""
 
     link: ProducerLink
@@ -47,7 +47,7 @@ class Arrivals:
 
     def __init__(self) -> None:
         self._table = ReservationTable(ASK_EVERY_NS)
-        self._open: dict[str, _OpenReservation] = {}
+        self._open: dict[str, _OpenPush] = {}
         self._never_open: list[str] = []
         """Reservations that were given up without having been opened here."""
 
@@ -58,7 +58,7 @@ class Arrivals:
         self, reservation_id: str, link: ProducerLink, block_tables: Tables, generations: Tables
     ) -> None:
         """From now on the producer's ranks that send this rank anything may write into these blocks."""
-        self._open[reservation_id] = _OpenReservation(link, block_tables, generations)
+        self._open[reservation_id] = _OpenPush(link, block_tables, generations)
         self._table.open(reservation_id, link.engine, link.epoch, len(link.producers))
         for rank in range(len(link.producers)):
             if rank not in link.plan.producer_ranks:

@@ -55,7 +55,7 @@ class Landing:
 
 
 @dataclass(slots=True)
-class _Prepared:
+class _ListsInUse:
     """A pair of lists, and how many transfers in flight were made of it."""
 
     handle: Handle
@@ -77,7 +77,7 @@ class PreparedReads:
         self._producers = producers
         self._me = me
         self._max_kept = max_kept
-        self._kept: OrderedDict[PatternKey, _Prepared] = OrderedDict()
+        self._kept: OrderedDict[PatternKey, _ListsInUse] = OrderedDict()
         """The one used last comes last."""
 
     def __len__(self) -> int:
@@ -87,7 +87,7 @@ class PreparedReads:
         """The lists of a pattern, kept until `give_back`. Raises TransferError if the agent refuses them."""
         prepared = self._kept.get(pattern.key)
         if prepared is None:
-            prepared = self._kept[pattern.key] = _Prepared(self._make(pattern))
+            prepared = self._kept[pattern.key] = _ListsInUse(self._make(pattern))
         prepared.num_users += 1
         self._kept.move_to_end(pattern.key)
         self._shrink()

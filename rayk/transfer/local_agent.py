@@ -45,15 +45,15 @@ class LocalNetwork:
 
 
 @dataclass(eq=False)
-class _Prepared:
+class _CopyLists:
     peer: str
     local: DescriptorList
     remote: DescriptorList
 
 
 @dataclass(eq=False)
-class _InFlight:
-    prepared: _Prepared
+class _CopyInFlight:
+    prepared: _CopyLists
     local_indices: Ints32
     remote_indices: Ints32
     polls_left: int
@@ -70,8 +70,8 @@ class LocalAgent:
     transport: str = "local"
     _regions: list[torch.Tensor] = field(default_factory=list)
     _peers: set[str] = field(default_factory=set)
-    _handles: dict[Handle, _Prepared] = field(default_factory=dict)
-    _in_flight: dict[Transfer, _InFlight] = field(default_factory=dict)
+    _handles: dict[Handle, _CopyLists] = field(default_factory=dict)
+    _in_flight: dict[Transfer, _CopyInFlight] = field(default_factory=dict)
     _inbox: deque[tuple[str, bytes]] = field(default_factory=deque)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -105,7 +105,7 @@ class LocalAgent:
         assert peer in self._peers, f"{peer} was not added"
         assert np.array_equal(local.lengths, remote.lengths), "lists of unlike runs"
         handle = Handle(next(self._ids))
-        self._handles[handle] = _Prepared(peer, local, remote)
+        self._handles[handle] = _CopyLists(peer, local, remote)
         return handle
 
     def forget(self, handle: Handle) -> None:
@@ -114,7 +114,9 @@ class LocalAgent:
         assert prepared is None or prepared not in in_flight, "a transfer in flight was made of these lists"
 
     def read(self, handle: Handle, local_indices: Ints32, remote_indices: Ints32) -> Transfer:
-        return self._post(_InFlight(self._handles[handle], local_indices, remote_indices, self.delay_polls))
+        return self._post(
+            _CopyInFlight(self._handles[handle], local_indices, remote_indices, self.delay_polls)
+        )
 
     def write(
         self,
@@ -124,7 +126,7 @@ class LocalAgent:
         notification: bytes | None = None,
     ) -> Transfer:
         prepared, delay = self._handles[handle], self.delay_polls
-        return self._post(_InFlight(prepared, local_indices, remote_indices, delay, True, notification))
+        return self._post(_CopyInFlight(prepared, local_indices, remote_indices, delay, True, notification))
 
     def poll(self, transfer: Transfer) -> TransferState:
         flight = self._in_flight[transfer]
@@ -155,14 +157,14 @@ class LocalAgent:
         self._handles.clear()
         self._in_flight.clear()
 
-    def _post(self, flight: _InFlight) -> Transfer:
+    def _post(self, flight: _CopyInFlight) -> Transfer:
         assert len(flight.local_indices) == len(flight.remote_indices)
         self.network.find(flight.prepared.peer)
         transfer = Transfer(next(self._ids))
         self._in_flight[transfer] = flight
         return transfer
 
-    def _copy(self, flight: _InFlight) -> TransferState:
+    def _copy(self, flight: _CopyInFlight) -> TransferState:
         try:
             peer = self.network.find(flight.prepared.peer)
         except TransferError:

@@ -22,7 +22,7 @@ MAX_PLACES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class FoundRows:
     """Where rows lie in a producer rank's cache."""
 
     rank: int
@@ -37,7 +37,7 @@ class Place:
 
 def find_rows(
     view: LayerView, field: str, unit: int, rows: Sequence[bytes], rank: int, generations: torch.Tensor
-) -> list[Place]:
+) -> list[FoundRows]:
     """Places of one of a layer's caches that hold `rows` (in order of position), best first; a few at most.
 
     None where this rank holds no such unit, or where the rows could be anybody's (all bytes equal). The first
@@ -59,7 +59,7 @@ def find_rows(
             if found.numpy().tobytes() != wanted:
                 break
             count += 1
-        places.append(Place(rank, block, first, count, int(generations[block])))
+        places.append(FoundRows(rank, block, first, count, int(generations[block])))
     return sorted(places, key=lambda p: -p.num_rows)[:MAX_PLACES]
 
 
@@ -83,7 +83,7 @@ def _bytes(values: torch.Tensor) -> torch.Tensor:
 
 def classify_places(
     mismatch: KVMismatch,
-    places: Sequence[Place],
+    places: Sequence[FoundRows],
     block_table: Sequence[int],
     holders: Mapping[int, str],
 ) -> str:

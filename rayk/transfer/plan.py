@@ -28,7 +28,7 @@ from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.geometry import GroupGeometry, RankGeometry
 from rayk.kv.groups import BLOCK_COST_BYTES
 from rayk.kv.maps import Runs, block_strides, match_rows
-from rayk.transfer.segments import Kind, Segments, shared_segments
+from rayk.transfer.segments import CopySegments, Kind, shared_segments
 from rayk.transfer.tables import checked_tables, real_blocks
 from rayk.types.errors import HandshakeMismatch
 
@@ -285,8 +285,8 @@ class TransferPlan:
         return lowered
 
     @cached_property
-    def _segments(self) -> dict[tuple[int, int], Segments]:
-        return {(r.source_group, r.group): Segments(*self._sides(r)) for r in self.reads}
+    def _segments(self) -> dict[tuple[int, int], CopySegments]:
+        return {(r.source_group, r.group): CopySegments(*self._sides(r)) for r in self.reads}
 
     def _cuts(
         self,

@@ -211,7 +211,7 @@ class _RankPush:
                 mine = self._push.me.tp_rank
                 reservation_id, attempt = self._push.reservation.reservation_id, self._push.attempt
                 self.notify(ArrivedMessage(reservation_id, attempt, mine, self._num_writes, tally).encode())
-            case p.Cancel(writes):
+            case p.CancelWrites(writes):
                 return [event for write in writes for event in self._cancel(write)]
             case Finish(error):
                 self.why = error.reason if isinstance(error, TransferError) else ""

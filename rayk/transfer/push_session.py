@@ -83,13 +83,13 @@ class NotifyArrived:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelWrites:
     """Try to cancel these writes; report WriteEnded for those that could be."""
 
     writes: tuple[int, ...]
 
 
-Action = PostWrite | NotifyArrived | Cancel | Finish | Drained
+Action = PostWrite | NotifyArrived | CancelWrites | Finish | Drained
 
 
 class PushSession(DrainingSession[Event, Action]):
@@ -195,7 +195,7 @@ class PushSession(DrainingSession[Event, Action]):
         self._waiting_writes.clear()
         self._gathered.clear()
         self._is_computed = False
-        return [Cancel(tuple(sorted(self._in_flight)))] if self._in_flight else []
+        return [CancelWrites(tuple(sorted(self._in_flight)))] if self._in_flight else []
 
     def _fail(self, reason: str) -> list[Action]:
         self._waiting_writes.clear()
@@ -203,7 +203,7 @@ class PushSession(DrainingSession[Event, Action]):
         error = self._error(reason)
         if not self._in_flight:
             return [Finish(error, is_draining=False), Drained()]
-        return [Cancel(tuple(sorted(self._in_flight))), Finish(error, is_draining=True)]
+        return [CancelWrites(tuple(sorted(self._in_flight))), Finish(error, is_draining=True)]
 
     def _forget(self, event: Event) -> None:
         match event:

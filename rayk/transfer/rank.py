@@ -25,7 +25,7 @@ from rayk.transfer.layer_view import LayerView
 from rayk.transfer.lease import LeaseTable, ReleaseMessage, RenewMessage
 from rayk.transfer.link import Landing, ProducerLink, make_link
 from rayk.transfer.links import Links
-from rayk.transfer.locate import Place, find_rows
+from rayk.transfer.locate import FoundRows, find_rows
 from rayk.transfer.peer_data import Peers, check_ticket, wrong_lease
 from rayk.transfer.plan import TransferPlan
 from rayk.transfer.push_messages import StopMessage
@@ -488,7 +488,7 @@ class TransferRank:
         view = next(v for v in self._views if (v.layer, v.group.index) == (layer, group))
         return fetch_rows(view, block_table, num_tokens)
 
-    def locate(self, layer: int, field: str, unit: int, rows: Sequence[bytes]) -> list[Place]:
+    def locate(self, layer: int, field: str, unit: int, rows: Sequence[bytes]) -> list[FoundRows]:
         """Where rows of a layer's field and unit lie in this rank's cache, whoever they are of."""
         view = next((v for v in self._views if v.layer == layer and field in v.names), None)
         if view is None:

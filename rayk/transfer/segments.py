@@ -39,7 +39,7 @@ class Kind(NamedTuple):
     """One behind its last."""
 
 
-class Segments:
+class CopySegments:
     """Segments repeat after a period of both block sizes."""
 
     def __init__(self, source: GroupGeometry, destination: GroupGeometry) -> None:

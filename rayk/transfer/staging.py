@@ -25,7 +25,7 @@ from rayk.transfer.options import chunk_blocks, num_merged, read_option
 from rayk.transfer.plan import BlockReads, Pattern
 from rayk.types.errors import TransferError
 
-Place = tuple[int, int]
+Stretch = tuple[int, int]
 """[first byte, one behind the last) of the staging buffer."""
 
 TABLES_KEPT = 4
@@ -50,12 +50,12 @@ class StagingBuffer:
         self._skipped = -self.memory.data_ptr() % AREA_ALIGNMENT
         self.num_bytes = num_bytes
         agent.register(self.memory)
-        self._lent: list[Place] = []
+        self._lent: list[Stretch] = []
         """Ascending."""
         self._waiting: dict[object, None] = {}
         """In order of arrival."""
 
-    def take(self, num_bytes: int, who: object) -> Place | None:
+    def take(self, num_bytes: int, who: object) -> Stretch | None:
         """A stretch, or None where there is no room or others came first: ask again, or `withdraw`."""
         self._waiting.setdefault(who)
         if next(iter(self._waiting)) is not who:
@@ -67,7 +67,7 @@ class StagingBuffer:
             self._lent.sort()
         return place
 
-    def give_back(self, place: Place) -> None:
+    def give_back(self, place: Stretch) -> None:
         """Nothing writes there or reads from there any more."""
         self._lent.remove(place)
 
@@ -85,7 +85,7 @@ class StagingBuffer:
         """Reads that wait for room."""
         return len(self._waiting)
 
-    def _find(self, num_bytes: int) -> Place | None:
+    def _find(self, num_bytes: int) -> Stretch | None:
         start = self._skipped
         for first, stop in [*self._lent, (self._skipped + self.num_bytes,) * 2]:
             if start + num_bytes <= first:
@@ -156,7 +156,7 @@ class _Chunk:
     part: Extents
     first: int
     stop: int
-    place: Place
+    place: Stretch
     transfer: Transfer
     handle: Handle
     copied: torch.cuda.Event | None = None
@@ -254,7 +254,7 @@ class StagedRead:
         self.post_ns += self.clock() - began
         return True
 
-    def _refuse(self, error: TransferError, place: Place) -> bool:
+    def _refuse(self, error: TransferError, place: Stretch) -> bool:
         self.failure = error.reason
         self._buffer.give_back(place)
         self._stop_waiting()

@@ -65,7 +65,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedOutcome:
     verdict: str
     # the request would have failed, and the policy saved it; None: depends on what had arrived
     is_recovered: bool | None = False
@@ -86,18 +86,18 @@ def expected_verdict(fault: FaultLike, mode: str, policy: str, num_producers: in
     return expected(fault, mode, policy, num_producers).verdict
 
 
-def expected(fault: FaultLike, mode: str, policy: str, num_producers: int = 2) -> Expected:
+def expected(fault: FaultLike, mode: str, policy: str, num_producers: int = 2) -> ExpectedOutcome:
     """Look up the outcome. `num_producers`: prefill engines of the cell; a request migrates to the same one
     where it is the only one and lives. KeyError for faults that the table does not know."""
     assert mode in MODES, mode
     assert policy in FAILURE_POLICIES, policy
     verdict, is_final = _plainly(fault, mode)
     if verdict == "PASS" or policy == "fail" or is_final:
-        return Expected(verdict)
+        return ExpectedOutcome(verdict)
     dead_for_good = verdict == "ENGINE_ERROR" and fault.kind != "restart"
     if dead_for_good and policy == "migrate" and num_producers == 1:
-        return Expected(verdict)
-    return Expected("PASS", is_recovered=_needs_recovery(fault, mode))
+        return ExpectedOutcome(verdict)
+    return ExpectedOutcome("PASS", is_recovered=_needs_recovery(fault, mode))
 
 
 def _needs_recovery(fault: FaultLike, mode: str) -> bool | None:

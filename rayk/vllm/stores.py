@@ -283,10 +283,10 @@ class FileOffload(HostOffload):
         return {**self.extra, "spec_name": "TieringOffloadingSpec", "secondary_tiers": [files]}
 
     def memory_of(self, manager: Any) -> Any:
-        return _Rows(manager.primary_tier.get_kv_memoryview())
+        return _TierMemory(manager.primary_tier.get_kv_memoryview())
 
 
-class _Rows:
+class _TierMemory:
     """A tier's memory: the first bytes of a chunk are its page."""
 
     def __init__(self, view: memoryview) -> None:

@@ -30,7 +30,7 @@ from rayk.models.families import FAMILIES as PARSERS
 from rayk.models.families import load_config
 from rayk.models.loader import unused_tensors
 from rayk.oracle.tiny import FAMILIES, family_values
-from rayk.reports.files import MAX_SPEC_ITEMS, _Loader, parse_spec
+from rayk.reports.files import MAX_SPEC_ITEMS, _BoundedLoader, parse_spec
 from rayk.specs import load_spec
 from rayk.specs.experiment import AXES, dotted_keys
 from rayk.types.errors import CheckpointError
@@ -72,7 +72,7 @@ def test_reports_of_hostile_specs(tmp_path: Path, spec: str) -> None:
 @thorough
 def test_a_spec_of_many_items_is_not_read_to_its_end() -> None:
     parse_spec("prompts: [" + "1," * (MAX_SPEC_ITEMS - 9) + "]")
-    loader = _Loader("[" + "1," * (2 * MAX_SPEC_ITEMS) + "]")
+    loader = _BoundedLoader("[" + "1," * (2 * MAX_SPEC_ITEMS) + "]")
     with pytest.raises(ValueError, match="more than 100,000 items"):
         loader.get_single_node()
     assert loader.get_mark().index < 3 * MAX_SPEC_ITEMS

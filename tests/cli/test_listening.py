@@ -15,7 +15,7 @@ import pytest
 
 from rayk.actors.lines import LineService, LineThread
 from rayk.cli import checkup, listening
-from rayk.cli.listening import GUARDED, LATE, OPEN, OTHER, Answer, Port, ask
+from rayk.cli.listening import GUARDED, LATE, OPEN, OTHER, Port, PortAnswer, ask
 from tests.listeners import listening as talkers
 
 UNKNOWN = grpc.StatusCode.UNIMPLEMENTED
@@ -116,11 +116,11 @@ def test_ipv4_in_ipv6_clothes_is_loopback() -> None:
 
 def test_doctor_says_who_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {
-        1: Answer(status=GUARDED, text="asks"),
-        2: Answer(status=GUARDED, text="asks"),
-        3: Answer(status=OPEN, text="serves"),
-        4: Answer(status=OTHER, text="metrics"),
-        5: Answer(status=LATE, text="late"),
+        1: PortAnswer(status=GUARDED, text="asks"),
+        2: PortAnswer(status=GUARDED, text="asks"),
+        3: PortAnswer(status=OPEN, text="serves"),
+        4: PortAnswer(status=OTHER, text="metrics"),
+        5: PortAnswer(status=LATE, text="late"),
     }
     ports = [Port(host="127.0.0.1", port=n, program="raylet", pid=1) for n in said]
     ports.append(Port(host="0.0.0.0", port=4, program="ray::ProxyActor", pid=2))

@@ -19,7 +19,7 @@ from rayk.kv.manager import KVCacheManager
 from rayk.models.layers.attention import Attention
 from rayk.models.layers.mlp import GatedMlp
 from rayk.oracle.checkpoint import read_marker
-from rayk.oracle.text import Text
+from rayk.oracle.text import FedText
 from rayk.sched.batching import Scheduler
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
@@ -152,7 +152,7 @@ def test_logits_are_as_exact_as_without(models: Callable[[str], Model], name: st
     eager = AutoModelForCausalLM.from_pretrained(model.path, attn_implementation="eager").eval()
     truth = {}
     for dtype in (torch.float32, torch.float64):
-        texts = [Text(eager.to(dtype)) for _ in model.prompts]
+        texts = [FedText(eager.to(dtype)) for _ in model.prompts]
         pairs = zip(texts, model.prompts, model.expected, strict=True)
         truth[dtype] = torch.cat([t.feed([*p, *e[:-1]])[len(p) - 1 :] for t, p, e in pairs])
     for chunk in (7, 64):
@@ -248,7 +248,8 @@ def test_a_model_drawn_here(tmp_path: Path, calls: Calls) -> None:
     engine.finish()
     texts = [[*s.request.prompt_token_ids, *s.output_token_ids[:-1]] for s in states]
     truth = [
-        torch.cat([Text(model).feed(t)[-NUM_TOKENS:] for t in texts]) for model in (drawn.exact, drawn.model)
+        torch.cat([FedText(model).feed(t)[-NUM_TOKENS:] for t in texts])
+        for model in (drawn.exact, drawn.model)
     ]
     logits = torch.cat([torch.stack(engine.logits[str(i)]) for i in range(len(prompts))])
     assert_matches(logits, *truth)

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from jobs.benchmarks import fast_prefill as job
 from rayk.models.families import load_config
-from rayk.oracle.text import Text
+from rayk.oracle.text import FedText
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 from tests.conftest import CHECKPOINTS, CheckpointFactory
@@ -39,7 +39,7 @@ def model(checkpoint: CheckpointFactory) -> Path:
 def test_operations_of_a_layer_are_those_transformers_does(model: Path) -> None:
     """Token by token, so that its attention sees each token's keys and no more."""
     config = load_config(model)
-    text = Text(
+    text = FedText(
         transformers.AutoModelForCausalLM.from_pretrained(
             model, dtype=torch.float32, attn_implementation="eager"
         )

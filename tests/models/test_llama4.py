@@ -22,7 +22,7 @@ from rayk.models.families import load_config, parse_config
 from rayk.models.layers.linear import Linear
 from rayk.models.layers.places import query_factors
 from rayk.models.layers.rope import Rotary, rotate
-from rayk.models.layers.router import Router
+from rayk.models.layers.router import ExpertRouter
 from rayk.models.loader import unused_tensors
 from rayk.parallel.local import LocalComm
 from tests.helpers import assert_matches
@@ -263,7 +263,7 @@ def test_router_is_transformers_own(dtype: torch.dtype, levels: int | None) -> N
         theirs.weight.copy_(torch.eye(12))
         weights, _ = theirs(logits.to(dtype))
     linear = Linear(theirs.weight.detach(), None)
-    routes = Router(linear, RouterConfig(scoring="sigmoid_chosen"), 4).forward(logits.to(dtype))
+    routes = ExpertRouter(linear, RouterConfig(scoring="sigmoid_chosen"), 4).forward(logits.to(dtype))
     mine = torch.zeros_like(weights).scatter_(1, routes.experts, routes.weights)
     assert routes.weights.dtype == dtype
     assert torch.equal(mine, weights)

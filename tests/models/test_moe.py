@@ -15,7 +15,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from rayk.models.config import ExpertsConfig, RouterConfig
 from rayk.models.layers.linear import Linear
 from rayk.models.layers.moe import Experts, Moe
-from rayk.models.layers.router import Router
+from rayk.models.layers.router import ExpertRouter
 from rayk.models.weights import WeightReader
 from rayk.parallel import shard
 from rayk.parallel.comm import Comm
@@ -49,7 +49,7 @@ def moe(theirs: Any, comm: Comm) -> Moe:
     held = shard.shard_range(experts.num_experts, comm.size, comm.rank)
     part = slice(held.start, held.stop)
     return Moe(
-        router=Router(
+        router=ExpertRouter(
             Linear(theirs.router.weight.detach(), theirs.router.bias.detach()),
             RouterConfig(bias=True),
             theirs.router.top_k,

@@ -16,7 +16,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRout
 
 from rayk.models.config import RouterConfig
 from rayk.models.layers.linear import Linear
-from rayk.models.layers.router import Router
+from rayk.models.layers.router import ExpertRouter
 from tests.each import each
 
 NUM_EXPERTS, NUM_CHOSEN, NUM_TOKENS = 12, 4, 400
@@ -62,7 +62,7 @@ ROUTERS: dict[str, tuple[Any, str, dict[str, Any], RouterConfig]] = {
 }
 
 
-def theirs_and_mine(name: str, dtype: torch.dtype) -> tuple[Any, Router]:
+def theirs_and_mine(name: str, dtype: torch.dtype) -> tuple[Any, ExpertRouter]:
     """Weights are the identity, so that the inputs are the logits (plus gpt_oss's bias)."""
     module, config_class, settings, config = ROUTERS[name]
     values = {"hidden_size": NUM_EXPERTS, "num_experts_per_tok": NUM_CHOSEN, **settings}
@@ -78,7 +78,7 @@ def theirs_and_mine(name: str, dtype: torch.dtype) -> tuple[Any, Router]:
         theirs.e_score_correction_bias = correction
     weight = theirs.weight.detach()
     linear = Linear(weight.float() if config.wide else weight, theirs.bias.detach() if config.bias else None)
-    return theirs, Router(linear, config, NUM_CHOSEN, correction)
+    return theirs, ExpertRouter(linear, config, NUM_CHOSEN, correction)
 
 
 @pytest.mark.parametrize("levels", [None, 3], ids=["distinct", "ties"])
@@ -128,5 +128,5 @@ def test_a_wrong_router_shows(change: str) -> None:
     logits = 2 * torch.randn(NUM_TOKENS, NUM_EXPERTS, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         _, weights, experts = theirs(logits)
-    routes = Router(mine.linear, config, NUM_CHOSEN, correction).forward(logits)
+    routes = ExpertRouter(mine.linear, config, NUM_CHOSEN, correction).forward(logits)
     assert not (torch.equal(routes.experts, experts) and torch.equal(routes.weights, weights))

@@ -12,7 +12,7 @@ import pytest
 
 from rayk.handover import offloading, receiving
 from rayk.offload import backoff
-from rayk.offload.costs import Choice
+from rayk.offload.costs import LoadChoice
 from tests.markers import thorough
 from tests.offload.faults import Case, FaultyAgents, HeldTier, kill, reopen
 from tests.offload.node import Node, NodeEngine
@@ -45,7 +45,7 @@ def test_what_is_here_is_weighed_as_what_the_rest_sees(case: Case) -> None:
         weighed, costs = [], second.offloading.costs
         real = costs.load
 
-        def load(num_bytes: int, num_tokens: int, *more: Any, **here: int) -> Choice:
+        def load(num_bytes: int, num_tokens: int, *more: Any, **here: int) -> LoadChoice:
             weighed.append((num_tokens, here["num_here"]))
             return real(num_bytes, num_tokens, *more, **here)
 
@@ -81,7 +81,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def eager(engine: NodeEngine) -> None:
     """Its cost model finds every move cheap."""
     costs = engine.offloading.costs
-    costs.load = costs.swap = lambda *_, **__: Choice(True, 1.0, 2.0)  # type: ignore[method-assign]
+    costs.load = costs.swap = lambda *_, **__: LoadChoice(True, 1.0, 2.0)  # type: ignore[method-assign]
 
 
 def stored(case: Case, node: Node, *indices: int) -> tuple[NodeEngine, NodeEngine]:

@@ -14,7 +14,7 @@ import pytest
 from rayk.kv.manager import KVCacheManager
 from rayk.models.families import load_config
 from rayk.models.kv_specs import engine_groups
-from rayk.offload.costs import Choice
+from rayk.offload.costs import LoadChoice
 from rayk.types.config import EngineConfig
 from rayk.types.request import FinishReason
 from tests.answers import NUM_TOKENS, Answers, make_answers
@@ -83,7 +83,7 @@ def test_what_is_cheaper_to_compute_is_not_swapped(answers: Callable[[str], Answ
     for swap in ("auto", "never"):
         with Node.open(model.path, [{"num_blocks": pool_for(model, {}, 8)}], load="never", swap=swap) as node:
             engine = node.engines[0]
-            engine.offloading.costs.swap = lambda *_: Choice(False, 2.0, 1.0)  # type: ignore[method-assign]
+            engine.offloading.costs.swap = lambda *_: LoadChoice(False, 2.0, 1.0)  # type: ignore[method-assign]
             asked = crowd(model, 9)
             requests = [make_request(f"r{i}", prompt, NUM_TOKENS) for i, (prompt, _) in enumerate(asked)]
             found = engine.complete(requests)

@@ -11,7 +11,7 @@ import torch
 
 from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.draw import drawn_tensors
-from rayk.oracle.text import Text
+from rayk.oracle.text import FedText
 from tests.conftest import CheckpointFactory
 from tests.families import HYBRID
 from tests.markers import one_per
@@ -107,7 +107,7 @@ def test_a_wrong_setting_changes_the_output(
 def decode(model: Any, path: Path, prompt_index: int, damage: Callable[[Any], None]) -> bool:
     """Whether decoding after a damaged prefill still gives the promised tokens."""
     probe = read_marker(path)["probes"][prompt_index]
-    text = Text(model)
+    text = FedText(model)
     text.feed(probe["prompt"])
     with torch.inference_mode():
         damage(text.cache)

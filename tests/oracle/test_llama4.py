@@ -12,7 +12,7 @@ import torch
 
 from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.routing import routers, routing_gaps
-from rayk.oracle.text import Text
+from rayk.oracle.text import FedText
 from tests.conftest import CheckpointFactory
 from tests.helpers import assert_matches
 from tests.oracle.test_every_tensor_counts import forgotten, kinds_of, load, same_output
@@ -30,7 +30,7 @@ def path(request: pytest.FixtureRequest, checkpoint: CheckpointFactory) -> Path:
 
 
 def in_pieces(model: Any, token_ids: Sequence[int], cuts: Sequence[int]) -> torch.Tensor:
-    text, bounds = Text(model), [0, *cuts, len(token_ids)]
+    text, bounds = FedText(model), [0, *cuts, len(token_ids)]
     return torch.cat([text.feed(token_ids[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)])
 
 
@@ -104,7 +104,7 @@ def test_routers_choose_clearly(path: Path) -> None:
         router.register_forward_hook(look)
     with routing_gaps(model) as gaps:
         for probe in marker["probes"]:
-            Text(model).feed(probe["prompt"] + probe["output"][:-1], logits_to_keep=1)
+            FedText(model).feed(probe["prompt"] + probe["output"][:-1], logits_to_keep=1)
     assert gaps == measured
     assert min(measured) > 6e-4
     assert min(measured) == pytest.approx(marker["routing_gap"], abs=1e-4)

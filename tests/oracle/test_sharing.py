@@ -14,7 +14,7 @@ from safetensors import safe_open
 from rayk.oracle.checkpoint import read_marker, write_checkpoint
 from rayk.oracle.reference import Reference
 from rayk.oracle.sharing import SharingCache, kv_sources
-from rayk.oracle.text import Text
+from rayk.oracle.text import FedText
 from rayk.oracle.tiny import HYBRID
 from rayk.types.errors import UserError
 from tests.conftest import CheckpointFactory
@@ -78,12 +78,12 @@ def test_a_cache_shares_as_the_family_that_shares_itself(
     sources = kv_sources(Plain(itself.config, num_kv_shared_layers=num_shared))
     assert sources == expected
     token_ids = torch.randint(131, (40,), generator=torch.Generator().manual_seed(5)).tolist()
-    wanted, found = Text(itself), Text(by_cache)
+    wanted, found = FedText(itself), FedText(by_cache)
     found.cache = SharingCache(sources)
     for first, last in ((0, 23), (23, 24), (24, 40)):
         assert torch.equal(found.feed(token_ids[first:last]), wanted.feed(token_ids[first:last]))
-    unshared = Text(by_cache)
-    assert not torch.equal(unshared.feed(token_ids[:23]), Text(itself).feed(token_ids[:23]))
+    unshared = FedText(by_cache)
+    assert not torch.equal(unshared.feed(token_ids[:23]), FedText(itself).feed(token_ids[:23]))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,9 @@ def loaded(path: Path, **changes: Any) -> Any:
 def same_output(model: Any, path: Path) -> bool:
     """Whether greedy decoding still gives the promised tokens: one look at prompt and output at once."""
     for probe in read_marker(path)["probes"]:
-        logits = Text(model).feed(probe["prompt"] + probe["output"][:-1], logits_to_keep=len(probe["output"]))
+        logits = FedText(model).feed(
+            probe["prompt"] + probe["output"][:-1], logits_to_keep=len(probe["output"])
+        )
         if logits.argmax(-1).tolist() != probe["output"]:
             return False
     return True
@@ -203,7 +205,7 @@ def test_what_the_reference_says_is_said_with_sharing(checkpoint: CheckpointFact
     assert [sorted(fields) for fields in kept] == [["k", "v"] if s is None else [] for s in sources]
     assert {tuple(fields["k"].shape) for fields in kept if fields} == {(2, 37, 16)}
     # Layer 4 comes behind layers that share: its keys tell whether they shared.
-    unshared = Text(loaded(path, kv_sharing_targets=None))
+    unshared = FedText(loaded(path, kv_sharing_targets=None))
     unshared.feed(probe["prompt"], logits_to_keep=1)
     assert torch.equal(unshared.cache.layers[0].keys[0], kept[0]["k"])
     assert not torch.allclose(unshared.cache.layers[4].keys[0], kept[4]["k"], atol=0.1)

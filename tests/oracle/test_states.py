@@ -10,7 +10,7 @@ import torch
 
 from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.reference import Reference
-from rayk.oracle.text import Text
+from rayk.oracle.text import FedText
 from tests.conftest import CheckpointFactory
 from tests.families import HYBRID
 from tests.oracle.test_every_tensor_counts import load
@@ -104,7 +104,7 @@ def test_taps_are_the_last_inputs_of_the_convolution_by_unit(
         seen.append(output[0])
 
     model.get_submodule(projection).register_forward_hook(record)
-    Text(model).feed(prompt)
+    FedText(model).feed(prompt)
     found = Reference(path).caches(prompt)[layer]
     for name, inputs in split(seen[0]).items():
         padded = torch.cat([torch.zeros(3, *inputs.shape[1:]), inputs])[-3:]
@@ -119,7 +119,7 @@ def test_states_are_those_that_the_next_token_starts_from(checkpoint: Checkpoint
     model = load(path)
     probe = read_marker(path)["probes"][1]
     states = Reference(path).caches(probe["prompt"])
-    right, other = Text(model), Text(model)
+    right, other = FedText(model), FedText(model)
     right.feed(probe["prompt"])
     other.feed(read_marker(path)["probes"][2]["prompt"][: len(probe["prompt"])])
     kept = [layer for layer, fields in enumerate(states) if "ssm" in fields or "delta" in fields]

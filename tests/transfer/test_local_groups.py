@@ -18,7 +18,7 @@ from rayk.models.engine_plan import EnginePlan, plan_engine
 from rayk.models.fingerprint import fingerprint
 from rayk.transfer.handshake import check
 from rayk.transfer.plan import consecutive_tables, plan_transfer
-from rayk.transfer.segments import Segments
+from rayk.transfer.segments import CopySegments
 from rayk.types.config import EngineConfig
 from rayk.types.errors import HandshakeMismatch
 from tests.kv.decoders import decoder
@@ -189,17 +189,17 @@ def test_a_flipped_bit_counts_where_its_row_is_of_the_chunk(monkeypatch: pytest.
     assert caught == set(itertools.product(range(2), range(3)))
 
 
-def first_block_left_out(segments: Segments, live: range) -> range:
+def first_block_left_out(segments: CopySegments, live: range) -> range:
     return HOLDING(segments, live)[1:] if len(live) < TOKENS else HOLDING(segments, live)
 
 
-HOLDING = Segments.holding
+HOLDING = CopySegments.holding
 
 
 def test_a_chunk_whose_first_block_is_not_sent_is_named(monkeypatch: pytest.MonkeyPatch):
     """A fault planted in the plan, of the local group alone: digests do not use it."""
     monkeypatch.setitem(FAMILIES, "one chunk", one_chunk)
-    monkeypatch.setattr(Segments, "holding", first_block_left_out)
+    monkeypatch.setattr(CopySegments, "holding", first_block_left_out)
     pair, outcomes, tables = run(FLIPPED)
     found = diagnose(pair, outcomes[0], 0, tables)
     assert where(found) == (0, 0, "k", 0, 27)
@@ -212,10 +212,10 @@ def test_rows_of_the_chunk_before_do_not_make_up_for_it(monkeypatch: pytest.Monk
     this chunk: what is missing is named all the same."""
     monkeypatch.setitem(FAMILIES, "one chunk", one_chunk)
 
-    def shifted(segments: Segments, live: range) -> range:
+    def shifted(segments: CopySegments, live: range) -> range:
         return HOLDING(segments, live if len(live) == TOKENS else range(live.start + 1, live.stop))
 
-    monkeypatch.setattr(Segments, "holding", shifted)
+    monkeypatch.setattr(CopySegments, "holding", shifted)
     pair, outcomes, tables = run(FLIPPED)
     assert where(diagnose(pair, outcomes[0], 0, tables)) == (0, 0, "k", 0, 27)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rayk.transfer.push_session import (
     Action,
-    Cancel,
+    CancelWrites,
     Drained,
     Event,
     Failed,
@@ -69,7 +69,7 @@ def told(actions: list[Action]) -> list[tuple[str, object]]:
 def test_an_attempt_waits_for_the_writes_of_the_one_before():
     push = Driver()
     assert push.on(chunk(0, 4)) == [PostWrite(0, 0, (0,), 0, 4)]
-    assert push.on(Preempted()) == [Cancel((0,))]
+    assert push.on(Preempted()) == [CancelWrites((0,))]
     assert push.on(chunk(0, 4)) == []
     assert push.on(chunk(4, 8, is_last=True)) == []
     assert push.on(WriteDone(0)) == [PostWrite(1, 1, (0,), 0, 4), PostWrite(2, 1, (0,), 4, 8)]
@@ -80,7 +80,7 @@ def test_an_attempt_waits_for_the_writes_of_the_one_before():
 def test_writes_that_were_held_when_blocks_are_taken_again_are_never_posted():
     push = Driver()
     assert push.on(chunk(0, 4), Preempted(), chunk(0, 4)) == []
-    assert push.on(Preempted()) == [Cancel((0,))]
+    assert push.on(Preempted()) == [CancelWrites((0,))]
     assert push.on(chunk(0, 8, is_last=True)) == []
     # Write 1, of the second attempt, would go from blocks that are somebody else's by now.
     assert push.on(WriteDone(0)) == [PostWrite(2, 2, (0,), 0, 8)]
@@ -107,7 +107,7 @@ def test_an_arrival_counts_the_writes_of_one_attempt():
 def test_blocks_taken_after_the_last_chunk_make_all_of_it_void():
     push = Driver()
     push.on(chunk(0, 4), WriteDone(0), chunk(4, 8, is_last=True))
-    assert push.on(Preempted()) == [Cancel((1,))]
+    assert push.on(Preempted()) == [CancelWrites((1,))]
     # What was computed is gone: the end of its last write is no arrival.
     assert push.on(WriteDone(1)) == []
     assert push.session.phase is Phase.PUSHING
@@ -121,7 +121,7 @@ def test_a_write_of_a_void_attempt_may_fail_and_one_of_this_may_not():
     assert push.on(WriteEnded(0, "cancelled")) == []
     push.on(chunk(0, 4), chunk(4, 8))
     assert told(push.on(WriteEnded(1, "no route"))) == told(
-        [Cancel((2,)), *finished("no route", is_draining=True)]
+        [CancelWrites((2,)), *finished("no route", is_draining=True)]
     )
     assert push.on(WriteDone(2)) == [Drained()]
 
@@ -158,7 +158,7 @@ def test_a_push_that_fails_drains_and_says_so_once():
     push = Driver()
     push.on(chunk(0, 2), chunk(2, 4))
     found = push.on(Failed("aborted"))
-    assert told(found) == told([Cancel((0, 1)), *finished("aborted", is_draining=True)])
+    assert told(found) == told([CancelWrites((0, 1)), *finished("aborted", is_draining=True)])
     assert push.on(Failed("again"), Preempted(), chunk(4, 8, is_last=True), Tick()) == []
     assert push.on(WriteEnded(1, "cancelled")) == []
     assert not push.session.is_drained
@@ -171,7 +171,7 @@ def test_writes_that_were_held_when_it_fails_are_never_posted():
     push = Driver()
     push.on(chunk(0, 4), Preempted(), chunk(0, 4))
     found = push.on(Failed("aborted"))
-    assert told(found) == told([Cancel((0,)), *finished("aborted", is_draining=True)])
+    assert told(found) == told([CancelWrites((0,)), *finished("aborted", is_draining=True)])
     assert push.on(WriteDone(0)) == [Drained()]
 
 
@@ -192,7 +192,7 @@ def test_a_push_ends_at_its_deadline_whatever_comes():
     busy = Driver()
     busy.on(chunk(0, 4))
     found = busy.on(chunk(4, 8, is_last=True), now=DEADLINE)
-    assert told(found) == told([Cancel((0,)), *finished(reason, is_draining=True)])
+    assert told(found) == told([CancelWrites((0,)), *finished(reason, is_draining=True)])
     assert busy.on(WriteDone(0), now=DEADLINE) == [Drained()]
     # The event that comes too late may be the end of its last write.
     late = Driver()

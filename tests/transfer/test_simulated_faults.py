@@ -17,7 +17,7 @@ from rayk.types.fault_table import (
     POINTS,
     RANK_KINDS,
     ROLES,
-    Expected,
+    ExpectedOutcome,
     Fault,
     all_faults,
     table_text,
@@ -139,7 +139,7 @@ def test_worlds_without_faults_pass(mode: str):
     for seed in range(120):
         policy = FAILURE_POLICIES[seed % len(FAILURE_POLICIES)]
         world = World(seed, mode=mode, policy=policy).run()
-        problems = check(world, Expected("PASS"))
+        problems = check(world, ExpectedOutcome("PASS"))
         if problems or world.is_recovered:
             fail(world, problems, World(seed, mode=mode, policy=policy, tracing=True))
 
@@ -151,7 +151,7 @@ def test_a_request_given_up_at_any_time_leaves_nothing_behind(mode: str):
     for seed, policy in product(range(400), FAILURE_POLICIES):
         world = World(seed, mode=mode, policy=policy, abort=True).run()
         stages[len(world.requests[0].stream.token_ids)] += 1
-        problems = check(world, Expected("PASS", is_recovered=None))
+        problems = check(world, ExpectedOutcome("PASS", is_recovered=None))
         if problems:
             again = World(seed, mode=mode, policy=policy, abort=True, tracing=True)
             fail(world, ["--abort", *problems], again)

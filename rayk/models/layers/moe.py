@@ -16,7 +16,7 @@ from rayk.models.config import ExpertsConfig
 from rayk.models.layers.experts import Experts, build_experts
 from rayk.models.layers.linear import Linear, RowParallelLinear
 from rayk.models.layers.mlp import GatedMlp, PlainMlp, build_mlp
-from rayk.models.layers.router import Router, build_router
+from rayk.models.layers.router import ExpertRouter, build_router
 from rayk.models.pieces import Rows
 from rayk.parallel import shard
 from rayk.parallel.comm import Comm
@@ -63,7 +63,7 @@ class Moe:
     def __init__(
         self,
         *,
-        router: Router,
+        router: ExpertRouter,
         experts: Experts,
         first_expert: int,
         config: ExpertsConfig,

@@ -26,7 +26,7 @@ class Routes(NamedTuple):
     """[T, K], in the model's dtype, or float32 if the logits are."""
 
 
-class Router:
+class ExpertRouter:
     """Chooses each token's experts, the same on every rank."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Router:
         return masked.flatten(1)
 
 
-def build_router(build: Build, index: int, mlp: ExpertsConfig) -> Router:
+def build_router(build: Build, index: int, mlp: ExpertsConfig) -> ExpertRouter:
     config, total = mlp.router, mlp.num_experts
     every = (Rows.whole("router", total),)
     weight = build.pieces.stacked(index, every, "weight", (build.config.hidden_size,))
@@ -102,4 +102,4 @@ def build_router(build: Build, index: int, mlp: ExpertsConfig) -> Router:
         # Kept in float32 whatever the model's dtype (deepseek_v3/modeling_deepseek_v3.py:550).
         wide = replace(build.pieces, dtype=torch.float32)
         correction = wide.whole(build.name(index, "router.correction"), total)
-    return Router(Linear(weight, bias), config, mlp.num_chosen, correction)
+    return ExpertRouter(Linear(weight, bias), config, mlp.num_chosen, correction)

@@ -57,7 +57,7 @@ def _(original, self, token_ids, num_tokens):
 
 @KV.twin(
     "rows that never arrived are found",
-    "rayk.kv.prefix_cache:PrefixCache.blocks",
+    "rayk.kv.prefix_cache:CachedPrefixes.blocks",
     "test_prefix_cache.py::test_blocks_of_which_only_some_rows_arrived_serve_those_who_need_no_more",
 )
 def _(original, self, group, keys, wanted, lane=None, elsewhere=None):

@@ -35,7 +35,7 @@ def _(original, producers, consumers, turn=0):
 
 @TRANSFER.twin(
     "a last block of one row is not moved",
-    "rayk.transfer.segments:Segments.holding",
+    "rayk.transfer.segments:CopySegments.holding",
     "test_plan.py::test_live_rows_arrive_for_any_blocks_groups_and_windows",
 )
 def _(original, self, live):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from rayk.types.fault_table import Expected, FailurePolicy, Fault, expected
+from rayk.types.fault_table import ExpectedOutcome, FailurePolicy, Fault, expected
 from tests.transfer.simulator.consumer import Consumer
 from tests.transfer.simulator.producer import TICK
 from tests.transfer.simulator.requests import MAX_OUTPUT, right_token
 from tests.transfer.simulator.world import REQUEST_DEADLINE, World
 
 
-def check(world: World, wanted: Expected | None = None) -> list[str]:
+def check(world: World, wanted: ExpectedOutcome | None = None) -> list[str]:
     """Everything that is wrong with a world that is over, one line each; `wanted`: what had to come out."""
     problems = list(world.violations)
     for request in world.requests:
@@ -51,14 +51,14 @@ def _check_ledgers(world: World) -> list[str]:
     return problems
 
 
-def _check_outcome(world: World, wanted: Expected) -> list[str]:
+def _check_outcome(world: World, wanted: ExpectedOutcome) -> list[str]:
     if not world.struck:
         return ["its fault has not struck"]
-    found = Expected(world.verdict(), world.is_recovered)
+    found = ExpectedOutcome(world.verdict(), world.is_recovered)
     # A write of an attempt that was begun again is void, whatever befell it.
     hits_writes = any(s.fault.point in ("post", "mid_transfer") for s in world.faults)
     may_miss = world.num_preempted > 0 and world.mode == "push" and hits_writes
-    if may_miss and found == Expected("PASS", is_recovered=False):
+    if may_miss and found == ExpectedOutcome("PASS", is_recovered=False):
         return []
     if found.verdict != wanted.verdict:
         return [f"the verdict is {found}, not {wanted}"]
