@@ -302,6 +302,16 @@ def check_sentences(root: Path) -> list[str]:
     return found
 
 
+def check_class_names(root: Path) -> list[str]:
+    """No two classes of rayk have one name."""
+    places: dict[str, list[str]] = {}
+    for path in python_files(root, "rayk"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path.relative_to(root)}:{node.lineno}")
+    return [f"{', '.join(where)}: classes called {name}" for name, where in places.items() if len(where) > 1]
+
+
 def check_lengths(root: Path, max_lines: int = MAX_LINES) -> list[str]:
     """No file of more than `max_lines` lines."""
     found = []
@@ -385,6 +395,7 @@ def check_all(root: Path = ROOT) -> list[str]:
         *check_homes(root),
         *check_docstrings(root),
         *check_sentences(root),
+        *check_class_names(root),
         *check_lengths(root),
         *check_torch_free(root),
     ]

@@ -25,6 +25,7 @@ RULES = [
     house.check_homes,
     house.check_docstrings,
     house.check_sentences,
+    house.check_class_names,
     house.check_lengths,
     house.check_torch_free,
     pages.check_links,
@@ -202,6 +203,11 @@ def test_sentences_catch(plant: Plant) -> None:
         "rayk/kv/a.py:2: no sentence: See the module.",
         "rayk/kv/b.py:2: no sentence: As it is.",
     ]
+
+
+def test_class_names_catch(plant: Plant) -> None:
+    twice = {"rayk/kv/a.py": "class A: ...\n", "rayk/kv/b.py": "\nclass A: ...\n"}
+    assert house.check_class_names(plant(**twice)) == ["rayk/kv/a.py:1, rayk/kv/b.py:2: classes called A"]
 
 
 def test_lengths_catch(plant: Plant) -> None:
