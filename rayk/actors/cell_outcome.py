@@ -18,9 +18,9 @@ class CellOutcome:
     requests: list[RequestRow] = field(default_factory=list)
     transfers: list[TransferRow] = field(default_factory=list)
     errors: list[RaykError] = field(default_factory=list)
-    """Of requests and engines, in order of appearance."""
+    """Errors of requests and engines, in order of appearance."""
     survived: list[RaykError] = field(default_factory=list)
-    """Of engines that died or were lost while all their requests were saved."""
+    """Errors of engines that died or were lost while all their requests were saved."""
     captured: dict[int, list[CapturedRows]] = field(default_factory=dict)
     """Prompt index -> the prefill engine's rows, where kv_values is checked."""
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)

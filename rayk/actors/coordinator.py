@@ -45,7 +45,7 @@ class Coordinator:
         """Of the cell that runs."""
         self._vllm = VllmEngines(f"{name.rpartition('/')[2]}/vllm")
         self._vllm_engines: list[EngineHandle] = []
-        """Of the cell that runs."""
+        """The engines of the cell that runs."""
         self._tiers: HostTiers | None = None
         """Those of the last cell that had any."""
 

@@ -65,7 +65,7 @@ class Deployment:
         self.host_tiers = tiers
         self.pool = pool
         self.nodes: dict[str, Node] = {}
-        """Of the engines, by name."""
+        """Node of each engine, by the engine's name."""
         self.wiring = asyncio.Lock()
         """Held while engines are connected or change their roles."""
         self._rules = rules

@@ -43,7 +43,7 @@ BUGS = (
 )  # fmt: skip
 """What no machine, disk or network does to a process: to do the same again ends the same."""
 HALVES = (json.JSONDecodeError, UnicodeDecodeError)
-"""Of those, what somebody else's half-written file does."""
+"""What somebody else's half-written file does, of those errors."""
 
 
 @dataclass(eq=False)

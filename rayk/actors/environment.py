@@ -22,7 +22,7 @@ RAY_DEFAULTS = {
     # Its proxy waits for ever for clients who read nothing.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "rayk.serve.unread.middlewares",
 }
-"""Of clusters and drivers, where the user has not set them."""
+"""Variables of clusters and drivers, where the user has not set them."""
 BEYOND_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """0: Ray takes 127.0.0.1 for this node's address, and listens there alone. Ray means it for other systems."""
 AUTH_MODE, TOKEN, TOKEN_FILE = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
@@ -37,7 +37,7 @@ _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0"
 """What begins every connection of gRPC, which Ray speaks: the preface of HTTP/2 and SETTINGS without any
 (RFC 9113, 3.4)."""
 _FRAME_HEAD, _KIND_AT, _SETTINGS = 9, 3, 4
-"""Of a frame of HTTP/2: bytes before its payload, where its type stands, and the type of the first."""
+"""A frame of HTTP/2: bytes before its payload, where its type stands, and the type of the first."""
 
 Environment = dict[str, str | None]
 """Variables and their values; None: not set."""

@@ -39,7 +39,7 @@ from rayk.types.errors import EngineDied, InternalError, RoleConflict, UnknownEn
 from rayk.types.serving import EngineState, Health
 
 PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)
-"""Before each try to form a lost engine again; the last one for all that follow."""
+"""Pauses before each try to form a lost engine again; the last one for all that follow."""
 SURVIVE_S = 5.0
 """How long the live ranks of a lost engine may take to be as good as new; else others take their places."""
 LOOK_S = 0.5

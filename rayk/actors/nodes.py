@@ -43,7 +43,7 @@ class EngineAsk:
     """prefill0, decode1, ..."""
     num_workers: int
     resources: Mapping[str, float]
-    """Of one worker."""
+    """Resources of one worker."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Label -> what the node's must be, in the words of Ray's label selectors: v, !v, in(a, b), !in(a, b)."""
     home: str | None = None

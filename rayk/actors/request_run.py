@@ -57,7 +57,7 @@ class Route:
     decode: FindEngine | None
     """None: the prefill engine decodes, too (aggregated)."""
     number: int = 0
-    """Of the attempt, from 0."""
+    """Number of the attempt, from 0."""
 
 
 class RunLog(Protocol):

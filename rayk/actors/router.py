@@ -51,7 +51,7 @@ HEALTH_S = 5.0
 ROLE_S = 60.0
 """A change of roles connects engines, which takes as long as their start."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-"""Before a request is placed again; doubled each time: the fleet may not know yet what the front has seen."""
+"""Pauses before a request is placed again, doubled each time: the fleet may learn what the front saw."""
 
 
 class Router:

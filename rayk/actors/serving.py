@@ -22,7 +22,7 @@ class EngineCard:
     workers: tuple[Any, ...]
     """Actor handles, rank 0 first."""
     line: LineAddress
-    """Of rank 0."""
+    """Where rank 0 listens."""
     node: str = ""
     clock_offset_ns: int = 0
     """The fleet's clock minus rank 0's."""
@@ -49,7 +49,7 @@ class News:
     prefilled: tuple[str, ...] = ()
     """The first token is here."""
     ended: tuple[str, ...] = ()
-    """Over, however it ended, or not wanted any more."""
+    """Requests that are over, however they ended, or not wanted any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

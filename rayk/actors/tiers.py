@@ -29,13 +29,13 @@ from rayk.types.offload import OffloadSettings
 from rayk.types.request import Request
 
 NO_BLINDFOLD = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-"""By this variable Ray hides no GPU from a process."""
+"""The variable by which Ray hides no GPU from a process."""
 OPEN_S = 60.0  # how long a tier may take to start and allocate its memory
 DIGEST_S = 240.0  # so much more with a disk tier, for which all weights are hashed
 WIRE_S = 15.0
 WIRE_POLL_S = 0.01
 AGAIN_S = (0.0, 0.5, 2.0, 5.0)
-"""Before each try to connect an engine to the tier in a lost one's place, which may be lost as well."""
+"""Pauses before each try to connect an engine to the tier in a lost one's place, which may be lost too."""
 STATUS_S = 5.0
 
 Kind = tuple[str, str]

@@ -85,7 +85,7 @@ class VllmRequestRun:
         self._captures = captures
         self._proves = proves
         self._name = f"rayk-{next(_request_numbers)}"
-        """Of no other request of this process: engines outlive cells."""
+        """A name that no other request of this process has: engines outlive cells."""
         self._met: list[EngineHandle] = []
         self._stages = StageClock(row)
 

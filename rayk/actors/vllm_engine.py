@@ -32,9 +32,9 @@ LAST_WORDS_S = 2.0
 """How long what an engine wrote before it died, or failed a request, may take to be read."""
 WORDS_POLL_S = 0.05
 KEPT_CHARACTERS = 1 << 16
-"""Of the end of its log, which tells what an engine died of."""
+"""How much is kept of the end of its log, which tells what an engine died of."""
 PORTS = range(20000, 32000)
-"""Below the ports that the kernel gives away itself."""
+"""Ports below those that the kernel gives away itself."""
 
 
 class VllmEngine:

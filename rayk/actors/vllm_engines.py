@@ -66,11 +66,11 @@ class VllmEngines:
         self._kept: list[KeptEngine] = []
         """Least recently used first."""
         self.nodes: dict[str, Node] = {}
-        """Of the last cell's engines, by name."""
+        """Nodes of the last cell's engines, by name."""
         self._refused: dict[VllmEngineConfig, Unsupported] = {}
         self._numbers = itertools.count()
         self._secret = secrets.token_hex(16)
-        """With which the engines of a run prove KV to one another."""
+        """The secret with which the engines of a run prove KV to one another."""
 
     async def ready(self, cell: Cell) -> list[EngineHandle]:
         """The engines of a cell, running, in the order of its asks. Raises Unsupported where vLLM refuses

@@ -14,7 +14,7 @@ MACHINE_ERRORS = frozenset(
     | {"BrokenPipeError", "ConnectionRefusedError", "ConnectionResetError", "FileNotFoundError"}
     | {"PermissionError", "ModuleNotFoundError", "ImportError"}
 )
-"""Of the machine, or of what is installed: the same model and arguments may well run elsewhere."""
+"""Errors of the machine, or of what is installed: the same model and arguments may well run elsewhere."""
 NO_ROOM = ("Available memory on node", "Free memory on device", "No available memory")
 """What vLLM says where the machine has not the memory that an engine is to take."""
 _RAISED = re.compile(r"(?:^|[\s.])(?P<type>(?:[A-Z]\w*)?(?:Error|Exception|Unsupported)): (?P<text>.+)")

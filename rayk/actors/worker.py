@@ -61,7 +61,7 @@ LET_GO_S = 1.0
 ABORTED_KEPT = 4096
 """Requests that were aborted before they came are remembered, the last of them."""
 FLUSH_S = 0.004
-"""After a request's first token, later ones are gathered this long before they leave."""
+"""How long tokens after a request's first one are gathered before they leave."""
 
 
 class Worker:

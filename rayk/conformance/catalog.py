@@ -22,7 +22,7 @@ class Check:
     scenario: str
     """A key of scenarios.SCENARIOS."""
     fault: str = ""
-    """See ConnectorCase."""
+    """The fault that is planted; see ConnectorCase."""
     is_about_parts: bool = False
     """Whether it is about a partly filled last block."""
 
@@ -248,7 +248,7 @@ NAMES = {
     "revision": "revision of the model",
     "multimodal": "hash of an image with equal placeholders",
 }
-"""Of a key's fields, as people call them."""
+"""What people call the fields of a key."""
 
 
 def _hits() -> Iterator[StoreCheck]:

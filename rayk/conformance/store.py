@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 FIELDS = ("adapter", "adapter_path", "adapter_revision", "salt", "revision", "multimodal")
-"""Of a key beside its tokens; `adapter_path` and `adapter_revision` are of an adapter of the same name."""
+"""A key's fields beside its tokens; `adapter_path` and `adapter_revision` belong to that adapter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class StoreKey:
     adapter: Adapter | None = None
     salt: str | None = None
     revision: str = "main"
-    """Of the model's weights."""
+    """Revision of the model's weights."""
     multimodal: tuple[MultimodalItem, ...] = ()
 
     def up_to(self, num_tokens: int) -> StoreKey:
@@ -71,7 +71,7 @@ class StoreCase:
     """What a check asks of a store; see `Store.supports`."""
 
     fields: tuple[str, ...] = ()
-    """Of FIELDS: those in which its keys differ."""
+    """Those of FIELDS in which its keys differ."""
     needs: str = ""
     """eviction, threads or restart; empty: none of them."""
 

@@ -40,7 +40,7 @@ END = (7, 7)
 """Follow a store's prompt: the last token is always computed, and some connectors leave a second one out."""
 ROW_ELEMENTS = 64
 PAGE_BYTES = 32
-"""Of a page that the kit makes."""
+"""Bytes of a page that the kit makes."""
 
 
 class VllmConnector(BaseConnector):
@@ -211,9 +211,9 @@ class VllmStore(BaseStore):
     """
 
     num_blocks: int = 64
-    """Of an engine's KV cache."""
+    """Blocks of an engine's KV cache."""
     wait_s: float = 20.0
-    """For loads and saves that go on after their step."""
+    """How long to wait for loads and saves that go on after their step."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rayk.transfer.consumer import TransferOutcome
 
 STAGES = ("read", "fence", "verify")
-"""Of one rank, in order."""
+"""Stages of one rank, in order."""
 
 
 def to_one_clock(outcomes: Sequence[TransferOutcome], started_ns: int, now_ns: int) -> list[int]:

@@ -32,7 +32,7 @@ class Connect:
     producers: tuple[CacheDescription, ...]
     consumers: tuple[CacheDescription, ...]
     landings: tuple[CacheDescription, ...] = ()
-    """For the producer that is to push: what the consumer's ranks answered."""
+    """What the consumer's ranks answered, for the producer that is to push."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class StartRead:
     first_row: int = 0
     """Rows before it are here: see the next."""
     held_blocks: frozenset[int] = frozenset()
-    """Of the tables: they hold these rows, maybe for others, too."""
+    """Blocks of the tables that hold these rows, maybe for others, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Inspect:
 
     request_id: str
     lease_id: str
-    """That holds its blocks until then, and ends with it."""
+    """The lease that holds its blocks until then, and ends with it."""
     num_tokens: int
     block_tables: BlockTables
 
@@ -122,7 +122,7 @@ class Diagnose:
 
     request_id: str
     fetched: tuple[CapturedRows, ...]
-    """By producer rank."""
+    """Rows by producer rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class Reserve:
     block_tables: BlockTables
     num_tokens: int
     held_blocks: frozenset[int] = frozenset()
-    """Of the tables: what is in them is not written."""
+    """Blocks of the tables that are not written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ class TransferHandover:
         self._sent: list[object] = []
         self._engine = engine
         self._not_finite: dict[str, NotFiniteError] = {}
-        """Of requests that are being looked into."""
+        """Errors of requests that are being looked into."""
         self._leaving: dict[str, RequestState] = {}
         """Requests whose tickets are being written."""
         self.lending = Lending(engine=engine, epoch=epoch, tp=tp)

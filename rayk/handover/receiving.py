@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rayk.types.request import Request
 
 HOLD_S = 60.0
-"""After a mismatch the blocks are kept this long for somebody to look into it."""
+"""How long blocks are kept after a mismatch, for somebody to look into it."""
 IN_FLIGHT = "reads in flight of "
 """How a lease is named that holds blocks for reads which do not end."""
 NOTHING_HELD = LocalPrefix(0, ())

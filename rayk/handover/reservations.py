@@ -35,7 +35,7 @@ class ReservationRequest:
 
     request_id: str
     token_ids: tuple[int, ...]
-    """Of the prompt."""
+    """Tokens of the prompt."""
     cache_salt: str | None
     producer: str
     """The engine that will write."""

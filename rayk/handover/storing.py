@@ -31,7 +31,7 @@ ACTIVE_STORES = 4
 """Stores of one engine that the tier is at, or ranks digest. A loop looks at each only between its steps, a
 few times in a store's life: one alone would wait most of the time."""
 ACTIVE_BYTES = 32 << 20
-"""Of theirs; a larger one goes alone: two would take both cores of a small machine from the steps."""
+"""Bytes of theirs; a larger one goes alone: two would take both cores of a small machine from the steps."""
 RECENT_STORES = 64  # so many are told with their times
 SLACK_S = 5.0  # the tier keeps its deadline; one that says nothing for so much longer is not waited for
 

@@ -65,7 +65,7 @@ class TierSide:
     counts: Counter[str] = field(default_factory=Counter)
     """Since the engine was formed: events, tokens and bytes, by name."""
     reads: Backoff = field(default_factory=Backoff)
-    """Of what was to come from the tier: loads, and swaps back."""
+    """Backs off from what was to come from the tier: loads, and swaps back."""
     tier: Tier | None = None
     _facts: TierFacts | None = None
     _leader: Leader | None = None

@@ -75,7 +75,7 @@ class Singles:
     """The S requests of a step that have one token."""
 
     tokens: torch.Tensor | slice
-    """Their packed indices: [S] int64, or a slice if they are the whole step."""
+    """Packed indices of the tokens: [S] int64, or a slice if they are the whole step."""
     read_slots: torch.Tensor
     """[S] int64"""
     write_slots: torch.Tensor

@@ -27,7 +27,7 @@ from rayk.kv.specs import rows_per_block
 GENERATION_BYTES = 8
 """Size of a block's int64 generation; the table follows the pages, in the same registration."""
 BUNDLE_ALIGNMENT = 16
-"""In groups with several bundles each bundle and page starts at a multiple of this, a GPU's widest load."""
+"""Each bundle and page of a group with several bundles starts at a multiple of this, a GPU's widest load."""
 
 
 @dataclass(frozen=True, slots=True)

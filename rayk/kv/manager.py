@@ -39,7 +39,7 @@ class FoundPrefix:
     missing: tuple[tuple[int, int, bytes], ...]
     """(group, index in its table, key) of blocks that are only elsewhere, in table order."""
     since: tuple[Since, ...] = ()
-    """For each missing block, the first row per lane that is available elsewhere."""
+    """The first row per lane that is available elsewhere, for each missing block."""
 
 
 class KVCacheManager:

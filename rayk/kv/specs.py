@@ -282,7 +282,7 @@ class Mamba2Spec(_StateSpec):
     num_groups: int
     state_size: int
     state_dtype: str = field(default="float32", kw_only=True)
-    """Of the recurrent state. rayk's kernels keep float32; vLLM may keep the model's own."""
+    """Dtype of the recurrent state. rayk's kernels keep float32; vLLM may keep the model's own."""
 
     kind: ClassVar[str] = "mamba2"
 

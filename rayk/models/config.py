@@ -110,9 +110,9 @@ class MlpConfig:
     bias: bool = False
     gated: bool = True
     gate_multiplier: float = 1.0
-    """On gate x, before the activation (falcon_h1)."""
+    """Factor on gate x, before the activation (falcon_h1)."""
     down_multiplier: float = 1.0
-    """On the result (falcon_h1)."""
+    """Factor on the result (falcon_h1)."""
     sparsity: float = 0.0
     """Share of a token's gates (0: none) that would be cut to 0 before the activation if they were normally
     distributed; the others lose the cut-off (gemma3n/modeling_gemma3n.py:970)."""

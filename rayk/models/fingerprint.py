@@ -22,7 +22,7 @@ WHOLE_BYTES = 8 << 20
 NUM_SAMPLES = 16
 SAMPLE_BYTES = 64 << 10
 NUM_THREADS = 4
-"""That hash weights as a whole."""
+"""Threads that hash weights as a whole."""
 
 
 ATTENTION = (

@@ -30,7 +30,7 @@ MIN_KNOWN = 0.4  # weight of the steps from which on the cost of computing is kn
 REACH = 8
 """What a step costs is a guess for steps with more than so many times the tokens of the largest one seen."""
 BLIND = 32
-"""Of so many choices to load that rest on such a guess the last is to compute, which ends the guessing."""
+"""The last of so many choices to load that rest on such a guess is to compute, which ends the guessing."""
 _FEW = 1 / 3  # less is little weight
 _ROUNDS = 8
 _EXACT = 0.05  # a relative error that is as good as none

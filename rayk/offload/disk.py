@@ -56,7 +56,7 @@ class DiskCounters:
     bytes_read: int = 0
     pages_evicted: int = 0
     pages_dropped: int = 0
-    """Not taken or not written: the queue was full, everything else was in use, or the tier was off."""
+    """Pages not taken or not written: the queue was full, everything else was in use, or the tier was off."""
     bad: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
     """Pages asked for and not served, by reason."""
 

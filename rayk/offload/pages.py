@@ -75,7 +75,7 @@ class DiskPages:
     def __init__(self, disk: DiskTier) -> None:
         self._disk = disk
         self._known: dict[tuple[int, bytes], Since] = {}
-        """By group and key, from where on the page's rows are there; empty: all of them."""
+        """From where on the rows of a page are there, by group and key; empty: all of them."""
         for name in disk.names():
             self._note(name)
 

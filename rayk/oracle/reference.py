@@ -74,12 +74,12 @@ class TextScores:
     """Log probabilities of every token of somebody else's text, given those before it."""
 
     prompt_logprobs: tuple[float, ...]
-    """For the prompt's tokens from the second on."""
+    """Logprobs of the prompt's tokens from the second on."""
     output_logprobs: tuple[float, ...]
     output_gaps: tuple[float, ...]
     """Best logit minus the output token's; 0 if the reference agrees."""
     further_logprobs: tuple[tuple[float, ...], ...]
-    """At every step, those of NUM_FURTHER other tokens, spread over the vocabulary."""
+    """Logprobs of NUM_FURTHER other tokens at every step, spread over the vocabulary."""
 
 
 class Reference:
@@ -238,7 +238,7 @@ class Reference:
 
     @cached_property
     def _eos_ids(self) -> frozenset[int]:
-        """From generation_config.json, else from the config, as in `model.generate`."""
+        """Ids in generation_config.json, else in the config, as in `model.generate`."""
         ids = self._model.generation_config.eos_token_id
         if ids is None:
             ids = self._model.config.eos_token_id

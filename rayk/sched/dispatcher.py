@@ -81,9 +81,9 @@ class DispatchRules:
     restarts: frozenset[str] | None = None
     """Engines that are formed again when they are lost, each once; None: all, until it succeeds."""
     failure_policy: FailurePolicy = "fail"
-    """Of requests whose attempts fail."""
+    """What happens to requests whose attempts fail."""
     pauses_s: tuple[float, ...] = (0.0,)
-    """Before each try to form an engine again; the last one for all that follow."""
+    """Pauses before each try to form an engine again; the last one for all that follow."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,7 +139,7 @@ class Dispatcher:
         """The same by side, in the order of `_sides`."""
         self._restarts = rules.restarts
         self._num_tries: Counter[str] = Counter()
-        """To form an engine again since it took requests."""
+        """Tries to form an engine again since it took requests."""
         self._placed: dict[str, _Placed] = {}
         self._rooms = (WaitingRoom[_Waiting](MAX_AGAIN), WaitingRoom[_Waiting](rules.max_waiting))
         """Those who lost their place come first."""

@@ -17,7 +17,7 @@ from rayk.types.errors import RaykError
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
 FATE = "rayk.fate"
-"""In an ASGI scope: a dict for the `status` that an answer ended with, if not the one it began with."""
+"""Key of an ASGI scope: a dict for the `status` that an answer ended with, if not the one it began with."""
 _LOG = logging.getLogger(__name__)
 
 

@@ -110,7 +110,7 @@ class Cell:
 
     @property
     def engines(self) -> tuple[EngineConfig, ...]:
-        """Of each side."""
+        """One engine per side."""
         return (self.prefill,) if self.decode is None else (self.prefill, self.decode)
 
     def on_device(self, device: str) -> Cell:
@@ -123,7 +123,7 @@ class Cell:
 
     @property
     def all_engines(self) -> tuple[EngineConfig, ...]:
-        """As many of each side as there are."""
+        """Each side's engine, as often as there are engines of it."""
         decode = (self.decode,) * self.num_decode_engines if self.decode is not None else ()
         return (self.prefill,) * self.num_prefill_engines + decode
 
@@ -196,7 +196,7 @@ class Expansion:
     """What a matrix gives."""
 
     cells: tuple[Cell, ...]
-    """In the order of the file, duplicates and what is excluded removed."""
+    """Cells in the order of the file, without duplicates and what is excluded."""
     idle_rules: tuple[int, ...]
     """Indexes of the exclude rules that match no cell of the matrix: most likely not what was meant."""
 

@@ -110,13 +110,13 @@ Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
 Cost = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Shape = Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)]
 BLOCK_SIZE = 16
-"""Of rayk's engines, where nobody says."""
+"""Block size of rayk's engines, where nobody says."""
 MAX_GIB = 1 << 20
 MAX_ITEMS = 1000
-"""Of a list that is no axis."""
+"""Most items of a list that is no axis."""
 JsonMapping = Annotated[dict[str, Any], Field(max_length=MAX_ITEMS), AfterValidator(_check_json)]
 MAX_CELLS = 10_000
-"""Of a matrix, before what is excluded."""
+"""Most cells of a matrix, before what is excluded."""
 
 NOT_AXES = ("name", "checkpoints", "matrix", "exclude", "repeat")
 
@@ -179,7 +179,7 @@ class RandomPrompts(StrictModel):
 
     @property
     def num_tokens(self) -> int:
-        """That are drawn: of all prompts, and of the prefixes that they share."""
+        """Tokens that are drawn: of all prompts, and of the prefixes that they share."""
         rounds, rest = divmod(self.count, len(self.input_tokens))
         drawn = rounds * sum(self.input_tokens) + sum(self.input_tokens[:rest])
         return drawn + self.num_prefixes * self.prefix_tokens
@@ -276,7 +276,7 @@ class _EngineChoice(StrictModel):
     connector: Connector = "NixlConnector"
     """vLLM's connector that hands KV over: a name that vLLM knows, or module:Class."""
     connector_options: JsonMapping = Field(default_factory=dict)
-    """Its kv_connector_extra_config."""
+    """vLLM's kv_connector_extra_config."""
 
 
 class _Side(StrictModel):
@@ -323,7 +323,7 @@ class TransferSpec(StrictModel):
     staging: Literal["auto", "never", "always"] = "auto"
     """Whether whole stretches are moved into a buffer and repacked there; auto: where that costs less."""
     staging_mib: PositiveInt = 64
-    """Of each decode rank's staging buffer; reads that do not fit go through it in chunks."""
+    """Size of each decode rank's staging buffer; reads that do not fit go through it in chunks."""
     push_layers: PositiveInt | Literal["auto"] = "auto"
     """Layers that one write of a push brings; auto: as the cost model says."""
     path: Literal["direct", "host"] = "direct"
@@ -338,7 +338,7 @@ class OffloadSpec(StrictModel):
     """A host tier of KV pages that a node's engines share, and a disk tier behind it; see types.offload."""
 
     host_gib: Annotated[float, Field(ge=0, le=MAX_GIB, allow_inf_nan=False)] = 0.0
-    """Of each node's host tier; 0: there is none."""
+    """Size of each node's host tier; 0: there is none."""
     layout: Annotated[str, _one_of(*LAYOUTS)] = "BHLNC"
     """How its pages lie: BHLNC as canonical pages, across layers; layouts with L outermost as a page per
     layer."""
@@ -355,7 +355,7 @@ class OffloadSpec(StrictModel):
     swap: Literal["auto", "always", "never"] = "auto"
     """Whether preempted requests are swapped out to it; auto: where that costs less than to compute again."""
     disk_folder: Annotated[str, AfterValidator(_check_path)] | None = None
-    """Of the disk tier; None: there is none."""
+    """Folder of the disk tier; None: there is none."""
     disk_gib: Annotated[float, Field(gt=0, le=MAX_GIB, allow_inf_nan=False)] = 1.0
     keep: Literal["cell", "run"] = "cell"
     """Whether the pages of one cell in host memory are forgotten before the next begins. Those on disk
@@ -381,7 +381,7 @@ class ArrivalSpec(StrictModel):
     """Requests per second on average; None: all arrive at once."""
     process: Process = "poisson"
     burstiness: Shape = 1.0
-    """Of gamma: its shape. 1 is poisson, less comes in bursts."""
+    """Shape of gamma: 1 is poisson, less comes in bursts."""
     seed: Seed = 0
 
     def heeds(self, leaf: str) -> bool:
@@ -455,7 +455,7 @@ class ExperimentSpec(StrictModel):
     checkpoints: Annotated[dict[ModelPath, CheckpointSpec], Field(max_length=MAX_ITEMS)] = Field(
         default_factory=dict
     )
-    """By folder. Those that no cell runs are not written."""
+    """Checkpoints by folder. Those that no cell runs are not written."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Dtype = "float32"
     prompts: PromptsSpec
@@ -535,7 +535,7 @@ class ExperimentSpec(StrictModel):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of each side that a cell of this spec has."""
+        """The kind of engine on each side that a cell of this spec has."""
         sides = ("prefill",) if self.mode == "aggregated" else ("prefill", "decode")
         return tuple(map(self.kind_of, sides))
 

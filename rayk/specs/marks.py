@@ -17,7 +17,7 @@ Path = tuple[str | int, ...]
 
 MAX_DEPTH = 32
 MAX_NODES = 50_000
-"""Of a document whose aliases are written out."""
+"""Most nodes of a document, with its aliases written out."""
 _MERGE = "tag:yaml.org,2002:merge"
 _NOT_OF_ITS_TAG = (LookupError, AttributeError, ArithmeticError)
 """What PyYAML raises for `!!bool x` and its like, besides ValueError."""

@@ -39,7 +39,7 @@ class _OpenPush:
     link: ProducerLink
     block_tables: Tables
     generations: Tables
-    """Of these blocks, since the reservation was made."""
+    """Generations of these blocks since the reservation was made."""
 
 
 class Arrivals:

@@ -99,7 +99,7 @@ class ConnectorCase:
     block_sizes: tuple[int, int]
     """Tokens per block of attention."""
     kv_format: str = "bfloat16"
-    """Of keys and values: a name of rayk.kv.formats. Their scales, if any, are fields of the page."""
+    """Format of keys and values: a name of rayk.kv.formats. Their scales, if any, are fields of the page."""
     fault: str = ""
     """What goes wrong; empty in a case where nothing does."""
 

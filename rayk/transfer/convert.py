@@ -165,7 +165,7 @@ class Converting:
     wire: WireCache
     wire_tables: Sequence[Sequence[int]]
     tables: Sequence[Sequence[int]]
-    """Of the rank's own blocks."""
+    """Tables of the rank's own blocks."""
     first_row: int = 0
     """Rows before it are in the rank's own blocks already."""
     is_wrong: bool = False

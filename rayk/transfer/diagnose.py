@@ -48,7 +48,7 @@ class _Difference:
 
     @property
     def wrong_found(self) -> Bytes:
-        """Only the differing rows."""
+        """The differing rows alone."""
         return self.found[self.wrong_rows]
 
     @property

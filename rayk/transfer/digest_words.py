@@ -21,7 +21,7 @@ class Words:
     """A rank's words of one request, in order. All [words]."""
 
     index: Ints
-    """In the digest vector."""
+    """Places in the digest vector."""
     lane: Ints
     row_group: Ints
     num_in_all: int

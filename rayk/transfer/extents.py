@@ -30,17 +30,17 @@ class Extents:
     """Some extents of a block and the runs inside them; int64 [extents] or [runs], bytes."""
 
     starts: Ints
-    """In block 0 of the source."""
+    """First bytes in block 0 of the source."""
     lengths: Ints
     strides: Ints
-    """From block to block of the source."""
+    """Bytes from block to block of the source."""
     run_extents: Ints
     """The extent of each run."""
     run_offsets: Ints
     """Where it begins in there."""
     run_lengths: Ints
     destinations: Ints
-    """In block 0 of the destination."""
+    """First bytes in block 0 of the destination."""
     destination_strides: Ints
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class Extents:
 
     @property
     def staged_strides(self) -> Ints:
-        """From block to block in the staging buffer."""
+        """Bytes from block to block in the staging buffer."""
         rounded = -(-self.lengths // WORD_BYTES) * WORD_BYTES
         strides: Ints = np.where(self.is_dense, self.lengths, rounded)
         return strides

@@ -26,7 +26,7 @@ READ = "read"
 FLIP_BIT = "flip_bit"
 """A read brings one wrong bit, as over a bad link. Whoever plants it counts it."""
 STALL = "stall"
-"""From this read on, none completes until the agent is healed."""
+"""Lets no read complete, from this one on, until the agent is healed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class TransferFault:
     """One fault of a rank's reads, writes or messages."""
 
     kind: str
-    """Of the fault table, or one of the two above."""
+    """A kind of the fault table, or one of the two above."""
     point: str = READ
     step: int = 1
     """The how-manieth at this point, from 1."""
@@ -42,7 +42,7 @@ class TransferFault:
     remote: str | None = None
     """Of a rank that is to die: the engine that strikes itself when told; None: this rank."""
     descriptor: int = 0
-    """Of a read: where a bit is flipped."""
+    """Descriptor of a read in which a bit is flipped."""
     byte: int = 0
     bit: int = 0
 

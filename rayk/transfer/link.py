@@ -137,7 +137,7 @@ class ProducerLink:
 
     @property
     def epoch(self) -> int:
-        """Its life."""
+        """Life of the producer engine."""
         return self.producers[0].epoch
 
     @property

@@ -16,7 +16,7 @@ from rayk.transfer.layer_view import LayerView
 from rayk.types.errors import KVMismatch
 
 MAX_SEARCHED_BYTES = 1 << 30
-"""Of one field and unit of a layer: a search beyond would keep an engine from its work for seconds."""
+"""Most bytes of one field and unit of a layer: a longer search would keep an engine from its work."""
 _CHUNK_BYTES = 4 << 20
 MAX_PLACES = 4
 

@@ -63,9 +63,9 @@ class UnitReads:
     group: int
     """The consumer's."""
     layers: tuple[int, ...]
-    """In the order of the consumer's group."""
+    """Layers in the order of the consumer's group."""
     units: Mapping[str, tuple[int, ...]]
-    """By field name; a field of which nothing is read is absent."""
+    """Units by field name; a field of which nothing is read is absent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +190,7 @@ class _Cut:
     from_blocks: Ints
     to_blocks: Ints
     kinds: list[Kind]
-    """Of the first segment, of a period of those behind it, and of the last one."""
+    """Kinds of the first segment, of a period of those behind it, and of the last one."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -99,7 +99,7 @@ class Push:
     num_posted: int = 0
     """Writes, of all attempts."""
     by_rank: dict[int, _RankPush] = field(init=False)
-    """By consumer rank."""
+    """Pushes by consumer rank."""
 
     def __post_init__(self) -> None:
         self.by_rank = {rank: _RankPush(self, rank, plan) for rank, plan in self.link.plans.items()}
@@ -178,7 +178,7 @@ class _RankPush:
         self._num_writes = 0
         """Posted in this attempt."""
         self._sums: dict[int, _Sums] = {}
-        """By the consumer's group, of this attempt."""
+        """Sums of this attempt by the consumer's group."""
         self.why = ""
         """Tells why the push failed; empty while it has not."""
 

@@ -30,7 +30,7 @@ from rayk.transfer.pusher import Pusher
 from rayk.transfer.ticket import Reservation
 
 WRITING_SHARE = 0.75
-"""Of a request's deadline: so long its blocks may be written into."""
+"""Share of a request's deadline in which its blocks may be written into."""
 _ATTEMPT = 0
 """Nothing is computed here, so that no attempt is preempted."""
 
@@ -53,9 +53,9 @@ class _Sending:
 
     until_ns: int
     chunks: dict[str, Chunk]
-    """By reservation, one per consumer rank: of those that are not over."""
+    """Chunks by reservation, one per consumer rank: of those that are not over."""
     layers: deque[int]
-    """Not told to be computed yet."""
+    """Layers not told to be computed yet."""
     failure: str = ""
 
 
@@ -70,9 +70,9 @@ class AgentPushConnector(RankConnector):
         """Of a producer rank. It takes its turns when the rank is polled."""
         self._ids = itertools.count()
         self._receiving: dict[str, _Receiving] = {}
-        """By reservation."""
+        """What arrives, by reservation."""
         self._sending: dict[str, _Sending] = {}
-        """By request."""
+        """What is pushed, by request."""
 
     def connect(self, producers: Sequence[bytes], consumers: Sequence[bytes]) -> None:
         """Raises HandshakeMismatch."""

@@ -33,11 +33,11 @@ class ConsumerLink:
     """One consumer engine as one producer rank sees it."""
 
     consumers: dict[int, CacheDescription]
-    """By rank: of the whole engine, or of some of its ranks."""
+    """Descriptions by rank: of the whole engine, or of some of its ranks."""
     plans: dict[int, TransferPlan]
     """What goes to each consumer rank; ranks that get nothing are absent."""
     prepared: dict[int, PreparedWrites]
-    """By consumer rank."""
+    """Prepared lists by consumer rank."""
     layers: tuple[int, ...]
     """Layers whose computing is told, from `kept_layers`."""
     late_layers: frozenset[int]
@@ -56,7 +56,7 @@ class ConsumerLink:
 
     @property
     def epoch(self) -> int:
-        """Its life."""
+        """Life of the consumer engine."""
         return next(iter(self.consumers.values())).epoch
 
 

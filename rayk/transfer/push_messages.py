@@ -29,7 +29,7 @@ class Tally(NamedTuple):
     """Left when consecutive blocks of dense runs go as one."""
     num_writes: int
     num_early_writes: int
-    """Of these, posted before the last layer of the prompt's last chunk was computed."""
+    """Those posted before the last layer of the prompt's last chunk was computed."""
     layers_per_write: int
     """What was asked for: the last write of a chunk may have fewer."""
     post_ns: int
@@ -48,7 +48,7 @@ class ArrivedMessage:
     producer_rank: int
     num_writes: int
     tally: tuple[Tally, ...] = ()
-    """For reports."""
+    """What reports show."""
 
     def encode(self) -> bytes:
         return pack([self.kind, *astuple(self)])

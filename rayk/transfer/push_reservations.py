@@ -24,7 +24,7 @@ class Reserved:
 
     reservation_id: str
     generations: Generations = ()
-    """Of the rank's own blocks, since they were reserved."""
+    """Generations of the rank's own blocks since they were reserved."""
     wire_tables: tuple[tuple[int, ...], ...] = ()
     """Where to write instead, in the rank's wire cache; empty: into those blocks."""
     error: RaykError | None = None

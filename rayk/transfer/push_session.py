@@ -79,7 +79,7 @@ class NotifyArrived:
 
     attempt: int
     num_writes: int
-    """Of this attempt."""
+    """Writes of this attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class PushSession(DrainingSession[Event, Action]):
         """First write of this attempt."""
         self._in_flight: set[int] = set()
         self._waiting_writes: list[PostWrite] = []
-        """Of this attempt, while writes of the one before are in flight."""
+        """Writes of this attempt that wait while writes of the one before are in flight."""
         self._gathered: dict[tuple[int, int], list[int]] = {}
         """Row range -> layers computed but not yet written."""
         self._is_computed = False

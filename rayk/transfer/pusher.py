@@ -209,13 +209,13 @@ class _Worker:
         self, agent: TransferAgent, me: CacheDescription, push_layers: int | None, clock: Callable[[], int]
     ) -> None:
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """Of any thread."""
+        """What any thread wants to be done."""
         self.is_closing = False
         """Set by the engine's thread."""
         self.error: Exception | None = None
         """Read by the engine's thread."""
         self.links: dict[str, ConsumerLink] = {}
-        """By engine."""
+        """Links by engine."""
         self.pushes: dict[str, Push] = {}
         self._agent = agent
         self._me = me

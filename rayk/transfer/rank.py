@@ -83,7 +83,7 @@ class TransferRank:
         """Producer rank -> releases and renewals that it could not be told of."""
         self._peers = Peers()
         self._stops: list[StopMessage] = []
-        """Of consumer ranks that this rank may push to."""
+        """Messages of consumer ranks that this rank may push to."""
 
     # Wiring
 

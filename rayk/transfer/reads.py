@@ -48,7 +48,7 @@ class DataReads:
     _is_staged: list[bool] = field(init=False)
     _direct: dict[int, InFlight] = field(default_factory=dict)
     _staged: dict[int, tuple[StagedRead, int]] = field(default_factory=dict)
-    """With when it began."""
+    """Staged reads, with when they began."""
     _rows: dict[tuple[int, int], TransferRow] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ Stretch = tuple[int, int]
 """[first byte, one behind the last) of the staging buffer."""
 
 TABLES_KEPT = 4
-"""Of each pattern: chunks are of one size but for the last."""
+"""Tables of each pattern that are kept: chunks are of one size but for the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class StagingSettings:
     mode: str = "auto"
     """auto, never or always."""
     num_bytes: int = 64 << 20
-    """Of a rank's buffer."""
+    """Size of a rank's buffer."""
 
 
 class StagingBuffer:
@@ -53,7 +53,7 @@ class StagingBuffer:
         self._lent: list[Stretch] = []
         """Ascending."""
         self._waiting: dict[object, None] = {}
-        """In order of arrival."""
+        """Who waits, in order of arrival."""
 
     def take(self, num_bytes: int, who: object) -> Stretch | None:
         """A stretch, or None where there is no room or others came first: ask again, or `withdraw`."""
@@ -106,7 +106,7 @@ class Staging:
     costs: TransferCosts = field(init=False)
     _extents: weakref.WeakKeyDictionary[Pattern, tuple[Extents, ...]] = field(init=False)
     _tables: weakref.WeakKeyDictionary[Extents, dict[int, RunTable]] = field(init=False)
-    """By number of blocks."""
+    """Tables by number of blocks."""
 
     def __post_init__(self) -> None:
         is_used = self.settings.mode != "never"

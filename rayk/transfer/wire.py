@@ -29,14 +29,14 @@ class WireCache:
     `wire_cache_for`."""
 
     agent: TransferAgent
-    """With which it is registered."""
+    """The agent with which it is registered."""
     caches: CanonicalKVCaches
     description: CacheDescription
     """This rank, with the wire cache in place of its own."""
     consumers: tuple[RankGeometry, ...]
     """Every consumer rank's wire cache: what the producer is read into."""
     views: CanonicalViews
-    """In canonical order."""
+    """Views in canonical order."""
     _pool: BlockPool = field(init=False)
     _is_retired: bool = False
     """Nothing new arrives."""

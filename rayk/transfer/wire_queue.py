@@ -21,7 +21,7 @@ class Queued:
     """Its id, or that of its reservation."""
     num_tokens: int
     block_tables: BlockTables
-    """Of the rank's own blocks."""
+    """Tables of the rank's own blocks."""
     deadline_ns: int
     link: ProducerLink
     ticket: TransferTicket | None = None

@@ -15,7 +15,7 @@ class ServerRequest:
 
     request: Request
     priority: int = 0
-    """Of requests that wait for a place, lower ones go first; equal ones in order of arrival."""
+    """Decides among requests that wait for a place: lower ones go first, equal ones in order of arrival."""
     deadline_s: float | None = None
     """It must end so long after its arrival; None: the server's own limit alone."""
     session: str | None = None
@@ -57,7 +57,7 @@ class Health:
     is_ready: bool
     reason: str = ""
     engines: tuple[dict[str, object], ...] = field(default=())
-    """Of each: name, role, state, why it is not ready, epoch, when it last took a step."""
+    """Each engine's name, role, state, why it is not ready, epoch, and when it last took a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ class EngineState:
     trouble: str
     """Why it is not ready; empty where nothing is to be said."""
     epoch: int
-    """Of its life; engines of one server never share one. 0: it was never formed."""
+    """Epoch of its life; engines of one server never share one. 0: it was never formed."""
     num_restarts: int
     """Lives that it has lost."""
     restart: dict[str, object]
@@ -81,9 +81,9 @@ class EngineState:
     num_requests: int
     """Placed on it and not over."""
     num_prompt_tokens: int
-    """Of prompts that it is to compute, and has not yet."""
+    """Tokens of prompts that it is to compute, and has not yet."""
     num_output_tokens: int
-    """That requests which decode on it, or are about to, may still generate."""
+    """Tokens that requests which decode on it, or are about to, may still generate."""
     num_running: int | None = None
     """This and what follows is what the engine itself says: None where it does not, soon enough."""
     num_waiting: int | None = None

@@ -181,7 +181,7 @@ class Received:
 
     arrived: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
-    """Also in `arrived`."""
+    """Requests of `arrived` that failed."""
 
 
 class WorkerHalf:

@@ -28,7 +28,7 @@ PartRows = Mapping[tuple[int, str], Rows]
 """(layer, part) -> raw rows."""
 MAX_RECORDS = 4096
 MAX_RECORD_BYTES = 1 << 30
-"""Of all records of a worker: the oldest go first."""
+"""Bytes of all records of a worker: the oldest go first."""
 MAX_WAIT_S = 60.0
 """A server waits no longer for a record that is still to come."""
 MAX_RANKS = 1024

@@ -19,7 +19,7 @@ from rayk.vllm.proof import fetch_digests, fetch_rows
 from rayk.vllm.proof_compare import Arrival, Comparison, PeerProof, classify, compare
 
 LOGGER = logging.getLogger("vllm.rayk")
-"""Below vLLM's own, whose handlers it shares."""
+"""A child of vLLM's own logger, whose handlers it shares."""
 MAX_WAITING = 256
 """Arrivals that may wait to be verified; those beyond are counted as unverified."""
 MAX_RESULTS = 4096
@@ -198,7 +198,7 @@ class Verifier:
         self._results: OrderedDict[str, Comparison] = OrderedDict()
         self._ended: list[str] = []
         self._submitted: set[str] = set()
-        """Of which the end has not come."""
+        """Requests whose verification has not ended."""
         self._thread = threading.Thread(target=self._run, name="rayk-verifier", daemon=True)
         self._thread.start()
 

@@ -35,7 +35,7 @@ CONFIG = {
     "max_position_embeddings": 8192,
     "torch_dtype": "bfloat16",
 }
-"""Of a checkpoint without weights, which nobody reads."""
+"""Config of a checkpoint without weights, which nobody reads."""
 ONE_REVISION = "an engine has one revision of its model, and its cache ends with it"
 
 

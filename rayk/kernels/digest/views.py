@@ -58,7 +58,7 @@ class DigestedViews:
 
     views: tuple[DigestedView, ...]
     place_of: tuple[int, ...]
-    """For each view, the index of the `RowPlaces` that locates its rows."""
+    """Index of the `RowPlaces` that locates the rows of each view."""
 
     @cached_property
     def addresses(self) -> AddressTable:

@@ -13,7 +13,7 @@ from rayk.kernels.segments import NO_SLOT, Segments
 from rayk.kernels.states import Singles, read_states, split_singles, write_states
 
 CHUNK_TOKENS = 64
-"""With head_size 64 and state size 128 a chunk costs as many products inside it as with the state."""
+"""At head_size 64 and state size 128, a chunk costs as many products inside it as with the state."""
 
 
 def ssd_scan_torch(

@@ -36,7 +36,7 @@ DEFAULTS = {
     "pad_token_id": 0,
 }
 _NUM_SPARSE, _SPARSITY = 10, 0.95
-"""Without a pattern in config.json, this many first layers of a longer model have this sparsity."""
+"""The first layers, and their sparsity, of a longer model without a pattern in config.json."""
 
 
 def parse(raw: RawConfig) -> DecoderConfig:

@@ -58,7 +58,7 @@ class GdnWeights:
     dt_bias: torch.Tensor
     """[Hv] float32"""
     norm: Norm
-    """On each value head's output, before the gate."""
+    """The norm of each value head's output, before the gate."""
     out: RowParallelLinear
     """[T, Hv * Dv] -> hidden"""
 
