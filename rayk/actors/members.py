@@ -34,7 +34,7 @@ class Member:
     role: str
     handle: EngineHandle | None = None
     line: LineAddress | None = None
-    """Of its life's rank 0."""
+    """Where rank 0 of its life listens."""
     state: str = "forming"
     """forming, ready or lost."""
     trouble: str = ""
@@ -145,8 +145,13 @@ class Member:
     def told(self, load: EngineLoad, said: dict[str, Any]) -> EngineState:
         """`said`: its leader's counters."""
         own = (
-            *("num_running", "num_waiting", "num_steps", "num_computed_tokens", "num_sampled_tokens"),
-            *("num_free_blocks", "num_blocks"),
+            "num_running",
+            "num_waiting",
+            "num_steps",
+            "num_computed_tokens",
+            "num_sampled_tokens",
+            "num_free_blocks",
+            "num_blocks",
         )
         return EngineState(
             name=self.name,

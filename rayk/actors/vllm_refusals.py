@@ -22,8 +22,10 @@ _PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _LOGGED = re.compile(r"\bERROR\b[^\[]*\[(?P<place>[^\]]+)\] ?(?P<text>.*)")
 """vLLM begins each line of what it logs, also those of a traceback, with level, time and place."""
 FOLLOWS = (
-    *("Engine core initialization failed", "WorkerProc initialization failed"),
-    *("Worker failed with error", "EngineCore encountered"),
+    "Engine core initialization failed",
+    "WorkerProc initialization failed",
+    "Worker failed with error",
+    "EngineCore encountered",
 )
 """What vLLM's other processes say once one of them has failed."""
 

@@ -20,17 +20,22 @@ ITEMSIZE: dict[str, int] = {
 
 FIELD_IDS: Mapping[str, int] = MappingProxyType(
     {
-        name: number
-        for number, name in enumerate(
-            (
-                *("k", "v"),
-                *("latent", "rope"),
-                *("conv_x", "conv_b", "conv_c", "ssm"),
-                *("conv_q", "conv_k", "conv_v", "delta"),
-                *("k_scale", "v_scale"),
-                *("latent_scale", "rope_scale"),
-            )
-        )
+        "k": 0,
+        "v": 1,
+        "latent": 2,
+        "rope": 3,
+        "conv_x": 4,
+        "conv_b": 5,
+        "conv_c": 6,
+        "ssm": 7,
+        "conv_q": 8,
+        "conv_k": 9,
+        "conv_v": 10,
+        "delta": 11,
+        "k_scale": 12,
+        "v_scale": 13,
+        "latent_scale": 14,
+        "rope_scale": 15,
     }
 )
 """Every field name -> the number that stands for it in digests. Only append."""

@@ -22,8 +22,15 @@ VERSION = "0.2.1"
 FILE_NAME = "benchmark_report_v0.2.yaml"
 # columns of cells.parquet that go under `results.observability.rayk`
 OWN = (
-    *("verdict", "reason", "num_kv_bytes_checked", "num_kv_bytes_mismatched", "transfer_bytes"),
-    *("num_descriptors", "transfer_gb_per_s", "goodput_per_s", "good_share"),
+    "verdict",
+    "reason",
+    "num_kv_bytes_checked",
+    "num_kv_bytes_mismatched",
+    "transfer_bytes",
+    "num_descriptors",
+    "transfer_gb_per_s",
+    "goodput_per_s",
+    "good_share",
 )
 ROLES = {"prefill": "prefill", "decode": "decode", "aggregated": "replica"}
 

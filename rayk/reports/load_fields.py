@@ -77,9 +77,21 @@ LOAD_REQUESTS = (
     *(
         _RUN_REQUESTS[name]
         for name in (
-            *("cell_id", "repeat", "request_id", "prompt_index", "prompt_token_ids", "output_token_ids"),
-            *("error", "num_prompt_tokens", "num_cached_tokens", "ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"),
-            *("finish_reason", "seed"),
+            "cell_id",
+            "repeat",
+            "request_id",
+            "prompt_index",
+            "prompt_token_ids",
+            "output_token_ids",
+            "error",
+            "num_prompt_tokens",
+            "num_cached_tokens",
+            "ttft_ms",
+            "tpot_ms",
+            "itl_ms",
+            "e2e_ms",
+            "finish_reason",
+            "seed",
         )
     ),
     Field("outcome", TEXT, "", "ok, refused, timeout, failed or aborted"),

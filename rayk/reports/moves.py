@@ -9,8 +9,15 @@ KEYS = ["cell_id", "repeat", "request_id"]  # what names a request
 
 # of `moves`, beside KEYS
 COLUMNS = (
-    *("is_push", "bytes", "descriptors", "is_merged", "is_span"),
-    *("moving_ms", "gb_per_s", "ms", "rank_ms"),
+    "is_push",
+    "bytes",
+    "descriptors",
+    "is_merged",
+    "is_span",
+    "moving_ms",
+    "gb_per_s",
+    "ms",
+    "rank_ms",
 )
 
 

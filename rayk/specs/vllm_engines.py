@@ -26,7 +26,12 @@ VLLM_ONLY = ("python", "vllm", "connector", "connector_options")
 _SHARED = ("kind", "prefix_caching")
 RAYK_ONLY = (
     *(f"engine.{option.name}" for option in fields(EngineOptions) if option.name not in _SHARED),
-    *("kv_scales", "policy", "failure_policy", "policy_settings", "offload", "placement"),
+    "kv_scales",
+    "policy",
+    "failure_policy",
+    "policy_settings",
+    "offload",
+    "placement",
     *(f"transfer.{name}" for name in ("staging", "staging_mib", "push_layers", "path", "lease_s")),
 )
 """Keys and sections that vLLM's engines do not heed. Of `engine`, the sides' own values likewise."""

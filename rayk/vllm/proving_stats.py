@@ -108,7 +108,11 @@ class ProvingMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._first = counter(
             "first_mismatch",
             "Requests and ranks whose first wrong coordinate is this.",
-            *("layer", "field", "head", "token", "classification"),
+            "layer",
+            "field",
+            "head",
+            "token",
+            "classification",
         )
         self._digest = histogram("digest", "Time to digest a request's KV on one rank.")
         self._fetch = histogram("fetch", "Time to fetch P's digests and compare, beside the engine's steps.")
