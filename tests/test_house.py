@@ -197,11 +197,11 @@ def test_docstrings_catch(plant: Plant) -> None:
 
 
 def test_sentences_catch(plant: Plant) -> None:
-    fine = '"""See a/b.py:12."""\n"""Seen from here it ends."""\n"""More.\n\nIt goes on."""\n'
-    poor = {"rayk/kv/a.py": 'def f():\n    """See the module."""', "rayk/kv/b.py": 'X = 1\n"""As it is."""'}
+    fine = '"""Seen from here it ends."""\n"""More.\n\nIt goes on."""\n"""Often it does."""\n'
+    poor = {"rayk/kv/a.py": 'def f():\n    """See a/b.py:12."""', "rayk/kv/b.py": 'X = 1\n"""Of a block."""'}
     assert house.check_sentences(plant(**poor, **{"rayk/kv/c.py": fine})) == [
-        "rayk/kv/a.py:2: no sentence: See the module.",
-        "rayk/kv/b.py:2: no sentence: As it is.",
+        "rayk/kv/a.py:2: no sentence: See a/b.py:12.",
+        "rayk/kv/b.py:2: no sentence: Of a block.",
     ]
 
 

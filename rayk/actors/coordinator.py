@@ -42,7 +42,7 @@ class Coordinator:
         self._pool = WorkerPool(name.rpartition("/")[2], keep=keep_workers)
         self._epochs = itertools.count(1)
         self._engines: CellDeployment | None = None
-        """Of the cell that runs."""
+        """The deployment of the cell that runs."""
         self._vllm = VllmEngines(f"{name.rpartition('/')[2]}/vllm")
         self._vllm_engines: list[EngineHandle] = []
         """The engines of the cell that runs."""

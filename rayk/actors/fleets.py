@@ -24,7 +24,7 @@ def joined(address: str) -> Iterator[None]:
 
 
 def fleet_names() -> list[str]:
-    """Of every server of the cluster that was joined."""
+    """List the names of every server of the cluster that was joined."""
     named = ray.util.list_named_actors(all_namespaces=True)
     names = [f["name"] for f in named if f["namespace"] == NAMESPACE]
     # Their host tiers' names go on behind theirs.

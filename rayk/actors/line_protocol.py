@@ -50,7 +50,7 @@ class LineProtocol(asyncio.Protocol):
         return found
 
     def start(self, on_frame: Callable[[Any], None], on_lost: Callable[[], None] | None = None) -> None:
-        """From now on the other end is trusted: what it sends are frames, unpickled for `on_frame`."""
+        """Trust the other end from now on: what it sends are frames, unpickled for `on_frame`."""
         self._on_frame, self._on_lost = on_frame, on_lost
         assert self._transport is not None, "connected"
         if self.lost.is_set():

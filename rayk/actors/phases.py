@@ -72,7 +72,7 @@ _NOTHING = _Nothing()
 
 
 def phases_of(request_id: str, engine: str, mode: str) -> Phases:
-    """Of a request that an engine is about to get. `mode`: see Worker._submit."""
+    """Make the phases of a request that an engine is about to get. Worker._submit explains `mode`."""
     return _Spans(request_id, engine, mode) if profiling.PROFILING_ENABLED else _NOTHING
 
 

@@ -207,7 +207,7 @@ class HostTiers:
         return tier_identity(engine.config, self.settings, engine.descriptions[0])
 
     async def _watch(self, tier: _Tier) -> None:
-        """Until it dies: then its engines, which may not be talking to it just now, are told."""
+        """Wait until it dies, then tell its engines, which may not be talking to it just now."""
         try:
             await tier.handle.until_over.remote()
         except RayError as error:

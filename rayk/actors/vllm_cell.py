@@ -35,7 +35,7 @@ _request_numbers = itertools.count()
 
 
 class VllmCellRun:
-    """See the module."""
+    """Runs the requests of one cell."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class VllmRequestRun:
             row.prompt_logprobs, row.prompt_top_logprobs = _of_prompt(told)
 
     async def _take_rows(self, engine: EngineHandle) -> None:
-        """Of the prompt, as they were where it was computed. They are copied in the step after its last."""
+        """Wait for the prompt's rows where it was computed; they are copied in the step after its last."""
         until = time.monotonic() + CONTROL_S
         while True:
             told, content = await self._ask(engine, CONTROL_S, "rows", request_id=self._name_on(engine))

@@ -38,12 +38,12 @@ PORTS = range(20000, 32000)
 
 
 class VllmEngine:
-    """See the module. Its engine starts once; a failed one is thrown away with its actor."""
+    """Owns an engine, which starts once; a failed one is thrown away with its actor."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._asks: asyncio.StreamWriter | None = None
-        """To the driver; closed, it ends the engine."""
+        """Connects to the driver; closed, it ends the engine."""
         self._pid: int | None = None
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Frame]] = {}
@@ -58,7 +58,7 @@ class VllmEngine:
         return f"VllmEngine({self.name})"
 
     async def describe(self) -> dict[str, Any]:
-        """Process and device facts: see actors.worker."""
+        """Tell facts of process and devices, as actors.worker does."""
         host, device = socket.gethostname(), platform.processor() or "cpu"
         return {"name": self.name, "pid": os.getpid(), "host": host, "device": device}
 

@@ -59,7 +59,7 @@ class KeptEngine:
 
 
 class VllmEngines:
-    """See the module."""
+    """Keeps engines from cell to cell, and starts those that a cell lacks."""
 
     def __init__(self, run_id: str) -> None:
         self._pool = WorkerPool(run_id, keep=True, start=placement.start_vllm_engine)

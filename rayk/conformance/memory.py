@@ -65,7 +65,7 @@ class RankMemory:
             self._mirror[start:stop] = self.caches.buffer[start:stop]
 
     def wrong_content(self, request_id: str, seed: int) -> str:
-        """What is wrong with the request's live rows; empty if every byte is right."""
+        """Say what is wrong with the request's live rows; empty if every byte is right."""
         request = self._lent[request_id]
         for view in self._views:
             expected = _expected(view, seed, request.num_tokens)
@@ -86,7 +86,7 @@ class RankMemory:
             self._mirror[start:stop] = stamp
 
     def wrong_elsewhere(self) -> str:
-        """What was written outside lent blocks; empty if nothing was."""
+        """Say what was written outside lent blocks; empty if nothing was."""
         changed = self.caches.buffer != self._mirror
         for request in self._lent.values():
             for start, stop in self._extents(request):
@@ -97,7 +97,7 @@ class RankMemory:
         return f"{len(places)} bytes changed outside the blocks of any request; {self._name(int(places[0]))}"
 
     def changed_while_lent(self, request_id: str) -> str:
-        """On a producer rank: what a connector changed in blocks that it only reads."""
+        """Say what a connector changed in blocks of a producer rank, which it only reads."""
         for start, stop in self._extents(self._lent[request_id]):
             changed = (self.caches.buffer[start:stop] != self._mirror[start:stop]).nonzero().reshape(-1)
             if len(changed):

@@ -228,7 +228,7 @@ def prefixes(rig: StoreRig, field: str) -> None:
 
 
 def eviction(rig: StoreRig) -> None:
-    """More than fits: what was given up is not found, or as it was; saved again it is found."""
+    """Save more than fits: what was given up is not found, or as it was; saved again it is found."""
     assert rig.max_blocks is not None, "asked before"
     keys = [rig.key(first=1000 * number) for number in range(1, rig.max_blocks + 2)]
     for key in keys:

@@ -324,7 +324,7 @@ class VllmStore(BaseStore):
             worker.clear_connector_metadata()
 
     def _await_finished(self, worker: Any, request_id: str, which: int) -> None:
-        """Until `get_finished` tells the request among those sent (0) or received (1)."""
+        """Wait until `get_finished` tells the request among those sent (0) or received (1)."""
         self._until(
             lambda: (_call(worker, "get_finished", {request_id}) or (None, None))[which] or (),
             lambda told: request_id in told,

@@ -155,7 +155,7 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
 
 
 def _engine_text(engine: EngineConfig) -> str:
-    """E.g. `TP 2`, and the layout and KV format if they were asked for."""
+    """Name an engine, e.g. `TP 2`, with the layout and KV format if they were asked for."""
     texts = [f"TP {engine.tp}"]
     texts += [engine.layout] if engine.layout != "auto" else []
     texts += [engine_format("", engine.kv_dtype, engine.kv_scales)] if engine.kv_dtype != "auto" else []

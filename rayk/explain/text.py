@@ -137,7 +137,7 @@ def _group_text(group: Group, sharing: Sequence[Sharing]) -> str:
 
 
 def _sight_text(sight: Sight, group: Group) -> str:
-    """E.g. `chunks of 64 positions`, with the layers if not all have them."""
+    """Say how far its tokens see, e.g. `chunks of 64 positions`, with the layers if not all have them."""
     what = f"chunks of {sight.chunk:,}" if sight.chunk is not None else f"windows of {sight.window:,}"
     if sight.layers == group.layers:
         return f"{what} positions"
@@ -160,7 +160,7 @@ def _users_text(readers: Sequence[int]) -> str:
 
 
 def units_text(units: Sequence[Units]) -> str:
-    """E.g. `heads 0-3`; where fields differ, `conv_x, ssm: heads 0-3; conv_b, conv_c: group 0`."""
+    """Name units: `heads 0-3`, or by field `conv_x, ssm: heads 0-3; conv_b, conv_c: group 0`."""
     texts = [counted(u.unit_name, u.ids) for u in units]
     if len(units) > 1:
         texts = [f"{', '.join(u.fields)}: {text}" for u, text in zip(units, texts, strict=True)]

@@ -112,7 +112,7 @@ class Inspected:
     kv: NotFinitePlace | None
     """The first one of the request's live rows."""
     weights: tuple[str, ...] | None
-    """Of the rank, those found that are not finite; None: none was, and not all were looked at."""
+    """Weights of the rank that are not finite; None: none was found, and not all were looked at."""
 
 
 @dataclass(frozen=True, slots=True)

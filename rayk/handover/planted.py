@@ -34,7 +34,7 @@ class PlantedFault:
     request: int | None = None
     seed: int = 0
     transfer_fault: TransferFault | None = None
-    """Of a fault at a point of a transfer's life."""
+    """What a fault at a point of a transfer's life does."""
 
     def hits(self, request_id: str) -> bool:
         """Whether this request is meant: the one of prompt `request`, or any."""

@@ -45,7 +45,7 @@ def begin_transfers(meter: Meter, *, is_leader: bool) -> None:
 
 
 def watch_handover(meter: Meter, handover: TransferHandover) -> None:
-    """On rank 0: report at each flush what the hand-over and its host tier counted."""
+    """Report at each flush, on rank 0, what the hand-over and its host tier counted."""
     meter.on_flush(lambda: _report_requests(meter, handover))
     offloading = handover.offloading
     if offloading is not None:

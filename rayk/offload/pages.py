@@ -89,7 +89,7 @@ class DiskPages:
         return bool(self._known)
 
     def since(self, group: int, key: bytes) -> Since | None:
-        """From where on rows are on disk, by lane; None where there is no such page, () where all are."""
+        """Tell from where on rows are on disk, by lane; None where no such page is, () where all are."""
         found = self._known.get((group, key))
         if found is not None and PageName(group, key, found) not in self._disk:
             del self._known[group, key]  # it was evicted, or turned out damaged

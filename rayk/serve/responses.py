@@ -69,7 +69,7 @@ class CompletionChoice(TypedDict):
     stop_reason: str | int | None
     """The stop string or token id that ended it; null for the model's own end of text."""
     token_ids: NotRequired[list[int]]
-    """With return_token_ids."""
+    """Ids of the answer's tokens, with return_token_ids."""
 
 
 class CompletionAnswer(AnswerHead):

@@ -520,7 +520,7 @@ class ExperimentSpec(StrictModel):
         return str(getattr(self, side).kind or self.engine.kind)
 
     def block_size_of(self, side: str) -> int | None:
-        """As given, or as a side's kind of engine has it."""
+        """Find the block size that is given, or that a side's kind of engine has."""
         given: int | None = getattr(self, side).block_size
         return BLOCK_SIZE if given is None and self.kind_of(side) == "rayk" else given
 

@@ -234,7 +234,7 @@ def _no_place(fault: FaultSpec, config: DecoderConfig) -> tuple[str, str] | None
 
 
 def _one_slot(fault: FaultSpec, cell: Cell, config: DecoderConfig) -> tuple[str, str] | None:
-    """As `_no_place`, of a fault that moves tokens within kernel blocks of one token."""
+    """Judge as `_no_place` a fault that moves tokens within kernel blocks of one token."""
     engine, key = cell.prefill, (fault.layer or 0, "attention")
     if fault.point != "store_kv":
         return None
@@ -251,7 +251,7 @@ def _one_slot(fault: FaultSpec, cell: Cell, config: DecoderConfig) -> tuple[str,
 
 
 def _not_judged(fault: FaultSpec, cell: Cell, config: DecoderConfig) -> tuple[str, str] | None:
-    """As `_no_place`, of a state that check kv_values lets pass whatever it holds."""
+    """Judge as `_no_place` a fault in a state that check kv_values lets pass whatever it holds."""
     layer, dtype = fault.layer or 0, cell.prefill.dtype
     if fault.point not in STATE_POINTS or fault.expect is not None or dtype == "float32":
         return None

@@ -58,7 +58,7 @@ class ServerOptions:
     model: str
     mode: str | None = None
     prefill_tp: int | Sequence[int] | None = None
-    """Of every prefill engine, or of each."""
+    """TP size of every prefill engine, or of each."""
     decode_tp: int | Sequence[int] | None = None
     num_prefill: int | None = None
     num_decode: int | None = None
@@ -74,7 +74,7 @@ class ServerOptions:
     # What follows are vLLM's names of such options.
     served_model_name: str | None = None
     tensor_parallel_size: int | None = None
-    """Of one aggregated engine, or of both sides of a disaggregated server."""
+    """TP size of one aggregated engine, or of both sides of a disaggregated server."""
     max_model_len: int | None = None
     """Prompt and output of one request; None: the model's positions."""
     max_num_seqs: int | None = None
@@ -255,7 +255,7 @@ def _tp_sizes(options: ServerOptions) -> list[tuple[int | None, int | None]]:
 def _sizes_of(
     side: str, tp: int | Sequence[int] | None, num_engines: int | None, overrides: Sequence[str]
 ) -> tuple[int | None, ...]:
-    """Of a role's engines; one where they are alike."""
+    """List the TP sizes of a role's engines; one where they are alike."""
     if tp is None or isinstance(tp, int):
         return (tp,)
     if len(tp) == 1:

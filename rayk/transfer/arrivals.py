@@ -57,7 +57,7 @@ class Arrivals:
     def open(
         self, reservation_id: str, link: ProducerLink, block_tables: Tables, generations: Tables
     ) -> None:
-        """From now on the producer's ranks that send this rank anything may write into these blocks."""
+        """Let the producer's ranks that send this rank anything write into these blocks from now on."""
         self._open[reservation_id] = _OpenPush(link, block_tables, generations)
         self._table.open(reservation_id, link.engine, link.epoch, len(link.producers))
         for rank in range(len(link.producers)):

@@ -97,7 +97,7 @@ class Consumption:
     first_row: int = 0
     """Rows before it are here already, and are nobody's to write."""
     renewals: Renewals | None = None
-    """Of the lease, if it was renewed before; the session goes on with them."""
+    """Renewals of the lease, if it was renewed before; the session goes on with them."""
     clock: Callable[[], int] = time.monotonic_ns
     pushed: ArrivalReads | None = None
     """What is waited for where the KV is pushed; None: it is read."""

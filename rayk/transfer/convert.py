@@ -58,7 +58,7 @@ def conversion_bound(source: KVFormat, values: Floats, target: KVFormat, scale: 
 
 @dataclass(frozen=True, eq=False)
 class Conversion:
-    """From one producer engine's format to this rank's own. Views in canonical order on both sides."""
+    """Converts from one producer engine's format to this rank's own. Views are in canonical order."""
 
     wire: Sequence[LayerView]
     own: Sequence[LayerView]

@@ -40,7 +40,7 @@ class TransferFault:
     """The how-manieth at this point, from 1."""
     delay_s: float | None = None
     remote: str | None = None
-    """Of a rank that is to die: the engine that strikes itself when told; None: this rank."""
+    """Engine whose rank strikes itself when told, where that rank is to die; None: this rank."""
     descriptor: int = 0
     """Descriptor of a read in which a bit is flipped."""
     byte: int = 0

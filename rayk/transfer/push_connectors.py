@@ -67,7 +67,7 @@ class AgentPushConnector(RankConnector):
         self._producer: str | None = None
         """Name of the engine that pushes here, where this is a consumer rank."""
         self._pusher: Pusher | None = None
-        """Of a producer rank. It takes its turns when the rank is polled."""
+        """Pusher of a producer rank, which takes its turns when the rank is polled."""
         self._ids = itertools.count()
         self._receiving: dict[str, _Receiving] = {}
         """What arrives, by reservation."""

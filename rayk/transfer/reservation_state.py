@@ -66,7 +66,7 @@ class ReservationTable:
         self._clear: list[str] = []
 
     def open(self, reservation_id: str, engine: str, epoch: int, num_producers: int) -> None:
-        """From now on every rank of this life of the engine may write."""
+        """Let every rank of this life of the engine write from now on."""
         assert reservation_id not in self._reservations, f"reservation {reservation_id} exists"
         self._reservations[reservation_id] = _Reservation(engine, epoch, set(range(num_producers)))
 

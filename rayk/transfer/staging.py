@@ -160,7 +160,7 @@ class _Chunk:
     transfer: Transfer
     handle: Handle
     copied: torch.cuda.Event | None = None
-    """Of a GPU's copy that was queued."""
+    """Marks the end of a GPU's copy that was queued."""
 
 
 @dataclass(eq=False)

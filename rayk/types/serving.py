@@ -35,7 +35,7 @@ class Delta:
     stop_reason: str | int | None = None
     """The stop string or token id behind finish_reason stop; None for the model's own EOS."""
     num_cached_tokens: int | None = None
-    """With the last one: prompt tokens whose KV was in a prefix cache."""
+    """Prompt tokens whose KV was in a prefix cache, told with the last token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,16 +88,16 @@ class EngineState:
     """This and what follows is what the engine itself says: None where it does not, soon enough."""
     num_waiting: int | None = None
     num_steps: int | None = None
-    """Of this life."""
+    """Steps of this life."""
     forward_s: float | None = None
-    """That rank 0's forward passes of this life took, seconds."""
+    """Seconds that rank 0's forward passes of this life took."""
     num_computed_tokens: int | None = None
-    """That forward passes of this life took."""
+    """Tokens that forward passes of this life took."""
     num_sampled_tokens: int | None = None
-    """Of output, in this life."""
+    """Tokens of output in this life."""
     num_free_blocks: int | None = None
     num_blocks: int | None = None
-    """The null block included, which is never free."""
+    """Blocks of the pool, including the null block, which is never free."""
     offload: dict[str, object] | None = None
     """What it stored in its host tier, loaded and swapped, by counter; None where it has none."""
 

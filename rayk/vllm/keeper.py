@@ -52,7 +52,7 @@ def _tell(status: int, text: str) -> None:
 
 
 def _wait(command: int) -> None:
-    """Until the command has ended or the input, of which nothing is read here, is closed."""
+    """Wait until the command has ended, or its input is closed, of which nothing is read here."""
     poll = select.poll()
     poll.register(0, 0)
     poll.register(os.pidfd_open(command), select.POLLIN)

@@ -186,7 +186,7 @@ def _mamba2_spec(spec: Any, layer: Any) -> Mamba2Spec:
 
 
 def _reader(spec: Any) -> Callable[[Any, Any, Rank, BlockMaps], tuple[KVCacheSpec, Gather, str]]:
-    """By the class itself, not its bases: a spec derived from full attention may keep something else."""
+    """Choose by the class itself: a spec derived from full attention may keep something else."""
     name = type(spec).__name__
     if name not in _READERS:
         raise Unsupported(f"vLLM's {name}: rayk proves {', '.join(_READERS)}")

@@ -307,7 +307,7 @@ class ConnectorStore(VllmStore):
     block_tokens = BLOCK_TOKENS
     connector = ""
     module_path: str | None = None
-    """Of a connector that is not vLLM's own."""
+    """Module of a connector that is not vLLM's own."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder)

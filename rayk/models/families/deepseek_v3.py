@@ -69,7 +69,7 @@ def _mla(raw: RawConfig, rope: RopeConfig, head_size: int) -> MlaConfig:
 
 
 def _growth(raw: RawConfig, rope: RopeConfig) -> float:
-    """See deepseek_v3/modeling_deepseek_v3.py:268."""
+    """Grow the scale as deepseek_v3/modeling_deepseek_v3.py:268 does."""
     settings = raw.of(raw.get("rope_parameters", raw.get("rope_scaling", {})))
     if rope.kind == "default" or not settings.get("mscale_all_dim"):
         return 1.0

@@ -56,7 +56,7 @@ def _periodic(raw: RawConfig, what: str, num_layers: int) -> list[bool]:
 
 
 def parse_experts(raw: RawConfig) -> ExpertsConfig:
-    """See jamba/modeling_jamba.py:680."""
+    """Parse the experts of jamba/modeling_jamba.py:680."""
     raw.require("hidden_act", "silu")
     num_experts = raw.count("num_experts", 16)
     return ExpertsConfig(

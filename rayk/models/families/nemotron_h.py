@@ -80,7 +80,7 @@ def _mlp(raw: RawConfig) -> MlpConfig:
 
 
 def parse_experts(raw: RawConfig) -> ExpertsConfig:
-    """See nemotron_h/modeling_nemotron_h.py:713."""
+    """Parse the experts of nemotron_h/modeling_nemotron_h.py:713."""
     raw.require("mlp_hidden_act", "relu2")
     num_experts, bias = raw.count("n_routed_experts", 8), raw.flag("mlp_bias")
     chosen = experts.num_chosen(raw, num_experts, 2)

@@ -78,7 +78,7 @@ def _llama3(raw: RawConfig, rope: RawConfig, rotary_size: int) -> dict[str, Any]
 
 
 def _yarn(raw: RawConfig, rope: RawConfig, rotary_size: int) -> dict[str, Any]:
-    """See transformers/modeling_rope_utils.py:346."""
+    """Parse settings of YaRN (transformers/modeling_rope_utils.py:346)."""
     original = original_positions(raw, rope)
     stretch = raw.count("max_position_embeddings") / original
     factor = rope.number("factor", stretch if stretch > 1 else None)
