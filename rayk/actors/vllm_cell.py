@@ -1,7 +1,7 @@
 """The requests of one cell on vLLM's engines: what CellRun does on rayk's own.
 
 A prefill engine computes a prompt and one token, as vLLM's proxies have it; the decode engine fetches the KV
-and generates all tokens, the first one again. Runs inside the coordinator's actor.
+and generates all tokens, the first one again. All of it runs inside the coordinator's actor.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class VllmRequestRun:
         self._stages.end("prefill", row.token_times_ns[0])
         self._stages.end("decode", row.token_times_ns[-1])
         if self._captures:
-            # Once more, and no further than its prompt, whose rows are wanted.
+            # The rows of the prompt are wanted: compute it once more, and nothing behind it.
             self._name = f"{self._name}-rows"
             await self._generate(engine, request, PROMPT_ALONE, {"rayk_proof": True})
             await self._take_rows(engine)

@@ -1,7 +1,7 @@
-"""VllmEngine: owns the process of one vLLM engine, in an interpreter of its own (rayk.vllm.driver).
+"""VllmEngine owns the process of one vLLM engine, which runs in an interpreter of its own (rayk.vllm.driver).
 
-A plain class whose async methods run in one Ray actor, `placement` makes it remote. Whatever ends it, Ray
-itself included, ends all processes of the engine: see rayk.vllm.keeper.
+It is a plain class, which `placement` makes a Ray actor; its async methods run there. However the actor ends,
+even by Ray itself, all processes of the engine end with it: rayk.vllm.keeper sees to that.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class VllmEngine:
         self._waiting[number] = answer
         try:
             async with asyncio.timeout(timeout_s):
-                with contextlib.suppress(ConnectionError):  # its death comes as an answer
+                with contextlib.suppress(ConnectionError):  # whoever waits gets its death for an answer
                     self._asks.write(Frame({"op": op, "id": number, **arguments}).encode())
                     await self._asks.drain()
                 frame = await answer
@@ -208,7 +208,7 @@ class VllmEngine:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(frame)
         except asyncio.IncompleteReadError:
-            pass  # its keeper tells of what it died
+            pass  # its keeper tells what it died of
         except BadFrame as error:
             self._say_dead(f"its driver does not speak as rayk's does: {error}")
             asks.close()

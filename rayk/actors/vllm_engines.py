@@ -1,7 +1,7 @@
-"""vLLM's engines of a run, kept from cell to cell: starting one takes a minute.
+"""vLLM's engines of a run, kept from cell to cell, because starting one takes a minute.
 
-An engine serves any role. Those that a cell does not use stay until there are more than ENGINES_KEPT; the
-least recently used end first. One that failed is never used again.
+An engine serves any role. Engines that a cell does not use stay until there are more than ENGINES_KEPT; then
+the least recently used one ends first. One that failed is never used again.
 """
 
 from __future__ import annotations

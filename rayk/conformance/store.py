@@ -1,9 +1,9 @@
-"""What a KV cache that is found by content must offer to be tried: the protocol, its keys, what it is asked.
-Free of torch.
+"""The protocol by which the kit tries a store: a KV cache that finds pages by what they were computed of.
 
-A class that speaks it may be a prefix cache, a tier of host memory or files, or a KV connector of any
-engine (`vllm_adapter.VllmStore`). The kit saves pages, one per whole block of tokens, and looks up which
-pages answer for a key. A page holds what its key says up to its end, so a wrong answer shows whose it was.
+A store may be a prefix cache, a tier of host memory or files, or a KV connector of any engine
+(`vllm_adapter.VllmStore`). The kit saves pages, one per whole block of tokens, and looks up which pages
+answer for a key. A page holds what its key says up to its end, so a wrong answer shows whose page it was.
+This module does without torch.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class StoreCase:
 
 
 class Store(Protocol):
-    """A KV cache found by content. The kit makes it with a folder, which is empty unless the store was there
-    before. All its methods may raise; that fails the check."""
+    """Finds KV by content. The kit makes it with a folder, which holds what an earlier store left there, if
+    there was one. A method that raises fails the check."""
 
     block_tokens: int
     """Tokens of a page; known once it is made."""
@@ -92,8 +92,8 @@ class Store(Protocol):
 
     @classmethod
     def supports(cls, case: StoreCase) -> str | None:
-        """Say why a check is not for this store, None if it is: for what its callers cannot tell it at all,
-        not for what it leaves out of its keys."""
+        """Say why a check is not for this store; None if it is. A field counts as unsupported if callers
+        cannot tell it to the store at all, not if the store leaves it out of its keys."""
         ...
 
     def save(self, key: StoreKey, pages: Sequence[bytes]) -> None:

@@ -1,7 +1,7 @@
-"""What is done with a store. Scenarios raise CheckFailed where it answers for another key, or never answers.
+"""What is done with a store. A scenario raises CheckFailed if it answers for another key, or not at all.
 
 Each begins with an empty store. `StoreRig.look_up` compares every page that it gets, so a scenario only says
-how many blocks there must, or may, be.
+how many blocks must be found, or may be.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class StoreRig:
 
 
 def hits(rig: StoreRig, field: str = "") -> None:
-    """Equal keys, made anew, find all; a longer prompt finds the part that it shares. No two share tokens, so
-    that nothing else is asked here."""
+    """Equal keys, made anew, find all; a longer prompt finds the part that it shares. Unequal keys have no
+    tokens in common, so that nothing else is tried here."""
     for number, same in enumerate(_variants(rig, field)):
         key = replace(same, token_ids=(6000 + number, *same.token_ids[1:]))
         rig.save(key)
@@ -132,7 +132,7 @@ def apart(rig: StoreRig, field: str) -> None:
     for saved in variants:
         rig.look_up(saved, at_most=0)
         rig.save(saved)
-    # Saved again in the other order: what one says must not be lost to another, nor changed.
+    # Saved again in the other order: no key may take another's place, or change what it has.
     for key in reversed(variants):
         rig.save(key)
     for key in variants:
@@ -199,11 +199,11 @@ def joined(rig: StoreRig, one: str, other: str) -> None:
 def joined_tokens(rig: StoreRig, field: str) -> None:
     """A field and the tokens behind it that give the same text, or bytes, as other ones."""
     size = rig.block_tokens
-    # Digits that may be the field's end or the first token's beginning.
+    # These digits may end the field or begin the first token.
     rest = rig.key(2).token_ids[1:]
     rig.save(_with_field(StoreKey(token_ids=(12, *rest)), field, "a"))
     rig.look_up(_with_field(StoreKey(token_ids=(2, *rest)), field, "a1"), at_most=0)
-    # A field that says what a whole first block does: then its first block ends where a second one would.
+    # The field says what a whole first block says, so a first block behind it looks like a second one.
     plain = StoreKey(token_ids=(97,) * size + rig.key(2).token_ids)
     rig.save(plain, _with_field(plain, field, "x"))
     for text in ("a\0\0\0", "\0\0\0a", "a\0\0\0\0\0\0\0", "\0\0\0\0\0\0\0a", "a"):
@@ -274,7 +274,7 @@ def _variants(rig: StoreRig, field: str, num_blocks: int = 2) -> list[StoreKey]:
         values = {"path": "adapters/two", "revision": "2"}
         return [replace(key, adapter=adapter) for adapter in (first, replace(first, **{part: values[part]}))]
     texts = ("a", "b", "ab")
-    # A revision is always told: that of `key` is one, too.
+    # Every key has a revision, so that of `key` is a value, too.
     return [key, *(_with_field(key, field, text) for text in texts)]
 
 
@@ -294,8 +294,8 @@ def _with_items(
     placeholders: tuple[int, int] = (0, 0),
     last: int = 0,
 ) -> StoreKey:
-    """A prompt with items (hash, offset, length) that ends with token `last`. All others are placeholders
-    where there are items, so that tokens do not tell where these lie."""
+    """Make a prompt with items (hash, offset, length) that ends with token `last`. With items, all other
+    tokens are placeholders, so that tokens do not tell where items lie."""
     ids = [*rig.key(num_blocks).token_ids[:-1], last]
     start, stop = (0, len(ids) - 1) if items else placeholders
     ids[start:stop] = [PLACEHOLDER] * (stop - start)

@@ -1,18 +1,19 @@
 """Tries connectors written for vLLM's workers (KVConnectorBase_V1), without vLLM.
 
-The interface is duck-typed: a subclass of `VllmConnector` makes the connector's two halves, which vLLM calls
-scheduler and worker, with any stand-in for vLLM's configuration. This file calls their methods in the order
-of vLLM's model runner and scheduler around one step of each engine:
+A subclass of `VllmConnector` makes the connector's two halves, which vLLM calls scheduler and worker, with
+any stand-in for vLLM's configuration. This file calls their methods, which it knows by name alone, in the
+order of vLLM's model runner and scheduler around one step of each engine:
 
  producer   build_connector_meta, bind_connector_metadata, start_load_kv, per layer wait_for_layer_load and
             save_kv_layer, wait_for_save, clear_connector_metadata, request_finished, get_finished
  consumer   get_num_new_matched_tokens, update_state_after_alloc, build_connector_meta, then as above
 
-For vLLM, a request is a prompt of one token more than its KV: the last token is computed by the consumer (and
-by the producer in a step of its own, which is left out). Token ids are fresh for every request, so that a
-content-addressed cache finds only what was saved. Methods that a half lacks take the interface's defaults.
+For vLLM, a request is a prompt of one token more than its KV: the consumer computes the last token. (So does
+the producer, in a step of its own that is left out here.) Every request has new token ids, so that a cache
+that is found by content has only what was saved. A method that a half lacks does what the interface does by
+default.
 
-`VllmStore` calls the same methods around single steps, to see what a connector finds for whose prompt.
+`VllmStore` calls the same methods around single steps, to see whose pages a connector finds for a prompt.
 """
 
 from __future__ import annotations
@@ -205,9 +206,9 @@ class VllmConnector(BaseConnector):
 class VllmStore(BaseStore):
     """Adapts a vLLM connector to the protocol of `store.Store`; a subclass makes both halves.
 
-    Its engines have one layer and one group of full attention, and share a folder; there is one per revision
-    of the model. A prompt is saved by a step that loads what the connector finds and computes the rest, as in
-    vLLM, and looked up by one that only loads.
+    It has one engine per revision of the model, and all share a folder. An engine has one layer, and one
+    group of full attention. Saving a prompt is a step that loads what the connector finds and computes the
+    rest, as in vLLM; looking one up is a step that only loads.
     """
 
     num_blocks: int = 64
@@ -305,8 +306,8 @@ class VllmStore(BaseStore):
     def _forward(
         self, worker: Any, cache: torch.Tensor, computed: tuple[Sequence[int], Sequence[bytes]]
     ) -> None:
-        """Call the connector as the model runner does around one forward pass, which computes these blocks'
-        pages; a look-up computes none."""
+        """Call the connector as the model runner does around one forward pass. The pass computes these
+        blocks' pages; a look-up computes none."""
         name = LAYER_NAME.format(0)
         told = SimpleNamespace(block_size=self.block_tokens)
         context = SimpleNamespace(

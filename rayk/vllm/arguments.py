@@ -1,4 +1,4 @@
-"""What vLLM is told of an engine: its arguments, and the environment variables that have no argument."""
+"""What vLLM is told of an engine: its arguments, and environment variables for what has no argument."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LEASE_S = 600
 
 
 def engine_arguments(config: VllmEngineConfig, secret: str = "", host: str = "127.0.0.1") -> dict[str, Any]:
-    """Keyword arguments of vLLM's AsyncEngineArgs. `secret`: of all engines that prove KV to one another;
-    `host`: where its workers serve their proofs."""
+    """Make the keyword arguments of vLLM's AsyncEngineArgs. All engines that prove KV to one another share
+    `secret`; workers serve their proofs at `host`."""
     arguments: dict[str, Any] = {
         "model": config.model,
         "tensor_parallel_size": config.tp,
@@ -63,11 +63,11 @@ def engine_environment(config: VllmEngineConfig, host: str, port: int) -> dict[s
         "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
         "VLLM_HOST_IP": host,
-        # Requests are named apart already, and connectors are asked about them by name.
+        # Every request has a name of its own already, by which connectors are asked about it.
         "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
     }
     if config.device == "cpu":
-        # A first request with logprobs would have vLLM compile what ranks tokens, for a minute.
+        # Without this, the first request with logprobs has vLLM compile for a minute what ranks tokens.
         found |= {
             "OMP_NUM_THREADS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",

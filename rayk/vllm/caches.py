@@ -1,7 +1,7 @@
 """A vLLM worker's caches in rayk's canonical coordinates: digests, raw rows and views of a request's blocks.
 
-Layers are numbered as in the model and units are those of the whole model, so that engines of any TP size,
-block size and layout have the same words for the same KV.
+Layers have the model's numbers, and units are those of the whole model. So engines of any TP size, block size
+and layout have equal words for equal KV.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from rayk.types.errors import Unsupported
 from rayk.vllm.layer_caches import LayerCache, Rank, read_layers
 
 ROWS_PER_GROUP = 16
-"""Token rows of a digest word. A prefix that D has already ends at a multiple of its block size: what was
-transferred behind it has words of its own wherever 16 divides that."""
+"""Token rows of a digest word. A prefix that D has already ends at a multiple of D's block size. If 16
+divides the block size, no word mixes rows of that prefix with rows that were transferred."""
 
 BlockIds = Sequence[Sequence[int]]
 """A request's block ids as vLLM hands them out: per KV cache group, in order of position."""
@@ -79,7 +79,7 @@ class ProvenCaches:
         rank = Rank(tp_rank, tp_size, num_blocks, *of_model)
         layers = vllm_config.compilation_config.static_forward_context
         self._caches = _number_groups(read_layers(layers, kv_cache_config, kv_caches, rank), num_blocks)
-        # Of no blocks: what digests are of does not depend on the request.
+        # Views of no blocks will do: which words there are does not depend on the request.
         self._empty = sorted_views(
             [c.view([()] * len(kv_cache_config.kv_cache_groups)) for c in self._caches]
         )
@@ -92,11 +92,11 @@ class ProvenCaches:
         """JSON-able: tp_rank, tp_size, and per cache of a layer its fields, with the units that are here."""
 
     def digests(self, block_ids: BlockIds, num_tokens: int, first_row: int = 0) -> Digests:
-        """Digests of the live rows, [words]: cache by cache in order of (layer, part), as
-        `transfer.verify.compute_digests` lays them out. Rows of a group that begins before `first_row` are
-        left out."""
+        """Digest the live rows: [words], cache by cache in order of (layer, part), as
+        `transfer.verify.compute_digests` lays them out. A row group that begins before `first_row` is left
+        out."""
         first_row += -first_row % ROWS_PER_GROUP
-        # One cache at a time: no more than one layer's blocks are copied at once.
+        # One cache at a time, so that one layer's blocks are the most that is copied.
         words = [
             compute_digests([view], _tables(view, block_ids), num_tokens, ROWS_PER_GROUP, first_row)
             for view in self._views(block_ids)
@@ -111,8 +111,8 @@ class ProvenCaches:
         num_tokens: int,
         first_row: int = 0,
     ) -> list[WrongWord]:
-        """Words of this rank that differ, in canonical order. `expected`: [producer rank, words]; `sources`:
-        (group, field, unit) -> the producer rank that counts."""
+        """List the words of this rank that differ, in canonical order. `expected`: [producer rank, words];
+        `sources`: (group, field, unit) -> the producer rank that counts."""
         first_row += -first_row % ROWS_PER_GROUP
         return compare_digests(self._empty, expected, found, sources, num_tokens, ROWS_PER_GROUP, first_row)
 
@@ -125,8 +125,8 @@ class ProvenCaches:
         return found
 
     def views(self, block_ids: BlockIds) -> CanonicalViews:
-        """Copies of the request's blocks. Block i of a view is the i-th of the request in that layer's group,
-        so that its block table is 0, 1, 2, ..."""
+        """Copy the request's blocks. Block i of a view is the i-th of the request in that layer's group, so
+        its block table is 0, 1, 2, ..."""
         return CanonicalViews(self._views(block_ids))
 
     def _views(self, block_ids: BlockIds) -> Iterator[LayerView]:
@@ -155,8 +155,8 @@ def _refuse_parallelism(vllm_config: Any) -> None:
 
 
 def _number_groups(found: Sequence[LayerCache], num_blocks: int) -> list[_Cache]:
-    """In canonical order, with groups counted by what layers keep: neither block sizes nor vLLM's own
-    grouping count, in which P and D may differ."""
+    """Number groups in canonical order, by what their layers keep. Block sizes and vLLM's own grouping do not
+    count: P and D may differ in them."""
     found = sorted(found, key=lambda c: (c.layer, c.spec.part))
     keys = [(c.layer, c.spec.part) for c in found]
     twice = [key for key, after in zip(keys, keys[1:], strict=False) if key == after]

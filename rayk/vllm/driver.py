@@ -1,8 +1,8 @@
 """`python -m rayk.vllm.driver` runs one vLLM engine, in vLLM's environment, behind frames of `messages`.
 
-Standard input brings {"op", "id", ...}, standard output answers {"id", ...}, each as soon as it can be;
-what anything prints goes to standard error. The end of the input ends the process at once: `keeper` sees to
-what came of it.
+Standard input brings {"op", "id", ...}; standard output answers {"id", ...}, each as soon as it can. Whatever
+prints, prints to standard error. When the input ends, the process ends at once, and `keeper` ends its
+children.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ class Driver:
         return {"workers": [shapes for shapes, _ in workers]}, b"".join(rows for _, rows in workers)
 
     async def do_forget(self, proofs: bool) -> tuple[dict[str, Any], bytes]:
-        """Empty the prefix cache and, with `proofs`, the proving connectors. `is_empty`: vLLM keeps the
-        cache as long as any block is in use."""
+        """Empty the prefix cache and, with `proofs`, the proving connectors. The answer's `is_empty` is false
+        while any block is in use: vLLM keeps the cache then."""
         if proofs:
             await self._engine.collective_rpc("rayk_forget")
         return {"is_empty": bool(await self._engine.reset_prefix_cache())}, b""

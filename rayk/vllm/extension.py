@@ -7,8 +7,8 @@ from typing import Any
 
 
 class WorkerExtension:
-    """A mixin of vLLM's worker classes, by `worker_extension_cls`. Answers are plain data, which vLLM's
-    messages carry without pickle."""
+    """Extends vLLM's worker classes, which mix it in for `worker_extension_cls`. Its answers are plain data,
+    which vLLM's messages carry without pickle."""
 
     model_runner: Any
 
@@ -25,8 +25,8 @@ class WorkerExtension:
         }
 
     def rayk_unpin(self) -> None:
-        """Let the thread that computes run on every core again: on CPUs vLLM's NixlConnector pins it to the
-        last one, which all engines of a machine share then."""
+        """Let the thread that computes run on every core again. On CPUs, vLLM's NixlConnector pins it to the
+        last core, so all engines of a machine would share that one."""
         if self.model_runner.device.type == "cpu":
             os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
 
@@ -36,8 +36,8 @@ class WorkerExtension:
         return found
 
     def rayk_rows(self, request_id: str) -> tuple[list[list[Any]], bytes]:
-        """Copies of the prompt's rows that the proving connector kept: [layer, field, unit, rows, row bytes]
-        of each array, and the bytes of all."""
+        """Copy the prompt's rows that the proving connector kept: [layer, field, unit, rows, row bytes] of
+        each array, and the bytes of all."""
         kept = _connector().kept_rows(request_id)
         shapes = [[layer, field, unit, *rows.shape] for (layer, field, unit), rows in kept.items()]
         return shapes, b"".join(rows.tobytes() for rows in kept.values())

@@ -1,10 +1,10 @@
-"""The proving connector's two halves, without vLLM: what the scheduler notes of requests, what workers do
+"""The proving connector's two halves, without vLLM: what the scheduler notes of requests, and what workers do
 with it.
 
-P: `SchedulerHalf.finished` notes the blocks of a prefill that is done; with the next step's metadata the note
-reaches each worker, which digests them before that step can write there. D: `allocated` notes the blocks into
-which a request will be loaded; when the inner connector says that it has arrived, the worker digests them
-before the model runs, and has them verified.
+On P, `SchedulerHalf.finished` notes the blocks of a prefill that is done. The note reaches each worker with
+the next step's metadata, and the worker digests the blocks before that step can write there. On D,
+`allocated` notes the blocks into which a request will be loaded. When the inner connector says that it has
+arrived, the worker digests them before the model runs, and has them verified.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`python -m rayk.vllm.keeper FD COMMAND...` runs a command and lets nothing of it outlive who asked for it.
+"""`python -m rayk.vllm.keeper FD COMMAND...` runs a command, and ends all its processes with its owner.
 
-When the command ends, or the other end of the standard input is closed (its owner may be dead), everything
-that came of it is killed, whatever group or session it moved to. The pipe FD tells `began PID`, and in the
-end `ended STATUS`: then nothing is left. The keeper leaves its own parent at once: Ray kills the children of
-its actors, but not what came of those.
+The keeper waits until the command ends, or the other end of standard input is closed (its owner may be dead).
+Then it kills all processes that came of the command, whatever group or session they moved to. It writes
+`began PID` to the pipe FD at first, and `ended STATUS` once nothing is left. The keeper detaches itself from
+its parent at once: Ray kills the children of its actors, but not the children of those.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What vLLM's layers keep, in rayk's terms: their specs, the units of this rank, and how to read them.
 
-Attention is read through the map that its store kernel was seen to use, Mamba states through the tensors
-that their kernels are bound to. vLLM's classes are known by name: nothing of vLLM is imported.
+Attention is read through a map, learned from what its store kernel writes; Mamba states are read through the
+tensors that their kernels are bound to. vLLM's classes are recognised by name, so vLLM is not imported.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LayerCache:
 def read_layers(
     layers: Mapping[str, Any], kv_cache_config: Any, kv_caches: Mapping[str, Any], rank: Rank
 ) -> list[LayerCache]:
-    """Every cache that a layer of this rank owns. `layers`: vLLM's, by name, with caches bound. Raises
+    """List every cache that a layer of this rank owns. `layers`: vLLM's, by name, with caches bound. Raises
     Unsupported, naming the layer."""
     maps: BlockMaps = {}
     found = []
@@ -75,8 +75,8 @@ def read_layers(
 
 
 def layer_number(name: str, num_layers: int) -> int:
-    """The layer's number in the model: the only number among the parts of its name. Where a layer has
-    attention and a mixer, vLLM counts the mixers on from the last attention."""
+    """Read the layer's number in the model: the only number among the parts of its name. Where layers have
+    both attention and a mixer, vLLM numbers the mixers from behind the last attention."""
     numbers = [int(part) for part in name.split(".") if part.isdecimal()]
     if len(numbers) != 1:
         raise Unsupported(f"{len(numbers)} numbers in the name, of which rayk takes the layer's")
@@ -86,7 +86,7 @@ def layer_number(name: str, num_layers: int) -> int:
 def _read_attention(
     spec: Any, layer: Any, rank: Rank, maps: BlockMaps
 ) -> tuple[FullAttentionSpec, Gather, str]:
-    """Reads a cache by the map of the layer's store kernel, which layers of one kind share."""
+    """Read a cache by the map of the layer's store kernel, which layers of one kind share."""
     ours = _attention_spec(spec, layer, rank)
     cache: torch.Tensor = layer.kv_cache
     ratio, rest = divmod(len(cache), rank.num_blocks)
@@ -114,8 +114,8 @@ def _read_attention(
 
 
 def _attention_spec(spec: Any, layer: Any, rank: Rank) -> FullAttentionSpec:
-    """Global terms of an attention layer. One that keeps all rows and sees a window of them has the rows of
-    the window: only these are read again."""
+    """Describe an attention layer of the whole model. A layer that keeps all rows, but sees a window of them,
+    counts as one that keeps the window: no other row is read again."""
     is_quantised = int(spec.kv_quant_mode) != 0
     if is_quantised and layer.kv_cache_dtype not in _FP8:
         raise Unsupported(
@@ -124,7 +124,7 @@ def _attention_spec(spec: Any, layer: Any, rank: Rank) -> FullAttentionSpec:
         )
     if spec.tokens_per_state != 1:
         raise Unsupported(f"{spec.tokens_per_state} tokens per stored state: rayk proves a row per token")
-    # vLLM gives a rank at least one head (QKVParallelLinear): ranks share heads where there are too few.
+    # With fewer KV heads than ranks, ranks share heads: QKVParallelLinear gives each at least one.
     if spec.num_kv_heads != max(1, rank.total_kv_heads // rank.tp_size):
         raise Unsupported(
             f"{spec.num_kv_heads} KV heads on a rank of {rank.tp_size}, where the model has "
@@ -133,7 +133,7 @@ def _attention_spec(spec: Any, layer: Any, rank: Rank) -> FullAttentionSpec:
     heads = rank.total_kv_heads, spec.head_size, spec.head_size_v
     dtype = "fp8_e4m3" if is_quantised else _name(spec.dtype)
     common = (spec.block_size, *heads, dtype, layer.num_heads * rank.tp_size)
-    # The layer's own: a group that keeps all rows may be told a window that but some of its layers have.
+    # The layer's own window: a group's spec may have one that only some of its layers have.
     window = getattr(layer, "sliding_window", None)
     chunk = getattr(layer, "attention_chunk_size", None)
     if window is not None:
@@ -144,8 +144,8 @@ def _attention_spec(spec: Any, layer: Any, rank: Rank) -> FullAttentionSpec:
 
 
 def _read_mamba2(spec: Any, layer: Any, rank: Rank, _maps: BlockMaps) -> tuple[Mamba2Spec, Gather, str]:
-    """Reads the states that a mixer's kernels are bound to; which channels are x, B and C is asked of the
-    function that it splits them with."""
+    """Read the states that a mixer's kernels are bound to. The function with which the mixer splits channels
+    tells which are x, B and C."""
     ours = _mamba2_spec(spec, layer)
     conv, ssm = layer.kv_cache
     fields, taps = ours.fields(), ours.conv_width - 1

@@ -1,7 +1,7 @@
 """Frames between a Ray actor and the process of a vLLM engine: a JSON header and bytes, both bounded.
 
-A frame is `RYK1`, the header's length (uint32) and the body's (uint64), little endian, then both. Whatever
-else arrives, e.g. what somebody prints, is refused at its first bytes.
+A frame is `RYK1`, the header's length (uint32) and the body's length (uint64), little endian, then header and
+body. Anything else, e.g. a line that somebody printed, is refused at its first bytes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Bugs to plant in D of a vLLM pair, to see that the proof finds them. No file of vLLM is changed: what the
-inner connector brought is spoiled in place, by vLLM's own store kernel, or it is led to read elsewhere.
+"""Bugs to plant in D of a vLLM pair, to see that the proof finds them. No file of vLLM is changed. A bug
+either spoils in place what the inner connector brought, by vLLM's own store kernel, or makes it read other
+blocks.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def compare(
     for kind, key in enumerate(views.lanes.kinds):
         at = words.index[views.lanes.kind[words.lane] == kind]
         holders = [r for r in ranks if key[2] in _units(theirs[r].description, views, key)]
-        # Replicas may differ in the last bit, since ranks compute them apart: one that is equal will do.
+        # Ranks compute replicas apart, so these may differ in the last bit: one equal replica will do.
         scores = {r: int((ranks[r][0][at] == arrival.digests[at])[ranks[r][1][at]].sum()) for r in holders}
         best = max(holders, key=lambda r: (scores[r], -r), default=0)
         sources[key] = best

@@ -33,9 +33,9 @@ _MORE: FirstWrong = (-1, "", -1, -1, "more")
 
 
 class Fetcher:
-    """Fetches P's proofs for one D rank, and compares. Waits no longer than `timeout_s` from a request's
-    arrival on for its digests, and again for the rows of a wrong one: a P that does not answer holds up those
-    that wait behind it but once."""
+    """Fetches P's proofs for one D rank, and compares. It waits at most `timeout_s` after a request's arrival
+    for its digests, and as long again for the rows of a wrong one. So a P that does not answer holds up the
+    requests behind it only once."""
 
     def __init__(
         self, description: Mapping[str, Any], views: CanonicalViews, secret: bytes, timeout_s: float

@@ -116,7 +116,7 @@ class ProvingMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         )
         self._digest = histogram("digest", "Time to digest a request's KV on one rank.")
         self._fetch = histogram("fetch", "Time to fetch P's digests and compare, beside the engine's steps.")
-        for status in ("equal", "mismatch", "unverified"):  # Zero is told, too.
+        for status in ("equal", "mismatch", "unverified"):  # A count of zero is told, too.
             for values in per_engine_labelvalues.values():
                 self._proofs.labels(*values, status)
                 self._words.labels(*values, status)

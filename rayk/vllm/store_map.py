@@ -1,8 +1,7 @@
 """Where vLLM's store kernels put each element of K and V in a block, learned by storing numbered values.
 
-A cache's shape does not tell: the CPU backend keeps K transposed. So the layer's own
-`do_kv_cache_update` stores numbers into a scratch cache of the same strides, and the places where they turn
-up are the map. Whatever is read through it goes through what the kernel writes.
+A cache's shape does not tell: the CPU backend keeps K transposed. So the layer's own `do_kv_cache_update`
+stores numbers into a scratch cache of the same strides. The places where they turn up are the map.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ NOT_MEASURED = frozenset(BACKENDS) - {"CPU_ATTN"}
 _DIGITS: Mapping[torch.dtype, int] = MappingProxyType(
     {torch.float32: 1 << 24, torch.float16: 1 << 11, torch.bfloat16: 1 << 8, torch.uint8: 2}
 )
-"""How many integers from 0 on an element holds exactly: the base in which places are numbered. A byte of fp8
-holds them by a scale: it tells 0 from 1."""
+"""How many integers, from 0 on, an element holds exactly: the base in which places are numbered. A byte of
+fp8 holds values times a scale, so it only tells 0 from 1."""
 _UNWRITTEN = {torch.uint8: 0x7F}
 """What no digit is stored as; -1 if not said otherwise. 0x7F is NaN in fp8."""
 _BLOCK = 1
@@ -95,7 +94,7 @@ class BlockMap:
 
 
 def store_of(layer: Any) -> Store:
-    """The store kernel of one of vLLM's attention layers, as the layer calls it.
+    """Call the store kernel of one of vLLM's attention layers as the layer does.
 
     Raises Unsupported for a backend that rayk has no probe of.
     """
@@ -113,8 +112,8 @@ def learn_block_map(
 ) -> BlockMap:
     """Learn the map of a layer's cache, [kernel blocks, heads, tokens, content], which is left untouched.
 
-    `sizes`: elements of a key and of a value, which the layer computes in `dtype`. Raises Unsupported where
-    the store does not write every element of its own block, and no other, exactly once.
+    `sizes`: elements of a key and of a value, which the layer computes in `dtype`. Raises Unsupported unless
+    the store writes every element of its own block exactly once, and nothing else.
     """
     num_tokens = int(cache.shape[2])
     scratch = _scratch_like(cache)
@@ -145,7 +144,7 @@ def _store_numbers(
     shapes: Sequence[tuple[int, int, int]],
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The number that each element of the block holds after `numbers`, those of K and of V, were stored:
+    """Store `numbers` of K and of V, and read which one each element of the block holds. They are stored
     digit by digit, in as many passes as the cache's dtype needs."""
     if scratch.dtype not in _DIGITS:
         raise Unsupported(f"a KV cache of {scratch.dtype}: rayk proves {', '.join(map(str, _DIGITS))}")
@@ -172,8 +171,8 @@ def _store_numbers(
 
 
 def _scratch_like(cache: torch.Tensor) -> torch.Tensor:
-    """Three blocks with the strides of the cache; dense in the same order of axes where blocks are not
-    outermost, since these strides would span all of the cache."""
+    """Make three blocks with the strides of the cache. Where blocks are not outermost these strides would
+    span the whole cache, so the blocks are dense there, with the same order of axes."""
     shape, strides = (3, *cache.shape[1:]), cache.stride()
     if strides[0] < max(strides):
         outermost_first = sorted(range(cache.dim()), key=lambda axis: -strides[axis])

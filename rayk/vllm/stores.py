@@ -1,6 +1,7 @@
 """vLLM's caches of KV as stores, which `rayk conformance` tries for identity: its prefix cache, its offload
-to host memory and files, and its connectors. Without a model or a GPU: an engine's configuration is made, no
-engine. They run in vLLM's environment, and read what its scheduler reads: requests, hashed by its hasher.
+to host memory and files, and its connectors. No engine, model or GPU is needed, only an engine's
+configuration. Stores run in vLLM's environment, and are asked as its scheduler asks: with requests, hashed by
+vLLM.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def engine_config(
         ),
     )
     made = arguments.create_engine_config()
-    made.cache_config.kv_cache_layout = LAYOUT  # that an engine would choose at its start
+    made.cache_config.kv_cache_layout = LAYOUT  # an engine would choose it at its start
     return made
 
 

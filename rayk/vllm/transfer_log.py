@@ -1,5 +1,5 @@
-"""What NIXL measured of each request's reads. vLLM's NixlConnector adds them up over all requests; here they
-are told apart, by standing in for the one call that it measures with."""
+"""What NIXL measured of each request's reads. vLLM's NixlConnector only keeps sums over all requests. So this
+module replaces the one call with which it measures, and keeps the reads of each request apart."""
 
 from __future__ import annotations
 
