@@ -88,7 +88,7 @@ class AttentionBackend(Protocol):
     def build(
         self, common: CommonAttentionMetadata, window: int | None, chunk: int | None = None
     ) -> PagedAttentionMetadata:
-        """Metadata for the layers of one attention group, once per group and step. `common` is already
+        """Build metadata for the layers of one attention group, once per group and step. `common` is already
         transformed for the window or the chunk."""
         ...
 

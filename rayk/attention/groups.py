@@ -93,8 +93,8 @@ class AttentionGroups:
     def see(
         self, commons: Mapping[int, CommonAttentionMetadata], wanted: np.ndarray | None = None
     ) -> dict[AttentionView, CommonAttentionMetadata]:
-        """The step by view, from the common metadata of each KV group with attention layers. Views that
-        compute nothing are left out, and equal results are the same object.
+        """Return the step by view, from the common metadata of each KV group with attention layers. Views
+        that compute nothing are left out, and equal results are the same object.
 
         `wanted`: ascending packed tokens [M] whose logits are wanted; None: all tokens are computed
         everywhere.
@@ -106,8 +106,8 @@ class AttentionGroups:
     def build(
         self, seen: Mapping[AttentionView, CommonAttentionMetadata]
     ) -> dict[int, PagedAttentionMetadata]:
-        """Metadata by layer, for layers whose view is present. Groups with the same backend, transformed
-        metadata, window and chunk share one build."""
+        """Build metadata by layer, for layers whose view is present. Groups with the same backend,
+        transformed metadata, window and chunk share one build."""
         assert self._groups is not None, "attention groups are not initialised"
         shared: dict[tuple[object, ...], PagedAttentionMetadata] = {}
         built: dict[int, PagedAttentionMetadata] = {}
@@ -132,7 +132,7 @@ class _StepTransforms:
         self._windowed = cache(sliding_window)
 
     def see(self, common: CommonAttentionMetadata, view: AttentionView) -> CommonAttentionMetadata | None:
-        """The step as the view's layers see it; None if they compute nothing."""
+        """Return the step as the view's layers see it; None if they compute nothing."""
         seen: CommonAttentionMetadata | None = common
         if view.fast_prefill and self._reduced is not None:
             seen = self._reduced(common)

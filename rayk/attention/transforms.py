@@ -57,7 +57,7 @@ def virtual_batches(query_lens: np.ndarray, seq_lens: np.ndarray, chunk: int) ->
 
 
 def chunked_local(common: CommonAttentionMetadata, chunk: int) -> CommonAttentionMetadata:
-    """The step for layers whose tokens see only their own chunk: R becomes V. N divides `chunk`."""
+    """Return the step for layers whose tokens see only their own chunk: R becomes V. N divides `chunk`."""
     size = common.block_size
     assert chunk % size == 0, f"chunks of {chunk} positions do not begin where kernel blocks of {size} do"
     if common.max_seq_len <= chunk:
@@ -69,8 +69,8 @@ def chunked_local(common: CommonAttentionMetadata, chunk: int) -> CommonAttentio
 
 
 def sliding_window(common: CommonAttentionMetadata, window: int) -> CommonAttentionMetadata:
-    """The step for layers whose tokens see `window` keys, themselves included: tables and lengths begin at
-    the first kernel block that some token of the request sees."""
+    """Return the step for layers whose tokens see `window` keys, themselves included: tables and lengths
+    begin at the first kernel block that some token of the request sees."""
     if common.max_seq_len - window < common.block_size:
         return common
     starts, seq_lens = _host(common)
@@ -83,8 +83,8 @@ def sliding_window(common: CommonAttentionMetadata, window: int) -> CommonAttent
 
 
 def fast_prefill(common: CommonAttentionMetadata, wanted: np.ndarray) -> CommonAttentionMetadata | None:
-    """The step for layers that compute only the packed tokens `wanted` [M], ascending: requests without any
-    are left out. None if there are none.
+    """Return the step for layers that compute only the packed tokens `wanted` [M], ascending: requests
+    without any are left out. None if there are none.
 
     A request's wanted tokens must be its last ones, or causal attention would see the wrong keys. Slots are
     -1: such layers have no keys of their own to store.
@@ -116,8 +116,8 @@ def _rebuilt(
     key_lens: np.ndarray,
     first_columns: np.ndarray,
 ) -> CommonAttentionMetadata:
-    """Metadata with a row per entry of these arrays [V]: tokens of one of `requests`, whose keys begin at a
-    column of its block table."""
+    """Build metadata with a row per entry of these arrays [V]: tokens of one of `requests`, whose keys begin
+    at a column of its block table."""
     device = common.block_table.device
     starts = np.zeros(len(requests) + 1, dtype=np.int32)
     np.cumsum(query_lens, out=starts[1:])

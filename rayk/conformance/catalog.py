@@ -46,7 +46,7 @@ AnyCheck = TypeVar("AnyCheck", Check, StoreCheck, Check | StoreCheck)
 
 
 def all_checks(*, every_layout: bool = False) -> tuple[Check, ...]:
-    """Every check, simple ones first. `every_layout`: all 36 pairs of layouts instead of 12."""
+    """Return every check, simple ones first. `every_layout`: all 36 pairs of layouts instead of 12."""
     return (
         *_requests(),
         *_layouts(every_layout),
@@ -86,7 +86,7 @@ _FAULT_PAIRS = {
 
 
 def store_checks() -> tuple[StoreCheck, ...]:
-    """Every check of a store: what must be found, then what must not."""
+    """Return every check of a store: what must be found, then what must not."""
     return (*_hits(), *_identity(), *_lives())
 
 

@@ -148,7 +148,7 @@ class RankMemory:
 
 
 def _expected(view: LayerView, seed: int, num_tokens: int) -> Rows:
-    """The live rows of every unit of a layer's cache."""
+    """Return the live rows of every unit of a layer's cache."""
     live = view.live_rows(num_tokens)
     return {
         (field.name, unit): content(seed, view.layer, field, unit, live)

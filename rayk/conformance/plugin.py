@@ -59,7 +59,7 @@ _KIT = pytest.StashKey[Any]()
 
 
 def _kit(config: pytest.Config) -> Kit:
-    """The one kit of the run, started by the first test."""
+    """Return the one kit of the run, started by the first test."""
     from rayk.conformance.rig import Settings
     from rayk.conformance.runner import Kit
 

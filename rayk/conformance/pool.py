@@ -64,7 +64,7 @@ class HostProcess:
         self._is_waiting = True
 
     def finish(self, what: str, until: float) -> Any:
-        """The answer to the last call begun. `until`: monotonic seconds.
+        """Return the answer to the last call begun. `until`: monotonic seconds.
 
         Raises Raised (the connector's error), Hung, Died, UserError.
         """
@@ -142,7 +142,8 @@ class HostPool:
             self.facts = host.finish(f"importing {target}", until)
 
     def take(self, count: int) -> list[HostProcess]:
-        """The first `count` processes, all alive. Raises UserError if the connector cannot be imported."""
+        """Return the first `count` processes, all alive. Raises UserError if the connector cannot be
+        imported."""
         self._drop_dead()
         new = [HostProcess(self._folder.name, self._python) for _ in range(count - len(self._hosts))]
         # From here on `close` ends them, even if one cannot import the connector.

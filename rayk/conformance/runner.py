@@ -138,8 +138,8 @@ class Kit:
         return (self.run(check) for check in checks)
 
     def of_its_kind(self, checks: Sequence[Check | StoreCheck]) -> list[Check | StoreCheck]:
-        """Those checks that are for a connector, or for a store, whichever the class is. Raises UserError if
-        there are none."""
+        """Return those checks that are for a connector, or for a store, whichever the class is. Raises
+        UserError if there are none."""
         kind = StoreCheck if self.facts.is_store else Check
         found = [check for check in checks if isinstance(check, kind)]
         if not found:

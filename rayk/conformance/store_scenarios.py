@@ -37,7 +37,7 @@ class StoreRig:
         self._finds_prefixes = pool.facts.finds_prefixes
 
     def key(self, num_blocks: int = 2, *, first: int = 100, **fields: Any) -> StoreKey:
-        """A prompt of whole blocks; equal arguments give equal ones."""
+        """Return a prompt of whole blocks; equal arguments give equal ones."""
         tokens = tuple(range(first, first + num_blocks * self.block_tokens))
         return StoreKey(token_ids=tokens, **fields)
 
@@ -261,7 +261,7 @@ def restart(rig: StoreRig, field: str = "") -> None:
 
 
 def _variants(rig: StoreRig, field: str, num_blocks: int = 2) -> list[StoreKey]:
-    """Keys of equal tokens that differ in one field alone; without a field, in a token."""
+    """List keys of equal tokens that differ in one field alone; without a field, in a token."""
     if field == "multimodal":
         plain = _with_items(rig, num_blocks=num_blocks, placeholders=(2, 8))
         items = [MultimodalItem(hash=h, offset=2, length=6) for h in (HASH, HASH[::-1])]

@@ -168,7 +168,7 @@ class VllmConnector(BaseConnector):
         super().close()
 
     def _matched(self, as_vllm: Any, request: KVRequest) -> tuple[int, bool]:
-        """(tokens that can be loaded, whether after the step), waiting while the connector looks."""
+        """Return (tokens that can be loaded, whether after the step), waiting while the connector looks."""
         until = time.monotonic() + request.deadline_s
         while (answer := _call(self._scheduler, "get_num_new_matched_tokens", as_vllm, 0) or (0, False))[
             0
@@ -358,14 +358,14 @@ def _write(cache: torch.Tensor, ids: Sequence[int], pages: Sequence[bytes]) -> N
 
 
 def _read(cache: torch.Tensor, block: int) -> bytes:
-    """The page of a block; all of its bytes where it does not repeat one."""
+    """Return the page of a block; all of its bytes where it does not repeat one."""
     found = cache[block].contiguous().view(torch.uint8).numpy().tobytes()
     page = found[:PAGE_BYTES]
     return page if found == page * (len(found) // PAGE_BYTES) else found
 
 
 def _call(half: Any, method: str, *arguments: Any) -> Any:
-    """The method's answer; None if the interface makes it optional."""
+    """Return the method's answer; None if the interface makes it optional."""
     found = getattr(half, method, None)
     return None if found is None else found(*arguments)
 

@@ -213,7 +213,7 @@ class Leader:
             self._inbox.get_nowait()()
 
     def plan(self) -> Turn:
-        """The next turn: posted commands, the hand-over's commands, and the scheduler's batch."""
+        """Return the next turn: posted commands, the hand-over's commands, and the scheduler's batch."""
         own = self._handover.commands() if self._handover is not None else ()
         batch = self.scheduler.schedule()
         for state in self.scheduler.take_admitted():
@@ -432,7 +432,7 @@ class Leader:
         return bool(runnable or self._calls or self._stopping)
 
     def _patience(self) -> float:
-        """Seconds to wait for something to do."""
+        """Choose the seconds to wait for something to do."""
         if self._busy():
             return 0.0
         if not self._watching():

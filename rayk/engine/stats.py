@@ -125,7 +125,7 @@ def _drain(values: list[float]) -> list[float]:
 
 
 def rank_stats(meter: Meter, rank: EngineRank, leader: Leader | None) -> StepStats:
-    """The counts of a rank's steps; on rank 0 the meter also reports what the leader counts."""
+    """Return the counts of a rank's steps; on rank 0 the meter also reports what the leader counts."""
     device = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "cpu"
     comm = rank.comm if isinstance(rank.comm, TimedComm) else None
     costs, dtype = StepCosts(rank), rank.config.dtype

@@ -116,7 +116,7 @@ def measure(
     routed: Mapping[str, float] | None = None,
     further: torch.Tensor | None = None,
 ) -> Bound:
-    """The bound from eager's absolute errors, [any shape].
+    """Return the bound from eager's absolute errors, [any shape].
 
     `further`: its errors of like values that are not compared, or in a rougher dtype; they count where
     `noise` is short. All-zero noise (eager is the exact run itself) leaves the floor. Infinite errors, where

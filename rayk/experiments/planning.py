@@ -43,7 +43,7 @@ class ExperimentPlan:
     """Interpreter of vLLM's environment -> its vLLM; empty where the engines run on another machine."""
 
     def on_device(self, device: str) -> ExperimentPlan:
-        """The plan where `auto` is `device`. Raises SpecError where an engine cannot run on that."""
+        """Return the plan where `auto` is `device`. Raises SpecError where an engine cannot run on that."""
         cells = [(cell.on_device(device), prompts) for cell, prompts in self.cells]
         for cell, _ in cells:
             if cell.unsupported is None and not cell.vllm:
@@ -95,7 +95,7 @@ def plan_experiment(
 
 
 def in_running_order(cells: Sequence[PlannedCell]) -> list[PlannedCell]:
-    """Cells as they run: those that share engines of vLLM's follow each other."""
+    """List cells as they run: those that share engines of vLLM's follow each other."""
     return [cells[index] for index in in_order([cell.vllm_engines for cell, _ in cells])]
 
 

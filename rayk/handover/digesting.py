@@ -35,8 +35,8 @@ class Digesting:
         self._made.append((name, future))
 
     def take(self) -> tuple[tuple[tuple[str, TicketPart], ...], tuple[tuple[str, str], ...]]:
-        """Those that are done since the last call, in order: what was made, and what could not be made and
-        why. A store may fail (there was no memory for it, say): the engine goes on, and whoever reads its
+        """Return those that are done since the last call, in order: what was made, and what could not be made
+        and why. A store may fail (there was no memory for it, say): the engine goes on, and whoever reads its
         log finds the stack there."""
         done, failed = [], []
         while self._made and self._made[0][1].done():

@@ -30,7 +30,7 @@ def strike_process(kind: str) -> None:
 
 
 def pusher_agent(agent: TransferAgent, role: str, faults: Sequence[TransferFault]) -> TransferAgent:
-    """A pusher's agent, with the faults that hit it; the agent itself where none does."""
+    """Return a pusher's agent, with the faults that hit it; the agent itself where none does."""
     hits = [f for f in faults if f.point in PUSHED_POINTS and f.remote != role]
     if not hits:
         return agent

@@ -239,7 +239,7 @@ class TransferHandover:
         return hand_over
 
     def commands(self) -> tuple[object, ...]:
-        """Tickets to write, reads to start, rows to copy."""
+        """List tickets to write, reads to start and rows to copy."""
         self.receiving.turn()
         self.reservations.turn()
         if self.offloading is not None:

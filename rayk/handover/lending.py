@@ -46,7 +46,7 @@ class Lending:
         return request_id in self._lease_ids
 
     def request_of(self, lease_id: str) -> str | None:
-        """The request of an open lease."""
+        """Return the request of an open lease."""
         return next((r for r, lease in self._lease_ids.items() if lease == lease_id), None)
 
     def lend(self, request_id: str, num_tokens: int, tables: BlockTables) -> MakeTicket:

@@ -42,7 +42,7 @@ class PlantedFault:
         return self.request is None or index == str(self.request)
 
     def flipped_bit(self) -> TransferFault:
-        """One bit of the first token's first bytes, chosen by the seed."""
+        """Return one bit of the first token's first bytes, chosen by the seed."""
         return TransferFault(kind=FLIP_BIT, byte=self.seed // 8 % 16, bit=self.seed % 8)
 
 
@@ -55,7 +55,7 @@ class FaultBox:
         """(kind, point) -> how many have struck."""
 
     def take(self, kind: str, request_id: str) -> PlantedFault | None:
-        """The fault of this kind that hits this request, used up by asking; None if there is none."""
+        """Return the fault of this kind that hits this request, used up by asking; None if there is none."""
         for fault in self._left:
             if fault.kind == kind and fault.hits(request_id):
                 self._left.remove(fault)

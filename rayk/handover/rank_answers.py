@@ -25,5 +25,5 @@ class RankAnswers(Generic[T]):
         return self.is_complete
 
     def in_order(self) -> list[T]:
-        """The answers by rank, when every rank has answered."""
+        """Return the answers by rank, when every rank has answered."""
         return [self._answers[rank] for rank in range(self._tp)]

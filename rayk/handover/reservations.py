@@ -232,8 +232,8 @@ class Reservations:
 def reserve_blocks(
     leader: Leader, key: str, num_tokens: int, held: LocalPrefix | None = None
 ) -> BlockTables | None:
-    """Blocks for the first `num_tokens` tokens of a sequence, which come from elsewhere, but for what is
-    `held`; None while they are short.
+    """List blocks for the first `num_tokens` tokens of a sequence, which come from elsewhere, but for what
+    is `held`; None while they are short.
 
     Requests that are here already have come first: each keeps a block per group to go on with.
     """

@@ -156,7 +156,7 @@ class Storing:
         return not known or (small and len(known) < ACTIVE_STORES)
 
     def _new_bytes(self, store: PendingStore) -> int:
-        """Bytes of it that the tier is not known to have."""
+        """Count the bytes of it that the tier is not known to have."""
         return self._side.bytes_of(store.num_tokens, self.num_stored(store.request_id))
 
     def on_refused(self, command: MakeStore, error: RaykError | None) -> None:
@@ -210,8 +210,8 @@ class Storing:
             known.clear()
 
     def _whole(self, num_tokens: int) -> int:
-        """The most of so many tokens that can be stored so as to be found: a whole number of the tier's
-        blocks, at the end of a block of states, which is written no longer then."""
+        """Return the most of so many tokens that can be stored so as to be found: a whole number of the
+        tier's blocks, at the end of a block of states, which is written no longer then."""
         groups = self._side.leader.manager.groups
         sizes = [g.spec.block_size for g in groups if not g.spec.has_token_rows]
         unit = math.lcm(self._side.facts.unit_tokens, *sizes)

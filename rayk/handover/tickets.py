@@ -26,7 +26,7 @@ def make_ticket(parts: Sequence[TicketPart], **fields: Any) -> TransferTicket:
 
 
 def agreed_generations(parts: Sequence[TicketPart | Reserved]) -> tuple[tuple[int, ...], ...]:
-    """The generations of blocks, of which all ranks count the same."""
+    """Return the generations of blocks, of which all ranks count the same."""
     generations = parts[0].generations
     assert all(p.generations == generations for p in parts), "ranks disagree on generations"
     return generations

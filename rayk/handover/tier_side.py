@@ -112,7 +112,7 @@ class TierSide:
             LOG.warning("%s asks its host tier for nothing for %.0f s: %s", self.engine, pause_s, why)
 
     def new_name(self, kind: str, request_id: str) -> str:
-        """A name for a store or a swap that no other has, on any engine."""
+        """Return a name for a store or a swap that no other has, on any engine."""
         return f"{self.engine}/{self.epoch}/{kind}{next(self._numbers)}/{request_id}"
 
     def bytes_of(self, num_tokens: int, first_row: int) -> int:

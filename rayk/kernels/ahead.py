@@ -118,8 +118,8 @@ def read_amd_use(assembly: str) -> tuple[int, int]:
 
 
 def untouched_stack(ptx: str) -> int:
-    """Bytes of stack that a kernel reserves but never touches: LLVM leaves some behind. The assembler's own
-    spills do not show in PTX."""
+    """Count the bytes of stack that a kernel reserves but never touches: LLVM leaves some behind. The
+    assembler's own spills do not show in PTX."""
     if "st.local" in ptx or "ld.local" in ptx:
         return 0
     sizes = re.findall(r"\.local \.align \d+ \.b8\s+__local_depot\d+\[(\d+)\]", ptx)

@@ -20,7 +20,7 @@ def default_impl(is_cuda: bool) -> str:
 
 @functools.cache
 def implementation(operation: str, impl: str) -> Callable[..., torch.Tensor]:
-    """The function `<operation>_<impl>` of the operation's folder.
+    """Return the function `<operation>_<impl>` of the operation's folder.
 
     It is imported on first use: importing Triton takes a second, which CPU ranks would wait for.
     """

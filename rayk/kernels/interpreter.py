@@ -19,5 +19,5 @@ _LOCK = threading.Lock()
 
 
 def launching() -> contextlib.AbstractContextManager[object]:
-    """A context to hold around a kernel launch."""
+    """Return a context to hold around a kernel launch."""
     return _LOCK if INTERPRETED else contextlib.nullcontext()

@@ -98,7 +98,7 @@ def load_native(source: Path) -> NativeLibrary:
 
 
 def build_native(source: Path, compiler: str, directory: Path) -> Path:
-    """Path of the library of `source` in `directory`, built if absent. Raises CalledProcessError,
+    """Return the path of the library of `source` in `directory`, built if absent. Raises CalledProcessError,
     TimeoutExpired or OSError."""
     target = directory / f"{source.parent.name}-{_fingerprint(source, compiler)}.so"
     if target.exists():
@@ -116,7 +116,7 @@ def build_native(source: Path, compiler: str, directory: Path) -> Path:
 
 
 def cache_directory() -> Path:
-    """The user's cache, or a temporary folder of this process if that is not writable."""
+    """Return the user's cache, or a temporary folder of this process if that is not writable."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     directory = base / "rayk" / "native"
     try:

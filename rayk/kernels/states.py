@@ -14,7 +14,8 @@ from rayk.kernels.segments import NO_SLOT, Segments
 
 
 def read_states(state: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """Copies of state[slots] ([R] int64) in the view's dtype: [R, ...]. NO_SLOT gives zeros, unread."""
+    """Return copies of state[slots] ([R] int64) in the view's dtype: [R, ...]. NO_SLOT gives zeros,
+    unread."""
     is_kept = slots != NO_SLOT
     if bool(is_kept.all()):
         # Some times faster than indexing, which goes element by element.
@@ -49,8 +50,8 @@ class Walk:
     """(end, write slot) of each, ascending; the last end is `stop`."""
 
     def chunks(self, size: int) -> Iterator[tuple[int, int, int]]:
-        """(start, stop, write slot) of runs of up to `size` tokens that cross no segment end; the slot is
-        NO_SLOT unless a segment ends there."""
+        """Yield (start, stop, write slot) of runs of up to `size` tokens that cross no segment end; the slot
+        is NO_SLOT unless a segment ends there."""
         start = self.start
         for end, slot in self.segments:
             while start < end:

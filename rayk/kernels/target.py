@@ -49,7 +49,7 @@ TARGETS = {target.name: target for target in _KNOWN}
 
 
 def target_named(name: str, num_multiprocessors: int | None = None) -> Target:
-    """The known target of this name, or one with the smallest shared memory of its vendor."""
+    """Return the known target of this name, or one with the smallest shared memory of its vendor."""
     known = TARGETS.get(name)
     shared_bytes = known.shared_bytes if known else 65_536 if name.startswith("gfx") else 101_376
     number = num_multiprocessors or (known.num_multiprocessors if known else 64)

@@ -151,8 +151,8 @@ class BlockPool:
 
 
 def _find_run(free: Sequence[int], num_blocks: int, after: int | None) -> list[int] | None:
-    """A run of `num_blocks` consecutive ids among these ascending ones, or None. A single block is a run only
-    if it follows `after`."""
+    """Return a run of `num_blocks` consecutive ids among these ascending ones, or None. A single block is a
+    run only if it follows `after`."""
     ids = np.array(free, dtype=np.int64)
     # ids[i + n - 1] - ids[i] == n - 1 exactly where n consecutive ids start at i.
     spans = ids[num_blocks - 1 :] - ids[: len(ids) - num_blocks + 1]

@@ -25,8 +25,8 @@ class BlockTable:
 
 
 def live_part(group: KVCacheGroup, table: BlockTable, num_tokens: int) -> BlockTable | None:
-    """The part of a table that is live after `num_tokens` tokens; None if some of these rows are missing or
-    will be overwritten."""
+    """Return the part of a table that is live after `num_tokens` tokens; None if some of these rows are
+    missing or will be overwritten."""
     size = group.spec.block_size
     starts = [lane.live_rows(num_tokens).start for lane in group.lanes]
     stop = -(-num_tokens // size)

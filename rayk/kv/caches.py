@@ -61,7 +61,7 @@ class OwnsCache(Protocol):
         ...
 
     def field_views(self) -> tuple[FieldView, ...]:
-        """Every field of the bound cache, derived from the tensors that the kernels use."""
+        """Return every field of the bound cache, derived from the tensors that the kernels use."""
         ...
 
 
@@ -110,8 +110,9 @@ class CanonicalKVCaches:
             table[torch.from_numpy(ids).to(table.device)] += 1
 
     def view(self, layer: int, part: str = "attention") -> CacheView:
-        """The typed view that a layer's kernels use: [B, H, N, C], C dense with the fields side by side; a
-        mapping if there are several bundles (see CacheView). KeyError if the layer keeps no such part."""
+        """Return the typed view that a layer's kernels use: [B, H, N, C], C dense with the fields side by
+        side; a mapping if there are several bundles (see CacheView). KeyError if the layer keeps no such
+        part."""
         for group in self.geometry.groups:
             if (layer, part) in group.group.keys:
                 position = group.group.layers.index(layer)
@@ -204,7 +205,7 @@ class _HostMemory(mmap.mmap):
 def _tensors(
     pages: torch.Tensor, geometry: RankGeometry
 ) -> tuple[tuple[torch.Tensor, ...], tuple[tuple[BlockReference, ...], ...]]:
-    """The tensors that cover the pages, and each group's references."""
+    """Return the tensors that cover the pages, and each group's references."""
     blocks = geometry.num_blocks
     if geometry.layout.block_outermost:
         # One tensor holds whole blocks of every group.
@@ -224,8 +225,8 @@ def _tensors(
 
 
 def _stretches(geometry: RankGeometry) -> Iterator[tuple[int, int | None]]:
-    """(bytes of a block, position of the layer it belongs to or None for all) for every index of the axes
-    outside B, in order. Padding positions come last."""
+    """Yield (bytes of a block, position of the layer it belongs to or None for all) for every index of the
+    axes outside B, in order. Padding positions come last."""
     first, around = geometry.groups[0], geometry.layout.around_blocks
     positions = first.group.num_positions
     if around == "L":

@@ -84,8 +84,8 @@ class PageField:
 
 
 def twin_taps(fields: Sequence[PageField]) -> tuple[PageField, PageField] | None:
-    """The first two convolution fields that differ only by name (B and C of Mamba2, q and k of a gated delta
-    net): exchanging them keeps every shape. None if there are none."""
+    """Return the first two convolution fields that differ only by name (B and C of Mamba2, q and k of a gated
+    delta net): exchanging them keeps every shape. None if there are none."""
     for i, first in enumerate(fields):
         for second in fields[i + 1 :]:
             if first.taps and replace(second, name=first.name, bundle=first.bundle) == first:

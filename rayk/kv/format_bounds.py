@@ -17,8 +17,8 @@ Floats = npt.NDArray[np.float64]
 
 
 def error_bound(kv_format: KVFormat, values: Floats, scale: float = 1.0) -> Floats:
-    """The most by which each of `values` [..., head elements] differs after a round trip. `scale` is the
-    layer's scale, where the format has one."""
+    """Return the most by which each of `values` [..., head elements] differs after a round trip. `scale` is
+    the layer's scale, where the format has one."""
     size = np.abs(np.asarray(values, dtype=np.float64))
     # Scales and quotients are also rounded to float32: 2^-24 of a value that may be off by 2^-4.
     slack = 1 + 2.0**-18

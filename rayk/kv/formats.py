@@ -109,7 +109,7 @@ class KVFormat:
         return (*data, *(StoredField(f"{side}_scale", "float32", width, "kv") for side in sizes))
 
     def elements(self, row_bytes: int) -> int:
-        """Number of elements of a k (or v) that takes `row_bytes` bytes."""
+        """Count the elements of a k (or v) that takes `row_bytes` bytes."""
         return row_bytes * 2 if self.scales == "block" else row_bytes // ITEMSIZE[self.storage]
 
     def data_bytes(self, elements: int) -> int:

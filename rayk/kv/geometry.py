@@ -100,7 +100,7 @@ class GroupGeometry:
         return tuple(tuple(f for f in self.fields if f.field.bundle == name) for name in names)
 
     def field(self, name: str) -> FieldGeometry:
-        """The field of this name; KeyError if the group has none."""
+        """Return the field of this name; KeyError if the group has none."""
         for f in self.fields:
             if f.field.name == name:
                 return f
@@ -132,7 +132,7 @@ class RankGeometry:
         return self.generations_offset + self.num_blocks * GENERATION_BYTES
 
     def describe(self, byte: int) -> list[Coordinate]:
-        """The coordinates of a byte, one per group (they share block ids); none for padding and
+        """Return the coordinates of a byte, one per group (they share block ids); none for padding and
         generations."""
         return [c for g in self.groups for f in g.fields for c in _decode(g, f, byte, self.num_blocks)]
 
@@ -200,7 +200,8 @@ def layout_veto(
 
 
 def canonical_page(group: KVCacheGroup) -> GroupGeometry:
-    """The canonical page of a group's layers: per bundle [unit, layer, row, byte], all units, no padding.
+    """Return the canonical page of a group's layers: per bundle [unit, layer, row, byte], all units, no
+    padding.
 
     It is the geometry of an imaginary rank that holds everything, in BHLNC order, without padding positions.
     """
@@ -225,12 +226,12 @@ def _bundles(fields: Sequence[PageField]) -> list[list[PageField]]:
 
 
 def _bundle_shape(fields: Sequence[PageField]) -> tuple[int, int, int]:
-    """(units, readers, bytes of a unit), which decide how a bundle lies on any rank."""
+    """Return (units, readers, bytes of a unit), which decide how a bundle lies on any rank."""
     return fields[0].units, fields[0].readers, sum(f.unit_bytes for f in fields)
 
 
 def _difference(one: KVCacheGroup, other: KVCacheGroup) -> str:
-    """The first bundle in which two groups differ, in words; "" if there is none."""
+    """Return the first bundle in which two groups differ, in words; "" if there is none."""
     names = [g.spec.kind for g in (one, other)]
     if names[0] == names[1]:
         names = [f"{g.spec.kind} (layer {g.layers[0]})" for g in (one, other)]
@@ -283,7 +284,7 @@ class _Share:
     """Bytes of one manager's block at one index of the axes outside B."""
 
     def place(self, step: int) -> GroupGeometry:
-        """The group in a pool with this step; padding goes to the end of each kernel block."""
+        """Return the group in a pool with this step; padding goes to the end of each kernel block."""
         outer = dict(self.outer)
         if "B" in outer:
             outer["B"] = step // self.ratio
@@ -340,8 +341,8 @@ def _lay_out(
 
 
 def _strides(axes: str, sizes: Mapping[str, int], step: int, padding: int) -> tuple[dict[str, int], int]:
-    """Strides of `axes` around an item of `step` bytes, and the total bytes. Pages and blocks start at
-    multiples of `padding`."""
+    """Compute the strides of `axes` around an item of `step` bytes, and the total bytes. Pages and blocks
+    start at multiples of `padding`."""
     strides: dict[str, int] = {}
     for axis in reversed(axes):
         if axis in "LB":

@@ -59,7 +59,7 @@ class KVCacheGroup:
         return tuple(dict.fromkeys(self.seen)) or (self.spec,)
 
     def seen_by(self, layer: int) -> KVCacheSpec:
-        """The spec of the rows that later tokens may still read in this layer."""
+        """Return the spec of the rows that later tokens may still read in this layer."""
         return self.seen[self.layers.index(layer)] if self.seen else self.spec
 
 
@@ -104,7 +104,7 @@ def max_request_blocks(groups: Sequence[KVCacheGroup], num_tokens: int, max_batc
 def group_layers(
     specs: Mapping[CacheKey, KVCacheSpec], seen: Mapping[CacheKey, KVCacheSpec] | None = None
 ) -> tuple[KVCacheGroup, ...]:
-    """The groups of a model's caches, kinds in order of first appearance.
+    """Return the groups of a model's caches, kinds in order of first appearance.
 
     A kind with more layers than a group has positions is dealt round-robin into several groups. A group's
     spec has the block size to which its pages have grown. `seen`: the spec of the rows each layer can see,
@@ -129,8 +129,9 @@ def group_layers(
 
 
 def choose_positions(kinds: Sequence[tuple[KVCacheSpec, int]]) -> int:
-    """Positions per group for kinds of layers (spec, number of layers): the cheapest for a reference request,
-    or fewer groups if these cost and hold at most SLACK times as much. Block sizes of the specs do not count.
+    """Choose the positions per group for kinds of layers (spec, number of layers): the cheapest for a
+    reference request, or fewer groups if these cost and hold at most SLACK times as much. Block sizes of the
+    specs do not count.
     """
     # A state has one block per request.
     specs = [
@@ -151,7 +152,7 @@ def choose_positions(kinds: Sequence[tuple[KVCacheSpec, int]]) -> int:
 def unify_pages(
     specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: int
 ) -> tuple[KVCacheSpec, ...]:
-    """The specs with pages made alike as far as whole blocks allow.
+    """Return the specs with pages made alike as far as whole blocks allow.
 
     Specs with token rows grow until another block would not fit into the largest page, or just beyond it (the
     largest is then padded), whichever costs a reference request less. States have one row and do not grow.
@@ -188,7 +189,7 @@ def measure_groups(
 
 
 def waste_tokens(max_positions: int) -> int:
-    """Length of the request by which waste is reported, limited to the model's positions."""
+    """Return the length of the request by which waste is reported, limited to the model's positions."""
     return min(REFERENCE_TOKENS, max_positions)
 
 
@@ -208,7 +209,7 @@ def _grow(spec: KVCacheSpec, target_bytes: int) -> KVCacheSpec:
 def _reference_blocks(
     specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: int
 ) -> tuple[int, int]:
-    """(blocks, bytes) that a reference request holds."""
+    """Return (blocks, bytes) that a reference request holds."""
     page = max(page_bytes(spec) for spec in specs)
     num_blocks = (held_blocks(spec, spec.fullest_at(REFERENCE_TOKENS)) for spec in specs)
     blocks = sum(n * count for n, count in zip(num_groups, num_blocks, strict=True))

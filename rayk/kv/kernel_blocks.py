@@ -26,7 +26,7 @@ def kernel_block_sizes(
     by_kind: Mapping[str, int],
     chunks: Sequence[Sequence[int]] | None = None,
 ) -> tuple[int, ...]:
-    """Rows of a kernel block per group: by kind, else `default`, else a whole block.
+    """Choose the rows of a kernel block per group: by kind, else `default`, else a whole block.
 
     `chunks`: per group, the chunk lengths of its layers. Each chunk must begin with a kernel block, so that
     kernel blocks become parts of a block where chunks do not begin with a whole one.
@@ -46,7 +46,7 @@ def bad_kernel_blocks(
     chunks: Sequence[Sequence[int]],
     block_size: int,
 ) -> BadKernelBlocks | None:
-    """The first thing that is wrong with the requested sizes, or None.
+    """Return the first thing that is wrong with the requested sizes, or None.
 
     A kernel block must divide its group's blocks and its layers' chunks, and kinds must name groups of the
     model. `block_size`: tokens of a block before it grew.

@@ -47,14 +47,14 @@ class LayoutResolution:
 
 
 def get_layout(name: str) -> KVCacheLayout:
-    """The layout of this name; UserError names all of them otherwise."""
+    """Return the layout of this name; UserError names all of them otherwise."""
     if name not in LAYOUTS:
         raise UserError(f"unknown KV-cache layout {name!r}", mend=f"one of {', '.join(LAYOUTS)}")
     return LAYOUTS[name]
 
 
 def resolve_layout(requested: str, parties: Sequence[tuple[str, Veto]]) -> LayoutResolution:
-    """The most preferred layout that no party vetoes.
+    """Return the most preferred layout that no party vetoes.
 
     `requested` is a layout name (the user then vetoes all others) or "auto". Raises LayoutVetoed with the
     whole table if nothing is left.

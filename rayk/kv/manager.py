@@ -169,8 +169,8 @@ class KVCacheManager:
         unit_tokens: int,
         cache_salt: str | None = None,
     ) -> LocalPrefix:
-        """The cached part of a sequence of `num_tokens` tokens that will come from elsewhere: its live rows
-        before a multiple of `unit_tokens`."""
+        """Return the cached part of a sequence of `num_tokens` tokens that will come from elsewhere: its live
+        rows before a multiple of `unit_tokens`."""
         nothing = LocalPrefix(0, tuple(() for _ in self.groups))
         if self.prefixes is None:
             return nothing
@@ -204,8 +204,8 @@ class KVCacheManager:
         elsewhere: Elsewhere | None = None,
         cache_salt: str | None = None,
     ) -> FoundPrefix:
-        """The longest usable prefix whose blocks are here or `elsewhere`: a multiple of `unit_tokens`, up to
-        `max_tokens`. Changes nothing.
+        """Return the longest usable prefix whose blocks are here or `elsewhere`: a multiple of `unit_tokens`,
+        up to `max_tokens`. Changes nothing.
 
         `held_tokens`: the caller already has the live rows of this many leading tokens; only longer prefixes
         count.
@@ -236,7 +236,7 @@ class KVCacheManager:
     def _find(
         self, keys: PrefixKeys, max_tokens: int, held_tokens: int, there: Elsewhere
     ) -> FoundPrefix | None:
-        """One attempt of find_prefix; None if nothing is found."""
+        """Return one attempt of find_prefix; None if nothing is found."""
         assert self.prefixes is not None
 
         def needed(g: KVCacheGroup, lane: KVCacheSpec, n: int) -> range:
@@ -277,7 +277,7 @@ class KVCacheManager:
         return lacking
 
     def adopt(self, name: str, found: FoundPrefix) -> tuple[tuple[int, ...], ...] | None:
-        """Tables for a prefix that `find_prefix` just returned: cached blocks are shared, missing ones
+        """Make tables for a prefix that `find_prefix` just returned: cached blocks are shared, missing ones
         allocated where `found.missing` says. None, with nothing changed, if blocks are short.
 
         The caller bumps the generations of the fresh blocks, fills them as `found.since` says, and then calls
@@ -308,9 +308,9 @@ class KVCacheManager:
     def reserve_live(
         self, request_id: str, num_tokens: int, held: LocalPrefix | None = None
     ) -> BlockUpdates | None:
-        """Tables for a request whose first `num_tokens` tokens arrive from elsewhere; only live blocks are
-        allocated. `held` (from `find_local_prefix` just now) need not arrive. None, with nothing changed, if
-        blocks are short.
+        """Make tables for a request whose first `num_tokens` tokens arrive from elsewhere; only live blocks
+        are allocated. `held` (from `find_local_prefix` just now) need not arrive. None, with nothing changed,
+        if blocks are short.
         """
         assert request_id not in self._tables, f"{request_id} has blocks already"
         tables, needed = [], 0
@@ -471,8 +471,8 @@ class KVCacheManager:
     def prefix_keys(
         self, request_id: str, token_ids: Sequence[int], num_tokens: int, cache_salt: str | None = None
     ) -> PrefixKeys:
-        """The keys of a request's blocks up to `num_tokens` tokens, kept until it is freed. AssertionError
-        without prefix caching, and for another salt than before."""
+        """Return the keys of a request's blocks up to `num_tokens` tokens, kept until it is freed.
+        AssertionError without prefix caching, and for another salt than before."""
         assert self.prefixes is not None, "blocks have no names without prefix caching"
         keys = self._keys.get(request_id)
         if keys is None:
@@ -483,6 +483,6 @@ class KVCacheManager:
 
 
 def _live_rows(group: KVCacheGroup, lane: KVCacheSpec, num_tokens: int) -> range:
-    """Rows that a sequence of `num_tokens` tokens, ending at a block's end, needs to go on."""
+    """List rows that a sequence of `num_tokens` tokens, ending at a block's end, needs to go on."""
     del group
     return range(lane.live_rows(num_tokens).start, num_tokens)

@@ -62,7 +62,7 @@ def match_rows(
     destination_row: int,
     num_rows: int,
 ) -> Runs:
-    """Runs that copy `num_rows` rows from block 0 of the source to block 0 of the destination.
+    """List runs that copy `num_rows` rows from block 0 of the source to block 0 of the destination.
 
     `units` names the global units of each field to copy (absent fields are not copied); `layers` must lie in
     both groups (None: all of the destination's). Rows count from the start of each side's manager's block and
@@ -93,8 +93,8 @@ def page_map(rank: GroupGeometry) -> Runs:
 
 
 def block_strides(group: GroupGeometry, addresses: Ints) -> Ints:
-    """Distance from each address of block 0 to the same place in the next manager's block, int64. It is one
-    number unless blocks lie inside heads or token slots, where each bundle has its own."""
+    """Compute the distance from each address of block 0 to the same place in the next manager's block, int64.
+    It is one number unless blocks lie inside heads or token slots, where each bundle has its own."""
     strides = {f.block_stride for f in group.fields}
     ratio = group.kernel_blocks_per_block
     if len(strides) == 1:

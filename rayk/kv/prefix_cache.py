@@ -66,7 +66,7 @@ class PrefixKeys:
         return self._keys[num_tokens]
 
     def of_size(self, block_size: int) -> list[bytes]:
-        """Keys of prefixes that end where a block of this size does."""
+        """List keys of prefixes that end where a block of this size does."""
         return [key for end, key in self._keys.items() if end % block_size == 0]
 
 
@@ -116,7 +116,7 @@ class CachedPrefixes:
         return True
 
     def outdone(self, group: int, key: bytes, since: Since) -> int | None:
-        """The block of this key if its rows are a proper subset of `since`'s, else None."""
+        """Return the block of this key if its rows are a proper subset of `since`'s, else None."""
         block = self._blocks[group].get(key)
         if block is None:
             return None
@@ -144,8 +144,8 @@ class CachedPrefixes:
         lane: int | None = None,
         elsewhere: Elsewhere | None = None,
     ) -> list[int]:
-        """The blocks of the needed positions up to the first that is not cached; with `lane`, they must hold
-        that lane's rows. The null block stands for blocks that are only `elsewhere`."""
+        """Return the blocks of the needed positions up to the first that is not cached; with `lane`, they
+        must hold that lane's rows. The null block stands for blocks that are only `elsewhere`."""
         size, known = self._groups[group].spec.block_size, self._blocks[group]
         found: list[int] = []
         for index in range(needed.start // size, needed.stop // size):
@@ -190,8 +190,8 @@ class CachedPrefixes:
         nothing_until: Callable[[KVCacheSpec], int] = lambda lane: 0,
         elsewhere: Elsewhere | None = None,
     ) -> int:
-        """The largest multiple of `unit_tokens`, up to `max_tokens`, at which all needed rows are cached or
-        `elsewhere`.
+        """Return the largest multiple of `unit_tokens`, up to `max_tokens`, at which all needed rows are
+        cached or `elsewhere`.
 
         `keys` must reach that far. A longer prefix wants all rows of a shorter one except some at the
         beginning. `nothing_until(lane)`: a prefix of at most this many tokens wants no row.

@@ -54,7 +54,7 @@ class KVCacheSpec(Protocol):
         ...
 
     def fields(self) -> tuple[PageField, ...]:
-        """The page's fields in memory order. All have the same `rows`."""
+        """Return the page's fields in memory order. All have the same `rows`."""
         ...
 
     def live_rows(self, num_tokens: int) -> range:
@@ -67,7 +67,8 @@ class KVCacheSpec(Protocol):
         ...
 
     def fullest_at(self, max_tokens: int) -> int:
-        """The last number of computed tokens, up to `max_tokens`, at which a sequence has most live rows."""
+        """Return the last number of computed tokens, up to `max_tokens`, at which a sequence has most live
+        rows."""
         ...
 
 
@@ -190,8 +191,8 @@ class MlaSpec(_TokensSpec):
     kind: ClassVar[str] = "mla"
 
     def fields(self) -> tuple[PageField, ...]:
-        """The latent, then the rotated key, packed in the content axis of each token; with scales where the
-        format has them.
+        """Return the latent, then the rotated key, packed in the content axis of each token; with scales
+        where the format has them.
 
         Raises Unsupported for sizes that the format cannot hold.
         """
@@ -216,7 +217,7 @@ class _StateSpec:
     has_token_rows: ClassVar[bool] = False
 
     def live_rows(self, num_tokens: int) -> range:
-        """The position of the last token: its state covers everything before."""
+        """Return the position of the last token: its state covers everything before."""
         return range(max(0, num_tokens - 1), num_tokens)
 
     @property
@@ -344,7 +345,8 @@ def page_bytes(spec: KVCacheSpec) -> int:
 
 
 def held_blocks(spec: KVCacheSpec, num_tokens: int) -> int:
-    """Blocks that a sequence keeps once `num_tokens` are computed; those before its first live row are freed.
+    """Count the blocks that a sequence keeps once `num_tokens` are computed; those before its first live row
+    are freed.
 
     If nothing is live but the next row lies inside a block (as where a chunk ends), that block is kept for
     it.

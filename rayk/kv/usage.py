@@ -70,7 +70,7 @@ class BlockUsage:
         return len(self._used[group])
 
     def num_leased(self, group: int) -> int:
-        """Blocks that only leases hold."""
+        """Count the blocks that only leases hold."""
         return len(self._leased[group]) - self._num_both[group]
 
     def check(self, used: Iterable[Tables], leased: Iterable[Tables]) -> None:

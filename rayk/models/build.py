@@ -42,7 +42,7 @@ class Build:
     def linear(
         self, index: int, parts: tuple[Rows, ...], *, bias: bool, num_inputs: int | None = None
     ) -> Linear:
-        """One matrix of the parts' rows, stacked; its inputs are hidden states by default."""
+        """Return one matrix of the parts' rows, stacked; its inputs are hidden states by default."""
         num_inputs = num_inputs or self.config.hidden_size
         return Linear(
             self.pieces.stacked(index, parts, "weight", (num_inputs,)),
@@ -58,8 +58,8 @@ class Build:
         num_outputs: int | None = None,
         reduce: bool | None = None,
     ) -> RowParallelLinear:
-        """The rank's columns `part` of a matrix, and the whole bias; outputs are hidden states by default.
-        `reduce` overrides `Build.reduce` for a matrix within a mixer."""
+        """Return the rank's columns `part` of a matrix, and the whole bias; outputs are hidden states by
+        default. `reduce` overrides `Build.reduce` for a matrix within a mixer."""
         num_outputs = num_outputs or self.config.hidden_size
         weight = self.pieces.columns(
             self.name(index, f"{part.parameter}.weight"), (num_outputs, part.size), part.rows
@@ -68,8 +68,8 @@ class Build:
         return RowParallelLinear(weight, whole, self.comm, reduce=self.reduce if reduce is None else reduce)
 
     def per_head(self, index: int, parameter: str, num_heads: int, held: Sequence[int]) -> torch.Tensor:
-        """The elements of heads `held` of a vector with one per head, rounded to the model's dtype like other
-        weights, in float32 for the kernels."""
+        """Return the elements of heads `held` of a vector with one per head, rounded to the model's dtype
+        like other weights, in float32 for the kernels."""
         (rows,) = head_rows(held, 1)
         return self.pieces.rows(self.name(index, parameter), (num_heads,), rows).float()
 
@@ -82,6 +82,7 @@ class Build:
         return self.norm(self.name(index, f"{parameter}.weight"))
 
     def norm(self, name: str, size: int | None = None, config: NormConfig | None = None) -> Norm:
-        """The norm with this name on disk; by default of hidden states, configured like the model's norms."""
+        """Return the norm with this name on disk; by default of hidden states, configured like the model's
+        norms."""
         weight = self.pieces.whole(name, size or self.config.hidden_size)
         return Norm(weight, config or self.config.norm)

@@ -117,7 +117,7 @@ class Decoder:
         return self._final_norm.forward(self._streams.end(x)).to(self._dtype)
 
     def _metadata_of(self, layer: int, metadata: Mapping[CacheKey, Any]) -> Any:
-        """The metadata of its only cache, a mapping by part if it has two, None if it has none."""
+        """Return the metadata of its only cache, a mapping by part if it has two, None if it has none."""
         parts = self.config.layers[layer].mixer_parts
         if len(parts) > 1:
             return {part: metadata[layer, part] for part in parts}

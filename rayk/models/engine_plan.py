@@ -34,7 +34,7 @@ class EnginePlan:
 def plan_engine(
     config: EngineConfig, model: DecoderConfig, parties: Sequence[tuple[str, SpecVeto]] = ()
 ) -> EnginePlan:
-    """Groups from canonical sizes, the layout nobody vetoes, and each rank's geometry.
+    """Choose groups by canonical sizes, the layout nobody vetoes, and each rank's geometry.
 
     `parties` are (name, veto), e.g. of attention backends, asked about every group's spec except states
     (whose kernels read any layout by its strides); the groups' own veto is added here. Raises Unsupported for
@@ -76,7 +76,7 @@ def _kernel_blocks(
 
 
 def _for_every_spec(veto: SpecVeto, groups: Sequence[KVCacheGroup]) -> Veto:
-    """A layout veto: the party's reason for the first group that it cannot serve."""
+    """Return a layout veto: the party's reason for the first group that it cannot serve."""
 
     def refuse(layout: KVCacheLayout) -> str | None:
         reasons = (veto(layout.name, g.spec) for g in groups if g.spec.has_token_rows)

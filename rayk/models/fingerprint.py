@@ -89,7 +89,7 @@ def _text(value: Any) -> str:
 
 
 def _per_layer(values: list[Any]) -> str:
-    """One text if all layers are alike, else a list of runs."""
+    """Return one text if all layers are alike, else a list of runs."""
     runs: list[list[Any]] = []
     for value in values:
         if runs and runs[-1][1] == value:

@@ -53,7 +53,7 @@ def check_weights(folder: Path) -> None:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of one file by name. Raises CheckpointError.
+    """Return the tensors of one file by name. Raises CheckpointError.
 
     The format: 8 bytes of header length (little-endian), a JSON header, the data.
     """
@@ -119,7 +119,7 @@ def _is_beside(index: Path, name: str) -> bool:
 
 
 def _indexed(index: Path) -> Iterator[tuple[str, StoredTensor]]:
-    """The tensors that the index of a split checkpoint names. Raises CheckpointError."""
+    """Yield the tensors that the index of a split checkpoint names. Raises CheckpointError."""
     names, folder = read_json(index).get("weight_map"), index.parent
     if not isinstance(names, dict) or not all(isinstance(f, str) for f in names.values()):
         raise CheckpointError("`weight_map` is missing, or does not map names to files", where=str(index))

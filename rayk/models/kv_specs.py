@@ -45,7 +45,7 @@ def kv_cache_specs(
     state_block_size: int | None = None,
     conv_dtype: str | None = None,
 ) -> dict[CacheKey, KVCacheSpec]:
-    """(layer, part) -> spec, for the layers that own a cache; block sizes in tokens.
+    """Return (layer, part) -> spec, for the layers that own a cache; block sizes in tokens.
 
     Without `hybrid_kv`, windowed and chunked layers keep every token too (but attend as locally), so that all
     attention layers fall into full groups. `state_block_size` None: the model's positions, so that a request
@@ -112,8 +112,8 @@ def _groups(
 def tier_groups(
     engine: EngineConfig, config: DecoderConfig, settings: OffloadSettings
 ) -> tuple[KVCacheGroup, ...]:
-    """The KV groups of a host tier behind engines like this: those of an engine with the tier's block sizes,
-    where a state is kept per attention block."""
+    """Return the KV groups of a host tier behind engines like this: those of an engine with the tier's block
+    sizes, where a state is kept per attention block."""
     own = {"tp": 1, "block_size": settings.block_size}
     like = replace(engine, **own, kernel_block_size=None, kernel_block_sizes=())  # type: ignore[arg-type]
     groups = engine_groups(like, config)

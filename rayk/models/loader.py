@@ -35,7 +35,7 @@ def load_decoder(
     device: torch.device,
     backend: AttentionBackend | Callable[[int], AttentionBackend],
 ) -> Decoder:
-    """The decoder of rank `comm.rank`, its weights in `dtype` on `device`.
+    """Return the decoder of rank `comm.rank`, its weights in `dtype` on `device`.
 
     `backend` computes attention: one for all layers, or a function of the layer's index. Raises
     CheckpointError naming the tensor and file if the weights do not fit `config`, and Unsupported if the
@@ -57,8 +57,8 @@ def load_decoder(
 
 
 def unused_tensors(path: str | Path, config: DecoderConfig) -> dict[str, int]:
-    """Tensors of a checkpoint that a decoder of `config` does not use: name pattern (the shortest start that
-    no used tensor has, then `*`) -> number of tensors.
+    """List tensors of a checkpoint that a decoder of `config` does not use: name pattern (the shortest
+    start that no used tensor has, then `*`) -> number of tensors.
 
     The decoder is built from the files' headers alone, on torch's meta device, so that it requests what it
     needs. Raises CheckpointError for a tensor that is missing or of another shape.
@@ -73,7 +73,7 @@ def unused_tensors(path: str | Path, config: DecoderConfig) -> dict[str, int]:
 
 
 def note_unused(path: str | Path, config: DecoderConfig) -> str:
-    """One line about the `unused_tensors`, which may raise; empty if all are used."""
+    """Return one line about the `unused_tensors`, which may raise; empty if all are used."""
     parts = unused_tensors(path, config)
     if not parts:
         return ""
@@ -83,12 +83,13 @@ def note_unused(path: str | Path, config: DecoderConfig) -> str:
 
 
 def _starts(name: str) -> Iterator[str]:
-    """The dotted prefixes of a name, shortest first, the name itself last."""
+    """Yield the dotted prefixes of a name, shortest first, the name itself last."""
     return itertools.accumulate(name.split("."), lambda start, word: f"{start}.{word}")
 
 
 def _part(name: str, used: set[str]) -> str:
-    """The shortest prefix of `name` that no used name has, with numbers before its last word as `*`."""
+    """Return the shortest prefix of `name` that no used name has, with numbers before its last word as
+    `*`."""
     start = next((s for s in _starts(name) if s not in used), name)
     *before, last = start.split(".")
     shown = ".".join([*("*" if word.isdecimal() else word for word in before), last])

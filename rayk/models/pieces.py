@@ -26,7 +26,7 @@ class Rows:
 
 
 def head_rows(heads: Sequence[int], head_size: int) -> tuple[range, ...]:
-    """Rows of `heads`, joined if heads follow each other."""
+    """List rows of `heads`, joined if heads follow each other."""
     runs: list[range] = []
     for head in heads:
         start = head * head_size
@@ -54,15 +54,15 @@ class Pieces:
         return self.rows(name, (size,), range(size))
 
     def rows(self, name: str, shape: tuple[int, ...], rows: range) -> torch.Tensor:
-        """A copy of `rows` of a tensor of `shape`, which owns its memory."""
+        """Return a copy of `rows` of a tensor of `shape`, which owns its memory."""
         piece = self.reader.read(name, shape, rows)
         return self.empty(len(rows), *shape[1:]).copy_(piece)
 
     def stacked(
         self, layer: int, parts: Sequence[Rows], kind: str, row_shape: tuple[int, ...]
     ) -> torch.Tensor:
-        """The parts' rows, stacked; `kind` is weight or bias. Parts with one name on disk are cut from one
-        tensor, which holds them in this order."""
+        """Return the parts' rows, stacked; `kind` is weight or bias. Parts with one name on disk are cut from
+        one tensor, which holds them in this order."""
         names = [self.names.in_layer(layer, f"{part.parameter}.{kind}") for part in parts]
         stored: dict[str, int] = {}
         starts = []
@@ -82,7 +82,7 @@ class Pieces:
         return out
 
     def columns(self, name: str, shape: tuple[int, int], columns: Sequence[range]) -> torch.Tensor:
-        """The runs of `columns` of a matrix, side by side."""
+        """Return the runs of `columns` of a matrix, side by side."""
         self.reader.require(name, shape)
         out = self.empty(shape[0], sum(len(run) for run in columns))
         filled = 0

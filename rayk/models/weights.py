@@ -65,8 +65,8 @@ class WeightReader:
         return frozenset(name for name, _ in self._stored.values())
 
     def require(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        """The tensor `name`, which counts as read. Raises CheckpointError naming tensor and file if it is
-        missing, of another shape, or in an unsupported dtype: before anything of `shape` is allocated."""
+        """Return the tensor `name`, which counts as read. Raises CheckpointError naming tensor and file if it
+        is missing, of another shape, or in an unsupported dtype: before anything of `shape` is allocated."""
         if name not in self._stored:
             raise CheckpointError(
                 f"tensor {name} is missing",
@@ -104,7 +104,8 @@ class WeightReader:
         return piece
 
     def scalar(self, name: str) -> float | None:
-        """The only element of the tensor `name`; None if absent. Raises CheckpointError if it has several."""
+        """Return the only element of the tensor `name`; None if absent. Raises CheckpointError if it has
+        several."""
         if name not in self._stored:
             return None
         stored_name, tensor = self._stored[name]

@@ -76,8 +76,8 @@ class BlockDigests:
             kept.forget(ids)
 
     def prove(self, tables: Tables, num_tokens: int, first_row: int = 0) -> Digests:
-        """Digests of a sequence's live rows from `first_row` on, as `compute_digests` gives them, of what is
-        in memory now. They are kept, but of rows that are known."""
+        """Compute digests of a sequence's live rows from `first_row` on, as `compute_digests` gives them, of
+        what is in memory now. They are kept, but of rows that are known."""
         spans = self._spans(tables, num_tokens, first_row)
         now, _ = self._update(tables, spans, reads_all=True)
         return self._sum(spans, now, num_tokens)
@@ -132,7 +132,7 @@ class BlockDigests:
         return now, before
 
     def find_changed(self, tables: Tables, num_tokens: int, first_row: int = 0) -> list[int]:
-        """Blocks of a sequence that do not hold any more what they held when they were digested."""
+        """List blocks of a sequence that do not hold any more what they held when they were digested."""
         return self._changed(tables, [s.index for s in self._spans(tables, num_tokens, first_row)])
 
     def find_changed_in(self, tables: Tables) -> list[int]:
@@ -228,7 +228,7 @@ class BlockDigests:
 
 
 def _parts(rows: range, size: int) -> range:
-    """The runs of so many positions that rows lie in, counted from position 0."""
+    """Return the runs of so many positions that rows lie in, counted from position 0."""
     return range(rows.start // size, -(-rows.stop // size) if rows else rows.start // size)
 
 

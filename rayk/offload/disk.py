@@ -81,7 +81,7 @@ def _check_capacity(folder: Path, capacity_bytes: int, file_bytes: int) -> None:
 
 
 def status_without(why: str) -> dict[str, Any]:
-    """The status of a disk tier that could not be opened."""
+    """Return the status of a disk tier that could not be opened."""
     counted = asdict(DiskCounters())
     del counted["bad"]
     sizes = dict.fromkeys(("num_pages", "num_bytes", "capacity_bytes"), 0)
@@ -163,7 +163,7 @@ class DiskTier:
         return self._identity
 
     def names(self) -> tuple[PageName, ...]:
-        """Pages that are there, the least recently used first."""
+        """List pages that are there, the least recently used first."""
         return tuple(self._pages)
 
     def status(self) -> dict[str, Any]:

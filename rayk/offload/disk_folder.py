@@ -85,7 +85,8 @@ class DiskFolder:
         return f"{self.path}/{_TEMPORARY}{self._count}"
 
     def find(self) -> list[FoundPage]:
-        """Pages by when they were last used, the oldest first. Names and lengths only are looked at."""
+        """List pages by when they were last used, the oldest first. Names and lengths only are looked
+        at."""
         found = []
         with _user_errors(self.path), os.scandir(self.path) as entries:
             for entry in entries:
@@ -127,7 +128,7 @@ class DiskFolder:
         return found
 
     def _remove_leftovers(self) -> int:
-        """Files that a process did not finish. It is gone, since the lock is ours."""
+        """Remove files that a process did not finish. It is gone, since the lock is ours."""
         leftovers = [entry.path for entry in os.scandir(self.path) if entry.name.startswith(_TEMPORARY)]
         for path in leftovers:
             Path(path).unlink()
@@ -151,7 +152,8 @@ def _user_errors(folder: Path) -> Iterator[None]:
 
 
 def _open_lock(folder: Path) -> tuple[int, str]:
-    """A descriptor, and why it and all that lies beside it can only be read; "" where it can be written."""
+    """Return a descriptor, and why it and all that lies beside it can only be read; "" where it can be
+    written."""
     try:
         return os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), ""
     except OSError as error:

@@ -60,7 +60,7 @@ class PageName:
 
 
 def parse_file_name(file_name: str) -> PageName | None:
-    """The page that a file of that name should hold; None for a name that no page file has."""
+    """Return the page that a file of that name should hold; None for a name that no page file has."""
     match = _FILE_NAME.fullmatch(file_name)
     if match is None:
         return None

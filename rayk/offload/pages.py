@@ -152,7 +152,7 @@ class DiskPages:
         self._disk.touch(page for _, page in sorted(found, key=lambda at: -at[0]))
 
     def _known_as(self, wanted: PageName) -> PageName | None:
-        """The page on disk that has these rows, if there is one."""
+        """Return the page on disk that has these rows, if there is one."""
         since = self.since(wanted.group, wanted.key)
         if since is None or not _covers(since, wanted.since):
             return None
@@ -215,7 +215,7 @@ class DiskPages:
 def _pages_of(
     host: HostBlocks, name: str, keys: PrefixKeys, num_tokens: int, num_held: int
 ) -> Iterator[_Page]:
-    """The sequence's pages, as far as its blocks can be found by name."""
+    """Yield the sequence's pages, as far as its blocks can be found by name."""
     prefixes = host.manager.prefixes
     assert prefixes is not None
     for g, table in zip(host.caches.geometry.groups, host.manager.block_tables(name), strict=True):
@@ -234,7 +234,7 @@ def _pages_of(
 
 
 def _changed_of(host: HostBlocks, pages: Sequence[_Page]) -> Collection[int]:
-    """Blocks of pages that do not hold any more what was proven some time ago."""
+    """List blocks of pages that do not hold any more what was proven some time ago."""
     doubted = [page for page in pages if not page.is_fresh]
     if not doubted:
         return ()
@@ -250,7 +250,7 @@ def _covers(known: Since, wanted: Since) -> bool:
 
 
 def gather(caches: CanonicalKVCaches, group: GroupGeometry, block: int) -> Bytes:
-    """A block's canonical page: a copy, uint8 [page bytes]."""
+    """Return a block's canonical page: a copy, uint8 [page bytes]."""
     runs, strides = _map(group)
     page = np.empty(runs.num_bytes, dtype=np.uint8)
     buffer = caches.buffer.view(torch.uint8).numpy()

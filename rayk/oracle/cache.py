@@ -17,7 +17,7 @@ class AnswerCache:
         self._folder = folder
 
     def get(self, question: dict[str, Any]) -> dict[str, Any] | None:
-        """The stored answer; None if there is none or its file does not hold this question."""
+        """Return the stored answer; None if there is none or its file does not hold this question."""
         if self._folder is None:
             return None
         path = self._path(question)

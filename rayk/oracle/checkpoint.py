@@ -107,7 +107,8 @@ def write_checkpoint(
 
 
 def read_marker(directory: str | Path) -> dict[str, Any]:
-    """The notes of write_checkpoint about a folder; empty if it did not write it, or they are damaged."""
+    """Return the notes of write_checkpoint about a folder; empty if it did not write it, or they are
+    damaged."""
     path = Path(directory) / MARKER
     try:
         found = parse_json(read_text(path, MARKER_BYTES))
@@ -122,8 +123,8 @@ def read_marker(directory: str | Path) -> dict[str, Any]:
 
 
 def changed_files(directory: str | Path) -> list[str]:
-    """Names of files in a complete folder that differ from what write_checkpoint wrote; empty if an older
-    rayk wrote it, without digests."""
+    """List names of files in a complete folder that differ from what write_checkpoint wrote; empty if an
+    older rayk wrote it, without digests."""
     folder = Path(directory)
     noted = read_marker(folder).get("files")
     if not isinstance(noted, dict) or not is_whole(folder):

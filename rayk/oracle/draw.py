@@ -78,8 +78,8 @@ class Draw:
 def probe_prompts(
     vocab_size: int, special_ids: Sequence[int], max_positions: int | None
 ) -> list[tuple[int, ...]]:
-    """The prompts of the promise: random non-special ids, the same for every seed. Lengths whose output would
-    exceed the model's positions (None: no limit) are left out."""
+    """Return the prompts of the promise: random non-special ids, the same for every seed. Lengths whose
+    output would exceed the model's positions (None: no limit) are left out."""
     generator = torch.Generator().manual_seed(_PROBE_SEED)
     special = set(special_ids)
     usable = torch.tensor([i for i in range(vocab_size) if i not in special])
@@ -131,7 +131,8 @@ def draw_weights(model: Any, *, seed: int, trial: int, dtype: torch.dtype) -> No
 
 
 def drawn_tensors(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Everything that a checkpoint of the model holds: parameters, and the one buffer among weights."""
+    """Return everything that a checkpoint of the model holds: parameters, and the one buffer among
+    weights."""
     buffers = [(n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
     return [*model.named_parameters(), *buffers]
 
@@ -159,7 +160,7 @@ def _settle(model: Any, prompt: tuple[int, ...], seed: str, dtype: torch.dtype) 
 
 
 def _probe_all(model: Any, prompts: Sequence[tuple[int, ...]], eos_id: int) -> tuple[Probe, ...] | None:
-    """The probes of all prompts; None at the first whose output is not good enough."""
+    """Return the probes of all prompts; None at the first whose output is not good enough."""
     probes = []
     # The longest prompt costs most and comes last.
     for prompt in prompts:

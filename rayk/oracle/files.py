@@ -115,7 +115,7 @@ def input_hashes(models: Iterable[str], files: Iterable[str] = ()) -> dict[str, 
 
 @contextmanager
 def replaced_folder(target: Path, *, marker: str) -> Iterator[Path]:
-    """A new folder to fill, which becomes `target` if the block succeeds.
+    """Yield a new folder to fill, which becomes `target` if the block succeeds.
 
     An existing `target` is replaced only if it is empty or holds the file `marker` (it is then ours);
     otherwise UserError. Of two concurrent writers, the last to finish wins.

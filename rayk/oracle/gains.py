@@ -199,7 +199,7 @@ def _mamba2_heads(config: Any) -> int:
 
 
 def _recurrence(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor | None:
-    """Values that decide how a state forgets; None for any other parameter.
+    """List values that decide how a state forgets; None for any other parameter.
 
     With time steps of 0.1 to 1 and decay rates of 0.01 to 2, a state keeps between a seventh and 0.999 of
     itself per token. No step comes near 0.001, to which transformers clamps nemotron_h's in prefill only.

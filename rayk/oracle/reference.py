@@ -154,7 +154,7 @@ class Reference:
         return [ReferenceOutput(**answer) for answer in answers]
 
     def teacher_force(self, prompt: Sequence[int], output_ids: Sequence[int]) -> list[ForcedStep]:
-        """The reference's view of each of `output_ids`, given the prompt and those before it. Raises
+        """Return the reference's view of each of `output_ids`, given the prompt and those before it. Raises
         UserError like generate."""
         answer = self._answer(
             {
@@ -203,7 +203,7 @@ class Reference:
         return layer_caches(self._model.config, text.cache)
 
     def _answer(self, question: Question, compute: Callable[[Question], Answer]) -> Answer:
-        """The cached answer, or a computed one, with tuples in place of lists."""
+        """Return the cached answer, or a computed one, with tuples in place of lists."""
         question = self._identity | question
         answer = self._cache.get(question)
         if answer is None:
@@ -346,7 +346,7 @@ def _positions(config: Any) -> int | None:
 
 
 def _describe(logits: Tensor, chosen_id: int | None) -> ForcedStep:
-    """One step from its logits [vocabulary]; with `chosen_id` None the reference chooses."""
+    """Return one step from its logits [vocabulary]; with `chosen_id` None the reference chooses."""
     argmax_id = int(logits.argmax())
     chosen = argmax_id if chosen_id is None else chosen_id
     best = float(logits[argmax_id])

@@ -42,6 +42,6 @@ def checkpoint_command(folder: str) -> list[str]:
 
 
 def _yaml(value: Any) -> str:
-    """The value on one line, as --set reads it."""
+    """Return the value on one line, as --set reads it."""
     text = yaml.safe_dump(value, default_flow_style=True, width=100_000)
     return text.removesuffix("\n").removesuffix("\n...")

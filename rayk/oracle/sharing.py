@@ -72,7 +72,7 @@ class SharingCache(DynamicCache):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values [1, H, T, D] that the layer attends to, up to this pass's last token."""
+        """List keys and values [1, H, T, D] that the layer attends to, up to this pass's last token."""
         source = self._sources[layer_idx]
         if source is None:
             self._num_new = key_states.shape[-2]

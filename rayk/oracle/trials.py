@@ -15,7 +15,7 @@ _DECIDING = ("format", "family", "seed", "config", "dtype")
 
 
 def trial_key(parameters: Mapping[str, Any]) -> str:
-    """Digest of the parameters in a checkpoint's marker that the draw depends on."""
+    """Digest the parameters in a checkpoint's marker that the draw depends on."""
     text = json.dumps({name: parameters[name] for name in _DECIDING}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

@@ -24,7 +24,7 @@ class Comm(Protocol):
         ...
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's tensor, in rank order. Shapes must be equal."""
+        """Return every rank's tensor, in rank order. Shapes must be equal."""
         ...
 
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
@@ -33,7 +33,7 @@ class Comm(Protocol):
         ...
 
     def gather_bytes(self, payload: bytes) -> list[bytes] | None:
-        """Every rank's payload (lengths may differ) on rank 0, in rank order; None elsewhere."""
+        """Return every rank's payload (lengths may differ) on rank 0, in rank order; None elsewhere."""
         ...
 
     def close(self) -> None:

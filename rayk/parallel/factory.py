@@ -35,7 +35,7 @@ def make_comm(
     timeout_s: float = 30.0,
     secret: bytes = b"",
 ) -> MadeComm:
-    """The comm of rank `rank` of `size`. All ranks call it at about the same time, with equal kind.
+    """Return the comm of rank `rank` of `size`. All ranks call it at about the same time, with equal kind.
 
      address: free host:port on rank 0's machine; a single rank needs none.
      secret: known only to the ranks, against strangers on sockets that any user may connect to.
@@ -82,7 +82,7 @@ def _choose(
 
 
 def _where_am_i(device: torch.device) -> dict[str, str | None]:
-    """Facts that decide how this rank can be reached."""
+    """List facts that decide how this rank can be reached."""
     gpu = None
     if device.type == "cuda":
         gpu = str(torch.cuda.get_device_properties(device).uuid)

@@ -30,7 +30,7 @@ class Proofs:
         return self._proof(rank, payload) + payload
 
     def check(self, rank: int, message: bytes) -> bytes:
-        """The payload. Raises CommError if this rank did not send it."""
+        """Return the payload. Raises CommError if this rank did not send it."""
         proof, payload = message[:PROOF_BYTES], message[PROOF_BYTES:]
         if not hmac.compare_digest(proof, self._proof(rank, payload)):
             raise CommError(self._operation, f"what came in the name of rank {rank} was not sent by it")

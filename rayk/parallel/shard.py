@@ -12,7 +12,7 @@ from rayk.types.errors import Unsupported
 
 
 def shard_units(num_units: int, tp_size: int, tp_rank: int) -> tuple[int, ...]:
-    """Units of one rank if each rank needs an equal share.
+    """List the units of one rank if each rank needs an equal share.
 
     Contiguous shares if `tp_size` divides `num_units`; replicas (rank r holds unit r * num_units // tp_size)
     if `num_units` divides `tp_size`; otherwise raises Unsupported.
@@ -27,7 +27,7 @@ def shard_units(num_units: int, tp_size: int, tp_rank: int) -> tuple[int, ...]:
 
 
 def shard_range(size: int, tp_size: int, tp_rank: int) -> range:
-    """A rank's contiguous share of `size` rows; shares differ by at most one (MLP, vocabulary)."""
+    """Return a rank's contiguous share of `size` rows; shares differ by at most one (MLP, vocabulary)."""
     assert 0 <= tp_rank < tp_size, (tp_rank, tp_size)
     return range(size * tp_rank // tp_size, size * (tp_rank + 1) // tp_size)
 

@@ -170,7 +170,7 @@ class ShmComm:
         return self._bytes[start : start + self._slot_bytes]
 
     def _framed(self, payload: bytes) -> Iterator[bytes]:
-        """The payload after its length, in pieces that fit a slot."""
+        """Yield the payload after its length, in pieces that fit a slot."""
         framed = _LENGTH.pack(len(payload)) + payload
         for start in range(0, len(framed), self._slot_bytes):
             yield framed[start : start + self._slot_bytes]

@@ -47,5 +47,6 @@ class TimedComm:
 
 
 def timed(comm: Comm) -> Comm:
-    """The comm, watched where that tells anything: a GPU's collectives end on its stream, not on the host."""
+    """Return the comm, watched where that tells anything: a GPU's collectives end on its stream, not on the
+    host."""
     return TimedComm(comm) if comm.size > 1 and comm.name != "nccl" else comm

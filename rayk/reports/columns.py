@@ -129,7 +129,7 @@ def cell_record(
 
 
 def _min_cut(row: CellRow) -> int | None:
-    """The smallest kernel block that is less than its group's block; None where all are whole."""
+    """Return the smallest kernel block that is less than its group's block; None where all are whole."""
     sides = (
         (row.prefill_effective_block_sizes, row.prefill_effective_kernel_block_sizes),
         (row.decode_effective_block_sizes, row.decode_effective_kernel_block_sizes),

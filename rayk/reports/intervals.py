@@ -14,8 +14,8 @@ _NORMAL_QUARTILE = 0.6744897501960817
 
 
 def student_t(share: float, degrees: int) -> float:
-    """The quantile of Student's t distribution, share in (0.5, 1), by bisection of its distribution function
-    (Abramowitz and Stegun, 26.7.3 and 26.7.4: a finite sum for whole degrees of freedom)."""
+    """Return the quantile of Student's t distribution, share in (0.5, 1), by bisection of its distribution
+    function (Abramowitz and Stegun, 26.7.3 and 26.7.4: a finite sum for whole degrees of freedom)."""
     low, high = 0.0, 1e4
     while high - low > 1e-9 * max(1.0, high):
         middle = (low + high) / 2
@@ -24,7 +24,7 @@ def student_t(share: float, degrees: int) -> float:
 
 
 def student_within(t: float, degrees: int) -> float:
-    """Probability that a t-distributed value lies within -t and t."""
+    """Return the probability that a t-distributed value lies within -t and t."""
     angle = math.atan(t / math.sqrt(degrees))
     sine, cosine = math.sin(angle), math.cos(angle)
     is_odd = degrees % 2 == 1

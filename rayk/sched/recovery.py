@@ -114,7 +114,7 @@ def may_ask_again(policy: FailurePolicy, cause: Cause, num_attempts: int, max_at
 
 
 def cause_of(error: RaykError, *, producer: str, consumer: str) -> Cause:
-    """The cause behind an error; `producer`, `consumer`: names of the engines of the attempt."""
+    """Return the cause behind an error; `producer`, `consumer`: names of the engines of the attempt."""
     match error:
         case KVMismatch():
             return Cause.MISMATCH
@@ -133,5 +133,5 @@ def cause_of(error: RaykError, *, producer: str, consumer: str) -> Cause:
 
 
 def attempt_id(request_id: str, attempt: int) -> str:
-    """The name of an attempt inside engines: late news of an earlier one must not be taken for it."""
+    """Return the name of an attempt inside engines: late news of an earlier one must not be taken for it."""
     return request_id if attempt == 0 else f"{request_id}~{attempt}"

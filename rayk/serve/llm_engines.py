@@ -61,8 +61,8 @@ class LLMEngines:
         self._run(self._begin)
 
     def complete(self, requests: Sequence[SampledPrompt], cache_salt: str | None = None) -> list[list[Delta]]:
-        """Every request's news. Raises the first error, what the engines were given up of, ServerEnded where
-        they are closed meanwhile; an interrupt ends it."""
+        """Return every request's news. Raises the first error, what the engines were given up of, ServerEnded
+        where they are closed meanwhile; an interrupt ends it."""
         return self._run(lambda: self._complete(requests, cache_salt))
 
     def close(self) -> None:

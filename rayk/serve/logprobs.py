@@ -57,7 +57,7 @@ def _entry(text: Text | None, token_id: int, logprob: float) -> TopLogprob:
 
 
 def _token(text: Text | None, token_id: int) -> TokenText:
-    """The token for people; its id where there is no tokenizer."""
+    """Return the token for people; its id where there is no tokenizer."""
     return TokenText(f"token_id:{token_id}", b"") if text is None else text.token(token_id)
 
 

@@ -239,8 +239,8 @@ def _check_text(text: str) -> None:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """The alphabet that byte-level vocabularies are written in (that of GPT-2): printable characters of
-    Latin-1 stand for themselves, other bytes for characters from 256 on."""
+    """Return the alphabet that byte-level vocabularies are written in (that of GPT-2): printable characters
+    of Latin-1 stand for themselves, other bytes for characters from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -114,7 +114,7 @@ class Cell:
         return (self.prefill,) if self.decode is None else (self.prefill, self.decode)
 
     def on_device(self, device: str) -> Cell:
-        """The cell where `device: auto` is `device`."""
+        """Return the cell where `device: auto` is `device`."""
         if self.spec.device != "auto" or self.prefill.device == device:
             return self
         decode = None if self.decode is None else replace(self.decode, device=device)
@@ -242,7 +242,8 @@ def _check_model_names(spec: ExperimentSpec) -> None:
 
 
 def axis_names(spec: ExperimentSpec) -> tuple[str, ...]:
-    """The standard axes and those the spec adds, in order; whose engines they are where some are vLLM's."""
+    """Return the standard axes and those the spec adds, in order; whose engines they are where some are
+    vLLM's."""
     added = [key for matrix in spec.matrix for key in matrix]
     kinds = [f"{side}.kind" for side in ("prefill", "decode") if getattr(spec, side).kind is not None]
     if spec.engine.kind != "rayk" or kinds:
@@ -373,7 +374,7 @@ def _engine(spec: ExperimentSpec, name: str, config: DecoderConfig, device: str 
 
 
 def _engine_option(spec: ExperimentSpec, side: SideSpec, name: str) -> Any:
-    """The side's value where it has one, else the engines'; an empty mapping is a value."""
+    """Return the side's value where it has one, else the engines'; an empty mapping is a value."""
     value = getattr(side, name, None)
     if value is None:
         value = getattr(spec.engine, name)
@@ -383,7 +384,7 @@ def _engine_option(spec: ExperimentSpec, side: SideSpec, name: str) -> Any:
 
 
 def absolute_model(model: str) -> str:
-    """A local folder's absolute path, for workers that run in another directory."""
+    """Return a local folder's absolute path, for workers that run in another directory."""
     folder = Path(model)
     return str(folder.resolve()) if folder.is_dir() else model
 
@@ -435,7 +436,8 @@ def _checks(spec: ExperimentSpec, config: DecoderConfig) -> tuple[str, ...]:
 
 
 def verdict_of_fault(fault: FaultSpec, spec: ExperimentSpec) -> str:
-    """The verdict that this fault must end a cell of this spec in; PASS of kinds that checks refuse."""
+    """Return the verdict that this fault must end a cell of this spec in; PASS of kinds that checks
+    refuse."""
     if fault.expect is not None:
         return fault.expect
     return expected_of(fault, spec).verdict if is_known(fault) else "PASS"
@@ -480,7 +482,7 @@ def _axis_value(spec: ExperimentSpec, name: str) -> Any:
 
 
 def _plain_faults(faults: Iterable[FaultSpec]) -> list[dict[str, Any]]:
-    """Faults as data, defaults included: equal where they mean the same."""
+    """List faults as data, defaults included: equal where they mean the same."""
     return [fault.model_dump(exclude_none=True) for fault in faults]
 
 
@@ -491,7 +493,7 @@ _IN_NAME = ("mode", "model", "prefill.tp", "decode.tp", "prefill.layout", "decod
 
 
 def cell_id(axes: dict[str, Any]) -> str:
-    """A readable name that depends on the cell's axes alone: `p1-d2-BHLNC-LBHNC`, `agg-tp4`.
+    """Return a readable name that depends on the cell's axes alone: `p1-d2-BHLNC-LBHNC`, `agg-tp4`.
 
     TP and layouts are always spelt out, other axes only where they differ from their default; where the model
     is an axis, its folder's name comes first.

@@ -26,7 +26,7 @@ def plan_cells(
     device: str | None = None,
     tokenizer_loader: TokenizerLoader | None = None,
 ) -> list[tuple[Cell, list[list[int]]]]:
-    """Cells with their prompts, everything checked that needs no actor. Raises UserError."""
+    """List cells with their prompts, everything checked that needs no actor. Raises UserError."""
     cells = expand(loaded.spec, models, device=device)
     return check_cells(cells, loaded, models, tokenizer_loader=tokenizer_loader)
 
@@ -38,7 +38,7 @@ def check_cells(
     *,
     tokenizer_loader: TokenizerLoader | None = None,
 ) -> list[tuple[Cell, list[list[int]]]]:
-    """Cells of a spec with their prompts, once all is checked. Raises UserError."""
+    """List cells of a spec with their prompts, once all is checked. Raises UserError."""
     check_heeded(cells, loaded)
     check_kinds(cells, loaded)
     planned = []

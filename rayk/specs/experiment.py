@@ -46,7 +46,7 @@ from rayk.types.verdicts import Verdict
 
 
 def _one_of(*choices: str) -> AfterValidator:
-    """A validator for names that another package lists."""
+    """Return a validator for names that another package lists."""
 
     def check(name: str) -> str:
         if name not in choices:
@@ -127,7 +127,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _layer_numbers(value: Any) -> Any:
-    """Keys as text, as JSON has them; layers of a mapping in ascending order."""
+    """List keys as text, as JSON has them; layers of a mapping in ascending order."""
     if not isinstance(value, dict):
         return value
     for key in value:
@@ -232,7 +232,7 @@ class SamplingSpec(StrictModel):
 
 
 def _checked(hint: Any) -> Any:
-    """A type whose bounds, which are marks of types.bounds, pydantic checks."""
+    """Return a type whose bounds, which are marks of types.bounds, pydantic checks."""
     if get_origin(hint) in (Union, UnionType):
         return Union[tuple(map(_checked, get_args(hint)))]  # noqa: UP007 - of a tuple
     for mark in getattr(hint, "__metadata__", ()):
@@ -540,12 +540,12 @@ class ExperimentSpec(StrictModel):
         return tuple(map(self.kind_of, sides))
 
     def models(self) -> list[str]:
-        """Every model that some cell runs, the first of them first."""
+        """Return every model that some cell runs, the first of them first."""
         axes = [matrix.get("model", [self.model]) for matrix in self.matrix or [{}]]
         return list(dict.fromkeys(name for axis in axes for name in axis))
 
     def prompt_files(self) -> list[str]:
-        """Every prompts file that some cell reads."""
+        """Return every prompts file that some cell reads."""
         axes = [matrix.get("prompts.file", []) for matrix in self.matrix]
         named = [self.prompts.file, *(name for axis in axes for name in axis)]
         return list(dict.fromkeys(name for name in named if name is not None))
@@ -562,7 +562,7 @@ def dotted_keys(model: type[BaseModel] = ExperimentSpec, prefix: str = "") -> It
 
 
 def section_model(annotation: Any) -> type[BaseModel] | None:
-    """The model of a field that is a section (`X` or `X | None`), else None."""
+    """Return the model of a field that is a section (`X` or `X | None`), else None."""
     options: tuple[Any, ...] = (annotation,)
     if get_origin(annotation) in (Union, UnionType):
         options = get_args(annotation)

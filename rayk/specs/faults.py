@@ -142,7 +142,8 @@ def _check_fault_place(fault: FaultSpec, cell: Cell, where: str) -> None:
 
 
 def committing_role(fault: FaultSpec, mode: str) -> str:
-    """The side that a fault strikes at: of one that strikes a rank its own; else where its point happens."""
+    """Return the side that a fault strikes at: of one that strikes a rank its own; else where its point
+    happens."""
     if fault.kind not in MESSAGE_KINDS:
         return fault.engine_role
     return side_of(fault.point or "", mode) if (fault.kind, fault.point) != CORRUPT_HANDSHAKE else "prefill"
@@ -153,7 +154,7 @@ CORRUPT_HANDSHAKE = ("corrupt", "handshake")
 
 
 def side_of(point: str, mode: str) -> str:
-    """The side at whose ranks a point of a transfer's life is passed."""
+    """Return the side at whose ranks a point of a transfer's life is passed."""
     pushes = mode == "push" and point in ("post", "mid_transfer", "notify")
     return "prefill" if pushes else "decode"
 
@@ -195,7 +196,7 @@ def check_fits_model(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> N
 
 
 def fitting_points(config: DecoderConfig, layer: int) -> tuple[str, ...]:
-    """Points of wrong_kv that a layer of the model has."""
+    """List points of wrong_kv that a layer of the model has."""
     own = config.layers[layer]
     points: list[str] = []
     if "attention" in own.parts:
@@ -209,7 +210,7 @@ def fitting_points(config: DecoderConfig, layer: int) -> tuple[str, ...]:
 
 
 def _no_place(fault: FaultSpec, config: DecoderConfig) -> tuple[str, str] | None:
-    """(what the model lacks, how to mend it), or None."""
+    """Return (what the model lacks, how to mend it), or None."""
     layer, point = fault.layer or 0, fault.point or ""
     layers = [i for i in range(config.num_layers) if point in fitting_points(config, i)]
     if layer in layers:

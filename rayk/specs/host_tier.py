@@ -44,8 +44,8 @@ def check_heeded(cells: Sequence[Cell], loaded: LoadedSpec) -> None:
 
 
 def _given(loaded: LoadedSpec) -> list[str]:
-    """Keys of the section, but for its size, that have another value than the default's, or several, or that
-    an override gives. An override of the size may switch off all that a file says."""
+    """List keys of the section, but for its size, that have another value than the default's, or several,
+    or that an override gives. An override of the size may switch off all that a file says."""
     overrides = loaded.marks.overrides
     is_off = ("offload", "host_gib") in overrides and not loaded.spec.offload.host_gib
     varied = {key for matrix in loaded.spec.matrix for key in matrix}

@@ -38,7 +38,7 @@ class LoadedSpec:
         return Path("runs") / f"{self.spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     def where(self, key: str) -> str:
-        """The place of a dotted key: its axis if it is one, else where the base says it."""
+        """Return the place of a dotted key: its axis if it is one, else where the base says it."""
         paths = [p for p in (*self.marks.lines, *self.marks.overrides) if p and p[-1] == key]
         axes = [p for p in paths if p[0] == "matrix"]
         return self.marks.where(axes[0] if axes else tuple(key.split(".")))
@@ -68,14 +68,15 @@ def load_spec(
 
 
 def dump_spec(spec: ExperimentSpec) -> str:
-    """The resolved spec as YAML that `load_spec` reads back to an equal spec."""
+    """Return the resolved spec as YAML that `load_spec` reads back to an equal spec."""
     data = spec.model_dump(mode="json")
     data["prompts"] = {k: v for k, v in data["prompts"].items() if v is not None}
     return yaml.safe_dump(data, sort_keys=False, width=100)
 
 
 def renew_spec(text: str) -> str:
-    """A spec that `dump_spec` once wrote, as it would be written now: keys added since have their defaults.
+    """Return a spec that `dump_spec` once wrote, as it would be written now: keys added since have their
+    defaults.
 
     Text that is no valid spec any more stays as it is.
     """
@@ -291,7 +292,7 @@ def _explain(error: Any, key: str, where: str) -> SpecError:
 
 
 def _shown(value: Any) -> str:
-    """A refused value as a message names it."""
+    """Return a refused value as a message names it."""
     return shortened(repr(value), SHOWN_CHARACTERS)
 
 

@@ -67,7 +67,7 @@ class Marks:
     overrides: dict[Path, str] = field(default_factory=dict)
 
     def where(self, path: Path) -> str:
-        """The place of the longest known prefix of `path`; an override replaces all below it."""
+        """Return the place of the longest known prefix of `path`; an override replaces all below it."""
         prefixes = [path[:end] for end in range(len(path), -1, -1)]
         override = next((self.overrides[p] for p in prefixes if p in self.overrides), None)
         line = next((f"{self.source}:{self.lines[p]}" for p in prefixes if p in self.lines), self.source)
@@ -86,7 +86,7 @@ def parse_yaml(text: str, source: str) -> tuple[dict[str, Any], Marks]:
 
 
 def parse_scalar(text: str) -> Any:
-    """The value part of a `--set KEY=VALUE`, read as YAML. Raises ValueError."""
+    """Return the value part of a `--set KEY=VALUE`, read as YAML. Raises ValueError."""
     try:
         return _parse(text, Marks(source="value"))
     except SpecError as error:
@@ -94,7 +94,7 @@ def parse_scalar(text: str) -> Any:
 
 
 def _parse(text: str, marks: Marks) -> Any:
-    """The document's data, None where there is none. Raises SpecError with the line."""
+    """Return the document's data, None where there is none. Raises SpecError with the line."""
     loader = None
     try:
         loader = _Loader(text)

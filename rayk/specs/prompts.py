@@ -56,7 +56,8 @@ def random_prompts(spec: RandomPrompts, vocab_size: int, special: Iterable[int])
 
 
 def special_token_ids(model: str) -> set[int]:
-    """Ids that the tokenizer's and the model's JSON call special. Raises CheckpointError for bad JSON."""
+    """List ids that the tokenizer's and the model's JSON call special. Raises CheckpointError for bad
+    JSON."""
     ids: set[int] = set()
     path = Path(model) / "tokenizer.json"
     if path.is_file():

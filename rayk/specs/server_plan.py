@@ -97,7 +97,8 @@ class ServerPlan:
     settings: ServerSettings
 
     def on_device(self, device: str) -> ServerSettings:
-        """The settings where `auto` is `device`. Raises SpecError where an engine cannot run on that."""
+        """Return the settings where `auto` is `device`. Raises SpecError where an engine cannot run on
+        that."""
         if self.options.device != "auto" or device == self.settings.device:
             return self.settings
         entries = self.settings.engines
@@ -108,7 +109,7 @@ class ServerPlan:
         return replace(self.settings, engines=moved)
 
     def _where(self, side: str, name: str) -> str:
-        """The option that gives an engine's setting."""
+        """Return the option that gives an engine's setting."""
         keys = [text.partition("=")[0].strip() for text in self.options.overrides]
         return _override_of(
             f"{side}.{name}" if f"{side}.{name}" in keys else f"engine.{name}", self.options.overrides
@@ -157,15 +158,15 @@ def plan_server(options: ServerOptions, *, device: str | None = None, is_local: 
 
 
 def note_unused_tensors(plan: ServerPlan) -> str:
-    """One line on what of the checkpoint a server does not use, or nothing. Raises CheckpointError where its
-    weights are not those of its config.json. Needs torch, but not Ray."""
+    """Return one line on what of the checkpoint a server does not use, or nothing. Raises CheckpointError
+    where its weights are not those of its config.json. Needs torch, but not Ray."""
     from rayk.models.loader import note_unused
 
     return note_unused(plan.options.model, plan.config)
 
 
 def _in_own_names(options: ServerOptions) -> ServerOptions:
-    """The same without vLLM's names for what rayk has a name of its own for. Raises SpecError."""
+    """Return the same without vLLM's names for what rayk has a name of its own for. Raises SpecError."""
     name, tp = options.served_model_name, options.tensor_parallel_size
     if name is not None and not re.fullmatch(r"[!-~]{1,200}", name):
         where = f"--served-model-name {name[:200]}"
@@ -228,7 +229,7 @@ def _plan_cell(
     tp_sizes: tuple[int | None, int | None],
     device: str | None,
 ) -> Cell:
-    """The experiment's cell whose engines have these TP sizes, checked."""
+    """Return the experiment's cell whose engines have these TP sizes, checked."""
     loaded = load_spec(_as_spec(options, *tp_sizes), list(options.overrides), source="options")
     if loaded.spec.matrix:
         key = next(iter(loaded.spec.matrix[0]))
@@ -276,8 +277,8 @@ def _sizes_of(
 def _with_pools(
     engines: Sequence[EngineConfig], config: DecoderConfig, overrides: Sequence[str]
 ) -> list[EngineConfig]:
-    """Pools that hold twice `max_seqs` requests of all the model's positions, as far as POOL_BYTES allow,
-    where nobody gave a number of blocks."""
+    """Give engines pools that hold twice `max_seqs` requests of all the model's positions, as far as
+    POOL_BYTES allow, where nobody gave a number of blocks."""
     if any(text.startswith(f"{key}=") for text in overrides for key in POOL_KEYS):
         return list(engines)
     return [_with_pool(engine, config) for engine in engines]
@@ -309,7 +310,7 @@ def _pool_tokens(engines: Iterable[EngineConfig], config: DecoderConfig) -> int 
 
 
 def _as_spec(options: ServerOptions, prefill_tp: int | None, decode_tp: int | None) -> dict[str, Any]:
-    """The experiment of one cell whose engines are the server's. Its one prompt is never run."""
+    """Return the experiment of one cell whose engines are the server's. Its one prompt is never run."""
     return {
         "name": "serve",
         "model": options.model,
@@ -364,7 +365,7 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _override_of(key: str, overrides: Sequence[str]) -> str:
-    """The last that gives a key, which is the one that counts."""
+    """Return the last that gives a key, which is the one that counts."""
     return f"--set {next(t for t in reversed(overrides) if t.partition('=')[0].strip() == key)}"
 
 

@@ -104,8 +104,8 @@ def settings_of(
     decode: Sequence[EngineConfig],
     **others: Any,
 ) -> ServerSettings:
-    """A server with the policies and transfers of an experiment's cell, and these engines, which have passed
-    a cell's checks; aggregated without decode engines.
+    """Return a server with the policies and transfers of an experiment's cell, and these engines, which have
+    passed a cell's checks; aggregated without decode engines.
 
     `others`: fields of ServerSettings that a cell does not have.
     """

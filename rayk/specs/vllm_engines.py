@@ -104,9 +104,9 @@ class Kept:
 
 
 def in_order(needs: Sequence[Sequence[VllmEngineConfig]]) -> Iterator[int]:
-    """Indexes of cells, from the engines that each needs, so that cells that share engines follow each other:
-    next are always those for which fewest engines start, and of these those with most engines alive. Cells
-    that need none come first, and cells that need the same stay in the order of the file."""
+    """Yield the indexes of cells, from the engines that each needs, so that cells that share engines follow
+    each other: next are always those for which fewest engines start, and of these those with most engines
+    alive. Cells that need none come first, and cells that need the same stay in the order of the file."""
     alike: dict[tuple[VllmEngineConfig, ...], list[int]] = {}
     for index, needed in enumerate(needs):
         alike.setdefault(tuple(needed), []).append(index)

@@ -134,7 +134,7 @@ class TransferAgent(Protocol):
         ...
 
     def notifications(self) -> list[tuple[str, bytes]]:
-        """Messages that arrived since the last call, as (peer, message); also makes progress."""
+        """List messages that arrived since the last call, as (peer, message); also makes progress."""
         ...
 
     def close(self) -> None:

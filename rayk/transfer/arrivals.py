@@ -96,7 +96,7 @@ class Arrivals:
         return [(self._open[ask.reservation_id].link, ask) for ask in self._table.tick(now_ns)]
 
     def take_clear(self) -> list[str]:
-        """Reservations that were stopped and into whose blocks nobody writes any more, each once."""
+        """List reservations that were stopped and into whose blocks nobody writes any more, each once."""
         never_open, self._never_open = self._never_open, []
         clear = self._table.take_clear()
         for reservation_id in clear:
@@ -120,7 +120,8 @@ class Arrivals:
         return {rank: self.why_stopped(reservation_id, rank) for rank in left}
 
     def lost_block(self, reservation_id: str, generations: Callable[[Tables], Tables]) -> int | None:
-        """A block that was handed out again since it was reserved. `generations`: what they are now."""
+        """Return a block that was handed out again since it was reserved. `generations`: what they are
+        now."""
         found = self._open[reservation_id]
         tables = found.block_tables
         for blocks, before, now in zip(tables, found.generations, generations(tables), strict=True):
@@ -179,7 +180,7 @@ class ArrivalReads:
         return []
 
     def poll(self, index: int) -> list[s.Event]:
-        """An arrival, or why none will come."""
+        """Return an arrival, or why none will come."""
         if index not in self._left:
             return []
         rank, reservation_id = self.producer_ranks[index], self._reservation_id

@@ -56,7 +56,7 @@ class RankConnector(BaseConnector):
         self._rank: TransferRank | None = None
 
     def make_agent(self, name: str) -> TransferAgent:
-        """The agent that moves the bytes. Raises DeviceError where its transport cannot be used."""
+        """Return the agent that moves the bytes. Raises DeviceError where its transport cannot be used."""
         return make_agent(name, AgentSettings(is_one_node=True), self.transport)
 
     @property
@@ -203,6 +203,6 @@ class NixlConnector(AgentConnector, transport="nixl"):
 
 
 def one_engine(blobs: Sequence[bytes]) -> list[CacheDescription]:
-    """The ranks of one engine, named after its first rank."""
+    """Return the ranks of one engine, named after its first rank."""
     ranks: list[CacheDescription] = [pickle.loads(blob) for blob in blobs]  # noqa: S301 - our own
     return [replace(rank, engine=ranks[0].agent_name) for rank in ranks]

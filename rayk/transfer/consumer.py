@@ -66,7 +66,7 @@ class TransferOutcome:
 
 
 def refusal(ticket: TransferTicket, error: RaykError) -> TransferOutcome:
-    """The outcome of a transfer that never began."""
+    """Return the outcome of a transfer that never began."""
     return TransferOutcome(
         request_id=ticket.request_id,
         lease_id=ticket.lease_id,
@@ -198,7 +198,7 @@ class Consumption:
         self._run(self.session.release())
 
     def _lower(self, rows: range | None) -> list[BlockReads]:
-        """The reads that bring these rows; None: all live ones."""
+        """Return the reads that bring these rows; None: all live ones."""
         tables = self.ticket.block_tables, self.block_tables
         return self.link.plan.lower(self.ticket.num_tokens, *tables, rows=rows)
 

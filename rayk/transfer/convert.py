@@ -46,8 +46,8 @@ Clock = Callable[[], int]
 
 
 def conversion_bound(source: KVFormat, values: Floats, target: KVFormat, scale: float = 1.0) -> Floats:
-    """The most by which a converted value is off from `values` [..., elements], those that the source's rows
-    stand for. `scale`: the target layer's, where its format has one.
+    """Return the most by which a converted value is off from `values` [..., elements], those that the
+    source's rows stand for. `scale`: the target layer's, where its format has one.
 
     The target's own bound, and what the way through float32 rounds: 2^-24 of the value.
     """
@@ -118,8 +118,8 @@ class Conversion:
     def _reference(
         self, index: int, wire_tables: Sequence[Sequence[int]], num_tokens: int, first_row: int
     ) -> tuple[LayerView, list[int]]:
-        """A dense cache of blocks of one token with a layer's live rows from `first_row` on, and its block
-        table."""
+        """Return a dense cache of blocks of one token with a layer's live rows from `first_row` on, and its
+        block table."""
         wire, own = self.wire[index], self.own[index]
         source = wire.places(wire_tables[wire.group.index], num_tokens, first_row)
         parts = [
@@ -193,7 +193,7 @@ class Converting:
         return mismatch
 
     def diagnose(self, request_id: str, num_tokens: int, first_row: int = 0) -> list[KVMismatch]:
-        """The first wrong byte of each of the own caches that is not what arrived, converted."""
+        """Return the first wrong byte of each of the own caches that is not what arrived, converted."""
         found = []
         for index, own in enumerate(self.conversion.own):
             expected = self.conversion.reference_rows(index, self.wire_tables, num_tokens, first_row)
@@ -239,7 +239,7 @@ def _store(view: LayerView, name: str, places: tuple[torch.Tensor, ...], values:
 
 
 def _tables(view: LayerView, table: list[int]) -> list[list[int]]:
-    """Tables by group index of which only the view's own is used."""
+    """Return tables by group index of which only the view's own is used."""
     return [table] * (view.group.index + 1)
 
 

@@ -131,8 +131,8 @@ def choose_push_layers(
     num_descriptors: Callable[[int], int],
     layer_ns: float,
 ) -> int:
-    """Layers that one write of a push should bring, so that the least time passes after the last layer was
-    computed until all has arrived.
+    """Choose the layers that one write of a push should bring, so that the least time passes after the last
+    layer was computed until all has arrived.
 
     num_bytes: of all layers. num_descriptors(k): of the write of the first k layers, after neighbours are
     joined; one per block where the k layers of a block lie together, else one per layer and block.

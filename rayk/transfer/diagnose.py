@@ -58,8 +58,8 @@ class _Difference:
 
 
 def merge_rows(parts: Mapping[int, Rows], sources: Mapping[tuple[str, int], int]) -> Rows:
-    """One layer of a whole producer engine: `parts` by producer rank, `sources`: (field, unit) -> elected
-    rank.
+    """Return one layer of a whole producer engine: `parts` by producer rank, `sources`: (field, unit) ->
+    elected rank.
 
     Units nobody here reads are taken from any rank that holds them (they only help to classify).
     """
@@ -111,7 +111,7 @@ def first_difference(
 
 
 def classify(difference: _Difference) -> str:
-    """The first explanation that fits all wrong rows of the first wrong (field, unit)."""
+    """Return the first explanation that fits all wrong rows of the first wrong (field, unit)."""
     for explain in _EXPLANATIONS:
         text = explain(difference)
         if text is not None:
@@ -126,7 +126,7 @@ def _is_foreign(classification: str) -> bool:
 
 
 def _foreign_rows(d: _Difference) -> tuple[bytes, ...]:
-    """The first run of wrong rows, a few of them, no more than a block holds."""
+    """Return the first run of wrong rows, a few of them, no more than a block holds."""
     first = int(d.wrong_rows[0])
     run = int(np.argmin(np.append(np.diff(d.wrong_rows), 0) == 1)) + 1
     left = d.block_size - (d.first_token + first) % d.block_size
@@ -219,7 +219,7 @@ def _shifted_bytes(d: _Difference) -> str | None:
 
 
 def _byte_shifts(theirs: Bytes, ours: Bytes) -> list[int]:
-    """Shifts that may explain a row, up to half of it, the smallest first."""
+    """List shifts that may explain a row, up to half of it, the smallest first."""
     most = len(theirs) // 2
     probe = min(8, most)
     found: list[int] = []
@@ -266,7 +266,7 @@ def _sliced(d: _Difference) -> str | None:
 
 
 def _moves(theirs: Bytes, ours: Bytes) -> list[tuple[int, int]]:
-    """(i, j): part i, which is wrong, holds part j. Arrays [rows, parts, bytes]."""
+    """Return (i, j): part i, which is wrong, holds part j. Arrays [rows, parts, bytes]."""
     parts = range(theirs.shape[1])
     # Parts of one value, zeros above all, prove nothing.
     wrong = (

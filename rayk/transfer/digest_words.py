@@ -47,7 +47,7 @@ class Lanes:
     """(group, field, unit), as those that are read from one producer rank."""
 
     def locate(self, first_group: Ints, num_groups: Ints) -> Words:
-        """The words of a request that has these row groups in each view; both [views]."""
+        """Return the words of a request that has these row groups in each view; both [views]."""
         part_words = self.part_units * num_groups[self.part_view]
         part_start = np.cumsum(part_words) - part_words
         of_lane = num_groups[self.view]

@@ -92,7 +92,7 @@ class Extents:
         return np.concatenate([[0], ends[:-1]]).astype(np.int64), int(ends[-1])
 
     def max_blocks(self, num_bytes: int) -> int:
-        """Blocks of the largest chunk that takes no more bytes than these; 0 where none fits."""
+        """Count the blocks of the largest chunk that takes no more bytes than these; 0 where none fits."""
         return self._most(num_bytes)
 
     @cached_property
@@ -108,7 +108,7 @@ class Extents:
 
 
 def make_extents(pattern: Pattern, gap_bytes: int, max_bytes: int) -> tuple[Extents, ...] | None:
-    """All runs of a pattern, in as few parts as have a block each that fits into `max_bytes`.
+    """Return all runs of a pattern, in as few parts as have a block each that fits into `max_bytes`.
 
     None where a run alone does not fit. Runs are joined over gaps of at most `gap_bytes`.
     """

@@ -206,7 +206,7 @@ class FaultyAgent:
         return self._faults.num_struck
 
     def passes(self, *points: str) -> TransferFault | None:
-        """The fault at what passes now; a rank that is to die does so here, or is told to."""
+        """Return the fault at what passes now; a rank that is to die does so here, or is told to."""
         fault = self._faults.take(*points)
         if fault is not None and fault.is_of_rank:
             if fault.remote is None:
@@ -234,7 +234,7 @@ class FaultyAgent:
 
 
 def _of_next_block(indices: Ints32, num_blocks: int) -> Ints32:
-    """Descriptors of the same runs, in other blocks."""
+    """List descriptors of the same runs, in other blocks."""
     run, block = np.divmod(indices, num_blocks)
     moved: Ints32 = (run * num_blocks + (block + 1) % num_blocks).astype(np.int32)
     return moved
@@ -244,7 +244,7 @@ POINT_OF_MESSAGE = {"release": "free", "renew": "lease_renewal", "arrived": "not
 
 
 def _point_of(message: bytes) -> str:
-    """The point that a message belongs to; empty for any other."""
+    """Return the point that a message belongs to; empty for any other."""
     content = unpack(message)
     kind = content[0] if isinstance(content, list) and content else None
     return POINT_OF_MESSAGE.get(kind, "") if isinstance(kind, str) else ""

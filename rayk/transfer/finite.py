@@ -28,9 +28,9 @@ class NotFinitePlace:
 def first_not_finite(
     views: Sequence[LayerView], block_tables: Sequence[Sequence[int]], num_tokens: int, first_row: int = 0
 ) -> NotFinitePlace | None:
-    """The first place among a sequence's live rows on this rank, from `first_row` on; None where all are
-    finite. `block_tables` per group, manager's ids. As they are stored: of a quantised cache, NaN codes and
-    scales."""
+    """Return the first place among a sequence's live rows on this rank, from `first_row` on; None where all
+    are finite. `block_tables` per group, manager's ids. As they are stored: of a quantised cache, NaN codes
+    and scales."""
     for view in sorted(views, key=lambda v: v.layer):
         found = _first_in(view, block_tables[view.group.index], num_tokens, first_row)
         if found is not None:

@@ -159,7 +159,7 @@ def check_engine(descriptions: Sequence[CacheDescription]) -> None:
 
 
 def _impossible(rank: RankGeometry) -> Iterator[tuple[str, str, str]]:
-    """(name, found, allowed) of what would be planned with, or read outside of the rank's pages."""
+    """Yield (name, found, allowed) of what would be planned with, or read outside of the rank's pages."""
     if not 2 <= rank.num_blocks <= MAX_BLOCKS:
         yield "num_blocks", str(rank.num_blocks), f"2 .. {MAX_BLOCKS}"
     for index, group in enumerate(rank.groups):
@@ -181,7 +181,7 @@ def _impossible(rank: RankGeometry) -> Iterator[tuple[str, str, str]]:
 
 
 def _differences(ours: Facts, theirs: Facts) -> list[tuple[str, str, str]]:
-    """(name, ours, theirs) of what differs, most telling first."""
+    """Return (name, ours, theirs) of what differs, most telling first."""
     names = [*ours, *(name for name in theirs if name not in ours)]
     pairs = ((name, ours.get(name, "absent"), theirs.get(name, "absent")) for name in names)
     return [(name, a, b) for name, a, b in pairs if a != b]
@@ -227,7 +227,8 @@ def _layer_differences(
 
 
 def _scale_differences(producer: CacheDescription, consumer: CacheDescription) -> list[tuple[str, str, str]]:
-    """Scales that no page holds, of layers of one format: where formats differ, rows are made with both."""
+    """List scales that no page holds, of layers of one format: where formats differ, rows are made with
+    both."""
     formats = [
         {
             layer: g.group.spec.dtype

@@ -32,7 +32,7 @@ def first_wrong(
 
 
 def all_wrong(consumption: Consumption, fetched: Sequence[Mapping[int, Rows]]) -> list[KVMismatch]:
-    """The first wrong byte of each cache that has one. `fetched`: by producer rank, rows by layer."""
+    """Return the first wrong byte of each cache that has one. `fetched`: by producer rank, rows by layer."""
     request_id, num_tokens = consumption.ticket.request_id, consumption.ticket.num_tokens
     if consumption.converting is not None and consumption.converting.is_wrong:
         return consumption.converting.diagnose(request_id, num_tokens, consumption.first_row)

@@ -63,15 +63,15 @@ class LayerView:
         return tuple(packed)
 
     def live_rows(self, num_tokens: int) -> range:
-        """Positions of the live rows of a sequence."""
+        """Return the positions of the live rows of a sequence."""
         return self.seen.live_rows(num_tokens)
 
     def places(
         self, block_table: Sequence[int], num_tokens: int, first_row: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(kernel block ids, rows in them, token positions) of the live rows from `first_row` on, each int64
-        [rows] on the view's device. `block_table`: manager's ids. AssertionError, without waiting for the
-        device, where it names blocks that are none of the rank's."""
+        """Return (kernel block ids, rows in them, token positions) of the live rows from `first_row` on, each
+        int64 [rows] on the view's device. `block_table`: manager's ids. AssertionError, without waiting for
+        the device, where it names blocks that are none of the rank's."""
         live = self.live_rows(num_tokens)
         return self.places_of(block_table, np.arange(max(live.start, first_row), live.stop, dtype=np.int64))
 
@@ -109,8 +109,8 @@ def make_layer_view(layer: int, group: KVCacheGroup, fields: Sequence[FieldView]
 
 
 def _join(left: DigestedView, right: DigestedView) -> DigestedView | None:
-    """Both as one, if the right one's field lies just behind the left one's in each (unit, row) of the same
-    memory."""
+    """Return both as one, if the right one's field lies just behind the left one's in each (unit, row) of the
+    same memory."""
     view, more = left.kv_cache, right.kv_cache
     is_same = (
         left.units == right.units

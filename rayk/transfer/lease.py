@@ -28,7 +28,7 @@ class ReleaseMessage:
 
     @staticmethod
     def decode(message: bytes) -> ReleaseMessage | None:
-        """None for a message that is no release."""
+        """Return None for a message that is no release."""
         match unpack(message):
             case ["release", str(lease_id), str(consumer), num] if is_count(num) and num > 0:
                 return ReleaseMessage(lease_id, consumer, num)
@@ -50,7 +50,7 @@ class RenewMessage:
 
     @staticmethod
     def decode(message: bytes) -> RenewMessage | None:
-        """None for a message that is no renewal."""
+        """Return None for a message that is no renewal."""
         match unpack(message):
             case ["renew", str(lease_id), str(consumer), number] if is_count(number):
                 return RenewMessage(lease_id, consumer, number)

@@ -84,7 +84,8 @@ class PreparedReads:
         return len(self._kept)
 
     def take(self, pattern: Pattern) -> Handle:
-        """The lists of a pattern, kept until `give_back`. Raises TransferError if the agent refuses them."""
+        """Return the lists of a pattern, kept until `give_back`. Raises TransferError if the agent refuses
+        them."""
         prepared = self._kept.get(pattern.key)
         if prepared is None:
             prepared = self._kept[pattern.key] = _ListsInUse(self._make(pattern))
@@ -188,7 +189,7 @@ def make_link(
 def pattern_lists(
     producer: CacheDescription, consumer: CacheDescription, pattern: Pattern
 ) -> tuple[DescriptorList, DescriptorList]:
-    """A pattern's runs over all blocks, at the producer and at the consumer."""
+    """Return a pattern's runs over all blocks, at the producer and at the consumer."""
     runs = pattern.runs
     return (
         DescriptorList(

@@ -40,7 +40,8 @@ class Links:
         return [link for link in self._links.values() if (link.engine, link.epoch) == (engine, epoch)]
 
     def replaced_by(self, name: str, producer: CacheDescription) -> list[str]:
-        """Names of links that a new one to this engine ends: the one of its name, and all to other lives."""
+        """List names of links that a new one to this engine ends: the one of its name, and all to other
+        lives."""
         return [
             known
             for known, link in self._links.items()

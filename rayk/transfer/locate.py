@@ -38,7 +38,8 @@ class FoundRows:
 def find_rows(
     view: LayerView, field: str, unit: int, rows: Sequence[bytes], rank: int, generations: torch.Tensor
 ) -> list[FoundRows]:
-    """Places of one of a layer's caches that hold `rows` (in order of position), best first; a few at most.
+    """List places of one of a layer's caches that hold `rows` (in order of position), best first; a few at
+    most.
 
     None where this rank holds no such unit, or where the rows could be anybody's (all bytes equal). The first
     row must be there; how many of the next follow it in the same block is counted.
@@ -64,7 +65,7 @@ def find_rows(
 
 
 def _matches(memory: torch.Tensor, row: bytes) -> Iterator[tuple[int, int]]:
-    """(kernel block, row) of every row that equals `row`."""
+    """Yield (kernel block, row) of every row that equals `row`."""
     wanted = torch.frombuffer(bytearray(row), dtype=torch.uint8).to(memory.device)
     block_bytes = max(1, memory.shape[1] * len(row))
     step = max(1, _CHUNK_BYTES // block_bytes)

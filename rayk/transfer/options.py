@@ -36,7 +36,7 @@ def read_option(
 
 
 def chunk_blocks(part: Extents, staging_bytes: int) -> int:
-    """Blocks of a chunk: so many that a second one can arrive while the first is copied out."""
+    """Count the blocks of a chunk: so many that a second one can arrive while the first is copied out."""
     blocks = part.max_blocks(staging_bytes // 2) or part.max_blocks(staging_bytes)
     return max(1, min(blocks, MAX_DESCRIPTORS // len(part)))
 
@@ -51,14 +51,14 @@ def num_merged(part: Extents, source_blocks: Ints) -> int:
 
 
 def kept_layers(geometry: RankGeometry) -> tuple[int, ...]:
-    """Layers that keep something, ascending."""
+    """List layers that keep something, ascending."""
     return tuple(sorted({layer for g in geometry.groups for layer in g.group.layers}))
 
 
 def choose_layers(
     costs: TransferCosts, me: RankGeometry, plans: Mapping[int, TransferPlan], layer_ns: float
 ) -> int:
-    """Layers per write that the cost model says, of the consumer rank that gets most.
+    """Ask the cost model for the layers per write, of the consumer rank that gets most.
 
     `plans`: of plan_pushes; layer_ns: see choose_push_layers.
     """
@@ -86,6 +86,6 @@ def choose_layers(
 
 
 def _most_tokens(geometry: RankGeometry) -> int:
-    """Tokens of a sequence alone in the engine, roughly: so many fit."""
+    """Estimate the tokens of a sequence alone in the engine, roughly: so many fit."""
     per_group = max(1, (geometry.num_blocks - 1) // len(geometry.groups))
     return per_group * min(g.block_size for g in geometry.groups)

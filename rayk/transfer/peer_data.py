@@ -41,8 +41,8 @@ class Peers:
                 self._names[side[0].engine] = names
 
     def messages(self, agent: TransferAgent) -> Iterator[tuple[str, Message]]:
-        """Notifications that mean something, each with its sender. Nobody speaks for another consumer rank;
-        who speaks for a producer rank is looked at where the link is known."""
+        """Yield the notifications that mean something, each with its sender. Nobody speaks for another
+        consumer rank; who speaks for a producer rank is looked at where the link is known."""
         for peer, content in agent.notifications():
             found = ReleaseMessage.decode(content) or RenewMessage.decode(content) or decode_push(content)
             if found is None:

@@ -157,7 +157,7 @@ class BlockReads:
         return self.num_descriptors - (num_dense * self._num_steps() if num_dense else 0)
 
     def _num_steps(self) -> int:
-        """Blocks that follow their neighbour on both sides."""
+        """Count the blocks that follow their neighbour on both sides."""
         here, there = self.source_blocks, self.destination_blocks
         return int(np.count_nonzero((here[1:] - here[:-1] == 1) & (there[1:] - there[:-1] == 1)))
 
@@ -202,7 +202,7 @@ class TransferPlan:
     reads: tuple[UnitReads, ...]
 
     def pattern(self, key: PatternKey) -> Pattern:
-        """The pattern of this name: made on first use, and kept while it is among those used last."""
+        """Return the pattern of this name: made on first use, and kept while it is among those used last."""
         return self._recent(key)
 
     @property
@@ -253,7 +253,7 @@ class TransferPlan:
         layers: Collection[int] | None = None,
         rows: range | None = None,
     ) -> list[BlockReads]:
-        """The reads that bring the live rows of a sequence of `num_tokens` tokens.
+        """Return the reads that bring the live rows of a sequence of `num_tokens` tokens.
 
         Block tables are per group of either engine, manager's block ids by position in the sequence. Rows
         around the live ones may move with them: they lie in the same blocks and mean nothing to either side.
@@ -338,7 +338,7 @@ class TransferPlan:
     def _choose(
         self, read: UnitReads, source_row: int, destination_row: int, num_rows: int, first: int, stop: int
     ) -> PatternKey:
-        """The pattern that moves rows [first, stop) of a segment: of those rows alone if that pays."""
+        """Return the pattern that moves rows [first, stop) of a segment: of those rows alone if that pays."""
         whole = _key(read, source_row, destination_row, num_rows)
         if stop - first == num_rows:
             return whole

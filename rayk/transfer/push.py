@@ -25,7 +25,7 @@ BlockTables = tuple[tuple[int, ...], ...]
 
 
 def parts_of(write: BlockReads, max_descriptors: int) -> Iterator[BlockReads]:
-    """A write in parts of so many descriptors at most, none of less than a block."""
+    """Yield a write in parts of so many descriptors at most, none of less than a block."""
     size = max(1, max_descriptors // max(1, len(write.pattern.runs)))
     for first in range(0, len(write.source_blocks), size):
         part = slice(first, first + size)

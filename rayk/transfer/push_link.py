@@ -46,7 +46,8 @@ class ConsumerLink:
     """What a layer takes to compute (ns, a power of two) -> layers per write."""
 
     def layers_per_write(self, layer_ns: float) -> int:
-        """Layers that a write should bring while computing one takes so long; 0: writes do not overlap."""
+        """Choose the layers that a write should bring while computing one takes so long; 0: writes do not
+        overlap."""
         return self._choose(1 << int(layer_ns).bit_length() if layer_ns else 0)
 
     @property

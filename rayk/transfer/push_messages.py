@@ -113,7 +113,7 @@ PushMessage = ArrivedMessage | WroteMessage | StoppedMessage | StopMessage | Hel
 
 
 def decode_push(message: bytes) -> PushMessage | None:
-    """None for a message that is none of these."""
+    """Return None for a message that is none of these."""
     match unpack(message):
         case ["arrived", str(reservation), attempt, rank, num_writes, list(tally)]:
             if all(map(_is_tally, tally)) and all(map(is_count, (attempt, rank, num_writes))):

@@ -61,12 +61,12 @@ class PushReservations:
         self._reserved.append(made)
 
     def reserved(self) -> list[Reserved]:
-        """Reservations that wait no longer, each once."""
+        """List reservations that wait no longer, each once."""
         reserved, self._reserved = self._reserved, []
         return reserved
 
     def cleared(self) -> list[str]:
-        """Reservations that are over, and into whose blocks nobody writes any more, each once."""
+        """List reservations that are over, and into whose blocks nobody writes any more, each once."""
         clear = self.arrivals.take_clear()
         for reservation_id in clear:
             wire, tables = self._wire_blocks.pop(reservation_id, (None, ()))

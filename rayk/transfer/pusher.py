@@ -124,8 +124,8 @@ class Pusher:
         return is_free
 
     def take_over(self) -> dict[str, str]:
-        """Reservations that nothing of ours is read for any more -> why not all was written, if so; each
-        is told once, by this or to `void`."""
+        """List reservations that nothing of ours is read for any more -> why not all was written, if so;
+        each is told once, by this or to `void`."""
         over = self._worker.take_over()
         for reservation_id in over:
             self._guarded.pop(reservation_id, None)
@@ -190,8 +190,8 @@ class Pusher:
 
 
 def read_blocks(chunk: Chunk, groups: Sequence[KVCacheGroup]) -> set[int]:
-    """Blocks of ours that are read when a chunk is pushed, and by then are the request's still: of groups
-    that forget tokens nothing but what lives on behind the prompt."""
+    """List blocks of ours that are read when a chunk is pushed, and by then are the request's still: of
+    groups that forget tokens nothing but what lives on behind the prompt."""
     found: set[int] = set()
     for group, table in zip(groups, chunk.block_tables, strict=True):
         if chunk.is_last:
@@ -334,7 +334,7 @@ class _Worker:
         self._voiding.append((reservation_ids, is_free))
 
     def _open(self, chunk: Chunk) -> Push | str:
-        """A request's push, or why there will be none."""
+        """Return a request's push, or why there will be none."""
         reservation = chunk.reservation
         if reservation.reservation_id in self._stopped:
             return "its reservation is over"

@@ -333,7 +333,7 @@ class TransferRank:
             self._admit(self._clock())
 
     def reserved(self) -> list[Reserved]:
-        """Reservations that there is room for by now, or never, each once."""
+        """List reservations that there is room for by now, or never, each once."""
         return self._reservations.reserved()
 
     def end_reservation(self, reservation_id: str, attempt: int | None = None) -> None:
@@ -348,7 +348,7 @@ class TransferRank:
         return self._reservations.arrivals.missing(reservation_id, attempt)
 
     def cleared(self) -> list[str]:
-        """Reservations that are over, and into whose blocks nobody writes any more, each once."""
+        """List reservations that are over, and into whose blocks nobody writes any more, each once."""
         return self._reservations.cleared()
 
     def stops(self) -> list[StopMessage]:
@@ -452,8 +452,8 @@ class TransferRank:
         block_tables: Sequence[Sequence[int]],
         digests: Sequence[Digests],
     ) -> TransferTicket:
-        """The hand-over of a request; `digests` of all ranks in order. Blocks outside the live rows may
-        have been trimmed. Block ids and generations are the same on every rank."""
+        """Return the hand-over of a request; `digests` of all ranks in order. Blocks outside the live rows
+        may have been trimmed. Block ids and generations are the same on every rank."""
         assert len(digests) == self.description.tp_size, "digests of every rank"
         return TransferTicket(
             request_id=request_id,
@@ -475,7 +475,8 @@ class TransferRank:
         self._leases.end(lease_id)
 
     def released(self) -> list[str]:
-        """Leases that all consumer ranks released here since the last call; blocks wait for every rank."""
+        """List leases that all consumer ranks released here since the last call; blocks wait for every
+        rank."""
         return self._leases.take_released()
 
     def expired(self, now_ns: int) -> list[str]:

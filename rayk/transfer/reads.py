@@ -90,7 +90,7 @@ class DataReads:
         return self._post_direct(index, read)
 
     def poll(self, index: int) -> list[s.Event]:
-        """The end of a read, if it has come; nothing of a read that is not in flight (any more)."""
+        """Return the end of a read, if it has come; nothing of a read that is not in flight (any more)."""
         if index in self._staged:
             staged, _ = self._staged[index]
             return self._ended(index, staged) if staged.advance() else []

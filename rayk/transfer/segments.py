@@ -49,11 +49,11 @@ class CopySegments:
         self.per_period = self._at(self._period)
 
     def holding(self, live: range) -> range:
-        """Those that hold a live row."""
+        """Return those that hold a live row."""
         return range(self._at(live.start), self._at(live.stop - 1) + 1) if live else range(0)
 
     def ending_in(self, among: range, found: range, live: range) -> range:
-        """Those of `found`, all of which hold live rows, whose last live row is one of `among`."""
+        """Return those of `found`, all of which hold live rows, whose last live row is one of `among`."""
         if among.start >= live.stop:
             return range(0)
         stop = found.stop if among.stop >= live.stop else min(found.stop, self._at(among.stop))
@@ -92,7 +92,7 @@ class CopySegments:
         return Kind(source_row, destination_row, num_rows, first // quantum * quantum, stop)
 
     def _at(self, position: int) -> int:
-        """The segment that holds a position: as many borders lie before it."""
+        """Return the segment that holds a position: as many borders lie before it."""
         return sum(position // size for size in self._sizes) - position // self._period
 
     def _start(self, number: int) -> int:

@@ -56,7 +56,7 @@ class StagingBuffer:
         """Who waits, in order of arrival."""
 
     def take(self, num_bytes: int, who: object) -> Stretch | None:
-        """A stretch, or None where there is no room or others came first: ask again, or `withdraw`."""
+        """Return a stretch, or None where there is no room or others came first: ask again, or `withdraw`."""
         self._waiting.setdefault(who)
         if next(iter(self._waiting)) is not who:
             return None
@@ -124,7 +124,7 @@ class Staging:
         return found
 
     def table(self, part: Extents, num_blocks: int) -> RunTable:
-        """The copies of a chunk, from its place in the buffer to block 0 of the pages."""
+        """Return the copies of a chunk, from its place in the buffer to block 0 of the pages."""
         tables = self._tables.setdefault(part, {})
         if num_blocks not in tables:
             if len(tables) == TABLES_KEPT:
@@ -145,7 +145,7 @@ class Staging:
         return read_option(read, self.extents(read.pattern), self.costs, self.settings.num_bytes)
 
     def chunk_blocks(self, part: Extents) -> int:
-        """Blocks of a chunk: so many that a second one can arrive while the first is copied out."""
+        """Count the blocks of a chunk: so many that a second one can arrive while the first is copied out."""
         return chunk_blocks(part, self.settings.num_bytes)
 
 

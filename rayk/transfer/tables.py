@@ -14,8 +14,8 @@ Ints = npt.NDArray[np.int64]
 
 
 def checked_tables(side: str, tables: Sequence[Sequence[int]], rank: RankGeometry) -> list[Ints]:
-    """One side's block tables as int64 arrays, by group. Raises TransferError where the rank has another
-    number of groups, or where a table holds no block ids."""
+    """Return one side's block tables as int64 arrays, by group. Raises TransferError where the rank has
+    another number of groups, or where a table holds no block ids."""
     if len(tables) != len(rank.groups):
         raise TransferError(
             "", f"{len(tables)} block tables of the {side}, which has {len(rank.groups)} groups"
@@ -33,8 +33,8 @@ def checked_tables(side: str, tables: Sequence[Sequence[int]], rank: RankGeometr
 
 
 def real_blocks(side: str, table: Ints, positions: Ints | slice, count: int) -> Ints:
-    """The blocks at these `count` positions. Raises TransferError where the table is too short, or one of
-    them is null."""
+    """Return the blocks at these `count` positions. Raises TransferError where the table is too short, or one
+    of them is null."""
     blocks: Ints = (
         table[positions] if isinstance(positions, slice) else table[positions[positions < len(table)]]
     )

@@ -24,7 +24,7 @@ def seal_of(message: Any) -> str:
 
 
 def sealed(message: T) -> T:
-    """A copy that bears its seal."""
+    """Return a copy that bears its seal."""
     made: Any = message
     return replace(made, seal=seal_of(message))  # type: ignore[no-any-return]
 

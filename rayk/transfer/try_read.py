@@ -49,7 +49,7 @@ class _Wiring:
         return not self._reads
 
     def left(self) -> list[tuple[Transfer, list[int]]]:
-        """Reads that have not ended, and their slots: the bytes may still come."""
+        """List reads that have not ended, and their slots: the bytes may still come."""
         return list(self._reads.values())
 
     def _post(self, rank: int, handle: Handle) -> None:

@@ -42,7 +42,7 @@ def proven_rows(live: range, rows_per_group: int, wrong_groups: Iterable[int]) -
 def longest_valid_prefix(
     groups: Sequence[KVCacheGroup], proofs: Sequence[Sequence[LayerProof]], num_tokens: int
 ) -> int:
-    """The largest n <= num_tokens such that all rows live at n are proven on every rank; 0 at worst.
+    """Return the largest n <= num_tokens such that all rows live at n are proven on every rank; 0 at worst.
 
     `groups`: the consumer's. `proofs`: of every rank; a cache that a rank does not speak of is not proven.
     """
@@ -67,7 +67,7 @@ def longest_valid_prefix(
 
 
 def _last_missing(live: range, proven: Sequence[range]) -> int | None:
-    """The last live position outside the proven ones; None where there is none."""
+    """Return the last live position outside the proven ones; None where there is none."""
     stop = live.stop
     for rows in reversed(proven):
         if rows.start >= stop:

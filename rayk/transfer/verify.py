@@ -77,8 +77,9 @@ class CanonicalViews(tuple[LayerView, ...]):
         return [range(r.start // rows_per_group, -(-r.stop // rows_per_group)) for r in live]
 
     def locate(self, row_groups: Sequence[range]) -> Words:
-        """The words of a request that has these row groups in each of `kinds`. The last are kept: digests are
-        compared just after they are made, and most requests have as many row groups as another."""
+        """Return the words of a request that has these row groups in each of `kinds`. The last are kept:
+        digests are compared just after they are made, and most requests have as many row groups as
+        another."""
         key = tuple(row_groups)
         words = self._located.get(key)
         if words is None:
@@ -109,8 +110,8 @@ def compute_digests(
     first_row: int = 0,
     on_not_finite: Callable[[], None] = lambda: None,
 ) -> Digests:
-    """Digests of a sequence's live rows, [words]; `views` in canonical order. `on_not_finite`: told where any
-    value is NaN or infinite.
+    """Compute digests of a sequence's live rows, [words]; `views` in canonical order. `on_not_finite`: told
+    where any value is NaN or infinite.
 
     Zero where this rank holds no such unit, and of rows before `first_row`, which begins a row group.
     `block_tables` per group, manager's ids.
@@ -143,7 +144,7 @@ def compare_digests(
     rows_per_group: int,
     first_row: int = 0,
 ) -> list[WrongWord]:
-    """Words that differ, in canonical order: of row groups from position `first_row` on.
+    """List words that differ, in canonical order: of row groups from position `first_row` on.
 
     `expected`: [producer rank, words]. Of each unit only the rank in `sources` counts: replicas may differ
     in the last bit, since ranks compute them apart.
@@ -191,13 +192,13 @@ def digest_mismatch(
 
 
 def num_bytes_checked(views: Sequence[LayerView], num_tokens: int, first_row: int = 0) -> int:
-    """Bytes of a sequence's live rows on this rank from `first_row` on: what its digests cover."""
+    """Count the bytes of a sequence's live rows on this rank from `first_row` on: what its digests cover."""
     live = ((v.live_rows(num_tokens), v.row_bytes) for v in views)
     return sum(len(range(max(rows.start, first_row), rows.stop)) * row_bytes for rows, row_bytes in live)
 
 
 def fetch_rows(view: LayerView, block_table: Sequence[int], num_tokens: int, first_row: int = 0) -> Rows:
-    """The live rows of one cache of a layer, from `first_row` on, as raw bytes, read through its bound
+    """Return the live rows of one cache of a layer, from `first_row` on, as raw bytes, read through its bound
     views."""
     block_ids, in_block, _ = view.places(block_table, num_tokens, first_row)
     rows: Rows = {}
@@ -209,5 +210,5 @@ def fetch_rows(view: LayerView, block_table: Sequence[int], num_tokens: int, fir
 
 
 def _canonical(views: Sequence[LayerView]) -> CanonicalViews:
-    """Views that may be but some of a rank's."""
+    """Return views that may be but some of a rank's."""
     return views if isinstance(views, CanonicalViews) else CanonicalViews(views)

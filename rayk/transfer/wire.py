@@ -130,7 +130,7 @@ def wire_cache_for(
 def field_views(
     group: KVCacheGroup, view: CacheView, units: Mapping[str, tuple[int, ...]]
 ) -> list[FieldView]:
-    """The fields of one bound cache, with the units of the rank's own; scales have those of what they
+    """Return the fields of one bound cache, with the units of the rank's own; scales have those of what they
     scale."""
     bundles = dict(view) if isinstance(view, Mapping) else None
     ends: dict[str, int] = {}

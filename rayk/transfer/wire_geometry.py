@@ -40,7 +40,7 @@ def needs_conversion(producer: RankGeometry, consumer: RankGeometry) -> bool:
 
 
 def _elements(spec: KVCacheSpec) -> dict[str, int]:
-    """Elements of a head by side, whatever scales lie beside them."""
+    """Count the elements of a head by side, whatever scales lie beside them."""
     kv_format = FORMATS[spec.dtype]
     return {f.name: kv_format.elements(f.row_bytes) for f in spec.fields() if not f.name.endswith("_scale")}
 

@@ -56,7 +56,7 @@ class WireQueue:
                 queued.failure = queued.failure or reason
 
     def ready(self, now_ns: int) -> list[Queued]:
-        """Those that wait no longer: they have room, or a failure."""
+        """Return those that wait no longer: they have room, or a failure."""
         ready: list[Queued] = []
         full: set[str] = set()
         for queued in self._queued:

@@ -14,7 +14,8 @@ class Salting(TypedDict, total=False):
 
 
 def salting(cache_salt: str | None) -> Salting:
-    """Parameters that make a digest another one for every salt, whatever is hashed; none without a salt."""
+    """Return parameters that make a digest another one for every salt, whatever is hashed; none without a
+    salt."""
     if cache_salt is None:
         return {}
     digest = hashlib.blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()

@@ -50,7 +50,7 @@ def _rebuild(cls: type[RaykError], fields: dict[str, object]) -> RaykError:
 
 
 def shortened(text: str, num_characters: int = MAX_CHARACTERS) -> str:
-    """The text, without its middle if that is long: somebody's input may be quoted in it."""
+    """Return the text, without its middle if that is long: somebody's input may be quoted in it."""
     left_out = len(text) - num_characters
     if left_out <= 0:
         return text

@@ -107,7 +107,7 @@ class EngineControl(Protocol):
     event loop. They raise what the engines' owner died of."""
 
     async def engines(self) -> tuple[EngineState, ...]:
-        """Every engine, in the order in which they were asked for."""
+        """Return every engine, in the order in which they were asked for."""
         ...
 
     async def set_role(self, engine: str, role: str) -> None:
@@ -125,10 +125,10 @@ class Completer(Protocol):
         ...
 
     def generate(self, server_request: ServerRequest) -> AsyncIterator[Delta]:
-        """The request's news as they come, the first token at once. Closing the iterator aborts the request
-        on every engine. Whoever asks has checked the request (serve.request_parsing, types.admission);
-        engines check it for themselves. Raises UserError (bad input), Overloaded (no room: nothing was
-        started), DeadlineExceeded, or what the engines died of."""
+        """Yield the request's news as they come, the first token at once. Closing the iterator aborts the
+        request on every engine. Whoever asks has checked the request (serve.request_parsing,
+        types.admission); engines check it for themselves. Raises UserError (bad input), Overloaded (no room:
+        nothing was started), DeadlineExceeded, or what the engines died of."""
         ...
 
     async def health(self) -> Health:

@@ -49,7 +49,7 @@ class _Cache:
     """The manager's."""
 
     def view(self, block_ids: BlockIds) -> LayerView:
-        """A copy of the request's blocks: block i of the view is the i-th of the request."""
+        """Return a copy of the request's blocks: block i of the view is the i-th of the request."""
         ids = np.asarray(block_ids[self.of.vllm_group], dtype=np.int64)
         strange = ids[(ids < 0) | (ids >= self.num_blocks)]
         if len(strange):
@@ -117,7 +117,7 @@ class ProvenCaches:
         return compare_digests(self._empty, expected, found, sources, num_tokens, ROWS_PER_GROUP, first_row)
 
     def rows(self, block_ids: BlockIds, num_tokens: int, first_row: int = 0) -> dict[tuple[int, str], Rows]:
-        """(layer, part) -> the live rows from `first_row` on, raw."""
+        """Return (layer, part) -> the live rows from `first_row` on, raw."""
         found = {}
         for view in self._views(block_ids):
             table = _tables(view, block_ids)[view.group.index]

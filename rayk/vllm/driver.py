@@ -82,7 +82,7 @@ class Driver:
         sampling: dict[str, Any],
         kv_transfer_params: dict[str, Any] | None,
     ) -> tuple[dict[str, Any], bytes]:
-        """All of a request's output, and when each token was there on this host's monotonic clock."""
+        """Return all of a request's output, and when each token was there on this host's monotonic clock."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -133,7 +133,7 @@ class Driver:
         return {"workers": await self._engine.collective_rpc("rayk_proof", args=(request_id,))}, b""
 
     async def do_rows(self, request_id: str) -> tuple[dict[str, Any], bytes]:
-        """Copies of the rows that each worker's connector kept, one worker after the other."""
+        """Return copies of the rows that each worker's connector kept, one worker after the other."""
         workers = await self._engine.collective_rpc("rayk_rows", args=(request_id,))
         return {"workers": [shapes for shapes, _ in workers]}, b"".join(rows for _, rows in workers)
 
@@ -152,7 +152,7 @@ def _pairs(token: int, found: Any, num_best: int) -> list[tuple[int, float]]:
 
 
 def _words(error: BaseException) -> str:
-    """An error and what it was raised of: vLLM wraps what a request or an engine failed of."""
+    """Return an error and what it was raised of: vLLM wraps what a request or an engine failed of."""
     texts = []
     seen: BaseException | None = error
     while seen is not None:

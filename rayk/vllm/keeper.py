@@ -75,7 +75,7 @@ def _kill_all(command: int) -> int:
 
 
 def _children() -> list[int]:
-    """Those of this process, to which orphans of its children come."""
+    """Return those of this process, to which orphans of its children come."""
     return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
 
 

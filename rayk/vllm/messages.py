@@ -34,7 +34,7 @@ class Frame:
 
 
 def decode_prefix(prefix: bytes) -> tuple[int, int]:
-    """Lengths of the header and the body that follow. Raises BadFrame."""
+    """Read the lengths of the header and the body that follow. Raises BadFrame."""
     magic, num_header_bytes, num_body_bytes = PREFIX.unpack(prefix)
     if magic != MAGIC:
         raise BadFrame(f"{prefix[:16]!r} begins no frame")
@@ -54,7 +54,7 @@ def decode_header(header: bytes) -> dict[str, Any]:
 
 
 def read_frame(stream: BinaryIO) -> Frame | None:
-    """The next frame of a pipe; None at its end. Raises BadFrame."""
+    """Return the next frame of a pipe; None at its end. Raises BadFrame."""
     prefix = stream.read(PREFIX.size)
     if not prefix:
         return None

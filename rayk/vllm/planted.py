@@ -61,7 +61,8 @@ class PlantedAtWorker(Protocol):
 def plant_at_worker(
     name: str | None, vllm_config: Any, kv_cache_config: Any, caches: ProvenCaches
 ) -> PlantedAtWorker | None:
-    """The worker's half of a planted bug, if it has one. Raises Unsupported where it has nothing to spoil."""
+    """Return the worker's half of a planted bug, if it has one. Raises Unsupported where it has nothing to
+    spoil."""
     layers = vllm_config.compilation_config.static_forward_context
     num_layers = vllm_config.model_config.get_total_num_hidden_layers()
     attention: dict[int, tuple[int, Any]] = {}

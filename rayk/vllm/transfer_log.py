@@ -19,7 +19,8 @@ class TransferLog:
         nixl_worker.nixl_wrapper.get_xfer_telemetry = self._noted
 
     def pop(self, request_id: str) -> list[dict[str, int]]:
-        """A request's reads. NIXL does not say which P rank each was of: they are numbered as they ended."""
+        """Return a request's reads. NIXL does not say which P rank each was of: they are numbered as they
+        ended."""
         reads = self._reads.pop(request_id, [])
         return [{"producer_rank": number, "group": 0, **read} for number, read in enumerate(reads)]
 

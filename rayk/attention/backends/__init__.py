@@ -14,7 +14,7 @@ BACKENDS = ("cpu", "cpu-torch", "reference", "triton")
 
 
 def get_backend(name: str, device: str) -> AttentionBackend:
-    """The backend called `name` for a device ("cpu", "cuda", "cuda:1").
+    """Return the backend called `name` for a device ("cpu", "cuda", "cuda:1").
 
     "auto" takes triton on CUDA and cpu elsewhere. Raises UserError for an unknown name, and for a backend
     that cannot run on the device.
@@ -50,7 +50,7 @@ def _require_interpreter(device: str) -> None:
 
 
 def _cpu_backend(why_not: str | None) -> PagedBackend:
-    """The C++ kernel, or torch if it cannot be built; the results then say why."""
+    """Return the C++ kernel, or torch if it cannot be built; the results then say why."""
     if why_not is None:
         return PagedBackend("cpu", "cpu-native", store=None, attend="native")
     return PagedBackend("cpu", f"cpu-torch ({why_not})", store="reference", attend="torch")

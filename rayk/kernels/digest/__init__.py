@@ -16,8 +16,8 @@ __all__ = ["DigestedView", "DigestedViews", "RowPlaces", "digest_rows", "digest_
 def digest_views(
     digested: DigestedViews, places: Sequence[RowPlaces], *, rows_per_group: int, impl: str | None = None
 ) -> torch.Tensor:
-    """Digests of a request's rows in all views of a rank: int64 [words + 1], view by view [F, H, num_groups];
-    the last word is 1 if any value of these rows is NaN or infinite, else 0.
+    """Compute digests of a request's rows in all views of a rank: int64 [words + 1], view by view [F, H,
+    num_groups]; the last word is 1 if any value of these rows is NaN or infinite, else 0.
 
     View i holds the rows at `places[digested.place_of[i]]`. The caller guarantees that they are in range:
     checking here would wait for the device. `impl` is as in `digest_rows`.
@@ -62,7 +62,8 @@ def digest_rows(
     num_groups: int,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """Digest of the given rows of one layer: int64 [num_fields, H, num_groups], as `reference.py` defines it.
+    """Compute the digest of the given rows of one layer: int64 [num_fields, H, num_groups], as `reference.py`
+    defines it.
 
     kv_cache [B, H, N, C]. Row i, at (block_ids[i], slots[i]), is absolute token position rows[i]; all three
     are [n_rows] int64. units[h] is the global id of local head h. A field is (field_id, start_elem,

@@ -79,8 +79,8 @@ def mix64_tensor(x: torch.Tensor) -> torch.Tensor:
 
 
 def not_finite_bits(dtype: torch.dtype, word: int) -> tuple[int, int]:
-    """(mask, step) for words of `word` bytes: (word & mask) + step sets an element's highest bit exactly if
-    the element is NaN or infinite. Both are 0 for integers."""
+    """Return (mask, step) for words of `word` bytes: (word & mask) + step sets an element's highest bit
+    exactly if the element is NaN or infinite. Both are 0 for integers."""
     exponent = _EXPONENTS.get(dtype, 0)
     mask = sum(exponent << 8 * start for start in range(0, word, dtype.itemsize))
     return mask, sum((exponent & -exponent) << 8 * start for start in range(0, word, dtype.itemsize))

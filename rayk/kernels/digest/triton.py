@@ -175,13 +175,13 @@ def digest_rows_triton(
 
 
 def _alike(values: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, stop) of the runs of equal values."""
+    """Return (first, stop) of the runs of equal values."""
     starts = [i for i in range(len(values)) if i == 0 or values[i] != values[i - 1]]
     return list(zip(starts, [*starts[1:], len(values)], strict=True))
 
 
 def _piece_bytes(kv_cache: torch.Tensor, word: int, offsets: Sequence[int]) -> int:
-    """The widest load that reads every word of these fields, wherever it lies."""
+    """Return the widest load that reads every word of these fields, wherever it lies."""
     itemsize = kv_cache.element_size()
     # Of an axis of one, the stride is never used.
     steps = [

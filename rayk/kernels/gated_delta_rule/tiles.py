@@ -23,7 +23,7 @@ CHUNKED_KEY_SIZES = (32, 64, 128)
 
 
 def choose_tiles(target: Target, *, key_size: int, padded_v: int, by_token: bool) -> DeltaTiles:
-    """Tiles that fit the target's registers. padded_v is a power of two from 16 on.
+    """Choose tiles that fit the target's registers. padded_v is a power of two from 16 on.
 
     `by_token` switches chunks off. `make kernels` shows the registers of each choice, and fails if one
     spills.

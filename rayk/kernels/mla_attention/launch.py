@@ -93,7 +93,7 @@ def _arguments(
     tiles: Tiles,
     latent_size: int,
 ) -> dict[str, Any]:
-    """Arguments of both forms of the kernel."""
+    """List the arguments of both forms of the kernel."""
     cache, rope_size = pages.keys, q.shape[-1] - latent_size
     rope_strides = (0, 0, 0) if pages.values is None else pages.values.stride()[:3]
     # An option that only NVIDIA's backend knows.

@@ -9,7 +9,8 @@ from rayk.kernels.target import Target
 def choose_tiles(
     target: Target, *, decode_only: bool, num_rows: int, itemsize: int, scales: str = "none"
 ) -> Tiles:
-    """Tiles that fit the target's shared memory and registers at a latent of 512 elements and a key of 64.
+    """Choose tiles that fit the target's shared memory and registers at a latent of 512 elements and a key of
+    64.
 
     num_rows: (token, query head) pairs that share keys: those of one request in a decode step, else those of
     the batch. itemsize: bytes of an element when multiplied. scales: KVFormat.scales of the cached rows. The

@@ -32,7 +32,7 @@ def choose_tiles(
     itemsize: int,
     quantised: bool = False,
 ) -> Tiles:
-    """Tiles that fit the target's shared memory and registers.
+    """Choose tiles that fit the target's shared memory and registers.
 
     row_elements: the wider of a key and a value, a power of two up to 256. itemsize: bytes of an element when
     multiplied. quantised: keys and values are decoded first. `make kernels` shows the registers of each
@@ -57,7 +57,7 @@ def choose_tiles(
 
 
 def _exact_tiles(target: Target, row_elements: int) -> Tiles:
-    """Tiles for exact float32 products, without tensor cores: larger tiles, or fewer warps, spill
+    """Choose tiles for exact float32 products, without tensor cores: larger tiles, or fewer warps, spill
     registers."""
     if target.is_amd:
         return Tiles(16, 32 if row_elements <= 128 else 16, 8, 1)
@@ -65,7 +65,7 @@ def _exact_tiles(target: Target, row_elements: int) -> Tiles:
 
 
 def _prefill_tiles(target: Target, row_elements: int) -> Tiles:
-    """Tiles of at least 64 rows, which a warp group multiplies at once on sm_90 (wgmma) and sm_100
+    """Choose tiles of at least 64 rows, which a warp group multiplies at once on sm_90 (wgmma) and sm_100
     (tcgen05)."""
     if target.is_amd:
         # A pipeline, or more keys, would keep masks in more scalar registers than there are.
@@ -76,7 +76,7 @@ def _prefill_tiles(target: Target, row_elements: int) -> Tiles:
 
 
 def _decoding_tiles(target: Target, row_elements: int, itemsize: int, *, decode_only: bool) -> Tiles:
-    """Tiles of fewer keys: their codes, scales and decoded elements are in registers together."""
+    """Choose tiles of fewer keys: their codes, scales and decoded elements are in registers together."""
     is_wide = row_elements > 128
     if itemsize == 4:
         return Tiles(16, 16, 8, 1) if target.is_amd else Tiles(16, 16, 8, 1, 255)

@@ -27,7 +27,7 @@ class Workspace(threading.local):
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised tensor, valid until this thread's next call."""
+        """Return an uninitialised tensor, valid until this thread's next call."""
         num_elements = 1
         for size in shape:
             num_elements *= size

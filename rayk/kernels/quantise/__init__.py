@@ -39,7 +39,7 @@ def dequantise(
     dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
-    """The values [..., D] in `dtype` (None: float32). `stored` may be views of any strides.
+    """Return the values [..., D] in `dtype` (None: float32). `stored` may be views of any strides.
 
     Element, scale in the page and layer scale are multiplied in float32 (float64 if that is the dtype) and
     rounded once.

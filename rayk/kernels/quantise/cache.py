@@ -46,7 +46,7 @@ class QuantisedKV:
         return self.k.data.is_cuda
 
     def fields(self) -> dict[str, torch.Tensor]:
-        """Every field of the pages, by its name in FIELD_IDS: [B, H, N, elements], typed."""
+        """Return every field of the pages, by its name in FIELD_IDS: [B, H, N, elements], typed."""
         found: dict[str, torch.Tensor] = {}
         for name, side in zip(self.sides, (self.k, self.v), strict=True):
             found[name] = side.data
@@ -84,7 +84,8 @@ def quantised_kv(
     scales: tuple[float, float] = (1.0, 1.0),
     sides: tuple[str, str] = ("k", "v"),
 ) -> QuantisedKV | None:
-    """A layer's bound view (kv.caches.CacheView) in the form kernels take; None if elements are plain values.
+    """Return a layer's bound view (kv.caches.CacheView) in the form kernels take; None if elements are plain
+    values.
 
     The view shows the format: e4m3 elements; bytes followed by scales; or two bundles of bytes, one per side.
     `scales`: the layer's for k and v. `sides`: what is kept in their place.

@@ -80,7 +80,7 @@ def from_e2m1(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def to_e2m1(values: torch.Tensor) -> torch.Tensor:
-    """The nearest codes of values [..., 2 n], ties to even, saturating: [..., n] uint8. NaN becomes
+    """Return the nearest codes of values [..., 2 n], ties to even, saturating: [..., n] uint8. NaN becomes
     finite."""
     size = values.abs()
     # Each step up is taken at the middle, or only behind it where the lower code is the even one.

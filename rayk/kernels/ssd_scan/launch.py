@@ -90,7 +90,8 @@ class ChunkTiles(NamedTuple):
 
 
 def choose_chunk_tiles(target: Target, state_size: int) -> ChunkTiles | None:
-    """Tiles by the registers that a state of this size and its operands take; None if a walk is better."""
+    """Choose tiles by the registers that a state of this size and its operands take; None if a walk is
+    better."""
     padded = max(MIN_TILE, triton.next_power_of_2(state_size))
     if padded > 256 or (target.is_amd and padded < 64):
         return None  # vector registers would spill, or scalar ones

@@ -100,7 +100,7 @@ def parse_llama_like(
     tied: bool = False,
     bias: bool = False,
 ) -> DecoderConfig:
-    """The config of a decoder with GQA attention and one kind of feed-forward half.
+    """Return the config of a decoder with GQA attention and one kind of feed-forward half.
 
     `windows` and `ropes` have one entry per layer (default: no windows, one rope for all). `head_size`,
     `num_kv_heads` and `tied` are the family's defaults for config.json. `bias`: on q, k, v and o. A family
@@ -155,7 +155,7 @@ def default_head_size(raw: RawConfig) -> int:
 def parse_mlp(
     raw: RawConfig, *, bias: bool = False, key: str = "hidden_act", activation: str = "silu"
 ) -> MlpConfig:
-    """A gated MLP, its activation read from `key` (default: `activation`)."""
+    """Return a gated MLP, its activation read from `key` (default: `activation`)."""
     activation = raw.get(key, activation)
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise raw.refuse(f"`{key}` {activation!r} is not supported", "one of " + ", ".join(ACTIVATIONS))
@@ -193,7 +193,7 @@ def same_window(raw: RawConfig) -> tuple[int | None, ...]:
 
 
 def upper_windows(raw: RawConfig) -> tuple[int | None, ...]:
-    """Windows by `layer_types`; without it, layers from `max_window_layers` on slide if
+    """Read windows by `layer_types`; without it, layers from `max_window_layers` on slide if
     `use_sliding_window`."""
     window = None
     if raw.flag("use_sliding_window") and raw.get("sliding_window") is not None:
@@ -203,7 +203,7 @@ def upper_windows(raw: RawConfig) -> tuple[int | None, ...]:
 
 
 def periodic_windows(raw: RawConfig, *, period: int) -> tuple[int | None, ...]:
-    """Windows by `layer_types`; without it, all layers slide except every `sliding_window_pattern`-th
+    """Read windows by `layer_types`; without it, all layers slide except every `sliding_window_pattern`-th
     (default `period`)."""
     window = None if raw.get("sliding_window") is None else raw.count("sliding_window")
     pattern = raw.count("sliding_window_pattern", period)

@@ -75,7 +75,7 @@ def require_causal(raw: RawConfig) -> None:
 
 
 def ropes_by_type(raw: RawConfig, head_size: int) -> tuple[RopeConfig, RopeConfig]:
-    """The ropes of full and of sliding layers. In the older form only the former are scaled."""
+    """Return the ropes of full and of sliding layers. In the older form only the former are scaled."""
     new = raw.get("rope_parameters")
     if new is None:
         old = raw.get("rope_scaling", {})

@@ -88,7 +88,7 @@ def _altup(raw: RawConfig) -> AltUpConfig:
 
 
 def _mlps(raw: RawConfig, num_layers: int) -> tuple[MlpConfig, ...]:
-    """The feed-forward half of every layer; `intermediate_size` may be one number or a list."""
+    """Return the feed-forward half of every layer; `intermediate_size` may be one number or a list."""
     sizes = raw.get("intermediate_size")
     if not isinstance(sizes, list):
         sizes = [sizes] * num_layers

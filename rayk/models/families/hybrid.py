@@ -33,7 +33,7 @@ DEFAULTS: Mapping[str, object] = MappingProxyType(
 
 
 def layer_kinds(raw: RawConfig, keys: Sequence[str], num_layers: int | None) -> tuple[str, ...] | None:
-    """The list under the first of `keys` in config.json, in today's names; None if it has none.
+    """Return the list under the first of `keys` in config.json, in today's names; None if it has none.
     CheckpointError unless it has `num_layers` entries."""
     key = next((k for k in keys if raw.get(k) is not None), None)
     if key is None:
@@ -59,7 +59,7 @@ def require_kinds(raw: RawConfig, kinds: Sequence[str], known: Sequence[str]) ->
 
 
 def with_mixers(config: DecoderConfig, mixers: Sequence[str]) -> tuple[LayerConfig, ...]:
-    """The config's layers with these mixers; only attention keeps positions and window."""
+    """Return the config's layers with these mixers; only attention keeps positions and window."""
     return tuple(
         layer if mixer == "attention" else replace(layer, mixer=mixer, rope=None, window=None)
         for layer, mixer in zip(config.layers, mixers, strict=True)
@@ -93,7 +93,7 @@ def parse_mamba2(raw: RawConfig, *, inner: int, gate: str = "gate_norm", norm_ep
 
 
 def num_kv_heads(raw: RawConfig) -> int:
-    """The families' default of 8; null means as many as query heads."""
+    """Return the families' default of 8; null means as many as query heads."""
     is_null = raw.values.get("num_key_value_heads", 8) is None
     return raw.count("num_attention_heads") if is_null else 8
 
@@ -107,7 +107,7 @@ def conv_width(raw: RawConfig, key: str) -> int:
 
 
 def num_groups(raw: RawConfig, key: str, num_heads: int) -> int:
-    """Groups of B and C, which must divide the heads."""
+    """Read the number of groups of B and C, which must divide the heads."""
     groups = raw.count(key)
     if num_heads % groups:
         raise CheckpointError(

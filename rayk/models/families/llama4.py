@@ -98,7 +98,7 @@ def _turning(raw: RawConfig, num_layers: int) -> list[bool]:
 
 
 def _chunks(raw: RawConfig, layers: tuple[LayerConfig, ...]) -> list[int | None]:
-    """Chunks of the layers that `layer_types` (or else rope) says attend in chunks."""
+    """Read chunks of the layers that `layer_types` (or else rope) says attend in chunks."""
     kinds = raw.get("layer_types") or [FULL if layer.rope is None else CHUNKED for layer in layers]
     if not isinstance(kinds, list) or len(kinds) < len(layers):
         raise CheckpointError(

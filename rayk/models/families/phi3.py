@@ -32,7 +32,7 @@ def parse(raw: RawConfig) -> DecoderConfig:
 
 
 def _rope_values(raw: RawConfig) -> object:
-    """The rope settings, with today's name of their kind (configuration_phi3.py:97)."""
+    """Return the rope settings, with today's name of their kind (configuration_phi3.py:97)."""
     found = raw.get("rope_parameters", raw.get("rope_scaling", {}))
     if not isinstance(found, dict):
         return found

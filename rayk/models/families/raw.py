@@ -27,7 +27,7 @@ MAX_LAYERS = _MOST[0][0]
 
 
 def most_of(key: str) -> int:
-    """The largest number allowed under a key of config.json."""
+    """Return the largest number allowed under a key of config.json."""
     return next((most for most, parts in _MOST if any(part in key for part in parts)), _MOST_ELSE)
 
 
@@ -43,8 +43,8 @@ class RawConfig:
         return replace(self, values=values)
 
     def of_text(self, defaults: Mapping[str, Any]) -> RawConfig:
-        """All settings of a text model in one place: `defaults`, overridden by `text_config` of a larger
-        model, overridden by the keys beside it. A null in the text model overrides its default. Raises
+        """Return all settings of a text model in one place: `defaults`, overridden by `text_config` of a
+        larger model, overridden by the keys beside it. A null in the text model overrides its default. Raises
         CheckpointError if `text_config` is no object."""
         text = self.get("text_config", {})
         if not isinstance(text, dict):
@@ -53,12 +53,13 @@ class RawConfig:
         return self.of({**defaults, **text, **beside})
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value, or `default` if the key is absent or null."""
+        """Return the value, or `default` if the key is absent or null."""
         value = self.values.get(key)
         return default if value is None else value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A positive integer. Raises CheckpointError if it is absent without default, or out of bounds."""
+        """Return a positive integer. Raises CheckpointError if it is absent without default, or out of
+        bounds."""
         return self._integer(key, default, least=1)
 
     def whole(self, key: str, default: int | None = None) -> int:
@@ -76,7 +77,7 @@ class RawConfig:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number. Raises CheckpointError if it is absent without default, or not one."""
+        """Return a positive number. Raises CheckpointError if it is absent without default, or not one."""
         value = self.get(key, default)
         if value is None:
             raise CheckpointError(f"`{key}` is missing", where=self.where)
@@ -86,7 +87,7 @@ class RawConfig:
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
-        """A positive number, or None if the key is absent or null."""
+        """Return a positive number, or None if the key is absent or null."""
         return None if self.get(key) is None else self.number(key)
 
     def flag(self, key: str, *, default: bool = False) -> bool:
@@ -115,12 +116,12 @@ class RawConfig:
             raise self.refuse(f"`{key}` {value!r} is not supported in this family", " or ".join(known))
 
     def refuse(self, problem: str, mend: str = "") -> UnsupportedArchitecture:
-        """The error for a valid setting that is not implemented; the caller raises it."""
+        """Return the error for a valid setting that is not implemented; the caller raises it."""
         return UnsupportedArchitecture(problem, where=self.where, mend=mend, architecture=self.architecture)
 
 
 def read_json(path: Path, max_bytes: int = JSON_BYTES) -> dict[str, Any]:
-    """The JSON object in a file. Raises CheckpointError if it cannot be read or is no object."""
+    """Return the JSON object in a file. Raises CheckpointError if it cannot be read or is no object."""
     try:
         values = parse_json(read_text(path, max_bytes))
     except (OSError, UnicodeDecodeError) as error:

@@ -101,7 +101,7 @@ def _yarn_attention_factor(rope: RawConfig, factor: float) -> float:
 
 
 def yarn_growth(factor: float, mscale: float) -> float:
-    """The square root of the growth that yarn allows scores at this factor."""
+    """Return the square root of the growth that yarn allows scores at this factor."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

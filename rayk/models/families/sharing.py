@@ -91,7 +91,7 @@ def _require_attention(raw: RawConfig, config: DecoderConfig, key: str) -> None:
 
 
 def _targets(raw: RawConfig, values: object, num_layers: int) -> tuple[int | None, ...]:
-    """The list, with its form checked."""
+    """Return the list, with its form checked."""
     if not isinstance(values, list) or len(values) != num_layers:
         raise CheckpointError(
             f"`{TARGETS}` must list {num_layers} layers, not {values!r}",

@@ -147,7 +147,8 @@ def checked_cache(
     scales: tuple[float, float],
     sides: tuple[str, str] = ("k", "v"),
 ) -> torch.Tensor | QuantisedKV:
-    """A bound view [B, H, N, C] as kernels take it, with its shape checked; arguments as in quantised_kv."""
+    """Return a bound view [B, H, N, C] as kernels take it, with its shape checked; arguments as in
+    quantised_kv."""
     quantised = quantised_kv(view, *sizes, scales, sides)
     if quantised is not None:
         assert quantised.shape[1] == num_heads, (quantised.shape, num_heads)
@@ -209,7 +210,8 @@ def build_attention(build: Build, index: int) -> Attention:
 
 
 def _query_rows(num_heads: int, held: tuple[int, ...], size: int, *, gated: bool) -> Rows:
-    """Rows of `q`; if heads are `gated`, each holds q then the gate, and gates come first in the result."""
+    """List rows of `q`; if heads are `gated`, each holds q then the gate, and gates come first in the
+    result."""
     if not gated:
         return Rows("q", num_heads * size, head_rows(held, size))
     # In units of half a head: 2 h is the query of head h, 2 h + 1 its gate.
@@ -224,7 +226,7 @@ def _turned_norm(config: DecoderConfig, index: int) -> Norm | None:
 
 
 def _qk_norm(build: Build, index: int, num_q: int, num_kv: int) -> Norm:
-    """The head norms of q and k as one weight [Q + H, D]; of q alone if the layer computes no keys."""
+    """Return the head norms of q and k as one weight [Q + H, D]; of q alone if the layer computes no keys."""
     size = build.config.head_size_k
     weights = [build.pieces.whole(build.name(index, "q_norm.weight"), size).expand(num_q, size)]
     if num_kv:

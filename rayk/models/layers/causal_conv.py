@@ -96,7 +96,7 @@ class CausalConv:
 
 
 def _join(left: _Run, right: _Run) -> _Run | None:
-    """One run if the taps of all channels of a slot are one stretch of memory, else None."""
+    """Return one run if the taps of all channels of a slot are one stretch of memory, else None."""
     flat = [_flat(run.taps) for run in (left, right)]
     if any(view is None for view in flat):
         return None

@@ -131,12 +131,12 @@ def build_gdn(build: Build, index: int) -> GatedDeltaNet:
 
 
 def _spans(heads: Sequence[int], size: int, start: int = 0) -> tuple[range, ...]:
-    """Rows of each of `heads`, `size` rows each, from row `start`."""
+    """List rows of each of `heads`, `size` rows each, from row `start`."""
     return tuple(range(start + head * size, start + (head + 1) * size) for head in heads)
 
 
 def _input_rows(config: GdnConfig, heads: GdnHeads) -> tuple[Rows, Rows]:
-    """Rows of q, k, v and z, then of b and a.
+    """List rows of q, k, v and z, then of b and a.
 
     On disk the two matrices are grouped by key head: q, k, and the v and z of its value heads; b and a of its
     value heads (qwen3_next/modeling_qwen3_next.py:628).

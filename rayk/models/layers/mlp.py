@@ -85,7 +85,7 @@ class GatedMlp:
         return out if self._down_multiplier == 1.0 else out * self._down_multiplier
 
     def _changed(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """The input of `down` if gates are multiplied or cut."""
+        """Return the input of `down` if gates are multiplied or cut."""
         gate, up = gate_up.chunk(2, dim=-1)
         if self._gate_multiplier != 1.0:
             gate = gate * self._gate_multiplier
@@ -108,7 +108,8 @@ class PlainMlp:
 
 
 def build_mlp(build: Build, index: int, mlp: MlpConfig, prefix: str = "") -> GatedMlp | PlainMlp:
-    """The rank's rows of the feed-forward half of layer `index`, whose parameters begin with `prefix`."""
+    """Return the rank's rows of the feed-forward half of layer `index`, whose parameters begin with
+    `prefix`."""
     size = mlp.intermediate_size
     rows = (shard.shard_range(size, *build.tp),)
     gate, up, down = (Rows(prefix + name, size, rows) for name in ("gate", "up", "down"))

@@ -32,7 +32,7 @@ class Rotary:
         self._inverse_frequencies = inverse_frequencies(config).to(device)
 
     def at(self, positions: torch.Tensor) -> Rotation:
-        """The rotation of tokens at `positions` [T]. Angles are float32 products."""
+        """Return the rotation of tokens at `positions` [T]. Angles are float32 products."""
         angles = positions.float()[:, None, None] * self._inverse_frequencies
         factor = self.config.attention_factor
         cos, sin = angles.cos() * factor, angles.sin() * factor
@@ -70,7 +70,7 @@ def _yarn(config: RopeConfig, periods: torch.Tensor) -> torch.Tensor:
     size = config.rotary_size
 
     def pair_with(turns: float) -> float:
-        """The (fractional) pair that turns so often over the original positions."""
+        """Return the (fractional) pair that turns so often over the original positions."""
         positions = config.original_max_positions / (turns * 2 * math.pi)
         return size * math.log(positions) / (2 * math.log(config.theta))
 
