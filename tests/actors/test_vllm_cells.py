@@ -70,6 +70,7 @@ def test_an_engine_that_fails_ends_its_cell_and_nothing_is_left(
             assert left(config) == []
 
 
+@thorough
 @ray
 def test_an_engine_whose_actor_is_killed_leaves_no_process(coordinator: Any, fake: Fake) -> None:
     import ray
