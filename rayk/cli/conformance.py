@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rayk.conformance.catalog import Check, StoreCheck
     from rayk.conformance.host import ConnectorFacts
     from rayk.conformance.runner import CheckResult
-    from rayk.reports.page import Page
+    from rayk.reports.page import Page, Section
 
 TABLES = ("checks", "requests")
 STYLES = {"PASS": "green", "UNSUPPORTED": "dim"}
@@ -185,10 +185,33 @@ def _page(
     rows: dict[str, list[dict[str, Any]]],
     environment: dict[str, Any],
 ) -> Page:
-    from rayk.conformance.runner import FAIL, failed, headline
-    from rayk.reports.page import Column, Page, Section
+    from rayk.conformance.runner import failed, headline
+    from rayk.reports.page import Page
 
     bad = failed(results)
+    stats = [(f"{sum(result.wall_s for result in results):.0f} s", "in all")]
+    if not facts.is_store:
+        stats = [
+            (facts.mode, "which half of a request comes first decides"),
+            ("many" if facts.is_cross_process else "one", "processes for its ranks"),
+            (str(len(rows["requests"])), "reports of requests"),
+            *stats,
+        ]
+    return Page(
+        eyebrow=f"rayk · conformance · {str(environment['started']).replace('T', ' ')[:16]}",
+        title=f"{facts.name}: {headline(results)}",
+        chips=[("unmet" if bad else "met", f"{len(bad)} failed" if bad else "conforms")],
+        stats=stats,
+        sections=_sections(connector, rows, is_store=facts.is_store),
+        environment=environment,
+        footer="Tables: checks and requests (parquet, csv), report.md beside this file.",
+    )
+
+
+def _sections(connector: str, rows: dict[str, list[dict[str, Any]]], *, is_store: bool) -> list[Section]:
+    from rayk.conformance.runner import FAIL
+    from rayk.reports.page import Column, Section
+
     checks = [
         Column(title="check", key="id"),
         Column(title="verdict", key="verdict"),
@@ -197,72 +220,46 @@ def _page(
         Column(title="wall s", key="wall_s", spec=".2f"),
     ]
     pair = [
-        Column(title=title, key=key, spec="d" if "size" in key or key.endswith("_tp") else "")
-        for title, key in (
-            ("prefill TP", "prefill_tp"),
-            ("decode TP", "decode_tp"),
-            ("prefill layout", "prefill_layout"),
-            ("decode layout", "decode_layout"),
-            ("prefill block", "prefill_block_size"),
-            ("decode block", "decode_block_size"),
-            ("kinds of KV", "kinds"),
-        )
+        Column(title="prefill TP", key="prefill_tp", spec="d"),
+        Column(title="decode TP", key="decode_tp", spec="d"),
+        Column(title="prefill layout", key="prefill_layout"),
+        Column(title="decode layout", key="decode_layout"),
+        Column(title="prefill block", key="prefill_block_size", spec="d"),
+        Column(title="decode block", key="decode_block_size", spec="d"),
+        Column(title="kinds of KV", key="kinds"),
     ]
     requests = [
-        Column(title=title, key=key, spec=spec)
-        for title, key, spec in (
-            ("check", "check", ""),
-            ("request", "request_id", ""),
-            ("side", "side", ""),
-            ("rank", "tp_rank", "d"),
-            ("outcome", "outcome", ""),
-            ("ms", "reported_ms", ".2f"),
-            ("reason", "reason", ""),
-        )
+        Column(title="check", key="check"),
+        Column(title="request", key="request_id"),
+        Column(title="side", key="side"),
+        Column(title="rank", key="tp_rank", spec="d"),
+        Column(title="outcome", key="outcome"),
+        Column(title="ms", key="reported_ms", spec=".2f"),
+        Column(title="reason", key="reason"),
     ]
-    sections = [
-        Section(
-            title="Failures", columns=checks[:4], rows=[r for r in rows["checks"] if r["verdict"] == FAIL]
-        )
-        if bad
-        else None,
+    sections = []
+    if failures := [row for row in rows["checks"] if row["verdict"] == FAIL]:
+        sections.append(Section(title="Failures", columns=checks[:4], rows=failures))
+    sections.append(
         Section(
             title="Checks",
             note="UNSUPPORTED is what the connector itself says it cannot do; it fails nothing.",
-            columns=checks if facts.is_store else [*checks, *pair],
+            columns=checks if is_store else [*checks, *pair],
             rows=rows["checks"],
-        ),
-        Section(
-            title="Requests",
-            note="What each rank reported, and how long after its send() or receive(). Times are of a busy "
-            "process that is polled in turn: they compare, and measure nothing.",
-            columns=requests,
-            rows=rows["requests"],
         )
-        if not facts.is_store
-        else None,
-        Section(title="Reproduce", text=f"rayk conformance {connector}"),
-    ]
-    return Page(
-        eyebrow=f"rayk · conformance · {str(environment['started']).replace('T', ' ')[:16]}",
-        title=f"{facts.name}: {headline(results)}",
-        chips=[("unmet" if bad else "met", f"{len(bad)} failed" if bad else "conforms")],
-        stats=[
-            *(
-                []
-                if facts.is_store
-                else [
-                    (facts.mode, "which half of a request comes first decides"),
-                    ("many" if facts.is_cross_process else "one", "processes for its ranks"),
-                    (str(len(rows["requests"])), "reports of requests"),
-                ]
-            ),
-            (f"{sum(result.wall_s for result in results):.0f} s", "in all"),
-        ],
-        sections=[section for section in sections if section is not None],
-        environment=environment,
-        footer="Tables: checks and requests (parquet, csv), report.md beside this file.",
     )
+    if not is_store:
+        sections.append(
+            Section(
+                title="Requests",
+                note="What each rank reported, and how long after its send() or receive(). Times are of a "
+                "busy process that is polled in turn: they compare, and measure nothing.",
+                columns=requests,
+                rows=rows["requests"],
+            )
+        )
+    sections.append(Section(title="Reproduce", text=f"rayk conformance {connector}"))
+    return sections
 
 
 def _markdown(page: Page) -> str:
