@@ -162,6 +162,7 @@ def compare_values(
     reference: LayerKV,
     groups: Sequence[KVCacheGroup],
     num_tokens: int,
+    *,
     bounds: KVBounds | None = None,
     model: DecoderConfig | None = None,
     others: Mapping[int, LayerKV] | None = None,

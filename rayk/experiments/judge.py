@@ -260,8 +260,8 @@ class CellJudge:
                 references.kv(prompt),
                 groups,
                 len(prompt),
-                bounds,
-                self._config,
+                bounds=bounds,
+                model=self._config,
                 others={i: references.kv(p) for i, p in enumerate(prompts) if i != index},
             )
             compared = compare()

@@ -154,6 +154,7 @@ def make_link(
     producers: Sequence[CacheDescription],
     consumers: Sequence[CacheDescription],
     me: CacheDescription,
+    *,
     wire: WireCache | None = None,
     num_unsent: dict[int, int] | None = None,
     turn: int = 0,

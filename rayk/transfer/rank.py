@@ -118,7 +118,14 @@ class TransferRank:
         )
         try:
             made = make_link(
-                self._agent, self._landing, producers, consumers, me, wire, self.num_unsent, turn
+                self._agent,
+                self._landing,
+                producers,
+                consumers,
+                me,
+                wire=wire,
+                num_unsent=self.num_unsent,
+                turn=turn,
             )
         except BaseException:
             self._links.undo(producers, wire)

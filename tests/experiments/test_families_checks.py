@@ -76,7 +76,13 @@ def test_a_right_engine_passes(checkpoint: Callable[..., Path], model: str, dtyp
     bounds = measure_values(references, prompts, config)
     for index, prompt in enumerate(prompts):
         values = compare_values(
-            str(index), captured[index], references.kv(prompt), groups, len(prompt), bounds, config
+            str(index),
+            captured[index],
+            references.kv(prompt),
+            groups,
+            len(prompt),
+            bounds=bounds,
+            model=config,
         )
         assert values.mismatch is None
         assert values.num_values == num_judged(groups, TP[dtype][0], len(prompt), bounds)
@@ -97,7 +103,7 @@ def test_a_prompt_that_ends_with_a_chunk_is_judged_where_rows_live(checkpoint: C
         groups = pair.p.engine.ranks[0].plan.groups
     bounds = measure_values(references, prompts, config)
     kept = references.kv(prompts[0])
-    values = compare_values("0", captured[0], kept, groups, 2 * chunk, bounds, config)
+    values = compare_values("0", captured[0], kept, groups, 2 * chunk, bounds=bounds, model=config)
     assert values.mismatch is None
     assert values.num_values == num_judged(groups, 1, 2 * chunk, bounds) > 0
     assert any(not g.spec.live_rows(2 * chunk) for g in groups)

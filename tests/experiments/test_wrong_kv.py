@@ -48,7 +48,9 @@ def compare_with_fault(
         groups = engine_rank.plan.groups
     assert len(prompt) == NUM_TOKENS
     bounds = measure_values(references, prompts[:2], config)
-    return compare_values("r", captured, references.kv(prompt), groups, len(prompt), bounds, config)
+    return compare_values(
+        "r", captured, references.kv(prompt), groups, len(prompt), bounds=bounds, model=config
+    )
 
 
 def place(mismatch: KVMismatch | None) -> tuple[int, str, int, int]:
