@@ -82,7 +82,7 @@ class AttentionBackend(Protocol):
         ...
 
     def veto(self, layout_name: str, spec: KVCacheSpec) -> str | None:
-        """Why this backend cannot serve layers of `spec` in this KV-cache layout, or None."""
+        """Say why this backend cannot serve layers of `spec` in this KV-cache layout, or None."""
         ...
 
     def build(

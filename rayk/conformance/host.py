@@ -186,7 +186,7 @@ class Host:
         return wrong
 
     def held(self, rank: RankName) -> dict[str, int] | None:
-        """What the rank says it holds; None if it does not say."""
+        """Return what the rank says it holds; None if it does not say."""
         ask = getattr(self._ranks[rank].connector, "held", None)
         return None if ask is None else dict(_guarded(ask))
 
@@ -202,7 +202,7 @@ class Host:
         self._store = None
 
     def open_store(self, folder: str) -> tuple[int, int | None]:
-        """Make the store; (tokens of a page, pages that it holds)."""
+        """Make the store; return (tokens of a page, pages that it holds)."""
         make = self._make
         assert make is not None, "nothing is loaded"
         self._store = _guarded(lambda: make(folder))

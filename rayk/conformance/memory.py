@@ -158,7 +158,7 @@ def _expected(view: LayerView, seed: int, num_tokens: int) -> Rows:
 
 
 def _stamps(expected: Rows, found: Rows) -> str:
-    """Where wrong bytes came from, if most of them are a fill of the engine."""
+    """Tell where wrong bytes came from, if most of them are a fill of the engine."""
     wrong = [found[key][found[key] != expected[key]] for key in found]
     values, counts = np.unique(np.concatenate(wrong), return_counts=True)
     by_value: dict[int, int] = dict(zip(values.tolist(), counts.tolist(), strict=True))

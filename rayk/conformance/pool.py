@@ -185,8 +185,8 @@ class HostPool:
 
 
 def _path_of(python: str) -> dict[str, str]:
-    """Where another interpreter finds this rayk, unless rayk is installed among packages that are not its
-    own."""
+    """Tell where another interpreter finds this rayk, unless rayk is installed among packages that are not
+    its own."""
     root = Path(__file__).parents[2]
     if python == sys.executable or root.name == "site-packages":
         return {}

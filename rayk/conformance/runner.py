@@ -149,7 +149,8 @@ class Kit:
         return found
 
     def _try(self, check: Check | StoreCheck, run: Callable[[], str | None]) -> tuple[str, str]:
-        """Verdict and reason. `run` says why the check is not for this class, None once it has passed."""
+        """Return verdict and reason. `run` says why the check is not for this class, None once it has
+        passed."""
         try:
             (host,) = self._pool.take(1)
             why_not = host.call("supports", check.case, timeout_s=self.settings.call_s)

@@ -50,7 +50,7 @@ class StoreKey:
     multimodal: tuple[MultimodalItem, ...] = ()
 
     def up_to(self, num_tokens: int) -> StoreKey:
-        """What the KV of the first `num_tokens` tokens depends on."""
+        """Return what the KV of the first `num_tokens` tokens depends on."""
         items = tuple(item for item in self.multimodal if item.offset < num_tokens)
         return replace(self, token_ids=self.token_ids[:num_tokens], multimodal=items)
 

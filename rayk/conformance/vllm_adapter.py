@@ -69,7 +69,7 @@ class VllmConnector(BaseConnector):
 
     @classmethod
     def supports(cls, case: ConnectorCase) -> str | None:
-        """One identical rank of attention on each side; override it if the connector does more."""
+        """Support one identical rank of attention on each side; override it if the connector does more."""
         if case.kinds != ("full",):
             return "the adapter describes one group of full attention"
         if case.kv_format != "bfloat16":
@@ -247,7 +247,7 @@ class VllmStore(BaseStore):
         return made
 
     def as_new(self, as_vllm: Any, block_ids: list[int]) -> Any:
-        """What the scheduler tells workers of a new request."""
+        """Return what the scheduler tells workers of a new request."""
         as_vllm.block_ids = (block_ids,)
         return as_vllm
 
@@ -272,7 +272,7 @@ class VllmStore(BaseStore):
         return self._engines[revision]
 
     def _step(self, key: StoreKey, pages: Sequence[bytes] | None) -> list[bytes]:
-        """Run a prompt; the pages that the connector found."""
+        """Run a prompt; return the pages that the connector found."""
         scheduler, worker, cache = self._engine(key.revision)
         number, count = next(self._numbers), len(key.token_ids) // self.block_tokens
         ids = [1 + (number * count + i) % (self.num_blocks - 1) for i in range(count)]

@@ -147,7 +147,7 @@ def _sources(rank: int, prefill_tp: int, decode_tp: int, num_kv_heads: int) -> l
 def _of_rayk(
     model: str, settings: Mapping[str, Any], sides: tuple[VllmEngineConfig, VllmEngineConfig], num_tokens: int
 ) -> dict[str, Any]:
-    """What rayk's engines would read in the same blocks and layouts."""
+    """Return what rayk's engines would read in the same blocks and layouts."""
     own = {
         name: {"tp": engine.tp, "block_size": engine.block_size, "layout": engine.layout}
         for name, engine in zip(("prefill", "decode"), sides, strict=True)

@@ -54,7 +54,8 @@ from rayk.types.errors import KVMismatch, NotFiniteError, RaykError
 
 
 def layer_views(rank: EngineRank) -> list[LayerView]:
-    """What a rank's layers show of their bound caches, with the unit ids their weights were cut for."""
+    """Return what a rank's layers show of their bound caches, with the unit ids their weights were cut
+    for."""
     owners = rank.decoder.cache_owners
     return [
         make_layer_view(layer, group, owners[layer, part].field_views())

@@ -249,7 +249,7 @@ class TransferHandover:
         return tuple(self._sent)
 
     def step_commands(self, batch: ScheduledBatch) -> tuple[object, ...]:
-        """What of the step is pushed."""
+        """Return what of the step is pushed."""
         if self.offloading is not None:
             self.offloading.stepping(batch)
         more = self.pushing.step_commands(batch)
@@ -331,7 +331,7 @@ class TransferHandover:
         return self.receiving.num_awaited
 
     def holds(self, request_id: str) -> bool:
-        """Whether blocks or reads of a request outlive its stream here."""
+        """Tell whether blocks or reads of a request outlive its stream here."""
         held = self.lending.holds(request_id) or self.receiving.holds(request_id)
         held = held or request_id in self._not_finite
         return held or (self.offloading is not None and self.offloading.holds(request_id))

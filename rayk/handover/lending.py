@@ -42,7 +42,7 @@ class Lending:
         return bool(self._leases)
 
     def holds(self, request_id: str) -> bool:
-        """Whether a request has a lease."""
+        """Tell whether a request has a lease."""
         return request_id in self._lease_ids
 
     def request_of(self, lease_id: str) -> str | None:

@@ -272,7 +272,7 @@ class Offloading:
         return sum(not looking.is_over for looking in self._looking.values())
 
     def holds(self, request_id: str) -> bool:
-        """Whether a request is looked up, or swapped out."""
+        """Tell whether a request is looked up, or swapped out."""
         return request_id in self._looking or self.swapping.holds(request_id)
 
     def abort(self, request_id: str) -> bool:

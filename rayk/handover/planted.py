@@ -37,7 +37,7 @@ class PlantedFault:
     """What a fault at a point of a transfer's life does."""
 
     def hits(self, request_id: str) -> bool:
-        """Whether this request is meant: the one of prompt `request`, or any."""
+        """Tell whether this request is meant: the one of prompt `request`, or any."""
         index = request_id.rpartition("/")[2].partition("~")[0]
         return self.request is None or index == str(self.request)
 

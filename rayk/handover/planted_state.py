@@ -74,7 +74,7 @@ SPOILS: Mapping[str, Spoil] = {
 
 
 def _segments(metadata: Any) -> Any:
-    """What a recurrent mixer is told of the step (kernels.segments); a slot below 0 is none."""
+    """Return what a recurrent mixer is told of the step (kernels.segments); a slot below 0 is none."""
     return metadata["state"] if isinstance(metadata, Mapping) else metadata
 
 

@@ -38,7 +38,7 @@ class Pushing:
         self._requests[request_id] = reservation
 
     def step_commands(self, batch: ScheduledBatch) -> tuple[object, ...]:
-        """What of the step is pushed."""
+        """Return what of the step is pushed."""
         if not self._requests:
             return ()
         assert self.leader is not None
@@ -57,7 +57,7 @@ class Pushing:
         return (PushStep(chunks),) if chunks else ()
 
     def _first_row(self, share: ScheduledRequest, attempt: int) -> int:
-        """Where a chunk's rows begin: the first one of an attempt brings what was cached, too."""
+        """Tell where a chunk's rows begin: the first one of an attempt brings what was cached, too."""
         is_first = self._attempts.get(share.request_id) != attempt
         self._attempts[share.request_id] = attempt
         return 0 if is_first else share.num_computed_tokens

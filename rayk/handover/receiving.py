@@ -121,7 +121,7 @@ class Receiving:
         return tuple(_abandoned_lease(incoming) for incoming in tuple(self._draining.values()))
 
     def holds(self, request_id: str) -> bool:
-        """Whether blocks or reads of a request are here."""
+        """Tell whether blocks or reads of a request are here."""
         return any(request_id in here for here in (self._reading, self._draining, self._held, self._proving))
 
     def queue(self, incoming: Incoming) -> None:

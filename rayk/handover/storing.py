@@ -150,7 +150,7 @@ class Storing:
             busy.add(store.request_id)
 
     def _has_room_for(self, store: PendingStore) -> bool:
-        """Whether it may begin beside those that have begun."""
+        """Tell whether it may begin beside those that have begun."""
         known = [self._new_bytes(s) for s in self._begun.values()]
         small = sum(known) + self._new_bytes(store) <= ACTIVE_BYTES
         return not known or (small and len(known) < ACTIVE_STORES)

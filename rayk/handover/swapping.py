@@ -56,7 +56,7 @@ class Swapping:
         return bool(self._swapped)
 
     def holds(self, request_id: str) -> bool:
-        """Whether a request is swapped out, or the tier was asked for one and has not answered."""
+        """Tell whether a request is swapped out, or the tier was asked for one and has not answered."""
         return request_id in self._swapped or request_id in self._asked
 
     def swap_out(self, state: RequestState) -> bool:

@@ -126,6 +126,6 @@ class TierSide:
 
 
 def moving_ns(info: dict[str, Any]) -> int:
-    """How long ranks took to read and to prove, whatever it was that they waited for before. `info`: of an
-    arrival (`receiving`)."""
+    """Say how long ranks took to read and to prove, whatever it was that they waited for before. `info`: of
+    an arrival (`receiving`)."""
     return sum(info.get("stage_ns", {}).get(stage, 0) for stage in ("read", "fence", "verify"))

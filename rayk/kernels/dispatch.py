@@ -14,7 +14,7 @@ _MODULES = {"reference": ("reference",), "torch": ("torch_cpu",), "triton": ("la
 
 
 def default_impl(is_cuda: bool) -> str:
-    """What runs unless the caller names an implementation."""
+    """Return what runs unless the caller names an implementation."""
     return "triton" if is_cuda else "torch"
 
 

@@ -67,7 +67,7 @@ class NativeKernels:
         return loaded.library
 
     def why_not(self) -> str | None:
-        """Why this machine cannot run them, or None if it can."""
+        """Say why this machine cannot run them, or None if it can."""
         return self._loaded.reason if self._loaded.library is None else None
 
     @functools.cached_property

@@ -34,7 +34,8 @@ def write_states(state: torch.Tensor, slots: torch.Tensor, values: torch.Tensor)
 
 
 def is_dense_inside(state: torch.Tensor) -> bool:
-    """Whether the last two axes of [B, U, D, N] are one run; strides of axes of length 1 do not matter."""
+    """Tell whether the last two axes of [B, U, D, N] are one run; strides of axes of length 1 do not
+    matter."""
     rows, columns = state.shape[2:]
     return (columns == 1 or state.stride(3) == 1) and (rows == 1 or state.stride(2) == columns)
 

@@ -76,8 +76,8 @@ class KVFormat:
     def fields(
         self, head_size_k: int, head_size_v: int, sides: tuple[str, str] = ("k", "v")
     ) -> tuple[StoredField, ...]:
-        """What a (head, token) stores, in page order. Raises Unsupported for head sizes that the format
-        cannot hold. `sides` names what is kept in place of key and value, e.g. LATENT_SIDES."""
+        """Return what a (head, token) stores, in page order. Raises Unsupported for head sizes that the
+        format cannot hold. `sides` names what is kept in place of key and value, e.g. LATENT_SIDES."""
         sizes = dict(zip(sides, (head_size_k, head_size_v), strict=True))
         kept = "latents" if sides == LATENT_SIDES else "heads"
         if self.scales == "block":

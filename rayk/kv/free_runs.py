@@ -30,7 +30,7 @@ class FreeRuns:
         return bool(self._is_in[block])
 
     def holds(self, start: int, count: int) -> bool:
-        """Whether all ids from `start` to `start + count - 1` are free."""
+        """Tell whether all ids from `start` to `start + count - 1` are free."""
         return self._is_in[start : start + count] == b"\1" * count
 
     def add(self, start: int, count: int) -> None:

@@ -174,7 +174,7 @@ def plan_rank(
 def layout_veto(
     groups: Sequence[KVCacheGroup], layout: KVCacheLayout, kernel_block_sizes: Sequence[int] | None = None
 ) -> str | None:
-    """Why these groups cannot share one pool in this layout, or None.
+    """Say why these groups cannot share one pool in this layout, or None.
 
     Where blocks lie inside heads or token slots, a block id means the same bytes in every group only if all
     groups have the same heads and head bytes, and the same rows per kernel block wherever that is cut into

@@ -174,7 +174,7 @@ def measure_waste(groups: Sequence[KVCacheGroup], num_tokens: int = REFERENCE_TO
 def measure_groups(
     groups: Sequence[KVCacheGroup], num_tokens: int = REFERENCE_TOKENS
 ) -> tuple[GroupMemory, ...]:
-    """What each group holds of a request of `num_tokens`, at its fullest."""
+    """Return what each group holds of a request of `num_tokens`, at its fullest."""
     found = []
     for g, padding in zip(groups, wasted_bytes(groups), strict=True):
         fullest = g.spec.fullest_at(num_tokens)

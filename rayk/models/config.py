@@ -17,7 +17,8 @@ PARTS: Mapping[str, str] = MappingProxyType(
 
 
 def why_bad_source(layers: Sequence[LayerConfig], index: int) -> str | None:
-    """Why layer `index` cannot use the keys and values of its `kv_source`; None if it can or has its own."""
+    """Say why layer `index` cannot use the keys and values of its `kv_source`; None if it can or has its
+    own."""
     layer, source = layers[index], layers[index].kv_source
     if source is None:
         return None
@@ -435,7 +436,7 @@ class DecoderConfig:
         return tuple(i for i, layer in enumerate(self.layers) if part in layer.parts)
 
     def is_behind_experts(self, layer: int) -> bool:
-        """Whether a layer before this one routes experts; `num_layers` stands for the output."""
+        """Tell whether a layer before this one routes experts; `num_layers` stands for the output."""
         return any(isinstance(before.mlp, ExpertsConfig) for before in self.layers[:layer])
 
     @property

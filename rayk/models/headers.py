@@ -98,7 +98,7 @@ def _tensor(data_start: int, name: str, entry: Any, file: Path) -> StoredTensor:
 
 
 def _are_counts(values: Any) -> TypeGuard[list[int]]:
-    """Whether these are at most 16 non-negative int64 numbers."""
+    """Tell whether these are at most 16 non-negative int64 numbers."""
     return (
         isinstance(values, list)
         and len(values) <= 16
@@ -107,7 +107,7 @@ def _are_counts(values: Any) -> TypeGuard[list[int]]:
 
 
 def _is_beside(index: Path, name: str) -> bool:
-    """Whether a name stays in the index's folder, or links to the blobs of a Hugging Face cache."""
+    """Tell whether a name stays in the index's folder, or links to the blobs of a Hugging Face cache."""
     if Path(name).name != name or name in ("", ".."):
         return False
     try:

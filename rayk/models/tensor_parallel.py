@@ -7,7 +7,7 @@ from rayk.models.kv_specs import kv_cache_specs
 
 
 def why_tp_unsupported(config: DecoderConfig, tp: int) -> str | None:
-    """Why the model cannot run at this TP size, or None if it can.
+    """Say why the model cannot run at this TP size, or None if it can.
 
     TP must divide the readers of every cache field (query heads, heads of a state, runs of channels).
     Feed-forward halves and vocabularies divide at any size.

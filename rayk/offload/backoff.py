@@ -55,7 +55,7 @@ class Backoff:
         return self._pause_ns / 1e9
 
     def describe(self, now_ns: int) -> str:
-        """Why nothing is tried, or one alone; empty where all are."""
+        """Say why nothing is tried, or one alone; empty where all are."""
         if not self._pause_ns:
             return ""
         left_s = max(0, self._until_ns - now_ns) / 1e9

@@ -231,8 +231,8 @@ class CostModel:
         return choice
 
     def describe(self) -> dict[str, float]:
-        """What is believed: rates in 10^9 bytes per second, nanoseconds, numbers of observations. Estimates
-        of steps are absent until they are known."""
+        """Return what is believed: rates in 10^9 bytes per second, nanoseconds, numbers of observations.
+        Estimates of steps are absent until they are known."""
         told = {**self._out.describe("out"), **self._in.describe("in")}
         told["num_steps"] = self._steps.num_observed
         if self._steps.weight >= MIN_KNOWN:

@@ -184,7 +184,7 @@ class DiskTier:
         return name in self._pages
 
     def is_coming(self, name: PageName) -> bool:
-        """Whether a page is about to be written."""
+        """Tell whether a page is about to be written."""
         return name in self._writing
 
     def touch(self, names: Iterable[PageName]) -> None:
@@ -194,8 +194,8 @@ class DiskTier:
                 self._mark_used(name)
 
     def admit(self, names: Sequence[PageName], beside: Iterable[PageName]) -> int:
-        """How many pages, the first of `names`, may be put now without any of those `beside` being evicted
-        for them. The others are counted as dropped."""
+        """Say how many pages, the first of `names`, may be put now without any of those `beside` being
+        evicted for them. The others are counted as dropped."""
         queued, used = self._queued_bytes, sum(self._sizes[name.group] for name in self._writing)
         used += sum(self._sizes[name.group] for name in {*beside} & self._pages.keys())
         for number, name in enumerate(names):
@@ -311,7 +311,7 @@ class DiskTier:
         future.add_done_callback(self._ended.append)
 
     def _has_room(self, group: int) -> bool:
-        """Whether a page of this group may be written now; older ones make room on the disk."""
+        """Tell whether a page of this group may be written now; older ones make room on the disk."""
         queued_bytes = self._queued_bytes + self._identity.page_bytes[group]
         if self._why_off or self._closed or (self._queued_bytes and queued_bytes > self._max_queued):
             return False

@@ -80,7 +80,7 @@ class DiskFolder:
         return f"{self.path}/{name.file_name}"
 
     def new_temporary(self) -> str:
-        """Where a file may be written until it is whole. Never the same twice."""
+        """Tell where a file may be written until it is whole. Never the same twice."""
         self._count += 1
         return f"{self.path}/{_TEMPORARY}{self._count}"
 
@@ -99,7 +99,7 @@ class DiskFolder:
         return [page for _, _, page in found]
 
     def unused_bytes(self) -> int:
-        """What pages of other identities take that no process has open: nobody evicts them.
+        """Return what pages of other identities take that no process has open: nobody evicts them.
 
         They are another model's, or of the same one under another version or format: for people to remove.
         """
@@ -203,7 +203,7 @@ def _wait_for_lock(descriptor: int) -> None:
 
 
 def _is_free(folder: Path) -> bool:
-    """Whether no process holds the lock. It is not taken for longer than it takes to ask."""
+    """Tell whether no process holds the lock. It is not taken for longer than it takes to ask."""
     descriptor = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -12,7 +12,8 @@ from rayk.types.offload import OffloadSettings
 
 
 def tier_geometry(groups: Sequence[KVCacheGroup], settings: OffloadSettings) -> RankGeometry:
-    """Where everything lies in a tier of `host_bytes`. Raises UserError where not even two blocks fit."""
+    """Tell where everything lies in a tier of `host_bytes`. Raises UserError where not even two blocks
+    fit."""
     layout = KVCacheLayout(settings.layout)
     block_bytes = plan_rank(groups, layout, tp_size=1, tp_rank=0, num_blocks=2).block_bytes
     num_blocks, least = settings.host_bytes // block_bytes, 1 + len(groups)

@@ -459,7 +459,7 @@ class HostTier:
         self.manager.forget()
 
     def status(self) -> dict[str, object]:
-        """What it holds, and what came of what it was asked."""
+        """Return what it holds, and what came of what it was asked."""
         pool, page_bytes = self.manager.pool, self.caches.geometry.block_bytes
         num_used = pool.num_blocks - 1 - pool.num_free_blocks
         return {

@@ -91,7 +91,7 @@ class PageIdentity:
 
 
 def make_header(identity: PageIdentity, name: PageName, page: Bytes) -> Bytes:
-    """What stands before a page in its file, as bytes that are nobody else's."""
+    """Return what stands before a page in its file, as bytes that are nobody else's."""
     page_digest = blake2b(page, digest_size=_DIGEST_BYTES).digest()
     fields = _FIELDS.pack(
         _MAGIC, FORMAT_VERSION, name.group, page.nbytes, identity.digest, name.header_key, page_digest
@@ -101,7 +101,7 @@ def make_header(identity: PageIdentity, name: PageName, page: Bytes) -> Bytes:
 
 
 def check_length(identity: PageIdentity, name: PageName, num_bytes: int, header: bytes) -> str:
-    """Why a file of `num_bytes` cannot be the page's, "" where its length is right.
+    """Say why a file of `num_bytes` cannot be the page's, "" where its length is right.
 
     header: its first bytes, as far as there are any: a whole file of something else is told from a cut one.
     """
@@ -114,7 +114,7 @@ def check_length(identity: PageIdentity, name: PageName, num_bytes: int, header:
 
 
 def check_page(identity: PageIdentity, name: PageName, header: bytes, page: Bytes) -> str:
-    """Why this is not the page, "" where it is, byte for byte."""
+    """Say why this is not the page, "" where it is, byte for byte."""
     if reason := _check_header(identity, name, header):
         return reason
     page_digest = _FIELDS.unpack_from(header)[-1]

@@ -33,8 +33,8 @@ MIN_KNOWN = 1024  # evicted pages are forgotten when they are more than those th
 
 
 def identity_of(groups: Sequence[KVCacheGroup], like: CacheDescription, dtype: str) -> PageIdentity:
-    """What must agree so that pages mean the same, in memory as on disk. `groups`: the tier's; `like`: any
-    rank of an engine that computes in `dtype`, which quantised KV does not tell."""
+    """Return what must agree so that pages mean the same, in memory as on disk. `groups`: the tier's; `like`:
+    any rank of an engine that computes in `dtype`, which quantised KV does not tell."""
     facts = {f"model.{name}": value for name, value in like.fingerprint.items()}
     scales = (f"layer {layer}: k {k!r}, v {v!r}" for layer, (k, v) in sorted(like.kv_scales.items()))
     facts |= {"dtype": dtype, "kv_scales": "; ".join(scales)}
@@ -245,7 +245,7 @@ def _changed_of(host: HostBlocks, pages: Sequence[_Page]) -> Collection[int]:
 
 
 def _covers(known: Since, wanted: Since) -> bool:
-    """Whether rows of a block that are known by lane include others; empty: all."""
+    """Tell whether rows of a block that are known by lane include others; empty: all."""
     return not any(known) or (any(wanted) and all(a <= b for a, b in zip(known, wanted, strict=True)))
 
 

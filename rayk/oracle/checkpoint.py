@@ -156,7 +156,7 @@ def _refuse_other_family(folder: Path, family: str) -> None:
 
 
 def _is_written(folder: Path, parameters: Mapping[str, Any]) -> bool:
-    """Whether the folder holds, complete, what these parameters give with the installed libraries."""
+    """Tell whether the folder holds, complete, what these parameters give with the installed libraries."""
     marker = read_marker(folder)
     return (
         marker.get("parameters") == json.loads(json.dumps(parameters))

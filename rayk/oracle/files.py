@@ -67,7 +67,7 @@ def file_digests(folder: Path) -> dict[str, str]:
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether a checkpoint has its config, its tokenizer and all weights that its files list.
+    """Tell whether a checkpoint has its config, its tokenizer and all weights that its files list.
 
     A safetensors file starts with the length of its header (8 bytes), which says where each tensor ends.
     """

@@ -122,7 +122,7 @@ class Following:
 
 
 def _may_flip(rounding: KVRounding, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """Which rows [heads, tokens] may be stored in more than one way."""
+    """Tell which rows [heads, tokens] may be stored in more than one way."""
     if rounding.kv_dtype == "auto":
         return torch.zeros(values.shape[:-1], dtype=torch.bool)
     lows, highs = zip(*_ranges(rounding, values, scale, NEAR), strict=True)
@@ -131,7 +131,7 @@ def _may_flip(rounding: KVRounding, values: torch.Tensor, scale: float) -> torch
 
 
 def _is_legal(rounding: KVRounding, values: torch.Tensor, scale: float, stored: torch.Tensor) -> torch.Tensor:
-    """Which rows [heads, tokens] of `stored` are a rounding of slightly perturbed values."""
+    """Tell which rows [heads, tokens] of `stored` are a rounding of slightly perturbed values."""
     fits = torch.zeros(values.shape, dtype=torch.bool)
     slack = FUZZ * stored.abs()
     for low, high in _ranges(rounding, values, scale, LEGAL):

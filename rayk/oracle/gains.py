@@ -157,7 +157,7 @@ class Gains:
 
 
 def _adds_one(module: Any) -> bool:
-    """Whether a module is a norm that multiplies by 1 + weight."""
+    """Tell whether a module is a norm that multiplies by 1 + weight."""
     weight = getattr(module, "weight", None)
     if weight is None or not type(module).__name__.endswith("RMSNorm"):
         return False
@@ -167,7 +167,7 @@ def _adds_one(module: Any) -> bool:
 
 
 def _are_experts_transposed(shapes: Mapping[str, tuple[int, ...]], hidden_size: int) -> bool:
-    """Whether fused experts lie [expert, in, out]."""
+    """Tell whether fused experts lie [expert, in, out]."""
     for name, shape in shapes.items():
         if len(shape) != 3 or "experts" not in name:
             continue
@@ -180,7 +180,7 @@ def _are_experts_transposed(shapes: Mapping[str, tuple[int, ...]], hidden_size: 
 
 
 def _are_scores_unscaled(model: Any) -> bool:
-    """Whether scores are not divided by the root of the head size."""
+    """Tell whether scores are not divided by the root of the head size."""
     return any(getattr(module, "scaling", None) == 1.0 for module in model.modules())
 
 

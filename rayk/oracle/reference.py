@@ -192,8 +192,8 @@ class Reference:
         return self._score(prompt, output_ids, FedText(self._model, following)), following
 
     def caches(self, prompt_ids: Sequence[int]) -> list[Fields]:
-        """What every layer caches of the prompt, field -> [units, rows, elements]; see oracle.states. Covers
-        all tokens, also of sliding-window layers. Raises UserError like generate."""
+        """Return what every layer caches of the prompt, field -> [units, rows, elements]; see oracle.states.
+        Covers all tokens, also of sliding-window layers. Raises UserError like generate."""
         from rayk.oracle.states import layer_caches
 
         token_ids = [int(i) for i in prompt_ids]

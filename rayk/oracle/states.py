@@ -29,7 +29,7 @@ _CHANNELS_PER_UNIT = 16
 
 
 def layer_caches(config: Any, cache: Any) -> list[Fields]:
-    """What `cache` holds of a single text, per layer; empty for layers that store nothing.
+    """Return what `cache` holds of a single text, per layer; empty for layers that store nothing.
 
     config: transformers' config object. cache: its DynamicCache, fed with one text.
     """

@@ -34,7 +34,7 @@ _OPERATIONS = ("all_reduce", "all_gather", "broadcast_bytes", "gather_bytes")
 
 
 def why_no_shm() -> str | None:
-    """Why this machine cannot run ShmComm, or None."""
+    """Say why this machine cannot run ShmComm, or None."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return f"shared-memory comm needs x86-64 Linux, this is {platform.machine()}"
     return None

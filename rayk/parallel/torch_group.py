@@ -191,7 +191,7 @@ class TorchComm:
         return self._tensors
 
     def _goes_by_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a device tensor must be copied to the CPU for gloo."""
+        """Tell whether a device tensor must be copied to the CPU for gloo."""
         return self._tensors is self._cpu and tensor.device.type != "cpu"
 
     def _broadcast(self, tensor: torch.Tensor) -> None:

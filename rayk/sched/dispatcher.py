@@ -165,7 +165,7 @@ class Dispatcher:
         return min((d for d in deadlines if d is not None), default=None)
 
     def load(self, engine: str) -> EngineLoad:
-        """What an engine has to do."""
+        """Return what an engine has to do."""
         return self._loads.of([engine])[0] if engine in self._sides else EngineLoad(name=engine)
 
     # What happens to engines.
@@ -196,7 +196,7 @@ class Dispatcher:
         return again
 
     def returns(self, engine: str) -> bool:
-        """Whether an engine is being formed again, or would be if it were lost."""
+        """Tell whether an engine is being formed again, or would be if it were lost."""
         return self._restarts is None or engine in self._restarts or engine in self._num_tries
 
     def allow(self, max_running: int) -> None:

@@ -108,7 +108,7 @@ class Recovery:
 
 
 def may_ask_again(policy: FailurePolicy, cause: Cause, num_attempts: int, max_attempts: int) -> bool:
-    """Whether a request may have another attempt after so many, wherever that may be."""
+    """Tell whether a request may have another attempt after so many, wherever that may be."""
     is_final = cause in (Cause.DEADLINE, Cause.REFUSED)
     return policy != "fail" and not is_final and num_attempts < max_attempts
 

@@ -76,8 +76,8 @@ class Guard:
 
 
 def has_key(settings: HttpSettings, scope: Scope) -> bool:
-    """Whether a client has the key, or needs none. A key that is wrong in its first letter takes as long as
-    one wrong in its last."""
+    """Tell whether a client has the key, or needs none. A key that is wrong in its first letter takes as long
+    as one wrong in its last."""
     key = settings.api_key
     if key is None:
         return True

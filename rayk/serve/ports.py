@@ -53,7 +53,7 @@ def url_of(host: str, port: int) -> str:
 
 
 def reachable_host(host: str) -> str:
-    """Where a server that listens at `host` answers on its own machine."""
+    """Tell where a server that listens at `host` answers on its own machine."""
     return {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
 
 

@@ -138,7 +138,7 @@ class _Warm:
         socket.send_fds(self._control, [b"\0"], [line.fileno()])
 
     def lives(self) -> bool:
-        """Whether the process holds its end. (To the kernel it may go on ending for some time.)"""
+        """Tell whether the process holds its end. (To the kernel it may go on ending for some time.)"""
         try:
             return self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
         except BlockingIOError:
@@ -188,7 +188,7 @@ def main() -> None:
 
 
 def _compiles(template: str) -> bool:
-    """Whether the template compiles within the bounds: Jinja works constants out meanwhile."""
+    """Tell whether the template compiles within the bounds: Jinja works constants out meanwhile."""
     pid = os.fork()
     if pid == 0:
         _run_bounded(partial(_compile, template))

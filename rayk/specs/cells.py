@@ -263,7 +263,8 @@ def _points(spec: ExperimentSpec) -> Iterator[dict[str, Any]]:
 
 
 def _matches(cell: Cell, rule: dict[str, Any]) -> bool:
-    """Whether every key of an exclude rule, an axis of the matrix or not, has (one of) the rule's values."""
+    """Tell whether every key of an exclude rule, an axis of the matrix or not, has (one of) the rule's
+    values."""
     for key, given in rule.items():
         options = given if isinstance(given, list) and key not in LIST_KEYS else [given]
         options = [{str(k): v for k, v in o.items()} if isinstance(o, dict) else o for o in options]
@@ -278,7 +279,7 @@ def _matches(cell: Cell, rule: dict[str, Any]) -> bool:
 
 
 def _is_unheeded(name: str, spec: ExperimentSpec) -> bool:
-    """Whether nothing in a cell of this spec depends on an axis."""
+    """Tell whether nothing in a cell of this spec depends on an axis."""
     section, _, leaf = name.partition(".")
     if is_unheeded(name, spec.kinds):
         return True
@@ -392,7 +393,7 @@ def absolute_model(model: str) -> str:
 def _refusal(
     spec: ExperimentSpec, config: DecoderConfig, prefill: EngineConfig, decode: EngineConfig | None
 ) -> tuple[str | None, str | None]:
-    """Who refuses a cell before it runs (model, rayk), and why; of vLLM's engines, vLLM is asked."""
+    """Tell who refuses a cell before it runs (model, rayk), and why; of vLLM's engines, vLLM is asked."""
     kinds = spec.kinds if decode is not None else spec.kinds[:1]
     if len(set(kinds)) > 1:
         return "rayk", f"{NO_HANDSHAKE}: prefill is {kinds[0]}, decode is {kinds[1]}"
@@ -419,7 +420,7 @@ def _refusal(
 
 
 def why_no_groups(engines: Iterable[EngineConfig], config: DecoderConfig) -> str | None:
-    """Why the model's caches cannot be kept in an engine's KV format, or None."""
+    """Say why the model's caches cannot be kept in an engine's KV format, or None."""
     try:
         for engine in engines:
             engine_groups(engine, config)
@@ -444,12 +445,12 @@ def verdict_of_fault(fault: FaultSpec, spec: ExperimentSpec) -> str:
 
 
 def is_known(fault: FaultSpec) -> bool:
-    """Whether the table of faults speaks of it."""
+    """Tell whether the table of faults speaks of it."""
     return fault.kind in OTHERS or (fault.kind in TABLED and fault.point in (*POINTS, *REQUEST_POINTS))
 
 
 def expected_of(fault: FaultSpec, spec: ExperimentSpec) -> ExpectedOutcome:
-    """What must come of a fault that the table knows, whatever the spec expects."""
+    """Return what must come of a fault that the table knows, whatever the spec expects."""
     policy, num_producers = spec.failure_policy, spec.prefill.num_engines
     if spec.mode == "aggregated":
         # Nobody else computes a lost prompt: but another engine.

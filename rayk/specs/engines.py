@@ -111,6 +111,6 @@ def _engines(cell: Cell) -> Iterator[tuple[str, EngineConfig]]:
 
 
 def _where(cell: Cell, side: str, name: str, loaded: LoadedSpec) -> str:
-    """Where a setting that both sides share, or one has of its own, was given."""
+    """Tell where a setting that both sides share, or one has of its own, was given."""
     own = getattr(getattr(cell.spec, side), name, None) is not None
     return loaded.where(f"{side if own else 'engine'}.{name}")

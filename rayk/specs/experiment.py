@@ -385,7 +385,7 @@ class ArrivalSpec(StrictModel):
     seed: Seed = 0
 
     def heeds(self, leaf: str) -> bool:
-        """Whether anything depends on this key of the section."""
+        """Tell whether anything depends on this key of the section."""
         if leaf == "rate" or self.rate is None:
             return leaf == "rate"
         return not (leaf == "burstiness" and self.process != "gamma") and not (

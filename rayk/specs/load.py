@@ -34,7 +34,7 @@ class LoadedSpec:
     marks: Marks
 
     def default_folder(self) -> Path:
-        """Where results go when nobody says: runs/<name>-<time>."""
+        """Tell where results go when nobody says: runs/<name>-<time>."""
         return Path("runs") / f"{self.spec.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
     def where(self, key: str) -> str:

@@ -168,8 +168,8 @@ def _build_mapping(loader: _Loader, node: yaml.MappingNode, path: Path, marks: M
 def _merged(
     loader: _Loader, node: yaml.Node, path: Path, source: str
 ) -> Iterator[tuple[dict[str, Any], dict[Path, int]]]:
-    """What `<<` brings: a mapping, or several of which the first that has a key counts; each with its lines.
-    Raises SpecError."""
+    """Return what `<<` brings: a mapping, or several of which the first that has a key counts; each with its
+    lines. Raises SpecError."""
     for one in node.value if isinstance(node, yaml.SequenceNode) else [node]:
         own = Marks(source=source)
         found = _build(loader, one, path, own)

@@ -210,7 +210,7 @@ def _max_model_len(given: int | None, config: DecoderConfig) -> int:
 
 
 def parse_tp_sizes(text: str | None, option: str) -> tuple[int, ...] | None:
-    """What an option like `2` or `1,2` says. Raises SpecError."""
+    """Return what an option like `2` or `1,2` says. Raises SpecError."""
     if text is None:
         return None
     sizes = text.split(",")

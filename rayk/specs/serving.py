@@ -88,7 +88,7 @@ class ServerSettings:
 
 
 def model_card(folder: str, config: DecoderConfig, model_id: str) -> ModelCard:
-    """What fronts need to know of a checkpoint."""
+    """Return what fronts need to know of a checkpoint."""
     return ModelCard(
         model_id=model_id,
         folder=folder,

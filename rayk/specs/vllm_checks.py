@@ -45,8 +45,8 @@ def check_kinds(cells: Sequence[Cell], loaded: LoadedSpec) -> None:
 
 
 def _is_given(key: str, loaded: LoadedSpec) -> bool:
-    """Whether a key has another value than its default, or several. A resolved spec names every key: that
-    alone says nothing."""
+    """Tell whether a key has another value than its default, or several. A resolved spec names every key:
+    that alone says nothing."""
     if any(key in matrix for matrix in loaded.spec.matrix):
         return True
     return bool(_value(loaded.spec, key) != _value(_DEFAULTS, key))

@@ -38,8 +38,8 @@ RAYK_ONLY = (
 
 
 def is_unheeded(name: str, kinds: Sequence[str]) -> bool:
-    """Whether engines of these kinds pass over an axis. Sides of unlike kind, which have no hand-over, heed
-    what either does."""
+    """Tell whether engines of these kinds pass over an axis. Sides of unlike kind, which have no hand-over,
+    heed what either does."""
     section, _, leaf = name.partition(".")
     if section in ("engine", "prefill", "decode") and leaf in VLLM_ONLY:
         return "vllm" not in kinds
@@ -90,7 +90,7 @@ class Kept:
         self._alive: list[VllmEngineConfig] = []  # least recently used first
 
     def missing(self, needed: Sequence[VllmEngineConfig]) -> int:
-        """How many of a cell's engines are not alive."""
+        """Say how many of a cell's engines are not alive."""
         return (Counter(needed) - Counter(self._alive)).total()
 
     def use(self, needed: Sequence[VllmEngineConfig]) -> int:
@@ -118,6 +118,6 @@ def in_order(needs: Sequence[Sequence[VllmEngineConfig]]) -> Iterator[int]:
 
 
 def num_starts(needs: Sequence[Sequence[VllmEngineConfig]]) -> int:
-    """How many engines start when cells run in this order."""
+    """Say how many engines start when cells run in this order."""
     kept = Kept()
     return sum(kept.use(needed) for needed in needs)

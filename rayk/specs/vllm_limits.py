@@ -13,12 +13,12 @@ _CPU_BLOCK_MULTIPLE = 32
 
 
 def is_plain(config: DecoderConfig) -> bool:
-    """Whether every layer keeps keys and values of heads, and nothing else."""
+    """Tell whether every layer keeps keys and values of heads, and nothing else."""
     return all(layer.parts == ("attention",) for layer in config.layers)
 
 
 def engine_refusal(engine: VllmEngineConfig, config: DecoderConfig) -> str | None:
-    """What vLLM says at the start of an engine that it cannot run; None where nothing is known."""
+    """Return what vLLM says at the start of an engine that it cannot run; None where nothing is known."""
     heads, kv_heads = config.num_query_heads, config.num_kv_heads
     if heads % engine.tp:
         # config/model.py
@@ -43,7 +43,8 @@ def engine_refusal(engine: VllmEngineConfig, config: DecoderConfig) -> str | Non
 def handshake_refusal(
     prefill: VllmEngineConfig, decode: VllmEngineConfig, config: DecoderConfig
 ) -> str | None:
-    """What NixlConnector's worker on the decode side says in its handshake; None where nothing is known."""
+    """Return what NixlConnector's worker on the decode side says in its handshake; None where nothing is
+    known."""
     if decode.connector != "NixlConnector" or decode.transfer_mode != "pull":
         return None
     # distributed/kv_transfer/kv_connector/utils.py

@@ -46,7 +46,7 @@ class DescriptorList:
 
 @enum.unique
 class TransferState(enum.Enum):
-    """Where a transfer stands."""
+    """Says where a transfer stands."""
 
     PENDING = enum.auto()
     DONE = enum.auto()
@@ -76,7 +76,7 @@ class TransferAgent(Protocol):
         ...
 
     def metadata(self) -> bytes:
-        """What a peer needs for `add_peer`."""
+        """Return what a peer needs for `add_peer`."""
         ...
 
     def add_peer(self, name: str, metadata: bytes) -> None:
@@ -143,7 +143,7 @@ class TransferAgent(Protocol):
 
 
 def base_address(tensor: torch.Tensor) -> int:
-    """Where a dense int8 tensor starts. AssertionError for anything else."""
+    """Tell where a dense int8 tensor starts. AssertionError for anything else."""
     assert tensor.dtype == torch.int8, "agents register int8 buffers"
     assert tensor.is_contiguous(), "agents register dense buffers"
     return int(tensor.data_ptr())

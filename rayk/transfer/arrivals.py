@@ -104,11 +104,11 @@ class Arrivals:
         return clear + never_open
 
     def has_arrived(self, reservation_id: str, producer_rank: int, attempt: int) -> bool:
-        """Whether all that a producer rank sends is here."""
+        """Tell whether all that a producer rank sends is here."""
         return self._table.has_arrived(reservation_id, producer_rank, attempt)
 
     def why_stopped(self, reservation_id: str, producer_rank: int) -> str | None:
-        """Why a producer rank sends no more; None: it may."""
+        """Say why a producer rank sends no more; None: it may."""
         if reservation_id not in self._open:
             return "its blocks were given up"
         return self._table.stopped(reservation_id).get(producer_rank)
@@ -131,7 +131,7 @@ class Arrivals:
         return None
 
     def tally(self, reservation_id: str, producer_rank: int) -> tuple[Tally, ...]:
-        """What a producer rank wrote, if it said so."""
+        """Return what a producer rank wrote, if it said so."""
         return self._table.tally(reservation_id, producer_rank)
 
 

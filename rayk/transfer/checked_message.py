@@ -23,7 +23,7 @@ def pack(fields: Sequence[object]) -> bytes:
 
 
 def unpack(message: bytes) -> list[Any] | None:
-    """What was sealed; None for anything else."""
+    """Return what was sealed; None for anything else."""
     check, content = message[:8], message[8:]
     if len(message) > MAX_BYTES or check != b"%08x" % zlib.crc32(content):
         return None
@@ -35,6 +35,6 @@ def unpack(message: bytes) -> list[Any] | None:
 
 
 def is_count(value: object) -> bool:
-    """Whether a peer sent a whole number that is not negative, and fits a table's column: JSON knows
+    """Tell whether a peer sent a whole number that is not negative, and fits a table's column: JSON knows
     Infinity, true and numbers of any length, too."""
     return type(value) is int and 0 <= value < 1 << 63

@@ -136,7 +136,8 @@ class Connector(Protocol):
         ...
 
     def describe(self) -> bytes:
-        """What peers need to know about this rank: addresses, geometry, how to reach it. After `register`."""
+        """Return what peers need to know about this rank: addresses, geometry, how to reach it. After
+        `register`."""
         ...
 
     def connect(self, producers: Sequence[bytes], consumers: Sequence[bytes]) -> None:
@@ -196,7 +197,7 @@ class BaseConnector:
 
     @classmethod
     def supports(cls, case: ConnectorCase) -> str | None:
-        """Why this case cannot be served, or None."""
+        """Say why this case cannot be served, or None."""
         return None
 
     @property
@@ -214,7 +215,7 @@ class BaseConnector:
         """Do nothing: there is nothing to prepare."""
 
     def is_unreported(self, request_id: str) -> bool:
-        """Whether `finish` was called for it and no `poll` has told so yet: its id is still taken."""
+        """Tell whether `finish` was called for it and no `poll` has told so yet: its id is still taken."""
         return any(finished.request_id == request_id for finished in self._finished)
 
     def finish(self, request_id: str, error: str = "") -> None:
@@ -224,7 +225,7 @@ class BaseConnector:
         self._finished.append(Finished(request_id, error))
 
     def poll(self) -> Sequence[Finished]:
-        """What `finish` was called for since the last call."""
+        """Return what `finish` was called for since the last call."""
         finished, self._finished = self._finished, []
         return finished
 

@@ -222,7 +222,7 @@ class Consumption:
         return fences
 
     def _contents(self, producer_rank: int, block: int) -> str:
-        """What a producer rank's block holds of what this rank reads."""
+        """Return what a producer rank's block holds of what this rank reads."""
         group, index = next(
             (g, table.index(block)) for g, table in enumerate(self.ticket.block_tables) if block in table
         )

@@ -111,7 +111,7 @@ class Conversion:
     def reference_rows(
         self, index: int, wire_tables: Sequence[Sequence[int]], num_tokens: int, first_row: int = 0
     ) -> Rows:
-        """What the rows of own view `index` should be, by the reference conversion."""
+        """Return what the rows of own view `index` should be, by the reference conversion."""
         reference, table = self._reference(index, wire_tables, num_tokens, first_row)
         return fetch_rows(reference, table, num_tokens, first_row)
 
@@ -211,8 +211,8 @@ class Converting:
 
 
 def begin_converting(queued: Queued, own: Sequence[LayerView], own_scales: Scales) -> Converting:
-    """What makes rows of the own views of those that arrive in the wire cache, for a request that has room
-    there."""
+    """Return what makes rows of the own views of those that arrive in the wire cache, for a request that has
+    room there."""
     wire = queued.link.wire
     assert wire is not None, "nothing is converted"
     conversion = Conversion(wire.views, own, queued.link.producers[0].kv_scales, own_scales)

@@ -73,7 +73,8 @@ _KNOWN: dict[tuple[str, str], TransferCosts] = {
 
 
 def transfer_costs(transport: str, device: str) -> TransferCosts:
-    """What was measured for an agent's transport and a torch device; else for NIXL between CPU processes."""
+    """Return what was measured for an agent's transport and a torch device; else for NIXL between CPU
+    processes."""
     return _KNOWN.get((transport, device.split(":")[0]), _NIXL_CPU)
 
 
@@ -95,7 +96,7 @@ class Option:
 
 
 def choose_staged(staging: str, options: Sequence[Option]) -> list[bool]:
-    """Which reads of a request go through the staging buffer. `staging`: auto, never or always.
+    """Tell which reads of a request go through the staging buffer. `staging`: auto, never or always.
 
     Above MAX_DESCRIPTORS those that spare most are staged whatever it costs. Raises TransferError where that
     is not allowed.

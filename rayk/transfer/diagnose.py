@@ -121,7 +121,7 @@ def classify(difference: _Difference) -> str:
 
 
 def _is_foreign(classification: str) -> bool:
-    """Whether wrong rows hold something that this side cannot explain."""
+    """Tell whether wrong rows hold something that this side cannot explain."""
     return classification.endswith(_FOREIGN) or classification.startswith(_OTHER)
 
 
@@ -283,7 +283,7 @@ def _only_first(theirs: Bytes, ours: Bytes) -> bool:
 
 
 def _missing_block(d: _Difference) -> str | None:
-    """Foreign content that fills whole blocks (up to the sequence's end)."""
+    """Look for foreign content that fills whole blocks (up to the sequence's end)."""
     blocks = _blocks(d)
     # Where a block is one row, a few wrong bytes of it are not another's content.
     is_most = (d.wrong_expected != d.wrong_found).mean() > 0.5
@@ -309,7 +309,7 @@ def _wrong_tokens(d: _Difference) -> tuple[int, int]:
 
 
 def _tokens(d: _Difference) -> tuple[str, str]:
-    """Which tokens are wrong, and the ending of their verb."""
+    """Tell which tokens are wrong, and the ending of their verb."""
     first, last = _wrong_tokens(d)
     return (f"token {first}", "s") if first == last else (f"tokens {first} to {last}", "")
 

@@ -42,7 +42,7 @@ class Drained:
 
 @enum.unique
 class Phase(enum.Enum):
-    """Where a session stands: one that reads goes from READING to VERIFYING, the other one pushes."""
+    """Says where a session stands: one that reads goes from READING to VERIFYING, the other one pushes."""
 
     READING = enum.auto()
     FENCING = enum.auto()
@@ -82,7 +82,7 @@ class DrainingSession(ABC, Generic[Event, Action]):
         """End the session with an error."""
 
     def _at_end(self, event: Event, now_ns: int) -> list[Action | Finish | Drained] | None:
-        """What an event leads to after the end, or at the deadline; None before."""
+        """Return what an event leads to after the end, or at the deadline; None before."""
         if self.phase is Phase.OVER:
             before = self.is_drained
             self._forget(event)

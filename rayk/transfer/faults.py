@@ -106,7 +106,7 @@ class PlantedFaults:
         self._left.clear()
 
     def take(self, *points: str) -> TransferFault | None:
-        """Something passes these points: the fault that hits it, used up unless it lasts."""
+        """Return the fault that hits what passes these points; it is used up unless it lasts."""
         for point in points:
             self._counts[point] = self._counts.get(point, 0) + 1
         for fault in self._left:
@@ -147,7 +147,7 @@ class StruckTransfer:
             self._post()
 
     def poll(self) -> TransferState:
-        """Where it stands, as its user is told."""
+        """Tell where it stands, as its user is told."""
         if self.is_stalled:
             return TransferState.PENDING
         states = [self.poll_agent(transfer) for transfer in self._posted]

@@ -205,7 +205,7 @@ def _layer_differences(
     consumer: RankGeometry,
     can_convert: Callable[[KVCacheSpec, KVCacheSpec], bool],
 ) -> list[tuple[str, str, str]]:
-    """What differs between the caches of a layer, once for all layers where it is the same."""
+    """Return what differs between the caches of a layer, once for all layers where it is the same."""
     kept = [
         {(part, layer): g.group for g in side.groups for layer, part in g.group.keys}
         for side in (producer, consumer)
@@ -257,7 +257,7 @@ def _meaning(spec: KVCacheSpec) -> Facts:
 
 
 def _format(spec: KVCacheSpec) -> Facts:
-    """How a layer keeps it: what its bytes mean, whatever the layout."""
+    """Say how a layer keeps it: what its bytes mean, whatever the layout."""
     return {"kv_dtype": spec.dtype} | {f.name: _describe_field(f) for f in spec.fields()}
 
 
@@ -273,7 +273,7 @@ def _layers(layers: Sequence[int]) -> str:
 
 
 def _describe_field(field: PageField) -> str:
-    """What its bytes mean, whatever the layout. Rows per block may differ where a row is a token."""
+    """Return what its bytes mean, whatever the layout. Rows per block may differ where a row is a token."""
     taps = f", {field.taps} taps" if field.taps else ""
     return f"{field.units} units x {field.row_bytes} bytes of {field.dtype}{taps}"
 

@@ -32,7 +32,7 @@ class Landing:
         self._slots = BlockPool(num_slots)
 
     def take(self, num_slots: int) -> list[int] | None:
-        """Slots filled with -1 (no generation), consecutive if possible; None if there are too few."""
+        """Take slots filled with -1 (no generation), consecutive if possible; None if there are too few."""
         try:
             slots = self._slots.allocate(num_slots)
         except OutOfBlocks:
@@ -44,7 +44,7 @@ class Landing:
         return slots
 
     def give_back(self, slots: Sequence[int]) -> tuple[int, ...]:
-        """What landed in these slots, which are free from now on."""
+        """Return what landed in these slots, which are free from now on."""
         values: list[int] = self._words[list(slots)].tolist()
         self._slots.free(slots)
         return tuple(values)

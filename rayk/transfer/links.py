@@ -30,7 +30,7 @@ class Links:
         return iter(tuple(self._links))
 
     def get(self, name: str) -> ProducerLink | None:
-        """None when there is no link of this name."""
+        """Return None when there is no link of this name."""
         return self._links.get(name)
 
     def values(self) -> list[ProducerLink]:

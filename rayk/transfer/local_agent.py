@@ -19,7 +19,7 @@ from rayk.types.errors import TransferError
 
 
 class LocalNetwork:
-    """Where local agents find each other. Threads may share it."""
+    """Lets local agents find each other. Threads may share it."""
 
     def __init__(self) -> None:
         self._agents: dict[str, LocalAgent] = {}

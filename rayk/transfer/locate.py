@@ -23,7 +23,7 @@ MAX_PLACES = 4
 
 @dataclass(frozen=True, slots=True)
 class FoundRows:
-    """Where rows lie in a producer rank's cache."""
+    """Says where rows lie in a producer rank's cache."""
 
     rank: int
     block: int
@@ -88,7 +88,7 @@ def classify_places(
     block_table: Sequence[int],
     holders: Mapping[int, str],
 ) -> str:
-    """What wrong content is, given where the producer has it.
+    """Return what wrong content is, given where the producer has it.
 
     `block_table`: the request's own in the group, at the producer; `holders`: block -> the request that holds
     it now, absent where nobody does.

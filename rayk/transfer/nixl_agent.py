@@ -274,7 +274,7 @@ class NixlAgent:
         return TransferState.DONE if state == "DONE" else TransferState.FAILED
 
     def release(self, transfer: Transfer) -> bool:
-        """What is in flight is never cancelled: NIXL can drop its request, but does not
+        """Return what is in flight is never cancelled: NIXL can drop its request, but does not
         say whether the transport still reads or writes."""
         if transfer in self._in_flight and self.poll(transfer) is TransferState.PENDING:
             return False
@@ -345,7 +345,7 @@ def _net_devices(*, is_one_node: bool) -> Iterator[None]:
 
 
 def measure(num_bytes: int = 32 << 20, *, device: str = "cpu", backend: str = "UCX") -> AgentFacts:
-    """What NIXL does on this machine, by reading `num_bytes` between two agents of this process.
+    """Return what NIXL does on this machine, by reading `num_bytes` between two agents of this process.
 
     Keys: transport, device, num_bytes, gb_per_s (10^9 bytes, best of 5), latency_us (64 bytes, median), or
     `error` with what went wrong. Every byte is compared.

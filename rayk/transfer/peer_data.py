@@ -58,7 +58,7 @@ class Peers:
 
 
 def wrong_head(ticket: TransferTicket) -> str | None:
-    """Why a ticket cannot even be looked up, counted or sliced by: to be asked before anything else."""
+    """Say why a ticket cannot even be looked up, counted or sliced by: to be asked before anything else."""
     names = ticket.request_id, ticket.lease_id, ticket.engine, ticket.reservation_id or ""
     if not all(isinstance(name, str) for name in names):
         return "its ticket lacks a name"
@@ -68,7 +68,7 @@ def wrong_head(ticket: TransferTicket) -> str | None:
 
 
 def wrong_lease(ticket: TransferTicket) -> str | None:
-    """Why nobody may renew or release a ticket's lease by it; None where one may."""
+    """Say why nobody may renew or release a ticket's lease by it; None where one may."""
     if not is_whole(ticket):
         return "its ticket was changed on the way: the seal does not fit"
     lease_ns = ticket.lease_ns
@@ -126,8 +126,8 @@ def _wrong_parts(ticket: TransferTicket, num_producers: int, num_blocks: int) ->
 
 
 def wrong_reservation(reservation: Reservation, consumers: Sequence[CacheDescription]) -> str | None:
-    """Why nothing can be pushed into a connected engine's reservation; None where it can. Its block tables
-    are looked at where the plan is lowered."""
+    """Say why nothing can be pushed into a connected engine's reservation; None where it can. Its block
+    tables are looked at where the plan is lowered."""
     if not is_whole(reservation):
         return "its reservation was changed on the way: the seal does not fit"
     num_tokens, num_held, hold_s = reservation.num_tokens, reservation.num_held_tokens, reservation.hold_s

@@ -162,7 +162,8 @@ class BlockReads:
         return int(np.count_nonzero((here[1:] - here[:-1] == 1) & (there[1:] - there[:-1] == 1)))
 
     def offsets(self) -> tuple[Ints, Ints]:
-        """Where each descriptor lies in both buffers (source, destination), int64, run-major as `indices`."""
+        """Tell where each descriptor lies in both buffers (source, destination), int64, run-major as
+        `indices`."""
         p, runs = self.pattern, self.pattern.runs
         source = runs.source[:, None] + self.source_blocks * p.source_strides[:, None]
         destination = runs.destination[:, None] + self.destination_blocks * p.destination_strides[:, None]
@@ -400,7 +401,8 @@ def plan_pushes(
     consumers: Sequence[RankGeometry],
     turn: int = 0,
 ) -> dict[int, TransferPlan]:
-    """What one producer rank writes, by consumer rank: of each consumer rank's plan, what it reads from it.
+    """Return what one producer rank writes, by consumer rank: of each consumer rank's plan, what it reads
+    from it.
 
     `lower` gives the same BlockReads as the consumer's, to be written instead of read. Consumer ranks that
     get nothing from this one are absent.

@@ -254,7 +254,7 @@ class _RankPush:
         return [] if posted.transfers else self._end(action.write)
 
     def _post_part(self, posted: _PostedWrite, write: BlockReads) -> str | None:
-        """Start one write of the agent; why it could not be."""
+        """Start one write of the agent; return why it could not be started, if so."""
         push = self._push
         ours, theirs = write.indices(push.me.geometry.num_blocks, self._consumer.geometry.num_blocks)
         number = self._num_writes

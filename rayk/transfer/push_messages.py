@@ -15,7 +15,7 @@ PUSH_AGENT = "-push"
 
 
 def speaks_for(peer: str, agent_name: str) -> bool:
-    """Whether an agent tells of the pushes of a producer rank, whose own agent is `agent_name`."""
+    """Tell whether an agent tells of the pushes of a producer rank, whose own agent is `agent_name`."""
     return peer in (agent_name, agent_name + PUSH_AGENT)
 
 

@@ -83,7 +83,7 @@ class PushReservations:
         self._wire_blocks[reservation_id] = wire, tables
 
     def reads(self, ticket: TransferTicket, link: ProducerLink) -> ArrivalReads | None:
-        """What is waited for, where the KV is pushed."""
+        """Return what is waited for, where the KV is pushed."""
         if ticket.reservation_id is None:
             return None
         reservation_id = ticket.reservation_id

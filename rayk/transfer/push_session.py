@@ -178,7 +178,7 @@ class PushSession(DrainingSession[Event, Action]):
         return any(write < self._attempt_began_at for write in self._in_flight)
 
     def _go_on(self) -> list[Action]:
-        """After something in flight has ended, or there is more to write."""
+        """Go on after something in flight has ended, or when there is more to write."""
         if self._waits_for_old_writes:
             return []
         ready, self._waiting_writes = self._waiting_writes, []

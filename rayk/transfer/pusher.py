@@ -156,7 +156,7 @@ class Pusher:
             self._thread.join()
 
     def turn(self) -> None:
-        """Where there is no thread: do what was asked, and look at what is in flight."""
+        """Do what was asked, and look at what is in flight, where there is no thread."""
         assert self._thread is None, "the thread takes its turns by itself"
         self._worker.turn()
 
@@ -234,7 +234,7 @@ class _Worker:
     # The engine's thread.
 
     def note_computed(self, layer: int, chunks: Sequence[Chunk]) -> None:
-        """At once, before anything is written that hears of it."""
+        """Note it at once, before anything is written that hears of it."""
         for chunk in chunks:
             if chunk.is_last and layer == self._last_layer:
                 self._computed.add((chunk.reservation.reservation_id, chunk.attempt))
@@ -369,7 +369,7 @@ class _Worker:
                 self._agent.notify(link.consumers[rank].agent_name, message)
 
     def turn(self) -> None:
-        """Where nobody runs it: do all that was asked."""
+        """Do all that was asked, where nobody runs it."""
         while not self.inbox.empty():
             self.inbox.get()()
         self._look()

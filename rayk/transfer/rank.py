@@ -163,13 +163,13 @@ class TransferRank:
                 consumption.fail(f"producer engine {consumption.link.engine} is gone")
 
     def landing(self, engine: str) -> CacheDescription:
-        """Where this rank is pushed to by a connected producer engine: a wire cache where formats differ,
-        else its own. KeyError when it is not connected."""
+        """Tell where this rank is pushed to by a connected producer engine: a wire cache where formats
+        differ, else its own. KeyError when it is not connected."""
         wire = self._links[engine].wire
         return self.description if wire is None else wire.description
 
     def plan(self, engine: str) -> TransferPlan:
-        """What this rank reads from a connected producer engine. KeyError when it is not connected."""
+        """Return what this rank reads from a connected producer engine. KeyError when it is not connected."""
         return self._links[engine].plan
 
     def close(self) -> None:
@@ -359,7 +359,7 @@ class TransferRank:
         return self._reservations.cleared()
 
     def stops(self) -> list[StopMessage]:
-        """Whom this rank must not push to any more, since the last call."""
+        """Tell whom this rank must not push to any more, since the last call."""
         stops, self._stops = self._stops, []
         return stops
 
@@ -497,7 +497,7 @@ class TransferRank:
         return fetch_rows(view, block_table, num_tokens)
 
     def locate(self, layer: int, field: str, unit: int, rows: Sequence[bytes]) -> list[FoundRows]:
-        """Where rows of a layer's field and unit lie in this rank's cache, whoever they are of."""
+        """Tell where rows of a layer's field and unit lie in this rank's cache, whoever they are of."""
         view = next((v for v in self._views if v.layer == layer and field in v.names), None)
         if view is None:
             return []

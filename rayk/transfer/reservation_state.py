@@ -51,7 +51,7 @@ class _Reservation:
     """None: nobody is to stop."""
 
     def has_arrived(self, producer_rank: int, attempt: int) -> bool:
-        """Whether all of this attempt is here."""
+        """Tell whether all of this attempt is here."""
         last = self.attempts.get(producer_rank)
         return last is not None and last.number == attempt and last.is_whole
 
@@ -102,12 +102,12 @@ class ReservationTable:
                 self._settle(reservation_id)
 
     def has_arrived(self, reservation_id: str, producer_rank: int, attempt: int) -> bool:
-        """Whether all of this attempt of a producer rank is here."""
+        """Tell whether all of this attempt of a producer rank is here."""
         found = self._reservations.get(reservation_id)
         return found is not None and found.has_arrived(producer_rank, attempt)
 
     def tally(self, reservation_id: str, producer_rank: int) -> tuple[Tally, ...]:
-        """What a producer rank wrote in its last attempt, if it said so."""
+        """Return what a producer rank wrote in its last attempt, if it said so."""
         found = self._reservations.get(reservation_id)
         last = found.attempts.get(producer_rank) if found is not None else None
         return last.end.tally if last is not None and last.end is not None else ()

@@ -69,15 +69,15 @@ class CopySegments:
         return np.unique(np.concatenate(borders))
 
     def blocks(self, starts: range | Ints) -> tuple[slice | Ints, slice | Ints]:
-        """Where the blocks of segments with these first positions stand in the tables of both sides."""
+        """Tell where the blocks of segments with these first positions stand in the tables of both sides."""
         if isinstance(starts, range):
             here = slice(starts.start // starts.step, starts.stop // starts.step)
             return here, here
         return starts // self._sizes[0], starts // self._sizes[1]
 
     def kind(self, start: int, live: range) -> Kind:
-        """How the segment that starts here, and holds a live row, is moved: whole where all of it is live;
-        else parts end at multiples of a sixteenth of it, and of a block as it was before it grew."""
+        """Say how the segment that starts here, and holds a live row, is moved: whole where all of it is
+        live; else parts end at multiples of a sixteenth of it, and of a block as it was before it grew."""
         here, there = start % self._sizes[0], start % self._sizes[1]
         # A segment ends where the first block ends.
         end = min(self._sizes[0] - here, self._sizes[1] - there) - 1
@@ -96,7 +96,7 @@ class CopySegments:
         return sum(position // size for size in self._sizes) - position // self._period
 
     def _start(self, number: int) -> int:
-        """Where a segment starts: no later than if each were as long as it can be."""
+        """Tell where a segment starts: no later than if each were as long as it can be."""
         return bisect_left(range(number * min(self._sizes)), number, key=self._at)
 
 

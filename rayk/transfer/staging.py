@@ -116,7 +116,7 @@ class Staging:
         self._tables = weakref.WeakKeyDictionary()
 
     def extents(self, pattern: Pattern) -> tuple[Extents, ...]:
-        """How a pattern is staged; nothing where it cannot be."""
+        """Say how a pattern is staged; nothing where it cannot be."""
         found = self._extents.get(pattern)
         if found is None:
             found = make_extents(pattern, self.costs.gap_bytes, self.settings.num_bytes) or ()
@@ -141,7 +141,7 @@ class Staging:
         return tables[num_blocks]
 
     def option(self, read: BlockReads) -> Option:
-        """What a read costs in either way."""
+        """Return what a read costs in either way."""
         return read_option(read, self.extents(read.pattern), self.costs, self.settings.num_bytes)
 
     def chunk_blocks(self, part: Extents) -> int:
@@ -290,7 +290,7 @@ class StagedRead:
         return True
 
     def _give_up(self, chunk: _Chunk) -> bool:
-        """Whether a chunk is cancelled, or over anyway."""
+        """Tell whether a chunk is cancelled, or over anyway."""
         if chunk.copied is not None:
             return self._settle(chunk)
         if not self.staging.agent.release(chunk.transfer):

@@ -73,5 +73,5 @@ class Reservation:
     """Says that all of it is as it was written, see transfer.seal; empty: nobody sealed it."""
 
     def tables(self, consumer_rank: int) -> tuple[tuple[int, ...], ...]:
-        """Where the request's KV is written at a consumer rank."""
+        """Tell where the request's KV is written at a consumer rank."""
         return self.wire_tables[consumer_rank] if self.wire_tables else self.block_tables

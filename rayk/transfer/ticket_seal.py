@@ -30,5 +30,5 @@ def sealed(message: T) -> T:
 
 
 def is_whole(message: Any) -> bool:
-    """Whether nothing was changed since it was sealed; what nobody sealed is taken as it is."""
+    """Tell whether nothing was changed since it was sealed; what nobody sealed is taken as it is."""
     return message.seal in ("", seal_of(message))

@@ -33,7 +33,7 @@ class _Wiring:
             self._post(rank, handle)
 
     def is_over(self) -> bool:
-        """Whether every rank has answered, or one has not in time."""
+        """Tell whether every rank has answered, or one has not in time."""
         for rank, (transfer, slots) in list(self._reads.items()):
             state = self._agent.poll(transfer)
             if state is TransferState.PENDING:

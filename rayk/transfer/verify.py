@@ -98,7 +98,7 @@ class CanonicalViews(tuple[LayerView, ...]):
 
 
 def sorted_views(views: Sequence[LayerView]) -> CanonicalViews:
-    """In canonical order, which both sides share, however they group layers, and digests are laid out in."""
+    """Sort views in canonical order, in which digests are laid out, however a side groups layers."""
     return CanonicalViews(sorted(views, key=lambda v: (v.layer, v.group.spec.part)))
 
 
@@ -171,7 +171,7 @@ def digest_mismatch(
     rows_per_group: int,
     first_row: int = 0,
 ) -> KVMismatch:
-    """What the digests alone can say about the first wrong word: the row group, not yet the token."""
+    """Return what the digests alone can say about the first wrong word: the row group, not yet the token."""
     first = wrong[0]
     view = next(v for v in views if (v.group.index, v.layer) == (first.group, first.layer))
     live = view.live_rows(num_tokens)

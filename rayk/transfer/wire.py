@@ -50,14 +50,14 @@ class WireCache:
         return sum(held_blocks(g.spec, num_tokens) for g in self._groups)
 
     def refusal(self, num_tokens: int) -> str | None:
-        """Why a request can never be converted, if so."""
+        """Say why a request can never be converted, if so."""
         needed, there = self.num_needed(num_tokens), self._pool.num_blocks - 1
         if needed <= there:
             return None
         return f"{num_tokens} tokens arrive in {needed} blocks, the wire cache has {there}"
 
     def take(self, num_tokens: int) -> list[list[int]] | None:
-        """Block tables per group, nulls where nothing is live; None where there is no room now."""
+        """Take block tables per group, nulls where nothing is live; None where there is no room now."""
         if self.num_needed(num_tokens) > self._pool.num_free_blocks:
             return None
         tables = []
@@ -102,8 +102,8 @@ def wire_cache_for(
     own: Sequence[LayerView],
     device: torch.device,
 ) -> WireCache | None:
-    """What this rank needs to read from an engine; None where both keep the same formats. `own`: views of the
-    rank's own cache, whose units the wire cache's must be."""
+    """Return what this rank needs to read from an engine; None where both keep the same formats. `own`: views
+    of the rank's own cache, whose units the wire cache's must be."""
     if not needs_conversion(producer.geometry, me.geometry):
         return None
     num_blocks = num_wire_blocks(producer.geometry, me.geometry)

@@ -17,8 +17,8 @@ never more than the longest request that the rank can hold needs."""
 
 
 def can_convert(ours: KVCacheSpec, theirs: KVCacheSpec) -> bool:
-    """Whether a producer's rows of one spec can be made a consumer's of another: keys and values, or latents,
-    of as many elements, in any two formats."""
+    """Tell whether a producer's rows of one spec can be made a consumer's of another: keys and values, or
+    latents, of as many elements, in any two formats."""
     if not ours.has_token_rows or not theirs.has_token_rows:
         return False
     if ours.dtype not in FORMATS or theirs.dtype not in FORMATS:
@@ -27,7 +27,7 @@ def can_convert(ours: KVCacheSpec, theirs: KVCacheSpec) -> bool:
 
 
 def needs_conversion(producer: RankGeometry, consumer: RankGeometry) -> bool:
-    """Whether any layer's format differs."""
+    """Tell whether any layer's format differs."""
     ours, theirs = (
         {key: group.group.spec.fields() for group in side.groups for key in group.group.keys}
         for side in (producer, consumer)

@@ -129,7 +129,7 @@ class Driver:
         return {}, b""
 
     async def do_proof(self, request_id: str) -> tuple[dict[str, Any], bytes]:
-        """What each worker's connector found of a request."""
+        """Return what each worker's connector found of a request."""
         return {"workers": await self._engine.collective_rpc("rayk_proof", args=(request_id,))}, b""
 
     async def do_rows(self, request_id: str) -> tuple[dict[str, Any], bytes]:

@@ -13,7 +13,7 @@ class WorkerExtension:
     model_runner: Any
 
     def rayk_facts(self) -> dict[str, Any]:
-        """What it runs with, wherever this version of vLLM tells."""
+        """Return what it runs with, wherever this version of vLLM tells."""
         runner = self.model_runner
         config, cache = runner.vllm_config, runner.kv_cache_config
         groups = [group for of_kv in getattr(runner, "attn_groups", ()) for group in of_kv]
@@ -31,7 +31,7 @@ class WorkerExtension:
             os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
 
     def rayk_proof(self, request_id: str) -> dict[str, Any]:
-        """What the proving connector found of a request, which is told once."""
+        """Return what the proving connector found of a request, which is told once."""
         found: dict[str, Any] = _connector().proof_results(request_id)
         return found
 

@@ -71,7 +71,7 @@ def read_settings(extra: Mapping[str, Any]) -> ProvingSettings:
 
 
 def without_ours(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """What the inner connector is given."""
+    """Return what the inner connector is given."""
     return {key: value for key, value in extra.items() if key not in KEYS}
 
 

@@ -87,7 +87,7 @@ class FieldMap:
 
 @dataclass(frozen=True, eq=False)
 class BlockMap:
-    """Where K and V lie in a kernel block. Every element of the block is one of theirs."""
+    """Says where K and V lie in a kernel block. Every element of the block is one of theirs."""
 
     keys: FieldMap
     values: FieldMap

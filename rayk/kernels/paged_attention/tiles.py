@@ -88,7 +88,7 @@ def _decoding_tiles(target: Target, row_elements: int, itemsize: int, *, decode_
 
 
 def choose_num_splits(target: Target, *, num_programs: int, max_keys: int) -> int:
-    """How many programs share the keys of one sequence in a decode step.
+    """Say how many programs share the keys of one sequence in a decode step.
 
     num_programs: programs without splitting (requests x groups of query heads). max_keys: most keys that a
     token may see. Both are fixed with a batch's shape, so that a CUDA graph can hold the grid.

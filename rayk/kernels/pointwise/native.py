@@ -28,7 +28,7 @@ why_no_native = _KERNELS.why_not
 
 
 def is_native(x: torch.Tensor) -> bool:
-    """Whether the kernels take x: [T, D] or [T, H, D], rows dense, float32 or bfloat16, on a CPU."""
+    """Tell whether the kernels take x: [T, D] or [T, H, D], rows dense, float32 or bfloat16, on a CPU."""
     return (
         x.is_cpu and x.dtype in _TYPES and x.dim() in (2, 3) and x.stride(-1) == 1 and why_no_native() is None
     )

@@ -20,7 +20,7 @@ why_no_native = _KERNELS.why_not
 
 
 def is_native(k: torch.Tensor, v: torch.Tensor, kv_cache: torch.Tensor | QuantisedKV) -> bool:
-    """Whether the kernel takes these: on a CPU, of one dtype, with dense rows."""
+    """Tell whether the kernel takes these: on a CPU, of one dtype, with dense rows."""
     return (
         not isinstance(kv_cache, QuantisedKV)
         and kv_cache.is_cpu

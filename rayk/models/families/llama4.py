@@ -83,7 +83,7 @@ def _layers(raw: RawConfig, layers: tuple[LayerConfig, ...]) -> tuple[LayerConfi
 
 
 def _turning(raw: RawConfig, num_layers: int) -> list[bool]:
-    """Which layers have rope: those with 1 in `no_rope_layers`, or all but every
+    """Tell which layers have rope: those with 1 in `no_rope_layers`, or all but every
     `no_rope_layer_interval`-th."""
     interval = raw.count("no_rope_layer_interval")
     # Released checkpoints write an empty list.

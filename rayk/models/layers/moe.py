@@ -168,7 +168,7 @@ def _products(x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | Non
 
 
 def _runs_dense(x: torch.Tensor) -> bool:
-    """Whether waiting for the device costs more than running every expert, or is forbidden."""
+    """Tell whether waiting for the device costs more than running every expert, or is forbidden."""
     if x.device.type == "cpu":
         return False
     return x.shape[0] <= MAX_DENSE_TOKENS or torch.cuda.is_current_stream_capturing()
