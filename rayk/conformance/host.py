@@ -247,7 +247,7 @@ class Host:
 
 
 def load_class(target: str) -> Any:
-    """Return the class that MODULE:CLASS names. Raises UserError."""
+    """Import the class that MODULE:CLASS names. Raises UserError."""
     module_name, _, name = target.partition(":")
     where = f"connector {target}"
     if not module_name or not name:

@@ -64,7 +64,7 @@ class HostProcess:
         self._is_waiting = True
 
     def finish(self, what: str, until: float) -> Any:
-        """Return the answer to the last call begun. `until`: monotonic seconds.
+        """Await the answer to the last call begun. `until`: monotonic seconds.
 
         Raises Raised (the connector's error), Hung, Died, UserError.
         """

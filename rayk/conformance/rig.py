@@ -183,7 +183,7 @@ class Rig:
         like: Job | None = None,
         alike: Sequence[int] = (PRODUCER, CONSUMER),
     ) -> Job:
-        """Return a request in scattered blocks, or in those of `like`, which is over on the sides `alike`."""
+        """Make a request in scattered blocks, or in those of `like`, which is over on the sides `alike`."""
         number = next(self._ids)
         if self.pool.facts.moves_whole_blocks_only:
             size = math.lcm(*self.pair.block_sizes)
@@ -203,7 +203,7 @@ class Rig:
         return Job(sides=(sides[0], sides[1]), seed=number)
 
     def begin(self, jobs: Iterable[Job]) -> dict[str, list[bytes]]:
-        """Return the first half of each request, on every rank of its side; the answers by request id."""
+        """Run the first half of each request, on every rank of its side; return the answers by request id."""
         return {job.request_id: self.half(job, self.first_side) for job in jobs}
 
     def follow(self, jobs: Iterable[Job], answers: dict[str, list[bytes]]) -> None:

@@ -37,7 +37,7 @@ class StoreRig:
         self._finds_prefixes = pool.facts.finds_prefixes
 
     def key(self, num_blocks: int = 2, *, first: int = 100, **fields: Any) -> StoreKey:
-        """Return a prompt of whole blocks; equal arguments give equal ones."""
+        """Make a prompt of whole blocks; equal arguments give equal ones."""
         tokens = tuple(range(first, first + num_blocks * self.block_tokens))
         return StoreKey(token_ids=tokens, **fields)
 

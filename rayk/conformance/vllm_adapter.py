@@ -358,14 +358,14 @@ def _write(cache: torch.Tensor, ids: Sequence[int], pages: Sequence[bytes]) -> N
 
 
 def _read(cache: torch.Tensor, block: int) -> bytes:
-    """Return the page of a block; all of its bytes where it does not repeat one."""
+    """Read the page of a block; all of its bytes where it does not repeat one."""
     found = cache[block].contiguous().view(torch.uint8).numpy().tobytes()
     page = found[:PAGE_BYTES]
     return page if found == page * (len(found) // PAGE_BYTES) else found
 
 
 def _call(half: Any, method: str, *arguments: Any) -> Any:
-    """Return the method's answer; None if the interface makes it optional."""
+    """Ask the method; None if the interface makes it optional."""
     found = getattr(half, method, None)
     return None if found is None else found(*arguments)
 

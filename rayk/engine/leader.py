@@ -213,7 +213,7 @@ class Leader:
             self._inbox.get_nowait()()
 
     def plan(self) -> Turn:
-        """Return the next turn: posted commands, the hand-over's commands, and the scheduler's batch."""
+        """Plan the next turn: posted commands, the hand-over's commands, and the scheduler's batch."""
         own = self._handover.commands() if self._handover is not None else ()
         batch = self.scheduler.schedule()
         for state in self.scheduler.take_admitted():

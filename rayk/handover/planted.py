@@ -55,7 +55,7 @@ class FaultBox:
         """(kind, point) -> how many have struck."""
 
     def take(self, kind: str, request_id: str) -> PlantedFault | None:
-        """Return the fault of this kind that hits this request, used up by asking; None if there is none."""
+        """Take the fault of this kind that hits this request, which asking uses up; None if there is none."""
         for fault in self._left:
             if fault.kind == kind and fault.hits(request_id):
                 self._left.remove(fault)

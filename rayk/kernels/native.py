@@ -98,8 +98,8 @@ def load_native(source: Path) -> NativeLibrary:
 
 
 def build_native(source: Path, compiler: str, directory: Path) -> Path:
-    """Return the path of the library of `source` in `directory`, built if absent. Raises CalledProcessError,
-    TimeoutExpired or OSError."""
+    """Build the library of `source` in `directory` if it is absent; return its path. Raises
+    CalledProcessError, TimeoutExpired or OSError."""
     target = directory / f"{source.parent.name}-{_fingerprint(source, compiler)}.so"
     if target.exists():
         return target

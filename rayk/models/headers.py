@@ -53,7 +53,7 @@ def check_weights(folder: Path) -> None:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of one file by name. Raises CheckpointError.
+    """Read the tensors of one file by name. Raises CheckpointError.
 
     The format: 8 bytes of header length (little-endian), a JSON header, the data.
     """

@@ -14,7 +14,7 @@ from rayk.types.errors import CheckpointError
 
 
 def read_kv_scales(reader: WeightReader, names: WeightNames, layer: int) -> tuple[float, float]:
-    """Return the scales (k, v) of a layer. Raises CheckpointError unless they are positive and finite."""
+    """Read the scales (k, v) of a layer. Raises CheckpointError unless they are positive and finite."""
     k, v = (
         next((s for name in scale_names(names, layer, side) if (s := _read(reader, name)) is not None), 1.0)
         for side in ("k", "v")

@@ -35,7 +35,7 @@ def load_decoder(
     device: torch.device,
     backend: AttentionBackend | Callable[[int], AttentionBackend],
 ) -> Decoder:
-    """Return the decoder of rank `comm.rank`, its weights in `dtype` on `device`.
+    """Load the decoder of rank `comm.rank`, its weights in `dtype` on `device`.
 
     `backend` computes attention: one for all layers, or a function of the layer's index. Raises
     CheckpointError naming the tensor and file if the weights do not fit `config`, and Unsupported if the

@@ -152,7 +152,7 @@ def _user_errors(folder: Path) -> Iterator[None]:
 
 
 def _open_lock(folder: Path) -> tuple[int, str]:
-    """Return a descriptor, and why it and all that lies beside it can only be read; "" where it can be
+    """Open a descriptor, and say why it and all that lies beside it can only be read; "" where it can be
     written."""
     try:
         return os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), ""

@@ -93,7 +93,7 @@ class PageFiles:
             ]
 
     def _open(self, name: PageName, stack: ExitStack) -> int | str | OSError:
-        """Return a descriptor that the stack closes, or why there is none."""
+        """Open a descriptor that the stack closes, or say why there is none."""
         try:
             descriptor = os.open(self._folder.file(name), os.O_RDONLY | os.O_NONBLOCK | _FLAGS)
             stack.callback(os.close, descriptor)

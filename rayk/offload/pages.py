@@ -250,7 +250,7 @@ def _covers(known: Since, wanted: Since) -> bool:
 
 
 def gather(caches: CanonicalKVCaches, group: GroupGeometry, block: int) -> Bytes:
-    """Return a block's canonical page: a copy, uint8 [page bytes]."""
+    """Gather a block's canonical page: a copy, uint8 [page bytes]."""
     runs, strides = _map(group)
     page = np.empty(runs.num_bytes, dtype=np.uint8)
     buffer = caches.buffer.view(torch.uint8).numpy()

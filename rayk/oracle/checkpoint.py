@@ -107,7 +107,7 @@ def write_checkpoint(
 
 
 def read_marker(directory: str | Path) -> dict[str, Any]:
-    """Return the notes of write_checkpoint about a folder; empty if it did not write it, or they are
+    """Read the notes of write_checkpoint about a folder; empty if it did not write it, or they are
     damaged."""
     path = Path(directory) / MARKER
     try:

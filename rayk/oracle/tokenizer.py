@@ -45,7 +45,7 @@ Grüße aus Köln, déjà vu, mañana, naïve façade. Привет, мир. 你
 
 
 def build_tokenizer(vocab_size: int, *, adds_bos: bool) -> Any:
-    """Return a PreTrainedTokenizerFast with exactly `vocab_size` tokens.
+    """Build a PreTrainedTokenizerFast with exactly `vocab_size` tokens.
 
     Ids beyond what the built-in text yields are reserved tokens, as in released checkpoints. Raises UserError
     if the vocabulary cannot hold all bytes and the special tokens.

@@ -35,7 +35,7 @@ def make_comm(
     timeout_s: float = 30.0,
     secret: bytes = b"",
 ) -> MadeComm:
-    """Return the comm of rank `rank` of `size`. All ranks call it at about the same time, with equal kind.
+    """Make the comm of rank `rank` of `size`. All ranks call it at about the same time, with equal kind.
 
      address: free host:port on rank 0's machine; a single rank needs none.
      secret: known only to the ranks, against strangers on sockets that any user may connect to.

@@ -39,7 +39,7 @@ def _as_comm_error(operation: str) -> Iterator[None]:
 
 
 def open_store(address: str, rank: int, size: int, timeout_s: float) -> Any:
-    """Return the key-value store at `address` (host:port), served by rank 0. Raises CommError."""
+    """Open the key-value store at `address` (host:port), served by rank 0. Raises CommError."""
     host, _, port = address.rpartition(":")
     assert host, f"address {address!r} is not host:port"
     assert port.isdigit(), f"address {address!r} is not host:port"
@@ -51,7 +51,7 @@ def open_store(address: str, rank: int, size: int, timeout_s: float) -> Any:
 
 
 def _listen(host: str, port: int) -> int:
-    """Return a listening socket's descriptor for the store, which would otherwise listen on all addresses."""
+    """Open a listening socket's descriptor for the store, which would otherwise listen on all addresses."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as listener:

@@ -181,7 +181,7 @@ class Scheduler:
         return self.come_back(request_id, 0)
 
     def schedule(self) -> ScheduledBatch | None:
-        """Return the next step's batch, or None when nothing can run now."""
+        """Plan the next step's batch, or None when nothing can run now."""
         budget = self.max_batch_tokens
         self.is_short_of_blocks = False
         scheduled: list[ScheduledRequest] = []

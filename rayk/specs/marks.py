@@ -86,7 +86,7 @@ def parse_yaml(text: str, source: str) -> tuple[dict[str, Any], Marks]:
 
 
 def parse_scalar(text: str) -> Any:
-    """Return the value part of a `--set KEY=VALUE`, read as YAML. Raises ValueError."""
+    """Read the value part of a `--set KEY=VALUE`, read as YAML. Raises ValueError."""
     try:
         return _parse(text, Marks(source="value"))
     except SpecError as error:
@@ -94,7 +94,7 @@ def parse_scalar(text: str) -> Any:
 
 
 def _parse(text: str, marks: Marks) -> Any:
-    """Return the document's data, None where there is none. Raises SpecError with the line."""
+    """Parse the document's data, None where there is none. Raises SpecError with the line."""
     loader = None
     try:
         loader = _Loader(text)

@@ -210,7 +210,7 @@ def _max_model_len(given: int | None, config: DecoderConfig) -> int:
 
 
 def parse_tp_sizes(text: str | None, option: str) -> tuple[int, ...] | None:
-    """Return what an option like `2` or `1,2` says. Raises SpecError."""
+    """Parse what an option like `2` or `1,2` says. Raises SpecError."""
     if text is None:
         return None
     sizes = text.split(",")
@@ -229,7 +229,7 @@ def _plan_cell(
     tp_sizes: tuple[int | None, int | None],
     device: str | None,
 ) -> Cell:
-    """Return the experiment's cell whose engines have these TP sizes, checked."""
+    """Plan the experiment's cell whose engines have these TP sizes, checked."""
     loaded = load_spec(_as_spec(options, *tp_sizes), list(options.overrides), source="options")
     if loaded.spec.matrix:
         key = next(iter(loaded.spec.matrix[0]))

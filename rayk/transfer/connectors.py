@@ -56,7 +56,7 @@ class RankConnector(BaseConnector):
         self._rank: TransferRank | None = None
 
     def make_agent(self, name: str) -> TransferAgent:
-        """Return the agent that moves the bytes. Raises DeviceError where its transport cannot be used."""
+        """Make the agent that moves the bytes. Raises DeviceError where its transport cannot be used."""
         return make_agent(name, AgentSettings(is_one_node=True), self.transport)
 
     @property

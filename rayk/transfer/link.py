@@ -84,7 +84,7 @@ class PreparedReads:
         return len(self._kept)
 
     def take(self, pattern: Pattern) -> Handle:
-        """Return the lists of a pattern, kept until `give_back`. Raises TransferError if the agent refuses
+        """Take the lists of a pattern, kept until `give_back`. Raises TransferError if the agent refuses
         them."""
         prepared = self._kept.get(pattern.key)
         if prepared is None:

@@ -334,7 +334,7 @@ class _Worker:
         self._voiding.append((reservation_ids, is_free))
 
     def _open(self, chunk: Chunk) -> Push | str:
-        """Return a request's push, or why there will be none."""
+        """Open a request's push, or say why there will be none."""
         reservation = chunk.reservation
         if reservation.reservation_id in self._stopped:
             return "its reservation is over"

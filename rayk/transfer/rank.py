@@ -459,8 +459,8 @@ class TransferRank:
         block_tables: Sequence[Sequence[int]],
         digests: Sequence[Digests],
     ) -> TransferTicket:
-        """Return the hand-over of a request; `digests` of all ranks in order. Blocks outside the live rows
-        may have been trimmed. Block ids and generations are the same on every rank."""
+        """Make the ticket of a request's hand-over; `digests` of all ranks in order. Blocks outside the live
+        rows may have been trimmed. Block ids and generations are the same on every rank."""
         assert len(digests) == self.description.tp_size, "digests of every rank"
         return TransferTicket(
             request_id=request_id,

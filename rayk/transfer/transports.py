@@ -57,5 +57,5 @@ ENGINES_USE = "nixl"
 
 
 def make_agent(name: str, settings: AgentSettings, transport: str = ENGINES_USE) -> TransferAgent:
-    """Return an agent of a transport. KeyError for one that is not in the table."""
+    """Make an agent of a transport. KeyError for one that is not in the table."""
     return TRANSPORTS[transport].make(name, settings)

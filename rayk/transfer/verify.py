@@ -198,7 +198,7 @@ def num_bytes_checked(views: Sequence[LayerView], num_tokens: int, first_row: in
 
 
 def fetch_rows(view: LayerView, block_table: Sequence[int], num_tokens: int, first_row: int = 0) -> Rows:
-    """Return the live rows of one cache of a layer, from `first_row` on, as raw bytes, read through its bound
+    """Fetch the live rows of one cache of a layer, from `first_row` on, as raw bytes, read through its bound
     views."""
     block_ids, in_block, _ = view.places(block_table, num_tokens, first_row)
     rows: Rows = {}

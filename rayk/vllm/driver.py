@@ -82,7 +82,8 @@ class Driver:
         sampling: dict[str, Any],
         kv_transfer_params: dict[str, Any] | None,
     ) -> tuple[dict[str, Any], bytes]:
-        """Return all of a request's output, and when each token was there on this host's monotonic clock."""
+        """Generate all of a request's output, and when each token was there on this host's monotonic
+        clock."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -129,11 +130,11 @@ class Driver:
         return {}, b""
 
     async def do_proof(self, request_id: str) -> tuple[dict[str, Any], bytes]:
-        """Return what each worker's connector found of a request."""
+        """Ask what each worker's connector found of a request."""
         return {"workers": await self._engine.collective_rpc("rayk_proof", args=(request_id,))}, b""
 
     async def do_rows(self, request_id: str) -> tuple[dict[str, Any], bytes]:
-        """Return copies of the rows that each worker's connector kept, one worker after the other."""
+        """Copy the rows that each worker's connector kept, one worker after the other."""
         workers = await self._engine.collective_rpc("rayk_rows", args=(request_id,))
         return {"workers": [shapes for shapes, _ in workers]}, b"".join(rows for _, rows in workers)
 

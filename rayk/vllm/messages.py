@@ -54,7 +54,7 @@ def decode_header(header: bytes) -> dict[str, Any]:
 
 
 def read_frame(stream: BinaryIO) -> Frame | None:
-    """Return the next frame of a pipe; None at its end. Raises BadFrame."""
+    """Read the next frame of a pipe; None at its end. Raises BadFrame."""
     prefix = stream.read(PREFIX.size)
     if not prefix:
         return None

@@ -19,7 +19,7 @@ _KERNELS = NativeKernels(Path(__file__).with_name("native.cpp"), {"rayk_copy_run
 
 
 def native_copy_runs() -> Callable[..., None] | None:
-    """Return the C++ function, or None if it cannot be built."""
+    """Build the C++ function; return it, or None if it cannot be built."""
     return _KERNELS.library.rayk_copy_runs if _KERNELS.why_not() is None else None
 
 

@@ -54,7 +54,7 @@ def make_run_table(
     destination_strides: Ints,
     device: torch.device,
 ) -> RunTable:
-    """Return a table of runs: offsets of block 0, lengths, and strides from block to block, each int64
+    """Make a table of runs: offsets of block 0, lengths, and strides from block to block, each int64
     [runs]."""
     host = np.stack([source, destination, lengths, source_strides, destination_strides]).astype(np.int64)
     assert np.all(host[2] > 0), "a run of no bytes"

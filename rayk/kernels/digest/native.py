@@ -20,7 +20,7 @@ _KERNELS = NativeKernels(Path(__file__).with_name("native.cpp"), {"rayk_digest":
 
 
 def native_digest() -> Callable[..., None] | None:
-    """Return the C++ function, or None if it cannot be built."""
+    """Build the C++ function; return it, or None if it cannot be built."""
     return _KERNELS.library.rayk_digest if _KERNELS.why_not() is None else None
 
 

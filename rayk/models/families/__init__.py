@@ -31,7 +31,7 @@ CONFIG_BYTES = 4 << 20
 
 
 def load_config(model_path: str | Path) -> DecoderConfig:
-    """Return the decoder that a Hugging Face checkpoint folder describes.
+    """Read the decoder that a Hugging Face checkpoint folder describes.
 
     Raises CheckpointError if the folder, its config.json or its weights are missing or unreadable, and
     UnsupportedArchitecture if the model, or one of its settings, is not implemented.
@@ -45,7 +45,7 @@ def load_config(model_path: str | Path) -> DecoderConfig:
 
 
 def read_config(path: str | Path) -> DecoderConfig:
-    """Return the decoder that a config.json (the file, or that of a folder) describes. Raises like
+    """Read the decoder that a config.json (the file, or that of a folder) describes. Raises like
     `load_config`, but does not look for weights."""
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
@@ -69,7 +69,7 @@ def _no_such(folder: Path) -> CheckpointError:
 
 
 def parse_config(values: dict[str, object], where: str = "config.json") -> DecoderConfig:
-    """Return the decoder that the contents of a config.json describe; `where` is for messages."""
+    """Parse the decoder that the contents of a config.json describe; `where` is for messages."""
     names = values.get("architectures") or []
     if not isinstance(names, list) or not names:
         raise CheckpointError("`architectures` is missing or empty", where=where)

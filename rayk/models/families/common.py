@@ -100,7 +100,7 @@ def parse_llama_like(
     tied: bool = False,
     bias: bool = False,
 ) -> DecoderConfig:
-    """Return the config of a decoder with GQA attention and one kind of feed-forward half.
+    """Parse the config of a decoder with GQA attention and one kind of feed-forward half.
 
     `windows` and `ropes` have one entry per layer (default: no windows, one rope for all). `head_size`,
     `num_kv_heads` and `tied` are the family's defaults for config.json. `bias`: on q, k, v and o. A family
@@ -155,7 +155,7 @@ def default_head_size(raw: RawConfig) -> int:
 def parse_mlp(
     raw: RawConfig, *, bias: bool = False, key: str = "hidden_act", activation: str = "silu"
 ) -> MlpConfig:
-    """Return a gated MLP, its activation read from `key` (default: `activation`)."""
+    """Parse a gated MLP, its activation read from `key` (default: `activation`)."""
     activation = raw.get(key, activation)
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise raw.refuse(f"`{key}` {activation!r} is not supported", "one of " + ", ".join(ACTIVATIONS))

@@ -121,7 +121,7 @@ class RawConfig:
 
 
 def read_json(path: Path, max_bytes: int = JSON_BYTES) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises CheckpointError if it cannot be read or is no object."""
+    """Read the JSON object in a file. Raises CheckpointError if it cannot be read or is no object."""
     try:
         values = parse_json(read_text(path, max_bytes))
     except (OSError, UnicodeDecodeError) as error:

@@ -61,7 +61,7 @@ class SideBySide:
 
 
 def build_mixer(build: Build, index: int) -> tuple[Mixer | None, Mapping[str, OwnsCache]]:
-    """Return the mixer of layer `index`, if it has one, and the mixers by the cache part they use."""
+    """Build the mixer of layer `index`, if it has one, and the mixers by the cache part they use."""
     kinds = build.config.layers[index].mixers
     if not kinds:
         return None, {}

@@ -108,7 +108,7 @@ class PlainMlp:
 
 
 def build_mlp(build: Build, index: int, mlp: MlpConfig, prefix: str = "") -> GatedMlp | PlainMlp:
-    """Return the rank's rows of the feed-forward half of layer `index`, whose parameters begin with
+    """Build the rank's rows of the feed-forward half of layer `index`, whose parameters begin with
     `prefix`."""
     size = mlp.intermediate_size
     rows = (shard.shard_range(size, *build.tp),)
