@@ -107,6 +107,14 @@ def look(prometheus: check.Prometheus) -> Seen:
     ]
     turning = f'sum by (role) (rate(ray_rayk_turns_total{{engine="prefill1", model="{MODEL}"}}[10s])) > 0'
     turns = prometheus.series(turning, 3.0)
+    targets: dict[str, set[str]] = {}
+
+    def all_up() -> bool:
+        targets.update(targets_of(prometheus))
+        return all(health == {"up"} for health in targets.values())
+
+    # Ray's agent misses a scrape now and then where the machine is busy.
+    until(all_up, 60.0, "a target stays down")
     failed = f'sum (ray_rayk_request_outcomes_total{{finish_reason="error", model="{MODEL}"}})'
     (errors,) = prometheus.series(failed, 3.0)
     seen = Seen(
@@ -114,7 +122,7 @@ def look(prometheus: check.Prometheus) -> Seen:
         unreported=check.unreported(prometheus, WINDOW_S),
         fired=fired(prometheus, WINDOW_S, MODEL),
         planted=alarm["annotations"]["planted"],
-        targets=targets_of(prometheus),
+        targets=targets,
         num_errors=float(errors["values"][-1][1]),  # type: ignore[index]
         roles={str(one["metric"]["role"]) for one in turns},  # type: ignore[index]
     )

@@ -64,6 +64,7 @@ def test_a_cut_cable_ends_transfers_at_their_deadline() -> None:
         seconds, outcome = consumer("read_until_some_landed", ticket, None, 4.0)
         assert outcome.error is not None, TOO_LATE
         assert isinstance(outcome.error, TransferError)
+        assert "fencing" not in outcome.error.reason, TOO_LATE
         assert "deadline passed while reading" in outcome.error.reason
         assert seconds < 80
         assert outcome.is_draining, "its blocks stay taboo: bytes may still come"
