@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +101,17 @@ class VllmEngine:
             frame = await self._ask(timeout_s, op, **arguments)
         except _Failed as failure:
             if failure.words.startswith("EngineDeadError"):
+                self._say_dead(await self._words(cause_in, num_logged) or failure.words)
                 await self.end()
-                raise EngineDied(self.name, cause_in(self._log) or failure.words) from None
+                assert self._death is not None
+                raise self._death from None
             if op != "generate":
                 raise InternalError(f"{self.name}, {op}", failure.words, self._log[-MAX_WORDS:]) from None
             if failure.words.startswith("EngineGenerateError"):
                 raise EngineDied(self.name, f"it fails a request: {failure.words}") from None
             raise Unsupported(f"vLLM {failure.version} refuses: {failure.words}") from None
         if frame.header.get("finish_reason") == "error":
-            frame.header["why"] = await self._complaint(num_logged)
+            frame.header["why"] = await self._words(complaint_in, num_logged)
         return frame.header, frame.body
 
     async def run(self) -> None:
@@ -188,12 +191,12 @@ class VllmEngine:
             raise _Failed(str(frame.header.get("version", "")), str(frame.header["error"]))
         return frame
 
-    async def _complaint(self, num_logged: int) -> str:
-        """What vLLM logged as an error since so many characters, which come beside its answers."""
+    async def _words(self, find: Callable[[str], str], num_logged: int) -> str:
+        """What is found in what vLLM logged since so many characters, which comes beside its answers."""
         until = time.monotonic() + LAST_WORDS_S
         while True:
             new = min(self._num_logged - num_logged, len(self._log))
-            words = complaint_in(self._log[len(self._log) - new :])
+            words = find(self._log[len(self._log) - new :])
             if words or time.monotonic() > until:
                 return words
             await asyncio.sleep(WORDS_POLL_S)

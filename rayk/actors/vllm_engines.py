@@ -11,6 +11,7 @@ import itertools
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +34,8 @@ LOG = logging.getLogger("rayk")
 SETTLE_S = 15.0
 """How long an engine may take after a cell to have no block in use."""
 SETTLE_POLL_S = 0.1
+MOST_DEATHS = 2
+"""An engine that died in so many cells of the same is not started for another: each start takes a minute."""
 FREED_S, FREED_POLL_S = 10.0, 0.5
 """How long Ray may take to give the resources of engines that ended to others."""
 
@@ -68,6 +71,8 @@ class VllmEngines:
         self.nodes: dict[str, Node] = {}
         """Nodes of the last cell's engines, by name."""
         self._refused: dict[VllmEngineConfig, Unsupported] = {}
+        self._deaths: Counter[tuple[VllmEngineConfig, str]] = Counter()
+        """How many engines ended within cells, and of what."""
         self._numbers = itertools.count()
         self._secret = secrets.token_hex(16)
         """The secret with which the engines of a run prove KV to one another."""
@@ -80,6 +85,10 @@ class VllmEngines:
         for config in configs:
             if config in self._refused:
                 raise replace(self._refused[config])
+        for (config, cause), num_deaths in self._deaths.items():
+            if config in configs and num_deaths >= MOST_DEATHS:
+                why = f"not started again, it died {num_deaths} times: {cause}"
+                raise EngineDied(asks[configs.index(config)].name, why)
         chosen: list[KeptEngine | None] = []
         for config, ask in zip(configs, asks, strict=True):
             free = (e for e in self._kept if e not in chosen and e.suits(config, ask, spread=spread))
@@ -200,6 +209,8 @@ class VllmEngines:
             await self._empty(handle, engine)
         except RaykError as error:
             self._drop(engine)
+            if isinstance(error, EngineDied):
+                self._deaths[engine.config, error.cause] += 1
             return (
                 EngineDied(handle.name, f"it hangs: {error}")
                 if isinstance(error, DeadlineExceeded)

@@ -168,6 +168,22 @@ def test_an_engine_that_died_since_is_started_anew(pool: Pool) -> None:
     assert list(pool.actors) == ["prefill1"]
 
 
+def test_an_engine_that_always_dies_of_the_same_is_not_started_for_ever(pool: Pool) -> None:
+    pool.dead |= {f"prefill{number}" for number in range(10)}
+
+    async def dies_in_each_cell() -> None:
+        engines = VllmEngines("run")
+        engines._pool = pool  # type: ignore[assignment]
+        for _ in range(vllm_engines.MOST_DEATHS):
+            await engines.settle(await engines.ready(cell(ONE)))
+        with pytest.raises(EngineDied, match="prefill0 died: not started again, it died 2 times: killed"):
+            await engines.ready(cell(ONE))
+        await engines.ready(cell(TWO))
+
+    asyncio.run(dies_in_each_cell())
+    assert pool.started == ["prefill0", "prefill1", "prefill2"]
+
+
 def test_an_engine_that_keeps_blocks_ends_but_is_no_failure(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
