@@ -1,4 +1,4 @@
-"""jobs/vllm.yaml and jobs/vllm_nightly.yaml: what they cover, and how many engines of vLLM they start."""
+"""The jobs with vLLM's engines: what they cover, and how many engines they start."""
 
 from __future__ import annotations
 
@@ -57,3 +57,13 @@ def test_the_nightly_run_is_the_full_product() -> None:
     assert len(cells) == len(handed_over) + 5 * 2 * 4 + 4
     assert len({c.cell_id for c in cells}) == len(cells)
     assert starts(cells) < len(cells) / 2
+
+
+def test_cells_that_vllm_gets_right_have_200_hand_overs() -> None:
+    cells = cells_of("vllm_right.yaml")
+    random = [c.spec.prompts.random for c in cells if c.decode]
+    assert sum(prompts.count for prompts in random if prompts is not None) == 200
+    # vLLM #55208, and unlike blocks, are wrong.
+    one_group = [c for c in cells if c.spec.model.endswith("one-group")]
+    assert all(engine.tp == 1 for c in one_group for engine in c.engines)
+    assert {engine.block_size for c in cells for engine in c.vllm} == {64}
