@@ -128,10 +128,7 @@ class VllmRequestRun:
     def abort(self) -> None:
         """Stop it wherever it is."""
         for engine in self._met:
-            engine.leader.ask.remote(CONTROL_S, "abort", request_id=self._name_on(engine))
-
-    def _name_on(self, engine: EngineHandle) -> str:
-        return f"{self._name}-{engine.name}"
+            engine.leader.ask.remote(CONTROL_S, "abort", request_id=self._name)
 
     async def _generate(
         self,
@@ -147,7 +144,7 @@ class VllmRequestRun:
             engine,
             self._limit_s,
             "generate",
-            request_id=self._name_on(engine),
+            request_id=self._name,
             prompt=list(request.prompt_token_ids),
             sampling=vllm_sampling(sampling),
             kv_transfer_params=given,
@@ -185,7 +182,7 @@ class VllmRequestRun:
         """Wait for the prompt's rows where it was computed; they are copied in the step after its last."""
         until = time.monotonic() + CONTROL_S
         while True:
-            told, content = await self._ask(engine, CONTROL_S, "rows", request_id=self._name_on(engine))
+            told, content = await self._ask(engine, CONTROL_S, "rows", request_id=self._name)
             if content:
                 break
             if time.monotonic() > until:
@@ -197,7 +194,7 @@ class VllmRequestRun:
         """Ask every rank that received KV what it found. Raises TransferError where it cannot tell."""
         found: dict[int, dict[str, Any]] = {}
         while True:
-            told, _ = await self._ask(decode, CONTROL_S, "proof", request_id=self._name_on(decode))
+            told, _ = await self._ask(decode, CONTROL_S, "proof", request_id=self._name)
             # What was found is told once.
             found |= {r: f for r, f in enumerate(told["workers"]) if f["status"] not in ("pending", "none")}
             if not any(f["status"] == "pending" for f in told["workers"]):
