@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +28,11 @@ from rayk.types.errors import DeadlineExceeded, EngineDied, KVMismatch, Transfer
 from rayk.types.request import Request, SamplingParams
 from rayk.types.rows import RequestRow, TransferRow
 
+LOG = logging.getLogger("rayk")
 PROOF_POLL_S = 0.05
+NUM_HANDSHAKES = 4
+LATE = ("handshake", "zmq.error.Again")
+"""What vLLM logs of a handshake that was not answered within its fixed 5 s."""
 PROMPT_ALONE = SamplingParams(max_tokens=1, ignore_eos=True)
 HANDED_ON = {"do_remote_decode": True, "do_remote_prefill": False}
 """What a request says of itself whose KV another engine is to fetch."""
@@ -86,6 +91,8 @@ class VllmRequestRun:
         self._proves = proves
         self._name = f"rayk-{next(_request_numbers)}"
         """A name that no other request of this process has: engines outlive cells."""
+        self._received_as = self._name
+        """Its name on the decode engine."""
         self._met: list[EngineHandle] = []
         self._stages = StageClock(row)
 
@@ -115,7 +122,7 @@ class VllmRequestRun:
         row.num_cached_tokens = first["num_cached_tokens"]
         given = first["kv_transfer_params"]
         row.kv_path = "remote"
-        told = await self._generate(decode, request, replace(request.sampling, prompt_logprobs=None), given)
+        told = await self._receive(decode, request, given)
         told |= {"num_cached_tokens": row.num_cached_tokens, "prompt_logprobs": None}
         self._take(decode, told)
         self._stages.end("read", row.token_times_ns[0])
@@ -128,7 +135,25 @@ class VllmRequestRun:
     def abort(self) -> None:
         """Stop it wherever it is."""
         for engine in self._met:
-            engine.leader.ask.remote(CONTROL_S, "abort", request_id=self._name)
+            for name in {self._name, self._received_as}:
+                engine.leader.ask.remote(CONTROL_S, "abort", request_id=name)
+
+    async def _receive(
+        self, decode: EngineHandle, request: Request, given: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Have an engine fetch the KV and generate, once more where the handshake before it came too late:
+        all engines of a small machine may wait for its cores."""
+        sampling = replace(request.sampling, prompt_logprobs=None)
+        for attempt in range(1, NUM_HANDSHAKES):
+            try:
+                return await self._generate(decode, request, sampling, given, self._received_as)
+            except TransferError as error:
+                if not all(word in error.reason for word in LATE):
+                    raise
+                LOG.warning("%s: once more: %s", self._row.request_id, error.reason)
+                # vLLM matches names without such an end.
+                self._received_as = f"{self._name}-{attempt:08x}"
+        return await self._generate(decode, request, sampling, given, self._received_as)
 
     async def _generate(
         self,
@@ -136,6 +161,7 @@ class VllmRequestRun:
         request: Request,
         sampling: SamplingParams,
         given: dict[str, Any] | None,
+        name: str = "",
     ) -> dict[str, Any]:
         self._met.append(engine)
         if len(self._met) == 1:
@@ -144,7 +170,7 @@ class VllmRequestRun:
             engine,
             self._limit_s,
             "generate",
-            request_id=self._name,
+            request_id=name or self._name,
             prompt=list(request.prompt_token_ids),
             sampling=vllm_sampling(sampling),
             kv_transfer_params=given,
@@ -194,7 +220,7 @@ class VllmRequestRun:
         """Ask every rank that received KV what it found. Raises TransferError where it cannot tell."""
         found: dict[int, dict[str, Any]] = {}
         while True:
-            told, _ = await self._ask(decode, CONTROL_S, "proof", request_id=self._name)
+            told, _ = await self._ask(decode, CONTROL_S, "proof", request_id=self._received_as)
             # What was found is told once.
             found |= {r: f for r, f in enumerate(told["workers"]) if f["status"] not in ("pending", "none")}
             if not any(f["status"] == "pending" for f in told["workers"]):

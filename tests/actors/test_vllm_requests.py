@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from rayk.actors.cell_outcome import CellOutcome
 from rayk.actors.engines import EngineHandle
-from rayk.actors.vllm_cell import VllmCellRun
+from rayk.actors.vllm_cell import NUM_HANDSHAKES, VllmCellRun
 from rayk.specs import Cell, expand, load_spec
 from rayk.types.config import VllmEngineConfig
 from rayk.types.errors import KVMismatch, TransferError
@@ -41,6 +43,8 @@ class Answers:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.ask = SimpleNamespace(remote=self._ask)
         self._proofs = list(proofs)
+        self.failures: list[str] = []
+        """What vLLM logged of the next requests, which it fails."""
 
     async def _ask(self, timeout_s: float, op: str, **told: Any) -> tuple[dict[str, Any], bytes]:
         assert timeout_s > 0
@@ -50,6 +54,8 @@ class Answers:
         if op == "rows":
             return {"workers": [[[0, "k", 0, 3, 2]]]}, bytes(range(6))
         assert op == "generate", op
+        if self.failures:
+            return {"finish_reason": "error", "token_ids": [], "why": self.failures.pop(0)}, b""
         tokens = TOKENS[: told["sampling"]["max_tokens"]]
         pairs = [[[token, -0.5], [token, -0.5], [1, -2.0]] for token in tokens]
         return {
@@ -131,6 +137,28 @@ def test_what_cannot_be_verified_is_not_taken_for_right() -> None:
     assert isinstance(error, TransferError)
     assert "cannot be verified: P has no digest of it" in str(error)
     assert outcome.requests[0].error == str(error)
+
+
+LATE = "base_worker.py:1339: NIXL transfer failure: handshake_setup_failed: zmq.error.Again: busy"
+
+
+@pytest.mark.parametrize(
+    ("failures", "num_asked"), [([LATE, LATE], 3), ([LATE] * 9, NUM_HANDSHAKES), (["transfer_failed"], 1)]
+)
+def test_a_handshake_that_came_too_late_is_tried_again(failures: list[str], num_asked: int) -> None:
+    prefill, decode = Answers(), Answers(EQUAL | {"transfers": []})
+    decode.failures = list(failures)
+    outcome = run(cell(), prefill, decode)
+    names = [told["request_id"] for op, told in decode.asked if op == "generate"]
+    assert len(set(names)) == len(names) == num_asked
+    base = prefill.asked[0][1]["request_id"]
+    assert {re.sub(r"-[0-9a-f]{8}$", "", name) for name in names} == {base}
+    if len(failures) < num_asked:
+        assert outcome.errors == []
+        assert [told["request_id"] for op, told in decode.asked if op == "proof"] == names[-1:]
+    else:
+        assert [type(error) for error in outcome.errors] == [TransferError]
+        assert failures[0] in str(outcome.errors[0])
 
 
 def test_kv_that_the_decode_engine_had_was_not_handed_over() -> None:
