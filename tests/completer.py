@@ -70,7 +70,7 @@ class EngineCompleter:
                     prompt_logprobs=event.prompt_logprobs,
                     finish_reason=event.finish_reason,
                     stop_reason=event.stop_reason,
-                    num_cached_tokens=event.info.get("num_cached_tokens", 0) if has_ended else None,
+                    num_cached_tokens=_num_cached(event) if has_ended else None,
                 )
         finally:
             if not has_ended:
@@ -204,3 +204,7 @@ def serve(app: Any, settings: HttpSettings | None = None) -> Iterator[str]:
         server.should_exit = True
         thread.join(60)
         assert not thread.is_alive(), "uvicorn did not end"
+
+
+def _num_cached(event: RequestEvent) -> int:
+    return (event.info.num_cached_tokens if event.info is not None else None) or 0

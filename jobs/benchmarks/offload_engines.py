@@ -22,6 +22,7 @@ from rayk.actors.placement import line_host
 from rayk.actors.pool import WorkerPool
 from rayk.actors.rank_spec import RankSpec
 from rayk.actors.tiers import HostTiers
+from rayk.handover.engine_request import EngineRequest
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded
 from rayk.types.offload import OffloadSettings
@@ -118,7 +119,7 @@ class Deployment:
         info: dict[str, Any] = {}
         first_ns = 0
         began_ns = time.monotonic_ns()
-        async with aclosing(engine.stream(REQUEST_S, request, mode="whole")) as batches:
+        async with aclosing(engine.stream(REQUEST_S, EngineRequest(request=request))) as batches:
             async for events in batches:
                 for event in events:
                     if event.error is not None:
@@ -126,8 +127,9 @@ class Deployment:
                     if event.token_ids and not tokens:
                         first_ns = event.time_ns + engine.clock_offset_ns
                     tokens += event.token_ids
-                    transfers += event.info.get("transfers", ())
-                    info |= event.info
+                    if event.info is not None:
+                        transfers += event.info.transfers or ()
+                        info |= event.info.told()
         ttft_ms = (first_ns - began_ns) / 1e6
         return Answer(ttft_ms=ttft_ms, token_ids=tuple(tokens), info=info, transfers=transfers)
 

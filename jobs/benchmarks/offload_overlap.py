@@ -36,6 +36,7 @@ from jobs.benchmarks.offload_engines import Deployment
 from rayk.actors.engines import EngineHandle
 from rayk.actors.launch import connect
 from rayk.actors.tiers import HostTiers
+from rayk.handover.engine_request import EngineRequest
 from rayk.oracle.checkpoint import write_checkpoint
 from rayk.types.config import EngineConfig
 from rayk.types.offload import OffloadSettings
@@ -155,7 +156,7 @@ async def _stream(engine: EngineHandle, number: int, max_tokens: int, measured: 
     request = Request(request_id=name, prompt_token_ids=prompt, sampling=sampling)
     times: list[float] = []
     measured.token_times.append(times)
-    async for events in engine.stream(LIMIT_S, request, mode="whole"):
+    async for events in engine.stream(LIMIT_S, EngineRequest(request=request)):
         for event in events:
             if event.error is not None:
                 raise event.error

@@ -15,6 +15,7 @@ from rayk.actors.lines import Line, LineLost
 from rayk.actors.naming import loop_name
 from rayk.actors.phases import stream_options
 from rayk.engine.leader import RequestEvent
+from rayk.handover.engine_request import EngineRequest
 from rayk.types.bugs import bug
 from rayk.types.config import EngineConfig
 from rayk.types.errors import (
@@ -139,17 +140,17 @@ class EngineHandle:
         result: list[Any] = await self.guard(reply, type(command).__name__, timeout_s + 5)
         return result
 
-    async def stream(self, timeout_s: float, *args: Any, **kwargs: Any) -> AsyncIterator[list[RequestEvent]]:
+    async def stream(self, timeout_s: float, asked: EngineRequest) -> AsyncIterator[list[RequestEvent]]:
         """Yield one request's events, batch by batch. `timeout_s` bounds the whole stream."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         if self.line is not None:
-            async with aclosing(self.line.stream("generate", *args, **kwargs)) as batches:
+            async with aclosing(self.line.stream("generate", asked)) as batches:
                 while (events := await self._over_line(batches, deadline, timeout_s)) is not None:
                     yield events
             return
         options = {"num_returns": "streaming", "concurrency_group": "io"}
-        options |= stream_options(self.name, kwargs["mode"])
-        generator = self.leader.generate.options(**options).remote(*args, **kwargs)
+        options |= stream_options(self.name, asked.mode)
+        generator = self.leader.generate.options(**options).remote(asked)
         while True:
             left = deadline - asyncio.get_running_loop().time()
             if left <= 0:

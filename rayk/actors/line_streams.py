@@ -13,6 +13,7 @@ from typing import Any
 
 from rayk.actors.lines import Funnel, Last
 from rayk.engine.leader import RequestEvent
+from rayk.handover.engine_request import EngineRequest
 from rayk.types.request import Request
 
 
@@ -22,19 +23,20 @@ class LineStreams:
 
     prepare: Callable[[Request], object]
     """Loads a tokenizer for the first request that has stop strings."""
-    submit: Callable[..., None]
+    submit: Callable[[EngineRequest, Callable[[RequestEvent], Any]], None]
     """It is Worker._submit."""
     abort: Callable[[str], None]
     """Ends a request whose caller went."""
     flush_s: float
     """Later events are gathered for so long."""
 
-    async def generate(self, request: Request, **arguments: Any) -> AsyncIterator[list[RequestEvent] | Last]:
+    async def generate(self, asked: EngineRequest) -> AsyncIterator[list[RequestEvent] | Last]:
         """Does on the line's loop what Worker.generate does. A caller who goes aborts the request."""
+        request = asked.request
         if request.sampling.stop:  # the first of these loads a tokenizer, while other streams go on
             await asyncio.to_thread(self.prepare, request)
         events = Funnel()
-        self.submit(request, events.put, **arguments)
+        self.submit(asked, events.put)
         first, is_over = True, False
         try:
             while not is_over:

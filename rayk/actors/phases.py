@@ -52,7 +52,7 @@ class _Spans:
         """Tokens end a prefill, the stages of a hand-over its transfer."""
         for event in events:
             is_prefilled = self._phase == "prefill" and self._mode == "whole" and event.token_ids
-            has_arrived = self._phase == "transfer" and "stage_ns" in event.info and event.error is None
+            has_arrived = self._phase == "transfer" and _arrived(event)
             if is_prefilled or has_arrived:
                 self._begin("decode")
 
@@ -71,8 +71,12 @@ class _Spans:
 _NOTHING = _Nothing()
 
 
+def _arrived(event: RequestEvent) -> bool:
+    return event.info is not None and event.info.stage_ns is not None and event.error is None
+
+
 def phases_of(request_id: str, engine: str, mode: str) -> Phases:
-    """Make the phases of a request that an engine is about to get. Worker._submit explains `mode`."""
+    """Make the phases of a request that an engine is about to get. EngineRequest explains `mode`."""
     return _Spans(request_id, engine, mode) if profiling.PROFILING_ENABLED else _NOTHING
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rayk.actors.engines import EngineHandle
 from rayk.actors.stage_clock import StageClock
+from rayk.handover.engine_request import EngineRequest
 from rayk.transfer.ticket import Reservation
 from rayk.types.errors import DeadlineExceeded
 from rayk.types.request import Request
@@ -49,15 +50,20 @@ async def _reserve(
     limit_s: float, prefill: EngineHandle, decode: EngineHandle, request: Request, stages: StageClock
 ) -> Reservation:
     """The reservation: asked for on the way to the prefill engine, which goes on from here."""
-    times = {"reserve_s": limit_s, "hold_s": limit_s}
-    async for events in decode.stream(limit_s, request, mode="reserve", producer=prefill.name, **times):
+    asked = EngineRequest(
+        request=request, mode="reserve", producer=prefill.name, reserve_s=limit_s, hold_s=limit_s
+    )
+    async for events in decode.stream(limit_s, asked):
         for event in events:
             if event.error is not None:
                 raise event.error
             if isinstance(event.payload, Reservation):
-                offset_ns = decode.clock_offset_ns
-                stages.end("dispatch", event.info["submitted_ns"] + offset_ns)
-                stages.end("notice", event.info["taken_ns"] + offset_ns)
+                offset_ns, info = decode.clock_offset_ns, event.info
+                assert info is not None
+                assert info.submitted_ns is not None
+                assert info.taken_ns is not None
+                stages.end("dispatch", info.submitted_ns + offset_ns)
+                stages.end("notice", info.taken_ns + offset_ns)
                 stages.end("reserve", event.time_ns + offset_ns)
                 return event.payload
     raise DeadlineExceeded(f"blocks for {request.request_id} on {decode.name}", limit_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from rayk.actors.diagnosis import diagnose
 from rayk.actors.engines import CONTROL_S, EngineHandle
@@ -17,16 +17,18 @@ from rayk.actors.push_flow import reserved
 from rayk.actors.sampled import note_sampling
 from rayk.actors.stage_clock import StageClock
 from rayk.actors.tiers import relay
+from rayk.engine.event_info import EventInfo
 from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import CapturedRows
+from rayk.handover.engine_request import EngineRequest
 from rayk.offload.messages import StoreAnswer
 from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError
 from rayk.types.request import Request
 from rayk.types.rows import RequestRow, TransferRow
 
-AT_TIER = (("prefill_queue", "asked_ns"), ("lookup", "found_ns"), ("load", "loaded_ns"))
-"""Stages of a request that a host tier was asked about, and when each ends."""
+NO_MORE = EventInfo()
+"""What events tell besides their tokens that have no info."""
 
 FindEngine = Callable[[], Awaitable[EngineHandle]]
 """An engine once it takes requests, asked for when it is needed: it may be formed anew meanwhile. Raises what
@@ -114,22 +116,27 @@ class RequestRun:
             prefill, decode = await route.prefill(), await route.decode()
             self._sent()
             async with reserved(self._rules.request_s, prefill, decode, route.request, self._stages) as given:
-                await self._prefill(route, route.prefill, reservation=self._log.reserved(given))
+                await self._prefill(route, route.prefill, self._log.reserved(given))
         else:
             await self._prefill(route, route.prefill)
 
-    async def _prefill(self, route: Route, find: FindEngine, **given: Any) -> None:
-        """Run the attempt from its prefill on. `given` is passed on to the prefill engine."""
+    async def _prefill(self, route: Route, find: FindEngine, reservation: Reservation | None = None) -> None:
+        """Run the attempt from its prefill on. `reservation` is of blocks to push into."""
         row = self.row
         prefill = self._lender = await find()
         row.prefill_engine = prefill.name
-        if route.decode is None:
-            given["output_token_ids"] = tuple(row.output_token_ids)
-        mode = "whole" if route.decode is None else "prefill"
-        ticket = await self._stream(prefill, route, mode=mode, capture=self._captures, **given)
+        is_whole = route.decode is None
+        asked = EngineRequest(
+            request=route.request,
+            mode="whole" if is_whole else "prefill",
+            output_token_ids=tuple(row.output_token_ids) if is_whole else (),
+            capture=self._captures,
+            reservation=reservation,
+        )
+        ticket = await self._stream(prefill, route, asked)
         if ticket is None:
-            row.decode_engine = row.decode_engine or (prefill.name if route.decode is None else None)
-            row.kv_path = "local" if route.decode is None else "none"
+            row.decode_engine = row.decode_engine or (prefill.name if is_whole else None)
+            row.kv_path = "local" if is_whole else "none"
             return
         try:
             await self._decode(route, prefill, ticket)
@@ -143,17 +150,17 @@ class RequestRun:
         self.row.decode_engine, self.row.kv_path = decode.name, "remote"
         if self._rules.via_host:
             ticket = await self._relay(route, prefill, decode, ticket)
+        asked = EngineRequest(
+            request=route.request,
+            mode="decode",
+            ticket=ticket,
+            output_token_ids=tuple(self.row.output_token_ids),
+            transfer_s=self._rules.transfer_s,
+            reserve_s=self._rules.request_s,
+            recompute=self._rules.recomputes,
+        )
         try:
-            await self._stream(
-                decode,
-                route,
-                mode="decode",
-                ticket=ticket,
-                output_token_ids=tuple(self.row.output_token_ids),
-                transfer_s=self._rules.transfer_s,
-                reserve_s=self._rules.request_s,
-                recompute=self._rules.recomputes,
-            )
+            await self._stream(decode, route, asked)
         except KVMismatch as mismatch:
             if self._rules.via_host:
                 raise  # the prefill engine's blocks are others' by now
@@ -165,7 +172,7 @@ class RequestRun:
         """Through the host tier, which the decode engine reads in the prefill engine's place."""
 
         def stored(answer: StoreAnswer) -> None:
-            told = {"transfers": answer.transfers, "num_kv_bytes_checked": answer.num_bytes_checked}
+            told = EventInfo(transfers=answer.transfers, num_kv_bytes_checked=answer.num_bytes_checked)
             for transfer in answer.transfers:
                 transfer.purpose = "relay"
             # The tier lies on the prefill engine's node.
@@ -181,19 +188,22 @@ class RequestRun:
         row, decode = self.row, await route.decode()
         row.decode_engine, row.kv_path = decode.name, "recomputed" if route.number else "local"
         tokens = tuple(row.output_token_ids)
-        await self._stream(decode, route, mode="whole", capture=self._captures, output_token_ids=tokens)
+        asked = EngineRequest(request=route.request, capture=self._captures, output_token_ids=tokens)
+        await self._stream(decode, route, asked)
         if route.number:
             row.num_valid_tokens = 0
             row.num_recomputed_tokens = max(row.num_recomputed_tokens, row.num_prompt_tokens)
 
-    async def _stream(self, engine: EngineHandle, route: Route, **arguments: Any) -> TransferTicket | None:
+    async def _stream(
+        self, engine: EngineHandle, route: Route, asked: EngineRequest
+    ) -> TransferTicket | None:
         """Follow the request on one engine; its ticket if it leaves with one. Raises its error."""
         row = self.row
         # Of the output: an engine that was told of tokens goes on behind them, another one begins anew.
-        index = len(arguments.get("output_token_ids", ()))
-        self._computes, self._phase = arguments["mode"] != "decode", ""
+        index = len(asked.output_token_ids)
+        self._computes, self._phase = asked.mode != "decode", ""
         self._sent()
-        async for events in engine.stream(self._rules.request_s, route.request, **arguments):
+        async for events in engine.stream(self._rules.request_s, asked):
             for event in events:
                 self._note_stages(engine, event)
                 if event.token_ids and self._prefilled != route.request.request_id:
@@ -224,84 +234,85 @@ class RequestRun:
         is `retry`, if there is another one."""
         if event.error is not None:
             return
-        stages, info, offset_ns = self._stages, event.info, engine.clock_offset_ns
+        stages, info, offset_ns = self._stages, event.info or NO_MORE, engine.clock_offset_ns
         at_ns = event.time_ns + offset_ns
-        has_arrived = "stage_ns" in info
-        if "submitted_ns" in info:
-            stages.end("handover" if has_arrived else "dispatch", info["submitted_ns"] + offset_ns)
+        if info.submitted_ns is not None:
+            stages.end("dispatch" if info.stage_ns is None else "handover", info.submitted_ns + offset_ns)
         self._note_tier(info, offset_ns)
-        if has_arrived:
-            stages.end("notice", info["taken_ns"] + offset_ns)
-        for stage, length_ns in info.get("stage_ns", {}).items():
-            stages.lasted(stage, length_ns)
-        if has_arrived:
-            self._computes = "failure" in info  # the decode engine goes on by itself
+        if info.stage_ns is not None:
+            assert info.taken_ns is not None
+            stages.end("notice", info.taken_ns + offset_ns)
+            for stage, length_ns in info.stage_ns.items():
+                stages.lasted(stage, length_ns)
+            self._computes = info.failure is not None  # the decode engine goes on by itself
             stages.end("retry" if self._computes else "notice", at_ns)
         self._note_steps(event, offset_ns)
         if isinstance(event.payload, TransferTicket):
             stages.end("ticket", at_ns - max(event.payload.digest_ns, default=0))
             stages.end("digest", at_ns)
 
-    def _note_tier(self, info: dict[str, Any], offset_ns: int) -> None:
+    def _note_tier(self, info: EventInfo, offset_ns: int) -> None:
         """Record what the engine waited for before it queued the request."""
-        for stage, end in AT_TIER:
-            if end in info:
-                self._stages.end(stage, info[end] + offset_ns)
+        ends = {"prefill_queue": info.asked_ns, "lookup": info.found_ns, "load": info.loaded_ns}
+        for stage, end_ns in ends.items():
+            if end_ns is not None:
+                self._stages.end(stage, end_ns + offset_ns)
 
     def _note_steps(self, event: RequestEvent, offset_ns: int) -> None:
         """Since when the engine computes, when it was away in between, and its first token."""
-        stages, info, at_ns = self._stages, event.info, event.time_ns + offset_ns
-        if "first_step_ns" in info:
+        stages, info, at_ns = self._stages, event.info or NO_MORE, event.time_ns + offset_ns
+        if info.first_step_ns is not None:
             self._phase = "prefill" if self._computes else "decode"
-            stages.end(f"{self._phase}_queue", info["first_step_ns"] + offset_ns)
-        if "swap_ns" in info:
-            stages.end(self._phase or "decode", at_ns - info["swap_ns"])
+            stages.end(f"{self._phase}_queue", info.first_step_ns + offset_ns)
+        if info.swap_ns is not None:
+            stages.end(self._phase or "decode", at_ns - info.swap_ns)
             stages.end("swap", at_ns)
         if event.token_ids and self._phase == "prefill":
             stages.end("prefill", at_ns)
             self._phase = "decode"
 
     def _take(self, engine: EngineHandle, event: RequestEvent, route: Route) -> None:
-        row, info = self.row, event.info
+        row, info = self.row, event.info or NO_MORE
         time_ns = event.time_ns + engine.clock_offset_ns
         row.output_token_ids += event.token_ids
         row.token_times_ns += [time_ns] * len(event.token_ids)
         note_sampling(row, event)
-        if "stage_ns" in info and event.error is None:
+        if info.stage_ns is not None and event.error is None:
             row.exposed_ns = time_ns - row.token_times_ns[0]
         self._take_transfers(engine, info, route)
-        if "failure" in info:  # the decode engine went on by itself
-            row.failure = row.failure or str(info["failure"])
-            row.num_valid_tokens = info["num_valid_tokens"]
+        if info.failure is not None:  # the decode engine went on by itself
+            row.failure = row.failure or str(info.failure)
+            row.num_valid_tokens = info.num_valid_tokens
             row.num_attempts += 1
             # Where its read never began, nobody releases its lease.
             assert self._lender is not None, "somebody lent it"
             settle = self._lender.leader.settle.options(concurrency_group="control")
             settle.remote(route.request.request_id)
         self._take_offload(info)
-        if "captured" in info:
-            self._log.captured(row, info["captured"])
-        row.num_cached_tokens = info.get("num_cached_tokens", row.num_cached_tokens)
-        if engine.role != "prefill" and "num_recomputed_tokens" in info:
-            row.num_recomputed_tokens = info["num_recomputed_tokens"]
+        if info.captured is not None:
+            self._log.captured(row, list(info.captured))
+        if info.num_cached_tokens is not None:
+            row.num_cached_tokens = info.num_cached_tokens
+        if engine.role != "prefill" and info.num_recomputed_tokens is not None:
+            row.num_recomputed_tokens = info.num_recomputed_tokens
         if row.num_recomputed_tokens and row.kv_path == "remote":
             row.kv_path = "recomputed"
         self._log.delivered(row, event)
 
-    def _take_offload(self, info: dict[str, Any]) -> None:
+    def _take_offload(self, info: EventInfo) -> None:
         """What a host tier did for the request."""
         row = self.row
-        for name in ("num_host_tokens", "num_disk_tokens"):
-            setattr(row, name, info.get(name, getattr(row, name)))
-        row.num_swaps += info.get("num_swaps", 0)  # of each engine that is done with it
-        row.load_ns += info.get("load_ns", 0)
-        row.swap_ns += info.get("swap_ns", 0)
-        row.offload_failure = info.get("offload_failure", row.offload_failure)
+        if info.num_host_tokens is not None:
+            row.num_host_tokens = info.num_host_tokens
+        if info.num_disk_tokens is not None:
+            row.num_disk_tokens = info.num_disk_tokens
+        row.num_swaps += info.num_swaps or 0  # of each engine that is done with it
+        row.load_ns += info.load_ns or 0
+        row.swap_ns += info.swap_ns or 0
+        row.offload_failure = info.offload_failure or row.offload_failure
 
-    def _take_transfers(self, engine: EngineHandle, info: dict[str, Any], route: Route) -> None:
-        row = self.row
-        transfers: Sequence[TransferRow] = info.get("transfers", ())
-        num_checked: int = info.get("num_kv_bytes_checked", 0)
+    def _take_transfers(self, engine: EngineHandle, info: EventInfo, route: Route) -> None:
+        row, transfers, num_checked = self.row, info.transfers or (), info.num_kv_bytes_checked or 0
         for transfer in transfers:
             transfer.cell_id, transfer.repeat = row.cell_id, row.repeat
             transfer.request_id, transfer.retries = row.request_id, route.number

@@ -38,6 +38,7 @@ from rayk.engine.leader import Leader, RequestEvent, dead_engine
 from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
 from rayk.engine.rank import EngineRank
 from rayk.engine.stats import rank_stats
+from rayk.handover.engine_request import EngineRequest
 from rayk.handover.extension import CaptureExtension, TransferExtension
 from rayk.handover.fault_injection import FaultyExtension, pusher_agent, strike_process
 from rayk.handover.handover import TransferHandover
@@ -51,7 +52,6 @@ from rayk.parallel.factory import make_comm
 from rayk.parallel.timed import timed
 from rayk.transfer.faulty_agent import FaultyAgent
 from rayk.transfer.push_messages import PUSH_AGENT
-from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.bugs import LOG
 from rayk.types.errors import CommError, DeadlineExceeded, EngineDied, RaykError
 from rayk.types.request import Request
@@ -229,14 +229,14 @@ class Worker:
         except TimeoutError:
             raise DeadlineExceeded(f"{type(command).__name__} on {self.name}", timeout_s) from None
 
-    def generate(self, request: Request, **arguments: Any) -> Iterator[list[RequestEvent]]:
-        """Run a request (see `_submit`) and yield its events as they come: those up to its first token at
+    def generate(self, asked: EngineRequest) -> Iterator[list[RequestEvent]]:
+        """Run a request and yield its events as they come: those up to its first token at
         once, later ones gathered."""
         events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
         engine = self._spec.engine if self._spec is not None else self.name
-        phases = phases_of(request.request_id, engine, arguments["mode"])
+        phases = phases_of(asked.request.request_id, engine, asked.mode)
         try:
-            self._submit(request, events.put, **arguments)
+            self._submit(asked, events.put)
             first, is_over = True, False
             while not is_over:
                 batch = [events.get()]
@@ -263,51 +263,35 @@ class Worker:
         assert self._leader is not None, "requests go to rank 0"
         self._leader.prepare(request)
 
-    def _submit(
-        self,
-        request: Request,
-        put: Callable[[RequestEvent], Any],
-        *,
-        mode: str,
-        ticket: TransferTicket | None = None,
-        output_token_ids: tuple[int, ...] = (),
-        transfer_s: float = 30.0,
-        reserve_s: float | None = None,
-        capture: bool = False,
-        recompute: bool = False,
-        producer: str = "",
-        hold_s: float = 30.0,
-        reservation: Reservation | None = None,
-    ) -> None:
-        """Run a request; its events are put from the engine's thread.
-
-        `mode`: whole (prefill and decode here), prefill (ends with a ticket), decode (starts from one) or
-        reserve (ends with a Reservation of blocks that engine `producer` may push into).
-        """
+    def _submit(self, asked: EngineRequest, put: Callable[[RequestEvent], Any]) -> None:
+        """Run a request; its events are put from the engine's thread."""
         assert self._leader is not None, "requests go to rank 0"
         assert self._handover is not None
-        if mode == "decode":
-            assert ticket is not None
+        request = asked.request
+        if asked.mode == "decode":
+            assert asked.ticket is not None
             self._handover.submit_decode(
                 request,
-                ticket,
-                output_token_ids,
-                transfer_s,
+                asked.ticket,
+                asked.output_token_ids,
+                asked.transfer_s,
                 put,
-                reserve_s=reserve_s,
-                recompute=recompute,
+                reserve_s=asked.reserve_s,
+                recompute=asked.recompute,
             )
-        elif mode == "reserve":
-            wait_s = transfer_s if reserve_s is None else reserve_s
-            self._handover.submit_reserve(request, put, producer=producer, reserve_s=wait_s, hold_s=hold_s)
+        elif asked.mode == "reserve":
+            wait_s = asked.transfer_s if asked.reserve_s is None else asked.reserve_s
+            self._handover.submit_reserve(
+                request, put, producer=asked.producer, reserve_s=wait_s, hold_s=asked.hold_s
+            )
         else:
             self._handover.submit(
                 request,
                 put,
-                hand_over=mode == "prefill",
-                capture=capture,
-                output_token_ids=output_token_ids,
-                reservation=reservation,
+                hand_over=asked.mode == "prefill",
+                capture=asked.capture,
+                output_token_ids=asked.output_token_ids,
+                reservation=asked.reservation,
             )
         if request.request_id in self._aborted:
             # The abort ran on another thread and overtook this call.

@@ -67,7 +67,7 @@ class RequestResult:
         self.stop_reason = event.stop_reason if event.stop_reason is not None else self.stop_reason
         self.error = event.error or self.error
         self.payload = event.payload or self.payload
-        self.info |= event.info
+        self.info |= event.info.told() if event.info is not None else {}
 
 
 class ThreadEngine:

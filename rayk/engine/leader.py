@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rayk.engine.event_info import EventInfo
 from rayk.engine.loop import Turn, TurnResult
 from rayk.engine.sampling import sample_step
 from rayk.engine.stopping import LazyDecoder, StopStrings
@@ -53,7 +54,7 @@ class RequestEvent:
     stop_reason: str | int | None = None
     error: RaykError | None = None
     payload: object = None  # a transfer ticket
-    info: dict[str, Any] = field(default_factory=dict)
+    info: EventInfo | None = None  # None: no more than the tokens, as of most
     time_ns: int = field(default_factory=time.monotonic_ns)  # on this host's monotonic clock
 
     @property
@@ -357,7 +358,7 @@ class Leader:
                 prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
                 finish_reason=state.finish_reason,
                 stop_reason=state.stop_reason,
-                info=info,
+                info=EventInfo(**info) if info else None,
             )
         )
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rayk.engine.event_info import EventInfo
 from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import (
     Capture,
@@ -81,7 +82,7 @@ class TransferHandover:
         reservation: Reservation | None = None,
     ) -> None:
         """Run a request here; `hand_over`: only its prefill, ending in a ticket. `capture`: also emit a
-        copy of its KV rows as info["captured"] when prefill is done. `output_token_ids`: delivered so far,
+        copy of its KV rows as info.captured when prefill is done. `output_token_ids`: delivered so far,
         by an engine that is lost. `reservation`: where its KV is pushed to while it is prefilled."""
         now = time.monotonic_ns()
 
@@ -388,4 +389,6 @@ class TransferHandover:
                 self.leader.emit(RequestEvent(request_id=command.request_id, error=error))
             case Capture():
                 # By rank; the layers' rows of each.
-                self.leader.emit(RequestEvent(request_id=command.request_id, info={"captured": answers}))
+                self.leader.emit(
+                    RequestEvent(request_id=command.request_id, info=EventInfo(captured=answers))
+                )

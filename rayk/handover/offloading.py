@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rayk.engine.event_info import EventInfo
 from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import EndReads
 from rayk.handover.receiving import Incoming
@@ -245,7 +246,7 @@ class Offloading:
             told["offload_failure"] = str(failure)
             self._failed(looking, answer, failure, was_read=bool(info))
         looking.begin(num_valid, is_loaded=True)
-        self.side.leader.emit(RequestEvent(request_id=name, info=told))
+        self.side.leader.emit(RequestEvent(request_id=name, info=EventInfo(**told)))
 
     def _failed(self, looking: _Lookup, answer: LoadAnswer, failure: RaykError, *, was_read: bool) -> None:
         """`was_read`: whether a read began; else blocks, or the engine's own prefix, were lacking here."""

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from rayk.engine.event_info import EventInfo
 from rayk.engine.leader import RequestEvent
 from rayk.handover.arrival_times import arrival_stages
 from rayk.handover.commands import BlockTables, HoldTicket, LetGo, Prove, ReleaseMismatch, StartRead
@@ -277,7 +278,7 @@ class Receiving:
             return
         if error is None and not incoming.aborted:
             self.leader.start(incoming.request, incoming.output_token_ids)
-            self.leader.emit(RequestEvent(request_id=request_id, info=info))
+            self.leader.emit(RequestEvent(request_id=request_id, info=EventInfo(**info)))
             return
         for rank, outcome in enumerate(outcomes):
             if not outcome.is_draining:
@@ -295,7 +296,7 @@ class Receiving:
         if incoming.aborted:
             self.let_go(request_id)
         self._on_drained(incoming)
-        self.leader.emit(RequestEvent(request_id=request_id, error=error, info=info))
+        self.leader.emit(RequestEvent(request_id=request_id, error=error, info=EventInfo(**info)))
 
     def _count(self, error: RaykError | None) -> None:
         """Here the ranks' verdicts on a request meet: no rank alone knows how many requests failed."""
@@ -358,7 +359,7 @@ class Receiving:
             "failure": incoming.failure,
             "num_valid_tokens": num_valid,
         }
-        self.leader.emit(RequestEvent(request_id=request_id, info=info))
+        self.leader.emit(RequestEvent(request_id=request_id, info=EventInfo(**info)))
 
     def _free(self, request_id: str) -> None:
         """Give a failed request's blocks back, once nothing writes to them and nobody looks at them."""

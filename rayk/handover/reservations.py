@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rayk.engine.event_info import EventInfo
 from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import BlockTables, EndReservation, Reserve
 from rayk.handover.rank_answers import RankAnswers
@@ -175,7 +176,7 @@ class Reservations:
             wire_tables=tuple(p.wire_tables for p in parts) if parts[0].wire_tables else (),
         )
         held.is_given, held.reserved_ns = True, time.monotonic_ns()
-        info = {"submitted_ns": wanted.asked_ns, "taken_ns": wanted.taken_ns}
+        info = EventInfo(submitted_ns=wanted.asked_ns, taken_ns=wanted.taken_ns)
         event = RequestEvent(request_id=wanted.request_id, payload=sealed(reservation), info=info)
         self.leader.emit(event, ends=False)
 

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rayk.engine.event_info import EventInfo
 from rayk.engine.leader import RequestEvent, begin_times
 from rayk.handover.receiving import Incoming
 from rayk.handover.storing import PendingStore, Storing
@@ -224,7 +225,7 @@ class Swapping:
             "num_kv_bytes_checked": info.get("num_kv_bytes_checked", 0),
             "swap_ns": time.monotonic_ns() - swapped.out_ns,
         }
-        leader.emit(RequestEvent(request_id=request_id, info=told))
+        leader.emit(RequestEvent(request_id=request_id, info=EventInfo(**told)))
 
     def _start_over(self, request_id: str) -> None:
         swapped = self._swapped.pop(request_id, None)

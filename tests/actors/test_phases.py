@@ -8,7 +8,9 @@ import pytest
 
 from rayk.actors import phases
 from rayk.actors.worker import RankSpec, Worker
+from rayk.engine.event_info import EventInfo
 from rayk.engine.leader import RequestEvent
+from rayk.handover.engine_request import EngineRequest, Mode
 from rayk.types.config import EngineConfig
 from rayk.types.errors import EngineDied
 from rayk.types.request import FinishReason, Request, SamplingParams
@@ -16,8 +18,10 @@ from rayk.types.request import FinishReason, Request, SamplingParams
 REQUEST = Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams())
 TOKEN = RequestEvent(request_id="r", token_ids=(5,))
 LAST = RequestEvent(request_id="r", token_ids=(6,), finish_reason=FinishReason.LENGTH)
-HERE = RequestEvent(request_id="r", info={"stage_ns": {"read": 5}})
-LOST = RequestEvent(request_id="r", info={"stage_ns": {"read": 5}}, error=EngineDied("decode0", "killed"))
+HERE = RequestEvent(request_id="r", info=EventInfo(stage_ns={"read": 5}))
+LOST = RequestEvent(
+    request_id="r", info=EventInfo(stage_ns={"read": 5}), error=EngineDied("decode0", "killed")
+)
 
 
 class Told:
@@ -65,16 +69,16 @@ def formed(engine: str) -> Worker:
     return worker
 
 
-def stream(monkeypatch: pytest.MonkeyPatch, engine: str, mode: str, *events: RequestEvent) -> None:
+def stream(monkeypatch: pytest.MonkeyPatch, engine: str, mode: Mode, *events: RequestEvent) -> None:
     """A request on a worker whose engine tells these events."""
     worker = formed(engine)
 
-    def submit(_: Request, put: Any, **__: Any) -> None:
+    def submit(_: EngineRequest, put: Any) -> None:
         for event in events:
             put(event)
 
     monkeypatch.setattr(worker, "_submit", submit)
-    told = [event for batch in worker.generate(REQUEST, mode=mode) for event in batch]
+    told = [event for batch in worker.generate(EngineRequest(request=REQUEST, mode=mode)) for event in batch]
     assert told == list(events)
 
 
@@ -92,7 +96,7 @@ def test_phases_follow_what_the_engine_tells(
     told: Told,
     monkeypatch: pytest.MonkeyPatch,
     engine: str,
-    mode: str,
+    mode: Mode,
     events: list[RequestEvent],
     expected: list[str],
 ) -> None:
@@ -107,7 +111,7 @@ def test_a_phase_ends_when_nobody_listens_any_more(told: Told, monkeypatch: pyte
     monkeypatch.setattr(Worker, "_submit", refuse)
     worker = formed("prefill0")
     with pytest.raises(EngineDied):
-        next(worker.generate(REQUEST, mode="whole"))
+        next(worker.generate(EngineRequest(request=REQUEST)))
     assert told.lines == ["+ prefill r prefill0", "- prefill r prefill0"]
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from rayk.actors.engines import EngineHandle
 from rayk.actors.request_run import RequestRun, Route, RunRules, note_failure
+from rayk.engine.event_info import EventInfo
 from rayk.engine.leader import RequestEvent
 from rayk.transfer.ticket import Reservation
 from rayk.types.config import EngineConfig
@@ -47,7 +48,7 @@ def test_a_row_counts_what_its_decoding_engine_computed_again(
         row = RequestRow(
             cell_id="c", repeat=0, request_id="r", prompt_index=0, prompt_token_ids=[1], kv_path=kv_path
         )
-        info = {"num_preemptions": int(again > 0), "num_recomputed_tokens": again}
+        info = EventInfo(num_preemptions=int(again > 0), num_recomputed_tokens=again)
         request = Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams())
         route = Route(request=request, prefill=None, decode=None)
         end = RequestEvent(request_id="r", token_ids=(5,), finish_reason=FinishReason.LENGTH, info=info)
@@ -74,7 +75,7 @@ def test_a_request_that_failed_before_its_first_decode_step_exposed_nothing(
         row.output_token_ids, row.token_times_ns = [4], [100]
         request_run = RequestRun(RULES, row, Unheard())
         engine = EngineHandle("decode0", "decode", 1, EngineConfig(model="m"), [])
-        info = {"taken_ns": 120, "stage_ns": {"reserve": 1}}
+        info = EventInfo(taken_ns=120, stage_ns={"reserve": 1})
         request = Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams())
         route = Route(request=request, prefill=None, decode=None)
         here = RequestEvent(request_id="r", time_ns=130, info=info, error=lost if refused else None)

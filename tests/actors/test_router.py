@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from rayk.actors.engines import WHY_S
 from rayk.actors.router import Router
 from rayk.actors.serving import Assignment
 from rayk.engine.leader import RequestEvent
+from rayk.handover.engine_request import EngineRequest
 from rayk.specs.serving import EngineEntry, ServerSettings
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
@@ -84,16 +85,15 @@ class Engine:
     asked: list[tuple[Request, dict[str, Any]]] = field(default_factory=list)
     when_hung: Callable[[], None] = lambda: None
 
-    async def stream(
-        self, timeout_s: float, request: Request, **how: Any
-    ) -> AsyncIterator[list[RequestEvent]]:
+    async def stream(self, timeout_s: float, asked: EngineRequest) -> AsyncIterator[list[RequestEvent]]:
         del timeout_s
+        request, how = asked.request, {f.name: getattr(asked, f.name) for f in fields(asked)}
         self.asked.append((request, how))
         life = self.lives.pop(0)
-        known = len(how.get("output_token_ids", ()))
-        stop = 1 if how["mode"] == "prefill" else life.num_tokens
+        known = len(asked.output_token_ids)
+        stop = 1 if asked.mode == "prefill" else life.num_tokens
         events = [self._event(request, i) for i in range(known, stop)]
-        if how["mode"] == "prefill" and life.error is None:
+        if asked.mode == "prefill" and life.error is None:
             events.append(RequestEvent(request_id=request.request_id, payload=ticket(request, self.name)))
         for event in [events] if life.at_once else [[e] for e in events]:
             yield event
@@ -103,7 +103,7 @@ class Engine:
             await asyncio.Event().wait()
         if life.error is not None:
             raise life.error
-        if how["mode"] != "prefill":
+        if asked.mode != "prefill":
             yield [
                 RequestEvent(request_id=request.request_id, finish_reason=life.finish or FinishReason.LENGTH)
             ]

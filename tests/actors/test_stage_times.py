@@ -19,8 +19,10 @@ from rayk.actors.engines import EngineHandle
 from rayk.actors.push_flow import reserved
 from rayk.actors.request_run import RequestRun, Route, RunRules
 from rayk.actors.stage_clock import StageClock
+from rayk.engine.event_info import EventInfo
 from rayk.engine.leader import RequestEvent
 from rayk.handover.arrival_times import arrival_stages
+from rayk.handover.engine_request import EngineRequest
 from rayk.metrics import Meter
 from rayk.reports import ResultWriter, load
 from rayk.reports.fields import STAGES
@@ -65,9 +67,9 @@ class Played(EngineHandle):
         """Takes any call."""
         return Anything()
 
-    async def stream(self, timeout_s: float, *args: Any, **kwargs: Any) -> AsyncIterator[list[RequestEvent]]:
+    async def stream(self, timeout_s: float, asked: EngineRequest) -> AsyncIterator[list[RequestEvent]]:
         """Each event alone."""
-        del timeout_s, args, kwargs
+        del timeout_s, asked
         for event in self.events:
             yield [event]
 
@@ -84,6 +86,11 @@ class Anything:
 
 def event(time_ns: int, **fields: Any) -> RequestEvent:
     return RequestEvent(request_id="r", time_ns=time_ns, **fields)
+
+
+def telling(event: RequestEvent, **more: Any) -> RequestEvent:
+    """The event, with more to tell."""
+    return replace(event, info=replace(event.info or EventInfo(), **more))
 
 
 def row_of(arrival_ns: int = 0) -> RequestRow:
@@ -128,23 +135,23 @@ def fly(
 
 def prefill_events(start_ns: int) -> list[RequestEvent]:
     """Came 10 after `start_ns`, first step 30 later, a token 100 after that, the ticket 7 later."""
-    info = {"submitted_ns": start_ns + 10, "first_step_ns": start_ns + 40}
+    info = EventInfo(submitted_ns=start_ns + 10, first_step_ns=start_ns + 40)
     return [
         event(start_ns + 140, token_ids=(4,), info=info),
         event(start_ns + 147, payload=TICKET),
     ]
 
 
-HERE = {"reserve": 11, "read": 22, "fence": 3, "verify": 5}
+HERE: Mapping[str, int] = {"reserve": 11, "read": 22, "fence": 3, "verify": 5}
 
 
-def decode_events(taken_ns: int, **info: Any) -> list[RequestEvent]:
+def decode_events(taken_ns: int, here: Mapping[str, int] = HERE, **info: Any) -> list[RequestEvent]:
     """Read in 41, noticed 6 later, in a step 9 later, tokens 20 and 30 after its begin."""
     at = taken_ns + 41
-    told = {"submitted_ns": taken_ns - 8, "taken_ns": taken_ns, "stage_ns": dict(HERE), **info}
+    told = EventInfo(submitted_ns=taken_ns - 8, taken_ns=taken_ns, stage_ns=here, **info)
     return [
         event(at + 6, info=told),
-        event(at + 35, token_ids=(5,), info={"first_step_ns": at + 15}),
+        event(at + 35, token_ids=(5,), info=EventInfo(first_step_ns=at + 15)),
         event(at + 45, token_ids=(6,), finish_reason=FinishReason.LENGTH),
     ]
 
@@ -195,11 +202,13 @@ def paced(took_ns: Mapping[str, int]) -> tuple[list[RequestEvent], list[RequestE
     at = dict(zip(took_ns, accumulate(took_ns.values()), strict=True))
     ticket = replace(TICKET, digest_ns=(1, took_ns["digest"]))
     here = {stage: took_ns[stage] for stage in HERE}
-    first = {"submitted_ns": at["dispatch"], "first_step_ns": at["prefill_queue"]}
-    came = {"submitted_ns": at["handover"], "taken_ns": at["handover"], "stage_ns": here}
+    first = EventInfo(submitted_ns=at["dispatch"], first_step_ns=at["prefill_queue"])
+    came = EventInfo(submitted_ns=at["handover"], taken_ns=at["handover"], stage_ns=here)
     prefill = [event(at["prefill"], token_ids=(4,), info=first), event(at["digest"], payload=ticket)]
-    end = event(at["decode"], token_ids=(5,), finish_reason=FinishReason.LENGTH)
-    end.info["first_step_ns"] = at["decode_queue"]
+    end = telling(
+        event(at["decode"], token_ids=(5,), finish_reason=FinishReason.LENGTH),
+        first_step_ns=at["decode_queue"],
+    )
     return prefill, [event(at["notice"], info=came), end]
 
 
@@ -239,10 +248,10 @@ def test_what_a_prompt_waits_for_the_host_tier_is_told(
 ) -> None:
     row = row_of()
     events = prefill_events(5)[:1]
-    events[0].info.update(ASKED if loaded_ns is None else {**ASKED, "loaded_ns": loaded_ns})
+    events[0] = telling(events[0], loaded_ns=loaded_ns, **ASKED)
     if loaded_ns is not None:
         # What was loaded is told before the first token, and is no hand-over.
-        events.insert(0, event(31, info={"load_ns": 13, "num_host_tokens": 2, "num_disk_tokens": 1}))
+        events.insert(0, event(31, info=EventInfo(load_ns=13, num_host_tokens=2, num_disk_tokens=1)))
     events.append(event(300, token_ids=(5,), finish_reason=FinishReason.LENGTH))
     fly(row, monkeypatch, [Played("prefill0", "aggregated", events)], sent_ns=(5,))
     expected = {
@@ -265,13 +274,13 @@ def test_a_swapped_request_is_away_neither_computing_nor_decoding(
     in_prefill: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = row_of()
-    first, last = prefill_events(5)[0], event(300, token_ids=(5,), finish_reason=FinishReason.LENGTH)
+    first = prefill_events(5)[0]
+    last = event(300, token_ids=(5,), finish_reason=FinishReason.LENGTH, info=EventInfo(num_swaps=1))
     if in_prefill:  # from 60 to 100; what the first token tells is told then
-        away = event(100, info={"swap_ns": 40, **first.info})
+        away = event(100, info=telling(first, swap_ns=40).info)
         events = [away, event(145, token_ids=(4,)), last]
     else:  # from 170 to 210
-        events = [first, event(210, info={"swap_ns": 40}), last]
-    last.info["num_swaps"] = 1
+        events = [first, event(210, info=EventInfo(swap_ns=40)), last]
     fly(row, monkeypatch, [Played("prefill0", "aggregated", events)], sent_ns=(5,))
     prefill, decode = (60, 155) if in_prefill else (100, 115)
     assert row.stage_ns == {
@@ -292,7 +301,7 @@ def test_what_a_failed_attempt_took_is_told_and_adds_up(monkeypatch: pytest.Monk
         event(
             900,
             error=TransferError("r", "lost"),
-            info={"submitted_ns": 200, "taken_ns": 200, "stage_ns": {"reserve": 5}},
+            info=EventInfo(submitted_ns=200, taken_ns=200, stage_ns={"reserve": 5}),
         )
     ]
     ways = [
@@ -313,8 +322,8 @@ def test_what_a_failed_attempt_took_is_told_and_adds_up(monkeypatch: pytest.Monk
 
 def test_a_decode_engine_that_goes_on_by_itself_computes_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     row = row_of()
-    events = decode_events(200, failure="lost", num_valid_tokens=1)
-    del events[0].info["stage_ns"]["fence"], events[0].info["stage_ns"]["verify"]
+    here = {stage: HERE[stage] for stage in ("reserve", "read")}
+    events = decode_events(200, here, failure=TransferError("r", "lost"), num_valid_tokens=1)
     fly(
         row,
         monkeypatch,
@@ -335,7 +344,7 @@ def test_a_push_goes_by_the_decode_engine_first() -> None:
     given = event(
         160 - AHEAD_NS,
         payload=Reservation.__new__(Reservation),
-        info={"submitted_ns": 60 - AHEAD_NS, "taken_ns": 72 - AHEAD_NS},
+        info=EventInfo(submitted_ns=60 - AHEAD_NS, taken_ns=72 - AHEAD_NS),
     )
     d, p = Played("decode0", "decode", [given], AHEAD_NS), Played("prefill0", "prefill", [])
 

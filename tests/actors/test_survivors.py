@@ -12,6 +12,7 @@ import pytest
 from rayk.actors.engines import EngineHandle
 from rayk.actors.forming import form_engine, stop_loops, survivors
 from rayk.actors.worker import RankSpec
+from rayk.handover.engine_request import EngineRequest
 from rayk.types.config import EngineConfig
 from rayk.types.errors import EngineDied
 from rayk.types.request import Request, SamplingParams
@@ -67,7 +68,7 @@ def test_a_rank_that_outlived_its_engine_serves_another_one(
             prompt_token_ids=tuple(model.prompts[index]),
             sampling=SamplingParams(max_tokens=count, ignore_eos=True),
         )
-        events = [e async for batch in engine.stream(START_S, request, mode="whole") for e in batch]
+        events = [e async for batch in engine.stream(START_S, EngineRequest(request=request)) for e in batch]
         if events[-1].error is not None:
             raise events[-1].error
         return [t for e in events for t in e.token_ids]

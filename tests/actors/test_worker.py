@@ -15,6 +15,7 @@ from rayk.actors.line_streams import LineStreams
 from rayk.actors.lines import Last
 from rayk.actors.worker import ABORTED_KEPT, RankSpec, Worker
 from rayk.engine.leader import RequestEvent
+from rayk.handover.engine_request import EngineRequest
 from rayk.types.config import EngineConfig
 from rayk.types.errors import CommError, EngineDied
 from rayk.types.request import FinishReason, Request, SamplingParams
@@ -136,7 +137,8 @@ def test_streams_go_on_while_a_tokenizer_is_loaded_and_an_abort_meanwhile_counts
         stops = Request(request_id="stops", prompt_token_ids=(1,), sampling=SamplingParams(stop=("x",)))
 
         async def events(request: Request) -> list[RequestEvent]:
-            batches = cast(AsyncGenerator[list[RequestEvent] | Last], streams.generate(request, mode="whole"))
+            asked = EngineRequest(request=request)
+            batches = cast(AsyncGenerator[list[RequestEvent] | Last], streams.generate(asked))
             return [e async for batch in batches for e in (batch.item if isinstance(batch, Last) else batch)]
 
         waits = asyncio.create_task(events(stops))
@@ -160,5 +162,5 @@ def test_aborts_of_requests_that_never_come_are_forgotten(worker: Worker) -> Non
     leader.aborted.clear()
     for name in (names[0], names[1], names[-1]):
         request = Request(request_id=name, prompt_token_ids=(1,), sampling=SamplingParams())
-        assert len(list(worker.generate(request, mode="whole"))) == 1
+        assert len(list(worker.generate(EngineRequest(request=request)))) == 1
     assert leader.aborted == [names[1], names[-1]]
