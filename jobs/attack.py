@@ -41,10 +41,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 from jobs.attack_files import Try, environment_of, file_attacks, index_attack, shm_attacks
 from jobs.serving import serving
 from rayk.actors.environment import open_channel
-from rayk.actors.line_protocol import framed
 from rayk.cli.guard import run_guarded, stdout
 from rayk.cli.listening import LATE, NUM_PROBES, OPEN, Port, PortAnswer, answers, ray_ports
 from rayk.cli.plain import print_table
+from rayk.lines.protocol import framed
 from rayk.oracle.checkpoint import write_checkpoint
 from rayk.types.errors import DeadlineExceeded
 

@@ -34,8 +34,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rayk.actors.admission import AdmissionController
-from rayk.actors.serving import News
+from rayk.sched.admission import AdmissionController, News
 from rayk.sched.dispatcher import Dispatcher, DispatchRules
 from rayk.sched.policies import POLICIES, get_policy
 from rayk.sched.policy import PlacementRequest, PolicySettings

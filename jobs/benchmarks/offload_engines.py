@@ -16,13 +16,13 @@ from typing import Any
 
 from rayk.actors.engines import CONTROL_S, EngineHandle
 from rayk.actors.forming import COMM_S, dissolve, form_engine, stop_loops
-from rayk.actors.lines import Line
 from rayk.actors.nodes import EngineAsk, worker_resources
 from rayk.actors.placement import line_host
 from rayk.actors.pool import WorkerPool
 from rayk.actors.rank_spec import RankSpec
 from rayk.actors.tiers import HostTiers
 from rayk.handover.engine_request import EngineRequest
+from rayk.lines.line import Line
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded
 from rayk.types.offload import OffloadSettings

@@ -11,14 +11,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from rayk.actors.cell_deployment import CellDeployment
+from rayk.actors.cell_deployment import CellDeployment, as_it_arrives
 from rayk.actors.cell_outcome import CellOutcome
 from rayk.actors.deployment_metrics import report_request
 from rayk.actors.engines import EngineHandle, bug_behind
-from rayk.actors.planting import as_it_arrives
 from rayk.actors.request_run import RequestRun, Route, RunRules, note_failure
-from rayk.actors.sampled import with_seed
 from rayk.engine.leader import RequestEvent
+from rayk.engine.noise import derived_seed
 from rayk.handover.commands import CapturedRows
 from rayk.metrics import Meter
 from rayk.sched.dispatcher import Place
@@ -26,7 +25,7 @@ from rayk.sched.request_describer import RequestDescriber, new_secret
 from rayk.specs import Cell
 from rayk.transfer.ticket import Reservation
 from rayk.types.errors import DeadlineExceeded, RaykError
-from rayk.types.request import Request
+from rayk.types.request import Request, SamplingParams
 from rayk.types.rows import RequestRow, TransferRow
 
 MAX_STREAMS = 96
@@ -216,6 +215,17 @@ def begin_request(cell: Cell, repeat: int, index: int, prompt: tuple[int, ...]) 
         seed=request.sampling.seed if request.sampling.temperature else None,
     )
     return request, row
+
+
+def with_seed(sampling: SamplingParams, prompt_index: int, repeat: int) -> SamplingParams:
+    """The parameters of one request of a cell.
+
+    A seed that nobody gave depends on the prompt's index and the repeat alone, so that every cell and every
+    run of the spec draws the same tokens.
+    """
+    if not sampling.temperature or sampling.seed is not None:
+        return sampling
+    return replace(sampling, seed=derived_seed(prompt_index, repeat))
 
 
 async def until(due_ns: int) -> None:

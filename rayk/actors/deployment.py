@@ -16,7 +16,6 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from rayk.actors.bugs import lasting
 from rayk.actors.engines import CONTROL_S, WHY_S, EngineHandle, translate
 from rayk.actors.forming import COMM_S, connect, end_reads, form_engine
 from rayk.actors.members import Member
@@ -28,6 +27,7 @@ from rayk.actors.tiers import HostTiers
 from rayk.sched.dispatcher import Dispatcher, FormAgain
 from rayk.specs.experiment import TransferSpec
 from rayk.types.errors import DeadlineExceeded, EngineDied, InternalError, RaykError, TransferError
+from rayk.types.tasks import lasting
 
 WIRE_S = 15.0
 """How long a producer may take to answer a first read. Idle engines look at the network every 50 ms."""

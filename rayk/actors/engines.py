@@ -11,11 +11,11 @@ from typing import Any, TypeGuard, TypeVar
 
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
 
-from rayk.actors.lines import Line, LineLost
 from rayk.actors.naming import loop_name
 from rayk.actors.phases import stream_options
 from rayk.engine.leader import RequestEvent
 from rayk.handover.engine_request import EngineRequest
+from rayk.lines.line import Line, LineLost
 from rayk.types.bugs import bug
 from rayk.types.config import EngineConfig
 from rayk.types.errors import (

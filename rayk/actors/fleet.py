@@ -14,22 +14,21 @@ import time
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
-from rayk.actors.admission import AdmissionController
-from rayk.actors.bugs import lasting
 from rayk.actors.deployment import Deployment, DeploymentRules
 from rayk.actors.deployment_metrics import LOST, watch_engines, watch_places
 from rayk.actors.engines import CONTROL_S, EngineHandle
 from rayk.actors.forming import all_of, end_engine, survivors
-from rayk.actors.lines import LineAddress, LineService
 from rayk.actors.members import Member
 from rayk.actors.nodes import engine_ask
 from rayk.actors.placement import line_host, this_node
 from rayk.actors.pool import WorkerPool
 from rayk.actors.push_flow import push_settings
 from rayk.actors.ray_metrics import make_meter
-from rayk.actors.serving import Assignment, EngineAccount, EngineCard, News
+from rayk.actors.serving import Assignment, EngineAccount, EngineCard
 from rayk.actors.spares import Spares
 from rayk.actors.tiers import HostTiers
+from rayk.lines.line import LineAddress, LineService
+from rayk.sched.admission import AdmissionController, News
 from rayk.sched.dispatcher import Abort, Dispatcher, DispatchRules, FormAgain
 from rayk.sched.policies import get_policy
 from rayk.sched.policy import PlacementRequest
@@ -37,6 +36,7 @@ from rayk.specs.serving import MAX_STREAMS, ServerSettings
 from rayk.transfer.staging import StagingSettings
 from rayk.types.errors import EngineDied, InternalError, RoleConflict, UnknownEngine
 from rayk.types.serving import EngineState, Health
+from rayk.types.tasks import lasting
 
 PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)
 """Pauses before each try to form a lost engine again; the last one for all that follow."""

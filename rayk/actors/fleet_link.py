@@ -11,11 +11,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from rayk.actors.bugs import lasting
 from rayk.actors.engines import EngineHandle, translate
-from rayk.actors.lines import Line, LineLost
-from rayk.actors.serving import News
+from rayk.lines.line import Line, LineLost
+from rayk.sched.admission import News
 from rayk.types.errors import EngineDied, RaykError
+from rayk.types.tasks import lasting
 
 FLEET_POLL_S = 0.2
 """How often a fleet that is not there is looked for."""

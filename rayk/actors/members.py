@@ -8,16 +8,16 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayk.actors.bugs import until
 from rayk.actors.deployment_metrics import EngineNow
 from rayk.actors.engines import EngineHandle
 from rayk.actors.forming import hear, until_it_hangs
-from rayk.actors.lines import LineAddress
+from rayk.lines.line import LineAddress
 from rayk.sched.dispatcher import FormAgain
 from rayk.sched.policy import EngineLoad
 from rayk.specs.serving import EngineEntry
 from rayk.types.errors import InternalError, RaykError
 from rayk.types.serving import EngineState
+from rayk.types.tasks import until
 
 SILENT_S = 4.0
 """An engine with a rank that gave no word for so long is not well. It is not ended for that: machines

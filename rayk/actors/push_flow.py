@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rayk.actors.engines import EngineHandle
-from rayk.actors.stage_clock import StageClock
 from rayk.handover.engine_request import EngineRequest
 from rayk.transfer.ticket import Reservation
 from rayk.types.errors import DeadlineExceeded
 from rayk.types.request import Request
+from rayk.types.stage_clock import StageClock
 
 if TYPE_CHECKING:  # workers, which read no specs, import this
     from rayk.specs.experiment import TransferSpec

@@ -14,8 +14,6 @@ from typing import Protocol
 from rayk.actors.diagnosis import diagnose
 from rayk.actors.engines import CONTROL_S, EngineHandle
 from rayk.actors.push_flow import reserved
-from rayk.actors.sampled import note_sampling
-from rayk.actors.stage_clock import StageClock
 from rayk.actors.tiers import relay
 from rayk.engine.event_info import EventInfo
 from rayk.engine.leader import RequestEvent
@@ -26,6 +24,7 @@ from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.errors import DeadlineExceeded, KVMismatch, RaykError
 from rayk.types.request import Request
 from rayk.types.rows import RequestRow, TransferRow
+from rayk.types.stage_clock import StageClock
 
 NO_MORE = EventInfo()
 """What events tell besides their tokens that have no info."""
@@ -319,6 +318,26 @@ class RequestRun:
             transfer.shift(engine.clock_offset_ns - row.arrival_ns)
         if transfers or num_checked:
             self._log.transferred(transfers, num_checked)
+
+
+def note_sampling(row: RequestRow, event: RequestEvent) -> None:
+    """Add an event's log probabilities and stop reason to its request's row.
+
+    The best tokens beside each are told only if the request asked for any.
+    """
+    if event.logprobs is not None:
+        row.output_logprobs = [*(row.output_logprobs or ()), *(t.logprob for t in event.logprobs)]
+        if any(t.top for t in event.logprobs):
+            row.output_top_logprobs = [
+                *(row.output_top_logprobs or ()),
+                *(list(t.top) for t in event.logprobs),
+            ]
+    if event.prompt_logprobs is not None:
+        row.prompt_logprobs = [None if t is None else t.logprob for t in event.prompt_logprobs]
+        if any(t is not None and t.top for t in event.prompt_logprobs):
+            row.prompt_top_logprobs = [None if t is None else list(t.top) for t in event.prompt_logprobs]
+    if event.stop_reason is not None:
+        row.stop_reason = str(event.stop_reason)
 
 
 def note_failure(row: RequestRow, error: RaykError) -> None:

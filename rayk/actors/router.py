@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from rayk.actors.bugs import lasting
 from rayk.actors.deployment_metrics import beat, begin_outcomes, report_request
 from rayk.actors.engines import EngineHandle, bug_behind
 from rayk.actors.fleet_link import FleetLink
@@ -42,6 +41,7 @@ from rayk.types.errors import (
 from rayk.types.request import FinishReason, Request
 from rayk.types.rows import RequestRow, TransferRow
 from rayk.types.serving import Delta, EngineState, Health, ModelCard, ServerRequest
+from rayk.types.tasks import lasting
 
 NAMESPACE = "rayk"
 ENDED = "the server ends"

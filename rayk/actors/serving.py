@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rayk.actors.lines import LineAddress
 from rayk.kv.usage import Ledger
+from rayk.lines.line import LineAddress
 from rayk.types.config import EngineConfig
 from rayk.types.errors import RaykError
 
@@ -40,16 +40,6 @@ class Assignment:
     """Name and epoch; None: the decode engine computes the prompt itself."""
     decode: tuple[str, int] | None
     """None: the prefill engine does it all."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class News:
-    """What a front tells of its requests, by their attempts' ids. Also its sign of life."""
-
-    prefilled: tuple[str, ...] = ()
-    """The first token is here."""
-    ended: tuple[str, ...] = ()
-    """Requests that are over, however they ended, or not wanted any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

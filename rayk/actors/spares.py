@@ -11,11 +11,11 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from rayk.actors.bugs import lasting
 from rayk.actors.nodes import EngineAsk
 from rayk.actors.placement import NODE_ID_LABEL
 from rayk.actors.pool import WorkerPool
 from rayk.types.errors import EngineDied, InternalError, RaykError
+from rayk.types.tasks import lasting
 
 LOOK_S = 2.0
 """How often an idle worker is asked whether it is there."""

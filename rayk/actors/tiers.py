@@ -16,7 +16,6 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayk.actors.bugs import lasting
 from rayk.actors.engines import CONTROL_S, EngineHandle, translate
 from rayk.actors.tier_actor import TierHost, tier_identity
 from rayk.handover.commands import Connect, Describe, EndReads, WarmUp
@@ -27,6 +26,7 @@ from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, TransferError
 from rayk.types.offload import OffloadSettings
 from rayk.types.request import Request
+from rayk.types.tasks import lasting
 
 NO_BLINDFOLD = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """The variable by which Ray hides no GPU from a process."""

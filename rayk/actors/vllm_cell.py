@@ -19,7 +19,6 @@ import numpy as np
 from rayk.actors.cell_outcome import CellOutcome
 from rayk.actors.cell_run import run_requests
 from rayk.actors.engines import CONTROL_S, EngineHandle
-from rayk.actors.stage_clock import StageClock
 from rayk.actors.vllm_engine import END_S
 from rayk.handover.commands import CapturedRows
 from rayk.metrics import Meter
@@ -27,6 +26,7 @@ from rayk.specs import Cell
 from rayk.types.errors import DeadlineExceeded, EngineDied, KVMismatch, TransferError
 from rayk.types.request import Request, SamplingParams
 from rayk.types.rows import RequestRow, TransferRow
+from rayk.types.stage_clock import StageClock
 
 LOG = logging.getLogger("rayk")
 PROOF_POLL_S = 0.05

@@ -20,12 +20,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rayk.actors.vllm_refusals import MAX_WORDS, cause_in, complaint_in, refusal
 from rayk.types.config import VllmEngineConfig
 from rayk.types.errors import DeadlineExceeded, EngineDied, InternalError, Unsupported, shortened
 from rayk.types.waiting import busy
 from rayk.vllm.arguments import engine_arguments, engine_environment
 from rayk.vllm.messages import PREFIX, BadFrame, Frame, decode_header, decode_prefix
+from rayk.vllm.refusals import MAX_WORDS, cause_in, complaint_in, refusal
 
 END_S = 20.0
 """How long all processes of an engine may take to be gone once they were killed."""

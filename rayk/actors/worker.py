@@ -6,6 +6,7 @@ A plain class; `launch` makes it a Ray actor. `form` builds the rank, `run` is i
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import gc
 import os
@@ -17,16 +18,15 @@ import time
 import traceback
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rayk.actors.agents import make_agent
-from rayk.actors.line_streams import LineStreams
-from rayk.actors.lines import LineAddress, LineService, LineThread
 from rayk.actors.naming import rank_in_words
 from rayk.actors.phases import phases_of
 from rayk.actors.rank_spec import RankSpec as RankSpec
@@ -45,6 +45,7 @@ from rayk.handover.handover import TransferHandover
 from rayk.handover.planted import commit_wrong_kv, kill_raylet
 from rayk.handover.tier_side import TierFacts
 from rayk.handover.transfer_metrics import begin_transfers, watch_handover
+from rayk.lines.line import Funnel, Last, LineAddress, LineService, LineThread
 from rayk.metrics import Meter
 from rayk.models.families import load_config
 from rayk.models.headers import check_weights
@@ -486,3 +487,43 @@ class Worker:
 def _let_go(error: BaseException) -> None:
     """Its frames, and those of the errors it came of, hold the rank, which is to be forgotten soon."""
     error.__context__ = error.__cause__ = error.__traceback__ = None
+
+
+@dataclass(frozen=True, slots=True)
+class LineStreams:
+    """A worker's requests as streams over its line.
+
+    No methods of the worker itself: where one method of an actor's class is a coroutine, Ray runs all of them
+    on event loops, and those that are none one at a time, each until it ends.
+    """
+
+    prepare: Callable[[Request], object]
+    """Loads a tokenizer for the first request that has stop strings."""
+    submit: Callable[[EngineRequest, Callable[[RequestEvent], Any]], None]
+    """It is Worker._submit."""
+    abort: Callable[[str], None]
+    """Ends a request whose caller went."""
+    flush_s: float
+    """Later events are gathered for so long."""
+
+    async def generate(self, asked: EngineRequest) -> AsyncIterator[list[RequestEvent] | Last]:
+        """Does on the line's loop what Worker.generate does. A caller who goes aborts the request."""
+        request = asked.request
+        if request.sampling.stop:  # the first of these loads a tokenizer, while other streams go on
+            await asyncio.to_thread(self.prepare, request)
+        events = Funnel()
+        self.submit(asked, events.put)
+        first, is_over = True, False
+        try:
+            while not is_over:
+                await events.wait()
+                batch: list[RequestEvent] = events.take()
+                if not first and not batch[-1].is_last:
+                    await asyncio.sleep(self.flush_s)
+                    batch += events.take()
+                first = first and not any(event.token_ids for event in batch)
+                is_over = batch[-1].is_last
+                yield Last(batch) if is_over else batch
+        finally:
+            if not is_over:
+                self.abort(request.request_id)

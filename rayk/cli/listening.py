@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rayk.actors.environment import greeting, is_grpc, open_channel
-from rayk.actors.lines import NONCE_BYTES, PROOF_BYTES
+from rayk.lines.line import NONCE_BYTES, PROOF_BYTES
 
 PROBE_S = 5.0
 NUM_PROBES = 16  # at once

@@ -19,15 +19,14 @@ from rayk.actors import deployment as deployment_module
 from rayk.actors import fleet as fleet_module
 from rayk.actors import fleet_link as link_module
 from rayk.actors import launch
-from rayk.actors.bugs import lasting
 from rayk.actors.cell_outcome import CellOutcome
 from rayk.actors.coordinator import Coordinator
 from rayk.actors.engines import EngineHandle, translate
 from rayk.actors.fleet import Fleet
-from rayk.actors.lines import LineService
 from rayk.actors.members import Member
 from rayk.actors.router import Router
 from rayk.experiments.verdict import Findings
+from rayk.lines.line import LineService
 from rayk.models.families import load_config
 from rayk.serve.errors import api_error
 from rayk.serve.fleet_part import FleetPart
@@ -38,6 +37,7 @@ from rayk.specs.serving import EngineEntry, ServerSettings
 from rayk.types.config import EngineConfig
 from rayk.types.errors import EngineDied, InternalError, RaykError
 from rayk.types.serving import ModelCard
+from rayk.types.tasks import lasting
 from tests.actors import in_threads
 from tests.actors.cells import cell_deployment
 from tests.actors.served import Served, complete, settings_for

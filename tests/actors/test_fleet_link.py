@@ -11,9 +11,9 @@ import pytest
 
 from rayk.actors import fleet_link as link_module
 from rayk.actors.fleet_link import FleetLink
-from rayk.actors.lines import Line, LineAddress, LineLost, LineService
 from rayk.actors.router import Router
 from rayk.actors.serving import EngineCard
+from rayk.lines.line import Line, LineAddress, LineLost, LineService
 from rayk.specs.serving import EngineEntry, ServerSettings
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded

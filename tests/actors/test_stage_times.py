@@ -18,7 +18,6 @@ from rayk.actors.deployment_metrics import report_request
 from rayk.actors.engines import EngineHandle
 from rayk.actors.push_flow import reserved
 from rayk.actors.request_run import RequestRun, Route, RunRules
-from rayk.actors.stage_clock import StageClock
 from rayk.engine.event_info import EventInfo
 from rayk.engine.leader import RequestEvent
 from rayk.handover.arrival_times import arrival_stages
@@ -33,6 +32,7 @@ from rayk.types.config import EngineConfig
 from rayk.types.errors import TransferError
 from rayk.types.request import FinishReason, Request, SamplingParams
 from rayk.types.rows import CellRow, RequestRow, TransferRow, moving_ns
+from rayk.types.stage_clock import StageClock
 from tests.actors.test_request_rows import Unheard
 from tests.metrics.recording import Recorder
 from tests.reports.synthetic import SPEC

@@ -9,11 +9,10 @@ from typing import Any
 
 from ray.exceptions import RayActorError
 
-from rayk.actors.admission import AdmissionController
 from rayk.actors.engines import EngineHandle
-from rayk.actors.serving import News
 from rayk.actors.tiers import HostTiers, _Tier
 from rayk.handover.tier_side import TierFacts
+from rayk.sched.admission import AdmissionController, News
 from rayk.sched.dispatcher import Dispatcher, DispatchRules
 from rayk.sched.policies import get_policy
 from rayk.sched.policy import PolicySettings

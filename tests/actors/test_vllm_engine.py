@@ -15,9 +15,9 @@ import pytest
 
 from rayk.actors import vllm_engine
 from rayk.actors.vllm_engine import VllmEngine
-from rayk.actors.vllm_refusals import refusal
 from rayk.types.config import VllmEngineConfig
 from rayk.types.errors import DeadlineExceeded, EngineDied, InternalError, RaykError, Unsupported
+from rayk.vllm.refusals import refusal
 from tests.actors.vllm_engines import Fake, left
 from tests.pd import HANG_S
 

@@ -11,11 +11,10 @@ import pytest
 from ray._private.async_compat import has_async_methods
 
 from rayk.actors import worker as worker_module
-from rayk.actors.line_streams import LineStreams
-from rayk.actors.lines import Last
-from rayk.actors.worker import ABORTED_KEPT, RankSpec, Worker
+from rayk.actors.worker import ABORTED_KEPT, LineStreams, RankSpec, Worker
 from rayk.engine.leader import RequestEvent
 from rayk.handover.engine_request import EngineRequest
+from rayk.lines.line import Last
 from rayk.types.config import EngineConfig
 from rayk.types.errors import CommError, EngineDied
 from rayk.types.request import FinishReason, Request, SamplingParams

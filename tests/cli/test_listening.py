@@ -13,9 +13,9 @@ from contextlib import contextmanager
 import grpc
 import pytest
 
-from rayk.actors.lines import LineService, LineThread
 from rayk.cli import checkup, listening
 from rayk.cli.listening import GUARDED, LATE, OPEN, OTHER, Port, PortAnswer, ask
+from rayk.lines.line import LineService, LineThread
 from tests.listeners import listening as talkers
 
 UNKNOWN = grpc.StatusCode.UNIMPLEMENTED

@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from jobs.benchmarks.failure_policies import LENGTHS, MAX_BATCH_TOKENS, MIN_REQUESTS, main, make_spec
-from rayk.actors.planting import faults_of
+from rayk.actors.cell_deployment import faults_of
 from rayk.specs import load_spec, plan_cells
 from rayk.types.errors import UserError
 from tests.specs.models import decoder

@@ -17,12 +17,12 @@ from rayk.actors.deployment_metrics import (
     watch_places,
 )
 from rayk.actors.engines import EngineHandle
-from rayk.actors.serving import News
 from rayk.metrics import Meter
+from rayk.sched.admission import News
 from rayk.types.config import EngineConfig
 from rayk.types.rows import RequestRow
-from tests.actors.test_admission import Desk, place
 from tests.metrics.recording import Recorder
+from tests.sched.test_admission import Desk, place
 
 
 def row(finish_reason: str | None) -> RequestRow:

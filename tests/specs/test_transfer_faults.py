@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rayk.actors.planting import faults_of
+from rayk.actors.cell_deployment import faults_of
 from rayk.specs import Cell, load_spec
 from rayk.specs.checks import plan_cells
 from rayk.types.errors import SpecError

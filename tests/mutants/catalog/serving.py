@@ -97,8 +97,8 @@ def _(original, options, **more):
 @SERVING.twin(
     "a server that ends turns away what it began",
     "rayk.sched.dispatcher:Dispatcher.arrive",
-    "actors/test_admission.py::test_a_desk_that_drains_takes_only_what_it_had_taken_before",
-    "actors/test_admission.py::test_a_full_room_turns_requests_away_but_not_those_that_lost_their_place",
+    "sched/test_admission.py::test_a_desk_that_drains_takes_only_what_it_had_taken_before",
+    "sched/test_admission.py::test_a_full_room_turns_requests_away_but_not_those_that_lost_their_place",
 )
 def _(original, self, *asked, again=False, **options):
     return original(self, *asked, **options)
@@ -115,7 +115,7 @@ def _(original, self, now, patience_s):
 
 @SERVING.twin(
     "a stage that comes again forgets the first",
-    "rayk.actors.stage_clock:StageClock.lasted",
+    "rayk.types.stage_clock:StageClock.lasted",
     "actors/test_stage_times.py::test_what_a_failed_attempt_took_is_told_and_adds_up",
 )
 def _(original, self, stage, length_ns):
@@ -125,8 +125,8 @@ def _(original, self, stage, length_ns):
 
 @SERVING.twin(
     "lines serve whoever connects",
-    "rayk.actors.lines:_meet_caller",
-    "actors/test_lines.py::test_nothing_is_unpickled_for_who_does_not_know_the_secret",
+    "rayk.lines.line:_meet_caller",
+    "lines/test_lines.py::test_nothing_is_unpickled_for_who_does_not_know_the_secret",
 )
 async def _(original, wire, secret):
     await original(wire, secret)

@@ -1,15 +1,25 @@
-"""Whoever asks a fleet for a place gets what its dispatcher decides, once it does. No Ray here."""
+"""Whoever asks a fleet for a place gets what its dispatcher decides, once it does."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from rayk.actors.serving import News
 from rayk.sched.dispatcher import Abort, Action, Dispatcher, Place, Refuse
 from rayk.sched.policy import Placement, PlacementRequest
 from rayk.sched.waiting_room import NS_PER_S
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class News:
+    """What a front tells of its requests, by their attempts' ids. Also its sign of life."""
+
+    prefilled: tuple[str, ...] = ()
+    """The first token is here."""
+    ended: tuple[str, ...] = ()
+    """Requests that are over, however they ended, or not wanted any more."""
 
 
 class AdmissionController:

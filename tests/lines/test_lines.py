@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from rayk.actors import lines as lines_module
-from rayk.actors.lines import SECRET_BYTES, Funnel, Last, Line, LineAddress, LineLost, LineService, LineThread
+from rayk.lines import line as lines_module
+from rayk.lines.line import SECRET_BYTES, Funnel, Last, Line, LineAddress, LineLost, LineService, LineThread
 from rayk.types.errors import EngineDied, InternalError
 
 HOST = "127.0.0.1"
@@ -388,7 +388,7 @@ async def drained(stream: AsyncIterator[Any]) -> None:
 
 SCRIPT = """
 import asyncio, pickle, sys, time
-from rayk.actors.lines import LineService, LineThread
+from rayk.lines.line import LineService, LineThread
 
 async def forever():
     while True:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayk.actors.admission import AdmissionController
-from rayk.actors.serving import News
+from rayk.sched.admission import AdmissionController, News
 from rayk.sched.dispatcher import Abort, Dispatcher, DispatchRules
 from rayk.sched.policies import get_policy
 from rayk.sched.policy import Placement, PlacementRequest

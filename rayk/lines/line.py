@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from rayk.actors.line_protocol import LineProtocol, framed
+from rayk.lines.protocol import LineProtocol, framed
 from rayk.types.bugs import bug
 from rayk.types.errors import RaykError
 
