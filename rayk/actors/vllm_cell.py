@@ -233,9 +233,10 @@ class VllmRequestRun:
         mismatches = [f for f in found.values() if f["mismatch"] is not None]
         if mismatches:
             outcome.errors.append(_mismatch(row.request_id, mismatches))
-        if not found:  # the decode engine had all of it already
+        if found and all(f["status"] == "local" for f in found.values()):  # nothing of P's was loaded
             row.kv_path = "local"
         unverified = [f["why"] for f in found.values() if f["status"] == "unverified"]
+        unverified += [f"rank {r} knows nothing of it" for r in range(len(told["workers"])) if r not in found]
         if unverified:
             reason = f"what arrived cannot be verified: {unverified[0]}"
             raise TransferError(row.request_id, reason, prefill.name, decode.name)

@@ -9,6 +9,7 @@ arrived, the worker digests them before the model runs, and has them verified.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,12 @@ Blocks = tuple[tuple[int, ...], ...]
 """A request's block ids, by vLLM's KV cache group."""
 _SETTLE_S = 5.0
 """Beyond the two waits of a verification: how long a finished request's verdict keeps the engine stepping."""
+PACE_S = 0.02
+"""From step to step of an engine that only waits for verdicts."""
+OWN_TIERS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
+"""Connectors that load what this very engine had: another one's proof says nothing of it."""
+_ENDED_EARLY = ("FINISHED_ABORTED", "FINISHED_IGNORED", "FINISHED_ERROR")
+"""vLLM's names for the ends of requests that are not handed on."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,8 @@ class Produced:
     """A prefill that is done."""
 
     request_id: str
+    nonce: str
+    """Its ticket's."""
     blocks: Blocks
     num_tokens: int
 
@@ -69,6 +78,8 @@ class Notes:
 
     produced: tuple[Produced, ...] = ()
     expected: tuple[Expected, ...] = ()
+    local: tuple[tuple[str, str], ...] = ()
+    """(request, why) of those that came with a ticket, and of which nothing of P's is loaded."""
 
 
 @dataclass
@@ -87,15 +98,25 @@ class SchedulerHalf:
     """In the scheduler's process. `num_workers`: of this engine."""
 
     def __init__(
-        self, settings: ProvingSettings, num_workers: int, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: ProvingSettings,
+        num_workers: int,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._settings, self._num_workers, self._clock = settings, num_workers, clock
+        self._settings, self._num_workers = settings, num_workers
+        self._clock, self._sleep = clock, sleep
         self._servers: tuple[tuple[str, int, str], ...] = ()
         self._matched: dict[str, tuple[int, bool]] = {}
         """Request -> (tokens in D's own cache, whether the rest is loaded between steps)."""
         self._produced: list[Produced] = []
         self._expected: list[Expected] = []
+        self._local: list[tuple[str, str]] = []
+        self._told: set[str] = set()
+        """Requests that workers know of: vLLM asks again when one has arrived or was preempted."""
         self._pending: dict[str, _Pending] = {}
+        self._step_at = clock()
+        """When the last step began."""
         self._planted = PlantedAtScheduler(settings.planted)
 
     def set_servers(self, by_rank: Mapping[int, tuple[str, int, str]]) -> None:
@@ -116,12 +137,19 @@ class SchedulerHalf:
         params: Mapping[str, Any] | None,
         block_ids: Sequence[Sequence[int]],
         num_external: int,
+        loader: str = "",
     ) -> None:
-        """Note the blocks that `num_external` tokens will be loaded into."""
+        """Note the blocks that `num_external` tokens will be loaded into, and the class of the
+        connector that does (`loader`)."""
         num_local, is_async = self._matched.pop(request_id, (0, False))
-        if num_external <= 0:
-            return
         ticket = read_ticket(params)
+        if num_external <= 0 or loader in OWN_TIERS:
+            if ticket is not None and request_id not in self._told:
+                self._told.add(request_id)
+                own = f": {loader} loads {num_external} tokens that it had" if num_external > 0 else ""
+                self._local.append((request_id, f"D loads nothing of P's{own}"))
+            return
+        self._told.add(request_id)
         num_tokens = num_local + num_external
         self._expected.append(
             Expected(request_id, ticket, _blocks(block_ids), num_tokens, num_local, is_async)
@@ -135,25 +163,29 @@ class SchedulerHalf:
         the inner connector tells D."""
         request_id = request.request_id
         self._matched.pop(request_id, None)
+        self._told.discard(request_id)
         pending = self._pending.get(request_id)
         if pending is not None:
             pending.deadline = self._clock() + 2 * self._settings.timeout_s + _SETTLE_S
         asked = request.kv_transfer_params or {}
         is_asked = asked.get("do_remote_decode") is True or asked.get("rayk_proof") is True
-        if not is_asked or not any(block_ids):
+        has_ended = getattr(getattr(request, "status", None), "name", "") not in _ENDED_EARLY
+        if not is_asked or not has_ended or not any(block_ids):
             return params
+        nonce = secrets.token_hex(8)
         if not is_sampled(request_id, self._settings.sampling_rate):
-            return {**(params or {}), "rayk_proof": Ticket(request_id, (), sampled=False).to_params()}
+            return {**(params or {}), "rayk_proof": Ticket(request_id, nonce, (), sampled=False).to_params()}
         computed = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
         # A prompt's rows are what D loads; without D all that was computed may be looked into.
         num_tokens = min(computed, request.num_prompt_tokens) if asked.get("do_remote_decode") else computed
-        self._produced.append(Produced(request_id, _blocks(block_ids), num_tokens))
-        return {**(params or {}), "rayk_proof": Ticket(request_id, self._servers).to_params()}
+        self._produced.append(Produced(request_id, nonce, _blocks(block_ids), num_tokens))
+        return {**(params or {}), "rayk_proof": Ticket(request_id, nonce, self._servers).to_params()}
 
     def take_notes(self) -> Notes:
         """What the next step tells the workers."""
-        notes = Notes(tuple(self._produced), tuple(self._expected))
-        self._produced, self._expected = [], []
+        self._step_at = self._clock()
+        notes = Notes(tuple(self._produced), tuple(self._expected), tuple(self._local))
+        self._produced, self._expected, self._local = [], [], []
         return notes
 
     def verified(self, request_ids: Sequence[str]) -> None:
@@ -166,13 +198,17 @@ class SchedulerHalf:
                     del self._pending[request_id]
 
     def has_pending(self) -> bool:
-        """Whether verdicts of finished requests are still to come: the engine must step on to hear them."""
+        """Tell whether verdicts of finished requests are still to come: the engine must step on to hear them.
+        It has nothing else to do, and vLLM would ask again at once: wait here until the next step is due."""
         now = self._clock()
         ended = [r for r, p in self._pending.items() if p.deadline is not None]
         for request_id in ended:
             if (self._pending[request_id].deadline or now) < now:
                 del self._pending[request_id]
-        return any(request_id in self._pending for request_id in ended)
+        is_pending = any(request_id in self._pending for request_id in ended)
+        if is_pending and now < self._step_at + PACE_S:
+            self._sleep(self._step_at + PACE_S - now)
+        return is_pending
 
 
 @dataclass
@@ -234,12 +270,16 @@ class WorkerHalf:
             except Exception as error:  # noqa: BLE001 - the engine serves on: D finds no proof
                 bug(f"the digest of {produced.request_id}", error)
                 continue
-            self.records.put(produced.request_id, ProofRecord(produced.num_tokens, digests, rows))
+            self.records.put(
+                produced.nonce, ProofRecord(produced.num_tokens, digests, rows, produced.request_id)
+            )
             self.counts.made(time.monotonic() - start)
         for expected in notes.expected:
             if self._planted is not None:
                 self._planted.before_load(expected.request_id, expected.blocks)
             self._expected[expected.request_id] = expected
+        for request_id, why in notes.local:
+            self._verifier.end(request_id, Comparison("local", why))
 
     def loaded(self) -> set[int]:
         """What is loaded within the step has been. Returns blocks of requests that are wrong and must fail.
@@ -298,8 +338,7 @@ class WorkerHalf:
             self._planted.after_load(expected.request_id, expected.blocks, expected.num_tokens)
         ticket = expected.ticket
         if ticket is not None and self._skips(ticket):
-            self.counts.skip()
-            self._verifier.end(expected.request_id, None)
+            self._verifier.end(expected.request_id, Comparison("skipped", "it is not sampled"))
             return None
         if not expected.is_async and not self._loads_at_once:
             why = "the inner connector loads within the step, perhaps layer by layer: nobody tells when"
@@ -334,9 +373,9 @@ class WorkerHalf:
 
     def proof_results(self, request_id: str) -> dict[str, Any]:
         """What was found of a request at D, as JSON, once; "pending" while it is expected or being verified,
-        "none" where nothing of it was loaded."""
+        "none" where nothing is known of it (any more)."""
         is_pending = request_id in self._expected or self._verifier.is_waiting(request_id)
-        found = self._verifier.pop(request_id)
+        found = None if is_pending else self._verifier.pop(request_id)
         if found is None:
             status = "pending" if is_pending else "none"
             return {"status": status, "why": "", "bytes_checked": 0, "bytes_mismatched": 0, "mismatch": None}
@@ -360,7 +399,7 @@ class WorkerHalf:
 
     def kept_rows(self, request_id: str) -> dict[tuple[int, str, int], Any]:
         """(layer, field, unit) -> the rows that P kept of a request, uint8 [rows, bytes], once."""
-        record = self.records.pop(request_id)
+        record = self.records.pop_last(request_id)
         rows = {} if record is None or record.rows is None else record.rows
         return {
             (layer, name, unit): values

@@ -32,6 +32,8 @@ MAX_RECORD_BYTES = 1 << 30
 MAX_WAIT_S = 60.0
 """A server waits no longer for a record that is still to come."""
 MAX_RANKS = 1024
+VERSION = 2
+"""Of tickets, and of what is asked by them."""
 _ANSWER_S = 0.1
 """Left to an answer that says that there is none."""
 
@@ -71,6 +73,7 @@ class ProofRecord:
     digests: Digests
     rows: PartRows | None = None
     """Kept where a mismatch is to be classified."""
+    request_id: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +82,8 @@ class ProofRecord:
 
 
 class ProofRecords:
-    """The last requests' records of one P rank. Any thread may use it."""
+    """Keeps the last requests' records of one P rank, each under its ticket's nonce: a client may send one
+    request id twice. Any thread may use it."""
 
     def __init__(self, max_records: int = MAX_RECORDS, max_bytes: int = MAX_RECORD_BYTES) -> None:
         self._max_records, self._max_bytes = max_records, max_bytes
@@ -87,11 +91,11 @@ class ProofRecords:
         self._num_bytes = 0
         self._changed = threading.Condition()
 
-    def put(self, request_id: str, record: ProofRecord) -> None:
+    def put(self, nonce: str, record: ProofRecord) -> None:
         """Keep a record, in place of an older one; the oldest go where there are too many."""
         with self._changed:
-            self._pop(request_id)
-            self._records[request_id] = record
+            self._pop(nonce)
+            self._records[nonce] = record
             self._num_bytes += record.num_bytes
             while len(self._records) > 1 and (
                 len(self._records) > self._max_records or self._num_bytes > self._max_bytes
@@ -99,16 +103,18 @@ class ProofRecords:
                 self._pop(next(iter(self._records)))
             self._changed.notify_all()
 
-    def get(self, request_id: str, wait_s: float = 0.0) -> ProofRecord | None:
-        """A request's record, waiting for it so long; None where it does not come."""
+    def get(self, nonce: str, wait_s: float = 0.0) -> ProofRecord | None:
+        """A ticket's record, waiting for it so long; None where it does not come."""
         with self._changed:
-            self._changed.wait_for(lambda: request_id in self._records, timeout=max(0.0, wait_s))
-            return self._records.get(request_id)
+            self._changed.wait_for(lambda: nonce in self._records, timeout=max(0.0, wait_s))
+            return self._records.get(nonce)
 
-    def pop(self, request_id: str) -> ProofRecord | None:
-        """A request's record, which is forgotten."""
+    def pop_last(self, request_id: str) -> ProofRecord | None:
+        """The last record of a request of this id, which is forgotten."""
         with self._changed:
-            return self._pop(request_id)
+            found = (n for n, record in reversed(self._records.items()) if record.request_id == request_id)
+            nonce = next(found, None)
+            return None if nonce is None else self._pop(nonce)
 
     def clear(self) -> None:
         """Forget all records."""
@@ -116,8 +122,8 @@ class ProofRecords:
             self._records.clear()
             self._num_bytes = 0
 
-    def _pop(self, request_id: str) -> ProofRecord | None:
-        record = self._records.pop(request_id, None)
+    def _pop(self, nonce: str) -> ProofRecord | None:
+        record = self._records.pop(nonce, None)
         if record is not None:
             self._num_bytes -= record.num_bytes
         return record
@@ -132,7 +138,7 @@ _STATUS = {
     _NOT_UNDERSTOOD: "P does not understand the question",
     _OTHER_LIFE: "P was started anew since",
 }
-# what, layer, milliseconds to wait, bytes of the request id; then the id, and the part or the life
+# what, layer, milliseconds to wait, bytes of the ticket's nonce; then the nonce, and the part or the life
 _REQUEST = struct.Struct("<BIIH")
 _DIGEST_HEAD = struct.Struct("<BII16s")  # status, tokens, words, the server's life
 _ENTRY = struct.Struct("<HIII")  # bytes of the field's name, unit, rows, bytes of a row
@@ -151,14 +157,14 @@ def serve_records(
         what, layer, wait_ms, length = _REQUEST.unpack_from(request)
         rest = request[_REQUEST.size :]
         try:
-            request_id, part = rest[:length].decode(), rest[length:].decode()
+            nonce, part = rest[:length].decode(), rest[length:].decode()
         except UnicodeDecodeError:
             return bytes([_NOT_UNDERSTOOD])
         if what == _DESCRIBE:
             return described
         if what == _DIGESTS and part and part != life.hex:
             return bytes([_OTHER_LIFE])  # At once: its record will never come.
-        record = records.get(request_id, min(wait_ms / 1000, MAX_WAIT_S))
+        record = records.get(nonce, min(wait_ms / 1000, MAX_WAIT_S))
         if what == _DIGESTS:
             return _pack_digests(record, life.bytes)
         return _pack_rows(record, layer, part) if what == _ROWS else bytes([_NOT_UNDERSTOOD])
@@ -166,10 +172,8 @@ def serve_records(
     return ProofServer(host, port, secret, answer), life.hex
 
 
-def _ask_for(
-    what: int, request_id: str = "", *, layer: int = 0, part: str = "", wait_s: float = 0.0
-) -> bytes:
-    name = request_id.encode()
+def _ask_for(what: int, nonce: str = "", *, layer: int = 0, part: str = "", wait_s: float = 0.0) -> bytes:
+    name = nonce.encode()
     return _REQUEST.pack(what, layer, int(wait_s * 1000), len(name)) + name + part.encode()
 
 
@@ -247,6 +251,8 @@ class Ticket:
 
     request_id: str
     """P's."""
+    nonce: str
+    """What the proof is kept under, and asked for by."""
     ranks: tuple[tuple[str, int, str], ...]
     """(host, port, life) in rank order."""
     sampled: bool = True
@@ -254,17 +260,19 @@ class Ticket:
 
     def to_params(self) -> dict[str, Any]:
         """Write the ticket as JSON."""
-        ranks = [list(rank) for rank in self.ranks]
-        return {"version": 1, "request": self.request_id, "ranks": ranks, "sampled": self.sampled}
+        told = {"version": VERSION, "request": self.request_id, "nonce": self.nonce}
+        return {**told, "ranks": [list(rank) for rank in self.ranks], "sampled": self.sampled}
 
 
 def read_ticket(params: Mapping[str, Any] | None) -> Ticket | None:
     """The ticket in `kv_transfer_params`; None where there is none that can be read."""
     told = (params or {}).get("rayk_proof")
-    if not isinstance(told, Mapping) or told.get("version") != 1:
+    if not isinstance(told, Mapping) or told.get("version") != VERSION:
         return None
-    request_id, ranks = told.get("request"), told.get("ranks")
+    request_id, nonce, ranks = told.get("request"), told.get("nonce"), told.get("ranks")
     if not isinstance(request_id, str) or len(request_id) > 1024:
+        return None
+    if not isinstance(nonce, str) or not 0 < len(nonce) <= 64:
         return None
     sampled = told.get("sampled", True)
     if not isinstance(ranks, list) or len(ranks) > MAX_RANKS or not isinstance(sampled, bool):
@@ -274,7 +282,7 @@ def read_ticket(params: Mapping[str, Any] | None) -> Ticket | None:
             return None
         if not 0 < rank[1] < 1 << 16:
             return None
-    return Ticket(request_id, tuple((host, port, life) for host, port, life in ranks), sampled)
+    return Ticket(request_id, nonce, tuple((host, port, life) for host, port, life in ranks), sampled)
 
 
 # What D fetches
@@ -282,7 +290,7 @@ def read_ticket(params: Mapping[str, Any] | None) -> Ticket | None:
 
 def fetch_digests(
     peer: tuple[str, int, str],
-    request_id: str,
+    nonce: str,
     secret: bytes,
     deadline: float,
     described: Mapping[str, Any] | None = None,
@@ -292,7 +300,7 @@ def fetch_digests(
     host, port, life = peer
     address = host, port
     left = max(0.0, deadline - time.monotonic() - _ANSWER_S)
-    requests = [_ask_for(_DIGESTS, request_id, part=life, wait_s=left)]
+    requests = [_ask_for(_DIGESTS, nonce, part=life, wait_s=left)]
     if described is None:
         requests.append(_ask_for(_DESCRIBE))
     answers = ask(address, secret, requests, deadline)
@@ -304,11 +312,11 @@ def fetch_digests(
 
 
 def fetch_rows(
-    peer: tuple[str, int, str], request_id: str, layer: int, part: str, secret: bytes, deadline: float
+    peer: tuple[str, int, str], nonce: str, layer: int, part: str, secret: bytes, deadline: float
 ) -> Rows:
     """Fetch one P rank's raw rows of one cache of a layer. Raises TransferError."""
     address = peer[0], peer[1]
-    request = _ask_for(_ROWS, request_id, layer=layer, part=part)
+    request = _ask_for(_ROWS, nonce, layer=layer, part=part)
     return _unpack_rows(address, ask(address, secret, [request], deadline)[0])
 
 
@@ -333,7 +341,8 @@ def read_description(address: Address, text: bytes) -> Mapping[str, Any]:
         for cache in told["layers"]:
             for each in cache["fields"]:
                 each["units"] = [int(unit) for unit in each["units"]]
-        int(told["rows_per_group"])
+        for name in ("rows_per_group", "tp_rank", "tp_size"):
+            told[name] = int(told[name])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise TransferError(
             "", f"a description that cannot be read: {error}", producer=_name(address)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayk.transfer.diagnose import first_difference, merge_rows
+from rayk.transfer.digest_words import Words
 from rayk.transfer.verify import (
     CanonicalViews,
     Digests,
@@ -56,9 +57,9 @@ class Comparison:
     """What became of one rank's words of a request."""
 
     status: str
-    """equal, mismatch or unverified."""
+    """equal, mismatch or unverified; local: nothing of P's was loaded; skipped: not sampled."""
     why: str = ""
-    """Why not all could be verified."""
+    """Why not all could be verified, or nothing was compared."""
     num_equal: int = 0
     num_unverified: int = 0
     num_wrong: int = 0
@@ -77,7 +78,7 @@ def compare(
     arrival: Arrival, views: CanonicalViews, mine: Mapping[str, Any], theirs: Mapping[int, PeerProof]
 ) -> Comparison:
     """Compare what arrived with what P's ranks held. `theirs` by P rank; a rank that is missing leaves the
-    units that it alone holds unverified.
+    units that it alone holds unverified, and those that it shares where its replicas' differ from D's.
 
     `views`: the structure of this rank's caches; `mine`: its description.
     """
@@ -99,23 +100,9 @@ def compare(
             checked.why = unlike
         else:
             ranks[rank] = _align(arrival, views, proof, rows_per_group)
-    known = np.zeros(words.num_in_all, dtype=bool)
-    expected = np.tile(arrival.digests, (max(ranks, default=0) + 1, 1))
-    sources = {}
-    for kind, key in enumerate(views.lanes.kinds):
-        at = words.index[views.lanes.kind[words.lane] == kind]
-        holders = [r for r in ranks if key[2] in _units(theirs[r].description, views, key)]
-        # Ranks compute replicas apart, so these may differ in the last bit: one equal replica will do.
-        scores = {r: int((ranks[r][0][at] == arrival.digests[at])[ranks[r][1][at]].sum()) for r in holders}
-        best = max(holders, key=lambda r: (scores[r], -r), default=0)
-        sources[key] = best
-        if holders:
-            aligned, is_known = ranks[best]
-            expected[best, at] = np.where(is_known[at], aligned[at], arrival.digests[at])
-            known[at] = is_known[at]
-    checked.sources = sources
+    expected, known, checked.sources = _expect(arrival, words, views, theirs, ranks)
     checked.wrong = compare_digests(
-        views, expected, arrival.digests, sources, arrival.num_tokens, rows_per_group, first_row
+        views, expected, arrival.digests, checked.sources, arrival.num_tokens, rows_per_group, first_row
     )
     checked.num_wrong = len(checked.wrong)
     num_unknown = int((~known[words.index] & counted).sum())
@@ -133,6 +120,35 @@ def compare(
     elif not checked.num_unverified:
         checked.status = "equal"
     return checked
+
+
+def _expect(
+    arrival: Arrival,
+    words: Words,
+    views: CanonicalViews,
+    theirs: Mapping[int, PeerProof],
+    ranks: Mapping[int, tuple[Digests, Bools]],
+) -> tuple[Digests, Bools, dict[tuple[int, str, int], int]]:
+    """Choose the P rank that each unit is compared with: (its words by P rank, which are told, who counts).
+    `ranks`: by P rank, what `_align` made of it."""
+    known = np.zeros(words.num_in_all, dtype=bool)
+    expected = np.tile(arrival.digests, (max(ranks, default=0) + 1, 1))
+    sources: dict[tuple[int, str, int], int] = {}
+    for kind, key in enumerate(views.lanes.kinds):
+        at = words.index[views.lanes.kind[words.lane] == kind]
+        holders = [r for r in ranks if key[2] in _units(theirs[r].description, views, key)]
+        # Ranks compute replicas apart, so these may differ in the last bit: one equal replica will do.
+        scores = {r: int((ranks[r][0][at] == arrival.digests[at])[ranks[r][1][at]].sum()) for r in holders}
+        best = max(holders, key=lambda r: (scores[r], -r), default=0)
+        sources[key] = best
+        if holders:
+            aligned, is_known = ranks[best]
+            told = is_known[at]
+            if len(holders) < _num_holders(theirs[best].description, views, key):
+                told &= aligned[at] == arrival.digests[at]  # D may have read from the one that is missing.
+            expected[best, at] = np.where(told, aligned[at], arrival.digests[at])
+            known[at] = told
+    return expected, known, sources
 
 
 def _why_unverified(num_unknown: int, num_cut: int, cut: range) -> str:
@@ -183,11 +199,25 @@ def _first_whole_rows(views: CanonicalViews, *num_tokens: int) -> npt.NDArray[np
 
 def _units(description: Mapping[str, Any], views: CanonicalViews, key: tuple[int, str, int]) -> list[int]:
     """The units of a field that a P rank holds of the caches of one of D's groups."""
+    units: list[int] = _field(description, views, key)["units"]
+    return units
+
+
+def _num_holders(description: Mapping[str, Any], views: CanonicalViews, key: tuple[int, str, int]) -> int:
+    """How many of P's ranks hold a unit: each holds as many units as this one."""
+    field = _field(description, views, key)
+    return int(description["tp_size"]) * len(field["units"]) // int(field["of"])
+
+
+def _field(
+    description: Mapping[str, Any], views: CanonicalViews, key: tuple[int, str, int]
+) -> Mapping[str, Any]:
     group, name, _ = key
     view = next(v for v in views if v.group.index == group)
     where = view.layer, view.group.spec.part
     cache = next(c for c in description["layers"] if (c["layer"], c["part"]) == where)
-    return next((f["units"] for f in cache["fields"] if f["name"] == name), [])
+    found: Mapping[str, Any] = next(f for f in cache["fields"] if f["name"] == name)
+    return found
 
 
 def classify(

@@ -15,7 +15,7 @@ from typing import Any
 from rayk.transfer.verify import CanonicalViews, Rows
 from rayk.types.bugs import bug
 from rayk.types.errors import TransferError
-from rayk.vllm.proof import fetch_digests, fetch_rows
+from rayk.vllm.proof import Ticket, fetch_digests, fetch_rows
 from rayk.vllm.proof_compare import Arrival, Comparison, PeerProof, classify, compare
 
 LOGGER = logging.getLogger("vllm.rayk")
@@ -23,6 +23,8 @@ LOGGER = logging.getLogger("vllm.rayk")
 MAX_WAITING = 256
 """Arrivals that may wait to be verified; those beyond are counted as unverified."""
 MAX_RESULTS = 4096
+NOT_COMPARED = ("local", "skipped")
+"""Of which nothing of P's was loaded, or which is not sampled."""
 MAX_FIRST = 256
 """First wrong coordinates that are counted one by one: each is a series of its own, for good."""
 LEAST_S = 1.0
@@ -59,18 +61,22 @@ class Fetcher:
         else:
             for rank, peer in enumerate(arrival.ticket.ranks):
                 try:
-                    proofs[rank] = self._fetch(peer, arrival.ticket.request_id, deadline)
+                    proofs[rank] = self._fetch(peer, arrival.ticket.nonce, deadline)
                 except TransferError as error:
                     reasons.append(str(error))
         comparison = compare(arrival, self._views, self._description, proofs)
+        left_out = _left_out(arrival.ticket, proofs)
+        if left_out:
+            reasons.append(left_out)
+            comparison.status = "mismatch" if comparison.wrong else "unverified"
         comparison.why = "; ".join([*reasons, comparison.why] if comparison.why else reasons)
         if comparison.wrong:
             self._classify(arrival, comparison, proofs)
         comparison.digest_s, comparison.fetch_s = arrival.digest_s, time.monotonic() - start
         return comparison
 
-    def _fetch(self, peer: tuple[str, int, str], request_id: str, deadline: float) -> PeerProof:
-        proof = PeerProof(*fetch_digests(peer, request_id, self._secret, deadline, self._described.get(peer)))
+    def _fetch(self, peer: tuple[str, int, str], nonce: str, deadline: float) -> PeerProof:
+        proof = PeerProof(*fetch_digests(peer, nonce, self._secret, deadline, self._described.get(peer)))
         self._described[peer] = proof.description
         return proof
 
@@ -85,12 +91,20 @@ class Fetcher:
         try:
             for rank, proof in proofs.items():
                 peer, part = arrival.ticket.ranks[rank], view.group.spec.part
-                rows = fetch_rows(peer, arrival.ticket.request_id, view.layer, part, self._secret, deadline)
+                rows = fetch_rows(peer, arrival.ticket.nonce, view.layer, part, self._secret, deadline)
                 fetched[rank] = proof.num_tokens, rows
         except TransferError as error:
             LOGGER.info("KV proof: %s is not classified: %s", arrival.request_id, error)
             return
         comparison.mismatch = classify(arrival, self._views, comparison, fetched) or comparison.mismatch
+
+
+def _left_out(ticket: Ticket | None, proofs: Mapping[int, PeerProof]) -> str:
+    """Which of P's ranks the ticket does not name; empty: none, as far as those that came tell."""
+    num_told = 0 if ticket is None else len(ticket.ranks)
+    num_told -= len(proofs) - len({proof.description["tp_rank"] for proof in proofs.values()})
+    size = max((proof.description["tp_size"] for proof in proofs.values()), default=0)
+    return f"the ticket names {num_told} of P's {size} ranks" if num_told < size else ""
 
 
 class Counts:
@@ -132,10 +146,10 @@ class Counts:
             self._digest_s.append(comparison.digest_s)
             self._fetch_s.append(comparison.fetch_s)
 
-    def skip(self) -> None:
-        """Count a request that was not sampled."""
+    def leave_out(self, status: str) -> None:
+        """Count a request that is not compared."""
         with self._lock:
-            self._proofs["skipped"] += 1
+            self._proofs[status] += 1
 
     def made(self, digest_s: float) -> None:
         """Count P's digest of a request."""
@@ -197,15 +211,16 @@ class Verifier:
         self._lock = threading.Lock()
         self._results: OrderedDict[str, Comparison] = OrderedDict()
         self._ended: list[str] = []
-        self._submitted: set[str] = set()
-        """Requests whose verification has not ended."""
+        self._submitted: Counter[str] = Counter()
+        """Requests whose verification has not ended, each as often as its id was sent."""
         self._thread = threading.Thread(target=self._run, name="rayk-verifier", daemon=True)
         self._thread.start()
 
     def submit(self, arrival: Arrival) -> None:
         """Have an arrival verified: `take_ended` names it some day."""
         with self._lock:
-            self._submitted.add(arrival.request_id)
+            self._submitted[arrival.request_id] += 1
+            self._results.pop(arrival.request_id, None)
         try:
             self._waiting.put_nowait(arrival)
         except queue.Full:
@@ -222,12 +237,12 @@ class Verifier:
     def is_waiting(self, request_id: str) -> bool:
         """Whether it was submitted, and its end has not come."""
         with self._lock:
-            return request_id in self._submitted
+            return self._submitted[request_id] > 0
 
     def result(self, request_id: str) -> Comparison | None:
         """What was found of a request, if its verification has ended."""
         with self._lock:
-            return self._results.get(request_id)
+            return self._results.get(request_id) if not self._submitted[request_id] else None
 
     def pop(self, request_id: str) -> Comparison | None:
         """What was found of a request, which is forgotten."""
@@ -255,20 +270,21 @@ class Verifier:
         self.end(arrival.request_id, comparison)
         return comparison
 
-    def end(self, request_id: str, comparison: Comparison | None) -> None:
-        """A request's verification has ended; None: without a verdict, since it is not proven."""
-        if comparison is not None:
-            if comparison.mismatch is not None:
-                LOGGER.error("KV proof: %s (%d words)", comparison.mismatch, len(comparison.wrong))
-            elif comparison.status == "unverified":
-                LOGGER.warning("KV proof: %s is unverified: %s", request_id, comparison.why)
+    def end(self, request_id: str, comparison: Comparison) -> None:
+        """A request's verification has ended, or there is nothing to verify."""
+        if comparison.mismatch is not None:
+            LOGGER.error("KV proof: %s (%d words)", comparison.mismatch, len(comparison.wrong))
+        elif comparison.status == "unverified":
+            LOGGER.warning("KV proof: %s is unverified: %s", request_id, comparison.why)
+        if comparison.status in NOT_COMPARED:
+            self._counts.leave_out(comparison.status)
+        else:
             self._counts.count(comparison, self._views)
         with self._lock:
-            if comparison is not None:
-                self._results[request_id] = replace(comparison, wrong=[])
+            self._results[request_id] = replace(comparison, wrong=[])
             while len(self._results) > MAX_RESULTS:
                 self._results.popitem(last=False)
-            self._submitted.discard(request_id)
+            self._submitted -= Counter([request_id])
             self._ended.append(request_id)
 
     def _run(self) -> None:

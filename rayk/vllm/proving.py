@@ -209,8 +209,17 @@ class _Proving(KVConnectorBase_V1):  # type: ignore[misc]
         self._scheduler.before_alloc(request.kv_transfer_params)
         self.inner.update_state_after_alloc(request, blocks, num_external_tokens)
         self._scheduler.allocated(
-            request.request_id, request.kv_transfer_params, blocks.get_block_ids(), num_external_tokens
+            request.request_id,
+            request.kv_transfer_params,
+            blocks.get_block_ids(),
+            num_external_tokens,
+            self._loader(request.request_id),
         )
+
+    def _loader(self, request_id: str) -> str:
+        """The class that loads a request: of a MultiConnector, the child that it chose."""
+        child = getattr(self.inner, "_requests_to_connector", {}).get(request_id)
+        return type(self.inner if child is None else self.inner._connectors[child]).__name__
 
     def build_connector_meta(self, scheduler_output: Any) -> ProvingMetadata:
         inner = self.inner.build_connector_meta(scheduler_output)
@@ -240,8 +249,9 @@ class _Proving(KVConnectorBase_V1):  # type: ignore[misc]
             connector_output.kv_connector_worker_meta = told
 
     def has_pending_push_work(self) -> bool:
-        is_waiting = self.scheduler is not None and self.scheduler.has_pending()
-        return is_waiting or bool(self.inner.has_pending_push_work())
+        if self.inner.has_pending_push_work():
+            return True
+        return self.scheduler is not None and self.scheduler.has_pending()
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         inner = self._take_served(metadata)

@@ -94,7 +94,7 @@ class ProvingMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         self._proofs = counter(
             "requests",
             "Proofs, one per request and rank. made: P's digest; equal, mismatch, unverified: D's verdict; "
-            "skipped: not sampled.",
+            "local: D loaded nothing of P's; skipped: not sampled.",
             "status",
         )
         self._words = counter("words", "Digest words that D compared, by verdict.", "status")

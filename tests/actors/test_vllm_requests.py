@@ -25,6 +25,7 @@ FIRST, TOKENS = 11, [11, 12]
 PARAMS = {"do_remote_prefill": True, "remote_block_ids": [[1]]}
 EQUAL = {"status": "equal", "why": "", "bytes_checked": 100, "bytes_mismatched": 0, "mismatch": None}
 MOVED = {"producer_rank": 0, "group": 0, "bytes": 64, "descriptors": 4, "post_ns": 1, "transfer_ns": 9}
+NOT_COMPARED = {"why": "", "bytes_checked": 0, "bytes_mismatched": 0, "mismatch": None, "transfers": []}
 WRONG = {
     "layer": 1,
     "group": 0,
@@ -162,10 +163,20 @@ def test_a_handshake_that_came_too_late_is_tried_again(failures: list[str], num_
 
 
 def test_kv_that_the_decode_engine_had_was_not_handed_over() -> None:
-    outcome = run(cell(), Answers(), Answers({"status": "none"}))
+    outcome = run(cell(), Answers(), Answers(NOT_COMPARED | {"status": "local"}))
     assert outcome.errors == []
     assert outcome.requests[0].kv_path == "local"
     assert outcome.num_kv_bytes_checked == 0
+
+
+def test_kv_that_was_handed_over_unproven_is_not_taken_for_the_decode_engines_own() -> None:
+    outcome = run(cell(), Answers(), Answers(NOT_COMPARED | {"status": "skipped"}))
+    assert (outcome.errors, outcome.num_kv_bytes_checked) == ([], 0)
+    assert outcome.requests[0].kv_path == "remote"
+    outcome = run(cell(), Answers(), Answers({"status": "none"}))
+    (error,) = outcome.errors
+    assert "cannot be verified: rank 0 knows nothing of it" in str(error)
+    assert outcome.requests[0].kv_path == "remote"
 
 
 def test_an_aggregated_engine_shows_the_rows_of_a_prompt_alone() -> None:

@@ -18,6 +18,8 @@ from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.outputs import KVConnectorOutput
 
 from rayk.types.errors import Unsupported, UserError
@@ -124,6 +126,21 @@ def run(p: Engine, d: Engine, name: str, seed: int) -> dict[str, Any]:
     return {"status": result["status"], "failed": failed, "mismatch": result["mismatch"]}
 
 
+def loaders(d: Engine) -> list[str]:
+    """Who is told to load a request that a MultiConnector's first child has, and one that it has not."""
+    children = [OffloadingConnector.__new__(OffloadingConnector), d.scheduler.inner]
+    children[0].get_num_new_matched_tokens = lambda asked, computed: (32 * (asked.request_id == "has"), False)
+    multi = MultiConnector.__new__(MultiConnector)
+    multi._connectors, multi._requests_to_connector = children, {}
+    single, d.scheduler.inner = d.scheduler.inner, multi
+    found = []
+    for name in ("has", "has not"):
+        d.scheduler.get_num_new_matched_tokens(request(name, {}), 0)
+        found.append(d.scheduler._loader(name))
+    d.scheduler.inner = single
+    return [*found, d.scheduler._loader("has")]
+
+
 def refusal(make: Any) -> str:
     try:
         make()
@@ -195,6 +212,7 @@ def main() -> None:
     found["inner_extra"] = d.worker.extra
     found["right"] = run(p, d, "right", 1)
     found["metrics"] = metrics(d)
+    found["loaders"] = loaders(d)
     d.worker.shutdown()
     found["shut_down"] = d.worker.num_shut_down
     for planted in sys.argv[1:]:

@@ -73,7 +73,11 @@ def make_engine(
                 planted=planted,
             )
         )
-    scheduler = SchedulerHalf(settings, tp_size, lambda: clock[0])
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    scheduler = SchedulerHalf(settings, tp_size, lambda: clock[0], sleep)
     scheduler.set_servers({rank: half.served_at for rank, half in enumerate(made) if half.served_at})
     return Engine(workers, scheduler, made, clock)
 
@@ -283,7 +287,7 @@ def test_what_may_be_loaded_layer_by_layer_is_not_accused() -> None:
         assert "layer by layer" in result["why"]
 
 
-def test_a_verdict_is_pending_until_it_comes_and_none_where_nothing_was_loaded() -> None:
+def test_a_verdict_is_pending_until_it_comes_and_none_of_what_is_not_known() -> None:
     with pair() as made:
         half = made.consumer.halves[0]
         assert half.proof_results("d-r")["status"] == "none"
@@ -339,10 +343,10 @@ def test_what_cannot_be_digested_is_unverified_and_the_engine_goes_on() -> None:
         assert (result["status"], result["words"]["equal"]) == ("unverified", 0)
         assert result["why"].startswith("a bug in the digest of d-r")
         # And at P: nothing is told of it, so that D finds no proof.
-        strange = Produced("p-x", ((10**6,),) * 4, TOKENS)
+        strange = Produced("p-x", "n", ((10**6,),) * 4, TOKENS)
         for served in made.producer.halves:
             served.begin_step(Notes(produced=(strange,)))
-            assert served.records.get("p-x") is None
+            assert served.records.get("n") is None
 
 
 def test_a_worker_tells_its_counts_at_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,7 +378,7 @@ def test_requests_that_are_not_sampled_are_skipped_on_both_sides() -> None:
         made.move(made.expect(params))
         half = made.consumer.halves[0]
         assert half.received({"d-r"}, set()).arrived == {"d-r"}
-        assert half.proof_results("d-r")["status"] == "none"
+        assert half.proof_results("d-r")["status"] == "skipped"
         assert half.take_verified() == ["d-r"]
         taken = half.counts.take()
         assert taken is not None
@@ -418,6 +422,106 @@ def test_what_the_inner_connector_did_not_load_is_unverified() -> None:
         assert (result["status"], result["words"]["equal"]) == ("unverified", 0)
 
 
+def test_what_d_did_not_load_is_told_as_such_and_never_as_equal() -> None:
+    with pair(1, 2) as made:
+        scheduler = made.consumer.scheduler
+        params = made.prefill()
+        for name, num_external, loader in (("all", 0, ""), ("tier", 32, "OffloadingConnector")):
+            scheduler.matched(f"d-{name}", TOKENS - num_external, False)
+            scheduler.allocated(f"d-{name}", params, [[1]], num_external, loader)
+        scheduler.allocated("d-plain", None, [[1]], 0)  # Nothing was promised of it.
+        notes = scheduler.take_notes()
+        assert notes.expected == ()
+        for half in made.consumer.halves:
+            half.begin_step(notes)
+            found = {name: half.proof_results(f"d-{name}") for name in ("all", "tier", "plain")}
+            assert [result["status"] for result in found.values()] == ["local", "local", "none"]
+            assert found["all"]["why"] == "D loads nothing of P's"
+            assert (
+                found["tier"]["why"]
+                == f"{found['all']['why']}: OffloadingConnector loads 32 tokens that it had"
+            )
+            taken = half.counts.take()
+            assert taken is not None
+            assert (dict(taken["proofs"]), taken["words"], taken["fetch_s"]) == ({"local": 2}, [], [])
+
+
+@each("reloads", [False, True])
+def test_what_is_recomputed_or_reloaded_of_a_preempted_request_does_not_change_its_verdict(
+    reloads: bool,
+) -> None:
+    with pair(1) as made:
+        scheduler, half = made.consumer.scheduler, made.consumer.halves[0]
+        params = made.prefill()
+        made.move(made.expect(params))
+        half.received({"d-r"}, set())
+        # vLLM has freed its blocks and begins anew; its own tier may have saved some.
+        scheduler.matched("d-r", 0, False)
+        scheduler.allocated("d-r", params, [[1]], 32 if reloads else 0, "OffloadingConnector")
+        notes = scheduler.take_notes()
+        assert (notes.local, notes.expected) == ((), ())
+        half.begin_step(notes)
+        assert made.results()[0]["status"] == "equal"
+
+
+def test_a_request_id_that_comes_again_is_proven_by_its_own_ticket() -> None:
+    with pair(1) as made:
+        params = [made.prefill("r", seed) for seed in (1, 2)]
+        half = made.consumer.halves[0]
+        for seed, told in ((1, params[0]), (2, params[1]), (1, params[1])):
+            made.move(made.expect(told, "r", seed), seed)
+            assert half.received({"d-r"}, set()).arrived == {"d-r"}
+            (result,) = made.results()
+            assert result["status"] == ("equal" if told is params[seed - 1] else "mismatch")
+        # Rows are asked for by the request's id: the last one's come first.
+        rows = [made.producer.halves[0].kept_rows("p-r") for _ in range(3)]
+        expected = [MODEL.values(TOKENS, seed)[0, "k"][:, 0].numpy().tobytes() for seed in (2, 1)]
+        assert [kept[0, "k", 0].tobytes() for kept in rows[:2]] == expected
+        assert rows[2] == {}
+
+
+def test_a_request_id_that_comes_again_is_not_let_go_by_the_verdict_of_the_one_before() -> None:
+    with pair(on_mismatch="fail") as made:
+        half = made.consumer.halves[0]
+        for seed, moved in ((1, 1), (2, 1)):
+            made.move(made.expect(made.prefill("r", seed), "r", seed), moved)
+            told = half.received({"d-r"}, set())
+            until = time.monotonic() + HANG_S
+            while not told.arrived:
+                assert time.monotonic() < until
+                time.sleep(0.001)
+                told = half.received(set(), set())
+            assert told.failed == (set() if seed == moved else {"d-r"})
+
+
+def test_several_engines_and_all_answers_of_one_request_are_proven_by_one_ticket() -> None:
+    with pair(2, 1) as made, pair(1, 2) as other:
+        params = made.prefill()
+        # n: 2 makes two requests of one; another engine may have the ticket, too.
+        for consumer, name in ((made.consumer, "0_r"), (made.consumer, "1_r"), (other.consumer, "r")):
+            of = Pair(made.producer, consumer)
+            of.move(of.expect(dict(params), name))
+            for half in consumer.halves:
+                half.received({f"d-{name}"}, set())
+            assert {result["status"] for result in of.results(name)} == {"equal"}
+
+
+@each("status, is_told", [("FINISHED_ABORTED", False), ("FINISHED_ERROR", False), ("FINISHED_STOPPED", True)])
+def test_a_request_that_ended_early_at_p_has_no_proof(status: str, is_told: bool) -> None:
+    with pair(1) as made:
+        request = SimpleNamespace(
+            request_id="p-r",
+            status=SimpleNamespace(name=status),
+            kv_transfer_params={"do_remote_decode": True},
+            num_computed_tokens=32,
+            num_prompt_tokens=TOKENS,
+        )
+        scheduler = made.producer.scheduler
+        params = scheduler.finished(request, made.producer.workers[0].block_ids(TOKENS), None)
+        assert (params is not None) == is_told
+        assert len(scheduler.take_notes().produced) == is_told
+
+
 def test_only_rows_behind_the_local_prefix_are_expected() -> None:
     with pair() as made:
         scheduler = made.consumer.scheduler
@@ -449,6 +553,20 @@ def test_the_engine_steps_on_until_finished_requests_have_their_verdicts() -> No
         assert scheduler.has_pending()
         clock[0] = 26.0
         assert not scheduler.has_pending()
+
+
+def test_an_engine_that_waits_for_verdicts_alone_does_not_step_without_pause() -> None:
+    with pair(1, timeout_s=30) as made:
+        scheduler, clock = made.consumer.scheduler, made.consumer.clock
+        made.expect(made.prefill())
+        scheduler.finished(SimpleNamespace(request_id="d-r", kv_transfer_params={}), [[1]], None)
+        num_steps = 0
+        while scheduler.has_pending():  # P is dead: nobody tells the verdict.
+            scheduler.has_pending()  # vLLM asks several times a step.
+            scheduler.take_notes()
+            num_steps += 1
+            assert num_steps <= 65 / halves.PACE_S + 2
+        assert 65 <= clock[0] < 66
 
 
 def test_rows_are_kept_of_a_request_that_asks_for_it_without_d() -> None:

@@ -97,6 +97,10 @@ def test_a_right_request_is_equal_and_told_to_prometheus(driven: dict[str, Any])
     assert not any("first_mismatch" in name for name in metrics)
 
 
+def test_the_child_of_a_multi_connector_that_loads_a_request_is_known(driven: dict[str, Any]) -> None:
+    assert driven["loaders"] == ["OffloadingConnector", "MovingConnector", "MovingConnector"]
+
+
 def test_planted_bugs_are_named_and_their_requests_fail(driven: dict[str, Any]) -> None:
     for planted, (field, classification) in PLANTED.items():
         found = driven[planted]
