@@ -15,6 +15,7 @@ import random
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -77,8 +78,12 @@ class VllmEngine:
         environment = _base_environment() | engine_environment(config, host, _free_port(host))
         await self._launch(config.python, environment)
         try:
-            arguments = engine_arguments(config, secret, host)
-            started = await self._ask(config.start_s, "start", arguments=arguments)
+            # Only this user may read it. All of its processes have when it has started.
+            with tempfile.NamedTemporaryFile("w", prefix="rayk-secret-") as held:
+                held.write(secret)
+                held.flush()
+                arguments = engine_arguments(config, held.name, host)
+                started = await self._ask(config.start_s, "start", arguments=arguments)
         except _Failed as failure:
             await self.end()
             error = refusal(self.name, self._log, failure.version, failure.words)

@@ -16,9 +16,11 @@ LEASE_S = 600
 """vLLM's own 30 s may be over before a decode engine of a busy machine has read a prompt's blocks."""
 
 
-def engine_arguments(config: VllmEngineConfig, secret: str = "", host: str = "127.0.0.1") -> dict[str, Any]:
-    """Make the keyword arguments of vLLM's AsyncEngineArgs. All engines that prove KV to one another share
-    `secret`; workers serve their proofs at `host`."""
+def engine_arguments(
+    config: VllmEngineConfig, secret_file: str = "", host: str = "127.0.0.1"
+) -> dict[str, Any]:
+    """Make the keyword arguments of vLLM's AsyncEngineArgs. Engines that prove KV to one another share what
+    `secret_file` holds: vLLM logs its arguments. Workers serve their proofs at `host`."""
     arguments: dict[str, Any] = {
         "model": config.model,
         "tensor_parallel_size": config.tp,
@@ -36,11 +38,11 @@ def engine_arguments(config: VllmEngineConfig, secret: str = "", host: str = "12
     if config.max_batch_tokens is not None:
         arguments["max_num_batched_tokens"] = config.max_batch_tokens
     if config.connector:
-        arguments["kv_transfer_config"] = _transfer_config(config, secret, host)
+        arguments["kv_transfer_config"] = _transfer_config(config, secret_file, host)
     return arguments | {name: json.loads(value) for name, value in config.arguments}
 
 
-def _transfer_config(config: VllmEngineConfig, secret: str, host: str) -> dict[str, Any]:
+def _transfer_config(config: VllmEngineConfig, secret_file: str, host: str) -> dict[str, Any]:
     """vLLM derives much of the connector's name, so the proving one goes by that of the one it wraps."""
     options: dict[str, Any] = {"kv_lease_duration": LEASE_S}
     pushes = config.transfer_mode == "push"
@@ -50,7 +52,7 @@ def _transfer_config(config: VllmEngineConfig, secret: str, host: str) -> dict[s
         transfer["kv_buffer_device"] = "cpu"
     if config.is_proven:
         transfer["kv_connector_module_path"] = PROVING
-        options |= {"secret": secret, "host": host, "keep_rows": True, "timeout_s": PROOF_S}
+        options |= {"secret_file": secret_file, "host": host, "keep_rows": True, "timeout_s": PROOF_S}
     options |= {key: json.loads(value) for key, value in config.connector_options}
     return transfer | {"kv_connector_extra_config": options}
 

@@ -32,7 +32,7 @@ def serve_metrics(host: str, port: int, text: Callable[[], str]) -> ThreadingHTT
 
     try:
         server = ThreadingHTTPServer((host, port), Handler)
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # OverflowError: of a port beyond the last
         raise UserError(
             f"no metrics at {host}:{port}: {error}",
             "kv_connector_extra_config",

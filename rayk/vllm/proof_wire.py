@@ -188,7 +188,7 @@ class ProofServer:
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # OverflowError: of a port beyond the last
             raise UserError(
                 f"no proof server at {host}:{port}: {error}",
                 "kv_connector_extra_config",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rayk.types.errors import UserError
@@ -27,13 +27,15 @@ KEYS = (
 )
 """Ours: everything else is the inner connector's."""
 MAX_TIMEOUT_S = 3600.0
+EVERYWHERE = ("", "0.0.0.0", "::", "*")  # noqa: S104
+"""Addresses to listen at that nobody can ask at."""
 
 
 @dataclass(frozen=True)
 class ProvingSettings:
     """How an engine proves. P and D each have their own; the secret must be the same."""
 
-    secret: bytes
+    secret: bytes = field(repr=False)
     sampling_rate: float = 1.0
     """The share of requests that are proven, chosen by P's request id."""
     on_mismatch: str = "report"
@@ -59,7 +61,7 @@ def read_settings(extra: Mapping[str, Any]) -> ProvingSettings:
         sampling_rate=_number(extra, "sampling_rate", 1.0, 0.0, 1.0),
         on_mismatch=_one_of(extra, "on_mismatch", ("report", "fail")) or "report",
         keep_rows=extra.get("keep_rows", False) is True,
-        host=str(extra.get("host", "127.0.0.1")),
+        host=_host(extra),
         port=int(_number(extra, "port", 0, 0, 65535)),
         timeout_s=_number(extra, "timeout_s", 30.0, 0.01, MAX_TIMEOUT_S),
         metrics_port=int(_number(extra, "metrics_port", 0, 0, 65535)),
@@ -73,6 +75,13 @@ def read_settings(extra: Mapping[str, Any]) -> ProvingSettings:
 def without_ours(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the inner connector is given."""
     return {key: value for key, value in extra.items() if key not in KEYS}
+
+
+def _host(extra: Mapping[str, Any]) -> str:
+    host = extra.get("host", "127.0.0.1")
+    if not isinstance(host, str) or host.strip("[]") in EVERYWHERE:
+        raise UserError(f"host {host!r}", WHERE, "name P's address as D reaches it: tickets tell it")
+    return host
 
 
 def _number(extra: Mapping[str, Any], key: str, default: float, least: float, most: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -56,6 +57,15 @@ def main() -> None:
             )
             answer(number, error=said, version="0.32.0")
         elif op == "start":
+            transfer = frame.header["arguments"].get("kv_transfer_config") or {}
+            secret = Path(transfer.get("kv_connector_extra_config", {}).get("secret_file", "/nowhere"))
+            if secret.exists():
+                told = {
+                    "mode": secret.stat().st_mode & 0o777,
+                    "secret": secret.read_text(),
+                    "at": str(secret),
+                }
+                (folder / "secret").write_text(json.dumps(told))
             answer(
                 number, facts={"version": "0.32.0", "backend": "none", "block_sizes": [16], "layout": "LBHNC"}
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +63,20 @@ def test_each_fault_is_a_typed_error_and_leaves_no_process(
     assert isinstance(error, kind)
     assert re.search(words, str(error))
     assert left(config) == []
+
+
+def test_the_secret_of_proofs_is_in_a_file_of_the_users_alone_until_the_engine_has_started(
+    fake: Fake,
+) -> None:
+    async def start_and_end(config: VllmEngineConfig) -> None:
+        engine = await _start(config)
+        await engine.end()
+
+    config = fake("none")
+    asyncio.run(start_and_end(config))
+    told = json.loads((Path(config.python).parent / "secret").read_text())
+    assert (told["mode"], told["secret"]) == (0o600, "secret")
+    assert not Path(told["at"]).exists()
 
 
 def test_what_vllm_logged_of_a_request_that_it_failed_comes_with_the_answer(

@@ -19,17 +19,19 @@ CONFIG = VllmEngineConfig(
 
 
 def test_people_overrule_what_the_fields_say() -> None:
-    told = engine_arguments(CONFIG, "s" * 16)
+    told = engine_arguments(CONFIG, "/run/secret")
     assert (told["tensor_parallel_size"], told["block_size"], told["max_num_seqs"]) == (2, 64, 3)
     assert told["hf_overrides"] == {"a": [1]}
     assert "max_num_batched_tokens" not in told, "vLLM chooses"
 
 
 def test_the_proving_connector_goes_by_the_name_of_the_one_it_wraps() -> None:
-    transfer = engine_arguments(CONFIG, "s" * 16, "10.0.0.7")["kv_transfer_config"]
+    transfer = engine_arguments(CONFIG, "/run/secret", "10.0.0.7")["kv_transfer_config"]
     assert (transfer["kv_connector"], transfer["kv_connector_module_path"]) == ("NixlConnector", PROVING)
     options = transfer["kv_connector_extra_config"]
-    assert (options["secret"], options["keep_rows"], options["planted"]) == ("s" * 16, True, "kv_swapped")
+    told = options["secret_file"], options["keep_rows"], options["planted"]
+    assert told == ("/run/secret", True, "kv_swapped")
+    assert "secret" not in options, "vLLM logs its arguments"
     assert options["host"] == "10.0.0.7", "a decode engine of another machine asks there"
 
 
@@ -39,7 +41,7 @@ def test_engines_that_push_have_vllms_connector_for_it() -> None:
     assert "kv_transfer_config" not in engine_arguments(replace(CONFIG, connector=""))
     bare = engine_arguments(replace(CONFIG, is_proven=False))["kv_transfer_config"]
     assert "kv_connector_module_path" not in bare
-    assert "secret" not in bare["kv_connector_extra_config"]
+    assert "secret_file" not in bare["kv_connector_extra_config"]
 
 
 def test_a_layout_is_asked_for_only_where_one_is_wanted() -> None:

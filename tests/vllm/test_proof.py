@@ -535,9 +535,11 @@ def test_a_secret_must_be_given_once_and_not_be_guessed(tmp_path) -> None:
             read_secret(**wrong)
 
 
-def test_a_port_that_is_taken_is_told(tmp_path) -> None:
-    with sides(HETERO) as made, pytest.raises(UserError, match="another port"):
-        ProofServer(*made.servers[0].address, SECRET, lambda request: request)
+def test_a_port_that_is_taken_or_beyond_the_last_is_told() -> None:
+    with sides(HETERO) as made:
+        for address in (made.servers[0].address, (HERE, 65536)):
+            with pytest.raises(UserError, match="kv_connector_extra_config.*another port"):
+                ProofServer(*address, SECRET, lambda request: request)
 
 
 def test_the_verifier_counts_what_it_finds_and_outlives_its_bugs() -> None:
