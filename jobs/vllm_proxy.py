@@ -22,8 +22,8 @@ FOR_D = ("stream_options", "max_completion_tokens")
 
 
 def post(url: str, body: dict[str, Any]) -> http.client.HTTPResponse:
-    """Send a request and return its answer, still to be read. Raises urllib.error.HTTPError for a status of 400 or
-    more."""
+    """Send a request and return its answer, still to be read. Raises urllib.error.HTTPError for a status of
+    400 or more."""
     content = json.dumps(body).encode()
     request = urllib.request.Request(url, content, {"Content-Type": "application/json"})  # noqa: S310
     answer: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=TIMEOUT_S)  # noqa: S310
@@ -58,7 +58,7 @@ class Handler(BaseHTTPRequestHandler):
                 self._pass_on(answer)
 
     def _pass_on(self, answer: http.client.HTTPResponse) -> None:
-        """Pass an answer on piece by piece: the end of the connection ends it, and what is cut short is cut."""
+        """Pass an answer on piece by piece: the end of the connection ends it, and what is cut is cut."""
         self.send_response(answer.status)
         for name in ("Content-Type", "Content-Length"):
             if answer.headers[name] is not None:

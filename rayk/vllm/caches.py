@@ -21,9 +21,6 @@ from rayk.transfer.verify import (
     CanonicalViews,
     Digests,
     Rows,
-    Sources,
-    WrongWord,
-    compare_digests,
     compute_digests,
     fetch_rows,
     sorted_views,
@@ -102,19 +99,6 @@ class ProvenCaches:
             for view in self._views(block_ids)
         ]
         return np.concatenate(words) if words else np.zeros(0, dtype=np.int64)
-
-    def compare(
-        self,
-        expected: Digests,
-        found: Digests,
-        sources: Sources,
-        num_tokens: int,
-        first_row: int = 0,
-    ) -> list[WrongWord]:
-        """List the words of this rank that differ, in canonical order. `expected`: [producer rank, words];
-        `sources`: (group, field, unit) -> the producer rank that counts."""
-        first_row += -first_row % ROWS_PER_GROUP
-        return compare_digests(self._empty, expected, found, sources, num_tokens, ROWS_PER_GROUP, first_row)
 
     def rows(self, block_ids: BlockIds, num_tokens: int, first_row: int = 0) -> dict[tuple[int, str], Rows]:
         """Return (layer, part) -> the live rows from `first_row` on, raw."""

@@ -12,8 +12,10 @@ import torch
 from rayk.kernels.digest import digest_rows
 from rayk.kv.fields import FIELD_IDS
 from rayk.transfer.diagnose import first_difference
+from rayk.transfer.verify import WrongWord
 from rayk.types.errors import Unsupported
 from rayk.vllm.caches import ROWS_PER_GROUP, ProvenCaches
+from rayk.vllm.proof_compare import Arrival, PeerProof, compare
 from tests.vllm.standins import (
     MLAAttentionSpec,
     Model,
@@ -126,12 +128,13 @@ def pair(**way: Any) -> tuple[Worker, list[list[int]], ProvenCaches, np.ndarray]
     return worker, ids, worker.prove(), words_of(model, 1, block_size=32)
 
 
-SOURCES = {
-    (group, field, unit): 0
-    for group in range(4)
-    for field, units in (("k", 2), ("v", 2), ("conv_x", 4), ("conv_b", 2), ("conv_c", 2), ("ssm", 4))
-    for unit in range(units)
-}
+def wrong_words(
+    expected: np.ndarray, caches: ProvenCaches, ids: list[list[int]], found: np.ndarray, first_row: int = 0
+) -> list[WrongWord]:
+    """As D's worker compares them."""
+    arrival = Arrival("r", None, TOKENS, first_row, found)
+    proof = PeerProof(caches.description, TOKENS, expected)
+    return compare(arrival, caches.views([()] * len(ids)), caches.description, {0: proof}).wrong
 
 
 def swap_keys_and_values(worker: Worker, values: dict[Any, torch.Tensor]) -> None:
@@ -169,13 +172,13 @@ def test_what_is_stored_wrong_has_other_words_and_is_named(
 ) -> None:
     worker, ids, caches, expected = pair(places=keys_transposed)
     right = caches.digests(ids, TOKENS)
-    assert caches.compare(expected[None], right, SOURCES, TOKENS) == []
+    assert wrong_words(expected, caches, ids, right) == []
     rows = caches.rows(ids, TOKENS)
 
     values = worker.model.values(TOKENS)
     fault(worker, values)
     worker.write(values, ids)
-    first = caches.compare(expected[None], caches.digests(ids, TOKENS), SOURCES, TOKENS)[0]
+    first = wrong_words(expected, caches, ids, caches.digests(ids, TOKENS))[0]
     view = next(v for v in caches.views(ids) if v.layer == first.layer and v.group.index == first.group)
     assert (first.layer, view.fields[first.field_index].name) == (layer, field)
     assert (first.unit, first.row_group) == (unit, row_group)
@@ -189,7 +192,7 @@ def test_what_is_stored_wrong_has_other_words_and_is_named(
 def test_a_stale_block_has_other_words() -> None:
     worker, ids, caches, expected = pair()
     ids[0][1], ids[0][2] = ids[0][2], ids[0][1]
-    wrong = caches.compare(expected[None], caches.digests(ids, TOKENS), SOURCES, TOKENS)
+    wrong = wrong_words(expected, caches, ids, caches.digests(ids, TOKENS))
     assert {(w.layer, w.row_group) for w in wrong} == {(0, 1), (0, 2), (3, 1), (3, 2)}
 
 
@@ -198,7 +201,7 @@ def test_rows_before_the_first_are_left_out() -> None:
     worker, ids, caches, expected = pair()
     for first_row, num_groups in ((32, 2), (33, 3)):
         late = caches.digests(ids, TOKENS, first_row)
-        assert caches.compare(expected[None], late, SOURCES, TOKENS, first_row) == []
+        assert wrong_words(expected, caches, ids, late, first_row) == []
         full = late[: 2 * 2 * 5].reshape(4, 5)
         assert (full[:, :num_groups] == 0).all()
         assert (full[:, num_groups:] != 0).all()
