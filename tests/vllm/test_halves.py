@@ -6,9 +6,9 @@ from __future__ import annotations
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +29,10 @@ from tests.vllm.standins import Model, Worker, keys_transposed
 SECRET = {"secret": "a secret of twenty letters"}
 MODEL = Model(size_v=8)
 TOKENS = 70
+FULL, STATES, WINDOW, CHUNKS = ALL_GROUPS = range(4)
+"""vLLM's KV cache groups of a stand-in."""
+WIDE = Model(query_heads=8, kv_heads=4, size_v=8)
+"""With two heads to each of two ranks."""
 
 
 @dataclass
@@ -47,8 +51,9 @@ def make_engine(
     is_producer: bool,
     block_size: int = 16,
     model: Model = MODEL,
-    num_groups: int | None = None,
+    groups: Sequence[int] = ALL_GROUPS,
     loads_at_once: bool = True,
+    planted_ranks: Sequence[int] | None = None,
     **extra,
 ) -> Engine:
     settings = read_settings({**SECRET, "timeout_s": HANG_S, **extra})
@@ -59,9 +64,10 @@ def make_engine(
     made = []
     for rank, worker in enumerate(workers):
         config = worker.kv_cache_config
-        config.kv_cache_groups = config.kv_cache_groups[:num_groups]
+        config.kv_cache_groups = [config.kv_cache_groups[group] for group in groups]
         caches = worker.prove()
-        planted = plant_at_worker(settings.planted, worker.vllm_config, worker.kv_cache_config, caches)
+        name = settings.planted if planted_ranks is None or rank in planted_ranks else None
+        planted = plant_at_worker(name, worker.vllm_config, worker.kv_cache_config, caches)
         made.append(
             WorkerHalf(
                 settings,
@@ -87,6 +93,7 @@ def pair(p_tp: int = 2, d_tp: int = 1, p: dict[str, Any] | None = None, **d: Any
     made = Pair(
         make_engine(p_tp, is_producer=True, **(p or {"keep_rows": True})),
         make_engine(d_tp, is_producer=False, block_size=32, **{"keep_rows": True, **d}),
+        d.get("model", MODEL),
     )
     try:
         yield made
@@ -99,11 +106,11 @@ def pair(p_tp: int = 2, d_tp: int = 1, p: dict[str, Any] | None = None, **d: Any
 class Pair:
     producer: Engine
     consumer: Engine
-    wrong: list[str] = field(default_factory=list)
+    model: Model = MODEL
 
     def prefill(self, name: str = "r", seed: int = 0) -> dict[str, Any]:
         """P computes a request; returns what its proxy passes on."""
-        values = MODEL.values(TOKENS, seed)
+        values = self.model.values(TOKENS, seed)
         ids = self.producer.workers[0].block_ids(TOKENS, seed)
         for worker in self.producer.workers:
             worker.write(values, ids)
@@ -138,7 +145,7 @@ class Pair:
     def move(self, ids: list, seed: int = 0) -> None:
         """The inner connector brings it."""
         for worker in self.consumer.workers:
-            worker.write(MODEL.values(TOKENS, seed), ids)
+            worker.write(self.model.values(TOKENS, seed), ids)
 
     def results(self, name: str = "r") -> list[dict[str, Any]]:
         """Every D worker's verdict."""
@@ -205,6 +212,71 @@ def test_a_bug_planted_in_d_is_caught_and_named(planted: str, field: str, classi
         assert result["bytes_mismatched"] > 0
 
 
+KV = [(layer, name) for layer in range(4) for name in ("k", "v")]
+WRONG = {
+    "heads_shifted": KV,
+    "kv_swapped": KV,
+    "last_block_dropped": KV,
+    "state_columns_shifted": [(3, "conv_b"), (3, "conv_c"), (3, "conv_x")],
+}
+"""What each bug spoils: (layer, field). Layer 1 is a window, 2 has chunks, and 3 has a state, too."""
+
+
+@each("p_tp, planted_ranks", [(1, [0]), (1, [1]), (2, [0]), (2, [1]), (2, [0, 1]), (1, [])])
+@each("planted", list(WRONG))
+def test_a_bug_in_one_rank_s_share_is_found_there_alone(
+    planted: str, p_tp: int, planted_ranks: list[int]
+) -> None:
+    d = {"planted": planted, "planted_ranks": planted_ranks, "model": WIDE}
+    with pair(p_tp, 2, p={"keep_rows": True, "model": WIDE}, **d) as made:
+        results = made.run()
+        for rank, (result, half) in enumerate(zip(results, made.consumer.halves, strict=True)):
+            is_planted = rank in planted_ranks
+            assert result["status"] == ("mismatch" if is_planted else "equal")
+            taken = half.counts.take()
+            assert taken is not None
+            found = {(layer, name) for layer, name, *_ in taken["wrong"]}
+            assert sorted(found) == (WRONG[planted] if is_planted else [])
+            heads = {unit for _, name, unit, _ in taken["wrong"] if name in ("k", "v")}
+            assert heads <= {2 * rank, 2 * rank + 1}, "a rank tells of its own heads"
+
+
+@each(
+    "planted, field, token, classification",
+    [
+        ("heads_shifted", "k", 47, "head 0 holds head 1 of the producer"),
+        ("kv_swapped", "k", 47, "K and V swapped"),
+        ("last_block_dropped", "k", 64, "tail not written: tokens 64 to 69"),
+    ],
+)
+def test_a_bug_over_a_window_is_named_at_a_token_of_the_window(
+    planted: str, field: str, token: int, classification: str
+) -> None:
+    with pair(2, 1, p={"keep_rows": True, "groups": [WINDOW]}, groups=[WINDOW], planted=planted) as made:
+        made.consumer.workers[0].layers["model.layers.1.self_attn.attn"].kv_cache.zero_()
+        (result,) = made.run()
+        wrong = result["mismatch"]
+        assert (wrong["layer"], wrong["field"], wrong["token"]) == (1, field, token)
+        assert wrong["classification"].startswith(classification), wrong
+    with pair(2, 1, p={"groups": [WINDOW]}, groups=[WINDOW]) as made:
+        assert made.run()[0]["status"] == "equal"
+
+
+@each("groups", [1, 2])
+@each("p_tp, d_tp", [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_a_shifted_state_beside_attention_is_named_on_each_rank(p_tp: int, d_tp: int, groups: int) -> None:
+    model = Model(size_v=8, mamba_groups=groups)
+    both: dict[str, Any] = {"groups": [FULL, STATES], "model": model, "keep_rows": True}
+    with pair(p_tp, d_tp, p=both, planted="state_columns_shifted", **both) as made:
+        for rank, result in enumerate(made.run()):
+            wrong = result["mismatch"]
+            assert (wrong["layer"], wrong["field"]) == (3, "conv_x")
+            assert wrong["unit"] == rank * model.mamba_heads // d_tp
+            assert wrong["classification"].startswith("channels shifted: channel c holds channel c-1")
+    with pair(p_tp, d_tp, p=both, **both) as made:
+        assert {result["status"] for result in made.run()} == {"equal"}
+
+
 def test_stale_block_ids_read_the_request_before() -> None:
     with pair(planted="stale_block_ids") as made:
         first, second = made.prefill("a", 1), made.prefill("b", 2)
@@ -266,7 +338,7 @@ def test_what_is_loaded_at_once_is_verified_before_the_model_runs(on_mismatch: s
 
 
 def test_only_blocks_that_were_loaded_fail() -> None:
-    with pair(1, p={"num_groups": 1}, num_groups=1, on_mismatch="fail") as made:
+    with pair(1, p={"groups": [0]}, groups=[0], on_mismatch="fail") as made:
         scheduler, half = made.consumer.scheduler, made.consumer.halves[0]
         params = made.prefill()
         (ids,) = made.consumer.workers[0].block_ids(TOKENS)
@@ -369,6 +441,8 @@ def test_a_worker_tells_its_counts_at_a_port_of_its_own(monkeypatch: pytest.Monk
             urllib.request.urlopen(f"{url}/", timeout=HANG_S)
         with pytest.raises(UserError, match="metrics_port"):
             serve_metrics(*server.server_address[:2], str)
+        with pytest.raises(UserError, match="metrics_port"):
+            serve_metrics("127.0.0.1", 65536, str)  # A rank's number beyond the last port.
 
 
 def test_requests_that_are_not_sampled_are_skipped_on_both_sides() -> None:
@@ -590,6 +664,7 @@ def test_rows_are_kept_of_a_request_that_asks_for_it_without_d() -> None:
 def test_settings_are_checked_and_not_passed_on() -> None:
     settings = read_settings({**SECRET, "inner": "NixlConnector", "kv_lease_duration": 600})
     assert settings == ProvingSettings(SECRET["secret"].encode())
+    assert SECRET["secret"] not in repr(settings)
     everything = dict.fromkeys(KEYS, 1)
     assert without_ours({**everything, "kv_lease_duration": 600}) == {"kv_lease_duration": 600}
     for wrong in (
@@ -600,6 +675,8 @@ def test_settings_are_checked_and_not_passed_on() -> None:
         {"timeout_s": 0},
         {"planted": "nothing"},
         {"keep_rows": "yes"},
+        {"host": "0.0.0.0"},
+        {"host": "[::]"},
     ):
         with pytest.raises(UserError, match=next(iter(wrong))):
             read_settings({**SECRET, **wrong})
