@@ -116,9 +116,16 @@ class VllmRequestRun:
         row = self._row
         row.prefill_engine, row.decode_engine = prefill.name, decode.name
         asked = replace(PROMPT_ALONE, prompt_logprobs=request.sampling.prompt_logprobs)
+        of_prompt = None
+        if asked.prompt_logprobs is not None and prefill.facts.get("keeps_states"):
+            # vLLM's P leaves the last token of a model with states to D, which counts on it, but not where P
+            # tells of the prompt (nixl/base_scheduler.py, _truncate_request_for_prefill): ask that apart.
+            name, self._name = self._name, f"{self._name}-prompt"
+            of_prompt = await self._generate(prefill, request, asked, None)
+            self._name, asked = name, PROMPT_ALONE
         first = await self._generate(prefill, request, asked, HANDED_ON)
         self._stages.end("prefill", first["times_ns"][0] + prefill.clock_offset_ns)
-        row.prompt_logprobs, row.prompt_top_logprobs = _of_prompt(first)
+        row.prompt_logprobs, row.prompt_top_logprobs = _of_prompt(of_prompt or first)
         row.num_cached_tokens = first["num_cached_tokens"]
         given = first["kv_transfer_params"]
         row.kv_path = "remote"

@@ -21,6 +21,7 @@ class WorkerExtension:
             "layout": str(config.cache_config.kv_cache_layout or "auto"),
             "block_sizes": [int(group.kv_cache_spec.block_size) for group in cache.kv_cache_groups],
             "num_blocks": int(cache.num_blocks),
+            "keeps_states": any("Mamba" in type(g.kv_cache_spec).__name__ for g in cache.kv_cache_groups),
             "backend": ", ".join(dict.fromkeys(str(group.backend.get_name()) for group in groups)),
         }
 

@@ -80,13 +80,17 @@ def cell(**sampling: Any) -> Cell:
     return replace(made, vllm=(config, config))
 
 
-def run(of: Cell, *actors: Answers, capture: bool = False) -> CellOutcome:
+def run(
+    of: Cell, *actors: Answers, capture: bool = False, facts: dict[str, Any] | None = None
+) -> CellOutcome:
     async def requests() -> CellOutcome:
         names = ("prefill0", "decode0")
         handles = [
             EngineHandle(name, name[:-1], 0, of.prefill, [actor])
             for name, actor in zip(names, actors, strict=False)
         ]
+        for handle in handles:
+            handle.facts = facts or {}
         outcome = CellOutcome()
         await VllmCellRun(of, 0, outcome, handles, capture).run([PROMPT])
         return outcome
@@ -114,6 +118,18 @@ def test_a_hand_over_is_a_row_like_any_other() -> None:
     assert given["kv_transfer_params"] == PARAMS
     assert given["sampling"]["prompt_logprobs"] is None
     assert [op for op, _ in prefill.asked] == ["generate", "rows"], "rows are taken after the proof"
+
+
+def test_a_model_with_states_tells_of_its_prompt_apart_from_the_hand_over() -> None:
+    prefill, decode = Answers(), Answers(EQUAL | {"transfers": []})
+    outcome = run(cell(prompt_logprobs=0), prefill, decode, facts={"keeps_states": True})
+    assert outcome.errors == []
+    assert outcome.requests[0].prompt_logprobs == [None, -1.0, -3.0]
+    (_, of_prompt), (_, handed_on) = prefill.asked
+    assert of_prompt["request_id"] != handed_on["request_id"]
+    assert (of_prompt["kv_transfer_params"], of_prompt["sampling"]["prompt_logprobs"]) == (None, 0)
+    assert handed_on["kv_transfer_params"]["do_remote_decode"]
+    assert handed_on["sampling"]["prompt_logprobs"] is None
 
 
 def test_tokens_of_kv_that_is_wrong_are_told_as_well() -> None:
