@@ -28,6 +28,7 @@ MAX_REQUEST_BYTES = 4096
 MAX_ANSWER_BYTES = 1 << 30
 MAX_CONNECTIONS = 256
 """Connections that a server holds at a time; what comes beyond is closed at once."""
+MAX_PORT = (1 << 16) - 1
 HANDSHAKE_S = 20.0
 IDLE_S = 60.0
 _LENGTH = struct.Struct("<I")
@@ -161,6 +162,13 @@ def ask(address: Address, secret: bytes, requests: list[bytes], deadline: float)
         raise TransferError("", f"proof: {reason}", producer=name) from error
 
 
+def _listen(host: str, port: int) -> socket.socket:
+    if port > MAX_PORT:
+        raise OSError(f"there are {MAX_PORT} ports")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+
+
 @dataclass
 class ServerCounts:
     """What came to a server."""
@@ -186,9 +194,8 @@ class ProofServer:
         self._open: set[socket.socket] = set()
         self._is_closed = False
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
-        except (OSError, OverflowError) as error:  # OverflowError: of a port beyond the last
+            self._listener = _listen(host, port)
+        except OSError as error:
             raise UserError(
                 f"no proof server at {host}:{port}: {error}",
                 "kv_connector_extra_config",
