@@ -33,7 +33,7 @@ MAX_WAIT_S = 60.0
 """A server waits no longer for a record that is still to come."""
 MAX_RANKS = 1024
 VERSION = 2
-"""Of tickets, and of what is asked by them."""
+"""Counts the forms of tickets, and of what D asks by them."""
 _ANSWER_S = 0.1
 """Left to an answer that says that there is none."""
 

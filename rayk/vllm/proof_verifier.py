@@ -24,7 +24,7 @@ MAX_WAITING = 256
 """Arrivals that may wait to be verified; those beyond are counted as unverified."""
 MAX_RESULTS = 4096
 NOT_COMPARED = ("local", "skipped")
-"""Of which nothing of P's was loaded, or which is not sampled."""
+"""How requests are counted that load nothing of P's, or are not sampled."""
 MAX_FIRST = 256
 """First wrong coordinates that are counted one by one: each is a series of its own, for good."""
 LEAST_S = 1.0

@@ -1,172 +1,32 @@
-"""The proving connector's halves on stand-ins of vLLM's workers: a request from P's end to D's verdict, bugs
-planted and named, and what each setting changes. Stores and layers are those of tests.vllm.standins."""
+"""The proving connector's halves on stand-ins of vLLM's workers: a request from P's end to D's verdict, and
+what each setting changes. Stores and layers are those of tests.vllm.standins."""
 
 from __future__ import annotations
 
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rayk.types.errors import Unsupported, UserError
+from rayk.types.errors import UserError
 from rayk.vllm import halves
-from rayk.vllm.halves import Expected, Notes, Produced, SchedulerHalf, WorkerHalf
+from rayk.vllm.halves import Expected, Notes, Produced
 from rayk.vllm.metrics_port import serve_metrics
-from rayk.vllm.planted import PLANTED, plant_at_worker
 from rayk.vllm.proof import ProofRecords
 from rayk.vllm.settings import KEYS, ProvingSettings, read_settings, without_ours
 from rayk.vllm.transfer_log import TransferLog
 from tests.each import each
 from tests.pd import HANG_S
-from tests.vllm.standins import Model, Worker, keys_transposed
-
-SECRET = {"secret": "a secret of twenty letters"}
-MODEL = Model(size_v=8)
-TOKENS = 70
-FULL, STATES, WINDOW, CHUNKS = ALL_GROUPS = range(4)
-"""vLLM's KV cache groups of a stand-in."""
-WIDE = Model(query_heads=8, kv_heads=4, size_v=8)
-"""With two heads to each of two ranks."""
-
-
-@dataclass
-class Engine:
-    """One side: a scheduler half and its workers."""
-
-    workers: list[Worker]
-    scheduler: SchedulerHalf
-    halves: list[WorkerHalf]
-    clock: list[float]
-
-
-def make_engine(
-    tp_size: int,
-    *,
-    is_producer: bool,
-    block_size: int = 16,
-    model: Model = MODEL,
-    groups: Sequence[int] = ALL_GROUPS,
-    loads_at_once: bool = True,
-    planted_ranks: Sequence[int] | None = None,
-    **extra,
-) -> Engine:
-    settings = read_settings({**SECRET, "timeout_s": HANG_S, **extra})
-    clock = [0.0]
-    workers = [
-        Worker(model, (rank, tp_size), block_size, keys_transposed, num_blocks=48) for rank in range(tp_size)
-    ]
-    made = []
-    for rank, worker in enumerate(workers):
-        config = worker.kv_cache_config
-        config.kv_cache_groups = [config.kv_cache_groups[group] for group in groups]
-        caches = worker.prove()
-        name = settings.planted if planted_ranks is None or rank in planted_ranks else None
-        planted = plant_at_worker(name, worker.vllm_config, worker.kv_cache_config, caches)
-        made.append(
-            WorkerHalf(
-                settings,
-                caches,
-                rank,
-                [group.kv_cache_spec.block_size for group in config.kv_cache_groups],
-                serves=is_producer,
-                loads_at_once=loads_at_once,
-                planted=planted,
-            )
-        )
-
-    def sleep(seconds: float) -> None:
-        clock[0] += seconds
-
-    scheduler = SchedulerHalf(settings, tp_size, lambda: clock[0], sleep)
-    scheduler.set_servers({rank: half.served_at for rank, half in enumerate(made) if half.served_at})
-    return Engine(workers, scheduler, made, clock)
-
-
-@contextmanager
-def pair(p_tp: int = 2, d_tp: int = 1, p: dict[str, Any] | None = None, **d: Any) -> Iterator[Pair]:
-    made = Pair(
-        make_engine(p_tp, is_producer=True, **(p or {"keep_rows": True})),
-        make_engine(d_tp, is_producer=False, block_size=32, **{"keep_rows": True, **d}),
-        d.get("model", MODEL),
-    )
-    try:
-        yield made
-    finally:
-        for half in (*made.producer.halves, *made.consumer.halves):
-            half.close()
-
-
-@dataclass
-class Pair:
-    producer: Engine
-    consumer: Engine
-    model: Model = MODEL
-
-    def prefill(self, name: str = "r", seed: int = 0) -> dict[str, Any]:
-        """P computes a request; returns what its proxy passes on."""
-        values = self.model.values(TOKENS, seed)
-        ids = self.producer.workers[0].block_ids(TOKENS, seed)
-        for worker in self.producer.workers:
-            worker.write(values, ids)
-        request = SimpleNamespace(
-            request_id=f"p-{name}",
-            kv_transfer_params={"do_remote_decode": True},
-            num_computed_tokens=TOKENS,
-            num_prompt_tokens=TOKENS,
-        )
-        inner = {"do_remote_prefill": True, "remote_block_ids": ids}
-        params = self.producer.scheduler.finished(request, ids, inner)
-        notes = self.producer.scheduler.take_notes()
-        for half in self.producer.halves:
-            half.begin_step(notes)
-        assert params is not None
-        return params
-
-    def expect(
-        self, params: dict[str, Any], name: str = "r", seed: int = 0, *, is_async: bool = True
-    ) -> list:
-        """D makes room for it."""
-        scheduler = self.consumer.scheduler
-        ids = self.consumer.workers[0].block_ids(TOKENS, seed)
-        scheduler.matched(f"d-{name}", 0, is_async)
-        scheduler.before_alloc(params)
-        scheduler.allocated(f"d-{name}", params, ids, TOKENS)
-        notes = scheduler.take_notes()
-        for half in self.consumer.halves:
-            half.begin_step(notes)
-        return ids
-
-    def move(self, ids: list, seed: int = 0) -> None:
-        """The inner connector brings it."""
-        for worker in self.consumer.workers:
-            worker.write(self.model.values(TOKENS, seed), ids)
-
-    def results(self, name: str = "r") -> list[dict[str, Any]]:
-        """Every D worker's verdict."""
-        found = []
-        for half in self.consumer.halves:
-            result = half.proof_results(f"d-{name}")
-            until = time.monotonic() + HANG_S
-            while result["status"] == "pending":
-                assert time.monotonic() < until
-                time.sleep(0.001)
-                result = half.proof_results(f"d-{name}")
-            found.append(result)
-        return found
-
-    def run(self, name: str = "r", seed: int = 0, move_seed: int | None = None) -> list[dict[str, Any]]:
-        ids = self.expect(self.prefill(name, seed), name, seed)
-        self.move(ids, seed if move_seed is None else move_seed)
-        for half in self.consumer.halves:
-            told = half.received({f"d-{name}"}, set())
-            assert (told.arrived, told.failed) == ({f"d-{name}"}, set())
-        return self.results(name)
+from tests.vllm.pairs import (
+    MODEL,
+    SECRET,
+    TOKENS,
+    Pair,
+    pair,
+)
 
 
 @each("p_tp, d_tp", [(1, 1), (2, 1), (1, 2), (2, 2)])
@@ -188,121 +48,6 @@ def test_a_request_that_arrived_whole_is_equal_and_counted(p_tp: int, d_tp: int)
         rows = made.producer.halves[0].kept_rows("p-r")
         assert {layer for layer, _, _ in rows} == {0, 1, 2, 3}
         assert made.producer.halves[0].kept_rows("p-r") == {}
-
-
-@each(
-    "planted, field, classification",
-    [
-        ("heads_shifted", "k", "head 0 holds head 1 of the producer"),
-        ("kv_swapped", "k", "K and V swapped"),
-        ("last_block_dropped", "k", "tail not written"),
-        ("state_columns_shifted", "conv_x", "channels shifted: channel c holds channel c-1"),
-    ],
-)
-def test_a_bug_planted_in_d_is_caught_and_named(planted: str, field: str, classification: str) -> None:
-    with pair(planted=planted) as made:
-        for worker in made.consumer.workers:
-            for layer in worker.layers.values():
-                if not isinstance(layer.kv_cache, tuple):
-                    layer.kv_cache.zero_()
-        (result,) = made.run()
-        assert result["status"] == "mismatch"
-        assert result["mismatch"]["field"] == field
-        assert result["mismatch"]["classification"].startswith(classification), result["mismatch"]
-        assert result["bytes_mismatched"] > 0
-
-
-KV = [(layer, name) for layer in range(4) for name in ("k", "v")]
-WRONG = {
-    "heads_shifted": KV,
-    "kv_swapped": KV,
-    "last_block_dropped": KV,
-    "state_columns_shifted": [(3, "conv_b"), (3, "conv_c"), (3, "conv_x")],
-}
-"""What each bug spoils: (layer, field). Layer 1 is a window, 2 has chunks, and 3 has a state, too."""
-
-
-@each("p_tp, planted_ranks", [(1, [0]), (1, [1]), (2, [0]), (2, [1]), (2, [0, 1]), (1, [])])
-@each("planted", list(WRONG))
-def test_a_bug_in_one_rank_s_share_is_found_there_alone(
-    planted: str, p_tp: int, planted_ranks: list[int]
-) -> None:
-    d = {"planted": planted, "planted_ranks": planted_ranks, "model": WIDE}
-    with pair(p_tp, 2, p={"keep_rows": True, "model": WIDE}, **d) as made:
-        results = made.run()
-        for rank, (result, half) in enumerate(zip(results, made.consumer.halves, strict=True)):
-            is_planted = rank in planted_ranks
-            assert result["status"] == ("mismatch" if is_planted else "equal")
-            taken = half.counts.take()
-            assert taken is not None
-            found = {(layer, name) for layer, name, *_ in taken["wrong"]}
-            assert sorted(found) == (WRONG[planted] if is_planted else [])
-            heads = {unit for _, name, unit, _ in taken["wrong"] if name in ("k", "v")}
-            assert heads <= {2 * rank, 2 * rank + 1}, "a rank tells of its own heads"
-
-
-@each(
-    "planted, field, token, classification",
-    [
-        ("heads_shifted", "k", 47, "head 0 holds head 1 of the producer"),
-        ("kv_swapped", "k", 47, "K and V swapped"),
-        ("last_block_dropped", "k", 64, "tail not written: tokens 64 to 69"),
-    ],
-)
-def test_a_bug_over_a_window_is_named_at_a_token_of_the_window(
-    planted: str, field: str, token: int, classification: str
-) -> None:
-    with pair(2, 1, p={"keep_rows": True, "groups": [WINDOW]}, groups=[WINDOW], planted=planted) as made:
-        made.consumer.workers[0].layers["model.layers.1.self_attn.attn"].kv_cache.zero_()
-        (result,) = made.run()
-        wrong = result["mismatch"]
-        assert (wrong["layer"], wrong["field"], wrong["token"]) == (1, field, token)
-        assert wrong["classification"].startswith(classification), wrong
-    with pair(2, 1, p={"groups": [WINDOW]}, groups=[WINDOW]) as made:
-        assert made.run()[0]["status"] == "equal"
-
-
-@each("groups", [1, 2])
-@each("p_tp, d_tp", [(1, 1), (1, 2), (2, 1), (2, 2)])
-def test_a_shifted_state_beside_attention_is_named_on_each_rank(p_tp: int, d_tp: int, groups: int) -> None:
-    model = Model(size_v=8, mamba_groups=groups)
-    both: dict[str, Any] = {"groups": [FULL, STATES], "model": model, "keep_rows": True}
-    with pair(p_tp, d_tp, p=both, planted="state_columns_shifted", **both) as made:
-        for rank, result in enumerate(made.run()):
-            wrong = result["mismatch"]
-            assert (wrong["layer"], wrong["field"]) == (3, "conv_x")
-            assert wrong["unit"] == rank * model.mamba_heads // d_tp
-            assert wrong["classification"].startswith("channels shifted: channel c holds channel c-1")
-    with pair(p_tp, d_tp, p=both, **both) as made:
-        assert {result["status"] for result in made.run()} == {"equal"}
-
-
-def test_stale_block_ids_read_the_request_before() -> None:
-    with pair(planted="stale_block_ids") as made:
-        first, second = made.prefill("a", 1), made.prefill("b", 2)
-        its_own = second["remote_block_ids"]
-        ids = made.expect(first, "a", 1)
-        made.move(ids, 1)
-        made.consumer.halves[0].received({"d-a"}, set())
-        assert made.results("a")[0]["status"] == "equal"
-        ids = made.expect(second, "b", 2)
-        assert second["remote_block_ids"] == first["remote_block_ids"] != its_own
-        made.move(ids, 1)  # What lies in these blocks.
-        made.consumer.halves[0].received({"d-b"}, set())
-        (result,) = made.results("b")
-        assert result["status"] == "mismatch"
-        assert "missing: tokens 0 to 69 hold stale or foreign content" in result["mismatch"]["classification"]
-
-
-def test_planted_bugs_that_a_model_has_no_room_for_are_refused() -> None:
-    assert len(PLANTED) == 5
-    with pair(1, 2, planted="heads_shifted") as made, pytest.raises(Unsupported, match="one KV head"):
-        made.run()
-    uneven = Model(size_v=4)
-    with pair(planted="kv_swapped", model=uneven, p={"model": uneven}) as made:
-        made.expect({})
-        with pytest.raises(Unsupported, match="unlike sizes"):
-            made.consumer.halves[0].received({"d-r"}, set())
 
 
 def test_a_mismatch_fails_the_request_where_that_is_asked_for() -> None:

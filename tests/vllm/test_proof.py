@@ -15,10 +15,10 @@ import pytest
 
 from rayk.types.errors import KVMismatch, TransferError, UserError
 from rayk.vllm import proof_verifier, proof_wire
-from rayk.vllm.proof import ProofRecord, ProofRecords, Ticket, is_sampled, read_ticket, serve_records
+from rayk.vllm.proof import ProofRecord, ProofRecords, Ticket, serve_records
 from rayk.vllm.proof_compare import Arrival, Comparison
 from rayk.vllm.proof_verifier import Counts, Fetcher, Verifier
-from rayk.vllm.proof_wire import ProofServer, ask, read_secret
+from rayk.vllm.proof_wire import ProofServer, ask
 from tests.each import each
 from tests.markers import thorough
 from tests.pd import HANG_S
@@ -482,57 +482,6 @@ def test_records_are_bounded_by_number_and_bytes() -> None:
     kept.put("b", record)
     assert kept.pop_last("") is record
     assert kept.get("b") is None
-
-
-TOLD = Ticket("r", "n", ()).to_params()
-
-
-@each(
-    "told",
-    [
-        None,
-        {},
-        {"rayk_proof": "x"},
-        {"rayk_proof": {**TOLD, "version": 1}},
-        {"rayk_proof": {**TOLD, "request": 5}},
-        {"rayk_proof": {**TOLD, "nonce": ""}},
-        {"rayk_proof": {**TOLD, "nonce": "n" * 65}},
-        {"rayk_proof": {**TOLD, "ranks": [["h", 70000, "l"]]}},
-        {"rayk_proof": {**TOLD, "ranks": [["h", True, "l"]]}},
-        {"rayk_proof": {**TOLD, "ranks": [["h", 1, "l"]] * 2000}},
-        {"rayk_proof": {**TOLD, "sampled": 0}},
-    ],
-)
-def test_tickets_that_cannot_be_read_are_none(told) -> None:
-    assert read_ticket(told) is None
-
-
-def test_a_ticket_survives_its_way_as_json() -> None:
-    ticket = Ticket("r", "n", (("h", 1, "l"), ("h", 2, "m")))
-    assert read_ticket({"rayk_proof": ticket.to_params()}) == ticket
-
-
-def test_sampling_is_the_same_wherever_it_is_asked_for() -> None:
-    names = [f"request-{i}" for i in range(1000)]
-    some = {name for name in names if is_sampled(name, 0.2)}
-    assert 100 < len(some) < 300
-    assert some < {name for name in names if is_sampled(name, 0.5)}
-    assert all(is_sampled(name, 1.0) for name in names)
-    assert not any(is_sampled(name, 0.0) for name in names)
-
-
-def test_a_secret_must_be_given_once_and_not_be_guessed(tmp_path) -> None:
-    held = tmp_path / "secret"
-    held.write_text("from a file, of enough letters\n")
-    assert read_secret(secret_file=str(held)) == b"from a file, of enough letters"
-    for wrong in (
-        {},
-        {"secret": "short"},
-        {"secret": "x" * 20, "secret_file": "y"},
-        {"secret_file": "/no/file"},
-    ):
-        with pytest.raises(UserError, match="secret|No such file"):
-            read_secret(**wrong)
 
 
 def test_a_port_that_is_taken_or_beyond_the_last_is_told() -> None:
