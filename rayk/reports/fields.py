@@ -290,7 +290,7 @@ TRANSFERS = (
     ),
     Field("producer_rank", INT, "index", "rank of the prefill engine; 0 of the host tier"),
     Field("consumer_rank", INT, "index", "rank of the engine that got it"),
-    Field("group", INT, "index", "KV cache group"),
+    Field("group", INT, "index", "KV cache group; 0 of reads of vLLM's engines, each of all groups at once"),
     Field("bytes", INT, "bytes", "moved"),
     Field("held_bytes", INT, "bytes", "not moved: the consumer had them in its prefix cache"),
     Field("num_descriptors", INT, "descriptors", "asked of the transport, before neighbours are merged"),

@@ -67,7 +67,6 @@ class TransferRow:
     producer_rank: int
     consumer_rank: int
     group: int
-    """0 of every read of vLLM's engines: each is of all groups at once, and NIXL measures it as a whole."""
     bytes: int
     num_descriptors: int
     """Asked of the transport before neighbouring blocks are merged: runs, or whole stretches of a staged
