@@ -132,7 +132,7 @@ def test_an_llm_says_it_of_a_cluster_that_was_joined_before(
     caplog.set_level(logging.INFO, "rayk")
     monkeypatch.setattr(launch, "num_cluster_gpus", enough)
     monkeypatch.setattr(launch.ray, "is_initialized", lambda: True)
-    options: Any = None
+    plan: Any = SimpleNamespace(on_device=lambda device: None)
     for token, level, says in (
         (None, logging.WARNING, "asks for no token"),
         (GOOD, logging.INFO, "asks for a token"),
@@ -141,7 +141,7 @@ def test_an_llm_says_it_of_a_cluster_that_was_joined_before(
             where = SimpleNamespace(gcs_address=address)
             monkeypatch.setattr(launch.ray, "get_runtime_context", lambda where=where: where)
             with pytest.raises(DeviceError, match="enough"):
-                _Engines(options, None)
+                _Engines(plan, None)
         assert [(r.levelno, says in r.getMessage()) for r in caplog.records] == [(level, True)]
         caplog.clear()
     assert launch.joined_before().is_protected is None  # it is gone

@@ -3,8 +3,8 @@ raises the alarm. The other alerts: test_alerts_on_ray.py."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dashboards import check, tools
-from dashboards.table import ABSENT_ON_CPU
+from dashboards.table import ABSENT_ON_CPU, DASHBOARDS
 from rayk import load
 from tests.conftest import CheckpointFactory
 from tests.dashboards.watching import complete, fired, post, run_spec, serving, targets_of, until, watched
@@ -86,15 +86,34 @@ def seen(ray_address: str, checkpoint: CheckpointFactory, tmp_path_factory: pyte
     sizes = ["--num-prefill", "2", "--num-decode", "1", "--set", "engine.prefix_caching=true"]
     tier = ["--set", "offload.host_gib=0.05", "--set", f"offload.disk_folder={folder / 'pages'}"]
     with serving(model, ray_address, *sizes, *tier) as front, watched(ray_address, front) as prometheus:
-        for n in range(8):
-            assert complete(front, [*range(3, 35), 40 + n])[0] == 200
-            time.sleep(0.8)
+        ask_until_step_times_are_seen(front, prometheus)
         assert post(f"{front}/engines/prefill1/role", {"role": "decode"})[0] == 200
         done = run_spec(spec_of(model), folder, ray_address)
         assert done.returncode == 0, done.stderr
         assert set(load(folder / "run").cells["verdict"]) == {"PASS", "KV_MISMATCH"}
         until(lambda: "RaykKVMismatch" in fired(prometheus, WINDOW_S, MODEL), 60.0, "no alarm")
         return look(prometheus)
+
+
+def ask_until_step_times_are_seen(front: str, prometheus: check.Prometheus) -> None:
+    """Ask eight times at least. A rate wants two scrapes that differ, while a phase's first scrape has all of
+    its steps so far, and Ray's agent misses some scrapes where the machine is busy."""
+    step_times = [
+        check.filled_in(query.shown)
+        for board in DASHBOARDS
+        for panel in board.panels
+        if panel.title == "Step time"
+        for query in panel.queries
+    ]
+    assert step_times
+    numbers = itertools.count()
+
+    def seen_while_asking() -> bool:
+        n = next(numbers)
+        assert complete(front, [*range(3, 35), 40 + n % 50])[0] == 200
+        return n >= 7 and all(prometheus.series(expr, WINDOW_S) for expr in step_times)
+
+    until(seen_while_asking, 120.0, "no step times")
 
 
 def look(prometheus: check.Prometheus) -> Seen:

@@ -45,7 +45,7 @@ def test_what_is_not_known_is_no_refusal(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(attack, "join", lambda *_: attack.Try("join", "x", "nothing", None))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = attack.Port(host="127.0.0.1", port=free.getsockname()[1], program="gcs_server", pid=1)
-    answer = attack.Answer(status=attack.LATE, text="gRPC (HTTP")
+    answer = attack.PortAnswer(status=attack.LATE, text="gRPC (HTTP")
     target: Any = attack.Target(
         process=None,  # type: ignore[arg-type]
         folder=tmp_path,

@@ -27,8 +27,10 @@ def make_odd(file: Path, kind: str) -> None:
     elif kind == "pipe":
         os.mkfifo(file)
     else:
+        parent = os.open(file.parent, os.O_RDONLY)
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(f"{file.parent}/s")
+            listener.bind(f"/proc/self/fd/{parent}/s")  # a socket's path may be no longer than 107 bytes
+        os.close(parent)
         (file.parent / "s").rename(file)
 
 
