@@ -79,6 +79,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "ray": None if _installed("ray") else "Ray is not installed",
     }
     for item in items:
+        if item.get_closest_marker("needs_vllm") is not None:  # `make test` is the same with and without vLLM
+            item.add_marker(pytest.mark.thorough)
         for marker, reason in missing.items():
             if reason is not None and item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -18,7 +18,7 @@ nixl = pytest.mark.nixl
 
 needs_vllm = pytest.mark.needs_vllm
 """Runs vLLM in a process of its own, by the interpreter of the fixture `vllm_python`: `make vllm` makes its
-environment, and `--vllm-python` names another's."""
+environment, and `--vllm-python` names another's. `make test` leaves it to `make test-all`."""
 
 ray = pytest.mark.ray
 """Starts or uses a Ray cluster."""

@@ -42,7 +42,7 @@ from tests.actors import in_threads
 from tests.actors.cells import cell_deployment
 from tests.actors.served import Served, complete, settings_for
 from tests.handover.cases import NUM_TOKENS, Model
-from tests.markers import nixl
+from tests.markers import nixl, thorough
 from tests.markers import ray as ray_mark
 from tests.specs.models import decoder, spec
 
@@ -383,6 +383,7 @@ def test_a_cell_says_what_its_loop_died_of(qwen3: Model, pool: in_threads.Pool, 
 
 @ray_mark
 @nixl
+@thorough
 @pytest.mark.timeout(300)
 def test_a_bug_in_a_workers_loop_reaches_the_front(ray_address: str, qwen3: Model) -> None:
     """Of rank 1 of D, then of P: in processes of their own."""

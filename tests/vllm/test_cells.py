@@ -9,9 +9,9 @@ import pytest
 
 from rayk.experiments import Experiment
 from tests.conftest import CheckpointFactory
-from tests.markers import needs_vllm, ray, thorough
+from tests.markers import needs_vllm, ray
 
-pytestmark = [needs_vllm, ray, thorough, pytest.mark.timeout(1800)]
+pytestmark = [needs_vllm, ray, pytest.mark.timeout(1800)]
 
 
 def test_cells_of_vllm_pass_the_checks_of_rayks_own(

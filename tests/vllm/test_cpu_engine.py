@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.house import ROOT
-from tests.markers import needs_vllm, slow, thorough
+from tests.markers import needs_vllm, slow
 from tests.vllm.cpu_engine import ENVIRONMENT, prompt_ids
 
 TOKENS = 300
@@ -20,7 +20,6 @@ TOKENS = 300
 
 
 @needs_vllm
-@thorough
 @pytest.mark.parametrize(
     ("family", "options", "tp_size"),
     [

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.house import ROOT
-from tests.markers import needs_vllm, thorough
+from tests.markers import needs_vllm
 from tests.pd import HANG_S
 from tests.vllm.run_engine import RESULT
 
-pytestmark = [needs_vllm, thorough]
+pytestmark = needs_vllm
 
 METHODS = """
 bind_connector_metadata bind_gpu_block_pool bind_kv_cache_manager build_connector_meta

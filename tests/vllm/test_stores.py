@@ -9,9 +9,9 @@ import pytest
 from rayk.conformance.catalog import choose, store_checks
 from rayk.conformance.runner import FAIL, UNSUPPORTED, Kit
 from tests.conformance.settings import PATIENT
-from tests.markers import needs_vllm, thorough
+from tests.markers import needs_vllm
 
-pytestmark = [needs_vllm, thorough, pytest.mark.timeout(600)]
+pytestmark = [needs_vllm, pytest.mark.timeout(600)]
 
 IN_PLACE = ("identity.adapter_revision", "identity.prefixes.adapter_revision")
 """Weights that are loaded again in place keep an adapter's name and path, which are the key (#42125)."""
