@@ -22,6 +22,7 @@ from rayk.reports.load_fields import LOAD_CELL_FIELDS, LOAD_REQUEST_FIELDS
 from rayk.reports.load_page import latency_rows
 from rayk.reports.report import markdown
 from tests.bench.fake_server import Script, serving
+from tests.markers import thorough
 
 
 def bench(*arguments: str) -> Result:
@@ -76,6 +77,7 @@ def test_loads_leave_tables_and_a_report(tmp_path: Path) -> None:
     assert "ttft=10000ms" in spec
 
 
+@thorough
 def test_reports_are_made_again_and_compared(tmp_path: Path) -> None:
     for name in ("a", "b"):
         run_on(Script(), tmp_path / name, "--rate", "200", "--num-requests", "20", "--output-tokens", "3")
@@ -111,6 +113,7 @@ def test_intervals_have_two_ends_none_of_them_below_0() -> None:
     assert (row["mean"], row["p50"], row["p90"]) == ("7.67 (0.00 to 17.4)", "312 (over 20.5)", "")
 
 
+@thorough
 def test_a_comparison_names_invalid_loads(tmp_path: Path) -> None:
     for name, status in (("a", 200), ("b", 429)):
         options = ("--rate", "200", "--num-requests", "20", "--output-tokens", "3", "--slo", "e2e=100s")
@@ -143,6 +146,7 @@ def test_a_noisy_load_fails_if_strict(tmp_path: Path) -> None:
     assert result.exit_code == 1
 
 
+@thorough
 def test_chat_and_traces_and_texts(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     rows = [
@@ -207,6 +211,7 @@ def test_bad_input_is_refused_before_the_first_request(tmp_path: Path, options: 
     assert not (tmp_path / "out").exists()
 
 
+@thorough
 def test_a_folder_with_tables_and_a_server_without_vocabulary_are_refused(tmp_path: Path) -> None:
     options = ("--concurrency", "1", "--num-requests", "2", "--output-tokens", "2")
     run_on(Script(), tmp_path / "out", *options)
@@ -237,6 +242,7 @@ def test_a_key_is_sent_but_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not any(b"hush" in content for content in kept)
 
 
+@thorough
 def test_an_interrupted_load_leaves_what_it_has(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with serving(lambda number, _: Script(hangs=number >= 5)) as server:

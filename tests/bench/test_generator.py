@@ -23,6 +23,7 @@ from rayk.bench.rows import request_row
 from rayk.reports.columns import make_table
 from rayk.reports.load_fields import LOAD_REQUEST_FIELDS
 from tests.bench.fake_server import FakeServer, Script, serving
+from tests.markers import thorough
 
 NS_PER_MS = 1_000_000
 
@@ -221,6 +222,7 @@ def test_keys_and_extra_fields_are_sent() -> None:
     assert "return_token_ids" not in server.seen[0].body
 
 
+@thorough
 def test_the_generator_watches_its_own_loop() -> None:
     """A blocked event loop shows in its lags and in those of the requests that were due meanwhile."""
     blocked: list[int] = []

@@ -20,6 +20,7 @@ from rayk.reports.environment import package_versions
 from rayk.specs.experiment import SideSpec
 from rayk.types.config import EngineConfig
 from tests.conftest import CheckpointFactory
+from tests.markers import thorough
 from tests.reports.synthetic import write_run
 
 COMMANDS = ("run", "serve", "top", "bench", "checkpoint", "report", "doctor", "explain", "conformance")
@@ -253,6 +254,7 @@ def test_report_writes_each_format(tmp_path: Path) -> None:
     assert [Path(p).name for p in paths] == ["cells.csv", "requests.csv", "transfers.csv"]
 
 
+@thorough
 def test_report_compares_runs(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", failures=False)

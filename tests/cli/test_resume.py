@@ -23,6 +23,7 @@ from rayk.reports import ResultWriter, load
 from rayk.reports.files import locked
 from rayk.reports.journal import read_journal
 from tests.conftest import CheckpointFactory
+from tests.markers import thorough
 from tests.reports.synthetic import cell_row, write_run
 from tests.specs.models import spec
 
@@ -105,6 +106,7 @@ def test_resume_without_a_run_begins_one(path: Path, tmp_path: Path) -> None:
     assert len(load(tmp_path / "new").cells) == 2
 
 
+@thorough
 def test_other_settings_are_named(path: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     run(path, out)
@@ -117,6 +119,7 @@ def test_other_settings_are_named(path: Path, tmp_path: Path) -> None:
     assert "0 left" in run(out / "spec.yaml", out, "--resume").stderr
 
 
+@thorough
 def test_other_weights_under_the_same_path_are_refused(path: Path, tmp_path: Path, model: Path) -> None:
     copy, out = tmp_path / "copy", tmp_path / "run"
     shutil.copytree(model, copy)
@@ -161,6 +164,7 @@ def test_an_exclude_rule_that_matches_nothing_is_a_warning(path: Path, tmp_path:
     assert len(load(tmp_path / "run").cells) == 1
 
 
+@thorough
 def test_cells_of_another_machine_are_a_warning(path: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     run(path, out)

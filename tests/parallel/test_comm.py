@@ -16,7 +16,7 @@ from rayk.parallel.shm import ShmComm
 from rayk.parallel.threads import ThreadComm
 from rayk.parallel.torch_group import TorchComm
 from rayk.types.errors import CommError, DeviceError, UserError
-from tests.markers import one_per
+from tests.markers import one_per, thorough
 from tests.parallel import ranks
 from tests.parallel.crew import Crew, free_address
 
@@ -149,6 +149,7 @@ def test_thread_peer_that_leaves_or_stalls() -> None:
         two.all_reduce(torch.ones(1))
 
 
+@thorough
 @pytest.mark.parametrize("open_one", [ShmComm, lambda *a: TorchComm("gloo", *a)])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_missing_rank_at_the_start_times_out(open_one, rank: int) -> None:

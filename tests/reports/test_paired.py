@@ -98,6 +98,7 @@ def test_a_slower_run_is_a_regression_and_the_faster_one_an_improvement(tmp_path
     assert verdicts(found, "p1-d3-BHLNC-BHLNC")["TPOT"] == "regression"
 
 
+@thorough
 def test_one_slow_cell_is_named_and_the_run_is_not_blamed(tmp_path: Path) -> None:
     base = run(tmp_path / "a", num_requests=20)
     other = run(tmp_path / "b", num_requests=20, slow_cell=2.0, seed=1)
@@ -119,6 +120,7 @@ def test_one_slow_cell_is_named_and_the_run_is_not_blamed(tmp_path: Path) -> Non
     assert "\nNothing is known to be faster or slower." in compare_markdown([base, base])
 
 
+@thorough
 def test_few_pairs_are_said_to_be_few(tmp_path: Path) -> None:
     base, other = (run(tmp_path / n, num_requests=3, factor=f) for n, f in (("a", 1.0), ("b", 3.0)))
     found = changes(base, other)
@@ -171,6 +173,7 @@ def test_unsure_rows_are_few_and_counted(tmp_path: Path) -> None:
     assert "24 are unsure (the 10 largest are shown)" in section.note
 
 
+@thorough
 def test_requests_of_one_run_only_make_no_pair(tmp_path: Path) -> None:
     base = run(tmp_path / "a", num_requests=20)
     fewer = run(tmp_path / "b", num_requests=9, seed=1)
@@ -262,6 +265,7 @@ def move(
     return load(folder)
 
 
+@thorough
 def test_slower_transfers_are_a_regression_of_their_tp_sizes(tmp_path: Path) -> None:
     base = move(tmp_path / "a")
     other = move(tmp_path / "b", factor=1.5, descriptors=16, seed=1)
@@ -302,6 +306,7 @@ def test_runs_that_moved_nothing_have_no_transfers_to_compare(tmp_path: Path) ->
     assert "Transfers by TP sizes" not in [s.title for s in sections([base, other])]
 
 
+@thorough
 def test_counts_are_told_exactly_however_few(tmp_path: Path) -> None:
     """Two requests: no statistics of times, but eight descriptors are not nine."""
     runs = [
