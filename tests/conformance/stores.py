@@ -185,17 +185,20 @@ class StaleAfterEviction(Right):
 
 
 class NotThreadSafe(Right):
-    """Keeps the prompt that it saves where other threads do, too."""
+    """Keeps the prompt that it saves where other threads do, too: all save by the key that was put there last,
+    here always the greatest."""
 
     def __init__(self, folder):
         super().__init__(folder)
+        self.keys = []
         self.all_here = threading.Barrier(NUM_THREADS)
 
     def save(self, key, pages):
-        self.current = key
         if threading.current_thread() is not threading.main_thread():
+            self.keys.append(key)
             self.all_here.wait()
-        super().save(self.current, pages)
+            key = max(self.keys, key=lambda key: key.token_ids)
+        super().save(key, pages)
 
 
 class RestartsEmpty(Right):
