@@ -134,6 +134,7 @@ def look(prometheus: check.Prometheus) -> Seen:
 
     # Ray's agent misses a scrape now and then where the machine is busy.
     until(all_up, 60.0, "a target stays down")
+    assert not prometheus.series('{otel_metric_overflow="True"}'), "Ray's agent has dropped series"
     failed = f'sum (ray_rayk_request_outcomes_total{{finish_reason="error", model="{MODEL}"}})'
     (errors,) = prometheus.series(failed, 3.0)
     seen = Seen(
