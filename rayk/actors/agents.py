@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def make_agent(name: str, error_handling: str) -> TransferAgent:
-    """Of the transport that engines use. It listens on loopback alone where this node does: its cluster then
-    has no other."""
+    """Make an agent of the transport that engines use. It listens on loopback alone where this node does,
+    because its cluster then has no other node."""
     own: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
     settings = transports.AgentSettings(error_handling=error_handling, is_one_node=own.startswith("127."))
     return transports.make_agent(name, settings)

@@ -41,7 +41,7 @@ END_S = 20.0
 
 
 class CellDeployment(Deployment):
-    """An engine that the spec wants restarted is formed again once."""
+    """The engines of one cell. An engine that the spec wants restarted is formed again once."""
 
     def __init__(
         self,
@@ -92,11 +92,11 @@ class CellDeployment(Deployment):
 
     @property
     def lives(self) -> list[EngineHandle]:
-        """Each engine as it is now, of those that have workers."""
+        """Return the current handle of each engine that has workers."""
         return [m.handle for m in self.members.values() if m.handle is not None]
 
     def rank_options(self, engine: EngineHandle, rank: int) -> dict[str, Any]:
-        """A new life of a lost engine commits no faults."""
+        """Return a rank's staging, push and fault settings. Only an engine's first life commits faults."""
         cell, transfer = self._cell, self._cell.spec.transfer
         role = "decode" if engine.role == "decode" else "prefill"
         is_first = not self.members[engine.name].num_restarts
@@ -126,7 +126,7 @@ class CellDeployment(Deployment):
             member.next_life.set_result(None)
 
     def lost(self, member: Member, again: FormAgain | None) -> None:
-        """The end of the cell tells of engines that are not formed again."""
+        """Note what an engine died of if it is formed again; the end of the cell reports the others."""
         if again is None:
             return
         error = member.life.died.exception()
@@ -136,7 +136,7 @@ class CellDeployment(Deployment):
         (self._outcome.survived if is_survived else self._outcome.errors).append(error)
 
     async def live(self, name: str) -> EngineHandle:
-        """An engine, once it is formed. Raises what it, or the forming of it, died of."""
+        """Return an engine once it is formed. Raises what it, or the forming of it, died of."""
         member = self.members[name]
         if member.next_life is not None and not member.is_live:
             await asyncio.shield(member.next_life)
@@ -144,13 +144,13 @@ class CellDeployment(Deployment):
         return member.life
 
     def note_deaths(self) -> None:
-        """Have no request placed on an engine that has died, though nobody has looked after it yet."""
+        """Have no request placed on an engine that has died, even before its watcher has noticed."""
         for member in self.members.values():
             if member.life.died.done():
                 self.note_death(member)
 
     def failed(self, attempt: Place, error: RaykError) -> Place | None:
-        """Where a request goes whose attempt met this error; None: it ends with it."""
+        """Return the next place of a request whose attempt met this error; None: the request ends with it."""
         self.note_deaths()
         engines = attempt.placement
         cause = cause_of(error, producer=engines.prefill or "", consumer=engines.decode or "")
@@ -165,7 +165,7 @@ class CellDeployment(Deployment):
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Meanwhile, see to engines that die or, where that is looked for, hang."""
+        """Look after the engines within the block: they may die or, where that is looked for, hang."""
         tasks = [asyncio.create_task(self._see_to(m)) for m in self.members.values()]
         try:
             yield
@@ -193,7 +193,7 @@ class CellDeployment(Deployment):
         self.host_tiers.losses.clear()
 
     async def _end(self, member: Member) -> None:
-        """End an engine by its leave if it lives, else by replacing its workers."""
+        """End an engine by its own loops if it lives, else by replacing its workers."""
         engine, is_told = member.life, member.decided is member.life and member.again is not None
         errors, lease_s = self._outcome.errors, self._rules.transfer.lease_s or 0.0
         of_losses = errors if self._cell.failure_policy == "fail" else self._outcome.survived
@@ -218,8 +218,8 @@ class CellDeployment(Deployment):
         await self.pool.replace_workers(engine.name, len(engine.workers))
 
     async def _stop(self, engine: EngineHandle, lease_s: float) -> bool:
-        """Let the loops end, then let the workers forget the engine; False where they must be replaced.
-        Raises what the engine died of, and EngineDied where blocks leaked."""
+        """Let the loops end, then let the workers forget the engine. Returns False where the workers must be
+        replaced. Raises what the engine died of, and EngineDied where blocks leaked."""
         status, leaked = await stop_loops(engine, lease_s)
         outcome = self._outcome
         engine.facts["num_token_layers"] = status["num_token_layers"]
@@ -243,15 +243,16 @@ class CellDeployment(Deployment):
 
 
 def _looks_for_hangs(cell: Cell) -> bool:
-    """Where requests can be saved from a hanging engine, or one is planted. Steps may be long: elsewhere
-    deadlines suffice."""
+    """Return whether requests can be saved from a hanging engine, or one is planted. Elsewhere deadlines
+    suffice: steps may be long."""
     return cell.failure_policy != "fail" or any(f.kind == "stop" for f in cell.faults)
 
 
 def faults_of(cell: Cell, role: str, index: int, rank: int, tp: int) -> tuple[PlantedFault, ...]:
-    """The faults that a rank of engine `index` of this role commits, or sets off at a rank of the other side.
+    """Return the faults that a rank of engine `index` of this role commits, or sets off at a rank of the
+    other side.
 
-    A fault that names no rank is the last one's.
+    A fault that names no rank belongs to the last one.
     """
     planted: list[PlantedFault] = []
     for fault in cell.faults:
@@ -300,7 +301,7 @@ def _transfer_fault(fault: FaultSpec, mode: str) -> TransferFault:
 
 
 def as_it_arrives(cell: Cell, reservation: Reservation, number: int) -> Reservation:
-    """The `number`-th reservation of a cell, from 1, at the prefill engine: changed if a fault says so."""
+    """Return a cell's `number`-th reservation, from 1, as the prefill engine gets it, faults included."""
     faults = [f for f in cell.faults if (f.kind, f.point) == ("corrupt", "reserve")]
     if all((f.step or 1) != number for f in faults):
         return reservation

@@ -13,7 +13,7 @@ from rayk.types.rows import RequestRow, TransferRow
 
 @dataclass(kw_only=True)
 class CellOutcome:
-    """Everything a cell left behind. Filled by the coordinator; judged elsewhere."""
+    """Everything a cell leaves behind. The coordinator fills it; the judge reads it."""
 
     requests: list[RequestRow] = field(default_factory=list)
     transfers: list[TransferRow] = field(default_factory=list)
@@ -26,13 +26,13 @@ class CellOutcome:
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Engine name -> backend, comm, layout, block sizes..."""
     ledgers: dict[str, Ledger] = field(default_factory=dict)
-    """Engine name -> what came of its blocks; of those that lived to tell."""
+    """Engine name -> what became of its blocks, for engines that lived until the end."""
     offload: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Engine name -> what it stored, loaded and swapped; of those that lived to tell."""
+    """Engine name -> what it stored, loaded and swapped, for engines that lived until the end."""
     tiers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Host tier -> what it says of itself; of those that live to tell."""
+    """Host tier -> its own status, for tiers that still live."""
     tiers_before: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The same before the first request: tiers outlive cells, and count on."""
+    """Their status before the first request: tiers outlive cells, so their counters go on."""
     tier_losses: list[str] = field(default_factory=list)
     """What host tiers died of."""
     num_kv_bytes_checked: int = 0

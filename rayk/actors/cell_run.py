@@ -42,7 +42,7 @@ class CellRun:
         capture: bool,
         meter: Meter | None = None,
     ) -> None:
-        """`meter`: is told of requests' times."""
+        """`meter` gets the times of requests."""
         self._cell = cell
         self._repeat = repeat
         self._outcome = outcome
@@ -117,7 +117,7 @@ class CellRun:
         return action
 
     def _route(self, request: Request, attempts: Sequence[Place], met: list[EngineHandle]) -> Route:
-        """The last attempt, with engines as they are when it comes to them. `met`: filled with those."""
+        """Return the route of the last attempt. `met` gets the engines that it finds on its way."""
 
         async def find(name: str) -> EngineHandle:
             met.append(await self._engines.live(name))
@@ -134,14 +134,13 @@ class CellRun:
     # What runs of requests tell: request_run.RunLog.
 
     def prefilled(self, attempt: str) -> None:
-        """Its prefill engine has less to do."""
+        """Tell the dispatcher that the attempt's prefill engine has less to do."""
         self._engines.dispatcher.prefilled(attempt)
 
     def delivered(self, row: RequestRow, event: RequestEvent) -> None:
-        """The row has it."""
+        """Do nothing: the row has the event already."""
 
     def transferred(self, rows: Sequence[TransferRow], num_kv_bytes_checked: int) -> None:
-        """Keep the rows."""
         self._outcome.transfers += rows
         self._outcome.num_kv_bytes_checked += num_kv_bytes_checked
 
@@ -150,7 +149,7 @@ class CellRun:
         self._outcome.captured[row.prompt_index] = rows
 
     def reserved(self, reservation: Reservation) -> Reservation:
-        """A planted fault may change the reservation on its way."""
+        """Change the reservation where a planted fault says so."""
         self._num_reservations += 1
         return as_it_arrives(self._cell, reservation, self._num_reservations)
 
@@ -199,7 +198,7 @@ async def run_requests(
 
 
 def begin_request(cell: Cell, repeat: int, index: int, prompt: tuple[int, ...]) -> tuple[Request, RequestRow]:
-    """What is asked for of a cell's prompt, and the row that tells what becomes of it."""
+    """Make the request of a cell's prompt, and the row that records its outcome."""
     request = Request(
         request_id=f"{cell.cell_id}/{repeat}/{index}",
         prompt_token_ids=prompt,
@@ -218,7 +217,7 @@ def begin_request(cell: Cell, repeat: int, index: int, prompt: tuple[int, ...]) 
 
 
 def with_seed(sampling: SamplingParams, prompt_index: int, repeat: int) -> SamplingParams:
-    """The parameters of one request of a cell.
+    """Return the sampling parameters of one request of a cell.
 
     A seed that nobody gave depends on the prompt's index and the repeat alone, so that every cell and every
     run of the spec draws the same tokens.
@@ -229,6 +228,6 @@ def with_seed(sampling: SamplingParams, prompt_index: int, repeat: int) -> Sampl
 
 
 async def until(due_ns: int) -> None:
-    """Wait, where there is anything to wait for: requests that are due at once keep their order."""
+    """Wait until a time, but do not yield if it has passed: requests due at once keep their order."""
     while (left_ns := due_ns - time.monotonic_ns()) > 0:
         await asyncio.sleep(left_ns / 1e9)

@@ -61,8 +61,8 @@ class Coordinator:
     async def run_cell(
         self, cell: Cell, prompts: Sequence[Sequence[int]], repeat: int, *, capture: bool
     ) -> CellOutcome:
-        """Form the cell's engines, run all its requests, dissolve the engines. Never raises a RaykError and
-        never outlasts the cell's deadline by more than END_S and the time to kill workers, and what vLLM's
+        """Form the cell's engines, run all its requests, dissolve the engines. Never raises a RaykError. It
+        outlasts the cell's deadline by at most END_S, the time to kill workers, and the time that vLLM's
         engines may take to start."""
         outcome, started = CellOutcome(), time.monotonic_ns()
         async with beating(make_meter(cell.prefill.model)) as meter:
@@ -135,7 +135,7 @@ class Coordinator:
         self._vllm.free_all()
 
     async def _ready_tiers(self, cell: Cell) -> None:
-        """Have host tiers as the cell wants them, if it wants any."""
+        """Open the host tiers that the cell wants, if it wants any."""
         settings = _offload_of(cell)
         if self._tiers is not None and self._tiers.settings != settings:
             await self._tiers.close()
@@ -147,6 +147,6 @@ class Coordinator:
 
 
 def _offload_of(cell: Cell) -> OffloadSettings | None:
-    """How its engines use host tiers, within its deadlines."""
+    """Return how the cell's engines use host tiers, with waits within its deadlines."""
     limits = cell.deadlines
     return cell.spec.offload.settings(transfer_s=limits.transfer_s, request_s=limits.request_s)

@@ -43,13 +43,13 @@ class DeploymentRules:
     request_s: float
     transfer_s: float
     hang_s: float | None
-    """An engine whose loop stands still for so long is ended; None: nobody looks."""
+    """An engine whose loop stands still for so long is ended; None: hangs are not looked for."""
     has_lines: bool
-    """Requests come to engines over lines, from other processes: a server's do."""
+    """Whether requests reach engines over lines from other processes, as a server's do."""
 
 
 class Deployment:
-    """Subclasses say what is special about a cell's engines and a server's."""
+    """The engines of a cell or a server. Subclasses say what is special about either."""
 
     def __init__(
         self,
@@ -78,28 +78,28 @@ class Deployment:
     # What subclasses add.
 
     def rank_options(self, engine: EngineHandle, rank: int) -> dict[str, Any]:
-        """Returns further fields of a rank's RankSpec."""
+        """Return further fields of a rank's RankSpec."""
         raise NotImplementedError
 
     async def replace_workers(self, member: Member) -> int:
-        """Have other workers in a lost engine's place; returns how many. Raises RaykError."""
+        """Put other workers in a lost engine's place; returns how many. Raises RaykError."""
         raise NotImplementedError
 
     def begun(self, engine: EngineHandle) -> None:
-        """A life of an engine begins."""
+        """Take note that a life of an engine begins."""
 
     def opened(self, member: Member) -> None:
-        """An engine takes requests from now on."""
+        """Take note that an engine takes requests from now on."""
         raise NotImplementedError
 
     def lost(self, member: Member, again: FormAgain | None) -> None:
-        """An engine was lost, and is formed `again` or not."""
+        """Take note that an engine was lost. `again`: the decision to form it again; None: it is not."""
         raise NotImplementedError
 
     # What all do.
 
     def ready(self) -> Iterator[Member]:
-        """The engines that take requests."""
+        """Return the engines that take requests."""
         return (m for m in self.members.values() if m.state == "ready")
 
     async def form_all(self) -> None:

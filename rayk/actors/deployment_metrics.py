@@ -58,7 +58,7 @@ def begin_outcomes(meter: Meter) -> None:
 
 
 async def beat(meter: Meter) -> None:
-    """Pass on what was gathered, for ever."""
+    """Pass on what a meter has gathered, every BEAT_S, for ever."""
     while True:
         await asyncio.sleep(BEAT_S)
         meter.pass_observations()
@@ -67,7 +67,7 @@ async def beat(meter: Meter) -> None:
 
 @asynccontextmanager
 async def beating(meter: Meter) -> AsyncIterator[Meter]:
-    """Have a meter `beat` within the block; in the end everything is passed on."""
+    """Run `beat` on a meter within the block; everything is passed on at the end."""
     task = asyncio.create_task(beat(meter))
     try:
         yield meter
@@ -84,11 +84,11 @@ class EngineNow(NamedTuple):
     name: str
     role: str
     is_up: bool
-    """Whether it is meant to turn; else it is being formed."""
+    """Whether its loop is meant to run; else it is being formed."""
 
 
 def watch_engines(meter: Meter, engines: Callable[[], Iterable[EngineNow]]) -> None:
-    """Report at each flush the engines that `engines` answers for then; Ray forgets the others."""
+    """Report at each flush the engines that `engines` returns then; Ray forgets the others."""
     told: set[tuple[str, str]] = set()
 
     def report() -> None:
@@ -115,7 +115,7 @@ def watch_places(meter: Meter, dispatcher: Dispatcher) -> None:
 
 
 class Losses:
-    """Counts the engines that a cell lost: each life of them once, when it is lost."""
+    """Counts the engines that a cell lost, each life once."""
 
     def __init__(self, meter: Meter) -> None:
         self.is_over = False
@@ -130,7 +130,7 @@ class Losses:
         engine.died.add_done_callback(lambda _: None if self.is_over else self._count(engine.name))
 
     def found_late(self, engine: str) -> None:
-        """Count an engine that turned out to be dead, maybe only when it was to end."""
+        """Count an engine whose death was found late, perhaps only when it was to end."""
         if engine in self._roles and engine not in self._counted:
             self._count(engine)
 

@@ -23,7 +23,7 @@ async def diagnose(
     mismatch: KVMismatch,
     deadline_s: float,
 ) -> KVMismatch:
-    """Fetch both sides' rows and name the first wrong byte; what the digests said if that fails."""
+    """Fetch both sides' rows and name the first wrong byte. Returns what the digests said if that fails."""
     try:
         capture = Capture(ticket.request_id, ticket.num_tokens, ticket.block_tables)
         parts = await prefill.call(capture, deadline_s)
@@ -45,7 +45,7 @@ async def diagnose(
 
 
 def first_of(found: Sequence[list[KVMismatch]]) -> KVMismatch | None:
-    """The first wrong byte of what all ranks found, with the wrong bytes of all counted."""
+    """Return the first wrong byte of what all ranks found, with the wrong bytes of all counted."""
     exact = [m for per_rank in found for m in per_rank]
     if not exact:
         return None
@@ -55,12 +55,12 @@ def first_of(found: Sequence[list[KVMismatch]]) -> KVMismatch | None:
 
 
 def locate_command(mismatch: KVMismatch) -> Locate:
-    """What to ask the producer's ranks about wrong rows that the consumer cannot explain."""
+    """Make the question to the producer's ranks about wrong rows that the consumer cannot explain."""
     return Locate(mismatch.layer, mismatch.field, mismatch.head, mismatch.found_rows)
 
 
 def blocks_of(places: Sequence[list[Any]]) -> list[int]:
-    """The blocks that all ranks' answers to Locate name."""
+    """List the blocks that all ranks' answers to Locate name."""
     return sorted({place.block for per_rank in places for place in per_rank})
 
 

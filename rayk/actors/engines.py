@@ -57,13 +57,13 @@ class EngineHandle:
     config: EngineConfig
     workers: list[Any]
     node: str = ""
-    """Where its workers are, for people."""
+    """Name of its workers' node, for people."""
     facts: dict[str, Any] = field(default_factory=dict)
     descriptions: tuple[Any, ...] = ()
     clock_offset_ns: int = 0
-    """Coordinator's clock minus rank 0's."""
+    """The coordinator's clock minus rank 0's."""
     line: Line | None = None
-    """To rank 0, where requests do not go there through Ray."""
+    """The line to rank 0; None where requests go through Ray."""
     tier: Any = None
     """The actor of its host tier; None without one."""
     died: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -71,11 +71,11 @@ class EngineHandle:
 
     @property
     def leader(self) -> Any:
-        """Rank 0's handle."""
+        """Return rank 0's handle."""
         return self.workers[0]
 
     def take_role(self, role: str) -> None:
-        """Another role from now on, also where its ranks are told of."""
+        """Set its role, also the one that its ranks report."""
         self.role = role
         for worker in self.workers:
             worker.take_role.options(concurrency_group="control").remote(role)
@@ -89,7 +89,7 @@ class EngineHandle:
             self.watch(rank, worker.run.options(**options).remote())
 
     def watch(self, rank: int, life: Any) -> None:
-        """The task lives as long as this call of a worker lasts."""
+        """Start a task that ends when this call of a worker does."""
         self._watchers.append(asyncio.create_task(self._watch(rank, life)))
 
     async def stopped(self) -> None:
@@ -98,22 +98,22 @@ class EngineHandle:
 
     @property
     def is_running(self) -> bool:
-        """Whether its loops were started (they may have died since)."""
+        """Return whether its loops were started (they may have died since)."""
         return bool(self._watchers)
 
     def declare_dead(self, cause: str) -> None:
-        """Nobody waits for this engine any more, though its processes may be there still."""
+        """Fail everything that waits for this engine, whose processes may still be there."""
         if not self.died.done():
             self.died.set_exception(EngineDied(self.name, cause))
             self.died.exception()  # nobody may be waiting
 
     def raise_if_dead(self) -> None:
-        """Raises what the engine died of."""
+        """Raise what the engine died of, if it did."""
         if self.died.done():
             self.died.result()
 
     async def death(self, within_s: float) -> BaseException | None:
-        """What it died of, as far as its watchers find within this time; None: it lives."""
+        """Return what it died of, if its watchers find that within this time; None: it lives."""
         await asyncio.wait({self.died}, timeout=within_s)
         return self.died.exception() if self.died.done() else None
 
@@ -163,7 +163,7 @@ class EngineHandle:
     async def _over_line(
         self, batches: AsyncIterator[list[RequestEvent]], deadline: float, timeout_s: float
     ) -> list[RequestEvent] | None:
-        """The next ones, None at the end. Raises what ends the request."""
+        """Return the next events, None at the end. Raises what ends the request."""
         try:
             async with asyncio.timeout_at(deadline):
                 return await anext(batches, None)
@@ -193,9 +193,9 @@ async def bug_behind(
     engines: Sequence[EngineHandle],
     death: Callable[[EngineHandle, float], Awaitable[BaseException | None]],
 ) -> RaykError:
-    """What ended a request on these engines, now that one of them may be dead: a bug in an engine's loop, the
-    error itself where there was none. Takes WHY_S and an answer of `death` at the longest, which says what an
-    engine died of: see EngineHandle.death."""
+    """Return what ended a request on these engines, one of which may be dead: a bug in an engine's loop, else
+    the error itself. It takes at most WHY_S and one answer of `death`, which says what an engine died of as
+    EngineHandle.death does."""
     if isinstance(error, EngineDied | TransferError | HandshakeMismatch):
         for engine in {id(e): e for e in engines}.values():  # a push asks for its prefill engine twice
             # Other losses are known where one looks by now: workers of a dead engine are ended only then.
@@ -207,12 +207,12 @@ async def bug_behind(
 
 
 def _lost_another(error: RaykError) -> TypeGuard[EngineDied]:
-    """Whether a rank says only that it lost another one, which may know more."""
+    """Return whether a rank says only that it lost another one, which may know more."""
     return isinstance(error, EngineDied) and error.cause.startswith(f"{CommError.__name__}: ")
 
 
 async def _next(generator: Any) -> list[RequestEvent] | None:
-    """The generator's next item, None at its end (a coroutine cannot raise StopAsyncIteration)."""
+    """Return the generator's next item, None at its end (a coroutine cannot raise StopAsyncIteration)."""
     try:
         ref = await generator.__anext__()
     except StopAsyncIteration:
@@ -222,7 +222,7 @@ async def _next(generator: Any) -> list[RequestEvent] | None:
 
 
 def translate(error: Exception, engine: str, rank: int | None = None, *, node: str = "") -> RaykError:
-    """A Ray failure as what it means: the worker's own RaykError, or the engine's death."""
+    """Translate a Ray failure into what it means: the worker's own RaykError, or the engine's death."""
     cause = getattr(error, "cause", None)
     if isinstance(cause, LayoutVetoed):
         return replace(cause, engine=engine)

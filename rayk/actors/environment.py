@@ -44,8 +44,8 @@ Environment = dict[str, str | None]
 
 
 def own_cluster(*, is_one_node: bool = True) -> Environment:
-    """What a new cluster of ours is started with: a token that only its processes know; of one node, it
-    listens on loopback alone."""
+    """Return the environment that starts a cluster of our own, with a token that only its processes know. A
+    cluster of one node listens on loopback alone."""
     return {
         **_defaults(),
         AUTH_MODE: "token",
@@ -57,10 +57,11 @@ def own_cluster(*, is_one_node: bool = True) -> Environment:
 
 
 def joined_cluster(address: str, own_host: str, *, protected: bool | None) -> Environment:
-    """What a driver needs to join the cluster at HOST:PORT; this machine is `own_host` to others.
+    """Return the environment that a driver needs to join the cluster at HOST:PORT; others reach this machine
+    as `own_host`.
 
-    Tokens are sent where they are asked for, whatever the user's mode: where that differs from the
-    cluster's, Ray only half works.
+    Tokens are sent exactly where the cluster asks for them, whatever the user's mode is: Ray only half works
+    where the two differ.
     """
     host, _, port = address.rpartition(":")
     is_hidden = host in _LOOPBACK and not _answers(own_host, int(port))
@@ -86,7 +87,8 @@ def _answers(host: str, port: int) -> bool:
 
 
 def is_protected(address: str, token: str = "") -> bool | None:
-    """Whether the cluster at HOST:PORT refuses who has no token, or this one; None where TLS hides it.
+    """Return whether the cluster at HOST:PORT refuses callers without a token, or with this one; None where
+    TLS hides it.
 
     Raises DeviceError where no Ray answers.
     """
@@ -106,28 +108,28 @@ def is_protected(address: str, token: str = "") -> bool | None:
 
 
 def open_channel(address: str) -> Any:
-    """gRPC to who listens there, as Ray's own: never by way of http_proxy, which would be shown tokens."""
+    """Open a gRPC channel as Ray's own: never by way of http_proxy, which would be shown tokens."""
     import grpc
 
     return grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)])
 
 
 def wanted_address(address: str | None) -> str | None:
-    """The cluster to join: `address`, else $RAY_ADDRESS; None means one of our own."""
+    """Return the cluster to join: `address`, else $RAY_ADDRESS; None means one of our own."""
     return address or os.environ.get("RAY_ADDRESS") or None
 
 
 def is_host_and_port(address: str) -> bool:
-    """Whether it is one, and not `auto` or `ray://...`."""
+    """Return whether an address is HOST:PORT, and not `auto` or `ray://...`."""
     host, colon, port = address.rpartition(":")
     return bool(colon) and port.isdigit() and "/" not in host
 
 
 def check_address(address: str) -> None:
-    """Refuse a HOST:PORT where nobody listens, or no Ray, which Ray would try for minutes. Raises
-    DeviceError.
+    """Refuse a HOST:PORT where nobody listens or something other than Ray does; Ray itself would try for
+    minutes. Raises DeviceError.
 
-    Other forms of address (auto, ray://...) are Ray's to judge.
+    Other forms of address (auto, ray://...) are left to Ray.
     """
     if not is_host_and_port(address):
         return
@@ -149,7 +151,7 @@ def _nobody(address: str, why: object) -> DeviceError:
 
 
 def greeting(connection: socket.socket, within_s: float) -> bytes:
-    """What who listens begins with, called by gRPC. Raises OSError where that is nothing."""
+    """Return the first bytes of a server's answer to a gRPC client. Raises OSError where none come."""
     connection.settimeout(within_s)
     connection.sendall(_HELLO)
     head = b""
@@ -162,7 +164,7 @@ def greeting(connection: socket.socket, within_s: float) -> bytes:
 
 
 def is_grpc(head: bytes) -> bool:
-    """Whether who greets so speaks HTTP/2, as gRPC does."""
+    """Return whether a greeting is HTTP/2, as gRPC's is."""
     return head[_KIND_AT] == _SETTINGS
 
 

@@ -51,7 +51,7 @@ LEAVE_S = 1.0
 
 
 class Fleet(Deployment):
-    """`start` has to be called first."""
+    """The engines of a server. `start` has to be called first."""
 
     def __init__(self, name: str, settings: ServerSettings) -> None:
         self.name = name
@@ -100,7 +100,7 @@ class Fleet(Deployment):
     # The driver's.
 
     async def start(self) -> dict[str, dict[str, Any]]:
-        """Form and connect all engines; the facts of each. Raises RaykError where one cannot be."""
+        """Form and connect all engines; returns the facts of each. Raises RaykError where that fails."""
         asks = [engine_ask(m.entry, self._settings) for m in self.members.values()]
         await self.pool.prepare(asks, self._placement, self._settings.model.folder)
         await self.form_all()
@@ -112,8 +112,8 @@ class Fleet(Deployment):
         return {m.name: m.life.facts for m in self.members.values()}
 
     async def drain(self, timeout_s: float) -> int:
-        """Take no more requests and wait for those that are here; how many were left after `timeout_s`, which
-        fronts then end with an error."""
+        """Take no more requests and wait for the current ones. Returns how many were left after `timeout_s`;
+        fronts then end those with an error."""
         self.dispatcher.is_draining = True
         if await self._is_drained(timeout_s):
             return 0
@@ -130,7 +130,7 @@ class Fleet(Deployment):
         return False
 
     async def stop(self) -> list[EngineAccount]:
-        """End every engine and give the workers back; what each engine left."""
+        """End every engine and give the workers back; returns what each engine left."""
         self.dispatcher.is_draining = True
         for task in self._tasks:
             task.cancel()
@@ -170,15 +170,15 @@ class Fleet(Deployment):
                 self.opened(member)
 
     async def num_requests(self) -> tuple[int, int]:
-        """Attempts that have a place, and those that wait for one."""
+        """Count the attempts that have a place, and those that wait for one."""
         return self.dispatcher.num_running, self.dispatcher.num_waiting
 
     async def num_spares(self) -> int:
-        """Idle workers that are ready to take a lost one's place."""
+        """Count the idle workers that are ready to take a lost one's place."""
         return self.spares.num_ready
 
     async def blocks(self) -> dict[str, tuple[int, int]]:
-        """Free blocks of each engine that takes requests, and all of its blocks (the null block included)."""
+        """Return the number of free blocks, and of all with the null block, of each engine that is ready."""
         found = {}
         for member in list(self.ready()):
             reply = member.life.leader.status.options(concurrency_group="control").remote()
@@ -187,11 +187,11 @@ class Fleet(Deployment):
         return found
 
     async def tiers(self) -> dict[str, dict[str, Any]]:
-        """What each host tier says of itself, its process id too."""
+        """Return the status of each host tier, its process id included."""
         return {} if self.host_tiers is None else await self.host_tiers.status()
 
     async def pids(self) -> dict[str, list[int]]:
-        """Process ids of each engine's ranks, rank 0 first, of engines that live."""
+        """Return the process ids of each living engine's ranks, rank 0 first."""
         found: dict[str, list[int]] = {}
         for member in list(self.ready()):
             replies = [w.describe.remote() for w in member.life.workers]
@@ -219,10 +219,10 @@ class Fleet(Deployment):
         deadline_s: float,
         again: bool = False,
     ) -> Assignment:
-        """Engines for an attempt of a request, once there is room; `again`: it had a place and lost it.
+        """Find engines for an attempt of a request, once there is room. `again`: it had a place and lost it.
 
-        Raises Overloaded, DeadlineExceeded. Every attempt must be told to have ended (`tell`), also one whose
-        place nobody waits for any more.
+        Raises Overloaded, DeadlineExceeded. The front must report the end of every attempt (`tell`), also of
+        one whose place nobody waits for any more.
         """
         placed = await self._admission.place(
             front, asked, priority=priority, deadline_s=deadline_s, again=again
@@ -232,15 +232,15 @@ class Fleet(Deployment):
         )
 
     async def tell(self, front: str, news: News) -> None:
-        """Take news of a front's attempts, which is also its sign of life."""
+        """Take news of a front's attempts; they also show that the front lives."""
         self._admission.tell(front, news)
 
     async def leave(self, front: str) -> None:
-        """A front ends: its requests are aborted."""
+        """Abort the requests of a front that ends."""
         self._admission.gone(front)
 
     async def line(self) -> LineAddress:
-        """Where fronts reach this fleet without Ray in between."""
+        """Return the address where fronts reach this fleet without Ray in between."""
         async with self._opening:
             if self._line is None:
                 host = await asyncio.to_thread(line_host, this_node())
@@ -248,8 +248,8 @@ class Fleet(Deployment):
         return self._line
 
     async def present(self, front: str) -> AsyncGenerator[bool]:
-        """Lasts as long as a front does. When its last line is lost, its requests are aborted at once. True:
-        the front must end them now."""
+        """Yield until a front goes; True: the front must end its requests now. When the front's last line is
+        lost, its requests are aborted at once."""
         self.dispatcher.connected(front)
         try:
             yield False
@@ -260,7 +260,7 @@ class Fleet(Deployment):
             self._admission.disconnected(front)
 
     async def roster(self) -> tuple[str, tuple[EngineCard, ...]]:
-        """This fleet's life, and the engines that take requests."""
+        """Return the id of this fleet's life, and the engines that take requests."""
         cards = [
             EngineCard(
                 name=m.name,
@@ -278,12 +278,12 @@ class Fleet(Deployment):
         return self._life, tuple(cards)
 
     async def death(self, life: str, engine: str, epoch: int, within_s: float) -> BaseException | None:
-        """What a life of an engine of this life of the fleet died of: see Member.death."""
+        """Return what a life of an engine died of (Member.death); None in another life of the fleet."""
         return await self.members[engine].death(epoch, within_s) if life == self._life else None
 
     async def health(self) -> Health:
-        """Ready when every rank gave a word lately, and every engine took a turn. Raises InternalError where
-        somebody who should look after them does not any more."""
+        """Return the server's health: ready when every rank gave a word lately and every engine took a turn.
+        Raises InternalError where a task that looks after them has failed."""
         if self._bug is not None:
             raise self._bug
         now = time.monotonic()
@@ -295,7 +295,7 @@ class Fleet(Deployment):
         return Health(is_ready=not reason, reason=reason, engines=rows)
 
     async def engines(self) -> tuple[EngineState, ...]:
-        """Each engine as it is now."""
+        """Return the current state of each engine."""
         members = list(self.members.values())
         said = await asyncio.gather(*(m.said(STATUS_S) for m in members))
         return tuple(m.told(self.dispatcher.load(m.name), s) for m, s in zip(members, said, strict=True))
@@ -312,7 +312,7 @@ class Fleet(Deployment):
         return "auto" if placement == "spread" and self._settings.is_aggregated else placement
 
     def rank_options(self, engine: EngineHandle, rank: int) -> dict[str, Any]:
-        """Roles may change, so every engine can do both."""
+        """Return options with which an engine can prefill and decode, because roles may change."""
         transfer = self._settings.transfer
         return {
             "staging": StagingSettings(transfer.staging, transfer.staging_mib << 20),
@@ -327,7 +327,7 @@ class Fleet(Deployment):
         self._meter.add(LOST, engine=member.name, role=member.role)
 
     async def replace_workers(self, member: Member) -> int:
-        """Ranks that outlived their engine stay, if they can be used again."""
+        """Replace the workers of a lost engine, except ranks that outlived it and can be used again."""
         tp = member.entry.config.tp
         if not await self.pool.is_placed(member.name):
             self.pool.drop(member.name)
@@ -346,13 +346,13 @@ class Fleet(Deployment):
         return len(lost)
 
     def _reuses(self, life: EngineHandle) -> bool:
-        """Whether ranks that outlived their engine may serve another one: nobody reads their memory, or
-        writes it."""
+        """Return whether ranks that outlived their engine may serve another one: only if nobody reads or
+        writes their memory."""
         is_lender = self.host_tiers is not None or (life.name, life.epoch) in self._lenders
         return life.is_running and not is_lender and self._settings.transfer.mode == "pull"
 
     async def _look_after_fronts(self) -> None:
-        """Abort the requests of fronts that are gone, and tell how engines are."""
+        """Abort the requests of fronts that are gone, and report metrics."""
         while True:
             await asyncio.sleep(LOOK_S)
             self._meter.flush()
@@ -366,7 +366,7 @@ class Fleet(Deployment):
 
 
 def _max_running(settings: ServerSettings, members: Iterable[Member]) -> int:
-    """How many requests may have a place at once."""
+    """Return how many requests may have a place at once."""
     if settings.max_running is not None:
         return settings.max_running
     # Twice its rows: while some decode, others are prefilled and handed over.

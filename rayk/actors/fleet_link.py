@@ -28,7 +28,7 @@ PREFILLED_S = 0.02
 
 
 class FleetLink:
-    """A front's way to the fleet: found again when it was lost, told of what ends, asked for engines."""
+    """A front's way to the fleet. It finds a lost fleet again, reports what ends and asks for engines."""
 
     def __init__(
         self,
@@ -39,8 +39,8 @@ class FleetLink:
         *,
         needs_tiers: bool = False,
     ) -> None:
-        """`on_over`: called when the server ends, whatever is under way. `needs_tiers`: requests go through
-        host tiers, which may be lost and opened anew."""
+        """`on_over`: called when the server ends, even with requests under way. `needs_tiers`: requests go
+        through host tiers, which may be lost and opened anew."""
         self._on_over = on_over
         self._needs_tiers = needs_tiers
         self._name = fleet
@@ -57,8 +57,8 @@ class FleetLink:
         self._has_news = asyncio.Event()
 
     async def call(self, method: str, *args: Any, until: float, **kwargs: Any) -> Any:
-        """Ask the fleet, and again where it is lost meanwhile, but at `until` (time.monotonic) for the last
-        time. Raises what it raises, and EngineDied where it is not there."""
+        """Call a method of the fleet, again where the fleet is lost meanwhile; the last try begins at `until`
+        (time.monotonic). Raises what the method raises, and EngineDied where no fleet is found."""
         while True:
             line: Line | None = None
             try:
@@ -80,7 +80,7 @@ class FleetLink:
         await asyncio.gather(*(line.close() for line in lines if line is not None))
 
     async def _found(self) -> Line:
-        """The line to it; asked for where there is none."""
+        """Return the line to the fleet; ask Ray for the address where there is none."""
         async with self._finding:
             if self._line is None:
                 get: Callable[..., Any] = ray.get_actor
@@ -101,7 +101,7 @@ class FleetLink:
             self._line = None
 
     async def engine(self, life: str, key: tuple[str, int]) -> EngineHandle:
-        """One life of an engine of this life of the fleet. Raises EngineDied where it is over."""
+        """Return one life of an engine of this life of the fleet. Raises EngineDied where it is over."""
         until = time.monotonic() + TIER_S
         while True:
             engine = await self._known(life, key)
@@ -137,8 +137,7 @@ class FleetLink:
         return self._engines[key]
 
     async def death(self, life: str, engine: EngineHandle, within_s: float) -> BaseException | None:
-        """What a life of an engine of this life of the fleet died of, as far as the fleet finds within this
-        time, and says; None where it does not."""
+        """Return what a life of an engine died of, if the fleet finds that within this time; else None."""
         try:
             async with asyncio.timeout(within_s + FLEET_S):
                 asked = (life, engine.name, engine.epoch, within_s)
@@ -148,11 +147,11 @@ class FleetLink:
         return found
 
     def _lacks_tier(self, key: tuple[str, int]) -> bool:
-        """Whether its tier was found dead: it may have another one."""
+        """Return whether the engine's tier was found dead: it may have another one by now."""
         return self._needs_tiers and self._engines[key].tier is None
 
     def prefilled(self, attempt: str) -> None:
-        """Its first token is here. Nobody waits for this: told with the next news, or soon."""
+        """Report the attempt's first token with the next news, or soon: nobody waits for this."""
         self._prefilled.append(attempt)
         if len(self._prefilled) == 1:
             asyncio.get_running_loop().call_later(PREFILLED_S, self._has_news.set)
@@ -162,7 +161,7 @@ class FleetLink:
         self._has_news.set()
 
     async def carry(self, period_s: float) -> None:
-        """Tell the fleet what is new at once, and every `period_s` that this front lives."""
+        """Send the fleet what is new at once, and a sign of life every `period_s`."""
         while True:
             try:
                 async with asyncio.timeout(period_s):

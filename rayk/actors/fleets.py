@@ -18,7 +18,7 @@ from rayk.types.serving import EngineState
 
 @contextmanager
 def joined(address: str) -> Iterator[None]:
-    """Within the block this process is one of the cluster's. Raises DeviceError where there is none."""
+    """Join the cluster within the block. Raises DeviceError where there is none."""
     with connect(address, about={"rayk": "top", JOB_NAME: "rayk top"}):
         yield
 
@@ -32,13 +32,13 @@ def fleet_names() -> list[str]:
 
 
 def find_fleet(name: str) -> Any:
-    """The actor of this name. Raises ValueError where it is gone."""
+    """Return the actor of this name. Raises ValueError where it is gone."""
     return ray.get_actor(name, namespace=NAMESPACE)
 
 
 def engines_of_fleets(timeout_s: float) -> list[dict[str, Any]]:
-    """Every engine of every server of the cluster that was joined, as types.serving.EngineState has them;
-    where there are several servers, names begin with theirs. Raises UserError where there is none, or one
+    """List every engine of every server of the joined cluster, with the fields of types.serving.EngineState.
+    Where there are several servers, names begin with theirs. Raises UserError where there is none, or one
     does not answer."""
     names = fleet_names()
     if not names:

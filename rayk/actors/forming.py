@@ -70,8 +70,8 @@ async def measure_clock(engine: EngineHandle) -> None:
 
 
 async def connect(p: EngineHandle, d: EngineHandle, wire_s: float, *, is_push: bool) -> None:
-    """Handshake between two engines, and have the network between them set up within `wire_s`. Raises what
-    they refuse, or die of."""
+    """Connect two engines: exchange handshakes and set up the network between them within `wire_s`. Raises
+    what they refuse, or die of."""
     for engine in (p, d):
         if not engine.descriptions:
             engine.descriptions = tuple(await _of(engine, Describe(), (p, d)))
@@ -83,7 +83,7 @@ async def connect(p: EngineHandle, d: EngineHandle, wire_s: float, *, is_push: b
 
 
 async def _of(engine: EngineHandle, command: object, both: Sequence[EngineHandle]) -> list[Any]:
-    """An engine's answer. Raises what it or the other engine died of."""
+    """Return an engine's answer. Raises what it or the other engine died of."""
     answer = asyncio.create_task(engine.call(command, CONTROL_S))
     try:
         waiting: set[asyncio.Future[Any]] = {answer, *(e.died for e in both)}
@@ -110,7 +110,7 @@ def _nobody(engine: EngineHandle) -> None:
 async def until_it_hangs(
     engine: EngineHandle, patience_s: float, on_turn: Callable[[EngineHandle], None] = _nobody
 ) -> None:
-    """Look again and again until the engine is dead. `on_turn` is told when it was seen to live."""
+    """Look at the engine until it is dead. `on_turn` is called each time it was seen to take a turn."""
     while not engine.died.done():
         await see_a_turn(engine, patience_s)
         if not engine.died.done():
@@ -119,8 +119,8 @@ async def until_it_hangs(
 
 
 async def hear(engine: EngineHandle, patience_s: float, on_word: Callable[[EngineHandle], None]) -> None:
-    """Ask every rank for a word again and again until the engine is dead; `on_word` is told when all gave
-    one. They do in the middle of long steps, too: only a process that stands still is silent."""
+    """Ask every rank for a word until the engine is dead; `on_word` is called each time all have answered.
+    Ranks answer in the middle of long steps, too: only a process that stands still is silent."""
     while not engine.died.done():
         words = [w.status.options(concurrency_group="control").remote() for w in engine.workers]
         try:
@@ -133,7 +133,7 @@ async def hear(engine: EngineHandle, patience_s: float, on_word: Callable[[Engin
 
 
 async def see_a_turn(engine: EngineHandle, patience_s: float) -> None:
-    """Declare an engine dead whose loop stands still for so long, and end it: an idle one turns, too."""
+    """Declare an engine dead and end it if its loop stands still for so long; an idle loop turns, too."""
     until, first = time.monotonic() + patience_s, None
     while not engine.died.done():
         status = engine.leader.status.options(concurrency_group="control").remote()
@@ -156,7 +156,7 @@ async def see_a_turn(engine: EngineHandle, patience_s: float) -> None:
 
 
 async def survivors(engine: EngineHandle, within_s: float) -> set[int]:
-    """Ranks of a dead engine whose processes have forgotten it, and can be ranks of another."""
+    """Return the ranks of a dead engine whose processes have forgotten it, and can be ranks of another."""
 
     async def survives(worker: Any) -> bool:
         try:
@@ -174,7 +174,7 @@ async def survivors(engine: EngineHandle, within_s: float) -> set[int]:
 async def stop_loops(engine: EngineHandle, lease_s: float) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Let an engine's loops end once nobody reads from it any more, or `lease_s` and STOP_S are over.
 
-    What its leader says of itself then, and the leases that never ended. Raises what the engine died of.
+    Returns its leader's status then, and the leases that never ended. Raises what the engine died of.
     """
     engine.raise_if_dead()
     leaked = await _await_releases(engine, STOP_S + lease_s)
@@ -186,9 +186,9 @@ async def stop_loops(engine: EngineHandle, lease_s: float) -> tuple[dict[str, An
 
 
 async def dissolve(engine: EngineHandle) -> bool:
-    """Let the workers forget an engine whose loops have ended; whether they did. All there is to tell was
-    told: a transport that breaks down over reads behind a dead link, while it is taken apart, changes
-    nothing."""
+    """Let the workers forget an engine whose loops have ended; returns whether they did. A transport may
+    break down over reads behind a dead link while it is taken apart. That changes nothing: everything was
+    reported before."""
     try:
         await engine.guard(all_of([w.dissolve.remote() for w in engine.workers]), "dissolving", STOP_S)
     except RaykError:
@@ -197,7 +197,7 @@ async def dissolve(engine: EngineHandle) -> bool:
 
 
 async def end_engine(engine: EngineHandle, lease_s: float) -> EngineAccount:
-    """Stop an engine within END_S and `lease_s`, and see what came of its blocks."""
+    """Stop an engine within END_S and `lease_s`, and account for its blocks."""
     try:
         async with asyncio.timeout(END_S + lease_s):
             status, leaked = await stop_loops(engine, lease_s)
@@ -217,8 +217,8 @@ async def end_engine(engine: EngineHandle, lease_s: float) -> EngineAccount:
 
 
 async def _await_releases(engine: EngineHandle, timeout_s: float) -> tuple[str, ...]:
-    """Every lease ends by its readers' notifications, or by its own deadline; those that do not. Blocks
-    left to reads that never end are no leak: they go with their worker."""
+    """Wait until every lease has ended, by its readers' notifications or its own deadline; returns those that
+    do not. Blocks left to reads that never end are no leak: they go with their worker."""
     began = time.monotonic()
     while True:
         status = await engine.guard(engine.leader.status.remote(), "its leases", STOP_S)

@@ -53,12 +53,12 @@ class Joined:
     is_own: bool
     """Whether the cluster ends with this process."""
     is_protected: bool | None
-    """Whether it asks for a token, as it was found before it was joined; None: that is not known."""
+    """Whether it asked for a token when it was looked at before joining; None: that is not known."""
     pages: str = ""
     """HOST:PORT of Ray's pages; empty: it has none."""
 
     def in_words(self) -> str:
-        """Who gets in."""
+        """Say whether the cluster asks for a token."""
         if self.is_protected is None:
             return f"it is not known whether the Ray cluster at {self.address} asks for a token"
         if not self.is_protected:
@@ -126,7 +126,7 @@ def connect(
 
 
 def joined_before() -> Joined:
-    """The cluster that this process had joined already."""
+    """Describe the cluster that this process had joined already."""
     address: str = ray.get_runtime_context().gcs_address
     try:
         protected = is_protected(address)
@@ -136,7 +136,7 @@ def joined_before() -> Joined:
 
 
 def _no_cluster(address: str | None, error: Exception) -> DeviceError:
-    """Why Ray cannot be used, in one line."""
+    """Explain in one line why Ray cannot be used."""
     why = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     if address is None:
         return DeviceError(
@@ -151,18 +151,18 @@ def _no_cluster(address: str | None, error: Exception) -> DeviceError:
 
 
 def num_cluster_gpus() -> float:
-    """GPUs of the whole cluster, in use or not."""
+    """Count the GPUs of the whole cluster, in use or not."""
     resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
     return resources.get("GPU", 0.0)
 
 
 def cluster_device() -> str:
-    """What `device: auto` means on the cluster: its devices count, not those of the driver's machine."""
+    """Return what `device: auto` means on the cluster, whose devices count, not the driver's."""
     return "cuda" if num_cluster_gpus() >= 1 else "cpu"
 
 
 def describe_nodes() -> list[dict[str, Any]]:
-    """What environment.json says of the cluster's live nodes."""
+    """Describe the cluster's live nodes for environment.json."""
     shown = ("CPU", "GPU")
     return [
         {
@@ -176,7 +176,7 @@ def describe_nodes() -> list[dict[str, Any]]:
 
 
 def gpu_share(num_workers: int, asked: float | Literal["auto"], available: float) -> float:
-    """GPUs of each of `num_workers` workers that run at once.
+    """Return the GPUs of each of `num_workers` workers that run at once.
 
     `auto` is a whole GPU, or 1/k where k workers must share one. Raises DeviceError when there are too few.
     """
@@ -194,8 +194,8 @@ def gpu_share(num_workers: int, asked: float | Literal["auto"], available: float
 
 
 def fit_cells(cells: Sequence[Cell]) -> tuple[list[Cell], bool]:
-    """The cells with every worker's share of a GPU decided, and whether the cluster holds the largest engine
-    of every name at once.
+    """Decide every worker's share of a GPU; returns the cells with it, and whether the cluster holds the
+    largest engine of every name at once.
 
     Raises DeviceError when some cell's engines cannot be placed on the cluster's nodes.
     """
@@ -225,7 +225,7 @@ def fit_cells(cells: Sequence[Cell]) -> tuple[list[Cell], bool]:
 
 
 def _placeable_share(cells: Sequence[Cell], share: float, nodes: Sequence[Node], here: str) -> float:
-    """The largest share, one k-th of a GPU and no more than `share`, at which each cell finds its nodes."""
+    """Return the largest share, one k-th of a GPU and at most `share`, at which each cell finds its nodes."""
     first = round(1 / share)
     for workers_per_gpu in range(first, first + max(cell.num_workers for cell in cells)):
         smaller = _share_of(workers_per_gpu)
@@ -243,7 +243,7 @@ def _share_of(workers_per_gpu: int) -> float:
 
 
 def start_coordinator(name: str, **arguments: Any) -> Any:
-    """The Coordinator actor of one run. It lives where the driver does: losing any other node spares it."""
+    """Start the Coordinator actor of one run on the driver's node: losing any other node spares it."""
     return (
         ray.remote(Coordinator)
         .options(
@@ -258,7 +258,7 @@ def start_coordinator(name: str, **arguments: Any) -> Any:
 
 
 def fit_server(plan: ServerPlan) -> ServerSettings:
-    """The server with what is left to the cluster decided: its device, and its workers' share of a GPU.
+    """Decide what is left to the cluster: the server's device, and its workers' share of a GPU.
 
     Raises SpecError where an engine cannot run on that device, DeviceError when the nodes cannot hold the
     engines.
@@ -276,8 +276,8 @@ def fit_server(plan: ServerPlan) -> ServerSettings:
 
 
 def start_fleet(name: str, settings: ServerSettings) -> Any:
-    """A server's Fleet actor, on the driver's node; call its `start` next. Raises DeadlineExceeded when an
-    earlier one keeps the name."""
+    """Start a server's Fleet actor on the driver's node; call its `start` next. Raises DeadlineExceeded when
+    an earlier one keeps the name."""
     until = time.monotonic() + NAME_S
     while True:
         try:

@@ -34,9 +34,9 @@ class Member:
     role: str
     handle: EngineHandle | None = None
     line: LineAddress | None = None
-    """Where rank 0 of its life listens."""
+    """The address of rank 0 of its current life."""
     state: str = "forming"
-    """forming, ready or lost."""
+    """One of forming, ready, lost."""
     trouble: str = ""
     """Why it is not ready."""
     turned_s: float = 0.0
@@ -46,24 +46,23 @@ class Member:
     num_restarts: int = 0
     """Lives that it has lost."""
     restart: dict[str, object] = field(default_factory=dict)
-    """How long it took to be ready again after its last loss, in all and by parts; what is known so far."""
+    """How long its last restart took, in all and by parts, as far as is known."""
     decided: EngineHandle | None = None
-    """The last life whose death was decided about."""
+    """The last life whose death the dispatcher has decided about."""
     again: FormAgain | None = None
-    """That decision."""
+    """What it decided."""
     next_life: asyncio.Future[None] | None = None
-    """Done when it was formed again, or cannot be; None: nobody waits for that."""
+    """Done when it was formed again, or cannot be; None: nothing waits for that."""
     bugs: deque[tuple[int, InternalError]] = field(default_factory=lambda: deque(maxlen=KEPT_BUGS))
-    """What its last lives died of, by epoch, where that was a bug."""
+    """Bugs that its last lives died of, by epoch."""
 
     @property
     def name(self) -> str:
-        """The engine's."""
         return self.entry.name
 
     @property
     def life(self) -> EngineHandle:
-        """The one it lives now, or lived last."""
+        """Return its current life, or its last one."""
         assert self.handle is not None, f"{self.name} was never formed"
         return self.handle
 
@@ -74,16 +73,16 @@ class Member:
 
     @property
     def is_live(self) -> bool:
-        """Whether it takes requests, as far as is known."""
+        """Return whether it takes requests, as far as is known."""
         return self.state == "ready" and not self.life.died.done()
 
     @property
     def epoch(self) -> int:
-        """It is the epoch of the last life; 0 before the first."""
+        """Return the epoch of its last life; 0 before the first."""
         return 0 if self.handle is None else self.handle.epoch
 
     async def until_lost(self, hang_s: float | None, *, hears: bool) -> None:
-        """Watch the life it lives until that is over. One that takes no turn in `hang_s` is ended. `hears`:
+        """Watch its current life until that is over. A life that takes no turn in `hang_s` is ended. `hears`:
         ask its ranks for words meanwhile."""
 
         def on_turn(engine: EngineHandle) -> None:
@@ -102,13 +101,13 @@ class Member:
             self.bugs.append((self.epoch, found))
 
     async def death(self, epoch: int, within_s: float) -> BaseException | None:
-        """What this life of it died of, as EngineHandle.death; of an earlier one only a bug is known."""
+        """Return what this life died of, as EngineHandle.death; of an earlier life only a bug is known."""
         if self.handle is not None and epoch == self.epoch:
             return await self.handle.death(within_s)
         return dict(self.bugs).get(epoch)
 
     def why_unwell(self, now: float, patience_s: float) -> str:
-        """Why requests should not come to it, or nothing. `now`: time.monotonic."""
+        """Explain why requests should not come to it; empty if they may. `now`: time.monotonic."""
         age_s, silent_s = now - self.turned_s, now - self.heard_s
         if self.state == "ready" and silent_s > SILENT_S:
             return f"{self.name} has given no sign of life for {silent_s:.0f} s"
@@ -121,7 +120,7 @@ class Member:
         return EngineNow(self.name, self.role, self.state == "ready")
 
     def row(self, now: float) -> dict[str, object]:
-        """It is a row of types.serving.Health. `now`: time.monotonic."""
+        """Make its row of types.serving.Health. `now`: time.monotonic."""
         return {
             "name": self.name,
             "role": self.role,
@@ -133,7 +132,7 @@ class Member:
         }
 
     async def said(self, timeout_s: float) -> dict[str, Any]:
-        """Its leader's own counters; nothing of one that does not tell in time."""
+        """Return its leader's own counters; empty where the leader does not answer in time."""
         if self.state != "ready":
             return {}
         reply = self.life.leader.status.options(concurrency_group="control").remote()
@@ -143,7 +142,7 @@ class Member:
             return {}
 
     def told(self, load: EngineLoad, said: dict[str, Any]) -> EngineState:
-        """`said`: its leader's counters."""
+        """Make its state for users. `said`: its leader's counters."""
         own = (
             "num_running",
             "num_waiting",

@@ -20,7 +20,7 @@ FLEETS = "rayk/fleet/"
 
 
 def bounded(text: str, limit: int = MAX_PART) -> str:
-    """The text, or its beginning and a tag of all of it: what differs still differs."""
+    """Shorten a text to its beginning and a tag of all of it, so that different texts stay different."""
     if len(text) <= limit:
         return text
     tag = hashlib.sha256(text.encode()).hexdigest()[:_TAG]
@@ -28,20 +28,20 @@ def bounded(text: str, limit: int = MAX_PART) -> str:
 
 
 def models_in_words(models: Sequence[str]) -> str:
-    """Folders of checkpoints, for people: the name of the only one, or how many there are."""
+    """Name folders of checkpoints for people: the name of the only one, or how many there are."""
     names = sorted({Path(m).name for m in models})
     return bounded(names[0]) if len(names) == 1 else f"{len(names)} models"
 
 
 def run_name(title: str, models: Sequence[str]) -> str:
-    """A name of a run or server that no other one has: its title, its model, and random hex digits."""
+    """Make a unique name of a run or server: its title, its model, and random hex digits."""
     words = f"{bounded(title)}-{models_in_words(models)}" if title else models_in_words(models)
     plain = re.sub(r"[^A-Za-z0-9._~-]+", "-", words).strip("-")
     return f"{plain}-{secrets.token_hex(3)}"
 
 
 def rank_in_words(worker: str) -> str:
-    """`prefill0 rank 1, RUN` of an actor's name rayk/RUN/prefill0/r1, or r1#2 where it was started again."""
+    """Turn an actor's name rayk/RUN/prefill0/r1 (or .../r1#2, after restarts) into `prefill0 rank 1, RUN`."""
     found = re.fullmatch(r"rayk/(.+)/([^/]+)/r(\d+)(?:#\d+)?", worker)
     return f"{found[2]} rank {found[3]}, {found[1]}" if found is not None else worker
 
@@ -51,21 +51,21 @@ def fleet_name(model: str) -> str:
 
 
 def front_name(fleet: str, num_before: int) -> str:
-    """Of the actor that answers HTTP for the fleet rayk/fleet/RUN: rayk/front/RUN; once it was started again
-    RUN#1, as Ray frees a name only some time after its owner's death."""
+    """Name the actor that answers HTTP for the fleet rayk/fleet/RUN: rayk/front/RUN. One that was started
+    again is RUN#1, because Ray frees a name only some time after its owner's death."""
     again = f"#{num_before}" if num_before else ""
     return f"rayk/front/{fleet.rpartition('/')[2]}{again}"
 
 
 def loop_name(engine: str, rank: int, tp: int, role: str, model: str) -> str:
-    """The task that is one rank's life in an engine."""
+    """Name the task that is one rank's life in an engine."""
     words = "" if engine.startswith(role) else f" {role}"
     name = f"{bounded(engine)} rank {rank}/{tp}{words}: {models_in_words([model])}"
     return bounded(name, MAX_TASK)
 
 
 def cell_name(cell_id: str, repeat: int, model: str) -> str:
-    """The task that runs a cell once."""
+    """Name the task that runs a cell once."""
     again = f" #{repeat}" if repeat else ""
     limit = MAX_TASK - MAX_PART - len(again) - len("cell : ")
     return f"cell {bounded(cell_id, limit)}{again}: {models_in_words([model])}"

@@ -21,13 +21,13 @@ ROUNDING = 1e-4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """A live node of the cluster. Filled by `placement.live_nodes`."""
+    """A live node of the cluster. `placement.live_nodes` fills it."""
 
     node_id: str
     address: str
     """IP address."""
     resources: Mapping[str, float]
-    """Everything it has, in use or not."""
+    """All its resources, in use or not."""
     free: Mapping[str, float]
     labels: Mapping[str, str] = field(default_factory=dict)
 
@@ -45,20 +45,21 @@ class EngineAsk:
     resources: Mapping[str, float]
     """Resources of one worker."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Label -> what the node's must be, in the words of Ray's label selectors: v, !v, in(a, b), !in(a, b)."""
+    """Label -> value that the node's label must have, in the words of Ray's label selectors: v, !v, in(a, b),
+    !in(a, b)."""
     home: str | None = None
     """Id of the node where its workers are already."""
     avoid: str | None = None
-    """Id of the driver's node where a planted fault will end the engine's: the run must outlive it."""
+    """Id of the driver's node, if a planted fault will end this engine's node: the run must survive that."""
 
     @property
     def side(self) -> str:
-        """prefill or decode."""
+        """Return prefill or decode."""
         return self.name.rstrip("0123456789")
 
     @property
     def total(self) -> dict[str, float]:
-        """Resources of all its workers."""
+        """Return the resources of all its workers."""
         return {name: amount * self.num_workers for name, amount in self.resources.items()}
 
     def __str__(self) -> str:
@@ -75,7 +76,7 @@ def worker_resources(device: str, gpus_per_worker: float) -> dict[str, float]:
 
 
 def cell_asks(cell: Cell, driver_node: str, gpus_per_worker: float | None = None) -> list[EngineAsk]:
-    """The engines of a cell; a share other than the cell's own may be tried."""
+    """List what the engines of a cell need; `gpus_per_worker` replaces the cell's own share."""
     share = cell.gpus_per_worker if gpus_per_worker is None else gpus_per_worker
     assert share != "auto", "decided by the driver"
     sides = [("prefill", cell.num_prefill_engines, cell.prefill)]
@@ -97,7 +98,7 @@ def cell_asks(cell: Cell, driver_node: str, gpus_per_worker: float | None = None
 
 
 def largest_asks(cells: Iterable[Cell], driver_node: str) -> list[EngineAsk]:
-    """The largest engine of every name over some cells."""
+    """List the largest engine of every name over some cells."""
     largest: dict[str, EngineAsk] = {}
     for cell in cells:
         for ask in cell_asks(cell, driver_node):
@@ -108,7 +109,7 @@ def largest_asks(cells: Iterable[Cell], driver_node: str) -> list[EngineAsk]:
 
 
 def placement_of(cell: Cell) -> str:
-    """auto, pack or spread. Aggregated engines have nobody to be spread from."""
+    """Return auto, pack or spread. Aggregated engines have no other side to be spread from."""
     placement: str = cell.spec.placement
     return "auto" if placement == "spread" and cell.decode is None else placement
 
@@ -116,10 +117,10 @@ def placement_of(cell: Cell) -> str:
 def plan_nodes(
     asks: Sequence[EngineAsk], nodes: Sequence[Node], placement: str, *, free: bool = False
 ) -> dict[str, Node]:
-    """A node for every engine, its home where that is possible.
+    """Choose a node for every engine, its home where that is possible.
 
-    `free`: count what is free now (an engine with a home takes nothing new) instead of all there is.
-    Raises DeviceError when these nodes cannot hold the engines so.
+    `free`: count what is free now (an engine with a home takes nothing new) instead of all there is. Raises
+    DeviceError when these nodes cannot hold the engines this way.
     """
     rooms = [_Room(node, dict(node.free if free else node.resources)) for node in nodes]
     if free:
@@ -143,7 +144,7 @@ def plan_nodes(
 
 @dataclass(eq=False, slots=True)
 class _Room:
-    """What a node has left while a plan is made, and whose engines are on it."""
+    """What a node has left while a plan is made, and which engines are on it."""
 
     node: Node
     left: dict[str, float]
@@ -160,7 +161,7 @@ class _Room:
             self.left[name] = round(self.left.get(name, 0.0) - sign * amount, 4)
 
     def state(self, asks: Sequence[EngineAsk]) -> tuple[object, ...]:
-        """Rooms whose states are equal can take the same of `asks`."""
+        """Return a key: rooms with equal keys can take the same of `asks`."""
         names = sorted({name for ask in asks for name in ask.resources})
         amounts = tuple(self.left.get(name, 0.0) for name in names)
         return (amounts, self.sides[:1], [may_be_on(ask, self.node) for ask in asks])
@@ -174,7 +175,7 @@ def _fill(
     spread: bool,
     failed: set[str],
 ) -> bool:
-    """Place the engines one after the other, going back where that leads nowhere."""
+    """Place the engines one after the other, and backtrack where that leads nowhere."""
     if not order:
         return True
     ask, rest = order[0], order[1:]
@@ -204,12 +205,12 @@ def _fill(
 
 
 def may_be_on(ask: EngineAsk, node: Node) -> bool:
-    """Whether an engine may be on a node, were there room."""
+    """Return whether an engine may be on a node if there is room."""
     return node.node_id != ask.avoid and matches(ask.labels, node.labels)
 
 
 def matches(wanted: Mapping[str, str], labels: Mapping[str, str]) -> bool:
-    """Whether a node's labels are as a selector (Ray's words) wants them."""
+    """Return whether a node's labels satisfy a selector (Ray's words)."""
     return all(_matches(value, labels.get(name)) for name, value in wanted.items())
 
 
@@ -222,7 +223,7 @@ def _matches(wanted: str, found: str | None) -> bool:
 
 
 def _refusal(asks: Sequence[EngineAsk], nodes: Sequence[Node], placement: str) -> DeviceError:
-    """Why the nodes cannot hold the engines, the plainest reason first."""
+    """Explain why the nodes cannot hold the engines, the plainest reason first."""
     alone = [[n for n in nodes if _Room(n, dict(n.resources)).fits(ask, False)] for ask in asks]
     cluster = f"the cluster's live nodes are {', '.join(_describe(n, asks) for n in nodes) or 'none'}"
     for ask, able in zip(asks, alone, strict=True):
@@ -256,12 +257,12 @@ def _describe(node: Node, asks: Sequence[EngineAsk]) -> str:
 
 
 def with_homes(asks: Iterable[EngineAsk], homes: Mapping[str, str | None]) -> list[EngineAsk]:
-    """Asks that know where their engines' workers are."""
+    """Fill in the nodes where the engines' workers are already."""
     return [replace(ask, home=homes.get(ask.name)) for ask in asks]
 
 
 def engine_ask(entry: EngineEntry, settings: ServerSettings) -> EngineAsk:
-    """What an engine of a server needs of a node."""
+    """Describe what an engine of a server needs of a node."""
     share = settings.gpus_per_worker
     assert share != "auto", "decided by the driver"
     resources = worker_resources(entry.config.device, share)

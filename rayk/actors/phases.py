@@ -20,26 +20,26 @@ class Phases(Protocol):
     """The phases of one request on one engine, one at a time."""
 
     def see(self, events: Sequence[RequestEvent]) -> None:
-        """What the engine tells may begin the next one."""
+        """Begin the next phase if these events say so."""
         ...
 
     def end(self) -> None:
-        """The last one is over."""
+        """End the last phase."""
         ...
 
 
 class _Nothing:
-    """Nobody looks."""
+    """Records no phases."""
 
     def see(self, events: Sequence[RequestEvent]) -> None:
-        """It does nothing."""
+        """Do nothing."""
 
     def end(self) -> None:
-        """It does nothing."""
+        """Do nothing."""
 
 
 class _Spans:
-    """Each phase is a profile event of Ray's."""
+    """Records each phase as a profile event of Ray's."""
 
     def __init__(self, request_id: str, engine: str, mode: str) -> None:
         self._about = {"request": request_id, "engine": engine}
@@ -49,7 +49,7 @@ class _Spans:
         self._begin(FIRST[mode])
 
     def see(self, events: Sequence[RequestEvent]) -> None:
-        """Tokens end a prefill, the stages of a hand-over its transfer."""
+        """End a prefill at its first tokens, and a transfer at its stage times."""
         for event in events:
             is_prefilled = self._phase == "prefill" and self._mode == "whole" and event.token_ids
             has_arrived = self._phase == "transfer" and _arrived(event)
@@ -81,5 +81,5 @@ def phases_of(request_id: str, engine: str, mode: str) -> Phases:
 
 
 def stream_options(engine: str, mode: str) -> dict[str, Any]:
-    """How Ray is to note a request's stream on an engine: not at all, unless spans are to be taken in it."""
+    """Return options with which Ray records a request's stream on an engine only if spans are taken in it."""
     return {"enable_task_events": True, "name": f"{engine}: {mode}"} if profiling.PROFILING_ENABLED else {}

@@ -34,7 +34,7 @@ VLLM_CALLS = 4096
 
 
 def live_nodes() -> list[Node]:
-    """The nodes Ray believes to be alive. A node that was killed is missed after its health check alone."""
+    """List the nodes that Ray believes to be alive. A killed node is missed only after its health check."""
     free = free_resources()
     return [
         Node(
@@ -50,25 +50,25 @@ def live_nodes() -> list[Node]:
 
 
 def this_node() -> str:
-    """Id of the node this process is on: the driver's, for the driver and its coordinator."""
+    """Return the id of this process's node: the driver's, for the driver and its coordinator."""
     return str(ray.get_runtime_context().get_node_id())
 
 
 def line_host(node_id: str) -> str:
-    """The address at which processes of a node serve lines: loopback where the cluster has no other node."""
+    """Return the address at which a node's processes serve lines: loopback in a cluster of one node."""
     addresses = {n.node_id: n.address for n in live_nodes()}
     return LOOPBACK if len(addresses) <= 1 else addresses.get(node_id, LOOPBACK)
 
 
 def on_this_node() -> NodeAffinitySchedulingStrategy:
-    """The strategy of an actor that must live where its creator does."""
+    """Return the strategy of an actor that must live on its creator's node."""
     return NodeAffinitySchedulingStrategy(this_node(), soft=False)
 
 
 def reserve_group(
     name: str, bundles: int, resources: Mapping[str, float], labels: Mapping[str, str]
 ) -> PlacementGroup:
-    """A placement group of one engine: all its workers on one node, whose labels are as wanted."""
+    """Reserve a placement group for one engine: all its workers on one node with these labels."""
     group: PlacementGroup = placement_group(
         [dict(resources)] * bundles,
         strategy="STRICT_PACK",
@@ -79,7 +79,7 @@ def reserve_group(
 
 
 def node_of(group: PlacementGroup) -> str | None:
-    """Id of the node a group is on; None while it is on none."""
+    """Return the id of a group's node; None while it has none."""
     table = cast("dict[str, Any]", placement_group_table(group))
     ids = set(table["bundles_to_node_id"].values()) if table["state"] == "CREATED" else set()
     return str(ids.pop()) if ids else None
@@ -91,7 +91,7 @@ def free_group(group: PlacementGroup) -> None:
 
 
 def start_worker(name: str, group: PlacementGroup, index: int, resources: Mapping[str, float]) -> Any:
-    """A Worker actor in bundle `index` of `group`, named as the dashboard should show it."""
+    """Start a Worker actor in bundle `index` of `group`, named as the dashboard should show it."""
     return _start(ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Worker), name, group, index, resources)  # type: ignore[call-overload]
 
 

@@ -40,29 +40,29 @@ class Slot:
     """An engine's place: its workers, each in a bundle of a placement group."""
 
     group: Any
-    """Where its workers were first."""
+    """The first placement group of its workers."""
     resources: dict[str, float]
     node: Node | None = None
     """None until Ray has placed the group."""
     workers: list[Any] = field(default_factory=list)
     bundles: list[tuple[Any, int]] = field(default_factory=list)
-    """Placement group and index, of each worker."""
+    """Placement group and index of each worker."""
     models: set[str] = field(default_factory=set)
-    """Checkpoints that were seen from there."""
+    """Checkpoints that its workers have found on their node."""
 
     has_answered: bool = False
-    """Whether all its workers ever said that they are there."""
+    """Whether all its workers have ever answered."""
     is_asked: bool = False
-    """Whether that is being asked again now."""
+    """Whether they are being asked again now."""
 
     @property
     def hangs(self) -> bool:
-        """Workers that answered once, and do not any more."""
+        """Return whether workers that answered once do not answer any more."""
         return self.has_answered and self.is_asked
 
     @property
     def node_id(self) -> str | None:
-        """Id of its node."""
+        """Return the id of its node; None until Ray has placed it."""
         return self.node.node_id if self.node is not None else None
 
     @property
@@ -70,7 +70,7 @@ class Slot:
         return [group for group, _ in self.bundles] or [self.group]
 
     def suits(self, ask: EngineAsk, *, exactly: bool) -> bool:
-        """Whether the engine can have this place; `exactly`: it must not be larger than need be."""
+        """Return whether the engine can have this place; `exactly`: it must not be larger than needed."""
         num_more = len(self.workers) - ask.num_workers
         alike = self.resources == ask.resources and self.node is not None and may_be_on(ask, self.node)
         return alike and (num_more == 0 or (num_more > 0 and not exactly))
@@ -89,8 +89,8 @@ class _WorkerGone(Exception):
 
 
 class WorkerPool:
-    """Slots by engine name. `keep`: those a cell has no use for stay for later cells. `start`: makes its
-    workers, as placement.start_worker does, which is the default."""
+    """Keeps a slot of workers per engine name. `keep`: slots that a cell does not use stay for later cells.
+    `start` makes a slot's workers, by default placement.start_worker."""
 
     def __init__(self, run_id: str, *, keep: bool, start: Callable[..., Any] | None = None) -> None:
         self._run_id = run_id
@@ -110,12 +110,12 @@ class WorkerPool:
         alone: bool = False,
         beside: Sequence[EngineAsk] = (),
     ) -> dict[str, int]:
-        """Have workers for these engines, placed `how` (auto, pack, spread), that can read `model`.
+        """Start workers for these engines, placed `how` (auto, pack, spread), that can read `model`.
 
-        Worker name -> process id. `alone`: engines that are not named stay, whatever is short. `beside`: of
-        those, the ones that `how` holds for as well, as far as the nodes allow it. Raises
-        DeviceError when the live nodes cannot hold them, CheckpointError when a node has no such model,
-        EngineDied when workers do not start, DeadlineExceeded.
+        Returns worker name -> process id. `alone`: other engines stay, whatever is short. `beside`: those of
+        them that `how` holds for as well, as far as the nodes allow it. Raises DeviceError when the live
+        nodes cannot hold them, CheckpointError when a node has no such model, EngineDied when workers do not
+        start, DeadlineExceeded.
         """
         async with self._preparing:
             try:
@@ -130,7 +130,7 @@ class WorkerPool:
                     self._free(name)
 
     def engine(self, name: str, num_workers: int) -> tuple[list[Any], Node]:
-        """The first workers of a prepared slot, and their node. Raises EngineDied where its node died."""
+        """Return the first workers of a prepared slot, and its node. Raises EngineDied where that died."""
         slot = self._slot(name)
         if slot.node is None:
             raise EngineDied(name, "its place is not there yet")
@@ -153,7 +153,6 @@ class WorkerPool:
             self.replace_worker(name, index)
 
     def has(self, name: str) -> bool:
-        """Whether there is such a slot."""
         return name in self._slots
 
     def node_id(self, name: str) -> str | None:
@@ -166,13 +165,13 @@ class WorkerPool:
             self._free(name)
 
     async def is_placed(self, name: str) -> bool:
-        """Whether there is such a slot, on a node that lives. Raises DeadlineExceeded."""
+        """Return whether there is such a slot, on a node that lives. Raises DeadlineExceeded."""
         alive = {n.node_id for n in await live_nodes()}
         slot = self._slots.get(name)
         return slot is not None and slot.node_id in alive
 
     def worker(self, name: str) -> Any:
-        """The first worker of a slot as it is now; None without one."""
+        """Return the current first worker of a slot; None without one."""
         return next(iter(self._slots[name].workers), None) if name in self._slots else None
 
     def replace_worker(self, name: str, index: int) -> None:
@@ -184,9 +183,9 @@ class WorkerPool:
         slot.workers[index] = self._start(name, slot, index)
 
     def exchange(self, name: str, index: int, spare: str) -> bool:
-        """End one worker of a slot at once; the only one of a spare slot, which may be starting still, takes
-        its place, and a new one starts as the spare's. False, and nothing changed, where they are not on one
-        node. Raises EngineDied where the slot is gone."""
+        """End one worker of a slot at once and put a spare slot's only worker, which may still be starting,
+        in its place. A new worker starts as the spare. Returns False, with nothing changed, where they are
+        not on one node. Raises EngineDied where the slot is gone."""
         slot, other = self._slot(name), self._slots.get(spare)
         if other is None or not other.workers or other.node_id != slot.node_id:
             return False
@@ -202,8 +201,8 @@ class WorkerPool:
         return True
 
     async def answers(self, name: str, index: int = 0) -> None:
-        """Wait until a worker of a slot says that it is there, or is exchanged. Raises EngineDied where it is
-        gone, DeadlineExceeded."""
+        """Wait until a worker of a slot has answered or is exchanged. Raises EngineDied where it is gone,
+        DeadlineExceeded."""
         slot = self._slot(name)
         worker = slot.workers[index]
         limit_s = ANSWER_S if slot.has_answered else FORM_S
@@ -304,7 +303,7 @@ class WorkerPool:
         alone: bool,
         beside: Sequence[EngineAsk],
     ) -> dict[str, Node]:
-        """A node per engine: of what is free now, else of all there is (others may be about to leave)."""
+        """Choose a node per engine: of what is free now, else of all there is (others may soon leave)."""
         asks = with_homes(asks, {name: s.node_id for name, s in self._slots.items()})
         settled = [
             replace(b, home=s.node_id, num_workers=len(s.workers), labels={NODE_ID_LABEL: s.node_id})
@@ -347,7 +346,7 @@ class WorkerPool:
         return f"#{count}" if count else ""
 
     async def _describe(self, name: str, model: str | None) -> list[dict[str, Any]]:
-        """Facts of a slot's workers, once they answer."""
+        """Return the facts of a slot's workers, once they answer."""
         slot = self._slots[name]
         slot.is_asked, workers = True, tuple(slot.workers)
         try:
@@ -393,7 +392,7 @@ class WorkerPool:
 
 
 async def _while_alive(awaitable: Awaitable[T], nodes: Sequence[Node]) -> T:
-    """Await, as long as all of these nodes live. Raises _NodeLost."""
+    """Await a result as long as all of these nodes live. Raises _NodeLost."""
     task = asyncio.ensure_future(awaitable)
     try:
         while True:
@@ -411,7 +410,7 @@ async def _while_alive(awaitable: Awaitable[T], nodes: Sequence[Node]) -> T:
 
 
 async def live_nodes() -> list[Node]:
-    """The nodes Ray believes to be alive. Raises DeadlineExceeded."""
+    """List the nodes that Ray believes to be alive. Raises DeadlineExceeded."""
     try:
         async with asyncio.timeout(NODES_S):
             # An event loop that waits for Ray's GCS itself answers nobody meanwhile.
@@ -421,7 +420,7 @@ async def live_nodes() -> list[Node]:
 
 
 async def name_lost_nodes(errors: Sequence[Exception], nodes: dict[str, Node]) -> None:
-    """Say of engines that died with their node that this is why, where Ray knows. `nodes` by engine name."""
+    """Add to engines' deaths that their node died, where Ray knows of it. `nodes` by engine name."""
     dead = [e for e in errors if isinstance(e, EngineDied) and e.engine in nodes]
     if not dead:
         return

@@ -20,14 +20,14 @@ if TYPE_CHECKING:  # workers, which read no specs, import this
 
 @dataclass(frozen=True, slots=True)
 class PushSettings:
-    """What a rank that may push is told. Filled by the coordinator."""
+    """What a rank that may push is told. The coordinator or fleet fills it."""
 
     layers: int | None = None
-    """Layers that one write brings; None: as the cost model says."""
+    """Layers per write; None: as the cost model says."""
 
 
 def push_settings(transfer: TransferSpec) -> PushSettings | None:
-    """They belong to ranks of an engine that prefills; None where nothing is pushed."""
+    """Return the settings of ranks that prefill; None where nothing is pushed."""
     if transfer.mode != "push":
         return None
     return PushSettings(None if transfer.push_layers == "auto" else transfer.push_layers)
@@ -37,8 +37,9 @@ def push_settings(transfer: TransferSpec) -> PushSettings | None:
 async def reserved(
     limit_s: float, prefill: EngineHandle, decode: EngineHandle, request: Request, stages: StageClock
 ) -> AsyncIterator[Reservation]:
-    """Blocks at the decode engine that the prefill engine may write the request's KV into, for `limit_s` at
-    the longest. Given up at the end, unless the request is over by then. Raises what ends the request."""
+    """Reserve blocks at the decode engine, for at most `limit_s`, that the prefill engine may write the
+    request's KV into. They are given up at the end unless the request is over by then. Raises what ends the
+    request."""
     try:
         yield await _reserve(limit_s, prefill, decode, request, stages)
     finally:
@@ -49,7 +50,7 @@ async def reserved(
 async def _reserve(
     limit_s: float, prefill: EngineHandle, decode: EngineHandle, request: Request, stages: StageClock
 ) -> Reservation:
-    """The reservation: asked for on the way to the prefill engine, which goes on from here."""
+    """Ask for the reservation on the way to the prefill engine, which goes on from here."""
     asked = EngineRequest(
         request=request, mode="reserve", producer=prefill.name, reserve_s=limit_s, hold_s=limit_s
     )

@@ -13,30 +13,30 @@ from rayk.types.offload import OffloadSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSpec:
-    """What a worker becomes. Filled by the coordinator."""
+    """What a worker becomes. The coordinator or fleet fills it."""
 
     engine: str
     epoch: int
     role: str
-    """aggregated, prefill or decode."""
+    """One of aggregated, prefill, decode."""
     rank: int
     config: EngineConfig
     address: str
-    """host:port the ranks meet at; also names their shared memory."""
+    """The host:port at which the ranks meet; it also names their shared memory."""
     secret: bytes = field(default=b"", repr=False)
-    """What only the ranks of this life of the engine know. Drawn where it is formed."""
+    """A secret that only the ranks of this life of the engine know, drawn where it is formed."""
     comm_timeout_s: float
     lease_s: float
-    """A lease lasts no longer than this."""
+    """The longest time that a lease lasts."""
     renewed_lease_s: float | None = None
-    """A lease that nobody has renewed for so long ends; None: it needs no renewal."""
+    """A lease that was not renewed for so long ends; None: it needs no renewal."""
     staging: StagingSettings = StagingSettings()
     push: PushSettings | None = None
-    """None: it pushes nothing."""
+    """None if the rank pushes nothing."""
     spans_nodes: bool = False
     """Whether the cell's engines are on several nodes."""
     notices_deaths: bool = False
-    """Whether the transport must notice that a peer is gone, which costs messages their shortest way."""
+    """Whether the transport must notice that a peer is gone, which makes its messages slower."""
     faults: tuple[PlantedFault, ...] = ()
     offload: OffloadSettings | None = None
-    """How the engine uses a host tier; None: it has none."""
+    """How the engine uses a host tier; None without one."""

@@ -38,7 +38,7 @@ class RaySink:
         _metric(name).observe(value, self._known | labels)
 
     def observe_folded(self, name: str, counts: Sequence[int], total: float, **labels: str) -> None:
-        """Add to the counters that a folded histogram is: a call for each bucket that grew."""
+        """Add to the counters that make up a folded histogram, with a call for each bucket that grew."""
         tags = self._known | labels
         key = name, frozenset(tags.items())
         is_new = key not in self._told
@@ -60,7 +60,7 @@ class RaySink:
 
 @functools.cache
 def _metric(name: str) -> Any:
-    """Make Ray's own metric, of which a process has one per name."""
+    """Make Ray's own metric; a process has one per name."""
     from ray.util.metrics import Counter, Gauge, Histogram
 
     metric = METRICS[name]
@@ -74,7 +74,7 @@ def _metric(name: str) -> Any:
 
 @functools.cache
 def _counters(name: str) -> tuple[Any, Any, Any]:
-    """Make what a folded histogram is for Ray: its buckets, its count, its sum."""
+    """Make the three counters of a folded histogram: its buckets, its count, its sum."""
     from ray.util.metrics import Counter
 
     metric = METRICS[name]
@@ -88,13 +88,13 @@ def _counters(name: str) -> tuple[Any, Any, Any]:
 
 
 def _borders(metric: Metric) -> Iterator[str]:
-    """Prometheus' clients write borders like this."""
+    """Write a histogram's borders as Prometheus' clients do."""
     yield from map(str, metric.buckets)
     yield "+Inf"
 
 
 def make_meter(model: str | None = None, **known: str) -> Meter:
-    """The meter of a process of a Ray cluster, and one that drops all values outside of one. `model`: its
+    """Make the meter of a process of a Ray cluster; outside of a cluster it drops all values. `model`: its
     folder, whose name is the label; `known`: other labels of every value, such as engine, role and rank."""
     import ray
 

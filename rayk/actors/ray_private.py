@@ -32,7 +32,7 @@ _worker: Any = worker
 
 @contextmanager
 def without_paragraphs() -> Iterator[None]:
-    """Within the block this driver prints nothing of what Ray has to say of workers that died."""
+    """Keep Ray from printing its messages about dead workers in this driver, within the block."""
     before = _worker.print_to_stdstream
     _worker.print_to_stdstream = _drop
     try:
@@ -51,10 +51,10 @@ _GCS_TRIES = 6
 
 @contextmanager
 def starting_own_cluster() -> Iterator[None]:
-    """Within the block the kernel chooses where new nodes' job agents listen, and a GCS that does not answer
-    is given up after 4 minutes instead of 14.
+    """Have new nodes' job agents listen on free ports within the block, and give up a GCS that does not
+    answer after 4 minutes instead of 14.
 
-    Ray would have 52365 of every cluster on a machine. An agent that finds it taken tries for 3 s, for which
+    Ray would give 52365 to every cluster on a machine. An agent that finds it taken tries for 3 s, for which
     the raylet waits, and then never listens: that cluster takes no jobs.
     """
     before = _parameter.RayParams, ray_constants.NUM_REDIS_GET_RETRIES
@@ -69,7 +69,8 @@ def starting_own_cluster() -> Iterator[None]:
 
 @contextmanager
 def ray_environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Within the block these variables are set (None: not set) and Ray goes by them; then the former ones.
+    """Set these variables (None: unset) within the block so that Ray follows them; restore the former ones
+    afterwards.
 
     Ray remembers what it read of them when it was imported. No cluster may be joined as the block begins or
     ends.
@@ -101,8 +102,8 @@ def _is_on(name: str) -> bool:
 
 @contextmanager
 def joining(address: str) -> Iterator[tuple[str, bool | None]]:
-    """What ray.init takes for this address, and whether the cluster there asks for a token (None: not known),
-    by which Ray goes within the block.
+    """Yield what ray.init takes for this address, and whether the cluster there asks for a token (None: not
+    known); Ray follows the latter within the block.
 
     Raises DeviceError where none answers.
     """
@@ -123,7 +124,8 @@ def joining(address: str) -> Iterator[tuple[str, bool | None]]:
 
 
 def _check_token(address: str) -> None:
-    """Ray itself would try a wrong one for half a minute, and then not say that it is."""
+    """Refuse a wrong token at once; Ray itself would try it for half a minute, and then not say that it is
+    wrong."""
     try:
         token = _core.AuthenticationTokenLoader.instance().get_raw_token(ignore_auth_mode=True)
         why = "this is another" if token else "none is set"
@@ -138,22 +140,22 @@ def _check_token(address: str) -> None:
 
 
 def running_clusters() -> list[str]:
-    """HOST:PORT of the GCS of each cluster that has processes on this machine."""
+    """List HOST:PORT of the GCS of each cluster that has processes on this machine."""
     _services.find_gcs_addresses.cache_clear()
     return sorted(_services.find_gcs_addresses())
 
 
 def free_resources() -> dict[str, dict[str, float]]:
-    """Id of each live node -> what nobody has reserved of it."""
+    """Return the unreserved resources of each live node, by its id."""
     found: dict[str, dict[str, float]] = _state.available_resources_per_node()
     return found
 
 
 def live_jobs() -> set[str]:
-    """Ids of the cluster's jobs that have not ended."""
+    """Return the ids of the cluster's jobs that have not ended."""
     return {job["JobID"] for job in _state.jobs() if not job["IsDead"]}
 
 
 def record(counter: Any, value: float, tags: Mapping[str, str]) -> None:
-    """Add to a counter, be it 0, which `inc` refuses."""
+    """Add to a counter; unlike `inc` this takes 0."""
     counter._record(value, tags)

@@ -52,41 +52,41 @@ class Route:
     """The engines of one attempt."""
 
     request: Request
-    """The engines know it by this id; later attempts have ids of their own."""
+    """The request under the id of this attempt, by which the engines know it."""
     prefill: FindEngine | None
-    """None: the decode engine computes the prompt itself."""
+    """Finds the prefill engine; None: the decode engine computes the prompt itself."""
     decode: FindEngine | None
-    """None: the prefill engine decodes, too (aggregated)."""
+    """Finds the decode engine; None: the prefill engine decodes, too (aggregated)."""
     number: int = 0
-    """Number of the attempt, from 0."""
+    """The attempt's number, from 0."""
 
 
 class RunLog(Protocol):
-    """Who wants to know what happens on the way."""
+    """Receives what happens to requests on their way."""
 
     def prefilled(self, attempt: str) -> None:
-        """An attempt's first token is here, whether or not an earlier one delivered it."""
+        """Take note of an attempt's first token, even if an earlier attempt delivered it."""
         ...
 
     def delivered(self, row: RequestRow, event: RequestEvent) -> None:
-        """News that no earlier attempt has told."""
+        """Take an event that no earlier attempt has delivered."""
         ...
 
     def transferred(self, rows: Sequence[TransferRow], num_kv_bytes_checked: int) -> None:
-        """A request's KV was moved."""
+        """Take the rows of transfers that moved a request's KV."""
         ...
 
     def captured(self, row: RequestRow, rows: list[CapturedRows]) -> None:
-        """A copy of a prompt's KV rows, where that was asked for."""
+        """Take a copy of a prompt's KV rows, where that was asked for."""
         ...
 
     def reserved(self, reservation: Reservation) -> Reservation:
-        """Blocks to push into; what the prefill engine is told of them."""
+        """Return what to tell the prefill engine of the blocks to push into."""
         ...
 
 
 class RequestRun:
-    """One request, over all its attempts. Fills its row."""
+    """Takes one request through all its attempts and fills its row."""
 
     def __init__(self, rules: RunRules, row: RequestRow, log: RunLog, *, captures: bool = False) -> None:
         """`captures`: the prefill engine copies the prompt's KV rows out."""
@@ -106,8 +106,8 @@ class RequestRun:
         """The last attempt whose first token came."""
 
     async def attempt(self, route: Route) -> None:
-        """Take one route through the engines, behind what earlier ones delivered. Raises what ends
-        it."""
+        """Take one route through the engines, after the tokens that earlier attempts delivered. Raises what
+        ends it."""
         self._unsent = "retry" if route.number else "queue"
         if route.prefill is None:
             await self._compute_all(route)
@@ -168,7 +168,7 @@ class RequestRun:
     async def _relay(
         self, route: Route, prefill: EngineHandle, decode: EngineHandle, ticket: TransferTicket
     ) -> TransferTicket:
-        """Through the host tier, which the decode engine reads in the prefill engine's place."""
+        """Store the KV in the host tier, where the decode engine reads it."""
 
         def stored(answer: StoreAnswer) -> None:
             told = EventInfo(transfers=answer.transfers, num_kv_bytes_checked=answer.num_bytes_checked)
@@ -182,7 +182,7 @@ class RequestRun:
         return again
 
     async def _compute_all(self, route: Route) -> None:
-        """The decode engine does without any KV from elsewhere."""
+        """Have the decode engine compute the prompt, without any KV from elsewhere."""
         assert route.decode is not None, "somebody has to"
         row, decode = self.row, await route.decode()
         row.decode_engine, row.kv_path = decode.name, "recomputed" if route.number else "local"
@@ -196,7 +196,7 @@ class RequestRun:
     async def _stream(
         self, engine: EngineHandle, route: Route, asked: EngineRequest
     ) -> TransferTicket | None:
-        """Follow the request on one engine; its ticket if it leaves with one. Raises its error."""
+        """Follow the request on one engine; return its ticket if it leaves with one. Raises its error."""
         row = self.row
         # Of the output: an engine that was told of tokens goes on behind them, another one begins anew.
         index = len(asked.output_token_ids)
@@ -223,14 +223,14 @@ class RequestRun:
         raise DeadlineExceeded(f"the end of {route.request.request_id} on {engine.name}", 0.0)
 
     def _sent(self) -> None:
-        """A message about the request leaves."""
+        """End the stage that lasts until the attempt's first message leaves."""
         if self._unsent:
             self._stages.end(self._unsent, time.monotonic_ns())
         self._unsent = ""
 
     def _note_stages(self, engine: EngineHandle, event: RequestEvent) -> None:
-        """What an engine says of when it did what. Of an attempt that fails nothing ends any more: its time
-        is `retry`, if there is another one."""
+        """Record the stages that an engine's event ends. A failed attempt ends none: its time counts as
+        `retry`, if there is another attempt."""
         if event.error is not None:
             return
         stages, info, offset_ns = self._stages, event.info or NO_MORE, engine.clock_offset_ns
@@ -258,7 +258,7 @@ class RequestRun:
                 self._stages.end(stage, end_ns + offset_ns)
 
     def _note_steps(self, event: RequestEvent, offset_ns: int) -> None:
-        """Since when the engine computes, when it was away in between, and its first token."""
+        """Record when the engine first computed, when the request was swapped out, and its first token."""
         stages, info, at_ns = self._stages, event.info or NO_MORE, event.time_ns + offset_ns
         if info.first_step_ns is not None:
             self._phase = "prefill" if self._computes else "decode"
@@ -299,7 +299,7 @@ class RequestRun:
         self._log.delivered(row, event)
 
     def _take_offload(self, info: EventInfo) -> None:
-        """What a host tier did for the request."""
+        """Record what a host tier did for the request."""
         row = self.row
         if info.num_host_tokens is not None:
             row.num_host_tokens = info.num_host_tokens
@@ -341,7 +341,6 @@ def note_sampling(row: RequestRow, event: RequestEvent) -> None:
 
 
 def note_failure(row: RequestRow, error: RaykError) -> None:
-    """A request ends with this error."""
     row.error = str(error)
     row.finish_reason = "error"
     if row.exposed_ns is not None and row.token_times_ns[-1] < row.token_times_ns[0] + row.exposed_ns:

@@ -55,10 +55,10 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 
 
 class Router:
-    """It lives on one event loop, and is closed there."""
+    """Completes requests on one event loop, and is closed there."""
 
     def __init__(self, fleet: str, settings: ServerSettings, *, namespace: str = NAMESPACE) -> None:
-        """`fleet`: the name of its actor, in this namespace; it need not be there yet."""
+        """`fleet`: the name of its actor, which need not exist yet, in this namespace."""
         self.name = secrets.token_hex(4)
         self._settings = settings
         needs_tiers = settings.transfer.path == "host"
@@ -82,7 +82,6 @@ class Router:
 
     @property
     def model(self) -> ModelCard:
-        """The model behind it."""
         return self._settings.model
 
     async def generate(self, server_request: ServerRequest) -> AsyncIterator[Delta]:
@@ -113,7 +112,7 @@ class Router:
             task.cancel(ENDED)
 
     async def health(self) -> Health:
-        """A fleet that does not answer counts as not ready."""
+        """Return the fleet's health; a fleet that does not answer counts as not ready."""
         try:
             async with asyncio.timeout(HEALTH_S):
                 found: Health = await self._link.call("health", until=time.monotonic())
@@ -129,7 +128,8 @@ class Router:
         await self._told(ROLE_S, "set_role", engine, role)
 
     async def _told(self, within_s: float, method: str, *args: Any) -> Any:
-        """The fleet's answer. Raises what it raises, EngineDied where it is not there, DeadlineExceeded."""
+        """Return the fleet's answer. Raises what it raises, EngineDied where it is not there,
+        DeadlineExceeded."""
         try:
             async with asyncio.timeout(within_s):
                 return await self._link.call(method, *args, until=time.monotonic())
@@ -156,7 +156,7 @@ class Router:
         return seeded(replace(request, request_id=f"{request.request_id}@{self.name}.{next(self._numbers)}"))
 
     async def _drive(self, server_request: ServerRequest, request: Request, stream: _Stream) -> None:
-        """One request to its end, over all its attempts. Raises what ends it."""
+        """Take one request to its end, over all its attempts. Raises what ends it."""
         limit_s = min(self._settings.request_s, server_request.deadline_s or self._settings.request_s)
         until = time.monotonic() + limit_s
         row = RequestRow(
@@ -243,7 +243,7 @@ class Router:
         engines: list[EngineHandle],
         number: int,
     ) -> None:
-        """One attempt. `engines`: filled with those it meets."""
+        """Run one attempt. `engines` receives those that it meets."""
 
         async def find(key: tuple[str, int]) -> EngineHandle:
             engine = await self._link.engine(assignment.fleet, key)
@@ -267,7 +267,7 @@ class Router:
             raise EngineDied(engines[-1].name, "it was told to abort the request")
 
     def _may_try_again(self, error: RaykError, num_attempts: int) -> bool:
-        """Whether to ask the fleet for another place. Where that is, is the fleet's decision."""
+        """Return whether to ask the fleet for another place; the fleet decides where that is."""
         # An engine is lost whoever it was, also one that the request never met, or the fleet.
         lost = error.engine if isinstance(error, EngineDied) else ""
         cause = cause_of(error, producer=lost, consumer="")
@@ -288,7 +288,7 @@ class _Stream:
         self._has_prompt_logprobs = False
 
     async def next(self) -> Delta | None:
-        """Joins what came since the last call to one delta; None at the end."""
+        """Join what came since the last call to one delta; None at the end."""
         delta = await self._news.get()
         while delta is not None and delta.finish_reason is None and not self._news.empty():
             more = self._news.get_nowait()
@@ -299,11 +299,10 @@ class _Stream:
         return delta
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Let the stream end after what has come."""
         self._news.put_nowait(None)
 
     def prefilled(self, attempt: str) -> None:
-        """Tell the fleet."""
         self._link.prefilled(attempt)
 
     def delivered(self, row: RequestRow, event: RequestEvent) -> None:
@@ -327,10 +326,10 @@ class _Stream:
         )
 
     def transferred(self, rows: Sequence[TransferRow], num_kv_bytes_checked: int) -> None:
-        """Nobody asks for that."""
+        """Do nothing: a server keeps no rows of transfers."""
 
     def captured(self, row: RequestRow, rows: list[CapturedRows]) -> None:
-        """Nothing is captured."""
+        """Refuse: a server captures nothing."""
         raise AssertionError("a server captures nothing")
 
     def reserved(self, reservation: Reservation) -> Reservation:
@@ -338,7 +337,7 @@ class _Stream:
 
 
 def _joined(first: Delta, second: Delta) -> Delta:
-    """Two deltas as one, the later one's end included."""
+    """Join two deltas, including the end of the later one."""
     logprobs = None
     if first.logprobs is not None or second.logprobs is not None:
         logprobs = (*(first.logprobs or ()), *(second.logprobs or ()))

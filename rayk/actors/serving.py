@@ -13,7 +13,7 @@ from rayk.types.errors import RaykError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineCard:
-    """One life of an engine as a front reaches it. Filled by the fleet."""
+    """One life of an engine as a front reaches it. The fleet fills it."""
 
     name: str
     role: str
@@ -22,7 +22,7 @@ class EngineCard:
     workers: tuple[Any, ...]
     """Actor handles, rank 0 first."""
     line: LineAddress
-    """Where rank 0 listens."""
+    """The address of rank 0."""
     node: str = ""
     clock_offset_ns: int = 0
     """The fleet's clock minus rank 0's."""
@@ -35,7 +35,7 @@ class Assignment:
     """Where one attempt of a request goes."""
 
     fleet: str
-    """The life of the fleet: cards of another one are void."""
+    """The life of the fleet; engine cards of another life are void."""
     prefill: tuple[str, int] | None
     """Name and epoch; None: the decode engine computes the prompt itself."""
     decode: tuple[str, int] | None
@@ -48,15 +48,15 @@ class EngineAccount:
 
     engine: str
     ledger: Ledger | None = None
-    """None: it did not live to tell."""
+    """None if the engine died before it could report."""
     num_free_blocks: int = 0
     num_blocks: int = 0
-    """The null block included, which is never free."""
+    """All its blocks, including the null block, which is never free."""
     leaked: tuple[str, ...] = ()
     """Leases that never ended."""
     errors: tuple[RaykError, ...] = field(default=())
 
     @property
     def is_clean(self) -> bool:
-        """Whether every block was given back."""
+        """Return whether every block was given back."""
         return not self.leaked and not self.errors and self.num_free_blocks == self.num_blocks - 1

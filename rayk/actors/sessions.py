@@ -25,7 +25,8 @@ _own: set[Path] = set()
 
 @contextmanager
 def session_folder() -> Iterator[str]:
-    """A new folder for a local cluster, removed at the end; folders of killed runs are removed first."""
+    """Make a new folder for a local cluster, and remove it at the end; folders of killed runs are removed
+    first."""
     remove_dead_sessions()
     # Unix socket paths are short: the folder lives right below the temporary directory.
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
@@ -46,7 +47,8 @@ def session_folder() -> Iterator[str]:
 
 
 def remove_own_sessions() -> None:
-    """The process ends at once and its cluster may still write, so files that cannot be removed are left."""
+    """Remove this process's folders as it ends at once. Its cluster may still write, so files that cannot be
+    removed are left."""
     for mark in tuple(_own):
         with suppress(OSError):
             _remove(mark)
@@ -75,7 +77,7 @@ def remove_dead_sessions() -> list[Path]:
 
 
 def _remove(mark: Path) -> None:
-    """Everything else first: a folder that is removed in part keeps its mark."""
+    """Remove a folder, its mark last, so that a partly removed folder keeps its mark."""
     folder = mark.parent
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():

@@ -24,7 +24,7 @@ NUM_TRIES = 4
 
 
 class Spares:
-    """`count` idle workers, beside the engines in turn."""
+    """Keeps `count` idle workers, assigned to the engines in turn."""
 
     def __init__(self, pool: WorkerPool, engines: Sequence[EngineAsk], count: int, model: str) -> None:
         """`engines` are sorted, the largest first."""
@@ -38,23 +38,23 @@ class Spares:
 
     @property
     def num_ready(self) -> int:
-        """Those that answered when they were last asked."""
+        """Count those that answered when they were last asked."""
         return len(self._ready)
 
     def start(self, on_bug: Callable[[InternalError], object] = lambda _: None) -> None:
-        """Have them, from now on. `on_bug`: told what keeps nobody from looking after them any more."""
+        """Keep the spares from now on. `on_bug` receives an error that ends this watch."""
         self._task = lasting(self._keep(), "the watch over spare workers", on_bug)
 
     async def stop(self) -> None:
-        """Look after them no more; they end with the pool."""
+        """Stop looking after the spares; they end with the pool."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def fill(self, engine: str, indices: Iterable[int]) -> None:
-        """End these workers of an engine at once, and have others in their places that answer: spares where
-        some are on its node, also such as start still: they began before a new one would. Raises RaykError.
-        """
+        """End these workers of an engine at once and replace them, then wait until the new ones answer.
+        Spares on the engine's node come first, even those that still start: they began before a new worker
+        would. Raises RaykError."""
         await asyncio.gather(*(self._fill(engine, index) for index in indices))
 
     async def _fill(self, engine: str, index: int) -> None:
@@ -81,7 +81,7 @@ class Spares:
         await asyncio.gather(*(self._keep_one(name) for name in self._beside))
 
     async def _keep_one(self, name: str) -> None:
-        """A worker of this name: again where it is gone."""
+        """Look after the worker of this name, and start it again where it is gone."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
@@ -119,7 +119,7 @@ class Spares:
         await self._pool.prepare(asks, "auto", self._model, alone=True)
 
     def _began(self, name: str) -> None:
-        """Its worker is a new one now."""
+        """Note that a new worker has this name."""
         self._ready.discard(name)
         self._order.remove(name)
         self._order.append(name)

@@ -18,19 +18,18 @@ STDERR = 2
 
 
 class StackWatch:
-    """It watches one loop; a process has room for one watch."""
+    """Watches one loop; a process has room for one watch."""
 
     def __init__(self, still_s: float = STILL_S, rearm_s: float = REARM_S) -> None:
         self._still_s, self._rearm_s = still_s, rearm_s
         self._next_s = 0.0
 
     def tick(self) -> None:
-        """The loop comes round."""
+        """Note that the loop came round."""
         now = time.monotonic()
         if now >= self._next_s:
             self._next_s = now + self._rearm_s
             faulthandler.dump_traceback_later(self._still_s, file=STDERR)
 
     def end(self) -> None:
-        """The loop is over."""
         faulthandler.cancel_dump_traceback_later()

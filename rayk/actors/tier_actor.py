@@ -58,22 +58,22 @@ def tier_groups(config: EngineConfig, settings: OffloadSettings) -> tuple[KVCach
 
 
 def tier_identity(config: EngineConfig, settings: OffloadSettings, like: CacheDescription) -> PageIdentity:
-    """What pages mean in a tier behind engines like this one; `like` describes any of its ranks. Engines may
-    share a tier, and pages on disk, where it is the same."""
+    """Return what pages mean in a tier behind engines like this one; `like` describes any of its ranks.
+    Engines whose identity is equal may share a tier, and pages on disk."""
     return identity_of(tier_groups(config, settings), like, config.dtype)
 
 
 def disk_identity(
     groups: Sequence[KVCacheGroup], config: EngineConfig, like: CacheDescription
 ) -> PageIdentity:
-    """What pages on disk mean: they outlive the weights that a fingerprint samples, so these count as a
-    whole."""
+    """Return what pages on disk mean. They outlive the weights, of which a fingerprint takes only samples, so
+    the weights count as a whole."""
     identity = identity_of(groups, like, config.dtype)
     return replace(identity, facts={**identity.facts, "weights": whole_weights_digest(Path(config.model))})
 
 
 class TierHost:
-    """`open` has to be called first."""
+    """Owns a node's host tier. `open` has to be called first."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -90,7 +90,7 @@ class TierHost:
         return f"TierHost({self.name})"
 
     async def until_over(self) -> None:
-        """Lasts as long as this process, or its tier. Raises what that died of."""
+        """Wait until this process or its tier ends. Raises what the tier died of."""
         while self._thread is None or self._thread.is_alive():
             await asyncio.sleep(HEARTBEAT_S)
         if not self._is_over.is_set():
@@ -110,7 +110,7 @@ class TierHost:
         may_lack_disk: bool = False,
     ) -> TierFacts:
         """Allocate the tier for engines like this one, and begin to turn it. `may_lack_disk`: see open_tier.
-        Raises UserError for a tier that cannot be, or a folder that cannot be used."""
+        Raises UserError for a tier that is impossible, or a folder that cannot be used."""
         agent = make_agent(f"{self.name}-{os.getpid()}-{epoch}", "peer")
         tier = open_tier(agent, config, settings, like, epoch, may_lack_disk=may_lack_disk)
         self._tier, self._identity = tier, tier_identity(config, settings, like)
@@ -139,34 +139,34 @@ class TierHost:
         await self._on_loop(lambda tier: tier.detach(engine))
 
     async def store(self, ask: StoreAsk) -> StoreAnswer:
-        """Keep what an engine offers; says what came of it."""
+        """Store what an engine offers; returns what became of it."""
         found: StoreAnswer = await self._answer(lambda tier, done: tier.store(ask, done))
         return found
 
     async def load(self, ask: LoadAsk) -> LoadAnswer:
-        """Offer what is held of a sequence."""
+        """Offer the pages of a sequence that the tier holds."""
         found: LoadAnswer = await self._answer(lambda tier, done: tier.load(ask, done))
         return found
 
     async def drop(self, kept_as: str) -> None:
-        """Nobody will load what was kept by this name."""
+        """Free what was kept by this name: nobody will load it."""
         await self._on_loop(lambda tier: tier.drop(kept_as))
 
     async def doubt(self, ticket: TransferTicket) -> None:
-        """Look at the pages of a ticket by which an engine did not read what it says."""
+        """Check the pages of a ticket: an engine that read them got something else than the ticket says."""
         await self._on_loop(lambda tier: tier.doubt(ticket))
 
     async def clear(self) -> None:
-        """Forget every page that nobody holds."""
+        """Forget every page that is not in use."""
         await self._on_loop(HostTier.clear)
 
     async def status(self) -> dict[str, Any]:
-        """What it holds, and what came of what it was asked."""
+        """Return what it holds, and counters of its answers."""
         found: dict[str, Any] = await self._on_loop(HostTier.status)
         return found
 
     async def find_leak(self) -> str:
-        """What is wrong with its blocks; empty where they add up."""
+        """Explain what is wrong with its blocks; empty where they add up."""
 
         def look(tier: HostTier) -> str:
             try:
@@ -179,18 +179,18 @@ class TierHost:
         return found
 
     async def close(self) -> None:
-        """End the loop; registrations and files are given back."""
+        """End the loop; give registrations and files back."""
         self._is_over.set()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, 10.0)
 
     async def _on_loop(self, action: Callable[[HostTier], T]) -> T:
-        """What the action returns on the tier's thread."""
+        """Run an action on the tier's thread and return its result."""
         found: T = await self._answer(lambda tier, done: done(action(tier)))
         return found
 
     async def _answer(self, begin: Callable[[HostTier, Callable[[Any], None]], None]) -> Any:
-        """What the tier's thread answers. Raises what it raises, EngineDied once it has ended."""
+        """Await what the tier's thread answers. Raises what it raises, EngineDied once it has ended."""
         future: Future[Any] = Future()
         self._waiting.add(future)
         try:
@@ -250,7 +250,7 @@ class TierHost:
 
 
 def _differing(ours: PageIdentity, theirs: PageIdentity) -> tuple[tuple[str, str, str], ...]:
-    """(fact, ours, theirs) of what is not the same."""
+    """List (fact, ours, theirs) for each fact that differs."""
     names = dict.fromkeys([*ours.facts, *theirs.facts])
     pairs = ((name, ours.facts.get(name, "absent"), theirs.facts.get(name, "absent")) for name in names)
     return tuple((name, a, b) for name, a, b in pairs if a != b)
@@ -265,8 +265,8 @@ def open_tier(
     *,
     may_lack_disk: bool = False,
 ) -> HostTier:
-    """A host tier, with its disk tier where there is to be one: without where the disk is unavailable, and
-    where `may_lack_disk`, whatever is wrong with it. Raises UserError."""
+    """Open a host tier, with its disk tier where the settings ask for one. It goes without where the disk is
+    unavailable and, with `may_lack_disk`, where anything is wrong with it. Raises UserError."""
     groups, pages, why = tier_groups(config, settings), None, ""
     if settings.disk_folder is not None:
         try:
@@ -290,7 +290,7 @@ def open_tier(
 
 
 def _open_pages(folder: Path, identity: PageIdentity, num_bytes: int) -> DiskPages:
-    """Make the folder if it is not there. Raises UserError, DiskUnavailable."""
+    """Open the pages in a folder, which is made if it is missing. Raises UserError, DiskUnavailable."""
     make_folder(folder)
     return DiskPages(DiskTier(folder, identity, num_bytes))
 

@@ -24,10 +24,10 @@ Post = Callable[[Callable[[], None]], None]
 
 
 class RayTier:
-    """`close` ends its thread."""
+    """Calls a tier's actor from a thread of its own, which `close` ends."""
 
     def __init__(self, handle: Any, post: Post, on_lost: Callable[[str], None]) -> None:
-        """`post`: runs something on the loop's thread, as `on_lost` is run: once, with why."""
+        """`post` runs a function on the loop's thread. `on_lost` is run there once, with the reason."""
         self._handle = handle
         self._post = post
         self._on_lost = on_lost

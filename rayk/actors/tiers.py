@@ -55,7 +55,7 @@ class _Tier:
 
 
 class TierEvents(Protocol):
-    """Who places requests, and so wants to know which engine has which tier, by their names."""
+    """Receives which engine has which tier, by their names, for placing requests."""
 
     def attached(self, engine: str, tier: str) -> None: ...
 
@@ -65,7 +65,7 @@ class TierEvents(Protocol):
 
 
 class HostTiers:
-    """All tiers share one event loop."""
+    """Opens, watches and closes the tiers of a deployment, all on one event loop."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class HostTiers:
         *,
         reopens: bool = False,
     ) -> None:
-        """`name`: begins those of the actors, of which no two are the same. `reopens`: a tier that dies is
-        opened anew, empty, for the engines that it had."""
+        """`name` begins the actors' names and must be unique. `reopens`: a tier that dies is opened anew,
+        empty, for the engines that it had."""
         self._name = name
         self.told = told
         self.settings = settings
@@ -87,8 +87,8 @@ class HostTiers:
         self.losses: list[str] = []  # what tiers died of, one each
 
     async def attach_all(self, engines: Sequence[tuple[EngineHandle, str]]) -> None:
-        """Connect engines, each to its node's tier. Tiers of other kinds that no engine is attached to end
-        first: their memory is for those that are opened now."""
+        """Connect engines, each to its node's tier. Tiers of other kinds that no engine uses end first,
+        because the new ones need their memory."""
         for engine, _ in engines:
             await self._describe(engine)
         wanted = {self._kind_of(*where) for where in engines}
@@ -122,7 +122,7 @@ class HostTiers:
             engine.descriptions = tuple(await engine.call(Describe(), CONTROL_S))
 
     async def detach(self, engine: EngineHandle) -> None:
-        """An engine is gone, or about to be."""
+        """Disconnect an engine that is gone, or about to be."""
         for tier in tuple(self._tiers.values()):
             if tier.engines.get(engine.name) is engine:
                 del tier.engines[engine.name]
@@ -132,18 +132,18 @@ class HostTiers:
                     await _quietly(tier.handle.detach.remote(engine.name), STATUS_S)
 
     async def clear(self) -> None:
-        """Every tier forgets what nobody holds."""
+        """Have every tier forget the pages that are not in use."""
         await asyncio.gather(*(_quietly(t.handle.clear.remote(), STATUS_S) for t in self._live))
 
     async def leaks(self) -> list[RaykError]:
-        """An error for each tier whose blocks do not add up."""
+        """Return an error for each tier whose blocks do not add up."""
         tiers = self._live
         found = await asyncio.gather(*(_quietly(t.handle.find_leak.remote(), STATUS_S) for t in tiers))
         pairs = zip(tiers, found, strict=True)
         return [EngineDied(t.name, f"blocks leaked: {leak}") for t, leak in pairs if leak]
 
     async def status(self) -> dict[str, dict[str, Any]]:
-        """What each tier says of itself, by name; of those that live to tell."""
+        """Return the status of each tier that lives, by name."""
         tiers = self._live
         found = await asyncio.gather(*(_quietly(t.handle.status.remote(), STATUS_S) for t in tiers))
         return {t.name: {**s, "pid": t.pid} for t, s in zip(tiers, found, strict=True) if s is not None}
@@ -203,11 +203,11 @@ class HostTiers:
         return node_id, self._identity_of(engine).text
 
     def _identity_of(self, engine: EngineHandle) -> PageIdentity:
-        """The disk tier asks this of pages, too."""
+        """Return what the engine's pages mean; the disk tier asks this, too."""
         return tier_identity(engine.config, self.settings, engine.descriptions[0])
 
     async def _watch(self, tier: _Tier) -> None:
-        """Wait until it dies, then tell its engines, which may not be talking to it just now."""
+        """Wait until a tier dies, then tell its engines, which may not be in contact with it then."""
         try:
             await tier.handle.until_over.remote()
         except RayError as error:
@@ -253,8 +253,8 @@ async def relay(
     timeout_s: float,
     stored: Callable[[StoreAnswer], None],
 ) -> TransferTicket:
-    """Have the engines' host tier take a prefilled request's KV in; the ticket by which the decode engine
-    reads it from there. `stored` is told what came of the first half, its failure included. Raises
+    """Have the engines' host tier store a prefilled request's KV; returns the ticket by which the decode
+    engine reads it from there. `stored` receives the outcome of the first half, its failure included. Raises
     TransferError, DeadlineExceeded. The handles forget a tier that is dead."""
     name, handle = ticket.request_id, prefill.tier
     if handle is None or decode.tier != handle:
@@ -289,7 +289,7 @@ async def relay(
 
 
 async def _reply(reply: Awaitable[Any], timeout_s: float) -> Any:
-    """Raises what the tier raises, or died of; DeadlineExceeded."""
+    """Await an answer of a tier. Raises what the tier raises or died of, DeadlineExceeded."""
     try:
         async with asyncio.timeout(timeout_s):
             return await reply
@@ -300,7 +300,7 @@ async def _reply(reply: Awaitable[Any], timeout_s: float) -> Any:
 
 
 async def _quietly(reply: Awaitable[Any], timeout_s: float) -> Any:
-    """An answer; None where there is none."""
+    """Await an answer; None where none comes."""
     try:
         return await _reply(reply, timeout_s)
     except RaykError:

@@ -13,10 +13,10 @@ WHERE = "--ray-token-file"
 
 
 class TokenFile:
-    """A file that is written once Ray has started, for its owner's eyes, and is gone when the cluster is."""
+    """A file that only its owner can read. It is written once Ray has started, and ends with the cluster."""
 
     def __init__(self, path: Path, *, is_own_cluster: bool) -> None:
-        """Raises UserError where it cannot be: there is a file, or the cluster has a token of somebody's."""
+        """Raise UserError where the file exists already, or the cluster has a token of somebody else's."""
         if not is_own_cluster:
             raise UserError("who started that cluster has its token", where=f"{WHERE}, --address")
         if path.is_symlink() or path.exists():
@@ -28,11 +28,11 @@ class TokenFile:
 
     @classmethod
     def asked(cls, path: Path | None, *, is_own_cluster: bool) -> TokenFile | None:
-        """The one that was asked for, if any."""
         return None if path is None else cls(path, is_own_cluster=is_own_cluster)
 
     def write(self, token: str) -> None:
-        """Readable for this user alone. Raises UserError: somebody made the file meanwhile, or the disk."""
+        """Write the file, readable for this user alone. Raises UserError where somebody made it meanwhile, or
+        the disk fails."""
         try:
             handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError as error:
@@ -44,7 +44,7 @@ class TokenFile:
             file.write(token)
 
     def remove(self) -> None:
-        """Unless it is another file by now. A second call does nothing."""
+        """Remove the file, unless it is another one by now. A second call does nothing."""
         try:
             if self._written is not None and os.path.samestat(self._written, self.path.lstat()):
                 self.path.unlink()
@@ -53,7 +53,8 @@ class TokenFile:
 
 
 def removal_of(file: TokenFile | None) -> Callable[[], None]:
-    """What a process that ends at once removes: this file, if any, and its cluster's folder."""
+    """Make a function for a process that ends at once: it removes this file, if any, and its cluster's
+    folder."""
 
     def remove() -> None:
         if file is not None:

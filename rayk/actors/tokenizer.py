@@ -11,15 +11,15 @@ from rayk.types.files import JSON_BYTES
 
 
 def load_encoder(model: str) -> Callable[[str], list[int]]:
-    """The tokenizer's default encoding. Raises CheckpointError when the folder has no usable tokenizer."""
+    """Load the tokenizer's default encoding. Raises CheckpointError when the folder has none."""
     tokenizer = load_tokenizer(model, "give prompts as token ids")
     return lambda text: [int(i) for i in tokenizer(text)["input_ids"]]
 
 
 def load_decoder(model: str) -> Callable[[Sequence[int]], str]:
-    """Token ids to text without special tokens; longer inputs only add to the text of shorter ones, where
-    these end with a character. Raises CheckpointError when the folder has no usable tokenizer.
-    """
+    """Load a decoder of token ids to text without special tokens. Longer inputs only add to the text of
+    shorter ones that end with a whole character. Raises CheckpointError when the folder has no usable
+    tokenizer."""
     tokenizer = load_tokenizer(model, "give stop_token_ids instead of stop strings")
 
     def decode(token_ids: Sequence[int]) -> str:
@@ -33,7 +33,7 @@ def load_decoder(model: str) -> Callable[[Sequence[int]], str]:
 
 
 def _check_files(folder: Path, mend: str) -> None:
-    """Raises CheckpointError for a file that reading may never end of: transformers would try."""
+    """Raise CheckpointError for a file that can be read for ever: transformers would try."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.exists() and not path.is_dir() and not path.is_file():
             raise CheckpointError("not a plain file", where=str(path), mend=mend)
@@ -42,7 +42,8 @@ def _check_files(folder: Path, mend: str) -> None:
 
 
 def load_tokenizer(model: str, mend: str) -> Any:
-    """The folder's own, through transformers. Raises CheckpointError when it has no usable one."""
+    """Load the folder's own tokenizer, through transformers. Raises CheckpointError when it has no usable
+    one."""
     from transformers import AutoTokenizer
 
     _check_files(Path(model), mend)

@@ -79,7 +79,7 @@ class VllmCellRun:
 
 
 class VllmRequestRun:
-    """One request. Fills its row."""
+    """Takes one request through vLLM's engines and fills its row."""
 
     def __init__(
         self, row: RequestRow, limit_s: float, outcome: CellOutcome, *, captures: bool, proves: bool
@@ -148,8 +148,8 @@ class VllmRequestRun:
     async def _receive(
         self, decode: EngineHandle, request: Request, given: dict[str, Any] | None
     ) -> dict[str, Any]:
-        """Have an engine fetch the KV and generate, once more where the handshake before it came too late:
-        all engines of a small machine may wait for its cores."""
+        """Have an engine fetch the KV and generate. Try once more where the handshake before it came too
+        late: all engines of a small machine may wait for its cores."""
         sampling = replace(request.sampling, prompt_logprobs=None)
         for attempt in range(1, NUM_HANDSHAKES):
             try:
@@ -265,7 +265,7 @@ class VllmRequestRun:
 
 
 def vllm_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """The same parameters by vLLM's names."""
+    """Translate the sampling parameters into vLLM's names."""
     return {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
@@ -285,7 +285,7 @@ def vllm_sampling(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def captured_rows(workers: Sequence[Sequence[Sequence[Any]]], content: bytes) -> list[CapturedRows]:
-    """Each worker's rows, from what `WorkerExtension.rayk_rows` tells of each and the bytes of all."""
+    """Return each worker's rows, from what `WorkerExtension.rayk_rows` says of each and the bytes of all."""
     found, begin = [], 0
     for shapes in workers:
         captured: CapturedRows = {}
@@ -309,7 +309,7 @@ def _tops(pairs: Pairs) -> list[tuple[int, float]]:
 def _of_prompt(
     told: dict[str, Any],
 ) -> tuple[list[float | None] | None, list[list[tuple[int, float]] | None] | None]:
-    """Log probabilities of the prompt's tokens, and of the best ones where any were asked for."""
+    """Return the log probabilities of the prompt's tokens, and of the best ones where any were asked for."""
     prompt: Sequence[Pairs | None] | None = told["prompt_logprobs"]
     if prompt is None:
         return None, None

@@ -40,7 +40,7 @@ PORTS = range(20000, 32000)
 
 
 class VllmEngine:
-    """Owns an engine, which starts once; a failed one is thrown away with its actor."""
+    """Owns an engine, which starts once. An engine that failed is thrown away with its actor."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -65,11 +65,12 @@ class VllmEngine:
         return {"name": self.name, "pid": os.getpid(), "host": host, "device": device}
 
     async def clock_ns(self) -> int:
-        """This host's monotonic clock, which tokens are stamped with."""
+        """Return this host's monotonic clock, which tokens are stamped with."""
         return time.monotonic_ns()
 
     async def start(self, name: str, config: VllmEngineConfig, host: str, secret: str) -> dict[str, Any]:
-        """Start the engine; what it runs with. `name`: in its first cell. `host`: where others reach it.
+        """Start the engine; returns the settings that it runs with. `name`: in its first cell. `host`: where
+        others reach it.
 
         Raises Unsupported with vLLM's words where it refuses the model or an argument, EngineDied where it
         cannot start, DeadlineExceeded. After any of them nothing of it is left.
@@ -98,9 +99,10 @@ class VllmEngine:
         return facts
 
     async def ask(self, timeout_s: float, op: str, **arguments: Any) -> tuple[dict[str, Any], bytes]:
-        """Have the driver do something: its answer, with `why` of a request that vLLM failed.
+        """Run an operation of the driver; returns its answer, with `why` for a request that vLLM failed.
 
-        Raises EngineDied, DeadlineExceeded, and Unsupported with vLLM's words where it refuses a request."""
+        Raises EngineDied, DeadlineExceeded, and Unsupported with vLLM's words where it refuses a request.
+        """
         num_logged = self._num_logged
         try:
             frame = await self._ask(timeout_s, op, **arguments)
@@ -120,7 +122,7 @@ class VllmEngine:
         return frame.header, frame.body
 
     async def run(self) -> None:
-        """Last as long as a cell uses the engine, or the engine lives. Raises what it died of."""
+        """Wait until the cell is done with the engine, or it ends. Raises what it died of."""
         self._left = asyncio.Event()
         waits = [asyncio.create_task(event.wait()) for event in (self._dead, self._left)]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -130,11 +132,11 @@ class VllmEngine:
             raise self._death
 
     async def leave(self) -> None:
-        """The cell is done with the engine, which lives on."""
+        """Let the cell go; the engine lives on."""
         self._left.set()
 
     async def join(self, name: str) -> None:
-        """Another cell uses the engine under this name."""
+        """Let another cell use the engine under this name."""
         self.name = name
 
     async def end(self) -> None:
@@ -197,7 +199,7 @@ class VllmEngine:
         return frame
 
     async def _words(self, find: Callable[[str], str], num_logged: int) -> str:
-        """What is found in what vLLM logged since so many characters, which comes beside its answers."""
+        """Find words in what vLLM logged after so many characters; its log may lag behind its answers."""
         until = time.monotonic() + LAST_WORDS_S
         while True:
             new = min(self._num_logged - num_logged, len(self._log))
@@ -232,7 +234,7 @@ class VllmEngine:
             self._num_logged += len(text)
 
     async def _read_status(self, pipe: int) -> None:
-        """What the keeper tells; its end is that of all the engine's processes."""
+        """Read what the keeper reports; its end is that of all the engine's processes."""
         reader, status = asyncio.StreamReader(), None
         connect = asyncio.get_running_loop().connect_read_pipe
         transport, _ = await connect(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb"))
@@ -253,7 +255,7 @@ class VllmEngine:
         self._dead.set()
 
     def _say_dead(self, cause: str) -> None:
-        """Nobody waits for it any more."""
+        """Declare the engine dead, so that nothing waits for it any more."""
         if self._death is None:
             self._death = EngineDied(self.name, cause)
         for waiting in self._waiting.values():
@@ -262,7 +264,7 @@ class VllmEngine:
 
 
 class _Failed(Exception):
-    """The driver answers with an error."""
+    """The driver answered with an error."""
 
     def __init__(self, version: str, words: str) -> None:
         super().__init__(version, words)
@@ -270,7 +272,8 @@ class _Failed(Exception):
 
 
 def _ending(status: int | None, log: str) -> str:
-    """How an engine ended, for people. `status`: as subprocess has it; None: its keeper was killed, too."""
+    """Explain for people how an engine ended. `status`: as subprocess has it; None: its keeper was killed,
+    too."""
     if status is None:
         how = "its processes were killed"
     elif status < 0:
@@ -282,15 +285,16 @@ def _ending(status: int | None, log: str) -> str:
 
 
 def _base_environment() -> dict[str, str]:
-    """Of this process, without what is about its interpreter, and with the folder of rayk's sources. Where
-    rayk is installed, it is to be in vLLM's environment, too: there the folder has other packages beside."""
+    """Return this process's environment without what concerns its interpreter. It has the folder of rayk's
+    sources, except where rayk is installed: that folder has other packages, too, so vLLM's environment must
+    have a rayk of its own."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "RAY_", "VIRTUAL_ENV"))}
     sources = Path(__file__).parents[2]
     return kept if sources.name == "site-packages" else kept | {"PYTHONPATH": str(sources)}
 
 
 def _free_port(host: str) -> int:
-    """Raises OSError where none of many is free."""
+    """Find a free port. Raises OSError where none of many is free."""
     for _ in range(100):
         port = random.choice(PORTS)  # noqa: S311 - no secret
         with socket.socket() as listener, contextlib.suppress(OSError):

@@ -52,7 +52,7 @@ class KeptEngine:
     facts: dict[str, Any]
 
     def suits(self, config: VllmEngineConfig, ask: EngineAsk, *, spread: bool) -> bool:
-        """Whether it can be the engine asked for. Where roles are spread over nodes it keeps its own."""
+        """Return whether it can be the engine asked for. It keeps its role where roles are spread."""
         return (
             self.config == config
             and self.ask.labels == ask.labels
@@ -78,8 +78,8 @@ class VllmEngines:
         """The secret with which the engines of a run prove KV to one another."""
 
     async def ready(self, cell: Cell) -> list[EngineHandle]:
-        """The engines of a cell, running, in the order of its asks. Raises Unsupported where vLLM refuses
-        one, EngineDied, DeviceError, DeadlineExceeded."""
+        """Return the engines of a cell, running, in the order of its asks. Raises Unsupported where vLLM
+        refuses one, EngineDied, DeviceError, DeadlineExceeded."""
         asks, spread = cell_asks(cell, placement.this_node()), placement_of(cell) == "spread"
         configs = cell.vllm_engines
         for config in configs:
@@ -106,7 +106,8 @@ class VllmEngines:
         return list(await asyncio.gather(*map(self._run, engines, asks, cell.all_engines)))
 
     async def settle(self, handles: Sequence[EngineHandle]) -> list[RaykError]:
-        """Let engines go after a cell, emptied for the next; what is wrong with those that are not kept."""
+        """Release engines after a cell, emptied for the next; returns what is wrong with those that are not
+        kept."""
         found = await asyncio.gather(*map(self._settle, handles))
         return [error for error in found if error is not None]
 
@@ -142,7 +143,7 @@ class VllmEngines:
         return started
 
     async def _place(self, asks: Sequence[EngineAsk], how: str, used: Sequence[KeptEngine]) -> None:
-        """Have workers for new engines; where there is no room, idle engines end for it."""
+        """Reserve workers for new engines; where there is no room, end idle engines first."""
         until, beside = time.monotonic() + FREED_S, [e.ask for e in used]
         while True:
             try:
@@ -189,7 +190,7 @@ class VllmEngines:
         return handle
 
     async def _see_to(self, engine: KeptEngine) -> None:
-        """Drop an engine that died or hangs since the last cell."""
+        """Drop an engine that has died since the last cell, or hangs."""
         try:
             answer = _result(engine.actor.ask.remote(CONTROL_S, "ping"), engine.slot, str(engine.node))
             await asyncio.wait_for(answer, CONTROL_S + END_S)
@@ -219,7 +220,7 @@ class VllmEngines:
         return None
 
     async def _empty(self, handle: EngineHandle, engine: KeptEngine) -> None:
-        """Empty an engine's prefix cache; one that keeps blocks in use is not kept."""
+        """Empty an engine's prefix cache; an engine that keeps blocks in use is not kept."""
         proofs, until = bool(engine.config.connector and engine.config.is_proven), time.monotonic() + SETTLE_S
         while True:
             asked = handle.leader.ask.remote(CONTROL_S, "forget", proofs=proofs)
@@ -239,7 +240,7 @@ class VllmEngines:
 
 
 async def _result(answer: Any, name: str, node: str) -> Any:
-    """Raises what an actor's answer is instead of a result."""
+    """Await an actor's answer. Raises the error that comes instead of a result."""
     try:
         return await answer
     except RayError as error:

@@ -66,7 +66,7 @@ FLUSH_S = 0.004
 
 
 class Worker:
-    """One process with one device. None of its methods may be a coroutine: see line_streams."""
+    """One process with one device. None of its methods may be a coroutine: see LineStreams."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -96,7 +96,7 @@ class Worker:
         return f"Worker({rank_in_words(self.name)})"
 
     def describe(self) -> dict[str, Any]:
-        """Process and device facts."""
+        """Return facts of the process and the device."""
         device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor() or "cpu"
         return {
             "name": self.name,
@@ -107,16 +107,16 @@ class Worker:
         }
 
     def clock_ns(self) -> int:
-        """This host's monotonic clock, which events are stamped with."""
+        """Return this host's monotonic clock, which events are stamped with."""
         return time.monotonic_ns()
 
     def check_model(self, model: str) -> None:
-        """Raises CheckpointError when this node has no such checkpoint, or only a part of it."""
+        """Raise CheckpointError when this node has no such checkpoint, or only a part of it."""
         load_config(model)
         check_weights(Path(model))
 
     def reserve_address(self) -> str:
-        """A free host:port for the ranks of an engine to meet at. They share a node: loopback will do."""
+        """Find a free host:port where the ranks of an engine meet. They share a node: loopback will do."""
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             return f"127.0.0.1:{s.getsockname()[1]}"
@@ -188,7 +188,7 @@ class Worker:
         }
 
     def run(self) -> None:
-        """The rank's loop, until `stop`. Raises EngineDied when it ends any other way, InternalError of a
+        """Run the rank's loop until `stop`. Raises EngineDied when it ends any other way, InternalError of a
         bug."""
         assert self._loop is not None, "form first"
         try:
@@ -265,7 +265,7 @@ class Worker:
         self._leader.prepare(request)
 
     def _submit(self, asked: EngineRequest, put: Callable[[RequestEvent], Any]) -> None:
-        """Run a request; its events are put from the engine's thread."""
+        """Run a request; the engine's thread puts its events."""
         assert self._leader is not None, "requests go to rank 0"
         assert self._handover is not None
         request = asked.request
@@ -320,7 +320,7 @@ class Worker:
         self._leader.post(lambda: offloading.attach(tier, facts))
 
     def lose_tier(self, epoch: int, why: str) -> None:
-        """A host tier is gone (rank 0)."""
+        """Forget a host tier that is gone (rank 0)."""
         leader, handover = self._leader, self._handover
         if leader is not None and handover is not None:
             offloading = handover.offloading
@@ -328,13 +328,14 @@ class Worker:
                 leader.post(lambda: offloading.lost(why, epoch))
 
     def settle(self, request_id: str) -> None:
-        """A failed transfer was looked into: free what was kept for that."""
+        """Free what was kept for a failed request, after it was looked into."""
         handover = self._handover
         if handover is not None:
             handover.settle(request_id)
 
     def holders(self, block_ids: Sequence[int], timeout_s: float) -> dict[int, str]:
-        """Which request holds each of these blocks now, also by a lease (rank 0); free ones are absent."""
+        """Return which request holds each of these blocks now, also by a lease (rank 0); free blocks are
+        absent."""
         assert self._leader is not None, "only rank 0 knows"
         assert self._handover is not None
         handover, answer = self._handover, Future[dict[int, str]]()
@@ -342,7 +343,7 @@ class Worker:
         return answer.result(timeout_s)
 
     def status(self) -> dict[str, Any]:
-        """Counters of the rank: turns, steps, times, blocks, leases."""
+        """Return counters of the rank: turns, steps, times, blocks, leases."""
         report: dict[str, Any] = {"name": self.name, "pid": os.getpid()}
         # Another thread may dissolve the engine meanwhile.
         loop, rank, leader, handover = self._loop, self._rank, self._leader, self._handover
@@ -407,7 +408,7 @@ class Worker:
             gc.collect()  # between engines, not inside one
 
     def release(self, within_s: float) -> bool:
-        """Forget an engine whose other ranks died; whether this process is as good as new, which it is not
+        """Forget an engine whose other ranks died; returns whether this process is as good as new. It is not
         where its own loop failed, or does not end in time."""
         if not self._ended.wait(within_s) or not self._lost_peer:
             return False
@@ -433,7 +434,7 @@ class Worker:
 
     @staticmethod
     def _leases(leader: Leader, handover: TransferHandover | None) -> tuple[str, ...]:
-        """Whatever holds blocks for another engine: leases, reservations, and reads that do not end."""
+        """List what holds blocks for another engine: leases, reservations, and reads that do not end."""
         if handover is None:
             return leader.manager.leases
         reserved, in_flight = handover.reservations.open_reservations, handover.receiving.in_flight
@@ -474,7 +475,7 @@ class Worker:
         self._on_point(point, step)
 
     def _on_point(self, point: str, step: int) -> None:
-        """Planted kills: this process ends or stops here; kill_node: its node ends with it."""
+        """Carry out planted kills: end or stop this process, or end its node (kill_node)."""
         assert self._spec is not None
         for fault in self._spec.faults:
             if fault.point == point and (fault.step or 1) == step:
@@ -485,7 +486,7 @@ class Worker:
 
 
 def _let_go(error: BaseException) -> None:
-    """Its frames, and those of the errors it came of, hold the rank, which is to be forgotten soon."""
+    """Clear an error's frames and causes: they hold the rank, which is to be forgotten soon."""
     error.__context__ = error.__cause__ = error.__traceback__ = None
 
 
@@ -493,21 +494,21 @@ def _let_go(error: BaseException) -> None:
 class LineStreams:
     """A worker's requests as streams over its line.
 
-    No methods of the worker itself: where one method of an actor's class is a coroutine, Ray runs all of them
-    on event loops, and those that are none one at a time, each until it ends.
+    These are no methods of the worker itself. Where one method of an actor's class is a coroutine, Ray runs
+    all of them on event loops, and those that are none one at a time, each until it ends.
     """
 
     prepare: Callable[[Request], object]
     """Loads a tokenizer for the first request that has stop strings."""
     submit: Callable[[EngineRequest, Callable[[RequestEvent], Any]], None]
-    """It is Worker._submit."""
+    """Worker._submit."""
     abort: Callable[[str], None]
     """Ends a request whose caller went."""
     flush_s: float
-    """Later events are gathered for so long."""
+    """How long later events are gathered."""
 
     async def generate(self, asked: EngineRequest) -> AsyncIterator[list[RequestEvent] | Last]:
-        """Does on the line's loop what Worker.generate does. A caller who goes aborts the request."""
+        """Do on the line's loop what Worker.generate does. The request is aborted when its caller goes."""
         request = asked.request
         if request.sampling.stop:  # the first of these loads a tokenizer, while other streams go on
             await asyncio.to_thread(self.prepare, request)
