@@ -50,11 +50,11 @@ _ENDED_EARLY = ("FINISHED_ABORTED", "FINISHED_IGNORED", "FINISHED_ERROR")
 
 @dataclass(frozen=True)
 class Produced:
-    """A prefill that is done."""
+    """A request whose prefill is done."""
 
     request_id: str
     nonce: str
-    """Its ticket's."""
+    """The nonce of its ticket."""
     blocks: Blocks
     num_tokens: int
 
@@ -69,7 +69,7 @@ class Expected:
     num_tokens: int
     first_row: int
     is_async: bool
-    """Whether the inner connector tells when it has arrived; else it is loaded within the step."""
+    """Whether the inner connector reports its arrival; else it is loaded within the step."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,15 @@ class Notes:
     produced: tuple[Produced, ...] = ()
     expected: tuple[Expected, ...] = ()
     local: tuple[tuple[str, str], ...] = ()
-    """(request, why) of those that came with a ticket, and of which nothing of P's is loaded."""
+    """(request, why) of those that came with a ticket, but load nothing of P's."""
 
 
 @dataclass
 class _Pending:
     num_missing: int
-    """Workers whose verdict has not come."""
+    """Workers whose verdict is still to come."""
     deadline: float | None = None
-    """When it is waited for no longer; None while the request runs."""
+    """When the wait ends; None while the request runs."""
 
 
 def _blocks(block_ids: Sequence[Sequence[int]]) -> Blocks:
@@ -95,7 +95,7 @@ def _blocks(block_ids: Sequence[Sequence[int]]) -> Blocks:
 
 
 class SchedulerHalf:
-    """In the scheduler's process. `num_workers`: of this engine."""
+    """Takes notes in the scheduler's process. `num_workers`: of this engine."""
 
     def __init__(
         self,
@@ -120,15 +120,15 @@ class SchedulerHalf:
         self._planted = PlantedAtScheduler(settings.planted)
 
     def set_servers(self, by_rank: Mapping[int, tuple[str, int, str]]) -> None:
-        """Where the workers serve their proofs: rank -> (host, port, life)."""
+        """Set where the workers serve their proofs: rank -> (host, port, life)."""
         self._servers = tuple(by_rank[rank] for rank in sorted(by_rank))
 
     def matched(self, request_id: str, num_local: int, is_async: bool) -> None:
-        """The inner connector was asked what it can load beyond `num_local` tokens."""
+        """Note that the inner connector was asked what it can load beyond `num_local` tokens."""
         self._matched[request_id] = num_local, is_async
 
     def before_alloc(self, params: dict[str, Any] | None) -> None:
-        """The inner connector is about to be told of a request's blocks."""
+        """Let a planted fault change a request's parameters before the inner connector gets its blocks."""
         self._planted.mislead(params)
 
     def allocated(
@@ -159,8 +159,8 @@ class SchedulerHalf:
     def finished(
         self, request: Any, block_ids: Sequence[Sequence[int]], params: dict[str, Any] | None
     ) -> dict[str, Any] | None:
-        """A request is done: note it where a proof was asked for, and add where that is to be had to what
-        the inner connector tells D."""
+        """Note a finished request where a proof was asked for, and add to what the inner connector tells D
+        where that proof is served."""
         request_id = request.request_id
         self._matched.pop(request_id, None)
         self._told.discard(request_id)
@@ -182,14 +182,14 @@ class SchedulerHalf:
         return {**(params or {}), "rayk_proof": Ticket(request_id, nonce, self._servers).to_params()}
 
     def take_notes(self) -> Notes:
-        """What the next step tells the workers."""
+        """Return what the next step tells the workers, and begin anew."""
         self._step_at = self._clock()
         notes = Notes(tuple(self._produced), tuple(self._expected), tuple(self._local))
         self._produced, self._expected, self._local = [], [], []
         return notes
 
     def verified(self, request_ids: Sequence[str]) -> None:
-        """Workers have come to a verdict, each naming its own."""
+        """Count verdicts of workers, each on the requests that it names."""
         for request_id in request_ids:
             pending = self._pending.get(request_id)
             if pending is not None:
@@ -198,8 +198,9 @@ class SchedulerHalf:
                     del self._pending[request_id]
 
     def has_pending(self) -> bool:
-        """Tell whether verdicts of finished requests are still to come: the engine must step on to hear them.
-        It has nothing else to do, and vLLM would ask again at once: wait here until the next step is due."""
+        """Return whether verdicts of finished requests are still to come: the engine must step on to hear
+        them. It has nothing else to do, and vLLM would ask again at once, so this waits until the next step
+        is due."""
         now = self._clock()
         ended = [r for r, p in self._pending.items() if p.deadline is not None]
         for request_id in ended:
@@ -213,16 +214,17 @@ class SchedulerHalf:
 
 @dataclass
 class Received:
-    """What a worker tells of the requests that the inner connector has brought."""
+    """What a worker reports of the requests that the inner connector has brought."""
 
     arrived: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
-    """Requests of `arrived` that failed."""
+    """The requests of `arrived` that failed."""
 
 
 class WorkerHalf:
-    """In one worker's process. `block_sizes`: of vLLM's KV cache groups; `serves`: it may be P;
-    `loads_at_once`: what the inner connector loads within a step is there when `start_load_kv` is over."""
+    """Digests and verifies in one worker's process. `block_sizes`: of vLLM's KV cache groups; `serves`: it
+    may be P; `loads_at_once`: what the inner connector loads within a step is there when `start_load_kv` is
+    over."""
 
     def __init__(
         self,
@@ -262,7 +264,7 @@ class WorkerHalf:
             self._metrics = serve_metrics(settings.host, settings.metrics_port + tp_rank, self.counts.text)
 
     def begin_step(self, notes: Notes) -> None:
-        """Digest what is done, before this step writes anywhere; expect what will be loaded."""
+        """Digest finished requests before this step writes anywhere; expect those that will be loaded."""
         for produced in notes.produced:
             start = time.monotonic()
             try:
@@ -282,8 +284,8 @@ class WorkerHalf:
             self._verifier.end(request_id, Comparison("local", why))
 
     def loaded(self) -> set[int]:
-        """What is loaded within the step has been. Returns blocks of requests that are wrong and must fail.
-        vLLM takes such blocks for those of a single KV cache group: with more, requests are served."""
+        """Verify what was loaded within the step. Returns blocks of requests that are wrong and must fail.
+        vLLM looks for such blocks in a single KV cache group: with more groups, wrong requests are served."""
         bad: set[int] = set()
         for expected in [e for e in self._expected.values() if not e.is_async]:
             arrival = self._arrive(expected)
@@ -304,8 +306,8 @@ class WorkerHalf:
         return bad
 
     def received(self, arrived: set[str], failed: set[str]) -> Received:
-        """The inner connector says that these requests have arrived, some of them not whole. Returns those
-        that may go on: with `on_mismatch: fail` only when they are verified."""
+        """Take in requests that have arrived, some of them not whole. Returns those that may go on: with
+        `on_mismatch: fail` only when they are verified."""
         told = Received(set(arrived), set(failed))
         for request_id in arrived & set(self._expected):
             if request_id in failed:
@@ -356,24 +358,24 @@ class WorkerHalf:
         return Arrival(expected.request_id, ticket, *what)
 
     def _skips(self, ticket: Ticket) -> bool:
-        """Whether one of both sides leaves a request out. P's word for it came through other hands: it is not
-        taken where this side leaves none out."""
+        """Return whether one of both sides leaves a request out. P's word for it came through other hands, so
+        it is ignored where this side leaves none out."""
         rate = self._settings.sampling_rate
         return not is_sampled(ticket.request_id, rate) or (not ticket.sampled and rate < 1)
 
     def _read(self, blocks: Blocks, num_tokens: int, first_row: int = 0) -> tuple[Digests, PartRows | None]:
-        """Digests of what lies in these blocks, and its rows, if they are to be kept."""
+        """Return digests of what lies in these blocks, and its rows if they are to be kept."""
         digests = self._caches.digests(blocks, num_tokens, first_row)
         rows = self._caches.rows(blocks, num_tokens, first_row) if self._settings.keep_rows else None
         return digests, rows
 
     def take_verified(self) -> list[str]:
-        """Requests that this worker has come to a verdict on since this was last called."""
+        """Return the requests that this worker has come to a verdict on since the last call."""
         return self._verifier.take_ended()
 
     def proof_results(self, request_id: str) -> dict[str, Any]:
-        """What was found of a request at D, as JSON, once; "pending" while it is expected or being verified,
-        "none" where nothing is known of it (any more)."""
+        """Return what was found of a request at D, as JSON, once. It is "pending" while the request is
+        expected or being verified, "none" where nothing is known of it (any more)."""
         is_pending = request_id in self._expected or self._verifier.is_waiting(request_id)
         found = None if is_pending else self._verifier.pop(request_id)
         if found is None:
@@ -398,7 +400,7 @@ class WorkerHalf:
         }
 
     def kept_rows(self, request_id: str) -> dict[tuple[int, str, int], Any]:
-        """(layer, field, unit) -> the rows that P kept of a request, uint8 [rows, bytes], once."""
+        """Return the rows that P kept of a request, once: (layer, field, unit) -> uint8 [rows, bytes]."""
         record = self.records.pop_last(request_id)
         rows = {} if record is None or record.rows is None else record.rows
         return {

@@ -39,16 +39,16 @@ _ANSWER_S = 0.1
 
 
 class Caches(Protocol):
-    """What is used of `caches.ProvenCaches`."""
+    """The part of `caches.ProvenCaches` that the proof uses."""
 
     description: dict[str, Any]
 
     def digests(self, block_ids: BlockIds, num_tokens: int, first_row: int = 0) -> Digests:
-        """Digests of a request's live rows."""
+        """Compute the digests of a request's live rows."""
         ...
 
     def rows(self, block_ids: BlockIds, num_tokens: int, first_row: int = 0) -> dict[tuple[int, str], Rows]:
-        """Raw live rows, by (layer, part)."""
+        """Copy the raw live rows, by (layer, part)."""
         ...
 
     def views(self, block_ids: BlockIds) -> CanonicalViews:
@@ -57,7 +57,7 @@ class Caches(Protocol):
 
 
 def is_sampled(request_id: str, rate: float) -> bool:
-    """Whether a request is proven: the same answer wherever the same id and rate are asked for."""
+    """Return whether a request is proven: the same answer wherever the same id and rate are asked for."""
     number = int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest(), "big")
     return number < rate * 2**64
 
@@ -72,7 +72,7 @@ class ProofRecord:
     num_tokens: int
     digests: Digests
     rows: PartRows | None = None
-    """Kept where a mismatch is to be classified."""
+    """The raw rows, kept where a mismatch is to be classified."""
     request_id: str = ""
 
     @property
@@ -104,13 +104,13 @@ class ProofRecords:
             self._changed.notify_all()
 
     def get(self, nonce: str, wait_s: float = 0.0) -> ProofRecord | None:
-        """A ticket's record, waiting for it so long; None where it does not come."""
+        """Return a ticket's record, after waiting up to `wait_s` for it; None where it does not come."""
         with self._changed:
             self._changed.wait_for(lambda: nonce in self._records, timeout=max(0.0, wait_s))
             return self._records.get(nonce)
 
     def pop_last(self, request_id: str) -> ProofRecord | None:
-        """The last record of a request of this id, which is forgotten."""
+        """Return and forget the last record of a request of this id."""
         with self._changed:
             found = (n for n, record in reversed(self._records.items()) if record.request_id == request_id)
             nonce = next(found, None)
@@ -207,7 +207,7 @@ def _check_status(address: Address, answer: bytes) -> None:
 
 
 def _unpack_digests(address: Address, life: str, answer: bytes) -> tuple[int, Digests]:
-    """(tokens, digests). Raises TransferError for an answer of another life of P, or none."""
+    """Read (tokens, digests) from an answer. Raises TransferError if it is none of this life of P."""
     _check_status(address, answer)
     if len(answer) < _DIGEST_HEAD.size:
         raise TransferError("", "a truncated answer", producer=_name(address))
@@ -220,7 +220,7 @@ def _unpack_digests(address: Address, life: str, answer: bytes) -> tuple[int, Di
 
 
 def _unpack_rows(address: Address, answer: bytes) -> Rows:
-    """Raises TransferError for what is no answer."""
+    """Read rows from an answer. Raises TransferError if it is malformed."""
     _check_status(address, answer)
     rows: Rows = {}
     at = 1
@@ -247,16 +247,16 @@ def _name(address: Address) -> str:
 
 @dataclass(frozen=True)
 class Ticket:
-    """Where P's proof of a request is to be had: one entry per P rank."""
+    """Where P's proof of a request can be fetched, with one entry per P rank."""
 
     request_id: str
-    """P's."""
+    """The request's id at P."""
     nonce: str
-    """What the proof is kept under, and asked for by."""
+    """The key under which P keeps the proof."""
     ranks: tuple[tuple[str, int, str], ...]
     """(host, port, life) in rank order."""
     sampled: bool = True
-    """False: P did not sample the request."""
+    """False if P did not sample the request."""
 
     def to_params(self) -> dict[str, Any]:
         """Write the ticket as JSON."""
@@ -265,7 +265,7 @@ class Ticket:
 
 
 def read_ticket(params: Mapping[str, Any] | None) -> Ticket | None:
-    """The ticket in `kv_transfer_params`; None where there is none that can be read."""
+    """Read the ticket in `kv_transfer_params`; None where there is no readable one."""
     told = (params or {}).get("rayk_proof")
     if not isinstance(told, Mapping) or told.get("version") != VERSION:
         return None
@@ -295,8 +295,8 @@ def fetch_digests(
     deadline: float,
     described: Mapping[str, Any] | None = None,
 ) -> tuple[Mapping[str, Any], int, Digests]:
-    """(description, tokens, digests) of one P rank, `described` if it is known already. Raises TransferError
-    for whatever keeps them from coming by the deadline."""
+    """Fetch (description, tokens, digests) of one P rank; `described` is its description if known already.
+    Raises TransferError where they do not come by the deadline."""
     host, port, life = peer
     address = host, port
     left = max(0.0, deadline - time.monotonic() - _ANSWER_S)
@@ -321,7 +321,7 @@ def fetch_rows(
 
 
 def canonical_shape(description: Mapping[str, Any]) -> list[Any]:
-    """What two ranks must share for their words to mean the same, whatever their TP size and blocks."""
+    """Return what two ranks must share for their words to mean the same, whatever their TP sizes."""
     return sorted(
         [
             c["layer"],
@@ -334,7 +334,7 @@ def canonical_shape(description: Mapping[str, Any]) -> list[Any]:
 
 
 def read_description(address: Address, text: bytes) -> Mapping[str, Any]:
-    """A description as a server sent it. Raises TransferError for what is none."""
+    """Read a description as a server sent it. Raises TransferError if it is malformed."""
     try:
         told = json.loads(text)
         canonical_shape(told)

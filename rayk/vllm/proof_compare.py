@@ -32,11 +32,11 @@ class Arrival:
     """What one D rank received, digested before anything else could write there."""
 
     request_id: str
-    """D's."""
+    """The request's id at D."""
     ticket: Ticket | None
     num_tokens: int
     first_row: int
-    """Rows before it were in D's own cache already."""
+    """The first row that was transferred: D's own cache had those before it."""
     digests: Digests
     rows: PartRows | None = None
     digest_s: float = 0.0
@@ -45,7 +45,7 @@ class Arrival:
 
 @dataclass(frozen=True, eq=False)
 class PeerProof:
-    """One P rank's: what it holds, and its digests of the request."""
+    """One P rank's description, and its digests of the request."""
 
     description: Mapping[str, Any]
     num_tokens: int
@@ -54,19 +54,20 @@ class PeerProof:
 
 @dataclass
 class Comparison:
-    """What became of one rank's words of a request."""
+    """The outcome of one rank's comparison of a request."""
 
     status: str
-    """equal, mismatch or unverified; local: nothing of P's was loaded; skipped: not sampled."""
+    """One of equal, mismatch, unverified; local: nothing of P's was loaded; skipped: not sampled."""
     why: str = ""
-    """Why not all could be verified, or nothing was compared."""
+    """Why some words were not verified, or nothing was compared."""
     num_equal: int = 0
     num_unverified: int = 0
     num_wrong: int = 0
     wrong: list[WrongWord] = field(default_factory=list)
-    """Dropped once they are counted: thousands of requests' would fill the memory."""
+    """The wrong words, dropped once they are counted: those of thousands of requests would fill the memory.
+    """
     sources: Mapping[tuple[int, str, int], int] = field(default_factory=dict)
-    """(group, field, unit) -> the P rank it was compared with."""
+    """(group, field, unit) -> the P rank that it was compared with."""
     mismatch: KVMismatch | None = None
     num_bytes: int = 0
     """Bytes that the words cover."""
@@ -129,8 +130,8 @@ def _expect(
     theirs: Mapping[int, PeerProof],
     ranks: Mapping[int, tuple[Digests, Bools]],
 ) -> tuple[Digests, Bools, dict[tuple[int, str, int], int]]:
-    """Choose the P rank that each unit is compared with: (its words by P rank, which are told, who counts).
-    `ranks`: by P rank, what `_align` made of it."""
+    """Choose the P rank that each unit is compared with. Returns its words by P rank, which of them are
+    known, and the chosen ranks. `ranks`: by P rank, what `_align` made of it."""
     known = np.zeros(words.num_in_all, dtype=bool)
     expected = np.tile(arrival.digests, (max(ranks, default=0) + 1, 1))
     sources: dict[tuple[int, str, int], int] = {}
@@ -152,7 +153,8 @@ def _expect(
 
 
 def _why_unverified(num_unknown: int, num_cut: int, cut: range) -> str:
-    """Why words are unverified; empty: none is. `cut`: rows of a row group that begins in D's own cache."""
+    """Explain why words are unverified; empty: none is. `cut`: rows of a row group that begins in D's own
+    cache."""
     if num_unknown:
         return "P has no word of some rows"
     is_cut = f"tokens from {cut.start} to {cut.stop - 1} share a word with rows that D had already"
@@ -160,7 +162,7 @@ def _why_unverified(num_unknown: int, num_cut: int, cut: range) -> str:
 
 
 def _unlike(mine: Mapping[str, Any], proof: PeerProof, views: CanonicalViews, rows_per_group: int) -> str:
-    """Why a P rank's words cannot be compared with D's; empty: they can."""
+    """Explain why a P rank's words cannot be compared with D's; empty: they can."""
     if int(proof.description["rows_per_group"]) != rows_per_group:
         return f"P digests {proof.description['rows_per_group']} rows a word, D {rows_per_group}"
     if canonical_shape(proof.description) != canonical_shape(mine):
@@ -172,8 +174,8 @@ def _unlike(mine: Mapping[str, Any], proof: PeerProof, views: CanonicalViews, ro
 def _align(
     arrival: Arrival, views: CanonicalViews, proof: PeerProof, rows_per_group: int
 ) -> tuple[Digests, Bools]:
-    """(P's words at D's places, which of them are of the very rows that D has). All, where both counted as
-    many tokens; else those of row groups that both have whole."""
+    """Return P's words at D's places, and which of them are of the very rows that D has: all words where both
+    counted as many tokens, else those of row groups that both have whole."""
     aligned = np.zeros(len(arrival.digests), dtype=np.int64)
     is_known = np.zeros(len(arrival.digests), dtype=bool)
     if proof.num_tokens == arrival.num_tokens:
@@ -192,19 +194,19 @@ def _align(
 
 
 def _first_whole_rows(views: CanonicalViews, *num_tokens: int) -> npt.NDArray[np.int64]:
-    """[views]: the first row that is live for each of these numbers of tokens: windows and chunks begin
-    where the number says."""
+    """Return [views]: the first row that is live for each of these numbers of tokens. Windows and chunks
+    begin where the number says."""
     return np.array([max(v.live_rows(n).start for n in num_tokens) for v in views], dtype=np.int64)
 
 
 def _units(description: Mapping[str, Any], views: CanonicalViews, key: tuple[int, str, int]) -> list[int]:
-    """The units of a field that a P rank holds of the caches of one of D's groups."""
+    """List the units of a field that a P rank holds of the caches of one of D's groups."""
     units: list[int] = _field(description, views, key)["units"]
     return units
 
 
 def _num_holders(description: Mapping[str, Any], views: CanonicalViews, key: tuple[int, str, int]) -> int:
-    """How many of P's ranks hold a unit: each holds as many units as this one."""
+    """Count P's ranks that hold a unit; each holds as many units as this one."""
     field = _field(description, views, key)
     return int(description["tp_size"]) * len(field["units"]) // int(field["of"])
 

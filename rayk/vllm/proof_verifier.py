@@ -36,7 +36,7 @@ _MORE: FirstWrong = (-1, "", -1, -1, "more")
 
 class Fetcher:
     """Fetches P's proofs for one D rank, and compares. It waits at most `timeout_s` after a request's arrival
-    for its digests, and as long again for the rows of a wrong one. So a P that does not answer holds up the
+    for its digests, and as long again for the rows of a wrong one. So a P that does not answer delays the
     requests behind it only once."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Fetcher:
         self._described: dict[tuple[str, int, str], Mapping[str, Any]] = {}
 
     def verify(self, arrival: Arrival) -> Comparison:
-        """Fetch and compare. Whatever does not come is unverified, with the reason."""
+        """Fetch and compare. What does not come is unverified, with the reason."""
         start = time.monotonic()
         deadline = max(arrival.made_at + self._timeout_s, start + min(self._timeout_s, LEAST_S))
         proofs: dict[int, PeerProof] = {}
@@ -100,7 +100,8 @@ class Fetcher:
 
 
 def _left_out(ticket: Ticket | None, proofs: Mapping[int, PeerProof]) -> str:
-    """Which of P's ranks the ticket does not name; empty: none, as far as those that came tell."""
+    """Say how many of P's ranks the ticket names where it lacks some, as far as those that answered tell;
+    else empty."""
     num_told = 0 if ticket is None else len(ticket.ranks)
     num_told -= len(proofs) - len({proof.description["tp_rank"] for proof in proofs.values()})
     size = max((proof.description["tp_size"] for proof in proofs.values()), default=0)
@@ -108,7 +109,7 @@ def _left_out(ticket: Ticket | None, proofs: Mapping[int, PeerProof]) -> str:
 
 
 class Counts:
-    """What was found since `take` was last called. Any thread may use it."""
+    """Counts outcomes between two calls of `take`. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -152,13 +153,13 @@ class Counts:
             self._proofs[status] += 1
 
     def made(self, digest_s: float) -> None:
-        """Count P's digest of a request."""
+        """Count a digest that P made of a request."""
         with self._lock:
             self._proofs["made"] += 1
             self._digest_s.append(digest_s)
 
     def take(self) -> dict[str, Any] | None:
-        """What was counted, as lists of plain rows, and begin anew; None where nothing was."""
+        """Return what was counted, as lists of plain rows, and begin anew; None where nothing was."""
         with self._lock:
             if not self._proofs:
                 return None
@@ -175,7 +176,7 @@ class Counts:
             return taken
 
     def text(self) -> str:
-        """What was counted in all, in Prometheus' text format."""
+        """Write all counts since the start in Prometheus' text format."""
         with self._lock:
             totals = self._totals.copy()
             self._add_totals(totals)
@@ -217,7 +218,7 @@ class Verifier:
         self._thread.start()
 
     def submit(self, arrival: Arrival) -> None:
-        """Have an arrival verified: `take_ended` names it some day."""
+        """Have an arrival verified; `take_ended` names it when that is done."""
         with self._lock:
             self._submitted[arrival.request_id] += 1
             self._results.pop(arrival.request_id, None)
@@ -229,23 +230,23 @@ class Verifier:
             )
 
     def take_ended(self) -> list[str]:
-        """Requests whose verification has ended since this was last called."""
+        """Return the requests whose verification has ended since the last call."""
         with self._lock:
             ended, self._ended = self._ended, []
             return ended
 
     def is_waiting(self, request_id: str) -> bool:
-        """Whether it was submitted, and its end has not come."""
+        """Return whether it was submitted and has not ended."""
         with self._lock:
             return self._submitted[request_id] > 0
 
     def result(self, request_id: str) -> Comparison | None:
-        """What was found of a request, if its verification has ended."""
+        """Return what was found of a request, if its verification has ended."""
         with self._lock:
             return self._results.get(request_id) if not self._submitted[request_id] else None
 
     def pop(self, request_id: str) -> Comparison | None:
-        """What was found of a request, which is forgotten."""
+        """Return and forget what was found of a request."""
         with self._lock:
             return self._results.pop(request_id, None)
 
@@ -255,7 +256,7 @@ class Verifier:
             self._results.clear()
 
     def close(self) -> None:
-        """End the thread when it is done with what it does."""
+        """End the thread after its current arrival."""
         try:
             self._waiting.put_nowait(None)
         except queue.Full:
@@ -271,7 +272,7 @@ class Verifier:
         return comparison
 
     def end(self, request_id: str, comparison: Comparison) -> None:
-        """A request's verification has ended, or there is nothing to verify."""
+        """Record the end of a request's verification, or that there is nothing to verify."""
         if comparison.mismatch is not None:
             LOGGER.error("KV proof: %s (%d words)", comparison.mismatch, len(comparison.wrong))
         elif comparison.status == "unverified":

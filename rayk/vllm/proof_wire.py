@@ -38,7 +38,7 @@ Address = tuple[str, int]
 
 
 def read_secret(secret: object = None, secret_file: object = None) -> bytes:
-    """The secret that P and D share. Raises UserError where there is none, or one that is easily guessed."""
+    """Read the secret that P and D share. Raises UserError where there is none, or it is easily guessed."""
     where = "kv_connector_extra_config"
     if (secret is None) == (secret_file is None):
         raise UserError(
@@ -58,7 +58,7 @@ def read_secret(secret: object = None, secret_file: object = None) -> bytes:
 
 
 class Channel:
-    """One connection on which both sides have proven that they know the secret."""
+    """A connection on which both sides have proven that they know the secret."""
 
     def __init__(self, connection: socket.socket, key: bytes, sends: bytes, receives: bytes) -> None:
         self._connection, self._key = connection, key
@@ -71,7 +71,7 @@ class Channel:
         self._connection.sendall(_LENGTH.pack(len(body)) + self._tag("send", body) + body)
 
     def receive(self, max_bytes: int, deadline: float) -> bytes:
-        """The next message. Raises ProtocolError for one that is too long or not the peer's, OSError where
+        """Receive the next message. Raises ProtocolError if it is too long or not the peer's, OSError where
         none comes by the deadline."""
         (length,) = _LENGTH.unpack(receive_exactly(self._connection, _LENGTH.size, deadline))
         if length > max_bytes:
@@ -93,7 +93,7 @@ class ProtocolError(Exception):
 
 
 def accept_channel(connection: socket.socket, secret: bytes, deadline: float) -> Channel:
-    """The server's side of the greeting. Raises ProtocolError where the client does not know the secret."""
+    """Greet a client as the server. Raises ProtocolError where the client does not know the secret."""
     mine = os.urandom(NONCE_BYTES)
     _set_timeout(connection, deadline)
     connection.sendall(GREETING + mine)
@@ -108,7 +108,7 @@ def accept_channel(connection: socket.socket, secret: bytes, deadline: float) ->
 
 
 def open_channel(connection: socket.socket, secret: bytes, deadline: float) -> Channel:
-    """The client's side of the greeting. Raises ProtocolError where the server does not know the secret."""
+    """Greet a server as its client. Raises ProtocolError where the server does not know the secret."""
     greeting = receive_exactly(connection, len(GREETING) + NONCE_BYTES, deadline)
     if not greeting.startswith(GREETING):
         raise ProtocolError("no proof server answers there")
@@ -123,7 +123,8 @@ def open_channel(connection: socket.socket, secret: bytes, deadline: float) -> C
 
 
 def receive_exactly(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """So many bytes, however slowly they drip in. Raises OSError where they are not there by the deadline."""
+    """Receive this many bytes, however slowly they come. Raises OSError where they are not there by the
+    deadline."""
     parts: list[bytes] = []
     missing = num_bytes
     while missing:
@@ -144,8 +145,8 @@ def _set_timeout(connection: socket.socket, deadline: float) -> None:
 
 
 def ask(address: Address, secret: bytes, requests: list[bytes], deadline: float) -> list[bytes]:
-    """Answers to these requests, over one connection. Raises TransferError, naming the address, for whatever
-    keeps them from coming by the deadline."""
+    """Send requests over one connection and return their answers. Raises TransferError, naming the address,
+    where they do not come by the deadline."""
     name = f"{address[0]}:{address[1]}"
     try:
         left = max(0.001, deadline - time.monotonic())
@@ -171,20 +172,20 @@ def _listen(host: str, port: int) -> socket.socket:
 
 @dataclass
 class ServerCounts:
-    """What came to a server."""
+    """Counts what a server was sent."""
 
     answered: int = 0
     refused: int = 0
-    """Clients that do not know the secret, or speak something else."""
+    """Clients that did not know the secret, or spoke another protocol."""
     turned_away: int = 0
-    """Connections beyond the most that are held."""
+    """Connections above the limit."""
 
 
 class ProofServer:
     """Answers requests of clients that know the secret, each connection in a thread of its own.
 
-    `answer` makes the answer to one request; it may wait, and must not for longer than its asker would.
-    `port` 0 takes a free one; `address` tells which.
+    `answer` makes the answer to one request; it must not wait longer than its asker would. `port` 0 takes a
+    free one; `address` tells which.
     """
 
     def __init__(self, host: str, port: int, secret: bytes, answer: Callable[[bytes], bytes]) -> None:

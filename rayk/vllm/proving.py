@@ -62,7 +62,7 @@ _CONV_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 
 @dataclass
 class ProvingMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """A step's word to the workers: the inner connector's, and the proof's notes."""
+    """What a step tells the workers: the inner connector's metadata, and the proof's notes."""
 
     inner: KVConnectorMetadata
     notes: Notes
@@ -70,7 +70,7 @@ class ProvingMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class ProvingHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
-    """A worker's word to the scheduler at start: the inner connector's, and where it serves proofs."""
+    """What a worker tells the scheduler at start: the inner connector's metadata and its proof server."""
 
     inner: KVConnectorHandshakeMetadata | None
     served_at: tuple[str, int, str] | None
@@ -78,13 +78,13 @@ class ProvingHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 @dataclass
 class ProvingWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Workers' word to the scheduler after a step: the inner connector's, and requests that are verified."""
+    """What workers tell the scheduler after a step: the inner connector's metadata, and verified requests."""
 
     inner: KVConnectorWorkerMetadata | None
     verified: list[str]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> ProvingWorkerMetadata:
-        """Add another worker's words to this one's."""
+        """Add another worker's metadata."""
         if self.inner is None or other.inner is None:
             inner = other.inner if self.inner is None else self.inner
         else:
@@ -93,7 +93,7 @@ class ProvingWorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 def inner_config(kv_transfer_config: Any) -> Any:
-    """The inner connector's KVTransferConfig: without our keys, and by its own name."""
+    """Return the inner connector's KVTransferConfig, without our keys, under its own name."""
     extra = kv_transfer_config.kv_connector_extra_config
     name = extra.get("inner")
     if name is None and kv_transfer_config.kv_connector not in _OWN_NAMES:
@@ -108,14 +108,15 @@ def inner_config(kv_transfer_config: Any) -> Any:
 
 
 def _inner_view(vllm_config: Any) -> tuple[type[KVConnectorBase_V1], Any]:
-    """(the inner connector's class, vLLM's config as it would be with it)."""
+    """Return the inner connector's class, and vLLM's config as it would be with it."""
     inner = copy.copy(vllm_config)
     inner.kv_transfer_config = inner_config(vllm_config.kv_transfer_config)
     return KVConnectorFactory.get_connector_class(inner.kv_transfer_config), inner
 
 
 def _refuse_unlike_conv_layout(vllm_config: Any, inner_name: str) -> None:
-    """A name of ours hides NIXL's from the CPU platform, which would set the layout of convolution states."""
+    """Refuse a name of ours that hides NIXL's from the CPU platform, unless the layout of convolution states
+    is the one that the platform would set."""
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
     from vllm.platforms import current_platform
 
@@ -132,7 +133,7 @@ def _refuse_unlike_conv_layout(vllm_config: Any, inner_name: str) -> None:
 
 
 class _Proving(KVConnectorBase_V1):  # type: ignore[misc]
-    """Delegates what vLLM asks of a connector to the inner one (`_delegate_all`), but for what is below."""
+    """Delegates what vLLM asks of a connector to the inner one (`_delegate_all`), with a proof beside it."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -217,7 +218,7 @@ class _Proving(KVConnectorBase_V1):  # type: ignore[misc]
         )
 
     def _loader(self, request_id: str) -> str:
-        """The class that loads a request: of a MultiConnector, the child that it chose."""
+        """Name the class that loads a request: of a MultiConnector, the child that it chose."""
         child = getattr(self.inner, "_requests_to_connector", {}).get(request_id)
         return type(self.inner if child is None else self.inner._connectors[child]).__name__
 
@@ -266,7 +267,7 @@ class _Proving(KVConnectorBase_V1):  # type: ignore[misc]
             self.inner.set_xfer_handshake_metadata_pp_aware(inner)
 
     def _take_served(self, metadata: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Where workers serve goes to the scheduler half, the rest to the inner connector."""
+        """Tell the scheduler half where workers serve; return the rest, which is for the inner connector."""
         for rank, told in metadata.items():
             if told.served_at is not None:
                 self._served_at[rank[1] if isinstance(rank, tuple) else rank] = told.served_at
@@ -329,7 +330,7 @@ class _Proving(KVConnectorBase_V1):  # type: ignore[misc]
         super().clear_connector_metadata()
 
     def _begin_step(self, metadata: ProvingMetadata) -> None:
-        """Once a step, in whichever call comes first: before anything is written."""
+        """Begin a step once, in whichever call comes first, before anything is written."""
         notes, metadata.notes = metadata.notes, Notes()
         if self.worker is not None:
             self.worker.begin_step(notes)
@@ -382,11 +383,11 @@ class _Proving(KVConnectorBase_V1):  # type: ignore[misc]
     # For rayk's own engines, by collective_rpc
 
     def proof_results(self, request_id: str) -> dict[str, Any]:
-        """What was found of a request at D, once: see WorkerHalf."""
+        """Return what was found of a request at D, as WorkerHalf.proof_results does."""
         return self._worker.proof_results(request_id)
 
     def kept_rows(self, request_id: str) -> dict[tuple[int, str, int], Any]:
-        """The rows that were kept of a request at P, once: see WorkerHalf."""
+        """Return the rows that P kept of a request, as WorkerHalf.kept_rows does."""
         return self._worker.kept_rows(request_id)
 
     def forget(self) -> None:
@@ -395,14 +396,15 @@ class _Proving(KVConnectorBase_V1):  # type: ignore[misc]
 
 
 def _cores() -> set[int]:
-    """The cores that this thread may run on; none where the platform does not tell."""
+    """Return the cores that this thread may run on; none where the platform does not tell."""
     return set(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else set()
 
 
 @contextmanager
 def _on_cores(cores: set[int]) -> Iterator[None]:
-    """Threads begun here may run on these. NIXL's CPU worker has pinned its own thread to one core, the same
-    in all engines of a machine (nixl/base_worker.py:702-718), which threads of ours would inherit."""
+    """Let threads that start within the block run on these cores. NIXL's CPU worker has pinned its own thread
+    to one core, the same in all engines of a machine (nixl/base_worker.py:702-718), which our threads would
+    inherit."""
     before = _cores()
     if cores:
         os.sched_setaffinity(0, cores)
@@ -414,8 +416,8 @@ def _on_cores(cores: set[int]) -> Iterator[None]:
 
 
 def _delegate_all(cls: type[KVConnectorBase_V1]) -> None:
-    """Have every public method and property of vLLM's base class that `cls` does not define ask the inner
-    connector: those of versions to come, too."""
+    """Delegate every public method and property of vLLM's base class that `cls` does not define to the inner
+    connector, including those of later versions."""
     for name, member in vars(KVConnectorBase_V1).items():
         if name.startswith("_") or name in vars(cls):
             continue
@@ -439,11 +441,11 @@ _delegate_all(_Proving)
 
 
 class ProvingConnector(_Proving, SupportsHMA):  # type: ignore[misc]
-    """Around the connector that `inner` names."""
+    """Proves the connector that `inner` names."""
 
 
 class ProvingConnectorWithoutHMA(_Proving):
-    """Around a connector that does not support the hybrid KV cache manager."""
+    """Proves a connector that does not support the hybrid KV cache manager."""
 
 
 _WITHOUT_HMA = ProvingConnectorWithoutHMA.__name__
@@ -452,7 +454,8 @@ _OWN_NAMES = (ProvingConnector.__name__, _WITHOUT_HMA)
 
 @functools.cache
 def proven(name: str) -> type[_Proving]:
-    """The class of this name: the connector that vLLM knows by it, proven. ValueError where it knows none."""
+    """Return the class of this name: the connector that vLLM knows by it, proven. Raises ValueError for a
+    name that vLLM does not know."""
     inner = KVConnectorFactory.get_connector_class_by_name(name)
     base = ProvingConnector if issubclass(inner, SupportsHMA) else ProvingConnectorWithoutHMA
     return type(name, (base,), {"__module__": __name__, "__doc__": f"vLLM's {name}, proven."})

@@ -16,12 +16,12 @@ _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 class ProvingStats(KVConnectorStats):  # type: ignore[misc]
     """The inner connector's stats, if any, and the proof's counts since the last step.
 
-    `data`: {"proof": `Counts.take`'s lists or None, "inner": KVConnectorStats or None, "inner_class": where
-    the inner connector's class is to be found}.
+    `data`: {"proof": `Counts.take`'s lists or None, "inner": KVConnectorStats or None, "inner_class": the
+    inner connector's class as MODULE:NAME}.
     """
 
     def to_dict(self) -> dict[str, Any]:
-        """Write the counts as they cross to the front process."""
+        """Write the counts in the form in which they cross to the front process."""
         inner = self.data.get(INNER)
         return {**self.data, INNER: None if inner is None else inner.to_dict()}
 
@@ -33,7 +33,7 @@ class ProvingStats(KVConnectorStats):  # type: ignore[misc]
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> ProvingStats:
-        """Add another worker's, or another interval's."""
+        """Add another worker's counts, or another interval's."""
         mine, theirs = self.data.get(INNER), other.data.get(INNER)
         inner = mine.aggregate(theirs) if mine is not None and theirs is not None else mine or theirs
         proof = _joined(self.data.get(PROOF), other.data.get(PROOF))
