@@ -185,8 +185,8 @@ class StaleAfterEviction(Right):
 
 
 class NotThreadSafe(Right):
-    """Keeps the prompt that it saves where other threads do, too: all save by the key that was put there last,
-    here always the greatest."""
+    """Keeps the prompt that it saves where other threads do, too: all save by the key that was put there
+    last, here always the greatest."""
 
     def __init__(self, folder):
         super().__init__(folder)
