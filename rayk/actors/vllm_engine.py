@@ -55,6 +55,7 @@ class VllmEngine:
         self._dead = asyncio.Event()
         """Set once no process of it is left."""
         self._left = asyncio.Event()
+        self._rests = False
 
     def __repr__(self) -> str:
         return f"VllmEngine({self.name})"
@@ -135,6 +136,13 @@ class VllmEngine:
         """Let the cell go; the engine lives on."""
         self._left.set()
 
+    async def rest(self) -> None:
+        """Stop all processes of the engine until it is asked something. An idle rank takes a core, because
+        NIXL's progress thread spins."""
+        if self._death is None:
+            self._signal(signal.SIGSTOP)
+            self._rests = True
+
     async def join(self, name: str) -> None:
         """Let another cell use the engine under this name."""
         self.name = name
@@ -181,6 +189,9 @@ class VllmEngine:
         if self._death is not None:
             raise self._death
         assert self._asks is not None, "started before"
+        if self._rests:
+            self._signal(signal.SIGCONT)
+            self._rests = False
         number = next(self._numbers)
         answer: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
@@ -247,12 +258,17 @@ class VllmEngine:
                     status = int(number)
         finally:
             transport.close()
-        if status is None and self._pid is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._pid, signal.SIGKILL)
+        if status is None:
+            self._signal(signal.SIGKILL)
         await asyncio.wait(self._readers[:2], timeout=LAST_WORDS_S)
         self._say_dead(_ending(status, self._log))
         self._dead.set()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Send it to all processes that the driver began, which stay in its group."""
+        if self._pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, number)
 
     def _say_dead(self, cause: str) -> None:
         """Declare the engine dead, so that nothing waits for it any more."""

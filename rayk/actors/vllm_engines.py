@@ -107,8 +107,10 @@ class VllmEngines:
 
     async def settle(self, handles: Sequence[EngineHandle]) -> list[RaykError]:
         """Release engines after a cell, emptied for the next; returns what is wrong with those that are not
-        kept."""
+        kept. The others rest: they would take the cores of the next cell's engines."""
         found = await asyncio.gather(*map(self._settle, handles))
+        kept = [e for e in self._kept if any(h.leader is e.actor for h in handles)]
+        await asyncio.gather(*(self._rest(e) for e in kept))
         return [error for error in found if error is not None]
 
     def free_all(self) -> None:
@@ -218,6 +220,14 @@ class VllmEngines:
                 else error
             )
         return None
+
+    async def _rest(self, engine: KeptEngine) -> None:
+        try:
+            resting = _result(engine.actor.rest.remote(), engine.slot, str(engine.node))
+            await asyncio.wait_for(resting, CONTROL_S)
+        except (RaykError, TimeoutError) as error:
+            LOG.warning("%s is not kept: %s", engine.slot, error)
+            self._drop(engine)
 
     async def _empty(self, handle: EngineHandle, engine: KeptEngine) -> None:
         """Empty an engine's prefix cache; an engine that keeps blocks in use is not kept."""

@@ -124,6 +124,35 @@ def test_a_death_between_requests_is_told_at_once(fake: Fake) -> None:
     assert left(config) == []
 
 
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_an_engine_rests_until_it_is_asked(fake: Fake) -> None:
+    config = fake("none")
+
+    async def all_stopped(is_so: bool) -> None:
+        """Signals take effect a moment later."""
+        pids = left(config)
+        group = [pid for pid in pids if os.getpgid(pid) == pids[0]]
+        assert group
+        async with asyncio.timeout(HANG_S):
+            while any((_state(pid) == "T") != is_so for pid in group):
+                await asyncio.sleep(0.01)
+
+    async def run() -> None:
+        engine = await _start(config)
+        await engine.rest()
+        await all_stopped(True)
+        assert await engine.ask(HANG_S, "ping")
+        await all_stopped(False)
+        await engine.rest()
+        await engine.end()
+
+    asyncio.run(run())
+    assert left(config) == []
+
+
 def test_nothing_outlives_an_owner_that_is_killed(fake: Fake) -> None:
     config = fake("none")
     script = (
