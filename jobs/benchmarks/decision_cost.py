@@ -102,9 +102,9 @@ class Bench:
         dispatcher = Dispatcher(
             get_policy(case.policy, SETTINGS), DispatchRules(hands_over=True, max_waiting=512)
         )
-        self._desk = AdmissionController(dispatcher, lambda _: None)
+        self._admission = AdmissionController(dispatcher, lambda _: None)
         for i in range(case.num_engines):
-            self._desk.open(f"engine{i}", "decode" if i % 2 else "prefill", (1, 2, 4)[i // 2 % 3])
+            self._admission.open(f"engine{i}", "decode" if i % 2 else "prefill", (1, 2, 4)[i // 2 % 3])
         self._running: deque[str] = deque()
         self._num_running = case.num_running
 
@@ -121,7 +121,7 @@ class Bench:
             asked = self._requests.next()
             await self._place(asked)
             self._running.append(asked.request_id)
-            self._desk.tell(FRONT, News(ended=(self._running.popleft(),)))
+            self._admission.tell(FRONT, News(ended=(self._running.popleft(),)))
 
     async def decide(self, num: int) -> list[float]:
         """Microseconds of `num` requests."""
@@ -131,14 +131,14 @@ class Bench:
             started = time.thread_time_ns()
             asked = pickle.loads(pickled)  # noqa: S301 - our own
             await self._place(asked)
-            self._desk.tell(FRONT, News(prefilled=(asked.request_id,)))
-            self._desk.tell(FRONT, News(ended=(oldest,)))
+            self._admission.tell(FRONT, News(prefilled=(asked.request_id,)))
+            self._admission.tell(FRONT, News(ended=(oldest,)))
             found.append((time.thread_time_ns() - started) / 1e3)
             self._running.append(asked.request_id)
         return found
 
     async def _place(self, asked: PlacementRequest) -> None:
-        await self._desk.place(FRONT, asked, priority=0, deadline_s=600.0, again=False)
+        await self._admission.place(FRONT, asked, priority=0, deadline_s=600.0, again=False)
 
 
 @dataclass(frozen=True)

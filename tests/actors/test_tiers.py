@@ -99,21 +99,21 @@ def test_requests_are_not_placed_for_kv_of_a_lost_tier() -> None:
             get_policy("prefix_aware", POLICY),
             DispatchRules(hands_over=False, max_waiting=4),
         )
-        desk = AdmissionController(dispatcher, lambda _: None)
+        admission = AdmissionController(dispatcher, lambda _: None)
         tiers = HostTiers("t", SETTINGS, dispatcher)
         nodes = [Node(tiers, f"t/{name}", [engine_of(name)]) for name in ("e0", "e1")]
         describer = RequestDescriber("prefix_aware", POLICY, b"secret")
 
         async def place(name: str, prompt: list[int]) -> tuple[str | None, int]:
-            placed = await desk.place(
+            placed = await admission.place(
                 "front", describer.describe(name, prompt), priority=0, deadline_s=5, again=False
             )
-            desk.tell("front", News(prefilled=(), ended=(name,)))
+            admission.tell("front", News(prefilled=(), ended=(name,)))
             return placed.prefill, placed.num_host_tokens
 
-        desk.open("e0", "aggregated", 1)
+        admission.open("e0", "aggregated", 1)
         assert await place("a", [*range(40)]) == ("e0", 0)
-        desk.open("e1", "aggregated", 1)
+        admission.open("e1", "aggregated", 1)
         assert [await place(f"b{i}", [*range(40), 7]) for i in range(3)] == [("e0", 40)] * 3
         await nodes[0].die()
         found = [await place(f"c{i}", [*range(40), 7]) for i in range(3)]

@@ -22,7 +22,7 @@ from rayk.sched.admission import News
 from rayk.types.config import EngineConfig
 from rayk.types.rows import RequestRow
 from tests.metrics.recording import Recorder
-from tests.sched.test_admission import Desk, place
+from tests.sched.test_admission import Admission, place
 
 
 def row(finish_reason: str | None) -> RequestRow:
@@ -85,14 +85,14 @@ def test_engines_are_told_of_as_long_as_somebody_answers_for_them() -> None:
 def test_a_server_tells_how_many_wait_for_a_place_and_how_many_have_one() -> None:
     async def run() -> None:
         recorder = Recorder(model="m")
-        meter, desk = Meter(recorder), Desk(max_running=1, max_waiting=4)
-        watch_places(meter, desk.dispatcher)
-        calls = [place(desk, name) for name in "abc"]
+        meter, admission = Meter(recorder), Admission(max_running=1, max_waiting=4)
+        watch_places(meter, admission.dispatcher)
+        calls = [place(admission, name) for name in "abc"]
         await asyncio.sleep(0)
         meter.flush()
         assert recorder.gauge("rayk_placed_requests") == 1
         assert recorder.gauge("rayk_waiting_room_requests") == 2
-        desk.tell("f", News(ended=("a", "b", "c")))
+        admission.tell("f", News(ended=("a", "b", "c")))
         await asyncio.gather(*calls, return_exceptions=True)
         meter.flush()
         assert recorder.gauge("rayk_placed_requests") == recorder.gauge("rayk_waiting_room_requests") == 0

@@ -97,7 +97,7 @@ def _(original, options, **more):
 @SERVING.twin(
     "a server that ends turns away what it began",
     "rayk.sched.dispatcher:Dispatcher.arrive",
-    "sched/test_admission.py::test_a_desk_that_drains_takes_only_what_it_had_taken_before",
+    "sched/test_admission.py::test_a_fleet_that_drains_takes_only_what_it_had_taken_before",
     "sched/test_admission.py::test_a_full_room_turns_requests_away_but_not_those_that_lost_their_place",
 )
 def _(original, self, *asked, again=False, **options):
