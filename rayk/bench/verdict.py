@@ -52,7 +52,7 @@ def _lag_limit_ms(cell: Row, share: float) -> float:
 
 
 def _load_faults(load: Load, cell: Row, measured: Sequence[Row]) -> list[str]:
-    """Find where what was measured is not the load that was asked for."""
+    """Say where the measured load differs from the load asked for."""
     answered = [row for row in measured if row["outcome"] == OK]
     if not answered:
         errors = sorted({row["error"] for row in measured if row["error"]})

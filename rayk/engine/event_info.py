@@ -34,7 +34,7 @@ class EventInfo:
     failure: RaykError | None = None
     """Why the decode engine goes on by itself."""
     num_valid_tokens: int | None = None
-    """Prompt tokens from which on it does."""
+    """Prompt tokens kept after a failed transfer; the engine computes the rest."""
     num_preemptions: int | None = None
     num_swaps: int | None = None
     num_recomputed_tokens: int | None = None

@@ -76,8 +76,8 @@ class DispatchRules:
     max_waiting: int = 0
     """Requests that wait for a place at once."""
     places_at_once: bool = False
-    """Requests never wait for a place. One placed on an engine that is formed again waits there; where no
-    engine lives, it meets a dead one and says what that died of."""
+    """Requests never wait for a place. One placed on an engine that is being formed again waits for that
+    engine. Where no engine lives, a request is placed on a dead one and fails with what that died of."""
     restarts: frozenset[str] | None = None
     """Engines that are formed again when they are lost, each once; None: all, until it succeeds."""
     failure_policy: FailurePolicy = "fail"

@@ -96,7 +96,7 @@ class Cell:
     """`auto` until the cluster is known."""
     spec: ExperimentSpec
     host_tokens: int = 0
-    """Whose KV a host tier has room for that prompts are loaded from; 0: there is none."""
+    """Tokens whose KV fits a host tier; 0 if there is no tier that prompts are loaded from."""
     refused_by: str | None = None
     """Who says that it is unsupported: model or rayk. What vLLM refuses is known when it has run."""
     vllm: tuple[VllmEngineConfig, ...] = ()
