@@ -29,7 +29,6 @@ QUICK = ("rayk checkpoint", "rayk explain", "rayk report", "rayk conformance --l
 RUN_BY = {
     "curl": "tests/serve/test_serve_command.py::test_a_server_on_ray_serve_answers_drains_and_leaves_nothing",
     "make attack": "tests/jobs/test_attack.py::test_nothing_gets_in_but_where_nothing_is_asked_for",
-    "make ceiling": "tests/jobs/test_transfer_sweep.py::test_what_ucx_says_of_other_processes_counts",
     "make chaos": "tests/experiments/test_chaos_on_ray.py"
     "::test_every_cell_ends_in_its_verdict_with_an_empty_ledger",
     "make check": "tests/test_house.py::test_the_house_is_in_order",
@@ -40,13 +39,11 @@ RUN_BY = {
     "make help": "tests/test_pages.py::test_make_help_names_every_target",
     "make hybrid": "tests/test_hybrid_end_to_end.py::test_tokens_equal_those_of_transformers",
     "make kernels": "tests/kernels/test_compile_ahead.py::test_every_kernel_was_compiled",
-    "make mutants": "tests/test_mutants.py::test_twins_take_the_place_of_whatever_has_a_name",
     "make nightly": "tests/transfer/test_any_pair.py::test_every_byte_of_any_pair_arrives_once",
     "make offload-bench": "tests/jobs/test_offload.py::test_a_small_run",
     "make quantised": "tests/test_quantised_end_to_end.py::test_converted_on_receive",
     "make serve-bench": "tests/jobs/test_serve_bench.py::test_real_servers_are_compared",
     "make serve-chaos": "tests/serve/test_serve_chaos.py::test_each_part_is_struck_under_load",
-    "make serve-stress": "tests/jobs/test_serve_stress.py::test_a_quiet_run_fails_for_anything_amiss",
     "make serve-swap": "tests/serve/test_offload_server.py"
     "::test_engines_that_swap_all_the_time_answer_as_the_reference_does",
     "make sweep": "tests/jobs/test_transfer_sweep.py::test_some_cells_on_ray",
