@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rayk.transfer.verify import Digests
@@ -236,9 +236,10 @@ class WorkerHalf:
         serves: bool,
         loads_at_once: bool = True,
         planted: PlantedAtWorker | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._caches, self._planted = settings, caches, planted
-        self._block_sizes, self._loads_at_once = block_sizes, loads_at_once
+        self._block_sizes, self._loads_at_once, self._clock = block_sizes, loads_at_once, clock
         self.counts = Counts()
         self.records = ProofRecords()
         self._expected: dict[str, Expected] = {}
@@ -287,13 +288,18 @@ class WorkerHalf:
         """Verify what was loaded within the step. Returns blocks of requests that are wrong and must fail.
         vLLM looks for such blocks in a single KV cache group: with more groups, wrong requests are served."""
         bad: set[int] = set()
-        for expected in [e for e in self._expected.values() if not e.is_async]:
-            arrival = self._arrive(expected)
+        at_once = [e for e in self._expected.values() if not e.is_async]
+        arrivals = [(expected, self._arrive(expected)) for expected in at_once]
+        deadline = self._clock() + self._settings.timeout_s  # One for all: the engine waits for this step.
+        for expected, arrival in arrivals:
             if arrival is None:
                 continue
             if self._settings.on_mismatch == "report":
                 self._verifier.submit(arrival)
-            elif self._verifier.run(arrival).status == "mismatch":
+            elif self._clock() >= deadline:
+                why = "the step has waited timeout_s for the proofs of others"
+                self._verifier.end(expected.request_id, Comparison("unverified", why))
+            elif self._verifier.run(replace(arrival, deadline=deadline)).status == "mismatch":
                 if len(self._block_sizes) > 1:
                     LOGGER.error(
                         "KV proof: %s is served: vLLM fails no load within a step of several KV cache groups",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ class Arrival:
     rows: PartRows | None = None
     digest_s: float = 0.0
     made_at: float = field(default_factory=time.monotonic)
+    deadline: float = math.inf
+    """When the step that waits for the verdict must go on."""
 
 
 @dataclass(frozen=True, eq=False)

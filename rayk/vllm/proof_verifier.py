@@ -50,6 +50,7 @@ class Fetcher:
         """Fetch and compare. What does not come is unverified, with the reason."""
         start = time.monotonic()
         deadline = max(arrival.made_at + self._timeout_s, start + min(self._timeout_s, LEAST_S))
+        deadline = min(deadline, arrival.deadline)
         proofs: dict[int, PeerProof] = {}
         reasons = []
         if arrival.ticket is None:
@@ -86,7 +87,7 @@ class Fetcher:
             return
         first = comparison.wrong[0]
         view = next(v for v in self._views if (v.group.index, v.layer) == (first.group, first.layer))
-        deadline = time.monotonic() + self._timeout_s
+        deadline = min(time.monotonic() + self._timeout_s, arrival.deadline)
         fetched: dict[int, tuple[int, Rows]] = {}
         try:
             for rank, proof in proofs.items():

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rayk.types.errors import UserError
-from rayk.vllm import halves
+from rayk.types.errors import TransferError, UserError
+from rayk.vllm import halves, proof_verifier
 from rayk.vllm.halves import Expected, Notes, Produced
 from rayk.vllm.metrics_port import serve_metrics
 from rayk.vllm.proof import ProofRecords
@@ -80,6 +80,54 @@ def test_what_is_loaded_at_once_is_verified_before_the_model_runs(on_mismatch: s
         assert half.loaded() == set(), "vLLM cannot fail it: there are several groups"
         assert made.results("b")[0]["status"] == "mismatch"
         assert half.loaded() == set()
+
+
+def test_a_silent_producer_delays_a_step_by_one_timeout_whatever_the_number_of_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pair(1, on_mismatch="fail", timeout_s=HANG_S) as made:
+        half = made.consumer.halves[0]
+        now, events = [time.monotonic()], []
+        until = now[0] + HANG_S
+        monkeypatch.setattr(half, "_clock", lambda: now[0])
+        digests, fetch = half._caches.digests, proof_verifier.fetch_digests
+
+        def digest(*what: Any) -> Any:
+            events.append("digest")
+            return digests(*what)
+
+        def ask(peer: Any, nonce: str, secret: bytes, deadline: float, *described: Any) -> Any:
+            events.append(deadline)
+            if len(events) == 6:  # After three digests, an ask, and rows: P has fallen silent.
+                now[0] = deadline
+                raise TransferError("", "proof: no answer in time")
+            return fetch(peer, nonce, secret, time.monotonic() + HANG_S, *described)
+
+        def ask_rows(*what: Any) -> Any:
+            events.append(what[-1])
+            raise TransferError("", "proof: no answer in time")
+
+        monkeypatch.setattr(half._caches, "digests", digest)
+        monkeypatch.setattr(proof_verifier, "fetch_digests", ask)
+        monkeypatch.setattr(proof_verifier, "fetch_rows", ask_rows)
+        names = {"right": 0, "wrong": 1, "silent": 2, "late": 3}
+        for name, seed in names.items():
+            ids = made.expect(made.prefill(name, seed), name, seed, is_async=False)
+            made.move(ids, 0)
+            if name == "right":
+                assert half.loaded() == set()
+                assert events == ["digest", until]
+                events.clear()
+        half.loaded()
+        assert events == ["digest"] * 3 + [until] * 3, "rows of the wrong one, too, by the step's deadline"
+        found = {name: made.results(name)[0] for name in names}
+        assert [result["status"] for result in found.values()] == [
+            "equal",
+            "mismatch",
+            "unverified",
+            "unverified",
+        ]
+        assert found["late"]["why"] == "the step has waited timeout_s for the proofs of others"
 
 
 def test_only_blocks_that_were_loaded_fail() -> None:
