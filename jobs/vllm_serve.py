@@ -1,0 +1,406 @@
+"""vLLM's own servers, P and D behind the plain proxy, with the proving connector: what a request costs with
+it and without, and whether bugs that are planted at D are named by its /metrics.
+
+    python jobs/vllm_serve.py [--requests 100] [--only kv_swapped] [--record]
+
+A case is a D beside the P of its model: nothing planted at TP 1 and at TP 2, and each planted bug. It has
+requests of 20 to 300 random tokens, some of which share 133, and 8 tokens of output. One P and one D are
+alive at once, and end with this job, however it ends. Milliseconds per request are the wall clock of all
+requests of a case, divided by how many they are.
+
+Exit status 1 where a planted bug is not named, a right hand-over is accused or not proven, or a request
+fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import http.client
+import itertools
+import json
+import os
+import random
+import re
+import secrets
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
+
+from jobs.benchmarks.harness import ROOT, Page, above_zero, option, run
+from jobs.vllm_proxy import make_handler, post
+from rayk.cli.guard import run_guarded
+from rayk.oracle.checkpoint import write_checkpoint
+from rayk.reports.page import Column
+from rayk.serve.ports import claim_port
+from rayk.types.errors import DeadlineExceeded, UserError
+
+HOST = "127.0.0.1"
+SETTLE_S = 60.0
+"""How long verdicts may come after the last answer."""
+WARM_UPS = 5
+"""vLLM fails the first request of a pair whose handshake takes over 5 s."""
+OVERRIDES: Mapping[str, dict[str, Any]] = {"qwen3": {"head_dim": 32}, "falcon_h1": {"hidden_size": 256}}
+NO_PREFIX_CACHE = ("falcon_h1",)
+"""vLLM 0.32.0 dies of a checkpoint of its state."""
+STATUSES = ("equal", "mismatch", "unverified", "local", "skipped")
+NAMED: Mapping[str, str] = {
+    "heads_shifted": r"head \d+ holds head \d+",
+    "kv_swapped": r"K and V swapped",
+    "last_block_dropped": r"tail not written|of the sequence (never written|missing)",
+    "stale_block_ids": r"stale or foreign content|other content",
+    "state_columns_shifted": r"channels shifted",
+}
+"""A planted bug -> what a classification says that names it."""
+_SERIES = re.compile(r"^vllm:kv_proof_(requests|first_mismatch)_total\{(.*)\} (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True)
+class Case:
+    """A decode server."""
+
+    family: str
+    tp: int = 1
+    planted: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}-tp{self.tp}-{self.planted or 'right'}"
+
+
+CASES = (
+    Case("qwen3"),
+    *(Case("qwen3", planted=bug) for bug in NAMED if bug != "state_columns_shifted"),
+    Case("qwen3", tp=2),
+    Case("falcon_h1"),
+    Case("falcon_h1", planted="state_columns_shifted"),
+)
+
+
+# --- what /metrics says ---------------------------------------------------------------------------
+
+
+@dataclass
+class Proofs:
+    """Verdicts of D's ranks, and the first wrong places of those that are mismatches."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    places: Counter[str] = field(default_factory=Counter)
+
+    def since(self, before: Proofs) -> Proofs:
+        return Proofs(self.statuses - before.statuses, self.places - before.places)
+
+    def named(self, bug: str) -> str:
+        """The place that most requests name of those whose classification is the bug's, or nothing."""
+        return next((place for place, _ in self.places.most_common() if re.search(NAMED[bug], place)), "")
+
+
+def read_proofs(text: str) -> Proofs:
+    """Sum up a server's /metrics over its engines."""
+    found = Proofs()
+    for name, labels, number in _SERIES.findall(text):
+        of = dict(_LABEL.findall(labels))
+        if name == "requests":
+            found.statuses[of["status"]] += int(float(number))
+        else:
+            place = "layer {layer}, {field}, head {head}, token {token}: {classification}".format_map(of)
+            found.places[place] += int(float(number))
+    return found
+
+
+def judge(case: Case, proofs: Proofs, num_requests: int, num_failed: int) -> list[str]:
+    """What must never be, a line each."""
+    wrong = [f"{num_failed} of {num_requests} requests failed"] if num_failed else []
+    num_wrong = proofs.statuses["mismatch"]
+    if case.planted:
+        if not proofs.named(case.planted):
+            told = ", ".join(proofs.places) or "no mismatch"
+            wrong.append(f"{case.planted} is not named: {told}")
+    elif num_wrong:
+        wrong.append(f"accused {num_wrong} times with nothing planted: {', '.join(proofs.places)}")
+    elif not proofs.statuses["equal"]:
+        wrong.append("nothing was proven")
+    return [f"{case.name}: {line}" for line in wrong]
+
+
+# --- servers --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the servers of a job share."""
+
+    python: Path
+    secret_file: Path
+    logs: Path
+    start_s: float
+
+
+@dataclass
+class VllmServer:
+    name: str
+    log: Path
+    url: str
+    status: int
+    """The pipe on which its keeper tells that it has ended."""
+
+    def wait_ready(self, limit_s: float) -> None:
+        """Raises UserError where it ends first, DeadlineExceeded."""
+        until = time.monotonic() + limit_s
+        while not self._answers():
+            if select.select([self.status], [], [], 0.5)[0] and b"began" not in os.read(self.status, 1 << 12):
+                said = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+                errors = [line for line in said if "Error" in line] or said[-1:]
+                raise UserError(f"{self.name} did not start: {''.join(errors[-1:])}", where=str(self.log))
+            if time.monotonic() > until:
+                raise DeadlineExceeded(f"the start of {self.name}", limit_s, {"log": str(self.log)})
+
+    def _answers(self) -> bool:
+        try:
+            self.get("/health")
+        except (OSError, http.client.HTTPException):
+            return False
+        return True
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
+            text: str = answer.read().decode()
+        return text
+
+
+@contextmanager
+def vllm_server(launch: Launch, model: Path, name: str, options: Sequence[str]) -> Iterator[VllmServer]:
+    """A server that is starting; none of its processes is left when this ends, or this process does."""
+    port, side_port = claim_port(HOST, 0), claim_port(HOST, 0)
+    command = [launch.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", HOST]
+    command += ["--port", port, "--served-model-name", "m", "--dtype", "float32", "--enforce-eager"]
+    command += ["--max-model-len", 1024, "--kv-cache-memory-bytes", 64 << 20, *options]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))} | {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),
+    }
+    reading, writing = os.pipe()
+    log = launch.logs / f"{name}.log"
+    with log.open("wb") as output:
+        keeper = subprocess.Popen(
+            [sys.executable, "-m", "rayk.vllm.keeper", str(writing), *map(str, command)],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            pass_fds=(writing,),
+        )
+    os.close(writing)
+    assert keeper.stdin is not None
+    try:
+        yield VllmServer(name, log, f"http://{HOST}:{port}", reading)
+    finally:
+        keeper.stdin.close()  # the keeper ends them all
+        keeper.wait()
+        while os.read(reading, 1 << 12):
+            pass
+        os.close(reading)
+
+
+def connector(launch: Launch, *, proves: bool, planted: str = "") -> list[str]:
+    """The servers' option for NIXL's connector, wrapped if it `proves`."""
+    extra: dict[str, Any] = {"kv_lease_duration": 600}
+    config: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    if proves:
+        config["kv_connector_module_path"] = "rayk.vllm.proving"
+        extra |= {"secret_file": str(launch.secret_file), "keep_rows": True, "timeout_s": 60}
+    if planted:
+        extra["planted"] = planted
+    return ["--kv-transfer-config", json.dumps(config | {"kv_connector_extra_config": extra})]
+
+
+@contextmanager
+def proxy(prefill: VllmServer, decode: VllmServer) -> Iterator[str]:
+    """jobs/vllm_proxy.py before the two; yields its address."""
+    handler = make_handler(prefill.url, decode.url)
+    with ThreadingHTTPServer((HOST, 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://{HOST}:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+# --- requests -------------------------------------------------------------------------------------
+
+
+def draw_prompts(seed: str, number: int) -> list[list[int]]:
+    """Prompts of lengths that no seed changes; every fourth begins alike."""
+    lengths, tokens = random.Random(7), random.Random(seed)
+    shared = _draw(tokens, 133)
+    return [(shared if i % 4 == 0 else []) + _draw(tokens, lengths.randrange(20, 300)) for i in range(number)]
+
+
+def _draw(tokens: random.Random, number: int) -> list[int]:
+    return [tokens.randrange(5, 205) for _ in range(number)]
+
+
+def complete(url: str, prompt: Sequence[int]) -> bool:
+    """Whether a prompt is answered."""
+    body = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    try:
+        with post(f"{url}/v1/completions", body) as answer:
+            return bool(json.load(answer)["choices"])
+    except (OSError, http.client.HTTPException) as error:
+        print(f"a request failed: {error}", file=sys.stderr)
+        return False
+
+
+@dataclass(frozen=True)
+class Load:
+    proofs: Proofs
+    num_failed: int
+    ms: float
+    """Wall clock of all requests, divided by how many they are."""
+
+
+def send(options: argparse.Namespace, case: Case, prefill: VllmServer, decode: VllmServer) -> Load:
+    """Have every prompt completed, after one that nobody counts."""
+    prompts = draw_prompts(case.name, options.requests)
+    with proxy(prefill, decode) as url, ThreadPoolExecutor(options.clients) as pool:
+        if not any(complete(url, _draw(random.Random(i), 150)) for i in range(WARM_UPS)):
+            raise UserError(f"no request of {WARM_UPS} is answered by {decode.name}", where=str(decode.log))
+        before = _settled(decode, case.tp)
+        began = time.perf_counter()
+        answered = list(pool.map(lambda prompt: complete(url, prompt), prompts))
+        ms = (time.perf_counter() - began) * 1e3 / len(prompts)
+        after = _settled(decode, before.statuses.total() + answered.count(True) * case.tp)
+    return Load(after.since(before), answered.count(False), ms)
+
+
+def _settled(decode: VllmServer, number: int) -> Proofs:
+    """What D tells as soon as it has so many verdicts, or after SETTLE_S; without a connector that proves at
+    once."""
+    until = time.monotonic() + SETTLE_S
+    while True:
+        text = decode.get("/metrics")
+        found = read_proofs(text)
+        if found.statuses.total() >= number or "vllm:kv_proof_" not in text or time.monotonic() > until:
+            return found
+        time.sleep(0.2)
+
+
+# --- all cases ------------------------------------------------------------------------------------
+
+COLUMNS = (
+    Column(title="planted", key="planted"),
+    Column(title="model", key="family"),
+    Column(title="D's TP", key="tp", spec=",d"),
+    Column(title="requests", key="requests", spec=",d"),
+    *(Column(title=status, key=status, spec=",d") for status in STATUSES),
+    Column(title="first place named", key="place"),
+    Column(title="ms per request bare", key="bare_ms", spec=",.0f"),
+    Column(title="ms per request proving", key="ms", spec=",.0f"),
+)
+
+
+def measure_family(
+    options: argparse.Namespace, launch: Launch, cases: Sequence[Case], page: Page
+) -> Iterable[dict[str, Any]]:
+    """A row per case, all of one model; what is wrong is told the page."""
+    family = cases[0].family
+    folder = Path("checkpoints/vllm") / family
+    model = write_checkpoint(family, folder, overrides=OVERRIDES[family]).resolve()
+    more = ["--no-enable-prefix-caching"] if family in NO_PREFIX_CACHE else []
+
+    def loads(wanted: Sequence[Case], *, proves: bool) -> Iterator[tuple[Case, Load]]:
+        kind = "proving" if proves else "bare"
+        plain = [*more, *connector(launch, proves=proves)]
+        with vllm_server(launch, model, f"P-{family}-{kind}", plain) as prefill:
+            for case in wanted:
+                told = connector(launch, proves=proves, planted=case.planted)
+                ranks = ["--tensor-parallel-size", str(case.tp)]
+                with vllm_server(launch, model, f"D-{case.name}-{kind}", [*more, *told, *ranks]) as decode:
+                    prefill.wait_ready(launch.start_s)
+                    decode.wait_ready(launch.start_s)
+                    page.environment["vllm"] = json.loads(decode.get("/version"))["version"]
+                    load = send(options, case, prefill, decode)
+                print(f"{case.name}, {kind}: {load}", file=sys.stderr, flush=True)
+                yield case, load
+
+    bare = [Case(family, tp) for tp in sorted({case.tp for case in cases})]
+    bare_ms = {case.tp: load.ms for case, load in loads(bare, proves=False)}
+    for case, load in loads(cases, proves=True):
+        page.wrong += judge(case, load.proofs, options.requests, load.num_failed)
+        place = load.proofs.named(case.planted) if case.planted else ", ".join(load.proofs.places)
+        yield {
+            **dataclasses.asdict(case),
+            "planted": case.planted or "nothing",
+            "requests": options.requests,
+            **{status: load.proofs.statuses[status] for status in STATUSES},
+            "place": place or "none",
+            "bare_ms": bare_ms[case.tp],
+            "ms": load.ms,
+        }
+
+
+def measure(options: argparse.Namespace, page: Page) -> None:
+    """Add a row per case, and what is wrong."""
+    cases = [case for case in CASES if options.only in case.name]
+    if not cases:
+        raise UserError(f"no case has {options.only!r}", "--only", ", ".join(case.name for case in CASES))
+    python = options.python if options.python.is_absolute() else ROOT / options.python
+    if not python.exists():
+        raise UserError(
+            "no interpreter of vLLM's environment", str(python), "make vllm, or name one: --python"
+        )
+    rows: list[dict[str, Any]] = []
+    with tempfile.NamedTemporaryFile("w", prefix="rayk-secret-") as secret:
+        secret.write(secrets.token_hex(32))
+        secret.flush()
+        launch = Launch(python, Path(secret.name), options.out, options.start_s)
+        for _, of_family in itertools.groupby(cases, lambda case: case.family):
+            rows += measure_family(options, launch, list(of_family), page)
+    page.say(
+        f"vLLM {page.environment['vllm']}, one P at TP 1 per model, {options.requests} requests of "
+        f"{options.clients} clients, float32, digests and rows kept of every request. Verdicts are D's, one "
+        "per request and rank.",
+        "",
+    )
+    page.tables = {"cases": rows}
+    page.section("Planted bugs and costs", COLUMNS, rows)
+    page.say(*page.wrong, "Needs: the environment of `make vllm`, and about 2 GB of memory.")
+
+
+def main() -> int:
+    return run(
+        measure,
+        __file__,
+        title="The proving connector in vLLM's servers",
+        keeps=True,
+        requests={"type": above_zero, "default": 100, "help": "of each case"},
+        clients={"type": above_zero, "default": 4, "help": "at once"},
+        only=option("", "cases whose name contains this, e.g. qwen3-tp1-kv_swapped, right, tp2"),
+        python=option(Path(".venv-vllm/bin/python"), "of vLLM's environment", type=Path),
+        start_s=option(600.0, "seconds that a server may take to start"),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_guarded(main))
