@@ -34,7 +34,7 @@ SECRET_BYTES = 32
 COMM_S = 60.0
 """How long a rank waits for its peers in a collective; deaths are noticed sooner, by other means."""
 HEAR_S = 1.0
-"""Between two words of a server's engines."""
+"""Seconds between two signs of life of an engine's rank."""
 TURN_POLL_S = 0.1
 WIRE_POLL_S = 0.01
 

@@ -27,7 +27,7 @@ from rayk.types.rows import RequestRow, TransferRow
 from rayk.types.stage_clock import StageClock
 
 NO_MORE = EventInfo()
-"""What events tell besides their tokens that have no info."""
+"""The info of an event that has none."""
 
 FindEngine = Callable[[], Awaitable[EngineHandle]]
 """An engine once it takes requests, asked for when it is needed: it may be formed anew meanwhile. Raises what
