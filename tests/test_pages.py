@@ -129,6 +129,30 @@ def test_architecture_names_every_package_and_where_each_type_is() -> None:
         assert f"\nclass {name}" in (ROOT / file).read_text(encoding="utf-8"), f"{file} has no {name}"
 
 
+def unknown_names(text: str) -> list[str]:
+    """Classes and methods in backticks that the file behind them in backticks lacks."""
+    found = []
+    for name, method, file in re.findall(r"`([A-Z]\w+)(?:\.(\w+))?`[^`(]*\(`([\w/]+\.py)`", text):
+        tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+        bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+        members = {getattr(node, "name", "") for body in bodies for node in body}
+        if not bodies or (method and method not in members):
+            found.append(f"{file} has no {name}{'.' if method else ''}{method}")
+    return found
+
+
+def test_architecture_names_classes_and_methods_that_are_there() -> None:
+    steps = pages.section("docs/architecture.md", "## The life of a request").partition("```mermaid")[0]
+    names = re.findall(r"`([A-Z]\w+(?:\.\w+)?)`", steps)
+    assert len(names) >= 10
+    assert unknown_names(steps) == []
+    for name in names:
+        assert re.search(rf"`{re.escape(name)}`[^`(]*\(`", steps), f"{name} has no file behind it"
+        wrong = unknown_names(steps.replace(f"`{name}`", f"`{name}X`"))
+        assert wrong, name
+        assert all(f"{name}X" in line for line in wrong), wrong
+
+
 def test_specs_of_pages_are_specs() -> None:
     """Whole ones as they stand, parts of one on top of a small one."""
     small = {"name": "a", "model": "m", "prompts": {"random": {"count": 1, "input_tokens": [5]}}}
