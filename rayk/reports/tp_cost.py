@@ -11,6 +11,7 @@ from rayk.reports.grids import axis_columns
 from rayk.reports.intervals import median_interval
 from rayk.reports.moves import KEYS
 from rayk.reports.result import Result
+from rayk.reports.side_by_side import KIND
 from rayk.reports.tp_pairs import CONFIDENCE, OLDER, PLACES, layouts_name, placed_moves
 from rayk.reports.values import format_bytes
 
@@ -41,10 +42,17 @@ class CostSide:
         return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
 
 
+def _moves(result: Result) -> pd.DataFrame:
+    """List moves between engines of one kind: rayk's, if the run has any."""
+    moved = placed_moves(result)
+    is_rayks = moved[KIND] == "rayk"
+    return moved[is_rayks] if is_rayks.any() else moved
+
+
 def unequal_pairs(result: Result) -> pd.DataFrame:
     """Make a row per prompt, prefill TP and ALIKE of unequal sizes: side, FACTS, and with `_e` those of the
     same prompt at equal sizes."""
-    moved = placed_moves(result)
+    moved = _moves(result)
     if moved.empty:
         return pd.DataFrame()
     prompts = result.requests[[*KEYS, "prompt_index"]].drop_duplicates(KEYS)
@@ -98,7 +106,7 @@ def cost_sides(pairs: pd.DataFrame) -> list[CostSide]:
 
 def unequal_cost(result: Result) -> str:
     """Answer in one or two sentences; `cost_table` has the numbers."""
-    moved = placed_moves(result)
+    moved = _moves(result)
     if moved.empty:
         return "No KV was moved between engines, so unequal TP cost nothing here."
     sides = cost_sides(unequal_pairs(result))
@@ -143,7 +151,7 @@ def cost_table(result: Result) -> list[list[str]]:
     sides = cost_sides(unequal_pairs(result))
     if not sides:
         return []
-    moved = placed_moves(result)
+    moved = _moves(result)
     is_merged, is_span = bool(moved["is_merged"].all()), bool(moved["is_span"].all())
     # Writes of a push begin while the prompt is computed: nobody waits for what a rank takes alone.
     has_ranks = is_span and not bool(moved["is_push"].any())

@@ -12,6 +12,7 @@ from rayk.reports.environment import copy_gb_per_s
 from rayk.reports.intervals import median_interval
 from rayk.reports.moves import moves
 from rayk.reports.result import Result
+from rayk.reports.side_by_side import KIND
 from rayk.reports.values import format_bytes, format_rate, smallest_rate
 
 CONFIDENCE = 0.95  # each interval stands alone
@@ -47,11 +48,11 @@ def ceiling_of(environment: Mapping[str, Any]) -> Ceiling:
 def pair_rows(result: Result) -> list[dict[str, Any]]:
     """Make a row per (prefill TP, decode TP, layouts, mode) from `moves`: median ms with its interval (None
     of too few), median rank_ms, mean descriptors and bytes, and all bytes over all time, also in percent of
-    the ceiling. Cells that differ in other axes share a row."""
+    the ceiling. Cells that differ in other axes share a row, but those of vLLM's engines and of rayk's."""
     placed = placed_moves(result)
     ceiling = ceiling_of(result.environment).gb_per_s
     rows: list[dict[str, Any]] = []
-    for key, of_pair in placed.groupby([*PLACES, "is_push"], sort=True):
+    for key, of_pair in placed.groupby([*PLACES, "is_push", KIND], sort=True):
         assert isinstance(key, tuple)
         prefill, decode = (int(float(str(size))) for size in key[:2])
         rate = float(of_pair["bytes"].sum() / of_pair["moving_ms"].sum() / 1e6)
@@ -60,7 +61,7 @@ def pair_rows(result: Result) -> list[dict[str, Any]]:
             {
                 "prefill_tp": prefill,
                 "decode_tp": decode,
-                "layouts": layouts_name(key[2], key[3], is_push=bool(key[4])),
+                "layouts": layouts_name(key[2], key[3], is_push=bool(key[4]), kind=key[5]),
                 "is_equal": prefill == decode,
                 "ms": float(of_pair["ms"].median()),
                 "low_ms": low,
@@ -79,29 +80,33 @@ def pair_rows(result: Result) -> list[dict[str, Any]]:
 
 
 def placed_moves(result: Result) -> pd.DataFrame:
-    """Add PLACES to `moves`."""
-    found = moves(result.requests, result.transfers)
-    if not set(PLACES).issubset(result.cells):
-        return found.assign(**dict.fromkeys(PLACES, None)).head(0)
-    return found.merge(result.cells[["cell_id", *PLACES]], on="cell_id").dropna(subset=["decode.tp"])
+    """Add PLACES and the kind of engines to `moves`."""
+    found, cells = moves(result.requests, result.transfers), result.cells
+    if not set(PLACES).issubset(cells):
+        return found.assign(**dict.fromkeys((*PLACES, KIND), None)).head(0)
+    if KIND not in cells:
+        cells = cells.assign(**{KIND: "rayk"})
+    return found.merge(cells[["cell_id", *PLACES, KIND]], on="cell_id").dropna(subset=["decode.tp"])
 
 
-PUSH = ", push"  # ends the name of layouts between which KV was pushed
+PUSH, VLLM = ", push", ", vLLM"  # end the name of layouts between which KV was pushed, or of vLLM's engines
 
 
-def layouts_name(prefill: object, decode: object, *, is_push: bool) -> str:
-    return f"{prefill} → {decode}" + (PUSH if is_push else "")
+def layouts_name(prefill: object, decode: object, *, is_push: bool, kind: object = "rayk") -> str:
+    return f"{prefill} → {decode}" + (PUSH if is_push else "") + (VLLM if kind == "vllm" else "")
 
 
 OLDER = "an older rayk wrote it"
+VLLMS = "vLLM tells no more"
 
 
 def _facts(rows: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
     """List (title, key, format) of the tables of one pair of layouts."""
     spans, merged = (all(row[fact] for row in rows) for fact in ("is_span", "is_merged"))
-    is_push = any(row["layouts"].endswith(PUSH) for row in rows)
-    ms = "ms per request" if spans else f"ms of its slowest pair of ranks ({OLDER})"
-    posted = "descriptors posted" if merged else f"descriptors before merging ({OLDER})"
+    is_push = any(PUSH in row["layouts"] for row in rows)
+    why = VLLMS if rows[0]["layouts"].endswith(VLLM) else OLDER
+    ms = "ms per request" if spans else f"ms of its slowest pair of ranks ({why})"
+    posted = "descriptors posted" if merged else f"descriptors before merging ({why})"
     return [
         ("ms after the prompt was computed" if is_push else ms, "ms", "{:.2f} ms"),
         (posted, "descriptors", "{:,.1f}"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from rayk.reports import ResultWriter, load
 from rayk.reports.report import markdown
 from rayk.reports.side_by_side import COLUMNS, side_by_side
+from rayk.reports.tp_pairs import pair_rows
 from rayk.types.rows import CellRow, TransferRow
 from tests.reports.synthetic import SPEC, cell_row
 
@@ -52,8 +53,17 @@ def test_each_cell_of_vllms_has_rayks_beside_it(tmp_path: Path) -> None:
     assert wrong["reason"] == "vLLM: columns of another rank"
     assert wrong["transfer_bytes/vllm"] == wrong["transfer_bytes/rayk"] == 4096
     assert {column.key for column in COLUMNS} == set(wrong)
+    # Nor are their times and descriptors mixed where TP sizes are compared.
+    assert {(row["layouts"], row["decode_tp"]): row["descriptors"] for row in pair_rows(result)} == {
+        ("auto → auto", 1): 4.0,
+        ("auto → auto", 2): 6.0,
+        ("auto → auto, vLLM", 1): 8.0,
+        ("auto → auto, vLLM", 2): 16.0,
+        ("auto → auto, vLLM", 4): 32.0,
+    }
     text = markdown(result)
     assert "## vLLM and rayk" in text
+    assert "(vLLM tells no more)" in text
     assert "verdict, vLLM" in text
 
 
