@@ -142,7 +142,12 @@ def unknown_names(text: str) -> list[str]:
 
 
 def test_architecture_names_classes_and_methods_that_are_there() -> None:
-    steps = pages.section("docs/architecture.md", "## The life of a request").partition("```mermaid")[0]
+    steps, _, behind = pages.section("docs/architecture.md", "## The life of a request").partition(
+        "```mermaid"
+    )
+    drawn = set(re.findall(r"\w+\.py", behind.partition("```")[0]))
+    assert len(drawn) >= 10
+    assert drawn <= {file.name for file in (ROOT / "rayk").rglob("*.py")}
     names = re.findall(r"`([A-Z]\w+(?:\.\w+)?)`", steps)
     assert len(names) >= 10
     assert unknown_names(steps) == []
