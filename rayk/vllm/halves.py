@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,7 +43,10 @@ _SETTLE_S = 5.0
 PACE_S = 0.02
 """From step to step of an engine that only waits for verdicts."""
 OWN_TIERS = ("OffloadingConnector", "SimpleCPUOffloadConnector")
-"""Connectors that load what this very engine had: another one's proof says nothing of it."""
+"""Connectors that load what this very engine had, for versions of vLLM that do not tell sources: another
+engine's proof says nothing of it."""
+OWN_SOURCES = {"host", "disk"}
+"""What vLLM (v1/metrics/cache_hit_source.py) calls the same."""
 _ENDED_EARLY = ("FINISHED_ABORTED", "FINISHED_IGNORED", "FINISHED_ERROR")
 """vLLM's names for the ends of requests that are not handed on."""
 
@@ -70,6 +73,8 @@ class Expected:
     first_row: int
     is_async: bool
     """Whether the inner connector reports its arrival; else it is loaded within the step."""
+    is_stored: bool = False
+    """Whether a store that several engines fill may have had it."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,15 @@ class _Pending:
 
 def _blocks(block_ids: Sequence[Sequence[int]]) -> Blocks:
     return tuple(tuple(int(i) for i in group) for group in block_ids)
+
+
+def _is_own(loader: str, sources: Collection[str] | None) -> bool:
+    """Return whether a request is loaded from what D itself has kept."""
+    if sources is None:
+        return loader in OWN_TIERS
+    # OffloadingConnector calls rows unspecified that need no loading: those before a window.
+    known = set(sources) - {"external_unspecified"}
+    return bool(known) and known <= OWN_SOURCES
 
 
 class SchedulerHalf:
@@ -138,12 +152,13 @@ class SchedulerHalf:
         block_ids: Sequence[Sequence[int]],
         num_external: int,
         loader: str = "",
+        sources: Collection[str] | None = None,
     ) -> None:
-        """Note the blocks that `num_external` tokens will be loaded into, and the class of the
-        connector that does (`loader`)."""
+        """Note the blocks that `num_external` tokens will be loaded into, the class of the connector that
+        does (`loader`), and from where by vLLM's names (`sources`; None: it does not tell)."""
         num_local, is_async = self._matched.pop(request_id, (0, False))
         ticket = read_ticket(params)
-        if num_external <= 0 or loader in OWN_TIERS:
+        if num_external <= 0 or _is_own(loader, sources):
             if ticket is not None and request_id not in self._told:
                 self._told.add(request_id)
                 own = f": {loader} loads {num_external} tokens that it had" if num_external > 0 else ""
@@ -151,8 +166,9 @@ class SchedulerHalf:
             return
         self._told.add(request_id)
         num_tokens = num_local + num_external
+        is_stored = not self._settings.from_producer and sources is not None and set(sources) != {"p2p"}
         self._expected.append(
-            Expected(request_id, ticket, _blocks(block_ids), num_tokens, num_local, is_async)
+            Expected(request_id, ticket, _blocks(block_ids), num_tokens, num_local, is_async, is_stored)
         )
         self._pending[request_id] = _Pending(self._num_workers)
 
@@ -361,7 +377,7 @@ class WorkerHalf:
             return None
         digest_s = time.monotonic() - start
         what = expected.num_tokens, expected.first_row, digests, rows, digest_s
-        return Arrival(expected.request_id, ticket, *what)
+        return Arrival(expected.request_id, ticket, *what, is_stored=expected.is_stored)
 
     def _skips(self, ticket: Ticket) -> bool:
         """Return whether one of both sides leaves a request out. P's word for it came through other hands, so

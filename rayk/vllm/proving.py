@@ -55,7 +55,7 @@ from rayk.vllm.proving_stats import INNER, INNER_CLASS, PROOF, ProvingMetrics, P
 from rayk.vllm.settings import WHERE, read_settings, without_ours
 
 NIXL = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
-LOADS_AT_ONCE = ("ExampleConnector", "LMCacheConnectorV1")
+LOADS_AT_ONCE = ("ExampleConnector",)
 """Whose loads within a step are over with `start_load_kv`, unless they say that they work layer by layer."""
 _CONV_LAYOUT = "VLLM_SSM_CONV_STATE_LAYOUT"
 
@@ -215,7 +215,16 @@ class _Proving(KVConnectorBase_V1):  # type: ignore[misc]
             blocks.get_block_ids(),
             num_external_tokens,
             self._loader(request.request_id),
+            self._sources(request, num_external_tokens),
         )
+
+    def _sources(self, request: Any, num_external_tokens: int) -> set[str] | None:
+        """Return what vLLM calls the places that a request is loaded from; None where its version does not
+        tell."""
+        ask_inner = getattr(self.inner, "get_external_cache_hit_sources", None)
+        if ask_inner is None or num_external_tokens <= 0:
+            return None
+        return {source.value for source in ask_inner(request, num_external_tokens)}
 
     def _loader(self, request_id: str) -> str:
         """Name the class that loads a request: of a MultiConnector, the child that it chose."""

@@ -19,6 +19,7 @@ KEYS = (
     "sampling_rate",
     "on_mismatch",
     "keep_rows",
+    "from_producer",
     "host",
     "port",
     "timeout_s",
@@ -42,6 +43,8 @@ class ProvingSettings:
     """report: count and log; fail: the request fails as where its KV could not be loaded."""
     keep_rows: bool = False
     """Keep raw rows as long as digests, so that a mismatch can be classified."""
+    from_producer: bool = False
+    """All that D loads is what P had, also where vLLM does not say from where it comes."""
     host: str = "127.0.0.1"
     """P's address, as D reaches it."""
     port: int = 0
@@ -56,20 +59,18 @@ class ProvingSettings:
 
 def read_settings(extra: Mapping[str, Any]) -> ProvingSettings:
     """Raises UserError, naming the key, for what cannot be."""
-    settings = ProvingSettings(
+    return ProvingSettings(
         secret=read_secret(extra.get("secret"), extra.get("secret_file")),
         sampling_rate=_number(extra, "sampling_rate", 1.0, 0.0, 1.0),
         on_mismatch=_one_of(extra, "on_mismatch", ("report", "fail")) or "report",
-        keep_rows=extra.get("keep_rows", False) is True,
+        keep_rows=_flag(extra, "keep_rows"),
+        from_producer=_flag(extra, "from_producer"),
         host=_host(extra),
         port=int(_number(extra, "port", 0, 0, 65535)),
         timeout_s=_number(extra, "timeout_s", 30.0, 0.01, MAX_TIMEOUT_S),
         metrics_port=int(_number(extra, "metrics_port", 0, 0, 65535)),
         planted=_one_of(extra, "planted", tuple(PLANTED)),
     )
-    if extra.get("keep_rows", False) not in (True, False):
-        raise UserError(f"keep_rows {extra['keep_rows']!r}", WHERE, "take true or false")
-    return settings
 
 
 def without_ours(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,6 +83,13 @@ def _host(extra: Mapping[str, Any]) -> str:
     if not isinstance(host, str) or host.strip("[]") in EVERYWHERE:
         raise UserError(f"host {host!r}", WHERE, "name P's address as D reaches it: tickets tell it")
     return host
+
+
+def _flag(extra: Mapping[str, Any], key: str) -> bool:
+    value = extra.get(key, False)
+    if value not in (True, False):
+        raise UserError(f"{key} {value!r}", WHERE, "take true or false")
+    return value is True
 
 
 def _number(extra: Mapping[str, Any], key: str, default: float, least: float, most: float) -> float:

@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole, SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from rayk.types.errors import Unsupported, UserError
@@ -126,19 +127,25 @@ def run(p: Engine, d: Engine, name: str, seed: int) -> dict[str, Any]:
     return {"status": result["status"], "failed": failed, "mismatch": result["mismatch"]}
 
 
-def loaders(d: Engine) -> list[str]:
-    """Who is told to load a request that a MultiConnector's first child has, and one that it has not."""
+def loaders(d: Engine) -> list[tuple[str, list[str]]]:
+    """Who is told to load a request that a MultiConnector's first child has, and one that it has not, and
+    from where it comes."""
     children = [OffloadingConnector.__new__(OffloadingConnector), d.scheduler.inner]
     children[0].get_num_new_matched_tokens = lambda asked, computed: (32 * (asked.request_id == "has"), False)
+    children[0].get_external_cache_hit_sources = lambda asked, count: {CacheHitSource.HOST: count}
     multi = MultiConnector.__new__(MultiConnector)
     multi._connectors, multi._requests_to_connector = children, {}
     single, d.scheduler.inner = d.scheduler.inner, multi
     found = []
+
+    def told(name: str) -> tuple[str, list[str]]:
+        return d.scheduler._loader(name), sorted(d.scheduler._sources(request(name, {}), 32))
+
     for name in ("has", "has not"):
         d.scheduler.get_num_new_matched_tokens(request(name, {}), 0)
-        found.append(d.scheduler._loader(name))
+        found.append(told(name))
     d.scheduler.inner = single
-    return [*found, d.scheduler._loader("has")]
+    return [*found, told("has")]
 
 
 def refusal(make: Any) -> str:
@@ -198,6 +205,7 @@ def main() -> None:
         name: (KVConnectorFactory.get_connector_class_by_name(name), getattr(proving, name)) for name in known
     }
     found["hma"] = {n: [issubclass(c, SupportsHMA) for c in pair] for n, pair in classes.items()}
+    found["sources"] = {name: inner._cache_hit_source.value for name, (inner, _) in classes.items()}
     found["names"] = [cls.__name__ for _, cls in classes.values()]
 
     extra = {**OURS, "layerwise": True}
@@ -215,6 +223,11 @@ def main() -> None:
     found["loaders"] = loaders(d)
     d.worker.shutdown()
     found["shut_down"] = d.worker.num_shut_down
+    for name, extra in (("stored", {}), ("stored_by_p", {"from_producer": True})):
+        d = Engine("kv_consumer", on_mismatch="fail", planted="kv_swapped", **extra)
+        d.scheduler.inner._cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
+        found[name] = run(p, d, name, 4)["status"]
+        d.worker.shutdown()
     for planted in sys.argv[1:]:
         d = Engine("kv_consumer", on_mismatch="fail", planted=planted)
         run(p, d, "before", 2)

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 CACHES: dict[str, dict[str, Any]] = {}
 """Engine id -> its caches by layer."""
@@ -48,6 +49,8 @@ class MovedMetrics(KVConnectorPromMetrics):
 
 class MovingConnector(KVConnectorBase_V1, SupportsHMA):
     """Each request is moved whole when D has room for it."""
+
+    _cache_hit_source = CacheHitSource.P2P
 
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config, role, kv_cache_config)

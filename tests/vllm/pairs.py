@@ -118,14 +118,20 @@ class Pair:
         return params
 
     def expect(
-        self, params: dict[str, Any], name: str = "r", seed: int = 0, *, is_async: bool = True
+        self,
+        params: dict[str, Any],
+        name: str = "r",
+        seed: int = 0,
+        *,
+        is_async: bool = True,
+        sources: Sequence[str] | None = None,
     ) -> list:
         """D makes room for it."""
         scheduler = self.consumer.scheduler
         ids = self.consumer.workers[0].block_ids(TOKENS, seed)
         scheduler.matched(f"d-{name}", 0, is_async)
         scheduler.before_alloc(params)
-        scheduler.allocated(f"d-{name}", params, ids, TOKENS)
+        scheduler.allocated(f"d-{name}", params, ids, TOKENS, "SomeConnector", sources)
         notes = scheduler.take_notes()
         for half in self.consumer.halves:
             half.begin_step(notes)

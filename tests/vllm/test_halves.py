@@ -313,6 +313,54 @@ def test_what_d_did_not_load_is_told_as_such_and_never_as_equal() -> None:
             assert (dict(taken["proofs"]), taken["words"], taken["fetch_s"]) == ({"local": 2}, [], [])
 
 
+@each(
+    "sources, from_producer, wrong",
+    [
+        (None, False, "mismatch"),
+        (["p2p"], False, "mismatch"),
+        (["external_unspecified"], False, "unverified"),
+        (["external_unspecified"], True, "mismatch"),
+        (["host", "p2p"], False, "unverified"),
+    ],
+)
+def test_kv_of_a_store_is_equal_or_unverified_since_another_engine_may_have_made_it(
+    sources: list[str] | None, from_producer: bool, wrong: str
+) -> None:
+    with pair(1, from_producer=from_producer) as made:
+        for name, moved, expected in (("right", 1, "equal"), ("wrong", 2, wrong)):
+            made.move(made.expect(made.prefill(name, 1), name, 1, sources=sources), moved)
+            made.consumer.halves[0].received({f"d-{name}"}, set())
+            (result,) = made.results(name)
+            assert result["status"] == expected
+            assert (result["mismatch"] is not None) == (expected == "mismatch")
+            assert bool(result["words"]["unverified"]) == (expected == "unverified")
+        if wrong == "unverified":
+            differ = f"{result['words']['unverified']} words differ"
+            assert result["why"] == f"a store may have had it of another engine: {differ}"
+            assert result["words"]["mismatch"] == 0
+
+
+@each(
+    "loader, sources, is_own",
+    [
+        ("SimpleCPUOffloadConnector", None, True),
+        ("NixlConnector", None, False),
+        ("AnyConnector", ["host", "disk"], True),
+        ("OffloadingConnector", ["host", "external_unspecified"], True),
+        ("OffloadingConnector", ["external_unspecified"], False),
+        ("OffloadingConnector", ["host", "p2p"], False),
+    ],
+)
+def test_only_what_vllm_says_was_of_d_itself_is_local(
+    loader: str, sources: list[str] | None, is_own: bool
+) -> None:
+    with pair(1) as made:
+        scheduler = made.consumer.scheduler
+        scheduler.allocated("d-r", made.prefill(), [[1]] * 4, TOKENS, loader, sources)
+        notes = scheduler.take_notes()
+        assert (len(notes.local), len(notes.expected)) == (is_own, not is_own)
+
+
 @each("reloads", [False, True])
 def test_what_is_recomputed_or_reloaded_of_a_preempted_request_does_not_change_its_verdict(
     reloads: bool,
@@ -468,6 +516,7 @@ def test_settings_are_checked_and_not_passed_on() -> None:
         {"timeout_s": 0},
         {"planted": "nothing"},
         {"keep_rows": "yes"},
+        {"from_producer": "yes"},
         {"host": "0.0.0.0"},
         {"host": "[::]"},
     ):

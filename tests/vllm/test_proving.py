@@ -98,7 +98,17 @@ def test_a_right_request_is_equal_and_told_to_prometheus(driven: dict[str, Any])
 
 
 def test_the_child_of_a_multi_connector_that_loads_a_request_is_known(driven: dict[str, Any]) -> None:
-    assert driven["loaders"] == ["OffloadingConnector", "MovingConnector", "MovingConnector"]
+    moving = ["MovingConnector", ["p2p"]]
+    assert driven["loaders"] == [["OffloadingConnector", ["host"]], moving, moving]
+
+
+def test_what_vllm_says_of_a_source_decides_whether_a_difference_is_a_mismatch(
+    driven: dict[str, Any],
+) -> None:
+    stores = ("ExampleConnector", "MultiConnector", "OffloadingConnector")
+    known = dict.fromkeys(("NixlConnector", "NixlPushConnector"), "p2p")
+    assert driven["sources"] == {**known, **dict.fromkeys(stores, "external_unspecified")}
+    assert (driven["stored"], driven["stored_by_p"]) == ("unverified", "mismatch")
 
 
 def test_planted_bugs_are_named_and_their_requests_fail(driven: dict[str, Any]) -> None:
