@@ -15,6 +15,7 @@ fails.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import http.client
 import itertools
@@ -24,6 +25,7 @@ import random
 import re
 import secrets
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,7 +35,6 @@ import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -52,6 +53,7 @@ from rayk.types.errors import DeadlineExceeded, UserError
 HOST = "127.0.0.1"
 SETTLE_S = 60.0
 """How long verdicts may come after the last answer."""
+STOP_S = 30.0
 WARM_UPS = 5
 """vLLM fails the first request of a pair whose handshake takes over 5 s."""
 OVERRIDES: Mapping[str, dict[str, Any]] = {"qwen3": {"head_dim": 32}, "falcon_h1": {"hidden_size": 256}}
@@ -157,18 +159,21 @@ class VllmServer:
     log: Path
     url: str
     status: int
-    """The pipe on which its keeper tells that it has ended."""
+    """The pipe on which its keeper says that nothing is left of it, and nothing else."""
 
     def wait_ready(self, limit_s: float) -> None:
         """Raises UserError where it ends first, DeadlineExceeded."""
         until = time.monotonic() + limit_s
         while not self._answers():
-            if select.select([self.status], [], [], 0.5)[0] and b"began" not in os.read(self.status, 1 << 12):
+            if self.has_ended(0.5):
                 said = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
                 errors = [line for line in said if "Error" in line] or said[-1:]
                 raise UserError(f"{self.name} did not start: {''.join(errors[-1:])}", where=str(self.log))
             if time.monotonic() > until:
                 raise DeadlineExceeded(f"the start of {self.name}", limit_s, {"log": str(self.log)})
+
+    def has_ended(self, wait_s: float) -> bool:
+        return bool(select.select([self.status], [], [], wait_s)[0])
 
     def _answers(self) -> bool:
         try:
@@ -183,7 +188,7 @@ class VllmServer:
         return text
 
 
-@contextmanager
+@contextlib.contextmanager
 def vllm_server(launch: Launch, model: Path, name: str, options: Sequence[str]) -> Iterator[VllmServer]:
     """A server that is starting; none of its processes is left when this ends, or this process does."""
     port, side_port = claim_port(HOST, 0), claim_port(HOST, 0)
@@ -211,10 +216,16 @@ def vllm_server(launch: Launch, model: Path, name: str, options: Sequence[str]) 
         )
     os.close(writing)
     assert keeper.stdin is not None
+    pid = int(os.read(reading, 1 << 12).split()[1])  # "began PID"
+    server = VllmServer(name, log, f"http://{HOST}:{port}", reading)
     try:
-        yield VllmServer(name, log, f"http://{HOST}:{port}", reading)
+        yield server
     finally:
-        keeper.stdin.close()  # the keeper ends them all
+        if not server.has_ended(0):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)  # so that it gives its shared memory back
+            server.has_ended(STOP_S)
+        keeper.stdin.close()  # the keeper kills what is left
         keeper.wait()
         while os.read(reading, 1 << 12):
             pass
@@ -233,7 +244,7 @@ def connector(launch: Launch, *, proves: bool, planted: str = "") -> list[str]:
     return ["--kv-transfer-config", json.dumps(config | {"kv_connector_extra_config": extra})]
 
 
-@contextmanager
+@contextlib.contextmanager
 def proxy(prefill: VllmServer, decode: VllmServer) -> Iterator[str]:
     """jobs/vllm_proxy.py before the two; yields its address."""
     handler = make_handler(prefill.url, decode.url)
@@ -281,14 +292,19 @@ class Load:
 
 
 def send(options: argparse.Namespace, case: Case, prefill: VllmServer, decode: VllmServer) -> Load:
-    """Have every prompt completed, after one that nobody counts."""
+    """Have every prompt completed, after some that nobody counts."""
     prompts = draw_prompts(case.name, options.requests)
     with proxy(prefill, decode) as url, ThreadPoolExecutor(options.clients) as pool:
         if not any(complete(url, _draw(random.Random(i), 150)) for i in range(WARM_UPS)):
             raise UserError(f"no request of {WARM_UPS} is answered by {decode.name}", where=str(decode.log))
-        before = _settled(decode, case.tp)
+
+        def send_all(prompts: Sequence[Sequence[int]]) -> list[bool]:
+            return list(pool.map(lambda prompt: complete(url, prompt), prompts))
+
+        warm = send_all(draw_prompts(f"{case.name}, warm", 2 * options.clients))
+        before = _settled(decode, (1 + warm.count(True)) * case.tp)
         began = time.perf_counter()
-        answered = list(pool.map(lambda prompt: complete(url, prompt), prompts))
+        answered = send_all(prompts)
         ms = (time.perf_counter() - began) * 1e3 / len(prompts)
         after = _settled(decode, before.statuses.total() + answered.count(True) * case.tp)
     return Load(after.since(before), answered.count(False), ms)
@@ -385,7 +401,7 @@ def measure(options: argparse.Namespace, page: Page) -> None:
     )
     page.tables = {"cases": rows}
     page.section("Planted bugs and costs", COLUMNS, rows)
-    page.say(*page.wrong, "Needs: the environment of `make vllm`, and about 2 GB of memory.")
+    page.say(*page.wrong, "Needs: the environment of `make vllm`, and about 4 GB of memory.")
 
 
 def main() -> int:
