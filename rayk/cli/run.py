@@ -35,9 +35,9 @@ def run(
 ) -> None:
     """Run an experiment matrix and print its verdict table.
 
-    Exit 0: every cell is PASS or NEAR_TIE (or met its expected verdict). 1: some cell failed.
-    2: the spec or the model is bad, nothing was started; or the disk is full. 130: interrupted (143: by
-    SIGTERM). Finished cells are on disk and --resume continues.
+    Exit 0: every cell is PASS, NEAR_TIE or UNSUPPORTED (or met its expected verdict). 1: some cell
+    failed. 2: the spec or the model is bad, nothing was started; or all cells are UNSUPPORTED; or the disk
+    is full. 130: interrupted (143: by SIGTERM). Finished cells are on disk and --resume continues.
     """
     from rayk.actors.environment import wanted_address
     from rayk.actors.token_file import TokenFile
