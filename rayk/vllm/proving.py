@@ -114,21 +114,23 @@ def _inner_view(vllm_config: Any) -> tuple[type[KVConnectorBase_V1], Any]:
     return KVConnectorFactory.get_connector_class(inner.kv_transfer_config), inner
 
 
-def _refuse_unlike_conv_layout(vllm_config: Any, inner_name: str) -> None:
-    """Refuse a name of ours that hides NIXL's from the CPU platform, unless the layout of convolution states
-    is the one that the platform would set."""
+def _refuse_unlike_conv_layout(vllm_config: Any, inner: Any) -> None:
+    """Refuse a name of ours that hides NIXL's, or a MultiConnector with such a child, from the CPU platform,
+    unless the layout of convolution states is the one that the platform would set."""
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
     from vllm.platforms import current_platform
 
-    named = vllm_config.kv_transfer_config.kv_connector
+    outer = vllm_config.kv_transfer_config
+    is_hidden = any(inner.has_connector(name) and not outer.has_connector(name) for name in NIXL)
     is_hybrid = vllm_config.model_config is not None and vllm_config.model_config.has_inner_state
-    if named == inner_name or inner_name not in NIXL or not current_platform.is_cpu() or not is_hybrid:
+    if not is_hidden or not current_platform.is_cpu() or not is_hybrid:
         return
     if get_conv_state_layout() != "DS":
         raise Unsupported(
-            f'"kv_connector": "{named}" around {inner_name} leaves convolution states in the layout '
-            f'{get_conv_state_layout()}, vLLM would choose DS: write "kv_connector": "{inner_name}" with the '
-            f'same "kv_connector_module_path", or set {_CONV_LAYOUT}=DS'
+            f'"kv_connector": "{outer.kv_connector}" around {inner.kv_connector} leaves convolution states '
+            f"in the layout {get_conv_state_layout()}, vLLM would choose DS: write "
+            f'"kv_connector": "{inner.kv_connector}" with the same "kv_connector_module_path", or set '
+            f"{_CONV_LAYOUT}=DS"
         )
 
 
@@ -140,7 +142,7 @@ class _Proving(KVConnectorBase_V1):  # type: ignore[misc]
         self._settings = read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         inner_class, self._inner_vllm_config = _inner_view(vllm_config)
         self._refuse_unlike_hma(vllm_config, inner_class)
-        _refuse_unlike_conv_layout(vllm_config, self._inner_vllm_config.kv_transfer_config.kv_connector)
+        _refuse_unlike_conv_layout(vllm_config, self._inner_vllm_config.kv_transfer_config)
         self._cores = _cores()
         self.inner: Any = inner_class(self._inner_vllm_config, role, kv_cache_config)
         self.scheduler: SchedulerHalf | None = None
@@ -157,6 +159,11 @@ class _Proving(KVConnectorBase_V1):  # type: ignore[misc]
             raise Unsupported(
                 f"{inner_class.__name__} does not support the hybrid KV cache manager: write "
                 f'"kv_connector": "{_WITHOUT_HMA}", or set --disable-hybrid-kv-cache-manager'
+            )
+        if has and not isinstance(self, SupportsHMA):
+            raise Unsupported(
+                f"{inner_class.__name__} supports the hybrid KV cache manager, which vLLM turns off around "
+                f'{type(self).__name__}: write "kv_connector": "{ProvingConnector.__name__}"'
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -297,6 +304,9 @@ class _Proving(KVConnectorBase_V1):  # type: ignore[misc]
         from rayk.vllm.planted import plant_at_worker
         from rayk.vllm.transfer_log import TransferLog
 
+        if self.worker is not None:  # Registered anew: its port is needed again.
+            self.worker.close()
+            self.worker = None
         self.inner.register_kv_caches(kv_caches)
         config, kept = self._vllm_config, self._kv_cache_config
         rank, size = get_tensor_model_parallel_rank(), config.parallel_config.tensor_parallel_size

@@ -241,6 +241,14 @@ def main() -> None:
     found["conv_layout"] = refusal(
         lambda: proving.ProvingConnector(made, KVConnectorRole.WORKER, worker.kv_cache_config)
     )
+    children = [{"kv_connector": "NixlConnector", "kv_role": "kv_both"}]
+    multi, _ = config("kv_producer", **{**nixl, "inner": "MultiConnector", "connectors": children})
+    found["conv_layout_of_child"] = refusal(
+        lambda: proving.ProvingConnector(multi, KVConnectorRole.WORKER, worker.kv_cache_config)
+    )
+    found["hidden_hma"] = refusal(
+        lambda: proving.ProvingConnectorWithoutHMA(made, KVConnectorRole.WORKER, worker.kv_cache_config)
+    )
     example, _ = config("kv_producer", **{**nixl, "inner": "ExampleConnector"})
     found["no_hma"] = refusal(
         lambda: proving.ProvingConnector(example, KVConnectorRole.WORKER, worker.kv_cache_config)
@@ -251,6 +259,13 @@ def main() -> None:
     found["no_inner"] = refusal(
         lambda: proving.ProvingConnector(bare, KVConnectorRole.WORKER, worker.kv_cache_config)
     )
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("rayk-")]
+    p.worker.register_kv_caches(p.caches.layers)
+    for thread in threads:
+        thread.join(300)
+    found["left_running"] = [thread.name for thread in threads if thread.is_alive()]
+    serving = [thread for thread in threading.enumerate() if thread.name == "rayk-proof-server"]
+    found["num_serving"] = len(serving)
     p.worker.shutdown()
     print(RESULT + json.dumps(found), flush=True)
 

@@ -72,6 +72,10 @@ def test_threads_of_the_proof_do_not_share_the_core_that_nixl_reserves(driven: d
     assert ours == [before]
 
 
+def test_caches_registered_anew_leave_no_server_of_the_old_ones(driven: dict[str, Any]) -> None:
+    assert (driven["left_running"], driven["num_serving"]) == ([], 1)
+
+
 def test_what_vllm_asks_the_class_is_as_the_inner_class_says(driven: dict[str, Any]) -> None:
     assert driven["names"] == list(driven["hma"])
     assert all(inner == ours for inner, ours in driven["hma"].values())
@@ -81,7 +85,9 @@ def test_what_vllm_asks_the_class_is_as_the_inner_class_says(driven: dict[str, A
 
 def test_what_would_not_be_as_with_the_inner_name_is_refused(driven: dict[str, Any]) -> None:
     assert 'write "kv_connector": "NixlConnector"' in driven["conv_layout"]
+    assert 'write "kv_connector": "MultiConnector"' in driven["conv_layout_of_child"]
     assert 'write "kv_connector": "ProvingConnectorWithoutHMA"' in driven["no_hma"]
+    assert driven["hidden_hma"].endswith('write "kv_connector": "ProvingConnector"')
     assert '"inner": "NixlConnector"' in driven["no_inner"]
 
 
