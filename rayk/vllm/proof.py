@@ -6,6 +6,7 @@ by `serve_records`; a `Ticket` in `kv_transfer_params` tells D where. None of it
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import struct
 import threading
@@ -15,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 
@@ -254,7 +255,7 @@ class Ticket:
     nonce: str
     """The key under which P keeps the proof."""
     ranks: tuple[tuple[str, int, str], ...]
-    """(host, port, life) in rank order."""
+    """(IP address, port, life) in rank order."""
     sampled: bool = True
     """False if P did not sample the request."""
 
@@ -270,9 +271,7 @@ def read_ticket(params: Mapping[str, Any] | None) -> Ticket | None:
     if not isinstance(told, Mapping) or told.get("version") != VERSION:
         return None
     request_id, nonce, ranks = told.get("request"), told.get("nonce"), told.get("ranks")
-    if not isinstance(request_id, str) or len(request_id) > 1024:
-        return None
-    if not isinstance(nonce, str) or not 0 < len(nonce) <= 64:
+    if not _is_text(request_id, 1024) or not _is_text(nonce, 64) or not nonce:
         return None
     sampled = told.get("sampled", True)
     if not isinstance(ranks, list) or len(ranks) > MAX_RANKS or not isinstance(sampled, bool):
@@ -280,9 +279,25 @@ def read_ticket(params: Mapping[str, Any] | None) -> Ticket | None:
     for rank in ranks:
         if not isinstance(rank, list) or [type(part) for part in rank] != [str, int, str]:
             return None
-        if not 0 < rank[1] < 1 << 16:
+        if not _is_ip_address(rank[0]) or not 0 < rank[1] < 1 << 16 or not _is_text(rank[2], 64):
             return None
     return Ticket(request_id, nonce, tuple((host, port, life) for host, port, life in ranks), sampled)
+
+
+def _is_text(told: object, max_characters: int) -> TypeGuard[str]:
+    """Return whether this is text that can be encoded: JSON may hold halves of surrogate pairs."""
+    if not isinstance(told, str) or len(told) > max_characters:
+        return False
+    return told.encode(errors="ignore").decode() == told
+
+
+def _is_ip_address(told: str) -> bool:
+    """Return whether this is an address that needs no looking up, and means the same on every host."""
+    try:
+        ipaddress.ip_address(told)
+    except ValueError:
+        return False
+    return "%" not in told
 
 
 # What D fetches

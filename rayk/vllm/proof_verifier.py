@@ -54,7 +54,9 @@ class Fetcher:
         proofs: dict[int, PeerProof] = {}
         reasons = []
         if arrival.ticket is None:
-            reasons.append("the request came without rayk_proof in its kv_transfer_params")
+            reasons.append(
+                "the request came without rayk_proof in its kv_transfer_params, or it cannot be read"
+            )
         elif not arrival.ticket.sampled:
             reasons.append("P did not sample it, and D's sampling_rate is 1")
         elif not arrival.ticket.ranks:

@@ -35,6 +35,7 @@ _LENGTH = struct.Struct("<I")
 _NUMBER = struct.Struct("<Q")
 
 Address = tuple[str, int]
+"""(IP address, port). No names: looking one up has no deadline."""
 
 
 def read_secret(secret: object = None, secret_file: object = None) -> bytes:
@@ -158,7 +159,7 @@ def ask(address: Address, secret: bytes, requests: list[bytes], deadline: float)
                 channel.send(request, deadline)
                 answers.append(channel.receive(MAX_ANSWER_BYTES, deadline))
             return answers
-    except (OSError, ProtocolError) as error:
+    except (OSError, UnicodeError, ProtocolError) as error:
         reason = "no answer in time" if isinstance(error, TimeoutError) else str(error)
         raise TransferError("", f"proof: {reason}", producer=name) from error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,8 +30,6 @@ KEYS = (
 )
 """Ours: everything else is the inner connector's."""
 MAX_TIMEOUT_S = 3600.0
-EVERYWHERE = ("", "0.0.0.0", "::", "*")  # noqa: S104
-"""Addresses to listen at that nobody can ask at."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ProvingSettings:
     from_producer: bool = False
     """All that D loads is what P had, also where vLLM does not say from where it comes."""
     host: str = "127.0.0.1"
-    """P's address, as D reaches it."""
+    """P's IP address, as D reaches it."""
     port: int = 0
     """P's; each tensor-parallel rank adds its number to it. 0: any free one."""
     timeout_s: float = 30.0
@@ -79,10 +79,17 @@ def without_ours(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _host(extra: Mapping[str, Any]) -> str:
+    """Return the IP address: a name is looked up here, once, since D's verifier could wait for a name server
+    for as long as that likes."""
     host = extra.get("host", "127.0.0.1")
-    if not isinstance(host, str) or host.strip("[]") in EVERYWHERE:
-        raise UserError(f"host {host!r}", WHERE, "name P's address as D reaches it: tickets tell it")
-    return host
+    mend = "name P's address as D reaches it: tickets tell it"
+    try:
+        address = ipaddress.ip_address(host if ":" in host else socket.gethostbyname(host))
+    except (OSError, TypeError, ValueError) as error:
+        raise UserError(f"host {host!r}: {error}", WHERE, mend) from error
+    if address.is_unspecified or "%" in host:
+        raise UserError(f"host {host!r}", WHERE, mend)
+    return str(address)
 
 
 def _flag(extra: Mapping[str, Any], key: str) -> bool:

@@ -519,6 +519,14 @@ def test_settings_are_checked_and_not_passed_on() -> None:
         {"from_producer": "yes"},
         {"host": "0.0.0.0"},
         {"host": "[::]"},
+        {"host": "0::0"},
+        {"host": "fe80::1%eth0"},
+        {"host": "bad..label"},
     ):
         with pytest.raises(UserError, match=next(iter(wrong))):
             read_settings({**SECRET, **wrong})
+
+
+def test_a_name_of_the_host_is_looked_up_once_where_it_is_written() -> None:
+    for host, address in (("localhost", "127.0.0.1"), ("10.0.0.1", "10.0.0.1"), ("::1", "::1")):
+        assert read_settings({**SECRET, "host": host}).host == address

@@ -438,6 +438,12 @@ def test_a_digest_that_is_still_to_come_is_waited_for() -> None:
         later.join(HANG_S)
 
 
+@each("host", ["bad..label", "h" * 300])
+def test_an_address_that_is_none_is_no_proof_and_no_bug(host: str) -> None:
+    with sides(HETERO) as made:
+        check_unverified(made.verify(ticket=with_peer(made, (host, 1))), "label")
+
+
 def test_a_request_without_a_ticket_or_of_another_shape_is_unverified() -> None:
     with sides(HETERO) as made:
         check_unverified(made.verify(ticket=None), "without rayk_proof")

@@ -10,6 +10,7 @@ from rayk.vllm.proof_wire import read_secret
 from tests.each import each
 
 TOLD = Ticket("r", "n", ()).to_params()
+HERE = "127.0.0.1"
 
 
 @each(
@@ -22,9 +23,17 @@ TOLD = Ticket("r", "n", ()).to_params()
         {"rayk_proof": {**TOLD, "request": 5}},
         {"rayk_proof": {**TOLD, "nonce": ""}},
         {"rayk_proof": {**TOLD, "nonce": "n" * 65}},
-        {"rayk_proof": {**TOLD, "ranks": [["h", 70000, "l"]]}},
-        {"rayk_proof": {**TOLD, "ranks": [["h", True, "l"]]}},
-        {"rayk_proof": {**TOLD, "ranks": [["h", 1, "l"]] * 2000}},
+        {"rayk_proof": {**TOLD, "request": "\ud800"}},
+        {"rayk_proof": {**TOLD, "nonce": "\ud800"}},
+        {"rayk_proof": {**TOLD, "ranks": [[HERE, 70000, "l"]]}},
+        {"rayk_proof": {**TOLD, "ranks": [[HERE, True, "l"]]}},
+        {"rayk_proof": {**TOLD, "ranks": [[HERE, 1, "l"]] * 2000}},
+        {"rayk_proof": {**TOLD, "ranks": [[HERE, 1, "l" * 65]]}},
+        {"rayk_proof": {**TOLD, "ranks": [[HERE, 1, "\ud800"]]}},
+        {"rayk_proof": {**TOLD, "ranks": [["localhost", 1, "l"]]}},
+        {"rayk_proof": {**TOLD, "ranks": [["bad..label", 1, "l"]]}},
+        {"rayk_proof": {**TOLD, "ranks": [["h" * 300, 1, "l"]]}},
+        {"rayk_proof": {**TOLD, "ranks": [["fe80::1%..", 1, "l"]]}},
         {"rayk_proof": {**TOLD, "sampled": 0}},
     ],
 )
@@ -33,7 +42,7 @@ def test_tickets_that_cannot_be_read_are_none(told) -> None:
 
 
 def test_a_ticket_survives_its_way_as_json() -> None:
-    ticket = Ticket("r", "n", (("h", 1, "l"), ("h", 2, "m")))
+    ticket = Ticket("r", "n", (("10.0.0.1", 1, "l"), ("fd00::1", 2, "m")))
     assert read_ticket({"rayk_proof": ticket.to_params()}) == ticket
 
 
