@@ -57,6 +57,11 @@ class Caches(Protocol):
         ...
 
 
+def num_row_bytes(parts: PartRows | None) -> int:
+    """Add up the bytes of kept rows."""
+    return sum(values.nbytes for rows in (parts or {}).values() for values in rows.values())
+
+
 def is_sampled(request_id: str, rate: float) -> bool:
     """Return whether a request is proven: the same answer wherever the same id and rate are asked for."""
     number = int.from_bytes(blake2b(request_id.encode(), digest_size=8).digest(), "big")
@@ -78,8 +83,7 @@ class ProofRecord:
 
     @property
     def num_bytes(self) -> int:
-        kept = (values.nbytes for rows in (self.rows or {}).values() for values in rows.values())
-        return self.digests.nbytes + sum(kept)
+        return self.digests.nbytes + num_row_bytes(self.rows)
 
 
 class ProofRecords:

@@ -15,13 +15,16 @@ from typing import Any
 from rayk.transfer.verify import CanonicalViews, Rows
 from rayk.types.bugs import bug
 from rayk.types.errors import TransferError
-from rayk.vllm.proof import Ticket, fetch_digests, fetch_rows
+from rayk.vllm.proof import Ticket, fetch_digests, fetch_rows, num_row_bytes
 from rayk.vllm.proof_compare import Arrival, Comparison, PeerProof, classify, compare
 
 LOGGER = logging.getLogger("vllm.rayk")
 """A child of vLLM's own logger, whose handlers it shares."""
 MAX_WAITING = 256
 """Arrivals that may wait to be verified; those beyond are counted as unverified."""
+MAX_ROW_BYTES = 1 << 30
+"""Bytes of the rows of all that wait: an arrival beyond is kept without rows, so it can be wrong and located,
+but not classified. The rows of one alone are kept whatever their size, as P does."""
 MAX_RESULTS = 4096
 NOT_COMPARED = ("local", "skipped")
 """How requests are counted that load nothing of P's, or are not sampled."""
@@ -217,17 +220,27 @@ class Verifier:
         self._ended: list[str] = []
         self._submitted: Counter[str] = Counter()
         """Requests whose verification has not ended, each as often as its id was sent."""
+        self._row_bytes = 0
+        """Bytes of the rows of arrivals that wait or are being verified."""
         self._thread = threading.Thread(target=self._run, name="rayk-verifier", daemon=True)
         self._thread.start()
 
     def submit(self, arrival: Arrival) -> None:
         """Have an arrival verified; `take_ended` names it when that is done."""
+        row_bytes = num_row_bytes(arrival.rows)
         with self._lock:
             self._submitted[arrival.request_id] += 1
             self._results.pop(arrival.request_id, None)
+            is_too_much = self._row_bytes > 0 and self._row_bytes + row_bytes > MAX_ROW_BYTES
+            if is_too_much:
+                row_bytes, arrival = 0, replace(arrival, rows=None)
+            self._row_bytes += row_bytes
+        if is_too_much:
+            LOGGER.info("KV proof: %s will not be classified: others' rows wait", arrival.request_id)
         try:
             self._waiting.put_nowait(arrival)
         except queue.Full:
+            self._let_go(arrival)
             self.end(
                 arrival.request_id, Comparison("unverified", f"{MAX_WAITING} others wait to be verified")
             )
@@ -294,3 +307,9 @@ class Verifier:
     def _run(self) -> None:
         while (arrival := self._waiting.get()) is not None:
             self.run(arrival)
+            self._let_go(arrival)
+            del arrival  # Its rows, while nothing waits.
+
+    def _let_go(self, arrival: Arrival) -> None:
+        with self._lock:
+            self._row_bytes -= num_row_bytes(arrival.rows)

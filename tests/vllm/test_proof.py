@@ -15,7 +15,7 @@ import pytest
 
 from rayk.types.errors import KVMismatch, TransferError, UserError
 from rayk.vllm import proof_verifier, proof_wire
-from rayk.vllm.proof import ProofRecord, ProofRecords, Ticket, serve_records
+from rayk.vllm.proof import ProofRecord, ProofRecords, Ticket, num_row_bytes, serve_records
 from rayk.vllm.proof_compare import Arrival, Comparison
 from rayk.vllm.proof_verifier import Counts, Fetcher, Verifier
 from rayk.vllm.proof_wire import ProofServer, ask
@@ -537,6 +537,38 @@ def test_the_verifier_counts_what_it_finds_and_outlives_its_bugs() -> None:
     assert sorted(taken["wrong"]) == [[2, "v", 2, 8], [2, "v", 3, 8]]
     assert taken["first"] == [[2, "v", 2, 0, "head 2 holds head 3 of the producer", 1]]
     assert counts.take() is None
+
+
+def test_rows_beyond_what_may_wait_are_only_located(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sides(HETERO) as made:
+        caches = made.caches[1]
+        caches.change(2, "v", roll_heads)
+        wrong = made.arrival(1)
+        monkeypatch.setattr(proof_verifier, "MAX_ROW_BYTES", 2 * num_row_bytes(wrong.rows))
+        fetcher = Fetcher(caches.description, caches.all_views, SECRET, HANG_S)
+        may_go_on = threading.Event()
+
+        def verify(arrival: Arrival) -> Comparison:
+            assert may_go_on.wait(HANG_S)
+            return fetcher.verify(arrival)
+
+        def found(name: str) -> str:
+            wait_for(lambda: verifier.result(name) is not None)
+            comparison = verifier.pop(name)
+            assert comparison.status == "mismatch"
+            return comparison.mismatch.classification
+
+        verifier = Verifier(verify, Counts(), caches.all_views)
+        for name in ("first", "second", "third"):
+            verifier.submit(replace(wrong, request_id=name))
+        may_go_on.set()
+        for name in ("first", "second"):
+            assert found(name) == "head 2 holds head 3 of the producer"
+        assert "digests differ" in found("third")
+        monkeypatch.setattr(proof_verifier, "MAX_ROW_BYTES", 1)
+        verifier.submit(replace(wrong, request_id="alone"))
+        assert found("alone") == "head 2 holds head 3 of the producer"
+        verifier.close()
 
 
 def test_no_more_series_are_made_than_prometheus_can_bear(monkeypatch: pytest.MonkeyPatch) -> None:
