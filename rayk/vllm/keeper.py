@@ -4,6 +4,9 @@ The keeper waits until the command ends, or the other end of standard input is c
 Then it kills all processes that came of the command, whatever group or session they moved to. It writes
 `began PID` to the pipe FD at first, and `ended STATUS` once nothing is left. The keeper detaches itself from
 its parent at once: Ray kills the children of its actors, but not the children of those.
+
+vLLM's processes share memory by files in /dev/shm, which outlive them. Python's resource tracker, one of the
+processes, removes them once the others are gone, so it is given TRACKER_S to end by itself.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ import os
 import select
 import signal
 import sys
+import time
 from pathlib import Path
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TRACKER_S, POLL_S = 5.0, 0.01
 
 
 def main() -> None:
@@ -60,18 +65,28 @@ def _wait(command: int) -> None:
 
 
 def _kill_all(command: int) -> int:
-    """The exit status of the command, as subprocess has it: negative for a signal."""
-    status = 0
+    """Return the exit status of the command, as subprocess has it: negative for a signal."""
+    status, until = 0, time.monotonic() + TRACKER_S
     while True:
         for child in _children():
+            is_spared = _is_tracker(child) and time.monotonic() < until
             with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
+                os.kill(child, signal.SIGCONT if is_spared else signal.SIGKILL)
         try:
-            pid, found = os.waitpid(-1, 0)
+            pid, found = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return status
         if pid == command:
             status = os.waitstatus_to_exitcode(found)
+        if not pid:
+            time.sleep(POLL_S)
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _children() -> list[int]:

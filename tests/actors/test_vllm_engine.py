@@ -176,6 +176,37 @@ def test_nothing_outlives_an_owner_that_is_killed(fake: Fake) -> None:
         time.sleep(0.01)
 
 
+SHARES = """
+import multiprocessing, sys, time
+from multiprocessing.shared_memory import SharedMemory
+shared = SharedMemory(create=True, size=4096)
+print(shared.name, multiprocessing.Semaphore()._semlock.name, file=sys.stderr, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_nothing_shared_outlives_an_engine(is_stopped: bool) -> None:
+    reading, writing = os.pipe()
+    keeper = [sys.executable, "-m", "rayk.vllm.keeper", str(writing), sys.executable, "-c", SHARES]
+    with subprocess.Popen(  # noqa: S603
+        keeper, stdin=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[writing], text=True
+    ) as owner:
+        os.close(writing)
+        assert owner.stdin is not None
+        assert owner.stderr is not None
+        memory, semaphore = owner.stderr.readline().split()
+        with os.fdopen(reading) as told:
+            pid = int(told.readline().removeprefix("began "))
+            assert Path(f"/dev/shm/{memory}").exists()  # noqa: S108
+            if is_stopped:
+                os.killpg(pid, signal.SIGSTOP)
+            owner.stdin.close()
+            assert told.readline() == "ended -9\n"
+    assert not Path(f"/dev/shm/{memory}").exists()  # noqa: S108
+    assert not Path(f"/dev/shm/sem.{semaphore.lstrip('/')}").exists()  # noqa: S108
+
+
 FAILED = "RuntimeError: Engine core initialization failed. See root cause above."
 
 
