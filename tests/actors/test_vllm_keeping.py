@@ -39,6 +39,7 @@ class Actor:
         self.used_as: list[str] = []
         self.start, self.join, self.ask = Method(self._start), Method(self._join), Method(self._ask)
         self.run, self.leave, self.clock_ns = Method(self._run), Method(self._leave), Method(self._clock)
+        self.rests, self.rest = False, Method(self._rest)
 
     async def _start(self, *_: Any) -> dict[str, Any]:
         if self._pool.refusal is not None:
@@ -56,12 +57,17 @@ class Actor:
         self._raise_if_gone()
         self._left.set()
 
+    async def _rest(self) -> None:
+        self._raise_if_gone()
+        self.rests = True
+
     async def _clock(self) -> int:
         return 0
 
     async def _ask(self, timeout_s: float, op: str, **_: Any) -> tuple[dict[str, Any], bytes]:
         del timeout_s
         self._raise_if_gone()
+        self.rests = False
         if self.name in self._pool.dead:
             raise EngineDied(self.name, "killed")
         return {"is_empty": op == "forget" and self.name not in self._pool.holding}, b""
@@ -135,6 +141,7 @@ def test_an_engine_serves_any_role_in_later_cells(pool: Pool) -> None:
     had = run(pool, cell(ONE), cell(ONE, TWO), cell(TWO, ONE), cell(ONE, ONE))
     assert had == [["prefill0"], ["prefill0", "decode1"], ["decode1", "prefill0"], ["prefill0", "decode2"]]
     assert pool.actors["prefill0"].used_as == ["prefill0", "prefill0", "decode0", "prefill0"]
+    assert all(actor.rests for actor in pool.actors.values())
 
 
 def test_the_least_recently_used_end_first(pool: Pool) -> None:
