@@ -9,8 +9,11 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import threading
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -82,6 +85,19 @@ class Handler(BaseHTTPRequestHandler):
 def make_handler(prefill: str, decode: str) -> type[Handler]:
     """Make a handler that passes completions on to these two."""
     return type("ProxyHandler", (Handler,), {"prefill": prefill, "decode": decode})
+
+
+@contextmanager
+def served(handler: type[BaseHTTPRequestHandler], join_s: float | None = None) -> Iterator[str]:
+    """Serve in a thread at a free port of loopback; yields the address. Its end may take `join_s`."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join(join_s)
 
 
 def main() -> None:

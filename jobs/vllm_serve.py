@@ -29,21 +29,19 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without an install
 
 from jobs.benchmarks.harness import ROOT, Page, above_zero, option, run
-from jobs.vllm_proxy import make_handler, post
+from jobs.vllm_proxy import make_handler, post, served
 from rayk.cli.guard import run_guarded
 from rayk.oracle.checkpoint import write_checkpoint
 from rayk.reports.page import Column
@@ -244,20 +242,6 @@ def connector(launch: Launch, *, proves: bool, planted: str = "") -> list[str]:
     return ["--kv-transfer-config", json.dumps(config | {"kv_connector_extra_config": extra})]
 
 
-@contextlib.contextmanager
-def proxy(prefill: VllmServer, decode: VllmServer) -> Iterator[str]:
-    """jobs/vllm_proxy.py before the two; yields its address."""
-    handler = make_handler(prefill.url, decode.url)
-    with ThreadingHTTPServer((HOST, 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://{HOST}:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 # --- requests -------------------------------------------------------------------------------------
 
 
@@ -294,7 +278,8 @@ class Load:
 def send(options: argparse.Namespace, case: Case, prefill: VllmServer, decode: VllmServer) -> Load:
     """Have every prompt completed, after some that nobody counts."""
     prompts = draw_prompts(case.name, options.requests)
-    with proxy(prefill, decode) as url, ThreadPoolExecutor(options.clients) as pool:
+    handler = make_handler(prefill.url, decode.url)
+    with served(handler) as url, ThreadPoolExecutor(options.clients) as pool:
         if not any(complete(url, _draw(random.Random(i), 150)) for i in range(WARM_UPS)):
             raise UserError(f"no request of {WARM_UPS} is answered by {decode.name}", where=str(decode.log))
 

@@ -8,12 +8,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 
-from jobs.vllm_proxy import make_handler
+from jobs.vllm_proxy import make_handler, served
 from tests.pd import HANG_S
 
 PARAMS = {"do_remote_prefill": True, "rayk_proof": {"version": 2}}
@@ -58,24 +58,12 @@ class Played:
 
 
 @contextmanager
-def served(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join(HANG_S)
-
-
-@contextmanager
 def proxied() -> Iterator[tuple[str, Played, Played]]:
     """(the proxy's address, P, D)."""
     p, d = Played(), Played()
-    with served(p.handler()) as prefill, served(d.handler()) as decode:
+    with served(p.handler(), HANG_S) as prefill, served(d.handler(), HANG_S) as decode:
         p.url, d.url = prefill, decode
-        with served(make_handler(prefill, decode)) as url:
+        with served(make_handler(prefill, decode), HANG_S) as url:
             yield url, p, d
 
 
@@ -112,5 +100,5 @@ def test_what_d_refuses_or_nobody_answers_is_told() -> None:
                 ask(url, prompt="refused", stream=stream)
             assert "too long" in json.load(refused.value)["error"]
         gone = d.url
-    with served(make_handler(gone, gone)) as url, pytest.raises(urllib.error.HTTPError, match="502"):
+    with served(make_handler(gone, gone), HANG_S) as url, pytest.raises(urllib.error.HTTPError, match="502"):
         ask(url)
