@@ -19,6 +19,7 @@ from rayk.bench.summary import summarize
 from rayk.reports.load_writer import LoadWriter
 from rayk.types.errors import UserError
 from rayk.types.reaching import why_unreached
+from rayk.types.signals import run_coroutine
 
 PROBE_S = 10.0
 LOWEST_ID = 4  # random prompts begin here: lower ids are special in most vocabularies
@@ -54,7 +55,7 @@ def run_bench(
     names = [load.name for load in loads]
     if len(set(names)) < len(names):
         raise UserError(problem="the same load twice", mend="each --rate or --concurrency once")
-    model, token_ids = asyncio.run(probe(loads[0]))
+    model, token_ids = run_coroutine(probe(loads[0]))
     loads = [with_own_seed(load) for load in loads]
     plans = [plan_requests(load, token_ids(load)) for load in loads]
     watcher = watcher or Silent()
@@ -79,7 +80,7 @@ def _run_one(
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     sent = Sent()
     try:
-        asyncio.run(drive(load, model, planned, sent, lambda seen: watcher.ended(seen.outcome)))
+        run_coroutine(drive(load, model, planned, sent, lambda seen: watcher.ended(seen.outcome)))
     except KeyboardInterrupt:
         if sent.requests:
             cell, rows = summarize(load, model, sent)

@@ -7,9 +7,12 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -59,6 +62,47 @@ def interrupts(on_first: Callable[[], None], at_once: Callable[[], None] = lambd
         return
     with _handled(interrupt, at_once):
         yield
+
+
+def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine as asyncio.run does, but cancel it at a signal whose handler raises, and raise when it
+    has ended. Raised at once, the interrupt would come up in whatever code runs just then, and be lost:
+    aiohttp takes any BaseException in its callbacks for a broken connection."""
+    if threading.current_thread() is not threading.main_thread():
+        return asyncio.run(coroutine)
+    return asyncio.run(_cancelled_by_signals(coroutine))
+
+
+async def _cancelled_by_signals(coroutine: Coroutine[Any, Any, T]) -> T:
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    raised: list[KeyboardInterrupt] = []
+    before = {int(signum): signal.getsignal(signum) for signum in SIGNALS}
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        handler = before[signum]
+        assert callable(handler)
+        try:
+            handler(signum, frame)
+        except KeyboardInterrupt as error:
+            raised.append(error)
+            loop.call_soon_threadsafe(task.cancel)
+
+    for signum, handler in before.items():
+        if callable(handler):
+            signal.signal(signum, handle)
+    try:
+        result = await coroutine
+    except asyncio.CancelledError:
+        if not raised:
+            raise
+    finally:
+        for signum, handler in before.items():
+            if callable(handler):
+                signal.signal(signum, handler)
+    if raised:
+        raise raised[0]
+    return result
 
 
 class StopSignals:

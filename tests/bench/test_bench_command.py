@@ -255,7 +255,10 @@ def test_an_interrupted_load_leaves_what_it_has(tmp_path: Path) -> None:
         while len(server.seen) < 6 and time.monotonic() < deadline:
             time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        _, stderr = process.communicate(timeout=120)
+        try:
+            _, stderr = process.communicate(timeout=120)
+        finally:
+            process.kill()
     assert process.returncode == 130, stderr
     found = load(out)
     assert list(found.requests["outcome"]) == ["ok"] * 5 + ["aborted"]

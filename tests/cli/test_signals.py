@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rayk.cli.guard import run_guarded
-from rayk.types.signals import Interrupted, exit_code_of, interrupts, kept_sigterm
+from rayk.types.signals import Interrupted, exit_code_of, interrupts, kept_sigterm, run_coroutine
 
 STUBBORN = """
 import sys, time
@@ -70,6 +71,44 @@ def test_the_second_signal_ends_at_once(first: int, second: int, code: int) -> N
     output, _ = process.communicate(timeout=50)
     assert output == ""
     assert process.returncode == code
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_is_not_lost_in_a_callback_that_takes_every_exception(signum: int) -> None:
+    """As aiohttp's data_received does, in the parser of which a signal came at a test of `rayk bench`."""
+    passed_over: list[BaseException] = []
+    ended: list[str] = []
+
+    def callback() -> None:
+        try:
+            os.kill(os.getpid(), signum)
+            sum(range(1000))  # Python calls handlers between two of its instructions
+        except BaseException as error:  # noqa: BLE001 - what the test is about
+            passed_over.append(error)
+
+    async def work() -> None:
+        asyncio.get_running_loop().call_soon(callback)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("in order")
+
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(Interrupted) as raised, interrupts(lambda: ended.append("told")):
+        run_coroutine(work())
+    assert raised.value.signum == signum
+    assert passed_over == []
+    assert ended == ["told", "in order"]
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_an_interrupt_as_a_coroutine_ends_is_raised_all_the_same() -> None:
+    async def work() -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        return "done"
+
+    with pytest.raises(Interrupted), interrupts(lambda: None):
+        run_coroutine(work())
 
 
 def test_handlers_are_given_back_and_other_threads_do_without() -> None:
