@@ -93,6 +93,10 @@ class ProtocolError(Exception):
     """The peer does not speak this protocol, or does not know the secret."""
 
 
+class HungUp(ConnectionError):
+    """The peer ended the connection before a message was whole."""
+
+
 def accept_channel(connection: socket.socket, secret: bytes, deadline: float) -> Channel:
     """Greet a client as the server. Raises ProtocolError where the client does not know the secret."""
     mine = os.urandom(NONCE_BYTES)
@@ -132,7 +136,7 @@ def receive_exactly(connection: socket.socket, num_bytes: int, deadline: float) 
         _set_timeout(connection, deadline)
         part = connection.recv(min(missing, 1 << 20))
         if not part:
-            raise ConnectionError("the peer hung up")
+            raise HungUp("the peer hung up")
         parts.append(part)
         missing -= len(part)
     return b"".join(parts)
@@ -146,22 +150,30 @@ def _set_timeout(connection: socket.socket, deadline: float) -> None:
 
 
 def ask(address: Address, secret: bytes, requests: list[bytes], deadline: float) -> list[bytes]:
-    """Send requests over one connection and return their answers. Raises TransferError, naming the address,
-    where they do not come by the deadline."""
-    name = f"{address[0]}:{address[1]}"
+    """Send requests over one connection and return their answers; once more over another where the first
+    broke, as the server ends one whose client a busy machine kept from greeting in time. Raises TransferError,
+    naming the address, where answers do not come by the deadline."""
     try:
-        left = max(0.001, deadline - time.monotonic())
-        with socket.create_connection(address, timeout=left) as connection:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            channel = open_channel(connection, secret, deadline)
-            answers = []
-            for request in requests:
-                channel.send(request, deadline)
-                answers.append(channel.receive(MAX_ANSWER_BYTES, deadline))
-            return answers
+        try:
+            return _ask_once(address, secret, requests, deadline)
+        except (BrokenPipeError, ConnectionResetError, HungUp):
+            return _ask_once(address, secret, requests, deadline)
     except (OSError, UnicodeError, ProtocolError) as error:
         reason = "no answer in time" if isinstance(error, TimeoutError) else str(error)
+        name = f"{address[0]}:{address[1]}"
         raise TransferError("", f"proof: {reason}", producer=name) from error
+
+
+def _ask_once(address: Address, secret: bytes, requests: list[bytes], deadline: float) -> list[bytes]:
+    left = max(0.001, deadline - time.monotonic())
+    with socket.create_connection(address, timeout=left) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        channel = open_channel(connection, secret, deadline)
+        answers = []
+        for request in requests:
+            channel.send(request, deadline)
+            answers.append(channel.receive(MAX_ANSWER_BYTES, deadline))
+        return answers
 
 
 def _listen(host: str, port: int) -> socket.socket:
