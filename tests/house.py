@@ -302,12 +302,12 @@ def check_sentences(root: Path) -> list[str]:
 
 
 def check_class_names(root: Path) -> list[str]:
-    """No two classes of rayk have one name."""
+    """No two classes of rayk have one name, nor names that differ by a leading underscore only."""
     places: dict[str, list[str]] = {}
     for path in python_files(root, "rayk"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(f"{path.relative_to(root)}:{node.lineno}")
+                places.setdefault(node.name.lstrip("_"), []).append(f"{path.relative_to(root)}:{node.lineno}")
     return [f"{', '.join(where)}: classes called {name}" for name, where in places.items() if len(where) > 1]
 
 

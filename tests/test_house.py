@@ -208,6 +208,8 @@ def test_sentences_catch(plant: Plant) -> None:
 def test_class_names_catch(plant: Plant) -> None:
     twice = {"rayk/kv/a.py": "class A: ...\n", "rayk/kv/b.py": "\nclass A: ...\n"}
     assert house.check_class_names(plant(**twice)) == ["rayk/kv/a.py:1, rayk/kv/b.py:2: classes called A"]
+    private = {"rayk/kv/a.py": "class A: ...\n", "rayk/kv/b.py": "class _A: ...\n"}
+    assert house.check_class_names(plant(**private)) == ["rayk/kv/a.py:1, rayk/kv/b.py:1: classes called A"]
 
 
 def test_lengths_catch(plant: Plant) -> None:

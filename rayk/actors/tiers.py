@@ -43,7 +43,7 @@ Kind = tuple[str, str]
 
 
 @dataclass(eq=False)
-class _Tier:
+class _TierActor:
     name: str
     handle: Any
     facts: TierFacts
@@ -81,7 +81,7 @@ class HostTiers:
         self.told = told
         self.settings = settings
         self._reopens = reopens
-        self._tiers: dict[Kind, _Tier] = {}
+        self._tiers: dict[Kind, _TierActor] = {}
         self._opening = asyncio.Lock()
         self._numbers = itertools.count()
         self.losses: list[str] = []  # what tiers died of, one each
@@ -152,7 +152,7 @@ class HostTiers:
         await asyncio.gather(*(self._end(tier) for tier in self._tiers.values()))
         self._tiers.clear()
 
-    async def _end(self, tier: _Tier) -> None:
+    async def _end(self, tier: _TierActor) -> None:
         if tier.watcher is not None:
             tier.watcher.cancel()
         if not tier.died:
@@ -160,10 +160,10 @@ class HostTiers:
         ray.kill(tier.handle)
 
     @property
-    def _live(self) -> list[_Tier]:
+    def _live(self) -> list[_TierActor]:
         return [t for t in self._tiers.values() if not t.died]
 
-    async def _tier_for(self, engine: EngineHandle, node_id: str) -> _Tier:
+    async def _tier_for(self, engine: EngineHandle, node_id: str) -> _TierActor:
         kind = self._kind_of(engine, node_id)
         async with self._opening:
             tier = self._tiers.get(kind)
@@ -172,7 +172,7 @@ class HostTiers:
                 tier.watcher = lasting(self._watch(tier), f"the watch over {tier.name}")
         return tier
 
-    async def _open(self, engine: EngineHandle, node_id: str) -> _Tier:
+    async def _open(self, engine: EngineHandle, node_id: str) -> _TierActor:
         number = next(self._numbers)
         name = f"{self._name}/{TIER}{number}"
         handle: Any = (
@@ -197,7 +197,7 @@ class HostTiers:
         except BaseException:
             ray.kill(handle)
             raise
-        return _Tier(name, handle, facts, pid, node_id)
+        return _TierActor(name, handle, facts, pid, node_id)
 
     def _kind_of(self, engine: EngineHandle, node_id: str) -> Kind:
         return node_id, self._identity_of(engine).text
@@ -206,7 +206,7 @@ class HostTiers:
         """Return what the engine's pages mean; the disk tier asks this, too."""
         return tier_identity(engine.config, self.settings, engine.descriptions[0])
 
-    async def _watch(self, tier: _Tier) -> None:
+    async def _watch(self, tier: _TierActor) -> None:
         """Wait until a tier dies, then tell its engines, which may not be in contact with it then."""
         try:
             await tier.handle.until_over.remote()

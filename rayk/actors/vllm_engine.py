@@ -86,7 +86,7 @@ class VllmEngine:
                 held.flush()
                 arguments = engine_arguments(config, held.name, host)
                 started = await self._ask(config.start_s, "start", arguments=arguments)
-        except _Failed as failure:
+        except _DriverError as failure:
             await self.end()
             error = refusal(self.name, self._log, failure.version, failure.words)
             raise error or EngineDied(self.name, failure.words) from None
@@ -107,7 +107,7 @@ class VllmEngine:
         num_logged = self._num_logged
         try:
             frame = await self._ask(timeout_s, op, **arguments)
-        except _Failed as failure:
+        except _DriverError as failure:
             if failure.words.startswith("EngineDeadError"):
                 self._say_dead(await self._words(cause_in, num_logged) or failure.words)
                 await self.end()
@@ -206,7 +206,7 @@ class VllmEngine:
         finally:
             del self._waiting[number]
         if "error" in frame.header:
-            raise _Failed(str(frame.header.get("version", "")), str(frame.header["error"]))
+            raise _DriverError(str(frame.header.get("version", "")), str(frame.header["error"]))
         return frame
 
     async def _words(self, find: Callable[[str], str], num_logged: int) -> str:
@@ -279,7 +279,7 @@ class VllmEngine:
                 waiting.set_exception(self._death)
 
 
-class _Failed(Exception):
+class _DriverError(Exception):
     """The driver answered with an error."""
 
     def __init__(self, version: str, words: str) -> None:

@@ -68,7 +68,7 @@ class Report:
 
 
 @dataclass(eq=False)
-class _Rank:
+class _ConnectorRank:
     connector: Connector
     memory: Any
     seeds: dict[str, int] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Host:
 
     def __init__(self) -> None:
         self._make: Callable[[str], Connector] | None = None
-        self._ranks: dict[RankName, _Rank] = {}
+        self._ranks: dict[RankName, _ConnectorRank] = {}
         self._store: Any = None
 
     def load(self, target: str, path: Sequence[str]) -> ConnectorFacts:
@@ -123,7 +123,7 @@ class Host:
         missing = [m for m in METHODS if not callable(getattr(connector, m, None))]
         if missing:
             raise Raised(f"the class has no {', '.join(missing)}: see rayk.transfer.connector")
-        self._ranks[rank] = _Rank(connector, memory)
+        self._ranks[rank] = _ConnectorRank(connector, memory)
         _guarded(lambda: connector.register(memory.caches))
 
     def register_again(self, rank: RankName, pair: EnginePair) -> str:
@@ -231,7 +231,7 @@ class Host:
             "file descriptors": len(list(files.iterdir())) if files.is_dir() else 0,
         }
 
-    def _settle(self, rank: RankName, found: _Rank, finished: Finished) -> Report:
+    def _settle(self, rank: RankName, found: _ConnectorRank, finished: Finished) -> Report:
         request_id, error = finished.request_id, finished.error
         seed = found.seeds.pop(request_id, None)
         if seed is None:

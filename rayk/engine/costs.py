@@ -58,7 +58,7 @@ def peaks_of(device: str, dtype: str) -> Peaks | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Experts:
+class _ExpertShare:
     num_elements: int  # in the rank's share
     num_chosen: int
     num_experts: int
@@ -81,7 +81,7 @@ class StepCosts:
             elif isinstance(part, Linear | RowParallelLinear):
                 linears.append(part.weight.numel())
         self._experts = tuple(
-            _Experts(m.experts.gate_up.numel() + m.experts.down.numel(), *m.num_chosen) for m in moes
+            _ExpertShare(m.experts.gate_up.numel() + m.experts.down.numel(), *m.num_chosen) for m in moes
         )
         self._num_linear = sum(linears)
         self._num_head = decoder.num_head_weights

@@ -86,7 +86,7 @@ def graph_sizes(max_seqs: int) -> tuple[int, ...]:
     return tuple(sorted({*sizes, max_seqs}))
 
 
-class _Rows:
+class _TokenRows:
     """Holds what all buffers share: S rows of one token each."""
 
     def __init__(self, max_seqs: int, device: torch.device) -> None:
@@ -103,7 +103,7 @@ class _AttentionBuffers:
     """Holds what one attention view sees of a step; views that differ in fast prefill only see the same."""
 
     def __init__(
-        self, rows: _Rows, slots: torch.Tensor, *, width: int, block_size: int, most_keys: int
+        self, rows: _TokenRows, slots: torch.Tensor, *, width: int, block_size: int, most_keys: int
     ) -> None:
         """Take the slots of its KV group, and the most keys of a row in any step."""
         self._rows = rows
@@ -144,7 +144,7 @@ class _AttentionBuffers:
 class _StateBuffers:
     """One KV group's slots of states; every row is one segment."""
 
-    def __init__(self, rows: _Rows) -> None:
+    def __init__(self, rows: _TokenRows) -> None:
         self._rows = rows
         self._reads, self._writes = (rows.buffer(NO_SLOT, torch.int64) for _ in "rw")
 
@@ -186,7 +186,7 @@ class DecodeGraphs:
         """Record every size. `table_shapes` has W of each KV group's block table, in kernel blocks, and the
         tokens of a kernel block; None for groups of states. `views` are those that layers have."""
         self.sizes = graph_sizes(max_seqs)
-        rows = _Rows(max_seqs, device)
+        rows = _TokenRows(max_seqs, device)
         self._token_ids = rows.buffer(0, torch.int64)
         self._positions = rows.buffer(0, torch.int64)
         self._slots = {g: rows.buffer(-1, torch.int64) for g, shape in enumerate(table_shapes) if shape}

@@ -23,7 +23,7 @@ ENDINGS = ("stop", "length", "abort", "error", "handed_over")  # how requests en
 
 
 @dataclass(slots=True)
-class _Phase:
+class _PhaseSteps:
     num_steps: int = 0
     busy_ns: int = 0
     model_ns: int = 0
@@ -60,7 +60,7 @@ class StepStats:
         self._comm = comm
         self._peaks = peaks_of(device, dtype)
         self._num_turns = 0
-        self._phases = {name: _Phase() for name in ("prefill", "decode", "mixed")}
+        self._phases = {name: _PhaseSteps() for name in ("prefill", "decode", "mixed")}
         self._num_tokens: list[float] = []
         self._num_requests: list[float] = []  # each step's since the last flush
         self._flops = self._read_bytes = 0

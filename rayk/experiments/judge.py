@@ -39,7 +39,7 @@ Prompts = Sequence[Sequence[int]]
 
 
 @dataclass(slots=True)
-class _Counts:
+class _CheckCounts:
     """Collects what a cell's checks counted. None: not checked."""
 
     num_token_mismatches: int | None = None
@@ -77,7 +77,7 @@ class CellJudge:
 
     def judge(self, cell: Cell, prompts: Prompts, outcomes: Sequence[CellOutcome]) -> CellRow:
         """Make the cell's row over all its repeats."""
-        findings, counts = Findings(), _Counts()
+        findings, counts = Findings(), _CheckCounts()
         for outcome in outcomes:
             findings.add_errors(outcome.errors, outcome.survived)
             if self.needs_capture(cell):
@@ -157,7 +157,7 @@ class CellJudge:
             self._bounds[key] = measure_values(self._references(cell), prompts, self._config)
         return self._bounds[key]
 
-    def _unseen(self, cell: Cell, prompts: Prompts, counts: _Counts, handed_over: bool) -> str:
+    def _unseen(self, cell: Cell, prompts: Prompts, counts: _CheckCounts, handed_over: bool) -> str:
         """Say what a cell that passes did not look at. `handed_over`: whether it compared bytes of
         hand-overs."""
         if cell.vllm and cell.decode is not None and not handed_over:
@@ -191,7 +191,7 @@ class CellJudge:
         prompts: Prompts,
         finished: Sequence[RequestRow],
         findings: Findings,
-        counts: _Counts,
+        counts: _CheckCounts,
     ) -> None:
         references = self._references(cell)
         tolerance = NEAR_TIE_LOGITS
@@ -221,7 +221,7 @@ class CellJudge:
             findings.add(compared.verdict, compared.reason)
 
     def _check_logprobs(
-        self, cell: Cell, outcomes: Sequence[CellOutcome], findings: Findings, counts: _Counts
+        self, cell: Cell, outcomes: Sequence[CellOutcome], findings: Findings, counts: _CheckCounts
     ) -> None:
         references = self._references(cell)
         finished = [(row, o) for o in outcomes for row in o.requests if row.error is None]
@@ -240,7 +240,7 @@ class CellJudge:
             findings.add("NOT_FINITE", reason)
 
     def _check_values(
-        self, cell: Cell, prompts: Prompts, outcome: CellOutcome, findings: Findings, counts: _Counts
+        self, cell: Cell, prompts: Prompts, outcome: CellOutcome, findings: Findings, counts: _CheckCounts
     ) -> None:
         if not outcome.captured:
             return

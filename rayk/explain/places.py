@@ -58,7 +58,7 @@ def counted(name: str, ids: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class _Coordinate:
+class _GivenCoordinate:
     """A coordinate as it was given; None for what was left out."""
 
     asked: int  # the layer that was given
@@ -74,7 +74,7 @@ class _Coordinate:
 _Found = list[tuple[GroupGeometry, FieldGeometry]]
 
 
-def _parse(text: str, sources: Mapping[int, int]) -> _Coordinate:
+def _parse(text: str, sources: Mapping[int, int]) -> _GivenCoordinate:
     """Parse a coordinate. Raises UserError for what no model has."""
     parts = [part.partition("=") for part in text.split(",")]
     given = {key.strip(): value.strip() for key, _, value in parts}
@@ -92,7 +92,7 @@ def _parse(text: str, sources: Mapping[int, int]) -> _Coordinate:
             "unit= for what is no head",
         )
     values = {n: int(value) for n, value in given.items() if n != "field"}
-    return _Coordinate(
+    return _GivenCoordinate(
         asked=values["layer"],
         layer=sources.get(values["layer"], values["layer"]),
         block=values["block"],
@@ -104,7 +104,7 @@ def _parse(text: str, sources: Mapping[int, int]) -> _Coordinate:
     )
 
 
-def _named(rank: RankGeometry, coordinate: _Coordinate, sources: Mapping[int, int]) -> _Found:
+def _named(rank: RankGeometry, coordinate: _GivenCoordinate, sources: Mapping[int, int]) -> _Found:
     """Find the fields that a coordinate may mean, whoever holds its unit. Raises UserError when there is
     none."""
     layer, token = coordinate.layer, coordinate.token
@@ -150,7 +150,7 @@ def _check(found: Sequence[object], problem: str, mend: str = "") -> None:
         raise UserError(problem, mend=mend)
 
 
-def _on_rank(ranks: Sequence[RankGeometry], rank: int, named: _Found, coordinate: _Coordinate) -> _Found:
+def _on_rank(ranks: Sequence[RankGeometry], rank: int, named: _Found, coordinate: _GivenCoordinate) -> _Found:
     """Keep the fields whose unit this rank holds. Raises UserError with the ranks that do."""
     unit = coordinate.unit or 0
     found = [(g, f) for g, f in named if unit in f.units]
@@ -179,7 +179,7 @@ def _units_text(found: _Found) -> str:
     )
 
 
-def _place(group: GroupGeometry, f: FieldGeometry, coordinate: _Coordinate) -> dict[str, Any]:
+def _place(group: GroupGeometry, f: FieldGeometry, coordinate: _GivenCoordinate) -> dict[str, Any]:
     kernel_block, row = divmod((coordinate.token or 0) // group.tokens_per_row, group.kernel_block_size)
     kernel_block += coordinate.block * group.kernel_blocks_per_block
     position, slot = group.group.layers.index(coordinate.layer), f.units.index(coordinate.unit or 0)

@@ -26,7 +26,7 @@ from rayk.types.offload import OffloadSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Settings:
+class _SpecSettings:
     """The engine's settings that specs depend on."""
 
     block_size: int
@@ -51,7 +51,7 @@ def kv_cache_specs(
     attention layers fall into full groups. `state_block_size` None: the model's positions, so that a request
     has one block of states. `conv_dtype`: of the convolution inputs that are kept; None: `dtype`.
     """
-    settings = _Settings(
+    settings = _SpecSettings(
         block_size=block_size,
         dtype=dtype,
         hybrid_kv=hybrid_kv,
@@ -130,7 +130,7 @@ def group_chunks(groups: Sequence[KVCacheGroup], config: DecoderConfig) -> tuple
     return tuple(tuple(sorted(n for n in chunks if n is not None)) for chunks in found)
 
 
-def _attention(config: DecoderConfig, layer: LayerConfig, settings: _Settings) -> KVCacheSpec:
+def _attention(config: DecoderConfig, layer: LayerConfig, settings: _SpecSettings) -> KVCacheSpec:
     full = (
         settings.block_size,
         config.num_kv_heads,
@@ -146,7 +146,7 @@ def _attention(config: DecoderConfig, layer: LayerConfig, settings: _Settings) -
     return FullAttentionSpec(*full)
 
 
-def _mla(config: DecoderConfig, _: LayerConfig, settings: _Settings) -> KVCacheSpec:
+def _mla(config: DecoderConfig, _: LayerConfig, settings: _SpecSettings) -> KVCacheSpec:
     assert config.mla is not None
     return MlaSpec(
         block_size=settings.block_size,
@@ -158,7 +158,11 @@ def _mla(config: DecoderConfig, _: LayerConfig, settings: _Settings) -> KVCacheS
 
 
 def _state(
-    kind: str, spec: Callable[..., KVCacheSpec], config: DecoderConfig, _: LayerConfig, settings: _Settings
+    kind: str,
+    spec: Callable[..., KVCacheSpec],
+    config: DecoderConfig,
+    _: LayerConfig,
+    settings: _SpecSettings,
 ) -> KVCacheSpec:
     """Fill a recurrent spec with the mixer settings of the same names."""
     own = getattr(config, kind)
@@ -166,7 +170,7 @@ def _state(
     return spec(block_size=settings.state_block_size, dtype=settings.conv_dtype, **asked)
 
 
-_LOWERED: Mapping[str, Callable[[DecoderConfig, LayerConfig, _Settings], KVCacheSpec]] = MappingProxyType(
+_LOWERED: Mapping[str, Callable[[DecoderConfig, LayerConfig, _SpecSettings], KVCacheSpec]] = MappingProxyType(
     {
         "attention": _attention,
         "mla": _mla,

@@ -25,7 +25,7 @@ Tables = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, eq=False)
-class _Kept:
+class _CachedWords:
     """What is known of caches whose live rows lie at the same places."""
 
     view: LayerView  # any of them
@@ -39,7 +39,7 @@ class _Kept:
 
 
 @dataclass(frozen=True, eq=False)
-class _Span:
+class _SequenceRows:
     """The rows of a sequence in those caches."""
 
     live: range  # positions
@@ -67,7 +67,7 @@ class BlockDigests:
             spec = view.group.spec
             num_cells = spec.block_size // self._cell if spec.has_token_rows else 1
             words = np.zeros((num_blocks, num_cells, len(lanes)), dtype=np.int64)
-            self._kept.append(_Kept(view, lanes, words, np.zeros((num_blocks, 2), dtype=np.int64)))
+            self._kept.append(_CachedWords(view, lanes, words, np.zeros((num_blocks, 2), dtype=np.int64)))
         self._kind_of_lane = kind_of_lane
 
     def forget(self, block_ids: Iterable[int]) -> None:
@@ -96,7 +96,7 @@ class BlockDigests:
         return self._sum(spans, before, num_tokens)
 
     def _update(
-        self, tables: Tables, spans: Sequence[_Span], *, reads_all: bool
+        self, tables: Tables, spans: Sequence[_SequenceRows], *, reads_all: bool
     ) -> tuple[list[Ints], list[Ints]]:
         """Keep what the spans' rows tell, and return their words by kind and cell, [L, m]: as they are now
         (0 of blocks that are known so, unless `reads_all`), and as they were when digested first.
@@ -162,10 +162,10 @@ class BlockDigests:
             changed.update(ids[is_other].tolist())
         return sorted(changed)
 
-    def _spans(self, tables: Tables, num_tokens: int, first_row: int) -> list[_Span]:
+    def _spans(self, tables: Tables, num_tokens: int, first_row: int) -> list[_SequenceRows]:
         return [self._span(k.view, tables[k.view.group.index], num_tokens, first_row) for k in self._kept]
 
-    def _span(self, view: LayerView, table: Sequence[int], num_tokens: int, first_row: int) -> _Span:
+    def _span(self, view: LayerView, table: Sequence[int], num_tokens: int, first_row: int) -> _SequenceRows:
         size, cell, live = view.group.spec.block_size, self._cell, view.live_rows(num_tokens)
         live = range(max(live.start, first_row), max(live.start, first_row, live.stop))
         index = _parts(live, size)
@@ -180,9 +180,9 @@ class BlockDigests:
         if not view.group.spec.has_token_rows:
             assert len(live) <= 1, "a state is one row"
             within[:] = 0
-        return _Span(live, ids, rows, index, live_cells, cells, block - index.start, within)
+        return _SequenceRows(live, ids, rows, index, live_cells, cells, block - index.start, within)
 
-    def _sum(self, spans: Sequence[_Span], cells_of: Sequence[Ints], num_tokens: int) -> Digests:
+    def _sum(self, spans: Sequence[_SequenceRows], cells_of: Sequence[Ints], num_tokens: int) -> Digests:
         """Add up the words of each kind's cells to those of row groups."""
         per_group, cell = self._rows_per_group, self._cell
         row_groups = self._views.row_groups(num_tokens, per_group)

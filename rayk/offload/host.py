@@ -52,7 +52,7 @@ begins again."""
 
 
 @dataclass(slots=True)
-class _Storing:
+class _RunningStore:
     """A store whose rows are being read."""
 
     ask: StoreAsk
@@ -63,7 +63,7 @@ class _Storing:
 
 
 @dataclass(slots=True)
-class _Loading:
+class _RunningLoad:
     """A load that was not answered yet."""
 
     ask: LoadAsk
@@ -120,9 +120,9 @@ class HostTier:
         self._turns: dict[str, int] = {}  # engine -> links to it, of which each reads from other replicas
         self._reads: Counter[str] = Counter()  # engine -> stores that were read from it: the next one's turn
         self._epochs: dict[str, int] = {}
-        self._storing: dict[str, _Storing] = {}
-        self._loading: dict[str, _Loading] = {}  # whose pages come from disk just now
-        self._draining: dict[str, _Storing] = {}  # by lease
+        self._storing: dict[str, _RunningStore] = {}
+        self._loading: dict[str, _RunningLoad] = {}  # whose pages come from disk just now
+        self._draining: dict[str, _RunningStore] = {}  # by lease
         self._lent: set[str] = set()  # leases of loads
         self._kept: dict[str, tuple[str, tuple[int, ...]]] = {}
         """Name of a kept sequence -> the engine it is of, and its tokens."""
@@ -157,7 +157,7 @@ class HostTier:
 
     def store(self, ask: StoreAsk, done: OnStored) -> None:
         """`done` is called once, here or in `turn`."""
-        storing = _Storing(ask, 0, self._clock(), done)
+        storing = _RunningStore(ask, 0, self._clock(), done)
         ticket = ask.ticket
         name, engine = ticket.request_id, ticket.engine
         wrong = wrong_head(ticket)
@@ -244,13 +244,13 @@ class HostTier:
         self.rank.hold(ticket)
         self.rank.let_go(ticket.request_id)
 
-    def _refuse(self, storing: _Storing, why: str, *, can_release: bool = True) -> None:
+    def _refuse(self, storing: _RunningStore, why: str, *, can_release: bool = True) -> None:
         if can_release:
             self._let_go(storing.ask.ticket)
         storing.failure = why
         self._stored(storing)
 
-    def _stored(self, storing: _Storing, outcome: TransferOutcome | None = None) -> None:
+    def _stored(self, storing: _RunningStore, outcome: TransferOutcome | None = None) -> None:
         ticket = storing.ask.ticket
         num_bytes = sum(row.bytes for row in outcome.rows) if outcome is not None else 0
         took_ns = self._clock() - storing.began_ns
@@ -289,7 +289,7 @@ class HostTier:
         self._keep(storing)
         self._stored(storing, outcome)
 
-    def _keep(self, storing: _Storing) -> None:
+    def _keep(self, storing: _RunningStore) -> None:
         ask, name = storing.ask, storing.ask.ticket.request_id
         self.manager.remember(name, ask.token_ids, ask.ticket.num_tokens, ask.cache_salt)
         self._write(ask, storing.held_tokens)
@@ -305,7 +305,7 @@ class HostTier:
 
     def load(self, ask: LoadAsk, done: OnLoaded) -> None:
         """`done` is called once, here or in `turn`."""
-        loading = _Loading(ask, self._clock(), done)
+        loading = _RunningLoad(ask, self._clock(), done)
         if ask.kept_as is None:
             self._search(loading)
             return
@@ -315,7 +315,7 @@ class HostTier:
             return
         self._lend(loading, ask.kept_as, len(kept[1]), 0)
 
-    def _search(self, loading: _Loading) -> None:
+    def _search(self, loading: _RunningLoad) -> None:
         """Look for the longest prefix in host memory and on disk together."""
         ask, name = loading.ask, self._name_of(loading.ask)
         elsewhere = self.pages.since if self.pages is not None and self.pages.is_readable else None
@@ -333,7 +333,7 @@ class HostTier:
         else:
             self._lend(loading, name, found.num_tokens, ask.held_tokens)
 
-    def _fetch(self, loading: _Loading, name: str, found: FoundPrefix) -> None:
+    def _fetch(self, loading: _RunningLoad, name: str, found: FoundPrefix) -> None:
         """Bring pages from disk into the blocks that were allocated for them."""
         assert self.pages is not None
         tables = self.manager.block_tables(name)
@@ -361,7 +361,7 @@ class HostTier:
 
         self.pages.read(self.caches, places, fetched)
 
-    def _lend(self, loading: _Loading, name: str, num_tokens: int, first_row: int) -> None:
+    def _lend(self, loading: _RunningLoad, name: str, num_tokens: int, first_row: int) -> None:
         """Put blocks aside for an engine to read, and write the ticket."""
         if self.pages is not None and loading.ask.kept_as is None:
             ask = loading.ask
@@ -387,11 +387,11 @@ class HostTier:
         self.counts["disk_hits"] += bool(loading.num_disk_tokens)
         self._answer(loading, sealed(ticket))
 
-    def _miss(self, loading: _Loading, reason: str = "") -> None:
+    def _miss(self, loading: _RunningLoad, reason: str = "") -> None:
         self.counts["misses"] += 1
         self._answer(loading, None, reason)
 
-    def _answer(self, loading: _Loading, ticket: TransferTicket | None, reason: str = "") -> None:
+    def _answer(self, loading: _RunningLoad, ticket: TransferTicket | None, reason: str = "") -> None:
         took_ns = self._clock() - loading.began_ns
         self.counts["lost_pages"] += len(loading.lost)
         loading.done(

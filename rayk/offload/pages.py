@@ -59,7 +59,7 @@ class HostBlocks:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Page:
+class _PageCandidate:
     """A block of a sequence that can be a page."""
 
     end: int  # tokens of the sequence up to its end
@@ -214,7 +214,7 @@ class DiskPages:
 
 def _pages_of(
     host: HostBlocks, name: str, keys: PrefixKeys, num_tokens: int, num_held: int
-) -> Iterator[_Page]:
+) -> Iterator[_PageCandidate]:
     """Yield the sequence's pages, as far as its blocks can be found by name."""
     prefixes = host.manager.prefixes
     assert prefixes is not None
@@ -230,10 +230,12 @@ def _pages_of(
             if own != block and is_fresh and _covers(of_own := since_in(g.group, index, live), rows):
                 block, rows = own, of_own
             since = rows if any(rows) else ()
-            yield _Page(end, g, PageName(g.group.index, keys[end], since), block, is_fresh and block == own)
+            yield _PageCandidate(
+                end, g, PageName(g.group.index, keys[end], since), block, is_fresh and block == own
+            )
 
 
-def _changed_of(host: HostBlocks, pages: Sequence[_Page]) -> Collection[int]:
+def _changed_of(host: HostBlocks, pages: Sequence[_PageCandidate]) -> Collection[int]:
     """List blocks of pages that do not hold any more what was proven some time ago."""
     doubted = [page for page in pages if not page.is_fresh]
     if not doubted:

@@ -77,8 +77,8 @@ def timeline_events(result: Result) -> Iterator[dict[str, Any]]:
     requests = result.requests
     engines = sorted({e for c in ("prefill_engine", "decode_engine") for e in requests[c].dropna()}, key=_key)
     indices = sorted(int(i) for i in requests["prompt_index"].unique())
-    places = _Places([COORDINATOR, *engines], indices)
-    yield from places.names()
+    tracks = _TrackNumbers([COORDINATOR, *engines], indices)
+    yield from tracks.names()
     moved = _transfers(result.transfers)
     verdicts = dict(zip(result.cells["cell_id"], result.cells["verdict"], strict=True))
     pushes = _pushes(result.cells)
@@ -88,10 +88,10 @@ def timeline_events(result: Result) -> Iterator[dict[str, Any]]:
     for (cell_id, repeat), rows in groups:
         is_push = cell_id in pushes
         records = rows.to_dict("records")
-        lines = [_Line(row, begin_ns, spans_of(row, is_push=is_push), places) for row in records]
+        lines = [_RequestLine(row, begin_ns, spans_of(row, is_push=is_push), tracks) for row in records]
         end_ns = max(line.end_ns for line in lines)
         about = {"verdict": verdicts[cell_id], "repeat": int(repeat), "requests": len(lines)}
-        yield _event(str(cell_id), "cell", begin_ns, end_ns - begin_ns, places.of_cells, about)
+        yield _event(str(cell_id), "cell", begin_ns, end_ns - begin_ns, tracks.of_cells, about)
         for line in lines:
             yield from line.events(moved.get((cell_id, repeat, line.request_id), {}), next(flow_ids))
         begin_ns = end_ns + GAP_NS
@@ -100,7 +100,7 @@ def timeline_events(result: Result) -> Iterator[dict[str, Any]]:
 Track = tuple[int, int]  # the numbers of a process and of one of its rows
 
 
-class _Places:
+class _TrackNumbers:
     """Numbers processes and their rows. No two rows of a trace share a number. Perfetto takes the row with
     its process's number for row 0: the coordinator's is for cells."""
 
@@ -130,10 +130,10 @@ def _named(kind: str, place: Track, name: str, sort_index: int) -> Iterator[dict
     yield {"name": f"{kind}_sort_index", "args": {"sort_index": sort_index}} | base
 
 
-class _Line:
-    def __init__(self, row: dict[str, Any], begin_ns: int, spans: list[Span], places: _Places) -> None:
+class _RequestLine:
+    def __init__(self, row: dict[str, Any], begin_ns: int, spans: list[Span], tracks: _TrackNumbers) -> None:
         self.request_id: str = row["request_id"]
-        self._row, self._spans, self._places = row, spans, places
+        self._row, self._spans, self._tracks = row, spans, tracks
         self._due_ns = begin_ns + (_ns(row["due_ms"], NS_PER_MS) or 0)
         last = spans[-1] if spans else Span("", 0, 0)
         e2e = _ns(row["e2e_ms"], NS_PER_MS) or 0
@@ -167,7 +167,7 @@ class _Line:
         # A prompt that the decode engine computed itself has no prefill engine.
         names = (self._row[f"{role}_engine"], self._row["decode_engine"]) if role is not None else ()
         engine = next((n for n in names if isinstance(n, str)), COORDINATOR)
-        return self._places.of(engine, int(self._row["prompt_index"]))
+        return self._tracks.of(engine, int(self._row["prompt_index"]))
 
     def _about(self) -> dict[str, Any]:
         names = (

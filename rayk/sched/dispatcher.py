@@ -87,7 +87,7 @@ class DispatchRules:
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _WaitingRequest:
     """A request that has no place yet."""
 
     front: str
@@ -107,7 +107,7 @@ class _Placed:
 
 
 @dataclass(slots=True)
-class _Front:
+class _FrontState:
     """A process that requests come from."""
 
     heard_ns: int
@@ -141,9 +141,12 @@ class Dispatcher:
         self._num_tries: Counter[str] = Counter()
         """Tries to form an engine again since it took requests."""
         self._placed: dict[str, _Placed] = {}
-        self._rooms = (WaitingRoom[_Waiting](MAX_AGAIN), WaitingRoom[_Waiting](rules.max_waiting))
+        self._rooms = (
+            WaitingRoom[_WaitingRequest](MAX_AGAIN),
+            WaitingRoom[_WaitingRequest](rules.max_waiting),
+        )
         """Those who lost their place come first."""
-        self._fronts: dict[str, _Front] = {}
+        self._fronts: dict[str, _FrontState] = {}
         self._num_lines: Counter[str] = Counter()
         """Connections of each front."""
         self._early: OrderedDict[str, None] = OrderedDict()
@@ -256,7 +259,7 @@ class Dispatcher:
         if self._rules.places_at_once or (self._has_room and not self.num_waiting):
             return [self._place(front, asked)]
         deadline_ns = now_ns + int(deadline_s * NS_PER_S)
-        waiting = _Waiting(front, asked, deadline_s)
+        waiting = _WaitingRequest(front, asked, deadline_s)
         try:
             room.enter(name, waiting, priority=priority, deadline_ns=deadline_ns, now_ns=now_ns)
         except Overloaded as error:
@@ -315,7 +318,7 @@ class Dispatcher:
 
     def heard(self, front: str, now_ns: int) -> None:
         """A front gave a sign of life."""
-        self._fronts.setdefault(front, _Front(now_ns)).heard_ns = now_ns
+        self._fronts.setdefault(front, _FrontState(now_ns)).heard_ns = now_ns
 
     def connected(self, front: str) -> None:
         """A front made a connection, maybe while an older one is about to be missed."""

@@ -279,7 +279,7 @@ class _EngineChoice(StrictModel):
     """vLLM's kv_connector_extra_config."""
 
 
-class _Side(StrictModel):
+class _SideFields(StrictModel):
     """What a side's engines have that `engine` does not say."""
 
     kind: EngineKind | None = None
@@ -304,7 +304,7 @@ if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
 
-    class SideSpec(_Side):
+    class SideSpec(_SideFields):
         """One side's engines. None means: as `engine` (or the top-level `kv_dtype`) says."""
 
         def __getattr__(self, name: str) -> Any: ...
@@ -313,7 +313,9 @@ else:
     EngineSettings = create_model(
         "EngineSettings", __base__=_EngineChoice, __module__=__name__, **_option_fields(of_side=False)
     )
-    SideSpec = create_model("SideSpec", __base__=_Side, __module__=__name__, **_option_fields(of_side=True))
+    SideSpec = create_model(
+        "SideSpec", __base__=_SideFields, __module__=__name__, **_option_fields(of_side=True)
+    )
 
 
 class TransferSpec(StrictModel):

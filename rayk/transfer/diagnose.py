@@ -26,7 +26,7 @@ MIN_PART_BYTES = 8
 
 
 @dataclass(frozen=True, eq=False)
-class _Difference:
+class _WrongUnit:
     """The first wrong (field, unit): its rows on both sides, and everything of the producer's layer."""
 
     page_field: PageField
@@ -90,7 +90,7 @@ def first_difference(
     )
     theirs, ours = expected[page_field.name, unit], found[page_field.name, unit]
     wrong_rows = np.flatnonzero((theirs != ours).any(axis=1))
-    difference = _Difference(
+    difference = _WrongUnit(
         page_field, unit, theirs, ours, wrong_rows, first_token, view.group.spec.block_size, expected, found
     )
     classification = classify(difference)
@@ -110,7 +110,7 @@ def first_difference(
     )
 
 
-def classify(difference: _Difference) -> str:
+def classify(difference: _WrongUnit) -> str:
     """Return the first explanation that fits all wrong rows of the first wrong (field, unit)."""
     for explain in _EXPLANATIONS:
         text = explain(difference)
@@ -125,7 +125,7 @@ def _is_foreign(classification: str) -> bool:
     return classification.endswith(_FOREIGN) or classification.startswith(_OTHER)
 
 
-def _foreign_rows(d: _Difference) -> tuple[bytes, ...]:
+def _foreign_rows(d: _WrongUnit) -> tuple[bytes, ...]:
     """Return the first run of wrong rows, a few of them, no more than a block holds."""
     first = int(d.wrong_rows[0])
     run = int(np.argmin(np.append(np.diff(d.wrong_rows), 0) == 1)) + 1
@@ -133,13 +133,13 @@ def _foreign_rows(d: _Difference) -> tuple[bytes, ...]:
     return tuple(row.tobytes() for row in d.found[first : first + min(run, left, MAX_FOREIGN_ROWS)])
 
 
-def _is_tail(d: _Difference) -> bool:
+def _is_tail(d: _WrongUnit) -> bool:
     """Rows are right up to some token, and wrong from there on."""
     first = int(d.wrong_rows[0])
     return first > 0 and len(d.wrong_rows) == len(d.expected) - first
 
 
-def _flipped_bit(d: _Difference) -> str | None:
+def _flipped_bit(d: _WrongUnit) -> str | None:
     bits = np.unpackbits(d.expected ^ d.found)
     if bits.sum() != 1:
         return None
@@ -147,7 +147,7 @@ def _flipped_bit(d: _Difference) -> str | None:
     return f"one flipped bit in byte {byte} of token {d.first_token + row}"
 
 
-def _never_written(d: _Difference) -> str | None:
+def _never_written(d: _WrongUnit) -> str | None:
     values = np.unique(d.wrong_found)
     if len(values) > 1:
         return None
@@ -155,7 +155,7 @@ def _never_written(d: _Difference) -> str | None:
     return f"{what}: {_hold(d)} only 0x{int(values[0]):02x}"
 
 
-def _swapped_fields(d: _Difference) -> str | None:
+def _swapped_fields(d: _WrongUnit) -> str | None:
     for name, unit in d.all_expected:
         if name == d.field or unit != d.unit:
             continue
@@ -168,7 +168,7 @@ def _swapped_fields(d: _Difference) -> str | None:
     return None
 
 
-def _other_unit(d: _Difference) -> str | None:
+def _other_unit(d: _WrongUnit) -> str | None:
     word = d.page_field.unit_name
     for (name, unit), other in d.all_expected.items():
         if name == d.field and unit != d.unit and np.array_equal(d.wrong_found, other[d.wrong_rows]):
@@ -176,7 +176,7 @@ def _other_unit(d: _Difference) -> str | None:
     return None
 
 
-def _shifted_rows(d: _Difference) -> str | None:
+def _shifted_rows(d: _WrongUnit) -> str | None:
     num_rows = len(d.expected)
     for shift in sorted(range(-MAX_ROW_SHIFT, MAX_ROW_SHIFT + 1), key=abs):
         sources = d.wrong_rows + shift
@@ -189,7 +189,7 @@ def _shifted_rows(d: _Difference) -> str | None:
     return None
 
 
-def _shifted_taps(d: _Difference) -> str | None:
+def _shifted_taps(d: _WrongUnit) -> str | None:
     """Tell taps of a convolution that moved, whatever came into those that were left free."""
     taps, itemsize = d.page_field.taps, ITEMSIZE[d.page_field.dtype]
     theirs, ours = (
@@ -205,7 +205,7 @@ def _shifted_taps(d: _Difference) -> str | None:
     return None
 
 
-def _shifted_bytes(d: _Difference) -> str | None:
+def _shifted_bytes(d: _WrongUnit) -> str | None:
     theirs, ours = d.wrong_expected, d.wrong_found
     channel_bytes = d.page_field.taps * ITEMSIZE[d.page_field.dtype]
     for shift in _byte_shifts(theirs[0], ours[0]):
@@ -232,7 +232,7 @@ def _byte_shifts(theirs: Bytes, ours: Bytes) -> list[int]:
     return sorted((s for s in found if abs(s) <= most), key=abs)
 
 
-def _other_dtype(d: _Difference) -> str | None:
+def _other_dtype(d: _WrongUnit) -> str | None:
     """Look for the right values, stored through a view of another dtype."""
     mine = d.page_field.dtype
     if not TORCH_DTYPES[mine].is_floating_point:
@@ -248,7 +248,7 @@ def _other_dtype(d: _Difference) -> str | None:
     return None
 
 
-def _sliced(d: _Difference) -> str | None:
+def _sliced(d: _WrongUnit) -> str | None:
     """A unit that a rank needs whole was cut, as if each rank held its share of it."""
     num_elements = d.page_field.row_bytes // ITEMSIZE[d.page_field.dtype]
     most = min(MAX_PARTS, d.page_field.row_bytes // MIN_PART_BYTES)
@@ -282,7 +282,7 @@ def _only_first(theirs: Bytes, ours: Bytes) -> bool:
     return not is_wrong[:, 0].any() and bool(others.any(axis=(0, 2)).all()) and others.mean() > 0.5
 
 
-def _missing_block(d: _Difference) -> str | None:
+def _missing_block(d: _WrongUnit) -> str | None:
     """Look for foreign content that fills whole blocks (up to the sequence's end)."""
     blocks = _blocks(d)
     # Where a block is one row, a few wrong bytes of it are not another's content.
@@ -292,7 +292,7 @@ def _missing_block(d: _Difference) -> str | None:
     return f"{blocks}missing: {_hold(d)} {_FOREIGN}"
 
 
-def _blocks(d: _Difference) -> str:
+def _blocks(d: _WrongUnit) -> str:
     """'block i ' or 'blocks i to j ' of the sequence if exactly whole blocks are wrong, else ''."""
     first, last = _wrong_tokens(d)
     end = d.first_token + len(d.expected) - 1
@@ -304,17 +304,17 @@ def _blocks(d: _Difference) -> str:
     return f"block {i} of the sequence " if i == j else f"blocks {i} to {j} of the sequence "
 
 
-def _wrong_tokens(d: _Difference) -> tuple[int, int]:
+def _wrong_tokens(d: _WrongUnit) -> tuple[int, int]:
     return d.first_token + int(d.wrong_rows[0]), d.first_token + int(d.wrong_rows[-1])
 
 
-def _tokens(d: _Difference) -> tuple[str, str]:
+def _tokens(d: _WrongUnit) -> tuple[str, str]:
     """Tell which tokens are wrong, and the ending of their verb."""
     first, last = _wrong_tokens(d)
     return (f"token {first}", "s") if first == last else (f"tokens {first} to {last}", "")
 
 
-def _hold(d: _Difference) -> str:
+def _hold(d: _WrongUnit) -> str:
     tokens, ending = _tokens(d)
     return f"{tokens} hold{ending}"
 
@@ -324,7 +324,7 @@ def _label(field: str) -> str:
     return field.upper() if len(field) == 1 else field
 
 
-_EXPLANATIONS: tuple[Callable[[_Difference], str | None], ...] = (
+_EXPLANATIONS: tuple[Callable[[_WrongUnit], str | None], ...] = (
     _flipped_bit,
     _never_written,
     _swapped_fields,

@@ -86,7 +86,7 @@ class _Prepared:
 
 
 @dataclass(frozen=True, eq=False)
-class _InFlight:
+class _PostedTransfer:
     peer: str
     what: str
     """read from or write to, for people."""
@@ -129,7 +129,7 @@ class NixlAgent:
         self._leaving: set[str] = set()
         """Peers that were removed while transfers with them were in flight."""
         self._handles: dict[Handle, _Prepared] = {}
-        self._in_flight: dict[Transfer, _InFlight] = {}
+        self._in_flight: dict[Transfer, _PostedTransfer] = {}
         self._ids = itertools.count()
 
     @property
@@ -253,7 +253,7 @@ class NixlAgent:
         except nixl_errors() as error:
             raise TransferError("", f"a {what} {prepared.peer} could not start: {error!r}") from error
         transfer = Transfer(next(self._ids))
-        self._in_flight[transfer] = _InFlight(prepared.peer, what, request, state)
+        self._in_flight[transfer] = _PostedTransfer(prepared.peer, what, request, state)
         return transfer
 
     def poll(self, transfer: Transfer) -> TransferState:

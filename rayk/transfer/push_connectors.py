@@ -36,7 +36,7 @@ _ATTEMPT = 0
 
 
 @dataclass(slots=True)
-class _Receiving:
+class _AwaitedPush:
     """A request that this consumer rank waits for."""
 
     request_id: str
@@ -69,7 +69,7 @@ class AgentPushConnector(RankConnector):
         self._pusher: Pusher | None = None
         """Pusher of a producer rank, which takes its turns when the rank is polled."""
         self._ids = itertools.count()
-        self._receiving: dict[str, _Receiving] = {}
+        self._receiving: dict[str, _AwaitedPush] = {}
         """What arrives, by reservation."""
         self._sending: dict[str, _Sending] = {}
         """What is pushed, by request."""
@@ -117,7 +117,7 @@ class AgentPushConnector(RankConnector):
         blocks = frozenset(block for table in request.block_ids for block in table)
         wanted = reservation.reservation_id, producer, request.block_ids, request.num_tokens
         self.rank.reserve(*wanted, held_blocks=blocks)
-        self._receiving[reservation.reservation_id] = _Receiving(request_id, stop_ns, until_ns)
+        self._receiving[reservation.reservation_id] = _AwaitedPush(request_id, stop_ns, until_ns)
         return pickle.dumps((reservation, stop_ns))
 
     def _poll_receiving(self, now: int) -> None:

@@ -64,7 +64,7 @@ class Pusher:
         `has_thread`: without one, nothing happens but when `turn` is called."""
         agent.register(buffer)
         self._groups = [g.group for g in me.geometry.groups]
-        self._worker = _Worker(agent, me, push_layers, clock)
+        self._worker = _PushThread(agent, me, push_layers, clock)
         self._guarded: dict[str, set[int]] = {}
         """Reservation -> blocks of ours that may be read for it."""
         self._thread: threading.Thread | None = None
@@ -202,7 +202,7 @@ def read_blocks(chunk: Chunk, groups: Sequence[KVCacheGroup]) -> set[int]:
     return found - {NULL_BLOCK}
 
 
-class _Worker:
+class _PushThread:
     """The thread's side. Attributes without a note belong to the thread."""
 
     def __init__(

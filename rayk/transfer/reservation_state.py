@@ -38,7 +38,7 @@ class PushAttempt:
 
 
 @dataclass(slots=True)
-class _Reservation:
+class _ReservationState:
     engine: str
     epoch: int
     writers: set[int]
@@ -62,13 +62,13 @@ class ReservationTable:
     def __init__(self, ask_every_ns: int) -> None:
         """`ask_every_ns`: how often ranks that must stop are asked again."""
         self._ask_every_ns = ask_every_ns
-        self._reservations: dict[str, _Reservation] = {}
+        self._reservations: dict[str, _ReservationState] = {}
         self._clear: list[str] = []
 
     def open(self, reservation_id: str, engine: str, epoch: int, num_producers: int) -> None:
         """Let every rank of this life of the engine write from now on."""
         assert reservation_id not in self._reservations, f"reservation {reservation_id} exists"
-        self._reservations[reservation_id] = _Reservation(engine, epoch, set(range(num_producers)))
+        self._reservations[reservation_id] = _ReservationState(engine, epoch, set(range(num_producers)))
 
     def on_progress(self, message: WroteMessage | ArrivedMessage) -> None:
         """Note what arrived; what is repeated, of an earlier attempt or of what is clear, changes nothing."""

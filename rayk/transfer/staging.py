@@ -150,7 +150,7 @@ class Staging:
 
 
 @dataclass(eq=False)
-class _Chunk:
+class _StagedChunk:
     """Blocks [first, stop) of a read's, one part of each, on their way."""
 
     part: Extents
@@ -180,7 +180,7 @@ class StagedRead:
     num_descriptors: int = 0
     num_merged: int = 0
     _todo: deque[tuple[Extents, int, int]] = field(default_factory=deque)
-    _chunks: list[_Chunk] = field(default_factory=list)
+    _chunks: list[_StagedChunk] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         num_blocks = len(self.read.source_blocks)
@@ -248,7 +248,7 @@ class StagedRead:
         except TransferError as error:
             agent.forget(handle)
             return self._refuse(error, place)
-        self._chunks.append(_Chunk(part, first, stop, place, transfer, handle))
+        self._chunks.append(_StagedChunk(part, first, stop, place, transfer, handle))
         self.num_descriptors += here.size
         self.num_merged += num_merged(part, blocks)
         self.post_ns += self.clock() - began
@@ -273,7 +273,7 @@ class StagedRead:
         agent, producer = self.staging.agent, self.producer
         return agent.prepare(producer.agent_name, local, remote, producer.device)
 
-    def _settle(self, chunk: _Chunk) -> bool:
+    def _settle(self, chunk: _StagedChunk) -> bool:
         """Take note of what has happened to a chunk; whether it is over."""
         if chunk.copied is None:
             state = self.staging.agent.poll(chunk.transfer)
@@ -289,7 +289,7 @@ class StagedRead:
         self._buffer.give_back(chunk.place)
         return True
 
-    def _give_up(self, chunk: _Chunk) -> bool:
+    def _give_up(self, chunk: _StagedChunk) -> bool:
         """Tell whether a chunk is cancelled, or over anyway."""
         if chunk.copied is not None:
             return self._settle(chunk)
@@ -299,11 +299,11 @@ class StagedRead:
         self._buffer.give_back(chunk.place)
         return True
 
-    def _forget(self, chunk: _Chunk) -> None:
+    def _forget(self, chunk: _StagedChunk) -> None:
         self.staging.agent.release(chunk.transfer)
         self.staging.agent.forget(chunk.handle)
 
-    def _repack(self, chunk: _Chunk) -> None:
+    def _repack(self, chunk: _StagedChunk) -> None:
         """Copy a chunk into the pages."""
         began = self.clock()
         num_blocks = chunk.stop - chunk.first

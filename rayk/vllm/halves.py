@@ -88,7 +88,7 @@ class Notes:
 
 
 @dataclass
-class _Pending:
+class _AwaitedVerdict:
     num_missing: int
     """Workers whose verdict is still to come."""
     deadline: float | None = None
@@ -128,7 +128,7 @@ class SchedulerHalf:
         self._local: list[tuple[str, str]] = []
         self._told: set[str] = set()
         """Requests that workers know of: vLLM asks again when one has arrived or was preempted."""
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, _AwaitedVerdict] = {}
         self._step_at = clock()
         """When the last step began."""
         self._planted = PlantedAtScheduler(settings.planted)
@@ -170,7 +170,7 @@ class SchedulerHalf:
         self._expected.append(
             Expected(request_id, ticket, _blocks(block_ids), num_tokens, num_local, is_async, is_stored)
         )
-        self._pending[request_id] = _Pending(self._num_workers)
+        self._pending[request_id] = _AwaitedVerdict(self._num_workers)
 
     def finished(
         self, request: Any, block_ids: Sequence[Sequence[int]], params: dict[str, Any] | None

@@ -30,14 +30,14 @@ FOLLOWS = (
 """What vLLM's other processes say once one of them has failed."""
 
 
-class _Cause(NamedTuple):
+class _LoggedError(NamedTuple):
     type: str
     text: str
     place: str
     """FILE:LINE of the innermost call."""
 
 
-def _find(log: str) -> _Cause | None:
+def _find(log: str) -> _LoggedError | None:
     """The last error that is no consequence of another one."""
     found, place = None, ""
     for line in log.splitlines():
@@ -45,7 +45,7 @@ def _find(log: str) -> _Cause | None:
             place = f"{at['file']}:{at['line']}"
         raised = _RAISED.search(line)
         if raised and not any(word in line for word in FOLLOWS):
-            found = _Cause(raised["type"], raised["text"].strip(), place)
+            found = _LoggedError(raised["type"], raised["text"].strip(), place)
     return found
 
 
@@ -75,7 +75,7 @@ def refusal(engine: str, log: str, version: str = "", words: str = "") -> RaykEr
     found = _find(log)
     if words and (found is None or not any(word in words for word in FOLLOWS)):
         kind, _, text = words.partition(": ")
-        found = _Cause(kind, " ".join(text.split()), found.place if found is not None else "")
+        found = _LoggedError(kind, " ".join(text.split()), found.place if found is not None else "")
     if found is None:
         return None
     said = shortened(f"{found.type}: {found.text}", MAX_WORDS)

@@ -10,7 +10,7 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from rayk.actors.engines import EngineHandle
-from rayk.actors.tiers import HostTiers, _Tier
+from rayk.actors.tiers import HostTiers, _TierActor
 from rayk.handover.tier_side import TierFacts
 from rayk.sched.admission import AdmissionController, News
 from rayk.sched.dispatcher import Dispatcher, DispatchRules
@@ -50,7 +50,7 @@ class Node:
         self._is_over = asyncio.Event()
         handle = SimpleNamespace(until_over=Method(self._until_over))
         facts = TierFacts(epoch=0, unit_tokens=16, row_unit_tokens=256)
-        self.tier = _Tier(name, handle, facts, 1, "node", {e.name: e for e in engines})
+        self.tier = _TierActor(name, handle, facts, 1, "node", {e.name: e for e in engines})
         for engine in engines:
             engine.tier = handle
             assert tiers.told is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rayk.transfer.pusher import Pusher, _Worker
+from rayk.transfer.pusher import Pusher, _PushThread
 from rayk.types.errors import InternalError
 from tests.handover.cases import NUM_TOKENS, Model
 from tests.pd import Pair, make_request, wait_until
@@ -30,7 +30,7 @@ def die() -> None:
     raise KeyError("a bug in the pusher")
 
 
-def dies_when_written(worker: _Worker) -> None:
+def dies_when_written(worker: _PushThread) -> None:
     """At the first layer that is computed when something was written: whoever watched from another thread
     might look too late."""
     computed = worker.computed

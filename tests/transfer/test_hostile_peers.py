@@ -38,7 +38,7 @@ from rayk.transfer.push_messages import (
     WroteMessage,
     decode_push,
 )
-from rayk.transfer.pusher import _Worker
+from rayk.transfer.pusher import _PushThread
 from rayk.transfer.ticket import Reservation, TransferTicket
 from rayk.types.errors import HandshakeMismatch, RaykError, TransferError
 from tests import pd
@@ -245,7 +245,7 @@ def test_a_stranger_that_comes_first_ends_no_lease_of_an_engine(push: bool, chec
 
 def test_a_reservation_that_is_refused_leaves_nothing_behind():
     pair = local_pair(Shape())
-    worker = _Worker(
+    worker = _PushThread(
         LocalAgent("push", LocalNetwork()), pair.producer.descriptions[0], None, time.monotonic_ns
     )
     chunk: Any = SimpleNamespace(reservation=RESERVATION, attempt=0, is_last=True)

@@ -68,7 +68,7 @@ def paged_attention_triton(
     assert q.shape[-1] == head_size_k <= 256
     assert head_size_v(kv_cache, head_size_k) <= 256
     assert q.stride(-1) == block_table.stride(-1) == 1
-    call = _Call(
+    call = _KernelInputs(
         q,
         pages,
         block_table,
@@ -94,7 +94,7 @@ def paged_attention_triton(
 
 
 @dataclass(frozen=True)
-class _Call:
+class _KernelInputs:
     """Inputs of both forms."""
 
     q: torch.Tensor
@@ -194,7 +194,7 @@ class _Call:
         } | limit
 
 
-def _prefill(call: _Call, out: torch.Tensor, tiles: Tiles, query_start_loc: torch.Tensor) -> None:
+def _prefill(call: _KernelInputs, out: torch.Tensor, tiles: Tiles, query_start_loc: torch.Tensor) -> None:
     num_requests = len(call.seq_lens)
     tile_q = tiles.rows // call.groups.group_size
     paged_attention_kernel[(len(out) // tile_q + num_requests, len(call.groups.kv_heads))](
@@ -206,7 +206,7 @@ def _prefill(call: _Call, out: torch.Tensor, tiles: Tiles, query_start_loc: torc
 
 
 def _decode(
-    call: _Call, out: torch.Tensor, tiles: Tiles, num_splits: int, workspace: torch.Tensor | None
+    call: _KernelInputs, out: torch.Tensor, tiles: Tiles, num_splits: int, workspace: torch.Tensor | None
 ) -> None:
     num_requests, num_query_heads, head_size_v = out.shape
     is_split = num_splits > 1
