@@ -191,7 +191,7 @@ class Bomb:
 def http_attacks(place: str, key: str) -> Iterator[Try]:
     """Requests without the key: what needs it, keys that are nearly right, hostile heads and bodies."""
     prompt = json.dumps({"model": "qwen3", "prompt": [1, 2], "max_tokens": 1}).encode()
-    asks: list[tuple[str, str, bytes, dict[str, str]]] = [
+    attempts: list[tuple[str, str, bytes, dict[str, str]]] = [
         *(
             ("GET", path, b"", {})
             for path in ("/v1/models", "/metrics", "/engines", "/openapi.json", "/docs")
@@ -207,7 +207,7 @@ def http_attacks(place: str, key: str) -> Iterator[Try]:
         ("GET", "/v1/models", b"", {"X-Padding": "x" * (1 << 20)}),
         *(("GET", "/v1/models", b"", {"Authorization": word}) for word in wrong_keys(key)),
     ]
-    for method, path, body, headers in asks:
+    for method, path, body, headers in attempts:
         status, _ = send(place, method, path, body, headers)
         about = next((f" with {name}: {value[:40]}" for name, value in headers.items()), "")
         size = f" of {len(body):,} bytes" if body else ""

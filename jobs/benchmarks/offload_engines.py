@@ -16,7 +16,7 @@ from typing import Any
 
 from rayk.actors.engines import CONTROL_S, EngineHandle
 from rayk.actors.forming import COMM_S, dissolve, form_engine, stop_loops
-from rayk.actors.nodes import EngineAsk, worker_resources
+from rayk.actors.nodes import EngineDemand, worker_resources
 from rayk.actors.placement import line_host
 from rayk.actors.pool import WorkerPool
 from rayk.actors.rank_spec import RankSpec
@@ -63,10 +63,10 @@ class Deployment:
         """Form engines and tiers, and connect them. Raises RaykError."""
         device, model = next((c.device, c.model) for c, _ in self._wanted.values())
         resources = worker_resources(device, gpus_per_worker)
-        asks = [
-            EngineAsk(name=n, num_workers=c.tp, resources=resources) for n, (c, _) in self._wanted.items()
+        demands = [
+            EngineDemand(name=n, num_workers=c.tp, resources=resources) for n, (c, _) in self._wanted.items()
         ]
-        await self._pool.prepare(asks, "auto", model)
+        await self._pool.prepare(demands, "auto", model)
         self.tiers = {
             tier: HostTiers(f"{self._name}/{tier}", settings, reopens=True)
             for tier, settings in tiers.items()

@@ -16,7 +16,7 @@ from rayk.actors.cell_outcome import CellOutcome
 from rayk.actors.cell_run import CellRun
 from rayk.actors.deployment_metrics import EngineNow, Losses, beating, begin_outcomes, watch_engines
 from rayk.actors.engines import EngineHandle
-from rayk.actors.nodes import EngineAsk, cell_asks, placement_of
+from rayk.actors.nodes import EngineDemand, cell_demands, placement_of
 from rayk.actors.placement import this_node
 from rayk.actors.pool import WorkerPool, name_lost_nodes
 from rayk.actors.ray_metrics import make_meter
@@ -53,10 +53,10 @@ class Coordinator:
         return f"Coordinator({self.name})"
 
     async def prepare(
-        self, asks: Sequence[EngineAsk], placement: str = "auto", model: str | None = None
+        self, demands: Sequence[EngineDemand], placement: str = "auto", model: str | None = None
     ) -> dict[str, int]:
         """Place these engines and start their workers; worker name -> process id. See WorkerPool.prepare."""
-        return await self._pool.prepare(asks, placement, model)
+        return await self._pool.prepare(demands, placement, model)
 
     async def run_cell(
         self, cell: Cell, prompts: Sequence[Sequence[int]], repeat: int, *, capture: bool
@@ -105,7 +105,7 @@ class Coordinator:
     async def _form(self, cell: Cell, outcome: CellOutcome, losses: Losses) -> CellDeployment:
         if cell.prefill.device == "cuda":
             self._vllm.free_all()
-        await self._pool.prepare(cell_asks(cell, this_node()), placement_of(cell), cell.prefill.model)
+        await self._pool.prepare(cell_demands(cell, this_node()), placement_of(cell), cell.prefill.model)
         await self._ready_tiers(cell)
         engines = CellDeployment(cell, outcome, self._pool, self._tiers, self._epochs, losses)
         self._engines = engines

@@ -20,9 +20,9 @@ from rayk.actors.environment import TOKEN, is_protected, own_cluster, wanted_add
 from rayk.actors.fleet import Fleet
 from rayk.actors.nodes import (
     Node,
-    cell_asks,
-    engine_ask,
-    largest_asks,
+    cell_demands,
+    engine_demand,
+    largest_demands,
     placement_of,
     plan_nodes,
 )
@@ -216,9 +216,9 @@ def fit_cells(cells: Sequence[Cell]) -> tuple[list[Cell], bool]:
         shares |= {cell.cell_id: share for cell in automatic}
     decided = [replace(cell, gpus_per_worker=shares.get(cell.cell_id, 0.0)) for cell in cells]
     for cell in decided:
-        plan_nodes(cell_asks(cell, here), nodes, placement_of(cell))
+        plan_nodes(cell_demands(cell, here), nodes, placement_of(cell))
     try:
-        plan_nodes(largest_asks(decided, here), nodes, "auto")
+        plan_nodes(largest_demands(decided, here), nodes, "auto")
     except DeviceError:
         return decided, False
     return decided, True
@@ -231,7 +231,7 @@ def _placeable_share(cells: Sequence[Cell], share: float, nodes: Sequence[Node],
         smaller = _share_of(workers_per_gpu)
         try:
             for cell in cells:
-                plan_nodes(cell_asks(cell, here, smaller), nodes, placement_of(cell))
+                plan_nodes(cell_demands(cell, here, smaller), nodes, placement_of(cell))
         except DeviceError:
             continue
         return smaller
@@ -271,7 +271,7 @@ def fit_server(plan: ServerPlan) -> ServerSettings:
     else:
         share = 0.0
     decided = replace(settings, gpus_per_worker=share)
-    plan_nodes([engine_ask(e, decided) for e in decided.engines], nodes, decided.placement)
+    plan_nodes([engine_demand(e, decided) for e in decided.engines], nodes, decided.placement)
     return decided
 
 

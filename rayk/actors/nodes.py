@@ -36,7 +36,7 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EngineAsk:
+class EngineDemand:
     """What an engine needs of a node."""
 
     name: str
@@ -75,7 +75,7 @@ def worker_resources(device: str, gpus_per_worker: float) -> dict[str, float]:
     return cpu | {"GPU": gpus_per_worker} if device == "cuda" else cpu
 
 
-def cell_asks(cell: Cell, driver_node: str, gpus_per_worker: float | None = None) -> list[EngineAsk]:
+def cell_demands(cell: Cell, driver_node: str, gpus_per_worker: float | None = None) -> list[EngineDemand]:
     """List what the engines of a cell need; `gpus_per_worker` replaces the cell's own share."""
     share = cell.gpus_per_worker if gpus_per_worker is None else gpus_per_worker
     assert share != "auto", "decided by the driver"
@@ -84,7 +84,7 @@ def cell_asks(cell: Cell, driver_node: str, gpus_per_worker: float | None = None
         sides.append(("decode", cell.num_decode_engines, cell.decode))
     lost = {f.engine_role for f in cell.faults if f.kind == "kill_node"}
     return [
-        EngineAsk(
+        EngineDemand(
             name=f"{side}{i}",
             # All ranks of an engine of vLLM are processes of one worker.
             num_workers=1 if cell.vllm else engine.tp,
@@ -97,14 +97,14 @@ def cell_asks(cell: Cell, driver_node: str, gpus_per_worker: float | None = None
     ]
 
 
-def largest_asks(cells: Iterable[Cell], driver_node: str) -> list[EngineAsk]:
+def largest_demands(cells: Iterable[Cell], driver_node: str) -> list[EngineDemand]:
     """List the largest engine of every name over some cells."""
-    largest: dict[str, EngineAsk] = {}
+    largest: dict[str, EngineDemand] = {}
     for cell in cells:
-        for ask in cell_asks(cell, driver_node):
-            known = largest.get(ask.name)
-            if known is None or known.num_workers < ask.num_workers:
-                largest[ask.name] = ask
+        for demand in cell_demands(cell, driver_node):
+            known = largest.get(demand.name)
+            if known is None or known.num_workers < demand.num_workers:
+                largest[demand.name] = demand
     return list(largest.values())
 
 
@@ -115,61 +115,61 @@ def placement_of(cell: Cell) -> str:
 
 
 def plan_nodes(
-    asks: Sequence[EngineAsk], nodes: Sequence[Node], placement: str, *, free: bool = False
+    demands: Sequence[EngineDemand], nodes: Sequence[Node], placement: str, *, free: bool = False
 ) -> dict[str, Node]:
     """Choose a node for every engine, its home where that is possible.
 
     `free`: count what is free now (an engine with a home takes nothing new) instead of all there is. Raises
     DeviceError when these nodes cannot hold the engines this way.
     """
-    rooms = [_Room(node, dict(node.free if free else node.resources)) for node in nodes]
+    nodes_left = [_NodeLeft(node, dict(node.free if free else node.resources)) for node in nodes]
     if free:
-        for room in rooms:
-            for ask in asks:
-                if ask.home == room.node.node_id:
-                    room.take(ask, -1)
+        for node_left in nodes_left:
+            for demand in demands:
+                if demand.home == node_left.node.node_id:
+                    node_left.take(demand, -1)
     order = sorted(
-        asks, key=lambda a: (a.home is None, -a.num_workers * max(a.resources.values(), default=0))
+        demands, key=lambda a: (a.home is None, -a.num_workers * max(a.resources.values(), default=0))
     )
     found: dict[str, Node] = {}
     if placement == "pack":
         homes = [a.home for a in order]
-        for room in sorted(rooms, key=lambda r: -homes.count(r.node.node_id)):
-            if _fill(order, [room], found, spread=False, failed=set()):
+        for node_left in sorted(nodes_left, key=lambda r: -homes.count(r.node.node_id)):
+            if _fill(order, [node_left], found, spread=False, failed=set()):
                 return found
-    elif _fill(order, rooms, found, spread=placement == "spread", failed=set()):
+    elif _fill(order, nodes_left, found, spread=placement == "spread", failed=set()):
         return found
-    raise _refusal(asks, nodes, placement)
+    raise _refusal(demands, nodes, placement)
 
 
 @dataclass(eq=False, slots=True)
-class _Room:
+class _NodeLeft:
     """What a node has left while a plan is made, and which engines are on it."""
 
     node: Node
     left: dict[str, float]
     sides: list[str] = field(default_factory=list)
 
-    def fits(self, ask: EngineAsk, spread: bool) -> bool:
-        if spread and any(side != ask.side for side in self.sides):
+    def fits(self, demand: EngineDemand, spread: bool) -> bool:
+        if spread and any(side != demand.side for side in self.sides):
             return False
-        enough = all(self.left.get(n, 0.0) + ROUNDING / 2 >= amount for n, amount in ask.total.items())
-        return enough and may_be_on(ask, self.node)
+        enough = all(self.left.get(n, 0.0) + ROUNDING / 2 >= amount for n, amount in demand.total.items())
+        return enough and may_be_on(demand, self.node)
 
-    def take(self, ask: EngineAsk, sign: int = 1) -> None:
-        for name, amount in ask.total.items():
+    def take(self, demand: EngineDemand, sign: int = 1) -> None:
+        for name, amount in demand.total.items():
             self.left[name] = round(self.left.get(name, 0.0) - sign * amount, 4)
 
-    def state(self, asks: Sequence[EngineAsk]) -> tuple[object, ...]:
-        """Return a key: rooms with equal keys can take the same of `asks`."""
-        names = sorted({name for ask in asks for name in ask.resources})
+    def state(self, demands: Sequence[EngineDemand]) -> tuple[object, ...]:
+        """Return a key: nodes with equal keys can take the same of `demands`."""
+        names = sorted({name for demand in demands for name in demand.resources})
         amounts = tuple(self.left.get(name, 0.0) for name in names)
-        return (amounts, self.sides[:1], [may_be_on(ask, self.node) for ask in asks])
+        return (amounts, self.sides[:1], [may_be_on(demand, self.node) for demand in demands])
 
 
 def _fill(
-    order: Sequence[EngineAsk],
-    rooms: Sequence[_Room],
+    order: Sequence[EngineDemand],
+    nodes_left: Sequence[_NodeLeft],
     found: dict[str, Node],
     *,
     spread: bool,
@@ -178,35 +178,35 @@ def _fill(
     """Place the engines one after the other, and backtrack where that leads nowhere."""
     if not order:
         return True
-    ask, rest = order[0], order[1:]
-    # Nodes that look the same are tried once: what follows depends on the state of the rooms alone.
-    key = repr((len(order), sorted(repr(room.state(order)) for room in rooms)))
+    demand, rest = order[0], order[1:]
+    # Nodes that look the same are tried once: what follows depends on what the nodes have left alone.
+    key = repr((len(order), sorted(repr(node_left.state(order)) for node_left in nodes_left)))
     if key in failed:
         return False
     # Home first, then beside engines of its own side, then where least is left.
-    rooms_left = sorted(
-        (r for r in rooms if r.fits(ask, spread)),
+    fitting = sorted(
+        (r for r in nodes_left if r.fits(demand, spread)),
         key=lambda r: (
-            r.node.node_id != ask.home,
-            ask.side not in r.sides if spread else False,
-            [r.left[name] for name in sorted(ask.resources, reverse=True)],
+            r.node.node_id != demand.home,
+            demand.side not in r.sides if spread else False,
+            [r.left[name] for name in sorted(demand.resources, reverse=True)],
         ),
     )
-    for room in rooms_left:
-        room.take(ask)
-        room.sides.append(ask.side)
-        if _fill(rest, rooms, found, spread=spread, failed=failed):
-            found[ask.name] = room.node
+    for node_left in fitting:
+        node_left.take(demand)
+        node_left.sides.append(demand.side)
+        if _fill(rest, nodes_left, found, spread=spread, failed=failed):
+            found[demand.name] = node_left.node
             return True
-        room.sides.pop()
-        room.take(ask, -1)
+        node_left.sides.pop()
+        node_left.take(demand, -1)
     failed.add(key)
     return False
 
 
-def may_be_on(ask: EngineAsk, node: Node) -> bool:
+def may_be_on(demand: EngineDemand, node: Node) -> bool:
     """Return whether an engine may be on a node if there is room."""
-    return node.node_id != ask.avoid and matches(ask.labels, node.labels)
+    return node.node_id != demand.avoid and matches(demand.labels, node.labels)
 
 
 def matches(wanted: Mapping[str, str], labels: Mapping[str, str]) -> bool:
@@ -222,18 +222,18 @@ def _matches(wanted: str, found: str | None) -> bool:
     return found == wanted
 
 
-def _refusal(asks: Sequence[EngineAsk], nodes: Sequence[Node], placement: str) -> DeviceError:
+def _refusal(demands: Sequence[EngineDemand], nodes: Sequence[Node], placement: str) -> DeviceError:
     """Explain why the nodes cannot hold the engines, the plainest reason first."""
-    alone = [[n for n in nodes if _Room(n, dict(n.resources)).fits(ask, False)] for ask in asks]
-    cluster = f"the cluster's live nodes are {', '.join(_describe(n, asks) for n in nodes) or 'none'}"
-    for ask, able in zip(asks, alone, strict=True):
+    alone = [[n for n in nodes if _NodeLeft(n, dict(n.resources)).fits(demand, False)] for demand in demands]
+    cluster = f"the cluster's live nodes are {', '.join(_describe(n, demands) for n in nodes) or 'none'}"
+    for demand, able in zip(demands, alone, strict=True):
         if not able:
             return DeviceError(
-                f"no node can hold engine {ask}, whose workers share one node; {cluster}",
-                where=f"{ask.side}.node_labels" if ask.labels else f"{ask.side}.tp",
+                f"no node can hold engine {demand}, whose workers share one node; {cluster}",
+                where=f"{demand.side}.node_labels" if demand.labels else f"{demand.side}.tp",
                 mend="a smaller TP size, gpus_per_worker: auto, or a node that has room",
             )
-    wanted = f"{len(asks)} engines, {', '.join(map(str, asks))}"
+    wanted = f"{len(demands)} engines, {', '.join(map(str, demands))}"
     if placement == "pack":
         problem = f"placement: pack wants one node for all of {wanted}"
     elif placement == "spread":
@@ -251,21 +251,21 @@ def _refusal(asks: Sequence[EngineAsk], nodes: Sequence[Node], placement: str) -
     )
 
 
-def _describe(node: Node, asks: Sequence[EngineAsk]) -> str:
-    names = sorted({name for ask in asks for name in ask.resources if name != "CPU"}) or ["CPU"]
+def _describe(node: Node, demands: Sequence[EngineDemand]) -> str:
+    names = sorted({name for demand in demands for name in demand.resources if name != "CPU"}) or ["CPU"]
     return f"{node} with {' and '.join(f'{node.resources.get(name, 0):g} {name}' for name in names)}"
 
 
-def with_homes(asks: Iterable[EngineAsk], homes: Mapping[str, str | None]) -> list[EngineAsk]:
+def with_homes(demands: Iterable[EngineDemand], homes: Mapping[str, str | None]) -> list[EngineDemand]:
     """Fill in the nodes where the engines' workers are already."""
-    return [replace(ask, home=homes.get(ask.name)) for ask in asks]
+    return [replace(demand, home=homes.get(demand.name)) for demand in demands]
 
 
-def engine_ask(entry: EngineEntry, settings: ServerSettings) -> EngineAsk:
+def engine_demand(entry: EngineEntry, settings: ServerSettings) -> EngineDemand:
     """Describe what an engine of a server needs of a node."""
     share = settings.gpus_per_worker
     assert share != "auto", "decided by the driver"
     resources = worker_resources(entry.config.device, share)
-    return EngineAsk(
+    return EngineDemand(
         name=entry.name, num_workers=entry.config.tp, resources=resources, labels=entry.node_labels
     )

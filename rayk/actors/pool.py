@@ -17,7 +17,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from rayk.actors import placement
 from rayk.actors.engines import translate
-from rayk.actors.nodes import EngineAsk, Node, may_be_on, plan_nodes, with_homes
+from rayk.actors.nodes import EngineDemand, Node, may_be_on, plan_nodes, with_homes
 from rayk.actors.placement import NODE_ID_LABEL
 from rayk.types.errors import CheckpointError, DeadlineExceeded, DeviceError, EngineDied, RaykError
 from rayk.types.waiting import busy
@@ -69,10 +69,10 @@ class Slot:
     def groups(self) -> list[Any]:
         return [group for group, _ in self.bundles] or [self.group]
 
-    def suits(self, ask: EngineAsk, *, exactly: bool) -> bool:
+    def suits(self, demand: EngineDemand, *, exactly: bool) -> bool:
         """Return whether the engine can have this place; `exactly`: it must not be larger than needed."""
-        num_more = len(self.workers) - ask.num_workers
-        alike = self.resources == ask.resources and self.node is not None and may_be_on(ask, self.node)
+        num_more = len(self.workers) - demand.num_workers
+        alike = self.resources == demand.resources and self.node is not None and may_be_on(demand, self.node)
         return alike and (num_more == 0 or (num_more > 0 and not exactly))
 
 
@@ -103,12 +103,12 @@ class WorkerPool:
 
     async def prepare(
         self,
-        asks: Sequence[EngineAsk],
+        demands: Sequence[EngineDemand],
         how: str,
         model: str | None = None,
         *,
         alone: bool = False,
-        beside: Sequence[EngineAsk] = (),
+        beside: Sequence[EngineDemand] = (),
     ) -> dict[str, int]:
         """Start workers for these engines, placed `how` (auto, pack, spread), that can read `model`.
 
@@ -120,13 +120,13 @@ class WorkerPool:
         async with self._preparing:
             try:
                 async with asyncio.timeout(FORM_S):
-                    return await self._prepare(asks, how, model, alone, beside)
+                    return await self._prepare(demands, how, model, alone, beside)
             except TimeoutError:
-                for name in [n for n, s in self._slots_of(asks).items() if s.is_asked]:
+                for name in [n for n, s in self._slots_of(demands).items() if s.is_asked]:
                     self._free(name)  # others start in their place
                 raise DeadlineExceeded(self._waiting_for, FORM_S, busy()) from None
             finally:  # also when the cell's deadline cancels this
-                for name in [n for n, s in self._slots_of(asks).items() if s.node is None or s.hangs]:
+                for name in [n for n, s in self._slots_of(demands).items() if s.node is None or s.hangs]:
                     self._free(name)
 
     def engine(self, name: str, num_workers: int) -> tuple[list[Any], Node]:
@@ -225,18 +225,18 @@ class WorkerPool:
 
     async def _prepare(
         self,
-        asks: Sequence[EngineAsk],
+        demands: Sequence[EngineDemand],
         how: str,
         model: str | None,
         alone: bool,
-        beside: Sequence[EngineAsk],
+        beside: Sequence[EngineDemand],
     ) -> dict[str, int]:
         failures: Counter[str] = Counter()
         while True:
             self._waiting_for = "an answer of Ray's GCS"
             nodes = await asyncio.to_thread(placement.live_nodes)  # within FORM_S, not NODES_S
             try:
-                return await _while_alive(self._settle(asks, how, model, nodes, alone, beside), nodes)
+                return await _while_alive(self._settle(demands, how, model, nodes, alone, beside), nodes)
             except _NodeLost:
                 continue  # at most once per node of the cluster
             except _WorkerGone as gone:
@@ -249,90 +249,90 @@ class WorkerPool:
 
     async def _settle(
         self,
-        asks: Sequence[EngineAsk],
+        demands: Sequence[EngineDemand],
         how: str,
         model: str | None,
         nodes: Sequence[Node],
         alone: bool,
-        beside: Sequence[EngineAsk],
+        beside: Sequence[EngineDemand],
     ) -> dict[str, int]:
         """Keep, move, free and reserve slots until these engines have their workers."""
-        self._drop_misfits(asks, nodes)
-        asks = [
+        self._drop_misfits(demands, nodes)
+        demands = [
             replace(a, num_workers=len(self._slots[a.name].workers)) if a.name in self._slots else a
-            for a in asks
+            for a in demands
         ]
-        homes = self._plan(asks, how, nodes, alone, beside)
+        homes = self._plan(demands, how, nodes, alone, beside)
         for name, node in homes.items():
             if name in self._slots and self._slots[name].node_id != node.node_id:
                 self._free(name)
-        missing = [a for a in asks if a.name not in self._slots]
+        missing = [a for a in demands if a.name not in self._slots]
         # Large ones first: they have the fewest places to go.
-        for ask in sorted(missing, key=lambda a: -a.num_workers):
-            labels = dict(ask.labels) if how == "auto" else {NODE_ID_LABEL: homes[ask.name].node_id}
-            if how == "auto" and ask.avoid is not None:
-                labels[NODE_ID_LABEL] = f"!{ask.avoid}"
-            group_name = f"rayk/{self._run_id}/{ask.name}{self._suffix(ask.name)}"
-            group = placement.reserve_group(group_name, ask.num_workers, ask.resources, labels)
-            self._slots[ask.name] = Slot(group, dict(ask.resources))
-        for ask in missing:
-            await self._place(ask, nodes)
+        for demand in sorted(missing, key=lambda a: -a.num_workers):
+            labels = dict(demand.labels) if how == "auto" else {NODE_ID_LABEL: homes[demand.name].node_id}
+            if how == "auto" and demand.avoid is not None:
+                labels[NODE_ID_LABEL] = f"!{demand.avoid}"
+            group_name = f"rayk/{self._run_id}/{demand.name}{self._suffix(demand.name)}"
+            group = placement.reserve_group(group_name, demand.num_workers, demand.resources, labels)
+            self._slots[demand.name] = Slot(group, dict(demand.resources))
+        for demand in missing:
+            await self._place(demand, nodes)
         self._waiting_for = f"starting {sum(len(s.workers) for s in self._slots.values())} workers"
-        described = await asyncio.gather(*(self._describe(a.name, model) for a in asks))
+        described = await asyncio.gather(*(self._describe(a.name, model) for a in demands))
         return {d["name"]: d["pid"] for per_slot in described for d in per_slot}
 
-    def _drop_misfits(self, asks: Sequence[EngineAsk], nodes: Sequence[Node]) -> None:
+    def _drop_misfits(self, demands: Sequence[EngineDemand], nodes: Sequence[Node]) -> None:
         """Free slots whose node is gone, and those that are of no use to the engines asked for."""
         alive = {n.node_id for n in nodes}
-        wanted = {a.name: a for a in asks}
+        wanted = {a.name: a for a in demands}
         for name, slot in list(self._slots.items()):
-            ask = wanted.get(name)
+            demand = wanted.get(name)
             if slot.node_id not in alive:
                 self._free(name)
-            elif ask is None:
+            elif demand is None:
                 if not self._keep:
                     self._free(name)
-            elif not slot.suits(ask, exactly=not self._keep):
+            elif not slot.suits(demand, exactly=not self._keep):
                 self._free(name)
 
     def _plan(
         self,
-        asks: Sequence[EngineAsk],
+        demands: Sequence[EngineDemand],
         how: str,
         nodes: Sequence[Node],
         alone: bool,
-        beside: Sequence[EngineAsk],
+        beside: Sequence[EngineDemand],
     ) -> dict[str, Node]:
         """Choose a node per engine: of what is free now, else of all there is (others may soon leave)."""
-        asks = with_homes(asks, {name: s.node_id for name, s in self._slots.items()})
+        demands = with_homes(demands, {name: s.node_id for name, s in self._slots.items()})
         settled = [
             replace(b, home=s.node_id, num_workers=len(s.workers), labels={NODE_ID_LABEL: s.node_id})
             for b in beside
             if (s := self._slots.get(b.name)) is not None and s.node_id is not None
         ]
         try:
-            return plan_nodes([*asks, *settled], nodes, how, free=True)
+            return plan_nodes([*demands, *settled], nodes, how, free=True)
         except DeviceError:
             if settled:  # better in the wrong place than in none
-                return plan_nodes(asks, nodes, "auto", free=True)
+                return plan_nodes(demands, nodes, "auto", free=True)
             if alone:
                 raise
-            for name in [n for n in self._slots if n not in {a.name for a in asks}]:
+            for name in [n for n in self._slots if n not in {a.name for a in demands}]:
                 self._free(name)
-            return plan_nodes(asks, nodes, how)
+            return plan_nodes(demands, nodes, how)
 
-    async def _place(self, ask: EngineAsk, nodes: Sequence[Node]) -> None:
-        slot = self._slots[ask.name]
+    async def _place(self, demand: EngineDemand, nodes: Sequence[Node]) -> None:
+        slot = self._slots[demand.name]
         self._waiting_for = (
-            f"placing {ask.num_workers} workers of {ask.name} on one node, each {slot.resources}"
+            f"placing {demand.num_workers} workers of {demand.name} on one node, each {slot.resources}"
         )
         while (node_id := await asyncio.to_thread(placement.node_of, slot.group)) is None:
             await asyncio.sleep(PLACED_POLL_S)
         slot.node = next((n for n in nodes if n.node_id == node_id), None)
         if slot.node is None:  # it joined just now
             raise _NodeLost
-        slot.bundles = [(slot.group, index) for index in range(ask.num_workers)]
-        slot.workers = [self._start(ask.name, slot, index) for index in range(ask.num_workers)]
+        slot.bundles = [(slot.group, index) for index in range(demand.num_workers)]
+        slot.workers = [self._start(demand.name, slot, index) for index in range(demand.num_workers)]
 
     def _start(self, name: str, slot: Slot, index: int) -> Any:
         worker = f"{name}/r{index}"
@@ -387,8 +387,8 @@ class WorkerPool:
             raise EngineDied(name, "its place was given up")
         return self._slots[name]
 
-    def _slots_of(self, asks: Sequence[EngineAsk]) -> dict[str, Slot]:
-        return {a.name: self._slots[a.name] for a in asks if a.name in self._slots}
+    def _slots_of(self, demands: Sequence[EngineDemand]) -> dict[str, Slot]:
+        return {a.name: self._slots[a.name] for a in demands if a.name in self._slots}
 
 
 async def _while_alive(awaitable: Awaitable[T], nodes: Sequence[Node]) -> T:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from rayk.actors.nodes import EngineAsk
+from rayk.actors.nodes import EngineDemand
 from rayk.actors.placement import NODE_ID_LABEL
 from rayk.actors.pool import WorkerPool
 from rayk.types.errors import EngineDied, InternalError, RaykError
@@ -26,7 +26,7 @@ NUM_TRIES = 4
 class Spares:
     """Keeps `count` idle workers, assigned to the engines in turn."""
 
-    def __init__(self, pool: WorkerPool, engines: Sequence[EngineAsk], count: int, model: str) -> None:
+    def __init__(self, pool: WorkerPool, engines: Sequence[EngineDemand], count: int, model: str) -> None:
         """`engines` are sorted, the largest first."""
         self._pool = pool
         self._model = model
@@ -110,13 +110,13 @@ class Spares:
             raise
 
     async def _prepare(self, names: Iterable[str]) -> None:
-        asks = []
+        demands = []
         for name in names:
             engine = self._beside[name]
             home = self._pool.node_id(engine.name)
             labels = engine.labels if home is None else {NODE_ID_LABEL: home}
-            asks.append(replace(engine, name=name, num_workers=1, labels=labels))
-        await self._pool.prepare(asks, "auto", self._model, alone=True)
+            demands.append(replace(engine, name=name, num_workers=1, labels=labels))
+        await self._pool.prepare(demands, "auto", self._model, alone=True)
 
     def _began(self, name: str) -> None:
         """Note that a new worker has this name."""

@@ -44,7 +44,7 @@ class VllmEngine:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._asks: asyncio.StreamWriter | None = None
+        self._to_driver: asyncio.StreamWriter | None = None
         """Connects to the driver; closed, it ends the engine."""
         self._pid: int | None = None
         self._numbers = itertools.count(1)
@@ -149,10 +149,10 @@ class VllmEngine:
 
     async def end(self) -> None:
         """End all processes of the engine. Raises DeadlineExceeded where some are still there after END_S."""
-        if self._asks is None:
+        if self._to_driver is None:
             return
         self._say_dead("it was ended")
-        self._asks.close()
+        self._to_driver.close()
         try:
             async with asyncio.timeout(END_S):
                 await self._dead.wait()
@@ -178,7 +178,7 @@ class VllmEngine:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        self._asks = process.stdin
+        self._to_driver = process.stdin
         self._readers = [
             asyncio.create_task(self._read_answers(process.stdout, process.stdin)),
             asyncio.create_task(self._read_log(process.stderr)),
@@ -188,7 +188,7 @@ class VllmEngine:
     async def _ask(self, timeout_s: float, op: str, **arguments: Any) -> Frame:
         if self._death is not None:
             raise self._death
-        assert self._asks is not None, "started before"
+        assert self._to_driver is not None, "started before"
         if self._rests:
             self._signal(signal.SIGCONT)
             self._rests = False
@@ -198,8 +198,8 @@ class VllmEngine:
         try:
             async with asyncio.timeout(timeout_s):
                 with contextlib.suppress(ConnectionError):  # whoever waits gets its death for an answer
-                    self._asks.write(Frame({"op": op, "id": number, **arguments}).encode())
-                    await self._asks.drain()
+                    self._to_driver.write(Frame({"op": op, "id": number, **arguments}).encode())
+                    await self._to_driver.drain()
                 frame = await answer
         except TimeoutError:
             raise DeadlineExceeded(f"{op} on {self.name}", timeout_s, busy()) from None
@@ -219,7 +219,7 @@ class VllmEngine:
                 return words
             await asyncio.sleep(WORDS_POLL_S)
 
-    async def _read_answers(self, stream: asyncio.StreamReader, asks: asyncio.StreamWriter) -> None:
+    async def _read_answers(self, stream: asyncio.StreamReader, to_driver: asyncio.StreamWriter) -> None:
         try:
             while True:
                 num_header_bytes, num_body_bytes = decode_prefix(await stream.readexactly(PREFIX.size))
@@ -232,7 +232,7 @@ class VllmEngine:
             pass  # its keeper tells what it died of
         except BadFrame as error:
             self._say_dead(f"its driver does not speak as rayk's does: {error}")
-            asks.close()
+            to_driver.close()
             while await stream.read(1 << 16):
                 pass
 

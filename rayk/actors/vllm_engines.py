@@ -22,7 +22,7 @@ from rayk.actors import placement
 from rayk.actors.engines import CONTROL_S, EngineHandle, translate
 from rayk.actors.forming import measure_clock
 from rayk.actors.naming import loop_name
-from rayk.actors.nodes import EngineAsk, Node, cell_asks, placement_of
+from rayk.actors.nodes import EngineDemand, Node, cell_demands, placement_of
 from rayk.actors.pool import WorkerPool
 from rayk.actors.vllm_engine import END_S
 from rayk.specs import Cell
@@ -46,18 +46,18 @@ class KeptEngine:
 
     slot: str
     config: VllmEngineConfig
-    ask: EngineAsk
+    demand: EngineDemand
     actor: Any
     node: Node
     facts: dict[str, Any]
 
-    def suits(self, config: VllmEngineConfig, ask: EngineAsk, *, spread: bool) -> bool:
+    def suits(self, config: VllmEngineConfig, demand: EngineDemand, *, spread: bool) -> bool:
         """Return whether it can be the engine asked for. It keeps its role where roles are spread."""
         return (
             self.config == config
-            and self.ask.labels == ask.labels
-            and self.ask.resources == ask.resources
-            and (not spread or self.ask.side == ask.side)
+            and self.demand.labels == demand.labels
+            and self.demand.resources == demand.resources
+            and (not spread or self.demand.side == demand.side)
         )
 
 
@@ -78,9 +78,9 @@ class VllmEngines:
         """The secret with which the engines of a run prove KV to one another."""
 
     async def ready(self, cell: Cell) -> list[EngineHandle]:
-        """Return the engines of a cell, running, in the order of its asks. Raises Unsupported where vLLM
+        """Return the engines of a cell, running, in the order of its demands. Raises Unsupported where vLLM
         refuses one, EngineDied, DeviceError, DeadlineExceeded."""
-        asks, spread = cell_asks(cell, placement.this_node()), placement_of(cell) == "spread"
+        demands, spread = cell_demands(cell, placement.this_node()), placement_of(cell) == "spread"
         configs = cell.vllm_engines
         for config in configs:
             if config in self._refused:
@@ -88,10 +88,10 @@ class VllmEngines:
         for (config, cause), num_deaths in self._deaths.items():
             if config in configs and num_deaths >= MOST_DEATHS:
                 why = f"not started again, it died {num_deaths} times: {cause}"
-                raise EngineDied(asks[configs.index(config)].name, why)
+                raise EngineDied(demands[configs.index(config)].name, why)
         chosen: list[KeptEngine | None] = []
-        for config, ask in zip(configs, asks, strict=True):
-            free = (e for e in self._kept if e not in chosen and e.suits(config, ask, spread=spread))
+        for config, demand in zip(configs, demands, strict=True):
+            free = (e for e in self._kept if e not in chosen and e.suits(config, demand, spread=spread))
             chosen.append(next(free, None))
         found = [e for e in chosen if e is not None]
         await asyncio.gather(*(self._see_to(e) for e in found))
@@ -99,11 +99,11 @@ class VllmEngines:
         missing = [i for i, engine in enumerate(chosen) if engine is None]
         used = [e for e in chosen if e is not None]
         self._make_room(len(missing), used)
-        started = await self._start([(configs[i], asks[i]) for i in missing], placement_of(cell), used)
+        started = await self._start([(configs[i], demands[i]) for i in missing], placement_of(cell), used)
         engines = [e or started.pop(0) for e in chosen]
         self._kept = [e for e in self._kept if e not in engines] + engines
-        self.nodes = {ask.name: engine.node for ask, engine in zip(asks, engines, strict=True)}
-        return list(await asyncio.gather(*map(self._run, engines, asks, cell.all_engines)))
+        self.nodes = {demand.name: engine.node for demand, engine in zip(demands, engines, strict=True)}
+        return list(await asyncio.gather(*map(self._run, engines, demands, cell.all_engines)))
 
     async def settle(self, handles: Sequence[EngineHandle]) -> list[RaykError]:
         """Release engines after a cell, emptied for the next; returns what is wrong with those that are not
@@ -125,16 +125,16 @@ class VllmEngines:
             self._drop(engine)
 
     async def _start(
-        self, wanted: Sequence[tuple[VllmEngineConfig, EngineAsk]], how: str, used: Sequence[KeptEngine]
+        self, wanted: Sequence[tuple[VllmEngineConfig, EngineDemand]], how: str, used: Sequence[KeptEngine]
     ) -> list[KeptEngine]:
         """Start engines beside each other. Raises the first one's error; those that did start are kept."""
         if not wanted:
             return []
-        asks = [replace(ask, name=f"{ask.side}{next(self._numbers)}") for _, ask in wanted]
-        await self._place(asks, how, used)
-        both = zip(wanted, asks, strict=True)
+        demands = [replace(demand, name=f"{demand.side}{next(self._numbers)}") for _, demand in wanted]
+        await self._place(demands, how, used)
+        both = zip(wanted, demands, strict=True)
         results = await asyncio.gather(
-            *(self._start_one(config, ask, asked.name) for (config, asked), ask in both),
+            *(self._start_one(config, demand, asked.name) for (config, asked), demand in both),
             return_exceptions=True,
         )
         started = [r for r in results if isinstance(r, KeptEngine)]
@@ -144,12 +144,12 @@ class VllmEngines:
             raise failed[0]
         return started
 
-    async def _place(self, asks: Sequence[EngineAsk], how: str, used: Sequence[KeptEngine]) -> None:
+    async def _place(self, demands: Sequence[EngineDemand], how: str, used: Sequence[KeptEngine]) -> None:
         """Reserve workers for new engines; where there is no room, end idle engines first."""
-        until, beside = time.monotonic() + FREED_S, [e.ask for e in used]
+        until, beside = time.monotonic() + FREED_S, [e.demand for e in used]
         while True:
             try:
-                await self._pool.prepare(asks, how, alone=True, beside=beside)
+                await self._pool.prepare(demands, how, alone=True, beside=beside)
             except DeviceError:
                 idle = [e for e in self._kept if e not in used]
                 if not idle and time.monotonic() > until:
@@ -161,31 +161,31 @@ class VllmEngines:
             else:
                 return
 
-    async def _start_one(self, config: VllmEngineConfig, ask: EngineAsk, name: str) -> KeptEngine:
-        (actor,), node = self._pool.engine(ask.name, 1)
+    async def _start_one(self, config: VllmEngineConfig, demand: EngineDemand, name: str) -> KeptEngine:
+        (actor,), node = self._pool.engine(demand.name, 1)
         host = await asyncio.to_thread(placement.line_host, node.node_id)
         limit_s = config.start_s + 2 * END_S
         starting = actor.start.remote(name, config, host, self._secret)
         try:
             facts = await asyncio.wait_for(_result(starting, name, str(node)), limit_s)
         except TimeoutError:
-            self._pool.drop(ask.name)
+            self._pool.drop(demand.name)
             raise DeadlineExceeded(f"the start of {name}", limit_s) from None
         except RaykError as error:
-            self._pool.drop(ask.name)
+            self._pool.drop(demand.name)
             if isinstance(error, Unsupported):
                 self._refused[config] = error
             raise
         except asyncio.CancelledError:
-            self._pool.drop(ask.name)
+            self._pool.drop(demand.name)
             raise
-        return KeptEngine(ask.name, config, ask, actor, node, facts)
+        return KeptEngine(demand.name, config, demand, actor, node, facts)
 
-    async def _run(self, engine: KeptEngine, ask: EngineAsk, config: EngineConfig) -> EngineHandle:
+    async def _run(self, engine: KeptEngine, demand: EngineDemand, config: EngineConfig) -> EngineHandle:
         """Watch an engine for a cell."""
-        handle = EngineHandle(ask.name, ask.side, 0, config, [engine.actor], node=str(engine.node))
+        handle = EngineHandle(demand.name, demand.side, 0, config, [engine.actor], node=str(engine.node))
         handle.facts = {**engine.facts, "node": handle.node}
-        await handle.guard(engine.actor.join.remote(ask.name), "a new name", CONTROL_S)
+        await handle.guard(engine.actor.join.remote(demand.name), "a new name", CONTROL_S)
         await measure_clock(handle)
         name = loop_name(handle.name, 0, 1, handle.role, config.model)
         handle.watch(0, engine.actor.run.options(name=name, enable_task_events=True).remote())

@@ -161,12 +161,12 @@ def _explain(
 
 
 def _explain_vllm(
-    model: str, settings: dict[str, Any], num_tokens: int | None, output_format: Format, asks_place: bool
+    model: str, settings: dict[str, Any], num_tokens: int | None, output_format: Format, wants_place: bool
 ) -> None:
     from rayk.explain.vllm import explain_vllm, text_lines
     from rayk.types.errors import UserError
 
-    if asks_place or output_format is Format.html:
+    if wants_place or output_format is Format.html:
         raise UserError(
             "where bytes of vLLM's engines lie, its kernels say: there is no --byte, --find or --format html",
             mend="--engine rayk, or --format text or json",

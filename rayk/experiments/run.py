@@ -350,7 +350,7 @@ class _Runner:
 
     def _start(self) -> None:
         from rayk.actors import launch
-        from rayk.actors.nodes import largest_asks, placement_of
+        from rayk.actors.nodes import largest_demands, placement_of
         from rayk.actors.placement import this_node
 
         name = run_name(self._title, sorted({c.spec.model for c in self._cells}))
@@ -360,8 +360,8 @@ class _Runner:
         first = self._cells[0]
         # Engines of vLLM start with the cells that need them.
         own = [cell for cell in self._cells if not cell.vllm and (self._keep_workers or cell is first)]
-        asks = largest_asks(own, this_node())
-        self._prepared = self._coordinator.prepare.remote(asks, placement_of(first), first.prefill.model)
+        demands = largest_demands(own, this_node())
+        self._prepared = self._coordinator.prepare.remote(demands, placement_of(first), first.prefill.model)
 
 
 def _metadata(loaded: LoadedSpec, writer: ResultWriter, num_left: int) -> dict[str, str]:

@@ -91,9 +91,9 @@ class Arrivals:
         """A life of a producer engine is certainly over."""
         self._table.on_engine_gone(engine, epoch)
 
-    def asks(self, now_ns: int) -> list[tuple[ProducerLink, StopRequest]]:
+    def stop_requests(self, now_ns: int) -> list[tuple[ProducerLink, StopRequest]]:
         """Whom to ask to stop, now."""
-        return [(self._open[ask.reservation_id].link, ask) for ask in self._table.tick(now_ns)]
+        return [(self._open[request.reservation_id].link, request) for request in self._table.tick(now_ns)]
 
     def take_clear(self) -> list[str]:
         """List reservations that were stopped and into whose blocks nobody writes any more, each once."""

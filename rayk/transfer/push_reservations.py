@@ -101,9 +101,9 @@ class PushReservations:
 
     def ask_to_stop(self, now_ns: int) -> None:
         """Tell producer ranks that write where nobody waits for it, again and again."""
-        for link, ask in self.arrivals.asks(now_ns):
-            message = StopMessage(ask.reservation_id, self.tp_rank, self.agent.name)
-            for rank in ask.producer_ranks:
+        for link, request in self.arrivals.stop_requests(now_ns):
+            message = StopMessage(request.reservation_id, self.tp_rank, self.agent.name)
+            for rank in request.producer_ranks:
                 # One that is gone stops nothing: that its engine is over will be told.
                 with contextlib.suppress(TransferError):
                     self.agent.notify(link.producers[rank].agent_name, message.encode())

@@ -131,12 +131,12 @@ class ReservationTable:
 
     def tick(self, now_ns: int) -> list[StopRequest]:
         """Whom to ask to stop, now."""
-        asks = []
+        stop_requests = []
         for reservation_id, found in self._reservations.items():
             if found.ask_at_ns is not None and found.ask_at_ns <= now_ns:
                 found.ask_at_ns = now_ns + self._ask_every_ns
-                asks.append(StopRequest(reservation_id, tuple(sorted(found.writers))))
-        return asks
+                stop_requests.append(StopRequest(reservation_id, tuple(sorted(found.writers))))
+        return stop_requests
 
     def take_clear(self) -> list[str]:
         """Stopped reservations into whose blocks nobody writes any more, each once, then forgotten."""

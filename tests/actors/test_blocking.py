@@ -12,7 +12,7 @@ import pytest
 from rayk.actors import pool as pool_module
 from rayk.actors.pool import WorkerPool, name_lost_nodes
 from rayk.types.errors import DeadlineExceeded, EngineDied
-from tests.actors.test_waits import ASKS, NODE, Cluster
+from tests.actors.test_waits import DEMANDS, NODE, Cluster
 
 LIMIT_S = 60.0
 
@@ -57,7 +57,7 @@ async def lost(_pool: WorkerPool) -> str:
     "ask",
     [
         lambda pool: pool.is_placed("prefill0"),
-        lambda pool: pool.prepare(ASKS, "auto"),
+        lambda pool: pool.prepare(DEMANDS, "auto"),
         lambda pool: pool.replace_workers("prefill0", 2),
         lost,
     ],
@@ -68,7 +68,7 @@ def test_a_loop_goes_on_while_the_gcs_is_asked(
 ) -> None:
     async def run() -> None:
         pool = WorkerPool("run", keep=True)
-        await pool.prepare(ASKS, "auto")
+        await pool.prepare(DEMANDS, "auto")
         cluster.is_asked.clear()
         cluster.may_answer.clear()
         asking = asyncio.ensure_future(ask(pool))
@@ -87,7 +87,7 @@ def test_a_gcs_that_answers_late_keeps_no_start_from_ending_well(
 ) -> None:
     """The deadline is that of the start."""
     monkeypatch.setattr(pool_module, "NODES_S", 0.0)
-    assert len(asyncio.run(WorkerPool("run", keep=True).prepare(ASKS, "auto"))) == 4
+    assert len(asyncio.run(WorkerPool("run", keep=True).prepare(DEMANDS, "auto"))) == 4
 
 
 def test_a_gcs_that_does_not_answer_is_not_waited_for(

@@ -15,7 +15,7 @@ from rayk.actors import pool as pool_module
 from rayk.actors import spares as spares_module
 from rayk.actors.engines import EngineHandle
 from rayk.actors.forming import survivors
-from rayk.actors.nodes import EngineAsk, Node
+from rayk.actors.nodes import EngineDemand, Node
 from rayk.actors.placement import NODE_ID_LABEL
 from rayk.actors.pool import WorkerPool
 from rayk.actors.spares import Spares
@@ -114,7 +114,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return made
 
 
-D, P = (EngineAsk(name=n, num_workers=k, resources=CPU) for n, k in (("decode0", 2), ("prefill0", 1)))
+D, P = (EngineDemand(name=n, num_workers=k, resources=CPU) for n, k in (("decode0", 2), ("prefill0", 1)))
 
 
 def run(
@@ -145,8 +145,8 @@ def any_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fake workers have no checkpoints to look at."""
     prepare = WorkerPool.prepare
 
-    async def without(self: WorkerPool, asks: Any, how: str, model: Any = None, **more: Any) -> Any:
-        return await prepare(self, asks, how, None, **more)
+    async def without(self: WorkerPool, demands: Any, how: str, model: Any = None, **more: Any) -> Any:
+        return await prepare(self, demands, how, None, **more)
 
     monkeypatch.setattr(WorkerPool, "prepare", without)
 

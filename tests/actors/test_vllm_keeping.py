@@ -11,7 +11,7 @@ import pytest
 
 from rayk.actors import placement, vllm_engines
 from rayk.actors.engines import EngineHandle
-from rayk.actors.nodes import EngineAsk, Node
+from rayk.actors.nodes import EngineDemand, Node
 from rayk.actors.vllm_engines import VllmEngines
 from rayk.specs import Cell, expand, load_spec
 from rayk.types.config import VllmEngineConfig
@@ -89,13 +89,13 @@ class Pool:
         """Those that keep blocks of requests for ever."""
         self.refusal: RaykError | None = None
 
-    async def prepare(self, asks: Sequence[EngineAsk], how: str, **_: Any) -> None:
+    async def prepare(self, demands: Sequence[EngineDemand], how: str, **_: Any) -> None:
         del how
-        if len(self.actors) + len(asks) > self.room:
+        if len(self.actors) + len(demands) > self.room:
             raise DeviceError("no room")
-        for ask in asks:
-            self.actors[ask.name] = Actor(ask.name, self)
-            self.started.append(ask.name)
+        for demand in demands:
+            self.actors[demand.name] = Actor(demand.name, self)
+            self.started.append(demand.name)
 
     def engine(self, name: str, num_workers: int) -> tuple[list[Actor], Node]:
         assert num_workers == 1

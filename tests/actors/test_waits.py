@@ -16,7 +16,7 @@ from rayk.actors import engines as engines_module
 from rayk.actors import pool as pool_module
 from rayk.actors.cell_outcome import CellOutcome
 from rayk.actors.engines import EngineHandle, translate
-from rayk.actors.nodes import EngineAsk, Node
+from rayk.actors.nodes import EngineDemand, Node
 from rayk.actors.pool import WorkerPool
 from rayk.engine.leader import dead_engine
 from rayk.specs import expand, load_spec
@@ -89,7 +89,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return made
 
 
-ASKS = [EngineAsk(name=n, num_workers=2, resources=CPU) for n in ("prefill0", "decode0")]
+DEMANDS = [EngineDemand(name=n, num_workers=2, resources=CPU) for n in ("prefill0", "decode0")]
 
 
 async def until_only_decode0_is_waited_for(workers: WorkerPool) -> None:
@@ -112,13 +112,13 @@ def test_workers_that_never_answer_are_replaced(cluster: Cluster, monkeypatch: p
     workers = WorkerPool("run", keep=True)
 
     async def twice() -> dict[str, int]:
-        preparing = asyncio.ensure_future(workers.prepare(ASKS, "auto"))
+        preparing = asyncio.ensure_future(workers.prepare(DEMANDS, "auto"))
         await until_only_decode0_is_waited_for(workers)
         limits[pool_module.FORM_S].reschedule(0.0)  # now
         with pytest.raises(DeadlineExceeded, match="starting 4 workers"):
             await preparing
         cluster.hung = set()
-        return await workers.prepare(ASKS, "auto")
+        return await workers.prepare(DEMANDS, "auto")
 
     pids = asyncio.run(twice())
     assert cluster.killed == ["rayk/run/decode0/r0", "rayk/run/decode0/r1"]
@@ -137,7 +137,7 @@ def test_a_cells_own_deadline_spares_workers_that_are_still_starting(cluster: Cl
 
     async def hasty() -> None:
         async with asyncio.timeout(None) as limit, asyncio.TaskGroup() as group:
-            group.create_task(workers.prepare(ASKS, "auto"))
+            group.create_task(workers.prepare(DEMANDS, "auto"))
             await until_only_decode0_is_waited_for(workers)
             limit.reschedule(0.0)  # now
 

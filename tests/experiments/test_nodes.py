@@ -141,15 +141,15 @@ def test_a_model_that_is_not_on_every_node_is_bad_input(nodes, spec, tmp_path, c
     import ray
 
     from rayk.actors import launch
-    from rayk.actors.nodes import EngineAsk, worker_resources
+    from rayk.actors.nodes import EngineDemand, worker_resources
 
-    ask = EngineAsk(name="prefill0", num_workers=1, resources=worker_resources("cpu", 0))
+    demand = EngineDemand(name="prefill0", num_workers=1, resources=worker_resources("cpu", 0))
     with launch.connect(nodes.cluster.address):
         coordinator = launch.start_coordinator("rayk/coordinator/models")
         try:
-            ray.get(coordinator.prepare.remote([ask], "auto", str(checkpoint("qwen3"))))
+            ray.get(coordinator.prepare.remote([demand], "auto", str(checkpoint("qwen3"))))
             with pytest.raises(CheckpointError) as told:
-                ray.get(coordinator.prepare.remote([ask], "auto", str(tmp_path / "elsewhere")))
+                ray.get(coordinator.prepare.remote([demand], "auto", str(tmp_path / "elsewhere")))
             assert str(tmp_path / "elsewhere") in str(told.value)
             assert nodes.of(str(told.value)) in nodes.alive
             assert "same folder of every node" in str(told.value)
@@ -163,15 +163,15 @@ def test_an_idle_worker_that_is_stopped_is_replaced(nodes):
     import ray
 
     from rayk.actors import launch
-    from rayk.actors.nodes import EngineAsk, worker_resources
+    from rayk.actors.nodes import EngineDemand, worker_resources
 
-    ask = EngineAsk(name="prefill0", num_workers=2, resources=worker_resources("cpu", 0))
+    demand = EngineDemand(name="prefill0", num_workers=2, resources=worker_resources("cpu", 0))
     with launch.connect(nodes.cluster.address):
         coordinator = launch.start_coordinator("rayk/coordinator/stopped")
         try:
-            before = ray.get(coordinator.prepare.remote([ask]))
+            before = ray.get(coordinator.prepare.remote([demand]))
             os.kill(before["rayk/stopped/prefill0/r1"], signal.SIGSTOP)
-            after = ray.get(coordinator.prepare.remote([ask]), timeout=60)
+            after = ray.get(coordinator.prepare.remote([demand]), timeout=60)
             assert set(after) == {"rayk/stopped/prefill0/r0#1", "rayk/stopped/prefill0/r1#1"}
             assert not set(after.values()) & set(before.values())
         finally:

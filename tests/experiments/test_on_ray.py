@@ -352,24 +352,24 @@ def test_too_few_gpus_is_bad_input_before_any_worker(spec, ray_address, tmp_path
 @thorough
 def test_workers_share_gpus_and_stay_for_smaller_engines(ray_address):
     from rayk.actors import launch
-    from rayk.actors.nodes import EngineAsk, worker_resources
+    from rayk.actors.nodes import EngineDemand, worker_resources
 
-    def asks(**num_workers: int) -> list[EngineAsk]:
+    def demands(**num_workers: int) -> list[EngineDemand]:
         share = worker_resources("cuda", 0.5)
-        return [EngineAsk(name=n, num_workers=k, resources=share) for n, k in num_workers.items()]
+        return [EngineDemand(name=n, num_workers=k, resources=share) for n, k in num_workers.items()]
 
     with launch.connect(ray_address):
         import ray
 
         coordinator = launch.start_coordinator("rayk/coordinator/shares", keep_workers=True)
         try:
-            pids = ray.get(coordinator.prepare.remote(asks(prefill0=1, decode0=3)))
+            pids = ray.get(coordinator.prepare.remote(demands(prefill0=1, decode0=3)))
             assert set(pids) == {
                 f"rayk/shares/{n}" for n in ("prefill0/r0", *(f"decode0/r{i}" for i in range(3)))
             }
             assert len(set(pids.values())) == 4, "a process each"
             wait_until(lambda: not ray.available_resources().get("GPU"), "four halves of two GPUs")
-            fewer = asks(prefill0=1, decode0=2)
+            fewer = demands(prefill0=1, decode0=2)
             assert ray.get(coordinator.prepare.remote(fewer)) == pids, "the same workers"
             ray.get(coordinator.shutdown.remote())
         finally:

@@ -247,7 +247,7 @@ def test_most_blocks_is_the_maximum_over_all_places(block_size: int, window: int
         )
 
 
-ASKS = re.compile(
+KIND_QUESTION = re.compile(
     r"""\.part\s*(==|!=|in\b|not in\b)\s*["'({]|\bpart\s*(==|!=)\s*["']|["']part["']\]\s*(==|!=)"""
     r"""|spec\.kind\s*(==|!=|in\b|not in\b)\s*["'({]"""
     r"""|(isinstance|type)\(.*(Full|Sliding|Window|Chunked|Mla|State|Mamba1|Mamba2|DeltaNet)\w*Spec\b"""
@@ -268,14 +268,17 @@ ASKS = re.compile(
     ],
 )
 def test_such_a_question_is_recognised(line: str):
-    assert ASKS.search(line)
+    assert KIND_QUESTION.search(line)
 
 
 def test_nobody_asks_what_kind_of_spec_it_has():
     """As kv/specs.py promises: what callers have to know is a property."""
     files = python_files(ROOT, "rayk")
     lines = [
-        (f, n) for f in files for n, line in enumerate(f.read_text().splitlines(), 1) if ASKS.search(line)
+        (f, n)
+        for f in files
+        for n, line in enumerate(f.read_text().splitlines(), 1)
+        if KIND_QUESTION.search(line)
     ]
     assert len(files) > 200
     assert lines == []

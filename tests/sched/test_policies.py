@@ -360,8 +360,8 @@ def test_idle_engines_that_are_alike_take_turns(name: str) -> None:
 def place_sessions(
     policy: Policy, prefill: list[EngineLoad], decode: list[EngineLoad], num: int
 ) -> list[Placement]:
-    asks = (replace(ASKED, session=f"user {i}") for i in range(num))
-    return [policy.place(asked, prefill, decode) for asked in asks]
+    requests = (replace(ASKED, session=f"user {i}") for i in range(num))
+    return [policy.place(asked, prefill, decode) for asked in requests]
 
 
 def test_a_session_stays_whatever_the_load_and_moves_only_with_its_engine() -> None:

@@ -54,9 +54,11 @@ def test_every_choice_is_aborted_and_has_the_time_to_clean_up(
     completer = ScriptedCompleter(CARD, endless)
     text = Text(build_tokenizer(CARD.vocab_size, adds_bos=False))
     body: dict[str, Any] = {"max_tokens": 1000, "n": n, "stream": stream}
-    asks = {"prompt": [5]} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    prompt_fields = (
+        {"prompt": [5]} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+    )
     with serve(make_app(completer, text=text)) as url:
-        connection = start(url, path, {**body, **asks})
+        connection = start(url, path, {**body, **prompt_fields})
         if stream and has_begun:
             assert connection.getresponse().readline().startswith(b"data: ")
         wait_until(lambda: len(completer.asked) == n, what=lambda: f"asked {len(completer.asked)}")

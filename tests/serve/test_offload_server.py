@@ -91,8 +91,8 @@ def check(found: list[Got], expected: list[list[int]]) -> None:
 
 async def ask_all(served: Served, prompts: list[list[int]], count: int) -> list[Got]:
     async with served.router() as router:
-        asks = (complete(router, prompts[i % len(prompts)], NUM_TOKENS) for i in range(count))
-        found = list(await asyncio.gather(*asks))
+        completions = (complete(router, prompts[i % len(prompts)], NUM_TOKENS) for i in range(count))
+        found = list(await asyncio.gather(*completions))
     await served.until_free()
     return found
 
@@ -139,8 +139,8 @@ def test_a_tier_behind_a_router_keeps_salts_apart(swapping, prompts) -> None:
             while sum(counted(swapping, "stored_bytes").values()) == stored:
                 await asyncio.sleep(0.01)
             found.append(await complete(router, prompt, 4, cache_salt=salt))
-            asks = (complete(router, prompts[i % 4], NUM_TOKENS, cache_salt=salt) for i in range(16))
-            assert all(got.error is None for got in await asyncio.gather(*asks))
+            completions = (complete(router, prompts[i % 4], NUM_TOKENS, cache_salt=salt) for i in range(16))
+            assert all(got.error is None for got in await asyncio.gather(*completions))
         await swapping.until_free()
         return [got.num_cached_tokens for got in found]
 

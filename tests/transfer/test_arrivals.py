@@ -55,10 +55,10 @@ def test_blocks_are_clear_when_nobody_writes_any_more() -> None:
     arrivals = reserved()
     arrivals.stop("w", now_ns=0)
     assert arrivals.take_clear() == []
-    (asked,) = arrivals.asks(0)
+    (asked,) = arrivals.stop_requests(0)
     assert asked[1].producer_ranks == (0,)
-    assert arrivals.asks(1) == [], "asked a moment ago"
-    assert len(arrivals.asks(10**9)) == 1, "messages get lost"
+    assert arrivals.stop_requests(1) == [], "asked a moment ago"
+    assert len(arrivals.stop_requests(10**9)) == 1, "messages get lost"
     for message in OF_NEW:
         arrivals.take(message, "p0-push")
     assert arrivals.take_clear() == [], "another attempt may follow"
@@ -74,7 +74,7 @@ def test_after_the_tickets_attempt_nobody_needs_to_be_asked() -> None:
     for message in OF_NEW:
         arrivals.take(message, "p0-push")
     arrivals.stop("w", now_ns=0, attempt=1)
-    assert arrivals.asks(0) == []
+    assert arrivals.stop_requests(0) == []
     assert arrivals.take_clear() == ["w"]
 
 
