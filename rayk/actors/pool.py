@@ -278,8 +278,8 @@ class WorkerPool:
         for demand in missing:
             await self._place(demand, nodes)
         self._waiting_for = f"starting {sum(len(s.workers) for s in self._slots.values())} workers"
-        described = await asyncio.gather(*(self._describe(a.name, model) for a in demands))
-        return {d["name"]: d["pid"] for per_slot in described for d in per_slot}
+        descriptions = await asyncio.gather(*(self._describe(a.name, model) for a in demands))
+        return {d["name"]: d["pid"] for per_slot in descriptions for d in per_slot}
 
     def _drop_misfits(self, demands: Sequence[EngineDemand], nodes: Sequence[Node]) -> None:
         """Free slots whose node is gone, and those that are of no use to the engines asked for."""

@@ -81,10 +81,10 @@ class VllmEngine:
         await self._launch(config.python, environment)
         try:
             # Only this user may read it. All of its processes have when it has started.
-            with tempfile.NamedTemporaryFile("w", prefix="rayk-secret-") as held:
-                held.write(secret)
-                held.flush()
-                arguments = engine_arguments(config, held.name, host)
+            with tempfile.NamedTemporaryFile("w", prefix="rayk-secret-") as secret_file:
+                secret_file.write(secret)
+                secret_file.flush()
+                arguments = engine_arguments(config, secret_file.name, host)
                 started = await self._ask(config.start_s, "start", arguments=arguments)
         except _DriverError as failure:
             await self.end()

@@ -40,7 +40,7 @@ from rayk.engine.rank import EngineRank
 from rayk.engine.stats import rank_stats
 from rayk.handover.engine_request import EngineRequest
 from rayk.handover.extension import CaptureExtension, TransferExtension
-from rayk.handover.fault_injection import FaultyExtension, pusher_agent, strike_process
+from rayk.handover.fault_injection import FaultyExtension, end_or_stop_process, pusher_agent
 from rayk.handover.handover import TransferHandover
 from rayk.handover.planted import commit_wrong_kv, kill_raylet
 from rayk.handover.tier_side import TierFacts
@@ -466,7 +466,7 @@ class Worker:
             )
         if not transfer_faults:
             return TransferExtension(rank, agent, **settings)
-        faulty = FaultyAgent(agent, strike_process, spec.role)
+        faulty = FaultyAgent(agent, end_or_stop_process, spec.role)
         return FaultyExtension(rank, faulty, transfer_faults=transfer_faults, **settings)
 
     def _on_step(self, step: int) -> None:
@@ -482,7 +482,7 @@ class Worker:
                 if fault.kind == "kill_node":
                     kill_raylet()
                 if fault.kind in ("kill", "kill_node", "restart", "stop"):
-                    strike_process(fault.kind)
+                    end_or_stop_process(fault.kind)
 
 
 def _let_go(error: BaseException) -> None:

@@ -131,10 +131,10 @@ class Load:
 def check_load(load: Load) -> None:
     """Raise UserError for what cannot be sent."""
     has_texts = load.prompts is not None or load.sharegpt is not None
-    ways = [load.rate is not None, load.concurrency is not None, load.trace is not None]
+    given = [load.rate is not None, load.concurrency is not None, load.trace is not None]
     checks = (
         (
-            sum(ways) == 1,
+            sum(given) == 1,
             "a load has a rate, a concurrency or a trace",
             "one of --rate, --concurrency, --trace",
         ),

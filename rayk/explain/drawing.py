@@ -12,9 +12,9 @@ from rayk.explain.explanation import Explanation, Group
 from rayk.explain.places import counted
 from rayk.explain.reads import Units
 
-READ, HELD = "●", "○"
+READ, NOT_READ = "●", "○"
 LEGEND = (
-    f"{READ} read by a consumer, {HELD} held and not read (a replica); "
+    f"{READ} read by a consumer, {NOT_READ} held and not read (a replica); "
     "under decode the producer rank that each is read from"
 )
 # of producer ranks, in turn: told apart in light and dark
@@ -117,7 +117,7 @@ def _strip_lines(strip: Strip) -> Iterator[str]:
     for name, run in zip(names, strip.runs(), strict=True):
         unit = run[0]
         marks = [
-            " " if unit not in units else READ if strip.is_read(rank, unit) else HELD
+            " " if unit not in units else READ if strip.is_read(rank, unit) else NOT_READ
             for rank, units in enumerate(strip.producers)
         ]
         yield line(name, marks, [str(strip.sources.get((r, unit), " ")) for r in range(len(strip.consumers))])

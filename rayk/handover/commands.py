@@ -67,7 +67,7 @@ class StartRead:
     deadline_s: float
     first_row: int = 0
     """Rows before it are here: see the next."""
-    held_blocks: frozenset[int] = frozenset()
+    cached_blocks: frozenset[int] = frozenset()
     """Blocks of the tables that hold these rows, maybe for others, too."""
 
 
@@ -203,7 +203,7 @@ class Reserve:
     producer: str
     block_tables: BlockTables
     num_tokens: int
-    held_blocks: frozenset[int] = frozenset()
+    cached_blocks: frozenset[int] = frozenset()
     """Blocks of the tables that are not written."""
 
 

@@ -157,10 +157,10 @@ class TransferExtension:
         self._push = PushSide(rank, make_push_agent, description, push_layers)
         self._digesting = Digesting()
         if meter is not None:
-            struck = [
-                s.num_struck for s in (self._faults, self._agent) if isinstance(s, FaultBox | FaultyAgent)
+            fault_counts = [
+                s.num_faults_hit for s in (self._faults, self._agent) if isinstance(s, FaultBox | FaultyAgent)
             ]
-            meter.on_flush(lambda: report_totals(meter, sum(self.transfer.num_unsent.values()), struck))
+            meter.on_flush(lambda: report_totals(meter, sum(self.transfer.num_unsent.values()), fault_counts))
 
     def execute(self, command: object) -> object:
         """Run one command; see handover.commands."""
@@ -206,12 +206,12 @@ class TransferExtension:
         match command:
             case PushStep():
                 self._push.begin(command)  # of kernels that are to come: it waits for them
-            case Reserve(_, reservation_id, producer, block_tables, num_tokens, held):
+            case Reserve(_, reservation_id, producer, block_tables, num_tokens, cached):
                 self._fence.wait()  # kernels of the blocks' last owner may be queued
                 self._push.blocks_assigned(
-                    [b for table in block_tables for b in table if b and b not in held]
+                    [b for table in block_tables for b in table if b and b not in cached]
                 )
-                self.transfer.reserve(reservation_id, producer, block_tables, num_tokens, held)
+                self.transfer.reserve(reservation_id, producer, block_tables, num_tokens, cached)
             case EndReservation(reservation_id):
                 self.transfer.end_reservation(reservation_id)
             case EndPush(reservation_id, reason):
@@ -317,9 +317,9 @@ class TransferExtension:
     def _start_read(self, command: StartRead) -> None:
         self._num_handovers += 1
         if command.ticket.reservation_id is None:  # else they were handed out when they were reserved
-            held = command.held_blocks
+            cached = command.cached_blocks
             self.blocks_assigned(
-                tuple(b for table in command.block_tables for b in table if b and b not in held)
+                tuple(b for table in command.block_tables for b in table if b and b not in cached)
             )
         deadline = time.monotonic_ns() + int(command.deadline_s * 1e9)
         flip = self._faults.take("flip_bit", command.ticket.request_id)

@@ -24,7 +24,7 @@ PUSHED_POINTS = ("post", "mid_transfer", "notify")
 """Points at which a rank that pushes acts, through the agent of its pusher."""
 
 
-def strike_process(kind: str) -> None:
+def end_or_stop_process(kind: str) -> None:
     """What becomes of this rank's process: stopped, or ended as hard as can be."""
     os.kill(os.getpid(), signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
 
@@ -34,7 +34,7 @@ def pusher_agent(agent: TransferAgent, role: str, faults: Sequence[TransferFault
     hits = [f for f in faults if f.point in PUSHED_POINTS and f.remote != role]
     if not hits:
         return agent
-    faulty = FaultyAgent(agent, strike_process, role)
+    faulty = FaultyAgent(agent, end_or_stop_process, role)
     for fault in hits:
         faulty.plant(fault)
     return faulty
@@ -74,9 +74,9 @@ class FaultyExtension(TransferExtension):
                 with self._faulty.wiring():
                     return super().execute(command)
             case StartRead() if command.ticket.reservation_id is None:
-                return self._struck_start(command)
+                return self._start_with_fault(command)
             case Reserve():
-                return self._struck_reserve(command)
+                return self._reserve_with_fault(command)
         return super().execute(command)
 
     def poll(self) -> RankNews | None:
@@ -91,7 +91,7 @@ class FaultyExtension(TransferExtension):
             self._refused.append(refusal(due[1].ticket, error))
         return super().poll()
 
-    def _struck_start(self, command: StartRead) -> object:
+    def _start_with_fault(self, command: StartRead) -> object:
         fault = self._faulty.passes("reserve")
         kind = fault.kind if fault is not None else ""
         if fault is not None and (kind in ("delay", "reorder") or fault.is_of_rank):
@@ -106,7 +106,7 @@ class FaultyExtension(TransferExtension):
             command = replace(command, ticket=_other_ticket(command.ticket))
         return super().execute(command)
 
-    def _struck_reserve(self, command: Reserve) -> object:
+    def _reserve_with_fault(self, command: Reserve) -> object:
         fault = self._faulty.passes("reserve")
         if fault is None:
             return super().execute(command)

@@ -333,14 +333,14 @@ class TransferHandover:
 
     def holds(self, request_id: str) -> bool:
         """Tell whether blocks or reads of a request outlive its stream here."""
-        held = self.lending.holds(request_id) or self.receiving.holds(request_id)
-        held = held or request_id in self._not_finite
-        return held or (self.offloading is not None and self.offloading.holds(request_id))
+        has_blocks = self.lending.holds(request_id) or self.receiving.holds(request_id)
+        has_blocks = has_blocks or request_id in self._not_finite
+        return has_blocks or (self.offloading is not None and self.offloading.holds(request_id))
 
     def holders(self, block_ids: Sequence[int]) -> dict[int, str]:
         """Block -> the request that holds it now, here or by a lease; free ones are absent."""
-        held = self.leader.manager.holders(block_ids)
-        return {block: self.lending.request_of(holder) or holder for block, holder in held.items()}
+        holders = self.leader.manager.holders(block_ids)
+        return {block: self.lending.request_of(holder) or holder for block, holder in holders.items()}
 
     def fail_all(self, error: RaykError) -> None:
         """The engine is going down: nothing here outlives it."""

@@ -156,8 +156,8 @@ class Offloading:
         if here + side.facts.unit_tokens > wanted:
             return False
         unit = row_group_blocks(manager.groups)
-        held = manager.find_local_prefix(name, tokens, wanted, unit, salt).num_tokens
-        gain = here - held + side.facts.unit_tokens
+        num_local_tokens = manager.find_local_prefix(name, tokens, wanted, unit, salt).num_tokens
+        gain = here - num_local_tokens + side.facts.unit_tokens
         if not side.may_read(side.settings.load):
             self.counts["loads_held_back"] += 1
             return False
@@ -168,7 +168,7 @@ class Offloading:
             token_ids=tokens,
             cache_salt=salt,
             max_tokens=wanted,
-            held_tokens=held,
+            num_local_tokens=num_local_tokens,
             min_tokens=gain,
         )
         side.tier.load(ask, lambda answer: self._found(looking, answer))

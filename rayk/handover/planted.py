@@ -51,7 +51,7 @@ class FaultBox:
 
     def __init__(self, faults: Sequence[PlantedFault]) -> None:
         self._left = list(faults)
-        self.num_struck: Counter[tuple[str, str]] = Counter()
+        self.num_faults_hit: Counter[tuple[str, str]] = Counter()
         """(kind, point) -> how many have struck."""
 
     def take(self, kind: str, request_id: str) -> PlantedFault | None:
@@ -59,7 +59,7 @@ class FaultBox:
         for fault in self._left:
             if fault.kind == kind and fault.hits(request_id):
                 self._left.remove(fault)
-                self.num_struck[kind, fault.point or ""] += 1
+                self.num_faults_hit[kind, fault.point or ""] += 1
                 return fault
         return None
 

@@ -40,7 +40,7 @@ HOLD_S = 60.0
 """How long blocks are kept after a mismatch, for somebody to look into it."""
 IN_FLIGHT = "reads in flight of "
 """How a lease is named that holds blocks for reads which do not end."""
-NOTHING_HELD = LocalPrefix(0, ())
+NO_PREFIX = LocalPrefix(0, ())
 DRAIN_S = 2.0
 """A request to be recomputed waits this long for reads in flight; then it leaves its blocks to them."""
 
@@ -63,11 +63,11 @@ class Incoming:
     """Whether it goes on here when its transfer fails."""
     taken_ns: int = 0
     """When the engine's loop saw it, between two steps."""
-    is_held: bool = False
+    is_announced: bool = False
     """Whether all ranks know that it waits."""
     started_ns: int | None = None
     block_tables: BlockTables = ()
-    held: LocalPrefix = NOTHING_HELD
+    local_prefix: LocalPrefix = NO_PREFIX
     """What need not be read."""
     outcomes: RankAnswers[TransferOutcome] = field(init=False)
     drained: RankAnswers[bool] = field(init=False)
@@ -98,7 +98,7 @@ class Receiving:
         self._reading: dict[str, Incoming] = {}
         self._draining: dict[str, Incoming] = {}
         """Failed, with reads still in flight."""
-        self._held: dict[str, int] = {}
+        self._kept_until: dict[str, int] = {}
         """Mismatches to be looked into -> until when (ns)."""
         self._proving: dict[str, Incoming] = {}
         """Failed and drained; the ranks say what arrived."""
@@ -108,7 +108,14 @@ class Receiving:
     @property
     def is_busy(self) -> bool:
         """Whether anything is on its way, drains or is kept."""
-        known = (self._reading, self._draining, self._queued, self._held, self._proving, self._abandoned)
+        known = (
+            self._reading,
+            self._draining,
+            self._queued,
+            self._kept_until,
+            self._proving,
+            self._abandoned,
+        )
         return any(known)
 
     @property
@@ -123,26 +130,30 @@ class Receiving:
 
     def holds(self, request_id: str) -> bool:
         """Tell whether blocks or reads of a request are here."""
-        return any(request_id in here for here in (self._reading, self._draining, self._held, self._proving))
+        return any(
+            request_id in here for here in (self._reading, self._draining, self._kept_until, self._proving)
+        )
 
     def queue(self, incoming: Incoming) -> None:
         """A request waits for blocks."""
         self._queued.append(incoming)
 
-    def begin(self, incoming: Incoming, block_tables: BlockTables, held: LocalPrefix = NOTHING_HELD) -> None:
+    def begin(
+        self, incoming: Incoming, block_tables: BlockTables, local_prefix: LocalPrefix = NO_PREFIX
+    ) -> None:
         """A request's KV comes into these blocks, which are its own but for those that are held."""
         incoming.started_ns = time.monotonic_ns()
-        incoming.block_tables, incoming.held = block_tables, held
+        incoming.block_tables, incoming.local_prefix = block_tables, local_prefix
         incoming.outcomes, incoming.drained = RankAnswers(self._tp), RankAnswers(self._tp)
         self._reading[incoming.request.request_id] = incoming
-        here = frozenset(block for blocks in held.blocks for block in blocks)
-        limits = incoming.transfer_s, held.num_tokens
+        here = frozenset(block for blocks in local_prefix.blocks for block in blocks)
+        limits = incoming.transfer_s, local_prefix.num_tokens
         self._commands.append(StartRead(incoming.ticket, block_tables, *limits, here))
 
     def turn(self) -> None:
         """Called before each turn, it forgets what is kept too long, gives up late requests, starts reads."""
         now = time.monotonic_ns()
-        for request_id in [r for r, until in self._held.items() if until <= now]:
+        for request_id in [r for r, until in self._kept_until.items() if until <= now]:
             self.let_go(request_id)
         self._give_up_late(now)
         for incoming in [i for i in self._draining.values() if i.recompute and not i.aborted]:
@@ -178,7 +189,7 @@ class Receiving:
 
     def let_go(self, request_id: str) -> None:
         """Nobody looks into this mismatch (any more)."""
-        if self._held.pop(request_id, None) is not None:
+        if self._kept_until.pop(request_id, None) is not None:
             self._commands.append(ReleaseMismatch(request_id))
             self._free(request_id)
 
@@ -187,14 +198,14 @@ class Receiving:
         self._queued.clear()
         self._reading.clear()
         self._draining.clear()
-        self._held.clear()
+        self._kept_until.clear()
         self._proving.clear()
         self._abandoned.clear()
 
     def _hold(self, incoming: Incoming) -> None:
         """While a request waits for blocks, all ranks renew its lease."""
-        if not incoming.is_held:
-            incoming.is_held = True
+        if not incoming.is_announced:
+            incoming.is_announced = True
             self._commands.append(HoldTicket(incoming.ticket))
 
     def _turn_away(self, incoming: Incoming) -> None:
@@ -231,15 +242,15 @@ class Receiving:
             manager = self.leader.manager
             unit = row_group_blocks(manager.groups)
             salt = incoming.request.cache_salt
-            held = manager.find_local_prefix(request_id, token_ids, num_tokens, unit, salt)
-            if held.num_tokens < incoming.ticket.first_row:
+            local_prefix = manager.find_local_prefix(request_id, token_ids, num_tokens, unit, salt)
+            if local_prefix.num_tokens < incoming.ticket.first_row:
                 self._come_to_nothing(incoming)
                 continue
-            tables = reserve_blocks(self.leader, request_id, num_tokens, held)
+            tables = reserve_blocks(self.leader, request_id, num_tokens, local_prefix)
             if tables is None:
                 return
             self._queued.popleft()
-            self.begin(incoming, tables, held)
+            self.begin(incoming, tables, local_prefix)
 
     def _come_to_nothing(self, incoming: Incoming) -> None:
         """What was here when the ticket was asked for, and is not in it, was lost meanwhile."""
@@ -292,7 +303,7 @@ class Receiving:
             return
         if mismatch is not None:
             # The blocks stay as they are until somebody has looked into it (`settle`).
-            self._held[request_id] = time.monotonic_ns() + int(HOLD_S * 1e9)
+            self._kept_until[request_id] = time.monotonic_ns() + int(HOLD_S * 1e9)
         if incoming.aborted:
             self.let_go(request_id)
         self._on_drained(incoming)
@@ -312,7 +323,9 @@ class Receiving:
         request_id = incoming.request.request_id
         if self._draining.get(request_id) is incoming and incoming.recompute and not incoming.aborted:
             self._proving[request_id] = self._draining.pop(request_id)
-            self._commands.append(Prove(incoming.ticket, incoming.block_tables, incoming.held.num_tokens))
+            self._commands.append(
+                Prove(incoming.ticket, incoming.block_tables, incoming.local_prefix.num_tokens)
+            )
         elif incoming in self._abandoned.values():
             assert self.leader is not None
             lease_id = _abandoned_lease(incoming)
@@ -344,7 +357,7 @@ class Receiving:
         """Compute a request from its first `num_valid` tokens on, whose KV is in its blocks."""
         assert self.leader is not None
         request_id = incoming.request.request_id
-        if num_valid < incoming.held.num_tokens:
+        if num_valid < incoming.local_prefix.num_tokens:
             num_valid = 0  # what is computed goes into blocks of its own; the cache is asked again
         if incoming.aborted or not num_valid:
             self.leader.manager.free(request_id)
@@ -364,7 +377,7 @@ class Receiving:
     def _free(self, request_id: str) -> None:
         """Give a failed request's blocks back, once nothing writes to them and nobody looks at them."""
         incoming = self._draining.get(request_id)
-        if incoming is not None and incoming.drained.is_complete and request_id not in self._held:
+        if incoming is not None and incoming.drained.is_complete and request_id not in self._kept_until:
             assert self.leader is not None
             del self._draining[request_id]
             self.leader.manager.free(request_id)

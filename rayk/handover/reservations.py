@@ -86,7 +86,7 @@ class Reservations:
         self.leader: Leader | None = None
         self._numbers = itertools.count()
         self._queued: deque[ReservationRequest] = deque()
-        self._held: dict[str, _OpenReservation] = {}
+        self._open: dict[str, _OpenReservation] = {}
         """Request id -> its blocks."""
         self._ending: dict[str, RankAnswers[bool]] = {}
         """Reservation that was given up -> ranks where nobody writes any more."""
@@ -94,13 +94,13 @@ class Reservations:
     @property
     def is_busy(self) -> bool:
         """Whether anybody waits for blocks, or may write into some."""
-        return bool(self._queued or self._held or self._ending)
+        return bool(self._queued or self._open or self._ending)
 
     @property
     def open_reservations(self) -> tuple[str, ...]:
         """Those into whose blocks somebody may write, or that nobody has claimed. From any thread."""
-        held = tuple(self._held.values())  # at once: the loop's thread goes on
-        return (*(h.reservation_id for h in held), *self._ending)
+        unclaimed = tuple(self._open.values())  # at once: the loop's thread goes on
+        return (*(r.reservation_id for r in unclaimed), *self._ending)
 
     def ask(self, wanted: ReservationRequest) -> None:
         """A request waits for blocks."""
@@ -109,10 +109,10 @@ class Reservations:
     def turn(self) -> None:
         """Called before each turn, it gives up what waited too long and reserves what blocks allow."""
         now = time.monotonic_ns()
-        for held in [h for h in self._held.values() if h.until_ns <= now]:
-            self.give_up(held.wanted.request_id)
+        for open_reservation in [r for r in self._open.values() if r.until_ns <= now]:
+            self.give_up(open_reservation.wanted.request_id)
         assert self.leader is not None
-        waiting = [h.wanted for h in self._held.values() if not h.is_given]
+        waiting = [r.wanted for r in self._open.values() if not r.is_given]
         for wanted in [w for w in (*self._queued, *waiting) if now - w.asked_ns > w.reserve_s * 1e9]:
             self.give_up(wanted.request_id)
             error = DeadlineExceeded(f"waiting for KV blocks for {wanted.request_id}", wanted.reserve_s)
@@ -130,7 +130,7 @@ class Reservations:
             if tables is None:
                 return
             self._queued.popleft()
-            self._held[wanted.request_id] = _OpenReservation(
+            self._open[wanted.request_id] = _OpenReservation(
                 wanted, reservation_id, tables, prefix, now, RankAnswers(self._tp)
             )
             here = frozenset(block for blocks in prefix.blocks for block in blocks)
@@ -139,43 +139,49 @@ class Reservations:
 
     def on_refused(self, command: Reserve, error: RaykError | None) -> None:
         """A rank cannot do what it was told, if there is an error."""
-        held = self._held.get(command.request_id)
-        if error is not None and held is not None and held.reservation_id == command.reservation_id:
-            self._refuse(held, error)
+        open_reservation = self._open.get(command.request_id)
+        if (
+            error is not None
+            and open_reservation is not None
+            and open_reservation.reservation_id == command.reservation_id
+        ):
+            self._refuse(open_reservation, error)
 
-    def _refuse(self, held: _OpenReservation, error: RaykError) -> None:
+    def _refuse(self, open_reservation: _OpenReservation, error: RaykError) -> None:
         assert self.leader is not None
-        request_id = held.wanted.request_id
+        request_id = open_reservation.wanted.request_id
         self.give_up(request_id)
         self.leader.emit(RequestEvent(request_id=request_id, error=error))
 
     def _on_reserved(self, rank: int, part: Reserved) -> None:
         """A rank has room: send the reservation when all have it, or the first error."""
-        held = next((h for h in self._held.values() if h.reservation_id == part.reservation_id), None)
-        if held is None or held.is_given:
+        open_reservation = next(
+            (r for r in self._open.values() if r.reservation_id == part.reservation_id), None
+        )
+        if open_reservation is None or open_reservation.is_given:
             return  # given up meanwhile
         if part.error is not None:
-            self._refuse(held, part.error)
+            self._refuse(open_reservation, part.error)
             return
-        if held.parts.add(rank, part):
-            self._give(held, held.parts.in_order())
+        if open_reservation.parts.add(rank, part):
+            self._give(open_reservation, open_reservation.parts.in_order())
 
-    def _give(self, held: _OpenReservation, parts: list[Reserved]) -> None:
+    def _give(self, open_reservation: _OpenReservation, parts: list[Reserved]) -> None:
         assert self.leader is not None
-        wanted = held.wanted
+        wanted = open_reservation.wanted
         reservation = Reservation(
             request_id=wanted.request_id,
-            reservation_id=held.reservation_id,
+            reservation_id=open_reservation.reservation_id,
             engine=self._engine,
             epoch=self._epoch,
             num_tokens=wanted.num_tokens,
-            block_tables=held.block_tables,
+            block_tables=open_reservation.block_tables,
             generations=agreed_generations(parts),
             hold_s=wanted.hold_s,
-            num_held_tokens=held.prefix.num_tokens,
+            num_held_tokens=open_reservation.prefix.num_tokens,
             wire_tables=tuple(p.wire_tables for p in parts) if parts[0].wire_tables else (),
         )
-        held.is_given, held.reserved_ns = True, time.monotonic_ns()
+        open_reservation.is_given, open_reservation.reserved_ns = True, time.monotonic_ns()
         info = EventInfo(submitted_ns=wanted.asked_ns, taken_ns=wanted.taken_ns)
         event = RequestEvent(request_id=wanted.request_id, payload=sealed(reservation), info=info)
         self.leader.emit(event, ends=False)
@@ -184,12 +190,12 @@ class Reservations:
         """The request's ticket is here: its blocks are the request's from now on, and what of them was not
         written. None where they were given up."""
         assert self.leader is not None
-        held = self._held.get(request_id)
-        if held is None or held.reservation_id != reservation_id:
+        open_reservation = self._open.get(request_id)
+        if open_reservation is None or open_reservation.reservation_id != reservation_id:
             return None
-        del self._held[request_id]
+        del self._open[request_id]
         self.leader.manager.rename(reservation_id, request_id)
-        return held.block_tables, held.prefix
+        return open_reservation.block_tables, open_reservation.prefix
 
     def give_up(self, request_id: str) -> bool:
         """Nobody will claim a request's blocks: they are freed when nobody writes into them any more. False
@@ -199,12 +205,12 @@ class Reservations:
                 self._queued.remove(wanted)
                 self._forget_keys(request_id)
                 return True
-        held = self._held.pop(request_id, None)
-        if held is None:
+        open_reservation = self._open.pop(request_id, None)
+        if open_reservation is None:
             return False
         self._forget_keys(request_id)
-        self._ending[held.reservation_id] = RankAnswers(self._tp)
-        self._commands.append(EndReservation(held.reservation_id))
+        self._ending[open_reservation.reservation_id] = RankAnswers(self._tp)
+        self._commands.append(EndReservation(open_reservation.reservation_id))
         return True
 
     def _forget_keys(self, request_id: str) -> None:
@@ -226,20 +232,20 @@ class Reservations:
     def clear(self) -> None:
         """The engine is going down."""
         self._queued.clear()
-        self._held.clear()
+        self._open.clear()
         self._ending.clear()
 
 
 def reserve_blocks(
-    leader: Leader, key: str, num_tokens: int, held: LocalPrefix | None = None
+    leader: Leader, key: str, num_tokens: int, local_prefix: LocalPrefix | None = None
 ) -> BlockTables | None:
     """List blocks for the first `num_tokens` tokens of a sequence, which come from elsewhere, but for what
-    is `held`; None while they are short.
+    is in `local_prefix`; None while they are short.
 
     Requests that are here already have come first: each keeps a block per group to go on with.
     """
     scheduler, manager = leader.scheduler, leader.manager
-    updates = manager.reserve_live(key, num_tokens, held)
+    updates = manager.reserve_live(key, num_tokens, local_prefix)
     if updates is None:
         return None
     num_here = scheduler.num_running + scheduler.num_waiting

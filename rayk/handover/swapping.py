@@ -126,8 +126,8 @@ class Swapping:
                 continue
             unit, tokens = row_group_blocks(manager.groups), swapped.state.tokens[: ticket.num_tokens]
             salt = swapped.state.request.cache_salt
-            held = manager.find_local_prefix(request_id, tokens, ticket.num_tokens, unit, salt)
-            updates = manager.reserve_live(request_id, ticket.num_tokens, held)
+            local_prefix = manager.find_local_prefix(request_id, tokens, ticket.num_tokens, unit, salt)
+            updates = manager.reserve_live(request_id, ticket.num_tokens, local_prefix)
             # Those that wait came later; it and those that run need a block per group to go on with.
             needed = (scheduler.num_running + 1) * len(manager.groups)
             if updates is not None and scheduler.num_running and manager.pool.num_free_blocks < needed:
@@ -137,7 +137,9 @@ class Swapping:
                 scheduler.make_room(request_id)
                 continue
             swapped.is_read = True
-            self._receiving.begin(self._coming_back(swapped, ticket), tuple(i for _, i in updates), held)
+            self._receiving.begin(
+                self._coming_back(swapped, ticket), tuple(i for _, i in updates), local_prefix
+            )
 
     def abort(self, request_id: str) -> bool:
         """Stop bringing a request back; False where it is not swapped out."""

@@ -60,10 +60,13 @@ def report_news(meter: Meter, news: RankNews) -> None:
         meter.add("rayk_nixl_num_kv_expired_reqs_total", len(news.expired))
 
 
-def report_totals(meter: Meter, num_unsent: int, struck: Sequence[Mapping[tuple[str, str], int]]) -> None:
-    """Report what a rank counts elsewhere. `struck`: planted faults by kind and point, of unlike kinds."""
+def report_totals(
+    meter: Meter, num_unsent: int, fault_counts: Sequence[Mapping[tuple[str, str], int]]
+) -> None:
+    """Report what a rank counts elsewhere. `fault_counts`: planted faults by kind and point, of
+    unlike kinds."""
     meter.total("rayk_nixl_num_failed_notifications_total", num_unsent)
-    for counts in struck:
+    for counts in fault_counts:
         for (kind, point), number in counts.items():
             meter.total("rayk_faults_total", number, kind=kind, point=point)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from rayk.kv.specs import (
     KVCacheSpec,
-    held_blocks,
     max_live_blocks,
+    num_kept_blocks,
     page_bytes,
     rows_per_block,
     with_block_size,
@@ -142,9 +142,9 @@ def choose_positions(kinds: Sequence[tuple[KVCacheSpec, int]]) -> int:
     for positions in range(1, max(count for _, count in kinds) + 1):
         num_groups = [-(-count // positions) for _, count in kinds]
         grown = unify_pages(specs, num_groups, positions)
-        blocks, held_bytes = _reference_blocks(grown, num_groups, positions)
-        cost = held_bytes + blocks * BLOCK_COST_BYTES
-        candidates.append((sum(num_groups), cost, held_bytes, positions))
+        blocks, reference_bytes = _reference_blocks(grown, num_groups, positions)
+        cost = reference_bytes + blocks * BLOCK_COST_BYTES
+        candidates.append((sum(num_groups), cost, reference_bytes, positions))
     _, least, least_bytes, _ = min(candidates, key=lambda c: (c[1], c[0]))
     return min(c for c in candidates if c[1] <= SLACK * least and c[2] <= SLACK * least_bytes)[-1]
 
@@ -178,7 +178,7 @@ def measure_groups(
     found = []
     for g, padding in zip(groups, wasted_bytes(groups), strict=True):
         fullest = g.spec.fullest_at(num_tokens)
-        blocks = held_blocks(g.spec, fullest)
+        blocks = num_kept_blocks(g.spec, fullest)
         page = page_bytes(g.spec)
         used = len(g.spec.live_rows(fullest)) * len(g.layers) * (page // rows_per_block(g.spec))
         waste = blocks * len(g.layers) * page - used
@@ -211,12 +211,12 @@ def _reference_blocks(
 ) -> tuple[int, int]:
     """Return (blocks, bytes) that a reference request holds."""
     page = max(page_bytes(spec) for spec in specs)
-    num_blocks = (held_blocks(spec, spec.fullest_at(REFERENCE_TOKENS)) for spec in specs)
+    num_blocks = (num_kept_blocks(spec, spec.fullest_at(REFERENCE_TOKENS)) for spec in specs)
     blocks = sum(n * count for n, count in zip(num_groups, num_blocks, strict=True))
     return blocks, blocks * positions * page
 
 
 def _cost(specs: Sequence[KVCacheSpec], num_groups: Sequence[int], positions: int) -> int:
     """Count the bytes of a reference request."""
-    blocks, held_bytes = _reference_blocks(specs, num_groups, positions)
-    return held_bytes + blocks * BLOCK_COST_BYTES
+    blocks, reference_bytes = _reference_blocks(specs, num_groups, positions)
+    return reference_bytes + blocks * BLOCK_COST_BYTES

@@ -200,15 +200,15 @@ class KVCacheManager:
         request_id: str,
         token_ids: Sequence[int],
         max_tokens: int,
-        held_tokens: int = 0,
+        num_local_tokens: int = 0,
         elsewhere: Elsewhere | None = None,
         cache_salt: str | None = None,
     ) -> FoundPrefix:
         """Return the longest usable prefix whose blocks are here or `elsewhere`: a multiple of `unit_tokens`,
         up to `max_tokens`. Changes nothing.
 
-        `held_tokens`: the caller already has the live rows of this many leading tokens; only longer prefixes
-        count.
+        `num_local_tokens`: the caller already has the live rows of this many leading tokens; only longer
+        prefixes count.
         """
         nothing = FoundPrefix(0, tuple(() for _ in self.groups), ())
         if self.prefixes is None:
@@ -224,27 +224,27 @@ class KVCacheManager:
 
         keys = self.prefix_keys(request_id, token_ids, max_tokens, cache_salt)
         while True:
-            found = self._find(keys, max_tokens, held_tokens, there)
+            found = self._find(keys, max_tokens, num_local_tokens, there)
             if found is None:
                 return nothing
-            lacking = self._lacking(found, held_tokens)
+            lacking = self._lacking(found, num_local_tokens)
             if not lacking:
                 return found
             # One lane has its rows here, another elsewhere, and no block has both.
             answers |= dict.fromkeys(lacking)
 
     def _find(
-        self, keys: PrefixKeys, max_tokens: int, held_tokens: int, there: Elsewhere
+        self, keys: PrefixKeys, max_tokens: int, num_local_tokens: int, there: Elsewhere
     ) -> FoundPrefix | None:
         """Return one attempt of find_prefix; None if nothing is found."""
         assert self.prefixes is not None
 
         def needed(g: KVCacheGroup, lane: KVCacheSpec, n: int) -> range:
-            return range(max(_live_rows(g, lane, n).start, held_tokens), n)
+            return range(max(_live_rows(g, lane, n).start, num_local_tokens), n)
 
         unit = self.prefixes.unit_tokens
         num_tokens = self.prefixes.longest(keys, max_tokens, unit, needed, elsewhere=there)
-        if num_tokens <= held_tokens:
+        if num_tokens <= num_local_tokens:
             return None
         tables: list[tuple[int, ...]] = []
         missing: list[tuple[int, int, bytes]] = []
@@ -263,14 +263,14 @@ class KVCacheManager:
         since = tuple(there(group, key) or () for group, _, key in missing)
         return FoundPrefix(num_tokens, tuple(tables), tuple(missing), since)
 
-    def _lacking(self, found: FoundPrefix, held_tokens: int) -> list[tuple[int, bytes]]:
+    def _lacking(self, found: FoundPrefix, num_local_tokens: int) -> list[tuple[int, bytes]]:
         """Missing blocks that have too few rows elsewhere for some lane."""
         lacking = []
         for (group, index, key), since in zip(found.missing, found.since, strict=True):
             g = self.groups[group]
             start = index * g.spec.block_size
             for lane, first in zip(g.lanes, since, strict=bool(since)):
-                row = max(_live_rows(g, lane, found.num_tokens).start, held_tokens, start)
+                row = max(_live_rows(g, lane, found.num_tokens).start, num_local_tokens, start)
                 if first > row and row < min(start + g.spec.block_size, found.num_tokens):
                     lacking.append((group, key))
                     break
@@ -306,19 +306,21 @@ class KVCacheManager:
         return self.block_tables(name)
 
     def reserve_live(
-        self, request_id: str, num_tokens: int, held: LocalPrefix | None = None
+        self, request_id: str, num_tokens: int, local_prefix: LocalPrefix | None = None
     ) -> BlockUpdates | None:
         """Make tables for a request whose first `num_tokens` tokens arrive from elsewhere; only live blocks
-        are allocated. `held` (from `find_local_prefix` just now) need not arrive. None, with nothing changed,
-        if blocks are short.
+        are allocated. `local_prefix` (from `find_local_prefix` just now) need not arrive. None, with nothing
+        changed, if blocks are short.
         """
         assert request_id not in self._tables, f"{request_id} has blocks already"
         tables, needed = [], 0
-        for g, here in zip(self.groups, held.blocks if held else [()] * len(self.groups), strict=True):
+        for g, here in zip(
+            self.groups, local_prefix.blocks if local_prefix else [()] * len(self.groups), strict=True
+        ):
             first = g.spec.live_rows(num_tokens).start // g.spec.block_size
-            if here and held:
+            if here and local_prefix:
                 # In a group that keeps all rows, layers with windows may need only later ones.
-                first = held.num_tokens // g.spec.block_size - len(here)
+                first = local_prefix.num_tokens // g.spec.block_size - len(here)
             since = tuple(lane.live_rows(num_tokens).start for lane in g.lanes)
             num_named = min(since) // g.spec.block_size
             tables.append(BlockTable([NULL_BLOCK] * first + list(here), first, num_named, since))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rayk.kv.groups import KVCacheGroup, measure_groups
-from rayk.kv.specs import held_blocks
+from rayk.kv.specs import num_kept_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ def measure_request_memory(
         for group, extra, total, memory in zip(
             groups, copies, sums, measure_groups(groups, length), strict=True
         ):
-            blocks = held_blocks(group.spec, group.spec.fullest_at(length))
+            blocks = num_kept_blocks(group.spec, group.spec.fullest_at(length))
             found = (memory.used_bytes, memory.padding_bytes, memory.wasted_bytes, blocks * extra)
             total[:] = [a + count * b for a, b in zip(total, found, strict=True)]
     return [

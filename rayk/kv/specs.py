@@ -344,7 +344,7 @@ def page_bytes(spec: KVCacheSpec) -> int:
     return sum(f.canonical_bytes for f in spec.fields())
 
 
-def held_blocks(spec: KVCacheSpec, num_tokens: int) -> int:
+def num_kept_blocks(spec: KVCacheSpec, num_tokens: int) -> int:
     """Count the blocks that a sequence keeps once `num_tokens` are computed; those before its first live row
     are freed.
 
@@ -355,7 +355,7 @@ def held_blocks(spec: KVCacheSpec, num_tokens: int) -> int:
 
 
 def max_live_blocks(spec: KVCacheSpec, max_tokens: int, num_new_tokens: int = 0) -> int:
-    """Most `held_blocks` of a sequence of up to `max_tokens` while `num_new_tokens` rows are written."""
+    """Most `num_kept_blocks` of a sequence of up to `max_tokens` while `num_new_tokens` rows are written."""
     whole = -(-max_tokens // spec.block_size)
     rows = len(spec.live_rows(spec.fullest_at(max_tokens))) + num_new_tokens
     # The largest offset in a block at which live rows may begin.

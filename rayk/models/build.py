@@ -67,10 +67,10 @@ class Build:
         whole = self.pieces.whole(self.name(index, f"{part.parameter}.bias"), num_outputs) if bias else None
         return RowParallelLinear(weight, whole, self.comm, reduce=self.reduce if reduce is None else reduce)
 
-    def per_head(self, index: int, parameter: str, num_heads: int, held: Sequence[int]) -> torch.Tensor:
-        """Return the elements of heads `held` of a vector with one per head, rounded to the model's dtype
-        like other weights, in float32 for the kernels."""
-        (rows,) = head_rows(held, 1)
+    def per_head(self, index: int, parameter: str, num_heads: int, own_heads: Sequence[int]) -> torch.Tensor:
+        """Return the elements of heads `own_heads` of a vector with one per head, rounded to the model's
+        dtype like other weights, in float32 for the kernels."""
+        (rows,) = head_rows(own_heads, 1)
         return self.pieces.rows(self.name(index, parameter), (num_heads,), rows).float()
 
     def kv_scales(self, index: int) -> tuple[float, float]:

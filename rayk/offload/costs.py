@@ -159,10 +159,10 @@ class _Moves:
     def fade(self) -> None:
         self._fit.fade()
 
-    def describe(self, way: str) -> dict[str, float]:
+    def describe(self, direction: str) -> dict[str, float]:
         latency_ns, byte_ns = map(float, self._scale * self._fit.constants)
-        rate = {f"{way}_gb_per_s": 1 / byte_ns} if byte_ns else {}
-        return {**rate, f"{way}_latency_ns": latency_ns, f"num_{way}": self._fit.num_observed}
+        rate = {f"{direction}_gb_per_s": 1 / byte_ns} if byte_ns else {}
+        return {**rate, f"{direction}_latency_ns": latency_ns, f"num_{direction}": self._fit.num_observed}
 
 
 class CostModel:
@@ -247,14 +247,14 @@ class CostModel:
         return step, token / _TOKENS, pair / _PAIRS
 
     def _choose(
-        self, move_ns: float, recompute_ns: float | None, setting: Weighing, ways: Sequence[_Moves]
+        self, move_ns: float, recompute_ns: float | None, setting: Weighing, move_costs: Sequence[_Moves]
     ) -> LoadChoice:
         if setting != "auto":
             return LoadChoice(setting == "always", move_ns, recompute_ns)
         moves = recompute_ns is None or move_ns < recompute_ns
         if not moves:
-            for way in ways:
-                way.fade()
+            for cost in move_costs:
+                cost.fade()
         return LoadChoice(moves, move_ns, recompute_ns)
 
 

@@ -61,9 +61,9 @@ class DiskFolder:
             try:
                 self.num_leftovers = 0 if self.why_read_only else self._remove_leftovers()
                 self.secret = self._find_secret(folder / "secret")
-                described = self.path / "identity.json"
-                if not (described.exists() or self.why_read_only):
-                    _write_whole(described, identity.text.encode(), self.new_temporary(), os.replace)
+                identity_file = self.path / "identity.json"
+                if not (identity_file.exists() or self.why_read_only):
+                    _write_whole(identity_file, identity.text.encode(), self.new_temporary(), os.replace)
                 self.block_bytes = os.statvfs(self.path).f_bsize
             except BaseException:
                 os.close(self._lock)

@@ -56,7 +56,7 @@ class _RunningStore:
     """A store whose rows are being read."""
 
     ask: StoreAsk
-    held_tokens: int
+    num_known_tokens: int
     began_ns: int
     done: OnStored
     failure: str = ""
@@ -178,29 +178,29 @@ class HostTier:
             self._refuse(storing, f"it has {len(tokens)} tokens, its ticket {num_tokens}")
             return
         if ask.keep_as is None and self._has_all(ask):
-            storing.held_tokens = num_tokens
+            storing.num_known_tokens = num_tokens
             self._let_go(ticket)
             self._stored(storing)
             return
         unit = row_group_blocks(self.manager.groups)
-        held = self.manager.find_local_prefix(name, tokens, num_tokens, unit, ask.cache_salt)
-        if held.num_tokens < ticket.first_row:
+        local_prefix = self.manager.find_local_prefix(name, tokens, num_tokens, unit, ask.cache_salt)
+        if local_prefix.num_tokens < ticket.first_row:
             self.manager.free(name)
             self._refuse(storing, f"the first {ticket.first_row} tokens are not here any more")
             return
-        updates = self.manager.reserve_live(name, num_tokens, held)
+        updates = self.manager.reserve_live(name, num_tokens, local_prefix)
         if updates is None:
             self.manager.free(name)
             self._refuse(storing, "no room: what is not being read, kept or part of it is too little")
             return
         tables = tuple(ids for _, ids in updates)
-        here = {block for blocks in held.blocks for block in blocks}
+        here = {block for blocks in local_prefix.blocks for block in blocks}
         self._hand_out([b for table in tables for b in table if b and b not in here])
-        storing.held_tokens = held.num_tokens
+        storing.num_known_tokens = local_prefix.num_tokens
         self._storing[name] = storing
         deadline_ns = storing.began_ns + int(ask.deadline_s * 1e9)
         try:
-            self.rank.start(ticket, tables, deadline_ns, held.num_tokens)
+            self.rank.start(ticket, tables, deadline_ns, local_prefix.num_tokens)
             self._reads[engine] += 1
         except RaykError as error:
             del self._storing[name]
@@ -224,13 +224,13 @@ class HostTier:
         self.manager.free(name)  # they were used just now: others go first
         return not changed
 
-    def _write(self, ask: StoreAsk, num_held: int) -> Collection[int]:
+    def _write(self, ask: StoreAsk, num_known_tokens: int) -> Collection[int]:
         """Queue what is not on disk. Blocks that had changed, which are returned, are found no more."""
         if self.pages is None:
             return ()
         name, num_tokens = ask.ticket.request_id, ask.ticket.num_tokens
         keys = self.manager.prefix_keys(name, ask.token_ids, num_tokens, ask.cache_salt)
-        changed = self.pages.write(self._blocks, name, keys, num_tokens, num_held)
+        changed = self.pages.write(self._blocks, name, keys, num_tokens, num_known_tokens)
         self._forget(changed)
         return changed
 
@@ -257,12 +257,12 @@ class HostTier:
         self.counts["store_failures" if storing.failure else "stores"] += 1
         if not storing.failure:
             self.counts["stored_bytes"] += num_bytes
-            self.counts["stored_tokens"] += ticket.num_tokens - storing.held_tokens
+            self.counts["stored_tokens"] += ticket.num_tokens - storing.num_known_tokens
         storing.done(
             StoreAnswer(
                 name=ticket.request_id,
                 num_tokens=0 if storing.failure else ticket.num_tokens,
-                num_held_tokens=storing.held_tokens,
+                num_held_tokens=storing.num_known_tokens,
                 num_bytes=num_bytes,
                 took_ns=took_ns,
                 reason=storing.failure,
@@ -292,7 +292,7 @@ class HostTier:
     def _keep(self, storing: _RunningStore) -> None:
         ask, name = storing.ask, storing.ask.ticket.request_id
         self.manager.remember(name, ask.token_ids, ask.ticket.num_tokens, ask.cache_salt)
-        self._write(ask, storing.held_tokens)
+        self._write(ask, storing.num_known_tokens)
         if ask.keep_as is None:
             self.manager.free(name)
             return
@@ -319,9 +319,9 @@ class HostTier:
         """Look for the longest prefix in host memory and on disk together."""
         ask, name = loading.ask, self._name_of(loading.ask)
         elsewhere = self.pages.since if self.pages is not None and self.pages.is_readable else None
-        what = ask.token_ids, ask.max_tokens, ask.held_tokens, elsewhere, ask.cache_salt
+        what = ask.token_ids, ask.max_tokens, ask.num_local_tokens, elsewhere, ask.cache_salt
         found = self.manager.find_prefix(name, *what)
-        if found.num_tokens < ask.held_tokens + ask.min_tokens:
+        if found.num_tokens < ask.num_local_tokens + ask.min_tokens:
             self.manager.free(name)
             self._miss(loading)
             return
@@ -331,7 +331,7 @@ class HostTier:
         elif found.missing:
             self._fetch(loading, name, found)
         else:
-            self._lend(loading, name, found.num_tokens, ask.held_tokens)
+            self._lend(loading, name, found.num_tokens, ask.num_local_tokens)
 
     def _fetch(self, loading: _RunningLoad, name: str, found: FoundPrefix) -> None:
         """Bring pages from disk into the blocks that were allocated for them."""
@@ -357,7 +357,7 @@ class HostTier:
             loading.num_disk_tokens = max(loading.num_disk_tokens, *ends)
             ask = loading.ask
             self.manager.remember(name, ask.token_ids, found.num_tokens, ask.cache_salt)
-            self._lend(loading, name, found.num_tokens, loading.ask.held_tokens)
+            self._lend(loading, name, found.num_tokens, loading.ask.num_local_tokens)
 
         self.pages.read(self.caches, places, fetched)
 

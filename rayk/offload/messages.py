@@ -50,7 +50,7 @@ class LoadAsk:
     token_ids: tuple[int, ...] = ()
     cache_salt: str | None = None
     max_tokens: int = 0  # no more of them
-    held_tokens: int = 0
+    num_local_tokens: int = 0
     """The engine has the live rows of so many first ones: a whole number of row groups. They are not
     offered."""
     min_tokens: int = 1  # nothing is offered that has fewer rows than this behind those

@@ -97,17 +97,17 @@ class DiskPages:
         return found
 
     def write(
-        self, host: HostBlocks, name: str, keys: PrefixKeys, num_tokens: int, num_held: int
+        self, host: HostBlocks, name: str, keys: PrefixKeys, num_tokens: int, num_known_tokens: int
     ) -> Collection[int]:
         """Queue the named blocks of a sequence that are not there, from its beginning on as far as queue and
         disk take them: what they have no room for now is asked for again by the sequence's next store.
 
-        Blocks before `num_held` tokens were proven some time ago. Those that changed since are not written,
-        but returned.
+        Blocks before `num_known_tokens` tokens were proven some time ago. Those that changed since are not
+        written, but returned.
         """
         if self._disk.state != "on":
             return ()
-        pages = sorted(_pages_of(host, name, keys, num_tokens, num_held), key=lambda page: page.end)
+        pages = sorted(_pages_of(host, name, keys, num_tokens, num_known_tokens), key=lambda page: page.end)
         known = [self._known_as(page.name) for page in pages]
         there = [name for name in known if name is not None]
         self._disk.touch(reversed(there))
@@ -213,7 +213,7 @@ class DiskPages:
 
 
 def _pages_of(
-    host: HostBlocks, name: str, keys: PrefixKeys, num_tokens: int, num_held: int
+    host: HostBlocks, name: str, keys: PrefixKeys, num_tokens: int, num_known_tokens: int
 ) -> Iterator[_PageCandidate]:
     """Yield the sequence's pages, as far as its blocks can be found by name."""
     prefixes = host.manager.prefixes
@@ -225,7 +225,7 @@ def _pages_of(
             block = prefixes.find(g.group.index, keys[end])
             if own == NULL_BLOCK or block is None:
                 continue
-            rows, is_fresh = prefixes.since_of(block), end - g.block_size >= num_held
+            rows, is_fresh = prefixes.since_of(block), end - g.block_size >= num_known_tokens
             # Another block of the same name may have been there before: what is proven just now is better.
             if own != block and is_fresh and _covers(of_own := since_in(g.group, index, live), rows):
                 block, rows = own, of_own

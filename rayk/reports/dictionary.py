@@ -8,7 +8,7 @@ import json
 import textwrap
 from collections.abc import Callable, Sequence
 
-from rayk.reports.fields import CELLS, DIVERGENCE, GROUPS, HELD, REQUESTS, TOPS, TRANSFERS, Field
+from rayk.reports.fields import CELLS, DIVERGENCE, GROUPS, PER_KV_GROUP, REQUESTS, TOPS, TRANSFERS, Field
 from rayk.reports.load_fields import LOAD_CELLS, LOAD_REQUESTS
 from rayk.reports.md_table import markdown_table
 
@@ -31,7 +31,7 @@ _TYPES = {
     "list<item: string>": "list of text",
     str(DIVERGENCE): "{request, token_index}",
     str(GROUPS): "list of {kind, ...}",
-    str(HELD): "list of {kind, ...}",
+    str(PER_KV_GROUP): "list of {kind, ...}",
     str(TOPS): "lists of {token_id, logprob}",
 }
 

@@ -22,7 +22,7 @@ DIVERGENCE = pa.struct([("request", INT), ("token_index", INT)])
 _COUNTS = ("num_layers", "block_size", "used_bytes", "padding_bytes", "wasted_bytes")
 GROUPS = pa.list_(pa.struct([("kind", TEXT), *((name, INT) for name in _COUNTS)]))
 
-HELD = pa.list_(
+PER_KV_GROUP = pa.list_(
     pa.struct(
         [
             ("kind", TEXT),
@@ -174,8 +174,8 @@ CELLS = (
     Field("decode.kv_waste_bytes", INT, "bytes", f"{_KV_WASTE}; at decode engines"),
     Field("prefill.kv_groups", GROUPS, "bytes", f"{_KV_GROUPS}; at prefill engines"),
     Field("decode.kv_groups", GROUPS, "bytes", f"{_KV_GROUPS}; at decode engines"),
-    Field("prefill.kv_held", HELD, "bytes", f"{_KV_HELD}; at prefill engines"),
-    Field("decode.kv_held", HELD, "bytes", f"{_KV_HELD}; at decode engines"),
+    Field("prefill.kv_held", PER_KV_GROUP, "bytes", f"{_KV_HELD}; at prefill engines"),
+    Field("decode.kv_held", PER_KV_GROUP, "bytes", f"{_KV_HELD}; at decode engines"),
     *(
         Field(f"{side}.{name}", TEXT, "", f"{meaning}; {side} engines")
         for side in ("prefill", "decode")

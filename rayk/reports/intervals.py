@@ -43,8 +43,8 @@ def median_interval(values: Sequence[float], confidence: float) -> tuple[float, 
     # P(fewer than `rank` + 1 of `count` lie below the median), on each side. By logarithms: from 1,030 values
     # on, the number of combinations is no float.
     while rank < count // 2:
-        ways = math.lgamma(count + 1) - math.lgamma(rank + 1) - math.lgamma(count - rank + 1)
-        more = outside + math.exp(ways - count * math.log(2))
+        log_binomial = math.lgamma(count + 1) - math.lgamma(rank + 1) - math.lgamma(count - rank + 1)
+        more = outside + math.exp(log_binomial - count * math.log(2))
         if 2 * more > 1 - confidence:
             break
         outside, rank = more, rank + 1

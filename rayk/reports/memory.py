@@ -95,8 +95,8 @@ def _reference_rows(cells: list[dict[Any, Any]]) -> list[dict[str, Any]]:
 
 
 def _row(group: dict[str, Any]) -> dict[str, Any]:
-    held = sum(group.get(f"{name}_bytes", 0) for name in ("used", "padding", "wasted"))
-    return {**group, "used_percent": 100 * group.get("used_bytes", 0) / held if held else None}
+    kept_bytes = sum(group.get(f"{name}_bytes", 0) for name in ("used", "padding", "wasted"))
+    return {**group, "used_percent": 100 * group.get("used_bytes", 0) / kept_bytes if kept_bytes else None}
 
 
 def moved_text(result: Result) -> str:

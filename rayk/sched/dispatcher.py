@@ -141,7 +141,7 @@ class Dispatcher:
         self._num_tries: Counter[str] = Counter()
         """Tries to form an engine again since it took requests."""
         self._placed: dict[str, _Placed] = {}
-        self._rooms = (
+        self._waiting_rooms = (
             WaitingRoom[_WaitingRequest](MAX_AGAIN),
             WaitingRoom[_WaitingRequest](rules.max_waiting),
         )
@@ -159,12 +159,14 @@ class Dispatcher:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for one."""
-        return len(self._rooms[0]) + len(self._rooms[1])
+        return len(self._waiting_rooms[0]) + len(self._waiting_rooms[1])
 
     @property
     def next_deadline_ns(self) -> int | None:
         """When `expire` has something to do; None: nobody waits."""
-        deadlines: Iterable[int | None] = (room.next_deadline_ns for room in self._rooms)
+        deadlines: Iterable[int | None] = (
+            waiting_room.next_deadline_ns for waiting_room in self._waiting_rooms
+        )
         return min((d for d in deadlines if d is not None), default=None)
 
     def load(self, engine: str) -> EngineLoad:
@@ -253,15 +255,15 @@ class Dispatcher:
             return [Place(name, self._placed[name].placement)]  # asked twice: the first answer got lost
         if name in self._early:
             return [Refuse(name, DeadlineExceeded(f"nobody waits for {name} any more", 0.0))]
-        room = self._rooms[0 if again else 1]
+        waiting_room = self._waiting_rooms[0 if again else 1]
         if self.is_draining and not again:
-            return [Refuse(name, room.overloaded(now_ns, "the server is about to end"))]
+            return [Refuse(name, waiting_room.overloaded(now_ns, "the server is about to end"))]
         if self._rules.places_at_once or (self._has_room and not self.num_waiting):
             return [self._place(front, asked)]
         deadline_ns = now_ns + int(deadline_s * NS_PER_S)
         waiting = _WaitingRequest(front, asked, deadline_s)
         try:
-            room.enter(name, waiting, priority=priority, deadline_ns=deadline_ns, now_ns=now_ns)
+            waiting_room.enter(name, waiting, priority=priority, deadline_ns=deadline_ns, now_ns=now_ns)
         except Overloaded as error:
             return [Refuse(name, error)]
         self._fronts[front].requests.add(name)
@@ -308,7 +310,7 @@ class Dispatcher:
     def expire(self, now_ns: int) -> list[Action]:
         """Turn away those whose deadline has passed."""
         actions: list[Action] = []
-        for waiting in [w for room in self._rooms for w in room.expire(now_ns)]:
+        for waiting in [w for waiting_room in self._waiting_rooms for w in waiting_room.expire(now_ns)]:
             name = waiting.asked.request_id
             actions.append(Refuse(name, DeadlineExceeded(f"a place for {name}", waiting.deadline_s)))
             self._disown(waiting.front, name)
@@ -379,7 +381,10 @@ class Dispatcher:
         """Whoever waits and there is room for."""
         actions: list[Action] = []
         while self._has_room:
-            waiting = next((w for room in self._rooms if (w := room.pop(now_ns)) is not None), None)
+            waiting = next(
+                (w for waiting_room in self._waiting_rooms if (w := waiting_room.pop(now_ns)) is not None),
+                None,
+            )
             if waiting is None:
                 break
             actions.append(self._place(waiting.front, waiting.asked))
@@ -390,10 +395,12 @@ class Dispatcher:
             front = self._placed.pop(name).front
             if (over := self._loads.ended(name)) is not None:
                 self._policy.ended(*over)
-            self._rooms[1].completed(now_ns)
+            self._waiting_rooms[1].completed(now_ns)
             self._disown(front, name)
             return []
-        waiting = next((w for room in self._rooms if (w := room.leave(name)) is not None), None)
+        waiting = next(
+            (w for waiting_room in self._waiting_rooms if (w := waiting_room.leave(name)) is not None), None
+        )
         if waiting is not None:
             self._disown(waiting.front, name)
             return [Drop(name)]

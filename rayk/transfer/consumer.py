@@ -21,7 +21,7 @@ from rayk.transfer.layer_view import LayerView
 from rayk.transfer.lease import Renewals
 from rayk.transfer.link import Landing, ProducerLink
 from rayk.transfer.plan import BlockReads
-from rayk.transfer.reads import DataReads, InFlight
+from rayk.transfer.reads import DataReads, PostedRead
 from rayk.transfer.staging import Staging
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import (
@@ -112,7 +112,7 @@ class Consumption:
     session: s.Session = field(init=False)
     _expected: dict[int, s.Fence] = field(init=False)
     _data: DataReads | ArrivalReads = field(init=False)
-    _fences: dict[int, tuple[InFlight, list[int]]] = field(default_factory=dict)
+    _fences: dict[int, tuple[PostedRead, list[int]]] = field(default_factory=dict)
     _waiting: set[int] = field(default_factory=set)
     """Producer ranks whose fence found no room yet."""
     _stages: dict[str, int] = field(default_factory=dict)
@@ -291,15 +291,15 @@ class Consumption:
         except TransferError as error:
             self.landing.give_back(slots)
             return [s.FenceEnded(rank, error.reason)]
-        self._fences[rank] = (InFlight(transfer, began, self.clock() - began), slots)
+        self._fences[rank] = (PostedRead(transfer, began, self.clock() - began), slots)
         return []
 
-    def _poll_fence(self, rank: int, flight: InFlight, now_ns: int) -> None:
-        state = self.agent.poll(flight.transfer)
+    def _poll_fence(self, rank: int, fence: PostedRead, now_ns: int) -> None:
+        state = self.agent.poll(fence.transfer)
         if state is TransferState.PENDING:
             return
         _, slots = self._fences.pop(rank)
-        self.agent.release(flight.transfer)
+        self.agent.release(fence.transfer)
         generations = self.landing.give_back(slots)
         if state is TransferState.DONE:
             self._handle(s.FenceDone(rank, generations), now_ns)

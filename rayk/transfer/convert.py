@@ -51,8 +51,8 @@ def conversion_bound(source: KVFormat, values: Floats, target: KVFormat, scale: 
 
     The target's own bound, and what the way through float32 rounds: 2^-24 of the value.
     """
-    way = 2.0**-23 * np.abs(values) if source.is_quantised or target.is_quantised else 0.0
-    bound: Floats = error_bound(target, values, scale) * (1 + 2.0**-20) + way
+    float32_error = 2.0**-23 * np.abs(values) if source.is_quantised or target.is_quantised else 0.0
+    bound: Floats = error_bound(target, values, scale) * (1 + 2.0**-20) + float32_error
     return bound
 
 

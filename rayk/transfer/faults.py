@@ -90,7 +90,7 @@ class PlantedFaults:
     def __init__(self) -> None:
         self._left: list[TransferFault] = []
         self._counts: dict[str, int] = {}
-        self.num_struck: Counter[tuple[str, str]] = Counter()
+        self.num_faults_hit: Counter[tuple[str, str]] = Counter()
         """(kind, point) of the fault table -> how many have hit."""
 
     def __bool__(self) -> bool:
@@ -117,13 +117,13 @@ class PlantedFaults:
             if fault.step == self._counts[fault.point]:
                 self._left.remove(fault)
                 if fault.kind in KINDS:
-                    self.num_struck[fault.kind, fault.point] += 1
+                    self.num_faults_hit[fault.kind, fault.point] += 1
                 return fault
         return None
 
 
 @dataclass(eq=False)
-class StruckTransfer:
+class FaultyTransfer:
     """A read or write that a fault hit: it may never be posted, be posted late or twice, or tell of its end
     late. Implements what an agent does with a transfer."""
 

@@ -17,7 +17,7 @@ from rayk.kv.caches import CanonicalKVCaches
 from rayk.kv.geometry import GENERATION_BYTES
 from rayk.transfer.agent import DescriptorList, Handle, Ints32, Transfer, TransferAgent, TransferState
 from rayk.transfer.checked_message import unpack
-from rayk.transfer.faults import FLIP_BIT, READ, PlantedFaults, StrikeMessage, StruckTransfer, TransferFault
+from rayk.transfer.faults import FLIP_BIT, READ, FaultyTransfer, PlantedFaults, StrikeMessage, TransferFault
 from rayk.types.errors import TransferError
 
 
@@ -54,8 +54,8 @@ class FaultyAgent:
         self._faults = PlantedFaults()
         self._own: list[TransferFault] = []
         """Faults of this rank that a peer's message sets off."""
-        self._struck: dict[Transfer, StruckTransfer] = {}
-        self._struck_ids = itertools.count(-2, -1)
+        self._faulty: dict[Transfer, FaultyTransfer] = {}
+        self._faulty_ids = itertools.count(-2, -1)
         self._flips: dict[Transfer, tuple[TransferFault, DescriptorList, Ints32]] = {}
         """Reads that bring a wrong bit."""
         self._mail: list[_Mail] = []
@@ -73,8 +73,8 @@ class FaultyAgent:
         """Forget all faults; stalled reads go on."""
         self._faults.clear()
         self._flips.clear()
-        for struck in self._struck.values():
-            struck.is_stalled = False
+        for faulty in self._faulty.values():
+            faulty.is_stalled = False
 
     @contextlib.contextmanager
     def wiring(self) -> Iterator[None]:
@@ -149,17 +149,17 @@ class FaultyAgent:
         return self._start(fault, write)
 
     def poll(self, transfer: Transfer) -> TransferState:
-        struck = self._struck.get(transfer)
-        state = struck.poll() if struck is not None else self._agent.poll(transfer)
+        faulty = self._faulty.get(transfer)
+        state = faulty.poll() if faulty is not None else self._agent.poll(transfer)
         if state is TransferState.DONE and transfer in self._flips:
             self._flip(*self._flips.pop(transfer))
         return state
 
     def release(self, transfer: Transfer) -> bool:
-        struck = self._struck.get(transfer)
-        is_over = self._agent.release(transfer) if struck is None else struck.release()
-        if is_over or struck is None:
-            self._struck.pop(transfer, None)
+        faulty = self._faulty.get(transfer)
+        is_over = self._agent.release(transfer) if faulty is None else faulty.release()
+        if is_over or faulty is None:
+            self._faulty.pop(transfer, None)
             self._flips.pop(transfer, None)
         return is_over
 
@@ -201,9 +201,9 @@ class FaultyAgent:
         return ("post", "mid_transfer", READ) if is_data else ("notify",)
 
     @property
-    def num_struck(self) -> Counter[tuple[str, str]]:
+    def num_faults_hit(self) -> Counter[tuple[str, str]]:
         """Faults that have hit here, by kind and point."""
-        return self._faults.num_struck
+        return self._faults.num_faults_hit
 
     def passes(self, *points: str) -> TransferFault | None:
         """Return the fault at what passes now; a rank that is to die does so here, or is told to."""
@@ -217,12 +217,12 @@ class FaultyAgent:
         return fault
 
     def _start(self, fault: TransferFault | None, post: Callable[[], Transfer]) -> Transfer:
-        for struck in self._struck.values():
-            struck.is_overtaken |= struck.fault.kind == "reorder"
+        for faulty in self._faulty.values():
+            faulty.is_overtaken |= faulty.fault.kind == "reorder"
         if fault is None or fault.kind in ("corrupt", FLIP_BIT):
             return post()
-        transfer = Transfer(next(self._struck_ids))
-        self._struck[transfer] = StruckTransfer(fault, post, self._agent.poll, self._agent.release)
+        transfer = Transfer(next(self._faulty_ids))
+        self._faulty[transfer] = FaultyTransfer(fault, post, self._agent.poll, self._agent.release)
         return transfer
 
     def _flip(self, fault: TransferFault, local: DescriptorList, indices: Ints32) -> None:

@@ -77,6 +77,6 @@ def _compare(consumption: Consumption, view: LayerView, fetched: Mapping[int, Ro
     }
     first_row = consumption.first_row
     found = fetch_rows(view, consumption.block_tables[group], num_tokens, first_row)
-    num_held = max(0, first_row - view.live_rows(num_tokens).start)
-    expected = {key: rows[num_held:] for key, rows in merge_rows(fetched, sources).items()}
+    num_cached_rows = max(0, first_row - view.live_rows(num_tokens).start)
+    expected = {key: rows[num_cached_rows:] for key, rows in merge_rows(fetched, sources).items()}
     return first_difference(consumption.ticket.request_id, view, num_tokens, expected, found, first_row)

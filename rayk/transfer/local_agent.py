@@ -52,7 +52,7 @@ class _CopyLists:
 
 
 @dataclass(eq=False)
-class _CopyInFlight:
+class _PendingCopy:
     prepared: _CopyLists
     local_indices: Ints32
     remote_indices: Ints32
@@ -71,7 +71,7 @@ class LocalAgent:
     _regions: list[torch.Tensor] = field(default_factory=list)
     _peers: set[str] = field(default_factory=set)
     _handles: dict[Handle, _CopyLists] = field(default_factory=dict)
-    _in_flight: dict[Transfer, _CopyInFlight] = field(default_factory=dict)
+    _in_flight: dict[Transfer, _PendingCopy] = field(default_factory=dict)
     _inbox: deque[tuple[str, bytes]] = field(default_factory=deque)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -115,7 +115,7 @@ class LocalAgent:
 
     def read(self, handle: Handle, local_indices: Ints32, remote_indices: Ints32) -> Transfer:
         return self._post(
-            _CopyInFlight(self._handles[handle], local_indices, remote_indices, self.delay_polls)
+            _PendingCopy(self._handles[handle], local_indices, remote_indices, self.delay_polls)
         )
 
     def write(
@@ -126,16 +126,16 @@ class LocalAgent:
         notification: bytes | None = None,
     ) -> Transfer:
         prepared, delay = self._handles[handle], self.delay_polls
-        return self._post(_CopyInFlight(prepared, local_indices, remote_indices, delay, True, notification))
+        return self._post(_PendingCopy(prepared, local_indices, remote_indices, delay, True, notification))
 
     def poll(self, transfer: Transfer) -> TransferState:
-        flight = self._in_flight[transfer]
-        if flight.state is TransferState.PENDING:
-            if flight.polls_left > 0:
-                flight.polls_left -= 1
+        pending = self._in_flight[transfer]
+        if pending.state is TransferState.PENDING:
+            if pending.polls_left > 0:
+                pending.polls_left -= 1
             else:
-                flight.state = self._copy(flight)
-        return flight.state
+                pending.state = self._copy(pending)
+        return pending.state
 
     def release(self, transfer: Transfer) -> bool:
         """A copy happens inside `poll`, so a pending read can always be cancelled."""
@@ -157,30 +157,30 @@ class LocalAgent:
         self._handles.clear()
         self._in_flight.clear()
 
-    def _post(self, flight: _CopyInFlight) -> Transfer:
-        assert len(flight.local_indices) == len(flight.remote_indices)
-        self.network.find(flight.prepared.peer)
+    def _post(self, pending: _PendingCopy) -> Transfer:
+        assert len(pending.local_indices) == len(pending.remote_indices)
+        self.network.find(pending.prepared.peer)
         transfer = Transfer(next(self._ids))
-        self._in_flight[transfer] = flight
+        self._in_flight[transfer] = pending
         return transfer
 
-    def _copy(self, flight: _CopyInFlight) -> TransferState:
+    def _copy(self, pending: _PendingCopy) -> TransferState:
         try:
-            peer = self.network.find(flight.prepared.peer)
+            peer = self.network.find(pending.prepared.peer)
         except TransferError:
             return TransferState.FAILED
-        local, remote = flight.prepared.local, flight.prepared.remote
-        local_runs, local_blocks = np.divmod(flight.local_indices, local.num_blocks)
-        remote_runs, remote_blocks = np.divmod(flight.remote_indices, remote.num_blocks)
+        local, remote = pending.prepared.local, pending.prepared.remote
+        local_runs, local_blocks = np.divmod(pending.local_indices, local.num_blocks)
+        remote_runs, remote_blocks = np.divmod(pending.remote_indices, remote.num_blocks)
         assert np.array_equal(local_runs, remote_runs), "a transfer pairs a run with itself"
         for run in np.unique(local_runs):
             here = local_runs == run
             ours = _run_view(self._regions, local, int(run)), torch.from_numpy(local_blocks[here]).long()
             theirs = _run_view(peer._regions, remote, int(run)), torch.from_numpy(remote_blocks[here]).long()
-            (source, from_blocks), (to, to_blocks) = (ours, theirs) if flight.is_write else (theirs, ours)
+            (source, from_blocks), (to, to_blocks) = (ours, theirs) if pending.is_write else (theirs, ours)
             to[to_blocks] = source[from_blocks].to(to.device)
-        if flight.notification is not None:
-            peer._inbox.append((self.name, flight.notification))
+        if pending.notification is not None:
+            peer._inbox.append((self.name, pending.notification))
         return TransferState.DONE
 
 

@@ -91,7 +91,7 @@ class _PostedTransfer:
     what: str
     """read from or write to, for people."""
     handle: Any
-    posted: str
+    first_state: str
     """State that posting returned."""
 
 
@@ -259,15 +259,15 @@ class NixlAgent:
     def poll(self, transfer: Transfer) -> TransferState:
         """One that failed counts as over: NIXL names the first error of many parts, and
         does not say whether others still move."""
-        flight = self._in_flight.get(transfer)
-        if flight is None:
+        posted = self._in_flight.get(transfer)
+        if posted is None:
             return TransferState.FAILED
-        if flight.posted == "DONE":
+        if posted.first_state == "DONE":
             return TransferState.DONE
         try:
-            state = self._nixl.check_xfer_state(flight.handle)
+            state = self._nixl.check_xfer_state(posted.handle)
         except nixl_errors() as error:
-            logging.getLogger(__name__).warning("%s %s failed: %r", flight.what, flight.peer, error)
+            logging.getLogger(__name__).warning("%s %s failed: %r", posted.what, posted.peer, error)
             return TransferState.FAILED
         if state == "PROC":
             return TransferState.PENDING
@@ -282,14 +282,14 @@ class NixlAgent:
         return True
 
     def _drop(self, transfer: Transfer) -> None:
-        flight = self._in_flight.pop(transfer, None)
-        if flight is None:
+        posted = self._in_flight.pop(transfer, None)
+        if posted is None:
             return
         try:
-            self._nixl.release_xfer_handle(flight.handle)
+            self._nixl.release_xfer_handle(posted.handle)
         except nixl_errors() as error:
             # Still active; the handle's finaliser queues it to be freed with the agent.
-            logging.getLogger(__name__).debug("releasing a %s %s: %r", flight.what, flight.peer, error)
+            logging.getLogger(__name__).debug("releasing a %s %s: %r", posted.what, posted.peer, error)
 
     def notify(self, peer: str, message: bytes) -> None:
         try:

@@ -457,10 +457,10 @@ def _elect(
         }
         if names != {field.name}:
             raise HandshakeMismatch(((f"field {position}", ", ".join(sorted(names)), field.name),))
-        held = [set(side.fields[position].units) for side in sides]
+        units_by_rank = [set(side.fields[position].units) for side in sides]
         wanted = [set(field.shard(consumer.tp_size, rank)) for rank in range(consumer.tp_size)]
         for unit in geometry.units:
-            holders = [rank for rank, units in enumerate(held) if unit in units]
+            holders = [rank for rank, units in enumerate(units_by_rank) if unit in units]
             if not holders:
                 what = f"{field.unit_name} {unit} of {field.name}"
                 raise HandshakeMismatch(((what, "held by no rank", f"wanted by rank {consumer.tp_rank}"),))

@@ -116,7 +116,7 @@ class AgentPushConnector(RankConnector):
         # The engine has handed these blocks out, and counted that.
         blocks = frozenset(block for table in request.block_ids for block in table)
         wanted = reservation.reservation_id, producer, request.block_ids, request.num_tokens
-        self.rank.reserve(*wanted, held_blocks=blocks)
+        self.rank.reserve(*wanted, cached_blocks=blocks)
         self._receiving[reservation.reservation_id] = _AwaitedPush(request_id, stop_ns, until_ns)
         return pickle.dumps((reservation, stop_ns))
 

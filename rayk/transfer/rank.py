@@ -321,7 +321,7 @@ class TransferRank:
         engine: str,
         block_tables: Sequence[Sequence[int]],
         num_tokens: int,
-        held_blocks: Collection[int] = (),
+        cached_blocks: Collection[int] = (),
     ) -> None:
         """Let the ranks of a connected producer engine write a request's KV into these blocks, but into those
         held already, or where it is converted on its way there. From when `reserved` names it, until
@@ -331,7 +331,7 @@ class TransferRank:
             raise HandshakeMismatch((("engine", engine, "not connected"),))
         if reservation_id in self._reservations.arrivals or reservation_id in self._queue:
             return  # it came twice
-        self.bump_generations([b for table in block_tables for b in table if b and b not in held_blocks])
+        self.bump_generations([b for table in block_tables for b in table if b and b not in cached_blocks])
         queued = Queued(reservation_id, num_tokens, block_tables, FOREVER_NS, link)
         if link.wire is None:
             self._reservations.admit(queued)

@@ -22,7 +22,7 @@ from rayk.types.rows import TransferRow
 
 
 @dataclass(eq=False)
-class InFlight:
+class PostedRead:
     """A transfer that an agent carries out."""
 
     transfer: Transfer
@@ -46,7 +46,7 @@ class DataReads:
     """Why nothing may be posted: the spec forbids the only way."""
     _options: list[Option] = field(init=False)
     _is_staged: list[bool] = field(init=False)
-    _direct: dict[int, InFlight] = field(default_factory=dict)
+    _direct: dict[int, PostedRead] = field(default_factory=dict)
     _staged: dict[int, tuple[StagedRead, int]] = field(default_factory=dict)
     """Staged reads, with when they began."""
     _rows: dict[tuple[int, int], TransferRow] = field(default_factory=dict)
@@ -94,17 +94,17 @@ class DataReads:
         if index in self._staged:
             staged, _ = self._staged[index]
             return self._ended(index, staged) if staged.advance() else []
-        flight = self._direct.get(index)
-        if flight is None:
+        posted = self._direct.get(index)
+        if posted is None:
             return []
-        state = self.agent.poll(flight.transfer)
+        state = self.agent.poll(posted.transfer)
         if state is TransferState.PENDING:
             return []
         del self._direct[index]
-        self.agent.release(flight.transfer)
+        self.agent.release(posted.transfer)
         read = self.reads[index]
         self.link.prepared.give_back(read.pattern.key)
-        self._count(read, flight.post_ns, flight.posted_ns)
+        self._count(read, posted.post_ns, posted.posted_ns)
         if state is TransferState.DONE:
             return [s.ReadDone(index)]
         return [s.ReadEnded(index, f"read from producer rank {read.producer_rank} failed")]
@@ -116,10 +116,10 @@ class DataReads:
             if is_over:
                 self._end_staged(index)
             return is_over
-        flight = self._direct.get(index)
-        if flight is None:
+        posted = self._direct.get(index)
+        if posted is None:
             return True
-        if not self.agent.release(flight.transfer):
+        if not self.agent.release(posted.transfer):
             return False
         del self._direct[index]
         self.link.prepared.give_back(self.reads[index].pattern.key)
@@ -138,7 +138,7 @@ class DataReads:
         except TransferError as error:
             self.link.prepared.give_back(read.pattern.key)
             return [s.ReadEnded(index, error.reason)]
-        self._direct[index] = InFlight(transfer, began, self.clock() - began)
+        self._direct[index] = PostedRead(transfer, began, self.clock() - began)
         self._count_descriptors(read, read.num_descriptors, read.num_coalesced)
         return []
 

@@ -15,7 +15,7 @@ from rayk.kv.block_pool import NULL_BLOCK, BlockPool
 from rayk.kv.caches import TORCH_DTYPES, CacheView, CanonicalKVCaches, FieldView, allocate
 from rayk.kv.geometry import RankGeometry
 from rayk.kv.groups import KVCacheGroup
-from rayk.kv.specs import held_blocks
+from rayk.kv.specs import num_kept_blocks
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.layer_view import LayerView, make_layer_view
@@ -47,7 +47,7 @@ class WireCache:
 
     def num_needed(self, num_tokens: int) -> int:
         """Count the blocks of a request."""
-        return sum(held_blocks(g.spec, num_tokens) for g in self._groups)
+        return sum(num_kept_blocks(g.spec, num_tokens) for g in self._groups)
 
     def refusal(self, num_tokens: int) -> str | None:
         """Say why a request can never be converted, if so."""
@@ -63,7 +63,7 @@ class WireCache:
         tables = []
         for g in self._groups:
             first = g.spec.live_rows(num_tokens).start // g.spec.block_size
-            blocks = self._pool.allocate(held_blocks(g.spec, num_tokens))
+            blocks = self._pool.allocate(num_kept_blocks(g.spec, num_tokens))
             tables.append([NULL_BLOCK] * first + blocks)
         return tables
 

@@ -8,7 +8,7 @@ from math import ceil
 
 from rayk.kv.formats import FORMATS
 from rayk.kv.geometry import RankGeometry, plan_rank
-from rayk.kv.specs import KVCacheSpec, held_blocks
+from rayk.kv.specs import KVCacheSpec, num_kept_blocks
 
 MIN_WIRE_BYTES = 256 << 20
 WIRE_SHARE = 8
@@ -62,7 +62,7 @@ def num_wire_blocks(producer: RankGeometry, consumer: RankGeometry) -> int:
     growing = [g.group.spec for g in consumer.groups if g.group.spec.has_token_rows]
     per_token = sum(1 / spec.block_size for spec in growing)
     num_tokens = ceil((consumer.num_blocks - 1) / per_token) if growing else 1
-    needed = sum(held_blocks(g.group.spec, num_tokens) for g in producer.groups)
+    needed = sum(num_kept_blocks(g.group.spec, num_tokens) for g in producer.groups)
     block_bytes = wire_geometry(producer, replace(consumer, tp_rank=0), 2).block_bytes
     allowed = max(MIN_WIRE_BYTES, consumer.pages_bytes // WIRE_SHARE) // block_bytes
     return 1 + max(1, min(needed, allowed))

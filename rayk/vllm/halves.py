@@ -261,7 +261,7 @@ class WorkerHalf:
         self._expected: dict[str, Expected] = {}
         self.transfer_log: TransferLog | None = None
         """Where the inner connector's reads can be told apart."""
-        self._held: set[str] = set()
+        self._unverified: set[str] = set()
         """Arrived, and not told so before they are verified."""
         views = caches.views([()] * len(block_sizes))
         fetcher = Fetcher(caches.description, views, settings.secret, settings.timeout_s)
@@ -344,12 +344,12 @@ class WorkerHalf:
                 continue
             self._verifier.submit(arrival)
             if self._settings.on_mismatch == "fail":
-                self._held.add(request_id)
+                self._unverified.add(request_id)
                 told.arrived.discard(request_id)
-        for request_id in list(self._held):
+        for request_id in list(self._unverified):
             found = self._verifier.result(request_id)
             if found is not None:
-                self._held.discard(request_id)
+                self._unverified.discard(request_id)
                 told.arrived.add(request_id)
                 if found.status == "mismatch":
                     told.failed.add(request_id)

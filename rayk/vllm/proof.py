@@ -154,7 +154,7 @@ def serve_records(
 ) -> tuple[ProofServer, str]:
     """Serve one P rank's records; returns the server and the name of this life of it."""
     life = uuid.uuid4()
-    described = bytes([_OK]) + json.dumps(description).encode()
+    description_answer = bytes([_OK]) + json.dumps(description).encode()
 
     def answer(request: bytes) -> bytes:
         if len(request) < _REQUEST.size:
@@ -166,7 +166,7 @@ def serve_records(
         except UnicodeDecodeError:
             return bytes([_NOT_UNDERSTOOD])
         if what == _DESCRIBE:
-            return described
+            return description_answer
         if what == _DIGESTS and part and part != life.hex:
             return bytes([_OTHER_LIFE])  # At once: its record will never come.
         record = records.get(nonce, min(wait_ms / 1000, MAX_WAIT_S))
@@ -312,22 +312,22 @@ def fetch_digests(
     nonce: str,
     secret: bytes,
     deadline: float,
-    described: Mapping[str, Any] | None = None,
+    description: Mapping[str, Any] | None = None,
 ) -> tuple[Mapping[str, Any], int, Digests]:
-    """Fetch (description, tokens, digests) of one P rank; `described` is its description if known already.
+    """Fetch (description, tokens, digests) of one P rank; `description`: where it is known already.
     Raises TransferError where they do not come by the deadline."""
     host, port, life = peer
     address = host, port
     left = max(0.0, deadline - time.monotonic() - _ANSWER_S)
     requests = [_ask_for(_DIGESTS, nonce, part=life, wait_s=left)]
-    if described is None:
+    if description is None:
         requests.append(_ask_for(_DESCRIBE))
     answers = ask(address, secret, requests, deadline)
     num_tokens, digests = _unpack_digests(address, life, answers[0])
-    if described is None:
+    if description is None:
         _check_status(address, answers[1])
-        described = read_description(address, answers[1][1:])
-    return described, num_tokens, digests
+        description = read_description(address, answers[1][1:])
+    return description, num_tokens, digests
 
 
 def fetch_rows(

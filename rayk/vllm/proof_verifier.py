@@ -47,7 +47,7 @@ class Fetcher:
     ) -> None:
         self._description, self._views = description, views
         self._secret, self._timeout_s = secret, timeout_s
-        self._described: dict[tuple[str, int, str], Mapping[str, Any]] = {}
+        self._descriptions: dict[tuple[str, int, str], Mapping[str, Any]] = {}
 
     def verify(self, arrival: Arrival) -> Comparison:
         """Fetch and compare. What does not come is unverified, with the reason."""
@@ -82,8 +82,8 @@ class Fetcher:
         return comparison
 
     def _fetch(self, peer: tuple[str, int, str], nonce: str, deadline: float) -> PeerProof:
-        proof = PeerProof(*fetch_digests(peer, nonce, self._secret, deadline, self._described.get(peer)))
-        self._described[peer] = proof.description
+        proof = PeerProof(*fetch_digests(peer, nonce, self._secret, deadline, self._descriptions.get(peer)))
+        self._descriptions[peer] = proof.description
         return proof
 
     def _classify(self, arrival: Arrival, comparison: Comparison, proofs: Mapping[int, PeerProof]) -> None:

@@ -83,10 +83,10 @@ class Channel:
             raise ProtocolError("a message that the peer did not send")
         return body
 
-    def _tag(self, way: str, body: bytes) -> bytes:
-        number = self._numbers[way]
-        self._numbers[way] = number + 1
-        return hmac.digest(self._key, self._directions[way] + _NUMBER.pack(number) + body, "sha256")
+    def _tag(self, direction: str, body: bytes) -> bytes:
+        number = self._numbers[direction]
+        self._numbers[direction] = number + 1
+        return hmac.digest(self._key, self._directions[direction] + _NUMBER.pack(number) + body, "sha256")
 
 
 class ProtocolError(Exception):

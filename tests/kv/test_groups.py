@@ -28,7 +28,7 @@ from rayk.kv.specs import (
     KVCacheSpec,
     Mamba1Spec,
     SlidingWindowSpec,
-    held_blocks,
+    num_kept_blocks,
     page_bytes,
     with_block_size,
 )
@@ -229,7 +229,7 @@ def test_chunks_count_as_they_are_at_their_fullest():
     # In each chunk one row is still free: that of its last token.
     assert measure_waste(groups).bytes == 32 * 65536 + 9 * 4096
     fullest = [chunk.fullest_at(n) for n in (0, 1, 100, 511, 512, 4095, 4096, 5000)]
-    assert [held_blocks(chunk, n) for n in fullest] == [0, 1, 7, *[32] * 5]
+    assert [num_kept_blocks(chunk, n) for n in fullest] == [0, 1, 7, *[32] * 5]
 
 
 def test_no_layers_no_groups():
@@ -286,7 +286,7 @@ def test_every_layer_once_with_its_own_spec(specs: Specs):
             assert page_bytes(g.spec) > largest - page_bytes(spec), "one more block would still fit"
             assert page_bytes(g.spec) < largest + page_bytes(widest), "it grew beyond need"
         assert list(g.layers) == sorted(g.layers)
-        assert held_blocks(g.spec, 0) == 0
+        assert num_kept_blocks(g.spec, 0) == 0
     assert group_layers(dict(sorted(specs.items(), reverse=True))) == groups, "order of the mapping"
     padded = max(page_bytes(g.spec) for g in groups)
     assert all(0 <= w < groups[0].num_positions * padded for w in wasted_bytes(groups))

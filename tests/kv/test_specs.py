@@ -13,8 +13,8 @@ from rayk.kv.specs import (
     KVCacheSpec,
     Mamba1Spec,
     Mamba2Spec,
-    held_blocks,
     max_live_blocks,
+    num_kept_blocks,
     page_bytes,
     rows_per_block,
     with_block_size,
@@ -194,9 +194,9 @@ def kept_blocks(spec: KVCacheSpec, num_computed: int, num_tokens: int) -> int:
 
 @each("spec", [*SPECS, *(chunked(n) for n in (1, 2, 7, 16, 64)), sliding(1)], ids=ident)
 def test_blocks_are_held_until_nobody_reads_or_writes_them(spec: KVCacheSpec):
-    held = [held_blocks(spec, n) for n in range(140)]
-    assert held == [kept_blocks(spec, n, n) for n in range(140)]
-    assert max(held) <= max_live_blocks(spec, 139)
+    num_kept = [num_kept_blocks(spec, n) for n in range(140)]
+    assert num_kept == [kept_blocks(spec, n, n) for n in range(140)]
+    assert max(num_kept) <= max_live_blocks(spec, 139)
 
 
 @each("block_size", [1, 2, 4, 6, 9])

@@ -21,8 +21,8 @@ def test_what_an_engine_holds_is_not_loaded_again(kind: Kind) -> None:
     values, tokens = random_values(node.make, 2 * ROW_GROUP), tokens_of(0, 2 * ROW_GROUP)
     engine.poison()
     stored = node.store(engine, values, tokens)
-    assert node.ask(engine, tokens, held_tokens=ROW_GROUP, min_tokens=ROW_GROUP + 1).ticket is None
-    ticket = node.ask(engine, tokens, held_tokens=ROW_GROUP, min_tokens=ROW_GROUP).ticket
+    assert node.ask(engine, tokens, num_local_tokens=ROW_GROUP, min_tokens=ROW_GROUP + 1).ticket is None
+    ticket = node.ask(engine, tokens, num_local_tokens=ROW_GROUP, min_tokens=ROW_GROUP).ticket
     assert ticket is not None
     assert (ticket.num_tokens, ticket.first_row) == (2 * ROW_GROUP, ROW_GROUP)
     assert ticket.block_tables[0][: ROW_GROUP // 16] == (0,) * (ROW_GROUP // 16)

@@ -36,10 +36,10 @@ def digest_views_native(
     outs = starts[table.entry_view] + table.entry_lane * num_groups[table.entry_view]
     out = torch.zeros(int(stops[-1]) + 1, dtype=torch.int64)
     # Held by name: the table keeps addresses only.
-    held = [tuple(t.contiguous() for t in (p.block_ids, p.slots, p.rows)) for p in places]
+    contiguous = [tuple(t.contiguous() for t in (p.block_ids, p.slots, p.rows)) for p in places]
     at = [
         [*(t.data_ptr() for t in tensors), len(tensors[0]), p.first_group]
-        for tensors, p in zip(held, places, strict=True)
+        for tensors, p in zip(contiguous, places, strict=True)
     ]
     place_table = np.array(at, dtype=np.int64)
     function(

@@ -35,8 +35,8 @@ def gated_delta_rule_reference(
             memory = state[read_slot].to(compute_dtype)
         for t in range(starts[r], starts[r + 1]):
             memory = memory * g[t].to(compute_dtype).exp()[:, None, None]
-            held = (memory * k[t].unsqueeze(-1)).sum(1)  # [Hv, Dv], what the state has under this key
-            change = beta[t].to(compute_dtype).unsqueeze(-1) * (v[t].to(compute_dtype) - held)
+            stored = (memory * k[t].unsqueeze(-1)).sum(1)  # [Hv, Dv], what the state has under this key
+            change = beta[t].to(compute_dtype).unsqueeze(-1) * (v[t].to(compute_dtype) - stored)
             memory = memory + k[t].unsqueeze(-1) * change.unsqueeze(1)
             out[t] = (memory * (scale * q[t]).unsqueeze(-1)).sum(1).to(v.dtype)
             if writes.get(t + 1, NO_SLOT) != NO_SLOT:

@@ -142,8 +142,8 @@ def gated_delta_chunks_kernel(
             b_kept = _exp(b_total)
             # Of 16-bit inputs tf32 has every bit.
             b_before = round_tf32(b_state, PRECISION)
-            b_held = tl.dot(b_k.to(tl.float32), b_before, input_precision=PRECISION)
-            b_v = b_beta[:, None] * (b_v - (b_kept * b_unit)[:, None] * b_held)
+            b_stored = tl.dot(b_k.to(tl.float32), b_before, input_precision=PRECISION)
+            b_v = b_beta[:, None] * (b_v - (b_kept * b_unit)[:, None] * b_stored)
             b_change = tl.dot(b_x, b_v, input_precision=EXACT)
 
             b_q, b_q_unit = _load_rows(

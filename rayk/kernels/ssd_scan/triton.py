@@ -206,8 +206,8 @@ def ssd_chunk_kernel(
             b_decay = tl.where(o_i[:, None] >= o_i[None, :], tl.exp(b_since), 0.0)
             b_weight = tl.dot(b_c, tl.trans(b_b)) * b_decay * b_dt[None, :]
             # Of 16-bit inputs tf32 has every bit.
-            b_held = tl.trans(round_tf32(b_h, PRECISION))
-            b_y = tl.dot(b_c.to(tl.float32), b_held, input_precision=PRECISION)
+            b_before = tl.trans(round_tf32(b_h, PRECISION))
+            b_y = tl.dot(b_c.to(tl.float32), b_before, input_precision=PRECISION)
             b_y = b_y * tl.exp(tl.cumsum(b_log, 0))[:, None] + d_h * b_x
             b_y += dot_16_bit(b_weight, b_x, PRECISION)
             p_out = out + o_t[:, None] * (HEADS * HEAD) + o_p[None, :]

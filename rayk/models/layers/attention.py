@@ -209,13 +209,13 @@ def build_attention(build: Build, index: int) -> Attention:
     )
 
 
-def _query_rows(num_heads: int, held: tuple[int, ...], size: int, *, gated: bool) -> Rows:
+def _query_rows(num_heads: int, own_heads: tuple[int, ...], size: int, *, gated: bool) -> Rows:
     """List rows of `q`; if heads are `gated`, each holds q then the gate, and gates come first in the
     result."""
     if not gated:
-        return Rows("q", num_heads * size, head_rows(held, size))
+        return Rows("q", num_heads * size, head_rows(own_heads, size))
     # In units of half a head: 2 h is the query of head h, 2 h + 1 its gate.
-    halves = [2 * head + 1 for head in held] + [2 * head for head in held]
+    halves = [2 * head + 1 for head in own_heads] + [2 * head for head in own_heads]
     return Rows("q", 2 * num_heads * size, head_rows(halves, size))
 
 

@@ -48,33 +48,33 @@ class Experts:
         return self.down.shape[0]
 
 
-def build_experts(build: Build, index: int, mlp: ExpertsConfig, held: range) -> Experts:
-    """Build experts `held` of layer `index`."""
+def build_experts(build: Build, index: int, mlp: ExpertsConfig, own_experts: range) -> Experts:
+    """Build experts `own_experts` of layer `index`."""
     form = build.pieces.names.experts
     if form == "single":
-        return _single(build, index, mlp, held)
+        return _single(build, index, mlp, own_experts)
     assert mlp.kind == ("clamped" if form == "interleaved" else "swiglu"), mlp
     width, size, total = build.config.hidden_size, mlp.intermediate_size, mlp.num_experts
     read = build.pieces.experts
     if form == "stacked":
-        gate_up = read(index, "experts_gate_up.weight", held, (total, 2 * size, width))
+        gate_up = read(index, "experts_gate_up.weight", own_experts, (total, 2 * size, width))
         return Experts(
-            gate_up=gate_up.mT, down=read(index, "experts_down.weight", held, (total, width, size)).mT
+            gate_up=gate_up.mT, down=read(index, "experts_down.weight", own_experts, (total, width, size)).mT
         )
-    gate_up = read(index, "experts_gate_up.weight", held, (total, width, 2 * size))
-    down = read(index, "experts_down.weight", held, (total, size, width))
+    gate_up = read(index, "experts_gate_up.weight", own_experts, (total, width, 2 * size))
+    down = read(index, "experts_down.weight", own_experts, (total, size, width))
     if form == "halves":
         return Experts(gate_up=gate_up, down=down)
     assert form == "interleaved", form
     return Experts.from_interleaved(
         gate_up=gate_up,
-        gate_up_bias=read(index, "experts_gate_up.bias", held, (total, 2 * size)),
+        gate_up_bias=read(index, "experts_gate_up.bias", own_experts, (total, 2 * size)),
         down=down,
-        down_bias=read(index, "experts_down.bias", held, (total, width)),
+        down_bias=read(index, "experts_down.bias", own_experts, (total, width)),
     )
 
 
-def _single(build: Build, index: int, mlp: ExpertsConfig, held: range) -> Experts:
+def _single(build: Build, index: int, mlp: ExpertsConfig, own_experts: range) -> Experts:
     """Read experts that are stored in tensors of one expert each, as rows of W."""
     width, size = mlp.latent_size or build.config.hidden_size, mlp.intermediate_size
     parts = ("experts_up",) if mlp.kind == "relu2" else ("experts_gate", "experts_up")
@@ -84,9 +84,9 @@ def _single(build: Build, index: int, mlp: ExpertsConfig, held: range) -> Expert
         for part in parts:
             reader.require(names.of_expert(index, expert, f"{part}.weight"), (size, width))
         reader.require(names.of_expert(index, expert, "experts_down.weight"), (width, size))
-    gate_up = build.pieces.empty(len(held), len(parts) * size, width)
-    down = build.pieces.empty(len(held), width, size)
-    for slot, expert in enumerate(held):
+    gate_up = build.pieces.empty(len(own_experts), len(parts) * size, width)
+    down = build.pieces.empty(len(own_experts), width, size)
+    for slot, expert in enumerate(own_experts):
         inner = [names.of_expert(index, expert, f"{part}.weight") for part in parts]
         for rows, name in zip(torch.split(gate_up[slot], size), inner, strict=True):
             rows.copy_(reader.read(name, (size, width)))

@@ -92,11 +92,11 @@ class Moe:
         """[T, hidden] -> [T, hidden], the same on every rank, or the rank's partial sums."""
         # x has the same bits on every rank, so all ranks choose alike.
         routes = self.router.forward(x)
-        way = self._dense if _runs_dense(x) else self._grouped
+        run_experts = self._dense if _runs_dense(x) else self._grouped
         if self.latent is None:
-            out = way(x, *routes)
+            out = run_experts(x, *routes)
         else:
-            out = self.latent.up.forward(way(self.latent.down.forward(x), *routes))
+            out = self.latent.up.forward(run_experts(self.latent.down.forward(x), *routes))
         if self.shared is not None:
             out = out + self.shared.forward(x)
         return self._comm.all_reduce(out) if self._reduce else out
@@ -175,11 +175,11 @@ def _runs_dense(x: torch.Tensor) -> bool:
 
 
 def build_moe(build: Build, index: int, mlp: ExpertsConfig) -> Moe:
-    held = shard.shard_range(mlp.num_experts, *build.tp)
+    own_experts = shard.shard_range(mlp.num_experts, *build.tp)
     return Moe(
         router=build_router(build, index, mlp),
-        experts=build_experts(build, index, mlp, held),
-        first_expert=held.start,
+        experts=build_experts(build, index, mlp, own_experts),
+        first_expert=own_experts.start,
         config=mlp,
         comm=build.comm,
         latent=None if mlp.latent_size is None else _latent(build, index, mlp, mlp.latent_size),

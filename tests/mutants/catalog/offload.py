@@ -50,7 +50,7 @@ def _(original, self, names, into, done):
     "rayk.offload.pages:DiskPages.write",
     "test_pages.py::test_a_page_that_changed_in_host_memory_is_not_written",
 )
-def _(original, self, host, name, token_ids, num_tokens, num_held):
+def _(original, self, host, name, token_ids, num_tokens, num_known_tokens):
     return original(self, host, name, token_ids, num_tokens, 0)
 
 
