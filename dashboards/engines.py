@@ -265,8 +265,8 @@ MEMORY = Dashboard(
 )
 
 
-def _moved(way: str, name: str) -> Query:
-    return rate(name, "engine").named(f"{{{{model}}}}/{{{{engine}}}} {way}")
+def _moved(direction: str, name: str) -> Query:
+    return rate(name, "engine").named(f"{{{{model}}}}/{{{{engine}}}} {direction}")
 
 
 OFFLOAD = Dashboard(

@@ -35,8 +35,8 @@ def make_rank(
     geometry = plan_rank(groups, get_layout(layout), tp_size=tp_size, tp_rank=tp_rank, num_blocks=num_blocks)
     caches = allocate(geometry, torch.device("cpu"), fill=fill)
     views = [make_layer_view(layer, g, bound_fields(caches, g, layer)) for g in groups for layer in g.layers]
-    described = describe_cache(agent, caches, engine=engine, epoch=epoch, fingerprint={})
-    return caches, TransferRank(agent, caches, views, described, **more)
+    description = describe_cache(agent, caches, engine=engine, epoch=epoch, fingerprint={})
+    return caches, TransferRank(agent, caches, views, description, **more)
 
 
 def bound_fields(caches: CanonicalKVCaches, group: KVCacheGroup, layer: int) -> list[FieldView]:

@@ -79,7 +79,7 @@ class Clients:
         self._patience_s = patience_s
         self.met: list[Met] = []
         """In the order in which they ended."""
-        self.under_way: set[int] = set()
+        self.unfinished: set[int] = set()
         """Numbers of those that have not."""
         self._numbers = 0
 
@@ -108,14 +108,14 @@ class Clients:
         seen = Observed(planned=planned)
         body = request_body(self._load, planned, self._model)
         url = f"{self._load.url}/v1/completions"
-        self.under_way.add(number)
+        self.unfinished.add(number)
         task = asyncio.create_task(send(session, url, body, seen, self._patience_s))
         if case.leave_after is not None:
             while not task.done() and len(seen.output_token_ids) < case.leave_after:
                 await asyncio.sleep(LEAVE_POLL_S)
             task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        self.under_way.discard(number)
+        self.unfinished.discard(number)
         self.met.append(Met(case, seen))
         if seen.outcome not in (OK, ABORTED):
             await asyncio.sleep(PAUSE_S)

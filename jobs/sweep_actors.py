@@ -61,9 +61,9 @@ class Hosts:
     def _connect(self, cell: SweepCell) -> list[CacheDescription]:
         """Build both sides and have them meet; the consumer's ranks."""
         sides = self._producer, self._consumer
-        described = self._get([side.build.remote(_setup(cell, i)) for i, side in enumerate(sides)])
-        self._get([side.connect.remote(*described) for side in sides])
-        consumers: list[CacheDescription] = described[1]
+        descriptions = self._get([side.build.remote(_setup(cell, i)) for i, side in enumerate(sides)])
+        self._get([side.connect.remote(*descriptions) for side in sides])
+        consumers: list[CacheDescription] = descriptions[1]
         return consumers
 
     def ucx_logs(self) -> dict[str, str]:

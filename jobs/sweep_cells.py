@@ -87,10 +87,10 @@ def load_sweep(path: Path) -> Sweep:
         raise SpecError(f"unknown key {unknown[0]!r}", where=where, mend="name, num_tokens, matrix, ceiling")
     cells = _cells(raw, where)
     refused = [(cell, why) for cell in cells if (why := _veto(cell))]
-    held_back = {cell for cell, _ in refused}
+    refused_cells = {cell for cell, _ in refused}
     return Sweep(
         name=str(raw.get("name", path.stem)),
-        cells=tuple(c for c in cells if c not in held_back),
+        cells=tuple(c for c in cells if c not in refused_cells),
         ceiling=tuple(_cells(ceiling, f"{where}: ceiling")) if ceiling else (),
         rounds=int(ceiling.get("rounds", 9)),
         refused=tuple(refused),

@@ -48,12 +48,12 @@ def test_a_request_goes_on_from_the_border_of_a_chunk(answers: Answers, tp: tupl
             prefilled = pair.prefill(request)
             assert isinstance(prefilled.payload, TransferTicket)
             for kind, table in zip(kinds, prefilled.payload.block_tables, strict=True):
-                held = [i for i, block in enumerate(table) if block]
+                present = [i for i, block in enumerate(table) if block]
                 first = len(prompt) // CHUNK * CHUNK if kind == "chunked" else 0
                 rows = {row // 16 for row in range(first, len(prompt))}
                 # At a border inside a block, that block is there for what comes next.
-                assert set(held) - rows <= {len(prompt) // 16}
-                assert rows <= set(held)
+                assert set(present) - rows <= {len(prompt) // 16}
+                assert rows <= set(present)
             found = [*prefilled.token_ids, *pair.decode(request, prefilled).token_ids]
             assert found == expected, len(prompt)
         pair.check_all_free()

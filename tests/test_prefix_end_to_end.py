@@ -135,8 +135,8 @@ def test_what_the_decode_engine_holds_is_not_moved(
             rows = done.info["transfers"]
             moved.append((sum(r.bytes for r in rows), sum(r.held_bytes for r in rows)))
             assert done.info["num_cached_tokens"] == (288 if number else 0)
-        whole, held = moved[0][0], moved[1][1]
-        assert moved == [(whole, 0), (whole - held, held), (whole - held, held)]
+        whole, cached = moved[0][0], moved[1][1]
+        assert moved == [(whole, 0), (whole - cached, cached), (whole - cached, cached)]
         # The row groups that are held whole, of 19 blocks.
-        assert held == whole * (ROWS_PER_GROUP // 16) // 19
+        assert cached == whole * (ROWS_PER_GROUP // 16) // 19
         pair.check_all_free()

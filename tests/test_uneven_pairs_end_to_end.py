@@ -80,8 +80,8 @@ def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str],
     ) as pair:
         for side, tp, hybrid in zip((pair.p, pair.d), cell.tp, cell.hybrid_kv, strict=True):
             ranks = [rank.caches.geometry for rank in side.engine.ranks]
-            held = KV_HEADS.get((cell.model, tp))
-            assert held is None or [g.groups[0].fields[0].units for g in ranks] == held
+            kv_heads = KV_HEADS.get((cell.model, tp))
+            assert kv_heads is None or [g.groups[0].fields[0].units for g in ranks] == kv_heads
             kinds = {g.group.spec.kind for g in ranks[0].groups}
             assert kinds == ({"full", "sliding"} if hybrid and cell.model == "windows-12-4" else {"full"})
         done = pair.complete(requests)

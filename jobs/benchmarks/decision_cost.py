@@ -173,7 +173,7 @@ def time_front(num_prompt_tokens: int, num_rounds: int) -> tuple[float, int]:
     return statistics.median(found), len(pickle.dumps(asked))
 
 
-def time_room(num_waiting: int, num_rounds: int) -> tuple[float, float]:
+def time_waiting_room(num_waiting: int, num_rounds: int) -> tuple[float, float]:
     """Microseconds to (enter and leave, enter and be let out) where so many wait."""
     draw, room = random.Random(0), WaitingRoom[None](num_waiting + 1)
     names = [str(i) for i in range(num_waiting)]
@@ -249,7 +249,7 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
     page.say("")
     page.head("waiting", "leave + enter", "enter + pop")
     for num in RUNNING:
-        left, popped = time_room(num, options.rounds)
+        left, popped = time_waiting_room(num, options.rounds)
         page.row(f"{num:,}", f"{left:.1f}", f"{popped:.1f}")
     titles = ("policy", "engines", "prompt_tokens", "running", "median_us", "p99_us")
     measured = (costs | others).items()

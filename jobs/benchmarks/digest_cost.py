@@ -54,9 +54,9 @@ def fill(options: argparse.Namespace, page: Page) -> None:
     case = Case(("BHLNC", "BHLNC"), (1, 1), scattered=True)
     num_blocks = max(SIZES) // SPEC.block_size + 2
     sides = [make_side(case, side, num_blocks, 0) for side in (0, 1)]
-    described = [[r.description for r in side.ranks] for side in sides]
+    descriptions = [[r.description for r in side.ranks] for side in sides]
     for side in sides:
-        side.ranks[0].connect(*described)
+        side.ranks[0].connect(*descriptions)
     generator = torch.Generator().manual_seed(0)
     pages = sides[0].caches[0].buffer
     pages.copy_(torch.randint(-128, 128, pages.shape, generator=generator, dtype=torch.int8))

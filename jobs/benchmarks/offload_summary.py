@@ -10,8 +10,8 @@ from rayk.reports.page import Column
 
 JUDGED_FROM = 512
 """Tokens of the prompts whose times are judged, or more."""
-_WAYS = ("storing", "device", "host", "disk")
-KINDS = ("cold", *(kind for way in _WAYS for kind in (way, f"{way} per layer")))
+_SOURCES = ("storing", "device", "host", "disk")
+KINDS = ("cold", *(kind for source in _SOURCES for kind in (source, f"{source} per layer")))
 LOADED = ("host", "host per layer", "disk", "disk per layer")
 COLUMNS = (
     Column(title="model", key="model"),

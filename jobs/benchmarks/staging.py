@@ -92,9 +92,9 @@ def run_case(pipe: Connection, case: Case, mib: int, rounds: int, life: int) -> 
         mode: make_side(case, 1, num_blocks, 10 * life + i, StagingSettings(mode))
         for i, mode in enumerate(MODES)
     }
-    described = [[rank.description for rank in side.ranks] for side in sides.values()]
-    pipe.send(described)
-    for side, consumers in zip(sides.values(), described, strict=True):
+    descriptions = [[rank.description for rank in side.ranks] for side in sides.values()]
+    pipe.send(descriptions)
+    for side, consumers in zip(sides.values(), descriptions, strict=True):
         for rank in side.ranks:
             rank.connect(producers, consumers)
     seen = {mode: Seen() for mode in MODES}

@@ -181,11 +181,11 @@ def produce(pipe: Connection) -> None:
             block_tables=[table],
             digests=[rank.digests(num_tokens, [table]) for rank in side.ranks],
         )
-        described = [rank.description for rank in side.ranks]
-        pipe.send((described, ticket))
+        descriptions = [rank.description for rank in side.ranks]
+        pipe.send((descriptions, ticket))
         for consumers in pipe.recv():
             for rank in side.ranks:
-                rank.connect(described, consumers)
+                rank.connect(descriptions, consumers)
 
 
 def check_bytes(side: Side, table: Sequence[int], num_tokens: int) -> None:

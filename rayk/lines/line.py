@@ -99,29 +99,29 @@ class LineService:
         caller.add_done_callback(self._callers.discard)
 
     async def _meet(self, wire: LineProtocol) -> None:
-        under_way: dict[int, asyncio.Task[None]] = {}
+        running: dict[int, asyncio.Task[None]] = {}
         try:
             async with asyncio.timeout(HELLO_S):
                 is_known = await _meet_caller(wire, self._secret)
             if is_known:
-                wire.start(partial(self._begin, wire, under_way))
+                wire.start(partial(self._begin, wire, running))
                 await wire.lost.wait()
         except (OSError, TimeoutError):
             pass  # the caller is gone, or never was one
         finally:
-            for call in under_way.values():
+            for call in running.values():
                 call.cancel()
             wire.close()
 
-    def _begin(self, wire: LineProtocol, under_way: dict[int, asyncio.Task[None]], frame: Any) -> None:
+    def _begin(self, wire: LineProtocol, running: dict[int, asyncio.Task[None]], frame: Any) -> None:
         number, method, args, kwargs = frame
         if method is None:
-            if number in under_way:
-                under_way[number].cancel()
+            if number in running:
+                running[number].cancel()
             return
         call = asyncio.create_task(self._answer(wire, number, method, args, kwargs))
-        under_way[number] = call
-        call.add_done_callback(partial(_forget, under_way, number))
+        running[number] = call
+        call.add_done_callback(partial(_forget, running, number))
 
     async def _answer(self, wire: LineProtocol, number: int, method: str, args: Any, kwargs: Any) -> None:
         last: bytes | None = None
@@ -349,8 +349,8 @@ def _proof(secret: bytes, whose: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret, whose + nonces, "sha256")
 
 
-def _forget(under_way: dict[int, asyncio.Task[None]], number: int, _done: asyncio.Task[None]) -> None:
-    under_way.pop(number, None)
+def _forget(running: dict[int, asyncio.Task[None]], number: int, _done: asyncio.Task[None]) -> None:
+    running.pop(number, None)
 
 
 def _frame(value: Any) -> bytes:

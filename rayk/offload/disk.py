@@ -138,7 +138,7 @@ class DiskTier:
         self._num_readers = num_readers
         self._writer = ThreadPoolExecutor(1, "disk-write")  # in order: a removal makes room for a write
         self._readers = ThreadPoolExecutor(num_readers, "disk-read")
-        self._under_way: dict[Future[Any], Then] = {}
+        self._running: dict[Future[Any], Then] = {}
         self._ended: deque[Future[Any]] = deque()
         self._make_room(0)
 
@@ -273,7 +273,7 @@ class DiskTier:
         while self._ended:
             future = self._ended.popleft()
             if not future.cancelled():
-                self._under_way.pop(future)(future.exception() or future.result())
+                self._running.pop(future)(future.exception() or future.result())
         ready, self._ready = self._ready, []
         for complete in ready:
             complete()
@@ -287,7 +287,7 @@ class DiskTier:
             return
         self._save_order()
         self._closed = True
-        wait(self._under_way, timeout_s)
+        wait(self._running, timeout_s)
         for pool in (self._readers, self._writer):
             pool.shutdown(wait=False, cancel_futures=True)
         self.turn()
@@ -297,7 +297,7 @@ class DiskTier:
         self._writing.clear()
         self._getting.clear()
         self.turn()
-        if all(future.done() for future in self._under_way):
+        if all(future.done() for future in self._running):
             self._folder.release()
 
     def _submit(
@@ -307,7 +307,7 @@ class DiskTier:
         if self._closed:
             return
         future = pool.submit(work, *arguments)
-        self._under_way[future] = then
+        self._running[future] = then
         future.add_done_callback(self._ended.append)
 
     def _has_room(self, group: int) -> bool:

@@ -262,7 +262,7 @@ class HostTier:
             StoreAnswer(
                 name=ticket.request_id,
                 num_tokens=0 if storing.failure else ticket.num_tokens,
-                num_held_tokens=storing.num_known_tokens,
+                num_known_tokens=storing.num_known_tokens,
                 num_bytes=num_bytes,
                 took_ns=took_ns,
                 reason=storing.failure,

@@ -29,7 +29,7 @@ class StoreAsk:
 class StoreAnswer:
     name: str
     num_tokens: int = 0  # that the tier holds now; 0 where it refused or failed
-    num_held_tokens: int = 0  # of these, first ones that it held before
+    num_known_tokens: int = 0  # of these, first ones that it held before
     num_bytes: int = 0  # moved for it
     num_bytes_checked: int = 0  # of these and others, proven by digests
     took_ns: int = 0

@@ -169,7 +169,7 @@ class ArrivalReads:
         """One per producer rank that arrived, and group."""
         return tuple(self._rows)
 
-    def note_held(self, reads: Sequence[BlockReads]) -> None:
+    def note_cached(self, reads: Sequence[BlockReads]) -> None:
         """These are here already, and are not pushed."""
         for read in reads:
             self._held_bytes[read.producer_rank, read.group] += read.num_bytes

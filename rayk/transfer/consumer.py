@@ -131,7 +131,7 @@ class Consumption:
             ticket.request_id, self.reads, self.link, self.agent, self.staging, self.buffer, self.clock
         )
         if self.first_row:
-            self._data.note_held(self._lower(range(ticket.first_row, self.first_row)))
+            self._data.note_cached(self._lower(range(ticket.first_row, self.first_row)))
         self._expected = self._expected_generations()
         self.session = s.Session(
             ticket.request_id,

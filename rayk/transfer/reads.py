@@ -68,7 +68,7 @@ class DataReads:
         """One per (producer rank, group) that was posted, or is held."""
         return tuple(self._rows.values())
 
-    def note_held(self, reads: Sequence[BlockReads]) -> None:
+    def note_cached(self, reads: Sequence[BlockReads]) -> None:
         """These need not be made: what they would bring is here."""
         for read in reads:
             self._row(read).held_bytes += read.num_bytes

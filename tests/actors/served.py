@@ -86,8 +86,8 @@ class Served:
     async def until_free(self) -> None:
         """Every block of every engine is free."""
         deadline = time.monotonic() + REQUEST_S
-        while held := {n: a for n, a in (await self.fleet.blocks.remote()).items() if a[0] != a[1] - 1}:
-            assert time.monotonic() < deadline, held
+        while in_use := {n: a for n, a in (await self.fleet.blocks.remote()).items() if a[0] != a[1] - 1}:
+            assert time.monotonic() < deadline, in_use
             await asyncio.sleep(0.05)
 
     def close(self) -> None:

@@ -207,7 +207,7 @@ def test_a_front_that_dies_leaves_nothing_behind(served, prompts) -> None:
     asyncio.run(run())
 
 
-STRUCK = [
+LOST_RANKS = [
     ("decode0", 1, signal.SIGKILL),
     ("prefill0", 0, signal.SIGKILL),
     ("decode0", 0, signal.SIGSTOP),
@@ -215,7 +215,7 @@ STRUCK = [
 
 
 @one_per()
-@pytest.mark.parametrize(("engine", "rank", "how"), STRUCK, ids=lambda v: getattr(v, "name", str(v)))
+@pytest.mark.parametrize(("engine", "rank", "how"), LOST_RANKS, ids=lambda v: getattr(v, "name", str(v)))
 def test_streams_go_on_when_a_rank_is_lost(served, prompts, expected, engine, rank, how) -> None:
     """Without a token twice, or one that is missing."""
 

@@ -77,8 +77,8 @@ def test_what_is_handed_over_through_the_tier_comes_from_there(run):
     assert (relayed["begin_ms"] < handed["begin_ms"].min()).any()
     for request, rows in relayed.groupby("request_id"):
         assert rows["end_ms"].max() <= handed.loc[handed["request_id"] == request, "begin_ms"].min()
-    [way] = [row for row in limit_rows(run) if row["cell_id"] == run.cells["cell_id"][2]]
-    assert way["host tier"] > 0
+    [cell_limits] = [row for row in limit_rows(run) if row["cell_id"] == run.cells["cell_id"][2]]
+    assert cell_limits["host tier"] > 0
     # Each prompt was looked up by the prefill engine, and lent to the decode engine.
     assert run.cells["host_tier.hits"].tolist() == [0, 3, 6]
 

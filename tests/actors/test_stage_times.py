@@ -104,8 +104,8 @@ def row_of(arrival_ns: int = 0) -> RequestRow:
     )
 
 
-def fly(
-    row: RequestRow, monkeypatch: pytest.MonkeyPatch, *ways: list[Played], sent_ns: tuple[int, ...]
+def run_attempts(
+    row: RequestRow, monkeypatch: pytest.MonkeyPatch, *attempts: list[Played], sent_ns: tuple[int, ...]
 ) -> None:
     """Attempts, one behind the other, each of one or two engines, whose first messages leave at `sent_ns`."""
     clock = SimpleNamespace(monotonic_ns=iter(sent_ns).__next__)
@@ -113,7 +113,7 @@ def fly(
 
     async def run() -> None:
         request_run = RequestRun(RULES, row, Unheard())
-        for number, engines in enumerate(ways):
+        for number, engines in enumerate(attempts):
 
             async def find(engine: EngineHandle) -> EngineHandle:
                 return engine
@@ -128,7 +128,7 @@ def fly(
             try:
                 await request_run.attempt(route)
             except TransferError:
-                assert number + 1 < len(ways)
+                assert number + 1 < len(attempts)
 
     asyncio.run(run())
 
@@ -159,7 +159,9 @@ def decode_events(taken_ns: int, here: Mapping[str, int] = HERE, **info: Any) ->
 def test_a_pulled_request_has_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     row = row_of(arrival_ns=1_000)
     d = Played("decode0", "decode", decode_events(1_200 - AHEAD_NS), AHEAD_NS)
-    fly(row, monkeypatch, [Played("prefill0", "prefill", prefill_events(1_002)), d], sent_ns=(1_002,))
+    run_attempts(
+        row, monkeypatch, [Played("prefill0", "prefill", prefill_events(1_002)), d], sent_ns=(1_002,)
+    )
     assert row.stage_ns == {
         "queue": 2,
         "dispatch": 10,
@@ -221,7 +223,7 @@ def test_the_stage_that_takes_longest_limits_its_cell(
         took_ns = {stage: (20 if stage == long else 1) * 10**6 for stage in LIMIT_OF}
         row, (prefill, decode) = replace(row_of(), cell_id=long), paced(took_ns)
         engines = [Played("prefill0", "prefill", prefill), Played("decode0", "decode", decode)]
-        fly(row, monkeypatch, engines, sent_ns=(took_ns["queue"],))
+        run_attempts(row, monkeypatch, engines, sent_ns=(took_ns["queue"],))
         assert row.stage_ns == took_ns
         writer.write_cell(CellRow(cell_id=long, axes={}, verdict="PASS"), [row], [])
     writer.finish()
@@ -234,7 +236,7 @@ def test_an_aggregated_request_has_its_engines_stages(monkeypatch: pytest.Monkey
     row = row_of()
     events = prefill_events(5)[:1]
     events.append(event(300, token_ids=(5,), finish_reason=FinishReason.LENGTH))
-    fly(row, monkeypatch, [Played("prefill0", "aggregated", events)], sent_ns=(5,))
+    run_attempts(row, monkeypatch, [Played("prefill0", "aggregated", events)], sent_ns=(5,))
     assert row.stage_ns == {"queue": 5, "dispatch": 10, "prefill_queue": 30, "prefill": 100, "decode": 155}
 
 
@@ -253,7 +255,7 @@ def test_what_a_prompt_waits_for_the_host_tier_is_told(
         # What was loaded is told before the first token, and is no hand-over.
         events.insert(0, event(31, info=EventInfo(load_ns=13, num_host_tokens=2, num_disk_tokens=1)))
     events.append(event(300, token_ids=(5,), finish_reason=FinishReason.LENGTH))
-    fly(row, monkeypatch, [Played("prefill0", "aggregated", events)], sent_ns=(5,))
+    run_attempts(row, monkeypatch, [Played("prefill0", "aggregated", events)], sent_ns=(5,))
     expected = {
         "queue": 5,
         "dispatch": 10,
@@ -281,7 +283,7 @@ def test_a_swapped_request_is_away_neither_computing_nor_decoding(
         events = [away, event(145, token_ids=(4,)), last]
     else:  # from 170 to 210
         events = [first, event(210, info=EventInfo(swap_ns=40)), last]
-    fly(row, monkeypatch, [Played("prefill0", "aggregated", events)], sent_ns=(5,))
+    run_attempts(row, monkeypatch, [Played("prefill0", "aggregated", events)], sent_ns=(5,))
     prefill, decode = (60, 155) if in_prefill else (100, 115)
     assert row.stage_ns == {
         "queue": 5,
@@ -304,14 +306,14 @@ def test_what_a_failed_attempt_took_is_told_and_adds_up(monkeypatch: pytest.Monk
             info=EventInfo(submitted_ns=200, taken_ns=200, stage_ns={"reserve": 5}),
         )
     ]
-    ways = [
+    attempts = [
         [Played("prefill0", "prefill", prefill_events(5)), Played("decode0", "decode", lost)],
         [
             Played("prefill1", "prefill", prefill_events(1_000)),
             Played("decode0", "decode", decode_events(1_200)),
         ],
     ]
-    fly(row, monkeypatch, *ways, sent_ns=(5, 1_000))
+    run_attempts(row, monkeypatch, *attempts, sent_ns=(5, 1_000))
     assert row.output_token_ids == [4, 5, 6]
     assert (row.stage_ns["queue"], row.stage_ns["retry"]) == (5, 1_000 - 152)
     # Of both attempts.
@@ -324,7 +326,7 @@ def test_a_decode_engine_that_goes_on_by_itself_computes_the_prompt(monkeypatch:
     row = row_of()
     here = {stage: HERE[stage] for stage in ("reserve", "read")}
     events = decode_events(200, here, failure=TransferError("r", "lost"), num_valid_tokens=1)
-    fly(
+    run_attempts(
         row,
         monkeypatch,
         [Played("prefill0", "prefill", prefill_events(5)), Played("decode0", "decode", events)],

@@ -11,19 +11,19 @@ from rayk.handover.reservations import Reservations
 
 def test_reservations_are_told_while_others_are_given_out() -> None:
     reservations = Reservations(engine="decode0", epoch=1, tp=1, commands=[])
-    held: dict[str, Any] = reservations._held
+    open_reservations: dict[str, Any] = reservations._open
 
-    class Held:
+    class OvertakenReservation:
         """Whoever looks at it has been overtaken by the loop's thread."""
 
         @property
         def reservation_id(self) -> str:
-            held[f"r{len(held)}"] = SimpleNamespace(reservation_id="late")
+            open_reservations[f"r{len(open_reservations)}"] = SimpleNamespace(reservation_id="late")
             return "early"
 
-    held["r0"] = Held()
+    open_reservations["r0"] = OvertakenReservation()
     assert reservations.open_reservations == ("early",)
-    assert len(held) == 2
+    assert len(open_reservations) == 2
 
 
 def test_a_worker_that_forgets_its_engine_meanwhile_says_how_it_was() -> None:

@@ -80,8 +80,8 @@ class Actor:
 class Pool:
     """Stands for a WorkerPool with room for so many engines."""
 
-    def __init__(self, room: int = 100) -> None:
-        self.room = room
+    def __init__(self, max_engines: int = 100) -> None:
+        self.max_engines = max_engines
         self.actors: dict[str, Actor] = {}
         self.started: list[str] = []
         self.dead: set[str] = set()
@@ -91,7 +91,7 @@ class Pool:
 
     async def prepare(self, demands: Sequence[EngineDemand], how: str, **_: Any) -> None:
         del how
-        if len(self.actors) + len(demands) > self.room:
+        if len(self.actors) + len(demands) > self.max_engines:
             raise DeviceError("no room")
         for demand in demands:
             self.actors[demand.name] = Actor(demand.name, self)
@@ -151,14 +151,14 @@ def test_the_least_recently_used_end_first(pool: Pool) -> None:
 
 
 def test_idle_engines_end_where_there_is_no_room(pool: Pool) -> None:
-    pool.room = 2
+    pool.max_engines = 2
     assert run(pool, cell(ONE), cell(ONE, TWO), cell(replace(ONE, model="n"), TWO))[-1] == [
         "prefill2",
         "decode1",
     ]
-    pool.room = 1
+    pool.max_engines = 1
     with pytest.raises(DeviceError, match="no room"):
-        run(Pool(room=1), cell(ONE, TWO))
+        run(Pool(max_engines=1), cell(ONE, TWO))
 
 
 def test_an_engine_that_died_since_is_started_anew(pool: Pool) -> None:

@@ -106,11 +106,11 @@ def test_what_another_thread_holds_for_a_moment_does_not_cost_the_rank(worker: W
     worker._lost_peer = True
     worker._ended.set()
     worker._extension = cast(Any, Extension())
-    held, threads = [worker._extension], list[threading.Timer]()
+    extensions, threads = [worker._extension], list[threading.Timer]()
 
     def dissolve(forget: Callable[[], None] = worker.dissolve) -> None:
         forget()
-        threads.append(threading.Timer(0.01, held.clear))
+        threads.append(threading.Timer(0.01, extensions.clear))
         threads[0].start()
 
     worker.dissolve = dissolve  # type: ignore[method-assign]

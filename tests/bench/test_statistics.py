@@ -119,21 +119,21 @@ def test_failures_push_percentiles_up() -> None:
 def test_intervals_hold_the_truth_as_often_as_they_say(rho: float) -> None:
     """Of 200 runs of 1,000 values; naive intervals of the correlated ones hold it half as often."""
     rng = np.random.default_rng(11)
-    held = {"mean": 0, "p90": 0, "naive": 0}
+    num_right = {"mean": 0, "p90": 0, "naive": 0}
     given = 0
     for _ in range(200):
         values = ar1(1000, rho, rng)
         center, p90 = mean(values.tolist()), quantile(values.tolist(), 0.9)
         assert center is not None
-        held["mean"] += center.low <= 10 <= center.high
-        held["naive"] += abs(values.mean() - 10) <= 1.96 * values.std(ddof=1) / math.sqrt(1000)
+        num_right["mean"] += center.low <= 10 <= center.high
+        num_right["naive"] += abs(values.mean() - 10) <= 1.96 * values.std(ddof=1) / math.sqrt(1000)
         if p90 is not None:
             given += 1
-            held["p90"] += p90.low <= 10 + 1.281552 <= p90.high
+            num_right["p90"] += p90.low <= 10 + 1.281552 <= p90.high
     assert given >= 180
-    assert held["mean"] >= 0.9 * 200
-    assert held["p90"] >= 0.88 * given
-    assert rho < 0.9 or held["naive"] <= 0.5 * 200
+    assert num_right["mean"] >= 0.9 * 200
+    assert num_right["p90"] >= 0.88 * given
+    assert rho < 0.9 or num_right["naive"] <= 0.5 * 200
 
 
 def test_batches_are_contiguous_and_joined_until_neighbours_are_independent() -> None:

@@ -84,8 +84,8 @@ def test_explain_counts_every_byte_of_every_rank(model: Path) -> None:
         answer = explain(
             model, "--prefill-tp", str(prefill), "--decode-tp", str(decode), "--num-tokens", str(tokens)
         )
-        heads_held = max(config.num_kv_heads, decode)
-        assert answer["bytes"] == heads_held * tokens * per_head
+        num_heads = max(config.num_kv_heads, decode)
+        assert answer["bytes"] == num_heads * tokens * per_head
         assert answer["bytes"] == sum(r["bytes"] for r in answer["reads"])
         assert answer["num_descriptors"] == sum(r["num_descriptors"] for r in answer["reads"])
         assert {r["consumer_rank"] for r in answer["reads"]} == set(range(decode))

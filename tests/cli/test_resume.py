@@ -62,13 +62,13 @@ def test_a_full_disk_is_a_message_and_the_run_is_continued(
 ) -> None:
     """No room for the second cell's row: the first one's stands."""
     out, write = tmp_path / "run", pq.write_table
-    room = [True] * 5  # requests, transfers and cells of the first cell; two tables of the second
+    writes_left = [True] * 5  # requests, transfers and cells of the first cell; two tables of the second
 
     def write_while_there_is_room(table: Any, where: Any) -> None:
-        if not room:
+        if not writes_left:
             Path(where).write_bytes(b"PAR1")  # what was written before the disk was full
             raise OSError(errno.ENOSPC, "No space left on device")
-        room.pop()
+        writes_left.pop()
         write(table, where)
 
     with monkeypatch.context() as patch:

@@ -167,9 +167,9 @@ def test_the_key_is_sent(engines: WorkingEngines, how: str) -> None:
 
 
 def test_what_answers_nothing_or_something_else_is_refused(engines: WorkingEngines) -> None:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))  # nobody listens
-        answer = top("--url", f"http://127.0.0.1:{held.getsockname()[1]}")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))  # nobody listens
+        answer = top("--url", f"http://127.0.0.1:{listener.getsockname()[1]}")
     assert answer.exit_code == 2
     assert "no server answers: nothing listens there" in answer.stderr
     assert "rayk serve" in answer.stderr

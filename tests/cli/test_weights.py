@@ -81,19 +81,19 @@ def llm(model: Path) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("way", [run, serve, llm])
-def test_weights_of_another_config(model: Path, way: Callable[[Path], str]) -> None:
-    assert "tensor" not in way(model)
+@pytest.mark.parametrize("command", [run, serve, llm])
+def test_weights_of_another_config(model: Path, command: Callable[[Path], str]) -> None:
+    assert "tensor" not in command(model)
     change(model, **{UP: None})
-    assert f"tensor {UP} is missing" in way(model)
+    assert f"tensor {UP} is missing" in command(model)
     change(model, **{UP: torch.zeros(3, 5)})
-    assert f"tensor {UP} has shape [3, 5], config.json asks for [" in way(model)
+    assert f"tensor {UP} has shape [3, 5], config.json asks for [" in command(model)
 
 
-@pytest.mark.parametrize("way", [run, serve, llm])
-def test_tensors_of_no_use_are_one_line(model: Path, way: Callable[[Path], str]) -> None:
+@pytest.mark.parametrize("command", [run, serve, llm])
+def test_tensors_of_no_use_are_one_line(model: Path, command: Callable[[Path], str]) -> None:
     change(model, **{f"{part}.{i}": torch.zeros(1) for part in ("mtp", "vision_tower") for i in range(20)})
-    lines = [line for line in way(model).splitlines() if "tensor" in line]
+    lines = [line for line in command(model).splitlines() if "tensor" in line]
     assert len(lines) == 1
     assert lines[0].endswith(f"{model}: 40 tensors not used: mtp.*, vision_tower.*")
 

@@ -47,7 +47,7 @@ class DoneEarly(Copying):
 
     def give_up(self, request_id, error):
         self.waiting.pop(request_id, None)
-        self.rooms.pop(request_id, None)
+        self.requests.pop(request_id, None)
 
 
 class FreedEarly(Copying):

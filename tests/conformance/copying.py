@@ -30,7 +30,7 @@ class Copying(BaseConnector):
         self.producers: list[str] = []
         self.waiting: dict[str, tuple[float, set[int]]] = {}
         """Requests of this consumer rank: deadline, and producer ranks whose bytes are to come."""
-        self.rooms: dict[str, KVRequest] = {}
+        self.requests: dict[str, KVRequest] = {}
         self.sending: deque[tuple[int, float, KVRequest, list[bytes]]] = deque()
         """Requests of this producer rank: polls left, deadline, request, reservations."""
 
@@ -51,7 +51,7 @@ class Copying(BaseConnector):
             raise ValueError(f"{request.request_id} is being received")
         sources = set(self.plan(self.name).producer_ranks)
         self.waiting[request.request_id] = (time.monotonic() + request.deadline_s, sources)
-        self.rooms[request.request_id] = request
+        self.requests[request.request_id] = request
         return pickle.dumps(request)
 
     def send(self, request: KVRequest, peers: Sequence[bytes] = ()) -> bytes:
@@ -78,10 +78,10 @@ class Copying(BaseConnector):
         """Copy what a consumer rank needs of this rank, if it still waits for it."""
         mine = self.producers.index(self.name)
         theirs = RANKS.get(consumer)
-        room = theirs.rooms.get(request.request_id) if theirs is not None else None
-        if room is None:
+        wanted = theirs.requests.get(request.request_id) if theirs is not None else None
+        if wanted is None:
             return
-        for reads in self.plan(consumer).lower(request.num_tokens, request.block_ids, room.block_ids):
+        for reads in self.plan(consumer).lower(request.num_tokens, request.block_ids, wanted.block_ids):
             if reads.producer_rank == mine:
                 self.copy(reads, theirs)
         theirs.arrived(request.request_id, mine)
@@ -106,7 +106,7 @@ class Copying(BaseConnector):
 
     def give_up(self, request_id: str, error: str) -> None:
         if self.waiting.pop(request_id, None) is not None:
-            del self.rooms[request_id]
+            del self.requests[request_id]
             self.finish(request_id, error)
 
     def release(self, request_id: str) -> None:

@@ -105,7 +105,7 @@ def spec_of(model: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def under_way(url: str, answers: list[tuple[int, bool]], number: int) -> Iterator[None]:
+def long_answers(url: str, answers: list[tuple[int, bool]], number: int) -> Iterator[None]:
     """Long answers, half of them streams, from before the block until they end."""
     body = {"model": model_of(url), "prompt": [5, 6, 7], "max_tokens": 2000, "ignore_eos": True}
 
@@ -153,7 +153,7 @@ def change_role(url: str, prometheus: check.Prometheus, seen: Tripped) -> None:
 def kill_an_engine(url: str, address: str, prometheus: check.Prometheus, seen: Tripped) -> None:
     """While it answers."""
     decode = [pids for name, pids in pids_of(address).items() if name == "decode0"]
-    with under_way(url, seen.answers, 8):
+    with long_answers(url, seen.answers, 8):
         os.kill(decode[0][0], signal.SIGKILL)
     wanted = {"RaykEngineLost", "RaykFrontErrors"}
     until(lambda: wanted <= fired(prometheus, WINDOW_S).keys(), 60.0, f"never: {wanted}")

@@ -220,21 +220,23 @@ def test_block_sizes(qwen3: Model, block_size: int) -> None:
 
 def test_a_window_really_frees_blocks(mistral: Model) -> None:
     """Window 50, chunks of 16: 300 prompt tokens fill 19 blocks, yet only the window's stay."""
-    held = []
+    in_use = []
     with mistral.engine(num_blocks=8, max_batch_tokens=16) as engine:
         pool = engine.leader.manager.pool
         step = engine.ranks[0].step
         engine.ranks[0].step = lambda batch: (  # type: ignore[method-assign]
-            held.append((batch.requests[0].num_computed_tokens, pool.num_blocks - 1 - pool.num_free_blocks)),
+            in_use.append(
+                (batch.requests[0].num_computed_tokens, pool.num_blocks - 1 - pool.num_free_blocks)
+            ),
             step(batch),
         )[1]
         assert engine.generate(requests_of(mistral)[2:])[0].token_ids == mistral.expected[2]
-    for num_computed, num_blocks in held:
+    for num_computed, num_blocks in in_use:
         # Rows a query at or after num_computed sees, and those the step writes.
         first = max(0, num_computed - 49) // 16
         num_new = 16 if num_computed < 288 else (12 if num_computed == 288 else 1)
         assert num_blocks == -(-(num_computed + num_new) // 16) - first, num_computed
-    assert max(n for _, n in held) == 5, "never more than window and chunk need"
+    assert max(n for _, n in in_use) == 5, "never more than window and chunk need"
 
 
 @pytest.mark.parametrize("hybrid_kv", [True, False])

@@ -20,7 +20,9 @@ def batches(draw: st.DrawFn) -> ScheduledBatch:
     num_groups = draw(st.integers(1, 4))
     rows = draw(st.lists(st.integers(0, 300), max_size=6, unique=True))
     ids = st.lists(INT32, max_size=5).map(tuple)
-    held = st.tuples(*[st.integers(0, 5)] * num_groups).map(lambda counts: counts if any(counts) else ())
+    counts_per_group = st.tuples(*[st.integers(0, 5)] * num_groups).map(
+        lambda counts: counts if any(counts) else ()
+    )
     return ScheduledBatch(
         step=draw(INT32),
         requests=tuple(
@@ -30,7 +32,7 @@ def batches(draw: st.DrawFn) -> ScheduledBatch:
                 num_computed_tokens=draw(INT32),
                 token_ids=draw(st.lists(INT32, min_size=1, max_size=9).map(tuple)),
                 new_block_ids=tuple((draw(INT32), draw(ids)) for _ in range(num_groups)),
-                num_filled_blocks=draw(held),
+                num_filled_blocks=draw(counts_per_group),
                 needs_logits=draw(st.booleans()),
                 prompt_logits=(draw(INT32), draw(INT32)),
             )

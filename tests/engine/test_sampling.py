@@ -133,7 +133,7 @@ KINDS: dict[str, dict[str, Any]] = {
 LARGE_P = {"num_blocks": 700}
 SHORT_D = {"num_blocks": 85, "max_batch_tokens": 50}
 """Of blocks of 4 tokens: hardly more than the longest prompt needs."""
-WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
+SETUPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tp1": (1, {}),
     "tp2": (2, {}),
     "tp1 chunks and preemptions": (1, {"num_blocks": 26, "max_batch_tokens": 23}),
@@ -148,22 +148,22 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_seed_gives_the_same_tokens_everywhere(oracle: Oracle, way: str) -> None:
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_seed_gives_the_same_tokens_everywhere(oracle: Oracle, setup: str) -> None:
     """All kinds of requests in one batch, greedy ones between them, under every TP, hand-over and pool.
 
     The expected tokens come from transformers' logits and processors, one request at a time.
     """
-    tp, config = WAYS[way]
+    tp, config = SETUPS[setup]
     asked = []
     for n, prompt in enumerate(oracle.prompts):
         asked += [(prompt, {**kind, "seed": 100 * n + i}) for i, kind in enumerate(KINDS.values())]
         asked.append((prompt, {}))
-    if "preemptions" in way:
+    if "preemptions" in setup:
         # A long one and many short ones, which grow.
         asked = asked[-3:-1] + asked[:9]
     requests = [make_request(f"r{i}", p, NUM_TOKENS, **s) for i, (p, s) in enumerate(asked)]
-    done = run_requests(oracle, tp, requests, preempts="preemptions" in way, **config)
+    done = run_requests(oracle, tp, requests, preempts="preemptions" in setup, **config)
     assert [d.error for d in done] == [None] * len(asked)
     for completion, (prompt, sampling) in zip(done, asked, strict=True):
         expected = oracle.drawn(prompt, **sampling) if sampling else oracle.generated(prompt, do_sample=False)
@@ -218,7 +218,7 @@ def test_presence_and_frequency_penalties_count_the_output(oracle: Oracle, tp: A
     assert expected != [oracle.generated(p, do_sample=False) for p in oracle.prompts]
 
 
-LOGPROB_WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
+LOGPROB_SETUPS: dict[str, tuple[Any, dict[str, Any]]] = {
     "tp1": (1, {}),
     "tp1 chunks of 1": (1, {"max_batch_tokens": 1}),
     "tp2 chunks and preemptions": (2, {"num_blocks": 26, "max_batch_tokens": 23}),
@@ -230,18 +230,18 @@ LOGPROB_WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", LOGPROB_WAYS)
-def test_log_probabilities_are_the_teacher_forced_references(oracle: Oracle, way: str) -> None:
+@pytest.mark.parametrize("setup", LOGPROB_SETUPS)
+def test_log_probabilities_are_the_teacher_forced_references(oracle: Oracle, setup: str) -> None:
     """Of drawn and greedy tokens and of the prompt: each once, however it is cut, recomputed or handed on."""
-    tp, config = LOGPROB_WAYS[way]
+    tp, config = LOGPROB_SETUPS[setup]
     short, medium, long = oracle.prompts
-    order = [short, medium] if way == "tp1 chunks of 1" else [long, short, short, short, medium, long]
+    order = [short, medium] if setup == "tp1 chunks of 1" else [long, short, short, short, medium, long]
     requests = [
         make_request(f"r{i}", p, 8, temperature=i % 2, seed=i, logprobs=i % 3, prompt_logprobs=2 * (i % 2))
         for i, p in enumerate(order)
     ]
     requests.append(make_request("untold", order[1], 8))
-    done = run_requests(oracle, tp, requests, preempts="preemptions" in way, **config)
+    done = run_requests(oracle, tp, requests, preempts="preemptions" in setup, **config)
     assert done[-1].logprobs == []
     assert done[-1].prompt_logprobs is None
     told, exact, eager = [], [], []

@@ -79,8 +79,8 @@ def tight_settings(model: Model) -> dict[str, Any]:
         borders = [-num_tokens % g.spec.block_size for g in manager.groups]
         if min(borders) in range(1, 2 * NUM_TOKENS):
             manager.reserve_live("r", num_tokens)
-            held = 49 - manager.pool.num_free_blocks
-            return settings | {"num_blocks": 3 * held + 1, "max_batch_tokens": 4}
+            num_reserved = 49 - manager.pool.num_free_blocks
+            return settings | {"num_blocks": 3 * num_reserved + 1, "max_batch_tokens": 4}
     raise AssertionError("no block of attention ends soon after the prompt")
 
 

@@ -74,16 +74,16 @@ def test_uneven_shards_give_the_references_tokens(
 def test_what_each_rank_holds(path: Path) -> None:
     """Of heads, groups, runs of channels and latents: those that its readers read."""
     plan = plan_engine(EngineConfig(model=str(path), tp=3), load_config(path))
-    held = {
+    units_by_field = {
         f.name: (f.units, [rank.groups[i].field(f.name).units for rank in plan.ranks])
         for i, group in enumerate(plan.groups)
         for f in group.spec.fields()
     }
-    for name, (num_units, units) in held.items():
+    for name, (num_units, units) in units_by_field.items():
         if num_units < 3:
             assert units == {1: [(0,)] * 3, 2: [(0,), (0, 1), (1,)]}[num_units], name
         else:
             each = num_units // 3
             assert units == [tuple(range(r * each, (r + 1) * each)) for r in range(3)], name
-    is_uneven = any(num_units == 2 for num_units, _ in held.values())
+    is_uneven = any(num_units == 2 for num_units, _ in units_by_field.values())
     assert (plan.ranks[1].block_bytes > plan.ranks[0].block_bytes) == is_uneven

@@ -78,9 +78,9 @@ def as_other_dtype(values: torch.Tensor, written: torch.dtype, read: torch.dtype
     out = torch.zeros_like(values, dtype=read)
     for unit, rows in zip(out, values, strict=True):
         raw = rows.to(written).flatten().view(torch.uint8)
-        room = unit.view(torch.uint8).flatten()
-        count = min(len(raw), len(room))
-        room[:count] = raw[:count]
+        target = unit.view(torch.uint8).flatten()
+        count = min(len(raw), len(target))
+        target[:count] = raw[:count]
     return out.double()
 
 

@@ -53,9 +53,9 @@ def num_judged(groups: Sequence[KVCacheGroup], tp: int, num_tokens: int, bounds:
     for group in groups:
         rows = 1 if group.spec.part == "state" else len(group.spec.live_rows(num_tokens))
         for field in group.spec.fields():
-            held = sum(len(field.shard(tp, rank)) for rank in range(tp))
+            num_units = sum(len(field.shard(tp, rank)) for rank in range(tp))
             judged = sum(bounds[layer, field.name] != UNBOUNDED for layer in group.layers)
-            total += judged * held * rows * (field.row_bytes // ITEMSIZE[field.dtype])
+            total += judged * num_units * rows * (field.row_bytes // ITEMSIZE[field.dtype])
     return total
 
 

@@ -22,7 +22,7 @@ pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]
 
 SLACK_MS = 0.01
 """Times are whole ns in rows and ms in tables; stages are end to end."""
-HELD_S = 0.6
+HOLD_S = 0.6
 LATE_S = 1.5
 
 FEW = {"prompts.random.count": 3, "prompts.random.input_tokens": [[5, 37, 300]], "sampling.max_tokens": 6}
@@ -40,7 +40,7 @@ KINDS = {
 def delayed(number: int) -> list[list[dict[str, object]]]:
     """Every request's read is posted late."""
     return [
-        [{"kind": "delay", "point": "post", "step": step, "delay_s": HELD_S} for step in range(1, number + 1)]
+        [{"kind": "delay", "point": "post", "step": step, "delay_s": HOLD_S} for step in range(1, number + 1)]
     ]
 
 
@@ -190,7 +190,7 @@ def waited_ms(limit: str, requests: pd.DataFrame) -> float:
             freed = zip(ends[:-MAX_STREAMS], sorted(due)[MAX_STREAMS:], strict=True)
             return sum(max(0.0, end - at) for end, at in freed)
         case "link":
-            return 1000 * HELD_S * len(requests)
+            return 1000 * HOLD_S * len(requests)
         case _:
             return 1000 * LATE_S
 
@@ -207,7 +207,7 @@ def test_what_a_cell_was_made_to_wait_for_is_counted_for_its_limit(run: Result, 
 
 def test_what_was_planted_is_found_where_it_was_planted(run: Result) -> None:
     at = len(KINDS) + list(LIMITED).index("link")
-    assert (stage_ms(requests_of(run, at), "read") >= 1000 * HELD_S).all()
+    assert (stage_ms(requests_of(run, at), "read") >= 1000 * HOLD_S).all()
     retried = requests_of(run, at + 1)
     [took] = stage_ms(retried, "retry")
     assert 1000 * LATE_S <= took <= retried["e2e_ms"].item()

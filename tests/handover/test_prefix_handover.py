@@ -16,7 +16,7 @@ from tests.handover.cases import NUM_TOKENS, Model, models_by_name
 from tests.markers import one_per
 from tests.pd import Pair, make_request
 
-HELD = 256
+NUM_CACHED = 256
 """Of a prompt of 300 tokens: a row group."""
 
 
@@ -87,9 +87,9 @@ def test_engines_with_unlike_blocks(models: Callable[[str], Model], blocks: tupl
         (first,) = pair.complete([make_request("first", model.prompts[2], NUM_TOKENS)])
         done = pair.complete([make_request(f"r{i}", p, NUM_TOKENS) for i, p in enumerate(model.prompts)])
         assert [d.token_ids for d in (first, *done)] == [model.expected[2], *model.expected]
-        held = bytes_of(done[2])[1]
+        cached_bytes = bytes_of(done[2])[1]
         row_bytes = bytes_of(first)[0] // -(-300 // min(blocks)) // min(blocks)
-        assert held == (HELD * row_bytes if HELD % blocks[1] == 0 else 0)
+        assert cached_bytes == (NUM_CACHED * row_bytes if NUM_CACHED % blocks[1] == 0 else 0)
         pair.check_all_free()
 
 
@@ -103,9 +103,9 @@ def test_what_is_converted_on_its_way_is_held_too(
     with Pair.open(model.path, tp=tp, prefix_caching=True, changes=changes) as pair:
         done = [pair.complete([make_request(f"r{i}", model.prompts[2], NUM_TOKENS)])[0] for i in range(2)]
         assert done[0].token_ids == done[1].token_ids
-        moved, held = zip(*map(bytes_of, done), strict=True)
-        assert held[0] == 0
-        assert held[1] == moved[0] - moved[1] == moved[0] * (HELD // 16) // 19
+        moved, cached_bytes = zip(*map(bytes_of, done), strict=True)
+        assert cached_bytes[0] == 0
+        assert cached_bytes[1] == moved[0] - moved[1] == moved[0] * (NUM_CACHED // 16) // 19
         pair.check_all_free()
 
 
@@ -128,14 +128,14 @@ def test_a_wrong_byte_among_those_that_moved_is_named(models: Callable[[str], Mo
         request = make_request("r", model.prompts[2], NUM_TOKENS)
         late = pair.decode(request, prefilled)
         assert isinstance(late.error, KVMismatch)
-        assert late.error.num_bytes_checked == (300 - HELD) * 4 * 2 * 2 * 16 * 4
+        assert late.error.num_bytes_checked == (300 - NUM_CACHED) * 4 * 2 * 2 * 16 * 4
         found = pair.diagnose("r", prefilled.payload)
         assert [(m.layer, m.token) for m in found] == [(1, 270)]
         pair.d.handover.settle("r")
         pair.check_all_free()
 
 
-@pytest.mark.parametrize(("token", "num_valid"), [(270, HELD), (299, HELD)])
+@pytest.mark.parametrize(("token", "num_valid"), [(270, NUM_CACHED), (299, NUM_CACHED)])
 def test_a_failed_transfer_goes_on_from_what_was_held(
     models: Callable[[str], Model], token: int, num_valid: int
 ) -> None:

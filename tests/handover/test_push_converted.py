@@ -62,14 +62,14 @@ def wires_of(pair: Pair) -> list[WireCache]:
     return [wire for wire in wires if wire is not None]
 
 
-def num_held(pair: Pair) -> list[int]:
+def num_claimed(pair: Pair) -> list[int]:
     """Blocks of each rank's wire cache that a request holds."""
     return [w.caches.geometry.num_blocks - 1 - w.num_free_blocks for w in wires_of(pair)]
 
 
 def check_all_free(pair: Pair) -> None:
     pair.check_all_free()
-    assert num_held(pair) == [0] * len(pair.d.extensions)
+    assert num_claimed(pair) == [0] * len(pair.d.extensions)
 
 
 class Pages:
@@ -127,7 +127,7 @@ def test_a_reservation_that_nobody_uses_gives_its_room_back(
     with Pair.open(path, tp=tp, changes=changes(("auto", "nvfp4")), push=True) as pair:
         request = make_request("r", prompts[2], NUM_TOKENS)
         reservation = pair.reserve(request)
-        assert num_held(pair) == [7] * tp[1]
+        assert num_claimed(pair) == [7] * tp[1]
         assert len(reservation.wire_tables) == tp[1]
         pair.d.engine.leader.abort("r")
         check_all_free(pair)
@@ -151,7 +151,7 @@ def test_an_abort_gives_the_room_back_when_nothing_is_in_flight(
             wait_until(lambda: pusher.num_posted > 0)
         pair.d.engine.leader.abort("r")
         pair.d.run(lambda: None)
-        assert num_held(pair) == [7, 7], "somebody may still write"
+        assert num_claimed(pair) == [7, 7], "somebody may still write"
         for agent in made:
             agent.go = True
         if when == "decoding":

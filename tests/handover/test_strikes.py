@@ -30,7 +30,7 @@ LOST_S = 0.3
 """What never comes is waited for so long."""
 
 
-class Struck:
+class FaultyPair:
     """Two engines whose agents take strikes; D's and P's first."""
 
     def __init__(self, pair: Pair, agents: list[FaultyAgent]) -> None:
@@ -63,7 +63,7 @@ def clock() -> Iterator[Clock]:
 
 
 @pytest.fixture(scope="module")
-def struck(model: Model, clock: Clock) -> Iterator[Struck]:
+def faulty(model: Model, clock: Clock) -> Iterator[FaultyPair]:
     del clock  # the engines' clock from their start on
     network, made = LocalNetwork(), []
 
@@ -72,25 +72,25 @@ def struck(model: Model, clock: Clock) -> Iterator[Struck]:
         return made[-1]
 
     with Pair.open(model.path, make_agent=make, renewed_lease_s=LEASE_S) as pair:
-        yield Struck(pair, made)
+        yield FaultyPair(pair, made)
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @pytest.mark.parametrize("point", ["post", "mid_transfer", "notify", "free", "lease_renewal"])
 @pytest.mark.parametrize("kind", MESSAGE_KINDS)
 def test_a_struck_transfer_ends_as_the_table_says(
-    struck: Struck, clock: Clock, model: Model, kind: str, point: str, policy: str
+    faulty: FaultyPair, clock: Clock, model: Model, kind: str, point: str, policy: str
 ) -> None:
     wanted = expected(Fault(kind, point), "pull", policy)
-    pair = struck.pair
-    struck.d.plant(TransferFault(kind=kind, point=point, delay_s=0.1, byte=1, bit=1))
+    pair = faulty.pair
+    faulty.d.plant(TransferFault(kind=kind, point=point, delay_s=0.1, byte=1, bit=1))
     request = make_request(f"{kind}-{point}-{policy}", model.prompts[1], NUM_TOKENS)
     prefilled = pair.prefill(request)
     # A lost read is noticed at the deadline; nothing else waits for it.
     is_lost = kind == "drop" and (wanted.verdict != "PASS" or wanted.is_recovered)
     transfer_s = LOST_S if is_lost else 60.0
-    done = struck.decode(request, prefilled, recompute=policy == "recompute", transfer_s=transfer_s)
-    assert not struck.d._faults, "it struck"
+    done = faulty.decode(request, prefilled, recompute=policy == "recompute", transfer_s=transfer_s)
+    assert not faulty.d._faults, "it struck"
     if wanted.verdict == "PASS":
         assert done.error is None
         assert prefilled.token_ids + done.token_ids == model.expected[1][:NUM_TOKENS]
@@ -106,50 +106,50 @@ def test_a_struck_transfer_ends_as_the_table_says(
         assert side.engine.leader.manager.ledger.num_held == 0
 
 
-def test_a_read_that_was_overtaken_is_posted_then(struck: Struck, model: Model) -> None:
-    struck.d.plant(TransferFault(kind="reorder", point="post"))
+def test_a_read_that_was_overtaken_is_posted_then(faulty: FaultyPair, model: Model) -> None:
+    faulty.d.plant(TransferFault(kind="reorder", point="post"))
     requests = [make_request(f"r{i}", model.prompts[1], NUM_TOKENS) for i in range(2)]
-    done = struck.pair.complete(requests)
+    done = faulty.pair.complete(requests)
     assert [c.token_ids for c in done] == [model.expected[1][:NUM_TOKENS]] * 2
-    struck.pair.check_all_free()
+    faulty.pair.check_all_free()
 
 
 @pytest.mark.parametrize(("kind", "is_lost"), [("drop", True), ("delay", False), ("duplicate", False)])
 def test_a_handshake_that_was_struck_works_when_it_is_tried_again(
-    struck: Struck, kind: str, is_lost: bool
+    faulty: FaultyPair, kind: str, is_lost: bool
 ) -> None:
-    struck.d.plant(TransferFault(kind=kind, point="handshake", delay_s=0.05))
-    engine = struck.pair.p.engine.name
+    faulty.d.plant(TransferFault(kind=kind, point="handshake", delay_s=0.05))
+    engine = faulty.pair.p.engine.name
 
     def wire() -> None:
-        with struck.d.wiring():
-            while not all(struck.pair.d.call(WarmUp(engine, 0.3))):
+        with faulty.d.wiring():
+            while not all(faulty.pair.d.call(WarmUp(engine, 0.3))):
                 pass
 
     if is_lost:
         with pytest.raises(TransferError, match="does not answer"):
             wire()
     wire()
-    assert not struck.d._faults
+    assert not faulty.d._faults
 
 
 def test_a_rank_strikes_itself_when_it_is_told_and_only_once() -> None:
-    network, struck = LocalNetwork(), []
-    producer = FaultyAgent(LocalAgent("p", network), struck.append, "prefill")
-    bystander = FaultyAgent(LocalAgent("b", network), struck.append, "prefill")
-    consumer = FaultyAgent(LocalAgent("d", network), struck.append, "decode")
-    strike = TransferFault(kind="stop", point="post", remote="prefill")
-    producer.plant(strike)
-    consumer.plant(strike)
+    network, killed = LocalNetwork(), []
+    producer = FaultyAgent(LocalAgent("p", network), killed.append, "prefill")
+    bystander = FaultyAgent(LocalAgent("b", network), killed.append, "prefill")
+    consumer = FaultyAgent(LocalAgent("d", network), killed.append, "decode")
+    fault = TransferFault(kind="stop", point="post", remote="prefill")
+    producer.plant(fault)
+    consumer.plant(fault)
     for peer in ("p", "b"):
         consumer.add_peer(peer, peer.encode())
-    assert consumer.passes("post") == strike
+    assert consumer.passes("post") == fault
     assert consumer.passes("post") is None
     assert producer.notifications() == bystander.notifications() == [], "nobody else sees the message"
-    assert struck == ["stop"]
+    assert killed == ["stop"]
     consumer.notify("p", StrikeMessage("prefill").encode())
     assert producer.notifications() == []
-    assert struck == ["stop"]
+    assert killed == ["stop"]
 
 
 @pytest.mark.parametrize("point", ["post", "notify"])

@@ -180,8 +180,8 @@ def test_a_quiet_run_fails_for_anything_amiss() -> None:
         "qwen3: 1 answers have other tokens than the reference"
     ]
     assert told(run_of(), [*right[1:], "hung"], 60) == ["qwen3: 1 requests hung"]
-    held = {"prefill0": (250, 256), "decode0": (255, 256)}
-    assert told(run_of(blocks=held), right, 60) == ["qwen3: 5 blocks are held at the end"]
+    leaked = {"prefill0": (250, 256), "decode0": (255, 256)}
+    assert told(run_of(blocks=leaked), right, 60) == ["qwen3: 5 blocks are held at the end"]
     assert told(run_of(blocks={}), right, 60) == ["qwen3: no engine told of its blocks"]
     assert told(run_of(requests_left=(1, 2)), right, 60) == ["qwen3: the server counts 3 requests at the end"]
     assert told(run_of(exit_status=-9), right, 60) == ["qwen3: the server ended with status -9"]

@@ -141,7 +141,7 @@ class CacheModel(RuleBasedStateMachine):
     def is_on_disk(self, group: int, key: bytes) -> tuple[int, ...] | None:
         return self.disk.get((group, self.tokens_of[key]))
 
-    def disk_has(self, g: KVCacheGroup, tokens: Tokens, index: int, n: int, held: int) -> bool:
+    def disk_has(self, g: KVCacheGroup, tokens: Tokens, index: int, n: int, num_local: int) -> bool:
         """Whether the block on disk at this place holds all that is wanted of it."""
         size = g.spec.block_size
         since = self.disk.get((g.index, tokens[: (index + 1) * size]))
@@ -151,7 +151,7 @@ class CacheModel(RuleBasedStateMachine):
             row >= since[g.lanes.index(g.seen_by(layer))]
             for layer in g.layers
             for row in g.seen_by(layer).live_rows(n)
-            if index * size <= row < (index + 1) * size and row >= held
+            if index * size <= row < (index + 1) * size and row >= num_local
         )
 
     def is_there(self, tables: Sequence[Sequence[int]], tokens: Tokens, n: int) -> bool:
@@ -190,7 +190,7 @@ class CacheModel(RuleBasedStateMachine):
                 return n
         return 0
 
-    def has_block(self, g: KVCacheGroup, tokens: Tokens, index: int, n: int, held: int) -> bool:
+    def has_block(self, g: KVCacheGroup, tokens: Tokens, index: int, n: int, num_local: int) -> bool:
         """Whether the block here at this place holds all that is wanted of it to go on from n tokens."""
         size = g.spec.block_size
         in_block = range(index * size, (index + 1) * size)
@@ -198,27 +198,28 @@ class CacheModel(RuleBasedStateMachine):
             self.is_named(g, layer, tokens, [row])
             for layer in g.layers
             for row in g.seen_by(layer).live_rows(n)
-            if row in in_block and row >= held
+            if row in in_block and row >= num_local
         )
 
-    def wanted_blocks(self, g: KVCacheGroup, n: int, held: int) -> list[int]:
-        rows = {row for layer in g.layers for row in g.seen_by(layer).live_rows(n) if row >= held}
+    def wanted_blocks(self, g: KVCacheGroup, n: int, num_local: int) -> list[int]:
+        rows = {row for layer in g.layers for row in g.seen_by(layer).live_rows(n) if row >= num_local}
         return sorted({row // g.spec.block_size for row in rows})
 
-    def best_prefix(self, tokens: Tokens, most: int, held: int) -> int:
-        for n in range(most, held, -1):
+    def best_prefix(self, tokens: Tokens, most: int, num_local: int) -> int:
+        for n in range(most, num_local, -1):
             if all(
                 n % g.spec.block_size == 0
                 and all(
-                    self.has_block(g, tokens, index, n, held) or self.disk_has(g, tokens, index, n, held)
-                    for index in self.wanted_blocks(g, n, held)
+                    self.has_block(g, tokens, index, n, num_local)
+                    or self.disk_has(g, tokens, index, n, num_local)
+                    for index in self.wanted_blocks(g, n, num_local)
                 )
                 for g in self.groups
             ):
                 return n if self.is_caching else 0
         return 0
 
-    def check_found(self, found: FoundPrefix, tokens: Tokens, best: int, held: int) -> None:
+    def check_found(self, found: FoundPrefix, tokens: Tokens, best: int, num_local: int) -> None:
         """The longest prefix, all its blocks, and those missing that are not here."""
         assert found.num_tokens == best
         if not best:
@@ -226,8 +227,8 @@ class CacheModel(RuleBasedStateMachine):
             return
         missing = []
         for g, table in zip(self.groups, found.tables, strict=True):
-            wanted = self.wanted_blocks(g, best, held)
-            gone = [i for i in wanted if not self.has_block(g, tokens, i, best, held)]
+            wanted = self.wanted_blocks(g, best, num_local)
+            gone = [i for i in wanted if not self.has_block(g, tokens, i, best, num_local)]
             missing += [(g.index, i, tokens[: (i + 1) * g.spec.block_size]) for i in gone]
             here = [i for i, block in enumerate(table) if block != NULL_BLOCK]
             assert here == [i for i in wanted if i not in gone]
@@ -235,7 +236,7 @@ class CacheModel(RuleBasedStateMachine):
                 assert table[i] == self.named[g.index, tokens[: (i + 1) * g.spec.block_size]]
         assert [(group, i, self.tokens_of[key]) for group, i, key in found.missing] == missing
 
-    def best_held(self, tokens: Tokens, unit: int) -> int:
+    def longest_local(self, tokens: Tokens, unit: int) -> int:
         for n in range(len(tokens) // unit * unit, 0, -unit):
             live = [(g, i, g.seen_by(i).live_rows(len(tokens))) for g in self.groups for i in g.layers]
             if all(

@@ -49,24 +49,24 @@ def test_allocation_prefers_consecutive_ids(data: st.DataObject, num_blocks: int
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "share", "free"]), st.integers(1, 9)), max_size=40))
 def test_references_are_counted(steps: list[tuple[str, int]]):
     pool = BlockPool(10)
-    held: dict[int, int] = {}
+    taken_blocks: dict[int, int] = {}
     for action, number in steps:
-        if action == "allocate" and number <= 9 - len(held):
+        if action == "allocate" and number <= 9 - len(taken_blocks):
             taken = pool.allocate(number)
-            assert not set(taken) & set(held)
+            assert not set(taken) & set(taken_blocks)
             assert NULL_BLOCK not in taken
-            held |= dict.fromkeys(taken, 1)
-        elif action == "share" and number in held:
+            taken_blocks |= dict.fromkeys(taken, 1)
+        elif action == "share" and number in taken_blocks:
             pool.share([number])
-            held[number] += 1
-        elif action == "free" and number in held:
+            taken_blocks[number] += 1
+        elif action == "free" and number in taken_blocks:
             pool.free([NULL_BLOCK, number, NULL_BLOCK])
-            held[number] -= 1
-            if held[number] == 0:
-                del held[number]
+            taken_blocks[number] -= 1
+            if taken_blocks[number] == 0:
+                del taken_blocks[number]
         pool.check_integrity()
-        assert [pool.references(b) for b in range(10)] == [held.get(b, 0) for b in range(10)]
-        assert pool.num_free_blocks == 9 - len(held)
+        assert [pool.references(b) for b in range(10)] == [taken_blocks.get(b, 0) for b in range(10)]
+        assert pool.num_free_blocks == 9 - len(taken_blocks)
 
 
 def test_a_block_freed_twice_is_a_bug():
@@ -114,24 +114,24 @@ def test_kept_blocks_are_lost_last_and_the_oldest_first(data: st.DataObject, num
     lost: list[int] = []
     pool = BlockPool(num_blocks, lost.extend)
     spare = num_blocks // 16
-    held = set(pool.allocate(num_blocks - 1))
+    taken_blocks = set(pool.allocate(num_blocks - 1))
     kept: list[int] = []
     """Free ones with content, those given back longest ago first."""
     for _ in range(data.draw(st.integers(1, 12))):
         action = data.draw(st.sampled_from(["free", "allocate", "find"]))
-        if action == "free" and held:
-            given = data.draw(st.lists(st.sampled_from(sorted(held)), unique=True))
+        if action == "free" and taken_blocks:
+            given = data.draw(st.lists(st.sampled_from(sorted(taken_blocks)), unique=True))
             named = [b for b in given if data.draw(st.booleans()) or pool.is_kept(b)]
             for block in named:
                 pool.keep(block)
             pool.free(given)
-            held -= set(given)
+            taken_blocks -= set(given)
             kept += [b for b in reversed(given) if b in named]
         elif action == "find" and kept:
             block = data.draw(st.sampled_from(kept))
             pool.share([block])
             kept.remove(block)
-            held.add(block)
+            taken_blocks.add(block)
         elif action == "allocate":
             wanted = data.draw(st.integers(0, pool.num_free_blocks))
             num_blank = pool.num_free_blocks - len(kept)
@@ -141,9 +141,9 @@ def test_kept_blocks_are_lost_last_and_the_oldest_first(data: st.DataObject, num
             assert set(lost) == set(taken) & set(kept) <= set(may_go)
             assert not any(pool.is_kept(block) for block in taken)
             kept = [b for b in kept if b not in taken]
-            held |= set(taken)
+            taken_blocks |= set(taken)
         pool.check_integrity()
-        assert pool.num_free_blocks == num_blocks - 1 - len(held)
+        assert pool.num_free_blocks == num_blocks - 1 - len(taken_blocks)
 
 
 def test_blocks_of_an_old_request_are_taken_as_a_run():

@@ -113,8 +113,8 @@ def test_what_kernels_write_is_found_where_the_geometry_says(case: Case, layout:
                     start = field.address(position, *index)
                     expected |= dict(zip(range(start, start + size), content.tolist(), strict=True))
         at = np.array(list(expected))
-        held = caches.buffer.view(torch.uint8).numpy()
-        np.testing.assert_array_equal(held[at], np.array(list(expected.values()), dtype=np.uint8))
+        memory = caches.buffer.view(torch.uint8).numpy()
+        np.testing.assert_array_equal(memory[at], np.array(list(expected.values()), dtype=np.uint8))
 
 
 @each(("case", "layout", "tp_rank"), RANK_CASES, ids=ident)
@@ -134,13 +134,13 @@ def test_tensors_cover_all_pages_once_and_references_hold_their_blocks(case: Cas
             assert references == (BlockReference(0, 0, geometry.block_bytes),)
         ratio = group.kernel_blocks_per_block
         for block in range(geometry.num_blocks):
-            held = [numbers[r.tensor][block, r.offset : r.offset + r.num_bytes] for r in references]
+            referenced = [numbers[r.tensor][block, r.offset : r.offset + r.num_bytes] for r in references]
             mine = np.concatenate(
                 [a[:, block * ratio : (block + 1) * ratio].reshape(-1) for a in addresses.values()]
             )
-            assert set(mine.tolist()) <= set(np.concatenate(held).tolist())
+            assert set(mine.tolist()) <= set(np.concatenate(referenced).tolist())
             # None is there for nothing: each holds bytes of the block.
-            assert all(np.isin(h, mine).any() for h in held)
+            assert all(np.isin(h, mine).any() for h in referenced)
 
 
 def _byte_numbers(caches: CanonicalKVCaches, tensor: Tensor) -> np.ndarray:

@@ -113,7 +113,7 @@ def touched_blocks(spec: KVCacheSpec) -> int:
     return len({position // spec.block_size for position in spec.live_rows(fullest)})
 
 
-def held_bytes(groups: tuple[KVCacheGroup, ...]) -> int:
+def allocated_bytes(groups: tuple[KVCacheGroup, ...]) -> int:
     """Without the price of blocks."""
     return measure_waste(groups).allocated_bytes
 
@@ -308,8 +308,8 @@ def test_no_other_grouping_costs_less(specs: Specs):
     groups = group_layers(specs)
     others = [dealt(specs, positions) for positions in range(1, max(counted(specs)) + 1)]
     least = min(others, key=lambda other: (brute_cost(other), len(other)))
-    limits = SLACK * brute_cost(least), SLACK * held_bytes(least)
-    allowed = [o for o in others if brute_cost(o) <= limits[0] and held_bytes(o) <= limits[1]]
+    limits = SLACK * brute_cost(least), SLACK * allocated_bytes(least)
+    allowed = [o for o in others if brute_cost(o) <= limits[0] and allocated_bytes(o) <= limits[1]]
     assert (len(groups), brute_cost(groups)) == min((len(o), brute_cost(o)) for o in allowed)
     assert brute_cost(groups) <= SLACK * brute_cost(dealt(specs, published_positions(counted(specs))))
 
@@ -362,7 +362,7 @@ def test_few_groups_are_worth_a_few_percent():
     groups = group_layers(specs)
     singles = dealt(specs, 1)
     assert (len(groups), len(singles)) == (11, 32)
-    assert held_bytes(singles) < held_bytes(groups) < 1.03 * held_bytes(singles)
+    assert allocated_bytes(singles) < allocated_bytes(groups) < 1.03 * allocated_bytes(singles)
 
 
 def test_few_groups_are_worth_a_percent_of_what_they_cost():
@@ -372,7 +372,7 @@ def test_few_groups_are_worth_a_percent_of_what_they_cost():
     groups, singles = group_layers(specs), dealt(specs, 1)
     assert (len(groups), len(singles)) == (10, 19)
     assert brute_cost(singles) < brute_cost(groups) < 1.01 * brute_cost(singles)
-    assert held_bytes(singles) < held_bytes(groups) < 1.02 * held_bytes(singles)
+    assert allocated_bytes(singles) < allocated_bytes(groups) < 1.02 * allocated_bytes(singles)
 
 
 @slow_but_sure

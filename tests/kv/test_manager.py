@@ -73,7 +73,7 @@ class ManagerWalk(RuleBasedStateMachine):
     requests = st.sampled_from(["r0", "r1", "r2", "r3"])
 
     @property
-    def num_held(self) -> int:
+    def num_blocks_in_use(self) -> int:
         tables = [*self.tables.values(), *self.leases.values()]
         return sum(block != NULL_BLOCK for tables_ in tables for table in tables_ for block in table)
 
@@ -82,7 +82,7 @@ class ManagerWalk(RuleBasedStateMachine):
         tables = self.tables.get(request, [[] for _ in GROUPS])
         total = self.num_tokens.get(request, 0) + more
         missing = [-(-total // b) - len(table) for b, table in zip(BLOCKS, tables, strict=True)]
-        free = NUM_BLOCKS - 1 - self.num_held
+        free = NUM_BLOCKS - 1 - self.num_blocks_in_use
         updates = self.manager.extend(request, total)
         if sum(missing) > free:
             assert updates is None
@@ -101,7 +101,7 @@ class ManagerWalk(RuleBasedStateMachine):
             return
         lengths = [-(-num_tokens // b) for b in BLOCKS]
         dead = num_dead(num_tokens)
-        free = NUM_BLOCKS - 1 - self.num_held
+        free = NUM_BLOCKS - 1 - self.num_blocks_in_use
         updates = self.manager.reserve_live(request, num_tokens)
         if sum(lengths) - sum(dead) > free:
             assert updates is None
@@ -151,13 +151,15 @@ class ManagerWalk(RuleBasedStateMachine):
         for request, tables in self.tables.items():
             assert self.manager.block_tables(request) == tuple(tuple(table) for table in tables)
         assert sorted(self.manager.leases) == sorted(self.leases)
-        assert self.manager.pool.num_free_blocks == NUM_BLOCKS - 1 - self.num_held
+        assert self.manager.pool.num_free_blocks == NUM_BLOCKS - 1 - self.num_blocks_in_use
 
     @invariant()
     def no_block_is_held_twice(self) -> None:
         everything = [*self.tables.values(), *self.leases.values()]
-        held = [block for tables in everything for table in tables for block in table if block != NULL_BLOCK]
-        assert len(set(held)) == len(held)
+        in_use = [
+            block for tables in everything for table in tables for block in table if block != NULL_BLOCK
+        ]
+        assert len(set(in_use)) == len(in_use)
 
     def teardown(self) -> None:
         for request in list(self.tables):
@@ -198,7 +200,7 @@ def test_a_request_that_arrives_where_chunks_begin_holds_nothing_of_them(num_tok
     assert manager.pool.num_free_blocks == 3
     manager.check_integrity()
     assert manager.extend("a", num_tokens) == ((first, ()),), "no token, no block"
-    held = []
+    in_use = []
     for computed in range(num_tokens, num_tokens + 2 * CHUNK):
         updates = manager.extend("a", computed + 1)
         assert updates is not None
@@ -207,8 +209,8 @@ def test_a_request_that_arrives_where_chunks_begin_holds_nothing_of_them(num_tok
         assert start == (computed if ids else computed + BLOCK) // BLOCK
         manager.trim("a", computed + 1)
         manager.check_integrity()
-        held.append(3 - manager.pool.num_free_blocks)
-    assert held == [1, 1, 1, 1, 2, 2, 2, 0] * 2
+        in_use.append(3 - manager.pool.num_free_blocks)
+    assert in_use == [1, 1, 1, 1, 2, 2, 2, 0] * 2
     # The rows of an odd chunk that begin inside a block are there, and no block before it.
     odd = KVCacheManager([KVCacheGroup(0, chunked(ODD_CHUNK), (0,), 1)], 4)
     assert odd.reserve_live("a", ODD_CHUNK) == ((0, (NULL_BLOCK, 1)),)

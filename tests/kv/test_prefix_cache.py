@@ -100,10 +100,10 @@ class CacheWalk(CacheModel):
         n = len(prompt)
         sizes = [g.spec.block_size for g in self.groups if g.spec.has_token_rows]
         unit = math.lcm(unit, *sizes)
-        held = self.manager.find_local_prefix(request, prompt, n, unit)
-        assert held.num_tokens == self.best_held(prompt, unit)
+        local_prefix = self.manager.find_local_prefix(request, prompt, n, unit)
+        assert local_prefix.num_tokens == self.longest_local(prompt, unit)
         before = self.manager.pool.num_free_blocks
-        updates = self.manager.reserve_live(request, n, held)
+        updates = self.manager.reserve_live(request, n, local_prefix)
         if updates is None:
             assert self.manager.pool.num_free_blocks == before
             self.manager.free(request)
@@ -111,8 +111,8 @@ class CacheWalk(CacheModel):
         fresh = []
         for g, (start, ids) in zip(self.groups, updates, strict=True):
             assert start == 0
-            here = held.blocks[g.index]
-            self.check_rows(g, ids, prompt, n, stop=held.num_tokens)
+            here = local_prefix.blocks[g.index]
+            self.check_rows(g, ids, prompt, n, stop=local_prefix.num_tokens)
             fresh += [b for b in ids if b != NULL_BLOCK and b not in here]
         self.hand_out(fresh)
         self.tokens[request], self.num_computed[request] = prompt, n
@@ -120,7 +120,7 @@ class CacheWalk(CacheModel):
         for g, (_, ids) in zip(self.groups, updates, strict=True):
             for layer in g.layers:
                 live = g.seen_by(layer).live_rows(n)
-                for row in range(max(live.start, held.num_tokens), live.stop):
+                for row in range(max(live.start, local_prefix.num_tokens), live.stop):
                     self.write(g, layer, ids, row, prompt)
         self.manager.remember(request, prompt, n)
         self.name(request)
@@ -151,12 +151,12 @@ class CacheWalk(CacheModel):
         request=requests,
         prompt=prompts,
         limit=st.integers(0, 9),
-        held=st.sampled_from([0, 0, 0, 3, 8, 12, 24]),
+        num_local=st.sampled_from([0, 0, 0, 3, 8, 12, 24]),
         is_taken=st.sampled_from([True, True, False]),
         which=st.integers(0, 9),
     )
     def search_all_places(
-        self, request: str, prompt: Tokens, limit: int, held: int, is_taken: bool, which: int
+        self, request: str, prompt: Tokens, limit: int, num_local: int, is_taken: bool, which: int
     ) -> None:
         """A prefix is found here and elsewhere, and brought here from there."""
         if request in self.tokens:
@@ -165,9 +165,9 @@ class CacheWalk(CacheModel):
             prompt = self.written[which] + prompt[:3]
         most = max(0, len(prompt) - limit * (limit % 2))
         self.learn_keys(prompt)
-        found = self.manager.find_prefix(request, prompt, most, held, self.is_on_disk)
-        best = self.best_prefix(prompt, most, held)
-        self.check_found(found, prompt, best, held)
+        found = self.manager.find_prefix(request, prompt, most, num_local, self.is_on_disk)
+        best = self.best_prefix(prompt, most, num_local)
+        self.check_found(found, prompt, best, num_local)
         if not best or not is_taken:
             self.manager.free(request)
             return
@@ -188,11 +188,11 @@ class CacheWalk(CacheModel):
                     self.write(g, layer, tables[group], row, prompt)
         for g, table in zip(self.groups, tables, strict=True):
             assert len(table) == best // g.spec.block_size
-            self.check_rows(g, table, prompt, best, start=held)
+            self.check_rows(g, table, prompt, best, start=num_local)
         self.tokens[request], self.num_computed[request] = prompt[:best], best
         self.manager.remember(request, prompt, best)
         self.name(request)
-        if held:
+        if num_local:
             self.leases[self.put_aside(request)] = None
 
     @precondition(lambda self: self.tokens)

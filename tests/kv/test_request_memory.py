@@ -17,29 +17,29 @@ ROW = 2 * 2 * 8 * 4
 
 def test_the_last_block_is_wasted_past_the_last_token() -> None:
     groups = group_layers({(layer, "attention"): FULL for layer in range(3)})
-    [held] = measure_request_memory(groups, 1, [16, 17, 5, 5])
+    [memory] = measure_request_memory(groups, 1, [16, 17, 5, 5])
     # 1, 2, 1 and 1 blocks of 16 rows, of which 16, 17, 5 and 5 are used.
-    assert (held.used_bytes, held.wasted_bytes) == (43 * 3 * ROW, (80 - 43) * 3 * ROW)
-    assert (held.num_requests, held.padding_bytes, held.replicated_bytes) == (4, 0, 0)
+    assert (memory.used_bytes, memory.wasted_bytes) == (43 * 3 * ROW, (80 - 43) * 3 * ROW)
+    assert (memory.num_requests, memory.padding_bytes, memory.replicated_bytes) == (4, 0, 0)
 
 
 @pytest.mark.parametrize(("tp", "copies"), [(1, 1), (2, 1), (4, 2)])
 def test_heads_that_ranks_share_are_replicated(tp: int, copies: int) -> None:
     groups = group_layers({(0, "attention"): FULL})
-    [held] = measure_request_memory(groups, tp, [20])
-    assert held.replicated_bytes == (copies - 1) * 32 * ROW
+    [memory] = measure_request_memory(groups, tp, [20])
+    assert memory.replicated_bytes == (copies - 1) * 32 * ROW
     latent = group_layers({(0, "attention"): MlaSpec(16, 8, 4, "float32", 4)})
-    [held] = measure_request_memory(latent, tp, [20])
-    assert held.replicated_bytes == (tp - 1) * (held.used_bytes + held.wasted_bytes)
+    [memory] = measure_request_memory(latent, tp, [20])
+    assert memory.replicated_bytes == (tp - 1) * (memory.used_bytes + memory.wasted_bytes)
 
 
 def test_a_window_wastes_what_lies_before_it_in_its_first_block() -> None:
     groups = group_layers({(0, "attention"): SlidingWindowSpec(16, 2, 8, 8, "float32", 4, 20)})
-    [held] = measure_request_memory(groups, 1, [60])
+    [memory] = measure_request_memory(groups, 1, [60])
     # Rows 41 to 59 live, in the blocks of rows 32 to 63.
-    assert (held.used_bytes, held.wasted_bytes) == (19 * ROW, 13 * ROW)
-    assert isinstance(held, RequestMemory)
-    assert held.used_bytes == measure_groups(groups, 60)[0].used_bytes
+    assert (memory.used_bytes, memory.wasted_bytes) == (19 * ROW, 13 * ROW)
+    assert isinstance(memory, RequestMemory)
+    assert memory.used_bytes == measure_groups(groups, 60)[0].used_bytes
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 4), (4, 2), (1, 4)])
@@ -57,7 +57,7 @@ def test_what_moves_beside_the_rows_of_tokens_is_the_rest_of_their_blocks(
         for read in plan_transfer(producers, consumer).lower(num_tokens, *tables):
             moved += read.num_bytes
     groups = group_layers({(layer, "attention"): FULL for layer in range(2)})
-    [held] = measure_request_memory(groups, decode, [num_tokens])
-    assert moved == held.used_bytes + held.wasted_bytes + held.replicated_bytes
+    [memory] = measure_request_memory(groups, decode, [num_tokens])
+    assert moved == memory.used_bytes + memory.wasted_bytes + memory.replicated_bytes
     copies = 2 if decode == 4 else 1
-    assert moved - copies * held.used_bytes == copies * held.wasted_bytes
+    assert moved - copies * memory.used_bytes == copies * memory.wasted_bytes

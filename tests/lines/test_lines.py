@@ -52,7 +52,7 @@ class Service:
         if what == "item":
             return threading.Lock()
         error = EngineDied("prefill0", "a lock")
-        error.held = threading.Lock()  # type: ignore[attr-defined]
+        error.lock = threading.Lock()  # type: ignore[attr-defined]
         raise error
 
     async def gives_each(self) -> AsyncIterator[Any]:

@@ -120,11 +120,11 @@ def test_blocks_add_up_to_the_pool_while_leased_and_after(qwen3: Model) -> None:
             return p.gauge("rayk_kv_blocks", group="pool", state=state)
 
         num_blocks = pair.p.num_blocks
-        num_held = num_blocks - pair.p.num_free_blocks
-        assert (pool("leased"), pool("used")) == (num_held, 0)
-        assert num_held == 19, "300 tokens in blocks of 16"
-        assert p.gauge("rayk_kv_blocks", group="0", state="leased") == num_held
-        assert p.gauge("rayk_kv_cache_usage_perc") == num_held / num_blocks
+        num_leased = num_blocks - pair.p.num_free_blocks
+        assert (pool("leased"), pool("used")) == (num_leased, 0)
+        assert num_leased == 19, "300 tokens in blocks of 16"
+        assert p.gauge("rayk_kv_blocks", group="0", state="leased") == num_leased
+        assert p.gauge("rayk_kv_cache_usage_perc") == num_leased / num_blocks
         decoded = pair.decode(request, prefilled)
         assert decoded.error is None
         pair.check_all_free()

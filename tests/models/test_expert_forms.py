@@ -213,13 +213,13 @@ def test_one_sum_over_the_ranks(saved: Saved) -> None:
 def test_a_rank_holds_its_experts_only(saved: Saved) -> None:
     mlp = saved.config.layers[saved.layer].mlp
     assert isinstance(mlp, ExpertsConfig)
-    held = [moe.experts for moe in run_ranks(3, saved.build)]
+    experts = [moe.experts for moe in run_ranks(3, saved.build)]
     total = mlp.num_experts
-    assert [e.count for e in held] == [total * (r + 1) // 3 - total * r // 3 for r in range(3)]
+    assert [e.count for e in experts] == [total * (r + 1) // 3 - total * r // 3 for r in range(3)]
     width, columns = mlp.latent_size or 32, 20 if mlp.kind == "relu2" else 40
-    assert all(e.gate_up.shape == (e.count, width, columns) for e in held)
+    assert all(e.gate_up.shape == (e.count, width, columns) for e in experts)
     (whole,) = run_ranks(1, saved.build)
-    assert torch.equal(torch.cat([e.down for e in held]), whole.experts.down)
+    assert torch.equal(torch.cat([e.down for e in experts]), whole.experts.down)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "nemotron_h"])

@@ -39,7 +39,7 @@ def tensors_of(decoder: Decoder) -> dict[int, torch.Tensor]:
     return found
 
 
-def held_bytes(decoder: Decoder) -> int:
+def storage_bytes(decoder: Decoder) -> int:
     return sum(t.untyped_storage().nbytes() for t in tensors_of(decoder).values())
 
 
@@ -72,7 +72,7 @@ def test_a_rank_holds_and_reads_its_share_only(
     monkeypatch.setattr(WeightReader, "__exit__", remember)
     total = sum(p.numel() * 4 for p in wide.model.parameters())
     largest = max(p.numel() * 4 for p in wide.model.parameters())
-    for num_bytes in run_ranks(tp_size, lambda comm: held_bytes(load(wide, comm))):
+    for num_bytes in run_ranks(tp_size, lambda comm: storage_bytes(load(wide, comm))):
         assert total / tp_size * 0.99 < num_bytes < total / tp_size * 1.03
     assert len(readers) == tp_size
     for reader in readers:
@@ -107,7 +107,7 @@ def test_weights_are_cast_to_the_models_dtype(tmp_path: Path) -> None:
 def test_tied_weights_are_held_once(tmp_path: Path) -> None:
     tied = write_checkpoint(tmp_path / "tied", "llama", tie_word_embeddings=True)
     free = write_checkpoint(tmp_path / "free", "llama", tie_word_embeddings=False)
-    (a,), (b,) = (run_ranks(1, lambda comm, c=c: held_bytes(load(c, comm))) for c in (tied, free))
+    (a,), (b,) = (run_ranks(1, lambda comm, c=c: storage_bytes(load(c, comm))) for c in (tied, free))
     assert b - a == 263 * 64 * 4
 
 

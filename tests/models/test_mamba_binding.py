@@ -127,21 +127,21 @@ def test_units_are_what_was_cut(tmp_path: Path, family: str, tp_size: int) -> No
         paged = Paged(load(checkpoint, comm), 1, tp=(comm.size, comm.rank))
         paged.step([[1, 2, 3, 4, 5]])
         owners = [owner for (_, part), owner in paged.decoder.cache_owners.items() if part == "state"]
-        held = []
+        bound = []
         for owner in owners:
             views = owner.field_views()
             for field in views:
                 if field.name in first_rows:
                     taps = field.view[int(paged.slots[0, 0]), :, 0]
                     assert_rows(taps, field.units, *first_rows[field.name])
-            held.append({(field.name, unit) for field in views for unit in field.units})
-        return held
+            bound.append({(field.name, unit) for field in views for unit in field.units})
+        return bound
 
     specs = kv_cache_specs(checkpoint.config, block_size=8, dtype="float32")
     spec = next(spec for key, spec in specs.items() if key[1] == "state")
-    for rank, held in enumerate(run_ranks(tp_size, body)):
+    for rank, bound in enumerate(run_ranks(tp_size, body)):
         fields = {(f.name, unit) for f in spec.fields() for unit in f.shard(tp_size, rank)}
-        assert held == [fields] * len(checkpoint.config.state_layers)
+        assert bound == [fields] * len(checkpoint.config.state_layers)
 
 
 def first_rows_of(checkpoint: Checkpoint) -> dict[str, tuple[int, int, float]]:

@@ -46,8 +46,8 @@ def reference(num_experts: int, num_chosen: int) -> Any:
 def moe(theirs: Any, comm: Comm) -> Moe:
     """The rank's share of transformers' module."""
     experts = theirs.experts
-    held = shard.shard_range(experts.num_experts, comm.size, comm.rank)
-    part = slice(held.start, held.stop)
+    own_experts = shard.shard_range(experts.num_experts, comm.size, comm.rank)
+    part = slice(own_experts.start, own_experts.stop)
     return Moe(
         router=ExpertRouter(
             Linear(theirs.router.weight.detach(), theirs.router.bias.detach()),
@@ -60,7 +60,7 @@ def moe(theirs: Any, comm: Comm) -> Moe:
             down=experts.down_proj.detach()[part],
             down_bias=experts.down_proj_bias.detach()[part],
         ),
-        first_expert=held.start,
+        first_expert=own_experts.start,
         config=ExpertsConfig(
             num_experts=experts.num_experts,
             num_chosen=theirs.router.top_k,
@@ -115,12 +115,12 @@ def test_the_dense_way_gives_the_same(
         assert_matches(mine, exact, eager)
 
 
-@pytest.mark.parametrize("way", ["_grouped", "_dense"])
+@pytest.mark.parametrize("method", ["_grouped", "_dense"])
 def test_an_experts_nan_reaches_no_token_that_is_none_of_its(
-    way: str, monkeypatch: pytest.MonkeyPatch
+    method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A weight of zero does not undo a NaN."""
-    monkeypatch.setattr(Moe, "_grouped", getattr(Moe, way))
+    monkeypatch.setattr(Moe, "_grouped", getattr(Moe, method))
     theirs, x = reference(4, 2), inputs(37)
     mine = moe(theirs, LocalComm())
     clean = mine.forward(x)
@@ -169,8 +169,8 @@ def test_a_rank_reads_its_experts_only(tmp_path: Path, monkeypatch: pytest.Monke
         original(self, *args)
 
     monkeypatch.setattr(WeightReader, "__exit__", remember)
-    held = run_ranks(4, lambda comm: load(checkpoint, comm).layers[0].mlp.experts.count)
-    assert held == [1, 1, 1, 2]
+    num_experts = run_ranks(4, lambda comm: load(checkpoint, comm).layers[0].mlp.experts.count)
+    assert num_experts == [1, 1, 1, 2]
     one_expert = 4 * (64 * 1024 + 1024 + 512 * 64 + 64)
     totals = sorted(reader.total_read_bytes for reader in readers)
     assert totals[-1] - totals[0] in range(one_expert, one_expert + 8192)

@@ -78,21 +78,21 @@ def reopen(node: Node, make_agent: Callable[[str], Any]) -> None:
 
 
 @dataclass(eq=False)
-class HeldTier:
+class PausedTier:
     """A tier whose answers wait until they are let go."""
 
     tier: Any
     kinds: tuple[str, ...] = ("store", "load")
     """What is not answered."""
     answers: list[Callable[[], None]] = field(default_factory=list)
-    is_held: bool = True
+    is_paused: bool = True
 
     @classmethod
-    def before(cls, engine: NodeEngine, *kinds: str) -> HeldTier:
+    def before(cls, engine: NodeEngine, *kinds: str) -> PausedTier:
         """Between an engine and its tier."""
-        held = cls(engine.offloading.side.tier, kinds or ("store", "load"))
-        engine.run(lambda: setattr(engine.offloading.side, "tier", held))
-        return held
+        paused = cls(engine.offloading.side.tier, kinds or ("store", "load"))
+        engine.run(lambda: setattr(engine.offloading.side, "tier", paused))
+        return paused
 
     def store(self, ask: StoreAsk, done: Callable[[StoreAnswer], None]) -> None:
         self.tier.store(ask, lambda answer: self._come("store", lambda: done(answer)))
@@ -108,13 +108,13 @@ class HeldTier:
 
     def go(self) -> None:
         """All that waits, and what comes from now on. On the loop's thread."""
-        self.is_held = False
+        self.is_paused = False
         answers, self.answers = self.answers, []
         for answer in answers:
             answer()
 
     def _come(self, kind: str, answer: Callable[[], None]) -> None:
-        if self.is_held and kind in self.kinds:
+        if self.is_paused and kind in self.kinds:
             self.answers.append(answer)
         else:
             answer()
@@ -157,4 +157,4 @@ class AskedTier:
         self.tier.doubt(ticket)
 
 
-__all__ = ["TIER", "AskedTier", "Case", "FaultyAgents", "HeldTier", "kill", "reopen"]
+__all__ = ["TIER", "AskedTier", "Case", "FaultyAgents", "PausedTier", "kill", "reopen"]

@@ -17,13 +17,13 @@ from rayk.transfer.agent import Transfer, TransferState
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.types.request import FinishReason
 from tests.markers import one_per
-from tests.offload.faults import Case, FaultyAgents, HeldTier, kill, reopen
+from tests.offload.faults import Case, FaultyAgents, PausedTier, kill, reopen
 from tests.offload.node import Node, NodeEngine, until
 from tests.pd import make_request
 from tests.transfer_faults import flip_bit, stall_reads
 
 LENGTHS = (300, 301, 40, 290, 310, 305, 280, 295)
-HELD = 288
+NUM_LENT = 288
 """First tokens of the first prompt that the tier finds: whole blocks of 16, the last token aside."""
 
 
@@ -60,12 +60,12 @@ def test_a_flipped_bit_in_a_load_is_found_and_computed_again(
         agents.made[f"e1.{tp[1] - 1}"].plant(flip_bit(descriptor=descriptor, byte=7, bit=6))
         (done,) = qwen3.complete(second, "b", 0)
         assert "offload_failure" in done.info
-        assert done.info["num_host_tokens"] < HELD
+        assert done.info["num_host_tokens"] < NUM_LENT
         assert told(second)["loads_failed"] == 1
         node.settle()
         # The tier's own pages are right.
         (done,) = qwen3.complete(second, "c", 0)
-        assert done.info["num_host_tokens"] == HELD
+        assert done.info["num_host_tokens"] == NUM_LENT
         assert "offload_failure" not in done.info
         node.settle()
 
@@ -84,7 +84,7 @@ def test_a_flipped_bit_in_a_store_is_found_and_nothing_is_kept(qwen3: Case) -> N
         assert done.info.get("num_host_tokens", 0) == 0
         node.settle()
         (done,) = qwen3.complete(second, "c", 0)
-        assert done.info["num_host_tokens"] == HELD
+        assert done.info["num_host_tokens"] == NUM_LENT
         node.settle()
 
 
@@ -94,13 +94,13 @@ class BreakingAgent(LocalAgent):
     reads_left: int | None = None
 
     def poll(self, transfer: Transfer) -> TransferState:
-        flight = self._in_flight[transfer]
-        if self.reads_left is None or flight.state is not TransferState.PENDING:
+        pending = self._in_flight[transfer]
+        if self.reads_left is None or pending.state is not TransferState.PENDING:
             return super().poll(transfer)
         self.reads_left -= 1
         if self.reads_left < 0:
-            flight.state = TransferState.FAILED
-            return flight.state
+            pending.state = TransferState.FAILED
+            return pending.state
         return super().poll(transfer)
 
 
@@ -245,17 +245,17 @@ def test_an_answer_that_comes_late_is_nobody_elses(qwen3: Case) -> None:
         first, second = node.engines
         qwen3.complete(first, "a", 0, 1)
         node.settle()
-        held = HeldTier.before(second, "load")
+        paused = PausedTier.before(second, "load")
         gone = second.start(make_request("same", qwen3.prompts[0], 12))
-        until(lambda: bool(held.answers), "it is asked for")
+        until(lambda: bool(paused.answers), "it is asked for")
         second.engine.leader.abort("same")
         assert second.engine.collect(gone).finish_reason == FinishReason.ABORT
         refused = second.engine.collect(second.start(make_request("same", qwen3.prompts[1], 12)))
         assert "in use" in str(refused.error)
-        second.run(held.go)
+        second.run(paused.go)
         (done,) = second.complete([make_request("same", qwen3.prompts[1], 12)])
         assert done.token_ids == qwen3.expected[1]
-        assert done.info["num_host_tokens"] == HELD
+        assert done.info["num_host_tokens"] == NUM_LENT
         node.settle()
         assert node.status()["num_lent"] == 0
 
@@ -266,16 +266,16 @@ def test_answers_of_a_lost_tier_are_nobodys_though_its_ids_are_free(qwen3: Case)
         first, second = node.engines
         qwen3.complete(first, "a", 0, 1)
         node.settle()
-        held = HeldTier.before(second, "load")
+        paused = PausedTier.before(second, "load")
         stream = second.start(make_request("same", qwen3.prompts[0], 12))
-        until(lambda: bool(held.answers), "it is asked for")
+        until(lambda: bool(paused.answers), "it is asked for")
         kill(node)
         assert second.engine.collect(stream).token_ids == qwen3.expected[0]
         reopen(node, agents)
-        later = HeldTier.before(second, "load")
+        later = PausedTier.before(second, "load")
         stream = second.start(make_request("same", qwen3.prompts[1], 12))
         until(lambda: bool(later.answers), "it is asked for")
-        second.run(held.go)
+        second.run(paused.go)
         second.run(later.go)
         assert second.engine.collect(stream).token_ids == qwen3.expected[1]
         node.settle()
@@ -304,14 +304,14 @@ def test_a_tier_that_is_silent_is_not_waited_for_and_soon_not_asked(
         first, second = node.engines
         qwen3.complete(first, "a", 0)
         node.settle()
-        held = HeldTier.before(second, "load")
+        paused = PausedTier.before(second, "load")
         for i in range(offloading.MAX_UNANSWERED + 2):
             qwen3.complete(second, f"b{i}-", 0)
-        assert len(held.answers) == offloading.MAX_UNANSWERED
+        assert len(paused.answers) == offloading.MAX_UNANSWERED
         assert told(second)["lookups_late"] == offloading.MAX_UNANSWERED
-        second.run(held.go)
+        second.run(paused.go)
         (done,) = qwen3.complete(second, "c", 0)
-        assert done.info["num_host_tokens"] == HELD
+        assert done.info["num_host_tokens"] == NUM_LENT
         node.settle()
         assert node.status()["num_lent"] == 0
 
@@ -323,11 +323,11 @@ def test_requests_that_a_silent_tier_has_are_computed_again(
     monkeypatch.setattr(storing, "SLACK_S", 0.1)
     with Node.open(growing.path, [SMALL], store=False, load="never", transfer_s=0.2) as node:
         (engine,) = node.engines
-        held = HeldTier.before(engine, kind)
+        paused = PausedTier.before(engine, kind)
         done = growing.complete(engine, "a", *range(8))
         assert told(engine)["swaps_failed"] >= 1
         assert sum(d.info["num_swaps"] for d in done) >= 1
-        engine.run(held.go)
+        engine.run(paused.go)
         node.settle()
         assert node.status()["num_kept"] == 0
         assert not engine.offloading.swapping._asked
@@ -373,7 +373,7 @@ def test_pages_that_change_in_host_memory_are_computed_again_and_stored_anew(qwe
         node.thread.ask(flip)
         (done,) = qwen3.complete(second, "b", 0)
         assert "offload_failure" in done.info
-        assert done.info["num_host_tokens"] < HELD
+        assert done.info["num_host_tokens"] < NUM_LENT
         node.settle()
         assert node.status()["changed_pages"] == 1
         (done,) = qwen3.complete(second, "c", 0)
@@ -392,13 +392,13 @@ def test_small_stores_go_together_and_large_ones_one_after_the_other(
     together = storing.ACTIVE_STORES if active_bytes > 1 else 1
     with open_node(qwen3, [{}]) as node:
         (engine,) = node.engines
-        held = HeldTier.before(engine, "store")
+        paused = PausedTier.before(engine, "store")
         qwen3.complete(engine, "a", *range(8))
-        until(lambda: len(held.answers) == together, "as many are stored as may be")
+        until(lambda: len(paused.answers) == together, "as many are stored as may be")
         begun = engine.run(lambda: len(engine.offloading.storing._begun))
         assert begun == together
         assert told(engine)["recent_stores"] == []
-        engine.run(held.go)
+        engine.run(paused.go)
         node.settle()
         recent, counts = told(engine)["recent_stores"], told(engine)
         assert len(recent) == counts["stores"] >= 8

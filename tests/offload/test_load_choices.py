@@ -14,7 +14,7 @@ from rayk.handover import offloading, receiving
 from rayk.offload import backoff
 from rayk.offload.costs import LoadChoice
 from tests.markers import thorough
-from tests.offload.faults import Case, FaultyAgents, HeldTier, kill, reopen
+from tests.offload.faults import Case, FaultyAgents, PausedTier, kill, reopen
 from tests.offload.node import Node, NodeEngine
 from tests.offload.test_faults import breaking_agents
 from tests.pd import Clock, make_request, wait_until
@@ -171,11 +171,11 @@ def test_a_tier_that_answers_late_each_time_is_asked_less_and_less(
     monkeypatch.setattr(backoff, "FIRST_S", FIRST_S)
     with Node.open(case.path, [ROOM, ROOM], load="auto") as node:
         first, second = stored(case, node, 1)
-        held = HeldTier.before(second, "load")
+        paused = PausedTier.before(second, "load")
         for i in range(8):
             case.complete(second, f"b{i}-", 1)
-            second.run(held.go)
-            held.is_held = True
+            second.run(paused.go)
+            paused.is_paused = True
         assert told(second)["lookups_late"] == backoff.IN_ROW
         assert told(second)["loads_held_back"] == 8 - backoff.IN_ROW
         node.settle()

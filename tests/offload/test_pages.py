@@ -82,8 +82,8 @@ def test_a_damaged_page_is_told_of_and_what_comes_before_it_is_served(tmp_path: 
 
 def test_a_sequence_loses_its_end_first(tmp_path: Path) -> None:
     """A disk with room for one sequence and some pages of another: what is left of the first one serves."""
-    room = (N // 16 + 4) * FILE_BYTES
-    node = open_node("full", folder=tmp_path, disk_bytes=room)
+    disk_bytes = (N // 16 + 4) * FILE_BYTES
+    node = open_node("full", folder=tmp_path, disk_bytes=disk_bytes)
     engine = node.add(Kind())
     assert store(node, engine, 0).ok
     finish_writes(node, N // 16)
@@ -198,8 +198,8 @@ def test_what_host_memory_gives_outlasts_other_pages_on_disk(
     tmp_path: Path, use: str, restarts: bool
 ) -> None:
     """Room for two sequences: the first one is asked for whenever another one was stored."""
-    room = {"num_blocks": 200, "folder": tmp_path, "disk_bytes": 13 * FILE_BYTES}
-    node = open_node("full", **room)
+    sizes = {"num_blocks": 200, "folder": tmp_path, "disk_bytes": 13 * FILE_BYTES}
+    node = open_node("full", **sizes)
     engine = node.add(Kind(num_blocks=80))
     for sequence in range(4):
         assert store(node, engine, sequence).ok
@@ -208,7 +208,7 @@ def test_what_host_memory_gives_outlasts_other_pages_on_disk(
     assert node.tier.status().get("disk_hits", 0) == 0
     if restarts:
         node.tier.close()
-        node = open_node("full", **room)
+        node = open_node("full", **sizes)
         engine = node.add(Kind(num_blocks=80))
         assert store(node, engine, 4).ok
         settle(node)

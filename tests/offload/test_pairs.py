@@ -125,7 +125,7 @@ def test_what_one_engine_stored_every_other_loads(family: str, layout: str, size
         engines[i].poison()
         answer = node.store(engines[i], values, tokens_of(i, num_tokens), seed=i)
         assert answer.ok, answer.reason
-        assert (answer.num_tokens, answer.num_held_tokens) == (num_tokens, 0)
+        assert (answer.num_tokens, answer.num_known_tokens) == (num_tokens, 0)
         assert answer.num_bytes >= live_bytes(values)
         for j, engine in enumerate(engines):
             loaded = node.load(engine, tokens_of(i, num_tokens), seed=i + j)
@@ -182,7 +182,7 @@ def test_nothing_is_stored_twice(family: str) -> None:
     num_used = node.tier.status()["num_cached_blocks"]
     again = node.store(other, values, tokens_of(0, num_tokens))
     assert again.ok
-    assert (again.num_held_tokens, again.num_bytes) == (num_tokens, 0)
+    assert (again.num_known_tokens, again.num_bytes) == (num_tokens, 0)
     assert again.transfers == ()
     assert node.tier.status()["num_cached_blocks"] == num_used
     node.expect_idle()
@@ -194,11 +194,11 @@ def test_of_a_longer_sequence_only_what_lies_behind_is_moved(family: str) -> Non
     """From the last row group on of what is there: it is digested as a whole."""
     node = open_node(family, num_blocks=200)
     first, other = (node.add(replace(kind, num_blocks=60)) for kind in (KINDS[3], KINDS[-1]))
-    for num_tokens, num_held in ((ROW_GROUP, 0), (ROW_GROUP + 48, ROW_GROUP), (3 * ROW_GROUP, ROW_GROUP)):
+    for num_tokens, num_known in ((ROW_GROUP, 0), (ROW_GROUP + 48, ROW_GROUP), (3 * ROW_GROUP, ROW_GROUP)):
         values = random_values(node.make, num_tokens)
         answer = node.store(other, values, tokens_of(0, num_tokens))
-        assert answer.num_held_tokens == num_held
-        assert answer.num_bytes == live_bytes(values) * (num_tokens - num_held) // num_tokens
+        assert answer.num_known_tokens == num_known
+        assert answer.num_bytes == live_bytes(values) * (num_tokens - num_known) // num_tokens
         loaded = node.load(first, tokens_of(0, num_tokens))
         assert loaded.errors == [None] * first.tp
     assert node.tier.status()["num_cached_blocks"] == 3 * ROW_GROUP // 16, "no block is there twice"

@@ -128,8 +128,8 @@ def set_state(layer: int, change: Callable[[torch.Tensor, torch.Tensor], None]) 
     """A damage to one layer's taps [channels, width] and state, in place."""
 
     def damage(cache: Any) -> None:
-        held = cache.layers[layer]
-        change(held.conv_states[0][0], held.recurrent_states[0][0])
+        cached = cache.layers[layer]
+        change(cached.conv_states[0][0], cached.recurrent_states[0][0])
 
     return damage
 

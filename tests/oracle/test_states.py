@@ -125,14 +125,14 @@ def test_states_are_those_that_the_next_token_starts_from(checkpoint: Checkpoint
     kept = [layer for layer, fields in enumerate(states) if "ssm" in fields or "delta" in fields]
     with torch.inference_mode():
         for layer, fields in enumerate(states):
-            held = other.cache.layers[layer]
+            cached = other.cache.layers[layer]
             if layer not in kept:
-                held.keys, held.values = fields["k"][None].clone(), fields["v"][None].clone()
+                cached.keys, cached.values = fields["k"][None].clone(), fields["v"][None].clone()
                 continue
             recurrent = fields.get("ssm", fields.get("delta"))
             assert recurrent is not None
-            held.recurrent_states[0].copy_(recurrent.reshape(held.recurrent_states[0].shape))
+            cached.recurrent_states[0].copy_(recurrent.reshape(cached.recurrent_states[0].shape))
             taps = [fields[n].reshape(-1, 3) for n in fields if n.startswith("conv_")]
-            held.conv_states[0][0, :, 1:] = torch.cat(taps)
+            cached.conv_states[0][0, :, 1:] = torch.cat(taps)
     token = probe["output"][:1]
     assert torch.allclose(other.feed(token), right.feed(token), atol=1e-4, rtol=0)

@@ -58,7 +58,7 @@ def test_memory_is_told_by_group_once_for_cells_that_are_alike(tmp_path: Path) -
     ]
 
 
-def held(used: int, wasted: int, replicated: int, num_requests: int) -> dict[str, str | int]:
+def group_row(used: int, wasted: int, replicated: int, num_requests: int) -> dict[str, str | int]:
     sizes = {"used_bytes": used * MIB, "padding_bytes": 0, "wasted_bytes": wasted * MIB}
     counts = {"num_layers": 2, "block_size": 16, "num_requests": num_requests}
     return {"kind": "full", **counts, **sizes, "replicated_bytes": replicated * MIB}
@@ -70,7 +70,7 @@ def test_own_requests_are_told_by_tp_size(tmp_path: Path) -> None:
     reference: dict[str, Any] = {"kind": "full", "num_layers": 2, "block_size": 16}
     reference |= {"used_bytes": 8 * MIB, "padding_bytes": 0, "wasted_bytes": 0}
     for number, (tp, of_cell) in enumerate(
-        ((1, held(3, 1, 0, 1)), (1, held(21, 3, 0, 3)), (4, held(2, 2, 4, 2)))
+        ((1, group_row(3, 1, 0, 1)), (1, group_row(21, 3, 0, 3)), (4, group_row(2, 2, 4, 2)))
     ):
         cell = cell_row(tp, 1, ("BHLNC", "BHLNC"), cell_id=str(number), kv_held={"prefill": [of_cell]})
         cell.kv_groups = {"prefill": [reference]}

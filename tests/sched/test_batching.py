@@ -110,9 +110,9 @@ class SchedulerWalk(RuleBasedStateMachine):
 
     @rule(hand_over=st.booleans())
     def step(self, hand_over: bool = False) -> None:
-        held = {r for r in self.states if self.holds(r)}
+        had_blocks = {r for r in self.states if self.holds(r)}
         batch = self.scheduler.schedule()
-        self.check_preempted(held)
+        self.check_preempted(had_blocks)
         if batch is None:
             if self.states:
                 self.check_idle()
@@ -164,16 +164,16 @@ class SchedulerWalk(RuleBasedStateMachine):
         """First come, first served: whoever runs, everybody before runs too."""
         assert ids == list(self.states)[: len(ids)]
 
-    def check_preempted(self, held: set[str]) -> None:
+    def check_preempted(self, had_blocks: set[str]) -> None:
         """Requests that lost their blocks are those that came last."""
-        lost = [r for r in self.states if r in held and not self.scheduler_holds(r)]
+        lost = [r for r in self.states if r in had_blocks and not self.scheduler_holds(r)]
         self.num_preemptions += len(lost)
         for request_id in lost:
             self.world.num_computed[request_id] = 0
         if lost:
             order = list(self.states)
             first = order.index(lost[0])
-            assert all(r in lost or r not in held for r in order[first:])
+            assert all(r in lost or r not in had_blocks for r in order[first:])
         assert self.scheduler.num_preemptions == self.num_preemptions
 
     def scheduler_holds(self, request_id: str) -> bool:

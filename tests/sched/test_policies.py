@@ -139,18 +139,22 @@ class World:
             self.policy.lost(lost)
             self.given = [(prompt, names - {lost}) for prompt, names in self.given]
 
-    def held(self, asked: PlacementRequest, engine: str) -> int:
+    def num_cached(self, asked: PlacementRequest, engine: str) -> int:
         """Tokens of whole blocks that the prompt shares with one that the engine, or tier, was given; never
         all."""
         return self.shared(asked, [prompt for prompt, names in self.given if engine in names])
 
     def in_tier(self, asked: PlacementRequest, engine: str) -> int:
         """Behind those, with one that anybody of its tier was ever given."""
-        return max(0, self.held(asked, TIERS[engine]) - self.held(asked, engine)) if TIERS[engine] else 0
+        return (
+            max(0, self.num_cached(asked, TIERS[engine]) - self.num_cached(asked, engine))
+            if TIERS[engine]
+            else 0
+        )
 
     def new(self, asked: PlacementRequest, engine: str) -> float:
         """What the prompt costs an engine."""
-        spared = self.held(asked, engine) + (1 - self.settings.host_cost) * self.in_tier(asked, engine)
+        spared = self.num_cached(asked, engine) + (1 - self.settings.host_cost) * self.in_tier(asked, engine)
         return asked.num_prompt_tokens - spared
 
     def shared(self, asked: PlacementRequest, prompts: Sequence[tuple[int, ...]]) -> int:
@@ -204,24 +208,24 @@ def test_least_loaded_takes_who_has_least_to_do(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_prefix_aware_weighs_what_is_held_against_what_is_to_do(seed: int) -> None:
     world = World(seed, "prefix_aware")
-    num_held, num_in_tier = [], []
+    num_cached_tokens, num_in_tier = [], []
 
     def check(asked: PlacementRequest, prefill: list[str], decode: list[str], placed: Placement) -> None:
         num, settings = asked.num_prompt_tokens, world.settings
-        held = {e: world.held(asked, e) for e in TP}
+        num_cached = {e: world.num_cached(asked, e) for e in TP}
         output = settings.output_cost * asked.max_tokens
         more = 0 if decode else output
         assert_least(placed.prefill, {e: world.work(e, world.new(asked, e) + more) for e in prefill})
-        assert placed.num_cached_tokens == held[str(placed.prefill)]
+        assert placed.num_cached_tokens == num_cached[str(placed.prefill)]
         assert placed.num_host_tokens == world.in_tier(asked, str(placed.prefill))
         num_in_tier.append(placed.num_host_tokens)
         if decode:
-            moved = {e: output + settings.move_cost * (num - held[e]) for e in decode}
+            moved = {e: output + settings.move_cost * (num - num_cached[e]) for e in decode}
             assert_least(placed.decode, {e: world.work(e, moved[e]) for e in decode})
-        num_held.append(placed.num_cached_tokens)
+        num_cached_tokens.append(placed.num_cached_tokens)
 
     world.play(250, check)
-    assert sum(map(bool, num_held)) > 50, "the world has prefixes to share"
+    assert sum(map(bool, num_cached_tokens)) > 50, "the world has prefixes to share"
     assert sum(map(bool, num_in_tier)) > 20, "and such that another engine was given"
 
 
@@ -239,7 +243,7 @@ def test_conditional_computes_little_prompts_where_they_are_decoded(seed: int) -
         is_short, is_idle = num_new <= 20, num_new + world.prompt_ahead(placed.decode) <= 25
         assert (placed.prefill is None) == (is_short and is_idle)
         computer = placed.prefill or placed.decode
-        assert placed.num_cached_tokens == world.held(asked, computer)
+        assert placed.num_cached_tokens == world.num_cached(asked, computer)
         local[is_short, is_idle] += 1
 
     world.play(700, check)

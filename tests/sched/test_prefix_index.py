@@ -49,7 +49,7 @@ class Remembered:
     def forget(self, engine: str) -> None:
         self.entries = {p: (t, h - {engine}) for p, (t, h) in self.entries.items() if h - {engine}}
 
-    def held(self, prompt: Tokens) -> dict[str, int]:
+    def num_cached(self, prompt: Tokens) -> dict[str, int]:
         found: dict[str, int] = {}
         for name in NAMES:
             lengths = [len(p) for p, (_, h) in self.entries.items() if name in h and prompt[: len(p)] == p]
@@ -78,12 +78,14 @@ def test_the_index_knows_what_a_search_through_all_prompts_finds(seed: int) -> N
             engines = draw.sample(NAMES, draw.randint(1, 2))
             index.put(keys_of(prompt), engines)
             brute.put(prompt, engines)
-            held = index.num_cached_tokens(keys_of(prompt))
+            num_cached = index.num_cached_tokens(keys_of(prompt))
             num_tokens = min(len(blocks_of(prompt)), max_blocks // 2) * BLOCK
-            assert all(held.get(name, 0) >= num_tokens for name in engines), "it was given them just now"
+            assert all(num_cached.get(name, 0) >= num_tokens for name in engines), (
+                "it was given them just now"
+            )
         assert len(index) == len(brute.entries) <= max_blocks
         asked = some_prompt(draw)
-        assert index.num_cached_tokens(keys_of(asked)) == brute.held(asked)
+        assert index.num_cached_tokens(keys_of(asked)) == brute.num_cached(asked)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -200,12 +200,12 @@ class SwapWalk(SchedulerWalk):
                 found.append(request_id)
         return found
 
-    def check_preempted(self, held: set[str]) -> None:
+    def check_preempted(self, had_blocks: set[str]) -> None:
         """Requests that lost their blocks are those that came last."""
         order, lost = list(self.states), self.lost()
-        assert held.issuperset(lost)
+        assert had_blocks.issuperset(lost)
         if lost:
-            assert all(r in lost or r not in held for r in order[order.index(lost[0]) :])
+            assert all(r in lost or r not in had_blocks for r in order[order.index(lost[0]) :])
         num_running = self.scheduler.num_running
         assert [r for r in order if self.states[r].row is not None] == order[:num_running]
 

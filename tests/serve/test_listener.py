@@ -64,11 +64,11 @@ def test_a_head_has_a_largest_size(part: str, more: int, is_refused: bool) -> No
     """Told whole in one piece, together with the next request."""
     limit = 4000
     frame = b"GET /v1/models%s HTTP/1.1\r\nHost: x\r\n%s\r\n"
-    room = limit + more - len(frame)
+    num_left = limit + more - len(frame)
     fills = {
-        "path": (b"?q=" + b"x" * room, b""),
-        "one header": (b"", b"X: " + b"x" * room + b"\r\n"),
-        "many headers": (b"", b"Many: x\r\n" * (room // 9)),
+        "path": (b"?q=" + b"x" * num_left, b""),
+        "one header": (b"", b"X: " + b"x" * num_left + b"\r\n"),
+        "many headers": (b"", b"Many: x\r\n" * (num_left // 9)),
     }
     last = MODELS.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
     with connected(max_head_bytes=limit) as (_, peer):

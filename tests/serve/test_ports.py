@@ -13,10 +13,10 @@ from rayk.types.errors import UserError
 def test_a_free_port_is_given_back() -> None:
     port = claim_port("127.0.0.1", 0)
     assert claim_port("127.0.0.1", port) == port
-    with listen("127.0.0.1", port) as held:
+    with listen("127.0.0.1", port) as listener:
         with pytest.raises(UserError, match=f"port {port} of 127.0.0.1: Address already in use"):
             claim_port("127.0.0.1", port)
-        with socket.create_connection(held.getsockname()), held.accept()[0]:
+        with socket.create_connection(listener.getsockname()), listener.accept()[0]:
             pass
     # The closed connection lingers in TIME_WAIT at this port: the next front must have it nevertheless.
     assert claim_port("127.0.0.1", port) == port

@@ -171,12 +171,12 @@ def test_each_part_is_struck_under_load(server: Server, truth: Truth, how: signa
             continue
         started |= descendants(server.process.pid)
         [pid], told = pids_of(server, part), len(server.errors)
-        streams, struck_s = Streams(server, truth), time.monotonic()
+        streams, killed_s = Streams(server, truth), time.monotonic()
         os.kill(pid, how)
         ends = streams.end()
         until(lambda one={pid: started[pid]}: not alive(one), f"the end of a stopped {part}")
         until(whole_answers(server, truth), f"an answer after the {part} was struck")
-        away_s = time.monotonic() - struck_s
+        away_s = time.monotonic() - killed_s
         until(lambda n=told: any("ready again" in line for line in server.errors[n:]), "word of its return")
         lines = [line.strip() for line in server.errors[told:]]
         print(f"{how.name} of the {part}: {ends}, answers again after {away_s:.1f} s", *lines, sep="\n  ")

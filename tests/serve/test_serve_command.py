@@ -366,8 +366,8 @@ def see_all_engines_stop_for_a_client_that_goes(server: Server) -> None:
     def stopped() -> dict[str, dict[str, Any]] | None:
         engines = server.engines()
         busy = [e for e in engines.values() if e["num_requests"] or e["num_running"] or e["num_waiting"]]
-        held = [e for e in engines.values() if e["num_free_blocks"] != e["num_blocks"] - 1]
-        return None if busy or held else engines
+        leaking = [e for e in engines.values() if e["num_free_blocks"] != e["num_blocks"] - 1]
+        return None if busy or leaking else engines
 
     after = until(stopped, "an end of what nobody waits for")
     steps = {name: engine["num_steps"] - before[name]["num_steps"] for name, engine in after.items()}

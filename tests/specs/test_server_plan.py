@@ -82,16 +82,18 @@ def test_settings_of_engines(checkpoint: Any) -> None:
 def test_what_small_pools_hold_is_what_engines_take(checkpoint: Any, family: str) -> None:
     model = checkpoint(family)
     found = plan(model, mode="aggregated", overrides=("engine.num_blocks=9",))
-    room = found.model.pool_tokens
-    assert room is not None
-    assert 1 < room < found.model.max_positions
+    pool_tokens = found.model.pool_tokens
+    assert pool_tokens is not None
+    assert 1 < pool_tokens < found.model.max_positions
     with ThreadEngine(found.engines[0].config) as engine:
-        fits, exceeds = engine.generate([make_request(str(n), [5] * (n - 1), 1) for n in (room, room + 1)])
+        fits, exceeds = engine.generate(
+            [make_request(str(n), [5] * (n - 1), 1) for n in (pool_tokens, pool_tokens + 1)]
+        )
     assert fits.error is None
     assert isinstance(exceeds.error, UserError)
     assert "KV blocks" in str(exceeds.error)
     both = plan(model, decode_tp=1, overrides=("prefill.num_blocks=9", "decode.num_blocks=200"))
-    assert both.model.pool_tokens == room, "the smaller pool's"
+    assert both.model.pool_tokens == pool_tokens, "the smaller pool's"
     assert plan(model, mode="aggregated").model.pool_tokens is None
 
 

@@ -328,8 +328,8 @@ def lay_out(
         address_of[memory[memory >= 0]] = np.flatnonzero(memory >= 0)
         layers = len(shape.group.layers)
         found: dict[str, Place] = {}
-        held = layers if layout[0] == "B" else shape.group.num_positions
-        numbered = shape.numbered(num_blocks, held)
+        num_pages = layers if layout[0] == "B" else shape.group.num_positions
+        numbered = shape.numbered(num_blocks, num_pages)
         for bundle, units, numbers in zip(shape.bundles, shape.units, numbered, strict=True):
             start = 0
             for piece in bundle:
@@ -393,14 +393,14 @@ class Engine:
         self.groups = groups_of(case.model, side)
         kernel = side.block_size // side.kernels_per_block
         self.kernels = [kernel if g.spec.part == "attention" else 1 for g in self.groups]
-        held = [self._num_held(g) for g in self.groups]
-        self.num_blocks = max(2, 1 + sum(held) + side.num_spare_blocks)
+        blocks_per_group = [self._num_kept_blocks(g) for g in self.groups]
+        self.num_blocks = max(2, 1 + sum(blocks_per_group) + side.num_spare_blocks)
         ids = np.arange(1, self.num_blocks)
         if side.is_scattered:
             ids = np.random.default_rng(case.seed + index).permutation(ids)
         self.tables: list[list[int]] = []
         start = 0
-        for g, count in zip(self.groups, held, strict=True):
+        for g, count in zip(self.groups, blocks_per_group, strict=True):
             trimmed = -(-num_tokens // g.spec.block_size) - count
             self.tables.append([0] * trimmed + ids[start : start + count].tolist())
             start += count
@@ -420,7 +420,7 @@ class Engine:
             for rank in range(side.tp)
         ]
 
-    def _num_held(self, g: KVCacheGroup) -> int:
+    def _num_kept_blocks(self, g: KVCacheGroup) -> int:
         """Blocks that hold a row which some layer of the group keeps."""
         num_tokens = self.case.num_tokens
         kept = [0] if self.side.keeps_all and g.spec.part == "attention" else None

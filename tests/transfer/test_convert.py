@@ -147,9 +147,9 @@ class Link:
         network = LocalNetwork()
         own = settings or ({}, {})
         self.p, self.d = (Side(names[i], i, tp[i], network, **own[i]) for i in range(2))
-        described = [[r.description for r in side.ranks] for side in (self.p, self.d)]
+        descriptions = [[r.description for r in side.ranks] for side in (self.p, self.d)]
         for rank in (*self.d.ranks, *self.p.ranks):
-            rank.connect(*described)
+            rank.connect(*descriptions)
 
     def ticket(self, tables: list[list[int]], request_id: str = "r") -> Any:
         for rank in self.p.ranks:

@@ -99,8 +99,8 @@ def test_every_differing_word_is_named_and_no_other(family: str | None, tp: tupl
                 coordinates += [(view.group.index, view.layer, f, unit, g, field.name) for g in groups]
     expected = np.random.default_rng(0).integers(-(2**63), 2**63, (tp[0], len(coordinates)))
     found = np.zeros(len(coordinates), dtype=np.int64)
-    held = {(v.group.index, v.layer, f): set(s.units) for v in views for f, s in enumerate(v.fields)}
-    mine = [c[3] in held[c[:3]] for c in coordinates]
+    own_units = {(v.group.index, v.layer, f): set(s.units) for v in views for f, s in enumerate(v.fields)}
+    mine = [c[3] in own_units[c[:3]] for c in coordinates]
     for i, (group, _, _, unit, _, name) in enumerate(coordinates):
         if mine[i]:
             found[i] = expected[sources[group, name, unit], i]

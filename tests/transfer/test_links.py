@@ -162,7 +162,7 @@ def test_what_ends_reads_of_an_engine_ends_them_on_all_links():
     assert all("producer engine p is gone" in str(o.error) for o in outcomes.values())
 
 
-def both_ways(make_agent: Callable[[str], TransferAgent]) -> tuple[Pair, Pair]:
+def mutual_pairs(make_agent: Callable[[str], TransferAgent]) -> tuple[Pair, Pair]:
     """Two engines of 2 ranks and of 1, each of which reads from the other."""
     shape = Shape(tp=(2, 1), units=2, layouts=("LBHNC", "BHLNC"))
     engines: list[Engine] = [make_engine(shape, side, make_agent) for side in (0, 1)]
@@ -183,7 +183,7 @@ def finish_all(pairs: list[Pair], timeout_s: float = 60.0) -> list[RaykError | N
     return errors
 
 
-def check_both_ways(there: Pair, back: Pair) -> None:
+def check_mutual_pairs(there: Pair, back: Pair) -> None:
     """Both move at once; one ends, and the other goes on; and it comes again."""
     shape, names = there.producer.shape, {id(there): "p", id(back): "d"}
     for turn in range(3):
@@ -209,16 +209,16 @@ def check_both_ways(there: Pair, back: Pair) -> None:
 
 def test_two_engines_read_from_each_other():
     network = LocalNetwork()
-    check_both_ways(*both_ways(lambda name: LocalAgent(name, network, delay_polls=2)))
+    check_mutual_pairs(*mutual_pairs(lambda name: LocalAgent(name, network, delay_polls=2)))
 
 
 @pytest.mark.nixl
 @pytest.mark.parametrize("mode", ["none", "peer"])
 def test_two_engines_read_from_each_other_through_nixl(mode: str):
     run = next(NAMES)
-    there, back = both_ways(lambda name: NixlAgent(f"both{run}.{name}", error_handling=mode))
+    there, back = mutual_pairs(lambda name: NixlAgent(f"both{run}.{name}", error_handling=mode))
     try:
-        check_both_ways(there, back)
+        check_mutual_pairs(there, back)
     finally:
         for rank in (*there.producer.ranks, *there.consumer.ranks):
             rank.close()

@@ -78,7 +78,7 @@ BLOCKS = [(4, 4), (4, 8), (6, 4), (16, 12), (8, 24)]
 @pytest.mark.parametrize("tp", [(1, 1), (1, 2), (2, 1), (4, 2), (2, 4)], ids=lambda t: f"{t[0]}to{t[1]}")
 def test_local_layers_send_the_blocks_of_their_chunk_and_sharing_ones_nothing(tp: tuple[int, int]):
     """Three chunked layers and a full one are sent, three more use their pages."""
-    num_held = max(2, tp[1])
+    num_pages = max(2, tp[1])
     for number, (blocks, num_tokens) in enumerate(itertools.product(BLOCKS, LENGTHS)):
         # Kernel blocks as they come (what divides blocks and chunks), or cut further on either side.
         kernels = ((None, None), (2, None), (None, 1))[number % 3]
@@ -86,7 +86,7 @@ def test_local_layers_send_the_blocks_of_their_chunk_and_sharing_ones_nothing(tp
         found = sent(producer, consumer, num_tokens)
         for kind, layers in (("chunked", 3), ("full", 1)):
             rows = rows_to_send(num_tokens, blocks, kind == "chunked")
-            assert found[kind][0] == rows * layers * num_held * ROW_BYTES, (kind, blocks, num_tokens)
+            assert found[kind][0] == rows * layers * num_pages * ROW_BYTES, (kind, blocks, num_tokens)
             assert (found[kind][1] == 0) == (rows == 0)
         assert (found["chunked"] == [0, 0]) == (num_tokens % CHUNK == 0)
 

@@ -27,7 +27,7 @@ def pair_with_ticket() -> tuple[Pair, TransferTicket]:
     return pair, replace(pair.producer.ticket(10, TABLES), lease_ns=10**9)
 
 
-def held(pair: Pair, ticket: TransferTicket) -> TransferRank:
+def with_held_lease(pair: Pair, ticket: TransferTicket) -> TransferRank:
     """The consumer's rank, where a ticket waits for blocks."""
     (rank,) = pair.consumer.ranks
     rank.hold(ticket)
@@ -48,7 +48,7 @@ def in_wire(link: Link) -> int:
 @pytest.mark.parametrize("was_held", [True, False])
 def test_a_refused_read_releases_its_lease(was_held: bool):
     pair, ticket = pair_with_ticket()
-    rank = held(pair, ticket) if was_held else pair.consumer.ranks[0]
+    rank = with_held_lease(pair, ticket) if was_held else pair.consumer.ranks[0]
     with pytest.raises(TransferError, match="neither here nor offered"):
         rank.start(replace(ticket, first_row=4), OWN, later())
     assert pair.released() == [["lease-r"]]
@@ -65,7 +65,7 @@ def test_a_changed_ticket_releases_no_lease_of_its_own_choice():
         pair.consumer.ranks[0].start(changed, OWN, later())
     pair.poll()
     assert pair.producer.ranks[0]._leases.open_leases == ("lease-r", "lease-other")
-    rank = held(pair, ticket)
+    rank = with_held_lease(pair, ticket)
     with pytest.raises(TransferError, match="the seal does not fit"):
         rank.start(changed, OWN, later())
     assert pair.released() == [["lease-r"]]
@@ -73,7 +73,7 @@ def test_a_changed_ticket_releases_no_lease_of_its_own_choice():
 
 def test_a_ticket_of_another_life_is_waited_for_no_longer():
     pair, ticket = pair_with_ticket()
-    rank = held(pair, ticket)
+    rank = with_held_lease(pair, ticket)
     with pytest.raises(HandshakeMismatch):
         rank.start(replace(ticket, epoch=9), OWN, later())
     assert pair.released() == [["lease-r"]], "by the one that was held"
@@ -84,7 +84,7 @@ def test_a_bug_ends_one_read_and_not_the_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ):
     pair, ticket = pair_with_ticket()
-    rank = held(pair, ticket)
+    rank = with_held_lease(pair, ticket)
 
     def broken(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("planted")

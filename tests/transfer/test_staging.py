@@ -315,17 +315,17 @@ def test_extents_cover_every_run_and_nothing_twice(seed):
     pair = local_pair(shape)
     plan = pair.consumer.ranks[0].plan("p")
     pattern = plan.pattern(plan.first_patterns[0])
-    gap, room = int(rng.integers(0, 200)), int(rng.integers(100, 3000))
-    parts = make_extents(pattern, gap, room)
+    gap, capacity = int(rng.integers(0, 200)), int(rng.integers(100, 3000))
+    parts = make_extents(pattern, gap, capacity)
     if parts is None:
-        assert int(pattern.runs.lengths.max()) > room - 100
+        assert int(pattern.runs.lengths.max()) > capacity - 100
         return
     runs = set()
     for part in parts:
-        assert part.max_blocks(room) >= 1
-        blocks = int(rng.integers(1, part.max_blocks(room) + 1))
+        assert part.max_blocks(capacity) >= 1
+        blocks = int(rng.integers(1, part.max_blocks(capacity) + 1))
         areas, size = part.areas(blocks)
-        assert size <= room
+        assert size <= capacity
         assert np.all(areas % 64 == 0)
         ends = areas + part.shifts + part.staged_strides * (blocks - 1) + part.lengths
         assert np.all(ends <= [*areas[1:], size])

@@ -130,7 +130,7 @@ def share_of_b_and_c(
     original = plan_module.match_rows
 
     def match(source: GroupGeometry, destination: GroupGeometry, units: Any, **rows: int) -> maps.Runs:
-        whole = {name: held for name, held in units.items() if name not in ("conv_b", "conv_c")}
+        whole = {name: own_units for name, own_units in units.items() if name not in ("conv_b", "conv_c")}
         runs = [original(source, destination, whole, **rows)] if whole else []
         for name in {"conv_b", "conv_c"} & set(units):
             cut = original(source, destination, {name: units[name]}, **rows)

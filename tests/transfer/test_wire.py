@@ -52,8 +52,8 @@ def test_a_late_answer_gives_its_room_back():
         wire(rank, 0.0)
     landing = rank._landing
     assert landing._slots.num_free_blocks == landing.num_slots - 3, "the bytes may still come"
-    for flight in rank._agent._in_flight.values():  # type: ignore[attr-defined]
-        flight.polls_left = 0
+    for pending in rank._agent._in_flight.values():  # type: ignore[attr-defined]
+        pending.polls_left = 0
     with pytest.raises(TransferError, match="it does not answer"):
         wire(rank, 0.0)
     assert landing._slots.num_free_blocks == landing.num_slots - 3, "of the new ones"

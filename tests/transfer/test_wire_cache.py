@@ -65,8 +65,8 @@ def test_it_stays_as_long_as_something_may_arrive_in_it(monkeypatch: pytest.Monk
     assert num_registered(rank) == before
     assert wire.num_free_blocks < wire.caches.geometry.num_blocks - 1
     monkeypatch.undo()
-    for flight in rank._agent._in_flight.values():  # type: ignore[attr-defined]
-        flight.polls_left = 0
+    for pending in rank._agent._in_flight.values():  # type: ignore[attr-defined]
+        pending.polls_left = 0
     until = time.monotonic() + 60
     while not (drained := rank.drained()):
         assert time.monotonic() < until

@@ -28,7 +28,7 @@ from tests.vllm.standins import (
 TOKENS = 77
 """Of no whole number of blocks or row groups; beyond a window, inside a chunk."""
 
-WAYS: dict[str, dict[str, Any]] = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tokens outside heads": {"order": "BNHC", "conv": "SD"},
     "K transposed, large blocks": {"places": keys_transposed, "block_size": 64},
@@ -38,11 +38,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def words_of(model: Model, tp_size: int, seed: int = 0, **way: Any) -> np.ndarray:
+def words_of(model: Model, tp_size: int, seed: int = 0, **layout: Any) -> np.ndarray:
     """All words of a request over an engine's ranks, [words]; those that several ranks have must agree."""
     merged: np.ndarray | None = None
     for rank in range(tp_size):
-        worker = Worker(model, (rank, tp_size), **way)
+        worker = Worker(model, (rank, tp_size), **layout)
         ids = worker.block_ids(TOKENS, seed=rank)
         worker.write(model.values(TOKENS, seed), ids)
         words = worker.prove().digests(ids, TOKENS)
@@ -60,17 +60,17 @@ def words_of(model: Model, tp_size: int, seed: int = 0, **way: Any) -> np.ndarra
 def test_the_same_kv_has_the_same_words_in_every_engine(dtype: torch.dtype, groups: int) -> None:
     model = Model(dtype, state_dtype=dtype, mamba_groups=groups)
     expected = words_of(model, 1)
-    for name, way in WAYS.items():
+    for name, layout in LAYOUTS.items():
         for tp_size in (1, 2):
-            assert np.array_equal(words_of(model, tp_size, **way), expected), f"{name}, TP {tp_size}"
+            assert np.array_equal(words_of(model, tp_size, **layout), expected), f"{name}, TP {tp_size}"
     assert not (words_of(model, 1, seed=1) == expected).any()
 
 
 def test_fp8_has_the_same_words_in_every_engine() -> None:
     model = Model(torch.bfloat16)
     expected = words_of(model, 1, is_fp8=True)
-    assert np.array_equal(words_of(model, 2, is_fp8=True, **WAYS["K transposed, large blocks"]), expected)
-    assert np.array_equal(words_of(model, 2, is_fp8=True, **WAYS["by a table"]), expected)
+    assert np.array_equal(words_of(model, 2, is_fp8=True, **LAYOUTS["K transposed, large blocks"]), expected)
+    assert np.array_equal(words_of(model, 2, is_fp8=True, **LAYOUTS["by a table"]), expected)
 
 
 def test_ranks_that_share_heads_have_the_same_words() -> None:
@@ -119,10 +119,10 @@ def _words(
     )
 
 
-def pair(**way: Any) -> tuple[Worker, list[list[int]], ProvenCaches, np.ndarray]:
+def pair(**layout: Any) -> tuple[Worker, list[list[int]], ProvenCaches, np.ndarray]:
     """A worker with a request's values and block ids, its caches, and the right words, of another engine."""
     model = Model(mamba_groups=2)
-    worker = Worker(model, **way)
+    worker = Worker(model, **layout)
     ids = worker.block_ids(TOKENS)
     worker.write(model.values(TOKENS), ids)
     return worker, ids, worker.prove(), words_of(model, 1, block_size=32)
@@ -211,14 +211,14 @@ def test_a_description_says_what_this_rank_holds() -> None:
     caches = Worker(Model(), (1, 2), places=keys_transposed).prove()
     description = json.loads(json.dumps(caches.description))
     assert (description["tp_rank"], description["tp_size"]) == (1, 2)
-    held = {
+    units_of = {
         (entry["layer"], entry["kind"], f["name"]): (f["units"], f["of"])
         for entry in description["layers"]
         for f in entry["fields"]
     }
-    assert held[0, "full", "k"] == held[1, "sliding", "v"] == held[2, "chunked", "k"] == ([1], 2)
-    assert held[3, "mamba2", "conv_x"] == held[3, "mamba2", "ssm"] == ([2, 3], 4)
-    assert held[3, "mamba2", "conv_b"] == held[3, "mamba2", "conv_c"] == ([0], 1)
+    assert units_of[0, "full", "k"] == units_of[1, "sliding", "v"] == units_of[2, "chunked", "k"] == ([1], 2)
+    assert units_of[3, "mamba2", "conv_x"] == units_of[3, "mamba2", "ssm"] == ([2, 3], 4)
+    assert units_of[3, "mamba2", "conv_b"] == units_of[3, "mamba2", "conv_c"] == ([0], 1)
     assert [entry["group"] for entry in description["layers"]] == [0, 1, 2, 0, 3]
 
 

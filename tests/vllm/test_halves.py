@@ -96,12 +96,12 @@ def test_a_silent_producer_delays_a_step_by_one_timeout_whatever_the_number_of_r
             events.append("digest")
             return digests(*what)
 
-        def ask(peer: Any, nonce: str, secret: bytes, deadline: float, *described: Any) -> Any:
+        def ask(peer: Any, nonce: str, secret: bytes, deadline: float, *description: Any) -> Any:
             events.append(deadline)
             if len(events) == 6:  # After three digests, an ask, and rows: P has fallen silent.
                 now[0] = deadline
                 raise TransferError("", "proof: no answer in time")
-            return fetch(peer, nonce, secret, time.monotonic() + HANG_S, *described)
+            return fetch(peer, nonce, secret, time.monotonic() + HANG_S, *description)
 
         def ask_rows(*what: Any) -> Any:
             events.append(what[-1])

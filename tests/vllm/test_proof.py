@@ -615,8 +615,8 @@ def test_more_connections_than_a_server_holds_are_turned_away() -> None:
     with sides(HETERO) as made, ExitStack() as stack:
         server = made.servers[0]
         for _ in range(proof_wire.MAX_CONNECTIONS):
-            held = stack.enter_context(socket.create_connection(server.address, timeout=HANG_S))
-            assert len(held.recv(40, socket.MSG_WAITALL)) == 40
+            connection = stack.enter_context(socket.create_connection(server.address, timeout=HANG_S))
+            assert len(connection.recv(40, socket.MSG_WAITALL)) == 40
         late = stack.enter_context(socket.create_connection(server.address, timeout=HANG_S))
         assert drain(late) == b""
         assert server.counts.turned_away == 1

@@ -56,9 +56,9 @@ def test_sampling_is_the_same_wherever_it_is_asked_for() -> None:
 
 
 def test_a_secret_must_be_given_once_and_not_be_guessed(tmp_path) -> None:
-    held = tmp_path / "secret"
-    held.write_text("from a file, of enough letters\n")
-    assert read_secret(secret_file=str(held)) == b"from a file, of enough letters"
+    secret_path = tmp_path / "secret"
+    secret_path.write_text("from a file, of enough letters\n")
+    assert read_secret(secret_file=str(secret_path)) == b"from a file, of enough letters"
     for wrong in (
         {},
         {"secret": "short"},

@@ -13,7 +13,7 @@ X_SHARED = {
     1: {"conv_x": "P0 conv_x 80-159", "ssm": "P0 ssm 960-1919"},
 }
 X_WHOLE = {"conv_x": "P0 conv_x 0-79, P1 conv_x 0-79", "ssm": "P0 ssm 0-959, P1 ssm 0-959"}
-HELD = {
+HOLDINGS = {
     # One group, 24 columns of B and of C, is whole on every rank. D takes its own for a half of 48: its C is
     # P's recurrent state, and B of its second rank is P's C.
     "1 group(s), 1 -> 2, rank 0": {**X_SHARED[0], "conv_b": "P0 conv_b 0-23", "conv_c": "P0 ssm 0-23"},
@@ -47,6 +47,6 @@ SAID = {
 @needs_vllm
 def test_one_group_of_b_and_c_is_cut_as_if_ranks_shared_it(vllm_python: Path) -> None:
     told = told_by(vllm_python, "tests.vllm.unlike_tp_states")
-    assert {one["of"]: one["holds"] for one in told} == HELD
+    assert {one["of"]: one["holds"] for one in told} == HOLDINGS
     said = {one["of"]: one["said"] for one in told if one["said"] != "equal"}
     assert said == {of: f"KV of r differs: layer 0, group 1, {reason}" for of, reason in SAID.items()}

@@ -87,7 +87,7 @@ def origins(groups: int, p_tp: int, d_tp: int, d_rank: int) -> np.ndarray:
 
 def columns(spec: Mamba2Spec, p_tp: int, places: np.ndarray) -> str:
     """Name the columns of P that lie there, in runs; AssertionError where one is torn."""
-    held = [
+    columns_there = [
         (f"P{rank} {field.name}", column)
         for rank in range(p_tp)
         for field in spec.fields()
@@ -97,7 +97,7 @@ def columns(spec: Mamba2Spec, p_tp: int, places: np.ndarray) -> str:
     assert (of_column == of_column[:, :1] + np.arange(COLUMN_BYTES)).all()
     assert (of_column[:, 0] % COLUMN_BYTES == 0).all()
     runs: list[tuple[str, int, int]] = []
-    for name, column in (held[first // COLUMN_BYTES] for first in of_column[:, 0]):
+    for name, column in (columns_there[first // COLUMN_BYTES] for first in of_column[:, 0]):
         if runs and runs[-1][0] == name and runs[-1][2] == column - 1:
             runs[-1] = (name, runs[-1][1], column)
         else:
@@ -116,11 +116,11 @@ def told(groups: int, p_tp: int, d_tp: int, d_rank: int) -> dict[str, object]:
     }
     pages = [right[key][0] for rank in range(p_tp) for key in share(spec, p_tp, rank)]
     received = np.concatenate(pages)[places]
-    held, views, start = {}, [], 0
+    columns_by_field, views, start = {}, [], 0
     for field in spec.fields():
         units = field.shard(d_tp, d_rank)
         stop = start + field.row_bytes * len(units)
-        held[field.name] = columns(spec, p_tp, places[start:stop])
+        columns_by_field[field.name] = columns(spec, p_tp, places[start:stop])
         content = torch.from_numpy(received[start:stop]).view(torch.float32)
         views.append(FieldView(field.name, content.view(1, len(units), 1, -1), tuple(units)))
         start = stop
@@ -129,7 +129,7 @@ def told(groups: int, p_tp: int, d_tp: int, d_rank: int) -> dict[str, object]:
     found = first_difference("r", view, NUM_TOKENS, right, fetch_rows(view, [0], NUM_TOKENS))
     return {
         "of": f"{groups} group(s), {p_tp} -> {d_tp}, rank {d_rank}",
-        "holds": held,
+        "holds": columns_by_field,
         "said": str(found or "equal"),
     }
 

@@ -82,8 +82,8 @@ def _(original, self, request_id, lease_id):
 )
 def _(original, self, request_id, num_computed_tokens):
     pairs = zip(self.groups, self.block_tables(request_id), strict=True)
-    held = min(len(table) * group.spec.block_size for group, table in pairs)
-    original(self, request_id, min(held, num_computed_tokens + 16))
+    num_rows = min(len(table) * group.spec.block_size for group, table in pairs)
+    original(self, request_id, min(num_rows, num_computed_tokens + 16))
 
 
 @KV.twin(

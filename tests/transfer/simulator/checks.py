@@ -52,7 +52,7 @@ def _check_ledgers(world: World) -> list[str]:
 
 
 def _check_outcome(world: World, wanted: ExpectedOutcome) -> list[str]:
-    if not world.struck:
+    if not world.all_faults_hit:
         return ["its fault has not struck"]
     found = ExpectedOutcome(world.verdict(), world.is_recovered)
     # A write of an attempt that was begun again is void, whatever befell it.

@@ -40,7 +40,7 @@ class PendingFault:
     nth: int
     """It strikes the nth time that something happens at its point."""
     seen: int = 0
-    struck: bool = False
+    has_hit: bool = False
 
 
 class Engine:
@@ -141,12 +141,12 @@ class Clock:
         """Something happens at a point, between these two: the kind of fault that strikes it now."""
         for pending in self.faults:
             fault = pending.fault
-            if fault.point != point or pending.struck:
+            if fault.point != point or pending.has_hit:
                 continue
             pending.seen += 1
             if pending.seen <= pending.nth:
                 continue
-            pending.struck = True
+            pending.has_hit = True
             self.log(f"*** {fault}")
             if fault.kind in RANK_KINDS:
                 self.lose(consumer if fault.role == "decode" else producer, fault.kind)

@@ -26,12 +26,12 @@ def make_ranks(engine: Engine, network: Network) -> list[TransferRank]:
     clock, ranks = engine.clock, []
     for rank, caches in enumerate(engine.memory.caches):
         agent = SimulatedAgent(f"{engine.name}.{engine.epoch}/{rank}", engine, network)
-        described = describe_cache(
+        description = describe_cache(
             agent, caches, engine=engine.name, epoch=engine.epoch, fingerprint=FINGERPRINT
         )
-        described = replace(described, rows_per_group=ROWS_PER_GROUP)
+        description = replace(description, rows_per_group=ROWS_PER_GROUP)
         views = engine.memory.views[rank]
-        ranks.append(TransferRank(agent, caches, views, described, staging=NEVER_STAGED, clock=_now(clock)))
+        ranks.append(TransferRank(agent, caches, views, description, staging=NEVER_STAGED, clock=_now(clock)))
     return ranks
 
 

@@ -69,15 +69,15 @@ class Model:
         one after the last)."""
         return _pieces(self, layer, positions)
 
-    def counts(self, num_tokens: int, room: int) -> list[tuple[int, int]]:
-        """Per group, (blocks in which nothing lives, blocks) of `num_tokens` tokens and `room` more."""
+    def counts(self, num_tokens: int, num_more: int) -> list[tuple[int, int]]:
+        """Per group, (blocks in which nothing lives, blocks) of `num_tokens` tokens and `num_more` more."""
         counts = []
         for layer in LAYERS[: len(self.groups)]:
             if layer and self.is_hybrid:
                 counts.append((0, 1))
             else:
                 first = self.live_rows(layer, num_tokens).start // BLOCK_SIZE
-                counts.append((first, -(-(num_tokens + room) // BLOCK_SIZE)))
+                counts.append((first, -(-(num_tokens + num_more) // BLOCK_SIZE)))
         return counts
 
 

@@ -116,9 +116,9 @@ class World(Clock):
         return list(self.lives.values())
 
     @property
-    def struck(self) -> bool:
+    def all_faults_hit(self) -> bool:
         """Whether every fault has struck."""
-        return all(fault.struck for fault in self.faults)
+        return all(fault.has_hit for fault in self.faults)
 
     @property
     def is_recovered(self) -> bool:
