@@ -178,7 +178,7 @@ class Reservations:
             block_tables=open_reservation.block_tables,
             generations=agreed_generations(parts),
             hold_s=wanted.hold_s,
-            num_held_tokens=open_reservation.prefix.num_tokens,
+            num_cached_tokens=open_reservation.prefix.num_tokens,
             wire_tables=tuple(p.wire_tables for p in parts) if parts[0].wire_tables else (),
         )
         open_reservation.is_given, open_reservation.reserved_ns = True, time.monotonic_ns()

@@ -130,7 +130,7 @@ def wrong_reservation(reservation: Reservation, consumers: Sequence[CacheDescrip
     tables are looked at where the plan is lowered."""
     if not is_whole(reservation):
         return "its reservation was changed on the way: the seal does not fit"
-    num_tokens, num_cached, hold_s = reservation.num_tokens, reservation.num_held_tokens, reservation.hold_s
+    num_tokens, num_cached, hold_s = reservation.num_tokens, reservation.num_cached_tokens, reservation.hold_s
     if not (is_count(num_tokens) and is_count(num_cached) and num_cached <= num_tokens and num_tokens):
         return f"its reservation is of {num_tokens!r} tokens, {num_cached!r} of them held"
     if not isinstance(hold_s, int | float) or not math.isfinite(hold_s) or not 0 <= hold_s < 1e9:

@@ -242,7 +242,7 @@ class _RankPush:
                 chunk.block_tables,
                 reservation.tables(self.rank),
                 layers={self._push.link.layers[i] for i in action.layers},
-                rows=range(min(action.stop, max(action.start, reservation.num_held_tokens)), action.stop),
+                rows=range(min(action.stop, max(action.start, reservation.num_cached_tokens)), action.stop),
             )
         except TransferError as error:  # of the consumer's tables
             writes, posted.failure = [], error.reason

@@ -63,7 +63,7 @@ class Reservation:
     """Per group, the generation of each of those blocks since they were reserved."""
     hold_s: float
     """How long the consumer waits for the ticket."""
-    num_held_tokens: int = 0
+    num_cached_tokens: int = 0
     """Live rows of so many first tokens are at the consumer already, in blocks that others may hold, too:
     they are not written."""
     wire_tables: tuple[tuple[tuple[int, ...], ...], ...] = ()

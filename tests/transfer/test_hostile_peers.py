@@ -377,7 +377,7 @@ RESERVATION = Reservation(
         {"hold_s": "long"},
         {"num_tokens": 0},
         {"num_tokens": 2**70},
-        {"num_held_tokens": 11},
+        {"num_cached_tokens": 11},
         {"wire_tables": (((1,),), ((2,),))},
         {"block_tables": None},
         {"block_tables": ((1, 50, 3),)},
