@@ -5,6 +5,10 @@ Then it kills all processes that came of the command, whatever group or session 
 `began PID` to the pipe FD at first, and `ended STATUS` once nothing is left. The keeper detaches itself from
 its parent at once: Ray kills the children of its actors, but not the children of those.
 
+The command leads a process group, but in its owner's session: Linux shares cores among sessions before
+threads (sched_autogroup), and the threads of one that wait actively, as vLLM's and NIXL's do, were seen to keep
+those of another from running for more than a minute (6.18, two cores).
+
 vLLM's processes share memory by files in /dev/shm, which outlive them. Python's resource tracker, one of the
 processes, removes them once the others are gone, so it is given TRACKER_S to end by itself.
 """
@@ -28,7 +32,7 @@ TRACKER_S, POLL_S = 5.0, 0.01
 def main() -> None:
     if os.fork():
         os._exit(0)
-    os.setsid()
+    os.setpgid(0, 0)
     status = int(sys.argv[1])
     os.set_inheritable(status, False)
     prctl = ctypes.CDLL(None).prctl
@@ -38,7 +42,7 @@ def main() -> None:
     command = os.fork()
     if not command:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.setsid()
+        os.setpgid(0, 0)
         for number in STOPPING:
             signal.signal(number, signal.SIG_DFL)
         try:

@@ -151,8 +151,8 @@ def _set_timeout(connection: socket.socket, deadline: float) -> None:
 
 def ask(address: Address, secret: bytes, requests: list[bytes], deadline: float) -> list[bytes]:
     """Send requests over one connection and return their answers; once more over another where the first
-    broke, as the server ends one whose client a busy machine kept from greeting in time. Raises TransferError,
-    naming the address, where answers do not come by the deadline."""
+    broke, as the server ends one whose client a busy machine kept from greeting in time. Raises
+    TransferError, naming the address, where answers do not come by the deadline."""
     try:
         try:
             return _ask_once(address, secret, requests, deadline)

@@ -136,6 +136,8 @@ def test_an_engine_rests_until_it_is_asked(fake: Fake) -> None:
         pids = left(config)
         group = [pid for pid in pids if os.getpgid(pid) == pids[0]]
         assert group
+        # Another session would be another scheduling group of Linux, which may starve this one.
+        assert {os.getsid(pid) for pid in group} == {os.getsid(0)}
         async with asyncio.timeout(HANG_S):
             while any((_state(pid) == "T") != is_so for pid in group):
                 await asyncio.sleep(0.01)

@@ -6,94 +6,23 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from rayk.types.errors import KVMismatch, TransferError, UserError
+from rayk.types.errors import TransferError, UserError
 from rayk.vllm import proof_verifier, proof_wire
-from rayk.vllm.proof import ProofRecord, ProofRecords, Ticket, num_row_bytes, serve_records
+from rayk.vllm.proof import ProofRecord, ProofRecords, Ticket
 from rayk.vllm.proof_compare import Arrival, Comparison
-from rayk.vllm.proof_verifier import Counts, Fetcher, Verifier
+from rayk.vllm.proof_verifier import Fetcher
 from rayk.vllm.proof_wire import ProofServer, ask
 from tests.each import each
 from tests.markers import thorough
 from tests.pd import HANG_S
-from tests.transfer.cluster import Engine, Shape, make_caches
-from tests.vllm.made_caches import MadeCaches
-
-SECRET = b"a secret that nobody would guess"
-TOKENS = 30
-HERE = "127.0.0.1"
-
-
-@dataclass
-class Sides:
-    """P's ranks, served, and D's."""
-
-    shape: Shape
-    producer: Engine
-    consumer: Engine
-    records: list[ProofRecords]
-    servers: list[ProofServer]
-    ticket: Ticket
-    caches: list[MadeCaches]
-    """D's, by rank."""
-    tables: list[list[int]]
-    """D's."""
-
-    def arrival(self, rank: int, *, num_tokens: int = TOKENS, first_row: int = 0) -> Arrival:
-        caches = self.caches[rank]
-        what = self.tables, num_tokens, first_row
-        return Arrival("d", self.ticket, num_tokens, first_row, caches.digests(*what), caches.rows(*what))
-
-    def verify(
-        self, rank: int = 0, timeout_s: float = HANG_S, secret: bytes = SECRET, **changes
-    ) -> Comparison:
-        arrival = replace(self.arrival(rank), **changes)
-        caches = self.caches[rank]
-        return Fetcher(caches.description, caches.all_views, secret, timeout_s).verify(arrival)
-
-
-@contextmanager
-def sides(shape: Shape, *, keep_rows: bool = True, num_tokens: int = TOKENS) -> Iterator[Sides]:
-    """P holds a request, D has received it."""
-    producer, consumer = make_caches(shape, 0), make_caches(shape, 1)
-    values = shape.values(num_tokens)
-    tables = producer.tables(num_tokens)
-    producer.write(values, tables)
-    with ExitStack() as stack:
-        records, servers, ranks = [], [], []
-        for rank in range(shape.tp[0]):
-            caches = MadeCaches(producer, rank)
-            kept = ProofRecords()
-            rows = caches.rows(tables, num_tokens) if keep_rows else None
-            kept.put("n", ProofRecord(num_tokens, caches.digests(tables, num_tokens), rows, "p"))
-            server, life = serve_records(HERE, 0, SECRET, kept, caches.description)
-            stack.callback(server.close)
-            records.append(kept)
-            servers.append(server)
-            ranks.append((*server.address, life))
-        theirs = consumer.tables(num_tokens)
-        consumer.write(values, theirs)
-        caches = [MadeCaches(consumer, rank) for rank in range(shape.tp[1])]
-        yield Sides(
-            shape, producer, consumer, records, servers, Ticket("p", "n", tuple(ranks)), caches, theirs
-        )
-
-
-HETERO = Shape(units=4, tp=(1, 2), block_sizes=(4, 8))
-SHAPES = {
-    "1-to-2": HETERO,
-    "2-to-1": Shape(units=4, tp=(2, 1), block_sizes=(8, 4), layouts=("BHLNC", "LBHNC")),
-    "replicas-4-to-1": Shape(units=2, tp=(4, 1)),
-    "replicas-1-to-4": Shape(units=2, tp=(1, 4), window=9),
-    "states-1-to-2": Shape(family="falcon_h1", tp=(1, 2)),
-    "states-2-to-1": Shape(family="bamba", tp=(2, 1)),
-}
+from tests.transfer.cluster import Shape
+from tests.vllm.sides import HERE, HETERO, SECRET, SHAPES, Sides, roll_heads, sides, wait_for
 
 
 @each("name", list(SHAPES))
@@ -104,10 +33,6 @@ def test_what_arrived_whole_is_equal_on_every_rank(name: str) -> None:
             assert (found.status, found.why, found.wrong, found.num_unverified) == ("equal", "", [], 0)
             assert found.num_equal > 0
             assert found.num_bytes > 0
-
-
-def roll_heads(view) -> None:
-    view.copy_(view.roll(1, dims=1).clone())
 
 
 def shift_columns(page) -> None:
@@ -223,13 +148,6 @@ def test_a_wrong_secret_is_refused_and_counted_on_both_sides() -> None:
         with pytest.raises(TransferError, match="hung up"):
             ask(liar.address, SECRET, [b"x"], time.monotonic() + HANG_S)
         liar.close()
-
-
-def wait_for(condition) -> None:
-    until = time.monotonic() + HANG_S
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 def test_what_was_recorded_on_one_connection_is_worth_nothing_on_another() -> None:
@@ -518,96 +436,6 @@ def test_a_port_that_is_taken_or_beyond_the_last_is_told() -> None:
         for address in (made.servers[0].address, (HERE, 65536)):
             with pytest.raises(UserError, match="another port"):
                 ProofServer(*address, SECRET, lambda request: request)
-
-
-def test_the_verifier_counts_what_it_finds_and_outlives_its_bugs() -> None:
-    with sides(HETERO) as made:
-        caches, counts = made.caches[1], Counts()
-        right = made.arrival(1)
-        caches.change(2, "v", roll_heads)
-        wrong = replace(made.arrival(1), request_id="wrong")
-        fetcher = Fetcher(caches.description, caches.all_views, SECRET, HANG_S)
-
-        def verify(arrival: Arrival) -> Comparison:
-            if arrival.request_id == "bug":
-                raise KeyError("planted")
-            return fetcher.verify(arrival)
-
-        verifier = Verifier(verify, counts, caches.all_views)
-        for arrival in (right, replace(right, request_id="bug"), wrong):
-            verifier.submit(arrival)
-        wait_for(lambda: verifier.result("wrong") is not None)
-        assert sorted(verifier.take_ended()) == ["bug", "d", "wrong"]
-        assert verifier.pop("bug").why.startswith("a bug in the proof of bug")
-        kept = verifier.pop("wrong")
-        assert (kept.num_wrong, kept.wrong) == (16, []), "a number is kept of what is counted"
-        verifier.close()
-    counts.leave_out("skipped")
-    before = counts.text()
-    taken = counts.take()
-    assert counts.text() == before, "what was taken is still told"
-    counts.leave_out("skipped")
-    told = dict(line.rsplit(" ", 1) for line in counts.text().splitlines())
-    assert told['rayk_kv_proof_requests_total{status="equal"}'] == "1"
-    assert told['rayk_kv_proof_requests_total{status="skipped"}'] == "2"
-    assert told['rayk_kv_proof_mismatched_words_total{layer="2",field="v",head="3"}'] == "8"
-    assert told["rayk_kv_proof_fetch_seconds_count"] == "3"
-    counts.take()
-    assert taken is not None
-    assert dict(taken["proofs"]) == {"equal": 1, "mismatch": 1, "unverified": 1, "skipped": 1}
-    # 3 layers, K and V, 2 heads, 8 row groups of 30 tokens; one head pair of one layer is wrong.
-    assert dict(taken["words"]) == {"equal": 2 * 96 - 16, "mismatch": 16}
-    assert sorted(taken["wrong"]) == [[2, "v", 2, 8], [2, "v", 3, 8]]
-    assert taken["first"] == [[2, "v", 2, 0, "head 2 holds head 3 of the producer", 1]]
-    assert counts.take() is None
-
-
-def test_rows_beyond_what_may_wait_are_only_located(monkeypatch: pytest.MonkeyPatch) -> None:
-    with sides(HETERO) as made:
-        caches = made.caches[1]
-        caches.change(2, "v", roll_heads)
-        wrong = made.arrival(1)
-        monkeypatch.setattr(proof_verifier, "MAX_ROW_BYTES", 2 * num_row_bytes(wrong.rows))
-        fetcher = Fetcher(caches.description, caches.all_views, SECRET, HANG_S)
-        may_go_on = threading.Event()
-
-        def verify(arrival: Arrival) -> Comparison:
-            assert may_go_on.wait(HANG_S)
-            return fetcher.verify(arrival)
-
-        def found(name: str) -> str:
-            wait_for(lambda: verifier.result(name) is not None)
-            comparison = verifier.pop(name)
-            assert comparison.status == "mismatch"
-            return comparison.mismatch.classification
-
-        verifier = Verifier(verify, Counts(), caches.all_views)
-        for name in ("first", "second", "third"):
-            verifier.submit(replace(wrong, request_id=name))
-        may_go_on.set()
-        for name in ("first", "second"):
-            assert found(name) == "head 2 holds head 3 of the producer"
-        assert "digests differ" in found("third")
-        monkeypatch.setattr(proof_verifier, "MAX_ROW_BYTES", 1)
-        verifier.submit(replace(wrong, request_id="alone"))
-        assert found("alone") == "head 2 holds head 3 of the producer"
-        verifier.close()
-
-
-def test_no_more_series_are_made_than_prometheus_can_bear(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof_verifier, "MAX_FIRST", 2)
-    counts = Counts()
-    with sides(HETERO) as made:
-        for token in (1, 2, 3, 1, 4):
-            wrong = KVMismatch("r", 0, 0, "k", 0, token, "other content")
-            counts.count(Comparison("mismatch", mismatch=wrong), made.caches[0].all_views)
-    taken = counts.take()
-    assert taken is not None
-    assert [(row[3], row[4], row[5]) for row in taken["first"]] == [
-        (1, "other content", 2),
-        (2, "other content", 1),
-        (-1, "more", 2),
-    ]
 
 
 @thorough
