@@ -6,8 +6,8 @@ Then it kills all processes that came of the command, whatever group or session 
 its parent at once: Ray kills the children of its actors, but not the children of those.
 
 The command leads a process group, but in its owner's session: Linux shares cores among sessions before
-threads (sched_autogroup), and the threads of one that wait actively, as vLLM's and NIXL's do, were seen to keep
-those of another from running for more than a minute (6.18, two cores).
+threads (sched_autogroup), and the threads of one that wait actively, as vLLM's and NIXL's do, were seen to
+keep those of another from running for more than a minute (6.18, two cores).
 
 vLLM's processes share memory by files in /dev/shm, which outlive them. Python's resource tracker, one of the
 processes, removes them once the others are gone, so it is given TRACKER_S to end by itself.
