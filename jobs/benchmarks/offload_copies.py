@@ -27,7 +27,7 @@ from rayk.kv.groups import KVCacheGroup, group_layers
 from rayk.kv.layout import LAYOUTS
 from rayk.kv.specs import FullAttentionSpec
 from rayk.offload.host import HostTier
-from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.offload.messages import LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.transfer.connectors import layer_views
 from rayk.transfer.handshake import describe_cache
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
@@ -145,7 +145,7 @@ def _store(tier: HostTier, ranks: Sequence[TransferRank]) -> Sequence[TransferRo
         digests=[rank.digests(NUM_TOKENS, tables) for rank in ranks],
     )
     answers: list[StoreAnswer] = []
-    tier.store(StoreAsk(ticket=sealed(ticket), token_ids=tuple(range(NUM_TOKENS))), answers.append)
+    tier.store(StoreRequest(ticket=sealed(ticket), token_ids=tuple(range(NUM_TOKENS))), answers.append)
     _until(lambda: bool(answers), tier, ranks)
     assert answers[0].ok, answers[0].reason
     return answers[0].transfers
@@ -153,7 +153,7 @@ def _store(tier: HostTier, ranks: Sequence[TransferRank]) -> Sequence[TransferRo
 
 def _load(tier: HostTier, ranks: Sequence[TransferRank]) -> Sequence[TransferRow]:
     answers: list[LoadAnswer] = []
-    ask = LoadAsk(request_id="load", token_ids=tuple(range(NUM_TOKENS)), max_tokens=NUM_TOKENS)
+    ask = LoadRequest(request_id="load", token_ids=tuple(range(NUM_TOKENS)), max_tokens=NUM_TOKENS)
     tier.load(ask, answers.append)
     ticket = answers[0].ticket
     assert ticket is not None, answers[0].reason

@@ -34,7 +34,7 @@ from rayk.models.kv_specs import tier_groups as groups_of_tier
 from rayk.offload.disk import DiskTier
 from rayk.offload.disk_folder import make_folder
 from rayk.offload.host import HostTier
-from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.offload.messages import LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.offload.page_file import PageIdentity
 from rayk.offload.pages import DiskPages, identity_of
 from rayk.transfer.agent import TransferAgent
@@ -138,12 +138,12 @@ class TierHost:
         """Forget an engine that is gone."""
         await self._on_loop(lambda tier: tier.detach(engine))
 
-    async def store(self, ask: StoreAsk) -> StoreAnswer:
+    async def store(self, ask: StoreRequest) -> StoreAnswer:
         """Store what an engine offers; returns what became of it."""
         found: StoreAnswer = await self._answer(lambda tier, done: tier.store(ask, done))
         return found
 
-    async def load(self, ask: LoadAsk) -> LoadAnswer:
+    async def load(self, ask: LoadRequest) -> LoadAnswer:
         """Offer the pages of a sequence that the tier holds."""
         found: LoadAnswer = await self._answer(lambda tier, done: tier.load(ask, done))
         return found

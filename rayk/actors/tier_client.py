@@ -15,7 +15,7 @@ from typing import Any
 from ray.exceptions import RayActorError, RayError
 
 from rayk.actors.engines import translate
-from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.offload.messages import TIER, LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.bugs import bug
 from rayk.types.errors import EngineDied
@@ -36,11 +36,11 @@ class RayTier:
         self._thread = threading.Thread(target=self._run, name="rayk-tier-calls", daemon=True)
         self._thread.start()
 
-    def store(self, ask: StoreAsk, done: Callable[[StoreAnswer], None]) -> None:
+    def store(self, ask: StoreRequest, done: Callable[[StoreAnswer], None]) -> None:
         name = ask.ticket.request_id
         self._call("store", ask, done, lambda why: StoreAnswer(name=name, reason=why))
 
-    def load(self, ask: LoadAsk, done: Callable[[LoadAnswer], None]) -> None:
+    def load(self, ask: LoadRequest, done: Callable[[LoadAnswer], None]) -> None:
         self._call("load", ask, done, lambda why: LoadAnswer(request_id=ask.request_id, reason=why))
 
     def drop(self, kept_as: str) -> None:

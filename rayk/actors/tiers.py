@@ -20,7 +20,7 @@ from rayk.actors.engines import CONTROL_S, EngineHandle, translate
 from rayk.actors.tier_actor import TierHost, tier_identity
 from rayk.handover.commands import Connect, Describe, EndReads, WarmUp
 from rayk.handover.tier_side import TierFacts
-from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.offload.messages import TIER, LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.offload.page_file import PageIdentity
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, TransferError
@@ -261,14 +261,14 @@ async def relay(
         where = f"{prefill.name} and {decode.name} share no host tier"
         raise TransferError(name, where, producer=prefill.name, consumer=decode.name)
     tokens, kept_as = tuple(request.prompt_token_ids[: ticket.num_tokens]), f"relay/{name}"
-    ask = StoreAsk(
+    ask = StoreRequest(
         ticket=ticket,
         token_ids=tokens,
         cache_salt=request.cache_salt,
         keep_as=kept_as,
         deadline_s=timeout_s,
     )
-    again = LoadAsk(request_id=name, kept_as=kept_as)
+    again = LoadRequest(request_id=name, kept_as=kept_as)
     try:
         answer: StoreAnswer = await _reply(handle.store.remote(ask), timeout_s + 5)
         stored(answer)

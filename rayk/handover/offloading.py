@@ -20,7 +20,7 @@ from rayk.handover.storing import Storing
 from rayk.handover.swapping import Swapping
 from rayk.handover.tier_side import Tier, TierFacts, TierSide, moving_ns
 from rayk.offload.backoff import Backoff
-from rayk.offload.messages import TIER, LoadAnswer, LoadAsk
+from rayk.offload.messages import TIER, LoadAnswer, LoadRequest
 from rayk.sched.request_state import max_cached_tokens
 from rayk.transfer.handshake import row_group_blocks
 from rayk.transfer.peer_data import wrong_head
@@ -163,7 +163,7 @@ class Offloading:
             return False
         looking = _Lookup(request, start, begin_cached, here, time.monotonic_ns())
         self._looking[name] = looking
-        ask = LoadAsk(
+        ask = LoadRequest(
             request_id=name,
             token_ids=tokens,
             cache_salt=salt,

@@ -19,7 +19,7 @@ from rayk.handover.rank_answers import RankAnswers
 from rayk.handover.tickets import make_ticket
 from rayk.handover.tier_side import TierSide
 from rayk.kv.block_pool import NULL_BLOCK
-from rayk.offload.messages import StoreAnswer, StoreAsk
+from rayk.offload.messages import StoreAnswer, StoreRequest
 from rayk.transfer.handshake import row_group_blocks
 from rayk.types.errors import RaykError
 
@@ -267,7 +267,7 @@ class Storing:
             block_tables=store.tables,
             first_row=store.first_row,
         )
-        ask = StoreAsk(
+        ask = StoreRequest(
             ticket=ticket,
             token_ids=store.token_ids,
             cache_salt=store.cache_salt,

@@ -16,7 +16,7 @@ from rayk.engine.leader import RequestEvent, begin_times
 from rayk.handover.receiving import Incoming
 from rayk.handover.storing import PendingStore, Storing
 from rayk.handover.tier_side import TierSide, moving_ns
-from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer
+from rayk.offload.messages import LoadAnswer, LoadRequest, StoreAnswer
 from rayk.transfer.handshake import row_group_blocks
 from rayk.transfer.peer_data import wrong_head
 from rayk.transfer.ticket import TransferTicket
@@ -102,7 +102,7 @@ class Swapping:
         else:
             self._side.counts["swapped_out_bytes"] += answer.num_bytes
             swapped.asked_ns, self._asked[store.request_id] = time.monotonic_ns(), swapped
-            ask = LoadAsk(request_id=store.request_id, kept_as=store.name)
+            ask = LoadRequest(request_id=store.request_id, kept_as=store.name)
             self._side.tier.load(ask, lambda offer: self._offered(swapped, offer))
 
     def _freed(self, store: PendingStore) -> None:

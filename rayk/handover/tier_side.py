@@ -14,7 +14,7 @@ from rayk.handover.commands import HoldTicket, LetGo
 from rayk.kv.specs import page_bytes, rows_per_block
 from rayk.offload.backoff import Backoff
 from rayk.offload.costs import CostModel
-from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.offload.messages import LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.types.errors import KVMismatch
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ class Tier(Protocol):
     """A host tier as an engine's leader reaches it. Calls return at once; answers, and word of its end, come
     on the loop's thread."""
 
-    def store(self, ask: StoreAsk, done: Callable[[StoreAnswer], None]) -> None: ...
+    def store(self, ask: StoreRequest, done: Callable[[StoreAnswer], None]) -> None: ...
 
-    def load(self, ask: LoadAsk, done: Callable[[LoadAnswer], None]) -> None: ...
+    def load(self, ask: LoadRequest, done: Callable[[LoadAnswer], None]) -> None: ...
 
     def drop(self, kept_as: str) -> None:
         """Nobody will load what was kept by this name."""

@@ -27,7 +27,7 @@ from rayk.kv.manager import FoundPrefix, KVCacheManager
 from rayk.offload.block_digests import BlockDigests
 from rayk.offload.disk import status_without
 from rayk.offload.geometry import tier_geometry
-from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.offload.messages import TIER, LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.offload.pages import DiskPages, HostBlocks
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.connectors import layer_views
@@ -55,7 +55,7 @@ begins again."""
 class _RunningStore:
     """A store whose rows are being read."""
 
-    ask: StoreAsk
+    ask: StoreRequest
     num_known_tokens: int
     began_ns: int
     done: OnStored
@@ -66,7 +66,7 @@ class _RunningStore:
 class _RunningLoad:
     """A load that was not answered yet."""
 
-    ask: LoadAsk
+    ask: LoadRequest
     began_ns: int
     done: OnLoaded
     num_rereads: int = 0
@@ -155,7 +155,7 @@ class HostTier:
 
     # Stores.
 
-    def store(self, ask: StoreAsk, done: OnStored) -> None:
+    def store(self, ask: StoreRequest, done: OnStored) -> None:
         """`done` is called once, here or in `turn`."""
         storing = _RunningStore(ask, 0, self._clock(), done)
         ticket = ask.ticket
@@ -215,7 +215,7 @@ class HostTier:
             if storing.ask.keep_as == kept_as:
                 storing.ask = replace(storing.ask, keep_as=None)
 
-    def _has_all(self, ask: StoreAsk) -> bool:
+    def _has_all(self, ask: StoreRequest) -> bool:
         name, num_tokens = ask.ticket.request_id, ask.ticket.num_tokens
         found = self.manager.find_prefix(name, ask.token_ids, num_tokens, cache_salt=ask.cache_salt)
         if found.num_tokens < num_tokens or self.manager.adopt(name, found) is None:
@@ -224,7 +224,7 @@ class HostTier:
         self.manager.free(name)  # they were used just now: others go first
         return not changed
 
-    def _write(self, ask: StoreAsk, num_known_tokens: int) -> Collection[int]:
+    def _write(self, ask: StoreRequest, num_known_tokens: int) -> Collection[int]:
         """Queue what is not on disk. Blocks that had changed, which are returned, are found no more."""
         if self.pages is None:
             return ()
@@ -303,7 +303,7 @@ class HostTier:
 
     # Loads.
 
-    def load(self, ask: LoadAsk, done: OnLoaded) -> None:
+    def load(self, ask: LoadRequest, done: OnLoaded) -> None:
         """`done` is called once, here or in `turn`."""
         loading = _RunningLoad(ask, self._clock(), done)
         if ask.kept_as is None:
@@ -406,7 +406,7 @@ class HostTier:
             )
         )
 
-    def _name_of(self, ask: LoadAsk) -> str:
+    def _name_of(self, ask: LoadRequest) -> str:
         return f"load/{next(self._numbers)}/{ask.request_id}"
 
     def doubt(self, ticket: TransferTicket) -> None:

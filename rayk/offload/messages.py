@@ -11,7 +11,7 @@ TIER = "host"  # the tier's name as an engine of tickets and handshakes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StoreAsk:
+class StoreRequest:
     """Keep the KV that an engine offers. The engine's lease is released, whatever comes of it."""
 
     ticket: TransferTicket
@@ -43,7 +43,7 @@ class StoreAnswer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LoadAsk:
+class LoadRequest:
     """Offer what is held of a sequence."""
 
     request_id: str  # of the ticket that is answered

@@ -21,7 +21,7 @@ from rayk.kv.groups import KVCacheGroup, group_layers
 from rayk.kv.layout import LAYOUTS
 from rayk.offload.disk import DiskTier
 from rayk.offload.host import HostTier
-from rayk.offload.messages import LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.offload.messages import LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.offload.pages import DiskPages, identity_of
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.connectors import layer_views
@@ -219,7 +219,7 @@ class BareNode:
     ) -> list[StoreAnswer]:
         """A list that the answer comes into."""
         found: list[StoreAnswer] = []
-        self.tier.store(StoreAsk(ticket=ticket, token_ids=tuple(tokens), **how), found.append)
+        self.tier.store(StoreRequest(ticket=ticket, token_ids=tuple(tokens), **how), found.append)
         return found
 
     def store(
@@ -252,7 +252,7 @@ class BareNode:
         found: list[LoadAnswer] = []
         name = f"{engine.name}/load{next(self._ids)}"
         limits = {"max_tokens": len(tokens), **how}
-        self.tier.load(LoadAsk(request_id=name, token_ids=tuple(tokens), **limits), found.append)
+        self.tier.load(LoadRequest(request_id=name, token_ids=tuple(tokens), **limits), found.append)
         self.turn_until(lambda: bool(found), engine)
         return found[0]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from rayk.actors.tier_actor import open_tier
 from rayk.engine.build import RequestResult
-from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.offload.messages import TIER, LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.transfer.faulty_agent import FaultyAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.ticket import TransferTicket
@@ -94,10 +94,10 @@ class PausedTier:
         engine.run(lambda: setattr(engine.offloading.side, "tier", paused))
         return paused
 
-    def store(self, ask: StoreAsk, done: Callable[[StoreAnswer], None]) -> None:
+    def store(self, ask: StoreRequest, done: Callable[[StoreAnswer], None]) -> None:
         self.tier.store(ask, lambda answer: self._come("store", lambda: done(answer)))
 
-    def load(self, ask: LoadAsk, done: Callable[[LoadAnswer], None]) -> None:
+    def load(self, ask: LoadRequest, done: Callable[[LoadAnswer], None]) -> None:
         self.tier.load(ask, lambda answer: self._come("load", lambda: done(answer)))
 
     def drop(self, kept_as: str) -> None:
@@ -126,8 +126,8 @@ class AskedTier:
 
     node: Node
     tier: Any
-    before_store: Callable[[StoreAsk], None] = lambda ask: None
-    stores: list[StoreAsk] = field(default_factory=list)
+    before_store: Callable[[StoreRequest], None] = lambda ask: None
+    stores: list[StoreRequest] = field(default_factory=list)
     answers: list[StoreAnswer] = field(default_factory=list)
 
     @classmethod
@@ -137,7 +137,7 @@ class AskedTier:
         engine.run(lambda: setattr(engine.offloading.side, "tier", asked))
         return asked
 
-    def store(self, ask: StoreAsk, done: Callable[[StoreAnswer], None]) -> None:
+    def store(self, ask: StoreRequest, done: Callable[[StoreAnswer], None]) -> None:
         self.before_store(ask)
         self.stores.append(ask)
 
@@ -147,7 +147,7 @@ class AskedTier:
 
         self.tier.store(ask, answered)
 
-    def load(self, ask: LoadAsk, done: Callable[[LoadAnswer], None]) -> None:
+    def load(self, ask: LoadRequest, done: Callable[[LoadAnswer], None]) -> None:
         self.tier.load(ask, done)
 
     def drop(self, kept_as: str) -> None:

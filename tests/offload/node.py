@@ -24,7 +24,7 @@ from rayk.handover.extension import TransferExtension
 from rayk.handover.handover import TransferHandover
 from rayk.handover.offloading import Offloading
 from rayk.offload.host import HostTier
-from rayk.offload.messages import TIER, LoadAnswer, LoadAsk, StoreAnswer, StoreAsk
+from rayk.offload.messages import TIER, LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
@@ -89,10 +89,10 @@ class ThreadTier:
     thread: TierThread
     post: Callable[[Callable[[], None]], None]
 
-    def store(self, ask: StoreAsk, done: Callable[[StoreAnswer], None]) -> None:
+    def store(self, ask: StoreRequest, done: Callable[[StoreAnswer], None]) -> None:
         self.thread.post(lambda: self.thread.tier.store(ask, lambda a: self.post(lambda: done(a))))
 
-    def load(self, ask: LoadAsk, done: Callable[[LoadAnswer], None]) -> None:
+    def load(self, ask: LoadRequest, done: Callable[[LoadAnswer], None]) -> None:
         self.thread.post(lambda: self.thread.tier.load(ask, lambda a: self.post(lambda: done(a))))
 
     def drop(self, kept_as: str) -> None:

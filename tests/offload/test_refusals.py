@@ -15,7 +15,7 @@ from rayk.handover.commands import TicketPart
 from rayk.handover.digesting import Digesting
 from rayk.handover.extension import TransferExtension
 from rayk.offload.host import HostTier
-from rayk.offload.messages import StoreAsk
+from rayk.offload.messages import StoreRequest
 from rayk.transfer.rank import TransferRank
 from rayk.types.errors import DeviceError
 from tests.markers import one_per
@@ -91,7 +91,7 @@ def test_what_built_on_rows_that_are_gone_is_stored_anew_at_once(long: Case) -> 
         first, second = node.engines
         tier = AskedTier.before(node, first)
 
-        def clear_before_the_second(_: StoreAsk) -> None:
+        def clear_before_the_second(_: StoreRequest) -> None:
             if len(tier.stores) == 1:
                 node.thread.post(node.thread.tier.clear)
 

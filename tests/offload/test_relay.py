@@ -16,7 +16,7 @@ from rayk.actors.tiers import relay
 from rayk.engine.build import RequestResult
 from rayk.engine.leader import RequestEvent
 from rayk.offload.host import HostTier
-from rayk.offload.messages import LoadAsk, StoreAnswer, StoreAsk
+from rayk.offload.messages import LoadRequest, StoreAnswer, StoreRequest
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import DeadlineExceeded, EngineDied, TransferError
 from tests.offload.faults import Case
@@ -168,7 +168,7 @@ def test_what_nobody_wants_any_more_is_not_kept_when_it_comes(case: Case) -> Non
     with Node.open(case.path, [{}], store=False) as node:
         (engine,) = node.engines
         prefilled = prefill(engine, case, "r", 0)
-        ask = StoreAsk(ticket=prefilled.payload, token_ids=tuple(case.prompts[0]), keep_as="relay/r")
+        ask = StoreRequest(ticket=prefilled.payload, token_ids=tuple(case.prompts[0]), keep_as="relay/r")
         answers: list[Any] = []
 
         def begin(tier: HostTier) -> None:
@@ -183,7 +183,7 @@ def test_what_nobody_wants_any_more_is_not_kept_when_it_comes(case: Case) -> Non
         assert node.status()["num_kept"] == 0
         assert node.status()["num_used_blocks"] == 0
         found: list[Any] = []
-        node.thread.ask(lambda tier: tier.load(LoadAsk(request_id="x", kept_as="relay/r"), found.append))
+        node.thread.ask(lambda tier: tier.load(LoadRequest(request_id="x", kept_as="relay/r"), found.append))
         assert found[0].ticket is None
 
 
