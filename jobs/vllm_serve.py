@@ -67,6 +67,7 @@ NAMED: Mapping[str, str] = {
 }
 """A planted bug -> what a classification says that names it."""
 _SERIES = re.compile(r"^vllm:kv_proof_(requests|first_mismatch)_total\{(.*)\} (\S+)$", re.MULTILINE)
+_SECONDS = re.compile(r"^vllm:kv_proof_((?:digest|fetch)_seconds_(?:sum|count))\{.*\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -97,13 +98,22 @@ CASES = (
 
 @dataclass
 class Proofs:
-    """Verdicts of D's ranks, and the first wrong places of those that are mismatches."""
+    """Verdicts of a server's ranks, the first wrong places of mismatches, and what proofs cost."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     places: Counter[str] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)
+    """digest and fetch, each as digest_seconds_sum, digest_seconds_count"""
 
     def since(self, before: Proofs) -> Proofs:
-        return Proofs(self.statuses - before.statuses, self.places - before.places)
+        return Proofs(
+            self.statuses - before.statuses, self.places - before.places, self.seconds - before.seconds
+        )
+
+    def mean_ms(self, what: str) -> float | None:
+        """The mean of what was measured; None where nothing was."""
+        number = self.seconds[f"{what}_seconds_count"]
+        return self.seconds[f"{what}_seconds_sum"] * 1e3 / number if number else None
 
     def named(self, bug: str) -> str:
         """The place that most requests name of those whose classification is the bug's, or nothing."""
@@ -120,6 +130,8 @@ def read_proofs(text: str) -> Proofs:
         else:
             place = "layer {layer}, {field}, head {head}, token {token}: {classification}".format_map(of)
             found.places[place] += int(float(number))
+    for name, number in _SECONDS.findall(text):
+        found.seconds[name] += float(number)  # type: ignore[assignment] # floats, too
     return found
 
 
@@ -270,9 +282,11 @@ def complete(url: str, prompt: Sequence[int]) -> bool:
 @dataclass(frozen=True)
 class Load:
     proofs: Proofs
+    """What D tells."""
     num_failed: int
     ms: float
     """Wall clock of all requests, divided by how many they are."""
+    prefill_digest_ms: float | None
 
 
 def send(options: argparse.Namespace, case: Case, prefill: VllmServer, decode: VllmServer) -> Load:
@@ -288,11 +302,13 @@ def send(options: argparse.Namespace, case: Case, prefill: VllmServer, decode: V
 
         warm = send_all(draw_prompts(f"{case.name}, warm", 2 * options.clients))
         before = _settled(decode, (1 + warm.count(True)) * case.tp)
+        prefill_before = read_proofs(prefill.get("/metrics"))
         began = time.perf_counter()
         answered = send_all(prompts)
         ms = (time.perf_counter() - began) * 1e3 / len(prompts)
         after = _settled(decode, before.statuses.total() + answered.count(True) * case.tp)
-    return Load(after.since(before), answered.count(False), ms)
+        digests = read_proofs(prefill.get("/metrics")).since(prefill_before)
+    return Load(after.since(before), answered.count(False), ms, digests.mean_ms("digest"))
 
 
 def _settled(decode: VllmServer, number: int) -> Proofs:
@@ -316,6 +332,9 @@ COLUMNS = (
     Column(title="requests", key="requests", spec=",d"),
     *(Column(title=status, key=status, spec=",d") for status in STATUSES),
     Column(title="first place named", key="place"),
+    Column(title="digest at P, ms", key="prefill_digest_ms", spec=",.2f"),
+    Column(title="digest at D, ms", key="decode_digest_ms", spec=",.2f"),
+    Column(title="fetch beside the steps, ms", key="fetch_ms", spec=",.2f"),
     Column(title="ms per request bare", key="bare_ms", spec=",.0f"),
     Column(title="ms per request proving", key="ms", spec=",.0f"),
 )
@@ -356,6 +375,9 @@ def measure_family(
             "requests": options.requests,
             **{status: load.proofs.statuses[status] for status in STATUSES},
             "place": place or "none",
+            "prefill_digest_ms": load.prefill_digest_ms,
+            "decode_digest_ms": load.proofs.mean_ms("digest"),
+            "fetch_ms": load.proofs.mean_ms("fetch"),
             "bare_ms": bare_ms[case.tp],
             "ms": load.ms,
         }
@@ -381,7 +403,8 @@ def measure(options: argparse.Namespace, page: Page) -> None:
     page.say(
         f"vLLM {page.environment['vllm']}, one P at TP 1 per model, {options.requests} requests of "
         f"{options.clients} clients, float32, digests and rows kept of every request. Verdicts are D's, one "
-        "per request and rank.",
+        "per request and rank. A digest is made within a step of the engine: that is what a proof costs. The "
+        "wall clock of a load says less, for it differs by more from one server to the next.",
         "",
     )
     page.tables = {"cases": rows}

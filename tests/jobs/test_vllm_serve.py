@@ -28,6 +28,9 @@ vllm:kv_proof_first_mismatch_total{classification="head 0 holds head 1 of the pr
 vllm:kv_proof_first_mismatch_total{classification="other content in 35191 bytes of tokens 0 to 290",engine="0",field="k",head="0",layer="0",model_name="m",token="128"} 2.0
 vllm:kv_proof_first_mismatch_created{classification="K and V swapped",engine="0",field="k",head="0",layer="0",model_name="m",token="0"} 1.7642e+09
 vllm:kv_proof_digest_seconds_sum{engine="0",model_name="m"} 0.88
+vllm:kv_proof_digest_seconds_count{engine="0",model_name="m"} 14.0
+vllm:kv_proof_digest_seconds_created{engine="0",model_name="m"} 1.7642e+09
+vllm:kv_proof_digest_seconds_bucket{engine="0",le="0.1",model_name="m"} 10.0
 vllm:num_requests_running{engine="0",model_name="m"} 0.0
 """  # noqa: E501 - as vLLM 0.32.0 told it
 
@@ -41,6 +44,9 @@ def test_metrics_are_read_as_vllm_tells_them() -> None:
     assert found.named("stale_block_ids") == other, "what most requests say is not always the bug's"
     assert found.named("kv_swapped") == ""
     assert found.since(Proofs(Counter(equal=2), Counter({SHIFTED: 10}))).places == Counter({other: 2})
+    before = Proofs(seconds=Counter(digest_seconds_sum=0.48, digest_seconds_count=10))  # type: ignore[arg-type]
+    assert found.since(before).mean_ms("digest") == pytest.approx(100.0)
+    assert found.mean_ms("fetch") is None
     assert read_proofs('vllm:num_requests_running{engine="0"} 0.0\n') == Proofs()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import os
 import random
@@ -200,12 +201,15 @@ def test_files_that_cannot_be_pages_are_removed_at_the_start(tmp_path: Path):
 def test_one_bad_page_read_twice_at_once_is_put_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The second answer is about the old file and must not take the new one away."""
     gates = [threading.Event(), threading.Event()]
-    order = iter(gates)
+    numbers = itertools.count()
+    come: list[int] = []
     read = os.preadv
 
     def gated(*arguments: Any) -> int:
-        gate = next(order, None)
+        number = next(numbers)
+        gate = gates[number] if number < len(gates) else None
         num_bytes = read(*arguments)
+        come.append(number)
         while gate is not None and os.preadv is gated and not gate.wait(0.01):
             pass
         return num_bytes
@@ -219,7 +223,7 @@ def test_one_bad_page_read_twice_at_once_is_put_anew(tmp_path: Path, monkeypatch
     answers: list[list[PageName]] = []
     for _ in range(2):
         tier.get([name], [page_of(name)], answers.append)
-    wait_for(lambda: next(order, None) is None)
+    wait_for(lambda: len(come) == 2)
     gates[0].set()
     wait_for(lambda: tier.turn() or answers)
     assert answers == [[name]]
