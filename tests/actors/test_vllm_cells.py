@@ -48,13 +48,14 @@ def outcome_of(running: Any) -> CellOutcome:
     return found
 
 
+@thorough
 @ray
 @pytest.mark.parametrize(
     ("fault", "kind", "words"),
     [
         ("dies mid-request", EngineDied, "engine prefill0 died: its process was killed by SIGSEGV"),
-        pytest.param("refuses", Unsupported, "vLLM 0.32.0 refuses: .*'Foo'", marks=thorough),
-        pytest.param("killed at start", EngineDied, "killed by SIGKILL", marks=thorough),
+        ("refuses", Unsupported, "vLLM 0.32.0 refuses: .*'Foo'"),
+        ("killed at start", EngineDied, "killed by SIGKILL"),
     ],
 )
 def test_an_engine_that_fails_ends_its_cell_and_nothing_is_left(

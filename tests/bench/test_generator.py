@@ -74,6 +74,7 @@ def test_times_are_those_of_the_server_and_tokens_are_counted_by_it() -> None:
         )
 
 
+@thorough
 def test_a_server_that_stalls_is_charged_for_everybody_it_kept_waiting() -> None:
     """One slot, and the first request holds it for a second. Requests due meanwhile are late by the rest of
     that second, though each was answered at once when its turn came."""

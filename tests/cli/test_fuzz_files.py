@@ -88,6 +88,7 @@ def test_reports_of_cells_that_are_none(tmp_path: Path, body: str) -> None:
     assert "cells.pending: line 1 is no cell: " in told("report", tmp_path)
 
 
+@thorough
 def test_reports_of_files_that_never_end(tmp_path: Path) -> None:
     write_run(tmp_path)
     for name in ("environment.json", "spec.yaml"):

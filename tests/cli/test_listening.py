@@ -17,6 +17,7 @@ from rayk.cli import checkup, listening
 from rayk.cli.listening import GUARDED, LATE, OPEN, OTHER, Port, PortAnswer, ask
 from rayk.lines.line import LineService, LineThread
 from tests.listeners import listening as talkers
+from tests.markers import thorough
 
 UNKNOWN = grpc.StatusCode.UNIMPLEMENTED
 
@@ -83,6 +84,7 @@ def test_grpc(service: str, code: grpc.StatusCode, expected: str) -> None:
         assert ask("127.0.0.1", port).status == expected
 
 
+@thorough
 def test_who_greets_and_answers_no_more_is_not_told_as_harmless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "PROBE_S", 2.0)
     with talkers(b"\0\0\0\4\0\0\0\0\0", closes=False) as address:

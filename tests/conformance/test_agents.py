@@ -9,7 +9,7 @@ import pytest
 from rayk.conformance.catalog import all_checks, choose
 from rayk.conformance.runner import PASS, Kit
 from tests.conformance.settings import IMPATIENT, PATIENT
-from tests.markers import one_per, thorough
+from tests.markers import thorough
 
 COVERING = (
     "requests.one_request",
@@ -46,7 +46,7 @@ def test_a_local_connector_passes_every_check(name):
     assert failures(f"rayk.transfer:{name}", all_checks(every_layout=True)) == []
 
 
-@one_per()
+@thorough
 @pytest.mark.nixl
 @pytest.mark.parametrize("name", ["NixlConnector", "NixlPushConnector"])
 def test_a_nixl_connector_passes_a_covering_selection(name):

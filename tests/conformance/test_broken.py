@@ -129,7 +129,7 @@ def test_a_broken_connector_fails_for_its_own_reason(kit, name, passes, fails, r
     assert re.search(reason, found.reason), found.reason
 
 
-@one_per()
+@thorough
 @pytest.mark.parametrize(
     ("name", "passes", "fails", "reason"),
     [

@@ -22,6 +22,7 @@ from jobs.serving import stop, wait_ready
 from rayk import load
 from rayk.types.errors import DeadlineExceeded, UserError
 from tests.bench.fake_server import Script, serving
+from tests.markers import thorough
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 4, 6])
@@ -85,6 +86,7 @@ def test_goodput_is_told_by_setup_and_rate_best_first() -> None:
     ]
 
 
+@thorough
 def test_the_job_compares_setups_on_one_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from jobs import vllm_serve
 from jobs.vllm_serve import CASES, NAMED, Case, Proofs, judge, read_proofs
 from rayk.vllm.planted import PLANTED
+from tests.markers import one_per
 
 SHIFTED = "layer 0, k, head 0, token 0: head 0 holds head 1 of the producer"
 TOLD = """\
@@ -130,6 +131,7 @@ ThreadingHTTPServer(("127.0.0.1", int(options["--port"])), Handler).serve_foreve
 PLACE = "layer 0, k, head 0, token 0: K and V swapped"
 
 
+@one_per()
 @pytest.mark.parametrize(
     ("only", "row", "status"),
     [

@@ -17,6 +17,7 @@ from rayk.metrics import LABEL_VALUES, METRICS, Meter
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.rows import TransferRow
 from tests.handover.cases import NUM_TOKENS, Model
+from tests.markers import one_per
 from tests.metrics.recording import Recorder
 from tests.pd import Pair, make_request, wait_until
 
@@ -52,6 +53,7 @@ def flush(pair: Pair) -> None:
             wait_until(lambda m=loop._stats: not m.meter._observed)  # type: ignore[misc]
 
 
+@one_per()
 @pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
 def test_a_hand_over_is_counted_as_its_rows_count_it(qwen3: Model, push: bool) -> None:
     recorders, make_meter = recorded()

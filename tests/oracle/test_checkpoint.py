@@ -345,6 +345,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     assert list(tmp_path.iterdir()) == []
 
 
+@thorough
 def test_sharded_and_tied_files(tmp_path: Path) -> None:
     whole = write_small(tmp_path / "whole")
     sharded = write_small(tmp_path / "sharded", max_shard_size="10KB")

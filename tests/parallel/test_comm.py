@@ -49,6 +49,7 @@ def on_threads(comms: list[ThreadComm], body) -> list[object]:
     return results
 
 
+@one_per("kind")
 @pytest.mark.parametrize(("kind", "size"), [("shm", 2), ("shm", 4), ("gloo", 2), ("gloo", 3)])
 def test_every_collective_between_processes(crew: Crew, kind: str, size: int) -> None:
     digests = crew.run(RANKS, "battery", size, kind, free_address())
@@ -91,6 +92,7 @@ def test_threads_and_shm_give_the_same_bits(crew: Crew) -> None:
     assert one == two
 
 
+@one_per()
 @pytest.mark.parametrize(
     ("kind", "size", "victim"), [("shm", 2, 1), ("shm", 3, 2), ("shm", 3, 0), ("gloo", 2, 1)]
 )

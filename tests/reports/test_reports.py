@@ -21,6 +21,7 @@ from rayk.reports.table_files import write_csv
 from rayk.reports.terminal import STYLES, TONE_STYLES
 from rayk.reports.values import axis_label
 from rayk.types.verdicts import VERDICTS
+from tests.markers import thorough
 from tests.reports.synthetic import SPEC, cell_row, request_rows, transfer_rows, write_run
 
 
@@ -163,6 +164,7 @@ def test_a_run_without_cells_still_has_a_report(tmp_path: Path) -> None:
     assert "0 of 0 PASS" in writer.finish().read_text()
 
 
+@thorough
 def test_what_fast_prefill_saves_is_shown_where_a_cell_used_it(run: Path, tmp_path: Path) -> None:
     """In the page, in Markdown and in the terminal; a run without it has no columns of zeros."""
     names = {"token-layers", "fast layers"}
@@ -208,6 +210,7 @@ def test_what_prefix_caches_had_is_shown_where_they_had_something(run: Path, tmp
     assert tips.count("prompt tokens found") == tips.count("KV held") == 1
 
 
+@thorough
 def test_kernel_blocks_are_shown_where_they_are_less_than_blocks(run: Path, tmp_path: Path) -> None:
     """Chunks of 7 leave kernel blocks of one token in blocks of 16: nobody asked for them, so it is told."""
     writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
@@ -339,6 +342,7 @@ def test_a_terminal_shows_three_lines_of_a_reason(tmp_path: Path, width: int) ->
     assert "…" not in shown(None)
 
 
+@thorough
 def test_two_runs_are_compared_cell_by_cell(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "good"
     write_run(other, failures=False, seed=1)

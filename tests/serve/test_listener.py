@@ -18,7 +18,7 @@ from rayk.serve.limits import HttpSettings
 from rayk.types.errors import UserError
 from rayk.types.serving import Delta, ModelCard, ServerRequest
 from tests.completer import Script, ScriptedCompleter, serve, tokens_then_end
-from tests.markers import one_per, thorough
+from tests.markers import thorough
 from tests.pd import wait_until
 
 CARD = ModelCard(model_id="tiny", folder="nowhere", vocab_size=300, max_positions=64)
@@ -119,7 +119,7 @@ def test_long_bodies_and_many_requests_are_no_long_heads() -> None:
     assert len(completer.asked) == 31
 
 
-@one_per()
+@thorough
 @pytest.mark.parametrize(
     ("before", "start"), [(b"", b"G"), (b"", b"GET / HTTP/1.1\r\nHost: x\r\n"), (MODELS, b"GET / HTTP")]
 )

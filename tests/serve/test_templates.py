@@ -166,6 +166,7 @@ def test_a_few_conversations_at_once_and_a_bounded_line() -> None:
     asyncio.run(run())
 
 
+@thorough
 def test_a_conversation_whose_process_is_killed_is_read_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not to blame; nor is it where each one ends."""
     text = text_of(LISTED)

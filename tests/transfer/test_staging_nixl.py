@@ -53,6 +53,7 @@ def test_all_modes_bring_the_same_bytes(layouts):
         assert all(torch.equal(a, b) for a, b in zip(pages["never"], pages[mode], strict=True))
 
 
+@thorough
 @pytest.mark.parametrize("num_bytes", [1 << 14, pytest.param(1 << 22, marks=slow)])
 def test_every_kind_of_cache_is_staged_between_processes(num_bytes):
     """In one go, and in chunks with too little room for a state."""
