@@ -47,6 +47,7 @@ from rayk.oracle.checkpoint import write_checkpoint
 from rayk.reports.page import Column
 from rayk.serve.ports import claim_port
 from rayk.types.errors import DeadlineExceeded, UserError
+from rayk.vllm.arguments import ALONE, ON_CPUS
 
 HOST = "127.0.0.1"
 SETTLE_S = 60.0
@@ -206,11 +207,9 @@ def vllm_server(launch: Launch, model: Path, name: str, options: Sequence[str]) 
     command += ["--port", port, "--served-model-name", "m", "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", 1024, "--kv-cache-memory-bytes", 64 << 20, *options]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL_ENV"))} | {
+        **ALONE,
+        **ON_CPUS,
         "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_port),
     }
     reading, writing = os.pipe()

@@ -12,6 +12,10 @@ PROOF_S = 60.0
 """A producer that has just started takes long over its first digest, on a busy machine."""
 PUSHES = {"NixlConnector": "NixlPushConnector"}
 """vLLM's connectors that only pull -> those of their kind whose producer writes."""
+ALONE = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+"""Environment variables of an engine that asks nothing of the world."""
+ON_CPUS = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""Environment variables of engines that share a few cores."""
 LEASE_S = 600
 """vLLM's own 30 s may be over before a decode engine of a busy machine has read a prompt's blocks."""
 
@@ -60,8 +64,7 @@ def _transfer_config(config: VllmEngineConfig, secret_file: str, host: str) -> d
 def engine_environment(config: VllmEngineConfig, host: str, port: int) -> dict[str, str]:
     """`host` and `port`: where the engine answers the handshakes of others."""
     found = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
+        **ALONE,
         "VLLM_NIXL_SIDE_CHANNEL_HOST": host,
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port),
         "VLLM_HOST_IP": host,
@@ -70,11 +73,7 @@ def engine_environment(config: VllmEngineConfig, host: str, port: int) -> dict[s
     }
     if config.device == "cpu":
         # Without this, the first request with logprobs has vLLM compile for a minute what ranks tokens.
-        found |= {
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "TORCH_COMPILE_DISABLE": "1",
-        }
+        found |= {**ON_CPUS, "TORCH_COMPILE_DISABLE": "1"}
     if config.layout != "auto":
         found["VLLM_KV_CACHE_LAYOUT"] = config.layout
     return found

@@ -13,13 +13,9 @@ from typing import Any
 
 import numpy as np
 
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-}
+from rayk.vllm.arguments import ALONE, ON_CPUS
+
+ENVIRONMENT = {**ALONE, **ON_CPUS, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 VOCABULARY = 256
 
 

@@ -8,16 +8,16 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from rayk.vllm.arguments import ALONE, ON_CPUS
 from tests.house import ROOT
 
 
 def told_by(python: Path, module: str) -> list[dict[str, Any]]:
     """Return the JSON objects that a module prints, one a line; show what it says where it fails."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
     done = subprocess.run(
         [str(python), "-m", module],
         cwd=ROOT,
-        env={**environment, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, **ALONE, **ON_CPUS, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rayk.cli.main import app
+from rayk.vllm.arguments import ALONE, ON_CPUS
 from tests.house import ROOT
 from tests.markers import needs_vllm, slow
 from tests.pd import HANG_S
@@ -26,12 +27,6 @@ PROVEN = {
     "kv_connector_module_path": "rayk.vllm.proving",
     "kv_connector_extra_config": {"secret": "a secret of twenty letters"},
 }
-ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 def run(python: Path, model: Path, config: dict[str, Any]) -> tuple[int, str, str]:
@@ -40,7 +35,7 @@ def run(python: Path, model: Path, config: dict[str, Any]) -> tuple[int, str, st
     engine = subprocess.Popen(
         [python, "-m", "tests.vllm.run_engine", model, json.dumps(config)],
         cwd=ROOT,
-        env={**left, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        env={**left, **ALONE, **ON_CPUS, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rayk.vllm.arguments import ALONE, ON_CPUS
 from tests.house import ROOT
 from tests.markers import needs_vllm
 from tests.pd import HANG_S
@@ -47,7 +48,7 @@ def driven(vllm_python: Path) -> dict[str, Any]:
     done = subprocess.run(
         [vllm_python, "-m", "tests.vllm.drive_connector", *PLANTED],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"},
+        env={**os.environ, **ALONE, **ON_CPUS, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=HANG_S,
