@@ -81,11 +81,15 @@ def pair_rows(result: Result) -> list[dict[str, Any]]:
 
 def placed_moves(result: Result) -> pd.DataFrame:
     """Add PLACES and the kind of engines to `moves`."""
-    found, cells = moves(result.requests, result.transfers), result.cells
+    requests, transfers, cells = result.requests, result.transfers, result.cells
     if not set(PLACES).issubset(cells):
-        return found.assign(**dict.fromkeys((*PLACES, KIND), None)).head(0)
+        return moves(requests, transfers).assign(**dict.fromkeys((*PLACES, KIND), None)).head(0)
     if KIND not in cells:
         cells = cells.assign(**{KIND: "rayk"})
+    # vLLM tells less of its transfers, which takes nothing from what is known of rayk's.
+    kind_of = transfers["cell_id"].map(cells.set_index("cell_id")[KIND])
+    parts = [moves(requests, transfers[kind_of == kind]) for kind in cells[KIND].unique()]
+    found = pd.concat(parts, ignore_index=True)
     return found.merge(cells[["cell_id", *PLACES, KIND]], on="cell_id").dropna(subset=["decode.tp"])
 
 

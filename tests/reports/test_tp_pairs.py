@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from rayk.reports import ResultWriter, load
@@ -160,6 +161,35 @@ def test_older_tables_are_told_for_what_they_are(tmp_path: Path) -> None:
     mixed = whole.transfers.copy()
     mixed.loc[0, "num_descriptors_merged"] = None
     assert [row["descriptors"] for row in pair_rows(replace(whole, transfers=mixed))] == [48.0, 16.0]
+
+
+def test_what_vllm_does_not_tell_takes_nothing_from_what_rayk_tells(tmp_path: Path) -> None:
+    rayks = write(tmp_path / "run")
+
+    def with_vllms(name: str, **facts: object) -> pd.DataFrame:
+        """A table of both, where the other kind's cells have names of their own."""
+        table = getattr(rayks, name)
+        return pd.concat(
+            [table, table.assign(cell_id=table["cell_id"] + "-vllm", **facts)], ignore_index=True
+        )
+
+    both = replace(
+        rayks,
+        cells=pd.concat(
+            [
+                rayks.cells.assign(**{"engine.kind": "rayk"}),
+                with_vllms("cells", **{"engine.kind": "vllm"}).iloc[len(rayks.cells) :],
+            ],
+            ignore_index=True,
+        ),
+        requests=with_vllms("requests"),
+        transfers=with_vllms("transfers", num_descriptors_merged=None),
+    )
+    rows = pair_rows(both)
+    told_of = {row["layouts"].endswith(", vLLM"): row["is_merged"] for row in rows}
+    assert told_of == {False: True, True: False}
+    assert [row for row in rows if row["is_merged"]] == pair_rows(rayks)
+    assert told(both) == told(rayks)
 
 
 def test_only_the_attempt_that_brought_the_kv_counts(tmp_path: Path) -> None:
