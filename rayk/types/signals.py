@@ -77,29 +77,25 @@ async def _cancelled_by_signals(coroutine: Coroutine[Any, Any, T]) -> T:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     raised: list[KeyboardInterrupt] = []
-    before = {int(signum): signal.getsignal(signum) for signum in SIGNALS}
+    handlers = {int(number): at for number in SIGNALS if callable(at := signal.getsignal(number))}
 
     def handle(signum: int, frame: FrameType | None) -> None:
-        handler = before[signum]
-        assert callable(handler)
         try:
-            handler(signum, frame)
+            handlers[signum](signum, frame)
         except KeyboardInterrupt as error:
             raised.append(error)
             loop.call_soon_threadsafe(task.cancel)
 
-    for signum, handler in before.items():
-        if callable(handler):
-            signal.signal(signum, handle)
+    for signum in handlers:
+        signal.signal(signum, handle)
     try:
         result = await coroutine
     except asyncio.CancelledError:
         if not raised:
             raise
     finally:
-        for signum, handler in before.items():
-            if callable(handler):
-                signal.signal(signum, handler)
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
     if raised:
         raise raised[0]
     return result

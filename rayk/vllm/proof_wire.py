@@ -93,10 +93,6 @@ class ProtocolError(Exception):
     """The peer does not speak this protocol, or does not know the secret."""
 
 
-class HungUp(ConnectionError):
-    """The peer ended the connection before a message was whole."""
-
-
 def accept_channel(connection: socket.socket, secret: bytes, deadline: float) -> Channel:
     """Greet a client as the server. Raises ProtocolError where the client does not know the secret."""
     mine = os.urandom(NONCE_BYTES)
@@ -136,7 +132,7 @@ def receive_exactly(connection: socket.socket, num_bytes: int, deadline: float) 
         _set_timeout(connection, deadline)
         part = connection.recv(min(missing, 1 << 20))
         if not part:
-            raise HungUp("the peer hung up")
+            raise ConnectionResetError("the peer hung up")
         parts.append(part)
         missing -= len(part)
     return b"".join(parts)
@@ -156,7 +152,7 @@ def ask(address: Address, secret: bytes, requests: list[bytes], deadline: float)
     try:
         try:
             return _ask_once(address, secret, requests, deadline)
-        except (BrokenPipeError, ConnectionResetError, HungUp):
+        except (BrokenPipeError, ConnectionResetError):
             return _ask_once(address, secret, requests, deadline)
     except (OSError, UnicodeError, ProtocolError) as error:
         reason = "no answer in time" if isinstance(error, TimeoutError) else str(error)
