@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from rayk.actors.vllm_engine import END_S
 from rayk.handover.commands import CapturedRows
 from rayk.metrics import Meter
 from rayk.specs import Cell
-from rayk.types.errors import DeadlineExceeded, EngineDied, KVMismatch, TransferError
+from rayk.types.errors import DeadlineExceeded, EngineDied, KVMismatch, TransferError, Unsupported
 from rayk.types.request import Request, SamplingParams
 from rayk.types.rows import RequestRow, TransferRow
 from rayk.types.stage_clock import StageClock
@@ -33,6 +34,11 @@ PROOF_POLL_S = 0.05
 NUM_HANDSHAKES = 4
 LATE = ("handshake", "zmq.error.Again")
 """What vLLM logs of a handshake that was not answered within its fixed 5 s."""
+_NOT_MADE_FOR = re.compile(
+    r"(?:AssertionError|NotImplementedError): "
+    r"(.*(?:is not divisible by|are not supported|is not supported|does not support).*)"
+)
+"""How vLLM's connector says in its handshake that it was not written for such a pair of engines."""
 PROMPT_ALONE = SamplingParams(max_tokens=1, ignore_eos=True)
 HANDED_ON = {"do_remote_decode": True, "do_remote_prefill": False}
 """What a request says of itself whose KV another engine is to fetch."""
@@ -185,6 +191,8 @@ class VllmRequestRun:
         if told["finish_reason"] not in ("stop", "length") or not told["token_ids"]:
             why = f": {told['why']}" if told.get("why") else ""
             reason = f"{engine.name} ends it with finish reason {told['finish_reason']}{why}"
+            if given is not None and (refused := _NOT_MADE_FOR.search(told.get("why") or "")):
+                raise Unsupported(f"vLLM refuses: {refused[1]}")
             if given is not None:
                 raise TransferError(self._row.request_id, reason, self._row.prefill_engine or "", engine.name)
             raise EngineDied(engine.name, f"{reason} ({self._row.request_id})")

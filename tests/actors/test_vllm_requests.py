@@ -16,7 +16,7 @@ from rayk.actors.engines import EngineHandle
 from rayk.actors.vllm_cell import NUM_HANDSHAKES, VllmCellRun
 from rayk.specs import Cell, expand, load_spec
 from rayk.types.config import VllmEngineConfig
-from rayk.types.errors import KVMismatch, TransferError
+from rayk.types.errors import KVMismatch, TransferError, Unsupported
 from rayk.types.rows import TransferRow
 from tests.specs.models import decoder, spec
 
@@ -176,6 +176,23 @@ def test_a_handshake_that_came_too_late_is_tried_again(failures: list[str], num_
     else:
         assert [type(error) for error in outcome.errors] == [TransferError]
         assert failures[0] in str(outcome.errors[0])
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "base_worker.py:1318: NIXL transfer failure: handshake_setup_failed | Context: {}: ",
+        "base_worker.py:1354: Traceback (most recent call last):: ",
+    ],
+)
+def test_a_pair_that_vllm_refuses_in_its_handshake_is_unsupported(place: str) -> None:
+    words = "Local block size 64 is not divisible by remote block size 128 or vice versa."
+    decode = Answers()
+    decode.failures = [f"{place}AssertionError: {words}"]
+    outcome = run(cell(), Answers(), decode)
+    (error,) = outcome.errors
+    assert isinstance(error, Unsupported)
+    assert str(error) == f"vLLM refuses: {words}"
 
 
 def test_kv_that_the_decode_engine_had_was_not_handed_over() -> None:
