@@ -27,9 +27,8 @@ def not_finite_weights(rank: EngineRank, limit_s: float = LIMIT_S) -> tuple[str,
             return tuple(found) or None
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or not tensor.numel():
             continue
-        dense = tensor.to_dense() if tensor.is_mkldnn else tensor
-        if dense.untyped_storage().data_ptr() != own and not _is_finite(dense):
-            found.append(name)
+        if tensor.untyped_storage().data_ptr() != own and not _is_finite(tensor):
+            found.append(name.removesuffix(".panels"))
     return tuple(found)
 
 

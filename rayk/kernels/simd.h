@@ -50,6 +50,28 @@ inline Floats load(const _Float16* p) {
 
 inline void store(float* p, Floats v) { memcpy(p, &v, sizeof v); }
 
+inline void store(BFloat16* p, Floats v) {
+    Words bits = (Words)v;
+    bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    Words nan = (Words)(v != v);
+    Halves h = __builtin_convertvector((bits & ~nan) | (nan & 0x7fc0), Halves);
+    memcpy(p, &h, sizeof h);
+}
+
+// The first n < kLanes of what load and store would touch; the other lanes are zero.
+template <class T>
+inline Floats load(const T* p, int n) {
+    T some[kLanes] = {};
+    memcpy(some, p, n * sizeof(T));
+    return load(some);
+}
+template <class T>
+inline void store(T* p, Floats v, int n) {
+    T some[kLanes];
+    store(some, v);
+    memcpy(p, some, n * sizeof(T));
+}
+
 inline float widen(float x) { return x; }
 inline float widen(_Float16 x) { return static_cast<float>(x); }
 inline float widen(BFloat16 x) {

@@ -11,28 +11,6 @@ namespace {
 
 constexpr int64_t kMinParallel = 1 << 15;  // elements below which threads cost more than they bring
 
-inline void store(BFloat16* p, Floats v) {
-    Words bits = (Words)v;
-    bits = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    Words nan = (Words)(v != v);
-    Halves h = __builtin_convertvector((bits & ~nan) | (nan & 0x7fc0), Halves);
-    memcpy(p, &h, sizeof h);
-}
-
-// The first n < kLanes of what load and store would touch; the other lanes are zero.
-template <class T>
-inline Floats load(const T* p, int n) {
-    T some[kLanes] = {};
-    memcpy(some, p, n * sizeof(T));
-    return load(some);
-}
-template <class T>
-inline void store(T* p, Floats v, int n) {
-    T some[kLanes];
-    store(some, v);
-    memcpy(p, some, n * sizeof(T));
-}
-
 // v as a tensor of T would hold it.
 template <class T>
 inline Floats rounded(Floats v) {

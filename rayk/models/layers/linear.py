@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from rayk.kernels.packed_product import is_packable, pack, packed_product
 from rayk.parallel.comm import Comm
 
-MIN_PACKED_ELEMENTS = {torch.float32: 1 << 18, torch.bfloat16: 1 << 14}
-"""Below this, the packed product's fixed cost (12 us a call) exceeds its gain."""
-_TYPICAL_ROWS = 16
-"""Tokens of a step for which oneDNN chooses the packed order."""
+MIN_PACKED_ELEMENTS = 1 << 14
+"""Of a weight: below this, the packed product's fixed cost exceeds its gain."""
 
 
-def packed(weight: torch.Tensor) -> torch.Tensor:
-    """Return the weight [out, in] in oneDNN's own order if that is faster, else unchanged.
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [out, in] in the order in which a CPU reads it."""
 
-    On one CPU core, float32: 1.5 to 2.5 times as fast at 4 to 64 rows. Only `product` takes the result.
-    """
-    least = MIN_PACKED_ELEMENTS.get(weight.dtype)
-    if weight.device.type != "cpu" or least is None or weight.numel() < least:
+    panels: torch.Tensor
+    num_outputs: int
+
+    def numel(self) -> int:
+        return self.panels.numel() // (self.panels.shape[0] * self.panels.shape[2]) * self.num_outputs
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor | PackedWeight:
+    """Return the weight [out, in] packed if products with it are then faster, else unchanged."""
+    if weight.numel() < MIN_PACKED_ELEMENTS or not is_packable(weight):
         return weight
-    if not torch._C._has_mkldnn:
-        return weight
-    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return weight
-    reordered: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS)
-    return reordered
+    return PackedWeight(pack(weight), len(weight))
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def product(
+    x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None
+) -> torch.Tensor:
     """Multiply x [T, in] by weight^T and add the bias; weight is as `packed` returned it."""
-    if weight.is_mkldnn:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return out
+    if isinstance(weight, PackedWeight):
+        return packed_product(x, weight.panels, weight.num_outputs, bias)
     return F.linear(x, weight, bias)
 
 
