@@ -3,13 +3,14 @@ it and without, and whether bugs that are planted at D are named by its /metrics
 
     python jobs/vllm_serve.py [--requests 100] [--only kv_swapped] [--record]
 
-A case is a D beside the P of its model: nothing planted at TP 1 and at TP 2, and each planted bug. It has
-requests of 20 to 300 random tokens, some of which share 133, and 8 tokens of output. One P and one D are
-alive at once, and end with this job, however it ends. Milliseconds per request are the wall clock of all
-requests of a case, divided by how many they are.
+A case is a D beside the P of its model: nothing planted at TP 1 and at TP 2, each planted bug, a bug whose
+requests are failed, or computed again, and right requests of which some are sampled. It has requests of 20 to
+300 random tokens, some of which share 133, and 8 tokens of output. One P and one D are alive at once, and end
+with this job, however it ends. Milliseconds per request are the wall clock of all requests of a case, divided
+by how many they are.
 
-Exit status 1 where a planted bug is not named, a right hand-over is accused or not proven, or a request
-fails.
+Exit status 1 where a planted bug is not named, a right hand-over is accused or not proven, a request fails
+that should not or does not that should, or tokens differ from those of servers that prove nothing.
 """
 
 from __future__ import annotations
@@ -79,15 +80,34 @@ class Case:
     family: str
     tp: int = 1
     planted: str = ""
+    on_mismatch: str = "report"
+    """report, fail; or recompute: fail, and vLLM's policy makes it compute what is wrong."""
+    sampling_rate: float = 1.0
 
     @property
     def name(self) -> str:
-        return f"{self.family}-tp{self.tp}-{self.planted or 'right'}"
+        what = [self.planted or "right"]
+        what += [self.on_mismatch] if self.on_mismatch != "report" else []
+        what += [f"sampled{self.sampling_rate:g}"] if self.sampling_rate < 1 else []
+        return "-".join([f"{self.family}-tp{self.tp}", *what])
+
+    @property
+    def is_answered_rightly(self) -> bool:
+        """Whether its tokens are those of servers that prove nothing."""
+        return not self.planted or self.on_mismatch == "recompute"
+
+    @property
+    def seed(self) -> str:
+        """Of its prompts: all that are answered rightly have the same."""
+        return f"{self.family}-tp{self.tp}-right" if self.is_answered_rightly else self.name
 
 
 CASES = (
     Case("qwen3"),
     *(Case("qwen3", planted=bug) for bug in NAMED if bug != "state_columns_shifted"),
+    Case("qwen3", planted="kv_swapped", on_mismatch="fail"),
+    Case("qwen3", planted="kv_swapped", on_mismatch="recompute"),
+    Case("qwen3", sampling_rate=0.25),
     Case("qwen3", tp=2),
     Case("falcon_h1"),
     Case("falcon_h1", planted="state_columns_shifted"),
@@ -136,10 +156,20 @@ def read_proofs(text: str) -> Proofs:
     return found
 
 
-def judge(case: Case, proofs: Proofs, num_requests: int, num_failed: int) -> list[str]:
-    """What must never be, a line each."""
-    wrong = [f"{num_failed} of {num_requests} requests failed"] if num_failed else []
+def judge(case: Case, proofs: Proofs, num_requests: int, num_failed: int, num_unlike: int) -> list[str]:
+    """What must never be, a line each. `num_unlike` answers have other tokens than servers that prove
+    nothing."""
     num_wrong = proofs.statuses["mismatch"]
+    wrong = []
+    if case.on_mismatch == "fail":
+        if num_failed != num_wrong:
+            wrong.append(f"{num_failed} requests failed, and {num_wrong} were wrong")
+    elif num_failed:
+        wrong.append(f"{num_failed} of {num_requests} requests failed")
+    if case.is_answered_rightly and num_unlike:
+        wrong.append(f"{num_unlike} of {num_requests} answers have other tokens")
+    if (case.sampling_rate < 1) != bool(proofs.statuses["skipped"]):
+        wrong.append(f"{proofs.statuses['skipped']} skipped at a sampling rate of {case.sampling_rate:g}")
     if case.planted:
         if not proofs.named(case.planted):
             told = ", ".join(proofs.places) or "no mismatch"
@@ -241,15 +271,20 @@ def vllm_server(launch: Launch, model: Path, name: str, options: Sequence[str]) 
         os.close(reading)
 
 
-def connector(launch: Launch, *, proves: bool, planted: str = "") -> list[str]:
-    """The servers' option for NIXL's connector, wrapped if it `proves`."""
+def connector(launch: Launch, case: Case | None = None, *, proves: bool) -> list[str]:
+    """The servers' option for NIXL's connector, wrapped if it `proves`; as D has it in a case."""
     extra: dict[str, Any] = {"kv_lease_duration": 600}
     config: dict[str, Any] = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
     if proves:
         config["kv_connector_module_path"] = "rayk.vllm.proving"
         extra |= {"secret_file": str(launch.secret_file), "keep_rows": True, "timeout_s": 60}
-    if planted:
-        extra["planted"] = planted
+    if proves and case is not None:
+        extra["sampling_rate"] = case.sampling_rate
+        extra["on_mismatch"] = "report" if case.on_mismatch == "report" else "fail"
+        if case.planted:
+            extra["planted"] = case.planted
+        if case.on_mismatch == "recompute":
+            config["kv_load_failure_policy"] = "recompute"
     return ["--kv-transfer-config", json.dumps(config | {"kv_connector_extra_config": extra})]
 
 
@@ -267,22 +302,25 @@ def _draw(tokens: random.Random, number: int) -> list[int]:
     return [tokens.randrange(5, 205) for _ in range(number)]
 
 
-def complete(url: str, prompt: Sequence[int]) -> bool:
-    """Whether a prompt is answered."""
+def complete(url: str, prompt: Sequence[int]) -> list[int] | None:
+    """The tokens that answer a prompt; None where the request fails."""
     body = {"model": "m", "prompt": prompt, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
     try:
-        with post(f"{url}/v1/completions", body) as answer:
-            return bool(json.load(answer)["choices"])
+        with post(f"{url}/v1/completions", {**body, "return_token_ids": True}) as answer:
+            (choice,) = json.load(answer)["choices"]
     except (OSError, http.client.HTTPException) as error:
         print(f"a request failed: {error}", file=sys.stderr)
-        return False
+        return None
+    tokens: list[int] = choice["token_ids"]
+    return None if choice["finish_reason"] == "error" else tokens
 
 
 @dataclass(frozen=True)
 class Load:
     proofs: Proofs
     """What D tells."""
-    num_failed: int
+    answers: list[list[int] | None]
+    """Tokens by prompt, None where a request failed."""
     ms: float
     """Wall clock of all requests, divided by how many they are."""
     prefill_digest_ms: float | None
@@ -290,24 +328,29 @@ class Load:
 
 def send(options: argparse.Namespace, case: Case, prefill: VllmServer, decode: VllmServer) -> Load:
     """Have every prompt completed, after some that nobody counts."""
-    prompts = draw_prompts(case.name, options.requests)
+    prompts = draw_prompts(case.seed, options.requests)
     handler = make_handler(prefill.url, decode.url)
     with served(handler) as url, ThreadPoolExecutor(options.clients) as pool:
-        if not any(complete(url, _draw(random.Random(i), 150)) for i in range(WARM_UPS)):
+        warm_ups = [complete(url, _draw(random.Random(i), 150)) for i in range(WARM_UPS)]
+        fails = case.on_mismatch == "fail"
+        if not fails and all(answer is None for answer in warm_ups):
             raise UserError(f"no request of {WARM_UPS} is answered by {decode.name}", where=str(decode.log))
 
-        def send_all(prompts: Sequence[Sequence[int]]) -> list[bool]:
+        def send_all(prompts: Sequence[Sequence[int]]) -> list[list[int] | None]:
             return list(pool.map(lambda prompt: complete(url, prompt), prompts))
 
+        def num_judged(answers: Sequence[list[int] | None]) -> int:
+            return len(answers) if fails else sum(answer is not None for answer in answers)
+
         warm = send_all(draw_prompts(f"{case.name}, warm", 2 * options.clients))
-        before = _settled(decode, (1 + warm.count(True)) * case.tp)
+        before = _settled(decode, (1 + num_judged(warm)) * case.tp)
         prefill_before = read_proofs(prefill.get("/metrics"))
         began = time.perf_counter()
-        answered = send_all(prompts)
+        answers = send_all(prompts)
         ms = (time.perf_counter() - began) * 1e3 / len(prompts)
-        after = _settled(decode, before.statuses.total() + answered.count(True) * case.tp)
+        after = _settled(decode, before.statuses.total() + num_judged(answers) * case.tp)
         digests = read_proofs(prefill.get("/metrics")).since(prefill_before)
-    return Load(after.since(before), answered.count(False), ms, digests.mean_ms("digest"))
+    return Load(after.since(before), answers, ms, digests.mean_ms("digest"))
 
 
 def _settled(decode: VllmServer, number: int) -> Proofs:
@@ -328,7 +371,11 @@ COLUMNS = (
     Column(title="planted", key="planted"),
     Column(title="model", key="family"),
     Column(title="D's TP", key="tp", spec=",d"),
+    Column(title="on a mismatch", key="on_mismatch"),
+    Column(title="sampled", key="sampling_rate", spec=".0%"),
     Column(title="requests", key="requests", spec=",d"),
+    Column(title="failed", key="failed", spec=",d"),
+    Column(title="other tokens than bare", key="unlike", spec=",d"),
     *(Column(title=status, key=status, spec=",d") for status in STATUSES),
     Column(title="first place named", key="place"),
     Column(title="digest at P, ms", key="prefill_digest_ms", spec=",.2f"),
@@ -353,7 +400,7 @@ def measure_family(
         plain = [*more, *connector(launch, proves=proves)]
         with vllm_server(launch, model, f"P-{family}-{kind}", plain) as prefill:
             for case in wanted:
-                told = connector(launch, proves=proves, planted=case.planted)
+                told = connector(launch, case, proves=proves)
                 ranks = ["--tensor-parallel-size", str(case.tp)]
                 with vllm_server(launch, model, f"D-{case.name}-{kind}", [*more, *told, *ranks]) as decode:
                     prefill.wait_ready(launch.start_s)
@@ -364,20 +411,24 @@ def measure_family(
                 yield case, load
 
     bare = [Case(family, tp) for tp in sorted({case.tp for case in cases})]
-    bare_ms = {case.tp: load.ms for case, load in loads(bare, proves=False)}
+    of_bare = {case.tp: load for case, load in loads(bare, proves=False)}
     for case, load in loads(cases, proves=True):
-        page.wrong += judge(case, load.proofs, options.requests, load.num_failed)
+        num_failed = load.answers.count(None)
+        unlike = [mine != theirs for mine, theirs in zip(load.answers, of_bare[case.tp].answers, strict=True)]
+        page.wrong += judge(case, load.proofs, options.requests, num_failed, sum(unlike))
         place = load.proofs.named(case.planted) if case.planted else ", ".join(load.proofs.places)
         yield {
             **dataclasses.asdict(case),
             "planted": case.planted or "nothing",
             "requests": options.requests,
+            "failed": num_failed,
+            "unlike": sum(unlike) if case.is_answered_rightly else None,
             **{status: load.proofs.statuses[status] for status in STATUSES},
             "place": place or "none",
             "prefill_digest_ms": load.prefill_digest_ms,
             "decode_digest_ms": load.proofs.mean_ms("digest"),
             "fetch_ms": load.proofs.mean_ms("fetch"),
-            "bare_ms": bare_ms[case.tp],
+            "bare_ms": of_bare[case.tp].ms,
             "ms": load.ms,
         }
 

@@ -61,23 +61,44 @@ EQUAL = Proofs(Counter(equal=12))
 MISMATCH = Proofs(Counter(equal=1, mismatch=11), Counter({SHIFTED: 11}))
 
 
+SAMPLED = Proofs(Counter(equal=4, skipped=8))
+
+
 @pytest.mark.parametrize(
-    ("planted", "proofs", "num_failed", "wrong"),
+    ("case", "proofs", "num_failed", "num_unlike", "wrong"),
     [
-        ("", EQUAL, 0, []),
-        ("", MISMATCH, 0, [f"accused 11 times with nothing planted: {SHIFTED}"]),
-        ("", Proofs(Counter(unverified=12)), 0, ["nothing was proven"]),
-        ("", EQUAL, 1, ["1 of 13 requests failed"]),
-        ("heads_shifted", MISMATCH, 0, []),
-        ("heads_shifted", EQUAL, 0, ["heads_shifted is not named: no mismatch"]),
-        ("kv_swapped", MISMATCH, 0, [f"kv_swapped is not named: {SHIFTED}"]),
+        (Case("qwen3"), EQUAL, 0, 0, []),
+        (Case("qwen3"), MISMATCH, 0, 0, [f"accused 11 times with nothing planted: {SHIFTED}"]),
+        (Case("qwen3"), Proofs(Counter(unverified=12)), 0, 0, ["nothing was proven"]),
+        (Case("qwen3"), EQUAL, 1, 0, ["1 of 13 requests failed"]),
+        (Case("qwen3"), EQUAL, 0, 2, ["2 of 13 answers have other tokens"]),
+        (Case("qwen3"), SAMPLED, 0, 0, ["8 skipped at a sampling rate of 1"]),
+        (Case("qwen3", sampling_rate=0.25), SAMPLED, 0, 0, []),
+        (Case("qwen3", sampling_rate=0.25), EQUAL, 0, 0, ["0 skipped at a sampling rate of 0.25"]),
+        (Case("qwen3", planted="heads_shifted"), MISMATCH, 0, 9, []),
+        (Case("qwen3", planted="heads_shifted"), EQUAL, 0, 0, ["heads_shifted is not named: no mismatch"]),
+        (Case("qwen3", planted="kv_swapped"), MISMATCH, 0, 0, [f"kv_swapped is not named: {SHIFTED}"]),
+        (Case("qwen3", planted="heads_shifted", on_mismatch="fail"), MISMATCH, 11, 11, []),
+        (
+            Case("qwen3", planted="heads_shifted", on_mismatch="fail"),
+            MISMATCH,
+            9,
+            9,
+            ["9 requests failed, and 11 were wrong"],
+        ),
+        (
+            Case("qwen3", planted="heads_shifted", on_mismatch="recompute"),
+            MISMATCH,
+            0,
+            1,
+            ["1 of 13 answers have other tokens"],
+        ),
     ],
 )
 def test_a_bug_must_be_named_and_nobody_accused(
-    planted: str, proofs: Proofs, num_failed: int, wrong: list[str]
+    case: Case, proofs: Proofs, num_failed: int, num_unlike: int, wrong: list[str]
 ) -> None:
-    found = judge(Case("qwen3", planted=planted), proofs, 13, num_failed)
-    assert found == [f"qwen3-tp1-{planted or 'right'}: {line}" for line in wrong]
+    assert judge(case, proofs, 13, num_failed, num_unlike) == [f"{case.name}: {line}" for line in wrong]
 
 
 PLAYED = '''#!{python}
@@ -112,10 +133,13 @@ class Handler(BaseHTTPRequestHandler):
         global number
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         number += 1
-        self.say(json.dumps(dict(kv_transfer_params=dict(), choices=[dict(text="a")])))
+        fails = extra.get("on_mismatch") == "fail" and config.get("kv_load_failure_policy") != "recompute"
+        wrong = planted is not None and "kv_load_failure_policy" not in config
+        choice = dict(token_ids=[number if wrong else 7], finish_reason="length")
+        self.say(json.dumps(dict(kv_transfer_params=dict(), choices=[choice])), 500 if fails and wrong else 200)
 
-    def say(self, text):
-        self.send_response(200)
+    def say(self, text, status=200):
+        self.send_response(status)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text.encode())
@@ -133,16 +157,27 @@ PLACE = "layer 0, k, head 0, token 0: K and V swapped"
 
 @one_per()
 @pytest.mark.parametrize(
-    ("only", "row", "status"),
+    ("only", "rows", "status"),
     [
-        ("kv_swapped", f"| kv_swapped | qwen3 | 1 | 3 | 0 | 3 | 0 | 0 | 0 | {PLACE} |", 0),
-        ("heads_shifted", "| heads_shifted | qwen3 | 1 | 3 | 0 | 3 | 0 | 0 | 0 | none |", 1),
-        ("tp2", "| nothing | qwen3 | 2 | 3 | 6 | 0 | 0 | 0 | 0 | none |", 0),
+        (
+            "kv_swapped",
+            [
+                f"| kv_swapped | qwen3 | 1 | {of} | 0 | 3 | 0 | 0 | 0 | {PLACE} |"
+                for of in ("report | 100% | 3 | 0 | ", "fail | 100% | 3 | 3 | ", "recompute | 100% | 3 | 0 | 0")
+            ],
+            0,
+        ),
+        (
+            "heads_shifted",
+            ["| heads_shifted | qwen3 | 1 | report | 100% | 3 | 0 |  | 0 | 3 | 0 | 0 | 0 | none |"],
+            1,
+        ),
+        ("tp2", ["| nothing | qwen3 | 2 | report | 100% | 3 | 0 | 0 | 6 | 0 | 0 | 0 | 0 | none |"], 0),
     ],
 )
 def test_a_run_before_played_servers(
     only: str,
-    row: str,
+    rows: list[str],
     status: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -157,9 +192,9 @@ def test_a_run_before_played_servers(
     monkeypatch.setattr(sys, "argv", ["jobs/vllm_serve.py", *words])
     assert vllm_serve.main() == status
     printed = capsys.readouterr()
-    assert row in printed.out
+    assert [row for row in rows if row not in printed.out] == []
     assert (f"{only} is not named" in printed.err) == (status == 1)
     assert json.loads((out / "environment.json").read_text())["vllm"] == "0.32.0"
     told = [int(pid) for file in pids.iterdir() for pid in (file.name, file.read_text())]
-    assert len(told) == 2 * 4, "P and D, bare and proving, and a child of each that left its group"
+    assert len(told) == 2 * (3 + len(rows)), "P and D, bare and proving, and a child of each that left its group"
     assert [pid for pid in told if Path(f"/proc/{pid}").exists()] == []
