@@ -24,6 +24,8 @@ def is_packable(weight: torch.Tensor) -> bool:
     """Tell whether the kernel takes products with this weight [out, in], and has no betters."""
     if not weight.is_cpu or weight.dtype not in _TYPES or why_no_native() is not None:
         return False
+    if 16 * (-len(weight) % PANEL) > len(weight):
+        return False  # more than a sixteenth would be filled up
     return weight.dtype == torch.float32 or (weight.shape[1] % 2 == 0 and not _has_tiles())
 
 
