@@ -136,7 +136,8 @@ class Handler(BaseHTTPRequestHandler):
         fails = extra.get("on_mismatch") == "fail" and config.get("kv_load_failure_policy") != "recompute"
         wrong = planted is not None and "kv_load_failure_policy" not in config
         choice = dict(token_ids=[number if wrong else 7], finish_reason="length")
-        self.say(json.dumps(dict(kv_transfer_params=dict(), choices=[choice])), 500 if fails and wrong else 200)
+        answer = dict(kv_transfer_params=dict(), choices=[choice])
+        self.say(json.dumps(answer), 500 if fails and wrong else 200)
 
     def say(self, text, status=200):
         self.send_response(status)
@@ -163,7 +164,11 @@ PLACE = "layer 0, k, head 0, token 0: K and V swapped"
             "kv_swapped",
             [
                 f"| kv_swapped | qwen3 | 1 | {of} | 0 | 3 | 0 | 0 | 0 | {PLACE} |"
-                for of in ("report | 100% | 3 | 0 | ", "fail | 100% | 3 | 3 | ", "recompute | 100% | 3 | 0 | 0")
+                for of in (
+                    "report | 100% | 3 | 0 | ",
+                    "fail | 100% | 3 | 3 | ",
+                    "recompute | 100% | 3 | 0 | 0",
+                )
             ],
             0,
         ),
@@ -196,5 +201,7 @@ def test_a_run_before_played_servers(
     assert (f"{only} is not named" in printed.err) == (status == 1)
     assert json.loads((out / "environment.json").read_text())["vllm"] == "0.32.0"
     told = [int(pid) for file in pids.iterdir() for pid in (file.name, file.read_text())]
-    assert len(told) == 2 * (3 + len(rows)), "P and D, bare and proving, and a child of each that left its group"
+    assert len(told) == 2 * (3 + len(rows)), (
+        "P and D, bare and proving, and a child of each that left its group"
+    )
     assert [pid for pid in told if Path(f"/proc/{pid}").exists()] == []

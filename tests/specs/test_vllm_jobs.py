@@ -79,7 +79,12 @@ def test_the_nightly_run_is_the_full_product() -> None:
     assert {num_shared_blocks(c, 128) for c in cells} == {2}
     assert [c.vllm[0].connector for c in others] == ["ExampleConnector", "MultiConnector"]
     assert Counter((c.vllm[0].dtype, c.vllm[0].kv_dtype, c.vllm[1].tp) for c in precisions) == Counter(
-        [("bfloat16", "auto", 1), ("bfloat16", "auto", 2), ("float32", "fp8_e4m3", 1), ("float32", "fp8_e4m3", 2)]
+        [
+            ("bfloat16", "auto", 1),
+            ("bfloat16", "auto", 2),
+            ("float32", "fp8_e4m3", 1),
+            ("float32", "fp8_e4m3", 2),
+        ]
     )
     assert len({c.cell_id for c in cells}) == len(cells)
     assert starts(cells) < len(cells) / 2

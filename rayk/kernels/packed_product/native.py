@@ -31,7 +31,7 @@ def is_packable(weight: torch.Tensor) -> bool:
 
 @functools.cache
 def _has_tiles() -> bool:
-    """With AMX, which torch's own products use, 16-bit prompts are several times as fast as with vectors."""
+    """Tell whether the CPU has AMX: torch's products use it, and in 16 bits are several times as fast."""
     return bool(torch.cpu._is_amx_tile_supported())
 
 

@@ -11,7 +11,7 @@ from rayk.kernels.packed_product import is_packable, pack, packed_product
 from rayk.parallel.comm import Comm
 
 MIN_PACKED_ELEMENTS = 1 << 14
-"""Of a weight: below this, the packed product's fixed cost exceeds its gain."""
+"""Below so many elements of a weight, the packed product's fixed cost exceeds its gain."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ def packed(weight: torch.Tensor) -> torch.Tensor | PackedWeight:
     return PackedWeight(pack(weight), len(weight))
 
 
-def product(
-    x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None
-) -> torch.Tensor:
+def product(x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
     """Multiply x [T, in] by weight^T and add the bias; weight is as `packed` returned it."""
     if isinstance(weight, PackedWeight):
         return packed_product(x, weight.panels, weight.num_outputs, bias)
