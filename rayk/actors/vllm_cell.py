@@ -24,7 +24,14 @@ from rayk.actors.vllm_engine import END_S
 from rayk.handover.commands import CapturedRows
 from rayk.metrics import Meter
 from rayk.specs import Cell
-from rayk.types.errors import DeadlineExceeded, EngineDied, KVMismatch, TransferError, Unsupported
+from rayk.types.errors import (
+    DeadlineExceeded,
+    EngineDied,
+    KVMismatch,
+    RaykError,
+    TransferError,
+    Unsupported,
+)
 from rayk.types.request import Request, SamplingParams
 from rayk.types.rows import RequestRow, TransferRow
 from rayk.types.stage_clock import StageClock
@@ -79,7 +86,11 @@ class VllmCellRun:
                     await run.hand_over(prefill, self._decode[index % len(self._decode)], request)
                 else:
                     await run.whole(prefill, request)
-        except (TimeoutError, asyncio.CancelledError):
+        except (TransferError, DeadlineExceeded, TimeoutError):
+            await run.ask_last_proof()
+            run.abort()
+            raise
+        except asyncio.CancelledError:
             run.abort()
             raise
 
@@ -100,6 +111,11 @@ class VllmRequestRun:
         self._received_as = self._name
         """Its name on the decode engine."""
         self._met: list[EngineHandle] = []
+        self._receiver: EngineHandle | None = None
+        """The engine that was asked to fetch its KV."""
+        self._found: dict[int, dict[str, Any]] = {}
+        """What the receiver's ranks found of its KV, by rank: each tells it once."""
+        self._is_noted = False
         self._stages = StageClock(row)
 
     async def whole(self, engine: EngineHandle, request: Request) -> None:
@@ -156,6 +172,7 @@ class VllmRequestRun:
     ) -> dict[str, Any]:
         """Have an engine fetch the KV and generate. Try once more where the handshake before it came too
         late: all engines of a small machine may wait for its cores."""
+        self._receiver = decode
         sampling = replace(request.sampling, prompt_logprobs=None)
         for attempt in range(1, NUM_HANDSHAKES):
             try:
@@ -233,28 +250,43 @@ class VllmRequestRun:
 
     async def _prove(self, prefill: EngineHandle, decode: EngineHandle) -> None:
         """Ask every rank that received KV what it found. Raises TransferError where it cannot tell."""
-        found: dict[int, dict[str, Any]] = {}
-        while True:
-            told, _ = await self._ask(decode, CONTROL_S, "proof", request_id=self._received_as)
-            # What was found is told once.
-            found |= {r: f for r, f in enumerate(told["workers"]) if f["status"] not in ("pending", "none")}
-            if not any(f["status"] == "pending" for f in told["workers"]):
-                break
+        while "pending" in (statuses := await self._ask_proof(decode)):
             await asyncio.sleep(PROOF_POLL_S)
-        row, outcome = self._row, self._outcome
-        for rank, of_rank in sorted(found.items()):
-            outcome.num_kv_bytes_checked += of_rank["bytes_checked"]
-            outcome.transfers += [self._transfer(rank, moved) for moved in of_rank["transfers"]]
-        mismatches = [f for f in found.values() if f["mismatch"] is not None]
-        if mismatches:
-            outcome.errors.append(_mismatch(row.request_id, mismatches))
+        self._note_found()
+        row, found = self._row, self._found
         if found and all(f["status"] == "local" for f in found.values()):  # nothing of P's was loaded
             row.kv_path = "local"
         unverified = [f["why"] for f in found.values() if f["status"] == "unverified"]
-        unverified += [f"rank {r} knows nothing of it" for r in range(len(told["workers"])) if r not in found]
+        unverified += [f"rank {r} knows nothing of it" for r in range(len(statuses)) if r not in found]
         if unverified:
             reason = f"what arrived cannot be verified: {unverified[0]}"
             raise TransferError(row.request_id, reason, prefill.name, decode.name)
+
+    async def _ask_proof(self, decode: EngineHandle) -> list[str]:
+        """Ask the receiver's ranks what they found, and keep it. Returns the status of each."""
+        told, _ = await self._ask(decode, CONTROL_S, "proof", request_id=self._received_as)
+        self._found |= {r: f for r, f in enumerate(told["workers"]) if f["status"] not in ("pending", "none")}
+        return [f["status"] for f in told["workers"]]
+
+    def _note_found(self) -> None:
+        """Add what ranks found to the cell's outcome."""
+        self._is_noted = True
+        for rank, found in sorted(self._found.items()):
+            self._outcome.num_kv_bytes_checked += found["bytes_checked"]
+            self._outcome.transfers += [self._transfer(rank, moved) for moved in found["transfers"]]
+        mismatches = [f for f in self._found.values() if f["mismatch"] is not None]
+        if mismatches:
+            self._outcome.errors.append(_mismatch(self._row.request_id, mismatches))
+
+    async def ask_last_proof(self) -> None:
+        """Ask once what the receiver found of a request that failed: wrong KV counts all the same."""
+        if not self._proves or self._receiver is None or self._is_noted:
+            return
+        try:
+            await self._ask_proof(self._receiver)
+        except RaykError as error:
+            LOG.warning("%s failed, and what arrived is not told: %s", self._row.request_id, error)
+        self._note_found()
 
     def _transfer(self, consumer_rank: int, moved: dict[str, Any]) -> TransferRow:
         row = self._row

@@ -14,9 +14,10 @@ import pytest
 from rayk.actors.cell_outcome import CellOutcome
 from rayk.actors.engines import EngineHandle
 from rayk.actors.vllm_cell import NUM_HANDSHAKES, VllmCellRun
+from rayk.experiments.verdict import Findings
 from rayk.specs import Cell, expand, load_spec
 from rayk.types.config import VllmEngineConfig
-from rayk.types.errors import KVMismatch, TransferError, Unsupported
+from rayk.types.errors import DeadlineExceeded, KVMismatch, TransferError, Unsupported
 from rayk.types.rows import TransferRow
 from tests.specs.models import decoder, spec
 
@@ -40,23 +41,32 @@ WRONG = {
 class Answers:
     """Stands for the actor of an engine."""
 
-    def __init__(self, *proofs: dict[str, Any]) -> None:
+    def __init__(self, *proofs: dict[str, Any] | list[dict[str, Any]] | Exception) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.ask = SimpleNamespace(remote=self._ask)
+        self.ask = SimpleNamespace(remote=self._remote)
         self._proofs = list(proofs)
-        self.failures: list[str] = []
-        """What vLLM logged of the next requests, which it fails."""
+        self.failures: list[str | Exception] = []
+        """What vLLM logged of the next requests, which it fails, or what ends the wait for them."""
 
-    async def _ask(self, timeout_s: float, op: str, **told: Any) -> tuple[dict[str, Any], bytes]:
+    def _remote(self, timeout_s: float, op: str, **told: Any) -> Any:
         assert timeout_s > 0
         self.asked.append((op, told))
+        return None if op == "abort" else self._ask(op, told)  # nobody waits for it
+
+    async def _ask(self, op: str, told: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         if op == "proof":
-            return {"workers": [self._proofs.pop(0)]}, b""
+            proof = self._proofs.pop(0)
+            if isinstance(proof, Exception):
+                raise proof
+            return {"workers": [proof] if isinstance(proof, dict) else proof}, b""
         if op == "rows":
             return {"workers": [[[0, "k", 0, 3, 2]]]}, bytes(range(6))
         assert op == "generate", op
         if self.failures:
-            return {"finish_reason": "error", "token_ids": [], "why": self.failures.pop(0)}, b""
+            failure = self.failures.pop(0)
+            if isinstance(failure, Exception):
+                raise failure
+            return {"finish_reason": "error", "token_ids": [], "why": failure}, b""
         tokens = TOKENS[: told["sampling"]["max_tokens"]]
         pairs = [[[token, -0.5], [token, -0.5], [1, -2.0]] for token in tokens]
         return {
@@ -154,6 +164,49 @@ def test_what_cannot_be_verified_is_not_taken_for_right() -> None:
     assert isinstance(error, TransferError)
     assert "cannot be verified: P has no digest of it" in str(error)
     assert outcome.requests[0].error == str(error)
+
+
+WRONG_KV = EQUAL | {"status": "mismatch", "mismatch": WRONG, "bytes_mismatched": 8, "transfers": [MOVED]}
+HANGS = DeadlineExceeded("proof on decode0", 30.0)
+
+
+@pytest.mark.parametrize("failure", [TimeoutError(), DeadlineExceeded("generate", 9.0), "it was refused"])
+def test_wrong_kv_counts_though_its_request_fails(failure: str | Exception) -> None:
+    decode = Answers(WRONG_KV)
+    decode.failures = [failure]
+    outcome = run(cell(), Answers(), decode)
+    wrong, ended = outcome.errors
+    assert isinstance(wrong, KVMismatch)
+    assert isinstance(ended, TransferError | DeadlineExceeded)
+    assert outcome.requests[0].error == str(ended)
+    assert (outcome.num_kv_bytes_checked, len(outcome.transfers)) == (100, 1)
+    findings = Findings()
+    findings.add_errors(outcome.errors)
+    assert findings.judge() == ("KV_MISMATCH", str(wrong))
+    assert [op for op, _ in decode.asked] == ["generate", "proof", "abort"]
+
+
+@pytest.mark.parametrize(
+    "proof", [HANGS, {"status": "none"}, {"status": "pending"}, EQUAL | {"transfers": []}]
+)
+def test_a_failed_request_whose_kv_is_not_known_as_wrong_failed_of_what_ended_it(proof: Any) -> None:
+    decode = Answers(proof)
+    decode.failures = [TimeoutError()]
+    outcome = run(cell(), Answers(), decode)
+    assert [type(error) for error in outcome.errors] == [DeadlineExceeded]
+    assert outcome.transfers == []
+
+
+def test_what_one_rank_found_is_kept_when_the_other_does_not_answer() -> None:
+    decode = Answers([WRONG_KV, {"status": "pending"}], HANGS, HANGS)
+    outcome = run(cell(), Answers(), decode)
+    assert [type(error) for error in outcome.errors] == [KVMismatch, DeadlineExceeded]
+
+
+def test_what_was_found_counts_once_though_its_request_fails_afterwards() -> None:
+    outcome = run(cell(), Answers(), Answers([WRONG_KV, {"status": "none"}]))
+    assert [type(error) for error in outcome.errors] == [KVMismatch, TransferError]
+    assert outcome.num_kv_bytes_checked == 100
 
 
 LATE = "base_worker.py:1339: NIXL transfer failure: handshake_setup_failed: zmq.error.Again: busy"
