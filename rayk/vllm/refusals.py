@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rayk.types.bugs import MACHINE_WORDS
@@ -21,6 +22,11 @@ _RAISED = re.compile(r"(?:^|[\s.])(?P<type>(?:[A-Z]\w*)?(?:Error|Exception|Unsup
 _PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _LOGGED = re.compile(r"\bERROR\b[^\[]*\[(?P<place>[^\]]+)\] ?(?P<text>.*)")
 """vLLM begins each line of what it logs, also those of a traceback, with level, time and place."""
+_OF_TRACEBACK = re.compile(
+    r"\s|Traceback \(most recent call last\)|During handling of|The above exception was"
+)
+"""How lines of a traceback begin, except those of the error itself: calls are indented."""
+_CALL = re.compile(r'\s+File "(?:[^"]*/)?(?P<file>[^"/]+)", line (?P<line>\d+)')
 FOLLOWS = (
     "Engine core initialization failed",
     "WorkerProc initialization failed",
@@ -56,16 +62,30 @@ def cause_in(log: str) -> str:
 
 
 def complaint_in(log: str) -> str:
-    """What vLLM logged as an error first, where, and what it raised; empty where it logged none."""
+    """What vLLM logged as an error first, where, and what it raised; empty where it logged none. The log may
+    begin within a traceback."""
     found = [
         logged for line in log.splitlines() if (logged := _LOGGED.search(line)) and logged["text"].strip()
     ]
-    if not found:
+    said = [logged for logged in found if not _OF_TRACEBACK.match(logged["text"])]
+    if not said:
         return ""
-    first = found[0]
-    of_first = [f["text"].strip() for f in found if f["place"] == first["place"]]
-    words = [shortened(text, MAX_WORDS // 2) for text in dict.fromkeys((of_first[0], of_first[-1]))]
-    return f"{first['place']}: {': '.join(words)}"
+    place = said[0]["place"]
+    words = [logged["text"].strip() for logged in said if logged["place"] == place]
+    if words[-1].isidentifier():  # An error without a text: the failed assertion says more.
+        lines = [logged["text"] for logged in found if logged["place"] == place]
+        words[-1] += _failed_line(lines[: lines.index(words[-1])])
+    told = [shortened(text, MAX_WORDS // 2) for text in dict.fromkeys((words[0], words[-1]))]
+    return f"{place}: {': '.join(told)}"
+
+
+def _failed_line(traceback: Sequence[str]) -> str:
+    """Return the place and the text of the innermost call of a traceback, in brackets."""
+    calls = [(i, call) for i, line in enumerate(traceback) if (call := _CALL.match(line))]
+    if not calls or calls[-1][0] + 1 == len(traceback):
+        return ""
+    i, call = calls[-1]
+    return f" ({call['file']}:{call['line']}: {traceback[i + 1].strip()})"
 
 
 def refusal(engine: str, log: str, version: str = "", words: str = "") -> RaykError | None:

@@ -19,7 +19,7 @@ from rayk.actors import vllm_engine
 from rayk.actors.vllm_engine import VllmEngine
 from rayk.types.config import VllmEngineConfig
 from rayk.types.errors import DeadlineExceeded, EngineDied, InternalError, RaykError, Unsupported
-from rayk.vllm.refusals import refusal
+from rayk.vllm.refusals import complaint_in, refusal
 from tests.actors.vllm_engines import Fake, left
 from tests.pd import HANG_S
 
@@ -230,3 +230,51 @@ def test_a_start_that_fails_is_blamed_on_who_failed(
 ) -> None:
     found = refusal("prefill0", log, "0.32.0", words)
     assert found is None if kind is None else type(found) is kind
+
+
+def logged(*lines: str, place: str = "base_worker.py:1354") -> str:
+    return "\n".join(f"(Worker pid=7) ERROR 11-27 01:28:04 [{place}] {line}" for line in lines)
+
+
+TRACEBACK = (
+    "Traceback (most recent call last):",
+    '  File "/v/vllm/nixl/base_worker.py", line 1351, in request_ready',
+    "    f.result()",
+    "    ^^^^^^^^^^",
+    '  File "/v/vllm/nixl/base_worker.py", line 2120, in _validate_remote_agent_handshake',
+    "    assert nixl_agent_meta.block_lens[0] == remote_len",
+    "           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^",
+)
+FAILS = "base_worker.py:2120: assert nixl_agent_meta.block_lens[0] == remote_len"
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ("INFO 11-27 [core.py:1] all is well", ""),
+        (
+            logged("handshake_failed", *TRACEBACK, "AssertionError: not divisible")
+            + "\n"
+            + logged("later", place="core.py:1"),
+            "base_worker.py:1354: handshake_failed: AssertionError: not divisible",
+        ),
+        (logged(*TRACEBACK, "AssertionError: no"), "base_worker.py:1354: AssertionError: no"),
+        (logged("    ^^^^^^^", "AssertionError"), "base_worker.py:1354: AssertionError"),
+        (
+            logged("failed", *TRACEBACK, "AssertionError"),
+            f"base_worker.py:1354: failed: AssertionError ({FAILS})",
+        ),
+        (logged("        ^^^^^^^", "", *TRACEBACK), ""),
+        (
+            logged(
+                *TRACEBACK,
+                "KeyError: 7",
+                "",
+                "During handling of the above exception, another exception occurred:",
+            ),
+            "base_worker.py:1354: KeyError: 7",
+        ),
+    ],
+)
+def test_a_complaint_is_what_was_raised_not_lines_of_a_traceback(log: str, words: str) -> None:
+    assert complaint_in(log) == words
