@@ -18,7 +18,6 @@ VLLM_NAMES = {
     "max_batch_tokens": "max_num_batched_tokens",
     "max_seqs": "max_num_seqs",
     "attention_backend": "attention_backend",
-    "kernel_block_size": "block_size",
 }
 """Settings of rayk's engines -> what vLLM calls something like it."""
 
@@ -76,14 +75,15 @@ def check_vllm_cell(cell: Cell, loaded: LoadedSpec) -> None:
             mend="engine: {connector_options: {planted: heads_shifted}}, and others in docs/vllm.md",
         )
     for side, engine in zip(("prefill", "decode"), cell.vllm, strict=False):
-        for name in ("tensor_parallel_size", "block_size", "model", "dtype", "kv_transfer_config"):
-            if name in dict(engine.arguments):
-                own = getattr(cell.spec, side).vllm or {}
-                raise SpecError(
-                    problem=f"engine argument {name} is said elsewhere in a spec",
-                    where=loaded.where(f"{side if name in own else 'engine'}.vllm"),
-                    mend=_SAID_BY[name],
-                )
+        own = getattr(cell.spec, side).vllm or {}
+        for name, _ in engine.arguments:
+            where = loaded.where(f"{side if name in own else 'engine'}.vllm")
+            if name in _SAID_BY:
+                problem = f"engine argument {name} is said elsewhere in a spec"
+                raise SpecError(problem=problem, where=where, mend=_SAID_BY[name])
+            if name in _NOT_TAKEN:
+                problem = f"engine argument {name} is not taken: {_NOT_TAKEN[name]}"
+                raise SpecError(problem=problem, where=where, mend=f"leave {name} out")
 
 
 _SAID_BY = {
@@ -91,8 +91,27 @@ _SAID_BY = {
     "block_size": "prefill.block_size, decode.block_size",
     "model": "model",
     "dtype": "dtype",
+    "kv_cache_dtype": "kv_dtype, prefill.kv_dtype, decode.kv_dtype",
+    "enable_prefix_caching": "engine.prefix_caching",
     "kv_transfer_config": "engine.connector, engine.connector_options",
+    "kv_offloading_size": "engine.connector: OffloadingConnector, engine.connector_options",
+    "kv_offloading_backend": "engine.connector: OffloadingConnector, engine.connector_options",
 }
+"""vLLM's engine arguments that would silently take the place of a setting of the spec -> that setting."""
+_SPECULATES = "a draft model's layers have no place in the proof"
+_TP_ALONE = "rayk starts and proves engines of tensor parallelism only"
+_NOT_TAKEN = {
+    "worker_extension_cls": "rayk's checks ask vLLM's workers by its own (rayk.vllm.extension)",
+    **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _SPECULATES),
+    **dict.fromkeys(
+        (
+            *("pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local", "nnodes"),
+            *("prefill_context_parallel_size", "decode_context_parallel_size"),
+        ),
+        _TP_ALONE,
+    ),
+}
+"""Engine arguments with which rayk can prove nothing -> why."""
 
 
 def check_vllm_prompts(

@@ -125,6 +125,29 @@ def test_unlike_kinds_have_no_handshake_and_who_refuses_is_told() -> None:
             "engine argument block_size is said elsewhere",
         ),
         (
+            {"engine": {"kind": "vllm", "vllm": {"kv_cache_dtype": "fp8"}}},
+            r"kv_cache_dtype is said elsewhere(.|\n)*kv_dtype, prefill.kv_dtype",
+        ),
+        (
+            VLLM | {"decode": {"vllm": {"enable_prefix_caching": True}}},
+            r"enable_prefix_caching is said elsewhere(.|\n)*engine.prefix_caching",
+        ),
+        (
+            {"engine": {"kind": "vllm", "vllm": {"kv_offloading_size": 1}}},
+            r"kv_offloading_size is said elsewhere(.|\n)*engine.connector: OffloadingConnector",
+        ),
+        (
+            {"engine": {"kind": "vllm", "vllm": {"worker_extension_cls": "a.B"}}},
+            "worker_extension_cls is not taken: rayk's checks ask vLLM's workers",
+        ),
+        (
+            VLLM | {"prefill": {"vllm": {"pipeline_parallel_size": 2}}},
+            r"pipeline_parallel_size is not taken: .* tensor parallelism only(.|\n)*leave pipeline",
+        ),
+        ({"engine": {"kind": "vllm", "vllm": {"data_parallel_size": 2}}}, "data_parallel_size is not taken"),
+        ({"engine": {"kind": "vllm", "vllm": {"spec_model": "m"}}}, "spec_model is not taken: a draft"),
+        ({"engine": {"kind": "vllm", "kernel_block_size": 16}}, r"kernel_block_size(.|\n)*leave it out"),
+        (
             {"engine": {"kind": "vllm", "vllm": {"max_model_len": 40}}},
             r"over the 40 of a sequence(.|\n)*max_model_len: ",
         ),
