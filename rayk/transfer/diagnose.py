@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +20,9 @@ MAX_ROW_SHIFT = 64
 """Token shifts that are looked for."""
 MAX_PARTS = 16
 MAX_FOREIGN_ROWS = 16
+MIN_DISTINCT = 16
+"""Values that a block must have to be known again in another order: few values, zeros above all, prove
+nothing."""
 _FOREIGN, _OTHER = "stale or foreign content", "other content"
 MIN_PART_BYTES = 8
 """A unit is looked at in up to so many equal parts, none so small that it equals another by chance."""
@@ -282,6 +285,39 @@ def _only_first(theirs: Bytes, ours: Bytes) -> bool:
     return not is_wrong[:, 0].any() and bool(others.any(axis=(0, 2)).all()) and others.mean() > 0.5
 
 
+def _other_order(d: _WrongUnit) -> str | None:
+    """Look for blocks that hold the very elements that they should, in other places: of this field, or of all
+    fields of the unit together. Of a block that is not full no row shows the other elements."""
+    size = d.block_size
+    wrong = (d.first_token + d.wrong_rows) // size
+    starts = [int(n) * size - d.first_token for n in np.unique(wrong)]
+    full = [range(start, start + size) for start in starts if 0 <= start <= len(d.expected) - size]
+    both = [f for f, u in d.all_found if u == d.unit and d.all_expected[f, u].shape == d.expected.shape]
+    for fields in ([d.field], both):
+        if full and all(_is_reordered(d, fields, rows) for rows in full):
+            names = " and ".join(map(_label, fields))
+            place = f"tokens {d.first_token + full[0].start} to {d.first_token + full[-1].stop - 1}"
+            is_all = len(full) == len(starts)
+            others = "" if is_all else "; other wrong tokens are of blocks that are not full"
+            return f"same bytes in another order: {place} hold {names} of their blocks rearranged{others}"
+    return None
+
+
+def _is_reordered(d: _WrongUnit, fields: Sequence[str], rows: range) -> bool:
+    """Compare the elements of some rows, whatever their order."""
+    size = ITEMSIZE[d.page_field.dtype]
+    theirs, ours = (
+        np.unique(
+            np.concatenate([of[f, d.unit][rows.start : rows.stop] for f in fields]).reshape(-1, size),
+            axis=0,
+            return_counts=True,
+        )
+        for of in (d.all_expected, d.all_found)
+    )
+    is_same = all(np.array_equal(a, b) for a, b in zip(theirs, ours, strict=True))
+    return is_same and len(theirs[0]) >= MIN_DISTINCT
+
+
 def _missing_block(d: _WrongUnit) -> str | None:
     """Look for foreign content that fills whole blocks (up to the sequence's end)."""
     blocks = _blocks(d)
@@ -334,5 +370,6 @@ _EXPLANATIONS: tuple[Callable[[_WrongUnit], str | None], ...] = (
     _other_dtype,
     _sliced,
     _shifted_bytes,
+    _other_order,
     _missing_block,
 )
