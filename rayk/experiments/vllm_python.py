@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rayk.models.config import DecoderConfig
 from rayk.specs import Cell, LoadedSpec
-from rayk.specs.vllm_limits import TESTED, handshake_refusal
+from rayk.specs.vllm_limits import handshake_refusal
+from rayk.types.config import TESTED_VLLM
 from rayk.types.errors import SpecError
 
 PROBE_S = 60.0
@@ -66,15 +67,15 @@ def version_of(python: str, where: str) -> str:
 
 def untested(versions: Mapping[str, str]) -> str:
     """Say which of these versions rayk was not tested with; empty if none."""
-    others = sorted({version for version in versions.values() if version != TESTED})
-    return f"vLLM {', '.join(others)}: rayk is tested with {TESTED}" if others else ""
+    others = sorted({version for version in versions.values() if version != TESTED_VLLM})
+    return f"vLLM {', '.join(others)}: rayk is tested with {TESTED_VLLM}" if others else ""
 
 
 def known_refusal(cell: Cell, config: DecoderConfig, versions: Mapping[str, str]) -> Cell:
     """Mark a cell as unsupported whose hand-over vLLM is known to refuse, which it does not say before a
     deadline. What an engine refuses at its start it says itself, at once."""
-    if cell.decode is None or not cell.vllm or {versions.get(e.python) for e in cell.vllm} != {TESTED}:
+    if cell.decode is None or not cell.vllm or {versions.get(e.python) for e in cell.vllm} != {TESTED_VLLM}:
         return cell
     prefill, decode = cell.vllm
     why = handshake_refusal(prefill, decode, config)
-    return cell if why is None else replace(cell, unsupported=f"vLLM {TESTED}: {why}", refused_by="vllm")
+    return cell if why is None else replace(cell, unsupported=f"vLLM {TESTED_VLLM}: {why}", refused_by="vllm")

@@ -1,5 +1,5 @@
 """Count what vLLM's NixlConnector posts for a sequence, by its own algorithm, without running it: as version
-TESTED does (distributed/kv_transfer/kv_connector/v1/nixl: tp_mapping.compute_tp_mapping,
+TESTED_VLLM does (distributed/kv_transfer/kv_connector/v1/nixl: tp_mapping.compute_tp_mapping,
 base_worker._compute_desc_ids and _build_fa_remote, base_scheduler.get_exchange_clipped_blocks)."""
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rayk.models.kv_specs import engine_groups
 from rayk.specs import Cell, expand, load_spec
 from rayk.specs.checks import check_cell
 from rayk.specs.vllm_checks import check_kinds
-from rayk.specs.vllm_limits import CPU_BLOCK_SIZE, TESTED, engine_refusal, handshake_refusal, is_plain
-from rayk.types.config import VllmEngineConfig
+from rayk.specs.vllm_limits import CPU_BLOCK_SIZE, engine_refusal, handshake_refusal, is_plain
+from rayk.types.config import TESTED_VLLM, VllmEngineConfig
 from rayk.types.errors import UserError
 
 
@@ -60,7 +60,7 @@ def explain_vllm(
     tokens = num_tokens or min(DEFAULT_TOKENS, config.max_positions)
     if tokens > config.max_positions:
         raise UserError(f"{tokens} tokens: at most {config.positions_text}", where="--num-tokens")
-    about: dict[str, Any] = {"vllm": TESTED, "num_tokens": tokens}
+    about: dict[str, Any] = {"vllm": TESTED_VLLM, "num_tokens": tokens}
     cell = _cell(model, settings, config)
     why = cell.unsupported or _refusal(cell, config)
     if why:
@@ -91,11 +91,11 @@ def _refusal(cell: Cell, config: DecoderConfig) -> str | None:
     for side, engine in zip(("prefill", "decode"), cell.vllm, strict=True):
         why = engine_refusal(engine, config)
         if why is not None:
-            return f"{side}: vLLM {TESTED}: {why}"
+            return f"{side}: vLLM {TESTED_VLLM}: {why}"
     prefill, decode = cell.vllm
     why = handshake_refusal(prefill, decode, config)
     if why is not None:
-        return f"vLLM {TESTED}: {why}"
+        return f"vLLM {TESTED_VLLM}: {why}"
     if not is_plain(config):
         return (
             "vLLM's descriptors of models with states, latents or shared layers are not counted: it chooses "

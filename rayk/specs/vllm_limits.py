@@ -6,7 +6,6 @@ from __future__ import annotations
 from rayk.models.config import DecoderConfig
 from rayk.types.config import VllmEngineConfig
 
-TESTED = "0.32.0"  # as constraints-vllm.txt pins it
 CPU_BLOCK_SIZE = 128  # platforms/cpu.py, where nobody says
 _CPU_LAYOUT = "LBHNC"
 _CPU_BLOCK_MULTIPLE = 32

@@ -59,6 +59,9 @@ class EngineConfig(EngineOptions):
     kv_scales: str = "tensor"  # fp8: tensor (one per layer and side of the cache) or token_head
 
 
+TESTED_VLLM = "0.32.0"  # as constraints-vllm.txt pins it
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VllmEngineConfig:
     """One vLLM engine. Cells whose engines are equal in all fields share it, whatever its role in them."""

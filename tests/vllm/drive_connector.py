@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import pickle
 import sys
@@ -23,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
+from rayk.types.config import TESTED_VLLM
 from rayk.types.errors import Unsupported, UserError
 from rayk.vllm import proving
 from tests.vllm.run_engine import RESULT
@@ -209,6 +211,15 @@ def main() -> None:
     found["names"] = [cls.__name__ for _, cls in classes.values()]
 
     extra = {**OURS, "layerwise": True}
+    logged: list[logging.LogRecord] = []
+    catcher = logging.Handler()
+    catcher.emit = logged.append  # type: ignore[method-assign]
+    proving.LOGGER.addHandler(catcher)
+    made, worker = config("kv_consumer", **OURS)
+    for proving.version in (TESTED_VLLM, f"{TESTED_VLLM}+cu130", "0.99.0"):
+        proving.ProvingConnector(made, KVConnectorRole.SCHEDULER, worker.kv_cache_config)
+    proving.LOGGER.removeHandler(catcher)
+    found["versions"] = [record.getMessage() for record in logged]
     made, _ = config("kv_consumer", **extra)
     found["layout"] = proving.ProvingConnector.get_required_kvcache_layout(made)
     found["piecewise"] = proving.ProvingConnector.requires_piecewise_for_cudagraph(extra)

@@ -67,6 +67,10 @@ def test_whatever_vllm_asks_of_a_connector_reaches_the_inner_one(driven: dict[st
     assert driven["shut_down"] == 1
 
 
+def test_another_version_of_vllm_is_told_once(driven: dict[str, Any]) -> None:
+    assert driven["versions"] == ["KV proof: this is vLLM 0.99.0, rayk is tested with 0.32.0"]
+
+
 def test_threads_of_the_proof_do_not_share_the_core_that_nixl_reserves(driven: dict[str, Any]) -> None:
     before, *ours, now = driven["num_cores"]
     assert now == 1, "the inner connector has pinned the worker"
