@@ -3,7 +3,8 @@
 In the order and with the definitions of transformers' LogitsProcessors (presence and frequency: of OpenAI's
 API), over a batch whose rows have parameters of their own. Filters work on candidates: scores [R, C] with
 their token ids, [C] for the whole vocabulary in order or [R, C], ascending; -inf means filtered out.
-R rows, V vocabulary, C candidates of a row.
+Nothing is sorted: top-p finds the worst score that it keeps by its bits, from sums of integer masses, which
+do not depend on the order of the terms. R rows, V vocabulary, C candidates of a row.
 """
 
 from __future__ import annotations
@@ -14,9 +15,16 @@ from dataclasses import dataclass
 
 import torch
 
+from rayk.engine.noise import uploaded
 from rayk.types.request import SamplingParams
 
 NEVER = float("-inf")
+TEMPERATURES = (1e-30, 1e30)
+"""Temperatures beyond these act like these: their quotients would leave the range of float32."""
+_UNIT_MASS = 2.0**42
+"""Mass of the best token, as an integer; those of 2^20 tokens still fit into int64."""
+_DIGITS = ((21, 11), (10, 11), (0, 10))
+"""(position, number) of the bits of a score's rank that each pass of top-p looks at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,77 +35,106 @@ class Row:
 
 
 def penalise(scores: torch.Tensor, rows: Sequence[Row]) -> None:
-    """Apply the rows' penalties to `scores` [R, V], in place."""
+    """Apply the rows' penalties to `scores` [R, V], in place; each penalised score is rounded once."""
     for i, row in enumerate(rows):
         p = row.params
         if p.repetition_penalty != 1:
-            _repetition(scores[i], {*row.prompt_token_ids, *row.output_token_ids}, p.repetition_penalty)
+            _repetition(
+                scores.select(0, i), {*row.prompt_token_ids, *row.output_token_ids}, p.repetition_penalty
+            )
         if (p.presence_penalty or p.frequency_penalty) and row.output_token_ids:
             counts = Counter(row.output_token_ids)
-            ids = torch.tensor(list(counts), device=scores.device)
-            times = torch.tensor(list(counts.values()), dtype=scores.dtype, device=scores.device)
-            scores[i, ids] -= p.presence_penalty + p.frequency_penalty * times
+            ids = uploaded(list(counts), torch.int64, scores.device)
+            times = uploaded(list(counts.values()), torch.float64, scores.device)
+            penalties = p.presence_penalty + p.frequency_penalty * times
+            own = scores.select(0, i)
+            own.index_copy_(0, ids, (own.index_select(0, ids) - penalties).to(own.dtype))
 
 
 def _repetition(scores: torch.Tensor, token_ids: set[int], penalty: float) -> None:
-    ids = torch.tensor(sorted(token_ids), device=scores.device)
-    found = scores[ids]
-    scores[ids] = torch.where(found < 0, found * penalty, found / penalty)
+    ids = uploaded(sorted(token_ids), torch.int64, scores.device)
+    found = scores.index_select(0, ids).double()
+    penalised = torch.where(found < 0, found * penalty, found / penalty)
+    scores.index_copy_(0, ids, penalised.to(scores.dtype))
 
 
 def candidates(
     scores: torch.Tensor, params: Sequence[SamplingParams], *, narrow: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores [R, C] and token ids of what the filters of each row leave, given float64 logits [R, V].
+    """Scores [R, C] and token ids of what the filters of each row leave, given float32 logits [R, V].
 
-    narrow: every row has a top_k, and only the best of each row are kept (C is about the largest top_k);
-    else C = V. Either way the same tokens are left, at least one per row.
+    narrow: every row has a top_k, and only the best of each row are kept (C is about the largest top_k),
+    which waits for the device; else C = V. Either way the same tokens are left, at least one per row.
     """
-    scores = (scores - scores.amax(-1, keepdim=True)) / _column(scores, [p.temperature for p in params])
     ids = torch.arange(scores.shape[1], device=scores.device)
-    with_k = [i for i, p in enumerate(params) if p.top_k is not None]
-    if with_k:
-        kept = _keep_top_k(scores[with_k], [params[i].top_k or 0 for i in with_k])
-        scores[with_k] = kept
+    counts = [min(p.top_k or scores.shape[1], scores.shape[1]) for p in params]
+    if min(counts) < scores.shape[1]:
+        scores = _keep_top_k(scores, counts)
     if narrow:
-        assert len(with_k) == len(params), "narrow rows have a top_k"
         # Of a row of NaN nothing is above NEVER: it keeps one, as it does where C = V.
         num_left = max(1, int((scores > NEVER).sum(-1).max()))
         ids = scores.topk(num_left).indices.sort(-1).values
         scores = scores.gather(1, ids)
-    for limited, keep in (
-        ([i for i, p in enumerate(params) if p.top_p < 1], _keep_top_p),
-        ([i for i, p in enumerate(params) if p.min_p > 0], _keep_min_p),
-    ):
-        if limited:
-            scores[limited] = keep(scores[limited], [params[i] for i in limited])
+    if all(p.top_p == 1 and p.min_p == 0 for p in params):
+        return scores, ids
+    weights = scaled(scores, params).exp_()
+    if any(p.top_p < 1 for p in params):
+        scores = _keep_top_p(scores, weights, [p.top_p for p in params])
+    if any(p.min_p > 0 for p in params):
+        scores = scores.masked_fill(weights < column(scores, [p.min_p for p in params]), NEVER)
     return scores, ids
 
 
-def _column(scores: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=scores.dtype, device=scores.device)[:, None]
+def scaled(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Divide the distances of scores [R, C] to the best of their row by the row's temperature."""
+    low, high = TEMPERATURES
+    temperatures = [min(max(p.temperature, low), high) for p in params]
+    return (scores - scores.amax(-1, keepdim=True)).div_(column(scores, temperatures))
 
 
-def _keep_top_k(scores: torch.Tensor, top_k: Sequence[int]) -> torch.Tensor:
-    """Keep the k best of each row, and what ties with the last of them."""
-    counts = [min(k, scores.shape[1]) for k in top_k]
-    best = scores.topk(max(counts)).values
-    last = best.gather(1, torch.tensor(counts, device=scores.device)[:, None] - 1)
-    return scores.masked_fill(scores < last, NEVER)
+def column(scores: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
+    """Make [R, 1] in the dtype and on the device of `scores`."""
+    return uploaded(values, scores.dtype, scores.device).unsqueeze(1)
 
 
-def _keep_top_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Keep the fewest best whose probabilities reach top_p; of equal ones, lower ids first."""
-    # Stable, so that ties end alike on every device. Summed from the worst, as transformers does.
-    ordered, order = (part.flip(-1) for part in scores.sort(dim=-1, descending=True, stable=True))
-    cumulative = ordered.softmax(-1).cumsum(-1)
-    removed = cumulative <= 1 - _column(scores, [p.top_p for p in params])
-    removed[:, -1] = False
-    return scores.masked_fill(torch.empty_like(removed).scatter_(1, order, removed), NEVER)
+def _keep_top_k(scores: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Keep the best `counts` of each row, and what ties with the last of them."""
+    num_all = scores.shape[1]
+    best = scores.topk(max(count for count in counts if count < num_all)).values
+    places = [min(count, best.shape[1]) for count in counts]
+    last = best.gather(1, uploaded(places, torch.int64, scores.device).unsqueeze(1) - 1)
+    keeps_all = uploaded([count == num_all for count in counts], torch.bool, scores.device)
+    return scores.masked_fill((scores < last) & keeps_all.logical_not().unsqueeze(1), NEVER)
 
 
-def _keep_min_p(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
-    """Keep those at least min_p times as likely as the best."""
-    probabilities = scores.softmax(-1)
-    least = probabilities.amax(-1, keepdim=True) * _column(scores, [p.min_p for p in params])
-    return scores.masked_fill(probabilities < least, NEVER)
+def _keep_top_p(scores: torch.Tensor, weights: torch.Tensor, top_p: Sequence[float]) -> torch.Tensor:
+    """Keep the fewest best whose share of the weights reaches top_p; of equal ones, lower ids first."""
+    ranks = _ranks(scores)
+    masses = weights.mul(_UNIT_MASS).long()
+    total = masses.sum(-1, keepdim=True)
+    # Summed from the worst, as transformers does; the best always stays.
+    shares = uploaded([1 - p for p in top_p], torch.float64, scores.device).unsqueeze(1)
+    removable = torch.minimum((total * shares).long(), total - 1)
+    is_here = torch.ones_like(scores, dtype=torch.bool)
+    worst = torch.zeros_like(total)
+    for position, num_bits in _DIGITS:
+        digits = (ranks >> position) & ((1 << num_bits) - 1)
+        sums = torch.zeros(len(scores), 1 << num_bits, dtype=torch.int64, device=scores.device)
+        below = sums.scatter_add_(1, digits, masses * is_here).cumsum(-1)
+        # The digit at which the sum passes what may go. There is one, but in rows of NaN.
+        digit = (below <= removable).sum(-1, keepdim=True).clamp(max=(1 << num_bits) - 1)
+        removable -= (below - sums).gather(1, digit)
+        is_here &= digits == digit
+        worst |= digit << position
+    each = (masses * is_here).amax(-1, keepdim=True).clamp(min=1)
+    num_equal = is_here.sum(-1, keepdim=True) - removable // each
+    removed = (ranks < worst) | (is_here & (is_here.cumsum(-1, dtype=torch.int32) > num_equal))
+    keeps_all = uploaded([p == 1 for p in top_p], torch.bool, scores.device)
+    return scores.masked_fill(removed & keeps_all.logical_not().unsqueeze(1), NEVER)
+
+
+def _ranks(scores: torch.Tensor) -> torch.Tensor:
+    """Order float32 as int64 in [0, 2^32)."""
+    # Adding zero turns -0 into 0, which it equals.
+    bits = (scores + 0.0).view(torch.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long().add_(1 << 31)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rayk.engine.filters import Row, candidates, penalise
-from rayk.engine.noise import draw_key, gumbel
+from rayk.engine.filters import Row, candidates, column, penalise, scaled
+from rayk.engine.noise import draw_key, gumbel, near_gumbel, uploaded
 from rayk.types.batch import StepTokens
 from rayk.types.request import TokenLogprobs
 
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from rayk.types.batch import ScheduledBatch
 
 NARROW_TOP_K = 1024  # up to this top_k only the best tokens are looked at, not the whole vocabulary
+NUM_CONTENDERS = 8  # best of a row in float32 that are compared in float64: so many never tie within 1e-5
 NO_TOKEN = -1  # stands for a row whose logits are not all finite
-MAX_ELEMENTS = 1 << 22  # scores worked on at once: each takes some 50 bytes on the way to a token
+MAX_ELEMENTS = 1 << 22  # scores worked on at once: each takes some 60 bytes on the way to a token
 
 
 def sample(rows: Sequence[Row], logits: torch.Tensor) -> list[int]:
@@ -46,21 +47,26 @@ def _sample(rows: Sequence[Row], logits: torch.Tensor) -> torch.Tensor:
     step = max(1, MAX_ELEMENTS // logits.shape[1])
     for start in range(0, len(others), step):
         part = others[start : start + step]
-        chosen[part] = _choose([rows[i] for i in part], logits[part])
+        places = uploaded(part, torch.int64, logits.device)
+        chosen.index_copy_(0, places, _choose([rows[i] for i in part], logits.index_select(0, places)))
     return chosen
 
 
 def _choose(rows: Sequence[Row], logits: torch.Tensor) -> torch.Tensor:
-    """Choose int64 [R]."""
-    scores = logits.double()
+    """Choose int64 [R], given logits [R, V] of its own."""
+    scores = logits.float()
     penalise(scores, rows)
     chosen = scores.argmax(-1)
+    # Looking at few tokens means waiting to know how many tie with the last of them.
+    limit = NARROW_TOP_K if logits.is_cpu else 0
     for narrow in (True, False):
-        drawn = [
-            i for i, r in enumerate(rows) if r.params.temperature > 0 and is_narrow(r, NARROW_TOP_K) == narrow
-        ]
+        drawn = [i for i, r in enumerate(rows) if r.params.temperature > 0 and is_narrow(r, limit) == narrow]
+        if len(drawn) == len(rows):
+            return draw(rows, scores, narrow=narrow)
         if drawn:
-            chosen[drawn] = draw([rows[i] for i in drawn], scores[drawn], narrow=narrow)
+            places = uploaded(drawn, torch.int64, logits.device)
+            some = draw([rows[i] for i in drawn], scores.index_select(0, places), narrow=narrow)
+            chosen.index_copy_(0, places, some)
     return chosen
 
 
@@ -70,14 +76,21 @@ def is_narrow(row: Row, limit: int) -> bool:
 
 
 def draw(rows: Sequence[Row], scores: torch.Tensor, *, narrow: bool) -> torch.Tensor:
-    """Draw a token per row, int64 [R], given penalised float64 scores [R, V]."""
-    left, ids = candidates(scores, [row.params for row in rows], narrow=narrow)
+    """Draw a token per row, int64 [R], given penalised float32 scores [R, V]."""
+    params = [row.params for row in rows]
+    left, ids = candidates(scores, params, narrow=narrow)
     keys = []
     for row in rows:
         assert row.params.seed is not None, "the leader gives every drawn request a seed"
         keys.append(draw_key(row.params.seed, len(row.output_token_ids)))
-    best = left.add_(gumbel(keys, ids)).argmax(-1)
-    return ids.expand_as(left).gather(1, best[:, None])[:, 0]
+    # In float32 only to find the few that can win.
+    near = scaled(left, params).add_(near_gumbel(keys, ids))
+    places = near.topk(min(NUM_CONTENDERS, near.shape[1])).indices.sort(-1).values
+    contenders = ids.expand_as(left).gather(1, places)
+    exact = left.gather(1, places).double() - left.amax(-1, keepdim=True)
+    exact /= column(exact, [p.temperature for p in params])
+    best = exact.add_(gumbel(keys, contenders)).argmax(-1)
+    return contenders.gather(1, best.unsqueeze(1)).squeeze(1)
 
 
 def score_tokens(

@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 )
 
 from rayk.engine import sampling as sampling_module
-from rayk.engine.filters import NEVER, Row, candidates, penalise
+from rayk.engine.filters import NEVER, Row, candidates, penalise, scaled
 from rayk.engine.sampling import sample, score_tokens
 from rayk.types.request import SamplingParams
 from tests.helpers import assert_matches
@@ -47,15 +47,16 @@ def transformers_scores(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor
 
 
 def filtered(logits: torch.Tensor, params: Sequence[SamplingParams], *, narrow: bool) -> torch.Tensor:
-    """Candidates put back into their places of the vocabulary: [R, V]."""
-    scores, ids = candidates(logits, params, narrow=narrow)
-    return torch.full_like(logits, NEVER).scatter_(1, ids.expand_as(scores), scores)
+    """Scaled scores of candidates put back into their places of the vocabulary: float64 [R, V]."""
+    left, ids = candidates(logits, params, narrow=narrow)
+    scores = scaled(left, params).double()
+    return torch.full_like(logits, NEVER, dtype=torch.float64).scatter_(1, ids.expand_as(scores), scores)
 
 
 def some_logits(kind: str, num_rows: int) -> torch.Tensor:
-    """float64 [R, V]: smooth ones, ones full of ties, and ones a temperature of 2^n divides exactly."""
+    """float32 [R, V]: smooth ones, ones full of ties, and ones a temperature of 2^n divides exactly."""
     draw = torch.Generator().manual_seed(5)
-    logits = torch.randn(num_rows, V, generator=draw, dtype=torch.float64) * 3
+    logits = torch.randn(num_rows, V, generator=draw) * 3
     if kind == "ties":
         return (logits / 2).round() * 2
     return (logits * 8).round() / 8 if kind == "exact" else logits
@@ -79,7 +80,7 @@ def test_filters_leave_what_transformers_leave(kind: str, narrow: bool) -> None:
     found = filtered(logits, params, narrow=narrow)
     num_left = set()
     for i, p in enumerate(params):
-        expected = transformers_scores(logits[i], p)
+        expected = transformers_scores(logits[i].double(), p)
         num_left.add(int((expected > NEVER).sum()))
         if kind == "smooth":
             assert torch.equal(found[i] > NEVER, expected > NEVER), p
@@ -125,13 +126,13 @@ def test_a_row_of_nan_gets_some_token_and_spoils_no_other(params: dict[str, Any]
 
 def test_equal_logits_share_the_probability() -> None:
     params = [SamplingParams(temperature=1.0, top_p=0.5), SamplingParams(temperature=1.0, min_p=1.0)]
-    found = filtered(torch.zeros(2, 4).double(), params, narrow=False)
+    found = filtered(torch.zeros(2, 4), params, narrow=False)
     assert [row.nonzero()[:, 0].tolist() for row in found > NEVER] == [[0, 1], [0, 1, 2, 3]]
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 2.0])
 def test_repetition_is_penalised_as_transformers_does(penalty: float) -> None:
-    logits = some_logits("smooth", 3)
+    logits = some_logits("smooth", 3).double()
     prompts, outputs = ([5, 5, 9], [1], [0, V - 1]), ([7, 5], [], [3, 3, 3])
     rows = [row(o, p, repetition_penalty=penalty) for o, p in zip(outputs, prompts, strict=True)]
     found = logits.clone()
