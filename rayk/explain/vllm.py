@@ -34,12 +34,13 @@ class VllmRead:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VllmExplanation:
     """What vLLM would post, beside what rayk would. Where it is not supported `reason` says why, and the rest
-    is empty."""
+    is empty; so it is where vLLM runs the pair and `not_counted` says why nothing is counted."""
 
     supported: bool
     reason: str
     vllm: str  # the version whose words and algorithm these are
     num_tokens: int
+    not_counted: str = ""
     bytes: int = 0
     num_descriptors: int = 0
     reads: tuple[VllmRead, ...] = ()
@@ -65,6 +66,8 @@ def explain_vllm(
     why = cell.unsupported or _refusal(cell, config)
     if why:
         return VllmExplanation(supported=False, reason=why, **about)
+    if why := _not_counted(cell, config):
+        return VllmExplanation(supported=True, reason="", not_counted=why, **about)
     prefill, decode = (replace(e, block_size=e.block_size or CPU_BLOCK_SIZE) for e in cell.vllm)
     reads = tuple(_reads(prefill, decode, cell, config, tokens))
     return VllmExplanation(
@@ -96,13 +99,18 @@ def _refusal(cell: Cell, config: DecoderConfig) -> str | None:
     why = handshake_refusal(prefill, decode, config)
     if why is not None:
         return f"vLLM {TESTED_VLLM}: {why}"
+    return None
+
+
+def _not_counted(cell: Cell, config: DecoderConfig) -> str | None:
+    """Say why nothing is counted of a pair that is not known to be refused; None: it is counted."""
+    told = "a run of engine.kind: vllm tells them"
     if not is_plain(config):
         return (
-            "vLLM's descriptors of models with states, latents or shared layers are not counted: it chooses "
-            "their blocks when it starts (a run of engine.kind: vllm tells them)"
+            f"vLLM chooses the blocks of models with states, latents or shared layers when it starts ({told})"
         )
     if cell.spec.transfer.mode != "pull" or cell.vllm[0].connector != "NixlConnector":
-        return "only what vLLM's NixlConnector pulls is counted (a run of engine.kind: vllm tells the others)"
+        return f"only descriptors that vLLM's NixlConnector pulls are counted ({told})"
     return None
 
 
@@ -166,6 +174,9 @@ def _of_rayk(
 def text_lines(explanation: VllmExplanation) -> Iterator[str]:
     if not explanation.supported:
         yield f"not supported: {explanation.reason}"
+        return
+    if explanation.not_counted:
+        yield f"vLLM {explanation.vllm} is not known to refuse it; not counted: {explanation.not_counted}"
         return
     yield (
         f"supported: {explanation.bytes:,} bytes in {explanation.num_descriptors:,} descriptors for a "

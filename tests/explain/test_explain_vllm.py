@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rayk.cli.main import app
-from rayk.explain.vllm import _sources, explain_vllm
+from rayk.explain.vllm import _sources, explain_vllm, text_lines
 from rayk.types.config import TESTED_VLLM
 from tests.conftest import CheckpointFactory
 from tests.markers import needs_vllm
@@ -82,6 +82,24 @@ def test_refusals_are_vllms_own(sides: dict[str, Any], words: str, checkpoint: C
     assert words in found.reason
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("falcon_h1", {}, "models with states"),
+        ("qwen3", {"transfer": {"mode": "push"}}, "NixlConnector pulls"),
+        ("qwen3", {"engine": {"kind": "vllm", "connector": "ExampleConnector"}}, "NixlConnector pulls"),
+    ],
+)
+def test_a_pair_that_vllm_runs_is_supported_though_it_is_not_counted(
+    family: str, changes: dict[str, Any], words: str, checkpoint: CheckpointFactory
+) -> None:
+    found = explain_vllm(str(checkpoint(family)), settings(**changes))
+    assert (found.supported, found.reason, found.reads, found.rayk_bytes) == (True, "", (), None)
+    assert words in found.not_counted
+    (line,) = text_lines(found)
+    assert f"not counted: {found.not_counted}" in line
+
+
 def test_the_command(checkpoint: CheckpointFactory) -> None:
     model = str(checkpoint("qwen3"))
     shown = CliRunner().invoke(app, ["explain", "--model", model, "--engine", "vllm", "--decode-tp", "2"])
@@ -92,6 +110,9 @@ def test_the_command(checkpoint: CheckpointFactory) -> None:
     assert json.loads(told.output)["supported"] is True
     refused = CliRunner().invoke(app, ["explain", "--model", model, "--prefill-kind", "vllm"])
     assert refused.exit_code == 1
+    hybrid = ["explain", "--model", str(checkpoint("falcon_h1")), "--engine", "vllm", "--decode-tp", "2"]
+    shown = CliRunner().invoke(app, hybrid)
+    assert (shown.exit_code, "not counted" in shown.output) == (0, True)
     assert "no common handshake" in refused.output
     assert (
         CliRunner().invoke(app, ["explain", "--model", model, "--engine", "vllm", "--byte", "0"]).exit_code
