@@ -41,7 +41,7 @@ help:
 	@echo "make mutants     bugs planted one by one, each found by the test that is named for it; ARGS='--only TEXT'"
 	@echo "make vllm        vLLM's CPU build in an environment of its own (.venv-vllm, 3.7 GB), for cells of engine.kind: vllm"
 	@echo "make vllm-experiment  vLLM's own engines beside rayk's: jobs/vllm.yaml, 12 engines of vLLM to start"
-	@echo "make vllm-nightly     all pairs of them, for hours; run again, it goes on: jobs/vllm_nightly.yaml"
+	@echo "make vllm-nightly     all pairs of them, for an hour or more; run again, it goes on: jobs/vllm_nightly.yaml"
 	@echo "make clean       remove caches, tiny checkpoints and the virtual environments"
 
 venv: $(STAMP)

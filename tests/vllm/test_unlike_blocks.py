@@ -14,3 +14,7 @@ def test_blocks_of_unlike_sizes_are_put_together_as_no_kernel_reads_them(vllm_py
     assert told["kernel_reads_itself"]
     assert not told["as_stored"]
     assert told["as_predicted"]
+    assert told["said"] == (
+        "KV of r differs: layer 0, group 0, k, head 0, token 0: same bytes in another order: tokens 0 to 127 "
+        "hold K and V of their blocks rearranged"
+    )

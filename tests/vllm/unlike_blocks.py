@@ -2,7 +2,8 @@
 of 128. Nothing is transferred: D's block gets the bytes of two of P's, as its descriptors have them, and
 vLLM's own function puts them in order.
 
-Prints as JSON whether D's kernel reads what P's stored, and whether it reads what is predicted here.
+Prints as JSON whether D's kernel reads what P's stored, whether it reads what is predicted here, and what
+rayk says of it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,12 @@ import json
 import torch
 from vllm.distributed.kv_transfer.kv_connector.utils import kv_postprocess_blksize_on_receive
 
+from rayk.kv.caches import FieldView
+from rayk.kv.groups import KVCacheGroup
+from rayk.kv.specs import FullAttentionSpec
+from rayk.transfer.diagnose import first_difference
+from rayk.transfer.layer_view import make_layer_view
+from rayk.transfer.verify import fetch_rows
 from rayk.vllm.store_map import learn_block_map, store_of
 from tests.vllm.cpu_store import cpu_layer
 
@@ -35,6 +42,25 @@ def read(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return keys.reshape(HEADS, OURS, SIZE), values.reshape(HEADS, OURS, SIZE)
 
 
+def said(found: tuple[torch.Tensor, torch.Tensor], right: tuple[torch.Tensor, torch.Tensor]) -> str:
+    """What rayk says of D's first block."""
+    spec = FullAttentionSpec(OURS, HEADS, SIZE, SIZE, "float32", HEADS)
+    units = tuple(range(HEADS))
+    views = [
+        make_layer_view(
+            0,
+            KVCacheGroup(0, spec, (0,), 1),
+            [
+                FieldView(name, values[None].contiguous(), units)
+                for name, values in zip("kv", of, strict=True)
+            ],
+        )
+        for of in (right, found)
+    ]
+    theirs, ours = (fetch_rows(view, [0], OURS) for view in views)
+    return str(first_difference("r", views[1], OURS, theirs, ours))
+
+
 def predicted(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A page of the kernel's is, head by head, all keys transposed, then all values. Two of them one behind
     the other are no page of twice the tokens: D takes the first half of each head for its keys, the second
@@ -56,6 +82,7 @@ if __name__ == "__main__":
         "kernel_reads_itself": all(map(torch.equal, right, (keys.transpose(0, 1), values.transpose(0, 1)))),
         "as_stored": all(map(torch.equal, found, right)),
         "as_predicted": all(map(torch.equal, found, wrong)),
+        "said": said(found, right),
         "wrong": [int((a != b).sum()) for a, b in zip(found, right, strict=True)],
     }
     print(json.dumps(told))
