@@ -92,8 +92,10 @@ PAIRS = (
 )
 SIDE_BY_SIDE = (
     "Each cell of vLLM's engines, and the same cell of rayk's own: the same prompts, checks and bounds. "
-    "Descriptors are those posted for all requests, bytes what these moved; a transfer's time is the median "
-    "over requests, from the first post to the last byte."
+    "Descriptors are those of all requests after merging: rayk's as it posts them, vLLM's as NIXL counted "
+    "them. NIXL merges blocks that are neighbours on both sides, so vLLM's depend on which blocks requests "
+    "were given; rayk explain --engine vllm counts them before that. Bytes are what they moved; a transfer's "
+    "time is the median over requests, from the first post to the last byte."
 )
 WATERFALL = (
     "A bar per request of a cell from when it was due, named by repeat and number (0/3: the fourth of the"
