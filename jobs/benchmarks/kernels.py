@@ -116,7 +116,10 @@ def _state_cases(target: str) -> Iterator[Case]:
     for dtype in ("float32", "float16", "bfloat16"):
         for phase in ("conv", "conv-step"):
             yield Case(target, phase, dtype, (128, 3), 1, "plain")
-        yield Case(target, "mamba1", dtype, (16, 16), 1, "plain")
+        for phase in ("mamba1", "mamba1-step"):
+            yield Case(target, phase, dtype, (16, 16), 1, "plain")
+        # Many heads have large tiles.
+        yield Case(target, "ssd", dtype, (64, 128), 64, "plain")
         for head in ((64, 128), (128, 64), (64, 256), (16, 16)):
             for phase in ("ssd", "ssd-step"):
                 yield Case(target, phase, dtype, head, 8, "plain")
@@ -132,6 +135,8 @@ def _latent_and_delta_cases(target: str) -> Iterator[Case]:
         for phase in ("delta", "delta-step"):
             for size in (16, 32, 64, 128, 256):
                 yield Case(target, phase, dtype, (size, size), 2, "plain")
+        # Many heads have large tiles.
+        yield Case(target, "delta", dtype, (128, 128), 32, "plain")
 
 
 def quick_cases() -> Iterator[Case]:
@@ -157,13 +162,16 @@ def quick_cases() -> Iterator[Case]:
     for target in ("sm_90", "gfx942"):
         for phase in ("conv", "conv-step"):
             yield Case(target, phase, "bfloat16", (128, 3), 1, "plain")
-        yield Case(target, "mamba1", "bfloat16", (16, 16), 1, "plain")
-        yield Case(target, "ssd", "bfloat16", (64, 128), 8, "plain")
+        for phase in ("mamba1", "mamba1-step"):
+            yield Case(target, phase, "bfloat16", (16, 16), 1, "plain")
+        for group in (8, 64):
+            yield Case(target, "ssd", "bfloat16", (64, 128), group, "plain")
         yield Case(target, "ssd-step", "bfloat16", (64, 128), 8, "plain")
         yield Case(target, "mla", "bfloat16", (512, 64), 16, "plain")
         yield Case(target, "mla", "float32", (512, 64), 16, "plain")
         yield Case(target, "mla-step", "bfloat16", (512, 64), 128, "plain")
-        yield Case(target, "delta", "bfloat16", (128, 128), 2, "plain")
+        for group in (2, 32):
+            yield Case(target, "delta", "bfloat16", (128, 128), group, "plain")
         yield Case(target, "delta-step", "bfloat16", (128, 128), 2, "plain")
 
 
@@ -261,7 +269,7 @@ def _convolve(case: Case) -> None:
 
 def _scan_channels(case: Case) -> None:
     """`head` is channels of a unit and size of their states."""
-    from rayk.kernels.selective_scan.triton import selective_scan_triton
+    from rayk.kernels.selective_scan.launch import selective_scan_triton
 
     (unit, state_size), dtype, num_units = case.head, getattr(torch, case.dtype), 8
     segments = _segments(case)
@@ -307,7 +315,7 @@ def _attend_latents(case: Case) -> None:
 
 def _apply_delta_rule(case: Case) -> None:
     """`head` is key and value size, `group` the value heads of a key head."""
-    from rayk.kernels.gated_delta_rule.triton import gated_delta_rule_triton
+    from rayk.kernels.gated_delta_rule.launch import gated_delta_rule_triton
 
     (key_size, value_size), dtype, num_keys = case.head, getattr(torch, case.dtype), 2
     num_heads, segments = num_keys * case.group, _segments(case)
@@ -334,7 +342,7 @@ CALLS = {
 
 def _segments(case: Case) -> Segments:
     """Four requests that each write one slot."""
-    num_tokens = 1 if case.phase.endswith("-step") else 64
+    num_tokens = 1 if case.phase.endswith("-step") else 100
     return Segments.from_host(
         query_lens=[num_tokens] * 4,
         read_slots=[0, 1, 2, 3],

@@ -14,13 +14,25 @@ R requests, S segments, T packed tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 NO_SLOT = -1
 """A read slot of -1 starts from zero; a write slot of -1 keeps no state."""
+ANY_LENGTH = 2**31 - 1
+"""Limit of tokens that no request exceeds."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A step's M runs of tokens that programs take at once; they cross no segment end."""
+
+    bounds: torch.Tensor
+    """[M, 2] int32: packed indices of each chunk's first token and of the one past its last."""
+    first: torch.Tensor
+    """[S] int32: the first chunk of each segment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +54,7 @@ class Segments:
     segment_ends_cpu: tuple[int, ...]
     max_query_len: int
     """Most tokens of one request in this step."""
+    _chunks: dict[int, Chunks] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def num_requests(self) -> int:
@@ -61,6 +74,31 @@ class Segments:
     def is_single_step(self) -> bool:
         """Whether every request has one token."""
         return self.max_query_len == 1
+
+    @property
+    def has_singles(self) -> bool:
+        """Whether some request has one token."""
+        starts = self.query_start_loc_cpu
+        return any(stop - start == 1 for start, stop in zip(starts, starts[1:], strict=False))
+
+    def chunks(self, size: int) -> Chunks:
+        """Cut the segments of all requests with more than one token into chunks of up to `size` tokens. All
+        layers of a step share them."""
+        if size not in self._chunks:
+            bounds: list[tuple[int, int]] = []
+            first: list[int] = []
+            start = 0
+            for r in range(self.num_requests):
+                is_single = self.query_start_loc_cpu[r + 1] - self.query_start_loc_cpu[r] == 1
+                for end in self.segment_ends_cpu[slice(*self.segment_start_loc_cpu[r : r + 2])]:
+                    first.append(len(bounds))
+                    if not is_single:
+                        bounds += [(at, min(at + size, end)) for at in range(start, end, size)]
+                    start = end
+            device = self.segment_ends.device
+            both = (torch.tensor(rows, dtype=torch.int32).to(device) for rows in (bounds, first))
+            self._chunks[size] = Chunks(*both)
+        return self._chunks[size]
 
     @classmethod
     def from_host(

@@ -69,10 +69,16 @@ def test_every_kernel_was_compiled(rows: Rows) -> None:
         "keep_taps_kernel",
         "causal_conv1d_step_kernel",
         "selective_scan_kernel",
-        "ssd_chunk_kernel",
+        "selective_scan_chunk_kernel",
+        "selective_scan_states_kernel",
+        "ssd_decay_kernel",
+        "ssd_states_kernel",
+        "ssd_output_kernel",
         "ssd_walk_kernel",
         "mla_attention_kernel",
-        "gated_delta_chunks_kernel",
+        "gated_delta_solve_kernel",
+        "gated_delta_states_kernel",
+        "gated_delta_output_kernel",
         "gated_delta_tokens_kernel",
     }
     for target in LIMITS:

@@ -30,7 +30,8 @@ IMPLS = [
 ]
 each_impl = pytest.mark.parametrize(("impl", "device"), IMPLS)
 KEY_HEADS = 3
-CHUNKS = DeltaTiles(16, 16, 4)
+CHUNKS = DeltaTiles(16, 32)
+"""Of two blocks, as inverses go."""
 
 
 def draw(op: Op, n: int, generator: torch.Generator, whole: bool) -> tuple[Tensors, Tensors]:
@@ -94,7 +95,7 @@ def call(
     batch = (mixed[:, 0], mixed[:, 1], tokens["x"], g, beta, constants["key_index"], state, segments)
     scale = q.shape[-1] ** -0.5
     if impl == "chunks":
-        from rayk.kernels.gated_delta_rule.triton import gated_delta_rule_triton
+        from rayk.kernels.gated_delta_rule.launch import gated_delta_rule_triton
 
         return gated_delta_rule_triton(*batch, scale=scale, tiles=tiles)
     return gated_delta_rule(*batch, scale=scale, impl=impl)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import random
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 
 from rayk.kernels.segments import NO_SLOT, Segments
 from tests.each import each
+from tests.kernels import state_cases
 from tests.kernels.state_cases import CONV, OPS, SELECTIVE, SSD, WIDE, Op, World
 from tests.markers import gpu, interpreted
 
@@ -170,11 +172,28 @@ def test_convolutions_of_any_width(impl: str, device: str, taps: int) -> None:
 @each_device
 @pytest.mark.parametrize("time_scale", [0.01, 30.0])
 def test_chunks_in_triton(device: str, time_scale: float, poisoned_empty: None) -> None:
-    """Three chunks of 32 tokens, the last with one."""
+    """Two chunks, the second with one token."""
     op = replace(SSD, unit_shape=(2, 32, 16))
     world = World(op, [65], 1000, torch.float16, "triton", device, time_scale=time_scale)
     world.step([(0, 65)])
     world.finish(tight=device == "cpu")
+
+
+@each_device
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("time_scale", [0.01, 30.0])
+def test_chunks_of_channels_in_triton(
+    device: str, time_scale: float, whole: bool, monkeypatch: pytest.MonkeyPatch, poisoned_empty: None
+) -> None:
+    """Of 8 tokens, cut by borders, beside a request with one token; then a walk."""
+    from rayk.kernels.selective_scan.launch import selective_scan_triton
+
+    own = functools.partial(selective_scan_triton, chunk_tokens=8)
+    monkeypatch.setattr(state_cases, "selective_scan", lambda *arguments, impl: own(*arguments))
+    world = World(SELECTIVE, [24, 2, 9], 13, impl="triton", device=device, whole=whole, time_scale=time_scale)
+    world.step([(0, 20), (1, 1), (2, 9)])
+    world.step([(0, 4), (1, 1)])
+    world.finish()
 
 
 @each_op

@@ -1,6 +1,6 @@
-"""Tensor cores cut float32 operands down to tf32: state kernels stay as right as 16-bit inputs allow.
+"""Tensor cores cut float32 operands down to tf32: kernels stay as right as their inputs allow.
 
-Triton's interpreter multiplies float32 as it is; here it cuts as they do.
+Triton's interpreter multiplies float32 as it is; with the fixture `tensor_cores` it cuts as they do.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import triton
@@ -17,39 +16,18 @@ import triton.language as tl
 from torch import Tensor
 
 from rayk.kernels.gated_delta_rule.tiles import DeltaTiles
+from rayk.kernels.gated_delta_rule.triton import round_tf32
 from rayk.kernels.segments import Segments
-from rayk.kernels.ssd_scan.triton import round_tf32
-from tests.kernels import state_cases
+from tests.kernels import state_cases, test_gated_delta_rule
+from tests.kernels.cases import make_batch
+from tests.kernels.conftest import TensorCores
 from tests.kernels.state_cases import SSD, Op, Tensors, World
 from tests.kernels.test_gated_delta_rule import DELTA
-from tests.kernels.test_gated_delta_rule import call as call_delta
+from tests.kernels.test_mla_attention import make_latents
+from tests.kernels.test_triton import check as check_attention
 from tests.markers import interpreted
 
 pytestmark = interpreted
-TF32_BITS = np.uint32(0xFFFFE000)
-
-
-@pytest.fixture
-def cutting(monkeypatch: pytest.MonkeyPatch) -> set[Any]:
-    """Products at tf32 drop the 13 last bits of float32 operands; so do others that are added here."""
-    from triton._C.libtriton import ir
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    precisions = {ir.INPUT_PRECISION.TF32}
-
-    create_dot = InterpreterBuilder.create_dot
-
-    def cut(operand: Any) -> Any:
-        assert operand.data.dtype == np.float32
-        return TensorHandle((operand.data.view(np.uint32) & TF32_BITS).view(np.float32), operand.dtype)
-
-    def dot(self: Any, a: Any, b: Any, d: Any, precision: Any, *rest: Any) -> Any:
-        if precision in precisions:
-            a, b = cut(a), cut(b)
-        return create_dot(self, a, b, d, precision, *rest)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
-    return precisions
 
 
 @triton.jit
@@ -63,25 +41,36 @@ def keep(x, PRECISION: tl.constexpr):
     return x
 
 
+def operand(dtype: torch.dtype) -> torch.dtype | None:
+    """Of computed operands, as on a GPU; the interpreter has no bfloat16."""
+    return torch.float16 if dtype == torch.float16 else None
+
+
 def call_ssd(tokens: Tensors, constants: Tensors, state: Tensor, segments: Segments, impl: str) -> Tensor:
-    """With a GPU's tiles."""
+    """With a GPU's chunks."""
     from rayk.kernels.ssd_scan.launch import ChunkTiles, ssd_scan_triton
 
-    own = partial(ssd_scan_triton, tiles=ChunkTiles(32, 32, 16, 8, "tf32"))
+    tiles = ChunkTiles(16, 16, 32, 32, 16, operand=operand(tokens["x"].dtype))
+    own = partial(ssd_scan_triton, tiles=tiles)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(state_cases, "ssd_scan", lambda *arguments, impl: own(*arguments))
         return SSD.call(tokens, constants, state, segments, impl)
 
 
+def call_delta(tokens: Tensors, *rest: Any) -> Tensor:
+    tiles = DeltaTiles(16, 32, precision="tf32", operand=operand(tokens["x"].dtype))
+    return test_gated_delta_rule.call(tokens, *rest, tiles=tiles)
+
+
 CHUNKS = (
-    replace(SSD, unit_shape=(2, 32, 16), call=call_ssd),
-    replace(DELTA, unit_shape=(2, 16, 16), call=partial(call_delta, tiles=DeltaTiles(16, 16, 8, "tf32"))),
+    replace(SSD, unit_shape=(2, 32, 32), call=call_ssd),
+    replace(DELTA, unit_shape=(2, 16, 16), call=call_delta),
 )
 each_op = pytest.mark.parametrize("op", CHUNKS, ids=[op.name for op in CHUNKS])
 
 
 def run(op: Op, dtype: torch.dtype = torch.float16) -> None:
-    """More than one chunk, also of one that goes on; then both at once."""
+    """More than one chunk, also of one that goes on; then both at once, and one with a single token."""
     world = World(op, [65, 40], 1000, dtype, "chunks")
     world.step([(0, 60)])
     world.step([(0, 4), (1, 38)])
@@ -91,21 +80,42 @@ def run(op: Op, dtype: torch.dtype = torch.float16) -> None:
 
 @each_op
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_products_are_as_near_as_the_inputs(op: Op, dtype: torch.dtype, cutting: set[Any]) -> None:
+def test_products_are_as_near_as_the_inputs(op: Op, dtype: torch.dtype, tensor_cores: TensorCores) -> None:
     run(op, dtype)
+    assert tensor_cores.lost == 0
+    assert (tensor_cores.products > 0) == (op.name == "gated_delta_rule")
 
 
-@each_op
-def test_products_of_what_was_cut_would_be_too_small(
-    op: Op, cutting: set[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the kernels were: nothing rounded before, nothing multiplied in parts."""
+def test_what_is_not_rounded_is_found(tensor_cores: TensorCores, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayk.kernels.gated_delta_rule.triton.round_tf32", keep)
+    run(CHUNKS[1])
+    assert tensor_cores.lost > 0
+
+
+@pytest.mark.parametrize("cuts_all", [False, True], ids=["ieee", "tf32"])
+@pytest.mark.parametrize("kind", ["attention", "latents"])
+def test_attention_in_float32_is_not_cut(kind: str, cuts_all: bool, tensor_cores: TensorCores) -> None:
+    """Cut, its products would be found."""
     from triton._C.libtriton import ir
 
-    cutting.add(ir.INPUT_PRECISION.TF32x3)
-    monkeypatch.setattr(f"rayk.kernels.{op.name}.triton.round_tf32", keep)
-    with pytest.raises(AssertionError):
-        run(op)
+    if cuts_all:
+        tensor_cores.precisions.add(ir.INPUT_PRECISION.IEEE)
+    requests = ((1, 30), (5, 21))
+
+    def check() -> None:
+        if kind == "latents":
+            latents = make_latents(requests, num_heads=3)
+            latents.check(latents.run("triton", "cpu"), "latents")
+        else:
+            batch = make_batch(requests, kv_index=(0, 0, 1))
+            check_attention(batch, "cpu", "attention")
+
+    if cuts_all:
+        with pytest.raises(AssertionError, match="RMS error"):
+            check()
+    else:
+        check()
+    assert (tensor_cores.lost > 0) == cuts_all
 
 
 def test_rounding_is_to_the_nearest_and_keeps_what_is_not_finite() -> None:

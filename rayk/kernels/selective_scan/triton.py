@@ -1,20 +1,18 @@
-"""selective_scan on a GPU: one program per (request, tile of channels) walks through the request's tokens.
+"""Mamba1 scan kernels for a GPU: a walk through a request, and one through its chunks at once.
 
-The state stays in registers; a token's inputs are loaded while the one before it is computed. A step of one
-token each is a walk of one: the grid depends on no data, so that a CUDA graph can capture it.
+The walk is one program per (request, tile of channels). The state stays in registers; a token's inputs are
+loaded while the one before it is computed. A step of one token each is a walk of one. In a long prompt, what
+a chunk of tokens makes of a state h is exp(a sum(dt)) h plus what it makes of zero:
+
+     chunk, FROM_ZERO  all chunks at once: what they make of zero
+     states            chunk after chunk: the state before each
+     chunk             all chunks at once: outputs, from the states before them
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-
-from rayk.kernels.interpreter import INTERPRETED, launching
-from rayk.kernels.segments import Segments
-
-TILE_ELEMENTS = 512
-"""States per program, 16 a thread."""
 
 
 @triton.jit
@@ -30,6 +28,16 @@ def softplus(b_x):
     for i in tl.static_range(8):
         b_sum = b_sum * b_square + 1.0 / (15 - 2 * i)
     return tl.maximum(b_x, 0.0) + 2.0 * b_s * b_sum
+
+
+@triton.jit
+def tokens_of(p_request, p_end, is_later):
+    """First token and end of a segment, loaded from query_start_loc (p_request) or, if the request has an
+    earlier segment (is_later), from segment_ends (p_end).
+
+    Both are loaded: Triton drops a value that a loop carries only for the bounds of an inner one.
+    """
+    return tl.load(tl.where(is_later, p_end - 1, p_request)), tl.load(p_end)
 
 
 @triton.jit
@@ -75,9 +83,13 @@ def selective_scan_kernel(
     PADDED_N: tl.constexpr,
     TILE_C: tl.constexpr,
     HAS_Z: tl.constexpr,
+    LONGEST: tl.constexpr,
 ):
-    """Scan CHANNELS channels per unit. Grid: (requests, channel tiles)."""
+    """Go token by token, where a request has at most LONGEST. CHANNELS channels per unit. Grid: (requests,
+    channel tiles)."""
     i_r = tl.program_id(0)
+    if tl.load(query_start_loc + i_r + 1) - tl.load(query_start_loc + i_r) > LONGEST:
+        return
     o_c = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     o_n = tl.arange(0, PADDED_N)
     m_c = o_c < num_channels
@@ -119,47 +131,122 @@ def selective_scan_kernel(
         b_x, b_dt, b_b, b_c, b_z = n_x, n_dt, n_b, n_c, n_z
 
 
-def selective_scan_triton(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    d: torch.Tensor,
-    dt_bias: torch.Tensor,
-    z: torch.Tensor | None,
-    state: torch.Tensor,
-    segments: Segments,
-) -> torch.Tensor:
-    rows = [x, dt, b, c] + ([] if z is None else [z])
-    assert all(t.stride(1) == 1 for t in rows), "channels and states must be dense"
-    assert a.is_contiguous(), "a must be dense"
-    assert state.dtype == a.dtype == d.dtype == dt_bias.dtype == torch.float32
-    num_tokens, num_channels = x.shape
-    state_size = a.shape[1]
-    out_dtype = torch.float32 if INTERPRETED else x.dtype
-    out = torch.empty(num_tokens, num_channels, dtype=out_dtype, device=x.device)
-    if num_tokens == 0:
-        return out.to(x.dtype)
-    padded_n = triton.next_power_of_2(state_size)
-    tile_c = min(max(1, TILE_ELEMENTS // padded_n), triton.next_power_of_2(num_channels))
-    with launching():
-        selective_scan_kernel[(len(segments.read_slots), triton.cdiv(num_channels, tile_c))](
-            *(x, dt, a, b, c, d, dt_bias, z, out, state),
-            **segments.kernel_arguments,
-            x_stride_t=x.stride(0),
-            dt_stride_t=dt.stride(0),
-            b_stride_t=b.stride(0),
-            c_stride_t=c.stride(0),
-            z_stride_t=0 if z is None else z.stride(0),
-            stride_b=state.stride(0),
-            stride_u=state.stride(1),
-            num_channels=num_channels,
-            CHANNELS=state.shape[2],
-            STATE=state_size,
-            PADDED_N=padded_n,
-            TILE_C=tile_c,
-            HAS_Z=z is not None,
-            num_warps=1,
-        )
-    return out.to(x.dtype)
+@triton.jit
+def selective_scan_chunk_kernel(
+    x,
+    dt,
+    a,
+    b,
+    c,
+    d,
+    dt_bias,
+    z,
+    out,
+    bounds,
+    chunk_states,
+    times,
+    x_stride_t,
+    dt_stride_t,
+    b_stride_t,
+    c_stride_t,
+    z_stride_t,
+    num_channels,
+    STATE: tl.constexpr,
+    PADDED_N: tl.constexpr,
+    TILE_C: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    FROM_ZERO: tl.constexpr,
+):
+    """Compute a chunk's outputs from the state before it, in chunk_states [M, N, C]. FROM_ZERO: start from
+    zero, and leave the state after the chunk there instead, and the sum of dt in times [M, C]. Grid: (chunks,
+    channel tiles). Tiles are [N, C], so that a thread has all states of a channel."""
+    i_c = tl.program_id(0).to(tl.int64)
+    o_c = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
+    o_n = tl.arange(0, PADDED_N)
+    m_c = o_c < num_channels
+    m_n = o_n < STATE
+    m_state = m_n[:, None] & m_c[None, :]
+    b_a = tl.load(a + o_c[None, :] * STATE + o_n[:, None], mask=m_state, other=0.0) * 1.4426950408889634
+    b_d = tl.load(d + o_c, mask=m_c, other=0.0)
+    b_bias = tl.load(dt_bias + o_c, mask=m_c, other=0.0)
+    p_state = chunk_states + (i_c * STATE + o_n[:, None]) * num_channels + o_c[None, :]
+    b_time = tl.zeros([TILE_C], tl.float32)
+    b_h = tl.zeros([PADDED_N, TILE_C], tl.float32)
+    if not FROM_ZERO:
+        b_h = tl.load(p_state, mask=m_state, other=0.0)
+
+    i_t = tl.load(bounds + 2 * i_c).to(tl.int64)
+    stop = tl.load(bounds + 2 * i_c + 1)
+    strides = (x_stride_t, dt_stride_t, b_stride_t, c_stride_t, z_stride_t)
+    b_x, b_dt, b_b, b_c, b_z = _load_token(x, dt, b, c, z, i_t, o_c, o_n, m_c, m_n, strides, HAS_Z)
+    while i_t < stop:
+        # The last turn loads its own token again.
+        i_next = tl.minimum(i_t + 1, stop - 1)
+        n_x, n_dt, n_b, n_c, n_z = _load_token(x, dt, b, c, z, i_next, o_c, o_n, m_c, m_n, strides, HAS_Z)
+        b_dt = softplus(b_dt + b_bias)
+        b_h = tl.exp2(b_dt[None, :] * b_a) * b_h + (b_dt * b_x)[None, :] * b_b[:, None]
+        if FROM_ZERO:
+            b_time += b_dt
+        else:
+            b_y = tl.sum(b_h * b_c[:, None], 0) + b_d * b_x
+            if HAS_Z:
+                b_y *= b_z / (1.0 + tl.exp(-b_z))
+            tl.store(out + i_t * num_channels + o_c, b_y.to(out.dtype.element_ty), mask=m_c)
+        i_t += 1
+        b_x, b_dt, b_b, b_c, b_z = n_x, n_dt, n_b, n_c, n_z
+    if FROM_ZERO:
+        tl.store(p_state, b_h, mask=m_state)
+        tl.store(times + i_c * num_channels + o_c, b_time, mask=m_c)
+
+
+@triton.jit
+def selective_scan_states_kernel(
+    a,
+    chunk_states,
+    times,
+    state,
+    query_start_loc,
+    read_slots,
+    segment_start_loc,
+    segment_ends,
+    write_slots,
+    first_chunks,
+    stride_b,
+    stride_u,
+    num_channels,
+    CHANNELS: tl.constexpr,
+    STATE: tl.constexpr,
+    PADDED_N: tl.constexpr,
+    TILE_C: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Take the state from chunk to chunk: turn chunk_states from what chunks make of zero into the states
+    before them. Grid: (channel tiles, requests)."""
+    o_c = tl.program_id(0) * TILE_C + tl.arange(0, TILE_C)
+    i_r = tl.program_id(1)
+    o_n = tl.arange(0, PADDED_N)
+    m_c = o_c < num_channels
+    m_state = (o_n < STATE)[:, None] & m_c[None, :]
+    b_a = tl.load(a + o_c[None, :] * STATE + o_n[:, None], mask=m_state, other=0.0) * 1.4426950408889634
+    p_unit = state + ((o_c // CHANNELS).to(tl.int64) * stride_u + (o_c % CHANNELS) * STATE)[None, :]
+    p_unit += o_n[:, None]
+    slot = tl.load(read_slots + i_r)
+    b_h = tl.load(p_unit + slot * stride_b, mask=m_state & (slot >= 0), other=0.0)
+    o_tile = o_n[:, None] * num_channels + o_c[None, :]
+    first = tl.load(segment_start_loc + i_r)
+    last = tl.load(segment_start_loc + i_r + 1)
+    if tl.load(query_start_loc + i_r + 1) - tl.load(query_start_loc + i_r) == 1:
+        last = first
+    for i_s in range(first, last):
+        start, end = tokens_of(query_start_loc + i_r, segment_ends + i_s, i_s > first)
+        first_chunk = tl.load(first_chunks + i_s)
+        for i in tl.range(0, (end - start + CHUNK - 1) // CHUNK, num_stages=STAGES):
+            i_c = (first_chunk + i).to(tl.int64)
+            p_chunk = chunk_states + i_c * STATE * num_channels + o_tile
+            b_made = tl.load(p_chunk, mask=m_state, other=0.0)
+            b_time = tl.load(times + i_c * num_channels + o_c, mask=m_c, other=0.0)
+            tl.store(p_chunk, b_h, mask=m_state)
+            b_h = tl.exp2(b_time[None, :] * b_a) * b_h + b_made
+        slot = tl.load(write_slots + i_s)
+        tl.store(p_unit + slot * stride_b, b_h, mask=m_state & (slot >= 0))

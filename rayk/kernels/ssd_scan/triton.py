@@ -1,6 +1,14 @@
 """Mamba2 scan kernels for a GPU: a walk token by token, and products over chunks of tokens.
 
-Both are one program per (request, head, tile of its channels), the state in registers. `launch` starts them.
+The walk is one program per (request, head, tile of its channels), the state in registers. Chunks take three
+kernels, of which the first and the last take all chunks at once (see torch_cpu for the sums):
+
+     decay   what is left of each token's step at its chunk's end
+     states  chunk after chunk, the state before each
+     output  what tokens read of the state before their chunk, and of the tokens before them in it
+
+States before chunks are rounded to the inputs' dtype; other computed operands of products are taken in two
+parts of it. `launch` starts them.
 """
 
 from __future__ import annotations
@@ -8,28 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rayk.kernels.selective_scan.triton import softplus
-
-
-@triton.jit
-def round_tf32(x, PRECISION: tl.constexpr):
-    """Round float32 values to tf32: tensor cores truncate, which would make every product too small. Other
-    precisions, NaN and infinity pass through."""
-    if PRECISION == "tf32":
-        bits = (x.to(tl.uint32, bitcast=True) + 0x1000) & 0xFFFFE000
-        x = tl.where(tl.abs(x) < float("inf"), bits.to(tl.float32, bitcast=True), x)
-    return x
-
-
-@triton.jit
-def dot_16_bit(a, b, PRECISION: tl.constexpr):
-    """a @ b of float32 tiles, where b has 16-bit values, exact in tf32. The bits of a that tf32 drops are
-    multiplied separately."""
-    if PRECISION == "tf32":
-        b_high = round_tf32(a, PRECISION)
-        b_low = tl.dot(a - b_high, b, input_precision=PRECISION)
-        return tl.dot(b_high, b, b_low, input_precision=PRECISION)
-    return tl.dot(a, b, input_precision=PRECISION)
+from rayk.kernels.selective_scan.triton import softplus, tokens_of
 
 
 @triton.jit
@@ -73,9 +60,12 @@ def ssd_walk_kernel(
     STATE: tl.constexpr,
     PADDED_N: tl.constexpr,
     TILE_P: tl.constexpr,
+    LONGEST: tl.constexpr,
 ):
-    """Go token by token. Grid: (requests, heads, channel tiles)."""
+    """Go token by token, where a request has at most LONGEST. Grid: (requests, heads, channel tiles)."""
     i_r = tl.program_id(0)
+    if tl.load(query_start_loc + i_r + 1) - tl.load(query_start_loc + i_r) > LONGEST:
+        return
     i_h = tl.program_id(1).to(tl.int64)
     o_p = tl.program_id(2) * TILE_P + tl.arange(0, TILE_P)
     o_n = tl.arange(0, PADDED_N)
@@ -120,7 +110,119 @@ def ssd_walk_kernel(
 
 
 @triton.jit
-def ssd_chunk_kernel(
+def in_parts(x, OPERAND: tl.constexpr):
+    """Round x, float32, to a product's operand, and what that dropped to another: a product with both is as
+    good as float32."""
+    high = x.to(OPERAND)
+    return high, (x - high.to(tl.float32)).to(OPERAND)
+
+
+@triton.jit
+def ssd_decay_kernel(
+    dt,
+    a,
+    dt_bias,
+    bounds,
+    weights,
+    decays,
+    dt_stride_t,
+    HEADS: tl.constexpr,
+    TILE_H: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Fill weights [T, H], dt decayed to the chunk's end, and decays [M, H], of the state before it. Grid:
+    (chunks, head tiles)."""
+    i_c = tl.program_id(0)
+    o_h = tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)
+    o_t = (tl.load(bounds + 2 * i_c) + tl.arange(0, CHUNK)).to(tl.int64)
+    m_h = o_h < HEADS
+    m_dt = (o_t < tl.load(bounds + 2 * i_c + 1))[:, None] & m_h[None, :]
+    bias = tl.load(dt_bias + o_h, mask=m_h, other=0.0)
+    b_dt = tl.load(dt + o_t[:, None] * dt_stride_t + o_h[None, :], mask=m_dt, other=0.0)
+    b_dt = tl.where(m_dt, softplus(b_dt.to(tl.float32) + bias[None, :]), 0.0)
+    b_log = (b_dt * tl.load(a + o_h, mask=m_h, other=0.0)[None, :]).to(tl.float64)
+    # In float64: what decays after a token is a difference of long sums.
+    b_end = tl.sum(b_log, 0)
+    b_after = b_end[None, :] - tl.cumsum(b_log, 0)
+    p_weights = weights + o_t[:, None] * HEADS + o_h[None, :]
+    tl.store(p_weights, b_dt * tl.exp(b_after.to(tl.float32)), mask=m_dt)
+    tl.store(decays + i_c.to(tl.int64) * HEADS + o_h, tl.exp(b_end.to(tl.float32)), mask=m_h)
+
+
+@triton.jit
+def ssd_states_kernel(
+    x,
+    b,
+    group_index,
+    weights,
+    decays,
+    befores,
+    state,
+    query_start_loc,
+    read_slots,
+    segment_start_loc,
+    segment_ends,
+    write_slots,
+    first_chunks,
+    x_stride_t,
+    x_stride_h,
+    b_stride_t,
+    b_stride_g,
+    stride_b,
+    stride_h,
+    HEADS: tl.constexpr,
+    HEAD: tl.constexpr,
+    STATE: tl.constexpr,
+    TILE_P: tl.constexpr,
+    TILE_N: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Take the state from chunk to chunk. Grid: (tiles of its channels times tiles of their states, heads,
+    requests). Fills befores [M, H, P, N] with the states before chunks."""
+    OPERAND: tl.constexpr = befores.dtype.element_ty
+    TILES_N: tl.constexpr = (STATE + TILE_N - 1) // TILE_N
+    i_h = tl.program_id(1).to(tl.int64)
+    i_r = tl.program_id(2)
+    i_g = tl.load(group_index + i_h)
+    o_p = tl.program_id(0) // TILES_N * TILE_P + tl.arange(0, TILE_P)
+    o_n = tl.program_id(0) % TILES_N * TILE_N + tl.arange(0, TILE_N)
+    o_i = tl.arange(0, CHUNK)
+    m_p = (o_p < HEAD)[None, :]
+    m_n = (o_n < STATE)[None, :]
+    m_state = (o_p < HEAD)[:, None] & m_n
+    o_tile = o_p[:, None] * STATE + o_n[None, :]
+    p_state = state + i_h * stride_h + o_tile
+    slot = tl.load(read_slots + i_r)
+    b_h = tl.load(p_state + slot * stride_b, mask=m_state & (slot >= 0), other=0.0)
+    x += i_h * x_stride_h
+    b += i_g * b_stride_g
+    first = tl.load(segment_start_loc + i_r)
+    last = tl.load(segment_start_loc + i_r + 1)
+    if tl.load(query_start_loc + i_r + 1) - tl.load(query_start_loc + i_r) == 1:
+        last = first
+    for i_s in range(first, last):
+        start, end = tokens_of(query_start_loc + i_r, segment_ends + i_s, i_s > first)
+        first_chunk = tl.load(first_chunks + i_s)
+        for begin in range(start, end, CHUNK):
+            i_c = (first_chunk + (begin - start) // CHUNK).to(tl.int64) * HEADS + i_h
+            tl.store(befores + i_c * (HEAD * STATE) + o_tile, b_h.to(OPERAND), mask=m_state)
+            o_t = (begin + o_i).to(tl.int64)
+            m_t = o_t < end
+            p_x = x + o_t[:, None] * x_stride_t + o_p[None, :]
+            p_b = b + o_t[:, None] * b_stride_t + o_n[None, :]
+            b_x = tl.trans(tl.load(p_x, mask=m_t[:, None] & m_p, other=0.0).to(OPERAND))
+            b_b = tl.load(p_b, mask=m_t[:, None] & m_n, other=0.0).to(tl.float32)
+            b_b *= tl.load(weights + o_t * HEADS + i_h, mask=m_t, other=0.0)[:, None]
+            b_high, b_low = in_parts(b_b, OPERAND)
+            b_h *= tl.load(decays + i_c)
+            b_h = tl.dot(b_x, b_high, b_h, input_precision="ieee")
+            b_h = tl.dot(b_x, b_low, b_h, input_precision="ieee")
+        slot = tl.load(write_slots + i_s)
+        tl.store(p_state + slot * stride_b, b_h, mask=m_state & (slot >= 0))
+
+
+@triton.jit
+def ssd_output_kernel(
     x,
     dt,
     a,
@@ -129,13 +231,9 @@ def ssd_chunk_kernel(
     d,
     dt_bias,
     group_index,
+    bounds,
+    befores,
     out,
-    state,
-    query_start_loc,
-    read_slots,
-    segment_start_loc,
-    segment_ends,
-    write_slots,
     x_stride_t,
     x_stride_h,
     dt_stride_t,
@@ -143,79 +241,49 @@ def ssd_chunk_kernel(
     b_stride_g,
     c_stride_t,
     c_stride_g,
-    stride_b,
-    stride_h,
     HEADS: tl.constexpr,
     HEAD: tl.constexpr,
     STATE: tl.constexpr,
-    PADDED_N: tl.constexpr,
     TILE_P: tl.constexpr,
+    TILE_N: tl.constexpr,
     CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDEN: tl.constexpr,
 ):
-    """Go chunk by chunk. Grid: (requests, heads, channel tiles). Products of b and c use them as they are,
-    products of computed float32 values use PRECISION."""
-    i_r = tl.program_id(0)
+    """Compute a chunk's outputs. Grid: (chunks, heads, channel tiles)."""
+    OPERAND: tl.constexpr = befores.dtype.element_ty
+    i_c = tl.program_id(0).to(tl.int64)
     i_h = tl.program_id(1).to(tl.int64)
-    o_p = tl.program_id(2) * TILE_P + tl.arange(0, TILE_P)
-    o_n = tl.arange(0, PADDED_N)
-    o_i = tl.arange(0, CHUNK)
-    m_p = o_p < HEAD
-    m_n = o_n < STATE
-    m_state = m_p[:, None] & m_n[None, :]
     i_g = tl.load(group_index + i_h)
-    a_h = tl.load(a + i_h)
-    d_h = tl.load(d + i_h)
-    bias = tl.load(dt_bias + i_h)
-    p_head = state + i_h * stride_h + o_p[:, None] * STATE + o_n[None, :]
-    slot = tl.load(read_slots + i_r)
-    b_h = tl.load(p_head + slot * stride_b, mask=m_state & (slot >= 0), other=0.0)  # [P, N]
+    o_i = tl.arange(0, CHUNK)
+    o_p = tl.program_id(2) * TILE_P + tl.arange(0, TILE_P)
+    o_t = (tl.load(bounds + 2 * i_c) + o_i).to(tl.int64)
+    m_t = o_t < tl.load(bounds + 2 * i_c + 1)
+    m_p = o_p < HEAD
+    p_b = b + i_g * b_stride_g + o_t[:, None] * b_stride_t
+    p_c = c + i_g * c_stride_g + o_t[:, None] * c_stride_t
+    p_before = befores + ((i_c * HEADS + i_h) * HEAD + o_p[:, None]) * STATE
+    b_y = tl.zeros([CHUNK, TILE_P], tl.float32)
+    b_weight = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for at in range(0, STATE, TILE_N):
+        o_n = (at + tl.arange(0, TILE_N))[None, :]
+        m_n = o_n < STATE
+        b_c = tl.load(p_c + o_n, mask=m_t[:, None] & m_n, other=0.0).to(OPERAND)
+        b_before = tl.load(p_before + o_n, mask=m_p[:, None] & m_n, other=0.0)
+        b_y = tl.dot(b_c, tl.trans(b_before), b_y, input_precision="ieee")
+        b_b = tl.load(p_b + o_n, mask=m_t[:, None] & m_n, other=0.0).to(OPERAND)
+        b_weight = tl.dot(b_c, tl.trans(b_b), b_weight, input_precision="ieee")
 
-    x += i_h * x_stride_h
-    dt += i_h
-    b += i_g * b_stride_g
-    c += i_g * c_stride_g
-    out += i_h * HEAD
-    start = tl.load(query_start_loc + i_r)
-    for i_s in range(tl.load(segment_start_loc + i_r), tl.load(segment_start_loc + i_r + 1)):
-        end = tl.load(segment_ends + i_s)
-        for begin in range(start, end, CHUNK):
-            m_t = begin + o_i < end
-            o_t = (begin + o_i).to(tl.int64)
-            # Where there is no token, dt = 0: nothing decays, nothing is added.
-            b_dt = softplus(tl.load(dt + o_t * dt_stride_t, mask=m_t, other=0.0).to(tl.float32) + bias)
-            b_dt = tl.where(m_t, b_dt, 0.0)
-            b_log = b_dt * a_h
-            # [i, j]: what decays after j, up to i. A sum of its own for each j, since a difference of sums
-            # from the start would lose how little decays between two late tokens.
-            b_after = tl.where(o_i[:, None] > o_i[None, :], b_log[:, None], 0.0)
-            b_since = tl.cumsum(b_after, 0)
-            b_until_end = tl.sum(b_after, 0)
-            m_x = m_t[:, None] & m_p[None, :]
-            p_x = x + o_t[:, None] * x_stride_t + o_p[None, :]
-            b_x = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
-            m_b = m_t[:, None] & m_n[None, :]
-            p_b = b + o_t[:, None] * b_stride_t + o_n[None, :]
-            p_c = c + o_t[:, None] * c_stride_t + o_n[None, :]
-            b_b = tl.load(p_b, mask=m_b, other=0.0)
-            b_c = tl.load(p_c, mask=m_b, other=0.0)
-            if WIDEN:
-                b_b, b_c = b_b.to(tl.float32), b_c.to(tl.float32)
-
-            b_decay = tl.where(o_i[:, None] >= o_i[None, :], tl.exp(b_since), 0.0)
-            b_weight = tl.dot(b_c, tl.trans(b_b)) * b_decay * b_dt[None, :]
-            # Of 16-bit inputs tf32 has every bit.
-            b_before = tl.trans(round_tf32(b_h, PRECISION))
-            b_y = tl.dot(b_c.to(tl.float32), b_before, input_precision=PRECISION)
-            b_y = b_y * tl.exp(tl.cumsum(b_log, 0))[:, None] + d_h * b_x
-            b_y += dot_16_bit(b_weight, b_x, PRECISION)
-            p_out = out + o_t[:, None] * (HEADS * HEAD) + o_p[None, :]
-            tl.store(p_out, b_y.to(out.dtype.element_ty), mask=m_x)
-            b_left = b_x * (b_dt * tl.exp(b_until_end))[:, None]
-            b_h = tl.exp(tl.sum(b_log, 0)) * b_h
-            b_h += dot_16_bit(tl.trans(b_left), b_b.to(tl.float32), PRECISION)
-        slot = tl.load(write_slots + i_s)
-        if slot >= 0:
-            tl.store(p_head + slot * stride_b, b_h, mask=m_state)
-        start = end
+    b_dt = tl.load(dt + o_t * dt_stride_t + i_h, mask=m_t, other=0.0).to(tl.float32)
+    b_dt = tl.where(m_t, softplus(b_dt + tl.load(dt_bias + i_h)), 0.0)
+    # In float64: a difference of float32 sums would lose how little decays between two late tokens.
+    b_total = tl.cumsum((b_dt * tl.load(a + i_h)).to(tl.float64), 0)
+    b_since = (b_total[:, None] - b_total[None, :]).to(tl.float32)
+    b_weight *= tl.exp(tl.where(o_i[:, None] >= o_i[None, :], b_since, float("-inf"))) * b_dt[None, :]
+    m_x = m_t[:, None] & m_p[None, :]
+    p_x = x + i_h * x_stride_h + o_t[:, None] * x_stride_t + o_p[None, :]
+    b_x = tl.load(p_x, mask=m_x, other=0.0).to(OPERAND)
+    b_y = b_y * tl.exp(b_total.to(tl.float32))[:, None] + tl.load(d + i_h) * b_x.to(tl.float32)
+    b_high, b_low = in_parts(b_weight, OPERAND)
+    b_y = tl.dot(b_high, b_x, b_y, input_precision="ieee")
+    b_y = tl.dot(b_low, b_x, b_y, input_precision="ieee")
+    p_out = out + (o_t[:, None] * HEADS + i_h) * HEAD + o_p[None, :]
+    tl.store(p_out, b_y.to(out.dtype.element_ty), mask=m_x)
