@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from rayk.kernels.grouped_matmul import grouped_matmul
 from rayk.models.build import Build
 from rayk.models.config import DecoderConfig, ExpertsConfig
 from rayk.models.families import FAMILIES, load_config
+from rayk.models.layers import moe as moe_module
 from rayk.models.layers.moe import Moe, build_moe
 from rayk.models.pieces import Pieces
 from rayk.models.weights import WeightReader
@@ -196,8 +199,8 @@ def test_experts_equal_transformers(saved: Saved, tp_size: int) -> None:
         assert_matches(mine, exact, eager)
 
 
-def test_the_dense_way_gives_the_same(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Moe, "_grouped", Moe._dense)
+def test_the_products_of_accelerators_give_the_same(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_module, "grouped_matmul", partial(grouped_matmul, impl="torch"))
     x = inputs()
     exact, eager = saved.theirs(x.double()), saved.theirs(x)
     for mine in run_ranks(3, lambda comm: saved.build(comm).forward(x)):

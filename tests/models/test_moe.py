@@ -1,18 +1,22 @@
-"""Experts against transformers' GptOssMLP: uneven splits, ranks without an expert, both ways to compute."""
+"""Experts against transformers' GptOssMLP: uneven splits, ranks without an expert, every kind of product."""
 
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
+from rayk.kernels.grouped_matmul import grouped_matmul
 from rayk.models.config import ExpertsConfig, RouterConfig
+from rayk.models.layers import moe as moe_module
 from rayk.models.layers.linear import Linear
 from rayk.models.layers.moe import Experts, Moe
 from rayk.models.layers.router import ExpertRouter
@@ -23,6 +27,7 @@ from rayk.parallel.local import LocalComm
 from rayk.types.errors import CheckpointError
 from tests.each import each
 from tests.helpers import assert_matches
+from tests.markers import interpreted
 from tests.models.test_decoder import every_logit, prompts
 from tests.models.tiny import assert_right, draw, load, run_ranks, write_checkpoint
 
@@ -103,24 +108,55 @@ def test_experts_equal_transformers(num_experts: int, num_chosen: int, tp_size: 
         assert_matches(mine, exact, eager)
 
 
-@pytest.mark.parametrize(("num_experts", "tp_size"), [(5, 1), (5, 3), (2, 3)])
-def test_the_dense_way_gives_the_same(
-    num_experts: int, tp_size: int, monkeypatch: pytest.MonkeyPatch
+@each(("num_experts", "tp_size"), [(5, 3), (5, 1), (2, 3)])
+@pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=interpreted)])
+def test_the_products_of_accelerators_give_the_same(
+    impl: str, num_experts: int, tp_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is for accelerators, but runs anywhere."""
-    monkeypatch.setattr(Moe, "_grouped", Moe._dense)
+    monkeypatch.setattr(moe_module, "grouped_matmul", partial(grouped_matmul, impl=impl))
     theirs, x = reference(num_experts, 2), inputs(37)
     exact, eager = answers(theirs, x)
     for mine in run_ranks(tp_size, lambda comm: moe(theirs, comm).forward(x)):
         assert_matches(mine, exact, eager)
 
 
-@pytest.mark.parametrize("method", ["_grouped", "_dense"])
+class WithoutWaiting(TorchDispatchMode):
+    """Refuses what needs values to know a shape, and lists what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append(func.overloadpacket.__name__)
+        assert torch.Tag.data_dependent_output not in func.tags, func
+        assert torch.Tag.dynamic_output_shape not in func.tags, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_nothing_waits_for_the_choice_whatever_the_number_of_tokens(
+    tp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same operators run for 1 token as for 300, as a CUDA graph's warm-up and its capture need."""
+    monkeypatch.setattr(moe_module, "grouped_matmul", partial(grouped_matmul, impl="torch"))
+    comm = LocalComm()
+    comm.size, comm.rank = tp_size, tp_size - 1
+    mine, lists = moe(reference(5, 2), comm), []
+    for num_tokens in (1, 64, 65, 300):
+        with torch.no_grad(), WithoutWaiting() as mode:
+            mine._run_experts(inputs(num_tokens), *mine.router.forward(inputs(num_tokens)))
+        lists.append(mode.calls)
+    assert all(calls == lists[0] for calls in lists)
+    assert "_grouped_mm" in lists[0]
+
+
+@pytest.mark.parametrize("impl", ["reference", "torch"])
 def test_an_experts_nan_reaches_no_token_that_is_none_of_its(
-    method: str, monkeypatch: pytest.MonkeyPatch
+    impl: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A weight of zero does not undo a NaN."""
-    monkeypatch.setattr(Moe, "_grouped", getattr(Moe, method))
+    monkeypatch.setattr(moe_module, "grouped_matmul", partial(grouped_matmul, impl=impl))
     theirs, x = reference(4, 2), inputs(37)
     mine = moe(theirs, LocalComm())
     clean = mine.forward(x)

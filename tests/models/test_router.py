@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,10 +15,14 @@ from transformers.models.jamba.modeling_jamba import JambaTopKRouter
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHTopkRouter
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 
+from rayk.kernels.choose_experts import choose_experts
 from rayk.models.config import RouterConfig
+from rayk.models.layers import router as router_module
 from rayk.models.layers.linear import Linear
 from rayk.models.layers.router import ExpertRouter
 from tests.each import each
+from tests.helpers import assert_matches
+from tests.markers import interpreted
 
 NUM_EXPERTS, NUM_CHOSEN, NUM_TOKENS = 12, 4, 400
 
@@ -96,6 +101,32 @@ def test_router_is_transformers_own(name: str, dtype: torch.dtype, levels: int |
     assert torch.equal(routes.experts, experts)
     assert torch.equal(routes.weights, weights)
     assert routes.weights.dtype == weights.dtype
+
+
+@interpreted
+@pytest.mark.parametrize("levels", [None, 3], ids=["distinct", "ties"])
+@each("name", list(ROUTERS))
+def test_one_launch_chooses_the_same(name: str, levels: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of equal ones is open; with a correction they may differ in weight."""
+    theirs, mine = theirs_and_mine(name, torch.float32)
+    if levels is not None and mine.correction is not None:
+        return
+    draw = torch.Generator().manual_seed(2)
+    logits = 2 * torch.randn(50, NUM_EXPERTS, generator=draw)
+    if levels is not None:
+        logits = torch.randint(0, levels, logits.shape, generator=draw).float()
+    with torch.no_grad():
+        _, weights, experts = theirs(logits)
+    monkeypatch.setattr(router_module, "choose_experts", partial(choose_experts, impl="triton"))
+    routes = mine.forward(logits)
+    assert bool((routes.experts.sort().values.diff() > 0).all()), "no expert twice"
+    order, their_order = routes.experts.argsort(), experts.argsort()
+    if levels is None:
+        assert torch.equal(routes.experts.gather(1, order), experts.gather(1, their_order))
+        found, exact = routes.weights.gather(1, order), weights.gather(1, their_order)
+    else:
+        found, exact = routes.weights.sort().values, weights.sort().values
+    assert_matches(found, exact.double(), exact)
 
 
 def test_what_the_comparisons_reach() -> None:

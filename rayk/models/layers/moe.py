@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
-from rayk.kernels.pointwise import activate
+from rayk.kernels.grouped_matmul import grouped_matmul
+from rayk.kernels.pointwise import activate, gated
 from rayk.models.build import Build
 from rayk.models.config import ExpertsConfig
 from rayk.models.layers.experts import Experts, build_experts
@@ -20,9 +20,6 @@ from rayk.models.layers.router import ExpertRouter, build_router
 from rayk.models.pieces import Rows
 from rayk.parallel import shard
 from rayk.parallel.comm import Comm
-
-MAX_DENSE_TOKENS = 64
-"""On an accelerator, steps of up to this many tokens run every expert of the rank on every token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,10 +51,8 @@ class Moe:
     """The sum over a token's chosen experts of weight * expert(x), or of expert(weight * x) with
     `weighs_inputs`; plus a shared expert if there is one.
 
-    Two implementations differ in rounding only. `_grouped` runs each expert on its own tokens, and waits for
-    the device once per layer to know their number. `_dense` runs all local experts on all tokens: it has
-    fixed shapes and never waits, so that a CUDA graph can hold it; few tokens read most experts' weights
-    anyway.
+    Tokens are sorted by expert, a copy for each chosen one, and each expert runs on its own. Shapes do not
+    depend on the choice, so that nothing waits for it and a CUDA graph can hold it.
     """
 
     def __init__(
@@ -78,6 +73,7 @@ class Moe:
         self.latent = latent
         self.shared = shared
         self._first = first_expert
+        self._ids = torch.arange(experts.count, device=experts.down.device)
         self._config = config
         self._comm = comm
         self._reduce = reduce and comm.size > 1
@@ -92,86 +88,51 @@ class Moe:
         """[T, hidden] -> [T, hidden], the same on every rank, or the rank's partial sums."""
         # x has the same bits on every rank, so all ranks choose alike.
         routes = self.router.forward(x)
-        run_experts = self._dense if _runs_dense(x) else self._grouped
         if self.latent is None:
-            out = run_experts(x, *routes)
+            out = self._run_experts(x, *routes)
         else:
-            out = self.latent.up.forward(run_experts(self.latent.down.forward(x), *routes))
+            out = self.latent.up.forward(self._run_experts(self.latent.down.forward(x), *routes))
         if self.shared is not None:
             out = out + self.shared.forward(x)
         return self._comm.all_reduce(out) if self._reduce else out
 
-    def _grouped(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    def _run_experts(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         """x [T, width]; chosen, shares [T, K]: global expert ids and their weights."""
-        out = torch.zeros_like(x, dtype=shares.dtype)
-        local = chosen.flatten() - self._first
-        order = local.argsort(stable=True)
-        # Ids of other ranks' experts sort to both ends.
-        bounds = torch.arange(self.experts.count + 1, device=x.device)
-        ends = torch.searchsorted(local[order], bounds).tolist()
-        for expert, (start, stop) in enumerate(zip(ends, ends[1:], strict=False)):
-            if start == stop:
-                continue
-            places = order[start:stop]
-            tokens = places // chosen.shape[1]
-            w = self.experts
-            share = shares.flatten()[places, None]
-            inputs = self._weighed(x[tokens], share)
-            inner = self._activate(_product(inputs, w.gate_up, w.gate_up_bias, expert))
-            result = _product(inner, w.down, w.down_bias, expert)
-            out.index_add_(0, tokens, result if self._config.weighs_inputs else result * share)
-        return out.to(x.dtype)
-
-    def _dense(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         w = self.experts
-        weights = shares.new_zeros(x.shape[0], self._config.num_experts).scatter_(1, chosen, shares)
-        local = weights[:, self._first : self._first + w.count]
-        inputs = self._weighed(x.expand(w.count, *x.shape), local.mT[:, :, None])
-        inner = self._activate(_products(inputs, w.gate_up, w.gate_up_bias))
-        results = _products(inner, w.down, w.down_bias)
-        # A weight of zero does not remove NaN or infinity.
-        of_token = torch.zeros_like(weights, dtype=torch.bool).scatter_(1, chosen, True)
-        is_chosen = of_token[:, self._first : self._first + w.count]
-        results = results.masked_fill(~is_chosen.mT[:, :, None], 0.0)
+        if not w.count:
+            return torch.zeros_like(x)
+        local = chosen.flatten() - self._first if self._first else chosen.flatten()
+        is_other = None
+        if w.count < self._config.num_experts:
+            is_other = (local < 0) | (local >= w.count)
+            # They come last, where no expert runs.
+            local = local.masked_fill(is_other, w.count)
+        by_expert, order = local.sort(stable=True)
+        ends = torch.searchsorted(by_expert, self._ids, right=True, out_int32=True)
+        inputs = x.index_select(0, order // chosen.shape[1])
         if self._config.weighs_inputs:
-            return results.to(shares.dtype).sum(0).to(x.dtype)
-        return torch.einsum("eth,te->th", results.to(shares.dtype), local).to(x.dtype)
-
-    def _weighed(self, inputs: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """Multiply inputs by shares in their dtype, where this model does so."""
-        return (inputs * shares).to(inputs.dtype) if self._config.weighs_inputs else inputs
+            inputs = (inputs * shares.flatten().index_select(0, order).unsqueeze(1)).to(x.dtype)
+        inner = self._activate(grouped_matmul(inputs, w.gate_up, ends, w.gate_up_bias))
+        results = grouped_matmul(inner, w.down, ends, w.down_bias)
+        # Back in the tokens' order, a token's results stand side by side.
+        results = torch.empty_like(results).index_copy_(0, order, results).view(*chosen.shape, -1)
+        if is_other is not None:
+            results = results.masked_fill(is_other.view(*chosen.shape, 1), 0.0)
+        results = results.to(shares.dtype)
+        if self._config.weighs_inputs:
+            return results.sum(1).to(x.dtype)
+        return torch.bmm(shares.unsqueeze(1), results).squeeze(1).to(x.dtype)
 
     def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
         if self._config.kind == "relu2":
             return activate(gate_up, "relu2")
-        gate, up = gate_up.chunk(2, dim=-1)
         if self._config.kind == "swiglu":
-            return F.silu(gate) * up
+            return gated(gate_up, "silu")
         assert self._config.kind == "clamped", self._config
+        gate, up = gate_up.chunk(2, dim=-1)
         limit = self._config.limit
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (up + 1) * (gate * torch.sigmoid(gate * self._config.alpha))
-
-
-def _product(
-    x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None, expert: int
-) -> torch.Tensor:
-    """Multiply x [tokens, in] by one expert's matrix."""
-    if biases is None:
-        return torch.mm(x, weights[expert])
-    return torch.addmm(biases[expert], x, weights[expert])
-
-
-def _products(x: torch.Tensor, weights: torch.Tensor, biases: torch.Tensor | None) -> torch.Tensor:
-    """Multiply x [E, T, in] by every expert's matrix."""
-    return torch.bmm(x, weights) if biases is None else torch.baddbmm(biases[:, None], x, weights)
-
-
-def _runs_dense(x: torch.Tensor) -> bool:
-    """Tell whether waiting for the device costs more than running every expert, or is forbidden."""
-    if x.device.type == "cpu":
-        return False
-    return x.shape[0] <= MAX_DENSE_TOKENS or torch.cuda.is_current_stream_capturing()
 
 
 def build_moe(build: Build, index: int, mlp: ExpertsConfig) -> Moe:

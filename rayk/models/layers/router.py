@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from rayk.kernels.choose_experts import ExpertChoice, choose_experts
 from rayk.models.build import Build
 from rayk.models.config import ExpertsConfig, RouterConfig
 from rayk.models.layers.linear import Linear
@@ -38,54 +39,26 @@ class ExpertRouter:
     ) -> None:
         """`linear` gives logits [T, E]; its weight is float32 if config.wide. `correction`: float32 [E],
         added to the scores for choosing only."""
-        assert config.scoring in ("softmax_chosen", "softmax_all", "sigmoid_chosen", "sigmoid"), config
         assert (correction is not None) == (config.scoring == "sigmoid"), config
         self.linear = linear
         self.correction = correction
         self._config = config
-        self._num_chosen = num_chosen
+        self._choice = ExpertChoice(
+            num_chosen=num_chosen,
+            scoring=config.scoring,
+            renormalise=config.renormalise,
+            scale=config.scale,
+            least=_SMALLEST_SUM if config.scoring == "sigmoid" else 0.0,
+            num_groups=config.num_groups,
+            num_chosen_groups=config.num_chosen_groups,
+        )
 
     def forward(self, x: torch.Tensor) -> Routes:
         return self.choose(self.linear.forward(x.float() if self._config.wide else x))
 
     def choose(self, logits: torch.Tensor) -> Routes:
-        """logits [T, E]. Equal scores are ordered by torch.topk."""
-        experts, weights = self._chosen(logits)
-        if self._config.renormalise:
-            least = _SMALLEST_SUM if self._config.scoring == "sigmoid" else 0.0
-            weights = weights / (weights.sum(-1, keepdim=True) + least)
-        if self._config.scale != 1.0:
-            weights = weights * self._config.scale
-        return Routes(experts, weights.to(logits.dtype))
-
-    def _chosen(self, logits: torch.Tensor) -> Routes:
-        """Choose experts, with unscaled weights in float32."""
-        if self._config.scoring == "softmax_chosen":
-            best = logits.topk(self._num_chosen, dim=-1)
-            return Routes(best.indices, best.values.softmax(-1, dtype=torch.float32))
-        if self._config.scoring == "sigmoid_chosen":
-            best = logits.topk(self._num_chosen, dim=-1)
-            return Routes(best.indices, best.values.float().sigmoid())
-        if self._config.scoring == "softmax_all":
-            best = logits.softmax(-1, dtype=torch.float32).topk(self._num_chosen, dim=-1)
-            return Routes(best.indices, best.values)
-        assert self.correction is not None
-        scores = logits.float().sigmoid()
-        ranked = self._in_best_groups(scores + self.correction)
-        experts = ranked.topk(self._num_chosen, dim=-1, sorted=False).indices
-        return Routes(experts, scores.gather(1, experts))
-
-    def _in_best_groups(self, ranked: torch.Tensor) -> torch.Tensor:
-        """[T, E] with -inf outside the groups whose two best scores have the largest sums."""
-        groups, num_kept = self._config.num_groups, self._config.num_chosen_groups
-        if num_kept == groups:
-            return ranked
-        grouped = ranked.view(len(ranked), groups, -1)
-        kept = grouped.topk(2, dim=-1).values.sum(-1).topk(num_kept, dim=-1, sorted=False).indices
-        left_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=ranked.device)
-        left_out.scatter_(1, kept, value=False)
-        masked: torch.Tensor = grouped.masked_fill(left_out[..., None], float("-inf"))
-        return masked.flatten(1)
+        """logits [T, E]"""
+        return Routes(*choose_experts(logits, self.correction, self._choice))
 
 
 def build_router(build: Build, index: int, mlp: ExpertsConfig) -> ExpertRouter:
