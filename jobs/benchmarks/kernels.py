@@ -77,6 +77,7 @@ def all_cases() -> Iterator[Case]:
             yield Case(target, "decode", "bfloat16", (head, head))
             yield from _row_cases(target, head)
         yield from _copy_cases(target)
+        yield from _layer_cases(target, ("float32", "float16", "bfloat16"), (64, 2880, 8192, 16384))
         yield from _state_cases(target)
         yield from _latent_and_delta_cases(target)
         # Tiles of those are chosen for NVIDIA's registers; on AMD they run, and spill.
@@ -89,6 +90,19 @@ def _copy_cases(target: str) -> Iterator[Case]:
     for unit in (16, 8, 4, 2, 1):
         for num_units in (1, 15, 1023):
             yield Case(target, "copy", f"{unit} bytes", (unit, num_units), 1, "plain")
+
+
+def _layer_cases(target: str, dtypes: Sequence[str], widths: Sequence[int]) -> Iterator[Case]:
+    """What stands between matrix products, and the products of experts with few rows and with many."""
+    for dtype in dtypes:
+        for width in widths:
+            yield Case(target, "norm", dtype, (width, width), 1, "plain")
+            yield Case(target, "gate", dtype, (width, width), 1, "plain")
+        for head, turned in ((64, 64), (128, 128), (128, 64), (256, 256), (80, 20)):
+            yield Case(target, "rotate", dtype, (head, turned), 1, "plain")
+        yield Case(target, "choose", dtype, (128, 4), 1, "plain")
+        for rows in (1, 32, 64, 256):
+            yield Case(target, "experts", dtype, (rows, 2880), 1, "plain")
 
 
 def _quantised_cases(target: str, heads: Sequence[int], dtypes: Sequence[str]) -> Iterator[Case]:
@@ -155,6 +169,8 @@ def quick_cases() -> Iterator[Case]:
         yield Case(target, "digest", "bfloat16", (6, 20), 1, "plain")
         yield Case(target, "copy", "16 bytes", (16, 16), 1, "plain")
         yield Case(target, "copy", "2 bytes", (2, 3), 1, "plain")
+    for target in ("sm_90", "gfx942"):
+        yield from _layer_cases(target, ("bfloat16",), (2880,))
     for phase in ("prefill", "split"):
         yield Case("sm_90", phase, "bfloat16", (128, 128), 5, "plain", slots=12)
     yield from _quantised_cases("sm_90", (128,), ("bfloat16",))
@@ -327,7 +343,78 @@ def _apply_delta_rule(case: Case) -> None:
     gated_delta_rule_triton(q, k, v, g, beta, key_index, state, segments, scale=0.1)
 
 
+def _norm(case: Case) -> None:
+    """Every form of a norm of rows of `head` elements."""
+    from rayk.kernels.pointwise.triton import norm_triton
+
+    size, dtype = case.head[0], getattr(torch, case.dtype)
+    x, added = torch.empty(2, 32, size, dtype=dtype)
+    for wide, kind in ((True, torch.float32), (False, dtype)):
+        norm_triton(x, torch.empty(size, dtype=kind), eps=1e-6, wide=wide)
+        norm_triton(x, torch.empty(size, dtype=kind), eps=1e-6, wide=wide, added=added)
+    norm_triton(x, torch.empty(size), eps=1e-6, wide=True, centred=True)
+
+
+def _rotate(case: Case) -> None:
+    """`head` is a head's size, and how much of it turns."""
+    from rayk.kernels.pointwise.triton import rotate_triton
+
+    (size, turned), dtype = case.head, getattr(torch, case.dtype)
+    x, (cos, sin) = torch.empty(32, 12, size, dtype=dtype), torch.empty(2, 32, 1, turned // 2, dtype=dtype)
+    rotate_triton(x, cos, sin)
+    rotate_triton(x, cos, sin, norm=(torch.empty(12, size, dtype=dtype), 1e-6, False))
+    for into_halves in (False, True):
+        rotate_triton(x, cos, sin, pairs=True, into_halves=into_halves)
+
+
+def _gate(case: Case) -> None:
+    """Gated activations, and gated norms of groups of a quarter of a row."""
+    from rayk.kernels.pointwise.triton import gated_norm_triton, gated_triton
+
+    size, dtype = case.head[0], getattr(torch, case.dtype)
+    for activation in ("silu", "gelu_tanh"):
+        gated_triton(torch.empty(32, 2 * size, dtype=dtype), activation)
+    x, gate = torch.empty(2, 32, size, dtype=dtype)
+    for order, weight in (
+        ("gate_norm", torch.empty(size)),
+        ("norm_gate", torch.empty(size // 4, dtype=dtype)),
+    ):
+        gated_norm_triton(
+            x, gate, weight, group_size=size // 4, eps=1e-6, order=order, wide=weight.dtype == torch.float32
+        )
+
+
+def _choose(case: Case) -> None:
+    """`head` is all experts and chosen ones."""
+    from rayk.kernels.choose_experts import SCORINGS, ExpertChoice
+    from rayk.kernels.choose_experts.triton import choose_experts_triton
+
+    num_experts, num_chosen = case.head
+    for scoring in SCORINGS:
+        correction = torch.empty(num_experts) if scoring == "sigmoid" else None
+        groups = (8, 4) if scoring == "sigmoid" else (1, 1)
+        choice = ExpertChoice(num_chosen, scoring, True, 2.5, 0.0, *groups)
+        logits = torch.empty(32, num_experts, dtype=getattr(torch, case.dtype))
+        choose_experts_triton(logits, correction, choice)
+
+
+def _multiply_groups(case: Case) -> None:
+    """`head` is rows of an expert and its input."""
+    from rayk.kernels.grouped_matmul.triton import grouped_matmul_triton
+
+    (rows, size), dtype = case.head, getattr(torch, case.dtype)
+    x, ends = torch.empty(32 * rows, size, dtype=dtype), torch.empty(32, dtype=torch.int32)
+    weights = torch.empty(32, 2 * size, size, dtype=dtype)
+    grouped_matmul_triton(x, weights.mT, ends, torch.empty(32, 2 * size, dtype=dtype))
+    grouped_matmul_triton(x, weights.view(32, size, 2 * size), ends, None)
+
+
 CALLS = {
+    "norm": _norm,
+    "rotate": _rotate,
+    "gate": _gate,
+    "choose": _choose,
+    "experts": _multiply_groups,
     "store": _store,
     "digest": _digest,
     "copy": _copy_runs,

@@ -65,6 +65,12 @@ def test_every_kernel_was_compiled(rows: Rows) -> None:
         "combine_splits_kernel",
     }
     others = {
+        "rms_norm_kernel",
+        "rotate_kernel",
+        "gated_kernel",
+        "gated_norm_kernel",
+        "choose_experts_kernel",
+        "grouped_matmul_kernel",
         "causal_conv1d_kernel",
         "keep_taps_kernel",
         "causal_conv1d_step_kernel",

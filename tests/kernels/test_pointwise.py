@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
+from transformers.models.cohere2.modeling_cohere2 import Cohere2LayerNorm
+from transformers.models.cohere2.modeling_cohere2 import apply_rotary_pos_emb as rotate_cohere2
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
-from rayk.kernels.pointwise import gated, rms_norm, rotate_halves
+from rayk.kernels.pointwise import (
+    add_rms_norm,
+    gated,
+    gated_norm,
+    layer_norm,
+    norm_rotate_halves,
+    rms_norm,
+    rotate_halves,
+    rotate_pairs,
+)
 from rayk.kernels.pointwise.native import is_native, why_no_native
 from tests.each import each
 from tests.helpers import assert_matches, poison
+from tests.markers import gpu, interpreted
 
 needs_native = pytest.mark.skipif(why_no_native() is not None, reason=str(why_no_native()))
-IMPLS = ("reference", pytest.param("native", marks=needs_native))
+IMPLS = (
+    "reference",
+    pytest.param("native", marks=needs_native),
+    pytest.param("triton", marks=interpreted),
+)
 DTYPES = (torch.float32, torch.bfloat16)
 SIZES = (1, 15, 16, 40, 512)
 
@@ -70,6 +90,11 @@ def test_rms_norm_of_heads_has_a_weight_of_each(impl: str, dtype: torch.dtype) -
     assert_matches(unweighted, exact, F.rms_norm(x, (24,), eps=1e-6))
 
 
+def turned_exactly(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """In float64, by angles [T, half]."""
+    return rotate_halves(x.double(), cos.double()[:, None], sin.double()[:, None], impl="reference")
+
+
 @each("turned", [2, 8, 34, 64])
 @each("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("impl", IMPLS)
@@ -80,6 +105,126 @@ def test_rotation_is_transformers_own_bit_for_bit(impl: str, dtype: torch.dtype,
     both = torch.cat([cos, cos], -1)[None], torch.cat([sin, sin], -1)[None]
     expected, _ = apply_rotary_pos_emb(x.transpose(0, 1)[None, ..., :turned], x[None, :1, :1, :turned], *both)
     found = rotate_halves(x, cos[:, None], sin[:, None], impl=impl)
+    if impl == "triton" and dtype == torch.bfloat16:
+        # The interpreter has none, and so does not round in between.
+        assert_matches(found, turned_exactly(x, cos, sin), rotate_halves(x, cos[:, None], sin[:, None]))
+        return
+    assert torch.equal(found[..., :turned], expected[0].transpose(0, 1))
+    assert torch.equal(found[..., turned:], x[..., turned:])
+
+
+@each("size", SIZES)
+@each("dtype", (*DTYPES, torch.float16), ids=str)
+@each("wide", [False, True])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_sum_is_rounded_before_it_is_normed(impl: str, wide: bool, dtype: torch.dtype, size: int) -> None:
+    """As a layer adds to its residual stream and norms that."""
+    if impl == "native" and dtype == torch.float16:
+        return
+    x, added = draw(7, 2 * size, dtype=dtype)[:, :size], 3 * draw(7, 2 * size, seed=2, dtype=dtype)[:, size:]
+    weight = draw(size, seed=1, dtype=torch.float32 if wide else dtype)
+    total, normed = add_rms_norm(x, added, weight, eps=1e-5, wide=wide, impl=impl)
+    assert torch.equal(total, x + added)
+    exact = F.rms_norm(total.double(), (size,), weight.double(), eps=1e-5)
+    assert_matches(normed, exact, rms_norm(total, weight, eps=1e-5, wide=wide, impl="reference"))
+
+
+@each("size", [s for s in SIZES if s > 1])
+@each("dtype", (*DTYPES, torch.float16), ids=str)
+@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=interpreted)])
+def test_layer_norm_is_cohere2s(impl: str, dtype: torch.dtype, size: int) -> None:
+    x, weight = 3 + draw(7, size, dtype=dtype), draw(size, seed=1, dtype=dtype)
+    module = Cohere2LayerNorm(size, eps=1e-5).to(dtype)
+    with torch.no_grad():
+        module.weight.copy_(weight)
+    exact = F.layer_norm(x.double(), (size,), weight.double(), eps=1e-5)
+    assert_matches(layer_norm(x, weight.float(), eps=1e-5, impl=impl), exact, module(x).detach())
+
+
+@each("size", SIZES)
+@each("dtype", (*DTYPES, torch.float16), ids=str)
+@each("order", ["norm_gate", "gate_norm", "plain"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gated_norms_are_qwen3_nexts_and_bambas(impl: str, order: str, dtype: torch.dtype, size: int) -> None:
+    """Of three groups, which share a weight or have one each."""
+    if impl == "native" and dtype == torch.float16:
+        return
+    x, gate = draw(5, 3 * size, dtype=dtype), draw(5, 3 * size + 4, seed=1, dtype=dtype)[:, : 3 * size]
+    weight = draw(size if order == "norm_gate" else 3 * size, seed=2, dtype=dtype)
+    groups, gates, weights = x.view(5, 3, size), gate.unflatten(1, (3, size)), weight.view(-1, size)
+    exact = groups.double() * (F.silu(gates.double()) if order != "norm_gate" else 1)
+    if order == "plain":
+        eager = (groups.float() * F.silu(gates.float())).to(dtype)
+    else:
+        exact = F.rms_norm(exact, (size,), eps=1e-5) * weights.double()
+        norm = Qwen3NextRMSNormGated(size, eps=1e-5)
+        if order == "gate_norm":
+            norm = BambaRMSNormGated(3 * size, group_size=size, eps=1e-5)
+        with torch.no_grad():
+            norm.to(dtype).weight.copy_(weight)
+            eager = norm(x.view(-1, norm.weight.numel()), gate.reshape(-1, norm.weight.numel())).view(
+                5, 3, size
+            )
+    if order == "norm_gate":
+        exact = exact * F.silu(gates.double())
+    wide = order != "norm_gate"
+    found = gated_norm(
+        x,
+        gate,
+        None if order == "plain" else weight.float() if wide else weight,
+        group_size=size,
+        eps=1e-5,
+        order=order,
+        wide=wide,
+        impl=impl,
+    )
+    assert_matches(found.view(5, 3, size), exact, eager)
+
+
+@each("turned", [8, 64])
+@each("wide", [False, True])
+@each("dtype", (*DTYPES, torch.float16), ids=str)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_heads_are_normed_and_then_rotated(impl: str, dtype: torch.dtype, wide: bool, turned: int) -> None:
+    if impl == "native" and dtype == torch.float16:
+        return
+    x = heads_of(draw(9, 5 * 64, dtype=dtype), 1, 3, 64)
+    weight = draw(3, 64, seed=1, dtype=torch.float32 if wide else dtype)
+    angles = 10 * draw(9, turned // 2, seed=1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    found = norm_rotate_halves(x, weight, cos[:, None], sin[:, None], eps=1e-5, wide=wide, impl=impl)
+    normed = F.rms_norm(x.double(), (64,), eps=1e-5) * weight.double()
+    eager = rms_norm(x, weight, eps=1e-5, wide=wide, impl="reference")
+    eager = rotate_halves(eager, cos[:, None], sin[:, None], impl="reference")
+    if impl == "triton" and dtype == torch.float16:
+        assert torch.equal(found, eager), "rounded where torch rounds"
+    else:
+        assert_matches(found, turned_exactly(normed, cos, sin), eager)
+
+
+@each("turned", [8, 64])
+@each("into_halves", [False, True])
+@each("dtype", (*DTYPES, torch.float16), ids=str)
+@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=interpreted)])
+def test_pairs_rotate_as_cohere2s_and_deepseeks(
+    impl: str, dtype: torch.dtype, into_halves: bool, turned: int
+) -> None:
+    x = heads_of(draw(9, 5 * 64, dtype=dtype), 1, 3, 64)
+    angles = 10 * draw(9, turned // 2, seed=1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    found = rotate_pairs(x, cos[:, None], sin[:, None], into_halves=into_halves, impl=impl)
+    heads = x.transpose(0, 1)[None, ..., :turned]
+    if into_halves:
+        both = torch.cat([cos, cos], -1)[None], torch.cat([sin, sin], -1)[None]
+        expected, _ = apply_rotary_pos_emb_interleave(heads, heads[:, :1], *both)
+    else:
+        both = cos.repeat_interleave(2, -1)[None], sin.repeat_interleave(2, -1)[None]
+        expected, _ = rotate_cohere2(heads, heads[:, :1], *both)
+    if impl == "triton" and dtype == torch.bfloat16:
+        wide = rotate_pairs(x.double(), cos.double()[:, None], sin.double()[:, None], into_halves=True)
+        if into_halves:
+            assert_matches(found, wide, rotate_pairs(x, cos[:, None], sin[:, None], into_halves=True))
+            return
     assert torch.equal(found[..., :turned], expected[0].transpose(0, 1))
     assert torch.equal(found[..., turned:], x[..., turned:])
 
@@ -156,3 +301,50 @@ def test_what_the_kernels_do_not_take_goes_to_torch() -> None:
     wider = rms_norm(draw(3, 8), draw(8, seed=1).bfloat16(), eps=1e-5, wide=False)
     assert wider.dtype == torch.float32
     assert torch.equal(gated(draw(3, 8), "relu2"), F.relu(draw(3, 8)[:, :4]).square() * draw(3, 8)[:, 4:])
+
+
+@gpu
+@each("dtype", (*DTYPES, torch.float16), ids=str)
+@pytest.mark.parametrize("size", [128, 2880, 16384])
+def test_on_a_gpu(size: int, dtype: torch.dtype) -> None:
+    """Every kernel at sizes of real models against torch on the same device."""
+    x, added = 3 * draw(40, size, dtype=dtype).cuda(), draw(40, size, seed=1, dtype=dtype).cuda()
+    weight = draw(size, seed=2).cuda()
+    heads, angles = x.view(-1, 4, min(size // 4, 128)), draw(10 * size, seed=3)
+    half = heads.shape[2] // 4
+    cos, sin = (
+        turn(angles[: len(heads) * half]).view(-1, 1, half).to(dtype).cuda()
+        for turn in (torch.cos, torch.sin)
+    )
+
+    def run(impl: str, wide: bool, kind: torch.dtype) -> list[Tensor]:
+        y, more, groups, turns = (t.to(kind) for t in (x, added, heads, torch.stack([cos, sin])))
+        own = weight.to(dtype).to(torch.float32 if wide else kind)
+        of_heads = own[: heads.shape[2]].expand(heads.shape[1:]).contiguous()
+        of_groups = own if wide else own[: size // 4]
+        settings: dict[str, Any] = {"eps": 1e-5, "wide": wide, "impl": impl}
+        return [
+            rms_norm(y, own, **settings),
+            *add_rms_norm(y, more, own, **settings),
+            layer_norm(y, weight, eps=1e-5, impl=impl),
+            norm_rotate_halves(groups, of_heads, *turns, **settings),
+            rotate_halves(groups, *turns, impl=impl),
+            rotate_pairs(groups, *turns, impl=impl),
+            rotate_pairs(groups, *turns, into_halves=True, impl=impl),
+            gated(y, "silu", impl=impl),
+            gated(y, "gelu_tanh", impl=impl),
+            gated_norm(
+                y,
+                more,
+                of_groups,
+                group_size=size // 4,
+                order="gate_norm" if wide else "norm_gate",
+                **settings,
+            ),
+        ]
+
+    for wide in (False, True):
+        found, eager = run("triton", wide, dtype), run("reference", wide, dtype)
+        exact = run("reference", wide, torch.float32)
+        for parts in zip(found, exact, eager, strict=True):
+            assert_matches(parts[0], parts[1].double(), parts[2])

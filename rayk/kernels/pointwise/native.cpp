@@ -4,6 +4,7 @@
 // have made a tensor of one. Rows come by their strides and go out dense.
 
 #include <cmath>
+#include <vector>
 
 #include "../simd.h"
 
@@ -77,28 +78,73 @@ inline void give(T* p, Floats v, int n) {
 }
 
 template <class T, class W>
-void norm(const T* x, int64_t stride_t, int64_t stride_h, const W* weight, int64_t stride_w, T* out,
-          int64_t num_tokens, int num_heads, int size, float eps, bool wide, int num_threads) {
+void norm(const T* x, int64_t stride_t, int64_t stride_h, const W* weight, int64_t stride_w, const T* added,
+          T* total, int64_t stride_a, T* out, int64_t num_tokens, int num_heads, int size, float eps, bool wide,
+          int num_threads) {
     const int64_t rows = num_tokens * num_heads;
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows * size > kMinParallel)
     for (int64_t row = 0; row < rows; ++row) {
         const T* in = x + row / num_heads * stride_t + row % num_heads * stride_h;
         const W* w = weight + row % num_heads * stride_w;
         T* to = out + row * size;
+        if (added) {
+            const T* more = added + row * stride_a;
+            T* sums = total + row * size;
+            lanes(size, [&](int d, int n) { give(sums + d, take(in + d, n) + take(more + d, n), n); });
+            in = sums;
+        }
         Floats squares = splat(0.0f);
         lanes(size, [&](int d, int n) {
             const Floats v = take(in + d, n);
             squares += v * v;
         });
         // An error of the factor is one of the whole row.
-        double total = 0.0;
-        for (int i = 0; i < kLanes; ++i) total += squares[i];
-        const Floats factor = splat(static_cast<float>(1.0 / std::sqrt(total / size + eps)));
+        double sum = 0.0;
+        for (int i = 0; i < kLanes; ++i) sum += squares[i];
+        const Floats factor = splat(static_cast<float>(1.0 / std::sqrt(sum / size + eps)));
         lanes(size, [&](int d, int n) {
             Floats v = take(in + d, n) * factor;
             if (weight) v = (wide ? v : rounded<T>(v)) * take(w + d, n);
             give(to + d, v, n);
         });
+    }
+}
+
+enum Order { kGateNorm, kNormGate, kPlain };
+
+template <class T, class W>
+void gated_norm(const T* x, int64_t stride_x, const T* gates, int64_t stride_g, const W* weight, int64_t stride_w,
+                T* out, int64_t num_tokens, int num_groups, int size, float eps, int order, bool wide,
+                int num_threads) {
+    const int64_t rows = num_tokens * num_groups;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1 && rows * size > kMinParallel)
+    {
+        std::vector<float> row(size);
+#pragma omp for
+        for (int64_t i = 0; i < rows; ++i) {
+            const int64_t token = i / num_groups, group = i % num_groups;
+            const T* in = x + token * stride_x + group * size;
+            const T* gate = gates + token * stride_g + group * size;
+            const W* w = weight + group * stride_w;
+            T* to = out + i * size;
+            Floats squares = splat(0.0f);
+            lanes(size, [&](int d, int n) {
+                Floats v = take(in + d, n);
+                if (order != kNormGate) v *= silu(take(gate + d, n));
+                squares += v * v;
+                give(row.data() + d, v, n);
+            });
+            double sum = 0.0;
+            for (int l = 0; l < kLanes; ++l) sum += squares[l];
+            const float factor = order == kPlain ? 1.0f : static_cast<float>(1.0 / std::sqrt(sum / size + eps));
+            lanes(size, [&](int d, int n) {
+                Floats v = take(row.data() + d, n) * splat(factor);
+                if (order != kPlain && weight) v = (wide ? v : rounded<T>(v)) * take(w + d, n);
+                if (order != kPlain && !wide) v = rounded<T>(v);
+                if (order == kNormGate) v *= silu(take(gate + d, n));
+                give(to + d, v, n);
+            });
+        }
     }
 }
 
@@ -117,7 +163,7 @@ void rotate(const T* x, int64_t stride_t, int64_t stride_h, const T* cos, const 
             give(to + d, rounded<T>(apart(a * c)) - rounded<T>(apart(b * s)), n);
             give(to + half + d, rounded<T>(apart(b * c)) + rounded<T>(apart(a * s)), n);
         });
-        memcpy(to + 2 * half, in + 2 * half, (size - 2 * half) * sizeof(T));
+        if (to != in) memcpy(to + 2 * half, in + 2 * half, (size - 2 * half) * sizeof(T));
     }
 }
 
@@ -137,22 +183,47 @@ void gate(const T* x, int64_t stride, T* out, int64_t num_tokens, int size, int 
 
 // type: 0 float32, 1 bfloat16. Strides are in elements; rows are dense. x [T, H, size].
 
-// weight: null, or [H, size] by stride_w, float32 where `wide` and else of `type`.
+// weight: null, or [H, size] by stride_w, float32 where `wide` and else of `type`. added: null, or [T, size] by
+// stride_a; the sum goes to total (dense) and is normed in place of x. One head then.
 extern "C" void rayk_rms_norm(const void* x, int64_t stride_t, int64_t stride_h, const void* weight,
-                              int64_t stride_w, void* out, int64_t num_tokens, int32_t num_heads, int32_t size,
-                              float eps, int32_t wide, int32_t type, int32_t num_threads) {
+                              int64_t stride_w, const void* added, void* total, int64_t stride_a, void* out,
+                              int64_t num_tokens, int32_t num_heads, int32_t size, float eps, int32_t wide,
+                              int32_t type, int32_t num_threads) {
     if (type == 0)
         norm(static_cast<const float*>(x), stride_t, stride_h, static_cast<const float*>(weight), stride_w,
-             static_cast<float*>(out), num_tokens, num_heads, size, eps, wide, num_threads);
+             static_cast<const float*>(added), static_cast<float*>(total), stride_a, static_cast<float*>(out), num_tokens,
+             num_heads, size, eps, wide, num_threads);
     else if (wide)
         norm(static_cast<const BFloat16*>(x), stride_t, stride_h, static_cast<const float*>(weight), stride_w,
-             static_cast<BFloat16*>(out), num_tokens, num_heads, size, eps, wide, num_threads);
+             static_cast<const BFloat16*>(added), static_cast<BFloat16*>(total), stride_a, static_cast<BFloat16*>(out), num_tokens,
+             num_heads, size, eps, wide, num_threads);
     else
         norm(static_cast<const BFloat16*>(x), stride_t, stride_h, static_cast<const BFloat16*>(weight), stride_w,
-             static_cast<BFloat16*>(out), num_tokens, num_heads, size, eps, wide, num_threads);
+             static_cast<const BFloat16*>(added), static_cast<BFloat16*>(total), stride_a, static_cast<BFloat16*>(out), num_tokens,
+             num_heads, size, eps, wide, num_threads);
 }
 
-// cos, sin [T, half]: dimension i turns with i + half, those from 2 * half on stay.
+// x, gates [T, G * size] by stride. weight: null, or [G, size] by stride_w, float32 where `wide` and else of `type`.
+// order: 0 gate then norm, 1 norm then gate, 2 only gate.
+extern "C" void rayk_gated_norm(const void* x, int64_t stride_x, const void* gates, int64_t stride_g,
+                                const void* weight, int64_t stride_w, void* out, int64_t num_tokens,
+                                int32_t num_groups, int32_t size, float eps, int32_t order, int32_t wide,
+                                int32_t type, int32_t num_threads) {
+    if (type == 0)
+        gated_norm(static_cast<const float*>(x), stride_x, static_cast<const float*>(gates), stride_g,
+                   static_cast<const float*>(weight), stride_w, static_cast<float*>(out), num_tokens, num_groups, size,
+                   eps, order, wide, num_threads);
+    else if (wide)
+        gated_norm(static_cast<const BFloat16*>(x), stride_x, static_cast<const BFloat16*>(gates), stride_g,
+                   static_cast<const float*>(weight), stride_w, static_cast<BFloat16*>(out), num_tokens, num_groups, size,
+                   eps, order, wide, num_threads);
+    else
+        gated_norm(static_cast<const BFloat16*>(x), stride_x, static_cast<const BFloat16*>(gates), stride_g,
+                   static_cast<const BFloat16*>(weight), stride_w, static_cast<BFloat16*>(out), num_tokens, num_groups, size,
+                   eps, order, wide, num_threads);
+}
+
+// cos, sin [T, half]: dimension i turns with i + half, those from 2 * half on stay. out may be x.
 extern "C" void rayk_rotate(const void* x, int64_t stride_t, int64_t stride_h, const void* cos, const void* sin,
                             void* out, int64_t num_tokens, int32_t num_heads, int32_t size, int32_t half,
                             int32_t type, int32_t num_threads) {

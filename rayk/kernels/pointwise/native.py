@@ -12,10 +12,13 @@ from rayk.kernels.native import NativeKernels
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 """Activations that the kernel has, by its number for them."""
+ORDERS = {"gate_norm": 0, "norm_gate": 1, "plain": 2}
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
-    "rayk_rms_norm": (_POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG)
+    "rayk_rms_norm": (_POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _LONG)
     + (_INT, _INT, _FLOAT, _INT, _INT, _INT),
+    "rayk_gated_norm": (_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG)
+    + (_INT, _INT, _FLOAT, _INT, _INT, _INT, _INT),
     "rayk_rotate": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _LONG)
     + (_INT, _INT, _INT, _INT, _INT),
     "rayk_gate": (_POINTER, _LONG, _POINTER, _LONG, _INT, _INT, _INT, _INT),
@@ -34,7 +37,16 @@ def is_native(x: torch.Tensor) -> bool:
     )
 
 
-def rms_norm_native(x: torch.Tensor, weight: torch.Tensor | None, *, eps: float, wide: bool) -> torch.Tensor:
+def rms_norm_native(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    *,
+    eps: float,
+    wide: bool,
+    added: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Norm x, or x + `added` [T, D], which goes to `total`."""
     num_heads, stride_h = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     out = torch.empty(x.shape, dtype=x.dtype)
     pointer, stride_w = None, 0
@@ -52,6 +64,9 @@ def rms_norm_native(x: torch.Tensor, weight: torch.Tensor | None, *, eps: float,
         stride_h,
         pointer,
         stride_w,
+        None if added is None else added.data_ptr(),
+        None if total is None else total.data_ptr(),
+        0 if added is None else added.stride(0),
         out.data_ptr(),
         x.shape[0],
         num_heads,
@@ -64,7 +79,44 @@ def rms_norm_native(x: torch.Tensor, weight: torch.Tensor | None, *, eps: float,
     return out
 
 
-def rotate_native(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def gated_norm_native(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    *,
+    group_size: int,
+    eps: float,
+    order: str,
+    wide: bool,
+) -> torch.Tensor:
+    assert x.shape == gate.shape, (x.shape, gate.shape)
+    assert x.dtype == gate.dtype, (x.dtype, gate.dtype)
+    assert weight is None or (weight.is_contiguous() and weight.numel() in (group_size, x.shape[1]))
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _KERNELS.library.rayk_gated_norm(
+        x.data_ptr(),
+        x.stride(0),
+        gate.data_ptr(),
+        gate.stride(0),
+        None if weight is None else weight.data_ptr(),
+        0 if weight is None or weight.numel() == group_size else group_size,
+        out.data_ptr(),
+        len(x),
+        x.shape[1] // group_size,
+        group_size,
+        eps,
+        ORDERS[order],
+        wide,
+        _TYPES[x.dtype],
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def rotate_native(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Rotate into a new tensor or into `out`, which may be x itself."""
     num_tokens, num_heads, size = x.shape
     half = cos.shape[-1]
     assert cos.shape == sin.shape == (num_tokens, 1, half), (cos.shape, sin.shape, x.shape)
@@ -72,7 +124,8 @@ def rotate_native(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
     assert cos.is_contiguous()
     assert sin.is_contiguous()
     assert 2 * half <= size, (half, size)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype)
     _KERNELS.library.rayk_rotate(
         x.data_ptr(),
         x.stride(0),

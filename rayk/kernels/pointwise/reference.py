@@ -1,4 +1,4 @@
-"""Pointwise steps in torch: the definition, and what runs on a GPU."""
+"""Pointwise steps in torch: the definition."""
 
 from __future__ import annotations
 
@@ -18,6 +18,33 @@ def rms_norm_reference(
     return normed.to(x.dtype) * weight
 
 
+def layer_norm_reference(x: torch.Tensor, weight: torch.Tensor | None, *, eps: float) -> torch.Tensor:
+    floats = x.float()
+    centred = floats - floats.mean(-1, keepdim=True)
+    return rms_norm_reference(centred, weight, eps=eps, wide=True).to(x.dtype)
+
+
+def gated_norm_reference(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    weight: torch.Tensor | None,
+    *,
+    group_size: int,
+    eps: float,
+    order: str,
+    wide: bool,
+) -> torch.Tensor:
+    gates = F.silu(gate.float())
+    floats = x.float() if order == "norm_gate" else x.float() * gates
+    if order != "plain":
+        groups = floats.reshape(*floats.shape[:-1], -1, group_size)
+        normed = rms_norm_reference(groups if wide else groups.to(x.dtype), None, eps=eps, wide=True)
+        if weight is not None:
+            normed = normed * weight.view(-1, group_size)
+        floats = normed.float().flatten(-2)
+    return (floats * gates if order == "norm_gate" else floats).to(x.dtype)
+
+
 def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     half = cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
@@ -25,6 +52,19 @@ def rotate_reference(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> t
     if 2 * half < x.shape[-1]:
         parts.append(x[..., 2 * half :])
     return torch.cat(parts, dim=-1)
+
+
+def rotate_pairs_reference(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, into_halves: bool
+) -> torch.Tensor:
+    size = 2 * cos.shape[-1]
+    even, odd, rest = x[..., 0:size:2], x[..., 1:size:2], x[..., size:]
+    if into_halves:
+        return torch.cat([even * cos - odd * sin, odd * cos + even * sin, rest], dim=-1)
+    even, odd, cos, sin = even.float(), odd.float(), cos.float(), sin.float()
+    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
+    turned = turned.flatten(-2).to(x.dtype)
+    return turned if size == x.shape[-1] else torch.cat([turned, rest], dim=-1)
 
 
 def gated_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -126,10 +126,11 @@ class Attention:
             v = self._weights.v_norm.forward(v)
         if multipliers.keys != 1.0:
             qk[:, num_q:] *= multipliers.keys
-        if self._weights.qk_norm is not None:
-            qk = self._weights.qk_norm.forward(qk)
-        if places.rotation is not None:
-            qk = rotate(qk, places.rotation)
+        norm, rotation = self._weights.qk_norm, places.rotation
+        if norm is not None:
+            qk = norm.forward(qk) if rotation is None else norm.rotated(qk, rotation)
+        elif rotation is not None:
+            qk = rotate(qk, rotation)
         if self._weights.turned_norm is not None:
             qk = self._weights.turned_norm.forward(qk)
         q, k = qk[:, :num_q], None if self.shares else qk[:, num_q:]

@@ -86,15 +86,14 @@ class GatedDeltaNet(StateMixer):
             q.view(len(x), -1, heads.key_size),
             k.view(len(x), -1, heads.key_size),
             v.view(len(x), -1, heads.value_size),
-            w.decay * F.softplus(a.float() + w.dt_bias),
+            w.decay * F.softplus(a + w.dt_bias),
             b.sigmoid().float(),
             heads.key_index,
             state,
             segments,
             scale=heads.key_size**-0.5,
         )
-        normed = w.norm.forward(out) * F.silu(z.float()).view_as(out)
-        return w.out.forward(normed.to(x.dtype).flatten(1))
+        return w.out.forward(w.norm.gated(out, z))
 
 
 def build_gdn(build: Build, index: int) -> GatedDeltaNet:

@@ -40,22 +40,31 @@ class Layer:
 
     def forward(self, x: torch.Tensor, places: Places, metadata: Any) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]. `metadata` is the mixer's."""
-        if self.mixer is not None:
+        if self.mixer is None:
+            assert self.mlp_norm is not None
+            normed = self._normed(self.mlp_norm, x)
+        else:
             assert self.input_norm is not None
             mixed = self.mixer.forward(self._normed(self.input_norm, x), places, metadata)
-            x = self._added(x, mixed, self.post_mixer_norm)
-        if self.mlp is not None:
-            assert self.mlp_norm is not None
-            x = self._added(x, self.mlp.forward(self._normed(self.mlp_norm, x)), self.post_mlp_norm)
-        return x
+            mixed = self._changed(mixed, self.post_mixer_norm)
+            if self.mlp_norm is None:
+                return x + mixed
+            if self.dtype is None:
+                x, normed = self.mlp_norm.add(x, mixed)
+            else:
+                x = x + mixed
+                normed = self._normed(self.mlp_norm, x)
+        assert self.mlp is not None
+        return x + self._changed(self.mlp.forward(normed), self.post_mlp_norm)
 
     def _normed(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
         return norm.forward(x if self.dtype is None else x.to(self.dtype))
 
-    def _added(self, x: torch.Tensor, out: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+    def _changed(self, out: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """Return what half of the layer adds."""
         if norm is not None:
             out = norm.forward(out)
-        return x + (out if self.residual_multiplier == 1.0 else out * self.residual_multiplier)
+        return out if self.residual_multiplier == 1.0 else out * self.residual_multiplier
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from rayk.kernels.pointwise import rms_norm
+from rayk.kernels.pointwise import add_rms_norm, gated_norm, layer_norm, norm_rotate_halves, rms_norm
 from rayk.models.config import NormConfig
+from rayk.models.layers.rope import Rotation, rotate
 from rayk.parallel.comm import Comm
 
 
@@ -28,11 +29,36 @@ class Norm:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Keep shape and dtype."""
-        if not self._centred:
-            return rms_norm(x, self.weight, eps=self._eps, wide=self._wide)
-        floats = x.float()
-        centred = floats - floats.mean(-1, keepdim=True)
-        return rms_norm(centred, self.weight, eps=self._eps, wide=True).to(x.dtype)
+        if self._centred:
+            return layer_norm(x, self.weight, eps=self._eps)
+        return rms_norm(x, self.weight, eps=self._eps, wide=self._wide)
+
+    def add(self, x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return x + out [T, D] and its norm."""
+        if self._centred:
+            total = x + out
+            return total, self.forward(total)
+        return add_rms_norm(x, out, self.weight, eps=self._eps, wide=self._wide)
+
+    def gated(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Norm each head of x [T, heads, D], multiply by silu(gate) [T, heads * D]; [T, heads * D]."""
+        assert not self._centred
+        return gated_norm(
+            x.flatten(1),
+            gate,
+            self.weight,
+            group_size=x.shape[2],
+            eps=self._eps,
+            order="norm_gate",
+            wide=self._wide,
+        )
+
+    def rotated(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """Norm each head of x [T, heads, D], and rotate it."""
+        if self._centred or rotation.interleaved:
+            return rotate(self.forward(x), rotation)
+        angles = rotation.cos, rotation.sin
+        return norm_rotate_halves(x, self.weight, *angles, eps=self._eps, wide=self._wide)
 
 
 class GatedNorm:
@@ -74,6 +100,16 @@ class GatedNorm:
 
     def forward(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Norm y [T, H, P] with gate [T, H * P] to [T, H * P] in y's dtype; float32 inside."""
+        if not self._sums_over_ranks:
+            return gated_norm(
+                y.flatten(1),
+                gate,
+                self._weight,
+                group_size=self._group_size,
+                eps=self._eps,
+                order=self._kind,
+                wide=True,
+            )
         gates = F.silu(gate.float()).view_as(y)
         wide = y.float()
         if self._kind != "norm_gate":
@@ -86,8 +122,6 @@ class GatedNorm:
 
     def _normed(self, wide: torch.Tensor) -> torch.Tensor:
         assert self._weight is not None
-        sums = wide.square().sum(-1) @ self._members
-        if self._sums_over_ranks:
-            sums = self._comm.all_reduce(sums)
+        sums = self._comm.all_reduce(wide.square().sum(-1) @ self._members)
         scale = torch.rsqrt(sums / self._group_size + self._eps)[:, self._head_groups]
         return wide * scale[:, :, None] * self._weight.view(wide.shape[1:])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from rayk.kernels.pointwise import rotate_halves
+from rayk.kernels.pointwise import rotate_halves, rotate_pairs
 from rayk.models.config import RopeConfig
 
 
@@ -99,28 +99,15 @@ _SCALED: dict[str, Callable[[RopeConfig, torch.Tensor], torch.Tensor]] = {
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotate the first 2 * (angles) dimensions of x [T, heads, D]; the rest pass through."""
     if rotation.interleaved:
-        return _rotate_interleaved(x, rotation)
+        return rotate_pairs(x, rotation.cos, rotation.sin)
     return rotate_halves(x, rotation.cos, rotation.sin)
-
-
-def _rotate_interleaved(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate in float32 and round once (cohere2/modeling_cohere2.py:155), unlike the half pairing."""
-    size = 2 * rotation.cos.shape[-1]
-    even, odd = x[..., 0:size:2].float(), x[..., 1:size:2].float()
-    cos, sin = rotation.cos.float(), rotation.sin.float()
-    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1)
-    turned = turned.flatten(-2).to(x.dtype)
-    return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], dim=-1)
 
 
 def rotate_into_halves(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Rotate all of x [T, heads, rotary_size]; pairs come out as i and i + rotary_size / 2.
 
-    Interleaved pairs are separated on the way, as in deepseek_v3/modeling_deepseek_v3.py:339: only products
-    of two vectors rotated like this are meaningful.
+    Interleaved pairs are separated on the way: only products of two vectors rotated like this are meaningful.
     """
     if not rotation.interleaved:
         return rotate(x, rotation)
-    first, second = x[..., ::2], x[..., 1::2]
-    cos, sin, _ = rotation
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return rotate_pairs(x, rotation.cos, rotation.sin, into_halves=True)
