@@ -1,12 +1,12 @@
 """Decode steps replayed from CUDA graphs: one launch instead of hundreds.
 
-A graph is captured per batch size (1, 2, 4, ... max_seqs) over buffers that never move. A step copies its
-inputs into them, pads the batch to the next captured size and replays. Padding rows compute one token that
+A graph is captured per batch size (1, 2, 4, ... max_seqs) over a buffer that never moves. A step's inputs,
+padded to the next captured size, go there by one copy, then it is replayed. Padding rows compute one token that
 sees only slot 0 of the null block and store nothing (slot -1); their states begin at zero and are not kept.
 So no request can tell that they are there.
 
 Each way of seeing a KV group (AttentionView) has block tables and lengths of its own, as wide as its window
-or chunk needs them: the step is seen before it is copied in, on the host, and what is recorded sees no more
+or chunk needs them: the step is seen before it is copied, on the host, and what is recorded sees no more
 of it. Only a step where every request computes one token and wants its logits fits a graph; others run
 eagerly. So every view has a row per request, and fast prefill leaves nothing out.
 
@@ -15,14 +15,16 @@ Legend: R requests of a step, S rows of a graph (S >= R), W width of a block tab
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
 
 from rayk.attention.groups import AttentionView
 from rayk.attention.metadata import CommonAttentionMetadata
+from rayk.engine.staging import Layout, Mark, Staging
 from rayk.kernels.segments import NO_SLOT, Segments
 
 if TYPE_CHECKING:
@@ -86,87 +88,25 @@ def graph_sizes(max_seqs: int) -> tuple[int, ...]:
     return tuple(sorted({*sizes, max_seqs}))
 
 
-class _TokenRows:
-    """Holds what all buffers share: S rows of one token each."""
+class _Buffers:
+    """What a recorded step of `size` rows, of one token each, reads: tensors that lie alike in the device's
+    buffer and in the host's, from which a step comes by one copy."""
 
-    def __init__(self, max_seqs: int, device: torch.device) -> None:
-        self.max_seqs = max_seqs
-        self.device = device
-        self.starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
+    def __init__(self, size: int, staging: Staging, layout: Layout, device: torch.Tensor) -> None:
+        self.size = size
+        self._staging = staging
+        self._buffer = device[: layout.num_bytes]
+        self.there = layout.views(self._buffer)
+        self._here = [
+            {name: view.numpy() for name, view in layout.views(b).items()} for b in staging.buffers
+        ]
 
-    def buffer(self, value: int, dtype: torch.dtype, *width: int) -> torch.Tensor:
-        """Make [S, *width], filled with `value`."""
-        return torch.full((self.max_seqs, *width), value, dtype=dtype, device=self.device)
+    def next(self) -> dict[Hashable, np.ndarray]:
+        """Return the host's arrays, to be filled; they hold an older step."""
+        return self._here[self._staging.next(len(self._buffer))]
 
-
-class _AttentionBuffers:
-    """Holds what one attention view sees of a step; views that differ in fast prefill only see the same."""
-
-    def __init__(
-        self, rows: _TokenRows, slots: torch.Tensor, *, width: int, block_size: int, most_keys: int
-    ) -> None:
-        """Take the slots of its KV group, and the most keys of a row in any step."""
-        self._rows = rows
-        self._slots = slots
-        self._block_size = block_size
-        self._most_keys = most_keys
-        self._seq_lens = rows.buffer(1, torch.int32)
-        self._table = rows.buffer(0, torch.int32, width)
-
-    def fill(self, common: CommonAttentionMetadata, num_requests: int, size: int) -> None:
-        """Copy a step in; rows from `num_requests` to `size` become padding."""
-        assert common.num_requests == num_requests, "a decode step has one row a request in every view"
-        assert common.max_seq_len <= self._most_keys, (common.max_seq_len, self._most_keys)
-        width = min(common.block_table.shape[1], self._table.shape[1])
-        # Columns beyond a row's keys keep older ids: nothing reads them.
-        self._table[:num_requests, :width] = common.block_table[:, :width]
-        self._table[num_requests:size, :1] = 0
-        self._seq_lens[:num_requests] = common.seq_lens
-        self._seq_lens[num_requests:size] = 1
-
-    def metadata(self, size: int) -> CommonAttentionMetadata:
-        """Make metadata of the first `size` rows. Host-side numbers hold for every step: lengths are the
-        longest."""
-        return CommonAttentionMetadata(
-            query_start_loc=self._rows.starts[: size + 1],
-            seq_lens=self._seq_lens[:size],
-            block_table=self._table[:size],
-            slot_mapping=self._slots[:size],
-            block_size=self._block_size,
-            query_start_loc_cpu=tuple(range(size + 1)),
-            seq_lens_cpu=(self._most_keys,) * size,
-            num_tokens=size,
-            max_query_len=1,
-            max_seq_len=self._most_keys,
-        )
-
-
-class _StateBuffers:
-    """One KV group's slots of states; every row is one segment."""
-
-    def __init__(self, rows: _TokenRows) -> None:
-        self._rows = rows
-        self._reads, self._writes = (rows.buffer(NO_SLOT, torch.int64) for _ in "rw")
-
-    def fill(self, segments: Segments, num_requests: int, size: int) -> None:
-        self._reads[:num_requests] = segments.read_slots
-        self._writes[:num_requests] = segments.write_slots
-        self._reads[num_requests:size] = NO_SLOT
-        self._writes[num_requests:size] = NO_SLOT
-
-    def metadata(self, size: int) -> Segments:
-        starts = self._rows.starts
-        return Segments(
-            query_start_loc=starts[: size + 1],
-            read_slots=self._reads[:size],
-            segment_start_loc=starts[: size + 1],
-            segment_ends=starts[1 : size + 1],
-            write_slots=self._writes[:size],
-            query_start_loc_cpu=tuple(range(size + 1)),
-            segment_start_loc_cpu=tuple(range(size + 1)),
-            segment_ends_cpu=tuple(range(1, size + 1)),
-            max_query_len=1,
-        )
+    def send(self) -> None:
+        self._staging.send(self._buffer)
 
 
 class DecodeGraphs:
@@ -182,28 +122,25 @@ class DecodeGraphs:
         max_seqs: int,
         max_positions: int,
         device: torch.device,
+        mark: Mark = lambda: lambda: None,
     ) -> None:
         """Record every size. `table_shapes` has W of each KV group's block table, in kernel blocks, and the
-        tokens of a kernel block; None for groups of states. `views` are those that layers have."""
+        tokens of a kernel block; None for groups of states. `views` are those that layers have. `mark`: see
+        Staging."""
         self.sizes = graph_sizes(max_seqs)
-        rows = _TokenRows(max_seqs, device)
-        self._token_ids = rows.buffer(0, torch.int64)
-        self._positions = rows.buffer(0, torch.int64)
-        self._slots = {g: rows.buffer(-1, torch.int64) for g, shape in enumerate(table_shapes) if shape}
-        self._states = {g: _StateBuffers(rows) for g, shape in enumerate(table_shapes) if shape is None}
-        self._views: dict[AttentionView, _AttentionBuffers] = {}
-        for view in dict.fromkeys(map(_plain, views)):
-            shape = table_shapes[view.kv_group]
-            assert shape is not None, f"KV group {view.kv_group} keeps states"
-            most_keys = most_keys_of(view, max_positions, shape[1])
-            self._views[view] = _AttentionBuffers(
-                rows,
-                self._slots[view.kv_group],
-                width=min(shape[0], -(-most_keys // shape[1])),
-                block_size=shape[1],
-                most_keys=most_keys,
-            )
-        self._all_views = tuple(views)
+        self._table_shapes = tuple(table_shapes)
+        self._views = tuple(views)
+        self._max_positions = max_positions
+        self._starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
+        layouts = {size: self._layout(size) for size in self.sizes}
+        # One for all sizes: each step fills it anew.
+        buffer = torch.zeros(
+            max(layout.num_bytes for layout in layouts.values()), dtype=torch.uint8, device=device
+        )
+        self._buffers = {
+            size: _Buffers(size, Staging(device, mark, layout.num_bytes), layout, buffer)
+            for size, layout in layouts.items()
+        }
         # Largest first: later captures then find room in the pool that the first one took.
         self._replays = {
             size: self._record(forward, recorder, size) for size in sorted(self.sizes, reverse=True)
@@ -217,35 +154,115 @@ class DecodeGraphs:
 
     def replay(self, inputs: ModelInputs, seen: StepViews) -> torch.Tensor:
         """Compute logits [R, vocab] of a step that fits, valid until the next replay. `seen` is the step with
-        all tokens wanted."""
+        all tokens wanted. Both are on the host."""
         num_requests = len(inputs.token_ids)
         size = next(s for s in self.sizes if s >= num_requests)
-        self._fill(inputs, seen, num_requests, size)
+        buffers = self._buffers[size]
+        self._fill(buffers.next(), inputs, seen, num_requests)
+        buffers.send()
         return self._replays[size]()[:num_requests]
 
-    def _fill(self, inputs: ModelInputs, seen: StepViews, num_requests: int, size: int) -> None:
-        """Copy a step in, and make the rows up to `size` padding."""
-        padding = slice(num_requests, size)
-        self._token_ids[:num_requests] = inputs.token_ids
-        self._positions[:num_requests] = inputs.positions
-        self._token_ids[padding] = 0
-        self._positions[padding] = 0
+    def _layout(self, size: int) -> Layout:
+        layout = Layout()
+        for name in ("token_ids", "positions"):
+            layout.add(name, torch.int64, size)
+        for group, shape in enumerate(self._table_shapes):
+            for name in ("reads", "writes") if shape is None else ("slots",):
+                layout.add((name, group), torch.int64, size)
+        for view in dict.fromkeys(map(_plain, self._views)):
+            layout.add(("seq_lens", view), torch.int32, size)
+            layout.add(("table", view), torch.int32, size, self._width_of(view))
+        return layout
+
+    def _kernel_block(self, view: AttentionView) -> tuple[int, int]:
+        shape = self._table_shapes[view.kv_group]
+        assert shape is not None, f"KV group {view.kv_group} keeps states"
+        return shape
+
+    def _most_keys(self, view: AttentionView) -> int:
+        return most_keys_of(view, self._max_positions, self._kernel_block(view)[1])
+
+    def _width_of(self, view: AttentionView) -> int:
+        width, block_size = self._kernel_block(view)
+        return min(width, -(-self._most_keys(view) // block_size))
+
+    def _fill(
+        self, arrays: Mapping[Hashable, np.ndarray], inputs: ModelInputs, seen: StepViews, num_requests: int
+    ) -> None:
+        """Put a step in; the rows from `num_requests` on become padding."""
+
+        def put(name: Hashable, values: torch.Tensor, padding: int) -> None:
+            arrays[name][:num_requests] = values.numpy()
+            arrays[name][num_requests:] = padding
+
+        put("token_ids", inputs.token_ids, 0)
+        put("positions", inputs.positions, 0)
         for group, metadata in enumerate(inputs.metadata):
             if isinstance(metadata, Segments):
-                self._states[group].fill(metadata, num_requests, size)
+                put(("reads", group), metadata.read_slots, NO_SLOT)
+                put(("writes", group), metadata.write_slots, NO_SLOT)
             else:
-                self._slots[group][:num_requests] = metadata.slot_mapping
-                self._slots[group][padding] = -1
+                put(("slots", group), metadata.slot_mapping, -1)
         for view, common in {_plain(view): common for view, common in seen.attention.items()}.items():
-            self._views[view].fill(common, num_requests, size)
+            assert common.num_requests == num_requests, "a decode step has one row a request in every view"
+            assert common.max_seq_len <= self._most_keys(view), (common.max_seq_len, view)
+            put(("seq_lens", view), common.seq_lens, 1)
+            table = arrays["table", view]
+            width = min(common.block_table.shape[1], table.shape[1])
+            # Columns beyond a row's keys keep older ids: nothing reads them.
+            table[:num_requests, :width] = common.block_table[:, :width].numpy()
+            table[num_requests:, 0] = 0
 
     def _record(self, forward: Forward, recorder: Recorder, size: int) -> Replay:
-        buffers = {view: buffers_of.metadata(size) for view, buffers_of in self._views.items()}
+        buffers = self._buffers[size]
+        for name, array in buffers.next().items():
+            # As padding: one token that sees the null block, and stores nothing.
+            kind = name[0] if isinstance(name, tuple) else name
+            array[:] = {"slots": -1, "reads": NO_SLOT, "writes": NO_SLOT, "seq_lens": 1}.get(kind, 0)
+        buffers.send()
+        there = buffers.there
+        plain = {view: self._attention(view, size, there) for view in map(_plain, self._views)}
         seen = StepViews(
-            attention={view: buffers[_plain(view)] for view in self._all_views},
-            states={group: buffers_of.metadata(size) for group, buffers_of in self._states.items()},
+            attention={view: plain[_plain(view)] for view in self._views},
+            states={
+                group: self._segments(group, size, there)
+                for group, shape in enumerate(self._table_shapes)
+                if shape is None
+            },
         )
-        return recorder.record(lambda: forward(self._token_ids[:size], self._positions[:size], seen))
+        return recorder.record(lambda: forward(there["token_ids"], there["positions"], seen))
+
+    def _attention(
+        self, view: AttentionView, size: int, there: Mapping[Hashable, torch.Tensor]
+    ) -> CommonAttentionMetadata:
+        """Host-side numbers hold for every step: lengths are the longest."""
+        most_keys = self._most_keys(view)
+        return CommonAttentionMetadata(
+            query_start_loc=self._starts[: size + 1],
+            seq_lens=there["seq_lens", view],
+            block_table=there["table", view],
+            slot_mapping=there["slots", view.kv_group],
+            block_size=self._kernel_block(view)[1],
+            query_start_loc_cpu=tuple(range(size + 1)),
+            seq_lens_cpu=(most_keys,) * size,
+            num_tokens=size,
+            max_query_len=1,
+            max_seq_len=most_keys,
+        )
+
+    def _segments(self, group: int, size: int, there: Mapping[Hashable, torch.Tensor]) -> Segments:
+        """Every row is one segment."""
+        return Segments(
+            query_start_loc=self._starts[: size + 1],
+            read_slots=there["reads", group],
+            segment_start_loc=self._starts[: size + 1],
+            segment_ends=self._starts[1 : size + 1],
+            write_slots=there["writes", group],
+            query_start_loc_cpu=tuple(range(size + 1)),
+            segment_start_loc_cpu=tuple(range(size + 1)),
+            segment_ends_cpu=tuple(range(1, size + 1)),
+            max_query_len=1,
+        )
 
 
 def most_keys_of(view: AttentionView, max_positions: int, block_size: int) -> int:

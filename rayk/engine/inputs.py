@@ -1,5 +1,5 @@
-"""Turn a scheduled batch into the tensors of a forward pass. Block tables persist between steps. Legend: R
-requests of the batch, T packed tokens, B kernel blocks, S segments."""
+"""Turn a scheduled batch into the tensors of a forward pass, on the host. Block tables persist between steps.
+Legend: R requests of the batch, T packed tokens, B kernel blocks, S segments."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ GroupMetadata = CommonAttentionMetadata | Segments
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """One step's tensors. Filled by InputBuilder."""
+    """One step's tensors. Filled by InputBuilder, moved to the device by Staging."""
 
     token_ids: torch.Tensor  # int64 [T]
     positions: torch.Tensor  # int64 [T]
     logits_index: torch.Tensor  # int64 [requests that need logits]: packed index of their last token
     metadata: tuple[GroupMetadata, ...]  # per KV group
-    logits_index_host: np.ndarray  # `logits_index`, not on the device
+    logits_index_host: np.ndarray  # `logits_index`, which stays on the host
     # int64: packed index of every token of the batch's `prompt_logits`
     prompt_index: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """Holds what all KV groups see of a step, on the host; `starts` and `seq_lens` are on the device, too."""
+    """Holds what all KV groups see of a step; `starts` and `seq_lens` also as the tensors that groups share."""
 
     rows: np.ndarray  # [R] int64, each request's row of the block tables
     computed: np.ndarray  # [R] int64, tokens before this step
@@ -41,8 +41,8 @@ class _Step:
     starts: np.ndarray  # [R + 1] int32, where each request's tokens start among the packed ones
     request_of: np.ndarray  # [T] int64
     positions: np.ndarray  # [T] int64
-    device_starts: torch.Tensor
-    device_seq_lens: torch.Tensor
+    shared_starts: torch.Tensor
+    shared_seq_lens: torch.Tensor
     host_starts: tuple[int, ...]
     host_seq_lens: tuple[int, ...]
     max_query_len: int  # most tokens of one request
@@ -56,8 +56,8 @@ class _Cuts:
     blocks: np.ndarray  # [S] int64, the column in which it ends
     # [R] int64, the column of each request's state before this step; 0 where it has none
     last_blocks: np.ndarray
-    device_starts: torch.Tensor
-    device_ends: torch.Tensor
+    shared_starts: torch.Tensor
+    shared_ends: torch.Tensor
     starts: tuple[int, ...]
     ends: tuple[int, ...]
 
@@ -65,11 +65,8 @@ class _Cuts:
 class InputBuilder:
     """Keeps the block tables of every row and builds a step's inputs from the scheduler's deltas."""
 
-    def __init__(
-        self, geometry: RankGeometry, *, max_seqs: int, max_positions: int, device: torch.device
-    ) -> None:
+    def __init__(self, geometry: RankGeometry, *, max_seqs: int, max_positions: int) -> None:
         self._groups = geometry.groups
-        self._device = device
         self._tables = [np.zeros((max_seqs, _table_width(g, max_positions)), np.int32) for g in self._groups]
 
     @property
@@ -91,9 +88,9 @@ class InputBuilder:
         sizes = {g.block_size for g in self._groups if _is_state(g)}
         cuts = {size: self._cuts(size, step) for size in sizes}
         return ModelInputs(
-            token_ids=self._tensor(token_ids),
-            positions=self._tensor(step.positions),
-            logits_index=self._tensor(logits_index),
+            token_ids=_tensor(token_ids),
+            positions=_tensor(step.positions),
+            logits_index=_tensor(logits_index),
             logits_index_host=logits_index,
             prompt_index=self._prompt_index(batch, step.starts),
             metadata=tuple(
@@ -118,8 +115,8 @@ class InputBuilder:
             starts=starts,
             request_of=request_of,
             positions=computed[request_of] + np.arange(len(request_of)) - starts[request_of],
-            device_starts=self._tensor(starts),
-            device_seq_lens=self._tensor(seq_lens),
+            shared_starts=_tensor(starts),
+            shared_seq_lens=_tensor(seq_lens),
             host_starts=tuple(starts.tolist()),
             host_seq_lens=tuple(seq_lens.tolist()),
             max_query_len=int(counts.max()),
@@ -131,7 +128,7 @@ class InputBuilder:
             for r, begin in zip(batch.requests, starts.tolist(), strict=False)
             if r.prompt_logits[1]
         ]
-        return self._tensor(np.concatenate(ranges)) if ranges else None
+        return _tensor(np.concatenate(ranges)) if ranges else None
 
     def _update_tables(self, batch: ScheduledBatch) -> None:
         for request in batch.requests:
@@ -147,10 +144,10 @@ class InputBuilder:
         block_table = table[step.rows, : -(-longest // size)]
         blocks = block_table[step.request_of, step.positions // size].astype(np.int64)
         return CommonAttentionMetadata(
-            query_start_loc=step.device_starts,
-            seq_lens=step.device_seq_lens,
-            block_table=self._tensor(block_table),
-            slot_mapping=self._tensor(blocks * size + step.positions % size),
+            query_start_loc=step.shared_starts,
+            seq_lens=step.shared_seq_lens,
+            block_table=_tensor(block_table),
+            slot_mapping=_tensor(blocks * size + step.positions % size),
             block_size=size,
             num_tokens=len(step.positions),
             max_query_len=step.max_query_len,
@@ -174,8 +171,8 @@ class InputBuilder:
             rows=step.rows[request_of],
             blocks=blocks,
             last_blocks=np.maximum(step.computed - 1, 0) // size,
-            device_starts=self._tensor(segment_starts),
-            device_ends=self._tensor(ends),
+            shared_starts=_tensor(segment_starts),
+            shared_ends=_tensor(ends),
             starts=tuple(segment_starts.tolist()),
             ends=tuple(ends.tolist()),
         )
@@ -187,19 +184,16 @@ class InputBuilder:
         assert not np.any(writes == NULL_BLOCK), "a state is to be kept in a block that nobody gave"
         assert not np.any(reads == NULL_BLOCK), "a state is to be read from a block that nobody gave"
         return Segments(
-            query_start_loc=step.device_starts,
-            read_slots=self._tensor(reads),
-            segment_start_loc=cuts.device_starts,
-            segment_ends=cuts.device_ends,
-            write_slots=self._tensor(writes),
+            query_start_loc=step.shared_starts,
+            read_slots=_tensor(reads),
+            segment_start_loc=cuts.shared_starts,
+            segment_ends=cuts.shared_ends,
+            write_slots=_tensor(writes),
             query_start_loc_cpu=step.host_starts,
             segment_start_loc_cpu=cuts.starts,
             segment_ends_cpu=cuts.ends,
             max_query_len=step.max_query_len,
         )
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
 
 def to_kernel_blocks(block_ids: tuple[int, ...] | list[int], ratio: int) -> np.ndarray:
@@ -207,6 +201,10 @@ def to_kernel_blocks(block_ids: tuple[int, ...] | list[int], ratio: int) -> np.n
     null, too: they are never handed out."""
     ids = np.asarray(block_ids, dtype=np.int32)
     return (ids[:, None] * ratio + np.arange(ratio, dtype=np.int32)).reshape(-1)
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array))
 
 
 def _is_state(group: GroupGeometry) -> bool:

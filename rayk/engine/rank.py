@@ -17,6 +17,7 @@ from rayk.engine.backends import LayerBackends
 from rayk.engine.fence import make_fence
 from rayk.engine.graphs import CudaRecorder, DecodeGraphs, Recorder, StepViews
 from rayk.engine.inputs import InputBuilder, ModelInputs
+from rayk.engine.staging import Staging
 from rayk.kernels.segments import Segments
 from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, allocate
 from rayk.kv.groups import CacheKey
@@ -78,7 +79,6 @@ class EngineRank:
             geometry,
             max_seqs=config.max_seqs,
             max_positions=self.model_config.max_positions,
-            device=self.device,
         )
         # they compute only the tokens whose logits are wanted
         self.fast_prefill_layers = self.model_config.fast_prefill_layers if config.fast_prefill else range(0)
@@ -89,6 +89,7 @@ class EngineRank:
         self.attention_groups.initialise(self._attention_layers())
         self._prompt_hidden: torch.Tensor | None = None
         self.fence = make_fence(self.device)  # to wait for before others see or overwrite this rank's pages
+        self._staging = Staging(self.device, self.fence.mark)
         self.on_layer: Callable[[int], None] | None = None
         """Called for each layer of a step whose kernels are all queued, in order; for all at once where a
         step is replayed. Layers that compute nothing may be left out."""
@@ -144,7 +145,7 @@ class EngineRank:
         if self._graphs is not None and self._graphs.fits(inputs):
             logits = self._replay(self._graphs, inputs, seen)
         else:
-            logits = self._eager(inputs, seen, fast=fast)
+            logits = self._eager(*self._upload(inputs, seen), fast=fast)
         self.fence.end()
         return logits
 
@@ -188,6 +189,16 @@ class EngineRank:
             states={g.index: m for g, m in groups if isinstance(m, Segments)},
         )
 
+    def _upload(self, inputs: ModelInputs, seen: StepViews) -> tuple[ModelInputs, StepViews]:
+        """Move a step to the device, by one copy."""
+        items = [inputs, *seen.attention.values(), *seen.states.values()]
+        moved, *metadata = self._staging.upload(items)
+        there = iter(metadata)
+        return moved, StepViews(
+            attention={view: next(there) for view in seen.attention},
+            states={group: next(there) for group in seen.states},
+        )
+
     def _by_cache(self, seen: StepViews) -> dict[CacheKey, Any]:
         states = {g.index: g.keys for g in self.plan.groups if g.index in seen.states}
         metadata_of: dict[CacheKey, Any] = {key: seen.states[i] for i, keys in states.items() for key in keys}
@@ -221,6 +232,7 @@ class EngineRank:
             max_seqs=self.config.max_seqs,
             max_positions=self.model_config.max_positions,
             device=self.device,
+            mark=self.fence.mark,
         )
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ def make_builder(kernel_block_sizes: tuple[int, int]) -> InputBuilder:
         num_blocks=NUM_BLOCKS,
         kernel_block_sizes=(kernel_block_sizes[0], 1, kernel_block_sizes[1], 1, 1),
     )
-    return InputBuilder(geometry, max_seqs=3, max_positions=100, device=torch.device("cpu"))
+    return InputBuilder(geometry, max_seqs=3, max_positions=100)
 
 
 @pytest.mark.parametrize("kernel_block_sizes", [(8, 16), (8, 4), (2, 16), (1, 8)])

@@ -1,0 +1,105 @@
+"""A step's inputs on their way to the device: packed into one buffer of the host and copied at once.
+
+A copy from pinned memory does not wait for the device, which may still compute the step before. So two
+buffers take turns, and one is filled again only when its last copy has run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+ALIGNMENT = 64  # bytes: kernels are compiled for pointers to whole vectors
+
+# makes a function that returns when all that is queued by now has run; see StepFence.mark
+Mark = Callable[[], Callable[[], None]]
+
+
+def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate zeroed bytes for copies to or from a device: pinned where it is a GPU."""
+    return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Layout:
+    """Where named tensors lie in a buffer, in the order in which they are added."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._fields: dict[Hashable, _Field] = {}
+
+    def add(self, name: Hashable, dtype: torch.dtype, *shape: int) -> None:
+        field = self._fields[name] = _Field(self.num_bytes, dtype, shape)
+        self.num_bytes += -(-field.num_bytes // ALIGNMENT) * ALIGNMENT
+
+    def views(self, buffer: torch.Tensor) -> dict[Hashable, torch.Tensor]:
+        return {
+            name: buffer[f.offset : f.offset + f.num_bytes].view(f.dtype).view(f.shape)
+            for name, f in self._fields.items()
+        }
+
+
+class Staging:
+    """The host's two buffers, and what is copied from them."""
+
+    def __init__(self, device: torch.device, mark: Mark, num_bytes: int = 0) -> None:
+        """`num_bytes`: what they hold at first."""
+        self._device = device
+        self._mark = mark
+        self.buffers = [host_buffer(num_bytes, device) for _ in range(2)]
+        self._waits: list[Callable[[], None]] = [lambda: None] * 2
+        self._turn = 0
+
+    def next(self, num_bytes: int) -> int:
+        """Return the index of the buffer whose turn it is, once it may be filled; it is replaced if it is
+        too small."""
+        self._turn = 1 - self._turn
+        self._waits[self._turn]()
+        if len(self.buffers[self._turn]) < num_bytes:
+            self.buffers[self._turn] = host_buffer(2 * num_bytes, self._device)
+        return self._turn
+
+    def send(self, buffer: torch.Tensor) -> None:
+        """Queue the one copy into the device's `buffer` from the front of the one whose turn it is."""
+        buffer.copy_(self.buffers[self._turn][: len(buffer)], non_blocking=True)
+        self._waits[self._turn] = self._mark()
+
+    def upload(self, items: Sequence[Any]) -> list[Any]:
+        """Move dataclasses to the device: views of one buffer replace the tensors in their fields. The same
+        item or tensor stays the same one. On a CPU they are there already."""
+        if self._device.type == "cpu":
+            return list(items)
+        tensors = {id(t): t for item in items for t in _tensors_of(item).values()}
+        layout = Layout()
+        for key, tensor in tensors.items():
+            layout.add(key, tensor.dtype, *tensor.shape)
+        turn = self.next(layout.num_bytes)
+        for key, view in layout.views(self.buffers[turn]).items():
+            view.copy_(tensors[int(key)])  # type: ignore[call-overload]
+        buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._device)
+        self.send(buffer)
+        there = layout.views(buffer)
+        moved = {
+            id(item): replace(item, **{name: there[id(t)] for name, t in _tensors_of(item).items()})
+            for item in items
+        }
+        return [moved[id(item)] for item in items]
+
+
+def _tensors_of(item: Any) -> dict[str, torch.Tensor]:
+    values = ((field.name, getattr(item, field.name)) for field in fields(item))
+    return {name: value for name, value in values if isinstance(value, torch.Tensor)}
