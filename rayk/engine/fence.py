@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -27,8 +27,9 @@ class StepFence(Protocol):
     def begin(self) -> None:
         """A step's kernels are queued from here on."""
 
-    def end(self) -> None:
-        """All of the step's kernels are queued."""
+    def end(self) -> Callable[[], int]:
+        """All of the step's kernels are queued. Returns what measures the step on the device in nanoseconds,
+        from `begin` on, and waits for it."""
 
     def wait(self) -> None:
         """Return when every step so far has run. At once where nothing was queued since the last wait."""
@@ -37,7 +38,7 @@ class StepFence(Protocol):
         """Make a function that returns, on any thread, when all that is queued by now has run."""
 
     def step_ns(self) -> int:
-        """Measure the last step on the device, `begin` to `end`; waits for it."""
+        """Return what the step took that was measured last; 0 before."""
 
 
 class HostFence:
@@ -50,8 +51,9 @@ class HostFence:
     def begin(self) -> None:
         self._begun_ns = time.monotonic_ns()
 
-    def end(self) -> None:
-        self._step_ns = time.monotonic_ns() - self._begun_ns
+    def end(self) -> Callable[[], int]:
+        step_ns = self._step_ns = time.monotonic_ns() - self._begun_ns
+        return lambda: step_ns
 
     def wait(self) -> None: ...
 
@@ -67,18 +69,25 @@ class CudaFence:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        self._num_steps = 0
+        self._begun = self._ended = self._event()
         self._pending = False
+        self._step_ns = 0
 
     def begin(self) -> None:
+        self._begun = self._event()
         self._begun.record(torch.cuda.current_stream(self._device))
 
-    def end(self) -> None:
-        self._ended.record(torch.cuda.current_stream(self._device))
-        self._num_steps += 1
-        self._pending = True
+    def end(self) -> Callable[[], int]:
+        begun, ended = self._begun, self._event()
+        ended.record(torch.cuda.current_stream(self._device))
+        self._ended, self._pending = ended, True
+
+        def measure() -> int:
+            ended.synchronize()
+            self._step_ns = int(begun.elapsed_time(ended) * 1e6)
+            return self._step_ns
+
+        return measure
 
     def wait(self) -> None:
         if self._pending:
@@ -92,10 +101,10 @@ class CudaFence:
         return event.synchronize
 
     def step_ns(self) -> int:
-        if self._num_steps == 0:
-            return 0
-        self.wait()
-        return int(self._begun.elapsed_time(self._ended) * 1e6)
+        return self._step_ns
+
+    def _event(self) -> Any:
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def make_fence(device: torch.device) -> StepFence:

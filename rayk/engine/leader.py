@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rayk.engine.event_info import EventInfo
 from rayk.engine.loop import Turn, TurnResult
-from rayk.engine.sampling import sample_step
+from rayk.engine.sampling import PendingTokens, sample_step
 from rayk.engine.stopping import LazyDecoder, StopStrings
 from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import Scheduler
 from rayk.sched.request_state import RequestState
 from rayk.types.admission import bad_sampling, no_prompt_logprobs, outside_vocabulary, seeded
-from rayk.types.batch import ScheduledBatch, StepTokens
+from rayk.types.batch import ScheduledBatch
 from rayk.types.bugs import bug, may_be_the_machine
 from rayk.types.errors import EngineDied, InternalError, NotFiniteError, RaykError, UserError
 from rayk.types.request import FinishReason, Request, TokenLogprobs
@@ -231,7 +231,7 @@ class Leader:
 
     def sample(
         self, batch: ScheduledBatch, logits: torch.Tensor, prompt_logits: Iterable[torch.Tensor]
-    ) -> StepTokens:
+    ) -> PendingTokens:
         """Choose the step's tokens by each request's sampling parameters."""
         return sample_step(batch, self.scheduler.scheduled(batch), logits, prompt_logits)
 

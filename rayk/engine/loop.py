@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from rayk.engine.rank import EngineRank
+    from rayk.engine.sampling import PendingTokens
     from rayk.parallel.comm import Comm
 
 _PREFIX = struct.Struct("<Bi")  # flags, bytes of the batch
@@ -77,8 +78,9 @@ class TurnSource(Protocol):
 
     def sample(
         self, batch: ScheduledBatch, logits: torch.Tensor, prompt_logits: Iterable[torch.Tensor]
-    ) -> StepTokens:
-        """Choose the step's tokens; see engine.sampling.sample_step. `prompt_logits` is used up."""
+    ) -> PendingTokens:
+        """Choose the step's tokens, on the device; see engine.sampling.sample_step. `prompt_logits` is used
+        up."""
 
     def absorb(self, turn: Turn, result: TurnResult) -> None: ...
 
@@ -161,7 +163,7 @@ class EngineLoop:
         self.times.num_turns += 1
         if turn.batch is not None:
             self.times.num_steps += 1
-            model_ns, turn_ns = self._rank.forward_ns, time.monotonic_ns() - started
+            model_ns, turn_ns = self._rank.measure(), time.monotonic_ns() - started
             self.times.model_ns += model_ns
             self.times.turn_ns += turn_ns
             self.times.num_computed_tokens += turn.batch.num_tokens
@@ -196,7 +198,8 @@ class EngineLoop:
         logits = self._rank.step(batch)
         prompt_logits = self._rank.prompt_logits()
         if self._leader is not None:
-            return self._leader.sample(batch, logits, prompt_logits)
+            pending = self._leader.sample(batch, logits, prompt_logits)
+            return pending.finish(self._rank.fetch(pending.tokens)())
         for _ in prompt_logits:  # a collective: every rank takes part
             pass
         return None

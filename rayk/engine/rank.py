@@ -17,7 +17,7 @@ from rayk.engine.backends import LayerBackends
 from rayk.engine.fence import make_fence
 from rayk.engine.graphs import CudaRecorder, DecodeGraphs, Recorder, StepViews
 from rayk.engine.inputs import InputBuilder, ModelInputs
-from rayk.engine.staging import Staging
+from rayk.engine.staging import Fetching, Staging
 from rayk.kernels.segments import Segments
 from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, allocate
 from rayk.kv.groups import CacheKey
@@ -89,7 +89,10 @@ class EngineRank:
         self.attention_groups.initialise(self._attention_layers())
         self._prompt_hidden: torch.Tensor | None = None
         self.fence = make_fence(self.device)  # to wait for before others see or overwrite this rank's pages
+        # measures the last step's forward pass, inputs and metadata aside, in ns; waits for it
+        self.measure: Callable[[], int] = self.fence.step_ns
         self._staging = Staging(self.device, self.fence.mark)
+        self._fetching = Fetching(self.device, self.fence.mark, config.max_seqs)
         self.on_layer: Callable[[int], None] | None = None
         """Called for each layer of a step whose kernels are all queued, in order; for all at once where a
         step is replayed. Layers that compute nothing may be left out."""
@@ -120,11 +123,6 @@ class EngineRank:
         return found
 
     @property
-    def forward_ns(self) -> int:
-        """Measure the last step's forward pass, inputs and metadata aside; waits for it."""
-        return self.fence.step_ns()
-
-    @property
     def graph_sizes(self) -> tuple[int, ...]:
         return () if self._graphs is None else self._graphs.sizes
 
@@ -146,8 +144,12 @@ class EngineRank:
             logits = self._replay(self._graphs, inputs, seen)
         else:
             logits = self._eager(*self._upload(inputs, seen), fast=fast)
-        self.fence.end()
+        self.measure = self.fence.end()
         return logits
+
+    def fetch(self, tokens: torch.Tensor) -> Callable[[], list[int]]:
+        """Queue the copy of a step's tokens to the host, the only one of a step; returns what waits for it."""
+        return self._fetching.begin(tokens)
 
     def prompt_logits(self) -> Iterator[torch.Tensor]:
         """Yield float32 logits [some, vocab] of the last step's `prompt_logits`, in pieces that bound the

@@ -9,7 +9,8 @@ greedily. R rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -123,30 +124,53 @@ def _score(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int
     return told
 
 
+@dataclass(frozen=True, kw_only=True)
+class PendingTokens:
+    """What a step sampled, on its device."""
+
+    tokens: torch.Tensor  # int64, one per request that needs logits; NO_TOKEN where these are not finite
+    finish: Callable[[list[int]], StepTokens]
+    """Takes `tokens`, on the host. Log-probabilities are scored then: before the logits are overwritten."""
+
+
 def sample_step(
     batch: ScheduledBatch,
     states: Sequence[RequestState],
     logits: torch.Tensor,
     prompt_logits: Iterable[torch.Tensor],
-) -> StepTokens:
-    """Sample a step. `states` are in the batch's order. `logits` is float32, a row per request that needs
-    logits. `prompt_logits` has the rows of the batch's `prompt_logits`, in any number of pieces."""
+) -> PendingTokens:
+    """Sample a step, without waiting for the device. `states` are in the batch's order. `logits` is float32,
+    a row per request that needs logits. `prompt_logits` has the rows of the batch's `prompt_logits`, in any
+    number of pieces, and is used up; these are waited for."""
     prompt_logprobs, not_finite = _score_prompts(batch, states, prompt_logits)
     sampling = [s for s, share in zip(states, batch.requests, strict=True) if share.needs_logits]
     assert logits.shape[0] == len(sampling), (logits.shape, len(sampling))
-    names = [s.request_id for s in sampling]
     if all(s.request.sampling.is_plain for s in sampling):
         chosen = logits.argmax(dim=-1)
     else:
         rows = [Row(s.request.sampling, s.request.prompt_token_ids, s.output_token_ids) for s in sampling]
         chosen = _sample(rows, logits)
+
+    def finish(tokens: list[int]) -> StepTokens:
+        return _finish(sampling, logits, tokens, prompt_logprobs, not_finite)
+
     # One wait for the device tells both.
-    tokens = torch.where(are_finite(logits), chosen, NO_TOKEN).tolist()
-    not_finite |= {name for name, token in zip(names, tokens, strict=True) if token == NO_TOKEN}
+    return PendingTokens(tokens=torch.where(are_finite(logits), chosen, NO_TOKEN), finish=finish)
+
+
+def _finish(
+    sampling: Sequence[RequestState],
+    logits: torch.Tensor,
+    tokens: list[int],
+    prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]],
+    not_finite: Collection[str],
+) -> StepTokens:
+    names = [s.request_id for s in sampling]
+    bad = {*not_finite, *(name for name, token in zip(names, tokens, strict=True) if token == NO_TOKEN)}
     reported = [
         i
         for i, s in enumerate(sampling)
-        if s.request.sampling.logprobs is not None and s.request_id not in not_finite
+        if s.request.sampling.logprobs is not None and s.request_id not in bad
     ]
     logprobs: dict[str, TokenLogprobs] = {}
     if reported:
@@ -154,8 +178,8 @@ def sample_step(
         scored = score_tokens(logits[reported], [tokens[i] for i in reported], num_top)
         logprobs = {names[i]: s for i, s in zip(reported, scored, strict=True)}
     return StepTokens(
-        token_ids={n: t for n, t in zip(names, tokens, strict=True) if n not in not_finite},
-        not_finite=frozenset(not_finite),
+        token_ids={n: t for n, t in zip(names, tokens, strict=True) if n not in bad},
+        not_finite=frozenset(bad),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )

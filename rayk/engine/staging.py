@@ -1,4 +1,5 @@
-"""A step's inputs on their way to the device: packed into one buffer of the host and copied at once.
+"""A step's inputs on their way to the device, packed into one buffer of the host and copied at once, and its
+tokens on their way back.
 
 A copy from pinned memory does not wait for the device, which may still compute the step before. So two
 buffers take turns, and one is filled again only when its last copy has run.
@@ -98,6 +99,32 @@ class Staging:
             for item in items
         }
         return [moved[id(item)] for item in items]
+
+
+class Fetching:
+    """The host's two buffers for what comes from the device, a step's tokens."""
+
+    def __init__(self, device: torch.device, mark: Mark, num_tokens: int) -> None:
+        self._device = device
+        self._mark = mark
+        self._buffers = [host_buffer(8 * num_tokens, device).view(torch.int64) for _ in range(2)]
+        self._turn = 0
+
+    def begin(self, tokens: torch.Tensor) -> Callable[[], list[int]]:
+        """Queue the copy of int64 [some]; returns what waits for it. At most two are awaited at a time."""
+        if self._device.type == "cpu":
+            return tokens.tolist
+        self._turn = 1 - self._turn
+        here = self._buffers[self._turn][: len(tokens)]
+        here.copy_(tokens, non_blocking=True)
+        wait = self._mark()
+
+        def fetch() -> list[int]:
+            wait()
+            found: list[int] = here.tolist()
+            return found
+
+        return fetch
 
 
 def _tensors_of(item: Any) -> dict[str, torch.Tensor]:

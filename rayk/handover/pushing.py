@@ -114,7 +114,7 @@ class PushSide:
         self._has_begun = False
         # A CPU that copies does not compute; on a GPU, as the last step went.
         is_gpu = self._rank.device.type == "cuda"
-        layer_ns = self._rank.forward_ns / len(self._rank.decoder.layers) if is_gpu else 0.0
+        layer_ns = self._rank.fence.step_ns() / len(self._rank.decoder.layers) if is_gpu else 0.0
         self._chunks = [replace(chunk, layer_ns=layer_ns) for chunk in step.chunks]
         self._rank.on_layer = self._on_layer
 

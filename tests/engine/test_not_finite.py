@@ -106,7 +106,8 @@ def test_prompt_logits_count_too() -> None:
     assert batch is not None
     prompt_logits = torch.zeros(4, 8)
     prompt_logits[1, 5] = -float("inf")
-    step = sample_step(batch, scheduler.scheduled(batch), torch.zeros(2, 8), [prompt_logits])
+    pending = sample_step(batch, scheduler.scheduled(batch), torch.zeros(2, 8), [prompt_logits])
+    step = pending.finish(pending.tokens.tolist())
     assert (step.not_finite, dict(step.token_ids)) == ({"bad"}, {"good": 0})
 
 
