@@ -44,6 +44,8 @@ class Cell(NamedTuple):
     poison: int
     num_prompts: int
     """Of PROMPT_LENGTHS, the shortest first."""
+    scheduling: str
+    """Whether steps run ahead: they take turns."""
 
 
 def cells() -> list[Any]:
@@ -63,7 +65,9 @@ def cells() -> list[Any]:
             turn = turns[len(tp), is_slow] * (len(names) + 1) % len(names) ** 2
             turns[len(tp), is_slow] += 1
             layouts = (names[turn % len(names)], names[turn // len(names)])[: len(tp)]
-            whole = Cell(model, tp, chunk, layouts, (POISON, NAN_POISON)[turn % 2], len(PROMPT_LENGTHS))
+            scheduling = ("always", "never")[(index + t + c) % 2]
+            poison = (POISON, NAN_POISON)[turn % 2]
+            whole = Cell(model, tp, chunk, layouts, poison, len(PROMPT_LENGTHS), scheduling)
             name = f"{model}-{'to'.join(f'tp{n}' for n in tp)}-{chunk}-{'-'.join(layouts)}"
             if is_slow:
                 found.append(pytest.param(whole, id=name, marks=[pytest.mark.slow]))
@@ -90,6 +94,7 @@ def test_every_model_meets_every_tp_setting_and_chunk_size_in_every_run() -> Non
         assert {c.tp for c in own} == set(TP_SETTINGS)
         assert {c.chunk for c in own if c.num_prompts == len(PROMPT_LENGTHS)} == set(CHUNKS)
     assert {(c.tp, c.chunk) for c in drawn} == set(product(TP_SETTINGS, CHUNKS))
+    assert {(c.tp, c.scheduling) for c in drawn} == set(product(TP_SETTINGS, ("always", "never")))
     assert {c.model for c in drawn} == set(MODELS)
     assert {MODELS[c.model][0] for c in drawn} == set(ATTENTION) - set(GROUPED)
 
@@ -111,8 +116,9 @@ def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str],
     path, prompts, expected = answers(cell.model)
     prompts, expected = prompts[: cell.num_prompts], expected[: cell.num_prompts]
     sizes = {"max_batch_tokens": CHUNKS[cell.chunk], "num_blocks": NUM_BLOCKS.get(cell.model, 64)}
+    settings: Any = {**sizes, "async_scheduling": cell.scheduling}
     if len(cell.tp) == 1:
-        config = EngineConfig(model=str(path), tp=cell.tp[0], layout=cell.layouts[0], **sizes)
+        config = EngineConfig(model=str(path), tp=cell.tp[0], layout=cell.layouts[0], **settings)
         with ThreadEngine(config, poison=cell.poison) as engine:
             requests = [make_request(str(i), p, NUM_TOKENS) for i, p in enumerate(prompts)]
             done = engine.generate(requests)
@@ -120,6 +126,6 @@ def test_tokens_equal_those_of_transformers(cell: Cell, answers: Callable[[str],
         assert [d.error for d in done] == [None] * len(prompts)
         assert [d.token_ids for d in done] == expected
         return
-    with Pair.open(path, tp=cell.tp, layouts=cell.layouts, **sizes) as pair:  # type: ignore[arg-type]
+    with Pair.open(path, tp=cell.tp, layouts=cell.layouts, **settings) as pair:
         assert pair.generate(prompts, NUM_TOKENS) == expected
         pair.check_all_free()

@@ -1,9 +1,9 @@
 """Decode steps replayed from CUDA graphs: one launch instead of hundreds.
 
 A graph is captured per batch size (1, 2, 4, ... max_seqs) over a buffer that never moves. A step's inputs,
-padded to the next captured size, go there by one copy, then it is replayed. Padding rows compute one token that
-sees only slot 0 of the null block and store nothing (slot -1); their states begin at zero and are not kept.
-So no request can tell that they are there.
+padded to the next captured size, go there by one copy, then it is replayed. Padding rows compute one token
+that sees only slot 0 of the null block and store nothing (slot -1); their states begin at zero and are not
+kept. So no request can tell that they are there.
 
 Each way of seeing a KV group (AttentionView) has block tables and lengths of its own, as wide as its window
 or chunk needs them: the step is seen before it is copied, on the host, and what is recorded sees no more
@@ -24,7 +24,7 @@ import torch
 
 from rayk.attention.groups import AttentionView
 from rayk.attention.metadata import CommonAttentionMetadata
-from rayk.engine.staging import Layout, Mark, Staging
+from rayk.engine.staging import HostBuffers, Layout, Mark
 from rayk.kernels.segments import NO_SLOT, Segments
 
 if TYPE_CHECKING:
@@ -92,14 +92,12 @@ class _Buffers:
     """What a recorded step of `size` rows, of one token each, reads: tensors that lie alike in the device's
     buffer and in the host's, from which a step comes by one copy."""
 
-    def __init__(self, size: int, staging: Staging, layout: Layout, device: torch.Tensor) -> None:
+    def __init__(self, size: int, staging: HostBuffers, layout: Layout, device: torch.Tensor) -> None:
         self.size = size
         self._staging = staging
         self._buffer = device[: layout.num_bytes]
         self.there = layout.views(self._buffer)
-        self._here = [
-            {name: view.numpy() for name, view in layout.views(b).items()} for b in staging.buffers
-        ]
+        self._here = [layout.arrays(buffer) for buffer in staging.buffers]
 
     def next(self) -> dict[Hashable, np.ndarray]:
         """Return the host's arrays, to be filled; they hold an older step."""
@@ -126,7 +124,7 @@ class DecodeGraphs:
     ) -> None:
         """Record every size. `table_shapes` has W of each KV group's block table, in kernel blocks, and the
         tokens of a kernel block; None for groups of states. `views` are those that layers have. `mark`: see
-        Staging."""
+        HostBuffers."""
         self.sizes = graph_sizes(max_seqs)
         self._table_shapes = tuple(table_shapes)
         self._views = tuple(views)
@@ -138,7 +136,7 @@ class DecodeGraphs:
             max(layout.num_bytes for layout in layouts.values()), dtype=torch.uint8, device=device
         )
         self._buffers = {
-            size: _Buffers(size, Staging(device, mark, layout.num_bytes), layout, buffer)
+            size: _Buffers(size, HostBuffers(device, mark, layout.num_bytes), layout, buffer)
             for size, layout in layouts.items()
         }
         # Largest first: later captures then find room in the pool that the first one took.
@@ -152,19 +150,23 @@ class DecodeGraphs:
         decodes = len(inputs.token_ids) == num_requests == len(inputs.logits_index)
         return decodes and inputs.prompt_index is None and num_requests <= self.sizes[-1]
 
-    def replay(self, inputs: ModelInputs, seen: StepViews) -> torch.Tensor:
+    def replay(
+        self, inputs: ModelInputs, seen: StepViews, prepare: Callable[[torch.Tensor, torch.Tensor], None]
+    ) -> torch.Tensor:
         """Compute logits [R, vocab] of a step that fits, valid until the next replay. `seen` is the step with
-        all tokens wanted. Both are on the host."""
+        all tokens wanted. Both are on the host. `prepare`: takes `token_ids` and `sampled_rows` there, and
+        may change the tokens."""
         num_requests = len(inputs.token_ids)
         size = next(s for s in self.sizes if s >= num_requests)
         buffers = self._buffers[size]
         self._fill(buffers.next(), inputs, seen, num_requests)
         buffers.send()
+        prepare(*(buffers.there[name][:num_requests] for name in ("token_ids", "sampled_rows")))
         return self._replays[size]()[:num_requests]
 
     def _layout(self, size: int) -> Layout:
         layout = Layout()
-        for name in ("token_ids", "positions"):
+        for name in ("token_ids", "positions", "sampled_rows"):
             layout.add(name, torch.int64, size)
         for group, shape in enumerate(self._table_shapes):
             for name in ("reads", "writes") if shape is None else ("slots",):
@@ -197,6 +199,7 @@ class DecodeGraphs:
 
         put("token_ids", inputs.token_ids, 0)
         put("positions", inputs.positions, 0)
+        put("sampled_rows", inputs.sampled_rows, 0)
         for group, metadata in enumerate(inputs.metadata):
             if isinstance(metadata, Segments):
                 put(("reads", group), metadata.read_slots, NO_SLOT)
@@ -210,15 +213,15 @@ class DecodeGraphs:
             table = arrays["table", view]
             width = min(common.block_table.shape[1], table.shape[1])
             # Columns beyond a row's keys keep older ids: nothing reads them.
-            table[:num_requests, :width] = common.block_table[:, :width].numpy()
+            table[:num_requests, :width] = common.block_table.numpy()[:, :width]
             table[num_requests:, 0] = 0
 
     def _record(self, forward: Forward, recorder: Recorder, size: int) -> Replay:
         buffers = self._buffers[size]
+        # As padding: one token that sees the null block, and stores nothing.
+        padding: dict[Hashable, int] = {"slots": -1, "reads": NO_SLOT, "writes": NO_SLOT, "seq_lens": 1}
         for name, array in buffers.next().items():
-            # As padding: one token that sees the null block, and stores nothing.
-            kind = name[0] if isinstance(name, tuple) else name
-            array[:] = {"slots": -1, "reads": NO_SLOT, "writes": NO_SLOT, "seq_lens": 1}.get(kind, 0)
+            array[:] = padding.get(name[0], 0) if isinstance(name, tuple) else 0
         buffers.send()
         there = buffers.there
         plain = {view: self._attention(view, size, there) for view in map(_plain, self._views)}

@@ -12,7 +12,7 @@ from rayk.attention.metadata import CommonAttentionMetadata
 from rayk.kernels.segments import NO_SLOT, Segments
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.geometry import GroupGeometry, RankGeometry
-from rayk.types.batch import ScheduledBatch
+from rayk.types.batch import UNKNOWN_TOKEN, ScheduledBatch
 
 # of a KV group: by tokens for attention, by segments for recurrent states
 GroupMetadata = CommonAttentionMetadata | Segments
@@ -20,20 +20,22 @@ GroupMetadata = CommonAttentionMetadata | Segments
 
 @dataclass(frozen=True)
 class ModelInputs:
-    """One step's tensors. Filled by InputBuilder, moved to the device by Staging."""
+    """One step's tensors. Filled by InputBuilder, moved to the device by HostBuffers."""
 
-    token_ids: torch.Tensor  # int64 [T]
+    token_ids: torch.Tensor  # int64 [T]; -1 - row for a token that the row's last step samples
     positions: torch.Tensor  # int64 [T]
     logits_index: torch.Tensor  # int64 [requests that need logits]: packed index of their last token
     metadata: tuple[GroupMetadata, ...]  # per KV group
     logits_index_host: np.ndarray  # `logits_index`, which stays on the host
+    sampled_rows: torch.Tensor  # int64 [requests that need logits]: their rows
+    num_unknown: int = 0  # negative `token_ids`
     # int64: packed index of every token of the batch's `prompt_logits`
     prompt_index: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """Holds what all KV groups see of a step; `starts` and `seq_lens` also as the tensors that groups share."""
+    """Holds what all KV groups see of a step; `starts` and `seq_lens` also as tensors, which groups share."""
 
     rows: np.ndarray  # [R] int64, each request's row of the block tables
     computed: np.ndarray  # [R] int64, tokens before this step
@@ -83,6 +85,9 @@ class InputBuilder:
         self._update_tables(batch)
         step = self._step(batch)
         token_ids = np.fromiter((t for r in batch.requests for t in r.token_ids), dtype=np.int64)
+        unknown = np.flatnonzero(token_ids == UNKNOWN_TOKEN)
+        if len(unknown):
+            token_ids[unknown] = -1 - step.rows[step.request_of[unknown]]
         needs = np.array([r.needs_logits for r in batch.requests], dtype=bool)
         logits_index = (step.starts[1:] - 1)[needs].astype(np.int64)
         sizes = {g.block_size for g in self._groups if _is_state(g)}
@@ -92,6 +97,8 @@ class InputBuilder:
             positions=_tensor(step.positions),
             logits_index=_tensor(logits_index),
             logits_index_host=logits_index,
+            sampled_rows=_tensor(step.rows[needs]),
+            num_unknown=len(unknown),
             prompt_index=self._prompt_index(batch, step.starts),
             metadata=tuple(
                 self._segments(table, step, cuts[g.block_size])

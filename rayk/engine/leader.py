@@ -25,7 +25,7 @@ from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import Scheduler
 from rayk.sched.request_state import RequestState
 from rayk.types.admission import bad_sampling, no_prompt_logprobs, outside_vocabulary, seeded
-from rayk.types.batch import ScheduledBatch
+from rayk.types.batch import ScheduledBatch, StepTokens
 from rayk.types.bugs import bug, may_be_the_machine
 from rayk.types.errors import EngineDied, InternalError, NotFiniteError, RaykError, UserError
 from rayk.types.request import FinishReason, Request, TokenLogprobs
@@ -70,6 +70,10 @@ class Handover(Protocol):
 
     def attach(self, leader: Leader) -> None:
         """Called once, before the first turn."""
+
+    def wants_next(self, request_id: str) -> bool:
+        """Tell whether a request may leave, or is looked at, when it has sampled its next token: nothing is
+        computed of it until then."""
 
     def takes(self, state: RequestState) -> bool:
         """Tell whether this unfinished request, which just sampled a token, leaves the engine now; its blocks
@@ -236,20 +240,28 @@ class Leader:
         return sample_step(batch, self.scheduler.scheduled(batch), logits, prompt_logits)
 
     def absorb(self, turn: Turn, result: TurnResult) -> None:
-        """Hand tokens to sinks, finished requests out, results to whoever asked."""
+        """Hand results to whoever asked."""
         if turn.gather:
-            # Before the step's tokens: its commands ran first, and a finished request's sink is closed.
+            # Before a step's tokens: its commands ran first, and a finished request's sink is closed.
             self._absorb_gathered(result)
-        if turn.batch is not None:
-            tokens = result.tokens
-            assert tokens is not None
-            if tokens.not_finite:
-                self._fail_not_finite(turn.batch, tokens.not_finite)
-            for state in self.scheduler.update(turn.batch, tokens.token_ids, tokens.prompt_logprobs):
-                self._deliver(state, tokens.logprobs.get(state.request_id))
-        if turn.batch is not None or any(news is not None for news in result.polls):
-            self._last_news_s = time.monotonic()
-            self._stalled = False
+        if any(news is not None for news in result.polls):
+            self._note_news()
+
+    def settle(self, batch: ScheduledBatch, tokens: StepTokens) -> None:
+        """Hand a step's tokens to sinks and finished requests out."""
+        if tokens.not_finite:
+            self._fail_not_finite(batch, tokens.not_finite)
+        for state in self.scheduler.update(batch, tokens.token_ids, tokens.prompt_logprobs):
+            self._deliver(state, tokens.logprobs.get(state.request_id))
+        self._note_news()
+
+    def must_settle(self) -> bool:
+        """Tell whether the tokens of the steps so far must be known before the next one is planned."""
+        return self.scheduler.needs_settling or any(map(needs_last_token, self.scheduler.sampling))
+
+    def _note_news(self) -> None:
+        self._last_news_s = time.monotonic()
+        self._stalled = False
 
     def emit(self, event: RequestEvent, *, ends: bool = True) -> None:
         """Give an event to its request's sink; the last one closes it. It also ends what was asked of the
@@ -311,6 +323,7 @@ class Leader:
             state = self.scheduler.add_prefilled(request, output_token_ids, num_computed)
             self.manager.remember(request.request_id, state.tokens, state.num_computed, request.cache_salt)
         state.submitted_ns, state.first_info = submitted_ns, first_info or {}
+        state.waits_for_token = self._handover is not None and self._handover.wants_next(request.request_id)
         if request.sampling.stop:
             state.stop_text = StopStrings(self._decoder.get(), request.sampling.stop)
             for token in state.output_token_ids:
@@ -340,6 +353,7 @@ class Leader:
 
     def _deliver(self, state: RequestState, logprobs: TokenLogprobs | None) -> None:
         is_handed_over = self._handover is not None and self._handover.takes(state)
+        state.waits_for_token = False
         info = begin_times(state)
         if state.finish_reason is not None or is_handed_over:
             info["num_preemptions"] = state.num_preemptions
@@ -364,13 +378,11 @@ class Leader:
 
     def _fail_not_finite(self, batch: ScheduledBatch, request_ids: Collection[str]) -> None:
         """End the requests whose logits are not finite, and keep nothing of them."""
-        for share in batch.requests:
+        for share, state in zip(batch.requests, self.scheduler.scheduled(batch), strict=True):
             request_id, num_tokens = share.request_id, share.num_computed_tokens + len(share.token_ids)
-            if request_id not in request_ids:
-                continue
-            state = self.scheduler.remove(request_id, keep_blocks=True)
-            if state is None:
+            if request_id not in request_ids or state.row is None:
                 continue  # aborted while the step ran
+            self.scheduler.remove(request_id, keep_blocks=True)
             self.forget(state)
             error = NotFiniteError(request_id, f"logits at token {num_tokens - 1} are")
             if self._handover is not None:
@@ -442,6 +454,13 @@ class Leader:
 
     def _watching(self) -> bool:
         return self._handover is not None and self._handover.needs_gather()
+
+
+def needs_last_token(state: RequestState) -> bool:
+    """Tell whether a request's last token must be known before its engine's next step is planned: where the
+    host scores or counts tokens. One that draws, or that stop strings may end, needs it a step later."""
+    sampling = state.request.sampling
+    return sampling.logprobs is not None or sampling.has_penalty
 
 
 def begin_times(state: RequestState) -> dict[str, Any]:

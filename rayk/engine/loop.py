@@ -3,6 +3,9 @@
 Rank 0's leader decides a turn, the header is broadcast, all ranks carry it out; where the leader asked
 for it, command results and polls are gathered back to rank 0. An idle engine turns slowly: that is the
 heartbeat its peers wait for.
+
+Where a rank runs ahead, a turn queues its step and then settles the one of the turn before: fetches its
+tokens, which the step that was just queued takes on the device.
 """
 
 from __future__ import annotations
@@ -63,7 +66,6 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class TurnResult:
-    tokens: StepTokens | None  # None where there was no step
     results: tuple[tuple[object, ...], ...]  # per rank, per command; empty unless gathered
     polls: tuple[object, ...]  # per rank; empty unless gathered
 
@@ -83,6 +85,22 @@ class TurnSource(Protocol):
         up."""
 
     def absorb(self, turn: Turn, result: TurnResult) -> None: ...
+
+    def settle(self, batch: ScheduledBatch, tokens: StepTokens) -> None:
+        """Take what a step came to, in the order of steps."""
+
+    def must_settle(self) -> bool:
+        """Tell whether the tokens of the steps so far must be known before the next one is planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    """A step that is queued on the rank's device, and not settled."""
+
+    batch: ScheduledBatch
+    begun_ns: int
+    measure: Callable[[], int]  # the forward pass, in ns
+    fetch: Callable[[], StepTokens] | None  # on rank 0
 
 
 @dataclass(slots=True)
@@ -137,6 +155,9 @@ class EngineLoop:
         self._leader = leader
         self._on_step = on_step
         self._stats = stats
+        self._runs_ahead = rank.why_not_ahead is None
+        self._in_flight: _StepInFlight | None = None
+        self._settled_ns = 0  # when the last step was settled
 
     def run(self) -> None:
         """Turn until the leader says stop. Raises CommError when a peer is gone."""
@@ -147,29 +168,22 @@ class EngineLoop:
         """Run one turn; False when it was the last."""
         if self._leader is not None:
             self._leader.wait()
-        started = time.monotonic_ns()
+        begun_ns = time.monotonic_ns()
         turn = self._share(self._leader.plan() if self._leader is not None else None)
         results = tuple(self._execute(command) for command in turn.commands)
-        tokens = self._step(turn.batch)
+        last, self._in_flight = self._in_flight, self._begin(turn.batch, begun_ns)
         poll = self._extension.poll()
         gathered = self._gather(turn, results, poll)
         if self._leader is not None:
             self._leader.absorb(
-                turn,
-                TurnResult(
-                    tokens=tokens, results=tuple(r for r, _ in gathered), polls=tuple(p for _, p in gathered)
-                ),
+                turn, TurnResult(results=tuple(r for r, _ in gathered), polls=tuple(p for _, p in gathered))
             )
+        self._settle(last)
+        must_settle = self._leader is not None and self._leader.must_settle()
+        if not self._runs_ahead or turn.stop or must_settle:
+            self._settle(self._in_flight)
+            self._in_flight = None
         self.times.num_turns += 1
-        if turn.batch is not None:
-            self.times.num_steps += 1
-            model_ns, turn_ns = self._rank.measure(), time.monotonic_ns() - started
-            self.times.model_ns += model_ns
-            self.times.turn_ns += turn_ns
-            self.times.num_computed_tokens += turn.batch.num_tokens
-            self.times.num_sampled_tokens += len(tokens.token_ids) if tokens is not None else 0
-            if self._stats is not None:
-                self._stats.stepped(turn.batch, turn_ns, model_ns)
         if self._stats is not None:
             self._stats.turned()
         return not turn.stop
@@ -187,7 +201,7 @@ class EngineLoop:
         except RaykError as error:
             return error
 
-    def _step(self, batch: ScheduledBatch | None) -> StepTokens | None:
+    def _begin(self, batch: ScheduledBatch | None, begun_ns: int) -> _StepInFlight | None:
         if batch is None:
             return None
         if self._on_step is not None:
@@ -197,12 +211,40 @@ class EngineLoop:
             self._extension.blocks_assigned(assigned)
         logits = self._rank.step(batch)
         prompt_logits = self._rank.prompt_logits()
+        pending = None
         if self._leader is not None:
             pending = self._leader.sample(batch, logits, prompt_logits)
-            return pending.finish(self._rank.fetch(pending.tokens)())
         for _ in prompt_logits:  # a collective: every rank takes part
             pass
-        return None
+        if self._runs_ahead:
+            self._rank.keep(pending.tokens if pending is not None else None)
+        fetch = self._fetching(pending) if pending is not None else None
+        return _StepInFlight(batch, begun_ns, self._rank.measure, fetch)
+
+    def _fetching(self, pending: PendingTokens) -> Callable[[], StepTokens]:
+        fetch = self._rank.fetch(pending.tokens)
+        return lambda: pending.finish(fetch())
+
+    def _settle(self, step: _StepInFlight | None) -> None:
+        if step is None:
+            return
+        num_sampled = 0
+        if step.fetch is not None:
+            assert self._leader is not None
+            tokens = step.fetch()
+            num_sampled = len(tokens.token_ids)
+            self._leader.settle(step.batch, tokens)
+        model_ns, now_ns = step.measure(), time.monotonic_ns()
+        # Beside the step before it counts from that one's end.
+        turn_ns = now_ns - max(step.begun_ns, self._settled_ns)
+        self._settled_ns = now_ns
+        self.times.num_steps += 1
+        self.times.model_ns += model_ns
+        self.times.turn_ns += turn_ns
+        self.times.num_computed_tokens += step.batch.num_tokens
+        self.times.num_sampled_tokens += num_sampled
+        if self._stats is not None:
+            self._stats.stepped(step.batch, turn_ns, model_ns)
 
     def _gather(
         self, turn: Turn, results: tuple[object, ...], poll: object

@@ -6,6 +6,7 @@ Legend: R requests of the batch, T packed tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rayk.engine.backends import LayerBackends
 from rayk.engine.fence import make_fence
 from rayk.engine.graphs import CudaRecorder, DecodeGraphs, Recorder, StepViews
 from rayk.engine.inputs import InputBuilder, ModelInputs
-from rayk.engine.staging import Fetching, Staging
+from rayk.engine.staging import Fetching, HostBuffers
 from rayk.kernels.segments import Segments
 from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, allocate
 from rayk.kv.groups import CacheKey
@@ -91,8 +92,12 @@ class EngineRank:
         self.fence = make_fence(self.device)  # to wait for before others see or overwrite this rank's pages
         # measures the last step's forward pass, inputs and metadata aside, in ns; waits for it
         self.measure: Callable[[], int] = self.fence.step_ns
-        self._staging = Staging(self.device, self.fence.mark)
+        self._staging = HostBuffers(self.device, self.fence.mark)
         self._fetching = Fetching(self.device, self.fence.mark, config.max_seqs)
+        # whether steps are begun before the tokens of the one before are known; None where they are
+        self.why_not_ahead = self._why_not_ahead()
+        self._last_tokens = torch.zeros(config.max_seqs, dtype=torch.int64, device=self.device)  # by row
+        self._sampled_rows = self._last_tokens[:0]  # of the last step
         self.on_layer: Callable[[int], None] | None = None
         """Called for each layer of a step whose kernels are all queued, in order; for all at once where a
         step is replayed. Layers that compute nothing may be left out."""
@@ -131,6 +136,11 @@ class EngineRank:
         """Name the recorded batch sizes, or why there are none, for the results."""
         return ", ".join(map(str, self.graph_sizes)) or f"none: {self.why_no_graphs}"
 
+    @property
+    def scheduling_note(self) -> str:
+        """Say how steps are scheduled, for the results."""
+        return "asynchronous" if self.why_not_ahead is None else f"synchronous: {self.why_not_ahead}"
+
     @torch.inference_mode()
     def step(self, batch: ScheduledBatch) -> torch.Tensor:
         """Compute the batch's tokens and store their KV. Returns float32 logits [requests that need logits,
@@ -143,12 +153,34 @@ class EngineRank:
         if self._graphs is not None and self._graphs.fits(inputs):
             logits = self._replay(self._graphs, inputs, seen)
         else:
-            logits = self._eager(*self._upload(inputs, seen), fast=fast)
+            inputs, seen = self._upload(inputs, seen)
+            self._prepare(inputs.num_unknown, inputs.token_ids, inputs.sampled_rows)
+            logits = self._eager(inputs, seen, fast=fast)
         self.measure = self.fence.end()
         return logits
 
+    @torch.inference_mode()
+    def keep(self, tokens: torch.Tensor | None) -> None:
+        """Keep the tokens that the last step sampled for the next one: rank 0's, on its device. A collective
+        where there are several ranks."""
+        rows = self._sampled_rows
+        if not len(rows):
+            return
+        if self.comm.size > 1:
+            tokens = self.comm.all_gather(torch.zeros_like(rows) if tokens is None else tokens)[0]
+        assert tokens is not None
+        # A row that is not finite gets some token: its request fails.
+        self._last_tokens.index_copy_(0, rows, tokens.clamp(min=0))
+
+    def _prepare(self, num_unknown: int, token_ids: torch.Tensor, sampled_rows: torch.Tensor) -> None:
+        """Put in the tokens that only the device knows."""
+        self._sampled_rows = sampled_rows
+        if num_unknown:
+            kept = self._last_tokens[(-1 - token_ids).clamp(min=0)]
+            token_ids.copy_(torch.where(token_ids < 0, kept, token_ids))
+
     def fetch(self, tokens: torch.Tensor) -> Callable[[], list[int]]:
-        """Queue the copy of a step's tokens to the host, the only one of a step; returns what waits for it."""
+        """Queue the copy of a step's tokens to the host; returns what waits for it."""
         return self._fetching.begin(tokens)
 
     def prompt_logits(self) -> Iterator[torch.Tensor]:
@@ -176,7 +208,7 @@ class EngineRank:
         return self.decoder.logits(hidden if fast else hidden[inputs.logits_index])
 
     def _replay(self, graphs: DecodeGraphs, inputs: ModelInputs, seen: StepViews) -> torch.Tensor:
-        logits = graphs.replay(inputs, seen)
+        logits = graphs.replay(inputs, seen, partial(self._prepare, inputs.num_unknown))
         if self.on_layer is not None:
             for layer in range(len(self.decoder.layers)):
                 self.on_layer(layer)
@@ -206,6 +238,14 @@ class EngineRank:
         metadata_of: dict[CacheKey, Any] = {key: seen.states[i] for i, keys in states.items() for key in keys}
         attention = self.attention_groups.build(seen.attention)
         return metadata_of | {(layer, "attention"): metadata for layer, metadata in attention.items()}
+
+    def _why_not_ahead(self) -> str | None:
+        match self.config.async_scheduling:
+            case "never":
+                return "engine.async_scheduling: never"
+            case "auto" if self.device.type != "cuda":
+                return f"device {self.device.type} computes before it returns"
+        return None
 
     def _why_no_graphs(self) -> str | None:
         if self.device.type != "cuda":

@@ -17,7 +17,7 @@ import torch
 
 from rayk.engine.filters import Row, candidates, column, penalise, scaled
 from rayk.engine.noise import draw_key, gumbel, near_gumbel, uploaded
-from rayk.types.batch import StepTokens
+from rayk.types.batch import UNKNOWN_TOKEN, StepTokens
 from rayk.types.request import TokenLogprobs
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def sample_step(
     if all(s.request.sampling.is_plain for s in sampling):
         chosen = logits.argmax(dim=-1)
     else:
-        rows = [Row(s.request.sampling, s.request.prompt_token_ids, s.output_token_ids) for s in sampling]
+        rows = [Row(s.request.sampling, s.request.prompt_token_ids, _output_tokens(s)) for s in sampling]
         chosen = _sample(rows, logits)
 
     def finish(tokens: list[int]) -> StepTokens:
@@ -156,6 +156,11 @@ def sample_step(
 
     # One wait for the device tells both.
     return PendingTokens(tokens=torch.where(are_finite(logits), chosen, NO_TOKEN), finish=finish)
+
+
+def _output_tokens(state: RequestState) -> list[int]:
+    """List the tokens before the one that is sampled now; a step in flight may still sample the last."""
+    return [*state.output_token_ids, *[UNKNOWN_TOKEN] * (state.num_sampled_ahead - 1)]
 
 
 def _finish(

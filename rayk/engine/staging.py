@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 ALIGNMENT = 64  # bytes: kernels are compiled for pointers to whole vectors
@@ -26,7 +27,7 @@ def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Field:
+class _TensorPlace:
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -41,20 +42,29 @@ class Layout:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._fields: dict[Hashable, _Field] = {}
+        self._fields: dict[Hashable, _TensorPlace] = {}
 
     def add(self, name: Hashable, dtype: torch.dtype, *shape: int) -> None:
-        field = self._fields[name] = _Field(self.num_bytes, dtype, shape)
+        field = self._fields[name] = _TensorPlace(self.num_bytes, dtype, shape)
         self.num_bytes += -(-field.num_bytes // ALIGNMENT) * ALIGNMENT
 
     def views(self, buffer: torch.Tensor) -> dict[Hashable, torch.Tensor]:
+        """View the tensors in a buffer of bytes."""
         return {
             name: buffer[f.offset : f.offset + f.num_bytes].view(f.dtype).view(f.shape)
             for name, f in self._fields.items()
         }
 
+    def arrays(self, buffer: torch.Tensor) -> dict[Hashable, np.ndarray]:
+        """The same in a buffer of the host."""
+        whole = buffer.numpy()
+        return {
+            name: whole[f.offset : f.offset + f.num_bytes].view(_numpy_dtype(f.dtype)).reshape(f.shape)
+            for name, f in self._fields.items()
+        }
 
-class Staging:
+
+class HostBuffers:
     """The host's two buffers, and what is copied from them."""
 
     def __init__(self, device: torch.device, mark: Mark, num_bytes: int = 0) -> None:
@@ -89,8 +99,8 @@ class Staging:
         for key, tensor in tensors.items():
             layout.add(key, tensor.dtype, *tensor.shape)
         turn = self.next(layout.num_bytes)
-        for key, view in layout.views(self.buffers[turn]).items():
-            view.copy_(tensors[int(key)])  # type: ignore[call-overload]
+        for array, tensor in zip(layout.arrays(self.buffers[turn]).values(), tensors.values(), strict=True):
+            array[...] = tensor.numpy()
         buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._device)
         self.send(buffer)
         there = layout.views(buffer)
@@ -107,7 +117,7 @@ class Fetching:
     def __init__(self, device: torch.device, mark: Mark, num_tokens: int) -> None:
         self._device = device
         self._mark = mark
-        self._buffers = [host_buffer(8 * num_tokens, device).view(torch.int64) for _ in range(2)]
+        self._buffers = [host_buffer(8 * num_tokens, device) for _ in range(2)]
         self._turn = 0
 
     def begin(self, tokens: torch.Tensor) -> Callable[[], list[int]]:
@@ -115,16 +125,20 @@ class Fetching:
         if self._device.type == "cpu":
             return tokens.tolist
         self._turn = 1 - self._turn
-        here = self._buffers[self._turn][: len(tokens)]
-        here.copy_(tokens, non_blocking=True)
+        here = self._buffers[self._turn]
+        here[: 8 * len(tokens)].view(torch.int64).copy_(tokens, non_blocking=True)
         wait = self._mark()
 
         def fetch() -> list[int]:
             wait()
-            found: list[int] = here.tolist()
+            found: list[int] = here.numpy().view(np.int64)[: len(tokens)].tolist()
             return found
 
         return fetch
+
+
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    return np.dtype(str(dtype).removeprefix("torch."))
 
 
 def _tensors_of(item: Any) -> dict[str, torch.Tensor]:

@@ -390,7 +390,7 @@ def _ledger(outcomes: Sequence[CellOutcome]) -> dict[str, int]:
 def _effective(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:
     """Take what the first engine of each side ran with."""
     named = {"effective_layout": "layout", "attention_implementation": "backend"}
-    named |= {fact: fact for fact in ("comm", "comm_reason", "decode_graphs", "node")}
+    named |= {fact: fact for fact in ("comm", "comm_reason", "decode_graphs", "scheduling", "node")}
     return {
         f"{side}.{column}": facts[f"{side}0"].get(fact)
         for side in ("prefill", "decode")

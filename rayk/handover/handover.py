@@ -213,6 +213,10 @@ class TransferHandover:
         """Leases whose deadline passed."""
         return self.lending.num_expired
 
+    def wants_next(self, request_id: str) -> bool:
+        """Tell whether its first token is awaited here, to hand it over or to capture its KV."""
+        return request_id in self._hand_over or request_id in self._capture
+
     def takes(self, state: RequestState) -> bool:
         """Prefill-only requests leave with their first token; captures are asked for."""
         request_id = state.request_id

@@ -30,7 +30,6 @@ from rayk.types.offload import ENDED
 if TYPE_CHECKING:
     from rayk.engine.leader import Leader
     from rayk.handover.receiving import Receiving
-    from rayk.sched.request_state import RequestState
     from rayk.types.batch import ScheduledBatch
     from rayk.types.offload import OffloadSettings
     from rayk.types.request import Request
@@ -88,14 +87,15 @@ class Offloading:
         self.why_off = "no host tier is attached"
         self._receiving = receiving
         self._looking: dict[str, _Lookup] = {}
-        self._step_began_ns = 0
-        self._step_tokens = 0
-        self._step_pairs = 0.0
+        self._steps: dict[int, tuple[int, int, float]] = {}
+        """Step in flight -> when it began, its tokens, pairs of a token and one that it sees."""
+        self._settled_ns = 0  # when the last step was settled
 
     # Attachment.
 
     def attach_leader(self, leader: Leader) -> None:
         self.side.attach(leader=leader)
+        leader.scheduler.on_settled = self.settled
 
     @property
     def why_few(self) -> str:
@@ -118,7 +118,7 @@ class Offloading:
         self.side.attach(facts=facts)
         self.side.tier, self.why_off = tier, ""
         self.side.reads = Backoff()
-        self.side.leader.scheduler.on_computed = self.computed
+        self.side.leader.scheduler.on_computed = self.storing.computed
         self.side.leader.scheduler.swapper = self.swapping
 
     def lost(self, why: str, epoch: int | None = None) -> None:
@@ -299,17 +299,17 @@ class Offloading:
                 looking.begin()
 
     def stepping(self, batch: ScheduledBatch) -> None:
-        self._step_began_ns, self._step_tokens = time.monotonic_ns(), batch.num_tokens
         seen = ((r.num_computed_tokens, len(r.token_ids)) for r in batch.requests)
-        self._step_pairs = sum(n * before + n * (n + 1) / 2 for before, n in seen)
+        pairs = sum(n * before + n * (n + 1) / 2 for before, n in seen)
+        self._steps[batch.step] = time.monotonic_ns(), batch.num_tokens, pairs
 
-    def computed(self, state: RequestState) -> None:
-        """The first of a step's requests tells how long the step took."""
-        if self._step_tokens:
-            took_ns = time.monotonic_ns() - self._step_began_ns
-            self.costs.observe_prefill(self._step_tokens, took_ns, self._step_pairs)
-            self._step_tokens = 0
-        self.storing.computed(state)
+    def settled(self, step: int) -> None:
+        """Learn how long a step took: behind one that was in flight when it began, from that one's end."""
+        began_ns, num_tokens, pairs = self._steps.pop(step)
+        now_ns = time.monotonic_ns()
+        if self.is_on:
+            self.costs.observe_prefill(num_tokens, now_ns - max(began_ns, self._settled_ns), pairs)
+        self._settled_ns = now_ns
 
     def clear(self) -> None:
         """Forget everything: the engine is going down."""

@@ -79,6 +79,7 @@ EFFECTIVE = {
     "comm": "collectives between tensor-parallel ranks",
     "comm_reason": "why these were not the first choice",
     "decode_graphs": "whether decode steps ran as graphs, or why not",
+    "scheduling": "asynchronous: a step begins before the tokens of the one before are known; or why not",
     "node": "node of the Ray cluster that it ran on",
 }
 

@@ -5,17 +5,21 @@ A request has `tokens` (prompt, then generated) and `num_computed` of them have 
 tokens of as many requests as the token budget and the blocks allow; a request that has computed all its
 tokens samples one more. Prefill chunks, decode steps and recomputation after a preemption are thus one case.
 Where there is a swapper (swapping.py), it may take a preempted request's KV and bring it back later.
+
+A step may be scheduled while the one before it is in flight: its requests then have tokens that nobody knows
+yet, UNKNOWN_TOKEN in the batch, for which the ranks put what that step samples. Such a request may turn out
+to be over; what was computed for it since is dropped. Nobody is preempted while a step is in flight.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from rayk.sched.request_state import RequestState, max_cached_tokens
 from rayk.sched.swapping import AwayRequests, Swapper
 from rayk.types.allocator import BlockAllocator, BlockUpdates
-from rayk.types.batch import ScheduledBatch, ScheduledRequest
+from rayk.types.batch import UNKNOWN_TOKEN, ScheduledBatch, ScheduledRequest
 from rayk.types.request import Request, TokenLogprobs
 
 
@@ -44,6 +48,8 @@ class Scheduler:
         self.allocator = allocator
         # called for each request of a finished step while its blocks are all there
         self.on_computed: Callable[[RequestState], None] | None = None
+        # called with the number of each finished step
+        self.on_settled: Callable[[int], None] | None = None
         self.swapper: Swapper | None = None  # takes KV of preempted requests; None: they are computed again
         self.max_batch_tokens = max_batch_tokens
         self.max_positions = max_positions
@@ -54,10 +60,15 @@ class Scheduler:
         self.num_looked_up_tokens = self.num_found_tokens = 0
         self.is_short_of_blocks = False
         """Whether a request lacked blocks in the last `schedule`; one from elsewhere may then take none."""
+        self.needs_settling = False
+        """Whether a running request lacked blocks in the last `schedule`, beside a step in flight: the next
+        one may preempt, once there is none."""
         self._eos_token_ids = frozenset(eos_token_ids)
         self._waiting: deque[RequestState] = deque()
         self._running: list[RequestState] = []
         self._admitted: list[RequestState] = []
+        self._in_flight: dict[int, list[RequestState]] = {}
+        """Step -> the requests of its batch, in its order, until it is accounted for."""
         self._rows = list(range(max_seqs - 1, -1, -1))
         self._away = AwayRequests()
         self._num_arrivals = 0
@@ -183,30 +194,42 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """Plan the next step's batch, or None when nothing can run now."""
         budget = self.max_batch_tokens
-        self.is_short_of_blocks = False
+        self.is_short_of_blocks = self.needs_settling = False
         scheduled: list[ScheduledRequest] = []
+        states: list[RequestState] = []
         index = 0
         while index < len(self._running) and budget > 0:
             state = self._running[index]
-            num_tokens = min(len(state.tokens) - state.num_computed, budget)
-            updates = self._extend_or_preempt(state, state.num_computed + num_tokens)
             index += 1
+            if not state.may_go_on(self.max_positions):
+                continue
+            num_tokens = min(state.num_tokens - state.num_begun, budget)
+            updates = self._extend_or_preempt(state, state.num_begun + num_tokens)
+            if self.needs_settling:
+                break  # those behind it would be preempted for it
             if updates is None:
                 continue  # it pauses, or was preempted itself: then all behind it were before.
             scheduled.append(self._share(state, num_tokens, updates))
+            states.append(state)
             budget -= num_tokens
         if not (self.is_short_of_blocks and self._running):
             # Else a preempted request would come back at once, only to be preempted again.
-            self._admit(scheduled, budget)
+            self._admit(scheduled, states, budget)
         if not scheduled:
             return None
         self._step += 1
+        self._in_flight[self._step] = states
         return ScheduledBatch(step=self._step, requests=tuple(scheduled))
 
     def scheduled(self, batch: ScheduledBatch) -> list[RequestState]:
-        """List the requests of a batch that was not accounted for yet, in its order."""
-        by_id = {state.request_id: state for state in self._running}
-        return [by_id[share.request_id] for share in batch.requests]
+        """List the requests of a batch that was not accounted for yet, in its order, those included that
+        have left since."""
+        return self._in_flight[batch.step]
+
+    @property
+    def sampling(self) -> Iterator[RequestState]:
+        """Yield requests whose next token is sampled by a step in flight."""
+        return (state for state in self._running if state.num_sampled_ahead)
 
     def take_admitted(self) -> list[RequestState]:
         """List requests that `schedule` took out of the queue since the last call, returned ones included."""
@@ -219,18 +242,20 @@ class Scheduler:
         sampled: Mapping[str, int],
         prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] | None = None,
     ) -> list[RequestState]:
-        """Account for a finished step. Returns the requests that got a token; finished ones have left."""
+        """Account for a finished step, in the order of steps. Returns the requests that got a token; finished
+        ones have left."""
         got_token: list[RequestState] = []
-        by_id = {state.request_id: state for state in self._running}
-        for share in batch.requests:
-            state = by_id.get(share.request_id)
-            if state is None:
-                continue  # aborted while the step ran
+        if self.on_settled is not None:
+            self.on_settled(batch.step)
+        for share, state in zip(batch.requests, self._in_flight.pop(batch.step), strict=True):
+            if state.row is None:
+                continue  # aborted while the step ran, or over with the step before
             start = share.num_computed_tokens
             stop = start + len(share.token_ids)
             num_prompt = len(state.request.prompt_token_ids)
             self.num_prompt_tokens += max(0, min(stop, num_prompt) - start)
             state.advance(start, stop)
+            state.num_sampled_ahead -= share.needs_logits
             self.allocator.remember(
                 state.request_id, state.tokens, state.num_computed, state.request.cache_salt
             )
@@ -259,13 +284,16 @@ class Scheduler:
 
     def _extend_or_preempt(self, state: RequestState, num_tokens: int) -> BlockUpdates | None:
         """Get blocks for `num_tokens`, preempting the latest arrivals; None when `state` itself had to go, or
-        pauses while blocks are copied out."""
+        pauses while blocks are copied out or a step is in flight."""
         while (updates := self.allocator.extend(state.request_id, num_tokens)) is None:
             self.is_short_of_blocks = True
             if self._away.any_leaving:
                 return None
             if self._take_from_waiting(keep=None):
                 continue
+            if self._in_flight:
+                self.needs_settling = True
+                return None
             victim = self._running.pop()
             self._release_row(victim)
             self._preempt(victim)
@@ -299,7 +327,7 @@ class Scheduler:
         later = (i for i, other in enumerate(self._waiting) if other.arrival > state.arrival)
         self._waiting.insert(next(later, len(self._waiting)), state)
 
-    def _admit(self, scheduled: list[ScheduledRequest], budget: int) -> None:
+    def _admit(self, scheduled: list[ScheduledRequest], states: list[RequestState], budget: int) -> None:
         """Start waiting requests while rows, tokens and blocks last."""
         while self._waiting and self._rows and budget > 0:
             state = self._waiting[0]
@@ -334,6 +362,7 @@ class Scheduler:
             self._running.append(state)
             self._admitted.append(state)
             scheduled.append(self._share(state, num_tokens, updates))
+            states.append(state)
             budget -= num_tokens
 
     def _share(self, state: RequestState, num_tokens: int, updates: BlockUpdates) -> ScheduledRequest:
@@ -343,20 +372,25 @@ class Scheduler:
             updates = tuple((0, table) for table in self.allocator.block_tables(state.request_id))
             state.tables_sent = True
         assert state.row is not None
-        end = state.num_computed + num_tokens
-        return ScheduledRequest(
+        start, end = state.num_begun, state.num_begun + num_tokens
+        known = tuple(state.tokens[start:end])
+        share = ScheduledRequest(
             request_id=state.request_id,
             row=state.row,
-            num_computed_tokens=state.num_computed,
-            token_ids=tuple(state.tokens[state.num_computed : end]),
+            num_computed_tokens=start,
+            token_ids=known + (UNKNOWN_TOKEN,) * (num_tokens - len(known)),
             new_block_ids=updates,
             num_filled_blocks=filled,
-            needs_logits=end == len(state.tokens),
+            needs_logits=end == state.num_tokens,
             prompt_logits=state.prompt_logits(num_tokens),
         )
+        state.num_ahead += num_tokens
+        state.num_sampled_ahead += share.needs_logits
+        return share
 
     def _release_row(self, state: RequestState) -> None:
         if state.row is not None:
             self._rows.append(state.row)
             state.row = None
         state.tables_sent = False
+        state.num_ahead = state.num_sampled_ahead = 0

@@ -23,6 +23,11 @@ class RequestState:
     eos_token_ids: frozenset[int]
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
+    # tokens after these that steps in flight compute, and tokens that they sample: see Scheduler
+    num_ahead: int = 0
+    num_sampled_ahead: int = 0
+    # whether it may leave with its next token, so that nothing is computed before that is known
+    waits_for_token: bool = False
     row: int | None = None
     arrival: int = 0  # its number among all that came to the scheduler: lower ones go first
     num_preemptions: int = 0  # times its KV was given up, at least in part
@@ -52,8 +57,28 @@ class RequestState:
     def output_token_ids(self) -> list[int]:
         return self.tokens[len(self.request.prompt_token_ids) :]
 
+    @property
+    def num_begun(self) -> int:
+        """Count the tokens that are computed, or in a step in flight."""
+        return self.num_computed + self.num_ahead
+
+    @property
+    def num_tokens(self) -> int:
+        """Count the tokens, those included that a step in flight samples."""
+        return len(self.tokens) + self.num_sampled_ahead
+
+    def may_go_on(self, max_positions: int) -> bool:
+        """Tell whether more is to be computed before the tokens in flight are known: not where they are the
+        last, as far as one can tell."""
+        if not self.num_sampled_ahead:
+            return True
+        num_output = self.num_tokens - len(self.request.prompt_token_ids)
+        is_last = num_output >= self.request.sampling.max_tokens or self.num_tokens >= max_positions
+        return not (self.waits_for_token or is_last)
+
     def advance(self, start: int, stop: int) -> None:
         """Note that tokens `start` to `stop` were computed here, and all before them exist."""
+        self.num_ahead -= stop - start
         end = min(stop, len(self.request.prompt_token_ids))
         self.num_computed = stop
         self.num_recomputed_tokens += max(0, min(end, self.num_prompt_seen) - start)
@@ -83,12 +108,12 @@ class RequestState:
             self.finish_reason = FinishReason.LENGTH
 
     def prompt_logits(self, num_tokens: int) -> tuple[int, int]:
-        """Find, of the next `num_tokens`, those whose logits are still to be told."""
+        """Find, of the next `num_tokens` to begin, those whose logits are still to be told."""
         if self.prompt_logprobs is None:
             return (0, 0)
         # Logits of position i are about token i + 1; after a preemption some are known already.
-        start = max(0, len(self.prompt_logprobs) - 1 - self.num_computed)
-        stop = min(num_tokens, len(self.request.prompt_token_ids) - 1 - self.num_computed)
+        start = max(0, len(self.prompt_logprobs) - 1 - self.num_begun)
+        stop = min(num_tokens, len(self.request.prompt_token_ids) - 1 - self.num_begun)
         return (start, stop) if start < stop else (0, 0)
 
 

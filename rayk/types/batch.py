@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from rayk.types.request import TokenLogprobs
 
+UNKNOWN_TOKEN = -1
+"""Stands for a token that the step before this one samples: ranks have it, the scheduler does not yet."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduledRequest:
@@ -14,8 +17,9 @@ class ScheduledRequest:
 
     request_id: str
     row: int  # persistent row of the engine's block tables, 0 .. max_seqs - 1
-    num_computed_tokens: int  # tokens whose KV exists before this step
-    token_ids: tuple[int, ...]  # the tokens computed in this step, at positions num_computed_tokens and on
+    num_computed_tokens: int  # tokens whose KV exists before this step, once those before it have run
+    # the tokens computed in this step, at positions num_computed_tokens and on; the last may be UNKNOWN_TOKEN
+    token_ids: tuple[int, ...]
     # per KV group: (index in the block table, new block ids)
     new_block_ids: tuple[tuple[int, tuple[int, ...]], ...]
     needs_logits: bool  # whether the last token's logits are sampled (false inside a chunked prefill)

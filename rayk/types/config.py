@@ -43,6 +43,9 @@ class EngineOptions:
     comm: Annotated[str, OneOf(("auto", "shm", "gloo", "nccl")), BOTH_SIDES] = "auto"
     # whether decode steps are replayed from CUDA graphs: auto, where device, backend and comm allow it
     cuda_graphs: Annotated[str, OneOf(("auto", "never")), BOTH_SIDES] = "auto"
+    # whether a step begins before the tokens of the one before are known: auto, where a device computes
+    # while the host goes on
+    async_scheduling: Annotated[str, OneOf(("auto", "always", "never")), BOTH_SIDES] = "auto"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -121,7 +121,8 @@ def test_what_a_view_sees_is_in_its_own_buffers(
         lambda ids, _, step: (seen.append(step.attention[view]), ids[:, None].float())[1], views, ((8, 8),)
     )
     assert all(common.block_table.shape[1] == width for common in seen)
-    for seq_lens in ([1, 8, 33, 64], [9, 64], [3], [24, 25, 48], [17, 16, 15, 40], list(range(30, 34))):
+    steps = [[1, 8, 33, 64], [9, 64], [3], [24, 25, 48], [17, 16, 15, 40], list(range(30, 34))]
+    for seq_lens in (*steps, [5, 6, 7], [8, 50, 9]):  # each of the host's buffers held longer ones
         step = _decode(list(range(len(seq_lens))), seq_lens, widths=(8,), block_size=8)
         _replay(graphs, step, views)
         (common,) = step.metadata
@@ -179,7 +180,12 @@ def test_only_whole_decode_steps_fit() -> None:
     assert not graphs.fits(_decode([1, 2, 3], [4, 5, 6], widths=(4,))), "more rows than were recorded"
     silent = _decode([1, 2], [4, 5], widths=(4,))
     without = ModelInputs(
-        silent.token_ids, silent.positions, silent.logits_index[:1], silent.metadata, np.arange(1)
+        silent.token_ids,
+        silent.positions,
+        silent.logits_index[:1],
+        silent.metadata,
+        np.arange(1),
+        torch.arange(1),
     )
     assert not graphs.fits(without), "a chunk of one token wants no logits"
     chunk = CommonAttentionMetadata.from_host(
@@ -190,7 +196,8 @@ def test_only_whole_decode_steps_fit() -> None:
         block_size=16,
     )
     ids = torch.tensor([1, 2])
-    assert not graphs.fits(ModelInputs(ids, ids, torch.tensor([1]), (chunk,), np.array([1])))
+    one = torch.tensor([1])
+    assert not graphs.fits(ModelInputs(ids, ids, one, (chunk,), one.numpy(), one))
 
 
 def _graphs(
@@ -225,7 +232,8 @@ def _replay(graphs: DecodeGraphs, inputs: ModelInputs, views: Sequence[Attention
     )
     commons = {g: m for g, m in enumerate(inputs.metadata) if isinstance(m, CommonAttentionMetadata)}
     states = {g: m for g, m in enumerate(inputs.metadata) if isinstance(m, Segments)}
-    return graphs.replay(inputs, StepViews(attention=groups.see(commons), states=states))
+    seen = StepViews(attention=groups.see(commons), states=states)
+    return graphs.replay(inputs, seen, lambda token_ids, sampled_rows: None)
 
 
 def _decode(
@@ -242,9 +250,9 @@ def _decode(
         )
         for g, w in enumerate(widths)
     )
-    return ModelInputs(
-        torch.tensor(token_ids), torch.tensor(seq_lens) - 1, torch.arange(num), metadata, np.arange(num)
-    )
+    rows = torch.arange(num)
+    positions = torch.tensor(seq_lens) - 1
+    return ModelInputs(torch.tensor(token_ids), positions, rows, metadata, np.arange(num), rows)
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3-hybrid"])

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import Scheduler
 from rayk.sched.request_state import RequestState
-from rayk.types.batch import ScheduledBatch
+from rayk.types.batch import UNKNOWN_TOKEN, ScheduledBatch
 from rayk.types.request import FinishReason, Request, SamplingParams
 from tests.kv.brute import full
 from tests.sched.world import (
@@ -34,8 +34,9 @@ class SchedulerWalk(RuleBasedStateMachine):
         num_blocks=st.integers(12, 34),
         max_batch_tokens=st.sampled_from([1, 3, 7, 64]),
         max_seqs=st.integers(1, 4),
+        runs_ahead=st.booleans(),
     )
-    def begin(self, num_blocks: int, max_batch_tokens: int, max_seqs: int) -> None:
+    def begin(self, num_blocks: int, max_batch_tokens: int, max_seqs: int, runs_ahead: bool) -> None:
         self.manager = KVCacheManager(GROUPS, num_blocks)
         self.scheduler = Scheduler(
             self.manager,
@@ -52,6 +53,9 @@ class SchedulerWalk(RuleBasedStateMachine):
         self.leases: list[str] = []
         self.num_requests = 0
         self.num_preemptions = 0
+        self.runs_ahead = runs_ahead
+        self.in_flight: list[tuple[ScheduledBatch, dict[str, int]]] = []
+        """Steps whose tokens the scheduler was not told, with these."""
 
     def make_request(self, prompt: int, max_tokens: int, *, ignore_eos: bool, stops: bool) -> Request | None:
         """A request that the pool can hold when it is alone."""
@@ -110,25 +114,36 @@ class SchedulerWalk(RuleBasedStateMachine):
 
     @rule(hand_over=st.booleans())
     def step(self, hand_over: bool = False) -> None:
+        """A step; where steps run ahead, the one before is settled only then."""
         had_blocks = {r for r in self.states if self.holds(r)}
+        able = [r for r, state in self.states.items() if state.may_go_on(MAX_POSITIONS)]
         batch = self.scheduler.schedule()
         self.check_preempted(had_blocks)
-        if batch is None:
-            if self.states:
-                self.check_idle()
-            return
-        self.check_batch(batch)
-        sampled = self.world.run(batch)
+        begun, self.in_flight = self.in_flight, []
+        if batch is not None:
+            self.check_batch(batch, able)
+            self.in_flight.append((batch, self.world.run(batch)))
+        elif self.states and not begun:
+            self.check_idle()
+        if not self.runs_ahead or self.scheduler.needs_settling:
+            begun, self.in_flight = begun + self.in_flight, []
+        got_token = [state for step in begun for state in self.settle(*step)]
+        leaves = [s for s in got_token[:1] if s.finish_reason is None and not s.num_ahead]
+        if hand_over and leaves:
+            self.hand_over(leaves[0].request_id)
+
+    def settle(self, batch: ScheduledBatch, sampled: dict[str, int]) -> list[RequestState]:
+        shares = zip(batch.requests, self.scheduler.scheduled(batch), strict=True)
+        expected = [s for r, s in shares if r.needs_logits and self.states.get(r.request_id) is s]
         got_token = self.scheduler.update(batch, sampled)
-        assert [s.request_id for s in got_token] == [r.request_id for r in batch.requests if r.needs_logits]
+        assert list(map(id, got_token)) == list(map(id, expected))
         for state in got_token:
             if state.finish_reason is not None:
                 assert self.states.pop(state.request_id) is state
-                expected = expected_output(state.request, MAX_POSITIONS)
-                assert (state.output_token_ids, state.finish_reason) == expected
+                ended = expected_output(state.request, MAX_POSITIONS)
+                assert (state.output_token_ids, state.finish_reason) == ended
                 assert state.num_recomputed_tokens == self.world.num_recomputed(state.request)
-        if hand_over and got_token and got_token[0].finish_reason is None:
-            self.hand_over(got_token[0].request_id)
+        return got_token
 
     def check_idle(self) -> None:
         """Nothing runs: blocks must be lacking, and only others can hold them."""
@@ -147,22 +162,26 @@ class SchedulerWalk(RuleBasedStateMachine):
         except KeyError:
             return False
 
-    def check_batch(self, batch: ScheduledBatch) -> None:
+    def check_batch(self, batch: ScheduledBatch, able: list[str]) -> None:
+        """`able`: requests whose tokens in flight, if any, need not be their last."""
         assert 0 < batch.num_tokens <= self.scheduler.max_batch_tokens
         assert all(len(r.token_ids) > 0 for r in batch.requests)
         rows = [r.row for r in batch.requests]
         assert len(set(rows)) == len(rows)
         assert set(rows) <= set(range(self.max_seqs))
-        self.check_order([r.request_id for r in batch.requests])
+        self.check_order([r.request_id for r in batch.requests], able)
         for share in batch.requests:
-            tokens = self.states[share.request_id].tokens
+            state = self.states[share.request_id]
+            # Its own token is counted, too.
+            num_unknown = state.num_sampled_ahead - share.needs_logits
+            tokens = state.tokens + [UNKNOWN_TOKEN] * num_unknown
             end = share.num_computed_tokens + len(share.token_ids)
             assert list(share.token_ids) == tokens[share.num_computed_tokens : end]
             assert share.needs_logits == (end == len(tokens))
 
-    def check_order(self, ids: list[str]) -> None:
+    def check_order(self, ids: list[str], able: list[str]) -> None:
         """First come, first served: whoever runs, everybody before runs too."""
-        assert ids == list(self.states)[: len(ids)]
+        assert ids == able[: len(ids)]
 
     def check_preempted(self, had_blocks: set[str]) -> None:
         """Requests that lost their blocks are those that came last."""
@@ -177,8 +196,10 @@ class SchedulerWalk(RuleBasedStateMachine):
         assert self.scheduler.num_preemptions == self.num_preemptions
 
     def scheduler_holds(self, request_id: str) -> bool:
-        """Whether the request kept its KV (one that was preempted and came back at once did not)."""
-        return self.states[request_id].num_computed > 0
+        """Whether the request kept its KV (one that was preempted and came back at once did not). None that
+        is in flight gives it."""
+        in_flight = (r.request_id for batch, _ in self.in_flight for r in batch.requests)
+        return self.states[request_id].num_computed > 0 or request_id in in_flight
 
     @invariant()
     def adds_up(self) -> None:
@@ -202,6 +223,8 @@ class SchedulerWalk(RuleBasedStateMachine):
                 break
             self.step()
             self.adds_up()
+        for step in self.in_flight:
+            self.settle(*step)
         assert not self.states, f"{list(self.states)} never end"
         assert not self.scheduler.has_work
         assert self.manager.pool.num_free_blocks == self.manager.pool.num_blocks - 1

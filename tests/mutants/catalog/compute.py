@@ -39,11 +39,11 @@ def _(original, self, batch):
 
 @COMPUTE.twin(
     "padding of a recorded step sees what an older row saw",
-    "rayk.engine.graphs:_AttentionBuffers.fill",
+    "rayk.engine.graphs:DecodeGraphs._fill",
     "engine/test_graphs.py::test_what_a_view_sees_is_in_its_own_buffers",
 )
-def _(original, self, common, num_requests, size):
-    original(self, common, num_requests, num_requests)
+def _(original, self, arrays, inputs, seen, num_requests):
+    original(self, {name: rows[:num_requests] for name, rows in arrays.items()}, inputs, seen, num_requests)
 
 
 @COMPUTE.twin(
