@@ -1,9 +1,10 @@
 """Compile every Triton kernel for GPUs that need not be here; print what each uses of registers and memory.
 
-    python jobs/benchmarks/kernels.py [--quick] [--out DIR]
+    python jobs/benchmarks/kernels.py [--quick | --production] [--out DIR]
 
-The launchers are called as an engine calls them, with CPU tensors, and their launches compile. Exit code 1
-when a kernel spills registers or takes more shared memory than its target has. Without TRITON_INTERPRET.
+The launchers are called as an engine calls them, with CPU tensors, and their launches compile. A second table
+has the splits and waves of some batches' decode steps. Exit code 1 when a kernel spills registers or takes
+more shared memory than its target has. Without TRITON_INTERPRET.
 """
 
 from __future__ import annotations
@@ -37,7 +38,34 @@ VARIANTS = ("plain", "window", "sinks+cap", "window+sinks+cap")
 SPLITS = 4
 COLUMNS = ("kernel", "phase", "target", "dtype", "kv", "head", "group", "slots", "variant")
 QUANTISED = ("fp8_e4m3", "fp8_e4m3_token_head", "nvfp4")
-MEASURED = ("registers", "spills", "shared_bytes", "instruction")
+MEASURED = (
+    "tile_rows",
+    "tile_keys",
+    "num_warps",
+    "registers",
+    "spills",
+    "shared_bytes",
+    "programs",
+    "buffers",
+    "copies",
+    "byte_loads",
+    "instruction",
+)
+BATCHES = ((1, 8, 8192), (16, 8, 8192), (64, 8, 8192), (64, 1, 8192), (256, 1, 2048), (1, 1, 131_072))
+"""Requests, KV heads of the rank (latents: one), and most keys of a request, of the table of waves."""
+WAVES = (
+    "kernel",
+    "target",
+    "kv",
+    "head",
+    "requests",
+    "kv_heads",
+    "keys",
+    "splits",
+    "programs",
+    "waves",
+    "fill",
+)
 
 
 @dataclass(frozen=True)
@@ -60,6 +88,7 @@ class Case:
 
 def all_cases() -> Iterator[Case]:
     everything = VARIANTS[-1]
+    yield from production_cases()
     for target in TARGETS:
         for phase in ("prefill", "split"):
             for head, group in ((64, 4), (80, 3), (128, 8), (192, 1), (256, 7)):
@@ -84,6 +113,18 @@ def all_cases() -> Iterator[Case]:
         if not target.startswith("gfx"):
             yield from _quantised_cases(target, (64, 128, 256), ("bfloat16", "float32"))
             yield from _quantised_latent_cases(target, ("bfloat16", "float16", "float32"), (2, 16, 24, 128))
+
+
+def production_cases() -> Iterator[Case]:
+    """What a large model's layers launch most, on GPUs with asynchronous copies."""
+    for target in ("sm_80", "sm_90", "sm_100"):
+        for head, group in ((64, 8), (128, 8), (256, 4)):
+            for phase in ("split", "prefill"):
+                yield Case(target, phase, "bfloat16", (head, head), group, "plain")
+        for kv in QUANTISED:
+            yield Case(target, "split", "bfloat16", (128, 128), 8, "plain", kv=kv)
+        for phase, heads in (("mla-step", 16), ("mla-step", 128), ("mla", 128)):
+            yield Case(target, phase, "bfloat16", (512, 64), heads, "plain")
 
 
 def _copy_cases(target: str) -> Iterator[Case]:
@@ -459,16 +500,48 @@ def _quantised_cache(case: Case, num_kv_heads: int, sides: tuple[str, str]) -> Q
     return quantised_kv(view, *case.head, sides=sides)
 
 
+def _waves(kernel: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rows of the second table, if `kernel` is that of a decode step of a bf16 model without frills."""
+    from rayk.kernels.paged_attention.tiles import choose_num_splits, num_waves
+    from rayk.kernels.target import TARGETS as KNOWN
+
+    about = {name: kernel[name] for name in ("kernel", "target", "kv", "head")}
+    is_plain = kernel["variant"] == "plain" and kernel["dtype"] == "bfloat16"
+    if kernel["phase"] not in ("split", "mla-step") or not is_plain or kernel["tile_rows"] == 0:
+        return
+    target, resident = KNOWN[kernel["target"]], kernel["programs"]
+    for requests, kv_heads, keys in BATCHES:
+        if kernel["phase"] == "mla-step":
+            kv_heads = -(-kernel["group"] // kernel["tile_rows"])
+        splits = choose_num_splits(
+            target,
+            num_programs=requests * kv_heads,
+            max_keys=keys,
+            tile_keys=kernel["tile_keys"],
+            programs_at_once=resident,
+        )
+        programs, at_once = requests * kv_heads * splits, target.num_multiprocessors * resident
+        waves = num_waves(programs, at_once)
+        counts = {"requests": requests, "kv_heads": kv_heads, "keys": keys, "splits": splits}
+        counts |= {"programs": programs, "waves": waves, "fill": f"{programs / (waves * at_once):.2f}"}
+        yield about | counts
+
+
 def fill(options: argparse.Namespace, page: Page) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise UserError(
             "TRITON_INTERPRET=1 is set: nothing would be compiled", mend="env -u TRITON_INTERPRET"
         )
-    cases = list(quick_cases() if options.quick else all_cases())
+    choose = quick_cases if options.quick else production_cases if options.production else all_cases
+    cases = list(choose())
     with ProcessPoolExecutor(min(8, os.cpu_count() or 1), get_context("spawn")) as pool:
         rows = [row for built in pool.map(build, cases, chunksize=4) for row in built]
     names = (*COLUMNS, *MEASURED, "problems")
     page.table(names, [[row[name] for name in names] for row in rows])
+    waves = [row for kernel in rows for row in _waves(kernel)]
+    if waves:
+        page.say("", "Splits and waves of decode steps in production:", "")
+        page.table(WAVES, [[row[name] for name in WAVES] for row in waves])
     page.tables = {"kernels": rows}
     page.wrong += [
         f"{row['kernel']} for {row['target']}: {row['problems']}" for row in rows if row["problems"]
@@ -478,7 +551,8 @@ def fill(options: argparse.Namespace, page: Page) -> None:
 
 def main() -> int:
     quick = {"action": "store_true", "help": "only some cases"}
-    return run(fill, __file__, title="What kernels use of each GPU", quick=quick)
+    production = {"action": "store_true", "help": "only what large models launch most"}
+    return run(fill, __file__, title="What kernels use of each GPU", quick=quick, production=production)
 
 
 if __name__ == "__main__":

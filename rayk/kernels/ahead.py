@@ -13,7 +13,7 @@ import contextlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,18 @@ class Built:
     shared_bytes: int
     instruction: str
     """The matrix instruction: wgmma, tcgen05, mma or mfma; fma without tensor cores."""
+    tile_rows: int = 0
+    tile_keys: int = 0
+    """Of attention: query rows and keys of a tile; the combining kernel has no rows."""
+    num_warps: int = 0
+    programs: int = 0
+    """Programs that one multiprocessor holds at once."""
+    buffers: int = 0
+    """Tiles of keys, and of values, that are in flight or in use at once; 0: no loop copies tiles ahead."""
+    copies: int = 0
+    """Asynchronous copies from global to shared memory, of all loops and what runs before them (NVIDIA)."""
+    byte_loads: int = 0
+    """Loads of single bytes from global memory (NVIDIA)."""
 
     @property
     def problems(self) -> list[str]:
@@ -68,7 +80,7 @@ def compiling(target: Target) -> Iterator[list[Built]]:
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
-        built.append(_inspect(kernel.__name__, target, compiled))
+        built.append(_inspect(kernel.__name__, target, compiled, kwargs))
         return compiled
 
     JITFunction.run = compile_only
@@ -98,16 +110,46 @@ class _StandIn:
         return torch.device("cpu")
 
 
-def _inspect(name: str, target: Target, compiled: Any) -> Built:
+def _inspect(name: str, target: Target, compiled: Any, arguments: Mapping[str, Any]) -> Built:
     assembly = compiled.asm["amdgcn" if target.is_amd else "ptx"]
     if target.is_amd:
         registers, spills = read_amd_use(assembly)
     else:
         registers, spills = _nvidia_use(compiled.asm["cubin"])
         spills -= min(spills, untouched_stack(assembly))
+    num_warps, shared_bytes = compiled.metadata.num_warps, compiled.metadata.shared
+    programs = target.programs_at_once(registers=registers, shared_bytes=shared_bytes, num_warps=num_warps)
+    copies, byte_loads = (0, 0) if target.is_amd else count_loads(assembly)
     used = (i for i in _MATRIX_INSTRUCTIONS if i in assembly)
     instruction = next(used, "fma").removeprefix("v_").split(".")[0]
-    return Built(name, target.name, registers, spills, compiled.metadata.shared, instruction)
+    return Built(
+        name,
+        target.name,
+        registers,
+        spills,
+        shared_bytes,
+        instruction,
+        tile_rows=arguments.get("ROWS", 0),
+        tile_keys=arguments.get("TILE_KEYS", 0),
+        num_warps=num_warps,
+        programs=programs,
+        buffers=count_buffers(compiled.asm["ttgir"]),
+        copies=copies,
+        byte_loads=byte_loads,
+    )
+
+
+def count_buffers(ttgir: str) -> int:
+    """Count the buffers of the tiles that loops copy ahead, the fewest of any: memory of [buffers, rows,
+    columns], into which nothing is copied where it is allocated."""
+    depths = re.findall(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x\w+,", ttgir)
+    return min(map(int, depths), default=0)
+
+
+def count_loads(ptx: str) -> tuple[int, int]:
+    """Count the asynchronous copies to shared memory, and the loads of single bytes from global memory."""
+    byte_loads = re.findall(r"\bld\.global\S*\.[bus]8\b", ptx)
+    return len(re.findall(r"\bcp\.async\.c[ag]\.shared\.global\b", ptx)), len(byte_loads)
 
 
 def read_amd_use(assembly: str) -> tuple[int, int]:

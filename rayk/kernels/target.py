@@ -26,6 +26,25 @@ class Target:
     def is_amd(self) -> bool:
         return self.name.startswith("gfx")
 
+    def programs_at_once(self, *, registers: int, shared_bytes: int, num_warps: int) -> int:
+        """Count the programs of a kernel that one multiprocessor holds, from what compiling it took."""
+        if self.is_amd:  # four SIMDs of 512 registers a lane, and of at most 8 waves
+            most_warps = 4 * min(8, 512 // (-(-registers // 8) * 8))
+            shared = self.shared_bytes
+        else:  # 65,536 registers, given to warps by 256; a KiB of shared memory is a program's own
+            most_warps = min(65_536 // (-(-registers // 8) * 256) // 4 * 4, self._max_threads // 32)
+            shared, shared_bytes = self.shared_bytes + 1024, shared_bytes + 1024
+        return min(most_warps // num_warps, shared // max(1, shared_bytes), 32)
+
+    @property
+    def _max_threads(self) -> int:
+        return 1536 if self.shared_bytes < 110_000 else 2048
+
+    @property
+    def has_e4m3(self) -> bool:
+        """Whether it converts float8_e4m3fn by an instruction."""
+        return self.name in ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
+
     @property
     def has_warp_group_mma(self) -> bool:
         """Whether tensor cores read one operand from shared memory, without registers for it."""
@@ -54,6 +73,12 @@ def target_named(name: str, num_multiprocessors: int | None = None) -> Target:
     shared_bytes = known.shared_bytes if known else 65_536 if name.startswith("gfx") else 101_376
     number = num_multiprocessors or (known.num_multiprocessors if known else 64)
     return Target(name, shared_bytes, number)
+
+
+def has_device() -> bool:
+    """Whether kernels are compiled for a device that is there, not a stand-in's (see ahead)."""
+    device: int = driver.active.get_current_device()
+    return device < torch.cuda.device_count()
 
 
 def current_target() -> Target:

@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
 
-from rayk.kernels.ahead import Built, read_amd_use, untouched_stack
+from rayk.kernels.ahead import Built, count_buffers, count_loads, read_amd_use, untouched_stack
+from rayk.kernels.target import TARGETS
 from tests.conftest import CHECKPOINTS
 from tests.house import ROOT
 from tests.markers import thorough
@@ -27,14 +29,12 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+def measured(option: str, out: Path) -> Rows:
     """What `make kernels` measures, of fewer cases. In a process of its own: Triton decides at import whether
     it interprets or compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    out = tmp_path_factory.mktemp("kernels")
     done = subprocess.run(
-        [sys.executable, "jobs/benchmarks/kernels.py", "--quick", "--out", str(out)],
+        [sys.executable, "jobs/benchmarks/kernels.py", option, "--out", str(out)],
         cwd=ROOT,
         env=environment | {"TRITON_CACHE_DIR": str(CHECKPOINTS / "triton-cache")},
         capture_output=True,
@@ -43,6 +43,16 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return pd.read_parquet(out / "kernels.parquet").to_dict("records")
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    return measured("--quick", tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(scope="module")
+def in_production(tmp_path_factory: pytest.TempPathFactory) -> Rows:
+    return measured("--production", tmp_path_factory.mktemp("kernels"))
 
 
 @thorough
@@ -99,6 +109,23 @@ def test_every_kernel_was_compiled(rows: Rows) -> None:
     assert len({tuple(registers) for registers in uses.values()}) == len(LIMITS)
 
 
+@thorough
+def test_in_production_the_next_tile_is_copied_while_one_is_multiplied(in_production: Rows) -> None:
+    """Keys and values each have two buffers or more; nothing spills, and codes are loaded many at once."""
+    attention = [row for row in in_production if row["tile_rows"] > 0]
+    assert {row["target"] for row in attention} == {"sm_80", "sm_90", "sm_100"}
+    for row in attention:
+        assert row["spills"] == 0, row
+        assert row["shared_bytes"] <= LIMITS[row["target"]], row
+        assert row["buffers"] >= 2, row
+        assert row["copies"] > 0, row
+        assert row["byte_loads"] <= MOST_BYTE_LOADS, row
+        assert row["programs"] >= 1, row
+
+
+MOST_BYTE_LOADS = 16
+"""Of scales beside codes; each code by itself would be hundreds."""
+
 PREFILL_INSTRUCTION = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05", "gfx942": "mfma"}
 
 
@@ -115,6 +142,41 @@ def test_prefills_use_the_tensor_cores_of_their_target(rows: Rows, target: str, 
     assert ("prefill", PREFILL_INSTRUCTION[target]) in found
     assert {name for phase, name in found if phase == "prefill"} == {PREFILL_INSTRUCTION[target]}
     assert {name for phase, name in found if phase != "prefill"} == {"mfma" if target == "gfx942" else "mma"}
+
+
+def test_buffers_and_loads_are_counted() -> None:
+    allocated = "%k = ttg.local_alloc : () -> !ttg.memdesc<{}x32x128xbf16, #shared, #smem, mutable>\n"
+    ids = "%b = ttg.local_alloc : () -> !ttg.memdesc<1x64xi32, #shared1, #smem, mutable>\n"
+    filled = "%q = ttg.local_alloc %x : (tensor<16x128xbf16>) -> !ttg.memdesc<16x128xbf16, #shared, #smem>\n"
+    assert count_buffers(filled + ids) == 0
+    assert count_buffers(allocated.format(3) + ids + allocated.format(2) + filled) == 2
+    copy = "@%p1 cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10;\ncp.async.commit_group;\n"
+    loads = (
+        "@%p2 ld.global.b8 { %rs1 }, [ %rd2 + 0 ];\nld.global.v4.b32 { %r2 }, [ %rd3 ];\nld.shared.b8 %r3;\n"
+    )
+    assert count_loads(copy + loads + copy) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("target", "registers", "shared_bytes", "num_warps", "programs"),
+    [
+        ("sm_90", 124, 38_700, 4, 4),  # registers: 16 warps of 128
+        ("sm_90", 64, 74_000, 4, 3),  # shared memory, and a KiB of each program's own
+        ("sm_90", 255, 1_000, 8, 1),
+        ("sm_80", 32, 0, 4, 16),  # 2,048 threads
+        ("sm_89", 32, 0, 4, 12),  # 1,536
+        ("sm_90", 16, 0, 1, 32),
+        ("gfx942", 128, 20_000, 4, 3),
+        ("gfx942", 256, 0, 8, 1),
+    ],
+)
+def test_programs_on_a_multiprocessor(
+    target: str, registers: int, shared_bytes: int, num_warps: int, programs: int
+) -> None:
+    found = TARGETS[target].programs_at_once(
+        registers=registers, shared_bytes=shared_bytes, num_warps=num_warps
+    )
+    assert found == programs
 
 
 def test_stack_that_nothing_touches_is_no_spill() -> None:

@@ -17,7 +17,7 @@ from rayk.kernels.paged_attention import head_groups, launch
 from rayk.kernels.paged_attention.launch import paged_attention_triton, split_workspace_elements
 from rayk.kernels.paged_attention.tiles import MAX_SPLITS, Tiles, choose_num_splits, choose_tiles
 from rayk.kernels.store_kv import store_kv
-from rayk.kernels.target import TARGETS, target_named
+from rayk.kernels.target import TARGETS, Target, target_named
 from tests.helpers import assert_matches
 from tests.kernels.cases import AXIS_ORDERS, Batch, count_marks, dense_attention, make_batch, num_seen
 from tests.markers import gpu, interpreted
@@ -190,8 +190,8 @@ def test_a_tile_writes_its_own_tokens_and_no_more(device: str, monkeypatch: pyte
     kernel = launch.paged_attention_kernel
 
     class FirstProgram:
-        def __getitem__(self, grid: tuple[int, int]) -> object:
-            return kernel[(1, grid[1])]
+        def __getitem__(self, grid: tuple[int]) -> object:
+            return kernel[(1,)]
 
     batch = make_batch(((30, 30),), kv_heads=1, kv_index=(0, 0, 0))
     monkeypatch.setattr(launch, "paged_attention_kernel", FirstProgram())
@@ -284,13 +284,26 @@ def test_offsets_beyond_32_bits(requests: tuple[tuple[int, int], ...]) -> None:
 
 
 def test_splits_fill_the_device_and_no_more() -> None:
-    target = TARGETS["sm_90"]
-    assert choose_num_splits(target, num_programs=1, max_keys=100) == 1, "too few keys"
-    assert choose_num_splits(target, num_programs=1000, max_keys=10**6) == 1, "the device is full"
-    assert choose_num_splits(target, num_programs=1, max_keys=10**9) == MAX_SPLITS
-    few = choose_num_splits(target, num_programs=16, max_keys=32_768)
-    assert target.num_multiprocessors <= 16 * few <= 3 * target.num_multiprocessors
-    assert choose_num_splits(target_named("sm_90", 20), num_programs=16, max_keys=32_768) < few
+    """Whole waves of what it holds at once, 132 x 4, and no second one where keys are few."""
+
+    def choose(num_programs: int, max_keys: int, target: Target = TARGETS["sm_90"], at_once: int = 4) -> int:
+        return choose_num_splits(
+            target,
+            num_programs=num_programs,
+            max_keys=max_keys,
+            tile_keys=32,
+            programs_at_once=at_once,
+        )
+
+    assert choose(1, 100) == 1, "too few keys"
+    assert choose(528, 10**6) == choose(512, 8192) == 1, "the device is full"
+    assert choose(1, 10**9) == MAX_SPLITS
+    assert choose(16, 32_768) == 32
+    assert choose(64, 8192) == 8
+    assert choose(64, 8192, at_once=1) == 2
+    assert choose(16, 32_768, target_named("sm_90", 20)) == 5
+    # One program too many would wait for a whole wave of others: shorter ones fill the second.
+    assert choose(529, 8192) > 1
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)

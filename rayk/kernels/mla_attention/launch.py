@@ -11,14 +11,17 @@ key become NaN.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import triton
+from triton.runtime.jit import MockTensor
 
 from rayk.kernels.interpreter import INTERPRETED, launching
 from rayk.kernels.mla_attention.tiles import choose_tiles
 from rayk.kernels.mla_attention.triton import mla_attention_kernel
+from rayk.kernels.occupancy import programs_at_once
 from rayk.kernels.paged_attention.pages import KernelPages, kernel_pages
 from rayk.kernels.paged_attention.splits import combine_splits_kernel
 from rayk.kernels.paged_attention.tiles import Tiles, choose_num_splits
@@ -52,6 +55,7 @@ def mla_attention_triton(
     assert latent_size <= MAX_LATENT, latent_size
     assert q.shape[-1] - latent_size <= MAX_ROPE, (q.shape, latent_size)
     assert q.stride(-1) == block_table.stride(-1) == 1
+    assert scale > 0, f"a scale of {scale}"
     num_tokens, num_heads, _ = q.shape
     out_dtype = torch.float32 if INTERPRETED else q.dtype
     out = torch.empty(num_tokens, num_heads, latent_size, dtype=out_dtype, device=q.device)
@@ -69,7 +73,7 @@ def mla_attention_triton(
     )
     batch = (block_table, query_start_loc, seq_lens)
     arguments = _arguments(q, pages, *batch, tiles, latent_size) | {
-        "scale": float(scale) * pages.k_scale,
+        "scale": float(scale) * pages.k_scale * math.log2(math.e),
         "ONE_TOKEN": is_decode,
         "WIDEN": INTERPRETED or mixed,  # the interpreter has no bf16 arithmetic
     }
@@ -95,7 +99,7 @@ def _arguments(
 ) -> dict[str, Any]:
     """List the arguments of both forms of the kernel."""
     cache, rope_size = pages.keys, q.shape[-1] - latent_size
-    rope_strides = (0, 0, 0) if pages.values is None else pages.values.stride()[:3]
+    stride_b, _, stride_n, rope_stride_b, _, rope_stride_n = pages.strides()
     # An option that only NVIDIA's backend knows.
     limit = {} if tiles.max_registers is None else {"maxnreg": tiles.max_registers}
     return {
@@ -111,10 +115,10 @@ def _arguments(
         "num_blocks": cache.shape[0],
         "q_stride_t": q.stride(0),
         "q_stride_h": q.stride(1),
-        "stride_b": cache.stride(0),
-        "stride_n": cache.stride(2),
-        "rope_stride_b": rope_strides[0],
-        "rope_stride_n": rope_strides[2],
+        "stride_b": stride_b,
+        "stride_n": stride_n,
+        "rope_stride_b": rope_stride_b,
+        "rope_stride_n": rope_stride_n,
         "row_scale": pages.k_scale,
         "table_stride": block_table.stride(0),
         "NUM_HEADS": q.shape[1],
@@ -126,6 +130,8 @@ def _arguments(
         "ROWS": tiles.rows,
         "TILE_KEYS": tiles.keys,
         "SCALES": pages.scales,
+        "ALIGN": pages.alignment,
+        "HAS_E4M3": current_target().has_e4m3 and not INTERPRETED,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     } | limit
@@ -136,8 +142,15 @@ def _decode(arguments: dict[str, Any], out: torch.Tensor, num_splits: int | None
     num_tiles = num_requests * triton.cdiv(num_heads, arguments["ROWS"])
     if num_splits is None:
         # From fixed maxima only: the same for every step that a CUDA graph captured.
-        most_keys = arguments["num_columns"] * arguments["NUM_SLOTS"]
-        num_splits = choose_num_splits(current_target(), num_programs=num_tiles, max_keys=most_keys)
+        workspaces = dict.fromkeys(("out", "split_stats"), MockTensor(torch.float32))
+        split = arguments | workspaces | {"num_splits": 2, "IS_SPLIT": True}
+        num_splits = choose_num_splits(
+            current_target(),
+            num_programs=num_tiles,
+            max_keys=arguments["num_columns"] * arguments["NUM_SLOTS"],
+            tile_keys=arguments["TILE_KEYS"],
+            programs_at_once=programs_at_once(mla_attention_kernel, split),
+        )
     split_out, split_stats = out, None
     if num_splits > 1:
         shape = (num_requests, num_heads, num_splits)

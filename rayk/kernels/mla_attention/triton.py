@@ -8,7 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rayk.kernels.paged_attention.content import load_values
+from rayk.kernels.paged_attention.content import load_rows
+from rayk.kernels.paged_attention.softmax import hide, load_block_ids, row_offsets, weigh
 from rayk.kernels.paged_attention.splits import keys_per_split
 
 # Integers that change from step to step: specialising on them (1, multiples of 16) would compile again.
@@ -34,6 +35,9 @@ def _attend(
     b_q_latent,
     b_q_rope,
     b_position,
+    b_max,
+    b_sum,
+    b_acc,
     cache,
     rope_cache,
     scales_cache,
@@ -51,57 +55,75 @@ def _attend(
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
+    EDGE: tl.constexpr,
+    CAUSAL: tl.constexpr,
     SCALES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Online softmax of query rows over cached rows first_key .. end_key - 1 of one sequence.
+    """Continue attending query rows to cached rows first_key .. end_key - 1 of one sequence.
 
-    Returns maximum and sum of the weights [ROWS], and the weighted latents [ROWS, padded], not yet divided.
+    Without EDGE these are whole tiles that every query sees; with EDGE the last may be cut, and with CAUSAL
+    too a query sees what its position allows. b_max and b_sum [ROWS], and b_acc [ROWS, padded], the weighted
+    latents not yet divided, are the softmax so far (see softmax.weigh); returns them updated.
     """
-    o_latent = tl.arange(0, b_q_latent.shape[1])
-    o_rope = tl.arange(0, b_q_rope.shape[1])
-    b_max = tl.full([b_q_latent.shape[0]], float("-inf"), tl.float32)
-    b_sum = tl.zeros([b_q_latent.shape[0]], tl.float32)
-    b_acc = tl.zeros([b_q_latent.shape[0], b_q_latent.shape[1]], tl.float32)
+    SOME_HIDDEN: tl.constexpr = EDGE and CAUSAL
+    ALL_BEFORE: tl.constexpr = 2**31 - 1
+    o_t = tl.arange(0, TILE_KEYS)
+    last_key = tl.maximum(end_key - 1, 0)
+    b_block = load_block_ids(p_table, first_key + o_t, last_key, num_columns, NUM_SLOTS)
+    b_unknown = tl.zeros([TILE_KEYS], tl.int32)
     for start in range(first_key, end_key, TILE_KEYS):
-        o_key = start + tl.arange(0, TILE_KEYS)
-        m_key = o_key < end_key
-        o_column = o_key // NUM_SLOTS
-        b_block = tl.load(p_table + o_column, mask=m_key & (o_column < num_columns), other=-1)
-        m_block = (b_block >= 0) & (b_block < num_blocks)
-        b_block = tl.where(m_block, b_block, 0).to(tl.int64)
-        o_slot = o_key % NUM_SLOTS
-        p_row = cache + b_block * stride_b + o_slot * stride_n
+        o_key = start + o_t
+        b_next = load_block_ids(p_table, o_key + TILE_KEYS, last_key, num_columns, NUM_SLOTS)
+        # Keys after the last one repeat it: what lies there is never read.
+        o_slot = (tl.minimum(o_key, last_key) if EDGE else o_key) % NUM_SLOTS
+        m_known = b_block.to(tl.uint32) < num_blocks.to(tl.uint32)
+        p_row = cache + row_offsets(b_block, m_known, o_slot, stride_b, stride_n, ALIGN)
         p_rope = p_row + LATENT
-        p_scale = p_row
+        b_scale, b_rope_scale = None, None
         if SCALES == "block":
-            p_rope = rope_cache + b_block * rope_stride_b + o_slot * rope_stride_n
+            p_rope = rope_cache + row_offsets(b_block, m_known, o_slot, rope_stride_b, rope_stride_n, ALIGN)
         if SCALES == "token_head":
-            p_scale = scales_cache + b_block * (stride_b // 4) + o_slot * (stride_n // 4)
-        # Masked also because these are the values: a weight of zero does not undo a NaN.
-        m_latent = m_block[:, None] & (o_latent < LATENT)[None, :]
-        b_latent = load_values(
-            p_row, p_scale, m_latent, m_block, o_latent, b_q_latent.dtype, LATENT, SCALES, WIDEN
+            p_scale = scales_cache + row_offsets(b_block, m_known, o_slot, stride_b, stride_n, ALIGN // 4)
+            b_scale, b_rope_scale = tl.load(p_scale), tl.load(p_scale + 1)
+        # Masked because these are the values too: a weight of zero does not undo a NaN.
+        b_latent = load_rows(
+            p_row,
+            b_scale,
+            m_known,
+            b_q_latent.dtype,
+            LATENT,
+            b_q_latent.shape[1],
+            SCALES,
+            SOME_HIDDEN,
+            HAS_E4M3,
+            WIDEN,
         )
-        m_rope = m_block[:, None] & (o_rope < ROPE)[None, :]
-        b_rope = load_values(
-            p_rope, p_scale + 1, m_rope, m_block, o_rope, b_q_latent.dtype, ROPE, SCALES, WIDEN
+        b_rope = load_rows(
+            p_rope,
+            b_rope_scale,
+            m_known,
+            b_q_rope.dtype,
+            ROPE,
+            b_q_rope.shape[1],
+            SCALES,
+            False,
+            HAS_E4M3,
+            WIDEN,
         )
         b_scores = tl.dot(b_q_rope, tl.trans(b_rope), input_precision="ieee")
-        b_scores = tl.dot(b_q_latent, tl.trans(b_latent), b_scores, input_precision="ieee") * scale
-        b_scores += tl.where(m_block, 0.0, float("nan"))[None, :]
-        b_scores = tl.where(o_key[None, :] <= b_position[:, None], b_scores, float("-inf"))
-
-        b_new_max = tl.maximum(b_max, tl.max(b_scores, 1))
-        # A row may see nothing of this tile: keep -inf - -inf out of the exponent.
-        b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
-        # The maximum goes before the change of base, so that large scores lose nothing to it.
-        b_p = tl.exp2((b_scores - b_base[:, None]) * 1.4426950408889634)
-        b_shrink = tl.exp2((b_max - b_base) * 1.4426950408889634)
+        b_scores = tl.dot(b_q_latent, tl.trans(b_latent), b_scores, input_precision="ieee")
+        b_scores = hide(b_scores, m_known, o_key, b_position, last_key, ALL_BEFORE, EDGE, CAUSAL)
+        if not SOME_HIDDEN:
+            # Every query sees every key: one of an unknown block makes them all NaN, below.
+            b_unknown |= tl.where(m_known, 0, 1)
+        b_max, b_p, b_shrink = weigh(b_scores, b_max, scale, SOME_HIDDEN)
         b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
-        b_acc = b_acc * b_shrink[:, None]
-        b_acc = tl.dot(b_p.to(b_latent.dtype), b_latent, b_acc, input_precision="ieee")
-        b_max = b_new_max
+        b_acc = tl.dot(b_p.to(b_latent.dtype), b_latent, b_acc * b_shrink[:, None], input_precision="ieee")
+        b_block = b_next
+    b_sum = tl.where(tl.max(b_unknown, 0) > 0, float("nan"), b_sum)
     return b_max, b_sum, b_acc
 
 
@@ -140,19 +162,23 @@ def mla_attention_kernel(
     ONE_TOKEN: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     SCALES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Any batch. Grid: (tokens * heads // ROWS + requests, 1).
 
     cache holds latents then rotated keys; if SCALES is block, the keys lie in rope_cache, and scales follow
-    both. scales_cache: per-token float32 scales of latents, each followed by that of the rotated key.
-    row_scale: the layer's scale, also part of `scale`.
+    both. Their strides are in multiples of ALIGN elements. scales_cache: per-token float32 scales of latents,
+    each followed by that of the rotated key. scale: of scores, in powers of two. row_scale: the layer's, also
+    part of `scale`.
 
     ONE_TOKEN: one token per request. Grid: (requests * cdiv(heads, ROWS), num_splits). With IS_SPLIT, out is
     [R, Q, num_splits, LATENT] float32, not divided, and split_stats [R, Q, num_splits, 2] float32 takes
     maximum and sum. Splits without keys write nothing.
     """
-    i_tile = tl.program_id(0)
+    # The last tiles of a request see the most rows, and start first.
+    i_tile = tl.num_programs(0) - 1 - tl.program_id(0)
     i_s = tl.program_id(1)
     if ONE_TOKEN:
         NUM_TILES: tl.constexpr = (NUM_HEADS + ROWS - 1) // ROWS
@@ -190,14 +216,57 @@ def mla_attention_kernel(
     if WIDEN:
         b_q_latent = b_q_latent.to(tl.float32)
         b_q_rope = b_q_rope.to(tl.float32)
+    b_max = tl.full([ROWS], float("-inf"), tl.float32)
+    b_sum = tl.zeros([ROWS], tl.float32)
+    b_acc = tl.zeros([ROWS, PADDED_LATENT], tl.float32)
+    b_position = num_before + o_token
+    p_table = block_table + i_r.to(tl.int64) * table_stride
+    if not ONE_TOKEN:
+        # Whole tiles that the first token of the tile sees, and so all do.
+        end_whole = (num_before + first_row // NUM_HEADS + 1) // TILE_KEYS * TILE_KEYS
+        b_max, b_sum, b_acc = _attend(
+            b_q_latent,
+            b_q_rope,
+            b_position,
+            b_max,
+            b_sum,
+            b_acc,
+            cache,
+            rope_cache,
+            scales_cache,
+            p_table,
+            num_columns,
+            num_blocks,
+            stride_b,
+            stride_n,
+            rope_stride_b,
+            rope_stride_n,
+            first_key,
+            end_whole,
+            scale,
+            NUM_SLOTS,
+            LATENT,
+            ROPE,
+            TILE_KEYS,
+            False,
+            True,
+            SCALES,
+            ALIGN,
+            HAS_E4M3,
+            WIDEN,
+        )
+        first_key = end_whole
     b_max, b_sum, b_acc = _attend(
         b_q_latent,
         b_q_rope,
-        num_before + o_token,
+        b_position,
+        b_max,
+        b_sum,
+        b_acc,
         cache,
         rope_cache,
         scales_cache,
-        block_table + i_r.to(tl.int64) * table_stride,
+        p_table,
         num_columns,
         num_blocks,
         stride_b,
@@ -211,7 +280,11 @@ def mla_attention_kernel(
         LATENT,
         ROPE,
         TILE_KEYS,
+        True,
+        not ONE_TOKEN,
         SCALES,
+        ALIGN,
+        HAS_E4M3,
         WIDEN,
     )
     if SCALES != "none":

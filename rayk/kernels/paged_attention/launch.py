@@ -15,13 +15,16 @@ key become NaN.
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 import triton
+from triton.runtime.jit import MockTensor
 
 from rayk.kernels.interpreter import INTERPRETED, launching
+from rayk.kernels.occupancy import programs_at_once
 from rayk.kernels.paged_attention.heads import HeadGroups
 from rayk.kernels.paged_attention.pages import KernelPages, kernel_pages
 from rayk.kernels.paged_attention.splits import combine_splits_kernel
@@ -68,6 +71,7 @@ def paged_attention_triton(
     assert q.shape[-1] == head_size_k <= 256
     assert head_size_v(kv_cache, head_size_k) <= 256
     assert q.stride(-1) == block_table.stride(-1) == 1
+    assert scale > 0, f"a scale of {scale}"
     call = _KernelInputs(
         q,
         pages,
@@ -87,7 +91,7 @@ def paged_attention_triton(
         tiles = tiles or call.choose_tiles(decode_only=is_decode)
         with launching():
             if is_decode:
-                _decode(call, out, tiles, num_splits or call.choose_num_splits(), workspace)
+                _decode(call, out, tiles, num_splits, workspace)
             else:
                 _prefill(call, out, tiles, query_start_loc)
     return out.to(q.dtype)
@@ -132,21 +136,25 @@ class _KernelInputs:
             quantised=self.pages.scales != "none",
         )
 
-    def choose_num_splits(self) -> int:
+    def choose_num_splits(self, tiles: Tiles, programs_at_once: int) -> int:
         """Depends on fixed maxima only, so that every step of a captured CUDA graph has the same."""
         most_keys = self.block_table.shape[1] * self.pages.keys.shape[2]
         return choose_num_splits(
             current_target(),
             num_programs=len(self.seq_lens) * len(self.groups.kv_heads),
             max_keys=most_keys if self.window is None else min(most_keys, self.window),
+            tile_keys=tiles.keys,
+            programs_at_once=programs_at_once,
         )
 
     def arguments(self, tiles: Tiles) -> dict[str, Any]:
         """List the arguments that both attention kernels take."""
         padded_k, padded_v = self.padded
         pages = self.pages
-        stride_b, stride_h, stride_n, _ = pages.keys.stride()
-        values_strides = (0, 0, 0) if pages.values is None else pages.values.stride()[:3]
+        stride_b, stride_h, stride_n, *values_strides = pages.strides()
+        scale = float(self.scale) * pages.k_scale
+        # Scores in powers of two; a cap is put on before.
+        exponent_scale = (self.soft_cap or scale) * math.log2(math.e)
         # An option that only NVIDIA's backend knows.
         limit = {} if tiles.max_registers is None else {"maxnreg": tiles.max_registers}
         return {
@@ -159,10 +167,10 @@ class _KernelInputs:
             "group_kv_heads": self.groups.kv_heads_tensor,
             "group_query_heads": self.groups.query_heads_tensor,
             "sinks": self.sinks,
-            "scale": float(self.scale) * pages.k_scale,
+            "scale": exponent_scale,
+            "cap_scale": scale / self.soft_cap if self.soft_cap else 0.0,
             "v_scale": pages.v_scale,
             "window": self.window or 2**31 - 1,
-            "soft_cap": float(self.soft_cap or 0.0),
             "num_columns": self.block_table.shape[1],
             "num_blocks": pages.keys.shape[0],
             "q_stride_t": self.q.stride(0),
@@ -188,6 +196,9 @@ class _KernelInputs:
             "HAS_CAP": self.soft_cap is not None,
             # Unlike dtypes are multiplied in float32; the interpreter has no bf16 arithmetic.
             "SCALES": pages.scales,
+            "ALIGN": pages.alignment,
+            "ALIGN_BYTES": pages.alignment * pages.keys.element_size(),
+            "HAS_E4M3": current_target().has_e4m3 and not INTERPRETED,
             "WIDEN": INTERPRETED or self.is_mixed,
             "num_warps": tiles.num_warps,
             "num_stages": tiles.num_stages,
@@ -197,8 +208,10 @@ class _KernelInputs:
 def _prefill(call: _KernelInputs, out: torch.Tensor, tiles: Tiles, query_start_loc: torch.Tensor) -> None:
     num_requests = len(call.seq_lens)
     tile_q = tiles.rows // call.groups.group_size
-    paged_attention_kernel[(len(out) // tile_q + num_requests, len(call.groups.kv_heads))](
+    num_groups = len(call.groups.kv_heads)
+    paged_attention_kernel[((len(out) // tile_q + num_requests) * num_groups,)](
         **call.arguments(tiles),
+        num_groups=num_groups,
         out=out,
         query_start_loc=query_start_loc,
         num_requests=num_requests,
@@ -206,9 +219,19 @@ def _prefill(call: _KernelInputs, out: torch.Tensor, tiles: Tiles, query_start_l
 
 
 def _decode(
-    call: _KernelInputs, out: torch.Tensor, tiles: Tiles, num_splits: int, workspace: torch.Tensor | None
+    call: _KernelInputs,
+    out: torch.Tensor,
+    tiles: Tiles,
+    num_splits: int | None,
+    workspace: torch.Tensor | None,
 ) -> None:
     num_requests, num_query_heads, head_size_v = out.shape
+    arguments = call.arguments(tiles)
+    if num_splits is None:
+        workspaces = dict.fromkeys(("out", "split_stats"), MockTensor(torch.float32))
+        split = arguments | workspaces | {"num_splits": 2, "IS_SPLIT": True}
+        at_once = programs_at_once(paged_attention_decode_kernel, split)
+        num_splits = call.choose_num_splits(tiles, at_once)
     is_split = num_splits > 1
     split_out, split_stats = out, None
     if is_split:
@@ -217,7 +240,6 @@ def _decode(
         if workspace is None:
             workspace = torch.empty(needed, dtype=torch.float32, device=out.device)
         split_out, split_stats = workspace[:num_values], workspace[num_values:needed]
-    arguments = call.arguments(tiles)
     paged_attention_decode_kernel[(num_requests, len(call.groups.kv_heads), num_splits)](
         **arguments,
         out=split_out,

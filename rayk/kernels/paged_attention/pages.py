@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,21 @@ class KernelPages:
                 assert view.stride(-1) == 1, "the content axis must be dense"
                 assert (view.shape[2] - 1) * view.stride(2) < 2**31, "offsets inside a block are 32-bit"
         if self.token_scales is not None:
-            assert all(s % 4 == 0 for s in self.keys.stride()[:3]), "rows are whole float32s"
+            assert self.alignment % 4 == 0, "rows are whole float32s"
+
+    @property
+    def alignment(self) -> int:
+        """The greatest power of two of at most 16 elements that every address of a row is a multiple of."""
+        common = 16
+        for view in (self.keys, self.values):
+            if view is not None:
+                common = math.gcd(common, view.data_ptr() // view.element_size(), *view.stride()[:3])
+        return common
+
+    def strides(self) -> tuple[int, ...]:
+        """Strides of blocks, heads and slots of keys, then of values (zeros if none), in alignments."""
+        values = (0, 0, 0) if self.values is None else self.values.stride()[:3]
+        return tuple(stride // self.alignment for stride in (*self.keys.stride()[:3], *values))
 
 
 def kernel_pages(kv_cache: torch.Tensor | QuantisedKV) -> KernelPages:

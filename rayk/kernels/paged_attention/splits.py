@@ -28,7 +28,8 @@ def combine_splits_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Combine the splits of one (request, query head). Grid: (requests, query heads)."""
+    """Combine the splits of one (request, query head); maxima are in powers of two. Grid: (requests, query
+    heads)."""
     i_r = tl.program_id(0).to(tl.int64)
     i_h = tl.program_id(1)
     i_row = i_r * tl.num_programs(1) + i_h
@@ -39,7 +40,7 @@ def combine_splits_kernel(
     b_max = float("-inf")
     b_sum = 0.0
     if HAS_SINKS:
-        b_max = tl.load(sinks + i_h)
+        b_max = tl.load(sinks + i_h) * 1.4426950408889634
         b_sum = tl.where(b_max == float("-inf"), 0.0, 1.0)
     o_v = tl.arange(0, PADDED_V)
     b_acc = tl.zeros([PADDED_V], tl.float32)
@@ -56,8 +57,8 @@ def combine_splits_kernel(
         )
         b_new_max = tl.maximum(b_max, tl.max(b_split_max, 0))
         b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
-        b_weight = tl.exp2((b_split_max - b_base) * 1.4426950408889634)
-        b_shrink = tl.exp2((b_max - b_base) * 1.4426950408889634)
+        b_weight = tl.exp2(b_split_max - b_base)
+        b_shrink = tl.exp2(b_max - b_base)
         b_sum = b_sum * b_shrink + tl.sum(b_split_sum * b_weight, 0)
         b_acc = b_acc * b_shrink + tl.sum(b_split * b_weight[:, None], 0)
         b_max = b_new_max

@@ -10,6 +10,8 @@ MAX_SPLITS = 128
 """Most programs that share one sequence's keys."""
 MIN_KEYS_PER_SPLIT = 256
 """Fewer keys take less time than starting a program for them and combining its result."""
+KEYS_TO_START = 64
+"""Keys that a program could have read in the time that it takes to start and to leave its result."""
 
 
 class Tiles(NamedTuple):
@@ -47,7 +49,8 @@ def choose_tiles(
         if target.is_amd:
             tiles = Tiles(16, 32 if row_elements <= 128 else 16, 4, 1)
         else:
-            tiles = Tiles(16, 64, 4, 2, 255) if row_elements <= 128 else Tiles(16, 32, 4, 3, 255)
+            # Few keys, so that several programs, each with two tiles in flight, share a multiprocessor.
+            tiles = Tiles(16, 32, 4, 3, 255)
     else:
         tiles = _prefill_tiles(target, row_elements)
     rows = tiles.rows
@@ -72,7 +75,9 @@ def _prefill_tiles(target: Target, row_elements: int) -> Tiles:
         return Tiles(64, 16, 4, 1)
     if row_elements > 128:
         return Tiles(64, 32, 8, 2, 255)
-    return Tiles(128 if target.has_warp_group_mma else 64, 64, 8, 2)
+    if target.name == "sm_90":
+        return Tiles(128, 128, 8, 3)
+    return Tiles(128 if target.has_warp_group_mma else 64, 64, 8, 3)
 
 
 def _decoding_tiles(target: Target, row_elements: int, itemsize: int, *, decode_only: bool) -> Tiles:
@@ -83,16 +88,30 @@ def _decoding_tiles(target: Target, row_elements: int, itemsize: int, *, decode_
     if target.is_amd:
         return Tiles(16 if decode_only else 64, 16, 4, 1)
     if decode_only:
-        return Tiles(16, 16 if is_wide else 32, 4, 2, 255)
+        return Tiles(16, 16 if is_wide else 32, 4, 3, 255)
     return Tiles(64, 16, 8, 1, 255) if is_wide else Tiles(64, 32, 8, 2, 255)
 
 
-def choose_num_splits(target: Target, *, num_programs: int, max_keys: int) -> int:
-    """Say how many programs share the keys of one sequence in a decode step.
+def choose_num_splits(
+    target: Target, *, num_programs: int, max_keys: int, tile_keys: int, programs_at_once: int
+) -> int:
+    """Say how many programs share the keys of one sequence in a decode step: as many as end soonest, counting
+    the device's waves and the keys that a program of each has, and prefer fewer.
 
     num_programs: programs without splitting (requests x groups of query heads). max_keys: most keys that a
     token may see. Both are fixed with a batch's shape, so that a CUDA graph can hold the grid.
+    programs_at_once: those that a multiprocessor holds.
     """
-    wanted = -(-2 * target.num_multiprocessors // max(1, num_programs))
-    useful = -(-max_keys // MIN_KEYS_PER_SPLIT)
-    return max(1, min(wanted, useful, MAX_SPLITS))
+    at_once = target.num_multiprocessors * max(1, programs_at_once)
+
+    def time(num_splits: int) -> int:
+        keys = -(-max_keys // num_splits // tile_keys) * tile_keys
+        return num_waves(num_programs * num_splits, at_once) * (keys + KEYS_TO_START)
+
+    useful = max(1, min(-(-max_keys // MIN_KEYS_PER_SPLIT), MAX_SPLITS))
+    return min(range(1, useful + 1), key=time)
+
+
+def num_waves(num_programs: int, at_once: int) -> int:
+    """Count how often a device that holds `at_once` programs is filled."""
+    return -(-num_programs // at_once)

@@ -8,26 +8,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rayk.kernels.paged_attention.content import load_keys, load_values
+from rayk.kernels.paged_attention.content import load_rows
+from rayk.kernels.paged_attention.softmax import add_sinks, hide, load_block_ids, row_offsets, tanh, weigh
 from rayk.kernels.paged_attention.splits import keys_per_split
 
 # Integers that change from step to step: specialising on them (1, multiples of 16) would compile again.
 _VARYING = ("num_requests", "num_columns", "num_blocks", "num_splits", "table_stride")
-
-
-@triton.jit
-def _tanh(x):
-    """Compute tanh, right to two ulp also near 0, unlike 1 - 2 / (exp(2 x) + 1) (Cephes' tanhf)."""
-    x_squared = tl.minimum(x * x, 1.0)  # where the polynomial is not used, it must not overflow either
-    small = -5.70498872745e-3 * x_squared + 2.06390887954e-2
-    small = small * x_squared - 5.37397155531e-2
-    small = small * x_squared + 1.33314422036e-1
-    small = small * x_squared - 3.33332819422e-1
-    small = small * x_squared * x + x
-    # exp2 of a negative number: nothing overflows.
-    shrunk = tl.exp2(tl.abs(x) * -2.8853900817779268)
-    large = 1.0 - 2.0 * shrunk / (1.0 + shrunk)  # not (1 - e) / (1 + e), which rounds twice more
-    return tl.where(tl.abs(x) < 0.625, small, tl.where(x < 0, -large, large))
 
 
 @triton.jit
@@ -74,83 +60,95 @@ def _attend(
     first_key,
     end_key,
     scale,
+    cap_scale,
     window,
-    soft_cap,
     NUM_SLOTS: tl.constexpr,
     HEAD_K: tl.constexpr,
     HEAD_V: tl.constexpr,
+    PADDED_V: tl.constexpr,
     TILE_KEYS: tl.constexpr,
     EDGE: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_CAP: tl.constexpr,
     SCALES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Continue attending query rows to keys first_key .. end_key - 1 of one sequence and KV head.
 
-    Without EDGE these are whole tiles that every row sees; with EDGE and CAUSAL a row sees what its position
-    allows. b_max and b_sum [ROWS], and b_acc [ROWS, PADDED_V], the weighted sum of values not yet divided,
-    are the softmax so far; returns them updated.
+    Without EDGE these are whole tiles that every row sees; with EDGE the last may be cut, and with CAUSAL too
+    a row sees what its position allows. b_max and b_sum [ROWS], and b_acc [ROWS, PADDED_V], the weighted sum
+    of values not yet divided, are the softmax so far (see softmax.weigh); returns them updated.
     """
-    o_k = tl.arange(0, b_q.shape[1])
-    o_v = tl.arange(0, b_acc.shape[1])
+    SOME_HIDDEN: tl.constexpr = EDGE and CAUSAL
+    o_t = tl.arange(0, TILE_KEYS)
+    last_key = tl.maximum(end_key - 1, 0)
+    b_block = load_block_ids(p_table, first_key + o_t, last_key, num_columns, NUM_SLOTS)
+    b_unknown = tl.zeros([TILE_KEYS], tl.int32)
+    if not CAUSAL:
+        # Weights of a tile of few rows: their sum over warps is taken once, at the end.
+        b_weights = tl.zeros([b_q.shape[0], TILE_KEYS], tl.float32)
     for start in range(first_key, end_key, TILE_KEYS):
-        o_key = start + tl.arange(0, TILE_KEYS)
-        m_key = o_key < end_key
-        o_column = o_key // NUM_SLOTS
-        b_block = tl.load(p_table + o_column, mask=m_key & (o_column < num_columns), other=-1)
-        m_block = (b_block >= 0) & (b_block < num_blocks)
-        # No mask on keys: what lies beyond the end is read in the null block, and never seen.
-        b_block = tl.where(m_block, b_block, 0).to(tl.int64)
-        o_slot = o_key % NUM_SLOTS
-        p_row = p_cache + b_block * stride_b + o_slot * stride_n
-        b_k = load_keys(p_row, o_k, b_q.dtype, HEAD_K, SCALES, WIDEN)
-        p_value, p_scale = p_row + HEAD_K, p_row
+        o_key = start + o_t
+        b_next = load_block_ids(p_table, o_key + TILE_KEYS, last_key, num_columns, NUM_SLOTS)
+        # Keys after the last one repeat it: what lies there is never read.
+        o_slot = (tl.minimum(o_key, last_key) if EDGE else o_key) % NUM_SLOTS
+        m_known = b_block.to(tl.uint32) < num_blocks.to(tl.uint32)
+        p_row = p_cache + row_offsets(b_block, m_known, o_slot, stride_b, stride_n, ALIGN)
+        p_value = p_row + HEAD_K
         if SCALES == "block":
-            p_value = p_values + b_block * values_stride_b + o_slot * values_stride_n
+            p_value = p_values + row_offsets(
+                b_block, m_known, o_slot, values_stride_b, values_stride_n, ALIGN
+            )
+        b_key_scale, b_value_scale = None, None
         if SCALES == "token_head":
             # Of a key, then of its value. Pages are whole float32s.
-            p_scale = p_scales + b_block * (stride_b // 4) + o_slot * (stride_n // 4)
-        m_v = (o_v < HEAD_V)[None, :]
-        if EDGE:
-            # A weight of zero does not undo a NaN.
-            m_v = m_v & m_block[:, None]
-        b_v = load_values(p_value, p_scale + 1, m_v, m_block, o_v, b_q.dtype, HEAD_V, SCALES, WIDEN)
-        b_broken = tl.where(m_block, 0.0, float("nan"))
-        b_scores = tl.dot(b_q, b_k, input_precision="ieee") * scale
+            p_scale = p_scales + row_offsets(b_block, m_known, o_slot, stride_b, stride_n, ALIGN // 4)
+            b_key_scale, b_value_scale = tl.load(p_scale), tl.load(p_scale + 1)
+        b_k = load_rows(p_row, None, m_known, b_q.dtype, HEAD_K, b_q.shape[1], SCALES, False, HAS_E4M3, WIDEN)
+        # A weight of zero does not undo a NaN.
+        b_v = load_rows(
+            p_value,
+            b_value_scale,
+            m_known,
+            b_q.dtype,
+            HEAD_V,
+            PADDED_V,
+            SCALES,
+            SOME_HIDDEN,
+            HAS_E4M3,
+            WIDEN,
+        )
+        b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if SCALES == "token_head":
-            b_scores *= tl.load(p_scale, mask=m_block, other=0.0)[None, :]
-        b_scores += b_broken[None, :]
+            b_scores *= b_key_scale[None, :]
         if HAS_CAP:
-            b_scores = soft_cap * _tanh(b_scores * (1.0 / soft_cap))
-        if EDGE:
-            m_seen = m_key[None, :]
-            if CAUSAL:
-                # As unsigned numbers, keys after the row are far away: one comparison for both borders.
-                m_seen = (b_position[:, None] - o_key[None, :]).to(tl.uint32) < window
-            b_scores = tl.where(m_seen, b_scores, float("-inf"))
-
-        b_new_max = tl.maximum(b_max, tl.max(b_scores, 1))
-        # A row may see nothing of this tile: keep -inf - -inf out of the exponent.
-        b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max) if EDGE else b_new_max
-        # The maximum goes before the change of base, so that large scores lose nothing to it.
-        b_p = tl.exp2((b_scores - b_base[:, None]) * 1.4426950408889634)
-        b_shrink = tl.exp2((b_max - b_base) * 1.4426950408889634)
-        b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
-        b_acc = b_acc * b_shrink[:, None]
-        b_acc += tl.dot(b_p.to(b_v.dtype), b_v, input_precision="ieee")
-        b_max = b_new_max
+            b_scores = tanh(b_scores * cap_scale)
+        b_scores = hide(b_scores, m_known, o_key, b_position, last_key, window, EDGE, CAUSAL)
+        if not SOME_HIDDEN:
+            # Every row sees every key: one of an unknown block makes them all NaN, below.
+            b_unknown |= tl.where(m_known, 0, 1)
+        b_max, b_p, b_shrink = weigh(b_scores, b_max, scale, SOME_HIDDEN)
+        if CAUSAL:
+            b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
+        else:
+            b_weights = b_weights * b_shrink[:, None] + b_p
+        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision="ieee")
+        b_block = b_next
+    if not CAUSAL:
+        b_sum += tl.sum(b_weights, 1)
+    b_sum = tl.where(tl.max(b_unknown, 0) > 0, float("nan"), b_sum)
     return b_max, b_sum, b_acc
 
 
 @triton.jit
 def _start_softmax(sinks, b_head, m_row, PADDED_V: tl.constexpr, HAS_SINKS: tl.constexpr):
-    """Start the softmax before the first key (see _attend): empty, or each head's sink with weight one."""
+    """Start the softmax before the first key (see _attend). A sink's weight is added at the end."""
     b_max = tl.full([b_head.shape[0]], float("-inf"), tl.float32)
-    b_sum = tl.zeros([b_head.shape[0]], tl.float32)
     if HAS_SINKS:
-        b_max = tl.load(sinks + b_head, mask=m_row, other=float("-inf"))
-        b_sum = tl.where(b_max == float("-inf"), 0.0, 1.0)
+        b_max = tl.load(sinks + b_head, mask=m_row, other=float("-inf")) * 1.4426950408889634
+    b_sum = tl.zeros([b_head.shape[0]], tl.float32)
     return b_max, b_sum, tl.zeros([b_head.shape[0], PADDED_V], tl.float32)
 
 
@@ -169,9 +167,10 @@ def paged_attention_kernel(
     sinks,
     scale,
     v_scale,
+    cap_scale,
     window,
-    soft_cap,
     num_requests,
+    num_groups,
     num_columns,
     num_blocks,
     q_stride_t,
@@ -196,17 +195,23 @@ def paged_attention_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     SCALES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ALIGN_BYTES: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Any batch. Grid: (tokens // TILE_Q + requests, groups), where TILE_Q = ROWS // GROUP tokens.
+    """Any batch. Grid: ((tokens // TILE_Q + requests) * groups,), where TILE_Q = ROWS // GROUP tokens.
 
     kv_cache holds keys then values; if SCALES is block, values lie in values_cache, and scales follow both.
-    scales_cache: per-(head, token) float32 scales of keys, each followed by that of the value. v_scale: the
-    layer's; that of keys is in `scale`.
+    Their strides are in multiples of ALIGN elements, of which their addresses are multiples too.
+    scales_cache: per-(head, token) float32 scales of keys, each followed by that of the value. scale: of
+    scores, in powers of two, the layer's scale of keys included; cap_scale: that of scores inside the soft
+    cap's tanh. v_scale: the layer's, of values.
     """
     TILE_Q: tl.constexpr = ROWS // GROUP
-    i_tile = tl.program_id(0)
-    i_g = tl.program_id(1)
+    # The last tiles of a request see the most keys, and start first.
+    i_tile = tl.num_programs(0) // num_groups - 1 - tl.program_id(0) // num_groups
+    i_g = tl.program_id(0) % num_groups
     i_r = _request_of(query_start_loc, i_tile, num_requests, TILE_Q)
     first_token = tl.load(query_start_loc + i_r)
     num_queries = tl.load(query_start_loc + i_r + 1) - first_token
@@ -231,15 +236,16 @@ def paged_attention_kernel(
     if HAS_WINDOW:
         first_key = tl.maximum(num_before + first_query - window + 1, 0)
     i_h = tl.load(group_kv_heads + i_g).to(tl.int64)
-    p_cache = kv_cache + i_h * stride_h
+    p_cache = tl.multiple_of(kv_cache + i_h * stride_h * ALIGN, ALIGN_BYTES)
     p_values, p_scales = p_cache, p_cache
     if SCALES == "block":
-        p_values = values_cache + i_h * values_stride_h
+        p_values = tl.multiple_of(values_cache + i_h * values_stride_h * ALIGN, ALIGN_BYTES)
     if SCALES == "token_head":
-        p_scales = scales_cache + i_h * (stride_h // 4)
+        p_scales = scales_cache + i_h * stride_h * (ALIGN // 4)
     p_table = block_table + i_r.to(tl.int64) * table_stride
     b_position = num_before + o_query
     b_max, b_sum, b_acc = _start_softmax(sinks, b_head, m_row, PADDED_V, HAS_SINKS)
+    b_sink = b_max
     if not HAS_WINDOW:
         end_whole = (num_before + first_query + 1) // TILE_KEYS * TILE_KEYS
         b_max, b_sum, b_acc = _attend(
@@ -261,16 +267,19 @@ def paged_attention_kernel(
             first_key,
             end_whole,
             scale,
+            cap_scale,
             window,
-            soft_cap,
             NUM_SLOTS,
             HEAD_K,
             HEAD_V,
+            PADDED_V,
             TILE_KEYS,
             False,
             True,
             HAS_CAP,
             SCALES,
+            ALIGN,
+            HAS_E4M3,
             WIDEN,
         )
         first_key = end_whole
@@ -293,18 +302,23 @@ def paged_attention_kernel(
         first_key,
         end_key,
         scale,
+        cap_scale,
         window,
-        soft_cap,
         NUM_SLOTS,
         HEAD_K,
         HEAD_V,
+        PADDED_V,
         TILE_KEYS,
         True,
         True,
         HAS_CAP,
         SCALES,
+        ALIGN,
+        HAS_E4M3,
         WIDEN,
     )
+    if HAS_SINKS:
+        b_sum = add_sinks(b_sum, b_max, b_sink)
     b_out = b_acc / tl.where(m_row, b_sum, 1.0)[:, None]
     if SCALES != "none":
         b_out *= v_scale
@@ -332,8 +346,8 @@ def paged_attention_decode_kernel(
     sinks,
     scale,
     v_scale,
+    cap_scale,
     window,
-    soft_cap,
     num_splits,
     num_columns,
     num_blocks,
@@ -359,6 +373,9 @@ def paged_attention_decode_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     SCALES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    ALIGN_BYTES: tl.constexpr,
+    HAS_E4M3: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
@@ -390,15 +407,15 @@ def paged_attention_decode_kernel(
     )
     # A sink counts once: the combining kernel adds it where keys are split.
     b_max, b_sum, b_acc = _start_softmax(sinks, b_head, m_row, PADDED_V, HAS_SINKS and not IS_SPLIT)
+    b_sink = b_max
     i_h = tl.load(group_kv_heads + i_g).to(tl.int64)
-    p_cache = kv_cache + i_h * stride_h
+    p_cache = tl.multiple_of(kv_cache + i_h * stride_h * ALIGN, ALIGN_BYTES)
     p_values, p_scales = p_cache, p_cache
     if SCALES == "block":
-        p_values = values_cache + i_h * values_stride_h
+        p_values = tl.multiple_of(values_cache + i_h * values_stride_h * ALIGN, ALIGN_BYTES)
     if SCALES == "token_head":
-        p_scales = scales_cache + i_h * (stride_h // 4)
+        p_scales = scales_cache + i_h * stride_h * (ALIGN // 4)
     p_table = block_table + i_r * table_stride
-    end_whole = first_key + (end_key - first_key) // TILE_KEYS * TILE_KEYS
     b_max, b_sum, b_acc = _attend(
         b_q,
         o_m,
@@ -416,54 +433,28 @@ def paged_attention_decode_kernel(
         values_stride_b,
         values_stride_n,
         first_key,
-        end_whole,
-        scale,
-        window,
-        soft_cap,
-        NUM_SLOTS,
-        HEAD_K,
-        HEAD_V,
-        TILE_KEYS,
-        False,
-        False,
-        HAS_CAP,
-        SCALES,
-        WIDEN,
-    )
-    b_max, b_sum, b_acc = _attend(
-        b_q,
-        o_m,
-        b_max,
-        b_sum,
-        b_acc,
-        p_cache,
-        p_values,
-        p_scales,
-        p_table,
-        num_columns,
-        num_blocks,
-        stride_b,
-        stride_n,
-        values_stride_b,
-        values_stride_n,
-        end_whole,
         end_key,
         scale,
+        cap_scale,
         window,
-        soft_cap,
         NUM_SLOTS,
         HEAD_K,
         HEAD_V,
+        PADDED_V,
         TILE_KEYS,
         True,
         False,
         HAS_CAP,
         SCALES,
+        ALIGN,
+        HAS_E4M3,
         WIDEN,
     )
     if SCALES != "none":
         b_acc *= v_scale
     b_row = (i_r * num_query_heads + b_head) * num_splits + i_s
+    if HAS_SINKS and not IS_SPLIT:
+        b_sum = add_sinks(b_sum, b_max, b_sink)
     if IS_SPLIT:
         p_stats = split_stats + b_row * 2
         tl.store(p_stats, b_max, mask=m_row)

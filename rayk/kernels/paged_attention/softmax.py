@@ -1,0 +1,77 @@
+"""What the attention kernels do with each tile of keys: find its blocks, and weigh its scores."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_block_ids(p_table, o_key, last_key, num_columns, NUM_SLOTS: tl.constexpr):
+    """Load the block of each key, -1 beyond the table; keys after the last one stand for the last.
+
+    Kernels load the ids of the next tile in each turn of their loop. Triton then takes the loads of keys and
+    values for direct ones, and keeps as many tiles of them in flight as it has stages.
+    """
+    o_column = tl.minimum(o_key, last_key) // NUM_SLOTS
+    return tl.load(p_table + o_column, mask=o_column < num_columns, other=-1)
+
+
+@triton.jit
+def row_offsets(b_block, m_known, o_slot, stride_b, stride_n, ALIGN: tl.constexpr):
+    """Offsets of rows in a cache whose strides are given in multiples of ALIGN. Unknown blocks become block
+    0."""
+    b_block = tl.where(m_known, b_block, 0).to(tl.int64)
+    return (b_block * stride_b + o_slot * stride_n) * ALIGN
+
+
+@triton.jit
+def hide(b_scores, m_known, o_key, b_row, last_key, window, EDGE: tl.constexpr, CAUSAL: tl.constexpr):
+    """Take out the scores that a row must not see: of keys after last_key if EDGE, and with CAUSAL too those
+    that are not among the `window` up to its position, b_row. What it sees of unknown blocks becomes
+    NaN then."""
+    if EDGE and CAUSAL:
+        b_scores += tl.where(m_known, 0.0, float("nan"))[None, :]
+        # As unsigned numbers, keys after the row are far away: one comparison for both borders.
+        m_seen = (b_row[:, None] - o_key[None, :]).to(tl.uint32) < window
+        b_scores = tl.where(m_seen, b_scores, float("-inf"))
+    elif EDGE:
+        b_scores = tl.where((o_key <= last_key)[None, :], b_scores, float("-inf"))
+    return b_scores
+
+
+@triton.jit
+def weigh(b_scores, b_max, scale, SOME_SEE_NOTHING: tl.constexpr):
+    """Take the online softmax on by one tile, in powers of two: `scale` holds log2(e) and is positive.
+
+    Returns the maximum of b_max and b_scores * scale, the weights, and the factor of what was summed before.
+    """
+    b_new_max = tl.maximum(b_max, tl.max(b_scores, 1) * scale)
+    b_base = b_new_max
+    if SOME_SEE_NOTHING:
+        # Keep -inf - -inf out of the exponent.
+        b_base = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+    # Rounded once: what the maximum lost to rounding, all weights share.
+    b_p = tl.exp2(tl.fma(b_scores, scale, -b_base[:, None]))
+    return b_new_max, b_p, tl.exp2(b_max - b_base)
+
+
+@triton.jit
+def add_sinks(b_sum, b_max, b_sink):
+    """Add the sinks' weights (b_sink: their scores, in powers of two) to sums relative to b_max >= b_sink."""
+    return b_sum + tl.where(b_sink == float("-inf"), 0.0, tl.exp2(b_sink - b_max))
+
+
+@triton.jit
+def tanh(x):
+    """Compute tanh, right to two ulp also near 0, unlike 1 - 2 / (exp(2 x) + 1) (Cephes' tanhf)."""
+    x_squared = tl.minimum(x * x, 1.0)  # where the polynomial is not used, it must not overflow either
+    small = -5.70498872745e-3 * x_squared + 2.06390887954e-2
+    small = small * x_squared - 5.37397155531e-2
+    small = small * x_squared + 1.33314422036e-1
+    small = small * x_squared - 3.33332819422e-1
+    small = small * x_squared * x + x
+    # exp2 of a negative number: nothing overflows.
+    shrunk = tl.exp2(tl.abs(x) * -2.8853900817779268)
+    large = 1.0 - 2.0 * shrunk / (1.0 + shrunk)  # not (1 - e) / (1 + e), which rounds twice more
+    return tl.where(tl.abs(x) < 0.625, small, tl.where(x < 0, -large, large))
