@@ -1,7 +1,7 @@
 """Time rayk's Triton paged attention on a GPU beside other people's kernels, as shares of measured ceilings.
 
     python jobs/benchmarks/attention_gpu.py [--dtype bfloat16] [--repeats 50] [--shapes decode] [--eager]
-                                            [--out NAME]
+                                            [--out NAME] [--first-chunks FILE]
     python jobs/benchmarks/attention_gpu.py --device cpu      # a dry run: small shapes, plain torch
 
 Ceilings are measured in the same run: bandwidth by copying 1 GiB (bytes read and written), FLOP/s by a
@@ -14,13 +14,16 @@ is named and not timed. Paths take turns, each replays a CUDA graph (with --eage
 second-level cache was overwritten; medians. Paths that are not installed or cannot compute a shape say so.
 SDPA and flex_attention read dense keys and values: for them there is no paging to pay for.
 
---out NAME also writes jobs/benchmarks/results/NAME.md. Without a CUDA device nothing is measured.
+--out NAME also writes jobs/benchmarks/results/NAME.md. --first-chunks FILE writes rayk's time over SDPA's for
+prompts without cached context: with RAYK_FIRST_CHUNKS=FILE engines take the faster. Without a CUDA device
+nothing is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import platform
 import shlex
 import statistics
@@ -41,6 +44,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 COLUMNS = ("shape", "path", "ms", "x rayk", "GB/s", "of copy", "TFLOP/s", "of matmul", "error")
 PACKAGES = ("torch", "triton", "vllm", "flashinfer-python")
 OURS = "rayk"
+SDPA = "torch SDPA (dense)"
 
 GPT_OSS = {"group": 8, "head_size": 64, "has_sinks": True}
 SHAPES = (
@@ -169,6 +173,18 @@ class Row:
         ]
 
 
+def first_chunk(shape: Shape, rows: Sequence[Row], device: str) -> dict[str, object] | None:
+    """How much longer rayk's kernel takes than SDPA for prompts without context; None for other batches."""
+    took = {row.path: row.milliseconds for row in rows}
+    ours, torchs = took[OURS], took[SDPA]
+    tokens = shape.requests[0][1]
+    if ours is None or torchs is None or set(shape.requests) != {(tokens, tokens)}:
+        return None
+    name = "cpu" if device == "cpu" else torch.cuda.get_device_name(device)
+    about = {"device": name, "head_size": shape.head_size, "group": shape.group}
+    return about | {"tokens": tokens, "ratio": round(ours / torchs, 3)}
+
+
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """RMS of the difference over RMS of what is expected."""
     return float((actual.float() - expected).norm() / expected.norm())
@@ -240,6 +256,8 @@ def report(options: argparse.Namespace) -> Iterator[str]:
             cells = row.cells(ours, ceilings, options.torch_dtype.itemsize)
             yield "| " + " | ".join(cells) + " |"
         options.failed |= ours is None
+        chunk = first_chunk(rows[0].shape, rows, options.device)
+        options.chunks += [chunk] if chunk else []
     yield f"\nReproduce:\n\n    {shlex.join(['python', 'jobs/benchmarks/attention_gpu.py', *options.words])}"
 
 
@@ -251,6 +269,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--shapes", default="", help="only shapes whose name contains this")
     parser.add_argument("--eager", action="store_true", help="time calls, not replays of CUDA graphs")
+    parser.add_argument("--first-chunks", type=Path, help="write the table of first chunks here")
     parser.add_argument("--out", help="also write jobs/benchmarks/results/OUT.md")
     options = parser.parse_args(arguments)
     if not any(options.shapes in shape.name for shape in SHAPES):
@@ -259,6 +278,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.torch_dtype = getattr(torch, options.dtype)
     options.eager |= options.device == "cpu"
     options.failed = False
+    options.chunks = []
     return options
 
 
@@ -277,6 +297,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines.append(line)
     if options.out:
         (RESULTS / f"{options.out}.md").write_text("\n".join(lines) + "\n")
+    if options.first_chunks:
+        options.first_chunks.write_text(json.dumps(options.chunks, indent=1) + "\n")
     return int(options.failed)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor
 
 from rayk.attention import AttentionParams, CommonAttentionMetadata, get_backend
 from rayk.attention import backends as backends_module
+from rayk.attention.backends import first_chunk
 from rayk.kernels.paged_attention import why_no_native
 from rayk.kv.specs import FullAttentionSpec, SlidingWindowSpec
 from rayk.types.errors import UserError
@@ -112,6 +116,78 @@ def test_one_backend_serves_several_threads() -> None:
     for thread in threads:
         thread.join(60)
     assert wrong == []
+
+
+PROMPTS = ((20, 20), (33, 33))
+
+
+def write_table(path: Path, monkeypatch: pytest.MonkeyPatch, **ratios: float) -> None:
+    rows = [
+        {"device": "cpu", "head_size": 16, "group": 2, "tokens": int(tokens[1:]), "ratio": ratio}
+        for tokens, ratio in ratios.items()
+    ]
+    path.write_text(json.dumps(rows))
+    monkeypatch.setenv("RAYK_FIRST_CHUNKS", str(path))
+
+
+def count_dense(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    calls: list[int] = []
+    attend = first_chunk.attend
+
+    def counted(q: Tensor, *rest: Any) -> Tensor:
+        calls.append(len(q))
+        return attend(q, *rest)
+
+    monkeypatch.setattr(first_chunk, "attend", counted)
+    return calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_first_chunks_go_to_torch_where_it_was_measured_to_be_faster(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They get the same numbers, and the cache the same keys and values for the steps to come."""
+    write_table(tmp_path / "table", monkeypatch, _16=1.5, _64=0.5)
+    calls = count_dense(monkeypatch)
+    batch, paged = (make_batch(PROMPTS, dtype=dtype, store_new=False) for _ in range(2))
+    exact, eager = (dense_attention(batch, kind, 0.25) for kind in (torch.float64, dtype))
+    assert_matches(forward("cpu-torch", batch), exact, eager, what="dense")
+    assert calls == [53]
+    monkeypatch.delenv("RAYK_FIRST_CHUNKS")
+    forward("cpu-torch", paged)
+    assert calls == [53]
+    assert torch.equal(batch.cache.view(torch.int8), paged.cache.view(torch.int8))
+
+
+@pytest.mark.parametrize(
+    ("requests", "options", "ratios"),
+    [
+        (((20, 20), (1, 33)), {}, {"_16": 1.5}),  # cached context
+        (PROMPTS, {"window": 13}, {"_16": 1.5}),
+        (PROMPTS, {"kv_index": (0, 1, 1, 1)}, {"_16": 1.5}),
+        (PROMPTS, {}, {"_16": 0.9, "_64": 1.5}),
+        (PROMPTS, {}, {"_64": 1.5}),
+    ],
+    ids=["context", "window", "uneven heads", "slower", "not measured"],
+)
+def test_other_chunks_stay_with_the_paged_kernel(
+    requests: Any, options: dict[str, Any], ratios: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_table(tmp_path / "table", monkeypatch, **ratios)
+    calls = count_dense(monkeypatch)
+    batch = make_batch(requests, store_new=False, **options)
+    exact, eager = (dense_attention(batch, kind, 0.25) for kind in (torch.float64, torch.float32))
+    assert_matches(forward("cpu-torch", batch), exact, eager, what="paged")
+    assert calls == []
+
+
+def test_a_table_of_first_chunks_that_is_none_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "table").write_text("{1}")
+    monkeypatch.setenv("RAYK_FIRST_CHUNKS", str(tmp_path / "table"))
+    with pytest.raises(UserError, match="RAYK_FIRST_CHUNKS"):
+        forward("cpu-torch", make_batch(PROMPTS, store_new=False))
 
 
 def test_metadata_of_another_window_is_refused() -> None:

@@ -39,6 +39,26 @@ def rows_of(output: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[1:]]
 
 
+@pytest.mark.parametrize(
+    ("requests", "torchs", "ratio"),
+    [
+        (((40, 40),) * 2, 4.0, 1.5),
+        (((40, 40),), None, None),
+        (((9, 40),), 4.0, None),
+        (((1, 1), (2, 2)), 4.0, None),
+    ],
+)
+def test_a_table_of_first_chunks_has_prompts_that_both_computed(
+    requests: tuple[tuple[int, int], ...], torchs: float | None, ratio: float | None
+) -> None:
+    shape = replace(DECODE, requests=requests)
+    took = {benchmark.OURS: 6.0, benchmark.SDPA: torchs}
+    assert set(took) <= set(paths.PATHS)
+    row = benchmark.first_chunk(shape, [benchmark.Row(shape, *pair) for pair in took.items()], "cpu")
+    expected = {"device": "cpu", "head_size": 16, "group": 2, "tokens": 40, "ratio": ratio}
+    assert row == (expected if ratio else None)
+
+
 @thorough
 def test_without_cuda_it_says_so_in_one_line() -> None:
     if torch.cuda.is_available():

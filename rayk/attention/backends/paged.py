@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from rayk.attention.backend import AttentionParams, MlaParams, PagedAttentionMetadata
+from rayk.attention.backends import first_chunk
 from rayk.attention.metadata import CommonAttentionMetadata
 from rayk.kernels.mla_attention import mla_attention
 from rayk.kernels.paged_attention import Workspace, paged_attention
@@ -76,6 +77,11 @@ class PagedBackend:
         if k is not None:
             assert v is not None
             store_kv(k, v, kv_cache, common.slot_mapping, impl=self._store)
+            is_stored_as_given = (
+                not isinstance(kv_cache, QuantisedKV) and k.dtype == kv_cache.dtype == q.dtype
+            )
+            if is_stored_as_given and first_chunk.is_faster(q, metadata, params):
+                return first_chunk.attend(q, k, v, metadata, params)
         return paged_attention(
             q,
             kv_cache,
