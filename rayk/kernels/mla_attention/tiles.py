@@ -19,16 +19,18 @@ def choose_tiles(
     """
     if scales != "none" and itemsize != 4:
         # Codes and decoded elements are in registers together, and scales of tokens beside them.
-        rows = 16 if target.is_amd or num_rows <= 16 or scales == "token_head" else 32
+        few = target.is_amd or num_rows <= 16 or scales == "token_head" or not decode_only
+        rows = 16 if few else 32
         return Tiles(rows, 16, 8, 1, None if target.is_amd else 255)
     if itemsize == 4:
         # Exact float32 products do not use tensor cores on NVIDIA.
         return Tiles(16, 16, 4, 1) if target.is_amd else Tiles(16, 16, 8, 1, 255)
     if target.is_amd:
         return Tiles(16 if num_rows <= 16 else 32, 16, 8, 1)
+    # Three stages: one tile is multiplied while the next is copied.
     if num_rows <= 16:
-        return Tiles(16, 64, 8, 2, 255)
+        return Tiles(16, 32 if target.name == "sm_80" else 64, 8, 3, 255)
     # 64 rows, what a warp group multiplies at once: in a decode step a few registers short on sm_100.
     if target.name == "sm_90" or (target.has_warp_group_mma and not decode_only):
-        return Tiles(64, 16, 8, 2, 255)
-    return Tiles(32, 32, 8, 2, 255)
+        return Tiles(64, 16, 8, 3, 255)
+    return Tiles(32, 32, 8, 3, 255)

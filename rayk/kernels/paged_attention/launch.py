@@ -126,6 +126,13 @@ class _KernelInputs:
         float32. Quantised pages are decoded into the queries' dtype."""
         return self.pages.scales == "none" and self.q.dtype != self.pages.keys.dtype
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is masked or added but what a sequence's end and its causality ask for."""
+        num_slots = self.pages.keys.shape[2]
+        is_even = self.head_sizes == self.padded and num_slots == triton.next_power_of_2(num_slots)
+        return is_even and (self.window, self.sinks, self.soft_cap) == (None, None, None)
+
     def choose_tiles(self, *, decode_only: bool) -> Tiles:
         return choose_tiles(
             current_target(),
@@ -134,6 +141,7 @@ class _KernelInputs:
             row_elements=max(self.padded),
             itemsize=4 if self.is_mixed else self.q.element_size(),
             quantised=self.pages.scales != "none",
+            is_plain=self.is_plain,
         )
 
     def choose_num_splits(self, tiles: Tiles, programs_at_once: int) -> int:
