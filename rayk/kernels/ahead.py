@@ -47,7 +47,7 @@ class Built:
     """The matrix instruction: wgmma, tcgen05, mma or mfma; fma without tensor cores."""
     tile_rows: int = 0
     tile_keys: int = 0
-    """Of attention: query rows and keys of a tile; the combining kernel has no rows."""
+    """How many query rows and keys an attention tile has; the combining kernel has no rows."""
     num_warps: int = 0
     programs: int = 0
     """Programs that one multiprocessor holds at once."""

@@ -38,7 +38,12 @@ class Target:
 
     @property
     def _max_threads(self) -> int:
-        return 1536 if self.shared_bytes < 110_000 else 2048
+        return 2048 if self.has_room else 1536
+
+    @property
+    def has_room(self) -> bool:
+        """Whether its shared memory is that of the largest part of a generation (NVIDIA)."""
+        return self.shared_bytes > 110_000
 
     @property
     def has_e4m3(self) -> bool:

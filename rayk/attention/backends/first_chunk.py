@@ -71,7 +71,9 @@ def attend(
     """Attend the tokens of each request to one another. Returns [T, Q, Dv]."""
     out = torch.empty_like(q)
     for first, end in pairwise(metadata.common.query_start_loc_cpu):
-        own = (x[first:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        found = scaled_dot_product_attention(*own, is_causal=True, scale=params.scale, enable_gqa=True)
+        own_q, own_k, own_v = (x[first:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        found = scaled_dot_product_attention(
+            own_q, own_k, own_v, is_causal=True, scale=params.scale, enable_gqa=True
+        )
         out[first:end] = found.squeeze(0).transpose(0, 1)
     return out

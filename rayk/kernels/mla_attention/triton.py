@@ -55,7 +55,6 @@ def _attend(
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    EDGE: tl.constexpr,
     CAUSAL: tl.constexpr,
     SCALES: tl.constexpr,
     ALIGN: tl.constexpr,
@@ -64,11 +63,10 @@ def _attend(
 ):
     """Continue attending query rows to cached rows first_key .. end_key - 1 of one sequence.
 
-    Without EDGE these are whole tiles that every query sees; with EDGE the last may be cut, and with CAUSAL
-    too a query sees what its position allows. b_max and b_sum [ROWS], and b_acc [ROWS, padded], the weighted
-    latents not yet divided, are the softmax so far (see softmax.weigh); returns them updated.
+    With CAUSAL a query sees what its position allows, else all. b_max and b_sum [ROWS], and b_acc [ROWS,
+    padded], the weighted latents not yet divided, are the softmax so far (see softmax.weigh); returns them
+    updated. Whole tiles are masked as others are: scores are few beside the latents.
     """
-    SOME_HIDDEN: tl.constexpr = EDGE and CAUSAL
     ALL_BEFORE: tl.constexpr = 2**31 - 1
     o_t = tl.arange(0, TILE_KEYS)
     last_key = tl.maximum(end_key - 1, 0)
@@ -78,7 +76,7 @@ def _attend(
         o_key = start + o_t
         b_next = load_block_ids(p_table, o_key + TILE_KEYS, last_key, num_columns, NUM_SLOTS)
         # Keys after the last one repeat it: what lies there is never read.
-        o_slot = (tl.minimum(o_key, last_key) if EDGE else o_key) % NUM_SLOTS
+        o_slot = tl.minimum(o_key, last_key) % NUM_SLOTS
         m_known = b_block.to(tl.uint32) < num_blocks.to(tl.uint32)
         p_row = cache + row_offsets(b_block, m_known, o_slot, stride_b, stride_n, ALIGN)
         p_rope = p_row + LATENT
@@ -97,7 +95,7 @@ def _attend(
             LATENT,
             b_q_latent.shape[1],
             SCALES,
-            SOME_HIDDEN,
+            CAUSAL,
             HAS_E4M3,
             WIDEN,
         )
@@ -115,11 +113,11 @@ def _attend(
         )
         b_scores = tl.dot(b_q_rope, tl.trans(b_rope), input_precision="ieee")
         b_scores = tl.dot(b_q_latent, tl.trans(b_latent), b_scores, input_precision="ieee")
-        b_scores = hide(b_scores, m_known, o_key, b_position, last_key, ALL_BEFORE, EDGE, CAUSAL)
-        if not SOME_HIDDEN:
+        b_scores = hide(b_scores, m_known, o_key, b_position, last_key, ALL_BEFORE, True, CAUSAL)
+        if not CAUSAL:
             # Every query sees every key: one of an unknown block makes them all NaN, below.
             b_unknown |= tl.where(m_known, 0, 1)
-        b_max, b_p, b_shrink = weigh(b_scores, b_max, scale, SOME_HIDDEN)
+        b_max, b_p, b_shrink = weigh(b_scores, b_max, scale, CAUSAL)
         b_sum = b_sum * b_shrink + tl.sum(b_p, 1)
         b_acc = tl.dot(b_p.to(b_latent.dtype), b_latent, b_acc * b_shrink[:, None], input_precision="ieee")
         b_block = b_next
@@ -221,41 +219,6 @@ def mla_attention_kernel(
     b_acc = tl.zeros([ROWS, PADDED_LATENT], tl.float32)
     b_position = num_before + o_token
     p_table = block_table + i_r.to(tl.int64) * table_stride
-    if not ONE_TOKEN:
-        # Whole tiles that the first token of the tile sees, and so all do.
-        end_whole = (num_before + first_row // NUM_HEADS + 1) // TILE_KEYS * TILE_KEYS
-        b_max, b_sum, b_acc = _attend(
-            b_q_latent,
-            b_q_rope,
-            b_position,
-            b_max,
-            b_sum,
-            b_acc,
-            cache,
-            rope_cache,
-            scales_cache,
-            p_table,
-            num_columns,
-            num_blocks,
-            stride_b,
-            stride_n,
-            rope_stride_b,
-            rope_stride_n,
-            first_key,
-            end_whole,
-            scale,
-            NUM_SLOTS,
-            LATENT,
-            ROPE,
-            TILE_KEYS,
-            False,
-            True,
-            SCALES,
-            ALIGN,
-            HAS_E4M3,
-            WIDEN,
-        )
-        first_key = end_whole
     b_max, b_sum, b_acc = _attend(
         b_q_latent,
         b_q_rope,
@@ -280,7 +243,6 @@ def mla_attention_kernel(
         LATENT,
         ROPE,
         TILE_KEYS,
-        True,
         not ONE_TOKEN,
         SCALES,
         ALIGN,

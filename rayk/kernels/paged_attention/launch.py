@@ -129,8 +129,9 @@ class _KernelInputs:
     @property
     def is_plain(self) -> bool:
         """Whether nothing is masked or added but what a sequence's end and its causality ask for."""
-        num_slots = self.pages.keys.shape[2]
-        is_even = self.head_sizes == self.padded and num_slots == triton.next_power_of_2(num_slots)
+        num_slots, group = self.pages.keys.shape[2], self.groups.group_size
+        is_even = self.head_sizes == self.padded and num_slots >= 16
+        is_even = is_even and all(n == triton.next_power_of_2(n) for n in (num_slots, group))
         return is_even and (self.window, self.sinks, self.soft_cap) == (None, None, None)
 
     def choose_tiles(self, *, decode_only: bool) -> Tiles:

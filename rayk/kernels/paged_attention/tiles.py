@@ -76,10 +76,12 @@ def _prefill_tiles(target: Target, row_elements: int, *, is_plain: bool) -> Tile
         # A pipeline, or more keys, would keep masks in more scalar registers than there are.
         return Tiles(64, 16, 4, 1)
     if row_elements > 128:
-        return Tiles(64, 32, 8, 3, 255)
-    if target.name == "sm_90" and is_plain:
-        return Tiles(128, 128, 8, 3)
-    return Tiles(128 if target.has_warp_group_mma else 64, 64, 8, 3)
+        return Tiles(64, 32, 8, 3 if target.has_room else 2, 255)
+    if target.name == "sm_90":
+        return Tiles(128, 128 if is_plain else 64, 8, 3)
+    if target.has_warp_group_mma:
+        return Tiles(128, 64 if is_plain else 32, 8, 3)
+    return Tiles(64, 64, 8, 3)
 
 
 def _decoding_tiles(target: Target, row_elements: int, itemsize: int, *, decode_only: bool) -> Tiles:
