@@ -30,7 +30,7 @@ def choose_tiles(
     # Three stages: one tile is multiplied while the next is copied.
     if num_rows <= 16:
         return Tiles(16, 64 if target.has_warp_group_mma else 32, 8, 3, 255)
-    # 64 rows, what a warp group multiplies at once: in a decode step a few registers short on sm_100.
-    if target.name == "sm_90" or (target.has_warp_group_mma and not decode_only):
+    # 64 rows, what a warp group multiplies at once: a few registers short on sm_100.
+    if target.name == "sm_90":
         return Tiles(64, 16, 8, 3, 255)
     return Tiles(32, 32, 8, 3 if target.has_room else 2, 255)

@@ -78,8 +78,10 @@ def _attend(
         # Keys after the last one repeat it: what lies there is never read.
         o_slot = tl.minimum(o_key, last_key) % NUM_SLOTS
         m_known = b_block.to(tl.uint32) < num_blocks.to(tl.uint32)
-        p_row = cache + row_offsets(b_block, m_known, o_slot, stride_b, stride_n, ALIGN)
-        p_rope = p_row + LATENT
+        o_row = row_offsets(b_block, m_known, o_slot, stride_b, stride_n, ALIGN)
+        p_row = cache + o_row
+        # Not p_row + LATENT: Triton 3.7 fails to lay that out for sm_80.
+        p_rope = (cache + LATENT) + o_row
         b_scale, b_rope_scale = None, None
         if SCALES == "block":
             p_rope = rope_cache + row_offsets(b_block, m_known, o_slot, rope_stride_b, rope_stride_n, ALIGN)
