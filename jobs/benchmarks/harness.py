@@ -22,7 +22,6 @@ from rayk.reports.md_table import markdown_table
 from rayk.reports.page import Column, Plot, Section, text_rows
 from rayk.reports.page import Page as ReportPage
 from rayk.reports.rerun import bench_commands
-from rayk.reports.table_files import claim_folder, write_tables
 from rayk.types.errors import RaykError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,7 +85,11 @@ class Page:
         (folder / f"{name}.md").write_text(self.text, encoding="utf-8")
         told = json.dumps(self.environment, indent=2, default=str)
         (folder / "environment.json").write_text(f"{told}\n", encoding="utf-8")
-        write_tables(self.tables, folder)
+        if self.tables:
+            # Here and below: a machine with a GPU may lack pandas.
+            from rayk.reports.table_files import write_tables
+
+            write_tables(self.tables, folder)
         if self._sections:
             wrong = [Section(title="What is wrong", text="\n".join(self.wrong))] if self.wrong else []
             page = ReportPage(
@@ -142,6 +145,8 @@ def run(
     if asked.out is None and keeps:
         asked.out = Path("runs") / f"{path.stem.replace('_', '-')}-{time.strftime('%Y%m%d-%H%M%S')}"
     if asked.out is not None:
+        from rayk.reports.table_files import claim_folder
+
         claim_folder(asked.out, [there.stem for there in asked.out.glob("*.parquet")])
     command = [str(path.relative_to(ROOT)), *words[1:]]
     page = Page(collect_environment(command=command, load_at_start=os.getloadavg()[0]))

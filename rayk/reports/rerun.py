@@ -5,10 +5,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rayk.reports.files import parse_spec
-from rayk.reports.result import Result
+
+if TYPE_CHECKING:
+    from rayk.reports.result import Result
 
 DROPPED = ("--out", "--resume", "--address")  # options of the machine or the folder; --resume takes no value
 
