@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from typing import Any
 
 import triton
 
@@ -21,3 +22,24 @@ _LOCK = threading.Lock()
 def launching() -> contextlib.AbstractContextManager[object]:
     """Return a context to hold around a kernel launch."""
     return _LOCK if INTERPRETED else contextlib.nullcontext()
+
+
+def index_of(tensor: Any) -> int:
+    """Return the value of an interpreted scalar, which NumPy keeps as an array of one element."""
+    return int(tensor.handle.data.item())
+
+
+def _mend_index() -> None:
+    """Have loops over interpreted bounds work: Triton 3.6 calls int on the array, which NumPy 2.4 refuses."""
+    from triton.runtime.interpreter import _LangPatchScope
+
+    set_attr = _LangPatchScope.set_attr
+
+    def mended(scope: Any, owner: object, name: str, value: object) -> None:
+        set_attr(scope, owner, name, index_of if name == "__index__" else value)
+
+    _LangPatchScope.set_attr = mended
+
+
+if INTERPRETED and triton.__version__.startswith("3.6."):
+    _mend_index()

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from rayk.kernels.interpreter import index_of
 from rayk.kernels.paged_attention import head_groups, launch
 from rayk.kernels.paged_attention.launch import paged_attention_triton, split_workspace_elements
 from rayk.kernels.paged_attention.tiles import MAX_SPLITS, Tiles, choose_num_splits, choose_tiles
@@ -328,3 +331,8 @@ def test_an_unknown_gpu_gets_the_least_shared_memory_of_its_vendor() -> None:
         known = [t for t in TARGETS.values() if t.name[:2] == name[:2]]
         assert target_named(name, 7).shared_bytes == min(t.shared_bytes for t in known)
         assert target_named(name, 7).num_multiprocessors == 7
+
+
+def test_an_interpreted_scalar_is_an_index() -> None:
+    """As Triton's interpreter keeps it; `int` of the array is an error in NumPy 2.4."""
+    assert index_of(SimpleNamespace(handle=SimpleNamespace(data=np.array([7])))) == 7
