@@ -19,6 +19,7 @@ from rayk.actors.placement import kill
 from rayk.actors.pool import FORM_S
 from rayk.actors.serving import EngineAccount
 from rayk.actors.worker import RankSpec
+from rayk.engine.warm_up import WARM_UP_S
 from rayk.handover.commands import Connect, Describe, EndReads, WarmUp
 from rayk.handover.receiving import IN_FLIGHT
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
@@ -52,7 +53,8 @@ async def form_engine(engine: EngineHandle, spec_of: RankSpecs) -> None:
         )
         for rank, worker in enumerate(engine.workers)
     ]
-    facts = await engine.guard(all_of(replies), "forming", FORM_S)
+    limit_s = FORM_S + (0 if engine.config.device == "cpu" else WARM_UP_S)
+    facts = await engine.guard(all_of(replies), "forming", limit_s)
     by_rank = {key: [f[key] for f in facts] for key in ("buffer_bytes", "cpu_s")}
     engine.facts = {**facts[0], "node": engine.node, **by_rank}
     await measure_clock(engine)

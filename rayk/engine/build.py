@@ -14,7 +14,9 @@ from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
 from rayk.engine.rank import EngineRank
 from rayk.engine.stats import StepStats
 from rayk.engine.stopping import Decode, LazyDecoder
+from rayk.engine.warm_up import WARM_UP_S
 from rayk.kv.manager import KVCacheManager
+from rayk.models.weights import OpenWeights, WeightReader
 from rayk.parallel.comm import Comm
 from rayk.parallel.threads import ThreadComm
 from rayk.parallel.timed import timed
@@ -85,8 +87,10 @@ class ThreadEngine:
         poison: int | None = None,
         timeout_s: float = 60.0,
         make_stats: Callable[[EngineRank, Leader | None], StepStats] | None = None,
+        open_weights: OpenWeights = WeightReader,
     ) -> None:
-        """`make_stats`: makes what counts a rank's turns; rank 0 has the leader."""
+        """`make_stats`: makes what counts a rank's turns; rank 0 has the leader. `open_weights` is as in
+        load_decoder."""
         self.name = name
         self.timeout_s = timeout_s
         self.ranks: list[EngineRank] = [None] * config.tp  # type: ignore[list-item]
@@ -100,8 +104,10 @@ class ThreadEngine:
         self._load_decoder = load_decoder
         self._poison = poison
         self._make_stats = make_stats
+        self._open_weights = open_weights
         self._ready = threading.Barrier(config.tp + 1)
         self._failing = threading.Lock()
+        start_s = self._start_s = timeout_s + (WARM_UP_S if config.device.startswith("cuda") else 0)
         comms = ThreadComm.make_group(config.tp, timeout_s)
         self._threads = [
             threading.Thread(target=self._run, args=(comm,), name=f"{name}/r{comm.rank}", daemon=True)
@@ -110,11 +116,11 @@ class ThreadEngine:
         for thread in self._threads:
             thread.start()
         try:
-            self._ready.wait(timeout_s)
+            self._ready.wait(start_s)
         except threading.BrokenBarrierError:
             # A thread that still frees its tensors when the interpreter ends would abort the process.
             self._join()
-            raise self.error or DeadlineExceeded(f"start of {name}", timeout_s) from None
+            raise self.error or DeadlineExceeded(f"start of {name}", start_s) from None
 
     def __enter__(self) -> ThreadEngine:
         return self
@@ -165,14 +171,14 @@ class ThreadEngine:
         leader: Leader | None = None
         try:
             watched = timed(comm) if self._make_stats is not None else comm
-            rank = EngineRank(self._config, watched, poison=self._poison)
+            rank = EngineRank(self._config, watched, poison=self._poison, open_weights=self._open_weights)
             extension = self._make_extension(rank) if self._make_extension else NoExtension()
             if comm.rank == 0:
                 leader = self.leader = make_leader(rank, self._handover, self._load_decoder)
             stats = self._make_stats(rank, leader) if self._make_stats is not None else None
             loop = EngineLoop(rank, extension, leader, stats=stats)
             self.ranks[comm.rank], self.extensions[comm.rank], self.loops[comm.rank] = rank, extension, loop
-            self._ready.wait(self.timeout_s)
+            self._ready.wait(self._start_s)
             loop.run()
             if leader is not None:
                 leader.fail(EngineDied(engine=self.name, cause="stopped"))

@@ -19,6 +19,7 @@ from rayk.engine.fence import make_fence
 from rayk.engine.graphs import CudaRecorder, DecodeGraphs, Recorder, StepViews
 from rayk.engine.inputs import InputBuilder, ModelInputs
 from rayk.engine.staging import Fetching, HostBuffers
+from rayk.engine.warm_up import run_warm_up, warm_up_batches
 from rayk.kernels.segments import Segments
 from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, allocate
 from rayk.kv.groups import CacheKey
@@ -27,6 +28,7 @@ from rayk.models.engine_plan import plan_engine
 from rayk.models.families import load_config
 from rayk.models.kv_specs import engine_groups
 from rayk.models.loader import load_decoder
+from rayk.models.weights import OpenWeights, WeightReader
 from rayk.parallel.comm import Comm
 from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig
@@ -48,13 +50,15 @@ class EngineRank:
         poison: int | None = None,
         recorder: Recorder | None = None,
         on_loaded: Callable[[Decoder], None] = lambda decoder: None,
+        open_weights: OpenWeights = WeightReader,
     ) -> None:
         """Load this rank's weights and allocate its cache.
 
         `poison` fills the cache with that byte instead of zeros. `recorder` repeats decode steps in place of
         CUDA graphs, on any device. `on_loaded` may change the decoder, loaded and its cache bound, before
-        decode steps are recorded from it. Raises CheckpointError, UnsupportedArchitecture, Unsupported (TP
-        size), LayoutVetoed, or UserError for a setting.
+        decode steps are recorded from it. `open_weights` is as in load_decoder. Raises
+        CheckpointError, UnsupportedArchitecture, Unsupported (TP size), LayoutVetoed, or UserError for a
+        setting.
         """
         assert comm.size == config.tp, (comm.size, config.tp)
         self.config = config
@@ -65,7 +69,8 @@ class EngineRank:
         groups = engine_groups(config, self.model_config)
         self.plan = plan_engine(config, self.model_config, self.backends.vetoes(groups))
         geometry = self.plan.ranks[comm.rank]
-        self.caches: CanonicalKVCaches = allocate(geometry, self.device, fill=0 if poison is None else poison)
+        self._fill = 0 if poison is None else poison
+        self.caches: CanonicalKVCaches = allocate(geometry, self.device, fill=self._fill)
         self.decoder = load_decoder(
             Path(config.model),
             self.model_config,
@@ -73,6 +78,7 @@ class EngineRank:
             dtype=TORCH_DTYPES[config.dtype],
             device=self.device,
             backend=self.backends.__getitem__,
+            open_weights=open_weights,
         )
         self.caches.bind(self.decoder.cache_owners, self.decoder.cache_readers)
         on_loaded(self.decoder)
@@ -101,9 +107,13 @@ class EngineRank:
         self.on_layer: Callable[[int], None] | None = None
         """Called for each layer of a step whose kernels are all queued, in order; for all at once where a
         step is replayed. Layers that compute nothing may be left out."""
+        self._graphs: DecodeGraphs | None = None
+        if self.device.type == "cuda":
+            self.warm_up()
         # None where decode steps are replayed
         self.why_no_graphs = None if recorder is not None else self._why_no_graphs()
-        self._graphs = self._record_graphs(recorder) if self.why_no_graphs is None else None
+        if self.why_no_graphs is None:
+            self._graphs = self._record_graphs(recorder)
 
     def _attention_layers(self) -> list[AttentionLayer]:
         groups = {layer: g for g in self.plan.groups if g.spec.has_token_rows for layer in g.layers}
@@ -182,6 +192,20 @@ class EngineRank:
     def fetch(self, tokens: torch.Tensor) -> Callable[[], list[int]]:
         """Queue the copy of a step's tokens to the host; returns what waits for it."""
         return self._fetching.begin(tokens)
+
+    def warm_up(self) -> None:
+        """Compile every kernel that steps will launch; the cache is then as it was allocated. A collective,
+        before the first step."""
+        batches = warm_up_batches(
+            self.plan.groups,
+            max_seqs=self.config.max_seqs,
+            max_batch_tokens=self.config.max_batch_tokens,
+            max_positions=self.model_config.max_positions,
+        )
+        run_warm_up(self.step, batches, f"rank {self.comm.rank} of {self.comm.size}")
+        self.fence.wait()
+        self.caches.buffer.fill_(self._fill)
+        self.num_token_layers = 0
 
     def prompt_logits(self) -> Iterator[torch.Tensor]:
         """Yield float32 logits [some, vocab] of the last step's `prompt_logits`, in pieces that bound the

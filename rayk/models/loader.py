@@ -17,7 +17,7 @@ from rayk.models.decoder import Decoder, build_decoder
 from rayk.models.families import FAMILIES
 from rayk.models.pieces import Pieces
 from rayk.models.tensor_parallel import why_tp_unsupported
-from rayk.models.weights import HeaderReader, WeightReader
+from rayk.models.weights import HeaderReader, OpenWeights, WeightReader
 from rayk.parallel.comm import Comm
 from rayk.parallel.local import LocalComm
 from rayk.types.errors import Unsupported
@@ -34,18 +34,19 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     backend: AttentionBackend | Callable[[int], AttentionBackend],
+    open_weights: OpenWeights = WeightReader,
 ) -> Decoder:
     """Load the decoder of rank `comm.rank`, its weights in `dtype` on `device`.
 
-    `backend` computes attention: one for all layers, or a function of the layer's index. Raises
-    CheckpointError naming the tensor and file if the weights do not fit `config`, and Unsupported if the
-    model cannot be split over `comm.size` ranks.
+    `backend` computes attention: one for all layers, or a function of the layer's index. `open_weights` may
+    take the tensors from elsewhere than the folder. Raises CheckpointError naming the tensor and file if the
+    weights do not fit `config`, and Unsupported if the model cannot be split over `comm.size` ranks.
     """
     reason = why_tp_unsupported(config, comm.size)
     if reason is not None:
         raise Unsupported(reason)
     names = FAMILIES[config.family].weights
-    with WeightReader(path, names.plain) as reader:
+    with open_weights(Path(path), names.plain) as reader:
         return build_decoder(
             Build(
                 pieces=Pieces(reader, names, dtype, device),

@@ -15,6 +15,9 @@ from safetensors import SafetensorError, safe_open
 from rayk.models.headers import StoredTensor, stored_tensors
 from rayk.types.errors import CheckpointError
 
+OpenWeights = Callable[[Path, Callable[[str], str]], "WeightReader"]
+"""(a checkpoint's folder, a tensor's name on disk -> the name by which it is requested) -> its reader."""
+
 READABLE_DTYPES = ("F64", "F32", "F16", "BF16")
 
 

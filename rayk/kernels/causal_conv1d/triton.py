@@ -216,13 +216,13 @@ def causal_conv1d_triton(
                 x, state=state, PADDED_TAPS=padded_taps, **place, **outputs, **slots
             )
             return out.to(x.dtype)
-        tile_t = min(TILE_TOKENS, triton.next_power_of_2(segments.max_query_len))
-        causal_conv1d_kernel[(triton.cdiv(segments.max_query_len, tile_t), num_requests, num_tiles)](
+        # Not fewer for short requests: that would be another kernel to compile.
+        causal_conv1d_kernel[(triton.cdiv(segments.max_query_len, TILE_TOKENS), num_requests, num_tiles)](
             x,
             state=state,
             query_start_loc=segments.query_start_loc,
             read_slots=segments.read_slots,
-            TILE_T=tile_t,
+            TILE_T=TILE_TOKENS,
             **place,
             **outputs,
         )

@@ -1,0 +1,78 @@
+"""Every form of a step, run before an engine serves: no deadline then runs while kernels compile.
+
+A kernel is compiled when it is first launched, for 1 to 20 seconds, and again for arguments of another form.
+What changes from step to step is no part of the form (`do_not_specialize`), so a few steps meet them all: a
+long and short prefills, a decode step of one long request, whose keys are split, and one of many short ones.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from rayk.kv.groups import KVCacheGroup
+from rayk.types.batch import ScheduledBatch, ScheduledRequest
+
+WARM_UP_S = 600.0
+"""How much longer the start of an engine on a GPU may take for it."""
+SHORT = (40, 2)
+"""Tokens of short prefills: state kernels take fewer than 64 in another way, and latent attention so few."""
+_BLOCK = 1
+"""All requests share it: what they write means nothing."""
+
+
+def warm_up_batches(
+    groups: Sequence[KVCacheGroup], *, max_seqs: int, max_batch_tokens: int, max_positions: int
+) -> Iterator[tuple[str, ScheduledBatch]]:
+    """Yield (what it is, the step)."""
+    tokens, longest = min(max_batch_tokens, max_positions), max_positions - 1
+    later = min(1, longest)
+    if tokens > max(SHORT) and max_seqs > 1:
+        both = [(0, tokens - 1), (later, 1)]
+        yield f"prefill of {tokens - 1} tokens beside a decode", _batch(groups, both)
+    elif tokens > max(SHORT):
+        yield f"prefill of {tokens} tokens", _batch(groups, [(0, tokens)])
+    for short in sorted({min(tokens, n) for n in SHORT}, reverse=True):
+        yield f"prefill of {short} tokens", _batch(groups, [(0, short)])
+    yield f"decode after {longest} tokens", _batch(groups, [(longest, 1)])
+    rows = min(max_seqs, max_batch_tokens)
+    yield f"decode of {rows} requests", _batch(groups, [(later, 1)] * rows)
+
+
+def _batch(groups: Sequence[KVCacheGroup], step: Sequence[tuple[int, int]]) -> ScheduledBatch:
+    """Make a step of requests that have (computed tokens, tokens to compute)."""
+    requests = tuple(
+        ScheduledRequest(
+            request_id=f"warm-up {row}",
+            row=row,
+            num_computed_tokens=computed,
+            token_ids=(0,) * tokens,
+            new_block_ids=tuple(
+                (0, (_BLOCK,) * -(-(computed + tokens) // group.spec.block_size)) for group in groups
+            ),
+            needs_logits=True,
+        )
+        for row, (computed, tokens) in enumerate(step)
+    )
+    return ScheduledBatch(step=0, requests=requests)
+
+
+def run_warm_up(
+    step: Callable[[ScheduledBatch], object], batches: Iterator[tuple[str, ScheduledBatch]], name: str
+) -> None:
+    """Run the steps, and tell of each on stderr: what it is, and at the end how many kernels came of it."""
+    from rayk.kernels.compilations import compilations  # here: CPU ranks do without Triton
+
+    began = time.monotonic()
+    with compilations() as names:
+        for text, batch in batches:
+            took_s = time.monotonic() - began
+            _tell(f"{name}: compiling kernels, {text} ({len(names)} so far, {took_s:.0f} s)")
+            step(batch)
+    _tell(f"{name}: {len(names)} kernels ready in {time.monotonic() - began:.1f} s")
+
+
+def _tell(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
