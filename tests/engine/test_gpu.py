@@ -18,10 +18,9 @@ from rayk.parallel.local import LocalComm
 from rayk.types.config import EngineConfig
 from tests.engine.stepped import Stepped, run_greedy
 from tests.families import ATTENTION, GROUPED, HYBRID
-from tests.markers import gpu, nixl
+from tests.markers import gpu, interpreted, nixl, thorough
 from tests.pd import MakeAgent, Pair, local_agents, make_request
 
-pytestmark = [gpu]
 _NAMES = itertools.count()
 
 
@@ -43,6 +42,7 @@ def expected(checkpoint, reference):
     return path, prompts, [list(a.token_ids) for a in answers]
 
 
+@gpu
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("layout", ["BHLNC", "LBNHC"])
 def test_tokens_equal_transformers(expected, backend: str, layout: str) -> None:
@@ -55,6 +55,7 @@ def test_tokens_equal_transformers(expected, backend: str, layout: str) -> None:
     assert [c.token_ids for c in done] == answers
 
 
+@gpu
 @pytest.mark.parametrize("make_agents", [local_agents, pytest.param(nixl_agents, marks=nixl)])
 @pytest.mark.parametrize("tp", [(1, 2), (2, 1)])
 def test_kv_moves_between_engines_on_one_gpu(
@@ -67,6 +68,7 @@ def test_kv_moves_between_engines_on_one_gpu(
         pair.check_all_free()
 
 
+@gpu
 @pytest.mark.parametrize("cuda_graphs", ["auto", "never"])
 def test_decode_graphs_give_the_same_tokens(expected, cuda_graphs: str) -> None:
     path, prompts, answers = expected
@@ -80,6 +82,7 @@ def test_decode_graphs_give_the_same_tokens(expected, cuda_graphs: str) -> None:
     assert outputs == [a[:n] for a, n in zip(answers, lengths, strict=True)]
 
 
+@gpu
 @pytest.mark.parametrize("hybrid_kv", [True, False])
 @pytest.mark.parametrize("family", ["llama4", "gemma3n"])
 def test_decode_graphs_see_chunks_and_windows(checkpoint, reference, family: str, hybrid_kv: bool) -> None:
@@ -105,6 +108,7 @@ def test_decode_graphs_see_chunks_and_windows(checkpoint, reference, family: str
     assert [c.token_ids for c in done] == [list(a.token_ids) for a in answers]
 
 
+@gpu
 @pytest.mark.parametrize("tp", [(1, 1), (2, 1)])
 def test_decode_graphs_continue_from_kv_that_was_read(expected, tp: tuple[int, int]) -> None:
     """D replays graphs over blocks that NIXL or a copy filled; P's threads share no graph with it."""
@@ -115,6 +119,7 @@ def test_decode_graphs_continue_from_kv_that_was_read(expected, tp: tuple[int, i
         pair.check_all_free()
 
 
+@gpu
 @pytest.mark.parametrize("family", [*(f for f in ATTENTION if f not in (*GROUPED, "qwen3")), *HYBRID])
 def test_every_family_decodes_in_graphs(checkpoint, family: str) -> None:
     """Recurrent states, latents and experts too, prompts in chunks. On a CPU other tests hold the tokens to
@@ -135,10 +140,10 @@ def test_every_family_decodes_in_graphs(checkpoint, family: str) -> None:
     assert tokens[1] == tokens[0]
 
 
-def logits_of(path: Path, **settings: Any) -> torch.Tensor:
-    """After 150 tokens in three chunks, the later ones from what the cache holds: float64 [vocab]."""
-    engine = Stepped(path, max_batch_tokens=64, **settings)
-    engine.add("r", [(7 * i) % 500 for i in range(150)], 1)
+def logits_of(path: Path, num_tokens: int = 150, **settings: Any) -> torch.Tensor:
+    """After so many tokens in three chunks, the later ones from what the cache holds: float64 [vocab]."""
+    engine = Stepped(path, max_batch_tokens=num_tokens * 3 // 7, **settings)
+    engine.add("r", [(7 * i) % 500 for i in range(num_tokens)], 1)
     engine.finish()
     return engine.logits["r"][0].double().cpu()
 
@@ -147,20 +152,39 @@ def distance(own: torch.Tensor, right: torch.Tensor) -> float:
     return float((own - right).norm() / right.norm())
 
 
+on_each_device = pytest.mark.parametrize(
+    ("device", "num_tokens"),
+    [pytest.param("cpu", 30, marks=[interpreted, thorough]), pytest.param("cuda", 150, marks=gpu)],
+)
+"""Of an engine with Triton's attention: interpreted, and compiled."""
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "qwen3_next", "mamba2"])
-def test_16_bit_engines_are_as_near_as_on_a_cpu(checkpoint, family: str, dtype: str) -> None:
+@on_each_device
+def test_16_bit_engines_are_as_near_as_on_a_cpu(
+    checkpoint, family: str, dtype: str, device: str, num_tokens: int
+) -> None:
     path = checkpoint(family)
-    right = logits_of(path)
-    on_cpu, on_gpu = (distance(logits_of(path, dtype=dtype, device=d), right) for d in ("cpu", "cuda"))
-    assert on_gpu < 2 * on_cpu + 0.02
+    right = logits_of(path, num_tokens)
+    on_cpu, found = (
+        distance(logits_of(path, num_tokens, dtype=dtype, device=d, attention_backend=backend), right)
+        for d, backend in (("cpu", "auto"), (device, "triton"))
+    )
+    assert found < 2 * on_cpu + 0.02
 
 
 @pytest.mark.parametrize(
     ("family", "kv_dtype"),
     [*product(("qwen3", "deepseek_v3", "qwen3_next"), ("fp8_e4m3",)), ("qwen3", "nvfp4")],
 )
-def test_quantised_caches_give_the_logits_of_a_cpu(checkpoint, family: str, kv_dtype: str) -> None:
+@on_each_device
+def test_quantised_caches_give_the_logits_of_a_cpu(
+    checkpoint, family: str, kv_dtype: str, device: str, num_tokens: int
+) -> None:
     path = checkpoint(family)
-    on_cpu, on_gpu = (logits_of(path, kv_dtype=kv_dtype, device=d) for d in ("cpu", "cuda"))
-    assert distance(on_gpu, on_cpu) < 0.05
+    on_cpu, found = (
+        logits_of(path, num_tokens, kv_dtype=kv_dtype, device=d, attention_backend=backend)
+        for d, backend in (("cpu", "auto"), (device, "triton"))
+    )
+    assert distance(found, on_cpu) < 0.05
