@@ -4,14 +4,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# The interpreter of test-gpu. `make test-gpu PY=python3` takes one that is already there.
+# The interpreter of test-gpu and gpu-day. `make test-gpu PY=python3` takes one that is already there.
 PY ?= $(BIN)/python
 
 SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs dashboards
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment dashboards quantised hybrid groups chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-swap attack sweep ceiling test test-all test-slow test-generators test-gpu nightly check kernels bench mutants vllm vllm-experiment vllm-nightly clean
+.PHONY: help venv experiment dashboards quantised hybrid groups chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-swap attack sweep ceiling test test-all test-slow test-generators test-gpu gpu-day nightly check kernels bench mutants vllm vllm-experiment vllm-nightly clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
@@ -34,6 +34,7 @@ help:
 	@echo "make test-generators  drive rayk serve with aiperf and guidellm, installed in environments of their own"
 	@echo "make nightly     20,000 random pairs of engines against the byte oracle, others each time"
 	@echo "make test-gpu    the GPU tests; PY=python3 uses an interpreter that is already there"
+	@echo "make gpu-day     everything to measure on a first GPU, row by row; PY=python3 ARGS='--out DIR --minutes 9'"
 	@echo "make check       formatting, lint, types, house rules"
 	@echo "make kernels     compile the Triton kernels for sm_80, sm_90, sm_100, gfx942; what each uses"
 	@echo "make dashboards  Prometheus (and Grafana if it is here) over the Ray cluster of this machine; ARGS='--help'"
@@ -147,6 +148,9 @@ nightly: $(STAMP)
 test-gpu: $(if $(filter $(BIN)/python,$(PY)),$(STAMP))
 	$(PY) -m pytest -m gpu -p no:benchmark $$($(PY) -c 'import xdist' 2>/dev/null && echo --numprocesses=8) $(ARGS) \
 		$$(grep -rlE 'tests.markers import .*\bgpu\b' tests --include='test_*.py')
+
+gpu-day: $(if $(filter $(BIN)/python,$(PY)),$(STAMP))
+	$(PY) jobs/gpu_day.py $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check $(SOURCES)

@@ -106,10 +106,12 @@ def _mark_others(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests in no group run file by file, so that what a module makes is made once.
+    """With --dist loadgroup, tests in no group run file by file, so that what a module makes is made once.
 
     Groups are begun in the order of collection, not the largest first: the last ones are to be short.
     """
+    if config.getvalue("dist") != "loadgroup":
+        return None  # as it is: the GPU tests, of which one file has most
     from xdist.scheduler import LoadGroupScheduling
 
     class ByFile(LoadGroupScheduling):

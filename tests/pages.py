@@ -35,6 +35,8 @@ RUN_BY = {
     "make dashboards": "tests/dashboards/test_start.py::test_it_starts_all_and_ends_by_one_interrupt",
     "make experiment": "tests/cli/test_job.py::test_all_cells_of_make_experiment_pass",
     "make fast-prefill": "tests/jobs/test_fast_prefill.py::test_a_run_leaves_tables_and_a_page",
+    "make gpu-day": "tests/jobs/test_gpu_day.py"
+    "::test_a_bare_machine_measures_every_stage_and_goes_on_where_it_was_left",
     "make groups": "tests/test_groups_end_to_end.py::test_tokens_equal_those_of_transformers",
     "make help": "tests/test_pages.py::test_make_help_names_every_target",
     "make hybrid": "tests/test_hybrid_end_to_end.py::test_tokens_equal_those_of_transformers",

@@ -12,8 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.house import ROOT, find_imports, module_name, python_files
+from tests.markers import thorough
 
-LACKING = ("ray", "nixl", "nixl_cu12", "nixl_cu13", "pydantic", "fastapi", "uvicorn", "prometheus_client")
+LACKING = (
+    *("ray", "nixl", "nixl_cu12", "nixl_cu13", "pydantic", "fastapi", "uvicorn", "prometheus_client"),
+    *("pandas", "pyarrow", "plotly", "aiohttp", "hypothesis"),
+)
 GPU_FILES = [
     path
     for path in python_files(ROOT, "tests")
@@ -31,7 +35,7 @@ PathFinder.find_spec = classmethod(
 
 def executed_imports(start: Path) -> Iterator[tuple[str, str]]:
     """(module, what it imports) of everything that runs when a file is imported."""
-    files = {module_name(ROOT, path): path for path in python_files(ROOT, "rayk", "tests")}
+    files = {module_name(ROOT, path): path for path in python_files(ROOT, "rayk", "tests", "jobs")}
     left, seen = [module_name(ROOT, start)], set()
     while left:
         module = left.pop()
@@ -55,7 +59,9 @@ def test_importing_gpu_tests_needs_nothing_that_may_lack(path: Path) -> None:
 
 def test_every_gpu_test_is_found() -> None:
     """By the Makefile's words: nobody takes the marker in another way."""
-    assert {"test_gpu", "test_gpu_nixl", "test_gpu_on_ray", "test_on_gpu"} <= {p.stem for p in GPU_FILES}
+    assert {"test_gpu", "test_gpu_nixl", "test_gpu_on_ray", "test_on_gpu", "test_on_devices"} <= {
+        p.stem for p in GPU_FILES
+    }
     for path in python_files(ROOT, "tests"):
         assert "pytest.mark.gpu" not in path.read_text(encoding="utf-8") or path.name in (
             "markers.py",
@@ -63,15 +69,28 @@ def test_every_gpu_test_is_found() -> None:
         )
 
 
-@pytest.mark.slow
-def test_they_collect_where_it_lacks(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(BLOCK.format(lacking={*LACKING, "pytest_timeout", "xdist"}))
-    environ = {
-        "PATH": os.environ["PATH"],
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+def bare_environment(folder: Path, *also_lacking: str) -> dict[str, str]:
+    """Environment of a machine without these packages; a module in `folder` hides them, from children too."""
+    (folder / "sitecustomize.py").write_text(BLOCK.format(lacking={*LACKING, *also_lacking}))
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "OMP_NUM_THREADS") if name in os.environ}
+    return kept | {
+        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
-    command = ["make", "test-gpu", f"PY={sys.executable}", "ARGS=--collect-only -q -p no:cacheprovider"]
+
+
+@thorough
+def test_they_run_where_it_lacks(tmp_path: Path) -> None:
+    """Without a GPU each is skipped, for that reason."""
+    environ = bare_environment(tmp_path, "pytest_timeout", "xdist") | {"CUDA_VISIBLE_DEVICES": ""}
+    command = ["make", "test-gpu", f"PY={sys.executable}", "ARGS=-rs -p no:cacheprovider"]
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "test_gpu.py::test_tokens_equal_transformers" in done.stdout
+    assert "no CUDA device" in done.stdout
+    assert re.search(r"\d{3} skipped, \d+ deselected", done.stdout)
+
+
+def test_the_first_day_needs_nothing_that_may_lack() -> None:
+    """transfers.py alone imports what needs NIXL, where it is there."""
+    found = executed_imports(ROOT / "jobs" / "gpu_day.py")
+    assert [(module, name) for module, name in found if name.split(".")[0] in LACKING] == []

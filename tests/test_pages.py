@@ -18,6 +18,7 @@ import typer.main
 import yaml
 from typer.testing import CliRunner
 
+from jobs.gpu.rows import Rows
 from rayk.cli.main import app
 from rayk.specs import load_spec
 from tests import house, pages
@@ -186,6 +187,7 @@ def test_quick_commands_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     for name in ("runs/a", "runs/b", "runs/job"):
         write_run(tmp_path / name)
+    Rows(tmp_path / "runs/gpu-day").write_tables({})
     CliRunner().invoke(app, ["checkpoint", "qwen3", "checkpoints/qwen3-tiny"])
     quick = list(dict.fromkeys(c.words for c in COMMANDS if c.fenced and c.is_quick))
     assert len(quick) > 20

@@ -1,0 +1,172 @@
+"""A folder of rows that are written as they are measured, and what is made of them: CSV, JSON, a plain page.
+
+Standard library only. rows.jsonl is the truth: a line per row, appended and flushed to disk. An item of a
+stage is measured once all its rows are there; they are written together.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rayk.reports.environment import git_commit, package_versions
+
+NAME = "gpu-day"
+CLOCKS = ("sm_mhz", "memory_mhz", "watts", "celsius")
+_QUERY = "clocks.sm,clocks.mem,power.draw,temperature.gpu"
+SHARES = ("of_copy", "of_matmul")
+
+STYLE = """body { font: 14px sans-serif; margin: 2em } table { border-collapse: collapse; margin-bottom: 2em }
+td, th { border: 1px solid #bbb; padding: 2px 8px; text-align: left } td.n { text-align: right }
+tr.failed td { background: #fdd } tr.skipped td { color: #777 }"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one item of a stage gave. Rates count each byte and each FLOP that the work needs once."""
+
+    kernel: str
+    shape: str = ""
+    variant: str = ""
+    status: str = "measured"
+    """measured; passed, skipped or failed of tests and of what was not measured."""
+    ms: float | None = None
+    gbps: float | None = None
+    of_copy: float | None = None
+    """Share of the bandwidth of a copy on the device, measured in the same process."""
+    tflops: float | None = None
+    of_matmul: float | None = None
+    """Share of the rate of a large matrix product."""
+    value: float | None = None
+    """Of `unit`, where it is not a time."""
+    unit: str = ""
+    note: str = ""
+
+
+COLUMNS = ("stage", "item", *(f.name for f in fields(Row)), *CLOCKS, "at", "commit", "torch", "triton")
+
+
+class Rows:
+    """The rows of one folder; several processes may append to it."""
+
+    def __init__(self, folder: Path, clocks: Callable[[], dict[str, float]] = dict, commit: str = "") -> None:
+        """`clocks` is asked for each item; `commit` is for a work tree without git."""
+        self.folder = folder
+        self._clocks = clocks
+        self.commit = commit
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def append(self, stage: str, item: str, rows: Sequence[Row]) -> None:
+        """Write an item's rows to disk."""
+        versions = package_versions()
+        told: dict[str, Any] = {
+            **self._clocks(),
+            "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": self.commit or git_commit() or "unknown",
+            "torch": versions["torch"],
+            "triton": versions["triton"],
+        }
+        lines = [json.dumps({"stage": stage, "item": item, **asdict(row), **told}) + "\n" for row in rows]
+        path = self.folder / "rows.jsonl"
+        before = path.read_bytes() if path.is_file() else b""
+        cut = "\n" if before and not before.endswith(b"\n") else ""  # a line that was never finished
+        with path.open("a", encoding="utf-8") as file:
+            file.write(cut + "".join(lines))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self) -> list[dict[str, Any]]:
+        """Every row so far; a line that a dying machine left unfinished is none."""
+        path = self.folder / "rows.jsonl"
+        if not path.is_file():
+            return []
+        found = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+        return found
+
+    def items(self, stage: str) -> set[str]:
+        """Those of which there are rows."""
+        return {row["item"] for row in self.read() if row["stage"] == stage}
+
+    def count(self, stage: str) -> int:
+        return sum(row["stage"] == stage for row in self.read())
+
+    def write_tables(self, environment: Mapping[str, Any]) -> None:
+        """Write gpu-day.csv, gpu-day.json and gpu-day.html."""
+        rows = self.read()
+        with _replacing(self.folder / f"{NAME}.csv") as path, path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+        with _replacing(self.folder / f"{NAME}.json") as path:
+            path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
+        with _replacing(self.folder / f"{NAME}.html") as path:
+            path.write_text(page(rows, environment))
+
+
+class _replacing:  # noqa: N801 - used like a function
+    """A path to write to, which then takes the place of the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._temporary = path.with_name(f".{path.name}.new")
+
+    def __enter__(self) -> Path:
+        return self._temporary
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self._temporary.replace(self._path)
+
+
+def page(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> str:
+    """A plain page: a table per stage, measured over ceiling."""
+    packages = ", ".join(f"{k} {v}" for k, v in environment.get("packages", {}).items() if v)
+    parts = [
+        f"<!doctype html><meta charset=utf-8><title>GPU day</title><style>{STYLE}</style><h1>GPU day</h1>",
+        f"<p>{escape(str(environment.get('device', '')))}; {escape(packages)}</p>",
+        "<p>of copy, of matmul: shares of what a copy and a matrix product reached in the same process.</p>",
+    ]
+    for stage in dict.fromkeys(row["stage"] for row in rows):
+        own = [row for row in rows if row["stage"] == stage]
+        used = [name for name in COLUMNS[2:] if any(row.get(name) not in (None, "") for row in own)]
+        heads = "".join(f"<th>{escape(name.replace('_', ' '))}" for name in used)
+        body = "".join(
+            f"<tr class={row['status']}>{''.join(_cell(name, row.get(name)) for name in used)}</tr>\n"
+            for row in own
+        )
+        parts.append(f"<h2>{escape(stage)}</h2>\n<table><tr>{heads}</tr>\n{body}</table>")
+    return "\n".join(parts) + "\n"
+
+
+def _cell(name: str, value: Any) -> str:
+    if isinstance(value, float | int):
+        text = f"{value:.0%}" if name in SHARES else f"{value:.4g}"
+        return f"<td class=n>{text}"
+    return f"<td>{escape('' if value is None else str(value))}"
+
+
+def nvidia_clocks() -> dict[str, float]:
+    """The first GPU's clocks, power and temperature; nothing where nvidia-smi cannot say."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return {}
+    command = [tool, f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+        return dict(zip(CLOCKS, map(float, text.split(",")), strict=True))
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return {}

@@ -1,0 +1,92 @@
+"""NVIDIA's compute-sanitizer over GPU tests whose kernels index what the host tells them: 0 errors each."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from jobs.gpu.rows import Row
+from jobs.gpu.stages import ROOT, Bench, Lacking, Stage
+
+TOOL = "compute-sanitizer"
+CHECKS = ("memcheck", "racecheck")
+ON_DEVICES, ON_GPU = "tests/kernels/test_on_devices.py", "tests/kernels/test_on_gpu.py"
+CASES = {
+    "conv step": ("tests/kernels/test_state_kernels.py", "conv and cuda"),
+    "split decode": (ON_DEVICES, "split_decode and bfloat16 and 128-8-None"),
+    "quantised decode": (ON_DEVICES, "quantised_attention and decode and nvfp4 and bfloat16 and 128"),
+    "digest": ("tests/kernels/test_digest.py", "gpu or cuda"),
+    "GDN chunks": (ON_GPU, "states_of and gated_delta_rule-4-128 and bfloat16"),
+    "SSD chunks": (ON_GPU, "states_of and ssd_scan-8-64 and bfloat16"),
+    "run copies": (ON_DEVICES, "copied and 16"),
+}
+"""Name -> file, and the tests of it."""
+LIMIT_S = 220
+"""For one case: two of them in the time of a stage."""
+
+
+def find_tool() -> str | None:
+    return shutil.which(TOOL) or next(
+        (str(path) for path in sorted(Path("/usr/local").glob(f"cuda*/bin/{TOOL}"))), None
+    )
+
+
+def _measure(item: str, bench: Bench) -> Iterator[Row]:
+    tool = find_tool()
+    if tool is None or bench.is_small:
+        raise Lacking(TOOL if tool is None else "CUDA device")
+    check, _, case = item.partition(" ")
+    file, words = CASES[case]
+    pytest_command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:benchmark",
+        "-m",
+        "gpu",
+        file,
+        "-k",
+        words,
+    ]
+    ended = subprocess.run(
+        [tool, f"--tool={check}", "--print-limit=5", *pytest_command],
+        cwd=ROOT,
+        # An allocation for each tensor: only then is what lies beyond it nobody's.
+        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    yield judged(case, check, ended.stdout + ended.stderr, ended.returncode)
+
+
+def judged(case: str, check: str, output: str, status: int) -> Row:
+    """The row of a run's output. Without the tool's summary, or where the tests failed, it has failed."""
+    summary = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", output)
+    errors = None if summary is None else int(summary.group(1))
+    is_clean = errors == 0 and status == 0 and re.search(r"\b\d+ passed", output) is not None
+    last = output.strip().splitlines()[-1:] if not is_clean else [""]
+    return Row(
+        kernel=case,
+        variant=check,
+        status="passed" if is_clean else "failed",
+        value=errors,
+        unit="errors",
+        note="".join(last)[:200],
+    )
+
+
+STAGE = Stage(
+    name="sanitizer",
+    about="compute-sanitizer over kernels' tests",
+    items=lambda device: [f"{check} {case}" for check in CHECKS for case in CASES],
+    measure=_measure,
+)
