@@ -1,8 +1,9 @@
 """Every form of a step, run before an engine serves: no deadline then runs while kernels compile.
 
 A kernel is compiled when it is first launched, for 1 to 20 seconds, and again for arguments of another form.
-What changes from step to step is no part of the form (`do_not_specialize`), so a few steps meet them all: a
-long and short prefills, a decode step of one long request, whose keys are split, and one of many short ones.
+What changes from step to step is no part of the form (`do_not_specialize`), but tiles are, which some kernels
+choose by the number of tokens. So prefills of all powers of two meet them all, with a decode step of one long
+request, whose keys are split, and one of many short ones.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from rayk.types.batch import ScheduledBatch, ScheduledRequest
 
 WARM_UP_S = 600.0
 """How much longer the start of an engine on a GPU may take for it."""
-SHORT = (40, 2)
-"""Tokens of short prefills: state kernels take fewer than 64 in another way, and latent attention so few."""
 _BLOCK = 1
 """All requests share it: what they write means nothing."""
 
@@ -28,13 +27,13 @@ def warm_up_batches(
     """Yield (what it is, the step)."""
     tokens, longest = min(max_batch_tokens, max_positions), max_positions - 1
     later = min(1, longest)
-    if tokens > max(SHORT) and max_seqs > 1:
+    if tokens > 2 and max_seqs > 1:
         both = [(0, tokens - 1), (later, 1)]
         yield f"prefill of {tokens - 1} tokens beside a decode", _batch(groups, both)
-    elif tokens > max(SHORT):
+    else:
         yield f"prefill of {tokens} tokens", _batch(groups, [(0, tokens)])
-    for short in sorted({min(tokens, n) for n in SHORT}, reverse=True):
-        yield f"prefill of {short} tokens", _batch(groups, [(0, short)])
+    for power in range((tokens - 1).bit_length() - 1, 0, -1):
+        yield f"prefill of {1 << power} tokens", _batch(groups, [(0, 1 << power)])
     yield f"decode after {longest} tokens", _batch(groups, [(longest, 1)])
     rows = min(max_seqs, max_batch_tokens)
     yield f"decode of {rows} requests", _batch(groups, [(later, 1)] * rows)
