@@ -129,8 +129,10 @@ def test_what_crosses_is_counted_and_what_waits_raises(no_device: None) -> None:
 def test_a_decode_step_crosses_once_each_way(
     checkpoint: Callable[..., Path], no_device: None, recorded: bool, scheduling: str
 ) -> None:
+    with unset_fake_temporarily():
+        path = checkpoint("llama")
     config = EngineConfig(
-        model=str(checkpoint("llama")),
+        model=str(path),
         device="cuda:0",
         num_blocks=40,
         max_seqs=4,
