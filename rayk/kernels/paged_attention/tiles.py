@@ -80,7 +80,7 @@ def _prefill_tiles(target: Target, row_elements: int, *, is_plain: bool) -> Tile
     if target.name == "sm_90":
         return Tiles(128, 128 if is_plain else 64, 8, 3)
     if target.has_warp_group_mma:
-        return Tiles(128, 64 if is_plain else 32, 8, 3)
+        return Tiles(128, 64 if is_plain else 32, 8, 3, 255)
     return Tiles(64, 64, 8, 3)
 
 
