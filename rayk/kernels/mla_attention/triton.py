@@ -216,7 +216,8 @@ def mla_attention_kernel(
     if WIDEN:
         b_q_latent = b_q_latent.to(tl.float32)
         b_q_rope = b_q_rope.to(tl.float32)
-    b_max = tl.full([ROWS], float("-inf"), tl.float32)
+    # Where every row sees a key, a score that is NaN may be all it sees: its maximum then stays finite.
+    b_max = tl.full([ROWS], -3.0e38 if ONE_TOKEN else float("-inf"), tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
     b_acc = tl.zeros([ROWS, PADDED_LATENT], tl.float32)
     b_position = num_before + o_token
