@@ -81,7 +81,7 @@ def launched(path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> list[C
 
     monkeypatch.setattr(GridExecutor, "__call__", count_only)
     for found in pkgutil.walk_packages(rayk.kernels.__path__, "rayk.kernels."):
-        if found.name.split(".")[-1] in ("ahead", "target", "interpreter"):
+        if found.name.split(".")[-1] in ("ahead", "target", "interpreter", "occupancy"):
             continue
         module = importlib.import_module(found.name)
         if hasattr(module, "default_impl"):
