@@ -17,7 +17,7 @@ from rayk.kernels.quantise import Quantised, QuantisedKV, dequantise, quantise
 from rayk.kernels.store_kv import store_kv
 from rayk.kv.formats import FORMATS
 from tests.helpers import assert_matches
-from tests.kernels.cases import dense_attention, make_batch
+from tests.kernels.cases import Batch, dense_attention, make_batch
 from tests.kernels.quantised_cases import bound, empty_cache, quantised
 from tests.kernels.test_copy_runs import scattered_runs
 from tests.kernels.test_mla_attention import make_latents
@@ -64,6 +64,26 @@ def moved_cache(cache: QuantisedKV, device: str) -> QuantisedKV:
         for name, side in (("k", cache.k), ("v", cache.v))
     }
     return replace(cache, **sides)
+
+
+def assert_attends(
+    batch: Batch, cache: Tensor | QuantisedKV, head_size: int, dtype: torch.dtype, *, what: str
+) -> None:
+    """Hold attention over the batch's cache, which lies on the device to test, to float64."""
+    q, _, *rest = batch.arguments()
+    scale = head_size**-0.5
+    device = cache.device
+    out = paged_attention(
+        q.to(device),
+        cache,
+        *(x.to(device) for x in rest),
+        scale=scale,
+        window=batch.window,
+        head_size_k=head_size,
+        impl="triton",
+    )
+    exact, eager = (dense_attention(batch, d, scale) for d in (torch.float64, dtype))
+    assert_matches(out.cpu(), exact, eager, what=what)
 
 
 def raw(side: Quantised) -> list[Tensor]:
@@ -117,19 +137,7 @@ def test_quantised_attention_matches_float64(
     )
     cache = quantised(batch, name, "BHLNC")
     batch.q = batch.q.to(dtype)
-    q, _, *rest = batch.arguments()
-    scale = head_size**-0.5
-    out = paged_attention(
-        q.to(device),
-        moved_cache(cache, device),
-        *(x.to(device) for x in rest),
-        scale=scale,
-        window=None,
-        head_size_k=head_size,
-        impl="triton",
-    )
-    exact, eager = (dense_attention(batch, d, scale) for d in (torch.float64, dtype))
-    assert_matches(out.cpu(), exact, eager, what=name)
+    assert_attends(batch, moved_cache(cache, device), head_size, dtype, what=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -158,19 +166,7 @@ def test_split_decode_matches_float64(
         dtype=dtype,
         seed=2,
     )
-    q, cache, *rest = batch.arguments()
-    scale = head_size**-0.5
-    out = paged_attention(
-        q.to(device),
-        moved(cache, device),
-        *(x.to(device) for x in rest),
-        scale=scale,
-        window=window,
-        head_size_k=head_size,
-        impl="triton",
-    )
-    exact, eager = (dense_attention(batch, d, scale) for d in (torch.float64, dtype))
-    assert_matches(out.cpu(), exact, eager, what=f"{total} keys")
+    assert_attends(batch, moved(batch.cache, device), head_size, dtype, what=f"{total} keys")
 
 
 @each_batch
