@@ -208,9 +208,9 @@ class VllmRequestRun:
         if told["finish_reason"] not in ("stop", "length") or not told["token_ids"]:
             why = f": {told['why']}" if told.get("why") else ""
             reason = f"{engine.name} ends it with finish reason {told['finish_reason']}{why}"
-            if given is not None and (refused := _NOT_MADE_FOR.search(told.get("why") or "")):
-                raise Unsupported(f"vLLM refuses: {refused[1]}")
             if given is not None:
+                if refused := _NOT_MADE_FOR.search(why):
+                    raise Unsupported(f"vLLM refuses: {refused[1]}")
                 raise TransferError(self._row.request_id, reason, self._row.prefill_engine or "", engine.name)
             raise EngineDied(engine.name, f"{reason} ({self._row.request_id})")
         return told
