@@ -304,7 +304,7 @@ TRANSFERS = (
     Field("begin_ms", FLOAT, "ms", "first post, after the request was due; null of a push"),
     Field("end_ms", FLOAT, "ms", "last completion, as the rank saw it, after the request was due; likewise"),
     Field("gb_per_s", FLOAT, "GB/s", "bytes over transfer_ms: of one pair of ranks; 10^9 bytes"),
-    Field("transport", TEXT, "", "NIXL backend that moved it"),
+    Field("transport", TEXT, "", "NIXL backend that moved it; of device memory also what UCX was told"),
     Field("staged", BOOL, "", "whether whole stretches went through a staging buffer"),
     Field("direct_cost_us", FLOAT, "us", "what the cost model expects run by run"),
     Field("staged_cost_us", FLOAT, "us", "what it expects of staging, repacking included"),

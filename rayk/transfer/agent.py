@@ -63,7 +63,12 @@ class TransferAgent(Protocol):
 
     @property
     def transport(self) -> str:
-        """What carries the bytes, for reports: local, nixl/UCX, ..."""
+        """What carries the bytes, as handshakes compare it: local, nixl/UCX, ..."""
+        ...
+
+    @property
+    def transport_as_set(self) -> str:
+        """Tell reports the transport with the settings that decide how it moves this agent's memory."""
         ...
 
     def register(self, tensor: torch.Tensor) -> int:

@@ -93,6 +93,10 @@ class FaultyAgent:
     def transport(self) -> str:
         return self._agent.transport
 
+    @property
+    def transport_as_set(self) -> str:
+        return self._agent.transport_as_set
+
     def register(self, tensor: torch.Tensor) -> int:
         self._regions.append(tensor)
         return self._agent.register(tensor)

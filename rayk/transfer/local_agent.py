@@ -78,6 +78,11 @@ class LocalAgent:
     def __post_init__(self) -> None:
         self.network.join(self)
 
+    @property
+    def transport_as_set(self) -> str:
+        """There is nothing to set."""
+        return self.transport
+
     def register(self, tensor: torch.Tensor) -> int:
         self._regions.append(tensor)
         return base_address(tensor)

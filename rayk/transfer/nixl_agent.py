@@ -8,6 +8,7 @@ picked from by int32 indices, so that neighbouring blocks merge. On one CPU host
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import itertools
 import logging
@@ -38,6 +39,9 @@ from rayk.types.errors import DeviceError, TransferError
 _PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
 _NET_DEVICES = "UCX_NET_DEVICES"
 _GET_ZCOPY = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
+_TRANSPORTS = "UCX_TLS"
+_LEGACY_IPC_CAPABLE = 10
+"""CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE of cuda.h."""
 _LOCAL_SIDE = "NIXL_INIT_AGENT"
 
 
@@ -124,6 +128,10 @@ class NixlAgent:
                 f"NIXL's backend {backend} does not start: {error!r}",
                 mend="see `rayk doctor`; UCX_TLS, if set, must allow cma, or tcp",
             ) from error
+        # UCX has read its settings: what changes from now on concerns other agents.
+        self._settings = {name: os.environ[name] for name in (_GET_ZCOPY, _TRANSPORTS) if name in os.environ}
+        self._is_out_of_reach = False
+        """Some device memory is none that other processes may map."""
         self._regions: list[tuple[int, int, str, int, Any]] = []
         self._peers: set[str] = set()
         self._leaving: set[str] = set()
@@ -141,12 +149,23 @@ class NixlAgent:
         """nixl/ and the backend."""
         return f"nixl/{self._backend}"
 
+    @property
+    def transport_as_set(self) -> str:
+        """Add what UCX was told, once device memory is registered."""
+        if all(memory != "VRAM" for _, _, memory, _, _ in self._regions):
+            return self.transport
+        told = [f"{name}={value}" for name, value in self._settings.items()]
+        return ", ".join([self.transport, *told, *([_OUT_OF_REACH] if self._is_out_of_reach else [])])
+
     def register(self, tensor: torch.Tensor) -> int:
         address = base_address(tensor)
         memory, device = _memory(tensor.device)
         with _told(f"registering {tensor.numel()} bytes"):
             registered = self._nixl.register_memory([(address, tensor.numel(), device, "")], memory)
         self._regions.append((address, tensor.numel(), memory, device, registered))
+        if memory == "VRAM" and not self._is_out_of_reach and not _is_mappable(address):
+            self._is_out_of_reach = True
+            logging.getLogger(__name__).warning("%s: %s; %s", self._name, _OUT_OF_REACH, _MEND)
         return address
 
     def deregister(self, address: int) -> None:
@@ -327,6 +346,23 @@ def _let_cuda_ipc_read() -> None:
     # Without CUDA no module of UCX's asks for it, and UCX warns of that.
     if torch.cuda.is_available():
         os.environ.setdefault(_GET_ZCOPY, "on")
+
+
+_OUT_OF_REACH = "device memory that cuda_ipc cannot map: transfers on this host go through TCP"
+_MEND = "start with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+
+
+def _is_mappable(address: int) -> bool:
+    """Whether other processes may map this device memory, as cuda_ipc does. They may not map what torch
+    allocates in expandable segments: UCX registers it without a word, and reads 0.3 instead of 200 GB/s
+    (NIXL's issue 1754). True where the driver does not say."""
+    found = ctypes.c_uint64(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    failed = driver.cuPointerGetAttribute(ctypes.byref(found), _LEGACY_IPC_CAPABLE, ctypes.c_uint64(address))
+    return bool(failed or found.value)
 
 
 @contextmanager

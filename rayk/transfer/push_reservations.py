@@ -91,7 +91,7 @@ class PushReservations:
             ticket,
             self.arrivals,
             link,
-            self.agent.transport,
+            self.agent.transport_as_set,
             lambda: self.arrivals.lost_block(reservation_id, self.generations),
             self.clock,
         )

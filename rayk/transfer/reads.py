@@ -177,6 +177,6 @@ class DataReads:
                 group=read.group,
                 bytes=0,
                 num_descriptors=0,
-                transport=self.agent.transport,
+                transport=self.agent.transport_as_set,
             )
         return row

@@ -240,6 +240,64 @@ def test_reads_of_device_memory_go_as_writes_do(
     assert os.environ.get(name) == after
 
 
+class AnyMemory:
+    """NIXL's agent, of a machine with a GPU."""
+
+    def register_memory(self, *_: object) -> None: ...
+
+    def deregister_memory(self, *_: object) -> None: ...
+
+
+def device_agent(monkeypatch: pytest.MonkeyPatch) -> NixlAgent:
+    """All its memory is device memory."""
+    agent = NixlAgent(f"{next(NAMES)}.device")
+    monkeypatch.setattr(agent, "_nixl", AnyMemory())
+    monkeypatch.setattr(nixl_agent, "_memory", lambda device: ("VRAM", 0))
+    return agent
+
+
+@pytest.mark.parametrize("before", [None, "off"])
+def test_reports_hear_what_ucx_was_told_of_device_memory(
+    monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    """Also where the user said it; what both sides must agree on stays as it is."""
+    for name in ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "UCX_TLS"):
+        monkeypatch.setenv(name, before or "")
+        monkeypatch.delenv(name)
+    if before is not None:
+        monkeypatch.setenv("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", before)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    agent = device_agent(monkeypatch)
+    assert agent.transport_as_set == "nixl/UCX", "host memory is none of cuda_ipc's"
+    agent.register(torch.zeros(64, dtype=torch.int8))
+    assert agent.transport == "nixl/UCX"
+    assert agent.transport_as_set == f"nixl/UCX, UCX_CUDA_IPC_ENABLE_GET_ZCOPY={before or 'on'}"
+    agent.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "value", "is_told"), [(0, 1, False), (0, 0, True), (1, 0, False)], ids=["yes", "no", "unknown"]
+)
+def test_device_memory_that_no_process_can_map_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, status: int, value: int, is_told: bool
+) -> None:
+    asked = []
+
+    class Driver:
+        def cuPointerGetAttribute(self, found: Any, attribute: int, address: Any) -> int:  # noqa: N802
+            found._obj.value = value
+            asked.append((attribute, address.value))
+            return status
+
+    agent, memory = device_agent(monkeypatch), torch.zeros(64, dtype=torch.int8)
+    monkeypatch.setattr(nixl_agent.ctypes, "CDLL", lambda name: Driver())
+    agent.register(memory)
+    assert asked == [(10, memory.data_ptr())]
+    assert ("cuda_ipc cannot map" in agent.transport_as_set) is is_told
+    assert ("expandable_segments:False" in caplog.text) is is_told
+    agent.close()
+
+
 def test_memory_that_cannot_be_registered_is_the_machines_doing() -> None:
     agent = NixlAgent(f"{next(NAMES)}.unpinned")
     error = next(e for e in nixl_agent.nixl_errors() if e.__name__ == "nixlBackendError")

@@ -95,6 +95,10 @@ class SimulatedAgent:
     def __post_init__(self) -> None:
         self.network.join(self)
 
+    @property
+    def transport_as_set(self) -> str:
+        return self.transport
+
     def register(self, tensor: torch.Tensor) -> int:
         self._regions[base_address(tensor)] = tensor.numpy().view(np.uint8)
         return base_address(tensor)
