@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rayk.experiments.culprit import misplaced, name_culprit
-from rayk.experiments.noise import ROUTED_ROWS, Bound, broken, measure, rms
+from rayk.experiments.noise import ROUTED_ROWS, Bound, broken, excess, measure, rms
 from rayk.experiments.references import LayerKV, References
 from rayk.experiments.wrong_layer import Head, WrongLayer
 from rayk.handover.commands import CapturedRows
@@ -167,12 +167,14 @@ def compare_values(
     model: DecoderConfig | None = None,
     others: Mapping[int, LayerKV] | None = None,
     ends: Mapping[int, LayerKV] | None = None,
+    e4m3: Mapping[int, Mapping[str, float]] | None = None,
 ) -> ValueComparison:
     """Compare every rank's live rows with what the reference's cache holds, layer by layer.
 
     `captured` by rank. `bounds`: of `measure_values`; None: the fixed ones of float32. To name the culprit:
     `model`, and `others`, the reference's caches of the cell's other requests by prompt index, and `ends`,
-    those after the last tokens that this engine computed of them. The first difference in the order (layer,
+    those after the last tokens that this engine computed of them; `e4m3`, the scales of fields stored as
+    fp8_e4m3, by layer. The first difference in the order (layer,
     group, field, unit, token) is named.
     """
     num_values, max_error, max_share = 0, 0.0, 0.0
@@ -208,12 +210,13 @@ def compare_values(
         not_finite = not_finite or _not_finite(layer, live.start, found, truth, fields)
         if mismatch is None and not not_finite and any(bool(rows.any()) for rows in wrong.values()):
             worst = {name: bound.worst for name, bound in limits.items()}
-            layer_of = WrongLayer(layer, live.start, found, truth, wrong, worst, model, group.spec)
+            scales = (e4m3 or {}).get(layer, {})
+            layer_of = WrongLayer(layer, live.start, found, truth, wrong, worst, model, group.spec, scales)
             states = [
                 {i: kv[layer] for i, kv in (request_states or {}).items()}
                 for request_states in (others, ends)
             ]
-            mismatch = _mismatch(request_id, group, layer_of, states)
+            mismatch = _mismatch(request_id, group, layer_of, limits[layer_of.first[0]], states)
     return ValueComparison(num_values, max_error, max_share, mismatch, not_finite)
 
 
@@ -275,11 +278,12 @@ def _mismatch(
     request_id: str,
     group: KVCacheGroup,
     wrong: WrongLayer,
+    limit: Bound,
     others: Sequence[Mapping[int, Mapping[str, torch.Tensor]]],
 ) -> KVMismatch:
     name, head = wrong.first
     rows = wrong.rows(wrong.first)
-    error = float(row_errors(wrong.found[name, head], wrong.truth[name][head])[rows].max())
+    errors = row_errors(wrong.found[name, head], wrong.truth[name][head])
     return KVMismatch(
         request_id,
         wrong.layer,
@@ -287,10 +291,18 @@ def _mismatch(
         name,
         head,
         wrong.first_token + int(rows[0]),
-        f"the prefill engine's cache differs from the reference's by up to {error:.3g} "
-        f"(bound {wrong.limit[name]:.3g}): {name_culprit(wrong, *others)}",
+        f"the prefill engine's cache differs from the reference's by {_how_far(errors, limit)}: "
+        f"{name_culprit(wrong, *others)}",
         unit_name=wrong.fields[name].unit_name,
     )
+
+
+def _how_far(errors: torch.Tensor, limit: Bound) -> str:
+    """Say which bound a head's errors [T] break: that of each, or that of all together."""
+    largest, over = float(errors.max()), excess(errors, limit)
+    if over is None or (not limit.quantiles and largest > limit.worst):
+        return f"up to {largest:.3g} (bound {limit.worst:.3g})"
+    return f"up to {largest:.3g}, their {over.name} {over.found:.3g} (bound {over.limit:.3g})"
 
 
 def _values(rows: np.ndarray, dtype: str) -> torch.Tensor:

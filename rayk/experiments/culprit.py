@@ -4,7 +4,8 @@ holds.
 Later layers are computed from that one and say nothing of their own; its own rows come from right inputs.
 Hypotheses are put in this order, and each is checked on all wrong rows before it is named:
 
-store_kv    the rows hold another token, another head, K for V, or were never written
+store_kv    the rows hold another token, another head, K for V, or were never written; or numbers of fp8 that
+            were rounded toward zero
 rope        values are right, keys keep the length of every rotation pair and have another angle
 k-norm      values are right, un-rotated keys are off by one factor per channel, or one per token
 inputs      keys and values are both wrong and none of the reference's: the layer before gave a wrong input
@@ -31,6 +32,8 @@ MIN_ROWS = 3  # fewer rows than this are explained by any factor per channel
 # a pair must turn so many radians from the first to the last wrong key for its speed to be known
 MIN_TURNED = 4.0
 ALIKE = 0.02  # relative difference of two speeds or factors that are the same
+# of numbers that were cut, half are a step smaller than the nearest; noise of their sums moves few of them
+MIN_CUT, MAX_ASTRAY = 0.25, 0.01
 
 
 def name_culprit(wrong: WrongLayer, *others: Mapping[int, LayerState]) -> str:
@@ -38,7 +41,7 @@ def name_culprit(wrong: WrongLayer, *others: Mapping[int, LayerState]) -> str:
     what the layer should hold of other requests, by prompt index; of several points in time."""
     if wrong.spec is not None and not wrong.spec.has_token_rows:
         return name_state_culprit(wrong, *others)
-    for explain in (_never_written, _other_rows, _latent_alone, _keys_alone, _values_alone):
+    for explain in (_never_written, _cut, _other_rows, _latent_alone, _keys_alone, _values_alone):
         text = explain(wrong)
         if text is not None:
             return text
@@ -87,6 +90,33 @@ def _never_written(wrong: WrongLayer) -> str | None:
     if bool((values == values[0]).all()):
         return f"store_kv: {len(rows)} tokens were never written"
     return None
+
+
+def _cut(wrong: WrongLayer) -> str | None:
+    """Test whether every number of an fp8 cache is the reference's or a step nearer to zero: what found
+    no room was cut, where the reference, CUDA and PyTorch round to the nearest."""
+    steps = [
+        torch.where(right < 0, -1, 1) * (_e4m3(right, scale) - _e4m3(wrong.found[name, head], scale))
+        for name, scale in wrong.e4m3_scales.items()
+        for head, right in enumerate(wrong.truth[name])
+        if bool(wrong.wrong[name, head].any())
+    ]
+    if not steps:
+        return None
+    every = torch.cat(steps).flatten()
+    num_cut, num_astray = int((every == 1).sum()), int(((every != 1) & (every != 0)).sum())
+    if num_cut < MIN_CUT * len(every) or num_astray > MAX_ASTRAY * len(every):
+        return None
+    return (
+        f"store_kv: fp8 rounded toward zero, not to nearest: {num_cut} of {len(every)} numbers are one step "
+        f"smaller than the reference's, {num_astray} differ otherwise"
+    )
+
+
+def _e4m3(values: torch.Tensor, scale: float) -> torch.Tensor:
+    """Count the steps of fp8_e4m3 from zero to each value, negative for those below."""
+    size = (values.abs() / scale).float().to(torch.float8_e4m3fn).view(torch.uint8).int()
+    return torch.where(values < 0, -size, size)
 
 
 def _other_rows(wrong: WrongLayer) -> str | None:

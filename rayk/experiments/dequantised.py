@@ -63,6 +63,16 @@ def _of_side(heads: Rows, side: str, dtype: str) -> list[torch.Tensor]:
     return [torch.from_numpy(np.array(heads[side, u])).view(TORCH_DTYPES[dtype]).float() for u in units]
 
 
+def e4m3_scales(groups: Sequence[KVCacheGroup], scales: Scales) -> dict[int, dict[str, float]]:
+    """List layer -> field -> scale of what is stored as fp8_e4m3 with a scale per layer and side."""
+    return {
+        layer: dict(zip((f.name for f in g.spec.fields()), scales.get(layer, (1.0, 1.0)), strict=False))
+        for g in groups
+        if g.spec.has_token_rows and g.spec.dtype == "fp8_e4m3"
+        for layer in g.layers
+    }
+
+
 def is_quantised(spec: KVCacheSpec) -> bool:
     """Tell whether values were divided by scales before they were stored."""
     return spec.has_token_rows and spec.dtype in FORMATS and FORMATS[spec.dtype].is_quantised

@@ -16,7 +16,7 @@ from rayk.experiments.compare import (
     compare_values,
     measure_values,
 )
-from rayk.experiments.dequantised import dequantised
+from rayk.experiments.dequantised import dequantised, e4m3_scales
 from rayk.experiments.logprobs import LogprobErrors, compare_logprobs, near_tie_tolerance
 from rayk.experiments.offloaded import offloaded
 from rayk.experiments.quantised import Tokens, Twins, compare_forced, follow, rounding_of
@@ -263,6 +263,7 @@ class CellJudge:
                 bounds=bounds,
                 model=self._config,
                 others={i: references.kv(p) for i, p in enumerate(prompts) if i != index},
+                e4m3=e4m3_scales(kept, references.kv_scales),
             )
             compared = compare()
             if compared.mismatch is not None and cell.decode is None:

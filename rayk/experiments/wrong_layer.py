@@ -4,7 +4,7 @@ heads, T live rows, D head size."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,10 +29,11 @@ class WrongLayer:
     limit: Mapping[str, float]  # largest error of a right value of each field
     model: DecoderConfig | None = None  # None: keys' rotation is not known
     spec: KVCacheSpec | None = None  # None: some keys and values
+    e4m3_scales: Mapping[str, float] = field(default_factory=dict)  # by field; empty: not stored in fp8
 
     @property
     def fields(self) -> Mapping[str, PageField]:
-        return {} if self.spec is None else {field.name: field for field in self.spec.fields()}
+        return {} if self.spec is None else {of.name: of for of in self.spec.fields()}
 
     @property
     def first(self) -> Head:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from rayk.experiments.culprit import misplaced, name_culprit
 from rayk.experiments.wrong_layer import WrongLayer
 from rayk.models.config import DecoderConfig, RopeConfig
 from tests.specs.models import decoder
+from tests.vllm.cpu_store import cut_to_e4m3
 
 HEADS, TOKENS, SIZE, FIRST = 2, 40, 16, 7
 ROPE = RopeConfig(kind="default", theta=10000.0, rotary_size=SIZE)
@@ -163,6 +165,31 @@ def test_rows_in_the_wrong_slots() -> None:
                 rows[:, slot] = right[:, t]
     why = named(found[0], found[1], truth, model_with(ROPE))
     assert why == "store_kv: token t holds token t-1 (3 of 40 wrong tokens hold something else)"
+
+
+def cut_layer(astray: int = 0, scale: float = 0.5) -> str:
+    """What is said of a layer in fp8 whose numbers were cut, and `astray` of them doubled."""
+    sides = dict(zip("kv", draw(), strict=True))
+    right = {n: (x / scale).float().to(torch.float8_e4m3fn).double() * scale for n, x in sides.items()}
+    found = {
+        (n, h): cut_to_e4m3(x[h] / scale).double() * scale for n, x in sides.items() for h in range(HEADS)
+    }
+    found["k", 0].flatten()[:astray] *= 2
+    everywhere = dict.fromkeys(found, torch.ones(TOKENS, dtype=torch.bool))
+    limit, scales = {"k": 0.5, "v": 0.5}, {"k": scale, "v": scale}
+    wrong = WrongLayer(0, FIRST, found, right, everywhere, limit, model_with(ROPE), e4m3_scales=scales)
+    return name_culprit(wrong)
+
+
+def test_numbers_of_fp8_that_were_cut_are_told_from_other_values() -> None:
+    said = re.fullmatch(
+        r"store_kv: fp8 rounded toward zero, not to nearest: (\d+) of 2560 numbers are one step smaller than "
+        r"the reference's, 5 differ otherwise",
+        cut_layer(astray=5),
+    )
+    assert said is not None
+    assert 1000 < int(said[1]) < 1500, "half of the numbers lie nearer to the step above"
+    assert "fp8" not in cut_layer(astray=500)
 
 
 def test_values_and_inputs() -> None:

@@ -64,6 +64,34 @@ def check(dtype: torch.dtype, head_size: int, block_size: int, kv_dtype: str = "
     }
 
 
+def cut_to_e4m3(values: torch.Tensor) -> torch.Tensor:
+    """Values as fp8_e4m3 has them where bits that find no room are cut: so vLLM 0.32.0's kernel has them on
+    CPUs (csrc/cpu/cpu_attn_fp8.hpp, float_to_fp8e4m3_scalar). PyTorch and CUDA round to the nearest."""
+    bits = (values.float().clamp(-448, 448) * 2.0**-120).view(torch.int32)  # the exponent has fp8's bias
+    return ((bits >> 24) & 0x80 | (bits >> 20) & 0x7F).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+def check_rounding(dtype: torch.dtype) -> dict[str, Any]:
+    """Store random numbers in fp8, and tell whether the kernel cut each of them."""
+    block_size, size = 64, 32
+    layer = cpu_layer(dtype, block_size, size, "fp8")
+    cache = torch.zeros(2, HEADS, block_size, 2 * size, dtype=torch.uint8)
+    found = learn_block_map(store_of(layer), cache, HEADS, (size, size), dtype)
+    keys, values = 4 * torch.randn(2, block_size, HEADS, size, generator=torch.Generator().manual_seed(0))
+    layer.impl.do_kv_cache_update(layer, keys.to(dtype), values.to(dtype), cache, torch.arange(block_size))
+    blocks = cache[:1].flatten(1)
+    stored = [m.read(blocks).reshape(HEADS, block_size, size) for m in (found.keys, found.values)]
+    sides = [side.to(dtype).float().transpose(0, 1) for side in (keys, values)]
+    return {
+        "dtype": str(dtype),
+        "cut": [torch.equal(_values(s), cut_to_e4m3(v).float()) for s, v in zip(stored, sides, strict=True)],
+        "nearest": [
+            torch.equal(_values(s), v.to(torch.float8_e4m3fn).float())
+            for s, v in zip(stored, sides, strict=True)
+        ],
+    }
+
+
 def _values(stored: torch.Tensor) -> torch.Tensor:
     """As numbers: the kernel stores -0 as 0 in fp8."""
     return stored.view(torch.float8_e4m3fn).float() if stored.dtype == torch.uint8 else stored
@@ -76,3 +104,5 @@ if __name__ == "__main__":
                 print(json.dumps(check(dtype, head_size, block_size)))
     if torch.cpu._is_avx512_supported():  # else vLLM refuses it
         print(json.dumps(check(torch.bfloat16, 64, 32, "fp8")))
+        print(json.dumps(check_rounding(torch.float32)))
+        print(json.dumps(check_rounding(torch.bfloat16)))
