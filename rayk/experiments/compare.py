@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rayk.experiments.culprit import misplaced, name_culprit
-from rayk.experiments.noise import ROUTED_ROWS, Bound, broken, excess, measure, rms
+from rayk.experiments.noise import ROUTED_ROWS, Bound, broken, broken_statistic, measure, rms
 from rayk.experiments.references import LayerKV, References
 from rayk.experiments.wrong_layer import Head, WrongLayer
 from rayk.handover.commands import CapturedRows
@@ -299,8 +299,8 @@ def _mismatch(
 
 def _how_far(errors: torch.Tensor, limit: Bound) -> str:
     """Say which bound a head's errors [T] break: that of each, or that of all together."""
-    largest, over = float(errors.max()), excess(errors, limit)
-    if over is None or (not limit.quantiles and largest > limit.worst):
+    largest, over = float(errors.max()), broken_statistic(errors, limit)
+    if over is None:
         return f"up to {largest:.3g} (bound {limit.worst:.3g})"
     return f"up to {largest:.3g}, their {over.name} {over.found:.3g} (bound {over.limit:.3g})"
 

@@ -24,7 +24,7 @@ from itertools import zip_longest
 
 import torch
 
-from rayk.experiments.noise import ROUTED_TOKENS, Bound, broken, excess, measure, rms
+from rayk.experiments.noise import ROUTED_TOKENS, Bound, broken, broken_statistic, measure, rms
 from rayk.experiments.references import References
 from rayk.oracle.reference import TextScores
 from rayk.types.request import SamplingParams
@@ -187,8 +187,8 @@ def _judge(tokens: _Tokens, references: References) -> tuple[LogprobErrors, list
 
 def _limit(error: float, errors: torch.Tensor, bound: Bound) -> str:
     """Write an error that breaks its bound, and the bound."""
-    over = excess(errors, bound)
-    if over is None or (not bound.quantiles and error > bound.worst):
+    over = broken_statistic(errors, bound)
+    if over is None:
         return f"{error:.3g}; bound {bound.worst:.3g}"
     found = f"{over.found:.3g} {over.name} over {len(errors)} tokens"
     return f"{error:.3g}, {found}; bound {over.limit:.3g} {over.name}"

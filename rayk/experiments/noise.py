@@ -162,6 +162,14 @@ def excess(errors: torch.Tensor, bound: Bound) -> Excess | None:
     return next((e for e in found if e.found > e.limit), None)
 
 
+def broken_statistic(errors: torch.Tensor, bound: Bound) -> Excess | None:
+    """Find what all these errors break together; None where a single one is beyond `worst`, or nothing is
+    broken."""
+    if not bound.quantiles and bool((errors > bound.worst).any()):
+        return None
+    return excess(errors, bound)
+
+
 def broken(errors: torch.Tensor, bound: Bound) -> torch.Tensor:
     """Mark, as bool of their shape, absolute errors that break the bound: those beyond `worst`, else all
     beyond the limit of their RMS if that is broken. Where experts are routed: all beyond the limit of their
