@@ -11,7 +11,7 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs dashboards
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment dashboards quantised hybrid groups chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-swap attack sweep ceiling test test-all test-slow test-generators test-gpu gpu-day nightly check kernels bench mutants vllm vllm-experiment vllm-nightly clean
+.PHONY: help venv experiment dashboards quantised hybrid groups chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-swap attack sweep ceiling bench-peers test test-all test-slow test-generators test-gpu gpu-day nightly check kernels bench mutants vllm vllm-experiment vllm-nightly clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
@@ -28,6 +28,7 @@ help:
 	@echo "make serve-bench aggregated against disaggregated servers on equal workers: goodput, Pareto front"
 	@echo "make sweep       672 transfers without a model, over NIXL between Ray actors, every byte checked"
 	@echo "make ceiling     transfer rates beside bare NIXL, memcpy and Ray's own transport"
+	@echo "make bench-peers rayk beside ctranslate2, llama.cpp, vLLM and transformers on one CPU thread; builds llama.cpp (20 min)"
 	@echo "make test        a test of everything in a few minutes (the GPU tests too where there is a GPU)"
 	@echo "make test-all    every test but the long sweeps"
 	@echo "make test-slow   the long sweeps"
@@ -71,6 +72,22 @@ sweep: $(STAMP)
 
 ceiling: $(STAMP)
 	$(BIN)/python jobs/benchmarks/transfer_ceiling.py $(ARGS)
+
+# An engine that cannot be installed here is a row that says so.
+bench-peers: $(STAMP)
+	@for peer in peer-ctranslate2 peer-llama-cpp vllm; do \
+		$(MAKE) --no-print-directory .venv-$$peer/.installed || echo "no $$peer: see above"; \
+	done
+	$(BIN)/python jobs/benchmarks/peers.py $(ARGS)
+
+# llama.cpp is compiled for this CPU, without what its command line tools need.
+.venv-peer-ctranslate2/.installed: PEER := ctranslate2
+.venv-peer-llama-cpp/.installed: PEER := llama-cpp-python gguf
+.venv-peer-%/.installed: constraints-peers.txt
+	[ -x $(@D)/bin/pip ] || $(PYTHON) -m venv $(@D)
+	CMAKE_ARGS="-DGGML_NATIVE=ON -DGGML_CUDA=OFF -DLLAVA_BUILD=OFF $(addprefix -DLLAMA_BUILD_,$(addsuffix =OFF,TOOLS TESTS EXAMPLES SERVER))" \
+		$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c $< $(PEER) safetensors
+	@touch $@
 
 serve-bench: $(STAMP)
 	$(BIN)/python jobs/serve_bench.py $(ARGS)
@@ -165,7 +182,7 @@ dashboards: $(STAMP)
 	@$(BIN)/python -m dashboards.start $(ARGS)
 
 # Not run by `make bench`: what has a target of its own, and modules of other benchmarks.
-NOT_OF_BENCH := $(patsubst %,jobs/benchmarks/%.py,fast_prefill kernels offload transfer_ceiling \
+NOT_OF_BENCH := $(patsubst %,jobs/benchmarks/%.py,fast_prefill kernels offload peers transfer_ceiling \
 	harness layer_clock layer_costs offload_engines offload_summary raw_reads)
 
 bench: $(STAMP)
@@ -177,5 +194,5 @@ mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 clean:
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis checkpoints $(VENV) .venv-aiperf .venv-guidellm .venv-vllm
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis checkpoints $(VENV) .venv-*
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -78,7 +78,9 @@ HOMES: Mapping[str, tuple[str, ...]] = {
     "uvicorn": ("rayk/serve/",),
     "aiohttp": ("rayk/bench/",),
     "prometheus_client": ("rayk/serve/", "rayk/actors/"),
-    "vllm": ("rayk/vllm/",),
+    "vllm": ("rayk/vllm/", "jobs/benchmarks/peer_workers/"),
+    "ctranslate2": ("jobs/benchmarks/peer_workers/",),
+    "llama_cpp": ("jobs/benchmarks/peer_workers/",),
 }
 """heavy package -> the only places that may import it."""
 RAY_PRIVATE = ("rayk/actors/ray_private.py",)

@@ -30,10 +30,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before anything loads OpenMP
 
@@ -43,12 +43,12 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
 from jobs.benchmarks.harness import Page, run
+from jobs.benchmarks.peer_workers.contract import Contestant, Job, Prompts, Run
+from jobs.benchmarks.peer_workers.with_rayk import Rayk, settings
+from jobs.benchmarks.peer_workers.with_transformers import Generate, read_model
 from rayk.engine.build import ThreadEngine
-from rayk.types.config import EngineConfig
-from rayk.types.request import Request, SamplingParams
 
 METRICS = ("prefill", "decode", "end to end")
-BLOCK_SIZE = 32
 MODEL = {
     "vocab_size": 4096,
     "hidden_size": 512,
@@ -60,104 +60,6 @@ MODEL = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }
-
-Prompts = list[list[int]]
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one contestant did of one round. Times in seconds of one monotonic clock."""
-
-    tokens: list[list[int]]
-    """Generated, by request."""
-    token_s: list[list[float]]
-    """When each was there."""
-    started_s: float
-    ended_s: float
-
-    def rates(self, num_prompt_tokens: int) -> dict[str, float]:
-        prefilled = max(times[0] for times in self.token_s)
-        later = sum(t > prefilled for times in self.token_s for t in times)
-        last = max(times[-1] for times in self.token_s)
-        return {
-            "prefill": num_prompt_tokens / (prefilled - self.started_s),
-            "decode": later / (last - prefilled),
-            "end to end": sum(map(len, self.tokens)) / (self.ended_s - self.started_s),
-        }
-
-
-class Contestant(Protocol):
-    """Runs requests together, to their ends."""
-
-    name: str
-
-    def run(self, prompts: Prompts, num_tokens: int) -> Run:
-        """Greedily generate `num_tokens` tokens for each prompt."""
-        ...
-
-
-class Rayk:
-    name = "rayk"
-
-    def __init__(self, engine: ThreadEngine) -> None:
-        self._engine = engine
-        self._num_runs = 0
-
-    def run(self, prompts: Prompts, num_tokens: int) -> Run:
-        self._num_runs += 1
-        sampling = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-        started = time.monotonic()
-        streams = [
-            self._engine.submit(
-                Request(request_id=f"{self._num_runs}.{i}", prompt_token_ids=tuple(prompt), sampling=sampling)
-            )
-            for i, prompt in enumerate(prompts)
-        ]
-        tokens: list[list[int]] = []
-        times: list[list[float]] = []
-        for stream in streams:
-            tokens.append([])
-            times.append([])
-            is_over = False
-            while not is_over:
-                event = stream.get(timeout=600)
-                if event.error is not None:
-                    raise event.error
-                tokens[-1] += event.token_ids
-                times[-1] += [event.time_ns / 1e9] * len(event.token_ids)
-                is_over = event.is_last
-        return Run(tokens, times, started, time.monotonic())
-
-
-class Generate:
-    """transformers' generate, with a cache of its own choice."""
-
-    name = "generate"
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    @torch.inference_mode()
-    def run(self, prompts: Prompts, num_tokens: int) -> Run:
-        times: list[float] = []
-
-        def note(*_: object, **__: object) -> torch.Tensor:
-            times.append(time.monotonic())
-            return torch.zeros(len(prompts), dtype=torch.bool)
-
-        ids = torch.tensor(prompts)
-        started = time.monotonic()
-        out = self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            stopping_criteria=transformers.StoppingCriteriaList([note]),
-        )
-        ended = time.monotonic()
-        return Run(out[:, ids.shape[1] :].tolist(), [times] * len(prompts), started, ended)
 
 
 class GenerateBatch:
@@ -215,15 +117,21 @@ class Result:
     rates: dict[str, list[dict[str, float]]]
     """Contestant -> per round, metric -> tokens a second."""
     share_equal: dict[str, float]
-    """Contestant -> the share of tokens before the first, in their request, that is not rayk's."""
+    """Contestant -> the share of tokens before the first, in their request, that is not the right one."""
+    least_equal: dict[str, int] = field(default_factory=dict)
+    """Contestant -> the least number of such tokens of a request."""
 
     def rate(self, name: str, metric: str) -> float:
         return statistics.median(rates[metric] for rates in self.rates[name])
 
-    def ratio(self, name: str, metric: str) -> float:
-        """Median over rounds of rayk's rate by this one's."""
-        pairs = zip(self.rates[Rayk.name], self.rates[name], strict=True)
-        return statistics.median(ours[metric] / theirs[metric] for ours, theirs in pairs)
+    def ratios(self, name: str, metric: str, of: str = Rayk.name) -> list[float]:
+        """By round, the rate of one, rayk unless told, by this one's."""
+        pairs = zip(self.rates[of], self.rates[name], strict=True)
+        return [ours[metric] / theirs[metric] for ours, theirs in pairs]
+
+    def ratio(self, name: str, metric: str, of: str = Rayk.name) -> float:
+        """Median over rounds."""
+        return statistics.median(self.ratios(name, metric, of))
 
 
 def write_model(folder: Path) -> None:
@@ -239,47 +147,45 @@ def write_model(folder: Path) -> None:
 
 @contextmanager
 def contestants(model: Path, case: Case) -> Iterator[list[Contestant]]:
-    dtype = getattr(torch, case.dtype)
-    length = case.num_prompt + case.num_tokens
-    config = EngineConfig(
-        model=str(model),
-        dtype=case.dtype,
-        block_size=BLOCK_SIZE,
-        num_blocks=2 + case.batch * (length // BLOCK_SIZE + 2),
-        max_batch_tokens=max(512, case.batch * case.num_prompt),
-        max_seqs=case.batch,
-    )
+    job = Job(str(model), case.dtype, case.batch, case.num_prompt, case.num_tokens)
 
     def theirs() -> Any:
-        return transformers.LlamaForCausalLM.from_pretrained(model, dtype=dtype).eval()
+        return read_model(job.model, job.dtype)
 
     with ExitStack() as stack:
-        engine = stack.enter_context(ThreadEngine(config))
-        batched = GenerateBatch(theirs(), case.batch, length)
+        engine = stack.enter_context(ThreadEngine(settings(job)))
+        batched = GenerateBatch(theirs(), case.batch, job.max_length)
         stack.callback(batched.close)
         yield [Rayk(engine), Generate(theirs()), batched]
 
 
 def run_case(model: Path, case: Case, num_rounds: int, only: list[str] | None = None) -> Result:
     """Rounds in turn. Raises AssertionError where float32 tokens differ."""
-    prompts = case.prompts()
-    rates: dict[str, list[dict[str, float]]] = {}
-    share_equal: dict[str, float] = {}
     with contestants(model, case) as everybody:
         everybody = [c for c in everybody if only is None or c.name in only]
-        tokens = {c.name: c.run(prompts, case.num_tokens).tokens for c in everybody}
-        for name, found in tokens.items():
-            num_equal = sum(map(_num_equal, tokens[Rayk.name], found))
-            share_equal[name] = num_equal / (case.batch * case.num_tokens)
-            assert share_equal[name] == 1.0 or case.dtype != "float32", f"{name}: other tokens than rayk's"
-        gc.collect()
-        for turn in range(num_rounds):
-            at = turn % len(everybody)
-            for contestant in everybody[at:] + everybody[:at]:
-                run = contestant.run(prompts, case.num_tokens)
-                found_rates = run.rates(case.batch * case.num_prompt)
-                rates.setdefault(contestant.name, []).append(found_rates)
-    return Result(rates, share_equal)
+        result = take_turns(everybody, case, num_rounds, Rayk.name)
+    for name, share in result.share_equal.items():
+        assert share == 1.0 or case.dtype != "float32", f"{name}: other tokens than rayk's"
+    return result
+
+
+def take_turns(everybody: list[Contestant], case: Case, num_rounds: int, right: str) -> Result:
+    """A round that warms up, then rounds that count. Tokens are compared with those of `right`."""
+    prompts = case.prompts()
+    tokens = {c.name: c.run(prompts, case.num_tokens).tokens for c in everybody}
+    num_equal = {
+        name: [_num_equal(*pair) for pair in zip(tokens[right], found, strict=True)]
+        for name, found in tokens.items()
+    }
+    share_equal = {name: sum(found) / (case.batch * case.num_tokens) for name, found in num_equal.items()}
+    rates: dict[str, list[dict[str, float]]] = {c.name: [] for c in everybody}
+    gc.collect()
+    for turn in range(num_rounds):
+        at = turn % len(everybody)
+        for contestant in everybody[at:] + everybody[:at]:
+            run = contestant.run(prompts, case.num_tokens)
+            rates[contestant.name].append(run.rates(case.batch * case.num_prompt))
+    return Result(rates, share_equal, {name: min(found) for name, found in num_equal.items()})
 
 
 def _num_equal(ours: list[int], theirs: list[int]) -> int:
@@ -312,6 +218,20 @@ def behind(results: dict[Case, Result]) -> list[str]:
     ]
 
 
+DATA_TITLES = ("dtype", "batch", "prompt", "tokens", "contestant", "round", "metric", "tokens_per_s")
+
+
+def data_rows(results: dict[Case, Result]) -> list[tuple[object, ...]]:
+    """Every round, by DATA_TITLES."""
+    return [
+        (case.dtype, case.batch, case.num_prompt, case.num_tokens, name, turn, metric, rate)
+        for case, result in results.items()
+        for name, rounds in result.rates.items()
+        for turn, found in enumerate(rounds)
+        for metric, rate in found.items()
+    ]
+
+
 def fill(options: argparse.Namespace, page: Page) -> list[str]:
     """Add a row per case and contestant, and keep every round; returns where rayk is not ahead."""
     torch.set_num_threads(1)
@@ -332,17 +252,7 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
             result = results[case] = run_case(Path(folder), case, options.rounds, only)
             for name in result.rates:
                 page.row(*cells(case, result, name))
-    titles = ("dtype", "batch", "prompt", "tokens", "contestant", "round", "metric", "tokens_per_s")
-    page.data(
-        titles,
-        [
-            (case.dtype, case.batch, case.num_prompt, case.num_tokens, name, turn, metric, rate)
-            for case, result in results.items()
-            for name, rounds in result.rates.items()
-            for turn, found in enumerate(rounds)
-            for metric, rate in found.items()
-        ],
-    )
+    page.data(DATA_TITLES, data_rows(results))
     return [f"not ahead: {line}" for line in behind(results)]
 
 
