@@ -359,7 +359,8 @@ class WorkerHalf:
         """Digest what arrived; None where there is nothing to verify."""
         del self._expected[expected.request_id]
         if self._planted is not None:
-            self._planted.after_load(expected.request_id, expected.blocks, expected.num_tokens)
+            loaded = expected.num_tokens, expected.first_row
+            self._planted.after_load(expected.request_id, expected.blocks, *loaded)
         ticket = expected.ticket
         if ticket is not None and self._skips(ticket):
             self._verifier.end(expected.request_id, Comparison("skipped", "it is not sampled"))

@@ -53,8 +53,9 @@ class PlantedAtWorker(Protocol):
         """A request's blocks are about to be loaded into."""
         ...
 
-    def after_load(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> None:
-        """A request's blocks have been loaded into."""
+    def after_load(self, request_id: str, block_ids: BlockIds, num_tokens: int, first_row: int) -> None:
+        """A request's tokens from `first_row` on have been loaded. Those before were there already, perhaps
+        for others, too."""
         ...
 
 
@@ -110,14 +111,14 @@ class _Restored:
     def before_load(self, request_id: str, block_ids: BlockIds) -> None:
         pass
 
-    def after_load(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> None:
+    def after_load(self, request_id: str, block_ids: BlockIds, num_tokens: int, first_row: int) -> None:
         for view in self._caches.views(block_ids):
             if view.group.spec.has_token_rows:
                 group, layer = self._layers[view.layer]
-                self._store(view, layer, block_ids[group], num_tokens)
+                self._store(view, layer, block_ids[group], range(first_row, num_tokens))
 
-    def _store(self, view: LayerView, layer: Any, block_ids: Sequence[int], num_tokens: int) -> None:
-        blocks, rows, positions = view.places(range(len(block_ids)), num_tokens)
+    def _store(self, view: LayerView, layer: Any, block_ids: Sequence[int], tokens: range) -> None:
+        blocks, rows, positions = view.places(range(len(block_ids)), tokens.stop, tokens.start)
         keys, values = (f.view[blocks, :, rows].contiguous() for f in view.fields)
         size = view.group.spec.block_size
         ids = torch.tensor(list(block_ids), dtype=torch.int64, device=positions.device)
@@ -136,7 +137,7 @@ class _LastBlockDropped:
     def before_load(self, request_id: str, block_ids: BlockIds) -> None:
         self._before[request_id] = [self._last(c, block_ids[group]).clone() for group, c in self._caches]
 
-    def after_load(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> None:
+    def after_load(self, request_id: str, block_ids: BlockIds, num_tokens: int, first_row: int) -> None:
         for (group, cache), before in zip(self._caches, self._before.pop(request_id, ()), strict=False):
             self._last(cache, block_ids[group]).copy_(before)
 
@@ -154,7 +155,7 @@ class _ColumnsShifted:
     def before_load(self, request_id: str, block_ids: BlockIds) -> None:
         pass
 
-    def after_load(self, request_id: str, block_ids: BlockIds, num_tokens: int) -> None:
+    def after_load(self, request_id: str, block_ids: BlockIds, num_tokens: int, first_row: int) -> None:
         for group, layer in self._layers:
             state = layer.kv_cache[0][block_ids[group][-1]]
             channels = max(range(2), key=lambda axis: state.shape[axis])

@@ -125,13 +125,14 @@ class Pair:
         *,
         is_async: bool = True,
         sources: Sequence[str] | None = None,
+        num_local: int = 0,
     ) -> list:
-        """D makes room for it."""
+        """D makes room for it, and has its first `num_local` tokens already."""
         scheduler = self.consumer.scheduler
         ids = self.consumer.workers[0].block_ids(TOKENS, seed)
-        scheduler.matched(f"d-{name}", 0, is_async)
+        scheduler.matched(f"d-{name}", num_local, is_async)
         scheduler.before_alloc(params)
-        scheduler.allocated(f"d-{name}", params, ids, TOKENS, "SomeConnector", sources)
+        scheduler.allocated(f"d-{name}", params, ids, TOKENS - num_local, "SomeConnector", sources)
         notes = scheduler.take_notes()
         for half in self.consumer.halves:
             half.begin_step(notes)

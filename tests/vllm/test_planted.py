@@ -107,6 +107,21 @@ def test_a_shifted_state_beside_attention_is_named_on_each_rank(p_tp: int, d_tp:
         assert {result["status"] for result in made.run()} == {"equal"}
 
 
+@each("planted", ["heads_shifted", "kv_swapped"])
+def test_a_bug_leaves_alone_what_d_had_already(planted: str) -> None:
+    """Its prefix cache has that block for others, too."""
+    with pair(planted=planted) as made:
+        ids = made.expect(made.prefill(), num_local=32)
+        made.move(ids)
+        cache = made.consumer.workers[0].layers["model.layers.0.self_attn.attn"].kv_cache
+        before = cache.clone()
+        made.consumer.halves[0].received({"d-r"}, set())
+        (result,) = made.results()
+        assert (result["status"], result["mismatch"]["token"]) == ("mismatch", 32)
+        changed = {int(i) for i in (cache != before).flatten(1).any(1).nonzero()}
+        assert changed == set(ids[FULL][1:3])
+
+
 def test_stale_block_ids_read_the_request_before() -> None:
     with pair(planted="stale_block_ids") as made:
         first, second = made.prefill("a", 1), made.prefill("b", 2)
