@@ -44,8 +44,10 @@ LATE = ("handshake", "zmq.error.Again")
 _NOT_MADE_FOR = re.compile(
     r"(?:AssertionError|NotImplementedError): "
     r"(.*(?:is not divisible by|are not supported|is not supported|does not support).*)"
+    r"|RuntimeError: (NIXL compatibility hash mismatch.*)"
 )
-"""How vLLM's connector says in its handshake that it was not written for such a pair of engines."""
+"""How vLLM's connector says in its handshake that it was not written for such a pair of engines, or that they
+are of unlike versions or settings."""
 PROMPT_ALONE = SamplingParams(max_tokens=1, ignore_eos=True)
 HANDED_ON = {"do_remote_decode": True, "do_remote_prefill": False}
 """What a request says of itself whose KV another engine is to fetch."""
@@ -210,7 +212,7 @@ class VllmRequestRun:
             reason = f"{engine.name} ends it with finish reason {told['finish_reason']}{why}"
             if given is not None:
                 if refused := _NOT_MADE_FOR.search(why):
-                    raise Unsupported(f"vLLM refuses: {refused[1]}")
+                    raise Unsupported(f"vLLM refuses: {refused[1] or refused[2]}")
                 raise TransferError(self._row.request_id, reason, self._row.prefill_engine or "", engine.name)
             raise EngineDied(engine.name, f"{reason} ({self._row.request_id})")
         return told

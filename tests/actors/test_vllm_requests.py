@@ -239,13 +239,16 @@ def test_a_handshake_that_came_too_late_is_tried_again(failures: list[str], num_
     ],
 )
 def test_a_pair_that_vllm_refuses_in_its_handshake_is_unsupported(place: str) -> None:
-    words = "Local block size 64 is not divisible by remote block size 128 or vice versa."
-    decode = Answers()
-    decode.failures = [f"{place}AssertionError: {words}"]
-    outcome = run(cell(), Answers(), decode)
-    (error,) = outcome.errors
-    assert isinstance(error, Unsupported)
-    assert str(error) == f"vLLM refuses: {words}"
+    for kind, words in (
+        ("AssertionError", "Local block size 64 is not divisible by remote block size 128 or vice versa."),
+        ("RuntimeError", "NIXL compatibility hash mismatch. Local: 3f, Remote: 95. Versions differ."),
+    ):
+        decode = Answers()
+        decode.failures = [f"{place}{kind}: {words}"]
+        outcome = run(cell(), Answers(), decode)
+        (error,) = outcome.errors
+        assert isinstance(error, Unsupported), error
+        assert str(error) == f"vLLM refuses: {words}"
 
 
 def test_kv_that_the_decode_engine_had_was_not_handed_over() -> None:
