@@ -90,7 +90,10 @@ def layer_norm(
     x: torch.Tensor, weight: torch.Tensor | None, *, eps: float, impl: str | None = None
 ) -> torch.Tensor:
     """Compute the rms_norm of x minus its mean, with a float32 weight; rounded once."""
-    impl = _choose(impl, x, native=False, triton=_weight_fits(x, weight, True))
+    fits = _weight_fits(x, weight, True)
+    impl = _choose(impl, x, native=fits and is_native(x), triton=fits)
+    if impl == "native":
+        return rms_norm_native(x, weight, eps=eps, wide=True, centred=True)
     if impl == "triton":
         out: torch.Tensor = _triton().norm_triton(x, weight, eps=eps, wide=True, centred=True)[1]
         return out
@@ -124,18 +127,24 @@ def gated_norm(
 
 
 def rotate_halves(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, impl: str | None = None
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    impl: str | None = None,
 ) -> torch.Tensor:
     """Rotate dimensions i and i + half of x [T, H, D] by the angles of cos and sin [T, 1, half]; dimensions
-    from 2 * half on pass through. Dense; each product is rounded to x's dtype, as in transformers."""
+    from 2 * half on pass through. Each product is rounded to x's dtype, as in transformers. The result is
+    dense, or goes to `out`, of x's shape and dtype with dense rows."""
     fits = x.dim() == 3 and x.dtype == cos.dtype
     impl = _choose(impl, x, native=fits and is_native(x), triton=fits)
     if impl == "native":
-        return rotate_native(x, cos, sin)
+        return rotate_native(x, cos, sin, out=out)
     if impl == "triton":
-        out: torch.Tensor = _triton().rotate_triton(x, cos, sin)
-        return out
-    return rotate_reference(x, cos, sin)
+        turned: torch.Tensor = _triton().rotate_triton(x, cos, sin, out=out)
+        return turned
+    return _into(out, rotate_reference(x, cos, sin))
 
 
 def norm_rotate_halves(
@@ -166,20 +175,27 @@ def rotate_pairs(
     sin: torch.Tensor,
     *,
     into_halves: bool = False,
+    out: torch.Tensor | None = None,
     impl: str | None = None,
 ) -> torch.Tensor:
     """Rotate dimensions 2i and 2i + 1 of x [T, H, D] by the angles of cos and sin [T, 1, half]; dimensions
-    from 2 * half on pass through. Dense; in float32, rounded once (cohere2/modeling_cohere2.py:155).
+    from 2 * half on pass through. In float32, rounded once (cohere2/modeling_cohere2.py:155). The result is
+    dense, or goes to `out`, as in rotate_halves.
 
     into_halves: pairs come out as i and i + half, and each product is rounded (deepseek_v3,
     modeling_deepseek_v3.py:339).
     """
     fits = x.dim() == 3 and (x.dtype == cos.dtype or not into_halves)
-    impl = _choose(impl, x, native=False, triton=fits)
+    alike = cos.dtype in (x.dtype, torch.float32)
+    impl = _choose(impl, x, native=fits and alike and is_native(x), triton=fits)
+    if impl == "native":
+        return rotate_native(x, cos, sin, pairing="into_halves" if into_halves else "pairs", out=out)
     if impl == "triton":
-        out: torch.Tensor = _triton().rotate_triton(x, cos, sin, pairs=True, into_halves=into_halves)
-        return out
-    return rotate_pairs_reference(x, cos, sin, into_halves=into_halves)
+        turned: torch.Tensor = _triton().rotate_triton(
+            x, cos, sin, pairs=True, into_halves=into_halves, out=out
+        )
+        return turned
+    return _into(out, rotate_pairs_reference(x, cos, sin, into_halves=into_halves))
 
 
 def gated(gate_up: torch.Tensor, activation: str, *, impl: str | None = None) -> torch.Tensor:
@@ -192,6 +208,10 @@ def gated(gate_up: torch.Tensor, activation: str, *, impl: str | None = None) ->
         out: torch.Tensor = _triton().gated_triton(gate_up, activation)
         return out
     return gated_reference(gate_up, activation)
+
+
+def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:
+    return result if out is None else out.copy_(result)
 
 
 def _weight_fits(x: torch.Tensor, weight: torch.Tensor | None, wide: bool) -> bool:

@@ -77,10 +77,22 @@ inline void give(T* p, Floats v, int n) {
         store(p, v, n);
 }
 
+// The first n lanes; the others are zero.
+inline Floats first(Floats v, int n) {
+    for (int i = n; i < kLanes; ++i) v[i] = 0.0f;
+    return v;
+}
+
+inline double sum_of_lanes(Floats v) {
+    double sum = 0.0;
+    for (int i = 0; i < kLanes; ++i) sum += v[i];
+    return sum;
+}
+
 template <class T, class W>
 void norm(const T* x, int64_t stride_t, int64_t stride_h, const W* weight, int64_t stride_w, const T* added,
-          T* total, int64_t stride_a, T* out, int64_t num_tokens, int num_heads, int size, float eps, bool wide,
-          int num_threads) {
+          T* total, int64_t stride_a, T* out, int64_t num_tokens, int num_heads, int size, float eps, bool centred,
+          bool wide, int num_threads) {
     const int64_t rows = num_tokens * num_heads;
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows * size > kMinParallel)
     for (int64_t row = 0; row < rows; ++row) {
@@ -93,17 +105,20 @@ void norm(const T* x, int64_t stride_t, int64_t stride_h, const W* weight, int64
             lanes(size, [&](int d, int n) { give(sums + d, take(in + d, n) + take(more + d, n), n); });
             in = sums;
         }
-        Floats squares = splat(0.0f);
+        Floats mean = splat(0.0f), squares = splat(0.0f);
+        if (centred) {
+            Floats sums = splat(0.0f);
+            lanes(size, [&](int d, int n) { sums += take(in + d, n); });
+            mean = splat(static_cast<float>(sum_of_lanes(sums) / size));
+        }
         lanes(size, [&](int d, int n) {
-            const Floats v = take(in + d, n);
+            const Floats v = first(take(in + d, n) - mean, n);
             squares += v * v;
         });
         // An error of the factor is one of the whole row.
-        double sum = 0.0;
-        for (int i = 0; i < kLanes; ++i) sum += squares[i];
-        const Floats factor = splat(static_cast<float>(1.0 / std::sqrt(sum / size + eps)));
+        const Floats factor = splat(static_cast<float>(1.0 / std::sqrt(sum_of_lanes(squares) / size + eps)));
         lanes(size, [&](int d, int n) {
-            Floats v = take(in + d, n) * factor;
+            Floats v = (take(in + d, n) - mean) * factor;
             if (weight) v = (wide ? v : rounded<T>(v)) * take(w + d, n);
             give(to + d, v, n);
         });
@@ -134,9 +149,8 @@ void gated_norm(const T* x, int64_t stride_x, const T* gates, int64_t stride_g, 
                 squares += v * v;
                 give(row.data() + d, v, n);
             });
-            double sum = 0.0;
-            for (int l = 0; l < kLanes; ++l) sum += squares[l];
-            const float factor = order == kPlain ? 1.0f : static_cast<float>(1.0 / std::sqrt(sum / size + eps));
+            const double mean = sum_of_lanes(squares) / size;
+            const float factor = order == kPlain ? 1.0f : static_cast<float>(1.0 / std::sqrt(mean + eps));
             lanes(size, [&](int d, int n) {
                 Floats v = take(row.data() + d, n) * splat(factor);
                 if (order != kPlain && weight) v = (wide ? v : rounded<T>(v)) * take(w + d, n);
@@ -148,20 +162,51 @@ void gated_norm(const T* x, int64_t stride_x, const T* gates, int64_t stride_g, 
     }
 }
 
+// Elements 2i and 2i + 1 of the 2 * n at p.
 template <class T>
-void rotate(const T* x, int64_t stride_t, int64_t stride_h, const T* cos, const T* sin, T* out,
-            int64_t num_tokens, int num_heads, int size, int half, int num_threads) {
+inline void take_pairs(const T* p, int n, Floats& even, Floats& odd) {
+    T some[2 * kLanes] = {};
+    memcpy(some, p, 2 * n * sizeof(T));
+    const Floats a = load(some), b = load(some + kLanes);
+    even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+template <class T>
+inline void give_pairs(T* p, Floats even, Floats odd, int n) {
+    T some[2 * kLanes];
+    store(some, __builtin_shufflevector(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
+    store(some + kLanes,
+          __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+    memcpy(p, some, 2 * n * sizeof(T));
+}
+
+// What turns together: i with i + half, pairs of neighbours, or these, which come out as i and i + half.
+enum Pairing { kHalves, kPairs, kIntoHalves };
+
+// A of the angles: T, or float where only the result is rounded.
+template <class T, class A, Pairing pairing>
+void rotate(const T* x, int64_t stride_t, int64_t stride_h, const A* cos, const A* sin, T* out, int64_t out_t,
+            int64_t out_h, int64_t num_tokens, int num_heads, int size, int half, int num_threads) {
     const int64_t rows = num_tokens * num_heads;
 #pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && rows * size > kMinParallel)
     for (int64_t row = 0; row < rows; ++row) {
-        const int64_t token = row / num_heads;
-        const T* in = x + token * stride_t + row % num_heads * stride_h;
-        T* to = out + row * size;
+        const int64_t token = row / num_heads, head = row % num_heads;
+        const T* in = x + token * stride_t + head * stride_h;
+        T* to = out + token * out_t + head * out_h;
         lanes(half, [&](int d, int n) {
-            const Floats a = take(in + d, n), b = take(in + half + d, n);
+            Floats a, b;
+            if (pairing == kHalves)
+                a = take(in + d, n), b = take(in + half + d, n);
+            else
+                take_pairs(in + 2 * d, n, a, b);
             const Floats c = take(cos + token * half + d, n), s = take(sin + token * half + d, n);
-            give(to + d, rounded<T>(apart(a * c)) - rounded<T>(apart(b * s)), n);
-            give(to + half + d, rounded<T>(apart(b * c)) + rounded<T>(apart(a * s)), n);
+            const Floats ac = apart(a * c), bs = apart(b * s), bc = apart(b * c), as = apart(a * s);
+            if (pairing == kPairs) {
+                give_pairs(to + 2 * d, ac - bs, bc + as, n);
+            } else {
+                give(to + d, rounded<T>(ac) - rounded<T>(bs), n);
+                give(to + half + d, rounded<T>(bc) + rounded<T>(as), n);
+            }
         });
         if (to != in) memcpy(to + 2 * half, in + 2 * half, (size - 2 * half) * sizeof(T));
     }
@@ -184,23 +229,23 @@ void gate(const T* x, int64_t stride, T* out, int64_t num_tokens, int size, int 
 // type: 0 float32, 1 bfloat16. Strides are in elements; rows are dense. x [T, H, size].
 
 // weight: null, or [H, size] by stride_w, float32 where `wide` and else of `type`. added: null, or [T, size] by
-// stride_a; the sum goes to total (dense) and is normed in place of x. One head then.
+// stride_a; the sum goes to total (dense) and is normed in place of x. One head then. centred: less its mean.
 extern "C" void rayk_rms_norm(const void* x, int64_t stride_t, int64_t stride_h, const void* weight,
                               int64_t stride_w, const void* added, void* total, int64_t stride_a, void* out,
-                              int64_t num_tokens, int32_t num_heads, int32_t size, float eps, int32_t wide,
-                              int32_t type, int32_t num_threads) {
+                              int64_t num_tokens, int32_t num_heads, int32_t size, float eps, int32_t centred,
+                              int32_t wide, int32_t type, int32_t num_threads) {
     if (type == 0)
         norm(static_cast<const float*>(x), stride_t, stride_h, static_cast<const float*>(weight), stride_w,
              static_cast<const float*>(added), static_cast<float*>(total), stride_a, static_cast<float*>(out), num_tokens,
-             num_heads, size, eps, wide, num_threads);
+             num_heads, size, eps, centred, wide, num_threads);
     else if (wide)
         norm(static_cast<const BFloat16*>(x), stride_t, stride_h, static_cast<const float*>(weight), stride_w,
              static_cast<const BFloat16*>(added), static_cast<BFloat16*>(total), stride_a, static_cast<BFloat16*>(out), num_tokens,
-             num_heads, size, eps, wide, num_threads);
+             num_heads, size, eps, centred, wide, num_threads);
     else
         norm(static_cast<const BFloat16*>(x), stride_t, stride_h, static_cast<const BFloat16*>(weight), stride_w,
              static_cast<const BFloat16*>(added), static_cast<BFloat16*>(total), stride_a, static_cast<BFloat16*>(out), num_tokens,
-             num_heads, size, eps, wide, num_threads);
+             num_heads, size, eps, centred, wide, num_threads);
 }
 
 // x, gates [T, G * size] by stride. weight: null, or [G, size] by stride_w, float32 where `wide` and else of `type`.
@@ -223,18 +268,37 @@ extern "C" void rayk_gated_norm(const void* x, int64_t stride_x, const void* gat
                    eps, order, wide, num_threads);
 }
 
-// cos, sin [T, half]: dimension i turns with i + half, those from 2 * half on stay. out may be x.
+namespace {
+
+template <class T, class A, Pairing pairing>
+void rotate_any(const void* x, int64_t stride_t, int64_t stride_h, const void* cos, const void* sin, void* out,
+                int64_t out_t, int64_t out_h, int64_t num_tokens, int num_heads, int size, int half,
+                int num_threads) {
+    rotate<T, A, pairing>(static_cast<const T*>(x), stride_t, stride_h, static_cast<const A*>(cos),
+                          static_cast<const A*>(sin), static_cast<T*>(out), out_t, out_h, num_tokens, num_heads,
+                          size, half, num_threads);
+}
+
+}  // namespace
+
+// cos, sin [T, half], dense, float32 where `wide` and else of `type`; wide only with pairing 1. Dimensions from
+// 2 * half on stay. out may be x with pairing 0, by the same strides. pairing: 0 dimension i turns with i + half,
+// 1 neighbours turn, 2 neighbours turn and come out as i and i + half.
 extern "C" void rayk_rotate(const void* x, int64_t stride_t, int64_t stride_h, const void* cos, const void* sin,
-                            void* out, int64_t num_tokens, int32_t num_heads, int32_t size, int32_t half,
-                            int32_t type, int32_t num_threads) {
+                            void* out, int64_t out_t, int64_t out_h, int64_t num_tokens, int32_t num_heads,
+                            int32_t size, int32_t half, int32_t pairing, int32_t wide, int32_t type,
+                            int32_t num_threads) {
+    auto run = rotate_any<float, float, kHalves>;
     if (type == 0)
-        rotate(static_cast<const float*>(x), stride_t, stride_h, static_cast<const float*>(cos),
-               static_cast<const float*>(sin), static_cast<float*>(out), num_tokens, num_heads, size, half,
-               num_threads);
+        run = pairing == 0   ? rotate_any<float, float, kHalves>
+              : pairing == 1 ? rotate_any<float, float, kPairs>
+                             : rotate_any<float, float, kIntoHalves>;
     else
-        rotate(static_cast<const BFloat16*>(x), stride_t, stride_h, static_cast<const BFloat16*>(cos),
-               static_cast<const BFloat16*>(sin), static_cast<BFloat16*>(out), num_tokens, num_heads, size, half,
-               num_threads);
+        run = pairing == 0   ? rotate_any<BFloat16, BFloat16, kHalves>
+              : pairing == 2 ? rotate_any<BFloat16, BFloat16, kIntoHalves>
+              : wide         ? rotate_any<BFloat16, float, kPairs>
+                             : rotate_any<BFloat16, BFloat16, kPairs>;
+    run(x, stride_t, stride_h, cos, sin, out, out_t, out_h, num_tokens, num_heads, size, half, num_threads);
 }
 
 // x [T, 2 * size] by stride: gates, then what they are multiplied with. kind: 0 silu, 1 gelu_tanh.

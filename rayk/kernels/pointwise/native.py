@@ -12,15 +12,17 @@ from rayk.kernels.native import NativeKernels
 _TYPES = {torch.float32: 0, torch.bfloat16: 1}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 """Activations that the kernel has, by its number for them."""
+PAIRINGS = {"halves": 0, "pairs": 1, "into_halves": 2}
+"""What turns together in a rotation, by the kernel's number for it."""
 ORDERS = {"gate_norm": 0, "norm_gate": 1, "plain": 2}
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = {
     "rayk_rms_norm": (_POINTER, _LONG, _LONG, _POINTER, _LONG, _POINTER, _POINTER, _LONG, _POINTER, _LONG)
-    + (_INT, _INT, _FLOAT, _INT, _INT, _INT),
+    + (_INT, _INT, _FLOAT, _INT, _INT, _INT, _INT),
     "rayk_gated_norm": (_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG)
     + (_INT, _INT, _FLOAT, _INT, _INT, _INT, _INT),
-    "rayk_rotate": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _LONG)
-    + (_INT, _INT, _INT, _INT, _INT),
+    "rayk_rotate": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG)
+    + (_INT, _INT, _INT, _INT, _INT, _INT, _INT),
     "rayk_gate": (_POINTER, _LONG, _POINTER, _LONG, _INT, _INT, _INT, _INT),
 }
 
@@ -43,10 +45,11 @@ def rms_norm_native(
     *,
     eps: float,
     wide: bool,
+    centred: bool = False,
     added: torch.Tensor | None = None,
     total: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Norm x, or x + `added` [T, D], which goes to `total`."""
+    """Norm x, less its mean if `centred`, or x + `added` [T, D], which goes to `total`."""
     num_heads, stride_h = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     out = torch.empty(x.shape, dtype=x.dtype)
     pointer, stride_w = None, 0
@@ -72,6 +75,7 @@ def rms_norm_native(
         num_heads,
         x.shape[-1],
         eps,
+        centred,
         wide,
         _TYPES[x.dtype],
         torch.get_num_threads(),
@@ -114,18 +118,28 @@ def gated_norm_native(
 
 
 def rotate_native(
-    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, out: torch.Tensor | None = None
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    pairing: str = "halves",
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotate into a new tensor or into `out`, which may be x itself."""
+    """Rotate into a new tensor or into `out` [T, H, D], dense rows; it may be x itself if halves turn."""
     num_tokens, num_heads, size = x.shape
     half = cos.shape[-1]
+    wide = cos.dtype == torch.float32
     assert cos.shape == sin.shape == (num_tokens, 1, half), (cos.shape, sin.shape, x.shape)
-    assert cos.dtype == sin.dtype == x.dtype, (cos.dtype, sin.dtype, x.dtype)
+    assert cos.dtype == sin.dtype, (cos.dtype, sin.dtype)
+    assert cos.dtype == x.dtype or (wide and pairing == "pairs"), (cos.dtype, x.dtype, pairing)
     assert cos.is_contiguous()
     assert sin.is_contiguous()
     assert 2 * half <= size, (half, size)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype)
+    assert out.shape == x.shape, (out.shape, x.shape)
+    assert out.dtype == x.dtype, (out.dtype, x.dtype)
+    assert out.stride(2) == 1, "dense rows"
     _KERNELS.library.rayk_rotate(
         x.data_ptr(),
         x.stride(0),
@@ -133,10 +147,14 @@ def rotate_native(
         cos.data_ptr(),
         sin.data_ptr(),
         out.data_ptr(),
+        out.stride(0),
+        out.stride(1),
         num_tokens,
         num_heads,
         size,
         half,
+        PAIRINGS[pairing],
+        wide,
         _TYPES[x.dtype],
         torch.get_num_threads(),
     )

@@ -91,6 +91,8 @@ def rotate_kernel(
     x_stride_t,
     x_stride_h,
     weight_stride,
+    out_stride_t,
+    out_stride_h,
     SIZE: tl.constexpr,
     HALF: tl.constexpr,
     PADDED_HALF: tl.constexpr,
@@ -138,7 +140,7 @@ def rotate_kernel(
     o_a, o_b = o_d, o_d + HALF
     if PAIRS_OUT:
         o_a, o_b = 2 * o_d, 2 * o_d + 1
-    p_out = out + o_r[:, None] * SIZE
+    p_out = out + (i_t * out_stride_t + i_h * out_stride_h)[:, None]
     tl.store(p_out + o_a, b_first.to(TYPE), mask=m)
     tl.store(p_out + o_b, b_second.to(TYPE), mask=m)
     tl.store(p_out + o_rest, b_rest.to(TYPE), mask=m_rest)
@@ -316,6 +318,7 @@ def rotate_triton(
     pairs: bool = False,
     into_halves: bool = False,
     norm: tuple[torch.Tensor | None, float, bool] | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`norm`: weight, eps and whether it is wide, of a norm of each head before it turns. `pairs`: an element
     turns with its neighbour, and `into_halves` says that they part."""
@@ -324,9 +327,12 @@ def rotate_triton(
     assert cos.is_contiguous(), "dense angles"
     assert sin.is_contiguous(), "dense angles"
     weight, eps, wide = norm or (None, 0.0, False)
-    dtype = x.dtype
+    dtype, given = x.dtype, out
     x, weight, cos, sin = _wide(x), _wide(weight), _wide(cos), _wide(sin)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out is None or out.dtype != x.dtype:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    assert out.shape == x.shape, (out.shape, x.shape)
+    assert out.stride(2) == 1, "dense rows"
     padded, padded_rest = triton.next_power_of_2(half), triton.next_power_of_2(max(1, size - 2 * half))
     tile_r = max(1, TILE_ELEMENTS // triton.next_power_of_2(size))
     if x.numel():
@@ -343,6 +349,8 @@ def rotate_triton(
                 x.stride(0),
                 x.stride(1),
                 weight.stride(0) if weight is not None and weight.dim() == 2 else 0,
+                out.stride(0),
+                out.stride(1),
                 SIZE=size,
                 HALF=half,
                 PADDED_HALF=padded,
@@ -356,7 +364,7 @@ def rotate_triton(
                 ROUNDS=not pairs or into_halves,
                 num_warps=_num_warps(tile_r * padded),
             )
-    return out.to(dtype)
+    return out.to(dtype) if given is None or given is out else given.copy_(out)
 
 
 def gated_triton(gate_up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -96,18 +96,20 @@ _SCALED: dict[str, Callable[[RopeConfig, torch.Tensor], torch.Tensor]] = {
 }
 
 
-def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate the first 2 * (angles) dimensions of x [T, heads, D]; the rest pass through."""
-    if rotation.interleaved:
-        return rotate_pairs(x, rotation.cos, rotation.sin)
-    return rotate_halves(x, rotation.cos, rotation.sin)
+def rotate(x: torch.Tensor, rotation: Rotation, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Rotate the first 2 * (angles) dimensions of x [T, heads, D]; the rest pass through. The result goes to
+    `out`, or a new tensor."""
+    turn = rotate_pairs if rotation.interleaved else rotate_halves
+    return turn(x, rotation.cos, rotation.sin, out=out)
 
 
-def rotate_into_halves(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+def rotate_into_halves(
+    x: torch.Tensor, rotation: Rotation, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Rotate all of x [T, heads, rotary_size]; pairs come out as i and i + rotary_size / 2.
 
     Interleaved pairs are separated on the way: only products of two vectors rotated like this are meaningful.
     """
     if not rotation.interleaved:
-        return rotate(x, rotation)
-    return rotate_pairs(x, rotation.cos, rotation.sin, into_halves=True)
+        return rotate(x, rotation, out=out)
+    return rotate_pairs(x, rotation.cos, rotation.sin, into_halves=True, out=out)
