@@ -143,6 +143,7 @@ def _layer_cases(target: str, dtypes: Sequence[str], *, quick: bool = False) -> 
         for head in heads:
             yield Case(target, "rotate", dtype, head, 1, "plain")
         yield Case(target, "choose", dtype, (128, 4), 1, "plain")
+        yield Case(target, "rows", dtype, (2880, 4), 1, "plain")
         for rows in (1, 256) if quick else (1, 32, 64, 256):
             yield Case(target, "experts", dtype, (rows, 2880), 1, "plain")
 
@@ -451,12 +452,25 @@ def _multiply_groups(case: Case) -> None:
     grouped_matmul_triton(x, weights.view(32, size, 2 * size), ends, None)
 
 
+def _move_rows(case: Case) -> None:
+    """`head` is a row's elements and the copies of a token; all of them are the rank's own, or some."""
+    from rayk.kernels.expert_rows.triton import combine_rows_triton, gather_rows_triton
+
+    (size, num_copies), dtype = case.head, getattr(torch, case.dtype)
+    x, shares = torch.empty(32, size, dtype=dtype), torch.empty(32, num_copies)
+    order, num_rows = torch.empty(32 * num_copies, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
+    for some, before, after in ((None, None, shares), (num_rows, shares, None)):
+        rows, places = gather_rows_triton(x, order, num_copies, before)
+        combine_rows_triton(rows, places, after, num_copies, some)
+
+
 CALLS = {
     "norm": _norm,
     "rotate": _rotate,
     "gate": _gate,
     "choose": _choose,
     "experts": _multiply_groups,
+    "rows": _move_rows,
     "store": _store,
     "digest": _digest,
     "copy": _copy_runs,

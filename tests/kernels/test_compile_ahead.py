@@ -81,6 +81,8 @@ def test_every_kernel_was_compiled(rows: Rows) -> None:
         "gated_norm_kernel",
         "choose_experts_kernel",
         "grouped_matmul_kernel",
+        "gather_rows_kernel",
+        "combine_rows_kernel",
         "causal_conv1d_kernel",
         "keep_taps_kernel",
         "causal_conv1d_step_kernel",

@@ -25,7 +25,7 @@ from rayk.models.layers.attention import checked_cache
 from rayk.models.layers.linear import Linear, RowParallelLinear
 from rayk.models.layers.norm import Norm
 from rayk.models.layers.places import Places
-from rayk.models.layers.rope import rotate_into_halves
+from rayk.models.layers.rope import Rotation, rotate_into_halves
 from rayk.models.pieces import Rows, head_rows
 from rayk.parallel import shard
 
@@ -114,10 +114,8 @@ class Mla:
         cached = w.latent.forward(x)
         latent = w.latent_norm.forward(cached[:, :latent_size])
         key = rotate_into_halves(cached[:, None, latent_size:], rotation)
-        into_latents = torch.einsum("tqn,qnr->tqr", q[..., : self.nope_size], w.key)
-        turned = rotate_into_halves(q[..., self.nope_size :], rotation)
         out = self.backend.forward_latent(
-            torch.cat([into_latents, turned], dim=-1),
+            self._into_latents(q, rotation),
             latent,
             key.squeeze(1),
             self.kv_cache,
@@ -125,6 +123,16 @@ class Mla:
             self.params,
         )
         return w.out.forward(torch.einsum("tqr,qrv->tqv", out, w.value).flatten(1))
+
+    def _into_latents(self, q: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """Map the first part of queries [T, Q, N + P] into the latent space, and turn the rest:
+        [T, Q, R + P]."""
+        latent_size = self.params.latent_size
+        out = q.new_empty(*q.shape[:2], latent_size + self.params.rope_size)
+        parts = (q[..., : self.nope_size], out[..., :latent_size])
+        torch.bmm(parts[0].transpose(0, 1), self._weights.key, out=parts[1].transpose(0, 1))
+        rotate_into_halves(q[..., self.nope_size :], rotation, out=out[..., latent_size:])
+        return out
 
 
 def build_mla(build: Build, index: int) -> Mla:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from rayk.kernels.expert_rows import combine_rows, gather_rows
 from rayk.kernels.grouped_matmul import grouped_matmul
 from rayk.kernels.pointwise import activate, gated
 from rayk.models.build import Build
@@ -102,26 +103,18 @@ class Moe:
         if not w.count:
             return torch.zeros_like(x)
         local = chosen.flatten() - self._first if self._first else chosen.flatten()
-        is_other = None
-        if w.count < self._config.num_experts:
-            is_other = (local < 0) | (local >= w.count)
+        has_others = w.count < self._config.num_experts
+        if has_others:
             # They come last, where no expert runs.
-            local = local.masked_fill(is_other, w.count)
+            local = local.masked_fill((local < 0) | (local >= w.count), w.count)
         by_expert, order = local.sort(stable=True)
         ends = torch.searchsorted(by_expert, self._ids, right=True, out_int32=True)
-        inputs = x.index_select(0, order // chosen.shape[1])
-        if self._config.weighs_inputs:
-            inputs = (inputs * shares.flatten().index_select(0, order).unsqueeze(1)).to(x.dtype)
+        before, after = (shares, None) if self._config.weighs_inputs else (None, shares)
+        num_copies = chosen.shape[1]
+        inputs, places = gather_rows(x, order, num_copies, before)
         inner = self._activate(grouped_matmul(inputs, w.gate_up, ends, w.gate_up_bias))
         results = grouped_matmul(inner, w.down, ends, w.down_bias)
-        # Back in the tokens' order, a token's results stand side by side.
-        results = torch.empty_like(results).index_copy_(0, order, results).view(*chosen.shape, -1)
-        if is_other is not None:
-            results = results.masked_fill(is_other.view(*chosen.shape, 1), 0.0)
-        results = results.to(shares.dtype)
-        if self._config.weighs_inputs:
-            return results.sum(1).to(x.dtype)
-        return torch.bmm(shares.unsqueeze(1), results).squeeze(1).to(x.dtype)
+        return combine_rows(results, places, after, num_copies, num_rows=ends[-1:] if has_others else None)
 
     def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
         if self._config.kind == "relu2":
