@@ -144,6 +144,7 @@ def _layer_cases(target: str, dtypes: Sequence[str], *, quick: bool = False) -> 
             yield Case(target, "rotate", dtype, head, 1, "plain")
         yield Case(target, "choose", dtype, (128, 4), 1, "plain")
         yield Case(target, "rows", dtype, (2880, 4), 1, "plain")
+        yield Case(target, "altup", dtype, (2048, 4), 1, "plain")
         for rows in (1, 256) if quick else (1, 32, 64, 256):
             yield Case(target, "experts", dtype, (rows, 2880), 1, "plain")
 
@@ -411,12 +412,15 @@ def _rotate(case: Case) -> None:
 
 
 def _gate(case: Case) -> None:
-    """Gated activations, and gated norms of groups of a quarter of a row."""
-    from rayk.kernels.pointwise.triton import gated_norm_triton, gated_triton
+    """Gated activations, whose gates may be cut, and gated norms of groups of a quarter of a row."""
+    from rayk.kernels.pointwise import GateThreshold
+    from rayk.kernels.pointwise.triton import gate_sums_triton, gated_norm_triton, gated_triton
 
     size, dtype = case.head[0], getattr(torch, case.dtype)
+    gate_up = torch.empty(32, 2 * size, dtype=dtype)
     for activation in ("silu", "gelu_tanh"):
-        gated_triton(torch.empty(32, 2 * size, dtype=dtype), activation)
+        gated_triton(gate_up, activation)
+    gated_triton(gate_up, "gelu_tanh", GateThreshold(gate_sums_triton(gate_up[:, :size]), size, 1.6))
     x, gate = torch.empty(2, 32, size, dtype=dtype)
     for order, weight in (
         ("gate_norm", torch.empty(size)),
@@ -452,6 +456,18 @@ def _multiply_groups(case: Case) -> None:
     grouped_matmul_triton(x, weights.view(32, size, 2 * size), ends, None)
 
 
+def _update_streams(case: Case) -> None:
+    """`head` is a stream's elements and how many streams there are."""
+    from rayk.kernels.altup import StreamRouter
+    from rayk.kernels.altup.triton import correct_triton, predict_triton
+
+    (size, num), dtype = case.head, getattr(torch, case.dtype)
+    streams, weight = torch.empty(num, 32, size, dtype=dtype), torch.empty(num, size, dtype=dtype)
+    router = StreamRouter(norm=torch.empty(size), eps=1e-6, scale=0.01, weight=weight)
+    predict_triton(streams, router, torch.empty(num * num, num, dtype=dtype), active=0)
+    correct_triton(streams, streams[0], router, torch.empty(num, num, dtype=dtype), active=0)
+
+
 def _move_rows(case: Case) -> None:
     """`head` is a row's elements and the copies of a token; all of them are the rank's own, or some."""
     from rayk.kernels.expert_rows.triton import combine_rows_triton, gather_rows_triton
@@ -471,6 +487,7 @@ CALLS = {
     "choose": _choose,
     "experts": _multiply_groups,
     "rows": _move_rows,
+    "altup": _update_streams,
     "store": _store,
     "digest": _digest,
     "copy": _copy_runs,

@@ -19,7 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from rayk.kernels.pointwise import (
+    GateThreshold,
     add_rms_norm,
+    gate_sums,
     gated,
     gated_norm,
     layer_norm,
@@ -276,6 +278,27 @@ def test_gated_activations(impl: str, activation: str, dtype: torch.dtype, size:
     function = functions[activation]
     exact = function(gate.double()) * up.double()
     assert_matches(gated(gate_up, activation, impl=impl), exact, function(gate) * up)
+
+
+@each("size", [15, 40, 2500])
+@each("dtype", [torch.float32, torch.float16], ids=str)
+@each("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=interpreted)])
+def test_gates_are_cut_before_they_open(impl: str, activation: str, dtype: torch.dtype, size: int) -> None:
+    """At a quantile of a normal distribution like theirs. A mean of many deviations hides these in float32;
+    float16 rounds the cut as torch does."""
+    gate_up = draw(4, 2 * size, dtype=dtype)
+    gate_up[1, :size] += 40 if dtype == torch.float32 else 0
+    gate, up = gate_up.chunk(2, dim=-1)
+    sums, wide = gate_sums(gate, impl=impl), gate.double()
+    torch.testing.assert_close(sums, torch.stack([wide.sum(-1), wide.square().sum(-1)], -1))
+    functions = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+    activated, cut = functions[activation], GateThreshold(sums, size, 0.5)
+    at = wide.mean(-1, keepdim=True) + 0.5 * wide.std(-1, keepdim=True, correction=0)
+    exact, eager = activated(F.relu(wide - at)) * up.double(), activated(cut.apply(gate)) * up
+    if dtype == torch.float16:
+        exact = activated(cut.apply(gate).double()) * up.double()
+    assert_matches(gated(gate_up, activation, cut=cut, impl=impl), exact, eager)
 
 
 @needs_native

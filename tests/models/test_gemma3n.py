@@ -283,7 +283,7 @@ def cut_by_ranks(sparsity: float, x: torch.Tensor, tp_size: int) -> torch.Tensor
     def body(comm: Comm) -> torch.Tensor:
         counting = Counting(comm)
         share = x.tensor_split(tp_size, dim=1)[comm.rank]
-        cut = GateCut(sparsity, size, counting).forward(share)
+        cut = GateCut(sparsity, size, counting).of(share).apply(share)
         assert counting.summed == ([(num_tokens, 2)] if tp_size > 1 else [])
         return cut
 

@@ -73,7 +73,7 @@ def modalities(decoder: Decoder, x: torch.Tensor) -> torch.Tensor:
     found = []
     for layer in decoder.layers:
         assert isinstance(layer, AltUpLayer)
-        found.append(layer.altup._modalities(x))
+        found.append(layer.altup.router.forward(x))
     return torch.stack(found)
 
 

@@ -24,7 +24,7 @@ MOST = {"plain": 15, "other": 31}
 """One below the targets: a long context is attended to in splits, which one more kernel combines."""
 PLAIN = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3", "cohere2")
 OTHERS = ("gpt_oss", "llama4", "jamba", "bamba", "mamba2", "granitemoehybrid", "nemotron_h", "falcon_h1")
-OTHERS += ("qwen3_next", "deepseek_v3")
+OTHERS += ("qwen3_next", "deepseek_v3", "gemma3n")
 NO_LAUNCH = (
     "empty",
     "empty_like",

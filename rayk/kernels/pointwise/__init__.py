@@ -21,7 +21,9 @@ from rayk.kernels.pointwise.native import (
     rotate_native,
 )
 from rayk.kernels.pointwise.reference import (
+    GateThreshold,
     activate,
+    gate_sums_reference,
     gated_norm_reference,
     gated_reference,
     layer_norm_reference,
@@ -31,8 +33,10 @@ from rayk.kernels.pointwise.reference import (
 )
 
 __all__ = [
+    "GateThreshold",
     "activate",
     "add_rms_norm",
+    "gate_sums",
     "gated",
     "gated_norm",
     "layer_norm",
@@ -198,16 +202,28 @@ def rotate_pairs(
     return _into(out, rotate_pairs_reference(x, cos, sin, into_halves=into_halves))
 
 
-def gated(gate_up: torch.Tensor, activation: str, *, impl: str | None = None) -> torch.Tensor:
-    """Compute activation(gate) * up of gate_up [T, 2 * D], gates first: [T, D], as `activate` does."""
+def gated(
+    gate_up: torch.Tensor, activation: str, *, cut: GateThreshold | None = None, impl: str | None = None
+) -> torch.Tensor:
+    """Compute activation(gate) * up of gate_up [T, 2 * D], gates first: [T, D], as `activate` does; gates are
+    `cut` before, each step of which is rounded."""
     fits = activation in ACTIVATIONS and gate_up.dim() == 2
-    impl = _choose(impl, gate_up, native=fits and is_native(gate_up), triton=fits)
+    impl = _choose(impl, gate_up, native=fits and cut is None and is_native(gate_up), triton=fits)
     if impl == "native":
         return gated_native(gate_up, activation)
     if impl == "triton":
-        out: torch.Tensor = _triton().gated_triton(gate_up, activation)
+        out: torch.Tensor = _triton().gated_triton(gate_up, activation, cut)
         return out
-    return gated_reference(gate_up, activation)
+    return gated_reference(gate_up, activation, cut)
+
+
+def gate_sums(gate: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """Add up the gates [T, D] of each token, and their squares: [T, 2] float64."""
+    impl = _choose(impl, gate, native=False, triton=gate.dim() == 2)
+    if impl == "triton":
+        sums: torch.Tensor = _triton().gate_sums_triton(gate)
+        return sums
+    return gate_sums_reference(gate)
 
 
 def _into(out: torch.Tensor | None, result: torch.Tensor) -> torch.Tensor:

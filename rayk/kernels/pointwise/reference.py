@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 
@@ -67,9 +69,34 @@ def rotate_pairs_reference(
     return turned if size == x.shape[-1] else torch.cat([turned, rest], dim=-1)
 
 
-def gated_reference(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class GateThreshold:
+    """Where gates are cut: at a quantile of a normal distribution with their mean and deviation."""
+
+    sums: torch.Tensor
+    """[T, 2] float64: of a token's gates, those of all ranks, and of their squares. That preserves a
+    deviation far below the mean."""
+    num_gates: int
+    quantile: float
+    """In deviations."""
+
+    def apply(self, gate: torch.Tensor) -> torch.Tensor:
+        """Reduce gates [T, some] to their excess over the cut, at least 0."""
+        mean, square = (self.sums / self.num_gates).unbind(-1)
+        # If gates are nearly equal, rounding may give a negative variance.
+        deviation = (square - mean.square()).clamp(min=0).sqrt()
+        quantile = float(torch.tensor(self.quantile).to(gate.dtype))
+        return F.relu(gate - (mean.to(gate.dtype) + deviation.to(gate.dtype) * quantile)[:, None])
+
+
+def gate_sums_reference(gate: torch.Tensor) -> torch.Tensor:
+    wide = gate.double()
+    return torch.stack([wide.sum(-1), wide.square().sum(-1)], dim=-1)
+
+
+def gated_reference(gate_up: torch.Tensor, activation: str, cut: GateThreshold | None = None) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return activate(gate, activation) * up
+    return activate(gate if cut is None else cut.apply(gate), activation) * up
 
 
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from rayk.kernels.interpreter import INTERPRETED, launching
+from rayk.kernels.pointwise.reference import GateThreshold
 
 TILE_ELEMENTS = 2048
 """Elements per program, unless a row has more."""
@@ -153,9 +154,47 @@ def _sigmoid(x):
     return tl.where(x < 0, e, 1.0) / (1.0 + e)
 
 
+@triton.jit
+def gate_sums_kernel(gate, sums, size, stride, TILE_D: tl.constexpr):
+    """Grid: (rows,)."""
+    i_t = tl.program_id(0).to(tl.int64)
+    o_d = tl.arange(0, TILE_D)
+    b_sum = tl.zeros([TILE_D], tl.float64)
+    b_squares = tl.zeros([TILE_D], tl.float64)
+    for at in range(0, size, TILE_D):
+        m = at + o_d < size
+        b = tl.load(gate + i_t * stride + at + o_d, mask=m, other=0.0).to(tl.float32).to(tl.float64)
+        b_sum += b
+        b_squares += b * b
+    tl.store(sums + 2 * i_t, tl.sum(b_sum, 0))
+    tl.store(sums + 2 * i_t + 1, tl.sum(b_squares, 0))
+
+
+@triton.jit
+def _cut(b_gate, p_sums, m_r, num_gates, quantile, TYPE: tl.constexpr):
+    b_mean = tl.load(p_sums, mask=m_r, other=0.0) / num_gates
+    b_square = tl.load(p_sums + 1, mask=m_r, other=0.0) / num_gates
+    b_deviation = tl.sqrt(tl.maximum(b_square - b_mean * b_mean, 0.0))
+    b_quantile = _rounded(tl.zeros_like(b_mean).to(tl.float32) + quantile, TYPE)
+    b_excess = _rounded(b_deviation.to(TYPE).to(tl.float32) * b_quantile, TYPE)
+    b_at = _rounded(b_mean.to(TYPE).to(tl.float32) + b_excess, TYPE)
+    return tl.maximum(_rounded(b_gate - b_at[:, None], TYPE), 0.0, propagate_nan=tl.PropagateNan.ALL)
+
+
 @triton.jit(do_not_specialize=("num_rows",))
 def gated_kernel(
-    gate_up, out, num_rows, size, stride, TILE_R: tl.constexpr, TILE_D: tl.constexpr, ACTIVATION: tl.constexpr
+    gate_up,
+    sums,
+    out,
+    num_rows,
+    size,
+    stride,
+    num_gates,
+    quantile,
+    TILE_R: tl.constexpr,
+    TILE_D: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    CUTS: tl.constexpr,
 ):
     """Grid: (tiles of rows, tiles of columns)."""
     o_r = tl.program_id(0).to(tl.int64) * TILE_R + tl.arange(0, TILE_R)
@@ -164,6 +203,8 @@ def gated_kernel(
     p = gate_up + (o_r * stride)[:, None] + o_d[None, :]
     b_gate = tl.load(p, mask=m, other=0.0).to(tl.float32)
     b_up = tl.load(p + size, mask=m, other=0.0).to(tl.float32)
+    if CUTS:
+        b_gate = _cut(b_gate, sums + 2 * o_r, o_r < num_rows, num_gates, quantile, out.dtype.element_ty)
     if ACTIVATION == "silu":
         b_gate *= _sigmoid(b_gate)
     else:
@@ -367,10 +408,21 @@ def rotate_triton(
     return out.to(dtype) if given is None or given is out else given.copy_(out)
 
 
-def gated_triton(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+def gate_sums_triton(gate: torch.Tensor) -> torch.Tensor:
+    gate = _wide(gate)
+    sums = torch.empty(len(gate), 2, dtype=torch.float64, device=gate.device)
+    if len(gate):
+        tile = min(triton.next_power_of_2(gate.shape[1]), TILE_ELEMENTS)
+        with launching():
+            gate_sums_kernel[len(gate),](gate, sums, gate.shape[1], gate.stride(0), TILE_D=tile, num_warps=4)
+    return sums
+
+
+def gated_triton(gate_up: torch.Tensor, activation: str, cut: GateThreshold | None = None) -> torch.Tensor:
     dtype, gate_up = gate_up.dtype, _wide(gate_up)
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert activation in ("silu", "gelu_tanh"), activation
+    assert cut is None or cut.sums.is_contiguous(), "dense sums"
     out = torch.empty(num_rows, size, dtype=gate_up.dtype, device=gate_up.device)
     tile_d = min(triton.next_power_of_2(size), TILE_ELEMENTS // 2)
     tile_r = TILE_ELEMENTS // 2 // tile_d
@@ -378,13 +430,17 @@ def gated_triton(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         with launching():
             gated_kernel[(triton.cdiv(num_rows, tile_r), triton.cdiv(size, tile_d))](
                 gate_up,
+                None if cut is None else cut.sums,
                 out,
                 num_rows,
                 size,
                 gate_up.stride(0),
+                1.0 if cut is None else float(cut.num_gates),
+                0.0 if cut is None else cut.quantile,
                 TILE_R=tile_r,
                 TILE_D=tile_d,
                 ACTIVATION=activation,
+                CUTS=cut is not None,
                 num_warps=4,
             )
     return out.to(dtype)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rayk.kernels.altup import StreamRouter, correct_streams, predict_streams
 from rayk.kernels.pointwise import activate
 from rayk.models.build import Build
 from rayk.models.config import AltUpConfig, MlpConfig
@@ -36,45 +37,25 @@ class StreamsAndInputs(NamedTuple):
     """Per-layer inputs of all layers [L, T, P]."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class AltUp:
     """Predicts every stream from all of them, and corrects the predictions by the computed active stream."""
 
-    def __init__(
-        self,
-        *,
-        active: int,
-        router_norm: Norm,
-        router_scale: float,
-        router: Linear,
-        predictor: Linear,
-        corrector: Linear,
-    ) -> None:
-        """`active`: the stream that a layer computes. router [S, hidden] of a normed and scaled stream;
-        predictor [S * S, S], whose row (to, from) weighs stream `from` in the prediction of `to`; corrector
-        [S, S]."""
-        self._active = active
-        self._router_scale = router_scale
-        self._router_norm = router_norm
-        self._router = router
-        self._predictor = predictor
-        self._corrector = corrector
+    active: int
+    """The stream that a layer computes."""
+    router: StreamRouter
+    predictor: torch.Tensor
+    """[S * S, S]"""
+    corrector: torch.Tensor
+    """[S, S]"""
 
     def predict(self, streams: torch.Tensor) -> torch.Tensor:
-        """Add to each stream of [S, T, hidden] a weighted sum of all streams."""
-        num_streams = streams.shape[0]
-        weights = self._predictor.forward(self._modalities(streams[self._active]))
-        weights = weights.view(-1, num_streams, num_streams)
-        return streams + torch.matmul(weights, streams.transpose(0, 1)).transpose(0, 1)
+        """[S, T, hidden] -> [S, T, hidden]."""
+        return predict_streams(streams, self.router, self.predictor, active=self.active)
 
     def correct(self, predicted: torch.Tensor, computed: torch.Tensor) -> torch.Tensor:
         """Correct predicted [S, T, hidden] by the computed active stream [T, hidden]."""
-        weights = self._corrector.forward(self._modalities(computed)) + 1.0
-        return predicted + (computed - predicted[self._active]) * weights.t()[:, :, None]
-
-    def _modalities(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, hidden] -> [T, S]."""
-        routed = self._router.forward(self._router_norm.forward(x) * self._router_scale)
-        return torch.tanh(routed.float()).to(x.dtype)
+        return correct_streams(predicted, computed, self.router, self.corrector, active=self.active)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +88,7 @@ class PerLayerInput:
         active = streams[self.active]
         gate = self.gate.forward(active if self.scale is None else active * self.scale)
         gated = activate(gate, self.activation) * per_layer_input
-        streams[1:] += self.norm.forward(self.out.forward(gated))
+        streams[1:].add_(self.norm.forward(self.out.forward(gated)))
         return streams
 
 
@@ -209,11 +190,9 @@ def build_altup_layer(build: Build, index: int, altup: AltUpConfig, mixer: Mixer
         active=altup.active_stream,
         altup=AltUp(
             active=altup.active_stream,
-            router_norm=build.layer_norm(index, "altup_norm"),
-            router_scale=rounded_scale(1 / hidden, build.pieces.dtype),
-            router=_whole(build, index, "altup_router", streams, hidden),
-            predictor=_whole(build, index, "altup_predictor", streams**2, streams),
-            corrector=_whole(build, index, "altup_corrector", streams, streams),
+            router=_router(build, index, streams),
+            predictor=_matrix(build, index, "altup_predictor", streams**2, streams),
+            corrector=_matrix(build, index, "altup_corrector", streams, streams),
         ),
         laurel=Laurel(
             left=_whole(build, index, "laurel_left", altup.laurel_rank, hidden),
@@ -273,6 +252,21 @@ def _per_layer_input(build: Build, index: int, altup: AltUpConfig) -> PerLayerIn
         out=_whole(build, index, "per_layer_out", hidden, altup.per_layer_size),
         norm=build.layer_norm(index, "per_layer_norm"),
     )
+
+
+def _router(build: Build, index: int, num_streams: int) -> StreamRouter:
+    hidden, norm = build.config.hidden_size, build.layer_norm(index, "altup_norm")
+    assert norm.weight is not None, "a norm of streams has weights"
+    return StreamRouter(
+        norm=norm.weight,
+        eps=norm.eps,
+        scale=rounded_scale(1 / hidden, build.pieces.dtype),
+        weight=_matrix(build, index, "altup_router", num_streams, hidden),
+    )
+
+
+def _matrix(build: Build, index: int, parameter: str, num_rows: int, num_inputs: int) -> torch.Tensor:
+    return build.pieces.stacked(index, (Rows.whole(parameter, num_rows),), "weight", (num_inputs,))
 
 
 def _whole(build: Build, index: int, parameter: str, num_rows: int, num_inputs: int) -> Linear:

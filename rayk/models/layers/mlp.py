@@ -6,9 +6,8 @@ import math
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
-from rayk.kernels.pointwise import activate, gated
+from rayk.kernels.pointwise import GateThreshold, activate, gate_sums, gated
 from rayk.models.build import Build
 from rayk.models.config import MlpConfig
 from rayk.models.layers.linear import Linear, RowParallelLinear
@@ -34,22 +33,16 @@ class GateCut:
         """`sparsity` is the share below the quantile, `num_gates` counts the gates of all ranks."""
         # transformers computes the quantile in float32 for any model dtype.
         share = torch.tensor(sparsity, dtype=torch.float32)
-        self._quantile = torch.erfinv(2 * share - 1) * math.sqrt(2)
+        self._quantile = float(torch.erfinv(2 * share - 1) * math.sqrt(2))
         self._num_gates = num_gates
         self._comm = comm
 
-    def forward(self, gate: torch.Tensor) -> torch.Tensor:
-        """Reduce the rank's gates [T, its own] to their excess over the quantile, at least 0."""
-        # float64 preserves a deviation that is far below the mean.
-        wide = gate.double()
-        sums = torch.stack([wide.sum(-1), wide.square().sum(-1)], dim=-1)
+    def of(self, gate: torch.Tensor) -> GateThreshold:
+        """Find where the rank's gates [T, its own] are cut."""
+        sums = gate_sums(gate)
         if self._comm.size > 1:
             sums = self._comm.all_reduce(sums)
-        mean, square = (sums / self._num_gates).unbind(-1)
-        # If gates are nearly equal, rounding may give a negative variance.
-        deviation = (square - mean.square()).clamp(min=0).sqrt()
-        cut = mean.to(gate.dtype) + deviation.to(gate.dtype) * float(self._quantile.to(gate.dtype))
-        return F.relu(gate - cut[:, None])
+        return GateThreshold(sums, self._num_gates, self._quantile)
 
 
 class GatedMlp:
@@ -65,7 +58,7 @@ class GatedMlp:
         down_multiplier: float = 1.0,
         cut: GateCut | None = None,
     ) -> None:
-        """gate x is multiplied by `gate_multiplier` and then `cut` before the activation, the result by
+        """gate x is multiplied by `gate_multiplier` or `cut` before the activation, the result multiplied by
         `down_multiplier`."""
         self.gate_up = gate_up
         self.down = down
@@ -73,25 +66,19 @@ class GatedMlp:
         self._gate_multiplier = gate_multiplier
         self._down_multiplier = down_multiplier
         self._cut = cut
+        assert cut is None or gate_multiplier == 1.0, "gates are multiplied or cut"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden], the same on every rank unless `down` leaves sums partial."""
         gate_up = self.gate_up.forward(x)
-        if self._gate_multiplier == 1.0 and self._cut is None:
-            inner = gated(gate_up, self._activation)
+        if self._gate_multiplier == 1.0:
+            cut = None if self._cut is None else self._cut.of(gate_up.chunk(2, dim=-1)[0])
+            inner = gated(gate_up, self._activation, cut=cut)
         else:
-            inner = self._changed(gate_up)
+            gate, up = gate_up.chunk(2, dim=-1)
+            inner = activate(gate * self._gate_multiplier, self._activation) * up
         out = self.down.forward(inner)
         return out if self._down_multiplier == 1.0 else out * self._down_multiplier
-
-    def _changed(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """Return the input of `down` if gates are multiplied or cut."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        if self._gate_multiplier != 1.0:
-            gate = gate * self._gate_multiplier
-        if self._cut is not None:
-            gate = self._cut.forward(gate)
-        return activate(gate, self._activation) * up
 
 
 class PlainMlp:

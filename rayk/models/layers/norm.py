@@ -21,7 +21,7 @@ class Norm:
         """`weight` is in the model's dtype, as stored."""
         # In float32 this sum equals the one that transformers computes in each forward.
         self.weight = weight.float() + config.offset if weight is not None and config.wide else weight
-        self._eps = config.eps
+        self.eps = config.eps
         self._wide = config.wide
         self._centred = config.kind == "layer"
         assert config.kind in ("rms", "layer"), config
@@ -30,15 +30,15 @@ class Norm:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Keep shape and dtype."""
         if self._centred:
-            return layer_norm(x, self.weight, eps=self._eps)
-        return rms_norm(x, self.weight, eps=self._eps, wide=self._wide)
+            return layer_norm(x, self.weight, eps=self.eps)
+        return rms_norm(x, self.weight, eps=self.eps, wide=self._wide)
 
     def add(self, x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return x + out [T, D] and its norm."""
         if self._centred:
             total = x + out
             return total, self.forward(total)
-        return add_rms_norm(x, out, self.weight, eps=self._eps, wide=self._wide)
+        return add_rms_norm(x, out, self.weight, eps=self.eps, wide=self._wide)
 
     def gated(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Norm each head of x [T, heads, D], multiply by silu(gate) [T, heads * D]; [T, heads * D]."""
@@ -48,7 +48,7 @@ class Norm:
             gate,
             self.weight,
             group_size=x.shape[2],
-            eps=self._eps,
+            eps=self.eps,
             order="norm_gate",
             wide=self._wide,
         )
@@ -58,7 +58,7 @@ class Norm:
         if self._centred or rotation.interleaved:
             return rotate(self.forward(x), rotation)
         angles = rotation.cos, rotation.sin
-        return norm_rotate_halves(x, self.weight, *angles, eps=self._eps, wide=self._wide)
+        return norm_rotate_halves(x, self.weight, *angles, eps=self.eps, wide=self._wide)
 
 
 class GatedNorm:

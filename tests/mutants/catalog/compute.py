@@ -94,7 +94,7 @@ def _(original, config, positions):
 
 @COMPUTE.twin(
     "gates are not cut",
-    "rayk.models.layers.mlp:GateCut.forward",
+    "rayk.kernels.pointwise.reference:GateThreshold.apply",
     "models/test_gemma3n.py::test_gates_are_cut_as_transformers_cuts_them",
 )
 def _(original, self, gate):
