@@ -43,6 +43,7 @@ from rayk.metrics import Meter
 from rayk.models.fingerprint import fingerprint
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import TransferOutcome, refusal
+from rayk.transfer.costs import CostTable
 from rayk.transfer.faulty_agent import FaultyAgent, reuse_early
 from rayk.transfer.finite import first_not_finite
 from rayk.transfer.handshake import CacheDescription, describe_cache
@@ -153,8 +154,9 @@ class TransferExtension:
             fingerprint=model,
             kv_scales=rank.decoder.kv_scales,
         )
-        self.transfer = TransferRank(self._agent, rank.caches, self._views, description, staging=staging)
-        self._push = PushSide(rank, make_push_agent, description, push_layers)
+        what, costs = (self._agent, rank.caches, self._views, description), CostTable()
+        self.transfer = TransferRank(*what, staging=staging, costs=costs)
+        self._push = PushSide(rank, make_push_agent, description, push_layers, costs)
         self._digesting = Digesting()
         if meter is not None:
             fault_counts = [

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rayk.engine.leader import Leader
     from rayk.engine.rank import EngineRank
     from rayk.transfer.agent import TransferAgent
+    from rayk.transfer.costs import CostTable
     from rayk.transfer.handshake import CacheDescription
     from rayk.transfer.push_messages import StopMessage
     from rayk.transfer.ticket import Reservation
@@ -89,12 +90,15 @@ class PushSide:
         make_agent: Callable[[], TransferAgent] | None,
         me: CacheDescription,
         push_layers: int | None,
+        costs: CostTable | None = None,
     ) -> None:
-        """`make_agent`: of the pusher's own; None where nothing is ever pushed. `push_layers`: see Pusher."""
+        """`make_agent`: of the pusher's own; None where nothing is ever pushed. `push_layers`, `costs`: see
+        Pusher."""
         self._rank = rank
         self._make_agent = make_agent
         self._me = me
         self._push_layers = push_layers
+        self._costs = costs
         self._pusher: Pusher | None = None
         self._positions = {layer: i for i, layer in enumerate(kept_layers(me.geometry))}
         self._chunks: Sequence[Chunk] = ()
@@ -105,7 +109,8 @@ class PushSide:
         if self._pusher is None:
             assert self._make_agent is not None, "this rank has no agent to push with"
             agent, buffer = self._make_agent(), self._rank.caches.buffer
-            self._pusher = Pusher(agent, buffer, self._me, push_layers=self._push_layers)
+            layers, costs = self._push_layers, self._costs
+            self._pusher = Pusher(agent, buffer, self._me, push_layers=layers, costs=costs)
         self._pusher.connect(producers, consumers)
 
     def begin(self, step: PushStep) -> None:

@@ -2,8 +2,9 @@
 
 The model is linear: so much per request, per descriptor that the transport sees, per descriptor that is only
 named before neighbours are joined, per byte; and for a staged read the same of its stretches, and of the
-copies out of the staging buffer. The constants are measured, by `jobs/benchmarks/transfer_costs.py`, which
-also says how far these are off on the machine at hand.
+copies out of the staging buffer. The code's constants come of `jobs/benchmarks/transfer_costs.py`, which also
+says how far these are off on the machine at hand; where device memory is involved, engines measure their own
+when they are wired up (`transfer.measuring`) and put them into their `CostTable`.
 """
 
 from __future__ import annotations
@@ -66,16 +67,71 @@ _NIXL_CPU = TransferCosts(
     copy_run_ns=3,
     copy_byte_ns=0.09,
 )
+# Between two processes of one H100 (cuda_ipc): descriptors and bytes as measured by
+# jobs/benchmarks/device_reads.py, the rest estimated. Engines use it only until they have measured.
+_NIXL_CUDA = TransferCosts(
+    request_ns=15_000,
+    descriptor_ns=5_300,
+    index_ns=5,
+    byte_ns=0.0007,
+    prepare_ns=100_000,
+    copy_run_ns=1,
+    copy_byte_ns=0.0014,
+)
 _KNOWN: dict[tuple[str, str], TransferCosts] = {
     ("nixl/UCX", "cpu"): _NIXL_CPU,
+    ("nixl/UCX", "cuda"): _NIXL_CUDA,
 }
-"""(transport, kind of device) -> what was measured there."""
+"""(transport, kind of device) -> what the code says of it."""
 
 
 def transfer_costs(transport: str, device: str) -> TransferCosts:
-    """Return what was measured for an agent's transport and a torch device; else for NIXL between CPU
+    """Return what the code says of an agent's transport and a torch device; else of NIXL between CPU
     processes."""
     return _KNOWN.get((transport, device.split(":")[0]), _NIXL_CPU)
+
+
+AS_CODED = "as coded"
+MEASURED = "measured"
+
+
+class CostTable:
+    """What transfers cost, by transport and kinds of the two devices: what was measured here, else what the
+    code says.
+
+    The first peer that is measured stands for all of its kind of device. Threads may share a table.
+    """
+
+    def __init__(self, *, measures_everywhere: bool = False) -> None:
+        """`measures_everywhere`: also between CPUs, of which the code knows enough."""
+        self._measures_everywhere = measures_everywhere
+        self._rows: dict[tuple[str, str, str], TransferCosts | str] = {}
+        """What was measured, or why that was impossible."""
+
+    def of(self, transport: str, device: str, peer_device: str) -> TransferCosts:
+        """Return what is known, by torch devices of this side and of the peer."""
+        row = self._rows.get(_row(transport, device, peer_device))
+        return row if isinstance(row, TransferCosts) else transfer_costs(transport, device)
+
+    def told(self, transport: str, device: str, peer_device: str) -> str:
+        """Tell reports where `of` has it from: measured; as coded; or `as coded: ` and why."""
+        row = self._rows.get(_row(transport, device, peer_device), "")
+        if isinstance(row, TransferCosts):
+            return MEASURED
+        return f"{AS_CODED}: {row}" if row else AS_CODED
+
+    def wants(self, transport: str, device: str, peer_device: str) -> bool:
+        """Tell whether to measure it: nobody has tried, and a device is involved."""
+        key = _row(transport, device, peer_device)
+        return key not in self._rows and (self._measures_everywhere or key[1:] != ("cpu", "cpu"))
+
+    def put(self, transport: str, device: str, peer_device: str, found: TransferCosts | str) -> None:
+        """Keep what was measured, or say why nothing was."""
+        self._rows[_row(transport, device, peer_device)] = found
+
+
+def _row(transport: str, device: str, peer_device: str) -> tuple[str, str, str]:
+    return transport, device.split(":")[0], peer_device.split(":")[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from rayk.transfer.agent import Handle, TransferAgent
-from rayk.transfer.costs import transfer_costs
+from rayk.transfer.costs import CostTable, TransferCosts
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.link import PREPARED_PER_READ, PreparedReads, pattern_lists
 from rayk.transfer.options import choose_layers, kept_layers
@@ -68,6 +68,7 @@ def make_consumer_link(
     consumers: Sequence[CacheDescription],
     *,
     push_layers: int | None,
+    costs: CostTable,
 ) -> ConsumerLink:
     """Add the consumer's ranks as peers: also those that get nothing may ask this rank to stop.
 
@@ -84,11 +85,13 @@ def make_consumer_link(
         for rank, plan in plans.items()
     }
 
-    costs = transfer_costs(agent.transport, me.device)
-
     @cache
+    def choose_by(known: TransferCosts, layer_ns: int) -> int:
+        return choose_layers(known, me.geometry, plans, layer_ns)
+
     def choose(layer_ns: int) -> int:
-        return push_layers or choose_layers(costs, me.geometry, plans, layer_ns)
+        known = costs.of(agent.transport, me.device, consumers[0].device)
+        return push_layers or choose_by(known, layer_ns)
 
     return ConsumerLink(
         by_rank,

@@ -17,7 +17,11 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from rayk.kv.block_pool import NULL_BLOCK
+from rayk.transfer.costs import CostTable
+from rayk.transfer.measuring import Measurements
 from rayk.transfer.options import kept_layers
 from rayk.transfer.peer_data import wrong_reservation
 from rayk.transfer.push import Chunk, Push
@@ -28,8 +32,6 @@ from rayk.types.errors import RaykError, TransferError
 from rayk.types.waiting import get_within
 
 if TYPE_CHECKING:
-    import torch
-
     from rayk.kv.groups import KVCacheGroup
     from rayk.transfer.agent import TransferAgent
     from rayk.transfer.handshake import CacheDescription
@@ -57,14 +59,16 @@ class Pusher:
         me: CacheDescription,
         *,
         push_layers: int | None = None,
+        costs: CostTable | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         has_thread: bool = True,
     ) -> None:
         """`agent` is the thread's from now on. `push_layers`: layers per write; None: by what it costs.
+        `costs`: what is known of that, and gets to be known.
         `has_thread`: without one, nothing happens but when `turn` is called."""
         agent.register(buffer)
         self._groups = [g.group for g in me.geometry.groups]
-        self._worker = _PushThread(agent, me, push_layers, clock)
+        self._worker = _PushThread(agent, me, push_layers, costs or CostTable(), clock)
         self._guarded: dict[str, set[int]] = {}
         """Reservation -> blocks of ours that may be read for it."""
         self._thread: threading.Thread | None = None
@@ -206,7 +210,12 @@ class _PushThread:
     """The thread's side. Attributes without a note belong to the thread."""
 
     def __init__(
-        self, agent: TransferAgent, me: CacheDescription, push_layers: int | None, clock: Callable[[], int]
+        self,
+        agent: TransferAgent,
+        me: CacheDescription,
+        push_layers: int | None,
+        costs: CostTable,
+        clock: Callable[[], int],
     ) -> None:
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """What any thread wants to be done."""
@@ -221,7 +230,12 @@ class _PushThread:
         self._me = me
         self._last_layer = len(kept_layers(me.geometry)) - 1
         self._push_layers = push_layers
+        self._costs = costs
         self._clock = clock
+        self._measurements = Measurements(agent, torch.device(me.device), costs, clock)
+        self._to_measure: dict[str, CacheDescription] = {}
+        """A rank of each engine of which it is not known yet what moving bytes costs. It is read from, as
+        nobody may write there: UCX moves both ways alike."""
         self._stopped = StoppedTable()
         self._voiding: list[tuple[list[str], threading.Event]] = []
         self._over: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
@@ -263,6 +277,8 @@ class _PushThread:
     def connect(self, producers: Sequence[CacheDescription], consumers: Sequence[CacheDescription]) -> None:
         engine = consumers[0].engine
         old = self.links.pop(engine, None)
+        self._to_measure.pop(engine, None)
+        self._measurements.forget(engine)
         if old is not None:
             for push in [q for q in self.pushes.values() if q.link is old]:
                 push.fail(f"consumer engine {engine} is gone")
@@ -270,13 +286,15 @@ class _PushThread:
                 self._agent.remove_peer(consumer.agent_name)
         try:
             link = make_consumer_link(
-                self._agent, self._me, producers, consumers, push_layers=self._push_layers
+                self._agent, self._me, producers, consumers, push_layers=self._push_layers, costs=self._costs
             )
         except BaseException:
             for consumer in consumers:
                 self._agent.remove_peer(consumer.agent_name)
             raise
         self.links[engine] = link
+        if self._push_layers is None and link.plans:
+            self._to_measure[engine] = link.consumers[min(link.plans)]
         self._news_s = time.monotonic()
         for rank in link.plans:
             self._agent.notify(link.consumers[rank].agent_name, HelloMessage(self._me.tp_rank).encode())
@@ -389,8 +407,15 @@ class _PushThread:
         for push in tuple(self.pushes.values()):
             push.poll()
         self._settle()
+        self._measure()
         for peer, message in self._agent.notifications():  # also makes progress
             _log.warning("notification of no meaning from %s: %r", peer, message[:80])
+
+    def _measure(self) -> None:
+        self._measurements.take_back()
+        for engine, consumer in tuple(self._to_measure.items()):
+            if self._measurements.step(engine, consumer):
+                del self._to_measure[engine]
 
     def _settle(self) -> None:
         """Forget pushes that are over, and hand back what nothing reads any more."""

@@ -18,6 +18,7 @@ from rayk.kv.caches import CanonicalKVCaches
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import Consumption, TransferOutcome, refusal
 from rayk.transfer.convert import Converting, begin_converting
+from rayk.transfer.costs import CostTable
 from rayk.transfer.failed import FailedTransfers
 from rayk.transfer.handshake import CacheDescription, check_sides
 from rayk.transfer.inspection import all_wrong, first_wrong, layer_proofs
@@ -26,6 +27,7 @@ from rayk.transfer.lease import LeaseTable, ReleaseMessage, RenewMessage
 from rayk.transfer.link import Landing, ProducerLink, make_link
 from rayk.transfer.links import Links
 from rayk.transfer.locate import FoundRows, find_rows
+from rayk.transfer.measuring import Measurements
 from rayk.transfer.peer_data import Peers, check_ticket, wrong_lease
 from rayk.transfer.plan import TransferPlan
 from rayk.transfer.push_messages import StopMessage
@@ -57,6 +59,7 @@ class TransferRank:
         staging: StagingSettings | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         prove: Prove | None = None,
+        costs: CostTable | None = None,
     ) -> None:
         self.description = description
         self._prove = prove
@@ -68,7 +71,9 @@ class TransferRank:
         # producers' blocks are smaller or shared. Fences that find no room wait for others to end.
         num_slots = max(1 << 12, 8 * caches.geometry.num_blocks)
         self._landing = Landing(agent, num_slots, caches.buffer.device)
-        self._staging = Staging(agent, staging or StagingSettings(), caches.buffer.device)
+        costs = costs or CostTable()
+        self._staging = Staging(agent, staging or StagingSettings(), caches.buffer.device, costs)
+        self._measurements = Measurements(agent, caches.buffer.device, costs, clock)
         self._links = Links(agent)
         self._wirings = Wirings(agent, self._landing, description.agent_name)
         self._waiting: dict[str, WaitingTicket] = {}
@@ -134,19 +139,26 @@ class TransferRank:
 
     def wire(self, engine: str, timeout_s: float) -> bool:
         """Read 8 bytes from every rank of a connected producer engine, so that the first request need not
-        wait for the network to be set up. The producers must be polled meanwhile, by others.
+        wait for the network to be set up; then measure what reads from it cost, where that is to be known
+        (`CostTable`). The producers must be polled meanwhile, by others.
 
         Returns at once whether all have answered; call again until then. Raises TransferError naming a rank
         that does not, after `timeout_s` at the latest.
         """
         self._take_notifications()
-        return self._wirings.step(engine, self._links[engine].fences, timeout_s)
+        link = self._links[engine]
+        if engine not in self._measurements and not self._wirings.step(engine, link.fences, timeout_s):
+            return False
+        if self._staging.settings.mode == "never" or not link.plan.producer_ranks:
+            return True  # there is nothing to choose
+        return self._measurements.step(engine, link.producers[min(link.plan.producer_ranks)])
 
     def disconnect(self, name: str) -> None:
         """A link ends: its transfers fail (see the next `poll`). With its last link a producer engine is
         gone, and its ranks are forgotten."""
         link = self._links.get(name)
         self._wirings.forget(name)
+        self._measurements.forget(name)
         if link is None:
             return
         self._fail([link])
@@ -373,6 +385,7 @@ class TransferRank:
         """Make progress in every role; transfers that ended since the last call, each once."""
         self._take_notifications()
         self._wirings.take_back()
+        self._measurements.take_back()
         for waiting in self._waiting.values():
             waiting.step(now_ns)
         self._admit(now_ns)

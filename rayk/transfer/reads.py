@@ -52,7 +52,7 @@ class DataReads:
     _rows: dict[tuple[int, int], TransferRow] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._options = [self.staging.option(read) for read in self.reads]
+        self._options = [self.staging.option(read, self._device_of(read)) for read in self.reads]
         try:
             self._is_staged = choose_staged(self.staging.settings.mode, self._options)
         except TransferError as error:
@@ -178,5 +178,9 @@ class DataReads:
                 bytes=0,
                 num_descriptors=0,
                 transport=self.agent.transport_as_set,
+                costs=self.staging.told(self._device_of(read)),
             )
         return row
+
+    def _device_of(self, read: BlockReads) -> str:
+        return self.link.producers[read.producer_rank].device

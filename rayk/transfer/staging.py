@@ -18,7 +18,7 @@ import torch
 from rayk.kernels.copy_runs import RunTable, copy_runs, make_run_table
 from rayk.kv.caches import empty_bytes
 from rayk.transfer.agent import DescriptorList, Handle, Transfer, TransferAgent, TransferState
-from rayk.transfer.costs import Option, TransferCosts, transfer_costs
+from rayk.transfer.costs import CostTable, Option, TransferCosts
 from rayk.transfer.extents import AREA_ALIGNMENT, Extents, Ints, make_extents
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.options import chunk_blocks, num_merged, read_option
@@ -101,9 +101,9 @@ class Staging:
     agent: TransferAgent
     settings: StagingSettings
     device: torch.device
+    cost_table: CostTable = field(default_factory=CostTable)
     buffer: StagingBuffer | None = field(init=False)
     """None where nothing is ever staged."""
-    costs: TransferCosts = field(init=False)
     _extents: weakref.WeakKeyDictionary[Pattern, tuple[Extents, ...]] = field(init=False)
     _tables: weakref.WeakKeyDictionary[Extents, dict[int, RunTable]] = field(init=False)
     """Tables by number of blocks."""
@@ -111,16 +111,24 @@ class Staging:
     def __post_init__(self) -> None:
         is_used = self.settings.mode != "never"
         self.buffer = StagingBuffer(self.agent, self.settings.num_bytes, self.device) if is_used else None
-        self.costs = transfer_costs(self.agent.transport, str(self.device))
         self._extents = weakref.WeakKeyDictionary()
         self._tables = weakref.WeakKeyDictionary()
 
-    def extents(self, pattern: Pattern) -> tuple[Extents, ...]:
-        """Say how a pattern is staged; nothing where it cannot be."""
+    def costs(self, peer_device: str) -> TransferCosts:
+        """Return what reads from a device cost, as far as it is known by now."""
+        return self.cost_table.of(self.agent.transport, str(self.device), peer_device)
+
+    def told(self, peer_device: str) -> str:
+        """Tell where `costs` has it from."""
+        return self.cost_table.told(self.agent.transport, str(self.device), peer_device)
+
+    def extents(self, pattern: Pattern, peer_device: str) -> tuple[Extents, ...]:
+        """Say how a pattern is staged; nothing where it cannot be. What was said once stays, whatever is
+        measured later: it was counted on."""
         found = self._extents.get(pattern)
         if found is None:
-            found = make_extents(pattern, self.costs.gap_bytes, self.settings.num_bytes) or ()
-            self._extents[pattern] = found
+            gap_bytes = self.costs(peer_device).gap_bytes
+            found = self._extents[pattern] = make_extents(pattern, gap_bytes, self.settings.num_bytes) or ()
         return found
 
     def table(self, part: Extents, num_blocks: int) -> RunTable:
@@ -140,9 +148,10 @@ class Staging:
             )
         return tables[num_blocks]
 
-    def option(self, read: BlockReads) -> Option:
-        """Return what a read costs in either way."""
-        return read_option(read, self.extents(read.pattern), self.costs, self.settings.num_bytes)
+    def option(self, read: BlockReads, peer_device: str) -> Option:
+        """Return what a read from a device costs in either way."""
+        parts, costs = self.extents(read.pattern, peer_device), self.costs(peer_device)
+        return read_option(read, parts, costs, self.settings.num_bytes)
 
     def chunk_blocks(self, part: Extents) -> int:
         """Count the blocks of a chunk: so many that a second one can arrive while the first is copied out."""
@@ -184,7 +193,7 @@ class StagedRead:
 
     def __post_init__(self) -> None:
         num_blocks = len(self.read.source_blocks)
-        for part in self.staging.extents(self.read.pattern):
+        for part in self.staging.extents(self.read.pattern, self.producer.device):
             step = self.staging.chunk_blocks(part)
             self._todo.extend((part, i, min(i + step, num_blocks)) for i in range(0, num_blocks, step))
 
