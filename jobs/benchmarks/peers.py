@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an
 from jobs.benchmarks import throughput
 from jobs.benchmarks.harness import ROOT, Page, run
 from jobs.benchmarks.peer_workers.contract import Job, Prompts, Run
+from jobs.benchmarks.peer_workers.memory import weight_bytes
 from jobs.benchmarks.throughput import Case, Result
 
 START_S = 900
@@ -241,10 +242,13 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
     chosen = [p for p in PEERS if options.only is None or p.name in (*ALWAYS, *options.only)]
     results: dict[Case, Result] = {}
     skipped: dict[Case, dict[str, str]] = {}
-    told: dict[str, str] = {}
+    told: dict[tuple[str, str], list[str]] = {}
+    num_bytes: dict[str, int] = {}
     page.say(
         f"Tokens a second, greedy; prompts of {options.prompt} tokens, {options.tokens} generated; medians "
-        f"of {options.rounds} rounds. `memory` reads the weights of a step and does nothing else.",
+        f"of {options.rounds} rounds. `memory` reads the weights of a step and does nothing else. Equal "
+        "tokens are those before the first of a request that is not transformers'; in bfloat16 logits are "
+        "often equal, and each engine takes one of two.",
         "",
     )
     page.head(*TITLES)
@@ -253,14 +257,18 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
         for dtype in options.dtypes:
             why: dict[str, str] = {}
             job = Job(folder, dtype, max(options.batches), options.prompt, options.tokens)
+            num_bytes[dtype] = weight_bytes(job)
             with workers(chosen, job, why) as everybody:
-                told |= {worker.name: worker.about for worker in everybody}
+                for worker in everybody:
+                    told.setdefault((worker.name, worker.about), []).append(dtype)
                 for batch in options.batches:
                     case = Case(dtype, batch, options.prompt, options.tokens)
                     results[case] = run_case(everybody, case, options.rounds, why)
                     skipped[case] = dict(why)
                     _tell(page, chosen, case, results[case], why)
-    page.say("", "| engine | version |", "|---|---|", *(f"| {n} | {about} |" for n, about in told.items()))
+    page.say("", "What `memory` reads, the weights of a step:", "", *_read_rates(results, num_bytes), "")
+    page.say("| engine | dtypes | version and settings |", "|---|---|---|")
+    page.say(*(f"| {name} | {', '.join(dtypes)} | {about} |" for (name, about), dtypes in told.items()))
     rows = targets(results, skipped)
     page.say("", "Targets of decode, rayk by the other:", "")
     page.table(
@@ -270,6 +278,16 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
     page.data(throughput.DATA_TITLES, throughput.data_rows(results))
     return [
         f"target missed: {' '.join(row[:3])}: {row[4]} of {row[3]}" for row, is_missed in rows if is_missed
+    ]
+
+
+def _read_rates(results: dict[Case, Result], num_bytes: dict[str, int]) -> list[str]:
+    """What `memory` read, in words."""
+    rates = {case: result.rate(LIMIT, "decode") / case.batch for case, result in results.items()}
+    return [
+        f"- {case.dtype}, batch {case.batch}: {num_bytes[case.dtype] / 1e6:.1f} MB a step, which one thread "
+        f"reads at {num_bytes[case.dtype] * steps_per_s / 1e9:.1f} GB/s"
+        for case, steps_per_s in rates.items()
     ]
 
 

@@ -77,6 +77,10 @@ class Job:
         return json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
 
 
+class Unsupported(Exception):
+    """An engine cannot do a job; the text says why."""
+
+
 class Notes:
     """When the tokens of a run were there, for engines that tell of each as it comes."""
 
@@ -106,6 +110,8 @@ def serve(load: Callable[[Job], tuple[Contestant, str]]) -> None:
         try:
             job = Job(**json.loads(pipe.recv_bytes()))
             engine, about = load(job)
+        except Unsupported as error:
+            return _send(pipe, {"error": str(error)})
         except Exception as error:
             _send(pipe, {"error": f"{type(error).__name__}: {error}"})
             raise
@@ -114,7 +120,7 @@ def serve(load: Callable[[Job], tuple[Contestant, str]]) -> None:
             try:
                 asked = json.loads(pipe.recv_bytes())
             except EOFError:
-                return
+                return None
             _send(pipe, asdict(engine.run(**asked)))
 
 

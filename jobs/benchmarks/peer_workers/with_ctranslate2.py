@@ -11,7 +11,7 @@ import numpy as np
 from ctranslate2.specs import Activation, TransformerDecoderModelSpec
 from safetensors.numpy import load_file
 
-from jobs.benchmarks.peer_workers.contract import Job, Notes, Prompts, Run, serve
+from jobs.benchmarks.peer_workers.contract import Job, Notes, Prompts, Run, Unsupported, serve
 
 
 class Generator:
@@ -91,10 +91,10 @@ def _fill_layer(layer: Any, weights: dict[str, np.ndarray], name: str) -> None:
 
 
 def load(job: Job) -> tuple[Generator, str]:
-    """The generator. Raises ValueError for a type that ctranslate2 would replace by another one."""
+    """The generator. Raises Unsupported for a type that ctranslate2 would replace by another one."""
     there = ctranslate2.get_supported_compute_types("cpu")
     if job.dtype not in there:
-        raise ValueError(f"no {job.dtype} on this CPU, only {', '.join(sorted(there))}")
+        raise Unsupported(f"no {job.dtype} on this CPU, only {', '.join(sorted(there))}")
     with tempfile.TemporaryDirectory() as folder:
         convert(job, Path(folder))
         return Generator(folder, job.dtype), ctranslate2.__version__
