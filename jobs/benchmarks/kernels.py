@@ -258,22 +258,14 @@ def _store(case: Case) -> None:
 
 def _digest(case: Case) -> None:
     """`head` is the sizes of two fields side by side: a layer's keys and values."""
-    from rayk.kernels.digest.triton import digest_rows_triton
+    from rayk.kernels.digest import DigestedView, DigestedViews, RowPlaces
+    from rayk.kernels.digest.triton import digest_views_triton
 
     rows = torch.arange(64)
-    digest_rows_triton(
-        _cache(case, 2),
-        rows // case.slots,
-        rows % case.slots,
-        rows,
-        layer=0,
-        units=(0, 1),
-        fields=((0, 0, case.head[0]), (1, case.head[0], case.head[1])),
-        rows_per_group=256,
-        first_group=0,
-        num_groups=1,
-        not_finite=torch.zeros(1, dtype=torch.int64),
-    )
+    fields = ((0, 0, case.head[0]), (1, case.head[0], case.head[1]))
+    view = DigestedView(_cache(case, 2), 0, (0, 1), fields)
+    places = RowPlaces(rows // case.slots, rows % case.slots, rows, 0, 1)
+    digest_views_triton(DigestedViews((view,), (0,)), [places], 256)
 
 
 def _copy_runs(case: Case) -> None:

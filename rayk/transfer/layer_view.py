@@ -70,15 +70,23 @@ class LayerView:
         self, block_table: Sequence[int], num_tokens: int, first_row: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return (kernel block ids, rows in them, token positions) of the live rows from `first_row` on, each
-        int64 [rows] on the view's device. `block_table`: manager's ids. AssertionError, without waiting for
-        the device, where it names blocks that are none of the rank's."""
+        int64 [rows] on the view's device; see `host_places`."""
+        device = self.fields[0].view.device
+        block_ids, rows, positions = self.host_places(block_table, num_tokens, first_row)
+        return block_ids.to(device), rows.to(device), positions.to(device)
+
+    def host_places(
+        self, block_table: Sequence[int], num_tokens: int, first_row: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Find the same in the host's memory. `block_table`: manager's ids. AssertionError where it names
+        blocks that are none of the rank's."""
         live = self.live_rows(num_tokens)
         return self.places_of(block_table, np.arange(max(live.start, first_row), live.stop, dtype=np.int64))
 
     def places_of(
         self, block_table: Sequence[int], positions: npt.NDArray[np.int64]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Find any positions of tokens, int64 [rows], as `places` finds live ones."""
+        """Find any positions of tokens, int64 [rows], as `host_places` finds live ones."""
         spec = self.group.spec
         rows = rows_per_block(spec)
         block, token = np.divmod(positions, spec.block_size)
@@ -88,8 +96,7 @@ class LayerView:
         ids = table[block] * (rows // self.kernel_block_size) + kernel_block
         last = self.num_blocks - 1
         assert np.all((ids >= 0) & (ids <= last)), f"block ids outside 0 .. {last}: {table}"
-        device = self.fields[0].view.device
-        return tuple(torch.from_numpy(a).to(device) for a in (ids, kernel_row, positions))  # type: ignore[return-value]
+        return torch.from_numpy(ids), torch.from_numpy(kernel_row), torch.from_numpy(positions)
 
 
 def make_layer_view(layer: int, group: KVCacheGroup, fields: Sequence[FieldView]) -> LayerView:

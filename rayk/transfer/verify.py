@@ -122,7 +122,9 @@ def compute_digests(
     words = views.locate(row_groups)
     places = [
         RowPlaces(
-            *view.places(block_tables[view.group.index], num_tokens, first_row), groups.start, len(groups)
+            *view.host_places(block_tables[view.group.index], num_tokens, first_row),
+            groups.start,
+            len(groups),
         )
         for view, groups in zip(views.kinds, row_groups, strict=True)
     ]

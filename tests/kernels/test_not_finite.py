@@ -19,8 +19,8 @@ LIVE = 11
 
 def flag(cache: torch.Tensor, impl: str, num_k: int) -> int:
     """Of K and V of num_k and the other elements, of the live rows."""
-    rows = torch.arange(LIVE, device=cache.device)
-    blocks = torch.tensor([2, 1], device=cache.device)[rows // SLOTS]
+    rows = torch.arange(LIVE)
+    blocks = torch.tensor([2, 1])[rows // SLOTS]
     fields = ((0, 0, num_k), (1, num_k, cache.shape[3] - num_k))
     view = DigestedView(cache, 3, (5, 9), fields)
     words = digest_views(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rayk.kernels.copy_runs import copy_runs, make_run_table
+from rayk.kernels.digest import DigestedView, DigestedViews, RowPlaces, digest_views
 from rayk.kernels.paged_attention import paged_attention
 from rayk.kernels.quantise import Quantised, QuantisedKV, dequantise, quantise
 from rayk.kernels.store_kv import store_kv
@@ -195,3 +196,42 @@ def test_runs_are_copied_as_by_the_reference(device: str, unit: int, most: int, 
         copy_runs(source.to(place), target, table, *blocks, impl=impl)
         copies.append(target.cpu())
     assert torch.equal(*copies)
+
+
+@on_devices("tokens, heads", [(70, 2)], [(70, 2), (3000, 8)])
+def test_all_kinds_of_caches_are_digested_as_by_the_reference(device: str, tokens: int, heads: int) -> None:
+    """Attention, latents, and states of one long row, in one launch; codes with scales take another."""
+    random = torch.Generator().manual_seed(tokens)
+    rows, last = torch.arange(5, 5 + tokens), torch.tensor([4 + tokens])
+    slot, zero = (rows - 5) % 16, torch.zeros(1, dtype=torch.int64)
+    blocks = 1 + torch.randperm(1 + tokens // 16, generator=random)
+    places = [
+        RowPlaces(blocks[(rows - 5) // 16], slot, rows, 0, 1 + (4 + tokens) // 64),
+        RowPlaces(zero + 1, zero, last, int(last) // 64, 1),
+    ]
+    num_blocks = len(blocks) + 1
+    kinds = [
+        # heads, slots, bytes of a row and between rows, dtype, fields, places
+        (heads, 16, 512, 512, torch.bfloat16, ((0, 0, 128), (1, 128, 128)), 0),
+        (1, 16, 1152, 1152, torch.bfloat16, ((2, 0, 512), (3, 512, 64)), 0),
+        (heads, 1, 16384, 16400, torch.float32, ((7, 0, 4096),), 1),
+        (heads, 1, 384, 384, torch.bfloat16, ((4, 0, 192),), 1),
+        (heads, 16, 136, 136, torch.int8, ((0, 0, 64), (12, 64, 4), (1, 68, 64), (13, 132, 4)), 0),
+    ]
+    drawn, there = [], []
+    for layer, (units, slots, row, stride, dtype, fields, _) in enumerate(kinds):
+        memory = torch.randint(0, 100, (num_blocks * slots * units * stride,), generator=random).to(
+            torch.int8
+        )
+        for views, place in ((drawn, "cpu"), (there, device)):
+            whole = memory.to(place).view(num_blocks, slots, units, stride).transpose(1, 2)[..., :row]
+            views.append(DigestedView(whole.view(dtype), layer, tuple(range(3, 3 + units)), fields))
+    for first, stop in ((0, 4), (4, 5), (0, 5)):
+        of = tuple(kind[-1] for kind in kinds[first:stop])
+        expected = digest_views(
+            DigestedViews(tuple(drawn[first:stop]), of), places, rows_per_group=64, impl="reference"
+        )
+        digested = DigestedViews(tuple(there[first:stop]), of)
+        found = digest_views(digested, places, rows_per_group=64, impl="triton")
+        assert torch.equal(found.cpu(), expected)
+        assert len(digested.lane_tables) == (1 if stop <= 4 else 2)

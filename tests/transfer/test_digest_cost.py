@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rayk.kernels import digest as digest_module
 from rayk.kernels.digest import native, native_digest
+from rayk.kernels.digest import triton as triton_kernel
 from rayk.kv.caches import FieldView
 from rayk.transfer.layer_view import LayerView
 from rayk.transfer.verify import WrongWord, compare_digests, compute_digests
@@ -52,7 +53,7 @@ def test_one_pass_per_packed_view_and_one_copy(
         digest_module, "digest_rows_reference", count(calls, "pass", digest_module.digest_rows_reference)
     )
     monkeypatch.setattr(digest_module, "native_digest", lambda: None)
-    monkeypatch.setattr(LayerView, "places", count(calls, "places", LayerView.places))
+    monkeypatch.setattr(LayerView, "host_places", count(calls, "places", LayerView.host_places))
     monkeypatch.setattr(torch.Tensor, "cpu", count(calls, "copy", torch.Tensor.cpu))
     with Reads() as reads:
         found = rank.digests(37, tables)
@@ -80,6 +81,42 @@ def test_native_code_is_called_once(family: str | None, monkeypatch: pytest.Monk
             plain.setattr(digest_module, "native_digest", lambda: None)
             assert (rank.digests(num_tokens, tables) == found).all()
         assert (found != 0).all()
+
+
+NARROW = Shape(dtype="bfloat16", head_sizes=(6, 4), units=3, query_heads=6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "launches"),
+    [
+        pytest.param(Shape(window=13, layouts=("LBHNC", "LBHNC")), 1, id="plain"),
+        pytest.param(NARROW, 2, id="words of 4 bytes beside words of 8"),
+        pytest.param(Shape(family="deepseek_v3"), 2, id="MLA"),
+        pytest.param(Shape(family="qwen3_next", tp=(2, 1)), 1, id="hybrid"),
+        pytest.param(Shape(family="jamba"), 1, id="mamba1"),
+    ],
+)
+def test_a_gpu_launches_a_kernel_for_each_size_of_words(
+    shape: Shape, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the layers: with the words of C++ or torch, for one request after the other. The latents of released
+    models, of 512 and 64, take one launch: tests/kernels/test_on_devices.py."""
+    calls: list[str] = []
+    monkeypatch.setattr(triton_kernel, "launching", count(calls, "launch", triton_kernel.launching))
+    monkeypatch.setattr(triton_kernel, "concatenated", count(calls, "upload", triton_kernel.concatenated))
+    pair = local_pair(shape)
+    rank = pair.producer.ranks[0]
+    for number, num_tokens in enumerate((37, 1, 61)):
+        values, tables = shape.values(num_tokens), pair.producer.tables(num_tokens, number)
+        pair.producer.write(values, tables)
+        expected = rank.digests(num_tokens, tables)
+        calls.clear()
+        with monkeypatch.context() as on_gpu:
+            on_gpu.setattr(digest_module, "_default", lambda device: "triton")
+            found = rank.digests(num_tokens, tables)
+        assert calls == ["upload", *["launch"] * launches]
+        assert (found == expected).all()
+        assert (found != 0).any()
 
 
 @pytest.mark.parametrize("family", [None, "mamba2", "qwen3_next"])

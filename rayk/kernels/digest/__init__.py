@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -24,18 +24,24 @@ def digest_views(
     """
     if not digested.views:
         return torch.zeros(1, dtype=torch.int64)
-    name = impl or _default(digested.views[0].kv_cache.device)
+    device = digested.views[0].kv_cache.device
+    name = impl or _default(device)
     if name == "native":
         return digest_views_native(digested, places, rows_per_group)
+    if name == "triton":
+        # Here: importing Triton takes a second, which CPU ranks would wait for.
+        from rayk.kernels.digest.triton import digest_views_triton
+
+        return digest_views_triton(digested, places, rows_per_group)
+    assert name == "reference", f"unknown digest implementation {name!r}"
     words = []
-    not_finite = torch.zeros(1, dtype=torch.int64, device=digested.views[0].kv_cache.device)
+    not_finite = torch.zeros(1, dtype=torch.int64, device=device)
+    there = [tuple(t.to(device) for t in (p.block_ids, p.slots, p.rows)) for p in places]
     for view, index in zip(digested.views, digested.place_of, strict=True):
         at = places[index]
-        word = _implementation(name)(
+        word = digest_rows_reference(
             view.kv_cache,
-            at.block_ids,
-            at.slots,
-            at.rows,
+            *there[index],
             layer=view.layer,
             units=view.units,
             fields=view.fields,
@@ -73,6 +79,7 @@ def digest_rows(
     `impl`: reference, native or triton; None takes triton on CUDA, and native on a CPU where it can be built.
     All give the same integers.
     """
+    block_ids, slots, rows = (t.cpu() for t in (block_ids, slots, rows))
     at = RowPlaces(block_ids, slots, rows, first_group, num_groups)
     view = DigestedView(kv_cache, layer, tuple(units), tuple(fields))
     if len(rows) > 0:
@@ -87,16 +94,6 @@ def _default(device: torch.device) -> str:
     if device.type == "cuda":
         return "triton"
     return "native" if device.type == "cpu" and native_digest() is not None else "reference"
-
-
-def _implementation(name: str) -> Callable[..., torch.Tensor]:
-    if name == "triton":
-        # Here: importing Triton takes a second, which CPU ranks would wait for.
-        from rayk.kernels.digest.triton import digest_rows_triton
-
-        return digest_rows_triton
-    assert name == "reference", f"unknown digest implementation {name!r}"
-    return digest_rows_reference
 
 
 def _check_range(indices: torch.Tensor, size: int, what: str) -> None:

@@ -30,11 +30,8 @@ def digest_views_native(
     function = native_digest()
     assert function is not None, "no native digest"
     table = digested.addresses
-    num_groups = np.array([p.num_groups for p in places], dtype=np.int64)[table.view_place]
-    stops = np.cumsum(table.view_lanes * num_groups)
-    starts = stops - table.view_lanes * num_groups
-    outs = starts[table.entry_view] + table.entry_lane * num_groups[table.entry_view]
-    out = torch.zeros(int(stops[-1]) + 1, dtype=torch.int64)
+    outs, num_words = table.first_words(np.array([p.num_groups for p in places], dtype=np.int64))
+    out = torch.zeros(num_words + 1, dtype=torch.int64)
     # Held by name: the table keeps addresses only.
     contiguous = [tuple(t.contiguous() for t in (p.block_ids, p.slots, p.rows)) for p in places]
     at = [

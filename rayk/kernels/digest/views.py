@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rayk.kernels.digest.lanes import LaneTable, make_lane_tables
 from rayk.kernels.digest.reference import coordinate_keys, not_finite_bits, word_bytes
 
 Ints = npt.NDArray[np.int64]
@@ -38,7 +39,8 @@ class DigestedView:
 class RowPlaces:
     """Rows of a request: row i, at (block_ids[i], slots[i]), is absolute token position rows[i].
 
-    Each is int64 [n_rows] on the views' device. Row groups are counted from `first_group`.
+    Each is int64 [n_rows] in the host's memory, whatever device the views are on: all of a request go there
+    in one copy. Row groups are counted from `first_group`.
     """
 
     block_ids: torch.Tensor
@@ -50,11 +52,14 @@ class RowPlaces:
     def __post_init__(self) -> None:
         assert len(self.block_ids) == len(self.slots) == len(self.rows)
         assert self.block_ids.dtype == self.slots.dtype == self.rows.dtype == torch.int64
+        assert self.block_ids.is_cpu
+        assert self.slots.is_cpu
+        assert self.rows.is_cpu
 
 
 @dataclass(frozen=True, eq=False)
 class DigestedViews:
-    """Keep it while the views are bound: the native address table is computed once."""
+    """Keep it while the views are bound: its tables are made once."""
 
     views: tuple[DigestedView, ...]
     place_of: tuple[int, ...]
@@ -62,13 +67,19 @@ class DigestedViews:
 
     @cached_property
     def addresses(self) -> AddressTable:
-        """Where everything lies, for views in this process's memory."""
+        """Where everything lies, for views in this process's memory or on its device."""
         return _make_address_table(self.views, self.place_of)
+
+    @cached_property
+    def lane_tables(self) -> tuple[LaneTable, ...]:
+        """What the GPU's kernel is launched with."""
+        table = self.addresses
+        return make_lane_tables(table.bundles, table.entries, self.views[0].kv_cache.device)
 
 
 @dataclass(frozen=True, eq=False)
 class AddressTable:
-    """Views in native.cpp's form: bundles of rows read together, and the entries to take from a row."""
+    """Views as addresses, in native.cpp's form: bundles of rows read together, and what to take of a row."""
 
     bundles: Ints
     """[bundles, 6]: address of row 0 of block 0, bytes per block and per row, first entry and one past its
@@ -84,6 +95,14 @@ class AddressTable:
     """[views]: index of its places; number of (field, unit) pairs, each one word per row group."""
     most_words: int
     """Most words of any entry."""
+
+    def first_words(self, num_groups: Ints) -> tuple[Ints, int]:
+        """Return where the words of each entry begin in the digests of a request that has so many row groups
+        in each of its places, and how many words there are."""
+        of_view = num_groups[self.view_place]
+        stops = np.cumsum(self.view_lanes * of_view)
+        starts = stops - self.view_lanes * of_view
+        return starts[self.entry_view] + self.entry_lane * of_view[self.entry_view], int(stops[-1])
 
 
 def _make_address_table(views: Sequence[DigestedView], place_of: Sequence[int]) -> AddressTable:
@@ -132,5 +151,8 @@ def _entries_of(view: DigestedView) -> Ints:
 
 
 def _byte_strides(view: DigestedView) -> list[int]:
-    """Compute the strides of blocks, units and rows in bytes."""
-    return [stride * view.kv_cache.element_size() for stride in view.kv_cache.stride()[:3]]
+    """Compute the strides of blocks, units and rows in bytes; of an axis of one it may be anything, and is
+    0."""
+    cache = view.kv_cache
+    steps = zip(cache.stride()[:3], cache.shape[:3], strict=True)
+    return [stride * cache.element_size() if size > 1 else 0 for stride, size in steps]
