@@ -202,7 +202,7 @@ class EngineRank:
             max_batch_tokens=self.config.max_batch_tokens,
             max_positions=self.model_config.max_positions,
         )
-        run_warm_up(self.step, batches, f"rank {self.comm.rank} of {self.comm.size}")
+        run_warm_up(((what, partial(self.step, batch)) for what, batch in batches), self.comm)
         self.fence.wait()
         self.caches.buffer.fill_(self._fill)
         self.num_token_layers = 0

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rayk.kv.groups import KVCacheGroup
+from rayk.parallel.comm import Comm, patient
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
 
 WARM_UP_S = 600.0
@@ -57,18 +58,18 @@ def _batch(groups: Sequence[KVCacheGroup], step: Sequence[tuple[int, int]]) -> S
     return ScheduledBatch(step=0, requests=requests)
 
 
-def run_warm_up(
-    step: Callable[[ScheduledBatch], object], batches: Iterator[tuple[str, ScheduledBatch]], name: str
-) -> None:
-    """Run the steps, and tell of each on stderr: what it is, and at the end how many kernels came of it."""
+def run_warm_up(steps: Iterable[tuple[str, Callable[[], object]]], comm: Comm) -> None:
+    """Run the steps, of (what it is, what runs it), and tell of each on stderr; at the end how many kernels
+    came of it. Peers are waited for as long as a start may take: their compilers may be slower."""
     from rayk.kernels.compilations import compilations  # here: CPU ranks do without Triton
 
+    name = f"rank {comm.rank} of {comm.size}"
     began = time.monotonic()
-    with compilations() as names:
-        for text, batch in batches:
+    with compilations() as names, patient(comm, WARM_UP_S):
+        for text, step in steps:
             took_s = time.monotonic() - began
             _tell(f"{name}: compiling kernels, {text} ({len(names)} so far, {took_s:.0f} s)")
-            step(batch)
+            step()
     _tell(f"{name}: {len(names)} kernels ready in {time.monotonic() - began:.1f} s")
 
 

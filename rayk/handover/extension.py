@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from rayk.engine.finite import not_finite_weights
 from rayk.engine.rank import EngineRank
+from rayk.engine.warm_up import run_warm_up
 from rayk.handover.commands import (
     BlockTables,
     Capture,
@@ -51,6 +52,7 @@ from rayk.transfer.layer_view import LayerView, make_layer_view
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.staging import StagingSettings
 from rayk.transfer.verify import Digests, compute_digests, fetch_rows, sorted_views
+from rayk.transfer.warm_up import transfer_launches
 from rayk.types.errors import KVMismatch, NotFiniteError, RaykError
 
 
@@ -158,6 +160,9 @@ class TransferExtension:
         self.transfer = TransferRank(*what, staging=staging, costs=costs)
         self._push = PushSide(rank, make_push_agent, description, push_layers, costs)
         self._digesting = Digesting()
+        if rank.device.type == "cuda":
+            launches = transfer_launches(self._views, rank.caches, description.rows_per_group)
+            run_warm_up(launches, rank.comm)
         if meter is not None:
             fault_counts = [
                 s.num_faults_hit for s in (self._faults, self._agent) if isinstance(s, FaultBox | FaultyAgent)

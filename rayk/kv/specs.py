@@ -339,6 +339,11 @@ def with_block_size(spec: KVCacheSpec, block_size: int) -> KVCacheSpec:
     return cast(KVCacheSpec, replace(cast(Any, spec), block_size=block_size))
 
 
+def with_dtype(spec: KVCacheSpec, dtype: str) -> KVCacheSpec:
+    """Return a spec that keeps the same in another format."""
+    return cast(KVCacheSpec, replace(cast(Any, spec), dtype=dtype))
+
+
 def page_bytes(spec: KVCacheSpec) -> int:
     """Count the canonical bytes of one layer for one block: all units, no padding."""
     return sum(f.canonical_bytes for f in spec.fields())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
@@ -18,6 +20,14 @@ class Comm(Protocol):
     size: int
     name: str
     """local, threads, shm, gloo or nccl, as recorded in the results."""
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a rank waits for its peers. It may be set between collectives."""
+        ...
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None: ...
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place; returns `tensor`. Bitwise the same on every rank."""
@@ -39,3 +49,14 @@ class Comm(Protocol):
     def close(self) -> None:
         """Release memory, sockets and groups. Safe to call twice."""
         ...
+
+
+@contextlib.contextmanager
+def patient(comm: Comm, timeout_s: float) -> Iterator[None]:
+    """Return a context in which a rank waits this long for its peers, which may have much to do."""
+    usual_s = comm.timeout_s
+    comm.timeout_s = max(usual_s, timeout_s)
+    try:
+        yield
+    finally:
+        comm.timeout_s = usual_s

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -10,6 +12,7 @@ class LocalComm:
         self.rank = 0
         self.size = 1
         self.name = "local"
+        self.timeout_s = math.inf
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

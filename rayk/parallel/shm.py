@@ -62,7 +62,7 @@ class ShmComm:
         self.rank = rank
         self.size = size
         self.name = "shm"
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._slot_bytes = slot_bytes
         # One line of flags per rank: [0] the round, [1] and [2] the contents of its slots of each parity.
         num_bytes = size * (_LINE + 2 * slot_bytes)
@@ -226,10 +226,10 @@ class ShmComm:
         link = self._link
         assert link is not None
         try:
-            link.wait_for(self._flags, rank * 8, number, self._timeout_s)
+            link.wait_for(self._flags, rank * 8, number, self.timeout_s)
         except TimeoutError:
             raise CommError(
-                operation, f"rank {self.rank} waited {self._timeout_s:g} s for rank {rank}"
+                operation, f"rank {self.rank} waited {self.timeout_s:g} s for rank {rank}"
             ) from None
         except ConnectionError as error:
             raise CommError(operation, str(error)) from None

@@ -34,7 +34,7 @@ class ThreadComm:
         self.size = size
         self.name = "threads"
         self._board = board
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
 
     @classmethod
     def make_group(cls, num_ranks: int, timeout_s: float = 30.0) -> list[ThreadComm]:
@@ -89,7 +89,7 @@ class ThreadComm:
     def _collect(self, operation: str, number: int, ranks: range | tuple[int, ...]) -> list[Any]:
         """Wait for the payloads of `ranks` for operation `number`."""
         board = self._board
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         payloads = []
         with board.changed:
             for rank in ranks:
@@ -100,7 +100,7 @@ class ThreadComm:
                     if left <= 0 or not board.changed.wait(left):
                         raise CommError(
                             operation,
-                            f"rank {self.rank} waited {self._timeout_s:g} s for rank {rank}",
+                            f"rank {self.rank} waited {self.timeout_s:g} s for rank {rank}",
                         )
                 theirs, payload = board.posted[rank][number]
                 if theirs != operation:

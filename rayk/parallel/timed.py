@@ -23,6 +23,14 @@ class TimedComm:
         self.collective_ns = 0
         """Total time in all_reduce and all_gather."""
 
+    @property
+    def timeout_s(self) -> float:
+        return self._comm.timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._comm.timeout_s = timeout_s
+
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         began = time.perf_counter_ns()
         result = self._comm.all_reduce(tensor)

@@ -103,6 +103,17 @@ class TorchComm:
         self._cpu: Any = self._make_gloo(_local_address(init_address))
         self._tensors: Any = self._make_nccl() if backend == "nccl" else self._cpu
 
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout.total_seconds()
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._timeout = timedelta(seconds=timeout_s)
+        # NCCL counts from when a collective is queued, so that what is queued before keeps its own.
+        for group in {id(g): g for g in (self._cpu, self._tensors) if g is not None}.values():
+            group._set_default_timeout(self._timeout)
+
     def _make_gloo(self, hostname: str) -> Any:
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=hostname)]

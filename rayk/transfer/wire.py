@@ -118,13 +118,18 @@ def wire_cache_for(
         agent_metadata=agent.metadata(),
         kv_scales=producer.kv_scales,
     )
+    return WireCache(agent, caches, description, geometries, views_like(own, caches))
+
+
+def views_like(own: Sequence[LayerView], caches: CanonicalKVCaches) -> CanonicalViews:
+    """Return views of caches in another format, with the units of a rank's own."""
     units = {(v.layer, v.group.spec.part): {f.name: f.units for f in v.fields} for v in own}
-    views = [
-        make_layer_view(layer, g.group, field_views(g.group, caches.view(layer, part), units[layer, part]))
-        for g in caches.geometry.groups
-        for layer, part in g.group.keys
-    ]
-    return WireCache(agent, caches, description, geometries, sorted_views(views))
+    views = []
+    for group in (g.group for g in caches.geometry.groups):
+        for layer, part in group.keys:
+            fields = field_views(group, caches.view(layer, part), units[layer, part])
+            views.append(make_layer_view(layer, group, fields))
+    return sorted_views(views)
 
 
 def field_views(

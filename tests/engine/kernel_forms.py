@@ -50,8 +50,8 @@ def compile_only() -> None:
     # Where torch has no grouped product, Triton's is launched.
     torch.cuda.get_device_capability = lambda device=None: (8, 0)
     rayk.attention.backends._require_interpreter = lambda device: None
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("rayk.kernels.") and hasattr(module, "default_impl"):
+    for name, module in list(sys.modules.items()):
+        if name.startswith("rayk.kernels.") and hasattr(module, "default_impl"):
             module.default_impl = lambda is_cuda: "triton"
 
 

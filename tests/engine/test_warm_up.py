@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from rayk.engine.warm_up import WARM_UP_S, run_warm_up
+from rayk.parallel.threads import ThreadComm
 from tests.engine.stepped import Stepped
 from tests.markers import thorough
 
@@ -55,6 +57,15 @@ def test_nor_of_a_quantised_cache(checkpoint: Callable[..., Path], kv_dtype: str
     found = kernel_forms(checkpoint("qwen3"), dtype="bfloat16", kv_dtype=kv_dtype)
     assert found["early"]
     assert found["late"] == []
+
+
+def test_peers_are_waited_for_as_long_as_a_start_may_take() -> None:
+    """Else a rank whose compiler is slower than another's would end the engine."""
+    comm, _ = ThreadComm.make_group(2, 5.0)
+    waited_s: list[float] = []
+    run_warm_up([("a step", lambda: waited_s.append(comm.timeout_s))], comm)
+    assert waited_s == [WARM_UP_S]
+    assert comm.timeout_s == 5.0
 
 
 def test_requests_after_it_find_the_engine_as_it_was(checkpoint: Callable[..., Path]) -> None:

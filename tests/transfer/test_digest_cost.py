@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,14 @@ from rayk.kernels import digest as digest_module
 from rayk.kernels.digest import native, native_digest
 from rayk.kernels.digest import triton as triton_kernel
 from rayk.kv.caches import FieldView
+from rayk.kv.specs import (
+    FullAttentionSpec,
+    GatedDeltaNetSpec,
+    KVCacheSpec,
+    Mamba1Spec,
+    Mamba2Spec,
+    MlaSpec,
+)
 from rayk.transfer.layer_view import LayerView
 from rayk.transfer.verify import WrongWord, compare_digests, compute_digests
 from tests.transfer.cluster import Shape, local_pair
@@ -83,24 +92,51 @@ def test_native_code_is_called_once(family: str | None, monkeypatch: pytest.Monk
         assert (found != 0).all()
 
 
+RELEASED = {
+    "llama": [FullAttentionSpec(16, 8, 128, 128, "bfloat16", 32)],
+    "deepseek_v3": [MlaSpec(16, 512, 64, "bfloat16", 128)],
+    "qwen3_next": [
+        FullAttentionSpec(16, 2, 256, 256, "bfloat16", 16),
+        GatedDeltaNetSpec(16, "bfloat16", 4, 16, 128, 32, 128),
+    ],
+    "nemotron_h": [
+        FullAttentionSpec(16, 8, 128, 128, "bfloat16", 32),
+        Mamba2Spec(16, "bfloat16", 4, 128, 64, 8, 128),
+    ],
+    "jamba": [FullAttentionSpec(16, 8, 128, 128, "bfloat16", 32), Mamba1Spec(16, "bfloat16", 4, 8192, 16)],
+    "nvfp4": [FullAttentionSpec(16, 8, 128, 128, "nvfp4", 32)],
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_all_that_a_released_model_keeps_has_words_of_eight_bytes(name: str) -> None:
+    """So that one launch digests it."""
+    assert word_sizes(RELEASED[name]) == {8}
+
+
+def word_sizes(specs: Iterable[KVCacheSpec]) -> set[int]:
+    sizes = [f.row_bytes for spec in specs for f in spec.fields()]
+    return {next(word for word in (8, 4, 2, 1) if size % word == 0) for size in sizes}
+
+
 NARROW = Shape(dtype="bfloat16", head_sizes=(6, 4), units=3, query_heads=6)
 
 
 @pytest.mark.parametrize(
-    ("shape", "launches"),
+    "shape",
     [
-        pytest.param(Shape(window=13, layouts=("LBHNC", "LBHNC")), 1, id="plain"),
-        pytest.param(NARROW, 2, id="words of 4 bytes beside words of 8"),
-        pytest.param(Shape(family="deepseek_v3"), 2, id="MLA"),
-        pytest.param(Shape(family="qwen3_next", tp=(2, 1)), 1, id="hybrid"),
-        pytest.param(Shape(family="jamba"), 1, id="mamba1"),
+        pytest.param(Shape(window=13, layouts=("LBHNC", "LBHNC")), id="plain"),
+        pytest.param(NARROW, id="words of 4 bytes beside words of 8"),
+        pytest.param(Shape(family="deepseek_v3"), id="MLA"),
+        pytest.param(Shape(family="qwen3_next", tp=(2, 1)), id="hybrid"),
+        pytest.param(Shape(family="jamba"), id="mamba1"),
     ],
 )
 def test_a_gpu_launches_a_kernel_for_each_size_of_words(
-    shape: Shape, launches: int, monkeypatch: pytest.MonkeyPatch
+    shape: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the layers: with the words of C++ or torch, for one request after the other. The latents of released
-    models, of 512 and 64, take one launch: tests/kernels/test_on_devices.py."""
+    """Whatever the layers: with the words of C++ or torch, for one request after the other."""
+    launches = len(word_sizes(shape.specs(0).values()))
     calls: list[str] = []
     monkeypatch.setattr(triton_kernel, "launching", count(calls, "launch", triton_kernel.launching))
     monkeypatch.setattr(triton_kernel, "concatenated", count(calls, "upload", triton_kernel.concatenated))

@@ -8,9 +8,10 @@ import torch
 
 from rayk.kernels.copy_runs.native import copy_runs_native, native_copy_runs
 from rayk.kernels.copy_runs.reference import copy_runs_reference
-from rayk.kernels.copy_runs.table import RunTable, make_run_table
+from rayk.kernels.copy_runs.table import RunTable, every_form, make_run_table
+from rayk.kernels.dispatch import default_impl
 
-__all__ = ["RunTable", "copy_runs", "make_run_table", "native_copy_runs"]
+__all__ = ["RunTable", "copy_runs", "every_form", "make_run_table", "native_copy_runs"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -45,7 +46,7 @@ def copy_runs(
     runs.check(len(source), len(destination), source_blocks, destination_blocks)
     if impl is None:
         on_cpu = "native" if native_copy_runs() is not None else "reference"
-        impl = "triton" if source.is_cuda else on_cpu
+        impl = "triton" if default_impl(source.is_cuda) == "triton" else on_cpu
     blocks = torch.from_numpy(np.stack([source_blocks, destination_blocks]).astype(np.int64, copy=False))
     blocks = blocks.to(source.device, non_blocking=True)
     if impl == "triton":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,10 @@ Ints = npt.NDArray[np.int64]
 
 MAX_WORD_BYTES = 16
 """The widest load of a GPU and of plain x86."""
+ALIGNMENTS = (MAX_WORD_BYTES, 8, 4, 1)
+"""Those that the GPU's kernel is compiled for."""
+TILE_WIDTHS = (1024, 64, 8)
+"""Words of a run that one of its programs takes: these alone, so that all forms can be compiled early."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,3 +69,19 @@ def make_run_table(
     alignment = next(word for word in (MAX_WORD_BYTES, 8, 4, 2, 1) if bits % word == 0)
     longest = int(host[2].max()) if host.size else 0
     return RunTable(torch.from_numpy(host).to(device), host, alignment, longest)
+
+
+def tile_width(num_words: int) -> int:
+    """Choose for runs of so many words: the widest that they nearly fill."""
+    padded = ((width, -(-num_words // width) * width) for width in TILE_WIDTHS)
+    return next((width for width, words in padded if words <= 1.25 * num_words), TILE_WIDTHS[-1])
+
+
+def every_form(device: torch.device) -> Iterator[RunTable]:
+    """Yield a table of one run for each form of the GPU's kernel. Both buffers are to have `max_length` and
+    MAX_WORD_BYTES more."""
+    for alignment in ALIGNMENTS:
+        for width in TILE_WIDTHS:
+            length = np.array([width * min(alignment, 8)])
+            at = np.array([alignment])
+            yield make_run_table(at, at, length, length, length, device)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rayk.kernels.copy_runs.table import RunTable
+from rayk.kernels.copy_runs.table import ALIGNMENTS, RunTable, tile_width
 from rayk.kernels.interpreter import launching
 
 TILE_WORDS = 1024
@@ -55,10 +55,10 @@ def copy_runs_triton(
 ) -> None:
     """`blocks` is int64 [2, n]: source's, destination's."""
     bases = source.data_ptr() | destination.data_ptr()
-    alignment = next(a for a in (16, 8, 4, 2, 1) if a <= runs.alignment and bases % a == 0)
+    alignment = next(a for a in ALIGNMENTS if a <= runs.alignment and bases % a == 0)
     word_bytes = min(alignment, 8)
     longest = triton.cdiv(runs.max_length, word_bytes)
-    tile_w = min(triton.next_power_of_2(longest), TILE_WORDS)
+    tile_w = tile_width(longest)
     tile_r = TILE_WORDS // tile_w
     grid = (triton.cdiv(blocks.shape[1] * runs.num_runs, tile_r), triton.cdiv(longest, tile_w))
     with launching():

@@ -9,6 +9,7 @@ import torch
 from rayk.kernels.digest.native import digest_views_native, native_digest
 from rayk.kernels.digest.reference import digest_rows_reference
 from rayk.kernels.digest.views import DigestedView, DigestedViews, RowPlaces
+from rayk.kernels.dispatch import default_impl
 
 __all__ = ["DigestedView", "DigestedViews", "RowPlaces", "digest_rows", "digest_views", "native_digest"]
 
@@ -91,7 +92,7 @@ def digest_rows(
 
 
 def _default(device: torch.device) -> str:
-    if device.type == "cuda":
+    if default_impl(device.type == "cuda") == "triton":
         return "triton"
     return "native" if device.type == "cpu" and native_digest() is not None else "reference"
 

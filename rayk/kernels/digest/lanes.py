@@ -20,7 +20,8 @@ Ints = npt.NDArray[np.int64]
 TILE_WORDS = 1024
 """Words per program: 8 a thread with 4 warps, enough to hide a load behind the mixing of another."""
 SECTION_COLUMNS = 8
-_NARROW = (16, 8, 4, 2, 1)
+_NARROW = (16, 4)
+_SECTIONS = 16
 _NEVER = 1 << 62
 """First program of the sections that fill up the table."""
 
@@ -39,17 +40,16 @@ class LaneTable:
     """[S, 3]: index of its places, words of each of its lanes, how many lanes."""
     word: int
     """Bytes of a word."""
-    vector: int
-    """How many words go together: the largest power of two, up to 16, that divides those of every lane."""
     alignment: int
-    """The largest power of two, up to 16, that divides every address and stride."""
+    """The largest power of two, up to 16, that divides every address and stride, and the bytes of every
+    row."""
     tile_words: int
     """Words of a row that a program takes where there are many rows."""
 
     @property
     def num_padded_sections(self) -> int:
-        """A power of two: it is part of the kernel's form, and the same for every request."""
-        return 1 << (len(self.sections) - 1).bit_length()
+        """It is part of the kernel's form, and one number where there are few."""
+        return max(_SECTIONS, 1 << (len(self.sections) - 1).bit_length())
 
     def for_request(self, num_rows: Ints, first_group: Ints, rows_at: Ints) -> tuple[Ints, int]:
         """Return what the kernel reads of each section, [padded, 8], and how many programs there are. Of each
@@ -88,15 +88,13 @@ def make_lane_tables(bundles: Ints, entries: Ints, device: torch.device) -> tupl
         entry = chosen[order]
         kinds, counts = np.unique(np.stack([place[entry], words[order]]), axis=1, return_counts=True)
         own = np.ascontiguousarray(columns[:, entry])
-        vector, alignment = _divisor(own[3]), _divisor(own[:3])
         made.append(
             LaneTable(
                 _from_itself(own, device),
                 entry,
                 np.concatenate([kinds, counts[None]]).T,
                 size,
-                vector,
-                alignment,
+                _divisor(np.concatenate([own[:3], size * own[3:4]])),
                 # What is read beside a row's end is read in vain.
                 min(_NARROW, key=lambda width: int((-(-words // width) * width).sum())),
             )
@@ -123,4 +121,4 @@ def concatenated(parts: Sequence[Ints], device: torch.device) -> list[torch.Tens
     if device.type == "cuda":
         # torch keeps pinned memory for the next request, and hands it out when this copy has run.
         whole = whole.pin_memory().to(device, non_blocking=True)
-    return list(whole.split([part.size for part in parts]))
+    return list(torch.split(whole, [part.size for part in parts]))

@@ -42,7 +42,6 @@ def _add_tile(
     p_out,
     p_not_finite,
     WORD: tl.constexpr,
-    VECTOR: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE_R: tl.constexpr,
     TILE_W: tl.constexpr,
@@ -50,6 +49,7 @@ def _add_tile(
     """Add tile `i_tile` of a lane, of TILE_R rows x TILE_W words, to its words in `p_out`."""
     p_lane = lanes + i_lane
     # Nobody but the table knows what divides words and addresses: without it every word would go alone.
+    VECTOR: tl.constexpr = ALIGNMENT // WORD if ALIGNMENT > WORD else 1
     num_words = tl.multiple_of(tl.load(p_lane + 3 * num_lanes), VECTOR)
     key, finite_mask = tl.load(p_lane + 4 * num_lanes), tl.load(p_lane + 5 * num_lanes)
     finite_step = tl.load(p_lane + 6 * num_lanes)
@@ -117,7 +117,6 @@ def digest_kernel(
     rows_per_group,
     NUM_SECTIONS: tl.constexpr,
     WORD: tl.constexpr,
-    VECTOR: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     TILE_W: tl.constexpr,
 ):
@@ -145,7 +144,6 @@ def digest_kernel(
             p_out,
             p_not_finite,
             WORD,
-            VECTOR,
             ALIGNMENT,
             1,
             _TILE_WORDS,
@@ -163,7 +161,6 @@ def digest_kernel(
             p_out,
             p_not_finite,
             WORD,
-            VECTOR,
             ALIGNMENT,
             _TILE_WORDS // TILE_W,
             TILE_W,
@@ -203,7 +200,6 @@ def digest_views_triton(
                 rows_per_group,
                 NUM_SECTIONS=table.num_padded_sections,
                 WORD=table.word,
-                VECTOR=table.vector,
                 ALIGNMENT=table.alignment,
                 TILE_W=table.tile_words,
                 num_warps=4,

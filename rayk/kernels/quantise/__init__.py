@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from rayk.kernels.dispatch import default_impl
 from rayk.kernels.quantise.cache import QuantisedKV, head_size_v, quantised_kv
 from rayk.kernels.quantise.reference import Quantised, dequantise_reference, quantise_reference
 from rayk.kv.formats import KVFormat
@@ -24,7 +25,7 @@ def quantise(
     `scale`: the layer's scale, by which values are divided, if the format has one. `impl`: reference or
     triton; None takes triton on CUDA. Both give the same bytes.
     """
-    if (impl or ("triton" if values.is_cuda else "reference")) == "reference":
+    if (impl or default_impl(values.is_cuda)) != "triton":
         return quantise_reference(values, kv_format, scale)
     from rayk.kernels.quantise.launch import quantise_triton
 
@@ -44,7 +45,7 @@ def dequantise(
     Element, scale in the page and layer scale are multiplied in float32 (float64 if that is the dtype) and
     rounded once.
     """
-    if (impl or ("triton" if stored.data.is_cuda else "reference")) == "reference":
+    if (impl or default_impl(stored.data.is_cuda)) != "triton":
         return dequantise_reference(stored, kv_format, scale, dtype)
     from rayk.kernels.quantise.launch import dequantise_triton
 
