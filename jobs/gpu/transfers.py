@@ -12,6 +12,8 @@ from jobs.gpu.stages import Bench, Lacking, Stage
 SETTINGS = {"rayk's setting": None, "n": "n", "auto, UCX's own": "auto"}
 """Item -> UCX_CUDA_IPC_ENABLE_GET_ZCOPY; None: what rayk's agents choose."""
 COPIES = "copies in one process"
+BESIDE = "of cudaMemcpy between the processes"
+"""What a row's `value` is a share of: the speed of the same blocks copied without NIXL."""
 
 
 def _measure(item: str, bench: Bench) -> Iterator[Row]:
@@ -20,10 +22,11 @@ def _measure(item: str, bench: Bench) -> Iterator[Row]:
     import device_reads  # of jobs/benchmarks; without NIXL it cannot be imported
 
     options = argparse.Namespace(
-        device=bench.device, mib=16 if bench.is_small else 256, repeats=bench.repeats
+        device=bench.device, peer=None, mib=2 if bench.is_small else 256, repeats=bench.repeats
     )
     if bench.device != "cpu":
         options.device = "cuda:0"
+    options.peer = device_reads.peer_of(options)
     found = device_reads.repack(options) if item == COPIES else device_reads.run(SETTINGS[item], options)
     copy = device_reads.copy_gbps(options)
     for row in found:
@@ -35,13 +38,14 @@ def _measure(item: str, bench: Bench) -> Iterator[Row]:
             ms=row["s"] * 1e3,
             gbps=gbps,
             of_copy=gbps / copy,
+            **({"value": row["copy_s"] / row["s"], "unit": BESIDE} if "copy_s" in row else {}),
             note="each byte counted once",
         )
 
 
 STAGE = Stage(
     name="nixl",
-    about="NIXL between two processes of one GPU",
+    about="NIXL between the device memory of two processes",
     items=lambda device: [*SETTINGS, COPIES],
     measure=_measure,
 )
