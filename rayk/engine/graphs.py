@@ -10,6 +10,9 @@ or chunk needs them: the step is seen before it is copied, on the host, and what
 of it. Only a step where every request computes one token and wants its logits fits a graph; others run
 eagerly. So every view has a row per request, and fast prefill leaves nothing out.
 
+A CPU records calls of its kernels (engine.replays) for each batch size by itself, since there padding rows
+take time, and at the first step of that size.
+
 Legend: R requests of a step, S rows of a graph (S >= R), W width of a block table.
 """
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -121,11 +125,13 @@ class DecodeGraphs:
         max_positions: int,
         device: torch.device,
         mark: Mark = lambda: lambda: None,
+        sizes: Sequence[int] | None = None,
     ) -> None:
-        """Record every size. `table_shapes` has W of each KV group's block table, in kernel blocks, and the
-        tokens of a kernel block; None for groups of states. `views` are those that layers have. `mark`: see
+        """Record every size of `graph_sizes`; or of `sizes`, ascending, the largest, and others at their
+        first step. `table_shapes` has W of each KV group's block table, in kernel blocks, and the tokens of a
+        kernel block; None for groups of states. `views` are those that layers have. `mark`: see
         HostBuffers."""
-        self.sizes = graph_sizes(max_seqs)
+        self.sizes = graph_sizes(max_seqs) if sizes is None else tuple(sizes)
         self._table_shapes = tuple(table_shapes)
         self._views = tuple(views)
         self._max_positions = max_positions
@@ -139,10 +145,10 @@ class DecodeGraphs:
             size: _Buffers(size, HostBuffers(device, mark, layout.num_bytes), layout, buffer)
             for size, layout in layouts.items()
         }
+        self._record_size = partial(self._record, forward, recorder)
         # Largest first: later captures then find room in the pool that the first one took.
-        self._replays = {
-            size: self._record(forward, recorder, size) for size in sorted(self.sizes, reverse=True)
-        }
+        at_once = self.sizes if sizes is None else self.sizes[-1:]
+        self._replays = {size: self._record_size(size) for size in sorted(at_once, reverse=True)}
 
     def fits(self, inputs: ModelInputs) -> bool:
         """Tell whether a recorded step computes just this."""
@@ -158,6 +164,8 @@ class DecodeGraphs:
         may change the tokens."""
         num_requests = len(inputs.token_ids)
         size = next(s for s in self.sizes if s >= num_requests)
+        if size not in self._replays:
+            self._replays[size] = self._record_size(size)
         buffers = self._buffers[size]
         self._fill(buffers.next(), inputs, seen, num_requests)
         buffers.send()

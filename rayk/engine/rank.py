@@ -18,11 +18,15 @@ from rayk.engine.backends import LayerBackends
 from rayk.engine.fence import make_fence
 from rayk.engine.graphs import CudaRecorder, DecodeGraphs, Recorder, StepViews
 from rayk.engine.inputs import InputBuilder, ModelInputs
+from rayk.engine.replays import MAX_ROWS, CallRecorder
 from rayk.engine.staging import Fetching, HostBuffers
 from rayk.engine.warm_up import run_warm_up, warm_up_batches
+from rayk.kernels.replay import CannotReplay
+from rayk.kernels.replay import why_no_native as why_no_replay
 from rayk.kernels.segments import Segments
 from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, allocate
 from rayk.kv.groups import CacheKey
+from rayk.models.config import ExpertsConfig
 from rayk.models.decoder import Decoder
 from rayk.models.engine_plan import plan_engine
 from rayk.models.families import load_config
@@ -113,7 +117,10 @@ class EngineRank:
         # None where decode steps are replayed
         self.why_no_graphs = None if recorder is not None else self._why_no_graphs()
         if self.why_no_graphs is None:
-            self._graphs = self._record_graphs(recorder)
+            try:
+                self._graphs = self._record_graphs(recorder)
+            except CannotReplay as error:
+                self.why_no_graphs = str(error)
 
     def _attention_layers(self) -> list[AttentionLayer]:
         groups = {layer: g for g in self.plan.groups if g.spec.has_token_rows for layer in g.layers}
@@ -272,16 +279,25 @@ class EngineRank:
         return None
 
     def _why_no_graphs(self) -> str | None:
-        if self.device.type != "cuda":
-            return f"device {self.device.type}"
         if self.config.cuda_graphs == "never":
             return "engine.cuda_graphs: never"
+        if self.device.type == "cpu" and (why_not := self._why_no_calls()):
+            return why_not
         for backend in self.backends.used:
             if not backend.graph_safe:
                 return f"attention backend {backend.name} works from the host"
         if self.comm.size > 1 and self.comm.name != "nccl":
             return f"comm {self.comm.name} goes through the host"
         return None
+
+    def _why_no_calls(self) -> str | None:
+        """Say why a CPU cannot record its kernels' calls."""
+        if (why_not := why_no_replay()) is not None:
+            return why_not
+        for index, layer in enumerate(self.model_config.layers):
+            if layer.mixers != ("attention",) or isinstance(layer.mlp, ExpertsConfig):
+                return f"layer {index} works from the host on a CPU"
+        return f"{self.comm.size} ranks on CPUs" if self.comm.size > 1 else None
 
     @torch.inference_mode()
     def _record_graphs(self, recorder: Recorder | None) -> DecodeGraphs:
@@ -290,9 +306,11 @@ class EngineRank:
             self._recorded_layers = self.decoder.num_token_layers // len(token_ids)
             return self.decoder.logits(hidden)
 
+        on_cpu = recorder is None and self.device.type == "cpu"
         return DecodeGraphs(
             decode,
-            recorder or CudaRecorder(self.device),
+            recorder or (CallRecorder() if on_cpu else CudaRecorder(self.device)),
+            sizes=range(1, min(self.config.max_seqs, MAX_ROWS) + 1) if on_cpu else None,
             table_shapes=self._inputs.table_shapes,
             views=self.attention_groups.views,
             max_seqs=self.config.max_seqs,

@@ -17,7 +17,8 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,34 @@ class NativeLibrary:
     """One line for the results; empty if the library is loaded."""
 
 
+@dataclass(frozen=True, slots=True)
+class NativeCall:
+    """A kernel's call, to be made again."""
+
+    name: str
+    in_slots: int
+    """Address of the function that takes the arguments in an array; see slots.h."""
+    arguments: tuple[object, ...]
+
+
+class _Recorder(threading.local):
+    note: Callable[[NativeCall], object] | None = None
+
+
+_RECORDER = _Recorder()
+
+
+@contextmanager
+def record_calls(note: Callable[[NativeCall], object]) -> Iterator[None]:
+    """Tell `note` of each call that this thread makes of a replayable kernel, once it is made."""
+    assert _RECORDER.note is None, "this thread records already"
+    _RECORDER.note = note
+    try:
+        yield
+    finally:
+        _RECORDER.note = None
+
+
 class NativeKernels:
     """The functions of one C++ file, built on first use."""
 
@@ -60,11 +89,11 @@ class NativeKernels:
         self._result = result
 
     @property
-    def library(self) -> ctypes.CDLL:
+    def library(self) -> Any:
         """AssertionError if there is none: ask `why_not` first."""
         loaded = self._loaded
         assert loaded.library is not None, loaded.reason
-        return loaded.library
+        return loaded.library if _RECORDER.note is None else _Recorded(loaded.library, self._arguments)
 
     def why_not(self) -> str | None:
         """Say why this machine cannot run them, or None if it can."""
@@ -78,6 +107,33 @@ class NativeKernels:
                 function = getattr(loaded.library, name)
                 function.argtypes, function.restype = arguments, self._result
         return loaded
+
+
+class _Recorded:
+    """A library whose calls are noted. They are what `RAYK_REPLAYABLE` was said of: AttributeError else."""
+
+    def __init__(self, library: ctypes.CDLL, arguments: Mapping[str, tuple[type[Any], ...]]) -> None:
+        self._library = library
+        self._arguments = arguments
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function, in_slots = getattr(self._library, name), getattr(self._library, f"{name}_slots")
+        types = self._arguments[name]
+
+        def call(*arguments: Any) -> Any:
+            result = function(*arguments)
+            assert _RECORDER.note is not None
+            # An integer may be given where the kernel takes a float.
+            noted = (
+                float(a) if t in (ctypes.c_float, ctypes.c_double) else a
+                for a, t in zip(arguments, types, strict=True)
+            )
+            address = ctypes.cast(in_slots, ctypes.c_void_p).value
+            assert address is not None
+            _RECORDER.note(NativeCall(name, address, tuple(noted)))
+            return result
+
+        return call
 
 
 @functools.cache

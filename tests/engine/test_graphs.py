@@ -376,7 +376,62 @@ def test_a_planted_fault_is_in_what_a_worker_records(
         worker.dissolve()
 
 
-def test_a_cpu_engine_says_why_it_has_no_graphs(checkpoint) -> None:
-    rank = EngineRank(EngineConfig(model=str(checkpoint("llama")), num_blocks=8), LocalComm())
+@pytest.mark.parametrize("model", ["llama", "qwen3-hybrid"])
+def test_a_cpu_replays_calls_and_gives_the_same_tokens(checkpoint, reference, model: str) -> None:
+    """Requests end one by one, so that every size is recorded on the way, at its first step."""
+    family, _, hybrid = model.partition("-")
+    overrides = {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2}
+    path: Path = checkpoint(family, **({"overrides": overrides} if hybrid else {}))
+    prompts = [list(p["prompt"]) for p in read_marker(path)["probes"]]
+    lengths = [24, 10, 4]
+    expected = [o.token_ids for o in reference(path).generate(prompts, 24, ignore_eos=True)]
+    rank = EngineRank(EngineConfig(model=str(path), num_blocks=64, max_seqs=4), LocalComm(), poison=-1)
+    assert rank.graphs_note == "1, 2, 3, 4"
+    forward, num_forward = rank.decoder.forward, 0
+
+    def counted(*args: Any) -> torch.Tensor:
+        nonlocal num_forward
+        num_forward += 1
+        return forward(*args)
+
+    rank.decoder.forward = counted
+    outputs = run_greedy(rank, prompts, lengths)
+    assert outputs == [list(e[:n]) for e, n in zip(expected, lengths, strict=True)]
+    assert num_forward == 1 + 2 * 3, "a prefill, and a trial and a recording of each of 3 sizes"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_replayed_step_has_the_bits_of_an_eager_one(
+    checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    def logits(graphs: str) -> list[torch.Tensor]:
+        config = EngineConfig(
+            model=str(checkpoint("qwen3")), num_blocks=64, max_seqs=2, dtype=dtype, cuda_graphs=graphs
+        )
+        rank = EngineRank(config, LocalComm(), poison=-1)
+        step, seen = rank.step, []
+        monkeypatch.setattr(rank, "step", lambda batch: seen.append(step(batch).clone()) or seen[-1])
+        run_greedy(rank, [[5, 6, 7, 8], [9, 10, 11]], [6, 4])
+        return seen
+
+    replayed, eager = logits("auto"), logits("never")
+    assert len(replayed) == 6
+    assert all(map(torch.equal, replayed, eager))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "why"),
+    [
+        ("llama", {"cuda_graphs": "never"}, "engine.cuda_graphs: never"),
+        ("llama", {"attention_backend": "reference"}, "attention backend reference works from the host"),
+        ("mamba2", {}, "layer 0 works from the host on a CPU"),
+        ("deepseek_v3", {}, "layer 0 works from the host on a CPU"),
+    ],
+)
+def test_a_cpu_engine_says_why_it_replays_nothing(
+    checkpoint: Callable[..., Path], family: str, settings: dict[str, str], why: str
+) -> None:
+    config = EngineConfig(model=str(checkpoint(family)), num_blocks=8, **settings)
+    rank = EngineRank(config, LocalComm())
     assert rank.graph_sizes == ()
-    assert rank.graphs_note == "none: device cpu"
+    assert rank.graphs_note == f"none: {why}"

@@ -31,7 +31,7 @@ class PagedBackend:
         self._store = store
         self._attend = attend
         self._attend_latent = "torch" if attend == "native" else attend
-        self.graph_safe = attend == "triton"
+        self.graph_safe = attend in ("triton", "native")
         self._workspace = Workspace()
 
     def veto(self, layout_name: str, spec: KVCacheSpec) -> str | None:

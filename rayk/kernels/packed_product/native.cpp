@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "../simd.h"
+#include "../slots.h"
 
 namespace {
 
@@ -147,3 +148,5 @@ extern "C" void rayk_packed_product(const void* x, int64_t stride, const void* p
                 static_cast<const BFloat16*>(bias), static_cast<BFloat16*>(out), num_rows, num_inputs, num_outputs,
                 num_threads);
 }
+
+RAYK_REPLAYABLE(rayk_packed_product)

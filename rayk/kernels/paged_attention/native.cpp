@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "../simd.h"
+#include "../slots.h"
 
 namespace {
 
@@ -78,11 +79,12 @@ inline void decode(float* out, const uint8_t* in, const uint8_t* scales, int n, 
 }
 
 struct Batch {
-    const float* q;
+    const void* q;
+    int32_t q_type;  // also of out: 0 float32, 1 bfloat16
     int64_t q_stride_t, q_stride_h;
     const void* kv;
     int64_t stride_b, stride_h, stride_n;
-    float* out;
+    void* out;
     int64_t out_stride_t, out_stride_h;
     const int32_t* block_table;
     int64_t table_stride;
@@ -335,6 +337,23 @@ std::vector<Item> cut(const Batch& b, int num_requests, int num_groups) {
 }
 
 template <class T>
+inline void scale(float* to, const T* from, int n, float factor) {
+    for (int d = 0; d < n; ++d) to[d] = widen(from[d]) * factor;
+}
+
+// `from` is padded to whole vectors.
+template <class T>
+inline void divide(T* to, const float* from, int n, float by) {
+    for (int d = 0; d < n; d += kLanes) {
+        const Floats v = load(from + d) / by;
+        if (n - d < kLanes)
+            store(to + d, v, n - d);
+        else
+            store(to + d, v);
+    }
+}
+
+template <class T>
 bool attend(const Batch& b, const Item& item, Scratch& s) {
     const int32_t* heads = b.group_query_heads + item.group * b.group_size + item.first_head;
     const int num_heads = item.num_heads;
@@ -352,9 +371,12 @@ bool attend(const Batch& b, const Item& item, Scratch& s) {
     s.keys.resize(ldq * kTileKeys);
     s.values.assign(kTileKeys * ldv, 0.0f);
     for (int i = 0; i < m; ++i) {
-        const float* row = b.q + (first_token + item.first_query + i / num_heads) * b.q_stride_t +
+        const int64_t at = (first_token + item.first_query + i / num_heads) * b.q_stride_t +
                            heads[i % num_heads] * b.q_stride_h;
-        for (int d = 0; d < b.head_k; ++d) s.q[i * ldq + d] = row[d] * b.scale;
+        if (b.q_type == 0)
+            scale(s.q.data() + i * ldq, static_cast<const float*>(b.q) + at, b.head_k, b.scale);
+        else
+            scale(s.q.data() + i * ldq, static_cast<const BFloat16*>(b.q) + at, b.head_k, b.scale);
         // A sink is a first key of weight one and value zero; at -inf the first real key wipes it out.
         s.row_max[i] = b.sinks ? b.sinks[heads[i % num_heads]] : kNegInf;
         s.row_sum[i] = b.sinks ? 1.0f : 0.0f;
@@ -414,9 +436,12 @@ bool attend(const Batch& b, const Item& item, Scratch& s) {
         stop = next_stop;
     }
     for (int i = 0; i < m; ++i) {
-        float* row = b.out + (first_token + item.first_query + i / num_heads) * b.out_stride_t +
-                     heads[i % num_heads] * b.out_stride_h;
-        for (int d = 0; d < b.head_v; ++d) row[d] = s.acc[i * ldv + d] / s.row_sum[i];
+        const int64_t at = (first_token + item.first_query + i / num_heads) * b.out_stride_t +
+                           heads[i % num_heads] * b.out_stride_h;
+        if (b.q_type == 0)
+            divide(static_cast<float*>(b.out) + at, s.acc.data() + i * ldv, b.head_v, s.row_sum[i]);
+        else
+            divide(static_cast<BFloat16*>(b.out) + at, s.acc.data() + i * ldv, b.head_v, s.row_sum[i]);
     }
     return true;
 }
@@ -436,12 +461,12 @@ bool attend_all(const Batch& b, const std::vector<Item>& items, int num_threads)
 
 }  // namespace
 
-// kv_type: 0 float32, 1 bfloat16, 2 float16, 3 quantised (kv: keys; coding: the rest; else null). Strides
+// q_type: 0 float32, 1 bfloat16, as the result is. kv_type: 0 float32, 1 bfloat16, 2 float16, 3 quantised (kv: keys; coding: the rest; else null). Strides
 // are in elements. Returns 0, or 1 when a block table
 // entry that is needed is out of range, or 2 when a key is too large. sinks may be null, soft_cap 0.
 extern "C" int rayk_paged_attention(
-    const float* q, int64_t q_stride_t, int64_t q_stride_h, const void* kv, int32_t kv_type,
-    int64_t stride_b, int64_t stride_h, int64_t stride_n, float* out, int64_t out_stride_t,
+    const void* q, int32_t q_type, int64_t q_stride_t, int64_t q_stride_h, const void* kv, int32_t kv_type,
+    int64_t stride_b, int64_t stride_h, int64_t stride_n, void* out, int64_t out_stride_t,
     int64_t out_stride_h, const int32_t* block_table, int64_t table_stride,
     const int32_t* query_start_loc, const int32_t* seq_lens, int32_t num_requests,
     const int32_t* group_kv_heads, const int32_t* group_query_heads, int32_t num_groups,
@@ -449,7 +474,7 @@ extern "C" int rayk_paged_attention(
     float scale, int32_t window, const float* sinks, float soft_cap, const Coding* coding,
     int32_t num_threads) {
     if (head_k > kMaxHeadK) return 2;
-    const Batch batch{q,           q_stride_t,      q_stride_h, kv,
+    const Batch batch{q,           q_type,          q_stride_t, q_stride_h,      kv,
                       stride_b,    stride_h,        stride_n,   out,
                       out_stride_t, out_stride_h,   block_table, table_stride,
                       query_start_loc, seq_lens,    group_kv_heads, group_query_heads,
@@ -466,3 +491,5 @@ extern "C" int rayk_paged_attention(
     }
     return good ? 0 : 1;
 }
+
+RAYK_REPLAYABLE(rayk_paged_attention)

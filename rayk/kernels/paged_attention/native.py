@@ -11,10 +11,11 @@ from rayk.kernels.native import NativeKernels
 from rayk.kernels.paged_attention.heads import HeadGroups
 from rayk.kernels.quantise import QuantisedKV, head_size_v
 
+_Q_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _KV_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _ARGUMENTS = (
-    (_POINTER, _LONG, _LONG)  # q
+    (_POINTER, _INT, _LONG, _LONG)  # q
     + (_POINTER, _INT, _LONG, _LONG, _LONG)  # kv
     + (_POINTER, _LONG, _LONG)  # out
     + (_POINTER, _LONG, _POINTER, _POINTER, _INT)  # block table, query starts, lengths, R
@@ -60,26 +61,27 @@ def paged_attention_native(
     sinks: torch.Tensor | None = None,
     soft_cap: float | None = None,
 ) -> torch.Tensor:
-    """Compute in float32 on torch's number of threads."""
+    """Compute in float32 on torch's number of threads; q and the result are float32 or bfloat16."""
     assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
     assert block_table.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32
     assert query_start_loc.is_contiguous()
     assert seq_lens.is_contiguous()
-    q32 = q.float()
+    q_in = q if q.dtype in _Q_TYPES else q.float()
     coding = None
     if isinstance(kv_cache, QuantisedKV):
         coding, keys, kv_type = _coding(kv_cache), kv_cache.raw(kv_cache.k)[0], _QUANTISED
     else:
         assert kv_cache.dtype in _KV_TYPES, f"no native kernel for a {kv_cache.dtype} cache"
         keys, kv_type = kv_cache, _KV_TYPES[kv_cache.dtype]
-    assert q32.stride(-1) == block_table.stride(-1) == keys.stride(-1) == 1
+    assert q_in.stride(-1) == block_table.stride(-1) == keys.stride(-1) == 1
     assert q.shape[-1] == head_size_k
     size_v = head_size_v(kv_cache, head_size_k)
-    out = torch.empty(q.shape[0], q.shape[1], size_v, dtype=torch.float32)
+    out = torch.empty(q.shape[0], q.shape[1], size_v, dtype=q_in.dtype)
     status = _KERNELS.library.rayk_paged_attention(
-        q32.data_ptr(),
-        q32.stride(0),
-        q32.stride(1),
+        q_in.data_ptr(),
+        _Q_TYPES[q_in.dtype],
+        q_in.stride(0),
+        q_in.stride(1),
         keys.data_ptr(),
         kv_type,
         *keys.stride()[:3],

@@ -14,6 +14,7 @@ import torch
 from rayk.kernels.dispatch import default_impl
 from rayk.kernels.pointwise.native import (
     ACTIVATIONS,
+    add_native,
     gated_native,
     gated_norm_native,
     is_native,
@@ -35,6 +36,7 @@ from rayk.kernels.pointwise.reference import (
 __all__ = [
     "GateThreshold",
     "activate",
+    "add",
     "add_rms_norm",
     "gate_sums",
     "gated",
@@ -63,6 +65,13 @@ def rms_norm(
         out: torch.Tensor = _triton().norm_triton(x, weight, eps=eps, wide=wide)[1]
         return out
     return rms_norm_reference(x, weight, eps=eps, wide=wide)
+
+
+def add(x: torch.Tensor, y: torch.Tensor, *, impl: str | None = None) -> torch.Tensor:
+    """Return x + y of [T, D]: torch's sum, or where that is a native kernel, the same bits by it."""
+    alike = x.shape == y.shape and x.dtype == y.dtype and x.dim() == 2 and y.stride(1) == 1
+    impl = _choose(impl, x, native=alike and is_native(x), triton=False)
+    return add_native(x, y) if impl == "native" else x + y
 
 
 def add_rms_norm(

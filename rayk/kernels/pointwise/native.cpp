@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "../simd.h"
+#include "../slots.h"
 
 namespace {
 
@@ -224,6 +225,16 @@ void gate(const T* x, int64_t stride, T* out, int64_t num_tokens, int size, int 
     }
 }
 
+template <class T>
+void add(const T* x, int64_t stride_x, const T* y, int64_t stride_y, T* out, int64_t num_tokens, int size,
+         int num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (num_threads > 1 && num_tokens * size > kMinParallel)
+    for (int64_t t = 0; t < num_tokens; ++t)
+        lanes(size, [&](int d, int n) {
+            give(out + t * size + d, take(x + t * stride_x + d, n) + take(y + t * stride_y + d, n), n);
+        });
+}
+
 }  // namespace
 
 // type: 0 float32, 1 bfloat16. Strides are in elements; rows are dense. x [T, H, size].
@@ -315,3 +326,20 @@ extern "C" void rayk_gate(const void* x, int64_t stride, void* out, int64_t num_
                                                                         num_threads);
     }
 }
+
+// x, y [T, size] by stride; their sum goes to out, dense.
+extern "C" void rayk_add(const void* x, int64_t stride_x, const void* y, int64_t stride_y, void* out,
+                         int64_t num_tokens, int32_t size, int32_t type, int32_t num_threads) {
+    if (type == 0)
+        add(static_cast<const float*>(x), stride_x, static_cast<const float*>(y), stride_y,
+            static_cast<float*>(out), num_tokens, size, num_threads);
+    else
+        add(static_cast<const BFloat16*>(x), stride_x, static_cast<const BFloat16*>(y), stride_y,
+            static_cast<BFloat16*>(out), num_tokens, size, num_threads);
+}
+
+RAYK_REPLAYABLE(rayk_rms_norm)
+RAYK_REPLAYABLE(rayk_gated_norm)
+RAYK_REPLAYABLE(rayk_rotate)
+RAYK_REPLAYABLE(rayk_gate)
+RAYK_REPLAYABLE(rayk_add)

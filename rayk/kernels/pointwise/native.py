@@ -24,6 +24,7 @@ _ARGUMENTS = {
     "rayk_rotate": (_POINTER, _LONG, _LONG, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG)
     + (_INT, _INT, _INT, _INT, _INT, _INT, _INT),
     "rayk_gate": (_POINTER, _LONG, _POINTER, _LONG, _INT, _INT, _INT, _INT),
+    "rayk_add": (_POINTER, _LONG, _POINTER, _LONG, _POINTER, _LONG, _INT, _INT, _INT),
 }
 
 
@@ -173,6 +174,24 @@ def gated_native(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         size,
         ACTIVATIONS[activation],
         _TYPES[gate_up.dtype],
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def add_native(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    assert x.shape == y.shape, (x.shape, y.shape)
+    assert x.dtype == y.dtype, (x.dtype, y.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _KERNELS.library.rayk_add(
+        x.data_ptr(),
+        x.stride(0),
+        y.data_ptr(),
+        y.stride(0),
+        out.data_ptr(),
+        x.shape[0],
+        x.shape[1],
+        _TYPES[x.dtype],
         torch.get_num_threads(),
     )
     return out

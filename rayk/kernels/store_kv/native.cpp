@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../slots.h"
+
 // k, v [T, H, row], the cache [B, H, N, k's row + v's]; all strides and rows in bytes. Slot -1 stores nothing.
 // Returns 0, or 1, and has stored nothing of that token and those after it, where a slot is out of range.
 extern "C" int rayk_store_kv(const char* k, int64_t k_stride_t, int64_t k_stride_h, const char* v,
@@ -22,3 +24,5 @@ extern "C" int rayk_store_kv(const char* k, int64_t k_stride_t, int64_t k_stride
     }
     return 0;
 }
+
+RAYK_REPLAYABLE(rayk_store_kv)

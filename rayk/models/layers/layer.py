@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rayk.kernels.pointwise import add
 from rayk.kv.caches import OwnsCache
 from rayk.models.build import Build
 from rayk.models.config import ExpertsConfig
@@ -48,14 +49,14 @@ class Layer:
             mixed = self.mixer.forward(self._normed(self.input_norm, x), places, metadata)
             mixed = self._changed(mixed, self.post_mixer_norm)
             if self.mlp_norm is None:
-                return x + mixed
+                return add(x, mixed)
             if self.dtype is None:
                 x, normed = self.mlp_norm.add(x, mixed)
             else:
                 x = x + mixed
                 normed = self._normed(self.mlp_norm, x)
         assert self.mlp is not None
-        return x + self._changed(self.mlp.forward(normed), self.post_mlp_norm)
+        return add(x, self._changed(self.mlp.forward(normed), self.post_mlp_norm))
 
     def _normed(self, norm: Norm, x: torch.Tensor) -> torch.Tensor:
         return norm.forward(x if self.dtype is None else x.to(self.dtype))
