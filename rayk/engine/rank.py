@@ -21,6 +21,7 @@ from rayk.engine.inputs import InputBuilder, ModelInputs
 from rayk.engine.replays import MAX_ROWS, CallRecorder
 from rayk.engine.staging import Fetching, HostBuffers
 from rayk.engine.warm_up import run_warm_up, warm_up_batches
+from rayk.kernels.quantise import QuantisedKV
 from rayk.kernels.replay import CannotReplay
 from rayk.kernels.replay import why_no_native as why_no_replay
 from rayk.kernels.segments import Segments
@@ -297,6 +298,8 @@ class EngineRank:
         for index, layer in enumerate(self.model_config.layers):
             if layer.mixers != ("attention",) or isinstance(layer.mlp, ExpertsConfig):
                 return f"layer {index} works from the host on a CPU"
+        if any(isinstance(a.kv_cache, QuantisedKV) for a in self.decoder.attention_layers.values()):
+            return "a CPU stores a quantised KV cache from the host"
         return f"{self.comm.size} ranks on CPUs" if self.comm.size > 1 else None
 
     @torch.inference_mode()

@@ -41,7 +41,8 @@ class EngineOptions:
     layer_backends: tuple[tuple[int, str], ...] = ()
     # how tensor-parallel ranks talk: shm is for CPU ranks of one host
     comm: Annotated[str, OneOf(("auto", "shm", "gloo", "nccl")), BOTH_SIDES] = "auto"
-    # whether decode steps are replayed from CUDA graphs: auto, where device, backend and comm allow it
+    # whether decode steps are replayed, from CUDA graphs or a CPU's list of kernel calls: auto, where device,
+    # backend and comm allow it
     cuda_graphs: Annotated[str, OneOf(("auto", "never")), BOTH_SIDES] = "auto"
     # whether a step begins before the tokens of the one before are known: auto, where a device computes
     # while the host goes on

@@ -424,6 +424,7 @@ def test_a_replayed_step_has_the_bits_of_an_eager_one(
     [
         ("llama", {"cuda_graphs": "never"}, "engine.cuda_graphs: never"),
         ("llama", {"attention_backend": "reference"}, "attention backend reference works from the host"),
+        ("llama", {"kv_dtype": "fp8_e4m3"}, "a CPU stores a quantised KV cache from the host"),
         ("mamba2", {}, "layer 0 works from the host on a CPU"),
         ("deepseek_v3", {}, "layer 0 works from the host on a CPU"),
     ],

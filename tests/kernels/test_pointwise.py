@@ -20,6 +20,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormG
 
 from rayk.kernels.pointwise import (
     GateThreshold,
+    add,
     add_rms_norm,
     gate_sums,
     gated,
@@ -58,6 +59,15 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
 def heads_of(fused: Tensor, first: int, count: int, size: int) -> Tensor:
     """[T, count, size] as a model cuts heads out of one projection: rows are dense, tokens are not."""
     return fused[:, first * size : (first + count) * size].view(-1, count, size)
+
+
+@needs_native
+@each("size", SIZES)
+@each("dtype", DTYPES, ids=str)
+def test_add_has_the_bits_of_torchs_sum(dtype: torch.dtype, size: int) -> None:
+    wide, y = draw(7, 2 * size, dtype=dtype), draw(7, size, seed=1, dtype=dtype)
+    x = wide[:, size:]
+    assert torch.equal(add(x, y, impl="native"), x + y)
 
 
 @each("size", SIZES)
