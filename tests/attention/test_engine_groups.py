@@ -97,7 +97,7 @@ def test_the_second_half_of_24_layers_computes_the_last_token_of_each_prompt(
     monkeypatch.setattr(PagedBackend, "forward", spied_forward)
     monkeypatch.setattr(PagedBackend, "build", spied_build)
     monkeypatch.setattr(AttentionGroups, "see", spied_see)
-    engine = Stepped(path, fast_prefill=True)
+    engine = Stepped(path, fast_prefill=True, cuda_graphs="never")
     assert engine.rank.fast_prefill_layers == range(12, 24)
     for i in range(2):
         engine.add(str(i), range(5 + i, 9 + i), 2)

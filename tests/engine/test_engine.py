@@ -393,7 +393,7 @@ def test_times_leave_out_only_the_forward_pass(qwen3: Model, monkeypatch: pytest
     monkeypatch.setattr(Decoder, "forward", late)
     monkeypatch.setattr(NoExtension, "poll", later)
     monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
-    with qwen3.engine() as engine:
+    with qwen3.engine(cuda_graphs="never") as engine:
         engine.generate([make_request("r", qwen3.prompts[0], 5)])
         times = engine.loops[0].times
     assert times.num_steps == times.num_sampled_tokens == 5
