@@ -59,22 +59,22 @@ class NativeCall:
     arguments: tuple[object, ...]
 
 
-class _Recorder(threading.local):
+class _CallListener(threading.local):
     note: Callable[[NativeCall], object] | None = None
 
 
-_RECORDER = _Recorder()
+_LISTENER = _CallListener()
 
 
 @contextmanager
 def record_calls(note: Callable[[NativeCall], object]) -> Iterator[None]:
     """Tell `note` of each call that this thread makes of a replayable kernel, once it is made."""
-    assert _RECORDER.note is None, "this thread records already"
-    _RECORDER.note = note
+    assert _LISTENER.note is None, "this thread records already"
+    _LISTENER.note = note
     try:
         yield
     finally:
-        _RECORDER.note = None
+        _LISTENER.note = None
 
 
 class NativeKernels:
@@ -93,7 +93,7 @@ class NativeKernels:
         """AssertionError if there is none: ask `why_not` first."""
         loaded = self._loaded
         assert loaded.library is not None, loaded.reason
-        return loaded.library if _RECORDER.note is None else _Recorded(loaded.library, self._arguments)
+        return loaded.library if _LISTENER.note is None else _NotingLibrary(loaded.library, self._arguments)
 
     def why_not(self) -> str | None:
         """Say why this machine cannot run them, or None if it can."""
@@ -109,7 +109,7 @@ class NativeKernels:
         return loaded
 
 
-class _Recorded:
+class _NotingLibrary:
     """A library whose calls are noted. They are what `RAYK_REPLAYABLE` was said of: AttributeError else."""
 
     def __init__(self, library: ctypes.CDLL, arguments: Mapping[str, tuple[type[Any], ...]]) -> None:
@@ -122,7 +122,7 @@ class _Recorded:
 
         def call(*arguments: Any) -> Any:
             result = function(*arguments)
-            assert _RECORDER.note is not None
+            assert _LISTENER.note is not None
             # An integer may be given where the kernel takes a float.
             noted = (
                 float(a) if t in (ctypes.c_float, ctypes.c_double) else a
@@ -130,7 +130,7 @@ class _Recorded:
             )
             address = ctypes.cast(in_slots, ctypes.c_void_p).value
             assert address is not None
-            _RECORDER.note(NativeCall(name, address, tuple(noted)))
+            _LISTENER.note(NativeCall(name, address, tuple(noted)))
             return result
 
         return call

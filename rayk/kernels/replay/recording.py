@@ -35,7 +35,7 @@ class CannotReplay(Exception):
     """The work cannot be recorded: it looks at values on the host, and may go another way next time."""
 
 
-class _Call(ctypes.Structure):
+class _CallInTable(ctypes.Structure):
     """native.cpp's struct Call."""
 
     _fields_ = (("kernel", _POINTER), ("arguments", _POINTER))
@@ -137,8 +137,8 @@ def _is_view(out: torch.Tensor, inputs: Sequence[object]) -> bool:
 def _batch(calls: Sequence[NativeCall]) -> Callable[[], object]:
     words = [b"".join(map(_slot, call.arguments)) for call in calls]
     arguments = [ctypes.create_string_buffer(w, len(w)) for w in words]
-    table = (_Call * len(calls))(
-        *(_Call(call.in_slots, ctypes.addressof(w)) for call, w in zip(calls, arguments, strict=True))
+    table = (_CallInTable * len(calls))(
+        *(_CallInTable(call.in_slots, ctypes.addressof(w)) for call, w in zip(calls, arguments, strict=True))
     )
     names = [call.name for call in calls]
     run, num_calls = _KERNELS.library.rayk_replay, len(calls)
