@@ -144,6 +144,8 @@ class Option:
     staged_ns: float | None
     """None where it cannot be staged."""
     num_staged: int
+    must_stage: bool = False
+    """Staged where it can be, if anything is."""
 
     @property
     def num_saved(self) -> int:
@@ -169,7 +171,7 @@ def choose_staged(staging: str, options: Sequence[Option]) -> list[bool]:
                 "(transfer.staging: auto)",
             )
         return [False] * len(options)
-    chosen = [o.staged_ns is not None and o.staged_ns < o.direct_ns for o in options]
+    chosen = [o.staged_ns is not None and (o.must_stage or o.staged_ns < o.direct_ns) for o in options]
     total -= sum(o.num_saved for o, is_staged in zip(options, chosen, strict=True) if is_staged)
     for i in sorted(range(len(options)), key=lambda i: -options[i].num_saved):
         if total <= MAX_DESCRIPTORS or options[i].num_saved <= 0:

@@ -3,6 +3,9 @@
 A staged read takes its blocks in chunks that fit. A chunk holds its place in the buffer until its bytes are
 in the pages, or until nothing writes there any more; it waits for room in turn and holds nothing meanwhile,
 so that somebody always gets on. On a GPU the place is given back only when the copy has run there.
+
+What a GPU reads from a host's memory, the host tier's say, is staged in pinned memory of the host, and copied
+to the device from there, on a stream of its own: transports between devices do not reach a host's memory.
 """
 
 from __future__ import annotations
@@ -10,7 +13,10 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,6 +38,33 @@ TABLES_KEPT = 4
 """Tables of each pattern that are kept: chunks are of one size but for the last."""
 
 
+class Marker(Protocol):
+    """Marks a place in what is queued on a GPU."""
+
+    def query(self) -> bool:
+        """Tell whether all before it has run."""
+        ...
+
+
+def is_by_host(device: torch.device, peer_device: str) -> bool:
+    """Tell whether a read from the peer's device to this one is one from a host's memory to a GPU."""
+    return device.type == "cuda" and torch.device(peer_device).type == "cpu"
+
+
+def own_stream(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """Make a stream; return what makes it current."""
+    return partial(torch.cuda.stream, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+
+
+def mark(device: torch.device) -> Marker | None:
+    """Mark the end of what is queued on a GPU's current stream; None on a CPU, where it has run."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
 @dataclass(frozen=True, slots=True)
 class StagingSettings:
     """What a spec says of staging."""
@@ -45,8 +78,10 @@ class StagingSettings:
 class StagingBuffer:
     """Registered memory that is lent in stretches, first come first served."""
 
-    def __init__(self, agent: TransferAgent, num_bytes: int, device: torch.device) -> None:
-        self.memory = empty_bytes(num_bytes + AREA_ALIGNMENT, device)
+    def __init__(
+        self, agent: TransferAgent, num_bytes: int, device: torch.device, *, pinned: bool = False
+    ) -> None:
+        self.memory = empty_bytes(num_bytes + AREA_ALIGNMENT, device, pinned=pinned)
         self._skipped = -self.memory.data_ptr() % AREA_ALIGNMENT
         self.num_bytes = num_bytes
         agent.register(self.memory)
@@ -114,6 +149,26 @@ class Staging:
         self._extents = weakref.WeakKeyDictionary()
         self._tables = weakref.WeakKeyDictionary()
 
+    def buffer_for(self, peer_device: str) -> StagingBuffer | None:
+        """Return where reads from a device arrive."""
+        return self._host_buffer if self.goes_by_host(peer_device) else self.buffer
+
+    def goes_by_host(self, peer_device: str) -> bool:
+        """Tell whether reads from a device are staged in the host's memory, whatever they cost."""
+        return self.buffer is not None and is_by_host(self.device, peer_device)
+
+    @cached_property
+    def _host_buffer(self) -> StagingBuffer:
+        return StagingBuffer(self.agent, self.settings.num_bytes, torch.device("cpu"), pinned=True)
+
+    def copying(self, peer_device: str) -> AbstractContextManager[object]:
+        """Return a context in which copies of what came from a device are queued."""
+        return self._own_stream() if self.goes_by_host(peer_device) else nullcontext()
+
+    @cached_property
+    def _own_stream(self) -> Callable[[], AbstractContextManager[object]]:
+        return own_stream(self.device)
+
     def costs(self, peer_device: str) -> TransferCosts:
         """Return what reads from a device cost, as far as it is known by now."""
         return self.cost_table.of(self.agent.transport, str(self.device), peer_device)
@@ -151,7 +206,8 @@ class Staging:
     def option(self, read: BlockReads, peer_device: str) -> Option:
         """Return what a read from a device costs in either way."""
         parts, costs = self.extents(read.pattern, peer_device), self.costs(peer_device)
-        return read_option(read, parts, costs, self.settings.num_bytes)
+        option = read_option(read, parts, costs, self.settings.num_bytes)
+        return replace(option, must_stage=self.goes_by_host(peer_device))
 
     def chunk_blocks(self, part: Extents) -> int:
         """Count the blocks of a chunk: so many that a second one can arrive while the first is copied out."""
@@ -168,7 +224,7 @@ class _StagedChunk:
     place: Stretch
     transfer: Transfer
     handle: Handle
-    copied: torch.cuda.Event | None = None
+    copied: Marker | None = None
     """Marks the end of a GPU's copy that was queued."""
 
 
@@ -230,8 +286,9 @@ class StagedRead:
 
     @property
     def _buffer(self) -> StagingBuffer:
-        assert self.staging.buffer is not None, "a rank that never stages"
-        return self.staging.buffer
+        buffer = self.staging.buffer_for(self.producer.device)
+        assert buffer is not None, "a rank that never stages"
+        return buffer
 
     def _post(self) -> bool:
         """Start the next chunk, if there is room."""
@@ -293,7 +350,7 @@ class StagedRead:
                 self.failure = f"read from producer rank {self.read.producer_rank} failed"
             if self.failure is None:
                 self._repack(chunk)
-        if chunk.copied is not None and not chunk.copied.query():  # type: ignore[no-untyped-call]
+        if chunk.copied is not None and not chunk.copied.query():
             return False
         self._buffer.give_back(chunk.place)
         return True
@@ -318,9 +375,9 @@ class StagedRead:
         num_blocks = chunk.stop - chunk.first
         arrived = self._buffer.memory[slice(*chunk.place)]
         to_blocks = self.read.destination_blocks[chunk.first : chunk.stop]
-        table = self.staging.table(chunk.part, num_blocks)
-        copy_runs(arrived, self.destination, table, np.arange(num_blocks), to_blocks)
-        if self.destination.is_cuda:
-            chunk.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            chunk.copied.record(torch.cuda.current_stream(self.destination.device))
+        with self.staging.copying(self.producer.device):
+            table = self.staging.table(chunk.part, num_blocks)
+            there = arrived.to(self.destination.device, non_blocking=True)
+            copy_runs(there, self.destination, table, np.arange(num_blocks), to_blocks)
+            chunk.copied = mark(self.destination.device)
         self.repack_ns += self.clock() - began
