@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,10 @@ from attention_gpu import environment
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
 from jobs.benchmarks import harness
+from jobs.benchmarks.transfer_costs import finished
 from rayk.kernels.copy_runs import copy_runs, make_run_table
 from rayk.transfer.agent import DescriptorList, Handle, TransferState
+from rayk.transfer.measuring import START_BYTES, CostProbe, PeerMemory, start_costs
 from rayk.transfer.nixl_agent import NixlAgent, nixl_api
 from rayk.types.errors import DeviceError
 
@@ -46,6 +49,9 @@ COPIED = ("cudaMemcpy, ms", "of cudaMemcpy")
 BLOCKS = (4 << 10, 64 << 10, 1 << 20)
 """Bytes of a descriptor."""
 COUNTS = (1, 16, 256, 4096)
+PRODUCER = "device-reads-producer"
+COSTS = "costs"
+"""The operation of the row that has the constants of rayk's cost model, as an engine would measure them."""
 RUNS = (256 << 10, 16 << 10, 2 << 10)
 """Bytes of a run that is copied inside one process."""
 LIMIT_S = 2.0
@@ -60,7 +66,7 @@ def shapes(num_bytes: int) -> list[tuple[int, int]]:
 
 def produce(num_bytes: int, device: str, folder: Path) -> None:
     """A process that owns memory until its input ends; it polls, which lets UCX make progress here too."""
-    agent = NixlAgent("device-reads-producer", is_one_node=True)
+    agent = NixlAgent(PRODUCER, is_one_node=True)
     memory, handle = shared(pattern(num_bytes, 1), device, folder)
     synchronize(device)
     told = [agent.register(memory), agent.metadata().hex(), handle.hex()]
@@ -149,14 +155,14 @@ def consume(told: list[Any], options: argparse.Namespace) -> Iterator[dict[str, 
     synchronize(device)
     bases = {name: agent.register(memory) for name, memory in places.items()}
     address, metadata, handle = told
-    agent.add_peer("device-reads-producer", bytes.fromhex(metadata))
+    agent.add_peer(PRODUCER, bytes.fromhex(metadata))
     theirs, expected = mapped(bytes.fromhex(handle)), pattern(size, 1)
     for (name, memory), (count, each) in itertools.product(places.items(), shapes(size)):
         lists = [
             DescriptorList(*(np.array([n], dtype=np.int64) for n in (base, each, each)), count)
             for base in (bases[name], address)
         ]
-        prepared = agent.prepare("device-reads-producer", *lists, options.peer)
+        prepared = agent.prepare(PRODUCER, *lists, options.peer)
         order = np.random.default_rng(0).permutation(count).astype(np.int32)
         copy_s = least(functools.partial(copy_seconds, theirs, memory, order, each), options.repeats)
         for operation in ("read", "write") if name == "device" else ("read",):
@@ -170,6 +176,12 @@ def consume(told: list[Any], options: argparse.Namespace) -> Iterator[dict[str, 
             found = {"operation": operation, "memory": name, "count": count, "each": each}
             yield found | {"s": least(timed, options.repeats), "copy_s": copy_s}
         agent.forget(prepared)
+    if size >= START_BYTES:
+        peer = PeerMemory(agent_name=PRODUCER, address=address, num_bytes=size, device=options.peer)
+        memory = places["device"][:START_BYTES]
+        probe = CostProbe(agent, memory, peer, time.perf_counter_ns)
+        yield {"operation": COSTS, "constants": asdict(finished(start_costs(probe)))}
+        probe.close()
     agent.close()
 
 
@@ -259,14 +271,20 @@ def fill(options: argparse.Namespace, page: harness.Page) -> None:
         "",
     )
     page.head(*COLUMNS, *COPIED)
+    found: list[str] = []
     for setting in (None, "auto"):
         rows = run(setting, options)
         for row in rows if setting else itertools.chain(rows, repack(options)):
+            if row["operation"] == COSTS:
+                told = ", ".join(f"{name} {value:.4g}" for name, value in row["constants"].items())
+                found.append(f"Costs as engines measure them, {row['setting']}: {told}.")
+                continue
             rate = row["count"] * row["each"] / row["s"] / 1e9
             what = (row.get("setting", ""), row["operation"], row["memory"], row["count"], row["each"])
             copied = row.get("copy_s")
             beside = ("", "") if copied is None else (f"{copied * 1e3:.3f}", f"{copied / row['s']:.0%}")
             page.row(*what, f"{row['s'] * 1e3:.3f}", f"{rate:.4g}", f"{rate / copy:.0%}", *beside)
+    page.say("", *found)
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ def _measure(item: str, bench: Bench) -> Iterator[Row]:
     import device_reads  # of jobs/benchmarks; without NIXL it cannot be imported
 
     options = argparse.Namespace(
-        device=bench.device, peer=None, mib=2 if bench.is_small else 256, repeats=bench.repeats
+        device=bench.device, peer=None, mib=8 if bench.is_small else 256, repeats=bench.repeats
     )
     if bench.device != "cpu":
         options.device = "cuda:0"
@@ -30,6 +30,10 @@ def _measure(item: str, bench: Bench) -> Iterator[Row]:
     found = device_reads.repack(options) if item == COPIES else device_reads.run(SETTINGS[item], options)
     copy = device_reads.copy_gbps(options)
     for row in found:
+        if row["operation"] == device_reads.COSTS:
+            for name, value in row["constants"].items():
+                yield Row(kernel="transfer costs", shape=name, variant=item, value=value, unit="ns")
+            continue
         gbps = row["count"] * row["each"] / row["s"] / 1e9
         yield Row(
             kernel=f"NIXL {row['operation']}" if item != COPIES else "copy_runs",

@@ -243,6 +243,17 @@ def least_ns(
     return least
 
 
+def start_costs(probe: CostProbe) -> Generator[None, None, TransferCosts]:
+    """Measure what an engine does at its start. Raises TransferError where a read fails or takes too long."""
+    moves, copies = [probe.move(m) for m in START_MOVES], [probe.copy(c) for c in START_COPIES]
+    for case in copies:  # kernels may have to be compiled: that is not the peer's doing
+        yield from case()
+        yield
+    cases, limits = [*moves, *copies], {"budget_ns": BUDGET_NS, "limit_ns": LIMIT_NS}
+    times = yield from least_ns(cases, ROUNDS, probe.clock_ns, **limits)
+    return fit_costs(START_MOVES, times[: len(moves)], START_COPIES, times[len(moves) :])
+
+
 class Measurement:
     """Measures one peer for a table."""
 
@@ -297,10 +308,7 @@ class Measurement:
         if self._probe.peer.num_bytes < START_BYTES:
             self._give_up(f"{self._peer.engine} has only {self._probe.peer.num_bytes} bytes to read")
             return
-        cases = [*map(self._probe.move, START_MOVES), *map(self._probe.copy, START_COPIES)]
-        times = yield from least_ns(cases, ROUNDS, self._clock_ns, budget_ns=BUDGET_NS, limit_ns=LIMIT_NS)
-        moves, copies = np.split(times, [len(START_MOVES)])
-        costs = fit_costs(START_MOVES, moves, START_COPIES, copies)
+        costs = yield from start_costs(self._probe)
         self._table.put(*self._key, costs)
         _log.info(
             "transfers with %s (%s, %s <- %s) cost %s: measured in %.0f ms",

@@ -12,6 +12,7 @@ from jobs.gpu import transfers
 from jobs.gpu.rows import Rows
 from jobs.gpu.stages import Bench
 from rayk.transfer import nixl_agent
+from rayk.transfer.costs import TransferCosts
 from tests.markers import nixl, thorough
 
 MIB = 1 << 20
@@ -35,9 +36,12 @@ def test_rows_tell_pulls_and_pushes_of_every_shape_beside_plain_copies(tmp_path:
     bench = Bench("cpu", Rows(tmp_path))
     bench.repeats = 1
     rows = list(transfers.STAGE.measure("rayk's setting", bench))
+    costs, rows = [r for r in rows if r.kernel == "transfer costs"], [r for r in rows if r.unit != "ns"]
+    assert [row.shape for row in costs] == list(TransferCosts.__slots__)
+    assert all(row.value is not None and row.value >= 0 for row in costs)
     shapes = [f"{n} x {4096} bytes, device" for n in (1, 16, 256)]
     shapes += [f"{n} x {65536} bytes, device" for n in (1, 16)]
-    shapes += [f"1 x {MIB} bytes, device", f"1 x {2 * MIB} bytes, device"]
+    shapes += [f"1 x {MIB} bytes, device", f"1 x {8 * MIB} bytes, device"]
     assert {row.kernel: [r.shape for r in rows if r.kernel == row.kernel] for row in rows} == {
         "NIXL read": shapes,
         "NIXL write": shapes,

@@ -239,6 +239,19 @@ def test_memory_is_given_back_when_nothing_comes_there_any_more(monkeypatch: pyt
     assert measured.table.told(*LOCAL) == "measured"
 
 
+def test_kernels_may_be_compiled_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = make(monkeypatch, DEVICE)
+    copy, calls = measuring.copy_runs, itertools.count()
+
+    def compiled_first(*arguments: Any) -> None:
+        measured.clock.now += 0 if next(calls) else 2 * LIMIT_NS
+        copy(*arguments)
+
+    monkeypatch.setattr(measuring, "copy_runs", compiled_first)
+    measured.wire()
+    assert measured.table.told(*LOCAL) == "measured"
+
+
 def test_a_rank_that_never_stages_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = make(monkeypatch, DEVICE, staging=StagingSettings("never"))
     measured.wire()
