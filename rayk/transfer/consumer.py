@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -77,6 +77,26 @@ def refusal(ticket: TransferTicket, error: RaykError) -> TransferOutcome:
     )
 
 
+class _LateFences(Mapping[int, s.Fence]):
+    """The fences of these producer ranks, made when the first is looked at: reads go out before."""
+
+    def __init__(self, ranks: set[int], make: Callable[[], dict[int, s.Fence]]) -> None:
+        self._ranks = ranks
+        self._make = make
+        self._made: dict[int, s.Fence] | None = None
+
+    def __getitem__(self, rank: int) -> s.Fence:
+        if self._made is None:
+            self._made = self._make()
+        return self._made[rank]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ranks)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+
 @dataclass(eq=False)
 class Consumption:
     """One request's transfer on this rank, from ticket to verdict."""
@@ -110,7 +130,7 @@ class Consumption:
     is_closed: bool = False
     reads: list[BlockReads] = field(init=False)
     session: s.Session = field(init=False)
-    _expected: dict[int, s.Fence] = field(init=False)
+    _expected: _LateFences = field(init=False)
     _data: DataReads | ArrivalReads = field(init=False)
     _fences: dict[int, tuple[PostedRead, list[int]]] = field(default_factory=dict)
     _waiting: set[int] = field(default_factory=set)
@@ -132,7 +152,7 @@ class Consumption:
         )
         if self.first_row:
             self._data.note_cached(self._lower(range(ticket.first_row, self.first_row)))
-        self._expected = self._expected_generations()
+        self._expected = _LateFences({r.producer_rank for r in self.reads}, self._expected_generations)
         self.session = s.Session(
             ticket.request_id,
             num_reads=len(self.reads) if pushed is None else len(pushed.producer_ranks),

@@ -28,6 +28,7 @@ from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.geometry import GroupGeometry, RankGeometry
 from rayk.kv.groups import BLOCK_COST_BYTES
 from rayk.kv.maps import Runs, block_strides, match_rows
+from rayk.kv.specs import KVCacheSpec
 from rayk.transfer.segments import CopySegments, Kind, shared_segments
 from rayk.transfer.tables import checked_tables, real_blocks
 from rayk.types.errors import HandshakeMismatch
@@ -179,8 +180,11 @@ class BlockReads:
     def _indices(self, num_blocks: int, blocks: Ints) -> Ints32:
         num_descriptors = len(self.pattern.runs) * num_blocks
         assert num_descriptors <= 2**31, "indices are int32"
+        ids = blocks.astype(np.int32)
+        if num_descriptors == num_blocks:
+            return ids
         first = np.arange(0, num_descriptors, num_blocks, dtype=np.int32)
-        return (first[:, None] + blocks.astype(np.int32)).reshape(-1)
+        return (first[:, None] + ids).reshape(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,7 +195,8 @@ class _Cut:
     from_blocks: Ints
     to_blocks: Ints
     kinds: list[Kind]
-    """Kinds of the first segment, of a period of those behind it, and of the last one."""
+    """Kinds of the first segment, of a period of those behind it, and of the last one; one where all are
+    alike."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,6 +291,16 @@ class TransferPlan:
         return lowered
 
     @cached_property
+    def _seen(self) -> Callable[[int, tuple[int, ...]], list[tuple[KVCacheSpec, tuple[int, ...]]]]:
+        """(group, layers) -> the specs by which consecutive ones of these layers see rows."""
+
+        def split(group: int, layers: tuple[int, ...]) -> list[tuple[KVCacheSpec, tuple[int, ...]]]:
+            seen = self.consumer.groups[group].group.seen_by
+            return [(spec, tuple(seeing)) for spec, seeing in itertools.groupby(layers, seen)]
+
+        return lru_cache(maxsize=PATTERNS_PER_READ * max(1, len(self.reads)))(split)
+
+    @cached_property
     def _segments(self) -> dict[tuple[int, int], CopySegments]:
         return {(r.source_group, r.group): CopySegments(*self._sides(r)) for r in self.reads}
 
@@ -301,8 +316,7 @@ class TransferPlan:
         source_group, group, layers = where
         segments = self._segments[source_group, group]
         layers_of: dict[range, list[int]] = {}
-        seen = self.consumer.groups[group].group.seen_by
-        for spec, seeing in itertools.groupby(layers, seen):
+        for spec, seeing in self._seen(group, layers):
             live = spec.live_rows(num_tokens)
             layers_of.setdefault(live, []).extend(seeing)
         for lives, found in shared_segments({live: segments.holding(live) for live in layers_of}):
@@ -318,16 +332,18 @@ class TransferPlan:
             # All but the first and the last are live as a whole.
             each = starts[0], *starts[1:-1][: segments.per_period], starts[-1]
             kinds = [segments.kind(int(start), live) for start in each]
+            if kinds.count(kinds[0]) == len(kinds):
+                kinds = kinds[:1]
             moved = layers if len(layers_of) == 1 else tuple(n for n in layers if n in together)
             yield _Cut(moved, from_blocks, to_blocks, kinds)
 
     def _lower(self, read: UnitReads, cut: _Cut) -> Iterator[BlockReads]:
         keys = [self._choose(read, *kind) for kind in cut.kinds]
         # Two kinds have one pattern where a cut does not pay.
-        patterns = {key: index for index, key in enumerate(dict.fromkeys(keys))}
-        if len(patterns) == 1:
+        if keys.count(keys[0]) == len(keys):
             yield BlockReads(self.pattern(keys[0]), cut.from_blocks, cut.to_blocks)
             return
+        patterns = {key: index for index, key in enumerate(dict.fromkeys(keys))}
         first, *between, last = (patterns[key] for key in keys)
         pattern_of = np.empty(len(cut.from_blocks), dtype=np.int64)
         pattern_of[0], pattern_of[-1] = first, last

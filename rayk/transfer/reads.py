@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rayk.transfer import costs
 from rayk.transfer import session as s
 from rayk.transfer.agent import Transfer, TransferAgent, TransferState
 from rayk.transfer.costs import Option, choose_staged
@@ -44,17 +45,23 @@ class DataReads:
     clock: Callable[[], int]
     refusal: str | None = None
     """Why nothing may be posted: the spec forbids the only way."""
-    _options: list[Option] = field(init=False)
+    _options: dict[int, Option] = field(default_factory=dict)
     _is_staged: list[bool] = field(init=False)
+    _uncounted: dict[int, bool] = field(default_factory=dict)
+    """Reads whose costs no row tells yet -> whether their descriptors were posted as they are."""
     _direct: dict[int, PostedRead] = field(default_factory=dict)
     _staged: dict[int, tuple[StagedRead, int]] = field(default_factory=dict)
     """Staged reads, with when they began."""
     _rows: dict[tuple[int, int], TransferRow] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._options = [self.staging.option(read, self._device_of(read)) for read in self.reads]
+        num_descriptors = sum(read.num_descriptors for read in self.reads)
+        if self.staging.settings.mode == "never" and num_descriptors <= costs.MAX_DESCRIPTORS:
+            self._is_staged = [False] * len(self.reads)
+            return
+        options = [self._option(index) for index in range(len(self.reads))]
         try:
-            self._is_staged = choose_staged(self.staging.settings.mode, self._options)
+            self._is_staged = choose_staged(self.staging.settings.mode, options)
         except TransferError as error:
             self.refusal = error.reason
 
@@ -65,7 +72,11 @@ class DataReads:
 
     @property
     def rows(self) -> tuple[TransferRow, ...]:
-        """One per (producer rank, group) that was posted, or is held."""
+        """One per (producer rank, group) that was posted, or is held. Costs are counted when somebody looks,
+        so that no read waits for that."""
+        uncounted, self._uncounted = self._uncounted, {}
+        for index, is_direct in uncounted.items():
+            self._count_costs(self.reads[index], self._option(index), is_direct=is_direct)
         return tuple(self._rows.values())
 
     def note_cached(self, reads: Sequence[BlockReads]) -> None:
@@ -75,12 +86,10 @@ class DataReads:
 
     def post(self, index: int) -> list[s.Event]:
         """Start a read; its end, if it has ended already."""
-        read, option = self.reads[index], self._options[index]
+        read = self.reads[index]
         row = self._row(read)
         row.bytes += read.num_bytes
-        row.direct_cost_us = (row.direct_cost_us or 0.0) + option.direct_ns / 1e3
-        if option.staged_ns is not None:
-            row.staged_cost_us = (row.staged_cost_us or 0.0) + option.staged_ns / 1e3
+        self._uncounted[index] = False
         if self._is_staged[index]:
             producer = self.link.producers[read.producer_rank]
             staged = StagedRead(read, self.staging, producer, self.destination, self.clock)
@@ -139,7 +148,7 @@ class DataReads:
             self.link.prepared.give_back(read.pattern.key)
             return [s.ReadEnded(index, error.reason)]
         self._direct[index] = PostedRead(transfer, began, self.clock() - began)
-        self._count_descriptors(read, read.num_descriptors, read.num_coalesced)
+        self._uncounted[index] = True
         return []
 
     def _ended(self, index: int, staged: StagedRead) -> list[s.Event]:
@@ -152,6 +161,20 @@ class DataReads:
         row.repack_ns += staged.repack_ns
         self._count_descriptors(staged.read, staged.num_descriptors, staged.num_merged)
         self._count(staged.read, staged.post_ns, began_ns)
+
+    def _option(self, index: int) -> Option:
+        if index not in self._options:
+            read = self.reads[index]
+            self._options[index] = self.staging.option(read, self._device_of(read))
+        return self._options[index]
+
+    def _count_costs(self, read: BlockReads, option: Option, *, is_direct: bool) -> None:
+        row = self._row(read)
+        row.direct_cost_us = (row.direct_cost_us or 0.0) + option.direct_ns / 1e3
+        if option.staged_ns is not None:
+            row.staged_cost_us = (row.staged_cost_us or 0.0) + option.staged_ns / 1e3
+        if is_direct:
+            self._count_descriptors(read, read.num_descriptors, read.num_coalesced)
 
     def _count(self, read: BlockReads, post_ns: int, began_ns: int) -> None:
         row = self._row(read)

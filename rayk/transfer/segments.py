@@ -103,6 +103,11 @@ class CopySegments:
 def shared_segments(found: Mapping[range, range]) -> Iterator[tuple[tuple[range, ...], range]]:
     """`found`: live rows of some layers -> the segments that hold them. (live rows of some layers, segments
     that hold live rows of just these): each segment once."""
+    if len(found) == 1:
+        ((live, segments),) = found.items()
+        if segments:
+            yield (live,), segments
+        return
     borders = sorted({border for segments in found.values() for border in (segments.start, segments.stop)})
     for first, stop in pairwise(borders):
         chosen = tuple(live for live, segments in found.items() if first in segments)

@@ -137,11 +137,12 @@ class Session(DrainingSession[Event, Action]):
         deadline_ns: int,
         renewals: Renewals | None = None,
     ) -> None:
-        """Reads are numbered 0 .. num_reads - 1; `fences` by producer rank; `notify`: ranks to release.
+        """Reads are numbered 0 .. num_reads - 1; `fences` by producer rank, none of which is looked at before
+        the reads are over; `notify`: ranks to release.
         `renewals`: of its lease, begun when the ticket came; None: it needs none."""
         super().__init__(request_id, Phase.READING, deadline_ns)
         self._num_reads = num_reads
-        self._fences = dict(fences)
+        self._fences = fences
         self._notify = tuple(notify)
         self._renewals = renewals or Renewals(None)
         self._reads_left: set[int] = set(range(num_reads))

@@ -66,6 +66,12 @@ class CanonicalViews(tuple[LayerView, ...]):
         return np.array([seen.setdefault(key, len(seen)) for key in keys], dtype=np.int64)
 
     @cached_property
+    def row_bytes(self) -> tuple[int, ...]:
+        """Bytes of a row in all views of each of `kinds`."""
+        of_views = [view.row_bytes for view in self]
+        return tuple(np.bincount(self.kind_of, of_views).astype(np.int64).tolist())
+
+    @cached_property
     def digested(self) -> DigestedViews:
         """The packed views of all, in order; their places are those of `kinds`."""
         pairs = [(p, k) for view, k in zip(self, self.kind_of.tolist(), strict=True) for p in view.packed]
@@ -195,7 +201,11 @@ def digest_mismatch(
 
 def num_bytes_checked(views: Sequence[LayerView], num_tokens: int, first_row: int = 0) -> int:
     """Count the bytes of a sequence's live rows on this rank from `first_row` on: what its digests cover."""
-    live = ((v.live_rows(num_tokens), v.row_bytes) for v in views)
+    views = _canonical(views)
+    live = (
+        (v.live_rows(num_tokens), row_bytes)
+        for v, row_bytes in zip(views.kinds, views.row_bytes, strict=True)
+    )
     return sum(len(range(max(rows.start, first_row), rows.stop)) * row_bytes for rows, row_bytes in live)
 
 
