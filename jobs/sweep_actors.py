@@ -41,7 +41,8 @@ class Hosts:
             tables = self._get(d.tables.remote())
             found |= self._get(p.push.remote(ticket, tables, consumers))
             found["num_wrong_words"], found["wrong"] = self._get([d.verify.remote(ticket), d.check.remote()])
-        return {k: v for k, v in found.items() if k not in ("memcpy_s", "raw_s", "of_raw")}
+        del found["memcpy_s"]
+        return found
 
     def measure(self, cell: SweepCell, rounds: int) -> dict[str, Any]:
         """Times of one request, moved over and over; every byte checked after the last."""
@@ -50,6 +51,7 @@ class Hosts:
         ticket = self._get(p.fill.remote("lease"))
         if cell.mode == "pull":
             found = self._get(d.measure.remote(ticket, rounds))
+            found["offer_cpu_s"] = self._get(p.offer_cpu_s.remote(rounds))
         else:
             tables = self._get(d.tables.remote())
             found = self._get(p.measure_push.remote(ticket, tables, consumers, rounds))

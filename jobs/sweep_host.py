@@ -10,14 +10,15 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from jobs.benchmarks.raw_reads import same_descriptors, take_turns
+from jobs.benchmarks.pull_rounds import DEADLINE_S, PASSES, measure_pulls
+from jobs.benchmarks.raw_reads import Clock
 from jobs.ranks import make_rank
 from jobs.sweep_oracle import POISON, fill, make_specs, wrong_bytes
 from rayk.kv.caches import CanonicalKVCaches
@@ -31,7 +32,6 @@ from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import TransferError
 
-DEADLINE_S = 60.0
 Tables = list[list[int]]
 
 
@@ -58,8 +58,6 @@ class Measured:
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
     post_s: list[float] = field(default_factory=list)
-    raw_s: list[float] = field(default_factory=list)
-    """Bare NIXL, the same descriptors prepared beforehand."""
     memcpy_s: list[float] = field(default_factory=list)
     """As many bytes, in one dense copy."""
     run_bytes: int = 0
@@ -68,12 +66,10 @@ class Measured:
     staged: bool = False
 
     def summary(self) -> dict[str, Any]:
-        """Medians, by name; `of_raw`: that of the rounds' ratios, a part of bare NIXL's rate."""
+        """Medians, by name."""
         values = asdict(self)
-        for name in ("wall_s", "cpu_s", "post_s", "raw_s", "memcpy_s"):
+        for name in ("wall_s", "cpu_s", "post_s", "memcpy_s"):
             values[name] = statistics.median(values[name]) if values[name] else None
-        ratios = [raw / wall for raw, wall in zip(self.raw_s, self.wall_s, strict=bool(self.raw_s))]
-        values["of_raw"] = statistics.median(ratios) if ratios else None
         return values
 
 
@@ -89,6 +85,7 @@ class Host:
         self._peers: list[CacheDescription] = []
         self._tables: Tables = []
         self._setup: Setup | None = None
+        self._clock = Clock(is_wall=True)
         self._life = 0
 
     def pid(self) -> int:
@@ -114,6 +111,7 @@ class Host:
                 epoch=self._life,
                 fill=POISON,
                 staging=StagingSettings(mode=setup.staging),
+                clock=self._clock.now_ns,
             )
             self._caches.append(caches)
             self._ranks.append(made)
@@ -127,12 +125,15 @@ class Host:
             fill(caches, self._tables, self._setup.num_tokens)
         for rank in self._ranks:
             rank.lease(lease, time.monotonic_ns() + int(DEADLINE_S * 1e9))
+        return self._ticket(lease, self._setup.num_tokens)
+
+    def _ticket(self, lease: str, num_tokens: int) -> TransferTicket:
         return self._ranks[0].make_ticket(
             request_id=lease,
             lease_id=lease,
-            num_tokens=self._setup.num_tokens,
+            num_tokens=num_tokens,
             block_tables=self._tables,
-            digests=[rank.digests(self._setup.num_tokens, self._tables) for rank in self._ranks],
+            digests=[rank.digests(num_tokens, self._tables) for rank in self._ranks],
         )
 
     def tables(self) -> Tables:
@@ -214,34 +215,29 @@ class Host:
         return not left
 
     def measure(self, ticket: TransferTicket, rounds: int) -> dict[str, Any]:
-        """Pull the request over and over, in turns with bare NIXL with the same descriptors; before each a
-        copy of as many bytes."""
-        measured = Measured()
-        self._receive(ticket, Measured())  # wires up, and makes every list
+        """Pull the request over and over, in turns with bare NIXL with the same descriptors."""
+        once = Measured()
+        self._receive(ticket, once)  # wires up, and makes every list
         sides = list(zip(self._agents, self._ranks, strict=False))
-        raw = same_descriptors(sides, self._peers, ticket, self._tables)
-        source = torch.empty(raw.num_bytes, dtype=torch.int8).fill_(1)
-        target = torch.empty_like(source).fill_(2)
-
-        def pull() -> None:
-            self._receive(replace(ticket, request_id=f"{ticket.request_id}-{len(measured.wall_s)}"), measured)
-
-        def bare() -> None:
-            measured.raw_s.append(raw.time_s())
-
-        def copy() -> None:
-            began = time.perf_counter()
-            target.copy_(source)
-            measured.memcpy_s.append(time.perf_counter() - began)
-
         before = _loopback_bytes()
-        take_turns(pull, bare, copy, rounds)
-        measured.loopback_bytes = (_loopback_bytes() - before) // rounds
-        measured.num_bytes //= rounds
-        measured.num_descriptors //= rounds
-        measured.num_merged //= rounds
-        measured.run_bytes = raw.run_bytes
-        return measured.summary()
+        found = measure_pulls(sides, self._peers, ticket, self._tables, self._clock, rounds)
+        return {
+            **once.summary(),
+            **found,
+            "loopback_bytes": (_loopback_bytes() - before) // (PASSES * rounds),
+        }
+
+    def offer_cpu_s(self, rounds: int) -> float:
+        """CPU seconds that a request costs the producer: digests, leases, ticket, and its release."""
+        assert self._setup is not None
+        began, num_tokens = time.process_time(), self._setup.num_tokens
+        for i in range(rounds):
+            for rank in self._ranks:
+                rank.lease(f"offer-{i}", time.monotonic_ns() + int(DEADLINE_S * 1e9))
+            self._ticket(f"offer-{i}", num_tokens)
+            for rank in self._ranks:  # the releases of so many pulls that were measured
+                rank.poll(time.monotonic_ns())
+        return (time.process_time() - began) / rounds
 
     def ucx_log(self) -> str:
         """What UCX said of its choices so far ("" where it was not asked to)."""

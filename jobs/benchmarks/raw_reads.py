@@ -18,6 +18,17 @@ from rayk.types.errors import TransferError
 
 
 @dataclass
+class Clock:
+    """What all times are taken by."""
+
+    is_wall: bool = False
+
+    def now_ns(self) -> int:
+        """Time of the wall, or of this process."""
+        return time.monotonic_ns() if self.is_wall else time.process_time_ns()
+
+
+@dataclass
 class RawReads:
     """Reads that are posted and waited for one after the other, as one process must."""
 
@@ -85,7 +96,7 @@ def same_descriptors(
 
 
 def take_turns(
-    first: Callable[[], None], second: Callable[[], None], before: Callable[[], None], rounds: int
+    first: Callable[[], object], second: Callable[[], object], before: Callable[[], object], rounds: int
 ) -> None:
     """Run two things in turns, another one first each round, and `before` in front of each, so that both find
     the processor's caches alike."""

@@ -34,7 +34,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
 from jobs.benchmarks.harness import Page, run, second_process
-from jobs.benchmarks.raw_reads import RawReads, same_descriptors, take_turns
+from jobs.benchmarks.raw_reads import Clock, RawReads, same_descriptors, take_turns
 from jobs.ranks import make_rank
 from rayk.kv.caches import CanonicalKVCaches
 from rayk.kv.groups import group_layers
@@ -52,17 +52,6 @@ SPEC = FullAttentionSpec(16, 8, 128, 128, "bfloat16", 32)
 NUM_LAYERS = 32
 LEAST, LONG_RUN = 0.9, 64 << 10
 """Of raw NIXL with the same descriptors, where runs have so many bytes or more."""
-
-
-@dataclass
-class Clock:
-    """What all times are taken by."""
-
-    is_wall: bool = False
-
-    def now_ns(self) -> int:
-        """Time of the wall, or of this process."""
-        return time.monotonic_ns() if self.is_wall else time.process_time_ns()
 
 
 CLOCK = Clock()

@@ -145,9 +145,8 @@ ROW = {
     "layouts": "BHLNC->LBHNC",
     "block_sizes": "16->16",
     "tables": "shuffled",
-    "gb_per_s": 1.5,
+    "staging": "never",
     "staged": 0,
-    "run_bytes": 1 << 16,
 }
 
 
@@ -157,15 +156,42 @@ def job(name: str) -> Any:
 
 def test_a_slow_transfer_is_named() -> None:
     ceiling = job("transfer_ceiling")
-    rows = [ROW | {"of_raw": share} for share in (0.9, None, 0.899, 0.5)] + [
-        ROW | {"of_raw": 0.1} | excuse for excuse in ({"staged": 1}, {"run_bytes": (1 << 16) - 1})
+    shares = [(0.93, 0.96), (0.93, 0.949), (0.93, None), (None, None)]
+    rows = [ROW | {"of_raw": share, "of_raw_high": high} for share, high in shares]
+    told = ceiling.missed([*rows, ROW | {"of_raw": 0.1, "of_raw_high": 0.2, "staged": 1}], [])
+    where = "TP 2->1, layouts BHLNC->LBHNC, blocks 16->16, shuffled, staging never"
+    assert told == [f"{where}: 93.0 % of bare NIXL, the limit is 95 %"] * 2
+
+
+def test_a_transfer_that_takes_more_cpu_time_than_its_targets_is_named() -> None:
+    ceiling = job("transfer_ceiling")
+    seconds = {"bare": 0.010, "read": 0.0111, "all": 0.018, "copy": 0.009, "offer": 0.0091}
+    row = ceiling.cpu_row(seconds, 10**8)
+    assert {name: round(value, 9) for name, value in row.items()} == {
+        "bare_cpu": 100.0,
+        "read_cpu": 111.0,
+        "proven_cpu": 180.0,
+        "copy_cpu": 90.0,
+        "offer_cpu": 91.0,
+        "read_of_bare": 1.11,
+        "proven_of_both": 0.947368421,
+        "offer_of_copy": 1.011111111,
+    }
+    told = ceiling.missed([], [ROW | row])
+    assert [line.partition("CPU time ")[2] for line in told] == [
+        "1.11 of bare NIXL (read_of_bare), the limit is 1.1",
+        "1.01 of a copy (offer_of_copy), the limit is 1",
     ]
-    told = ceiling.missed(rows)
-    assert [line.partition(" GB/s, ")[2] for line in told] == [
-        "90 % of bare NIXL, the limit is 90 %",
-        "50 % of bare NIXL, the limit is 90 %",
-    ]
-    assert told[0].startswith("pull, TP 2->1, layouts BHLNC->LBHNC, blocks 16->16, shuffled: 1.50")
+
+
+def test_stages_are_watched_for_a_while_only() -> None:
+    rounds, reads = job("pull_rounds"), job("raw_reads")
+    before = [getattr(owner, name) for _, owner, name in rounds.WATCHED]
+    with rounds.watching(reads.Clock()) as seen:
+        now = [getattr(owner, name) for _, owner, name in rounds.WATCHED]
+    assert not set(before) & set(now)
+    assert [getattr(owner, name) for _, owner, name in rounds.WATCHED] == before
+    assert sum(seen["plan"]) == 0
 
 
 def test_a_slow_step_is_named() -> None:
