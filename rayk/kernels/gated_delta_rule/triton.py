@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rayk.kernels.selective_scan.triton import tokens_of
+from rayk.kernels.chunks import chunk_tokens, segment_tokens, segments_of
 from rayk.kernels.ssd_scan.triton import in_parts
 
 
@@ -131,8 +131,7 @@ def gated_delta_solve_kernel(
     i_h = tl.program_id(1).to(tl.int64)
     i_key = tl.load(key_index + i_h)
     o_c = tl.arange(0, CHUNK)
-    o_t = (tl.load(bounds + 2 * i_c) + o_c).to(tl.int64)
-    m_t = o_t < tl.load(bounds + 2 * i_c + 1)
+    o_t, m_t = chunk_tokens(bounds, i_c, CHUNK)
     b_beta = tl.load(beta + o_t * beta_stride_t + i_h * beta_stride_h, mask=m_t, other=0.0)
     b_total = _add_up(g + o_t * g_stride_t + i_h * g_stride_h, m_t)
     b_end = tl.sum(tl.where(o_c == CHUNK - 1, b_total, 0.0), 0)
@@ -208,12 +207,9 @@ def gated_delta_states_kernel(
     p_state = state + i_h * stride_h + o_tile
     read_slot = tl.load(read_slots + i_r)
     b_state = tl.load(p_state + read_slot * stride_b, mask=m_v & (read_slot >= 0), other=0.0)
-    first = tl.load(segment_start_loc + i_r)
-    last = tl.load(segment_start_loc + i_r + 1)
-    if tl.load(query_start_loc + i_r + 1) - tl.load(query_start_loc + i_r) == 1:
-        last = first
+    first, last = segments_of(query_start_loc, segment_start_loc, i_r, LEAST=2)
     for i_segment in range(first, last):
-        start, end = tokens_of(query_start_loc + i_r, segment_ends + i_segment, i_segment > first)
+        start, end = segment_tokens(query_start_loc + i_r, segment_ends + i_segment, i_segment > first)
         first_chunk = tl.load(first_chunks + i_segment)
         for at in range(start, end, CHUNK):
             i_c = (first_chunk + (at - start) // CHUNK).to(tl.int64) * num_heads + i_h
@@ -271,8 +267,7 @@ def gated_delta_output_kernel(
     i_key = tl.load(key_index + i_h)
     o_v = tl.program_id(2) * TILE_V + tl.arange(0, TILE_V)
     o_c = tl.arange(0, CHUNK)
-    o_t = (tl.load(bounds + 2 * i_c) + o_c).to(tl.int64)
-    m_t = o_t < tl.load(bounds + 2 * i_c + 1)
+    o_t, m_t = chunk_tokens(bounds, i_c, CHUNK)
     m_v = (o_v < VALUE_SIZE)[None, :]
     p_q = q + (o_t * q_stride_t + i_key * q_stride_h)[:, None]
     p_k = k + (o_t * k_stride_t + i_key * k_stride_h)[:, None]
@@ -355,12 +350,9 @@ def gated_delta_tokens_kernel(
     p_state = state + i_h * stride_h + o_k[:, None] * VALUE_SIZE + o_v[None, :]
     read_slot = tl.load(read_slots + i_r)
     b_state = tl.load(p_state + read_slot * stride_b, mask=m_state & (read_slot >= 0), other=0.0)
-    first = tl.load(segment_start_loc + i_r)
-    last = tl.load(segment_start_loc + i_r + 1)
-    if tl.load(query_start_loc + i_r + 1) - tl.load(query_start_loc + i_r) > LONGEST:
-        last = first
+    first, last = segments_of(query_start_loc, segment_start_loc, i_r, MOST=LONGEST)
     for i_segment in range(first, last):
-        start, end = tokens_of(query_start_loc + i_r, segment_ends + i_segment, i_segment > first)
+        start, end = segment_tokens(query_start_loc + i_r, segment_ends + i_segment, i_segment > first)
         for i_t in range(start.to(tl.int64), end.to(tl.int64)):
             b_k = tl.load(k + i_t * k_stride_t + i_key * k_stride_h + o_k, mask=m_k, other=0.0)
             b_k = b_k.to(tl.float32)

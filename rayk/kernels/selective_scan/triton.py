@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rayk.kernels.chunks import segment_tokens, segments_of
+
 
 @triton.jit
 def softplus(b_x):
@@ -28,16 +30,6 @@ def softplus(b_x):
     for i in tl.static_range(8):
         b_sum = b_sum * b_square + 1.0 / (15 - 2 * i)
     return tl.maximum(b_x, 0.0) + 2.0 * b_s * b_sum
-
-
-@triton.jit
-def tokens_of(p_request, p_end, is_later):
-    """First token and end of a segment, loaded from query_start_loc (p_request) or, if the request has an
-    earlier segment (is_later), from segment_ends (p_end).
-
-    Both are loaded: Triton drops a value that a loop carries only for the bounds of an inner one.
-    """
-    return tl.load(tl.where(is_later, p_end - 1, p_request)), tl.load(p_end)
 
 
 @triton.jit
@@ -234,12 +226,9 @@ def selective_scan_states_kernel(
     slot = tl.load(read_slots + i_r)
     b_h = tl.load(p_unit + slot * stride_b, mask=m_state & (slot >= 0), other=0.0)
     o_tile = o_n[:, None] * num_channels + o_c[None, :]
-    first = tl.load(segment_start_loc + i_r)
-    last = tl.load(segment_start_loc + i_r + 1)
-    if tl.load(query_start_loc + i_r + 1) - tl.load(query_start_loc + i_r) == 1:
-        last = first
+    first, last = segments_of(query_start_loc, segment_start_loc, i_r, LEAST=2)
     for i_s in range(first, last):
-        start, end = tokens_of(query_start_loc + i_r, segment_ends + i_s, i_s > first)
+        start, end = segment_tokens(query_start_loc + i_r, segment_ends + i_s, i_s > first)
         first_chunk = tl.load(first_chunks + i_s)
         for i in tl.range(0, (end - start + CHUNK - 1) // CHUNK, num_stages=STAGES):
             i_c = (first_chunk + i).to(tl.int64)

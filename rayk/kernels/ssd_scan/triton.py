@@ -16,7 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from rayk.kernels.selective_scan.triton import softplus, tokens_of
+from rayk.kernels.chunks import chunk_tokens, segment_tokens, segments_of
+from rayk.kernels.selective_scan.triton import softplus
 
 
 @triton.jit
@@ -134,9 +135,9 @@ def ssd_decay_kernel(
     (chunks, head tiles)."""
     i_c = tl.program_id(0)
     o_h = tl.program_id(1) * TILE_H + tl.arange(0, TILE_H)
-    o_t = (tl.load(bounds + 2 * i_c) + tl.arange(0, CHUNK)).to(tl.int64)
+    o_t, m_t = chunk_tokens(bounds, i_c, CHUNK)
     m_h = o_h < HEADS
-    m_dt = (o_t < tl.load(bounds + 2 * i_c + 1))[:, None] & m_h[None, :]
+    m_dt = m_t[:, None] & m_h[None, :]
     bias = tl.load(dt_bias + o_h, mask=m_h, other=0.0)
     b_dt = tl.load(dt + o_t[:, None] * dt_stride_t + o_h[None, :], mask=m_dt, other=0.0)
     b_dt = tl.where(m_dt, softplus(b_dt.to(tl.float32) + bias[None, :]), 0.0)
@@ -196,12 +197,9 @@ def ssd_states_kernel(
     b_h = tl.load(p_state + slot * stride_b, mask=m_state & (slot >= 0), other=0.0)
     x += i_h * x_stride_h
     b += i_g * b_stride_g
-    first = tl.load(segment_start_loc + i_r)
-    last = tl.load(segment_start_loc + i_r + 1)
-    if tl.load(query_start_loc + i_r + 1) - tl.load(query_start_loc + i_r) == 1:
-        last = first
+    first, last = segments_of(query_start_loc, segment_start_loc, i_r, LEAST=2)
     for i_s in range(first, last):
-        start, end = tokens_of(query_start_loc + i_r, segment_ends + i_s, i_s > first)
+        start, end = segment_tokens(query_start_loc + i_r, segment_ends + i_s, i_s > first)
         first_chunk = tl.load(first_chunks + i_s)
         for begin in range(start, end, CHUNK):
             i_c = (first_chunk + (begin - start) // CHUNK).to(tl.int64) * HEADS + i_h
@@ -255,8 +253,7 @@ def ssd_output_kernel(
     i_g = tl.load(group_index + i_h)
     o_i = tl.arange(0, CHUNK)
     o_p = tl.program_id(2) * TILE_P + tl.arange(0, TILE_P)
-    o_t = (tl.load(bounds + 2 * i_c) + o_i).to(tl.int64)
-    m_t = o_t < tl.load(bounds + 2 * i_c + 1)
+    o_t, m_t = chunk_tokens(bounds, i_c, CHUNK)
     m_p = o_p < HEAD
     p_b = b + i_g * b_stride_g + o_t[:, None] * b_stride_t
     p_c = c + i_g * c_stride_g + o_t[:, None] * c_stride_t
