@@ -57,6 +57,10 @@ class Built:
     """Asynchronous copies from global to shared memory, of all loops and what runs before them (NVIDIA)."""
     byte_loads: int = 0
     """Loads of single bytes from global memory (NVIDIA)."""
+    loops_ahead: int = 0
+    """Innermost loops that copy tiles to shared memory ahead (NVIDIA)."""
+    loops_waiting: int = 0
+    """Innermost loops that load some tile when they need it, and wait (NVIDIA)."""
 
     @property
     def problems(self) -> list[str]:
@@ -120,6 +124,7 @@ def _inspect(name: str, target: Target, compiled: Any, arguments: Mapping[str, A
     num_warps, shared_bytes = compiled.metadata.num_warps, compiled.metadata.shared
     programs = target.programs_at_once(registers=registers, shared_bytes=shared_bytes, num_warps=num_warps)
     copies, byte_loads = (0, 0) if target.is_amd else count_loads(assembly)
+    ahead, waiting = (0, 0) if target.is_amd else count_loops(compiled.asm["ttgir"])
     used = (i for i in _MATRIX_INSTRUCTIONS if i in assembly)
     instruction = next(used, "fma").removeprefix("v_").split(".")[0]
     return Built(
@@ -136,6 +141,8 @@ def _inspect(name: str, target: Target, compiled: Any, arguments: Mapping[str, A
         buffers=count_buffers(compiled.asm["ttgir"]),
         copies=copies,
         byte_loads=byte_loads,
+        loops_ahead=ahead,
+        loops_waiting=waiting,
     )
 
 
@@ -146,10 +153,30 @@ def count_buffers(ttgir: str) -> int:
     return min(map(int, depths), default=0)
 
 
+def count_loops(ttgir: str) -> tuple[int, int]:
+    """Count the innermost loops of known length that copy tiles to shared memory asynchronously, and those
+    that load tiles into registers; a loop may do both."""
+    inner = [body for body in _loop_bodies(ttgir) if "scf.for" not in body]
+    ahead = ["ttg.async_copy_global_to_local" in body for body in inner]
+    return sum(ahead), sum(bool(re.search(r"= tt\.load .*tensor<\d+x\d+x", body)) for body in inner)
+
+
 def count_loads(ptx: str) -> tuple[int, int]:
     """Count the asynchronous copies to shared memory, and the loads of single bytes from global memory."""
     byte_loads = re.findall(r"\bld\.global\S*\.[bus]8\b", ptx)
     return len(re.findall(r"\bcp\.async\.c[ag]\.shared\.global\b", ptx)), len(byte_loads)
+
+
+def _loop_bodies(ttgir: str) -> list[str]:
+    """Cut out what stands between each loop's line and the bracket below it."""
+    lines = ttgir.splitlines()
+    bodies = []
+    for at, line in enumerate(lines):
+        if "scf.for" in line:
+            end = " " * (len(line) - len(line.lstrip())) + "}"
+            length = next(n for n, below in enumerate(lines[at + 1 :]) if below.startswith(end))
+            bodies.append("\n".join(lines[at + 1 : at + 1 + length]))
+    return bodies
 
 
 def read_amd_use(assembly: str) -> tuple[int, int]:

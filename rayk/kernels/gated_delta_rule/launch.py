@@ -133,7 +133,7 @@ def _run_chunks(
         TILE_V=min(padded_v, tiles.output_values),
         PRECISION=tiles.precision,
         num_warps=tiles.num_warps,
-        num_stages=1,
+        num_stages=tiles.stages,
     )
     gated_delta_states_kernel[triton.cdiv(value_size, tiles.values), num_heads, len(slots["read_slots"])](
         **common,

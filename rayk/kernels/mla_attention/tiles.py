@@ -19,9 +19,12 @@ def choose_tiles(
     """
     if scales != "none" and itemsize != 4:
         # Codes and decoded elements are in registers together, and scales of tokens beside them.
-        few = target.is_amd or num_rows <= 16 or scales == "token_head" or not decode_only
+        if target.is_amd:
+            return Tiles(16, 16, 8, 1)
+        few = num_rows <= 16 or scales == "token_head" or not decode_only
+        few |= scales == "block" and target.name in ("sm_100", "sm_103")
         rows = 16 if few else 32
-        return Tiles(rows, 16, 8, 1, None if target.is_amd else 255)
+        return Tiles(rows, 16, 8, _quantised_stages(target, rows, scales, decode_only=decode_only), 255)
     if itemsize == 4:
         # Exact float32 products do not use tensor cores on NVIDIA.
         return Tiles(16, 16, 4, 1) if target.is_amd else Tiles(16, 16, 8, 1, 255)
@@ -34,3 +37,10 @@ def choose_tiles(
     if target.name == "sm_90":
         return Tiles(64, 16, 8, 3, 255)
     return Tiles(32, 32, 8, 3 if target.has_room else 2, 255)
+
+
+def _quantised_stages(target: Target, rows: int, scales: str, *, decode_only: bool) -> int:
+    """Choose how many tiles are in flight: fewer where that would spill a few registers."""
+    if target.name in ("sm_100", "sm_103") and scales == "token_head" and not decode_only:
+        return 2
+    return 1 if rows == 32 and scales == "tensor" and not target.has_warp_group_mma else 3
