@@ -70,25 +70,17 @@ class PlainLoop(EngineLoop):
         return not turn.stop
 
 
-LOOPS = {"none": ("never", PlainLoop), "off": ("never", EngineLoop), "on": ("always", EngineLoop)}
-"""Contestant -> engine.async_scheduling, and its loop."""
+LOOPS = {"none": ("off", PlainLoop), "off": ("off", EngineLoop), "on": (None, EngineLoop)}
+"""Contestant -> why its rank does not run ahead, and its loop."""
 
 
 class Contestant:
-    """An engine whose turns this thread takes."""
+    """A leader and a loop, whose turns this thread takes. All have one rank: where the weights of another lie
+    in memory makes more of a difference than the loops do."""
 
-    def __init__(self, model: Path, name: str, batch: int, num_steps: int) -> None:
-        setting, loop = LOOPS[name]
-        blocks = -(-(NUM_PROMPT + num_steps + 8) // BLOCK_SIZE)
-        config = EngineConfig(
-            model=str(model),
-            async_scheduling=setting,
-            block_size=BLOCK_SIZE,
-            num_blocks=2 + batch * (blocks + 1),
-            max_batch_tokens=max(512, batch * NUM_PROMPT),
-            max_seqs=batch,
-        )
-        rank = EngineRank(config, LocalComm())
+    def __init__(self, rank: EngineRank, name: str, batch: int, num_steps: int) -> None:
+        why_not_ahead, loop = LOOPS[name]
+        rank.why_not_ahead = why_not_ahead  # which the loop asks for when it is made
         self._leader: Leader = make_leader(rank)
         self._loop = loop(rank, NoExtension(), self._leader)
         self._batch, self._num_steps, self._num_rounds = batch, num_steps, 0
@@ -121,7 +113,16 @@ class Contestant:
 
 def measure(model: Path, batch: int, num_rounds: int, num_steps: int) -> dict[str, list[float]]:
     """Take rounds in turns. Raises AssertionError where the loops' tokens differ."""
-    everybody = {name: Contestant(model, name, batch, num_steps) for name in LOOPS}
+    blocks = -(-(NUM_PROMPT + num_steps + 8) // BLOCK_SIZE)
+    config = EngineConfig(
+        model=str(model),
+        block_size=BLOCK_SIZE,
+        num_blocks=2 + batch * (blocks + 1),
+        max_batch_tokens=max(512, batch * NUM_PROMPT),
+        max_seqs=batch,
+    )
+    rank = EngineRank(config, LocalComm())
+    everybody = {name: Contestant(rank, name, batch, num_steps) for name in LOOPS}
     for contestant in everybody.values():
         contestant.cpu_us()
     assert len({tuple(sorted(c.tokens)) for c in everybody.values()}) == 1, "other tokens"
