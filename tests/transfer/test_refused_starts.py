@@ -79,7 +79,7 @@ def test_a_ticket_of_another_life_is_waited_for_no_longer():
     assert pair.released() == [["lease-r"]], "by the one that was held"
 
 
-@pytest.mark.parametrize("where", ["begin", "first read", "verify"])
+@pytest.mark.parametrize("where", ["begin", "first read", "generations", "verify"])
 def test_a_bug_ends_one_read_and_not_the_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ):
@@ -90,11 +90,15 @@ def test_a_bug_ends_one_read_and_not_the_engine(
         raise ZeroDivisionError("planted")
 
     if where == "begin":
-        monkeypatch.setattr(consumer_module.Consumption, "_expected_generations", broken)
+        monkeypatch.setattr(consumer_module.Consumption, "_lower", broken)
         with pytest.raises(InternalError, match="ZeroDivisionError: planted"):
             rank.start(ticket, OWN, later())
     else:
-        what = {"first read": (LocalAgent, "read"), "verify": (consumer_module, "compare_digests")}[where]
+        what = {
+            "first read": (LocalAgent, "read"),
+            "generations": (consumer_module.Consumption, "_expected_generations"),
+            "verify": (consumer_module, "compare_digests"),
+        }[where]
         monkeypatch.setattr(*what, broken)
         rank.start(ticket, OWN, later())
         (outcome,) = pair.finish(ticket).values()
@@ -166,7 +170,7 @@ def test_a_bug_at_the_start_of_a_conversion_keeps_no_room(monkeypatch: pytest.Mo
     def broken(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(consumer_module.Consumption, "_expected_generations", broken)
+    monkeypatch.setattr(consumer_module.Consumption, "_lower", broken)
     link.start(link.ticket(tables), own)
     (outcome,) = link.finish(1)
     assert isinstance(outcome.error, InternalError)
