@@ -51,6 +51,12 @@ from rayk.types.errors import DeadlineExceeded, UserError
 from rayk.vllm.arguments import ALONE, ON_CPUS
 
 HOST = "127.0.0.1"
+STALE = """\
+`stale_block_ids` has D read the blocks of the request before, as many as that has; beyond, its own. Equal
+is the true verdict where these are the request's own: a prompt with the shared beginning, whose first block
+D has already, loads only the rest, which is its own behind a request of one block, or where P has handed
+the same block out again (vLLM reuses blocks without a hash last in, first out:
+v1/core/block_pool.py:788-801)."""
 SETTLE_S = 60.0
 """How long verdicts may come after the last answer."""
 STOP_S = 30.0
@@ -459,7 +465,7 @@ def measure(options: argparse.Namespace, page: Page) -> None:
     )
     page.tables = {"cases": rows}
     page.section("Planted bugs and costs", COLUMNS, rows)
-    page.say(*page.wrong, "Needs: the environment of `make vllm`, and about 4 GB of memory.")
+    page.say(*page.wrong, STALE, "", "Needs: the environment of `make vllm`, and about 4 GB of memory.")
 
 
 def main() -> int:
