@@ -282,11 +282,11 @@ class EngineRank:
     def _why_no_graphs(self) -> str | None:
         if self.config.cuda_graphs == "never":
             return "engine.cuda_graphs: never"
-        if self.device.type == "cpu" and (why_not := self._why_no_calls()):
-            return why_not
         for backend in self.backends.used:
             if not backend.graph_safe:
                 return f"attention backend {backend.name} works from the host"
+        if self.device.type == "cpu" and (why_not := self._why_no_calls()):
+            return why_not
         if self.comm.size > 1 and self.comm.name != "nccl":
             return f"comm {self.comm.name} goes through the host"
         return None
@@ -295,6 +295,9 @@ class EngineRank:
         """Say why a CPU cannot record its kernels' calls."""
         if (why_not := why_no_replay()) is not None:
             return why_not
+        for backend in self.backends.used:
+            if backend.implementation != "cpu-native":
+                return f"attention runs as {backend.implementation}, whose calls cannot be noted"
         for index, layer in enumerate(self.model_config.layers):
             if layer.mixers != ("attention",) or isinstance(layer.mlp, ExpertsConfig):
                 return f"layer {index} works from the host on a CPU"
