@@ -24,6 +24,7 @@ from rayk.actors.forming import connect
 from rayk.handover.commands import Describe
 from rayk.handover.handover import TransferHandover
 from rayk.transfer.agent import TransferAgent
+from rayk.transfer.costs import CostTable
 from rayk.transfer.lease import ReleaseMessage, RenewMessage
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.nixl_agent import NixlAgent
@@ -246,7 +247,11 @@ def test_a_stranger_that_comes_first_ends_no_lease_of_an_engine(push: bool, chec
 def test_a_reservation_that_is_refused_leaves_nothing_behind():
     pair = local_pair(Shape())
     worker = _PushThread(
-        LocalAgent("push", LocalNetwork()), pair.producer.descriptions[0], None, time.monotonic_ns
+        LocalAgent("push", LocalNetwork()),
+        pair.producer.descriptions[0],
+        None,
+        CostTable(),
+        time.monotonic_ns,
     )
     chunk: Any = SimpleNamespace(reservation=RESERVATION, attempt=0, is_last=True)
     worker.begin(chunk)  # its engine is not connected
