@@ -39,7 +39,7 @@ from jobs.benchmarks import throughput
 from jobs.benchmarks.harness import ROOT, Page, run
 from jobs.benchmarks.peer_workers.contract import Job, Prompts, Run
 from jobs.benchmarks.peer_workers.memory import weight_bytes
-from jobs.benchmarks.throughput import Case, Result
+from jobs.benchmarks.throughput import CASE_OPTIONS, Case, Result
 
 START_S = 900
 """vLLM compiles its model when it starts."""
@@ -314,10 +314,7 @@ def main() -> int:
         __file__,
         title="Engines on one CPU thread, in turns",
         rounds=7,
-        prompt={"type": int, "default": 64, "help": "tokens of a prompt"},
-        tokens={"type": int, "default": 64, "help": "generated tokens of a request"},
-        batches={"type": int, "nargs": "+", "default": [1, 16]},
-        dtypes={"nargs": "+", "default": ["float32", "bfloat16"]},
+        **CASE_OPTIONS,
         only={"nargs": "+", "help": f"engines besides {', '.join(ALWAYS)}"},
     )
 

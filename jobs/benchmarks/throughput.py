@@ -98,6 +98,14 @@ class GenerateBatch:
         self._model.destroy_cached_continuous_batching_manager()
 
 
+CASE_OPTIONS: dict[str, dict[str, Any]] = {
+    "prompt": {"type": int, "default": 64, "help": "tokens of a prompt"},
+    "tokens": {"type": int, "default": 64, "help": "generated tokens of a request"},
+    "batches": {"type": int, "nargs": "+", "default": [1, 16]},
+    "dtypes": {"nargs": "+", "default": ["float32", "bfloat16"]},
+}
+
+
 @dataclass(frozen=True)
 class Case:
     dtype: str
@@ -262,10 +270,7 @@ def main() -> int:
         __file__,
         title="An engine on one CPU thread, beside transformers",
         rounds=5,
-        prompt={"type": int, "default": 64, "help": "tokens of a prompt"},
-        tokens={"type": int, "default": 64, "help": "generated tokens of a request"},
-        batches={"type": int, "nargs": "+", "default": [1, 16]},
-        dtypes={"nargs": "+", "default": ["float32", "bfloat16"]},
+        **CASE_OPTIONS,
         only={"nargs": "+", "help": "names of contestants besides rayk"},
     )
 

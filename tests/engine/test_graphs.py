@@ -255,15 +255,23 @@ def _decode(
     return ModelInputs(torch.tensor(token_ids), positions, rows, metadata, np.arange(num), rows)
 
 
+def ending_one_by_one(
+    checkpoint: Callable[..., Path], reference: Callable[..., Any], model: str
+) -> tuple[Path, list[list[int]], list[int], list[list[int]]]:
+    """A checkpoint, prompts, how many tokens each is to get, and the reference's."""
+    family, _, hybrid = model.partition("-")
+    overrides = {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2}
+    path = checkpoint(family, **({"overrides": overrides} if hybrid else {}))
+    prompts = [list(p["prompt"]) for p in read_marker(path)["probes"]]
+    lengths = [24, 10, 4]
+    whole = reference(path).generate(prompts, 24, ignore_eos=True)
+    return path, prompts, lengths, [list(o.token_ids[:n]) for o, n in zip(whole, lengths, strict=True)]
+
+
 @pytest.mark.parametrize("model", ["llama", "qwen3-hybrid"])
 def test_decoding_through_fixed_buffers_gives_the_reference_tokens(checkpoint, reference, model: str) -> None:
     """Requests of unlike lengths that end one by one, so that batches shrink through every size."""
-    family, _, hybrid = model.partition("-")
-    overrides = {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2}
-    path: Path = checkpoint(family, **({"overrides": overrides} if hybrid else {}))
-    prompts = [list(p["prompt"]) for p in read_marker(path)["probes"]]
-    lengths = [24, 10, 4]
-    expected = [o.token_ids for o in reference(path).generate(prompts, 24, ignore_eos=True)]
+    path, prompts, lengths, expected = ending_one_by_one(checkpoint, reference, model)
     recorder = Again()
     config = EngineConfig(
         model=str(path), attention_backend="reference", num_blocks=64, max_seqs=4, layout="BHLNC"
@@ -272,7 +280,7 @@ def test_decoding_through_fixed_buffers_gives_the_reference_tokens(checkpoint, r
     assert rank.graph_sizes == (1, 2, 4)
     assert recorder.num_recorded == 3
     outputs = run_greedy(rank, prompts, lengths)
-    assert outputs == [list(e[:n]) for e, n in zip(expected, lengths, strict=True)]
+    assert outputs == expected
     assert recorder.num_replays == 23, "every step but the prefill"
 
 
@@ -379,12 +387,7 @@ def test_a_planted_fault_is_in_what_a_worker_records(
 @pytest.mark.parametrize("model", ["llama", "qwen3-hybrid"])
 def test_a_cpu_replays_calls_and_gives_the_same_tokens(checkpoint, reference, model: str) -> None:
     """Requests end one by one, so that every size is recorded on the way, at its first step."""
-    family, _, hybrid = model.partition("-")
-    overrides = {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 2}
-    path: Path = checkpoint(family, **({"overrides": overrides} if hybrid else {}))
-    prompts = [list(p["prompt"]) for p in read_marker(path)["probes"]]
-    lengths = [24, 10, 4]
-    expected = [o.token_ids for o in reference(path).generate(prompts, 24, ignore_eos=True)]
+    path, prompts, lengths, expected = ending_one_by_one(checkpoint, reference, model)
     rank = EngineRank(EngineConfig(model=str(path), num_blocks=64, max_seqs=4), LocalComm(), poison=-1)
     assert rank.graphs_note == "1, 2, 3, 4"
     forward, num_forward = rank.decoder.forward, 0
@@ -396,7 +399,7 @@ def test_a_cpu_replays_calls_and_gives_the_same_tokens(checkpoint, reference, mo
 
     rank.decoder.forward = counted
     outputs = run_greedy(rank, prompts, lengths)
-    assert outputs == [list(e[:n]) for e, n in zip(expected, lengths, strict=True)]
+    assert outputs == expected
     assert num_forward == 1 + 2 * 3, "a prefill, and a trial and a recording of each of 3 sizes"
 
 
