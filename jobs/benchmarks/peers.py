@@ -132,6 +132,7 @@ class Worker:
                 raise PeerFailed(self.name, f"no answer in {limit_s} s")
             answer = json.loads(self._pipe.recv_bytes())
         except (EOFError, OSError):
+            self.close()  # its traceback is whole once it has ended, and the pipe ends before
             raise PeerFailed(self.name, f"its process ended: {self._last_words()}") from None
         if "error" in answer:
             raise PeerFailed(self.name, answer["error"].splitlines()[0])
