@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import triton
+
+_Tensor = TypeVar("_Tensor", torch.Tensor, torch.Tensor | None)
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Fixed when Triton is first imported (TRITON_INTERPRET=1 in the environment)."""
@@ -22,6 +25,13 @@ _LOCK = threading.Lock()
 def launching() -> contextlib.AbstractContextManager[object]:
     """Return a context to hold around a kernel launch."""
     return _LOCK if INTERPRETED else contextlib.nullcontext()
+
+
+def widened(tensor: _Tensor) -> _Tensor:
+    """Return a bf16 tensor as float32 if the interpreter is to compute with it."""
+    if INTERPRETED and tensor is not None and tensor.dtype == torch.bfloat16:
+        return tensor.float()
+    return tensor
 
 
 def index_of(tensor: Any) -> int:

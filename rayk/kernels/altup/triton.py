@@ -11,13 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from rayk.kernels.interpreter import INTERPRETED, launching
-from rayk.kernels.paged_attention.softmax import tanh
-
-
-@triton.jit
-def _rounded(values, TYPE: tl.constexpr):
-    return values.to(TYPE).to(tl.float32)
+from rayk.kernels.elements import rounded, tanh
+from rayk.kernels.interpreter import launching, widened
 
 
 @triton.jit
@@ -37,13 +32,13 @@ def _route(
     m = o_d < SIZE
     b = tl.load(p_x + o_d, mask=m, other=0.0).to(tl.float32)
     b *= tl.rsqrt(tl.sum(b * b, 0) / SIZE + eps)
-    b = _rounded(b * tl.load(norm + o_d, mask=m, other=0.0), TYPE)
-    b = _rounded(b * scale, TYPE)
+    b = rounded(b * tl.load(norm + o_d, mask=m, other=0.0), TYPE)
+    b = rounded(b * scale, TYPE)
     b_routed = tl.zeros([o_s.shape[0]], tl.float32)
     for i in tl.static_range(STREAMS):
         row = tl.load(router + i * SIZE + o_d, mask=m, other=0.0).to(tl.float32)
         b_routed = tl.where(o_s == i, tl.sum(b * row, 0), b_routed)
-    return _rounded(tanh(_rounded(b_routed, TYPE)), TYPE)
+    return rounded(tanh(rounded(b_routed, TYPE)), TYPE)
 
 
 @triton.jit
@@ -76,10 +71,10 @@ def predict_streams_kernel(
         for i in tl.static_range(STREAMS):
             p_row = predictor + (to * STREAMS + i) * STREAMS
             b_row = tl.load(p_row + o_s, mask=m_s, other=0.0).to(tl.float32)
-            weight = _rounded(tl.sum(b_row * b_routed, 0), TYPE)
+            weight = rounded(tl.sum(b_row * b_routed, 0), TYPE)
             b_sum += weight * tl.load(p_x + i * stride_s + o_d, mask=m, other=0.0).to(tl.float32)
         b_own = tl.load(p_x + to * stride_s + o_d, mask=m, other=0.0).to(tl.float32)
-        b_out = b_own + _rounded(b_sum, TYPE)
+        b_out = b_own + rounded(b_sum, TYPE)
         tl.store(out + to * out_stride_s + i_t * SIZE + o_d, b_out.to(TYPE), mask=m)
 
 
@@ -113,12 +108,12 @@ def correct_streams_kernel(
     b_routed = _route(p_computed, norm, router, eps, scale, o_s, o_d, STREAMS, SIZE, TYPE)
     b_new = tl.load(p_computed + o_d, mask=m, other=0.0).to(tl.float32)
     b_new -= tl.load(p_x + ACTIVE * stride_s + o_d, mask=m, other=0.0).to(tl.float32)
-    b_new = _rounded(b_new, TYPE)
+    b_new = rounded(b_new, TYPE)
     for to in tl.static_range(STREAMS):
         b_row = tl.load(corrector + to * STREAMS + o_s, mask=m_s, other=0.0).to(tl.float32)
-        weight = _rounded(_rounded(tl.sum(b_row * b_routed, 0), TYPE) + 1.0, TYPE)
+        weight = rounded(rounded(tl.sum(b_row * b_routed, 0), TYPE) + 1.0, TYPE)
         b_own = tl.load(p_x + to * stride_s + o_d, mask=m, other=0.0).to(tl.float32)
-        b_out = b_own + _rounded(b_new * weight, TYPE)
+        b_out = b_own + rounded(b_new * weight, TYPE)
         tl.store(out + to * out_stride_s + i_t * SIZE + o_d, b_out.to(TYPE), mask=m)
 
 
@@ -126,7 +121,7 @@ def predict_triton(
     streams: torch.Tensor, router: Any, predictor: torch.Tensor, *, active: int
 ) -> torch.Tensor:
     """`router` is a StreamRouter."""
-    dtype, streams, predictor = streams.dtype, _wide(streams), _wide(predictor)
+    dtype, streams, predictor = streams.dtype, widened(streams), widened(predictor)
     out = torch.empty(streams.shape, dtype=streams.dtype, device=streams.device)
     if streams.shape[1]:
         with launching():
@@ -140,7 +135,7 @@ def correct_triton(
     predicted: torch.Tensor, computed: torch.Tensor, router: Any, corrector: torch.Tensor, *, active: int
 ) -> torch.Tensor:
     """`router` is a StreamRouter."""
-    dtype, predicted, computed, corrector = predicted.dtype, *map(_wide, (predicted, computed, corrector))
+    dtype, predicted, computed, corrector = predicted.dtype, *map(widened, (predicted, computed, corrector))
     assert computed.stride(1) == 1, "dense rows"
     out = torch.empty(predicted.shape, dtype=predicted.dtype, device=predicted.device)
     if predicted.shape[1]:
@@ -165,7 +160,7 @@ def _common(streams: torch.Tensor, router: Any, out: torch.Tensor, active: int) 
     padded = triton.next_power_of_2(size)
     return {
         "norm": router.norm,
-        "router": _wide(router.weight),
+        "router": widened(router.weight),
         "eps": router.eps,
         "scale": router.scale,
         "stride_s": streams.stride(0),
@@ -178,8 +173,3 @@ def _common(streams: torch.Tensor, router: Any, out: torch.Tensor, active: int) 
         "PADDED": padded,
         "num_warps": min(16, max(4, padded // 512)),
     }
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Widen what the interpreter cannot compute with."""
-    return x.float() if INTERPRETED and x.dtype == torch.bfloat16 else x

@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from rayk.kernels.interpreter import INTERPRETED, launching
+from rayk.kernels.elements import sigmoid
+from rayk.kernels.interpreter import launching, widened
 
 
 @triton.jit
@@ -16,13 +17,6 @@ def _best(values, places, last):
     """Return the lowest place of the largest value; of a row of NaN the last one."""
     is_best = values == tl.max(values, 0)
     return tl.minimum(tl.min(tl.where(is_best, places, last), 0), last)
-
-
-@triton.jit
-def _sigmoid(x):
-    # Only of what is not positive: no overflow.
-    e = tl.exp(-tl.abs(x))
-    return tl.where(x < 0, e, 1.0) / (1.0 + e)
 
 
 @triton.jit
@@ -74,7 +68,7 @@ def choose_experts_kernel(
     total = tl.sum(tl.exp(b_value - most), 0)
     ranked = b_value
     if SCORING == "sigmoid":
-        b_value = _sigmoid(b_value)
+        b_value = sigmoid(b_value)
         ranked = b_value + tl.load(correction + o_e, mask=m_e, other=float("-inf"))
         if KEPT < GROUPS:
             ranked = _in_best_groups(ranked, o_e, NUM, GROUPS, KEPT, PADDED_GROUPS)
@@ -93,7 +87,7 @@ def choose_experts_kernel(
     elif SCORING == "softmax_all":
         b_weight = tl.exp(b_weight - most) / total
     elif SCORING == "sigmoid_chosen":
-        b_weight = _sigmoid(b_weight)
+        b_weight = sigmoid(b_weight)
     if RENORMALISES:
         b_weight = b_weight / (tl.sum(tl.where(m_k, b_weight, 0.0), 0) + least)
     b_weight *= scale
@@ -105,8 +99,7 @@ def choose_experts_triton(
     logits: torch.Tensor, correction: torch.Tensor | None, choice: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dtype, num_chosen, num_groups = logits.dtype, choice.num_chosen, choice.num_groups
-    if INTERPRETED and dtype == torch.bfloat16:
-        logits = logits.float()
+    logits = widened(logits)
     num_tokens, num_experts = logits.shape
     assert logits.stride(1) == 1, "dense logits"
     assert num_experts % num_groups == 0, (num_experts, num_groups)

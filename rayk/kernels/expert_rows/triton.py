@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rayk.kernels.interpreter import INTERPRETED, launching
+from rayk.kernels.interpreter import launching, widened
 
 TILE_ELEMENTS = 1024
 """Elements of a row per program: 16 bytes a thread of 16-bit ones."""
@@ -70,7 +70,7 @@ def gather_rows_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     assert x.stride(1) == 1, "dense rows"
     dtype = x.dtype
-    x, shares = _wide(x), _wide(shares)
+    x, shares = widened(x), widened(shares)
     rows = torch.empty(len(order), x.shape[1], dtype=x.dtype, device=x.device)
     places = torch.empty_like(order)
     if len(order):
@@ -101,7 +101,7 @@ def combine_rows_triton(
 ) -> torch.Tensor:
     assert rows.is_contiguous(), "dense rows"
     dtype = rows.dtype
-    rows, shares = _wide(rows), _wide(shares)
+    rows, shares = widened(rows), widened(shares)
     num_tokens = len(places) // num_copies
     out = torch.empty(num_tokens, rows.shape[1], dtype=rows.dtype, device=rows.device)
     if num_tokens:
@@ -121,8 +121,3 @@ def combine_rows_triton(
                 num_warps=4,
             )
     return out.to(dtype)
-
-
-def _wide(x):
-    """Widen what the interpreter cannot compute with."""
-    return x.float() if INTERPRETED and x is not None and x.dtype == torch.bfloat16 else x

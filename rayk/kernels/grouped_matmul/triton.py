@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rayk.kernels.interpreter import INTERPRETED, launching
+from rayk.kernels.interpreter import launching, widened
 from rayk.kernels.target import current_target
 
 
@@ -98,8 +98,7 @@ def grouped_matmul_triton(
 ) -> torch.Tensor:
     (num_rows, num_in), (num_groups, _, num_out), dtype = x.shape, weights.shape, x.dtype
     assert x.stride(1) == 1, "dense rows"
-    if INTERPRETED and dtype == torch.bfloat16:
-        x, weights, biases = x.float(), weights.float(), None if biases is None else biases.float()
+    x, weights, biases = widened(x), widened(weights), widened(biases)
     out = torch.empty(num_rows, num_out, dtype=x.dtype, device=x.device)
     if num_rows and num_groups:
         t = tiles or choose_tiles(num_rows, num_groups, x.element_size())

@@ -9,25 +9,11 @@ import triton
 import triton.language as tl
 
 from rayk.kernels.paged_attention.content import load_rows
-from rayk.kernels.paged_attention.softmax import hide, load_block_ids, row_offsets, weigh
+from rayk.kernels.paged_attention.softmax import hide, load_block_ids, request_of, row_offsets, weigh
 from rayk.kernels.paged_attention.splits import keys_per_split
 
 # Integers that change from step to step: specialising on them (1, multiples of 16) would compile again.
 _VARYING = ("num_requests", "num_columns", "num_blocks", "num_splits", "table_stride")
-
-
-@triton.jit
-def _request_of(query_start_loc, i_tile, num_requests, NUM_HEADS: tl.constexpr, ROWS: tl.constexpr):
-    """The last request whose tiles start at or before i_tile."""
-    low = 0
-    high = num_requests
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(query_start_loc + middle) * NUM_HEADS // ROWS + middle <= i_tile:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 @triton.jit
@@ -187,7 +173,7 @@ def mla_attention_kernel(
         num_queries = 1
         first_row = i_tile % NUM_TILES * ROWS
     else:
-        i_r = _request_of(query_start_loc, i_tile, num_requests, NUM_HEADS, ROWS)
+        i_r = request_of(query_start_loc, i_tile, num_requests, NUM_HEADS, ROWS)
         first_token = tl.load(query_start_loc + i_r)
         num_queries = tl.load(query_start_loc + i_r + 1) - first_token
         first_row = (i_tile - first_token * NUM_HEADS // ROWS - i_r) * ROWS

@@ -1,9 +1,25 @@
-"""What the attention kernels do with each tile of keys: find its blocks, and weigh its scores."""
+"""What the attention kernels share: they find a tile's request and its keys' blocks, and weigh scores."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def request_of(
+    query_start_loc, i_tile, num_requests, ROWS_PER_TOKEN: tl.constexpr, ROWS_PER_TILE: tl.constexpr
+):
+    """The last request whose tiles start at or before i_tile."""
+    low = 0
+    high = num_requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) * ROWS_PER_TOKEN // ROWS_PER_TILE + middle <= i_tile:
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 @triton.jit
@@ -60,18 +76,3 @@ def weigh(b_scores, b_max, scale, SOME_SEE_NOTHING: tl.constexpr):
 def add_sinks(b_sum, b_max, b_sink):
     """Add the sinks' weights (b_sink: their scores, in powers of two) to sums relative to b_max >= b_sink."""
     return b_sum + tl.where(b_sink == float("-inf"), 0.0, tl.exp2(b_sink - b_max))
-
-
-@triton.jit
-def tanh(x):
-    """Compute tanh, right to two ulp also near 0, unlike 1 - 2 / (exp(2 x) + 1) (Cephes' tanhf)."""
-    x_squared = tl.minimum(x * x, 1.0)  # where the polynomial is not used, it must not overflow either
-    small = -5.70498872745e-3 * x_squared + 2.06390887954e-2
-    small = small * x_squared - 5.37397155531e-2
-    small = small * x_squared + 1.33314422036e-1
-    small = small * x_squared - 3.33332819422e-1
-    small = small * x_squared * x + x
-    # exp2 of a negative number: nothing overflows.
-    shrunk = tl.exp2(tl.abs(x) * -2.8853900817779268)
-    large = 1.0 - 2.0 * shrunk / (1.0 + shrunk)  # not (1 - e) / (1 + e), which rounds twice more
-    return tl.where(tl.abs(x) < 0.625, small, tl.where(x < 0, -large, large))

@@ -8,26 +8,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rayk.kernels.elements import tanh
 from rayk.kernels.paged_attention.content import load_rows
-from rayk.kernels.paged_attention.softmax import add_sinks, hide, load_block_ids, row_offsets, tanh, weigh
+from rayk.kernels.paged_attention.softmax import (
+    add_sinks,
+    hide,
+    load_block_ids,
+    request_of,
+    row_offsets,
+    weigh,
+)
 from rayk.kernels.paged_attention.splits import keys_per_split
 
 # Integers that change from step to step: specialising on them (1, multiples of 16) would compile again.
 _VARYING = ("num_requests", "num_columns", "num_blocks", "num_splits", "table_stride")
-
-
-@triton.jit
-def _request_of(query_start_loc, i_tile, num_requests, TILE_Q: tl.constexpr):
-    """The last request whose tiles start at or before i_tile."""
-    low = 0
-    high = num_requests
-    while high - low > 1:
-        middle = (low + high) // 2
-        if tl.load(query_start_loc + middle) // TILE_Q + middle <= i_tile:
-            low = middle
-        else:
-            high = middle
-    return low
 
 
 @triton.jit
@@ -212,7 +206,7 @@ def paged_attention_kernel(
     # The last tiles of a request see the most keys, and start first.
     i_tile = tl.num_programs(0) // num_groups - 1 - tl.program_id(0) // num_groups
     i_g = tl.program_id(0) % num_groups
-    i_r = _request_of(query_start_loc, i_tile, num_requests, TILE_Q)
+    i_r = request_of(query_start_loc, i_tile, num_requests, 1, TILE_Q)
     first_token = tl.load(query_start_loc + i_r)
     num_queries = tl.load(query_start_loc + i_r + 1) - first_token
     first_query = (i_tile - first_token // TILE_Q - i_r) * TILE_Q

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from rayk.kernels.interpreter import INTERPRETED, launching
+from rayk.kernels.elements import rounded, sigmoid
+from rayk.kernels.interpreter import launching, widened
 from rayk.kernels.pointwise.reference import GateThreshold
 
 TILE_ELEMENTS = 2048
@@ -18,11 +19,6 @@ TILE_ELEMENTS = 2048
 MAX_ROW = 1 << 15
 """Longest row of a norm: it stays in registers."""
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@triton.jit
-def _rounded(values, TYPE: tl.constexpr):
-    return values.to(TYPE).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=("num_rows",))
@@ -57,14 +53,14 @@ def rms_norm_kernel(
     b = tl.load(x + p_x, mask=m, other=0.0).to(tl.float32)
     if ADDS:
         b += tl.load(added + (o_r * added_stride)[:, None] + o_d[None, :], mask=m, other=0.0).to(tl.float32)
-        b = _rounded(b, total.dtype.element_ty)
+        b = rounded(b, total.dtype.element_ty)
         tl.store(total + p_out, b.to(total.dtype.element_ty), mask=m)
     if CENTRED:
         b = tl.where(m, b - (tl.sum(b, 1) / SIZE)[:, None], 0.0)
     b *= tl.rsqrt(tl.sum(b * b, 1) / SIZE + eps)[:, None]
     if WEIGHS:
         if not WIDE:
-            b = _rounded(b, out.dtype.element_ty)
+            b = rounded(b, out.dtype.element_ty)
         b *= tl.load(weight + (i_h * weight_stride)[:, None] + o_d[None, :], mask=m, other=0.0).to(tl.float32)
     tl.store(out + p_out, b.to(out.dtype.element_ty), mask=m)
 
@@ -74,9 +70,9 @@ def _normed(values, weight, p_w, m, factor, TYPE: tl.constexpr, WEIGHS: tl.const
     values *= factor
     if WEIGHS:
         if not WIDE:
-            values = _rounded(values, TYPE)
+            values = rounded(values, TYPE)
         values *= tl.load(weight + p_w, mask=m, other=0.0).to(tl.float32)
-    return _rounded(values, TYPE)
+    return rounded(values, TYPE)
 
 
 @triton.jit(do_not_specialize=("num_rows",))
@@ -133,8 +129,8 @@ def rotate_kernel(
     b_cos = tl.load(cos + p_angle, mask=m, other=0.0).to(tl.float32)
     b_sin = tl.load(sin + p_angle, mask=m, other=0.0).to(tl.float32)
     if ROUNDS:
-        b_first = _rounded(b_a * b_cos, TYPE) - _rounded(b_b * b_sin, TYPE)
-        b_second = _rounded(b_b * b_cos, TYPE) + _rounded(b_a * b_sin, TYPE)
+        b_first = rounded(b_a * b_cos, TYPE) - rounded(b_b * b_sin, TYPE)
+        b_second = rounded(b_b * b_cos, TYPE) + rounded(b_a * b_sin, TYPE)
     else:
         b_first = b_a * b_cos - b_b * b_sin
         b_second = b_b * b_cos + b_a * b_sin
@@ -145,13 +141,6 @@ def rotate_kernel(
     tl.store(p_out + o_a, b_first.to(TYPE), mask=m)
     tl.store(p_out + o_b, b_second.to(TYPE), mask=m)
     tl.store(p_out + o_rest, b_rest.to(TYPE), mask=m_rest)
-
-
-@triton.jit
-def _sigmoid(x):
-    # Only of what is not positive: no overflow.
-    e = tl.exp(-tl.abs(x))
-    return tl.where(x < 0, e, 1.0) / (1.0 + e)
 
 
 @triton.jit
@@ -175,10 +164,10 @@ def _cut(b_gate, p_sums, m_r, num_gates, quantile, TYPE: tl.constexpr):
     b_mean = tl.load(p_sums, mask=m_r, other=0.0) / num_gates
     b_square = tl.load(p_sums + 1, mask=m_r, other=0.0) / num_gates
     b_deviation = tl.sqrt(tl.maximum(b_square - b_mean * b_mean, 0.0))
-    b_quantile = _rounded(tl.zeros_like(b_mean).to(tl.float32) + quantile, TYPE)
-    b_excess = _rounded(b_deviation.to(TYPE).to(tl.float32) * b_quantile, TYPE)
-    b_at = _rounded(b_mean.to(TYPE).to(tl.float32) + b_excess, TYPE)
-    return tl.maximum(_rounded(b_gate - b_at[:, None], TYPE), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    b_quantile = rounded(tl.zeros_like(b_mean).to(tl.float32) + quantile, TYPE)
+    b_excess = rounded(b_deviation.to(TYPE).to(tl.float32) * b_quantile, TYPE)
+    b_at = rounded(b_mean.to(TYPE).to(tl.float32) + b_excess, TYPE)
+    return tl.maximum(rounded(b_gate - b_at[:, None], TYPE), 0.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit(do_not_specialize=("num_rows",))
@@ -206,11 +195,11 @@ def gated_kernel(
     if CUTS:
         b_gate = _cut(b_gate, sums + 2 * o_r, o_r < num_rows, num_gates, quantile, out.dtype.element_ty)
     if ACTIVATION == "silu":
-        b_gate *= _sigmoid(b_gate)
+        b_gate *= sigmoid(b_gate)
     else:
         # Half of one more than a tanh is a sigmoid.
-        b_gate *= _sigmoid(1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate))
-    b_out = _rounded(b_gate, out.dtype.element_ty) * b_up
+        b_gate *= sigmoid(1.5957691216057308 * (b_gate + 0.044715 * b_gate * b_gate * b_gate))
+    b_out = rounded(b_gate, out.dtype.element_ty) * b_up
     tl.store(out + o_r[:, None] * size + o_d[None, :], b_out.to(out.dtype.element_ty), mask=m)
 
 
@@ -241,7 +230,7 @@ def gated_norm_kernel(
     i_t, i_g = o_r // num_groups, o_r % num_groups
     b = tl.load(x + (i_t * x_stride + i_g * SIZE)[:, None] + o_d, mask=m, other=0.0).to(tl.float32)
     b_gate = tl.load(gate + (i_t * gate_stride + i_g * SIZE)[:, None] + o_d, mask=m, other=0.0).to(tl.float32)
-    b_gate *= _sigmoid(b_gate)
+    b_gate *= sigmoid(b_gate)
     if ORDER != "norm_gate":
         b *= b_gate
     if ORDER != "plain":
@@ -249,10 +238,10 @@ def gated_norm_kernel(
         b *= factor
         if WEIGHS:
             if not WIDE:
-                b = _rounded(b, TYPE)
+                b = rounded(b, TYPE)
             b *= tl.load(weight + (i_g * weight_stride)[:, None] + o_d, mask=m, other=0.0).to(tl.float32)
         if not WIDE:
-            b = _rounded(b, TYPE)
+            b = rounded(b, TYPE)
     if ORDER == "norm_gate":
         b *= b_gate
     tl.store(out + o_r[:, None] * SIZE + o_d, b.to(TYPE), mask=m)
@@ -274,7 +263,7 @@ def norm_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum (x itself if nothing is `added`) and its norm."""
     dtype, before = x.dtype, x
-    x, added, weight = _wide(x), _wide(added), _wide(weight)
+    x, added, weight = widened(x), widened(added), widened(weight)
     num_heads, stride_h = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
     assert added is None or (added.shape == x.shape and x.dim() == 2 and added.stride(1) == 1)
     assert weight is None or weight.stride(-1) == 1
@@ -321,7 +310,7 @@ def gated_norm_triton(
     wide: bool,
 ) -> torch.Tensor:
     dtype = x.dtype
-    x, gate, weight = _wide(x), _wide(gate), _wide(weight)
+    x, gate, weight = widened(x), widened(gate), widened(weight)
     assert gate.stride(1) == 1, "dense rows"
     num_groups = x.shape[1] // group_size
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -369,7 +358,7 @@ def rotate_triton(
     assert sin.is_contiguous(), "dense angles"
     weight, eps, wide = norm or (None, 0.0, False)
     dtype, given = x.dtype, out
-    x, weight, cos, sin = _wide(x), _wide(weight), _wide(cos), _wide(sin)
+    x, weight, cos, sin = widened(x), widened(weight), widened(cos), widened(sin)
     if out is None or out.dtype != x.dtype:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     assert out.shape == x.shape, (out.shape, x.shape)
@@ -409,7 +398,7 @@ def rotate_triton(
 
 
 def gate_sums_triton(gate: torch.Tensor) -> torch.Tensor:
-    gate = _wide(gate)
+    gate = widened(gate)
     sums = torch.empty(len(gate), 2, dtype=torch.float64, device=gate.device)
     if len(gate):
         tile = min(triton.next_power_of_2(gate.shape[1]), TILE_ELEMENTS)
@@ -419,7 +408,7 @@ def gate_sums_triton(gate: torch.Tensor) -> torch.Tensor:
 
 
 def gated_triton(gate_up: torch.Tensor, activation: str, cut: GateThreshold | None = None) -> torch.Tensor:
-    dtype, gate_up = gate_up.dtype, _wide(gate_up)
+    dtype, gate_up = gate_up.dtype, widened(gate_up)
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert activation in ("silu", "gelu_tanh"), activation
     assert cut is None or cut.sums.is_contiguous(), "dense sums"
@@ -444,11 +433,6 @@ def gated_triton(gate_up: torch.Tensor, activation: str, cut: GateThreshold | No
                 num_warps=4,
             )
     return out.to(dtype)
-
-
-def _wide(x):
-    """Widen what the interpreter cannot compute with."""
-    return x.float() if INTERPRETED and x is not None and x.dtype == torch.bfloat16 else x
 
 
 def _num_warps(num_elements: int) -> int:

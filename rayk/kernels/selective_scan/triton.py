@@ -15,21 +15,7 @@ import triton
 import triton.language as tl
 
 from rayk.kernels.chunks import segment_tokens, segments_of
-
-
-@triton.jit
-def softplus(b_x):
-    """log(1 + exp(x)) in float32, exact also where exp(x) is tiny.
-
-    log(1 + e) = 2 atanh(e / (2 + e)); its argument is at most 1/3 here, so that 9 terms are enough.
-    """
-    b_e = tl.exp(-tl.abs(b_x))
-    b_s = b_e / (2.0 + b_e)
-    b_square = b_s * b_s
-    b_sum = b_square * 0.0 + 1.0 / 17
-    for i in tl.static_range(8):
-        b_sum = b_sum * b_square + 1.0 / (15 - 2 * i)
-    return tl.maximum(b_x, 0.0) + 2.0 * b_s * b_sum
+from rayk.kernels.elements import softplus
 
 
 @triton.jit

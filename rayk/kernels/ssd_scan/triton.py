@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from rayk.kernels.chunks import chunk_tokens, segment_tokens, segments_of
-from rayk.kernels.selective_scan.triton import softplus
+from rayk.kernels.elements import softplus
 
 
 @triton.jit
