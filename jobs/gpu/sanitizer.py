@@ -16,16 +16,18 @@ from jobs.gpu.stages import ROOT, Bench, Lacking, Stage
 TOOL = "compute-sanitizer"
 CHECKS = ("memcheck", "racecheck")
 ON_DEVICES, ON_GPU = "tests/kernels/test_on_devices.py", "tests/kernels/test_on_gpu.py"
+STATES, DIGESTS = "tests/kernels/test_state_kernels.py", "tests/kernels/test_digest.py"
 CASES = {
-    "conv step": ("tests/kernels/test_state_kernels.py", "conv and cuda"),
-    "split decode": (ON_DEVICES, "split_decode and bfloat16 and 128-8-None"),
-    "quantised decode": (ON_DEVICES, "quantised_attention and decode and nvfp4 and bfloat16 and 128"),
-    "digest": ("tests/kernels/test_digest.py", "gpu or cuda"),
-    "GDN chunks": (ON_GPU, "states_of and gated_delta_rule-4-128 and bfloat16"),
-    "SSD chunks": (ON_GPU, "states_of and ssd_scan-8-64 and bfloat16"),
-    "run copies": (ON_DEVICES, "copied and 16"),
+    "conv step": f"{STATES}::test_a_state_that_nobody_keeps_is_not_written[step-gpu-causal_conv1d]",
+    "split decode": f"{ON_DEVICES}::test_split_decode_matches_float64[cuda-128-8-None-3000-torch.bfloat16]",
+    "quantised decode": f"{ON_DEVICES}::test_quantised_attention_matches_float64"
+    "[cuda-128-torch.bfloat16-nvfp4-decode]",
+    "digest": f"{DIGESTS}::test_a_gpu_finds_the_same_integers[triton]",
+    "GDN chunks": f"{ON_GPU}::test_states_of_released_sizes[torch.bfloat16-gated_delta_rule-4-128-128]",
+    "SSD chunks": f"{ON_GPU}::test_states_of_released_sizes[torch.bfloat16-ssd_scan-8-64-128]",
+    "run copies": f"{ON_DEVICES}::test_runs_are_copied_as_by_the_reference[cuda-16-900-True]",
 }
-"""Name -> file, and the tests of it."""
+"""Name -> the test of it, as pytest names it: that of one launch or few, for the tool takes long."""
 LIMIT_S = 220
 """For one case: two of them in the time of a stage."""
 
@@ -41,7 +43,6 @@ def _measure(item: str, bench: Bench) -> Iterator[Row]:
     if tool is None or bench.is_small:
         raise Lacking(TOOL if tool is None else "CUDA device")
     check, _, case = item.partition(" ")
-    file, words = CASES[case]
     pytest_command = [
         sys.executable,
         "-m",
@@ -51,9 +52,7 @@ def _measure(item: str, bench: Bench) -> Iterator[Row]:
         "no:benchmark",
         "-m",
         "gpu",
-        file,
-        "-k",
-        words,
+        CASES[case],
     ]
     ended = subprocess.run(
         [tool, f"--tool={check}", "--print-limit=5", *pytest_command],

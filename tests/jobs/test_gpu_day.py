@@ -178,6 +178,18 @@ def test_the_sanitizers_words_are_judged(output: str, status: int, expected: tup
     assert (row.status, row.value) == expected
 
 
+@thorough
+def test_the_sanitizers_tests_are_there() -> None:
+    """A renamed test, or one that no GPU runs any more, would be a row that failed on the GPU's only day."""
+    tests = sorted(sanitizer.CASES.values())
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "-m", "gpu"]
+    done = subprocess.run([*command, *tests], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert sorted(line for line in done.stdout.splitlines() if "::" in line) == tests, (
+        done.stdout + done.stderr
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_the_page_tells_stages_shares_and_failures(tmp_path: Path) -> None:
     rows = Rows(tmp_path, commit="1" * 40)
     rows.append("attention", "a", [Row(kernel="k<b>", shape="decode", ms=1.5, gbps=2000.0, of_copy=0.62)])
