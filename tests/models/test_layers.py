@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from rayk.models.config import NormConfig
 from rayk.models.layers.embedding import LmHead, VocabEmbedding, rounded_scale
-from rayk.models.layers.linear import Linear, RowParallelLinear
+from rayk.models.layers.linear import STRETCH_BYTES, HugePages, Linear, RowParallelLinear
 from rayk.models.layers.mlp import GatedMlp
 from rayk.models.layers.norm import Norm
 from rayk.parallel.local import LocalComm
@@ -128,3 +129,19 @@ def test_partial_sums_have_the_bias_once() -> None:
     parts = run_ranks(2, body)
     exact = x.double() @ weight.T.double() + bias.double()
     assert_matches(parts[0] + parts[1], exact, x @ weight.T + bias)
+
+
+def test_weights_share_huge_pages_and_no_byte() -> None:
+    memory = HugePages()
+
+    def fill(i: int) -> torch.Tensor:
+        dtype = (torch.float32, torch.bfloat16)[i % 2]
+        num_rows = STRETCH_BYTES if i == 7 else 3 + i  # one that no stretch holds
+        return memory.empty(torch.Size((num_rows, 5)), dtype)[:3].fill_(i)
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(fill, range(40)))
+    for i, weight in enumerate(found):
+        assert weight.data_ptr() % 64 == 0
+        assert bool((weight == i).all()), i
+    assert len({w.untyped_storage().data_ptr() for w in found}) <= 3

@@ -14,7 +14,6 @@ namespace {
 constexpr int kPanel = 32;          // outputs of a panel: two vectors
 constexpr int64_t kDepth = 512;     // products that are summed before their sum is added up
 constexpr int64_t kRowsKept = 96;   // rows of x that stay in the cache while all panels pass
-constexpr int kAhead = 4096;        // bytes from a load to its prefetch
 constexpr int64_t kMinParallel = 1 << 16;  // products per output row below which threads cost more than they bring
 #ifdef __AVX512F__
 constexpr int kMaxRows = 12;  // 24 of 32 registers hold sums
@@ -68,9 +67,6 @@ inline void multiply(const T* x, int64_t stride, const T* panel, int64_t num_ste
         for (int m = 0; m < M; ++m) sums[m][0] = sums[m][1] = splat(0.0f);
         for (int64_t step = first; step < end; ++step) {
             const T* at = panel + step * kWidth;
-            const char* ahead = reinterpret_cast<const char*>(at) + kAhead;
-            __builtin_prefetch(ahead);
-            __builtin_prefetch(ahead + 64);
             const auto low = weights_at(at), high = weights_at(at + kWidth / 2);
 #pragma GCC unroll 16
             for (int m = 0; m < M; ++m) {

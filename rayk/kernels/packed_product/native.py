@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,14 +36,21 @@ def _has_tiles() -> bool:
     return bool(torch.cpu._is_amx_tile_supported())
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
+def _empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def pack(
+    weight: torch.Tensor, empty: Callable[[torch.Size, torch.dtype], torch.Tensor] = _empty
+) -> torch.Tensor:
     """Copy [out, in] into panels of 32 outputs: [panel, in, 32], or [panel, in / 2, 32, 2] in 16 bits. The
-    outputs that fill the last panel up are zero."""
+    outputs that fill the last panel up are zero. `empty` allocates them, dense."""
     num_outputs, num_inputs = weight.shape
     filled = F.pad(weight, (0, 0, 0, -num_outputs % PANEL))
     at_once = 4 // weight.element_size()
     steps = filled.view(-1, PANEL, num_inputs // at_once, at_once).transpose(1, 2)
-    return steps.reshape(*steps.shape[:3], *([at_once] if at_once > 1 else [])).contiguous()
+    panels = empty(steps.shape, weight.dtype).copy_(steps)
+    return panels if at_once > 1 else panels.squeeze(3)
 
 
 def packed_product(

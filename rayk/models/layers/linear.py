@@ -2,16 +2,41 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
 from rayk.kernels.packed_product import is_packable, pack, packed_product
+from rayk.kv.caches import empty_bytes
 from rayk.parallel.comm import Comm
 
 MIN_PACKED_ELEMENTS = 1 << 14
 """Below so many elements of a weight, the packed product's fixed cost exceeds its gain."""
+STRETCH_BYTES = 64 * 2**20
+_LINE = 64  # bytes of a cache line
+
+
+class HugePages:
+    """Memory of weights on huge pages, where the host has them: one row's product would wait for address
+    translation as long as it computes. Weights share stretches, each freed with the last of its weights."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left = torch.empty(0, dtype=torch.int8)  # of the newest stretch
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        num_bytes = shape.numel() * dtype.itemsize
+        with self._lock:
+            if len(self._left) < num_bytes:
+                # Pages that nobody touches are not there.
+                self._left = empty_bytes(max(num_bytes, STRETCH_BYTES), torch.device("cpu"))
+            taken, self._left = self._left[:num_bytes], self._left[-(-num_bytes // _LINE) * _LINE :]
+        return taken.view(dtype).view(shape)
+
+
+_MEMORY = HugePages()
 
 
 @dataclass(frozen=True)
@@ -29,7 +54,7 @@ def packed(weight: torch.Tensor) -> torch.Tensor | PackedWeight:
     """Return the weight [out, in] packed if products with it are then faster, else unchanged."""
     if weight.numel() < MIN_PACKED_ELEMENTS or not is_packable(weight):
         return weight
-    return PackedWeight(pack(weight), len(weight))
+    return PackedWeight(pack(weight, _MEMORY.empty), len(weight))
 
 
 def product(x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
