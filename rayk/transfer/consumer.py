@@ -132,7 +132,7 @@ class Consumption:
     session: s.Session = field(init=False)
     _expected: _LateFences = field(init=False)
     _data: DataReads | ArrivalReads = field(init=False)
-    _fences: dict[int, tuple[PostedRead, list[int]]] = field(default_factory=dict)
+    _fences: dict[int, tuple[PostedRead, range]] = field(default_factory=dict)
     _waiting: set[int] = field(default_factory=set)
     """Producer ranks whose fence found no room yet."""
     _stages: dict[str, int] = field(default_factory=dict)
@@ -230,16 +230,14 @@ class Consumption:
         ]
         blocks: dict[int, dict[int, int]] = {}
         for read in self.reads:
-            found, ids = known[read.source_group], read.source_blocks.tolist()
-            blocks.setdefault(read.producer_rank, {}).update(
-                zip(ids, map(found.__getitem__, ids), strict=True)
-            )
+            found = known[read.source_group]
+            of_rank = blocks.setdefault(read.producer_rank, {})
+            of_rank.update({block: found[block] for block in read.source_blocks.tolist()})
         assert all(NULL_BLOCK not in b for b in blocks.values())
-        fences = {}
-        for rank, generations in blocks.items():
-            ids, values = zip(*sorted(generations.items()), strict=True)
-            fences[rank] = s.Fence(ids, values, functools.partial(self._contents, rank))
-        return fences
+        return {
+            rank: s.Fence(tuple(b), tuple(b.values()), functools.partial(self._contents, rank))
+            for rank, b in blocks.items()
+        }
 
     def _contents(self, producer_rank: int, block: int) -> str:
         """Return what a producer rank's block holds of what this rank reads."""
@@ -294,7 +292,7 @@ class Consumption:
 
     def _post_fence(self, rank: int) -> list[s.Event]:
         blocks = self._expected[rank].blocks
-        if len(blocks) >= self.landing.num_slots:
+        if len(blocks) > self.landing.num_slots:
             return [s.FenceEnded(rank, f"no room for the generations of {len(blocks)} blocks")]
         slots = self.landing.take(len(blocks))
         if slots is None:
@@ -305,7 +303,7 @@ class Consumption:
         try:
             transfer = self.agent.read(
                 self.link.fences[rank],
-                np.array(slots, dtype=np.int32),
+                np.arange(slots.start, slots.stop, dtype=np.int32),
                 np.array(blocks, dtype=np.int32),
             )
         except TransferError as error:

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from rayk.kv.block_pool import BlockPool
 from rayk.kv.geometry import GENERATION_BYTES
 from rayk.transfer.agent import DescriptorList, Handle, TransferAgent
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.plan import Pattern, PatternKey, TransferPlan, plan_transfer, release_senders
+from rayk.transfer.stretches import Stretches
 from rayk.transfer.wire import WireCache
-from rayk.types.errors import OutOfBlocks
 
 PREPARED_PER_READ = 32
 """Descriptor lists kept of each producer rank and group: a whole segment, and its parts. A list is as long as
@@ -29,27 +28,26 @@ class Landing:
         self.num_slots = num_slots
         self._buffer = torch.full((num_slots * GENERATION_BYTES,), -1, dtype=torch.int8, device=device)
         self.base_address = agent.register(self._buffer)
-        self._slots = BlockPool(num_slots)
+        self._slots = Stretches(num_slots)
         words = self._buffer.view(torch.int64)
-        # NumPy picks some of few words in a fifth of torch's time.
+        # NumPy fills and lists few words in a fifth of torch's time.
         self._words = words if words.is_cuda else words.numpy()
 
-    def take(self, num_slots: int) -> list[int] | None:
-        """Take slots filled with -1 (no generation), consecutive if possible; None if there are too few."""
-        try:
-            slots = self._slots.allocate(num_slots)
-        except OutOfBlocks:
+    def take(self, num_slots: int) -> range | None:
+        """Take consecutive slots filled with -1 (no generation); None where there is no room for them."""
+        slots = self._slots.take(num_slots)
+        if slots is None:
             return None
-        self._words[slots] = -1
+        self._words[slots.start : slots.stop] = -1
         if self._buffer.is_cuda:
             # A peer's bytes may land before a queued kernel runs, which would then wipe them out.
             torch.cuda.current_stream(self._buffer.device).synchronize()
         return slots
 
-    def give_back(self, slots: Sequence[int]) -> tuple[int, ...]:
+    def give_back(self, slots: range) -> tuple[int, ...]:
         """Return what landed in these slots, which are free from now on."""
-        values: list[int] = self._words[list(slots)].tolist()
-        self._slots.free(slots)
+        values: list[int] = self._words[slots.start : slots.stop].tolist()
+        self._slots.give_back(slots)
         return tuple(values)
 
 

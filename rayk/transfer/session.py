@@ -208,15 +208,15 @@ class Session(DrainingSession[Event, Action]):
         self._fences_left.discard(rank)
         fence = self._fences[rank]
         assert len(generations) == len(fence.generations)
-        for i, (expected, found) in enumerate(zip(fence.generations, generations, strict=True)):
-            if expected != found:
-                block = fence.blocks[i]
-                lost = f": {fence.describe(block)} are lost" if fence.describe is not None else ""
-                return self._fail(
-                    f"block {block} was reused while being read "
-                    f"(generation {expected} -> {found}) on producer rank {rank}{lost}"
-                )
-        return [] if self._fences_left else self._after_fences()
+        if generations == fence.generations:
+            return [] if self._fences_left else self._after_fences()
+        each = zip(fence.blocks, fence.generations, generations, strict=True)
+        block, expected, found = next(e for e in each if e[1] != e[2])
+        lost = f": {fence.describe(block)} are lost" if fence.describe is not None else ""
+        return self._fail(
+            f"block {block} was reused while being read "
+            f"(generation {expected} -> {found}) on producer rank {rank}{lost}"
+        )
 
     def _after_fences(self) -> list[Action]:
         self.phase = Phase.VERIFYING

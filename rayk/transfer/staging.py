@@ -29,10 +29,8 @@ from rayk.transfer.extents import AREA_ALIGNMENT, Extents, Ints, make_extents
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.options import chunk_blocks, num_merged, read_option
 from rayk.transfer.plan import BlockReads, Pattern
+from rayk.transfer.stretches import Stretches
 from rayk.types.errors import TransferError
-
-Stretch = tuple[int, int]
-"""[first byte, one behind the last) of the staging buffer."""
 
 TABLES_KEPT = 4
 """Tables of each pattern that are kept: chunks are of one size but for the last."""
@@ -81,30 +79,28 @@ class StagingBuffer:
     def __init__(
         self, agent: TransferAgent, num_bytes: int, device: torch.device, *, pinned: bool = False
     ) -> None:
-        self.memory = empty_bytes(num_bytes + AREA_ALIGNMENT, device, pinned=pinned)
-        self._skipped = -self.memory.data_ptr() % AREA_ALIGNMENT
+        memory = empty_bytes(num_bytes + AREA_ALIGNMENT, device, pinned=pinned)
+        skipped = -memory.data_ptr() % AREA_ALIGNMENT
+        self.memory = memory[skipped : skipped + num_bytes]
         self.num_bytes = num_bytes
         agent.register(self.memory)
-        self._lent: list[Stretch] = []
-        """Ascending."""
+        self._stretches = Stretches(num_bytes, AREA_ALIGNMENT)
         self._waiting: dict[object, None] = {}
         """Who waits, in order of arrival."""
 
-    def take(self, num_bytes: int, who: object) -> Stretch | None:
+    def take(self, num_bytes: int, who: object) -> range | None:
         """Return a stretch, or None where there is no room or others came first: ask again, or `withdraw`."""
         self._waiting.setdefault(who)
         if next(iter(self._waiting)) is not who:
             return None
-        place = self._find(num_bytes)
+        place = self._stretches.take(num_bytes)
         if place is not None:
             del self._waiting[who]
-            self._lent.append(place)
-            self._lent.sort()
         return place
 
-    def give_back(self, place: Stretch) -> None:
+    def give_back(self, place: range) -> None:
         """Nothing writes there or reads from there any more."""
-        self._lent.remove(place)
+        self._stretches.give_back(place)
 
     def withdraw(self, who: object) -> None:
         """Wait no longer."""
@@ -113,20 +109,12 @@ class StagingBuffer:
     @property
     def num_lent(self) -> int:
         """Stretches in use."""
-        return len(self._lent)
+        return self._stretches.num_lent
 
     @property
     def num_waiting(self) -> int:
         """Reads that wait for room."""
         return len(self._waiting)
-
-    def _find(self, num_bytes: int) -> Stretch | None:
-        start = self._skipped
-        for first, stop in [*self._lent, (self._skipped + self.num_bytes,) * 2]:
-            if start + num_bytes <= first:
-                return start, start + num_bytes
-            start = -(-(stop - self._skipped) // AREA_ALIGNMENT) * AREA_ALIGNMENT + self._skipped
-        return None
 
 
 @dataclass(eq=False)
@@ -139,6 +127,7 @@ class Staging:
     cost_table: CostTable = field(default_factory=CostTable)
     buffer: StagingBuffer | None = field(init=False)
     """None where nothing is ever staged."""
+    _device_name: str = field(init=False)
     _extents: weakref.WeakKeyDictionary[Pattern, tuple[Extents, ...]] = field(init=False)
     _tables: weakref.WeakKeyDictionary[Extents, dict[int, RunTable]] = field(init=False)
     """Tables by number of blocks."""
@@ -146,6 +135,7 @@ class Staging:
     def __post_init__(self) -> None:
         is_used = self.settings.mode != "never"
         self.buffer = StagingBuffer(self.agent, self.settings.num_bytes, self.device) if is_used else None
+        self._device_name = str(self.device)
         self._extents = weakref.WeakKeyDictionary()
         self._tables = weakref.WeakKeyDictionary()
 
@@ -171,11 +161,11 @@ class Staging:
 
     def costs(self, peer_device: str) -> TransferCosts:
         """Return what reads from a device cost, as far as it is known by now."""
-        return self.cost_table.of(self.agent.transport, str(self.device), peer_device)
+        return self.cost_table.of(self.agent.transport, self._device_name, peer_device)
 
     def told(self, peer_device: str) -> str:
         """Tell where `costs` has it from."""
-        return self.cost_table.told(self.agent.transport, str(self.device), peer_device)
+        return self.cost_table.told(self.agent.transport, self._device_name, peer_device)
 
     def extents(self, pattern: Pattern, peer_device: str) -> tuple[Extents, ...]:
         """Say how a pattern is staged; nothing where it cannot be. What was said once stays, whatever is
@@ -221,7 +211,7 @@ class _StagedChunk:
     part: Extents
     first: int
     stop: int
-    place: Stretch
+    place: range
     transfer: Transfer
     handle: Handle
     copied: Marker | None = None
@@ -301,7 +291,7 @@ class StagedRead:
         self._todo.popleft()
         agent, blocks = self.staging.agent, self.read.source_blocks[first:stop]
         try:
-            handle = self._prepare(part, areas + place[0], stop - first)
+            handle = self._prepare(part, areas + place.start, stop - first)
         except TransferError as error:
             return self._refuse(error, place)
         index = np.arange(len(part), dtype=np.int64)[:, None]
@@ -320,7 +310,7 @@ class StagedRead:
         self.post_ns += self.clock() - began
         return True
 
-    def _refuse(self, error: TransferError, place: Stretch) -> bool:
+    def _refuse(self, error: TransferError, place: range) -> bool:
         self.failure = error.reason
         self._buffer.give_back(place)
         self._stop_waiting()
@@ -373,7 +363,7 @@ class StagedRead:
         """Copy a chunk into the pages."""
         began = self.clock()
         num_blocks = chunk.stop - chunk.first
-        arrived = self._buffer.memory[slice(*chunk.place)]
+        arrived = self._buffer.memory[chunk.place.start : chunk.place.stop]
         to_blocks = self.read.destination_blocks[chunk.first : chunk.stop]
         with self.staging.copying(self.producer.device):
             table = self.staging.table(chunk.part, num_blocks)

@@ -28,7 +28,7 @@ class _Wiring:
         self._agent = agent
         self._landing = landing
         self._until = until
-        self._reads: dict[int, tuple[Transfer, list[int]]] = {}
+        self._reads: dict[int, tuple[Transfer, range]] = {}
         for rank, handle in handles.items():
             self._post(rank, handle)
 
@@ -48,7 +48,7 @@ class _Wiring:
             return True
         return not self._reads
 
-    def left(self) -> list[tuple[Transfer, list[int]]]:
+    def left(self) -> list[tuple[Transfer, range]]:
         """List reads that have not ended, and their slots: the bytes may still come."""
         return list(self._reads.values())
 
@@ -79,7 +79,7 @@ class Wirings:
         self._landing = landing
         self._name = name
         self._open: dict[str, _Wiring] = {}
-        self._late: list[tuple[Transfer, list[int]]] = []
+        self._late: list[tuple[Transfer, range]] = []
         """Reads that nobody waits for any more, and their slots."""
 
     def step(self, engine: str, handles: Mapping[int, Handle], timeout_s: float) -> bool:

@@ -135,14 +135,14 @@ def test_a_late_first_read_gives_its_room_back():
     """Also where no engine is being connected any more."""
     pair = local_pair(Shape())
     (rank,) = pair.consumer.ranks
-    free = rank._landing._slots.num_free_blocks
+    lent = rank._landing._slots.num_lent
     pair.consumer.agents[0].delay_polls = 2
     assert not rank.wire("p", 60.0)
     rank._wirings.forget("p")
-    assert rank._landing._slots.num_free_blocks == free - 1
+    assert rank._landing._slots.num_lent == lent + 1
     for _ in range(3):
         rank.poll(time.monotonic_ns())
-    assert rank._landing._slots.num_free_blocks == free
+    assert rank._landing._slots.num_lent == lent
 
 
 def test_a_read_that_comes_twice_takes_its_room_once():
