@@ -392,12 +392,13 @@ class TransferRank:
         outcomes, self._refused = self._refused, []
         for request_id, consumption in list(self._active.items()):
             consumption.step(now_ns)
-            if consumption.outcome is not None:
-                # Cancelling may have drained it already.
-                draining = consumption.outcome.is_draining and not consumption.is_drained
-                outcomes.append(replace(consumption.outcome, is_draining=draining))
+            outcome = consumption.outcome
+            if outcome is not None:
+                if outcome.is_draining and consumption.is_drained:  # cancelling may have done that already
+                    outcome = replace(outcome, is_draining=False)
+                outcomes.append(outcome)
                 del self._active[request_id]
-                if draining or isinstance(consumption.outcome.error, KVMismatch):
+                if outcome.is_draining or isinstance(outcome.error, KVMismatch):
                     self._failed.add(consumption)
                 else:
                     consumption.close()

@@ -13,14 +13,10 @@ T = TypeVar("T")
 
 def seal_of(message: Any) -> str:
     """Compute 32 hex digits over every field of a dataclass, `seal` aside."""
-    content = blake2b(digest_size=16)
-    for field in fields(message):
-        value = getattr(message, field.name)
-        if isinstance(value, np.ndarray):
-            content.update(repr(value.shape).encode() + value.tobytes())
-        elif field.name != "seal":
-            content.update(repr((field.name, value)).encode())
-    return content.hexdigest()
+    values = {field.name: getattr(message, field.name) for field in fields(message) if field.name != "seal"}
+    arrays = [value.tobytes() for value in values.values() if isinstance(value, np.ndarray)]
+    told = {name: v.shape if isinstance(v, np.ndarray) else v for name, v in values.items()}
+    return blake2b(b"".join([repr(told).encode(), *arrays]), digest_size=16).hexdigest()
 
 
 def sealed(message: T) -> T:
