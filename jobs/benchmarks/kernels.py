@@ -270,7 +270,7 @@ def _digest(case: Case) -> None:
     from rayk.kernels.digest import DigestedView, DigestedViews, RowPlaces
     from rayk.kernels.digest.triton import digest_views_triton
 
-    rows = torch.arange(64)
+    rows = torch.arange(64).numpy()
     fields = ((0, 0, case.head[0]), (1, case.head[0], case.head[1]))
     view = DigestedView(_cache(case, 2), 0, (0, 1), fields)
     places = RowPlaces(rows // case.slots, rows % case.slots, rows, 0, 1)

@@ -262,7 +262,7 @@ def digest(drawn: Drawn) -> Work:
         drawn.size(8, 2),
         drawn.size(128, 16),
     )
-    rows = torch.arange(tokens)
+    rows = torch.arange(tokens).numpy()
     places = RowPlaces(rows // SLOTS, rows % SLOTS, rows, 0, -(-tokens // 256))
     fields = ((0, 0, size), (1, size, size))
     views = tuple(

@@ -185,8 +185,7 @@ class BlockDigests:
     def _sum(self, spans: Sequence[_SequenceRows], cells_of: Sequence[Ints], num_tokens: int) -> Digests:
         """Add up the words of each kind's cells to those of row groups."""
         per_group, cell = self._rows_per_group, self._cell
-        row_groups = self._views.row_groups(num_tokens, per_group)
-        words = self._views.locate(row_groups)
+        row_groups, words = self._views.words(num_tokens, per_group)
         before = self._before([len(groups) for groups in row_groups])
         made = np.zeros(len(words.index), dtype=np.int64)
         for i, (kept, span, cells) in enumerate(zip(self._kept, spans, cells_of, strict=True)):

@@ -16,6 +16,8 @@ from rayk.kv.fields import FIELD_IDS, PageField
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import KVCacheSpec, rows_per_block
 
+Ints = npt.NDArray[np.int64]
+
 
 @dataclass(frozen=True, eq=False)
 class LayerView:
@@ -72,31 +74,36 @@ class LayerView:
         """Return (kernel block ids, rows in them, token positions) of the live rows from `first_row` on, each
         int64 [rows] on the view's device; see `host_places`."""
         device = self.fields[0].view.device
-        block_ids, rows, positions = self.host_places(block_table, num_tokens, first_row)
+        block_ids, rows, positions = map(
+            torch.from_numpy, self.host_places(block_table, num_tokens, first_row)
+        )
         return block_ids.to(device), rows.to(device), positions.to(device)
 
     def host_places(
         self, block_table: Sequence[int], num_tokens: int, first_row: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Ints, Ints, Ints]:
         """Find the same in the host's memory. `block_table`: manager's ids. AssertionError where it names
         blocks that are none of the rank's."""
         live = self.live_rows(num_tokens)
         return self.places_of(block_table, np.arange(max(live.start, first_row), live.stop, dtype=np.int64))
 
-    def places_of(
-        self, block_table: Sequence[int], positions: npt.NDArray[np.int64]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def places_of(self, block_table: Sequence[int], positions: Ints) -> tuple[Ints, Ints, Ints]:
         """Find any positions of tokens, int64 [rows], as `host_places` finds live ones."""
-        spec = self.group.spec
-        rows = rows_per_block(spec)
-        block, token = np.divmod(positions, spec.block_size)
-        row = token // (spec.block_size // rows)
-        kernel_block, kernel_row = np.divmod(row, self.kernel_block_size)
-        table = np.asarray(block_table, dtype=np.int64)
-        ids = table[block] * (rows // self.kernel_block_size) + kernel_block
-        last = self.num_blocks - 1
-        assert np.all((ids >= 0) & (ids <= last)), f"block ids outside 0 .. {last}: {table}"
-        return torch.from_numpy(ids), torch.from_numpy(kernel_row), torch.from_numpy(positions)
+        spec, per_kernel_block = self.group.spec, self.kernel_block_size
+        per_block = rows_per_block(spec)
+        block, row = np.divmod(positions, spec.block_size)
+        ids = np.asarray(block_table, dtype=np.int64)[block]
+        # Most caches have a row per token, and blocks that are their kernels'.
+        if per_block != spec.block_size:
+            row //= spec.block_size // per_block
+        if per_block != per_kernel_block:
+            kernel_block, row = np.divmod(row, per_kernel_block)
+            ids = ids * (per_block // per_kernel_block) + kernel_block
+        # What is negative is large without its sign.
+        assert not len(ids) or ids.view(np.uint64).max() < self.num_blocks, (
+            f"block ids outside 0 .. {self.num_blocks - 1}: {block_table}"
+        )
+        return ids, row, positions
 
 
 def make_layer_view(layer: int, group: KVCacheGroup, fields: Sequence[FieldView]) -> LayerView:

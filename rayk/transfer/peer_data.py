@@ -97,7 +97,7 @@ def check_ticket(
         wrong = f"rows {first_row} to {ticket.first_row - 1} are neither here nor offered"
     wrong = wrong or _wrong_parts(ticket, len(producers), producers[0].geometry.num_blocks)
     if wrong is None:
-        words = views.locate(views.row_groups(ticket.num_tokens, me.rows_per_group)).num_in_all
+        words = views.words(ticket.num_tokens, me.rows_per_group)[1].num_in_all
         digests, shape = ticket.digests, (len(producers), words)
         if not isinstance(digests, np.ndarray) or digests.dtype != np.int64 or digests.shape != shape:
             wrong = f"its digests are not {shape[0]} times {shape[1]} words"

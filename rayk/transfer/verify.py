@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from rayk.kernels.digest import DigestedViews, RowPlaces, digest_views
+from rayk.kernels.digest import DigestedViews, RowPlaces, host_digests
+from rayk.kernels.digest.views import NUM_LOCATED
 from rayk.transfer.digest_words import Ints, Lanes, Words, make_lanes
 from rayk.transfer.digest_words import Sources as Sources
 from rayk.transfer.layer_view import LayerView
@@ -30,8 +31,6 @@ Prove = Callable[[Sequence[Sequence[int]], int, int], Digests]
 """Digests of what is in memory now: (block tables, tokens, first row), as `compute_digests` gives them."""
 Rows = dict[tuple[str, int], npt.NDArray[np.uint8]]
 """(field, global unit) -> uint8 [rows, row_bytes], rows in order of token position."""
-_NUM_LOCATED = 4
-"""Numbers of row groups for which it is remembered where words lie: some MB each for the longest requests."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -77,30 +76,28 @@ class CanonicalViews(tuple[LayerView, ...]):
         pairs = [(p, k) for view, k in zip(self, self.kind_of.tolist(), strict=True) for p in view.packed]
         return DigestedViews(*map(tuple, zip(*pairs, strict=True)))
 
-    def row_groups(self, num_tokens: int, rows_per_group: int) -> list[range]:
-        """Row groups that the live rows of each of `kinds` lie in."""
-        live = [view.live_rows(num_tokens) for view in self.kinds]
-        return [range(r.start // rows_per_group, -(-r.stop // rows_per_group)) for r in live]
+    @cached_property
+    def words(self) -> Callable[[int, int], tuple[tuple[range, ...], Words]]:
+        """(tokens, rows per group) -> the row groups that the live rows of each of `kinds` lie in, and the
+        words of a request that has these. The last are kept: a ticket is looked at, digests are made and
+        compared one after the other, and most requests have as many row groups as another."""
 
-    def locate(self, row_groups: Sequence[range]) -> Words:
-        """Return the words of a request that has these row groups in each of `kinds`. The last are kept:
-        digests are compared just after they are made, and most requests have as many row groups as
-        another."""
-        key = tuple(row_groups)
-        words = self._located.get(key)
-        if words is None:
+        # What is kept holds no reference to all of this, and goes with it.
+        lanes, kinds, kind_of = self.lanes, self.kinds, self.kind_of
+
+        @lru_cache(maxsize=NUM_LOCATED)
+        def locate(row_groups: tuple[range, ...]) -> Words:
             first = np.array([r.start for r in row_groups], dtype=np.int64)
             count = np.array([len(r) for r in row_groups], dtype=np.int64)
-            words = self.lanes.locate(first[self.kind_of], count[self.kind_of])
-            # What is stored is digested by another thread: nothing found here may be looked for again.
-            if len(self._located) >= _NUM_LOCATED:
-                self._located.clear()
-            self._located[key] = words
-        return words
+            return lanes.locate(first[kind_of], count[kind_of])
 
-    @cached_property
-    def _located(self) -> dict[tuple[range, ...], Words]:
-        return {}
+        @lru_cache(maxsize=NUM_LOCATED)
+        def of_request(num_tokens: int, rows_per_group: int) -> tuple[tuple[range, ...], Words]:
+            live = [view.live_rows(num_tokens) for view in kinds]
+            groups = tuple(range(r.start // rows_per_group, -(-r.stop // rows_per_group)) for r in live)
+            return groups, locate(groups)
+
+        return of_request
 
 
 def sorted_views(views: Sequence[LayerView]) -> CanonicalViews:
@@ -124,8 +121,7 @@ def compute_digests(
     """
     assert first_row % rows_per_group == 0, "a row group is digested whole"
     views = _canonical(views)
-    row_groups = views.row_groups(num_tokens, rows_per_group)
-    words = views.locate(row_groups)
+    row_groups, words = views.words(num_tokens, rows_per_group)
     places = [
         RowPlaces(
             *view.host_places(block_tables[view.group.index], num_tokens, first_row),
@@ -134,8 +130,7 @@ def compute_digests(
         )
         for view, groups in zip(views.kinds, row_groups, strict=True)
     ]
-    # The only wait for the device.
-    made = digest_views(views.digested, places, rows_per_group=rows_per_group).cpu().numpy()
+    made = host_digests(views.digested, places, rows_per_group=rows_per_group)
     if made[-1]:
         on_not_finite()
     found = np.zeros(words.num_in_all, dtype=np.int64)
@@ -159,11 +154,12 @@ def compare_digests(
     """
     views = _canonical(views)
     lanes = views.lanes
-    words = views.locate(views.row_groups(num_tokens, rows_per_group))
+    _, words = views.words(num_tokens, rows_per_group)
     theirs = expected[lanes.ranks(sources)[words.lane], words.index]
     wrong: list[WrongWord] = []
-    moved = words.row_group >= first_row // rows_per_group
-    for at in np.flatnonzero((theirs != found[words.index]) & moved):
+    for at in np.flatnonzero(theirs != found[words.index]):
+        if words.row_group[at] < first_row // rows_per_group:
+            continue
         lane = words.lane[at]
         view = views[lanes.view[lane]]
         rest = (lanes.field_index[lane], lanes.unit[lane], words.row_group[at])

@@ -91,7 +91,7 @@ def compare(
     rows_per_group = int(mine["rows_per_group"])
     first_row = arrival.first_row + -arrival.first_row % rows_per_group
     checked = Comparison("unverified", num_bytes=num_bytes_checked(views, arrival.num_tokens, first_row))
-    words = views.locate(views.row_groups(arrival.num_tokens, rows_per_group))
+    words = views.words(arrival.num_tokens, rows_per_group)[1]
     counted = words.row_group >= first_row // rows_per_group
     # A row group that begins in D's own cache and ends behind it has no word of what was transferred.
     num_cut = int((words.row_group >= arrival.first_row // rows_per_group).sum() - counted.sum())
@@ -176,7 +176,7 @@ def _unlike(mine: Mapping[str, Any], proof: PeerProof, views: CanonicalViews, ro
         return f"P digests {proof.description['rows_per_group']} rows a word, D {rows_per_group}"
     if canonical_shape(proof.description) != canonical_shape(mine):
         return "P and D keep unlike caches"
-    wanted = views.locate(views.row_groups(proof.num_tokens, rows_per_group)).num_in_all
+    wanted = views.words(proof.num_tokens, rows_per_group)[1].num_in_all
     return "" if len(proof.digests) == wanted else f"P made {len(proof.digests)} words of {wanted}"
 
 
@@ -189,9 +189,7 @@ def _align(
     is_known = np.zeros(len(arrival.digests), dtype=bool)
     if proof.num_tokens == arrival.num_tokens:
         return proof.digests, ~is_known
-    mine, theirs = (
-        views.locate(views.row_groups(n, rows_per_group)) for n in (arrival.num_tokens, proof.num_tokens)
-    )
+    mine, theirs = (views.words(n, rows_per_group)[1] for n in (arrival.num_tokens, proof.num_tokens))
     keys = [words.lane * (1 << 32) + words.row_group for words in (mine, theirs)]
     _, at, of = np.intersect1d(keys[0], keys[1], assume_unique=True, return_indices=True)
     whole = (mine.row_group[at] + 1) * rows_per_group <= min(arrival.num_tokens, proof.num_tokens)

@@ -25,7 +25,7 @@ def flag(cache: torch.Tensor, impl: str, num_k: int) -> int:
     view = DigestedView(cache, 3, (5, 9), fields)
     words = digest_views(
         DigestedViews((view,), (0,)),
-        [RowPlaces(blocks, rows % SLOTS, rows, 0, 1)],
+        [RowPlaces(*(t.numpy() for t in (blocks, rows % SLOTS, rows)), 0, 1)],
         rows_per_group=16,
         impl=impl,
     )

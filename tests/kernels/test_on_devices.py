@@ -206,8 +206,8 @@ def test_all_kinds_of_caches_are_digested_as_by_the_reference(device: str, token
     slot, zero = (rows - 5) % 16, torch.zeros(1, dtype=torch.int64)
     blocks = 1 + torch.randperm(1 + tokens // 16, generator=random)
     places = [
-        RowPlaces(blocks[(rows - 5) // 16], slot, rows, 0, 1 + (4 + tokens) // 64),
-        RowPlaces(zero + 1, zero, last, int(last) // 64, 1),
+        RowPlaces(*(t.numpy() for t in (blocks[(rows - 5) // 16], slot, rows)), 0, 1 + (4 + tokens) // 64),
+        RowPlaces(*(t.numpy() for t in (zero + 1, zero, last)), int(last) // 64, 1),
     ]
     num_blocks = len(blocks) + 1
     kinds = [

@@ -8,10 +8,18 @@ import torch
 
 from rayk.kernels.digest.native import digest_views_native, native_digest
 from rayk.kernels.digest.reference import digest_rows_reference
-from rayk.kernels.digest.views import DigestedView, DigestedViews, RowPlaces
+from rayk.kernels.digest.views import DigestedView, DigestedViews, Ints, RowPlaces
 from rayk.kernels.dispatch import default_impl
 
-__all__ = ["DigestedView", "DigestedViews", "RowPlaces", "digest_rows", "digest_views", "native_digest"]
+__all__ = [
+    "DigestedView",
+    "DigestedViews",
+    "RowPlaces",
+    "digest_rows",
+    "digest_views",
+    "host_digests",
+    "native_digest",
+]
 
 
 def digest_views(
@@ -28,7 +36,7 @@ def digest_views(
     device = digested.views[0].kv_cache.device
     name = impl or _default(device)
     if name == "native":
-        return digest_views_native(digested, places, rows_per_group)
+        return torch.from_numpy(digest_views_native(digested, places, rows_per_group))
     if name == "triton":
         # Here: importing Triton takes a second, which CPU ranks would wait for.
         from rayk.kernels.digest.triton import digest_views_triton
@@ -37,7 +45,7 @@ def digest_views(
     assert name == "reference", f"unknown digest implementation {name!r}"
     words = []
     not_finite = torch.zeros(1, dtype=torch.int64, device=device)
-    there = [tuple(t.to(device) for t in (p.block_ids, p.slots, p.rows)) for p in places]
+    there = [tuple(torch.from_numpy(a).to(device) for a in (p.block_ids, p.slots, p.rows)) for p in places]
     for view, index in zip(digested.views, digested.place_of, strict=True):
         at = places[index]
         word = digest_rows_reference(
@@ -53,6 +61,13 @@ def digest_views(
         )
         words.append(word.reshape(-1))
     return torch.cat([*words, not_finite])
+
+
+def host_digests(digested: DigestedViews, places: Sequence[RowPlaces], *, rows_per_group: int) -> Ints:
+    """Compute what `digest_views` does into the host's memory: the only wait for the device."""
+    if digested.views and _default(digested.views[0].kv_cache.device) == "native":
+        return digest_views_native(digested, places, rows_per_group)
+    return digest_views(digested, places, rows_per_group=rows_per_group).cpu().numpy()
 
 
 def digest_rows(
@@ -81,7 +96,8 @@ def digest_rows(
     All give the same integers.
     """
     block_ids, slots, rows = (t.cpu() for t in (block_ids, slots, rows))
-    at = RowPlaces(block_ids, slots, rows, first_group, num_groups)
+    found = [t.contiguous().numpy() for t in (block_ids, slots, rows)]
+    at = RowPlaces(found[0], found[1], found[2], first_group, num_groups)
     view = DigestedView(kv_cache, layer, tuple(units), tuple(fields))
     if len(rows) > 0:
         _check_range(block_ids, kv_cache.shape[0], "block id")

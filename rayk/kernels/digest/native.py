@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import torch
 
-from rayk.kernels.digest.views import DigestedViews, RowPlaces
+from rayk.kernels.digest.views import DigestedViews, Ints, RowPlaces
 from rayk.kernels.native import NativeKernels
 
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_int64
@@ -24,19 +23,16 @@ def native_digest() -> Callable[..., None] | None:
     return _KERNELS.library.rayk_digest if _KERNELS.why_not() is None else None
 
 
-def digest_views_native(
-    digested: DigestedViews, places: Sequence[RowPlaces], rows_per_group: int
-) -> torch.Tensor:
+def digest_views_native(digested: DigestedViews, places: Sequence[RowPlaces], rows_per_group: int) -> Ints:
+    """Compute int64 [words + 1], see `digest_views`."""
     function = native_digest()
     assert function is not None, "no native digest"
     table = digested.addresses
-    outs, num_words = table.first_words(np.array([p.num_groups for p in places], dtype=np.int64))
-    out = torch.zeros(num_words + 1, dtype=torch.int64)
-    # Held by name: the table keeps addresses only.
-    contiguous = [tuple(t.contiguous() for t in (p.block_ids, p.slots, p.rows)) for p in places]
+    outs, num_words = table.first_words(tuple(p.num_groups for p in places))
+    out = np.zeros(num_words + 1, dtype=np.int64)
     at = [
-        [*(t.data_ptr() for t in tensors), len(tensors[0]), p.first_group]
-        for tensors, p in zip(contiguous, places, strict=True)
+        (p.block_ids.ctypes.data, p.slots.ctypes.data, p.rows.ctypes.data, len(p.rows), p.first_group)
+        for p in places
     ]
     place_table = np.array(at, dtype=np.int64)
     function(
@@ -47,7 +43,7 @@ def digest_views_native(
         outs.ctypes.data,
         rows_per_group,
         table.most_words,
-        out.data_ptr(),
-        out[-1:].data_ptr(),
+        out.ctypes.data,
+        out.ctypes.data + num_words * out.itemsize,
     )
     return out

@@ -171,10 +171,10 @@ def digest_views_triton(
     digested: DigestedViews, places: Sequence[RowPlaces], rows_per_group: int
 ) -> torch.Tensor:
     device = digested.views[0].kv_cache.device
-    counts = np.array([[len(p.rows), p.first_group, p.num_groups] for p in places], dtype=np.int64)
-    num_rows, first_group, num_groups = counts.T
+    counts = np.array([[len(p.rows), p.first_group] for p in places], dtype=np.int64)
+    num_rows, first_group = counts.T
     rows_at = 3 * (np.cumsum(num_rows) - num_rows)
-    first_words, num_out = digested.addresses.first_words(num_groups)
+    first_words, num_out = digested.addresses.first_words(tuple(p.num_groups for p in places))
     tables = digested.lane_tables
     made = [table.for_request(num_rows, first_group, rows_at) for table in tables]
     own = [
@@ -182,7 +182,7 @@ def digest_views_triton(
         for table, (sections, _) in zip(tables, made, strict=True)
         for part in (sections, first_words[table.entry])
     ]
-    of_rows = [t.numpy() for p in places for t in (p.block_ids, p.slots, p.rows)]
+    of_rows = [a for p in places for a in (p.block_ids, p.slots, p.rows)]
     *parts, rows = concatenated([*own, np.concatenate(of_rows)], device)
     out = torch.zeros(num_out + 1, dtype=torch.int64, device=device)
     for table, (_, num_programs), sections, outs in zip(tables, made, parts[::2], parts[1::2], strict=True):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,8 @@ from rayk.kernels.digest.lanes import LaneTable, make_lane_tables
 from rayk.kernels.digest.reference import coordinate_keys, not_finite_bits, word_bytes
 
 Ints = npt.NDArray[np.int64]
+NUM_LOCATED = 4
+"""Numbers of row groups for which it is remembered where words lie: some MB each for the longest requests."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,22 +41,19 @@ class DigestedView:
 class RowPlaces:
     """Rows of a request: row i, at (block_ids[i], slots[i]), is absolute token position rows[i].
 
-    Each is int64 [n_rows] in the host's memory, whatever device the views are on: all of a request go there
-    in one copy. Row groups are counted from `first_group`.
+    Each is int64 [n_rows], dense, in the host's memory, whatever device the views are on: all of a request go
+    there in one copy. Row groups are counted from `first_group`.
     """
 
-    block_ids: torch.Tensor
-    slots: torch.Tensor
-    rows: torch.Tensor
+    block_ids: Ints
+    slots: Ints
+    rows: Ints
     first_group: int
     num_groups: int
 
     def __post_init__(self) -> None:
-        assert len(self.block_ids) == len(self.slots) == len(self.rows)
-        assert self.block_ids.dtype == self.slots.dtype == self.rows.dtype == torch.int64
-        assert self.block_ids.is_cpu
-        assert self.slots.is_cpu
-        assert self.rows.is_cpu
+        each = self.block_ids, self.slots, self.rows
+        assert all(a.dtype == np.int64 and a.shape == each[0].shape and a.flags.c_contiguous for a in each)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,13 +95,18 @@ class AddressTable:
     most_words: int
     """Most words of any entry."""
 
-    def first_words(self, num_groups: Ints) -> tuple[Ints, int]:
-        """Return where the words of each entry begin in the digests of a request that has so many row groups
-        in each of its places, and how many words there are."""
-        of_view = num_groups[self.view_place]
-        stops = np.cumsum(self.view_lanes * of_view)
-        starts = stops - self.view_lanes * of_view
-        return starts[self.entry_view] + self.entry_lane * of_view[self.entry_view], int(stops[-1])
+    @cached_property
+    def first_words(self) -> Callable[[tuple[int, ...]], tuple[Ints, int]]:
+        """Row groups of a request in each of its places -> where the words of each entry begin in its
+        digests, and how many words there are."""
+
+        def find(num_groups: tuple[int, ...]) -> tuple[Ints, int]:
+            of_view = np.array(num_groups, dtype=np.int64)[self.view_place]
+            stops = np.cumsum(self.view_lanes * of_view)
+            starts = stops - self.view_lanes * of_view
+            return starts[self.entry_view] + self.entry_lane * of_view[self.entry_view], int(stops[-1])
+
+        return lru_cache(maxsize=NUM_LOCATED)(find)
 
 
 def _make_address_table(views: Sequence[DigestedView], place_of: Sequence[int]) -> AddressTable:
