@@ -31,9 +31,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from attention_gpu import environment
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
+
+from attention_gpu import environment
 
 from jobs.benchmarks import harness
 from jobs.benchmarks.transfer_costs import finished

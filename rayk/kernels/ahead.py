@@ -61,6 +61,8 @@ class Built:
     """Innermost loops that copy tiles to shared memory ahead (NVIDIA)."""
     loops_waiting: int = 0
     """Innermost loops that load some tile when they need it, and wait (NVIDIA)."""
+    miscompiled: str = ""
+    """What Triton got wrong in it, of the faults that `find_miscompiled` knows."""
 
     @property
     def problems(self) -> list[str]:
@@ -71,7 +73,7 @@ class Built:
             found.append(f"{self.spills} spilled")
         if self.shared_bytes > limit:
             found.append(f"{self.shared_bytes} bytes of shared memory, the limit is {limit}")
-        return found
+        return found + ([self.miscompiled] if self.miscompiled else [])
 
 
 @contextlib.contextmanager
@@ -143,6 +145,7 @@ def _inspect(name: str, target: Target, compiled: Any, arguments: Mapping[str, A
         byte_loads=byte_loads,
         loops_ahead=ahead,
         loops_waiting=waiting,
+        miscompiled="; ".join(find_miscompiled(compiled.asm["ttgir"])),
     )
 
 
@@ -159,6 +162,40 @@ def count_loops(ttgir: str) -> tuple[int, int]:
     inner = [body for body in _loop_bodies(ttgir) if "scf.for" not in body]
     ahead = ["ttg.async_copy_global_to_local" in body for body in inner]
     return sum(ahead), sum(bool(re.search(r"= tt\.load .*tensor<\d+x\d+x", body)) for body in inner)
+
+
+def find_miscompiled(ttgir: str) -> list[str]:
+    """Find two faults of Triton's NVIDIA backend, each of which gave wrong results on an H100 (Triton 3.6).
+
+    A product of mma.sync takes `kWidth` values in a row from each of four lanes; a sum over fewer than those
+    has its values twice. And where a loop copies tiles ahead and leaves products of tensor cores under way at
+    its end, a tile that something else reads too has a buffer too few: a copy replaces what is multiplied.
+    """
+    found = [
+        f"a product over {size} values takes {width} in a row from each of four lanes"
+        for size, width in re.findall(
+            r"tt\.dot [^:]*: tensor<\d+x(\d+)x\w+, #ttg\.dot_op<[^>]*kWidth = (\d+)", ttgir
+        )
+        if int(size) < 4 * int(width)
+    ]
+    for body in _loop_bodies(ttgir):
+        waited = re.search(r"warp_group_dot_wait .*pendings = ([1-9]\d*)", body)
+        if waited is None or "scf.for" in body:
+            continue
+        products = re.findall(r"warp_group_dot (%\w+), (%\w+),", body[: waited.start()])
+        tiles = dict(re.findall(r"(%\w+) = ttg\.memdesc_index (%\w+)\[", body))
+        tiles |= {
+            new: tiles.get(old, old) for new, old in re.findall(r"(%\w+) = ttg\.memdesc_trans (%\w+)", body)
+        }
+        for name in {tiles[x] for pair in products[-int(waited.group(1)) :] for x in pair if x in tiles}:
+            buffers = re.search(rf"{name} = ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x", ttgir)
+            before = ttgir[: ttgir.index(body)]
+            ahead = len(re.findall(rf"= ttg\.memdesc_index {name}\[", before))
+            if buffers is not None and int(buffers.group(1)) <= ahead:
+                found.append(
+                    f"{buffers.group(1)} buffers of {name} while products read it and {ahead} copies are ahead"
+                )
+    return found
 
 
 def count_loads(ptx: str) -> tuple[int, int]:

@@ -131,8 +131,10 @@ def test_every_family_decodes_in_graphs(checkpoint, family: str) -> None:
     path = checkpoint(family)
     prompts = [list(probe["prompt"]) for probe in read_marker(path)["probes"]]
     tokens = []
-    for device, sizes in (("cpu", ()), ("cuda", (1, 2, 4))):
-        config = EngineConfig(model=str(path), device=device, max_seqs=4, max_batch_tokens=64)
+    for device, graphs, sizes in (("cpu", "never", ()), ("cuda", "auto", (1, 2, 4))):
+        config = EngineConfig(
+            model=str(path), device=device, max_seqs=4, max_batch_tokens=64, cuda_graphs=graphs
+        )
         with ThreadEngine(config, poison=-1) as engine:
             assert engine.ranks[0].graph_sizes == sizes
             done = engine.generate([make_request(f"r{i}", p) for i, p in enumerate(prompts)])

@@ -157,7 +157,6 @@ def _run_chunks(
         befores=befores,
         out=out,
         scale=float(scale),
-        TILE_K=min(key_size, 64),
         TILE_V=output_values,
         num_warps=tiles.num_warps,
         num_stages=tiles.stages,

@@ -256,7 +256,6 @@ def gated_delta_output_kernel(
     num_heads,
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
-    TILE_K: tl.constexpr,
     TILE_V: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -269,27 +268,22 @@ def gated_delta_output_kernel(
     o_c = tl.arange(0, CHUNK)
     o_t, m_t = chunk_tokens(bounds, i_c, CHUNK)
     m_v = (o_v < VALUE_SIZE)[None, :]
-    p_q = q + (o_t * q_stride_t + i_key * q_stride_h)[:, None]
-    p_k = k + (o_t * k_stride_t + i_key * k_stride_h)[:, None]
+    o_k = tl.arange(0, KEY_SIZE)
+    p_q = q + (o_t * q_stride_t + i_key * q_stride_h)[:, None] + o_k[None, :]
+    p_k = k + (o_t * k_stride_t + i_key * k_stride_h)[:, None] + o_k[None, :]
     p_before = befores + (i_c * num_heads + i_h) * (KEY_SIZE * VALUE_SIZE) + o_v[None, :]
-    b_out = tl.zeros([CHUNK, TILE_V], tl.float32)
-    b_attention = tl.zeros([CHUNK, CHUNK], tl.float32)
-    b_q_squares = tl.zeros([CHUNK], tl.float32)
-    b_k_squares = tl.zeros([CHUNK], tl.float32)
-    for at in range(0, KEY_SIZE, TILE_K):
-        o_k = at + tl.arange(0, TILE_K)
-        b_q = tl.load(p_q + o_k[None, :], mask=m_t[:, None], other=0.0).to(OPERAND)
-        b_before = tl.load(p_before + o_k[:, None] * VALUE_SIZE, mask=m_v, other=0.0)
-        b_k = tl.load(p_k + o_k[None, :], mask=m_t[:, None], other=0.0).to(OPERAND)
-        b_out = tl.dot(b_q, b_before, b_out, input_precision="ieee")
-        b_attention = tl.dot(b_q, tl.trans(b_k), b_attention, input_precision="ieee")
-        b_q_squares += _squares(b_q)
-        b_k_squares += _squares(b_k)
+    # A key whole: a loop over parts of it would be pipelined, and Triton gives a load that a product and a sum
+    # both read one buffer too few: the next but one is written while tensor cores still read it.
+    b_q = tl.load(p_q, mask=m_t[:, None], other=0.0).to(OPERAND)
+    b_before = tl.load(p_before + o_k[:, None] * VALUE_SIZE, mask=m_v, other=0.0)
+    b_k = tl.load(p_k, mask=m_t[:, None], other=0.0).to(OPERAND)
+    b_out = tl.dot(b_q, b_before, input_precision="ieee")
+    b_attention = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
 
     # Products of the inputs as they are; lengths are divided out of the results.
     b_total = _add_up(g + o_t * g_stride_t + i_h * g_stride_h, m_t)
     b_out *= _exp(b_total.to(tl.float32))[:, None]
-    b_attention *= tl.rsqrt(b_k_squares + 1e-6)[None, :]
+    b_attention *= tl.rsqrt(_squares(b_k) + 1e-6)[None, :]
     b_attention *= _decay_between(b_total, o_c[:, None] >= o_c[None, :])
     o_row = (o_t * num_heads + i_h) * VALUE_SIZE
     m_out = m_t[:, None] & m_v
@@ -299,7 +293,7 @@ def gated_delta_output_kernel(
     b_out = tl.dot(b_attention, b_change_low, b_out, input_precision="ieee")
     b_out = tl.dot(b_low, b_change, b_out, input_precision="ieee")
     b_out = tl.dot(b_attention, b_change, b_out, input_precision="ieee")
-    b_out *= (scale * tl.rsqrt(b_q_squares + 1e-6))[:, None]
+    b_out *= (scale * tl.rsqrt(_squares(b_q) + 1e-6))[:, None]
     tl.store(out + o_row[:, None] + o_v[None, :], b_out.to(out.dtype.element_ty), mask=m_out)
 
 

@@ -92,7 +92,7 @@ def _decoding_tiles(target: Target, row_elements: int, itemsize: int, *, decode_
     if target.is_amd:
         return Tiles(16 if decode_only else 64, 16, 4, 1)
     if decode_only:
-        return Tiles(16, 16 if is_wide else 32, 4, 3, 255)
+        return Tiles(16, 32, 4, 3, 255)
     if is_wide and not target.has_warp_group_mma:
         return Tiles(32, 16, 4, 3, 255)
     return Tiles(64, 16 if is_wide else 32, 8, 3, 255)
