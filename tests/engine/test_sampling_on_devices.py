@@ -99,6 +99,21 @@ def test_of_equal_tokens_the_lowest_ids_stay() -> None:
     assert [ids[row > NEVER].tolist() for row in left] == [list(range(1 << 13)), list(range(1 << 12))]
 
 
+def test_scores_that_differ_in_their_last_bit_are_told_apart() -> None:
+    """The best of two is half of all, and the other one must go, though its id is lower."""
+    logits = torch.tensor([[1.0, 1.0], [-2.0, -2.0]])
+    logits[0, 1] = logits[0, 1].nextafter(torch.tensor(9.0))
+    logits[1, 0] = logits[1, 0].nextafter(torch.tensor(-9.0))
+    left, _ = candidates(logits, [SamplingParams(temperature=1.0, top_p=0.5)] * 2, narrow=False)
+    assert (left > NEVER).tolist() == [[False, True]] * 2
+
+
+def test_zeros_of_both_signs_are_equal() -> None:
+    logits = torch.tensor([[-0.0, 0.0, -0.0, 0.0]])
+    left, _ = candidates(logits, [SamplingParams(temperature=1.0, top_p=0.5)], narrow=False)
+    assert (left > NEVER).tolist() == [[True, True, False, False]]
+
+
 def test_near_noise_is_the_noise() -> None:
     keys = [draw_key(seed, 3) for seed in range(20)]
     ids = torch.arange(10_000)

@@ -152,3 +152,138 @@ def _(original, self, *args):
 )
 def _(original, self):
     return {}
+
+
+@COMPUTE.twin(
+    "a fused norm passes on the sum without what was added",
+    "rayk.kernels.pointwise.triton:norm_triton",
+    "kernels/test_pointwise.py::test_a_sum_is_rounded_before_it_is_normed",
+)
+def _(original, x, weight, *, added=None, **options):
+    total, out = original(x, weight, added=added, **options)
+    return (x if added is not None else total), out
+
+
+@COMPUTE.twin(
+    "sums and norms are launched apart",
+    "rayk.kernels.pointwise:add_rms_norm",
+    "models/test_launches.py::test_launches_of_a_layer",
+)
+def _(original, x, added, weight, **options):
+    return original(x, added, weight, **(options | {"impl": "reference"}))
+
+
+@COMPUTE.twin(
+    "rows that none of the rank's experts computed are added up",
+    "rayk.kernels.expert_rows:combine_rows",
+    "models/test_moe.py::test_the_products_of_accelerators_give_the_same",
+)
+def _(original, rows, places, shares, num_copies, *, num_rows=None, impl=None):
+    return original(rows, places, shares, num_copies, impl=impl)
+
+
+COMPUTE.constant(
+    "top-p does not see the last bit of a score",
+    "rayk.engine.filters:_DIGITS",
+    ((21, 11), (10, 11), (1, 9)),
+    "engine/test_sampling_on_devices.py::test_scores_that_differ_in_their_last_bit_are_told_apart",
+)
+
+
+@COMPUTE.twin(
+    "minus zero is less than zero",
+    "rayk.engine.filters:_ranks",
+    "engine/test_sampling_on_devices.py::test_zeros_of_both_signs_are_equal",
+)
+def _(original, scores):
+    import torch
+
+    bits = scores.view(torch.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long().add_(1 << 31)
+
+
+@COMPUTE.twin(
+    "a step is planned before tokens that it needs are known",
+    "rayk.engine.leader:needs_last_token",
+    "engine/test_async_scheduling.py::test_sampling_is_the_same_as_without",
+)
+def _(original, state):
+    return False
+
+
+@COMPUTE.twin(
+    "a draw ahead is that of the step before",
+    "rayk.engine.sampling:_output_tokens",
+    "engine/test_async_scheduling.py::test_sampling_is_the_same_as_without",
+)
+def _(original, state):
+    return state.output_token_ids
+
+
+@COMPUTE.twin(
+    "the token that only the device knows is another row's",
+    "rayk.engine.rank:EngineRank.keep",
+    "engine/test_async_scheduling.py::test_ranks_take_the_tokens_that_rank_0_sampled",
+)
+def _(original, self, tokens):
+    original(self, tokens if tokens is None else tokens.flip(0))
+
+
+@COMPUTE.twin(
+    "inputs of a step are overwritten before they were copied",
+    "rayk.engine.staging:HostBuffers.next",
+    "engine/test_staging.py::test_a_buffer_is_filled_again_once_its_copy_has_run",
+)
+def _(original, self, num_bytes):
+    self._waits = [lambda: None] * 2
+    return original(self, num_bytes)
+
+
+@COMPUTE.twin(
+    "tokens are read before they were copied",
+    "rayk.engine.staging:Fetching.begin",
+    "engine/test_staging.py::test_two_steps_tokens_are_fetched_apart",
+)
+def _(original, self, tokens):
+    self._turn = 0
+    return original(self, tokens)
+
+
+@COMPUTE.twin(
+    "operators of torch are not replayed",
+    "rayk.kernels.replay.recording:_is_view",
+    "kernels/test_replay.py::test_kernels_and_operators_are_done_again_on_new_inputs",
+)
+def _(original, out, inputs):
+    return True
+
+
+@COMPUTE.twin(
+    "memory that is in use is given out",
+    "rayk.kernels.replay.recording:Pool.empty",
+    "kernels/test_replay.py::test_memory_that_was_given_back_is_used_again",
+)
+def _(original, self, shape, dtype):
+    import torch
+
+    if not self._storages:
+        self._storages.append(torch.UntypedStorage(1 << 20))
+    return torch.empty(0, dtype=dtype).set_(self._storages[0], 0, tuple(shape))
+
+
+@COMPUTE.twin(
+    "only prefills are warmed up",
+    "rayk.engine.warm_up:warm_up_batches",
+    "engine/test_warm_up.py::test_no_step_compiles_after_the_warm_up[qwen3]",
+)
+def _(original, *args, **options):
+    return [(what, batch) for what, batch in original(*args, **options) if not what.startswith("decode")]
+
+
+@COMPUTE.twin(
+    "all lanes of a launch read the first group's rows",
+    "rayk.kernels.digest.lanes:LaneTable.for_request",
+    "kernels/test_on_devices.py::test_all_kinds_of_caches_are_digested_as_by_the_reference",
+)
+def _(original, self, num_rows, first_group, rows_at):
+    return original(self, num_rows, first_group, 0 * rows_at)

@@ -242,3 +242,42 @@ def _(original, self, engine, handles, timeout_s):
 )
 def _(original, side, tables, rank):
     return [np.asarray(table, dtype=np.int64) for table in tables]
+
+
+@TRANSFER.twin(
+    "pinned memory is lent again before its copy has run",
+    "rayk.transfer.staging:StagedRead._repack",
+    "test_host_staging.py::test_all_arrives_in_host_memory_and_is_kept_until_it_was_copied",
+)
+def _(original, self, chunk):
+    original(self, chunk)
+    chunk.copied = None
+
+
+@TRANSFER.twin(
+    "what reads cost is measured and not used",
+    "rayk.transfer.costs:CostTable.of",
+    "test_measuring.py::test_reads_go_the_way_that_was_measured_to_be_cheaper",
+)
+def _(original, self, transport, device, peer_device):
+    from rayk.transfer.costs import transfer_costs
+
+    return transfer_costs(transport, device)
+
+
+@TRANSFER.twin(
+    "a GPU that was measured stands for the host's memory",
+    "rayk.transfer.costs:_row",
+    "test_measuring.py::test_a_table_keeps_rows_by_kinds_of_devices",
+)
+def _(original, transport, device, peer_device):
+    return original(transport, device, device)
+
+
+@TRANSFER.twin(
+    "only digests are warmed up",
+    "rayk.transfer.warm_up:every_form",
+    "test_warm_up.py::test_no_transfer_compiles_after_it",
+)
+def _(original, device):
+    return []
