@@ -192,9 +192,8 @@ def find_miscompiled(ttgir: str) -> list[str]:
             before = ttgir[: ttgir.index(body)]
             ahead = len(re.findall(rf"= ttg\.memdesc_index {name}\[", before))
             if buffers is not None and int(buffers.group(1)) <= ahead:
-                found.append(
-                    f"{buffers.group(1)} buffers of {name} while products read it and {ahead} copies are ahead"
-                )
+                there = f"{buffers.group(1)} buffers of {name}"
+                found.append(f"{there} while products read it and {ahead} copies are ahead")
     return found
 
 

@@ -272,8 +272,8 @@ def gated_delta_output_kernel(
     p_q = q + (o_t * q_stride_t + i_key * q_stride_h)[:, None] + o_k[None, :]
     p_k = k + (o_t * k_stride_t + i_key * k_stride_h)[:, None] + o_k[None, :]
     p_before = befores + (i_c * num_heads + i_h) * (KEY_SIZE * VALUE_SIZE) + o_v[None, :]
-    # A key whole: a loop over parts of it would be pipelined, and Triton gives a load that a product and a sum
-    # both read one buffer too few: the next but one is written while tensor cores still read it.
+    # A key whole: a loop over parts of it would be pipelined, and Triton gives a load that a product and a
+    # sum both read one buffer too few: the next but one is written while tensor cores still read it.
     b_q = tl.load(p_q, mask=m_t[:, None], other=0.0).to(OPERAND)
     b_before = tl.load(p_before + o_k[:, None] * VALUE_SIZE, mask=m_v, other=0.0)
     b_k = tl.load(p_k, mask=m_t[:, None], other=0.0).to(OPERAND)

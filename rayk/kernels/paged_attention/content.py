@@ -58,7 +58,7 @@ def load_rows(
         b_rows = tl.reshape(b_rows, p_row.shape[0], PADDED // 16, 16) * b_block[:, :, None]
         b_rows = tl.reshape(b_rows, p_row.shape[0], PADDED)
         # A sum of one value each, which hides the bytes from Triton's choice of what a lane multiplies: it
-        # would take 8 values in a row for a byte split in two, and with 16 keys there are but 4 for each lane.
+        # would take 8 values in a row for a byte split in two; with 16 keys there are but 4 for each lane.
         b_rows = tl.sum(b_rows[:, :, None], 2)
     else:
         b_rows = _load(p_row, m_row, tl.arange(0, PADDED), SIZE, IS_MASKED)
