@@ -70,6 +70,7 @@ def gated_delta_rule_triton(
             _run_chunks(common, slots, q, v, g, beta, out, segments, scale=scale, tiles=tiles)
         if not by_chunks or segments.has_singles:
             values = min(tiles.values, 32 if key_size <= 128 else 16)
+            padded_k = max(16, triton.next_power_of_2(key_size))
             grid = (len(segments.read_slots), num_heads, triton.cdiv(value_size, values))
             gated_delta_tokens_kernel[grid](
                 **common,
@@ -81,10 +82,11 @@ def gated_delta_rule_triton(
                 beta=beta,
                 out=out,
                 scale=float(scale),
-                PADDED_K=max(16, triton.next_power_of_2(key_size)),
+                PADDED_K=padded_k,
                 TILE_V=values,
                 LONGEST=1 if by_chunks else ANY_LENGTH,
-                num_warps=4,
+                # Threads with two elements of a small state each would be so many that registers spill.
+                num_warps=min(4, padded_k * values // 128),
                 num_stages=1,
             )
     return out.to(v.dtype)
