@@ -17,6 +17,7 @@ import torch
 
 from rayk.engine.filters import Row, candidates, column, penalise, scaled
 from rayk.engine.noise import draw_key, gumbel, near_gumbel, uploaded
+from rayk.kernels.best_tokens import NO_TOKEN, are_finite, best_tokens
 from rayk.types.batch import UNKNOWN_TOKEN, StepTokens
 from rayk.types.request import TokenLogprobs
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
 NARROW_TOP_K = 1024  # up to this top_k only the best tokens are looked at, not the whole vocabulary
 NUM_CONTENDERS = 8  # best of a row in float32 that are compared in float64: so many never tie within 1e-5
-NO_TOKEN = -1  # stands for a row whose logits are not all finite
 MAX_ELEMENTS = 1 << 22  # scores worked on at once: each takes some 60 bytes on the way to a token
 
 
@@ -34,12 +34,6 @@ def sample(rows: Sequence[Row], logits: torch.Tensor) -> list[int]:
     """Choose a token per row of float32 logits [R, V]; the lowest id wins a tie of greedy rows."""
     tokens: list[int] = _sample(rows, logits).tolist()
     return tokens
-
-
-def are_finite(logits: torch.Tensor) -> torch.Tensor:
-    """Find rows of [R, V] without NaN and infinities, as bool [R], without waiting for the device."""
-    # Both ends of a row are NaN where it has one. No sum: it may overflow.
-    return logits.amax(-1).isfinite() & logits.amin(-1).isfinite()
 
 
 def _sample(rows: Sequence[Row], logits: torch.Tensor) -> torch.Tensor:
@@ -145,17 +139,17 @@ def sample_step(
     prompt_logprobs, not_finite = _score_prompts(batch, states, prompt_logits)
     sampling = [s for s, share in zip(states, batch.requests, strict=True) if share.needs_logits]
     assert logits.shape[0] == len(sampling), (logits.shape, len(sampling))
+    # One wait for the device tells both tokens and rows that are not finite.
     if all(s.request.sampling.is_plain for s in sampling):
-        chosen = logits.argmax(dim=-1)
+        chosen = best_tokens(logits)
     else:
         rows = [Row(s.request.sampling, s.request.prompt_token_ids, _output_tokens(s)) for s in sampling]
-        chosen = _sample(rows, logits)
+        chosen = torch.where(are_finite(logits), _sample(rows, logits), NO_TOKEN)
 
     def finish(tokens: list[int]) -> StepTokens:
         return _finish(sampling, logits, tokens, prompt_logprobs, not_finite)
 
-    # One wait for the device tells both.
-    return PendingTokens(tokens=torch.where(are_finite(logits), chosen, NO_TOKEN), finish=finish)
+    return PendingTokens(tokens=chosen, finish=finish)
 
 
 def _output_tokens(state: RequestState) -> list[int]:

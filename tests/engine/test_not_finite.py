@@ -13,10 +13,11 @@ import torch
 from rayk.engine.build import RequestResult, ThreadEngine
 from rayk.engine.finite import _is_finite, not_finite_weights
 from rayk.engine.rank import EngineRank
-from rayk.engine.sampling import are_finite, sample_step
+from rayk.engine.sampling import sample_step
 from rayk.handover.commands import MakeTicket
 from rayk.handover.extension import CaptureExtension, layer_views
 from rayk.handover.handover import TransferHandover
+from rayk.kernels.best_tokens import are_finite
 from rayk.kv.manager import KVCacheManager
 from rayk.models.layers.embedding import LmHead
 from rayk.parallel.local import LocalComm

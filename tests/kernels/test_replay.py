@@ -73,3 +73,22 @@ def test_a_kernel_that_fails_in_a_replay_says_which() -> None:
     slots[0] = 12
     with pytest.raises(AssertionError, match="rayk_store_kv failed"):
         recording.replay()
+
+
+def test_operators_write_into_what_they_made_when_recorded() -> None:
+    """Also where the result is broadcast or converted, and where an operator has no form that writes."""
+    x, ids = torch.randn(2, 1), torch.tensor([2, 0])
+    weight = torch.randn(4, 3)
+
+    def work() -> torch.Tensor:
+        return (x * weight[:1]).bfloat16().float() + torch.nn.functional.embedding(ids, weight).cos()
+
+    with torch.inference_mode(), Recording(Pool()) as recording:
+        result = work()
+        at = result.data_ptr()
+    x.copy_(torch.randn(2, 1))
+    ids.copy_(torch.tensor([3, 1]))
+    with torch.inference_mode():
+        recording.replay()
+        assert torch.equal(result, work())
+    assert result.data_ptr() == at

@@ -9,6 +9,7 @@ recordings in the same pool: they must not run at the same time.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ why_no_native = _KERNELS.why_not
 """Why this machine cannot replay, or None if it can."""
 
 _FROM_HOST = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_CONVERSIONS = (torch.ops.aten.to.dtype, torch.ops.aten._to_copy.default)
 
 
 class CannotReplay(Exception):
@@ -105,7 +107,7 @@ class Recording(TorchDispatchMode):
             if torch.Tag.inplace_view not in func.tags:
                 self._done.append(lambda: func(*args, **kwargs))
         elif not _is_view(out, (*args, *kwargs.values())):
-            self._done.append(lambda: out.copy_(func(*args, **kwargs)))
+            self._done.append(_again(func, args, kwargs, out))
         return out
 
     def replay(self) -> None:
@@ -127,6 +129,30 @@ class Recording(TorchDispatchMode):
             if done is not None:
                 parts.append(done)
         return parts
+
+
+def _again(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor
+) -> Callable[[], object]:
+    """Return what computes `out` anew, without a tensor in between where the operator can do that."""
+    if func in _CONVERSIONS:
+        return lambda: out.copy_(args[0])
+    into = _with_out(func)
+    if into is None:
+        return lambda: out.copy_(func(*args, **kwargs))
+    return lambda: into(*args, **kwargs, out=out)
+
+
+@functools.cache
+def _with_out(func: Any) -> Any:
+    """Find the overload that takes the same arguments and, as the last, the tensor for the result."""
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments]
+    for name in func.overloadpacket.overloads():
+        overload = getattr(func.overloadpacket, name)
+        *inputs, last = overload._schema.arguments
+        if last.name == "out" and last.is_out and [(a.name, str(a.type)) for a in inputs] == wanted:
+            return overload
+    return None
 
 
 def _is_view(out: torch.Tensor, inputs: Sequence[object]) -> bool:

@@ -34,8 +34,9 @@ class Rotary:
     def at(self, positions: torch.Tensor) -> Rotation:
         """Return the rotation of tokens at `positions` [T]. Angles are float32 products."""
         angles = positions.float()[:, None, None] * self._inverse_frequencies
-        factor = self.config.attention_factor
-        cos, sin = angles.cos() * factor, angles.sin() * factor
+        cos, sin, factor = angles.cos(), angles.sin(), self.config.attention_factor
+        if factor != 1.0:
+            cos, sin = cos * factor, sin * factor
         if not self.config.wide:
             cos, sin = cos.to(self._dtype), sin.to(self._dtype)
         return Rotation(cos, sin, self.config.pairing == "interleaved")
