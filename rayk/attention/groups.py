@@ -74,21 +74,19 @@ class AttentionGroups:
 
     def __init__(self) -> None:
         self._groups: tuple[AttentionGroup, ...] | None = None
+        self.views: tuple[AttentionView, ...] = ()
+        """The distinct views, in the order of their first groups."""
 
     @property
     def groups(self) -> tuple[AttentionGroup, ...]:
         """They are ordered by their first layers; a model without attention has none."""
         return self._groups or ()
 
-    @property
-    def views(self) -> tuple[AttentionView, ...]:
-        """The distinct views, in the order of their first groups."""
-        return tuple(dict.fromkeys(group.view for group in self.groups))
-
     def initialise(self, layers: Iterable[AttentionLayer]) -> None:
         """Form the groups; may be called only once."""
         assert self._groups is None, "attention groups are already initialised"
         self._groups = make_attention_groups(layers)
+        self.views = tuple(dict.fromkeys(group.view for group in self._groups))
 
     def see(
         self, commons: Mapping[int, CommonAttentionMetadata], wanted: np.ndarray | None = None

@@ -133,8 +133,9 @@ class DecodeGraphs:
         HostBuffers."""
         self.sizes = graph_sizes(max_seqs) if sizes is None else tuple(sizes)
         self._table_shapes = tuple(table_shapes)
-        self._views = tuple(views)
         self._max_positions = max_positions
+        self._plain = {view: _plain(view) for view in views}
+        self._most_keys = {view: self._most_keys_of(view) for view in dict.fromkeys(self._plain.values())}
         self._starts = torch.arange(max_seqs + 1, dtype=torch.int32, device=device)
         layouts = {size: self._layout(size) for size in self.sizes}
         # One for all sizes: each step fills it anew.
@@ -179,7 +180,7 @@ class DecodeGraphs:
         for group, shape in enumerate(self._table_shapes):
             for name in ("reads", "writes") if shape is None else ("slots",):
                 layout.add((name, group), torch.int64, size)
-        for view in dict.fromkeys(map(_plain, self._views)):
+        for view in self._most_keys:
             layout.add(("seq_lens", view), torch.int32, size)
             layout.add(("table", view), torch.int32, size, self._width_of(view))
         return layout
@@ -189,12 +190,12 @@ class DecodeGraphs:
         assert shape is not None, f"KV group {view.kv_group} keeps states"
         return shape
 
-    def _most_keys(self, view: AttentionView) -> int:
+    def _most_keys_of(self, view: AttentionView) -> int:
         return most_keys_of(view, self._max_positions, self._kernel_block(view)[1])
 
     def _width_of(self, view: AttentionView) -> int:
         width, block_size = self._kernel_block(view)
-        return min(width, -(-self._most_keys(view) // block_size))
+        return min(width, -(-self._most_keys[view] // block_size))
 
     def _fill(
         self, arrays: Mapping[Hashable, np.ndarray], inputs: ModelInputs, seen: StepViews, num_requests: int
@@ -202,8 +203,10 @@ class DecodeGraphs:
         """Put a step in; the rows from `num_requests` on become padding."""
 
         def put(name: Hashable, values: torch.Tensor, padding: int) -> None:
-            arrays[name][:num_requests] = values.numpy()
-            arrays[name][num_requests:] = padding
+            array = arrays[name]
+            array[:num_requests] = values.numpy()
+            if num_requests < len(array):
+                array[num_requests:] = padding
 
         put("token_ids", inputs.token_ids, 0)
         put("positions", inputs.positions, 0)
@@ -214,9 +217,9 @@ class DecodeGraphs:
                 put(("writes", group), metadata.write_slots, NO_SLOT)
             else:
                 put(("slots", group), metadata.slot_mapping, -1)
-        for view, common in {_plain(view): common for view, common in seen.attention.items()}.items():
+        for view, common in {self._plain[view]: common for view, common in seen.attention.items()}.items():
             assert common.num_requests == num_requests, "a decode step has one row a request in every view"
-            assert common.max_seq_len <= self._most_keys(view), (common.max_seq_len, view)
+            assert common.max_seq_len <= self._most_keys[view], (common.max_seq_len, view)
             put(("seq_lens", view), common.seq_lens, 1)
             table = arrays["table", view]
             width = min(common.block_table.shape[1], table.shape[1])
@@ -232,9 +235,9 @@ class DecodeGraphs:
             array[:] = padding.get(name[0], 0) if isinstance(name, tuple) else 0
         buffers.send()
         there = buffers.there
-        plain = {view: self._attention(view, size, there) for view in map(_plain, self._views)}
+        plain = {view: self._attention(view, size, there) for view in self._most_keys}
         seen = StepViews(
-            attention={view: plain[_plain(view)] for view in self._views},
+            attention={view: plain[other] for view, other in self._plain.items()},
             states={
                 group: self._segments(group, size, there)
                 for group, shape in enumerate(self._table_shapes)
@@ -247,7 +250,7 @@ class DecodeGraphs:
         self, view: AttentionView, size: int, there: Mapping[Hashable, torch.Tensor]
     ) -> CommonAttentionMetadata:
         """Host-side numbers hold for every step: lengths are the longest."""
-        most_keys = self._most_keys(view)
+        most_keys = self._most_keys[view]
         return CommonAttentionMetadata(
             query_start_loc=self._starts[: size + 1],
             seq_lens=there["seq_lens", view],

@@ -3,7 +3,9 @@ Legend: R requests of the batch, T packed tokens, B kernel blocks, S segments.""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -41,6 +43,7 @@ class _Step:
     computed: np.ndarray  # [R] int64, tokens before this step
     seq_lens: np.ndarray  # [R] int32, tokens after this step
     starts: np.ndarray  # [R + 1] int32, where each request's tokens start among the packed ones
+    last_tokens: np.ndarray  # [R] int64, the packed index of each request's last token
     request_of: np.ndarray  # [T] int64
     positions: np.ndarray  # [T] int64
     shared_starts: torch.Tensor
@@ -48,6 +51,40 @@ class _Step:
     host_starts: tuple[int, ...]
     host_seq_lens: tuple[int, ...]
     max_query_len: int  # most tokens of one request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Packing:
+    """How a step's tokens lie, whatever they are. Arrays are as in _Step, and read only."""
+
+    counts: np.ndarray  # [R] int64, tokens of each request
+    starts: np.ndarray
+    last_tokens: np.ndarray
+    request_of: np.ndarray
+    offsets: np.ndarray  # [T] int64, from the first token of the request
+    shared_starts: torch.Tensor
+    host_starts: tuple[int, ...]
+
+
+def _pack(counts: Sequence[int]) -> _Packing:
+    starts = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    request_of = np.repeat(np.arange(len(counts)), counts)
+    return _Packing(
+        counts=np.array(counts, dtype=np.int64),
+        starts=starts,
+        last_tokens=starts[1:].astype(np.int64) - 1,
+        request_of=request_of,
+        offsets=np.arange(len(request_of)) - starts[request_of],
+        shared_starts=_tensor(starts),
+        host_starts=tuple(starts.tolist()),
+    )
+
+
+@cache
+def _one_token_each(num_requests: int) -> _Packing:
+    """Return the packing of a decode step, which is made once."""
+    return _pack((1,) * num_requests)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,12 +121,16 @@ class InputBuilder:
         """Apply the batch's table updates and return its tensors."""
         self._update_tables(batch)
         step = self._step(batch)
-        token_ids = np.fromiter((t for r in batch.requests for t in r.token_ids), dtype=np.int64)
-        unknown = np.flatnonzero(token_ids == UNKNOWN_TOKEN)
-        if len(unknown):
+        token_ids = np.array([t for r in batch.requests for t in r.token_ids], dtype=np.int64)
+        num_unknown = 0
+        if token_ids.min() < 0:
+            unknown = np.flatnonzero(token_ids == UNKNOWN_TOKEN)
             token_ids[unknown] = -1 - step.rows[step.request_of[unknown]]
-        needs = np.array([r.needs_logits for r in batch.requests], dtype=bool)
-        logits_index = (step.starts[1:] - 1)[needs].astype(np.int64)
+            num_unknown = len(unknown)
+        logits_index, sampled_rows = step.last_tokens, step.rows
+        if not all(r.needs_logits for r in batch.requests):
+            needs = np.array([r.needs_logits for r in batch.requests], dtype=bool)
+            logits_index, sampled_rows = logits_index[needs], sampled_rows[needs]
         sizes = {g.block_size for g in self._groups if _is_state(g)}
         cuts = {size: self._cuts(size, step) for size in sizes}
         return ModelInputs(
@@ -97,8 +138,8 @@ class InputBuilder:
             positions=_tensor(step.positions),
             logits_index=_tensor(logits_index),
             logits_index_host=logits_index,
-            sampled_rows=_tensor(step.rows[needs]),
-            num_unknown=len(unknown),
+            sampled_rows=_tensor(sampled_rows),
+            num_unknown=num_unknown,
             prompt_index=self._prompt_index(batch, step.starts),
             metadata=tuple(
                 self._segments(table, step, cuts[g.block_size])
@@ -109,33 +150,37 @@ class InputBuilder:
         )
 
     def _step(self, batch: ScheduledBatch) -> _Step:
-        counts = np.array([len(r.token_ids) for r in batch.requests], dtype=np.int32)
+        rows = np.array([r.row for r in batch.requests], dtype=np.int64)
         computed = np.array([r.num_computed_tokens for r in batch.requests], dtype=np.int64)
-        starts = np.zeros(len(counts) + 1, dtype=np.int32)
-        np.cumsum(counts, out=starts[1:])
-        request_of = np.repeat(np.arange(len(counts)), counts)
-        seq_lens = (computed + counts).astype(np.int32)
+        counts = tuple(len(r.token_ids) for r in batch.requests)
+        most = max(counts)
+        packed = _one_token_each(len(rows)) if most == 1 else _pack(counts)
+        positions = computed if most == 1 else computed[packed.request_of] + packed.offsets
+        seq_lens = (computed + packed.counts).astype(np.int32)
         return _Step(
-            rows=np.array([r.row for r in batch.requests], dtype=np.int64),
+            rows=rows,
             computed=computed,
             seq_lens=seq_lens,
-            starts=starts,
-            request_of=request_of,
-            positions=computed[request_of] + np.arange(len(request_of)) - starts[request_of],
-            shared_starts=_tensor(starts),
+            starts=packed.starts,
+            last_tokens=packed.last_tokens,
+            request_of=packed.request_of,
+            positions=positions,
+            shared_starts=packed.shared_starts,
             shared_seq_lens=_tensor(seq_lens),
-            host_starts=tuple(starts.tolist()),
+            host_starts=packed.host_starts,
             host_seq_lens=tuple(seq_lens.tolist()),
-            max_query_len=int(counts.max()),
+            max_query_len=most,
         )
 
     def _prompt_index(self, batch: ScheduledBatch, starts: np.ndarray) -> torch.Tensor | None:
+        if not any(r.prompt_logits[1] for r in batch.requests):
+            return None
         ranges = [
             np.arange(begin + r.prompt_logits[0], begin + r.prompt_logits[1])
             for r, begin in zip(batch.requests, starts.tolist(), strict=False)
             if r.prompt_logits[1]
         ]
-        return _tensor(np.concatenate(ranges)) if ranges else None
+        return _tensor(np.concatenate(ranges))
 
     def _update_tables(self, batch: ScheduledBatch) -> None:
         for request in batch.requests:
@@ -147,14 +192,15 @@ class InputBuilder:
 
     def _attention(self, group: GroupGeometry, table: np.ndarray, step: _Step) -> CommonAttentionMetadata:
         size = group.kernel_block_size
-        longest = int(step.seq_lens.max())
+        longest = max(step.host_seq_lens)
         block_table = table[step.rows, : -(-longest // size)]
-        blocks = block_table[step.request_of, step.positions // size].astype(np.int64)
+        columns, slots = np.divmod(step.positions, size)
+        blocks = block_table[step.request_of, columns].astype(np.int64)
         return CommonAttentionMetadata(
             query_start_loc=step.shared_starts,
             seq_lens=step.shared_seq_lens,
             block_table=_tensor(block_table),
-            slot_mapping=_tensor(blocks * size + step.positions % size),
+            slot_mapping=_tensor(blocks * size + slots),
             block_size=size,
             num_tokens=len(step.positions),
             max_query_len=step.max_query_len,
