@@ -211,7 +211,7 @@ class Deployment:
             lease_s=rules.request_s + rules.transfer_s,
             renewed_lease_s=rules.transfer.lease_s,
             spans_nodes=len({n.node_id for n in self.nodes.values()}) > 1,
-            offload=None if self.host_tiers is None else self.host_tiers.settings,
+            offload=None if self.host_tiers is None else self.host_tiers.settings.on(engine.config.device),
             **self.rank_options(engine, rank),
         )
 

@@ -122,14 +122,18 @@ class TierHost:
         return facts_of(self._tier)
 
     async def attach(
-        self, engine: Sequence[CacheDescription], identity: PageIdentity, timeout_s: float
+        self,
+        engine: Sequence[CacheDescription],
+        identity: PageIdentity,
+        timeout_s: float,
+        outboxes: Sequence[CacheDescription] = (),
     ) -> CacheDescription:
-        """Connect an engine, whose ranks are polled meanwhile. `identity`: what its KV means, see
-        tier_identity. Raises HandshakeMismatch, TransferError."""
+        """Connect an engine, whose ranks are polled meanwhile, and its outboxes, if it has some. `identity`:
+        what its KV means, see tier_identity. Raises HandshakeMismatch, TransferError."""
         if self._identity is not None and identity != self._identity:
             raise HandshakeMismatch(_differing(self._identity, identity))
         name = engine[0].engine
-        await self._on_loop(lambda tier: tier.attach(engine))
+        await self._on_loop(lambda tier: tier.attach(engine, outboxes))
         while not await self._on_loop(lambda tier: tier.wire(name, timeout_s)):
             await asyncio.sleep(WIRE_POLL_S)
         return await self._on_loop(lambda tier: tier.description)

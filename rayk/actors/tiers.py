@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rayk.actors.engines import CONTROL_S, EngineHandle, translate
 from rayk.actors.tier_actor import TierHost, tier_identity
-from rayk.handover.commands import Connect, Describe, EndReads, WarmUp
+from rayk.handover.commands import Connect, Describe, DescribeOutbox, EndReads, WarmUp
 from rayk.handover.tier_side import TierFacts
 from rayk.offload.messages import TIER, LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.offload.page_file import PageIdentity
@@ -103,7 +103,8 @@ class HostTiers:
         """Connect an engine to its node's tier, in both directions. Raises what either refuses."""
         await self._describe(engine)
         tier = await self._tier_for(engine, node_id)
-        asked = engine.descriptions, self._identity_of(engine), WIRE_S
+        outboxes = [found for found in await engine.call(DescribeOutbox(), CONTROL_S) if found is not None]
+        asked = engine.descriptions, self._identity_of(engine), WIRE_S, outboxes
         theirs = await _reply(tier.handle.attach.remote(*asked), WIRE_S + 5)
         await engine.call(Connect((theirs,), engine.descriptions), CONTROL_S)
         while not all(await engine.call(WarmUp(TIER, WIRE_S), CONTROL_S)):

@@ -439,7 +439,9 @@ class Worker:
         if handover is None:
             return leader.manager.leases
         reserved, in_flight = handover.reservations.open_reservations, handover.receiving.in_flight
-        return (*leader.manager.leases, *reserved, *in_flight)
+        offloading = handover.offloading
+        stored = offloading.storing.in_outboxes if offloading is not None else ()
+        return (*leader.manager.leases, *reserved, *in_flight, *stored)
 
     def _make_extension(self, rank: EngineRank, spec: RankSpec) -> CaptureExtension | TransferExtension:
         if spec.role == "aggregated" and spec.offload is None:
@@ -455,6 +457,7 @@ class Worker:
             "lease_s": spec.lease_s,
             "renewed_lease_s": spec.renewed_lease_s,
             "staging": spec.staging,
+            "outbox_bytes": None if spec.offload is None else spec.offload.outbox_bytes,
             "faults": spec.faults,
             "on_point": self._on_point,
             "meter": self._meter,

@@ -24,6 +24,11 @@ class Describe:
 
 
 @dataclass(frozen=True, slots=True)
+class DescribeOutbox:
+    """The CacheDescription of each rank's outbox; None where there is none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Connect:
     """Handshake between two engines: check every field, then wire up. Each of them is told: a producer takes
     releases and renewals from no others. A consumer rank answers where it is pushed to (see
@@ -172,6 +177,9 @@ class MakeStore:
     num_tokens: int
     block_tables: BlockTables
     first_row: int = 0
+    outbox_tables: BlockTables | None = None
+    """Blocks of the outbox to copy them to: the tier reads these, the lease and the generations are theirs.
+    Where they are null, the tier is not to read."""
 
 
 @dataclass(frozen=True, slots=True)

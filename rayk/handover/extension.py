@@ -15,6 +15,7 @@ from rayk.handover.commands import (
     CapturedRows,
     Connect,
     Describe,
+    DescribeOutbox,
     Diagnose,
     EndLease,
     EndPush,
@@ -42,6 +43,7 @@ from rayk.handover.pushing import PushSide
 from rayk.handover.transfer_metrics import report_news, report_totals
 from rayk.metrics import Meter
 from rayk.models.fingerprint import fingerprint
+from rayk.offload.outbox import Outbox
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import TransferOutcome, refusal
 from rayk.transfer.costs import CostTable
@@ -128,12 +130,14 @@ class TransferExtension:
         staging: StagingSettings | None = None,
         make_push_agent: Callable[[], TransferAgent] | None = None,
         push_layers: int | None = None,
+        outbox_bytes: int | None = None,
         faults: Sequence[PlantedFault] = (),
         on_point: Callable[[str, int], None] = lambda point, count: None,
         meter: Meter | None = None,
     ) -> None:
         """`make_push_agent`: of an agent for pushes alone, where the engine may push; `push_layers`: see
-        Pusher. `on_point` is told of "transfer" (tickets written or reads started, and how many so far)."""
+        Pusher. `outbox_bytes`: stores go through an outbox of so many, see OffloadSettings. `on_point` is
+        told of "transfer" (tickets written or reads started, and how many so far)."""
         self._views = sorted_views(layer_views(rank))
         self._inspect = Inspection(rank, self._views)
         self._faults = FaultBox(faults)
@@ -148,6 +152,7 @@ class TransferExtension:
         self._refused: list[TransferOutcome] = []
         self._mismatched: set[str] = set()
         model = fingerprint(rank.config.model, rank.model_config)
+        self._outbox = Outbox(self._agent, rank.caches, outbox_bytes) if outbox_bytes else None
         description = describe_cache(
             self._agent,
             rank.caches,
@@ -176,8 +181,8 @@ class TransferExtension:
         # Others are about to read or overwrite pages: no kernel of an earlier step may still use them.
         self._fence.wait()
         match command:
-            case Describe():
-                return self.transfer.description
+            case Describe() | DescribeOutbox():
+                return self._describe(command)
             case Connect():
                 return self._connect(command)
             case WarmUp():
@@ -196,6 +201,12 @@ class TransferExtension:
             case _:
                 return self._on_ticket(command)
         return None
+
+    def _describe(self, command: Describe | DescribeOutbox) -> CacheDescription | None:
+        own = self.transfer.description
+        if isinstance(command, Describe):
+            return own
+        return None if self._outbox is None else self._outbox.describe(own)
 
     def _on_ticket(self, command: object) -> object:
         match command:
@@ -299,7 +310,12 @@ class TransferExtension:
     def _make_store(self, command: MakeStore) -> None:
         deadline_ns = time.monotonic_ns() + self._lease_ns
         self.transfer.lease(command.lease_id, deadline_ns, self._renewed_ns)
-        generations = self.transfer.generations(command.block_tables)
+        outbox, tables = self._outbox, command.outbox_tables
+        if tables is None:
+            generations = self.transfer.generations(command.block_tables)
+        else:
+            assert outbox is not None, "an engine whose ranks have no outbox"
+            generations = outbox.hand_out(tables)
 
         def digest() -> TicketPart:
             began = time.monotonic_ns()
@@ -307,7 +323,16 @@ class TransferExtension:
             found = self._finite_digests(command.name, *what)
             return TicketPart(found, generations, self._renewed_ns, time.monotonic_ns() - began)
 
-        self._digesting.begin(command.name, digest)
+        def copy_and_digest() -> TicketPart:
+            assert outbox is not None
+            assert tables is not None
+            with outbox.stream():
+                outbox.copy(command.block_tables, tables)
+                part = digest()
+                outbox.settle()  # digests were awaited in the same stream, and so were the copies
+            return part
+
+        self._digesting.begin(command.name, digest if tables is None else copy_and_digest)
 
     def _finite_digests(
         self, name: str, num_tokens: int, block_tables: BlockTables, first_row: int = 0

@@ -324,6 +324,9 @@ class Offloading:
         open_stores = len(self.storing.open_stores)
         told = {"num_open": open_stores, "why_off": self.why_off, "why_few": self.why_few}
         told["last_store_failure"] = self.storing.last_failure
+        if self.side.outbox is not None:
+            pool = self.side.outbox.pool
+            told["outbox"] = {"num_blocks": pool.num_blocks - 1, "num_free_blocks": pool.num_free_blocks}
         told["recent_stores"] = list(self.storing.recent)
         told["why_paused"] = self.side.reads.describe(time.monotonic_ns()) if self.is_on else ""
         return {**counted, **told, "costs": self.costs.describe()}

@@ -3,6 +3,9 @@
 A store is deferred: its blocks are shared with a lease of their own while the request goes on, it begins when
 its turn comes, ranks digest it beside their steps, and the tier reads it without them. Where blocks are
 short, stores that were not begun are dropped.
+
+Where ranks have an outbox, a store begins when that has room for it, ranks copy its blocks there, and these
+are free from then on: the tier reads the outbox. A store that is larger than the outbox goes in parts.
 """
 
 from __future__ import annotations
@@ -10,16 +13,15 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rayk.handover.commands import BlockTables, EndLease, MakeStore, TicketPart
-from rayk.handover.rank_answers import RankAnswers
+from rayk.handover.commands import EndLease, MakeStore, TicketPart
+from rayk.handover.pending_store import PendingStore
 from rayk.handover.tickets import make_ticket
 from rayk.handover.tier_side import TierSide
-from rayk.kv.block_pool import NULL_BLOCK
 from rayk.offload.messages import StoreAnswer, StoreRequest
+from rayk.offload.outbox import outbox_name
 from rayk.transfer.handshake import row_group_blocks
 from rayk.types.errors import RaykError
 
@@ -34,35 +36,6 @@ ACTIVE_BYTES = 32 << 20
 """Bytes of theirs; a larger one goes alone: two would take both cores of a small machine from the steps."""
 RECENT_STORES = 64  # so many are told with their times
 SLACK_S = 5.0  # the tier keeps its deadline; one that says nothing for so much longer is not waited for
-
-
-@dataclass(slots=True, eq=False)
-class PendingStore:
-    """Blocks put aside until the tier has read them."""
-
-    name: str  # also of its lease
-    request_id: str
-    num_tokens: int
-    tables: BlockTables
-    token_ids: tuple[int, ...]
-    tp: InitVar[int]
-    cache_salt: str | None = None
-    on_kept: Callable[[PendingStore, StoreAnswer], None] | None = None
-    """Told of the tier's answer, if the store is to be kept by its name."""
-    on_free: Callable[[PendingStore], None] | None = None  # told once its blocks are free
-    first_row: int = 0
-    began_ns: int = 0
-    parts: RankAnswers[TicketPart] = field(init=False)
-    released: RankAnswers[bool] = field(init=False)
-    num_bytes: int = 0  # that the tier took over
-
-    def __post_init__(self, tp: int) -> None:
-        self.parts, self.released = RankAnswers(tp), RankAnswers(tp)
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that it holds, maybe with others."""
-        return sum(b != NULL_BLOCK for table in self.tables for b in table)
 
 
 class Storing:
@@ -83,6 +56,11 @@ class Storing:
     def open_stores(self) -> tuple[str, ...]:
         """Names of stores that hold blocks."""
         return tuple(self._stores)
+
+    @property
+    def in_outboxes(self) -> tuple[str, ...]:
+        """Names of stores whose blocks are free, but which the tier still reads from outboxes."""
+        return tuple(name for name, store in self._stores.items() if store.has_left)
 
     def num_stored(self, request_id: str) -> int:
         """First tokens of a request that the tier is known to have had."""
@@ -112,7 +90,6 @@ class Storing:
     def drop(self, request_id: str) -> None:
         """What was computed for a request is worth nothing: no store of it begins, or goes on."""
         for store in [s for s in self._queued if s.request_id == request_id]:
-            self._queued.remove(store)
             self.end(store.name)
         for name in [s.name for s in self._begun.values() if s.request_id == request_id]:
             self._answered(StoreAnswer(name=name, reason="what was computed for its request is not finite"))
@@ -123,10 +100,18 @@ class Storing:
         self._asked.pop(request_id, None)
         self._tidy(request_id)
 
-    def put(self, store: PendingStore) -> None:
-        """Store what a lease of its name holds, at once."""
-        self._stores[store.name] = store
-        self._begin(store)
+    def put(self, store: PendingStore, parts: Sequence[PendingStore] = ()) -> None:
+        """Store what a lease of its name holds, at once, or as soon as outboxes have room. `parts`: go before
+        it, see `split`."""
+        if self._side.outbox is None:
+            self._stores[store.name] = store
+            self._begin(store)
+            return
+        urgent = (*parts, store)
+        for one in urgent:
+            one.is_urgent = True
+            self._stores[one.name] = one
+        self._queued.extendleft(reversed(urgent))
 
     def turn(self) -> None:
         """Called before each turn, it begins stores, or drops those in the way."""
@@ -134,14 +119,16 @@ class Storing:
         for store in [s for s in self._begun.values() if s.began_ns < late_ns]:
             self._answered(StoreAnswer(name=store.name, reason="the host tier does not answer"))
         if self._side.leader.scheduler.is_short_of_blocks:
-            while self._queued:
+            for store in [s for s in self._queued if not s.is_urgent]:
                 self._side.counts["stores_dropped"] += 1
-                store = self._queued.popleft()
                 self._asked.pop(store.request_id, None)
                 self.end(store.name)
         busy = {s.request_id for s in self._begun.values()}
         for store in list(self._queued):
             if store.request_id in busy:
+                continue
+            if store.on_kept is None and not self._rows_of(store):
+                self.end(store.name)  # a part that was stored meanwhile, for a store that is over
                 continue
             if not self._has_room_for(store):
                 break
@@ -150,7 +137,15 @@ class Storing:
             busy.add(store.request_id)
 
     def _has_room_for(self, store: PendingStore) -> bool:
-        """Tell whether it may begin beside those that have begun."""
+        """Tell whether it may begin beside those that have begun. One that no outbox can hold may, and is
+        refused."""
+        outbox = self._side.outbox
+        if outbox is not None:
+            needed = outbox.num_needed(store.tables, self._rows_of(store))
+            if outbox.pool.num_free_blocks < needed <= outbox.num_blocks:
+                return False
+        if store.is_urgent:
+            return True
         known = [self._new_bytes(s) for s in self._begun.values()]
         small = sum(known) + self._new_bytes(store) <= ACTIVE_BYTES
         return not known or (small and len(known) < ACTIVE_STORES)
@@ -180,15 +175,30 @@ class Storing:
                 self.end(lease_id)
 
     def end(self, name: str) -> None:
-        """Free a store's blocks."""
+        """Free a store's blocks, those of outboxes, too."""
         store = self._stores.pop(name, None)
         if store is None:
             return
+        if store in self._queued:
+            self._queued.remove(store)
         self._record(store)
-        self._side.leader.manager.release(name)
+        self._give_back(store)
         self._tidy(store.request_id)
+        self._leave(store)
+
+    def _leave(self, store: PendingStore) -> None:
+        """Free the engine's own blocks of a store. Once is enough."""
+        if store.has_left:
+            return
+        store.has_left = True
+        self._side.leader.manager.release(store.name)
         if store.on_free is not None:
             store.on_free(store)
+
+    def _give_back(self, store: PendingStore) -> None:
+        tables, store.outbox_tables = store.outbox_tables, None
+        if tables is not None and self._side.outbox is not None:
+            self._side.outbox.give_back(tables)
 
     def _record(self, store: PendingStore) -> None:
         """A store is over when it was answered and its blocks are held no longer, whichever is later."""
@@ -212,10 +222,14 @@ class Storing:
     def _whole(self, num_tokens: int) -> int:
         """Return the most of so many tokens that can be stored so as to be found: a whole number of the
         tier's blocks, at the end of a block of states, which is written no longer then."""
+        unit = self._whole_unit
+        return num_tokens // unit * unit
+
+    @property
+    def _whole_unit(self) -> int:
         groups = self._side.leader.manager.groups
         sizes = [g.spec.block_size for g in groups if not g.spec.has_token_rows]
-        unit = math.lcm(self._side.facts.unit_tokens, *sizes)
-        return num_tokens // unit * unit
+        return math.lcm(self._side.facts.unit_tokens, *sizes)
 
     def _put_aside(self, state: RequestState, num_tokens: int) -> None:
         """Share the request's blocks with a store that begins when its turn comes."""
@@ -225,29 +239,76 @@ class Storing:
         if pending > side.settings.pending_share * manager.pool.num_blocks:
             side.counts["stores_put_off"] += 1
             return
-        for store in [s for s in self._queued if s.request_id == request_id]:
-            self._queued.remove(store)  # this one has all of its rows
-            self.end(store.name)
-        name = side.new_name("store", request_id)
-        tables = manager.share_lease(request_id, name, num_tokens)
+        for queued in [s for s in self._queued if s.request_id == request_id]:
+            self.end(queued.name)  # this one has all of its rows
         self._asked[request_id] = num_tokens
-        if tables is None:
-            side.counts["stores_too_late"] += 1
+        parts = self.split(state, num_tokens)
+        if parts is None:
+            side.counts["stores_too_large"] += 1
+            self.last_failure = f"{num_tokens} tokens do not fit into outboxes, nor do parts of them"
             return
-        token_ids = tuple(state.tokens[:num_tokens])
-        what = name, request_id, num_tokens, tables, token_ids, side.tp
-        store = PendingStore(*what, cache_salt=state.request.cache_salt)
-        self._stores[name] = store
-        self._queued.append(store)
+        store = self._share(state, num_tokens)
+        if store is None:
+            side.counts["stores_too_late"] += 1
+        else:
+            parts.append(store)
+        for one in parts:
+            self._stores[one.name] = one
+            self._queued.append(one)
+
+    def split(self, state: RequestState, num_tokens: int) -> list[PendingStore] | None:
+        """Share the request's blocks with stores of parts that outboxes can hold, one after the other: all
+        but the last part, which is of all tokens. None where no parts can be held: layers with windows or
+        states lack rows of earlier tokens."""
+        outbox = self._side.outbox
+        if outbox is None:
+            return []
+        unit = math.lcm(self._whole_unit, self._row_unit)
+        known = min(self.num_stored(state.request_id), num_tokens) // unit * unit
+        parts = list(outbox.parts(range(known, num_tokens), unit))
+        if not all(map(outbox.can_hold, parts)):
+            return None
+        made = [self._share(state, part.stop) for part in parts[:-1]]
+        found = [store for store in made if store is not None]
+        if len(found) == len(made):
+            return found
+        for store in found:
+            self._side.leader.manager.release(store.name)
+        return None
+
+    def _share(self, state: RequestState, num_tokens: int) -> PendingStore | None:
+        """Share the request's blocks with a store of its first tokens; None where rows of theirs are gone."""
+        side, request_id = self._side, state.request_id
+        name = side.new_name("store", request_id)
+        tables = side.leader.manager.share_lease(request_id, name, num_tokens)
+        if tables is None:
+            return None
+        what = name, request_id, num_tokens, tables, tuple(state.tokens[:num_tokens]), side.tp
+        return PendingStore(*what, cache_salt=state.request.cache_salt)
+
+    def _rows_of(self, store: PendingStore) -> range:
+        """Return the rows of a store that the tier is not known to have: whole row groups."""
+        known = min(self.num_stored(store.request_id), store.num_tokens)
+        return range(known // self._row_unit * self._row_unit, store.num_tokens)
+
+    @property
+    def _row_unit(self) -> int:
+        side = self._side
+        return math.lcm(row_group_blocks(side.leader.manager.groups), side.facts.row_unit_tokens)
 
     def _begin(self, store: PendingStore) -> None:
-        side = self._side
-        unit = math.lcm(row_group_blocks(side.leader.manager.groups), side.facts.row_unit_tokens)
-        known = min(self.num_stored(store.request_id), store.num_tokens)
-        store.first_row = known // unit * unit
+        side, rows = self._side, self._rows_of(store)
+        store.first_row = rows.start
         store.began_ns = time.monotonic_ns()
         self._begun[store.name] = store
-        what = store.num_tokens, store.tables, store.first_row
+        if side.outbox is not None:
+            needed, there = side.outbox.num_needed(store.tables, rows), side.outbox.num_blocks
+            if needed > there:
+                why = f"it takes {needed} blocks of outboxes that have {there} (offload.outbox_mib)"
+                self._answered(StoreAnswer(name=store.name, reason=why))
+                return
+            store.outbox_tables = side.outbox.take(store.tables, rows)
+        what = store.num_tokens, store.tables, store.first_row, store.outbox_tables
         side.commands.append(MakeStore(store.name, store.name, *what))
 
     def _on_part(self, rank: int, name: str, part: TicketPart) -> None:
@@ -257,14 +318,18 @@ class Storing:
             return
         if not store.parts.add(rank, part):
             return
+        tables, engine = store.tables, side.engine
+        if store.outbox_tables is not None:
+            tables, engine = store.outbox_tables, outbox_name(engine)
+            self._leave(store)
         ticket = make_ticket(
             store.parts.in_order(),
             request_id=store.name,
             lease_id=store.name,
-            engine=side.engine,
+            engine=engine,
             epoch=side.epoch,
             num_tokens=store.num_tokens,
-            block_tables=store.tables,
+            block_tables=tables,
             first_row=store.first_row,
         )
         ask = StoreRequest(
@@ -289,7 +354,7 @@ class Storing:
             self._record(store)
             if answer.num_bytes:
                 side.costs.observe_out(answer.num_bytes, time.monotonic_ns() - store.began_ns)
-            if store.request_id in self._asked or store.name in self._stores:
+            if store.request_id in self._asked or self._has_open(store.request_id):
                 known = self.num_stored(store.request_id)
                 self._stored[store.request_id] = max(answer.num_tokens, known)
         else:
@@ -311,6 +376,8 @@ class Storing:
 
     def _tidy(self, request_id: str) -> None:
         """Forget what is known of a request that computes no more and has nothing to be stored."""
-        has_open = any(s.request_id == request_id for s in self._stores.values())
-        if not has_open and request_id not in self._asked:
+        if not self._has_open(request_id) and request_id not in self._asked:
             self._stored.pop(request_id, None)
+
+    def _has_open(self, request_id: str) -> bool:
+        return any(s.request_id == request_id for s in self._stores.values())

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from rayk.engine.event_info import EventInfo
 from rayk.engine.leader import RequestEvent, begin_times
+from rayk.handover.pending_store import PendingStore
 from rayk.handover.receiving import Incoming
-from rayk.handover.storing import PendingStore, Storing
+from rayk.handover.storing import Storing
 from rayk.handover.tier_side import TierSide, moving_ns
 from rayk.offload.messages import LoadAnswer, LoadRequest, StoreAnswer
 from rayk.transfer.handshake import row_group_blocks
@@ -75,6 +76,10 @@ class Swapping:
         if not side.may_read(side.settings.swap):
             side.counts["swaps_held_back"] += 1
             return False
+        parts = self._storing.split(state, num_tokens)
+        if parts is None:
+            side.counts["swaps_too_large"] += 1
+            return False
         side.counts["swaps"] += 1
         manager, name = side.leader.manager, side.new_name("swap", request_id)
         tables = manager.block_tables(request_id)
@@ -82,7 +87,8 @@ class Swapping:
         self._swapped[request_id] = _Swapped(state, name, time.monotonic_ns())
         what = name, request_id, num_tokens, tables, tuple(state.tokens[:num_tokens]), side.tp
         salt = state.request.cache_salt
-        self._storing.put(PendingStore(*what, cache_salt=salt, on_kept=self._kept, on_free=self._freed))
+        store = PendingStore(*what, cache_salt=salt, on_kept=self._kept, on_free=self._freed)
+        self._storing.put(store, parts)
         return True
 
     def forget(self, request_id: str) -> None:

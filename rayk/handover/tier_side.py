@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rayk.handover.commands import HoldTicket, LetGo
+from rayk.handover.outbox_room import OutboxRoom
 from rayk.kv.specs import page_bytes, rows_per_block
 from rayk.offload.backoff import Backoff
 from rayk.offload.costs import CostModel
+from rayk.offload.geometry import num_outbox_blocks
 from rayk.offload.messages import LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.types.errors import KVMismatch
 
@@ -67,6 +69,7 @@ class TierSide:
     reads: Backoff = field(default_factory=Backoff)
     """Backs off from what was to come from the tier: loads, and swaps back."""
     tier: Tier | None = None
+    outbox: OutboxRoom | None = None  # None: ranks have no outboxes
     _facts: TierFacts | None = None
     _leader: Leader | None = None
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
@@ -83,8 +86,12 @@ class TierSide:
         return self._facts
 
     def attach(self, leader: Leader | None = None, facts: TierFacts | None = None) -> None:
-        """Set whom this belongs to, and what the tier is."""
+        """Set whom this belongs to, or what the tier is. Raises UserError for too small an outbox."""
         self._leader, self._facts = leader or self._leader, facts or self._facts
+        if leader is not None and self.settings.outbox_bytes:
+            groups, num_blocks = leader.manager.groups, leader.manager.pool.num_blocks
+            there = num_outbox_blocks(groups, self.tp, num_blocks, self.settings.outbox_bytes)
+            self.outbox = OutboxRoom(groups, there)
         self.costs.max_step_tokens = self.leader.scheduler.max_batch_tokens
 
     def doubt(self, ticket: TransferTicket, failure: RaykError) -> None:

@@ -28,6 +28,7 @@ from rayk.offload.block_digests import BlockDigests
 from rayk.offload.disk import status_without
 from rayk.offload.geometry import tier_geometry
 from rayk.offload.messages import TIER, LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
+from rayk.offload.outbox import outbox_name
 from rayk.offload.pages import DiskPages, HostBlocks
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.connectors import layer_views
@@ -130,26 +131,29 @@ class HostTier:
 
     # Engines.
 
-    def attach(self, engine: Sequence[CacheDescription]) -> None:
-        """Get ready to store what an engine computes, and to be read from by it: all of its ranks, in order.
-        Raises HandshakeMismatch. `wire` it next, while both are polled."""
-        name = engine[0].engine
-        self.detach(name)
-        turns = num_turns([rank.geometry for rank in engine])
-        for turn in range(turns):
-            self.rank.connect(engine, [self.description], turn=turn, name=_link_name(name, turn))
+    def attach(self, engine: Sequence[CacheDescription], outboxes: Sequence[CacheDescription] = ()) -> None:
+        """Get ready to store what an engine computes, and to be read from by it: all of its ranks, in order,
+        and their outboxes, where they have some. Raises HandshakeMismatch. `wire` it next, while both are
+        polled."""
+        self.detach(engine[0].engine)
+        for producers in (engine, outboxes) if outboxes else (engine,):
+            name, turns = producers[0].engine, num_turns([rank.geometry for rank in producers])
+            for turn in range(turns):
+                self.rank.connect(producers, [self.description], turn=turn, name=_link_name(name, turn))
+            self._turns[name], self._epochs[name] = turns, engine[0].epoch
         self.rank.connect([self.description], engine)
-        self._turns[name], self._epochs[name] = turns, engine[0].epoch
 
     def wire(self, engine: str, timeout_s: float) -> bool:
         """Go on connecting to an engine; whether it is done. Raises TransferError after so long."""
-        return self.rank.wire(engine, timeout_s)
+        names = [name for name in (engine, outbox_name(engine)) if name in self._turns]
+        return all(self.rank.wire(name, timeout_s) for name in names)
 
     def detach(self, engine: str) -> None:
         """An engine is gone: what is read from it fails, what it kept by name is dropped."""
-        for turn in range(self._turns.pop(engine, 0)):
-            self.rank.disconnect(_link_name(engine, turn))
-        self._epochs.pop(engine, None)
+        for name in (engine, outbox_name(engine)):
+            for turn in range(self._turns.pop(name, 0)):
+                self.rank.disconnect(_link_name(name, turn))
+            self._epochs.pop(name, None)
         for kept in [k for k, (whose, _) in self._kept.items() if whose == engine]:
             self.drop(kept)
 

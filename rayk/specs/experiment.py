@@ -356,6 +356,8 @@ class OffloadSpec(StrictModel):
     """Whether prompts are loaded from it; auto: where that costs less than computing them."""
     swap: Literal["auto", "always", "never"] = "auto"
     """Whether preempted requests are swapped out to it; auto: where that costs less than to compute again."""
+    outbox_mib: Annotated[int, Field(ge=0, le=MAX_GIB * 1024)] | None = None
+    """Host memory of each rank into which it copies what it stores; None: 512 on a GPU, none on a CPU."""
     disk_folder: Annotated[str, AfterValidator(_check_path)] | None = None
     """Folder of the disk tier; None: there is none."""
     disk_gib: Annotated[float, Field(gt=0, le=MAX_GIB, allow_inf_nan=False)] = 1.0
@@ -368,8 +370,10 @@ class OffloadSpec(StrictModel):
         request, for which what was offered or swapped out is kept."""
         if not self.host_gib:
             return None
-        own = self.model_dump(exclude={"host_gib", "disk_gib", "keep"})
+        own = self.model_dump(exclude={"host_gib", "disk_gib", "keep", "outbox_mib"})
         sizes = {"host_bytes": int(self.host_gib * 2**30), "disk_bytes": int(self.disk_gib * 2**30)}
+        if self.outbox_mib is not None:
+            sizes["outbox_bytes"] = self.outbox_mib * 2**20
         folder = None if self.disk_folder is None else os.path.realpath(self.disk_folder)
         limits = {"transfer_s": transfer_s, "lease_s": request_s + transfer_s}
         return OffloadSettings(**(own | sizes | limits | {"disk_folder": folder}))

@@ -50,7 +50,9 @@ def is_by_host(device: torch.device, peer_device: str) -> bool:
 
 
 def own_stream(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Make a stream; return what makes it current."""
+    """Make a stream; return what makes it current. On a CPU nothing is queued, and that is nothing."""
+    if device.type != "cuda":
+        return nullcontext
     return partial(torch.cuda.stream, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
 

@@ -38,6 +38,8 @@ from tests.transfer.cluster import FINGERPRINT, POISON, Engine, Shape, Values
 from tests.transfer.families import Specs
 
 Tables = list[list[int]]
+OF_NODE = ("wrap", "delay_polls", "clock", "folder", "device")
+"""What `open_node` takes that is no setting of the tier."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +135,8 @@ class BareNode:
     clock: Callable[[], int] = time.monotonic_ns
     folder: Path | None = None
     """Of the disk tier; None: there is none."""
+    device: torch.device = torch.device("cpu")
+    """Of the engines' caches."""
     network: LocalNetwork = field(default_factory=LocalNetwork)
     engines: dict[str, ByteEngine] = field(default_factory=dict)
     _tier: HostTier | None = None
@@ -157,7 +161,7 @@ class BareNode:
             geometry = plan_rank(
                 groups, LAYOUTS[kind.layout], tp_size=kind.tp, tp_rank=rank, num_blocks=kind.num_blocks
             )
-            caches = allocate(geometry, torch.device("cpu"), fill=POISON)
+            caches = allocate(geometry, self.device, fill=POISON)
             agent = self.agent(f"{name}/{epoch}.{rank}")
             told = describe_cache(agent, caches, engine=name, epoch=epoch, fingerprint=FINGERPRINT)
             engine.caches.append(caches)
@@ -317,7 +321,7 @@ class BareNode:
 def open_node(family: str | MakeSpecs, *, num_blocks: int = 64, **changes: Any) -> BareNode:
     """A tier of so many blocks; `changes`: of its settings, or of the node."""
     make = FAMILIES[family] if isinstance(family, str) else family
-    own = {name: changes.pop(name) for name in ("wrap", "delay_polls", "clock", "folder") if name in changes}
+    own = {name: changes.pop(name) for name in OF_NODE if name in changes}
     settings = OffloadSettings(host_bytes=1, **changes)
     size = settings.block_size
     groups = group_layers(make(size, settings.state_block_size or size))

@@ -19,7 +19,7 @@ from rayk.actors.tier_actor import facts_of, open_tier
 from rayk.engine.build import RequestResult, ThreadEngine
 from rayk.engine.leader import RequestEvent
 from rayk.engine.rank import EngineRank
-from rayk.handover.commands import Connect, Describe, WarmUp
+from rayk.handover.commands import Connect, Describe, DescribeOutbox, WarmUp
 from rayk.handover.extension import TransferExtension
 from rayk.handover.handover import TransferHandover
 from rayk.handover.offloading import Offloading
@@ -140,16 +140,20 @@ class NodeEngine:
 
     def settle(self) -> None:
         """Wait until every store is over, and nobody holds a block."""
-        leader = self.engine.leader
+        leader, outbox = self.engine.leader, self.offloading.side.outbox
 
         def is_idle() -> bool:
             if self.engine.error is not None:
                 raise self.engine.error
             pool = leader.manager.pool
-            return not self.offloading.is_busy and pool.num_free_blocks == pool.num_blocks - 1
+            pools = [pool] if outbox is None else [pool, outbox.pool]
+            is_free = all(p.num_free_blocks == p.num_blocks - 1 for p in pools)
+            return not self.offloading.is_busy and is_free
 
         wait_until(is_idle, 30.0, lambda: f"{self.engine.name}: {self.offloading.status()}")
         self.run(leader.check_integrity)
+        if outbox is not None:
+            self.run(outbox.pool.check_integrity)
 
 
 @dataclass(eq=False)
@@ -197,7 +201,8 @@ class Node:
     def attach(self, engine: NodeEngine) -> None:
         """As the coordinator does it."""
         descriptions = tuple(engine.call(Describe()))
-        self.thread.ask(lambda tier: tier.attach(descriptions))
+        outboxes = [found for found in engine.call(DescribeOutbox()) if found is not None]
+        self.thread.ask(lambda tier: tier.attach(descriptions, outboxes))
         engine.call(Connect((self.thread.tier.description,), descriptions))
         name = engine.engine.name
         wait_until(lambda: self.thread.ask(lambda tier: tier.wire(name, 10.0)))
@@ -239,7 +244,8 @@ def _make_engine(
 
     def extension(rank: EngineRank) -> TransferExtension:
         agent = make_agent(f"{name}.{rank.comm.rank}")
-        made = TransferExtension(rank, agent, engine=name, epoch=1, lease_s=60.0)
+        outbox_bytes = offload.outbox_bytes
+        made = TransferExtension(rank, agent, engine=name, epoch=1, lease_s=60.0, outbox_bytes=outbox_bytes)
         stack.callback(made.close)
         return made
 

@@ -149,7 +149,13 @@ class Engine:
                 for layer in group.layers:
                     for seen in self.views(rank, group, layer):
                         right = values.content[layer, group.spec.part, seen.name][list(seen.units)]
-                        yield rank, seen, blocks, rows, right.transpose(0, 1).contiguous()
+                        yield (
+                            rank,
+                            seen,
+                            blocks,
+                            rows,
+                            right.transpose(0, 1).contiguous().to(seen.view.device),
+                        )
 
     def write(self, values: Values, tables: list[list[int]]) -> None:
         """Store values through every rank's views."""
