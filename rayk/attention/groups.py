@@ -76,6 +76,7 @@ class AttentionGroups:
         self._groups: tuple[AttentionGroup, ...] | None = None
         self.views: tuple[AttentionView, ...] = ()
         """The distinct views, in the order of their first groups."""
+        self._sees_all = True
 
     @property
     def groups(self) -> tuple[AttentionGroup, ...]:
@@ -87,6 +88,7 @@ class AttentionGroups:
         assert self._groups is None, "attention groups are already initialised"
         self._groups = make_attention_groups(layers)
         self.views = tuple(dict.fromkeys(group.view for group in self._groups))
+        self._sees_all = all(view.window is None and view.chunk is None for view in self.views)
 
     def see(
         self, commons: Mapping[int, CommonAttentionMetadata], wanted: np.ndarray | None = None
@@ -97,6 +99,8 @@ class AttentionGroups:
         `wanted`: ascending packed tokens [M] whose logits are wanted; None: all tokens are computed
         everywhere.
         """
+        if wanted is None and self._sees_all:
+            return {view: commons[view.kv_group] for view in self.views}
         step = _StepTransforms(wanted)
         seen = {view: step.see(commons[view.kv_group], view) for view in self.views}
         return {view: common for view, common in seen.items() if common is not None}

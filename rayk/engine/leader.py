@@ -208,8 +208,11 @@ class Leader:
 
     def wait(self) -> None:
         """Run what was posted; when there is nothing to do, wait a heartbeat for it."""
+        patience_s = self._patience()
+        if not patience_s and self._inbox.empty():
+            return
         try:
-            action = get_within(self._inbox, self._patience())
+            action = get_within(self._inbox, patience_s)
         except queue.Empty:
             return
         self._last_news_s = time.monotonic()

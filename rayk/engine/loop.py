@@ -179,8 +179,7 @@ class EngineLoop:
                 turn, TurnResult(results=tuple(r for r, _ in gathered), polls=tuple(p for _, p in gathered))
             )
         self._settle(last)
-        must_settle = self._leader is not None and self._leader.must_settle()
-        if not self._runs_ahead or turn.stop or must_settle:
+        if not self._runs_ahead or turn.stop or (self._leader is not None and self._leader.must_settle()):
             self._settle(self._in_flight)
             self._in_flight = None
         self.times.num_turns += 1

@@ -32,10 +32,10 @@ class VocabEmbedding:
 
     def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self._comm.size == 1:
-            return F.embedding(token_ids, self.weight)
+            return self.weight.index_select(0, token_ids)
         local = token_ids - self.rows.start
         absent = (local < 0) | (local >= len(self.rows))
-        found = F.embedding(local.masked_fill(absent, 0), self.weight)
+        found = self.weight.index_select(0, local.masked_fill(absent, 0))
         return self._comm.all_reduce(found.masked_fill(absent[:, None], 0))
 
 
