@@ -6,9 +6,10 @@ that sees only slot 0 of the null block and store nothing (slot -1); their state
 kept. So no request can tell that they are there.
 
 Each way of seeing a KV group (AttentionView) has block tables and lengths of its own, as wide as its window
-or chunk needs them: the step is seen before it is copied, on the host, and what is recorded sees no more
-of it. Only a step where every request computes one token and wants its logits fits a graph; others run
-eagerly. So every view has a row per request, and fast prefill leaves nothing out.
+or chunk needs them: a decode step is cut to what its tokens see straight from the block tables of all rows,
+without the metadata that other steps are built into. Only a step where every request computes one token and
+wants its logits fits a graph; others run eagerly. So every view has a row per request, and fast prefill
+leaves nothing out.
 
 A CPU records calls of its kernels (engine.replays) for each batch size by itself, since there padding rows
 take time, and at the first step of that size.
@@ -21,18 +22,17 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from rayk.attention.groups import AttentionView
 from rayk.attention.metadata import CommonAttentionMetadata
+from rayk.engine.inputs import BlockTables
 from rayk.engine.staging import HostBuffers, Layout, Mark
 from rayk.kernels.segments import NO_SLOT, Segments
-
-if TYPE_CHECKING:
-    from rayk.engine.inputs import ModelInputs
+from rayk.types.batch import UNKNOWN_TOKEN, ScheduledBatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +119,7 @@ class DecodeGraphs:
         forward: Forward,
         recorder: Recorder,
         *,
-        table_shapes: Sequence[tuple[int, int] | None],
+        tables: Sequence[BlockTables],
         views: Sequence[AttentionView],
         max_seqs: int,
         max_positions: int,
@@ -128,11 +128,10 @@ class DecodeGraphs:
         sizes: Sequence[int] | None = None,
     ) -> None:
         """Record every size of `graph_sizes`; or of `sizes`, ascending, the largest, and others at their
-        first step. `table_shapes` has W of each KV group's block table, in kernel blocks, and the tokens of a
-        kernel block; None for groups of states. `views` are those that layers have. `mark`: see
-        HostBuffers."""
+        first step. `tables` are each KV group's, up to date when a step is replayed. `views` are those that
+        layers have. `mark`: see HostBuffers."""
         self.sizes = graph_sizes(max_seqs) if sizes is None else tuple(sizes)
-        self._table_shapes = tuple(table_shapes)
+        self._tables = tuple(tables)
         self._max_positions = max_positions
         self._plain = {view: _plain(view) for view in views}
         self._most_keys = {view: self._most_keys_of(view) for view in dict.fromkeys(self._plain.values())}
@@ -151,81 +150,122 @@ class DecodeGraphs:
         at_once = self.sizes if sizes is None else self.sizes[-1:]
         self._replays = {size: self._record_size(size) for size in sorted(at_once, reverse=True)}
 
-    def fits(self, inputs: ModelInputs) -> bool:
+    def fits(self, batch: ScheduledBatch) -> bool:
         """Tell whether a recorded step computes just this."""
-        num_requests = inputs.metadata[0].num_requests
-        decodes = len(inputs.token_ids) == num_requests == len(inputs.logits_index)
-        return decodes and inputs.prompt_index is None and num_requests <= self.sizes[-1]
+        return len(batch.requests) <= self.sizes[-1] and all(
+            len(r.token_ids) == 1 and r.needs_logits and not r.prompt_logits[1] for r in batch.requests
+        )
 
     def replay(
-        self, inputs: ModelInputs, seen: StepViews, prepare: Callable[[torch.Tensor, torch.Tensor], None]
+        self, batch: ScheduledBatch, prepare: Callable[[int, torch.Tensor, torch.Tensor], None]
     ) -> torch.Tensor:
-        """Compute logits [R, vocab] of a step that fits, valid until the next replay. `seen` is the step with
-        all tokens wanted. Both are on the host. `prepare`: takes `token_ids` and `sampled_rows` there, and
-        may change the tokens."""
-        num_requests = len(inputs.token_ids)
+        """Compute logits [R, vocab] of a step that fits, valid until the next replay. `prepare`: takes the
+        number of unknown tokens and, on the device, `token_ids` (-1 - row for one that the row's last step
+        samples) and `sampled_rows` [R], and may change the tokens."""
+        num_requests = len(batch.requests)
         size = next(s for s in self.sizes if s >= num_requests)
         if size not in self._replays:
             self._replays[size] = self._record_size(size)
         buffers = self._buffers[size]
-        self._fill(buffers.next(), inputs, seen, num_requests)
+        num_unknown = self._fill(buffers.next(), batch)
         buffers.send()
-        prepare(*(buffers.there[name][:num_requests] for name in ("token_ids", "sampled_rows")))
+        token_ids, rows = buffers.there["token_ids"], buffers.there["sampled_rows"]
+        if num_requests == size:
+            prepare(num_unknown, token_ids, rows)
+            return self._replays[size]()
+        prepare(num_unknown, token_ids[:num_requests], rows[:num_requests])
         return self._replays[size]()[:num_requests]
 
     def _layout(self, size: int) -> Layout:
         layout = Layout()
         for name in ("token_ids", "positions", "sampled_rows"):
             layout.add(name, torch.int64, size)
-        for group, shape in enumerate(self._table_shapes):
-            for name in ("reads", "writes") if shape is None else ("slots",):
+        for group, table in enumerate(self._tables):
+            for name in ("reads", "writes") if table.is_state else ("slots",):
                 layout.add((name, group), torch.int64, size)
         for view in self._most_keys:
             layout.add(("seq_lens", view), torch.int32, size)
             layout.add(("table", view), torch.int32, size, self._width_of(view))
         return layout
 
-    def _kernel_block(self, view: AttentionView) -> tuple[int, int]:
-        shape = self._table_shapes[view.kv_group]
-        assert shape is not None, f"KV group {view.kv_group} keeps states"
-        return shape
+    def _tables_of(self, view: AttentionView) -> BlockTables:
+        tables = self._tables[view.kv_group]
+        assert not tables.is_state, f"KV group {view.kv_group} keeps states"
+        return tables
 
     def _most_keys_of(self, view: AttentionView) -> int:
-        return most_keys_of(view, self._max_positions, self._kernel_block(view)[1])
+        return most_keys_of(view, self._max_positions, self._tables_of(view).block_size)
 
     def _width_of(self, view: AttentionView) -> int:
-        width, block_size = self._kernel_block(view)
-        return min(width, -(-self._most_keys[view] // block_size))
+        width: int = self._tables_of(view).ids.shape[1]
+        return min(width, -(-self._most_keys[view] // self._tables_of(view).block_size))
 
-    def _fill(
-        self, arrays: Mapping[Hashable, np.ndarray], inputs: ModelInputs, seen: StepViews, num_requests: int
-    ) -> None:
-        """Put a step in; the rows from `num_requests` on become padding."""
+    def _fill(self, arrays: Mapping[Hashable, np.ndarray], batch: ScheduledBatch) -> int:
+        """Put a step in; the rows from R on become padding. Returns the number of unknown tokens."""
+        requests = batch.requests
+        num_requests = len(requests)
 
-        def put(name: Hashable, values: torch.Tensor, padding: int) -> None:
+        def put(name: Hashable, values: object, padding: int) -> None:
             array = arrays[name]
-            array[:num_requests] = values.numpy()
+            array[:num_requests] = values
             if num_requests < len(array):
                 array[num_requests:] = padding
 
-        put("token_ids", inputs.token_ids, 0)
-        put("positions", inputs.positions, 0)
-        put("sampled_rows", inputs.sampled_rows, 0)
-        for group, metadata in enumerate(inputs.metadata):
-            if isinstance(metadata, Segments):
-                put(("reads", group), metadata.read_slots, NO_SLOT)
-                put(("writes", group), metadata.write_slots, NO_SLOT)
+        rows = np.array([r.row for r in requests])
+        positions = np.array([r.num_computed_tokens for r in requests])
+        token_ids = [r.token_ids[0] for r in requests]
+        num_unknown = token_ids.count(UNKNOWN_TOKEN)
+        if num_unknown:
+            token_ids = [-1 - r.row if r.token_ids[0] == UNKNOWN_TOKEN else r.token_ids[0] for r in requests]
+        put("token_ids", token_ids, 0)
+        put("positions", positions, 0)
+        put("sampled_rows", rows, 0)
+        for group, table in enumerate(self._tables):
+            blocks = table.ids[rows, positions // table.block_size]
+            if table.is_state:
+                before = table.ids[rows, np.maximum(positions - 1, 0) // table.block_size]
+                assert blocks.all(), "a state is to be kept in a block that nobody gave"
+                assert before.all(), "a state is to be read from a block that nobody gave"
+                put(("reads", group), np.where(positions > 0, before, NO_SLOT), NO_SLOT)
+                put(("writes", group), blocks, NO_SLOT)
             else:
-                put(("slots", group), metadata.slot_mapping, -1)
-        for view, common in {self._plain[view]: common for view, common in seen.attention.items()}.items():
-            assert common.num_requests == num_requests, "a decode step has one row a request in every view"
-            assert common.max_seq_len <= self._most_keys[view], (common.max_seq_len, view)
-            put(("seq_lens", view), common.seq_lens, 1)
-            table = arrays["table", view]
-            width = min(common.block_table.shape[1], table.shape[1])
-            # Columns beyond a row's keys keep older ids: nothing reads them.
-            table[:num_requests, :width] = common.block_table.numpy()[:, :width]
-            table[num_requests:, 0] = 0
+                slots = blocks.astype(np.int64) * table.block_size + positions % table.block_size
+                put(("slots", group), slots, -1)
+        for view in self._most_keys:
+            self._fill_view(arrays["seq_lens", view], arrays["table", view], view, rows, positions)
+        return num_unknown
+
+    def _fill_view(
+        self,
+        seq_lens: np.ndarray,
+        table: np.ndarray,
+        view: AttentionView,
+        rows: np.ndarray,
+        positions: np.ndarray,
+    ) -> None:
+        """Put in the keys that the tokens at `positions` see: the blocks before the first of them are cut
+        off, as attention.transforms do."""
+        num_requests, ids = len(rows), self._tables[view.kv_group].ids
+        block_size = self._tables[view.kv_group].block_size
+        lengths = positions + 1
+        if view.window is not None or view.chunk is not None:
+            first = np.zeros_like(positions)
+            if view.chunk is not None:
+                first = positions // view.chunk * view.chunk
+            if view.window is not None:
+                first = np.maximum(first, lengths - view.window)
+            columns = first // block_size
+            lengths -= columns * block_size
+        seq_lens[:num_requests], seq_lens[num_requests:] = lengths, 1
+        # Columns beyond a row's keys keep older ids: nothing reads them.
+        width = -(-int(lengths.max()) // block_size)
+        assert width <= table.shape[1], (width, view)
+        if view.window is None and view.chunk is None:
+            table[:num_requests, :width] = ids[rows, :width]
+        else:
+            seen = np.minimum(columns[:, None] + np.arange(width), ids.shape[1] - 1)
+            table[:num_requests, :width] = ids[rows[:, None], seen]
+        table[num_requests:, 0] = 0
 
     def _record(self, forward: Forward, recorder: Recorder, size: int) -> Replay:
         buffers = self._buffers[size]
@@ -240,8 +280,8 @@ class DecodeGraphs:
             attention={view: plain[other] for view, other in self._plain.items()},
             states={
                 group: self._segments(group, size, there)
-                for group, shape in enumerate(self._table_shapes)
-                if shape is None
+                for group, table in enumerate(self._tables)
+                if table.is_state
             },
         )
         return recorder.record(lambda: forward(there["token_ids"], there["positions"], seen))
@@ -256,7 +296,7 @@ class DecodeGraphs:
             seq_lens=there["seq_lens", view],
             block_table=there["table", view],
             slot_mapping=there["slots", view.kv_group],
-            block_size=self._kernel_block(view)[1],
+            block_size=self._tables_of(view).block_size,
             query_start_loc_cpu=tuple(range(size + 1)),
             seq_lens_cpu=(most_keys,) * size,
             num_tokens=size,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,14 @@ from rayk.types.batch import UNKNOWN_TOKEN, ScheduledBatch
 
 # of a KV group: by tokens for attention, by segments for recurrent states
 GroupMetadata = CommonAttentionMetadata | Segments
+
+
+class BlockTables(NamedTuple):
+    """The blocks of every row of one KV group."""
+
+    ids: np.ndarray  # int32 [max_seqs, blocks of the longest request]
+    block_size: int  # tokens of a block, for attention of a kernel's
+    is_state: bool = False  # a block has one recurrent state
 
 
 @dataclass(frozen=True)
@@ -109,17 +118,16 @@ class InputBuilder:
         self._tables = [np.zeros((max_seqs, _table_width(g, max_positions)), np.int32) for g in self._groups]
 
     @property
-    def table_shapes(self) -> tuple[tuple[int, int] | None, ...]:
-        """List the columns of each KV group's block table and tokens of a kernel block; None where metadata
-        has slots instead."""
+    def tables(self) -> tuple[BlockTables, ...]:
+        """List the block tables of each KV group, which steps change in place."""
         return tuple(
-            None if _is_state(g) else (table.shape[1], g.kernel_block_size)
+            BlockTables(table, g.block_size if _is_state(g) else g.kernel_block_size, _is_state(g))
             for g, table in zip(self._groups, self._tables, strict=True)
         )
 
     def build(self, batch: ScheduledBatch) -> ModelInputs:
         """Apply the batch's table updates and return its tensors."""
-        self._update_tables(batch)
+        self.update_tables(batch)
         step = self._step(batch)
         token_ids = np.array([t for r in batch.requests for t in r.token_ids], dtype=np.int64)
         num_unknown = 0
@@ -182,7 +190,8 @@ class InputBuilder:
         ]
         return _tensor(np.concatenate(ranges))
 
-    def _update_tables(self, batch: ScheduledBatch) -> None:
+    def update_tables(self, batch: ScheduledBatch) -> None:
+        """Put the batch's new blocks in."""
         for request in batch.requests:
             for g, table, (start, ids) in zip(self._groups, self._tables, request.new_block_ids, strict=True):
                 if ids:

@@ -163,14 +163,16 @@ class EngineRank:
     def step(self, batch: ScheduledBatch) -> torch.Tensor:
         """Compute the batch's tokens and store their KV. Returns float32 logits [requests that need logits,
         vocab], valid until the next step. On a GPU this returns before the kernels have run."""
-        inputs = self._inputs.build(batch)
-        fast = bool(self.fast_prefill_layers) and len(inputs.logits_index_host) < len(inputs.token_ids)
-        seen = self._see(inputs, inputs.logits_index_host if fast else None)
         self._prompt_hidden = None
-        self.fence.begin()
-        if self._graphs is not None and self._graphs.fits(inputs):
-            logits = self._replay(self._graphs, inputs, seen)
+        if self._graphs is not None and self._graphs.fits(batch):
+            self._inputs.update_tables(batch)
+            self.fence.begin()
+            logits = self._replay(self._graphs, batch)
         else:
+            inputs = self._inputs.build(batch)
+            fast = bool(self.fast_prefill_layers) and len(inputs.logits_index_host) < len(inputs.token_ids)
+            seen = self._see(inputs, inputs.logits_index_host if fast else None)
+            self.fence.begin()
             inputs, seen = self._upload(inputs, seen)
             self._prepare(inputs.num_unknown, inputs.token_ids, inputs.sampled_rows)
             logits = self._eager(inputs, seen, fast=fast)
@@ -239,12 +241,12 @@ class EngineRank:
             self._prompt_hidden = hidden[inputs.prompt_index]
         return self.decoder.logits(hidden if fast else hidden[inputs.logits_index])
 
-    def _replay(self, graphs: DecodeGraphs, inputs: ModelInputs, seen: StepViews) -> torch.Tensor:
-        logits = graphs.replay(inputs, seen, partial(self._prepare, inputs.num_unknown))
+    def _replay(self, graphs: DecodeGraphs, batch: ScheduledBatch) -> torch.Tensor:
+        logits = graphs.replay(batch, self._prepare)
         if self.on_layer is not None:
             for layer in range(len(self.decoder.layers)):
                 self.on_layer(layer)
-        self.num_token_layers += len(inputs.token_ids) * self._recorded_layers
+        self.num_token_layers += len(batch.requests) * self._recorded_layers
         return logits
 
     def _see(self, inputs: ModelInputs, logits_index: np.ndarray | None) -> StepViews:
@@ -317,7 +319,7 @@ class EngineRank:
             decode,
             recorder or (CallRecorder() if on_cpu else CudaRecorder(self.device)),
             sizes=range(1, min(self.config.max_seqs, MAX_ROWS) + 1) if on_cpu else None,
-            table_shapes=self._inputs.table_shapes,
+            tables=self._inputs.tables,
             views=self.attention_groups.views,
             max_seqs=self.config.max_seqs,
             max_positions=self.model_config.max_positions,

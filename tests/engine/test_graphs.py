@@ -14,21 +14,15 @@ import pytest
 import torch
 
 from rayk.actors import worker as worker_module
-from rayk.attention import (
-    AttentionGroups,
-    AttentionLayer,
-    AttentionView,
-    CommonAttentionMetadata,
-    get_backend,
-)
+from rayk.attention import AttentionView, CommonAttentionMetadata
 from rayk.engine.graphs import DecodeGraphs, Forward, Replay, StepViews, graph_sizes
-from rayk.engine.inputs import ModelInputs
+from rayk.engine.inputs import BlockTables
 from rayk.engine.rank import EngineRank
 from rayk.handover import planted
 from rayk.kernels.segments import NO_SLOT, Segments
-from rayk.kv.specs import FullAttentionSpec
 from rayk.oracle.checkpoint import read_marker
 from rayk.parallel.local import LocalComm
+from rayk.types.batch import UNKNOWN_TOKEN, ScheduledBatch, ScheduledRequest
 from rayk.types.config import EngineConfig
 from tests.engine.stepped import run_greedy
 from tests.spec_models import ALL_ROUTED
@@ -78,22 +72,25 @@ def test_a_step_sees_only_its_own_rows_and_padding_that_stores_nothing() -> None
         return token_ids[:, None].float()
 
     views = (AttentionView(kv_group=0), AttentionView(kv_group=1))
-    graphs = _graphs(forward, views, ((4, 16), (3, 16)))
-    full = _decode([11, 12, 13, 14], [9, 20, 3, 30], widths=(4, 3))
+    tables = (_tables(4, 16), _tables(3, 16, first=100))
+    graphs = _graphs(forward, views, tables)
+    full = _decode([11, 12, 13, 14], [9, 20, 3, 30])
     assert graphs.fits(full)
-    assert _replay(graphs, full, views).flatten().tolist() == [11, 12, 13, 14]
-    short = _decode([21, 22, 23], [5, 6, 7], widths=(2, 1))
-    assert _replay(graphs, short, views).flatten().tolist() == [21, 22, 23]
+    assert _replay(graphs, full).flatten().tolist() == [11, 12, 13, 14]
+    rows = (3, 0, 2)
+    short = _decode([21, 22, 23], [5, 26, 7], rows)
+    assert _replay(graphs, short).flatten().tolist() == [21, 22, 23]
     last = seen[-1]
     assert last["token_ids"] == [21, 22, 23, 0]
-    assert last["positions"] == [4, 5, 6, 0]
-    assert last["seq_lens"] == [5, 6, 7, 1]
+    assert last["positions"] == [4, 25, 6, 0]
+    assert last["seq_lens"] == [5, 26, 7, 1]
     assert last["starts"] == [0, 1, 2, 3, 4]
     assert [slots[3] for slots in last["slots"]] == [-1, -1]
-    assert [slots[:3] for slots in last["slots"]] == [c.slot_mapping.tolist() for c in short.metadata]
-    for common, table in zip(short.metadata, last["tables"], strict=True):
-        width = common.block_table.shape[1]
-        assert [row[:width] for row in table[:3]] == common.block_table.tolist()
+    for group, table, slots in zip(tables, last["tables"], last["slots"], strict=True):
+        assert [row[:2] for row in table[:3]] == [group.ids[row, :2].tolist() for row in rows]
+        assert slots[:3] == [
+            _slots(group.ids[row], n, 16)[-1] for row, n in zip(rows, (5, 26, 7), strict=True)
+        ]
         assert table[3][0] == 0, "padding sees the null block"
     assert last["maxima"] == (1, 64), "what is captured holds for every length"
 
@@ -116,55 +113,50 @@ def test_what_a_view_sees_is_in_its_own_buffers(
     """Every key that a token sees, and before them at most a part of a block; long and short steps."""
     seen: list[CommonAttentionMetadata] = []
     other = AttentionView(kv_group=0, window=13)
-    views = (other, view)
+    tables = _tables(8, 8)
     graphs = _graphs(
-        lambda ids, _, step: (seen.append(step.attention[view]), ids[:, None].float())[1], views, ((8, 8),)
+        lambda ids, _, step: (seen.append(step.attention[view]), ids[:, None].float())[1],
+        (other, view),
+        (tables,),
     )
     assert all(common.block_table.shape[1] == width for common in seen)
     steps = [[1, 8, 33, 64], [9, 64], [3], [24, 25, 48], [17, 16, 15, 40], list(range(30, 34))]
     for seq_lens in (*steps, [5, 6, 7], [8, 50, 9]):  # each of the host's buffers held longer ones
-        step = _decode(list(range(len(seq_lens))), seq_lens, widths=(8,), block_size=8)
-        _replay(graphs, step, views)
-        (common,) = step.metadata
-        assert isinstance(common, CommonAttentionMetadata)
+        _replay(graphs, _decode(list(range(len(seq_lens))), seq_lens))
         num_rows = len(seen[-1].seq_lens)
         for row, seq_len in enumerate(seq_lens):
-            whole = _slots(common.block_table[row], seq_len)
-            found = _slots(seen[-1].block_table[row], int(seen[-1].seq_lens[row]))
-            most = whole[first_seen(seq_len - 1) // 8 * 8 :]
-            least = whole[first_seen(seq_len - 1) :]
-            assert found[-len(least) :] == least
-            assert most[-len(found) :] == found or view.window is not None and len(whole) - view.window < 8
+            whole = _slots(tables.ids[row], seq_len, 8)
+            found = _slots(seen[-1].block_table[row].numpy(), int(seen[-1].seq_lens[row]), 8)
+            assert found == whole[first_seen(seq_len - 1) // 8 * 8 :]
         assert seen[-1].seq_lens[len(seq_lens) :].tolist() == [1] * (num_rows - len(seq_lens))
         assert seen[-1].block_table[len(seq_lens) :, 0].tolist() == [0] * (num_rows - len(seq_lens))
         assert seen[-1].max_seq_len >= int(seen[-1].seq_lens.max())
 
 
-def _slots(blocks: torch.Tensor, num_keys: int) -> list[int]:
-    """Where a row's keys lie, by its table of blocks of 8 tokens."""
+def _slots(blocks: np.ndarray, num_keys: int, block_size: int) -> list[int]:
+    """Where a row's keys lie, by its table of blocks."""
     ids = blocks.tolist()
-    return [ids[key // 8] * 8 + key % 8 for key in range(num_keys)]
+    return [ids[key // block_size] * block_size + key % block_size for key in range(num_keys)]
 
 
 def test_states_of_a_step_lie_where_it_says_and_padding_keeps_none() -> None:
     seen: list[Segments] = []
-    views = (AttentionView(kv_group=1),)
+    blocks = _tables(20, 3).ids
     graphs = _graphs(
         lambda ids, positions, step: (seen.append(step.states[0]), ids[:, None].float())[1],
-        views,
-        (None, (4, 16)),
+        (AttentionView(kv_group=1),),
+        (BlockTables(blocks, 3, is_state=True), _tables(4, 16)),
     )
-    for reads, writes in (([5, -1, 7, 9], [5, 6, 8, 9]), ([3, 4, 9], [3, 5, 9])):
-        step = _decode(list(range(len(reads))), [4] * len(reads), widths=(4,))
-        segments = Segments.from_host(
-            query_lens=[1] * len(reads),
-            read_slots=reads,
-            ends=[[1]] * len(reads),
-            write_slots=[[slot] for slot in writes],
-        )
-        inputs = dataclasses.replace(step, metadata=(segments, *step.metadata))
-        assert graphs.fits(inputs)
-        assert len(_replay(graphs, inputs, views)) == len(reads)
+    for seq_lens, rows in (([5, 1, 7, 9], (0, 1, 2, 3)), ([3, 4, 10], (2, 3, 0))):
+        step = _decode(list(range(len(rows))), seq_lens, rows)
+        reads, writes = [], []
+        for row, seq_len in zip(rows, seq_lens, strict=True):
+            # The state after each token, by the block that the token lies in.
+            kept = [int(blocks[row, token // 3]) for token in range(seq_len)]
+            reads.append(kept[-2] if seq_len > 1 else NO_SLOT)
+            writes.append(kept[-1])
+        assert graphs.fits(step)
+        assert len(_replay(graphs, step)) == len(reads)
         padding = [NO_SLOT] * (4 - len(reads))
         assert seen[-1].read_slots.tolist() == reads + padding
         assert seen[-1].write_slots.tolist() == writes + padding
@@ -173,43 +165,42 @@ def test_states_of_a_step_lie_where_it_says_and_padding_keeps_none() -> None:
         assert seen[-1].is_single_step
 
 
+def test_tokens_that_are_not_known_yet_are_named_by_their_rows() -> None:
+    graphs = _graphs(lambda ids, *_: ids[:, None].float(), (AttentionView(kv_group=0),), (_tables(4, 16),))
+    found: list[Any] = []
+
+    def prepare(num_unknown: int, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
+        found.append((num_unknown, token_ids.tolist(), rows.tolist()))
+        token_ids[token_ids < 0] = 77
+
+    step = _decode([5, UNKNOWN_TOKEN, UNKNOWN_TOKEN], [4, 5, 6], (1, 3, 0))
+    assert graphs.replay(step, prepare).flatten().tolist() == [5, 77, 77]
+    assert found == [(2, [5, -4, -1], [1, 3, 0])]
+
+
 def test_only_whole_decode_steps_fit() -> None:
     views = (AttentionView(kv_group=0),)
-    graphs = _graphs(lambda ids, *_: ids[:, None].float(), views, ((4, 16),), max_seqs=2)
-    assert graphs.fits(_decode([1, 2], [4, 5], widths=(4,)))
-    assert not graphs.fits(_decode([1, 2, 3], [4, 5, 6], widths=(4,))), "more rows than were recorded"
-    silent = _decode([1, 2], [4, 5], widths=(4,))
-    without = ModelInputs(
-        silent.token_ids,
-        silent.positions,
-        silent.logits_index[:1],
-        silent.metadata,
-        np.arange(1),
-        torch.arange(1),
-    )
-    assert not graphs.fits(without), "a chunk of one token wants no logits"
-    chunk = CommonAttentionMetadata.from_host(
-        query_lens=[2],
-        seq_lens=[2],
-        block_table=torch.ones(1, 4),
-        slot_mapping=torch.arange(2),
-        block_size=16,
-    )
-    ids = torch.tensor([1, 2])
-    one = torch.tensor([1])
-    assert not graphs.fits(ModelInputs(ids, ids, one, (chunk,), one.numpy(), one))
+    graphs = _graphs(lambda ids, *_: ids[:, None].float(), views, (_tables(4, 16),), max_seqs=2)
+    whole = _decode([1, 2], [4, 5])
+    assert graphs.fits(whole)
+    assert not graphs.fits(_decode([1, 2, 3], [4, 5, 6])), "more rows than were recorded"
+
+    def changed(**changes: Any) -> ScheduledBatch:
+        first, second = whole.requests
+        return dataclasses.replace(whole, requests=(first, dataclasses.replace(second, **changes)))
+
+    assert not graphs.fits(changed(needs_logits=False)), "a chunk of one token wants no logits"
+    assert not graphs.fits(changed(token_ids=(1, 2)))
+    assert not graphs.fits(changed(prompt_logits=(0, 1)))
 
 
 def _graphs(
-    forward: Forward,
-    views: Sequence[AttentionView],
-    table_shapes: Sequence[tuple[int, int] | None],
-    max_seqs: int = 4,
+    forward: Forward, views: Sequence[AttentionView], tables: Sequence[BlockTables], max_seqs: int = 4
 ) -> DecodeGraphs:
     return DecodeGraphs(
         forward,
         Again(),
-        table_shapes=table_shapes,
+        tables=tables,
         views=views,
         max_seqs=max_seqs,
         max_positions=64,
@@ -217,42 +208,31 @@ def _graphs(
     )
 
 
-def _replay(graphs: DecodeGraphs, inputs: ModelInputs, views: Sequence[AttentionView]) -> torch.Tensor:
-    """As the rank does it; views by KV group."""
-    groups = AttentionGroups()
-    groups.initialise(
-        AttentionLayer(
-            layer=layer,
-            backend=get_backend("reference", "cpu"),
-            spec=FullAttentionSpec(16, 1, 16, 16, "float32", 1),
-            num_query_heads=1,
-            view=view,
-        )
-        for layer, view in enumerate(views)
-    )
-    commons = {g: m for g, m in enumerate(inputs.metadata) if isinstance(m, CommonAttentionMetadata)}
-    states = {g: m for g, m in enumerate(inputs.metadata) if isinstance(m, Segments)}
-    seen = StepViews(attention=groups.see(commons), states=states)
-    return graphs.replay(inputs, seen, lambda token_ids, sampled_rows: None)
+def _replay(graphs: DecodeGraphs, batch: ScheduledBatch) -> torch.Tensor:
+    return graphs.replay(batch, lambda num_unknown, token_ids, rows: None)
 
 
-def _decode(
-    token_ids: list[int], seq_lens: list[int], *, widths: tuple[int, ...], block_size: int = 16
-) -> ModelInputs:
-    num = len(token_ids)
-    metadata = tuple(
-        CommonAttentionMetadata.from_host(
-            query_lens=[1] * num,
-            seq_lens=seq_lens,
-            block_table=torch.arange(1, num * w + 1).view(num, w) + 100 * g,
-            slot_mapping=torch.arange(num) + 1000 * (g + 1),
-            block_size=block_size,
-        )
-        for g, w in enumerate(widths)
+def _tables(width: int, block_size: int, first: int = 1) -> BlockTables:
+    """Four rows of blocks, each another, from `first` on."""
+    return BlockTables(np.arange(first, first + 4 * width, dtype=np.int32).reshape(4, width), block_size)
+
+
+def _decode(token_ids: list[int], seq_lens: list[int], rows: Sequence[int] | None = None) -> ScheduledBatch:
+    """Tokens of requests that have `seq_lens` with them, by default in the first rows."""
+    return ScheduledBatch(
+        step=1,
+        requests=tuple(
+            ScheduledRequest(
+                request_id=str(row),
+                row=row,
+                num_computed_tokens=seq_len - 1,
+                token_ids=(token,),
+                new_block_ids=(),
+                needs_logits=True,
+            )
+            for token, seq_len, row in zip(token_ids, seq_lens, rows or range(len(token_ids)), strict=True)
+        ),
     )
-    rows = torch.arange(num)
-    positions = torch.tensor(seq_lens) - 1
-    return ModelInputs(torch.tensor(token_ids), positions, rows, metadata, np.arange(num), rows)
 
 
 def ending_one_by_one(

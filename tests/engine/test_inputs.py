@@ -148,9 +148,11 @@ def check_segments(
     return set(np.diff(starts).tolist())
 
 
-def test_states_have_no_block_table() -> None:
-    # 100 positions in kernel blocks of 2 and of 16 tokens, whole blocks of 8 and 16.
-    assert make_builder((2, 16)).table_shapes == ((52, 2), None, (7, 16), None, None)
+def test_tables_are_as_wide_as_the_longest_request() -> None:
+    # 100 positions in kernel blocks of 2 and of 16 tokens; states go by whole blocks.
+    shapes = [(t.ids.shape[1], t.block_size) for t in make_builder((2, 16)).tables if not t.is_state]
+    assert shapes == [(52, 2), (7, 16)]
+    assert [t.block_size for t in make_builder((2, 16)).tables if t.is_state] == [3, 1000, 8]
 
 
 def test_kernel_blocks_of_a_block_follow_each_other() -> None:

@@ -42,8 +42,8 @@ def _(original, self, batch):
     "rayk.engine.graphs:DecodeGraphs._fill",
     "engine/test_graphs.py::test_what_a_view_sees_is_in_its_own_buffers",
 )
-def _(original, self, arrays, inputs, seen, num_requests):
-    original(self, {name: rows[:num_requests] for name, rows in arrays.items()}, inputs, seen, num_requests)
+def _(original, self, arrays, batch):
+    return original(self, {name: rows[: len(batch.requests)] for name, rows in arrays.items()}, batch)
 
 
 @COMPUTE.twin(
