@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rayk.kernels.mla_attention import mla_attention
 from rayk.kernels.paged_attention.tiles import Tiles
+from rayk.kernels.quantise import QuantisedKV
 from tests.each import each
 from tests.helpers import assert_matches
 from tests.kernels.cases import AXIS_ORDERS, Batch, make_batch
@@ -64,11 +65,15 @@ class Latents:
             start += num_queries
         return torch.cat(outs)
 
-    def run(self, impl: str, device: str = "cpu", **options: object) -> Tensor:
-        """The cache's storage is moved as it lies; options are the launcher's."""
-        cache = self.batch.cache[:, 0]
-        storage = torch.tensor([], dtype=cache.dtype).set_(cache.untyped_storage()).to(device)
-        cache = storage.as_strided(cache.shape, cache.stride(), cache.storage_offset())
+    def run(
+        self, impl: str, device: str = "cpu", cache: QuantisedKV | None = None, **options: object
+    ) -> Tensor:
+        """The cache's storage is moved as it lies, but another one, on the device; options are the
+        launcher's."""
+        if cache is None:
+            own = self.batch.cache[:, 0]
+            storage = torch.tensor([], dtype=own.dtype).set_(own.untyped_storage()).to(device)
+            cache = storage.as_strided(own.shape, own.stride(), own.storage_offset())
         _, _, *rest, _ = self.batch.arguments()
         arguments = (self.q.to(device), cache, *(t.to(device) for t in rest))
         if not options:

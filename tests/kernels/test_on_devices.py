@@ -181,6 +181,19 @@ def test_deepseeks_latents_match_float64(
     latents.check(latents.run("triton", device), "latents")
 
 
+@each_batch
+@each_name
+@on_devices("num_heads, latent, rope", [(16, 64, 16)], [(16, 512, 64), (128, 512, 64)])
+def test_quantised_latents_match_float64(
+    device: str, num_heads: int, latent: int, rope: int, name: str, kind: str
+) -> None:
+    requests = requests_of(kind, device)
+    latents = make_latents(requests, num_heads=num_heads, latent=latent, rope=rope)
+    cache = moved_cache(quantised(latents.batch, name, "BHLNC", (0.37, 0.37)), device)
+    latents.q = latents.q.to(torch.bfloat16)
+    latents.check(latents.run("triton", device, cache), name)
+
+
 @pytest.mark.parametrize("is_alike", [True, False])
 @on_devices("unit, most", [(unit, 40) for unit in (1, 8, 16)], [(u, 900) for u in (1, 2, 4, 8, 16, 64)])
 def test_runs_are_copied_as_by_the_reference(device: str, unit: int, most: int, is_alike: bool) -> None:

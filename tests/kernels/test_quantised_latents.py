@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
-from rayk.kernels.mla_attention import mla_attention
-from rayk.kernels.quantise import QuantisedKV
 from rayk.kernels.store_kv import store_kv
 from tests.each import each
 from tests.helpers import assert_matches
@@ -21,17 +18,6 @@ STORES = ("reference", pytest.param("triton", marks=interpreted))
 IMPLS = ("reference", "torch", pytest.param("triton", marks=interpreted))
 SCALES = (0.37, 0.37)
 """A latent's is its rotated key's."""
-
-
-def run(latents: Latents, cache: QuantisedKV, impl: str, **options: object) -> Tensor:
-    """Options are the launcher's."""
-    _, _, *rest, _ = latents.batch.arguments()
-    constants = {"scale": latents.scale, "latent_size": latents.latent_size}
-    if not options:
-        return mla_attention(latents.q, cache, *rest, **constants, impl=impl)
-    from rayk.kernels.mla_attention.launch import mla_attention_triton
-
-    return mla_attention_triton(latents.q, cache, *rest, **constants, **options)  # type: ignore[arg-type]
 
 
 def of_scale(latents: Latents, factor: float) -> None:
@@ -65,7 +51,7 @@ def test_every_visible_row_counts_once(impl: str, name: str, order: str, poisone
     latents = make_latents(MIXED, rope=16, order=order, block_size=16, kernel_block_size=8)
     mark(latents)
     seen, expected = counts(latents)
-    found = run(latents, quantised(latents.batch, name, order, (1.0, 1.0)), impl)
+    found = latents.run(impl, cache=quantised(latents.batch, name, order, (1.0, 1.0)))
     found = (found * seen).round().long()
     assert torch.equal(found, expected.expand_as(found))
 
@@ -92,7 +78,7 @@ def test_numbers_match_float64(
     of_scale(latents, 3.0)
     cache = quantised(latents.batch, name, "BLHNC", SCALES)
     latents.q = latents.q.to(dtype)
-    latents.check(run(latents, cache, impl), impl)
+    latents.check(latents.run(impl, cache=cache), impl)
 
 
 @interpreted
@@ -101,7 +87,7 @@ def test_numbers_match_float64(
 def test_splits_and_small_tiles(name: str, num_splits: int, poisoned_empty: None) -> None:
     latents = make_latents(DECODES, num_heads=5, latent=48, rope=16)
     cache = quantised(latents.batch, name, "LBNHC", SCALES)
-    latents.check(run(latents, cache, "triton", tiles=NARROW, num_splits=num_splits), "splits")
+    latents.check(latents.run("triton", cache=cache, tiles=NARROW, num_splits=num_splits), "splits")
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -110,16 +96,16 @@ def test_sizes_that_are_no_powers_of_two(impl: str) -> None:
     for name in ("fp8_e4m3", "fp8_e4m3_token_head"):
         latents = make_latents(MIXED, latent=41, rope=7)
         cache = quantised(latents.batch, name, "BLHNC", SCALES)
-        latents.check(run(latents, cache, impl), f"{impl} {name}")
+        latents.check(latents.run(impl, cache=cache), f"{impl} {name}")
 
 
 def test_unlike_scales_are_refused() -> None:
     latents = make_latents(((1, 3),))
     cache = quantised(latents.batch, "fp8_e4m3", "BLHNC", (0.5, 0.25))
     with pytest.raises(AssertionError, match="scaled alike"):
-        run(latents, cache, "torch")
+        latents.run("torch", cache=cache)
     assert_matches(
-        run(latents, quantised(latents.batch, "fp8_e4m3", "BLHNC", (0.5, 0.5)), "torch"),
+        latents.run("torch", cache=quantised(latents.batch, "fp8_e4m3", "BLHNC", (0.5, 0.5))),
         latents.dense(torch.float64),
         latents.dense(torch.float32),
         what="alike",
