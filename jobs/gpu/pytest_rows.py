@@ -29,7 +29,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ or not is_result:
         return
     settings = json.loads(os.environ[SETTINGS])
-    note = "".join(report.longreprtext.strip().splitlines()[-1:]) if report.failed else ""
+    told = (
+        [line for line in report.longreprtext.splitlines() if line.startswith("E ")] if report.failed else []
+    )
+    note = "".join(told[:1])
     if report.skipped and isinstance(report.longrepr, tuple):
         note = report.longrepr[2]
     name = report.nodeid.split("@")[0]  # pytest-xdist adds the group

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from html import escape
 from pathlib import Path
@@ -105,7 +105,7 @@ class Rows:
         return sum(row["stage"] == stage for row in self.read())
 
     def write_tables(self, environment: Mapping[str, Any]) -> None:
-        """Write gpu-day.csv, gpu-day.json and gpu-day.html."""
+        """Write gpu-day.csv, gpu-day.json, gpu-day.html and gpu-day.md."""
         rows = self.read()
         with _replacing(self.folder / f"{NAME}.csv") as path, path.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, restval="", extrasaction="ignore")
@@ -115,6 +115,8 @@ class Rows:
             path.write_text(json.dumps({"environment": environment, "rows": rows}, indent=1) + "\n")
         with _replacing(self.folder / f"{NAME}.html") as path:
             path.write_text(page(rows, environment))
+        with _replacing(self.folder / f"{NAME}.md") as path:
+            path.write_text(text(rows, environment))
 
 
 class _replacing:  # noqa: N801 - used like a function
@@ -134,15 +136,11 @@ class _replacing:  # noqa: N801 - used like a function
 
 def page(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> str:
     """A plain page: a table per stage, measured over ceiling."""
-    packages = ", ".join(f"{k} {v}" for k, v in environment.get("packages", {}).items() if v)
     parts = [
         f"<!doctype html><meta charset=utf-8><title>GPU day</title><style>{STYLE}</style><h1>GPU day</h1>",
-        f"<p>{escape(str(environment.get('device', '')))}; {escape(packages)}</p>",
-        "<p>of copy, of matmul: shares of what a copy and a matrix product reached in the same process.</p>",
+        *(f"<p>{escape(line)}</p>" for line in _about(environment)),
     ]
-    for stage in dict.fromkeys(row["stage"] for row in rows):
-        own = [row for row in rows if row["stage"] == stage]
-        used = [name for name in COLUMNS[2:] if any(row.get(name) not in (None, "") for row in own)]
+    for stage, used, own in _tables(rows, COLUMNS[2:]):
         heads = "".join(f"<th>{escape(name.replace('_', ' '))}" for name in used)
         body = "".join(
             f"<tr class={row['status']}>{''.join(_cell(name, row.get(name)) for name in used)}</tr>\n"
@@ -152,11 +150,52 @@ def page(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> s
     return "\n".join(parts) + "\n"
 
 
+def text(rows: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> str:
+    """The same in Markdown, to be kept: tests that passed are counted, and what is alike in all rows is told
+    once."""
+    parts = ["# A day on a GPU", "", *(f"- {line}" for line in _about(environment))]
+    parts.append(f"- commit {environment.get('git_commit')}, {environment.get('platform')}")
+    for stage, used, own in _tables(rows, COLUMNS[2 : -len(CLOCKS) - 4]):
+        passed = sum(row["status"] == "passed" for row in own)
+        parts += ["", f"## {stage}", "", *([f"{passed} of {len(own)} passed.", ""] if passed else [])]
+        told = [row for row in own if row["status"] != "passed"]
+        if told:
+            parts += ["| " + " | ".join(x.replace("_", " ") for x in used) + " |", "|---" * len(used) + "|"]
+        for row in told:
+            cells = (_shown(name, row.get(name)).replace("|", "/") for name in used)
+            parts.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*parts, "", "Reproduce:", "", "    python jobs/gpu_day.py", ""])
+
+
+def _about(environment: Mapping[str, Any]) -> tuple[str, ...]:
+    packages = ", ".join(f"{k} {v}" for k, v in environment.get("packages", {}).items() if v)
+    return (
+        f"{environment.get('device', '')}; {packages}",
+        "of copy, of matmul: shares of what a copy and a matrix product reached in the same process.",
+    )
+
+
+def _tables(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[str]
+) -> Iterator[tuple[str, list[str], list[Mapping[str, Any]]]]:
+    """Each stage, those of its columns in which something stands, and its rows."""
+    for stage in dict.fromkeys(row["stage"] for row in rows):
+        own = [row for row in rows if row["stage"] == stage]
+        yield stage, [name for name in columns if any(row.get(name) not in (None, "") for row in own)], own
+
+
 def _cell(name: str, value: Any) -> str:
+    return (
+        f"<td class=n>{_shown(name, value)}"
+        if isinstance(value, float | int)
+        else f"<td>{escape(_shown(name, value))}"
+    )
+
+
+def _shown(name: str, value: Any) -> str:
     if isinstance(value, float | int):
-        text = f"{value:.0%}" if name in SHARES else f"{value:.4g}"
-        return f"<td class=n>{text}"
-    return f"<td>{escape('' if value is None else str(value))}"
+        return f"{value:.0%}" if name in SHARES else f"{value:.4g}"
+    return "" if value is None else str(value)
 
 
 def nvidia_clocks() -> dict[str, float]:
