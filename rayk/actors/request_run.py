@@ -130,6 +130,7 @@ class RequestRun:
             mode="whole" if is_whole else "prefill",
             output_token_ids=tuple(row.output_token_ids) if is_whole else (),
             capture=self._captures,
+            via_host=self._rules.via_host,
             reservation=reservation,
         )
         ticket = await self._stream(prefill, route, asked)

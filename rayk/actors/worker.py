@@ -292,6 +292,7 @@ class Worker:
                 put,
                 hand_over=asked.mode == "prefill",
                 capture=asked.capture,
+                via_host=asked.via_host,
                 output_token_ids=asked.output_token_ids,
                 reservation=asked.reservation,
             )
@@ -441,7 +442,7 @@ class Worker:
         reserved, in_flight = handover.reservations.open_reservations, handover.receiving.in_flight
         offloading = handover.offloading
         stored = offloading.storing.in_outboxes if offloading is not None else ()
-        return (*leader.manager.leases, *reserved, *in_flight, *stored)
+        return (*leader.manager.leases, *reserved, *in_flight, *handover.lending.in_outboxes, *stored)
 
     def _make_extension(self, rank: EngineRank, spec: RankSpec) -> CaptureExtension | TransferExtension:
         if spec.role == "aggregated" and spec.offload is None:

@@ -61,6 +61,8 @@ class MakeTicket:
     reservation_id: str | None = None
     """Where it was pushed to."""
     attempt: int = 0
+    outbox_tables: BlockTables | None = None
+    """Blocks of the outbox to copy them to, where a host tier is to read them; see MakeStore."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ class EngineRequest:
     """What the client has already: the engine goes on behind it."""
     capture: bool = False
     """Whether the prompt's KV rows are copied out."""
+    via_host: bool = False
+    """Whether a host tier is to read what is prefilled."""
     reservation: Reservation | None = None
     """Blocks to push a prompt's KV into."""
     ticket: TransferTicket | None = None

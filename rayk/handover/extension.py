@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 from rayk.engine.finite import not_finite_weights
 from rayk.engine.rank import EngineRank
@@ -299,10 +300,8 @@ class TransferExtension:
         self._on_point("transfer", self._num_handovers)
         began = time.monotonic_ns()
         self.transfer.lease(command.lease_id, began + self._lease_ns, self._renewed_ns)
-        digests = self._finite_digests(command.request_id, command.num_tokens, command.block_tables)
-        digest_ns = time.monotonic_ns() - began
-        generations = self.transfer.generations(command.block_tables)
-        part = TicketPart(digests, generations, self._renewed_ns, digest_ns)
+        generations = self._hand_out(command)
+        part = self._make_part(command.request_id, command, generations)
         if self._faults.take("early_reuse", command.request_id) is not None:
             reuse_early(self._caches, [b for table in command.block_tables for b in table if b])
         return part
@@ -310,29 +309,35 @@ class TransferExtension:
     def _make_store(self, command: MakeStore) -> None:
         deadline_ns = time.monotonic_ns() + self._lease_ns
         self.transfer.lease(command.lease_id, deadline_ns, self._renewed_ns)
+        generations, first_row = self._hand_out(command), command.first_row
+        make = functools.partial(self._make_part, command.name, command, generations, first_row)
+        self._digesting.begin(command.name, make)
+
+    def _hand_out(self, command: MakeTicket | MakeStore) -> tuple[tuple[int, ...], ...]:
+        """Return the generations of the blocks that a ticket is to name."""
+        if command.outbox_tables is None:
+            return self.transfer.generations(command.block_tables)
+        assert self._outbox is not None, "an engine whose ranks have no outbox"
+        return self._outbox.hand_out(command.outbox_tables)
+
+    def _make_part(
+        self,
+        name: str,
+        command: MakeTicket | MakeStore,
+        generations: tuple[tuple[int, ...], ...],
+        first_row: int = 0,
+    ) -> TicketPart:
+        """Digest the rows of a command's blocks; copy these to the outbox, where it names blocks of it."""
         outbox, tables = self._outbox, command.outbox_tables
-        if tables is None:
-            generations = self.transfer.generations(command.block_tables)
-        else:
-            assert outbox is not None, "an engine whose ranks have no outbox"
-            generations = outbox.hand_out(tables)
-
-        def digest() -> TicketPart:
-            began = time.monotonic_ns()
-            what = command.num_tokens, command.block_tables, command.first_row
-            found = self._finite_digests(command.name, *what)
-            return TicketPart(found, generations, self._renewed_ns, time.monotonic_ns() - began)
-
-        def copy_and_digest() -> TicketPart:
-            assert outbox is not None
-            assert tables is not None
-            with outbox.stream():
+        with nullcontext() if tables is None or outbox is None else outbox.stream():
+            if tables is not None and outbox is not None:
                 outbox.copy(command.block_tables, tables)
-                part = digest()
-                outbox.settle()  # digests were awaited in the same stream, and so were the copies
-            return part
-
-        self._digesting.begin(command.name, digest if tables is None else copy_and_digest)
+            began = time.monotonic_ns()
+            found = self._finite_digests(name, command.num_tokens, command.block_tables, first_row)
+            digest_ns = time.monotonic_ns() - began
+            if tables is not None and outbox is not None:
+                outbox.settle()
+        return TicketPart(found, generations, self._renewed_ns, digest_ns)
 
     def _finite_digests(
         self, name: str, num_tokens: int, block_tables: BlockTables, first_row: int = 0

@@ -50,7 +50,8 @@ class TransferHandover:
     def __init__(self, *, engine: str, epoch: int, tp: int, offload: OffloadSettings | None = None) -> None:
         """`offload`: how the engine uses a host tier, once one is attached."""
         self._leader: Leader | None = None
-        self._hand_over: set[str] = set()
+        self._hand_over: dict[str, bool] = {}
+        """Requests that leave with a ticket -> whether a host tier is to read it."""
         self._capture: set[str] = set()
         self._commands: list[object] = []
         self._sent: list[object] = []
@@ -78,12 +79,14 @@ class TransferHandover:
         *,
         hand_over: bool,
         capture: bool = False,
+        via_host: bool = False,
         output_token_ids: tuple[int, ...] = (),
         reservation: Reservation | None = None,
     ) -> None:
         """Run a request here; `hand_over`: only its prefill, ending in a ticket. `capture`: also emit a
-        copy of its KV rows as info.captured when prefill is done. `output_token_ids`: delivered so far,
-        by an engine that is lost. `reservation`: where its KV is pushed to while it is prefilled."""
+        copy of its KV rows as info.captured when prefill is done. `via_host`: a host tier is to read its KV.
+        `output_token_ids`: delivered so far, by an engine that is lost. `reservation`: where its KV is pushed
+        to while it is prefilled."""
         now = time.monotonic_ns()
 
         def start() -> None:
@@ -96,7 +99,7 @@ class TransferHandover:
             if reservation is not None:
                 self.pushing.begin(request.request_id, reservation)
             if hand_over:
-                self._hand_over.add(request.request_id)
+                self._hand_over[request.request_id] = via_host
             if capture:
                 self._capture.add(request.request_id)
             known, computed = (output_token_ids, 0) if output_token_ids else (None, None)
@@ -201,6 +204,7 @@ class TransferHandover:
         self.pushing.leader = self.reservations.leader = leader
         if self.offloading is not None:
             self.offloading.attach_leader(leader)
+            self.lending.outbox = self.offloading.side.outbox
 
     @property
     def leader(self) -> Leader:
@@ -223,7 +227,7 @@ class TransferHandover:
         hand_over, capture = request_id in self._hand_over, request_id in self._capture
         if not hand_over and not capture:
             return False
-        self._hand_over.discard(request_id)
+        via_host = self._hand_over.pop(request_id, False)
         self._capture.discard(request_id)
         if state.finish_reason is not None:
             self.pushing.end(request_id, "it ended where it was prefilled")
@@ -240,13 +244,17 @@ class TransferHandover:
             if reservation is not None:
                 reservation_id, attempt = reservation.reservation_id, state.num_preemptions
                 ticket = replace(ticket, reservation_id=reservation_id, attempt=attempt)
-            self._commands.append(ticket)
+            if via_host:
+                self.lending.wait_for_room(ticket)
+            else:
+                self._commands.append(ticket)
         return hand_over
 
     def commands(self) -> tuple[object, ...]:
         """List tickets to write, reads to start and rows to copy."""
         self.receiving.turn()
         self.reservations.turn()
+        self._commands += self.lending.turn()
         if self.offloading is not None:
             self.offloading.turn()
         self._sent = self._commands[:]
@@ -283,7 +291,7 @@ class TransferHandover:
     def inspect(self, error: NotFiniteError, num_tokens: int) -> None:
         """All ranks look for where it began; its blocks are under a lease until then."""
         request_id, lease_id = error.request_id, f"{error.request_id}/not finite"
-        self._hand_over.discard(request_id)
+        self._hand_over.pop(request_id, None)
         self._capture.discard(request_id)
         self.pushing.end(request_id, "its logits are not finite")
         tables = self.leader.manager.block_tables(request_id)
@@ -322,7 +330,7 @@ class TransferHandover:
 
     def abort(self, request_id: str) -> bool:
         """Stop what there is of a request; False if there is nothing."""
-        self._hand_over.discard(request_id)
+        self._hand_over.pop(request_id, None)
         self._capture.discard(request_id)
         self.pushing.end(request_id, "it was aborted where it was prefilled")
         if self.offloading is not None and self.offloading.abort(request_id):

@@ -2,27 +2,35 @@
 
 All on the loop's thread. A request that sampled its first token leaves the scheduler, its blocks go to a
 lease, all ranks digest them, and the ticket goes out. The lease ends when every rank was told so, or at its
-deadline.
+deadline. What goes to a host tier is copied to outboxes, where there are some, and its blocks are free then.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
+from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import BlockTables, MakeTicket, TicketPart
 from rayk.handover.rank_answers import RankAnswers
 from rayk.handover.tickets import make_ticket
+from rayk.offload.outbox import outbox_name
 
 if TYPE_CHECKING:
     from rayk.engine.leader import Leader
     from rayk.handover.commands import RankNews
+    from rayk.handover.outbox_room import OutboxRoom
     from rayk.types.errors import RaykError
+
+LOG = logging.getLogger(__name__)
 
 
 class Lending:
-    """Open leases of one engine. `leader` is set when the hand-over is attached."""
+    """Open leases of one engine. `leader` is set when the hand-over is attached, and so is `outbox` where
+    ranks have some."""
 
     def __init__(self, *, engine: str, epoch: int, tp: int) -> None:
         self._engine = engine
@@ -34,6 +42,11 @@ class Lending:
         """Request id -> its open lease."""
         self._leases: dict[str, RankAnswers[bool]] = {}
         """Lease id -> ranks that were told it is over."""
+        self.outbox: OutboxRoom | None = None
+        self._for_tier: deque[MakeTicket] = deque()
+        """Those that wait for room in outboxes."""
+        self._in_outboxes: dict[str, BlockTables] = {}
+        """Lease id -> the blocks of outboxes that it holds."""
         self.num_expired = 0
 
     @property
@@ -61,6 +74,38 @@ class Lending:
         self._leases[lease_id] = RankAnswers(self._tp)
         return MakeTicket(request_id, lease_id, num_tokens, tables)
 
+    def wait_for_room(self, command: MakeTicket) -> None:
+        """A host tier is to read the ticket's blocks: `turn` returns it when outboxes have room."""
+        self._for_tier.append(command)
+
+    def turn(self) -> list[MakeTicket]:
+        """Take those out of the queue that may be written now. What no outbox can hold, or where there are
+        none, is read from the ranks' own memory."""
+        ready = []
+        while self._for_tier:
+            command, outbox = self._for_tier[0], self.outbox
+            rows = range(command.num_tokens)
+            needed = 0 if outbox is None else outbox.num_needed(command.block_tables, rows)
+            if command.lease_id not in self._leases:
+                pass  # it was given up
+            elif outbox is None or needed > outbox.num_blocks:
+                if outbox is not None:
+                    what = command.request_id, needed, outbox.num_blocks
+                    LOG.warning("%s takes %d blocks of outboxes that have %d: it is read past them", *what)
+                ready.append(command)
+            elif needed > outbox.pool.num_free_blocks:
+                break
+            else:
+                taken = self._in_outboxes[command.lease_id] = outbox.take(command.block_tables, rows)
+                ready.append(replace(command, outbox_tables=taken))
+            self._for_tier.popleft()
+        return ready
+
+    @property
+    def in_outboxes(self) -> tuple[str, ...]:
+        """Leases that are read from outboxes."""
+        return tuple(self._in_outboxes)
+
     def on_ticket(self, command: MakeTicket, answers: list[TicketPart], error: RaykError | None) -> None:
         """Every rank answered: send the ticket, or the first error."""
         assert self.leader is not None
@@ -68,14 +113,18 @@ class Lending:
             self.end(command.lease_id)
             self.leader.emit(RequestEvent(request_id=command.request_id, error=error))
             return
+        tables, engine = command.block_tables, self._engine
+        if command.outbox_tables is not None:
+            tables, engine = command.outbox_tables, outbox_name(engine)
+            self.leader.manager.release(command.lease_id)
         ticket = make_ticket(
             answers,
             request_id=command.request_id,
             lease_id=command.lease_id,
-            engine=self._engine,
+            engine=engine,
             epoch=self._epoch,
             num_tokens=command.num_tokens,
-            block_tables=command.block_tables,
+            block_tables=tables,
             lease_ns=answers[0].lease_ns,
             reservation_id=command.reservation_id,
             attempt=command.attempt,
@@ -107,8 +156,11 @@ class Lending:
             assert self.leader is not None
             self._lease_ids = {r: i for r, i in self._lease_ids.items() if i != lease_id}
             self.leader.manager.release(lease_id)
+            taken = self._in_outboxes.pop(lease_id, None)
+            if taken is not None and self.outbox is not None:
+                self.outbox.give_back(taken)
 
     def clear(self) -> None:
         """The engine is going down."""
-        self._leases.clear()
-        self._lease_ids.clear()
+        for known in (self._leases, self._lease_ids, self._for_tier, self._in_outboxes):
+            known.clear()

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rayk.handover.commands import HoldTicket, LetGo
 from rayk.handover.outbox_room import OutboxRoom
+from rayk.kv.outbox import num_outbox_blocks
 from rayk.kv.specs import page_bytes, rows_per_block
 from rayk.offload.backoff import Backoff
 from rayk.offload.costs import CostModel
-from rayk.offload.geometry import num_outbox_blocks
 from rayk.offload.messages import LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.types.errors import KVMismatch
 

@@ -1,4 +1,4 @@
-"""Where a host tier's pages lie, and those of an engine's outboxes. Free of torch."""
+"""Where a host tier's pages lie."""
 
 from __future__ import annotations
 
@@ -25,31 +25,3 @@ def tier_geometry(groups: Sequence[KVCacheGroup], settings: OffloadSettings) -> 
             mend=f"at least {least * block_bytes / 2**30:.6f}",
         )
     return plan_rank(groups, layout, tp_size=1, tp_rank=0, num_blocks=num_blocks)
-
-
-def num_outbox_blocks(groups: Sequence[KVCacheGroup], tp_size: int, num_blocks: int, num_bytes: int) -> int:
-    """Count the blocks of the outboxes of an engine with so many blocks, null block included: as many on
-    every rank as fit into `num_bytes` on the one with the largest. Raises UserError where that is less than
-    one of each group."""
-    ranks = (_outbox_rank(groups, tp_size, rank, 2) for rank in range(tp_size))
-    block_bytes, least = max(rank.block_bytes for rank in ranks), 1 + len(groups)
-    if num_bytes < least * block_bytes:
-        raise UserError(
-            f"an outbox of {num_bytes:,} bytes has no room for {least} blocks, one of each group and the "
-            f"null block, of {block_bytes:,} bytes each",
-            where="offload.outbox_mib",
-            mend=f"at least {-(-least * block_bytes // 2**20)}, or 0 for none",
-        )
-    return min(num_bytes // block_bytes, max(num_blocks, least))
-
-
-def outbox_geometry(rank: RankGeometry, num_bytes: int) -> RankGeometry:
-    """Tell where everything lies in a rank's outbox: what the rank holds, in the order of canonical pages.
-    Raises UserError, see `num_outbox_blocks`."""
-    groups = [g.group for g in rank.groups]
-    num_blocks = num_outbox_blocks(groups, rank.tp_size, rank.num_blocks, num_bytes)
-    return _outbox_rank(groups, rank.tp_size, rank.tp_rank, num_blocks)
-
-
-def _outbox_rank(groups: Sequence[KVCacheGroup], tp_size: int, tp_rank: int, num_blocks: int) -> RankGeometry:
-    return plan_rank(groups, KVCacheLayout("BHLNC"), tp_size=tp_size, tp_rank=tp_rank, num_blocks=num_blocks)

@@ -8,6 +8,7 @@ what arrives.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.caches import CanonicalKVCaches, allocate, empty_bytes
 from rayk.kv.geometry import GroupGeometry
 from rayk.kv.maps import block_strides, match_rows
-from rayk.offload.geometry import outbox_geometry
+from rayk.kv.outbox import outbox_geometry
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.staging import own_stream
@@ -55,6 +56,8 @@ class Outbox:
         self._chunk_blocks = max(1, CHUNK_BYTES // geometry.block_bytes)
         self._chunk = empty_bytes(self._chunk_blocks * geometry.block_bytes, self._device)
         self._own_stream = own_stream(self._device)
+        self._lock = threading.Lock()
+        """Stores are copied by another thread than what is handed over."""
 
     def describe(self, rank: CacheDescription) -> CacheDescription:
         """Describe the outbox of this rank, for whoever reads it."""
@@ -87,7 +90,8 @@ class Outbox:
             assert np.all(source != NULL_BLOCK), "a null block holds nothing to be copied"
             for first in range(0, len(to), self._chunk_blocks):
                 part = slice(first, first + self._chunk_blocks)
-                self._copy(runs, source[part], to[part])
+                with self._lock:
+                    self._copy(runs, source[part], to[part])
 
     def settle(self) -> None:
         """Wait until what was queued in the current stream has run."""

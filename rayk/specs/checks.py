@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from rayk.kv.geometry import layout_veto, plan_rank
 from rayk.kv.layout import KVCacheLayout
+from rayk.kv.outbox import num_outbox_blocks
 from rayk.models.config import DecoderConfig
-from rayk.models.kv_specs import tier_groups
+from rayk.models.kv_specs import engine_groups, tier_groups
 from rayk.specs.cells import Cell, Models, decoder_of, expand, why_no_groups
 from rayk.specs.engines import check_cell_device, check_kernel_blocks, check_layer_backends, check_pool
 from rayk.specs.faults import check_fault, check_fits_model
@@ -16,7 +17,8 @@ from rayk.specs.load import LoadedSpec
 from rayk.specs.prompts import TokenizerLoader, check_token_ids, resolve_prompts
 from rayk.specs.vllm_checks import check_kinds, check_vllm_cell, check_vllm_prompts
 from rayk.types.bounds import MAX_REQUESTS, MAX_TOKENS
-from rayk.types.errors import CheckpointError, SpecError
+from rayk.types.config import EngineConfig
+from rayk.types.errors import CheckpointError, SpecError, Unsupported, UserError
 
 
 def plan_cells(
@@ -164,6 +166,24 @@ def _check_path(cell: Cell, loaded: LoadedSpec) -> None:
         )
 
 
+def _check_outbox(
+    engine: EngineConfig, num_bytes: int | None, config: DecoderConfig, loaded: LoadedSpec
+) -> None:
+    """Refuse outboxes that cannot hold a block of every group."""
+    if not num_bytes:
+        return
+    try:
+        num_outbox_blocks(engine_groups(engine, config), engine.tp, engine.num_blocks, num_bytes)
+    except Unsupported:
+        pass  # the cell's verdict says so
+    except UserError as error:
+        raise SpecError(
+            problem=error.problem,
+            where=loaded.where("offload.outbox_mib"),
+            mend=f"offload: {{outbox_mib: {error.mend}}}",
+        ) from None
+
+
 def _check_tier(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
     """Refuse a host tier that cannot hold a block of every group, or not in its layout; and a way through it
     between engines whose pages mean different things."""
@@ -186,6 +206,7 @@ def _check_tier(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
                 where=loaded.where("offload.host_gib"),
                 mend=f"offload: {{host_gib: {least / 2**30:.6f}}} or more",
             )
+        _check_outbox(engine, settings.on(engine.device).outbox_bytes, config, loaded)
     kinds = {(e.dtype, e.kv_dtype, e.kv_scales, e.hybrid_kv) for e in cell.engines}
     if cell.decode is not None and cell.spec.transfer.path == "host" and len(kinds) > 1:
         raise SpecError(

@@ -23,6 +23,10 @@ from rayk.handover.commands import Connect, Describe, DescribeOutbox, WarmUp
 from rayk.handover.extension import TransferExtension
 from rayk.handover.handover import TransferHandover
 from rayk.handover.offloading import Offloading
+from rayk.kv.geometry import plan_rank
+from rayk.kv.layout import LAYOUTS
+from rayk.models.families import load_config
+from rayk.models.kv_specs import engine_groups
 from rayk.offload.host import HostTier
 from rayk.offload.messages import TIER, LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.transfer.handshake import CacheDescription
@@ -251,6 +255,13 @@ def _make_engine(
 
     engine = ThreadEngine(config, name=name, make_extension=extension, handover=handover, poison=poison)
     return NodeEngine(stack.enter_context(engine), handover)
+
+
+def outbox_bytes(path: Path, num_blocks: int, **own: Any) -> int:
+    """Size of an outbox of so many blocks, beside the null block, of one rank."""
+    groups = engine_groups(EngineConfig(model=str(path), **own), load_config(path))
+    one = plan_rank(groups, LAYOUTS["BHLNC"], tp_size=1, tp_rank=0, num_blocks=2).block_bytes
+    return (num_blocks + 1) * one
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:

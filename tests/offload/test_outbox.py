@@ -15,8 +15,8 @@ from rayk.handover.commands import TicketPart
 from rayk.handover.outbox_room import OutboxRoom
 from rayk.handover.tickets import make_ticket
 from rayk.kv.caches import allocate
+from rayk.kv.outbox import num_outbox_blocks
 from rayk.offload import outbox
-from rayk.offload.geometry import num_outbox_blocks
 from rayk.offload.outbox import Outbox, outbox_name
 from rayk.transfer.agent import DescriptorList, Handle, Ints32, Transfer, TransferAgent
 from rayk.transfer.ticket import TransferTicket

@@ -10,17 +10,12 @@ from typing import Any
 import pytest
 
 from rayk.handover.commands import Describe
-from rayk.kv.geometry import plan_rank
-from rayk.kv.layout import LAYOUTS
-from rayk.models.families import load_config
-from rayk.models.kv_specs import engine_groups
 from rayk.offload.outbox import outbox_name
 from rayk.transfer.ticket import TransferTicket
-from rayk.types.config import EngineConfig
 from tests.answers import NUM_TOKENS, Answers, make_answers
 from tests.markers import one_per
 from tests.offload.faults import Case, FaultyAgents, PausedTier
-from tests.offload.node import Node, NodeEngine, until
+from tests.offload.node import Node, NodeEngine, outbox_bytes, until
 from tests.offload.test_swaps import MODELS, STATES, crowd, pool_for
 from tests.pd import make_request
 from tests.transfer_faults import flip_bit, stall_reads
@@ -39,13 +34,6 @@ def answers(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> C
 def qwen3(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Case:
     path = checkpoint("qwen3")
     return Case.make(path, reference(path), LENGTHS)
-
-
-def outbox_bytes(path: Path, num_blocks: int, **own: Any) -> int:
-    """Size of an outbox of so many blocks, beside the null block, of one rank."""
-    groups = engine_groups(EngineConfig(model=str(path), **own), load_config(path))
-    one = plan_rank(groups, LAYOUTS["BHLNC"], tp_size=1, tp_rank=0, num_blocks=2).block_bytes
-    return (num_blocks + 1) * one
 
 
 def tickets_of(engine: NodeEngine) -> list[TransferTicket]:
@@ -122,7 +110,7 @@ def test_blocks_are_free_when_they_are_copied_not_when_the_tier_has_read_them(qw
 def test_a_store_that_is_larger_than_the_outbox_goes_in_parts(qwen3: Case, num_blocks: int) -> None:
     """A part ends where groups of 256 rows do."""
     size = outbox_bytes(qwen3.path, num_blocks)
-    with Node.open(qwen3.path, [{"num_blocks": 400}, {"tp": 2}], outbox_bytes=size, load="always") as node:
+    with Node.open(qwen3.path, [{"num_blocks": 400}, {"tp": 2}], outbox_bytes=size) as node:
         first, second = node.engines
         tickets = tickets_of(first)
         qwen3.complete(first, "a", 0, 1, 2, 3)

@@ -17,10 +17,11 @@ from rayk.engine.build import RequestResult
 from rayk.engine.leader import RequestEvent
 from rayk.offload.host import HostTier
 from rayk.offload.messages import LoadRequest, StoreAnswer, StoreRequest
+from rayk.offload.outbox import outbox_name
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import DeadlineExceeded, EngineDied, TransferError
 from tests.offload.faults import Case
-from tests.offload.node import Node, NodeEngine, until
+from tests.offload.node import Node, NodeEngine, outbox_bytes, until
 
 LENGTHS = (300, 40)
 
@@ -82,7 +83,7 @@ class Actor:
 
 def prefill(engine: NodeEngine, case: Case, name: str, index: int) -> RequestResult:
     events: queue.SimpleQueue[RequestEvent] = queue.SimpleQueue()
-    engine.handover.submit(case.request(name, index), events.put, hand_over=True)
+    engine.handover.submit(case.request(name, index), events.put, hand_over=True, via_host=True)
     return engine.engine.collect(events)
 
 
@@ -113,16 +114,20 @@ def has_all_blocks(engine: NodeEngine) -> bool:
     return pool.num_free_blocks == pool.num_blocks - 1
 
 
+@pytest.mark.parametrize("outbox_bytes", [0, 64 << 20])
 @pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)], ids=lambda t: f"{t[0]}to{t[1]}")
 def test_the_prefill_engines_blocks_are_free_before_the_decode_engine_begins(
-    case: Case, tp: tuple[int, int]
+    case: Case, tp: tuple[int, int], outbox_bytes: int
 ) -> None:
+    """With outboxes before the tier has read anything."""
     engines: list[dict[str, Any]] = [{"tp": tp[0]}, {"tp": tp[1], "layout": "LBNHC", "block_size": 32}]
-    with Node.open(case.path, engines, store=False) as node:
+    with Node.open(case.path, engines, store=False, outbox_bytes=outbox_bytes) as node:
         first, second = node.engines
         actor = Actor(node)
         prefilled = prefill(first, case, "r", 0)
-        assert not has_all_blocks(first)
+        assert has_all_blocks(first) == bool(outbox_bytes)
+        assert isinstance(prefilled.payload, TransferTicket)
+        assert prefilled.payload.engine == (outbox_name("e0") if outbox_bytes else "e0")
         stored: list[StoreAnswer] = []
         ticket = through(actor, case, prefilled.payload, 0, stored)
         assert len(stored) == 1
@@ -138,6 +143,43 @@ def test_the_prefill_engines_blocks_are_free_before_the_decode_engine_begins(
         node.settle()
         assert actor.dropped == []
         assert node.status()["num_kept"] == node.status()["num_lent"] == 0
+
+
+def test_hand_overs_wait_for_room_in_the_outbox(case: Case) -> None:
+    """The second one's ticket comes when the tier has read the first, or nobody wants that any more."""
+    size = outbox_bytes(case.path, 20)
+    with Node.open(case.path, [{"num_blocks": 200}, {}], store=False, outbox_bytes=size) as node:
+        first, second = node.engines
+        streams: list[queue.SimpleQueue[RequestEvent]] = []
+        for number in range(4):
+            streams.append(queue.SimpleQueue())
+            request = case.request(f"r{number}", 0)
+            first.handover.submit(request, streams[-1].put, hand_over=True, via_host=True)
+        prefilled = [first.engine.collect(streams[0])]
+        until(lambda: len(first.run(lambda: first.handover.lending._for_tier)) == 3, "the others wait")
+        first.handover.settle("r0")
+        prefilled.append(first.engine.collect(streams[1]))
+        first.engine.leader.abort("r2")
+        ticket = through(Actor(node), case, prefilled[1].payload, 0)
+        prefilled.append(first.engine.collect(streams[3]))
+        again = through(Actor(node), case, prefilled[2].payload, 0)
+        for number, offered in ((1, ticket), (2, again)):
+            done = decode(second, case, 0, offered, prefilled[number].token_ids)
+            assert prefilled[number].token_ids + done.token_ids == case.expected[0]
+        node.settle()
+
+
+def test_a_hand_over_that_no_outbox_holds_is_read_past_it(
+    case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Node.open(case.path, [{}, {}], store=False, outbox_bytes=outbox_bytes(case.path, 10)) as node:
+        first, second = node.engines
+        prefilled = prefill(first, case, "r", 0)
+        assert "it is read past them" in caplog.text
+        ticket = through(Actor(node), case, prefilled.payload, 0)
+        done = decode(second, case, 0, ticket, prefilled.token_ids)
+        assert prefilled.token_ids + done.token_ids == case.expected[0]
+        node.settle()
 
 
 def test_what_fails_on_the_way_is_an_error_of_the_transfer_and_leaves_nothing(case: Case) -> None:

@@ -345,12 +345,23 @@ def test_a_host_tier_must_hold_a_block_of_each_group() -> None:
     assert plan(offload={"host_gib": 0.001})
     with pytest.raises(SpecError, match="transfer.path: host without a host tier"):
         plan(transfer={"path": "host"})
+    with pytest.raises(SpecError, match=r"an outbox of 1,048,576 bytes has no.*\n.*outbox_mib: at least"):
+        plan(offload={"host_gib": 1, "outbox_mib": 1}, prefill={"block_size": 8192})
+    assert plan(offload={"host_gib": 0.1, "outbox_mib": 1})
     tier = {"offload": {"host_gib": 0.1}, "transfer": {"path": "host"}}
     assert plan(**tier)
     with pytest.raises(SpecError, match="no tier is both's"):
         plan(**tier, decode={"kv_dtype": "fp8_e4m3"}, checks=["kv_bytes"])
     with pytest.raises(SpecError, match="a host tier reads what it keeps"):
         plan(offload={"host_gib": 0.1}, transfer={"path": "host", "mode": "push"})
+
+
+@pytest.mark.parametrize(("mib", "num_bytes"), [(None, None), (0, 0), (3, 3 << 20)])
+def test_the_size_of_outboxes_reaches_engines(mib: int | None, num_bytes: int | None) -> None:
+    ((cell, _),) = plan(offload={"host_gib": 1, "outbox_mib": mib})
+    found = _offload_of(cell)
+    assert found is not None
+    assert found.outbox_bytes == num_bytes
 
 
 def test_deadlines_reach_the_host_tier() -> None:
