@@ -25,7 +25,9 @@ GPU_FILES = [
 ]
 
 BLOCK = """
+import sys
 from importlib.machinery import PathFinder
+sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in str(getattr(f, "__module__", ""))]
 find = PathFinder.find_spec
 PathFinder.find_spec = classmethod(
     lambda cls, name, *rest: None if name.split(".")[0] in {lacking} else find(name, *rest)
@@ -70,11 +72,12 @@ def test_every_gpu_test_is_found() -> None:
 
 
 def bare_environment(folder: Path, *also_lacking: str) -> dict[str, str]:
-    """Environment of a machine without these packages; a module in `folder` hides them, from children too."""
+    """Environment of a machine without these packages and rayk's install; a module in `folder` hides them,
+    from children too."""
     (folder / "sitecustomize.py").write_text(BLOCK.format(lacking={*LACKING, *also_lacking}))
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "OMP_NUM_THREADS") if name in os.environ}
     return kept | {
-        "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)]),
+        "PYTHONPATH": str(folder),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
 
@@ -88,6 +91,16 @@ def test_they_run_where_it_lacks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no CUDA device" in done.stdout
     assert re.search(r"\d{3} skipped, \d+ deselected", done.stdout)
+
+
+@thorough
+@pytest.mark.parametrize("script", ["attention_gpu", "device_reads", "kernels"])
+def test_benchmarks_for_gpus_start_without_an_install(tmp_path: Path, script: str) -> None:
+    """On an H100 the processes that a stage of the first day starts could not import rayk."""
+    command = [sys.executable, f"jobs/benchmarks/{script}.py", "--help"]
+    environ = bare_environment(tmp_path)
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_first_day_needs_nothing_that_may_lack() -> None:

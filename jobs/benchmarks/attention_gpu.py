@@ -36,9 +36,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
+
 from gpu_attention.paths import PATHS, Cannot
 from gpu_attention.problem import Problem, Shape, eager
-from torch import Tensor
 
 RESULTS = Path(__file__).resolve().parent / "results"
 COLUMNS = ("shape", "path", "ms", "x rayk", "GB/s", "of copy", "TFLOP/s", "of matmul", "error")
