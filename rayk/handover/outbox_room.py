@@ -24,7 +24,8 @@ class OutboxRoom:
 
     def num_needed(self, tables: BlockTables, rows: range) -> int:
         """Count the blocks of tables that hold any of these rows."""
-        return sum(len(_moved(g, table, rows)) for g, table in zip(self._groups, tables, strict=True))
+        parts = (t[_places(g, t, rows)] for g, t in zip(self._groups, tables, strict=True))
+        return sum(len(part) - part.count(NULL_BLOCK) for part in parts)
 
     def can_hold(self, rows: range) -> bool:
         """Tell whether these rows fit, as far as they are live at their end, if nothing else is there."""
@@ -49,8 +50,9 @@ class OutboxRoom:
         free = iter(self.pool.allocate(self.num_needed(tables, rows)))
         found = []
         for g, table in zip(self._groups, tables, strict=True):
-            moved = _moved(g, table, rows)
-            found.append(tuple(next(free) if i in moved else NULL_BLOCK for i in range(len(table))))
+            places, taken = _places(g, table, rows), [NULL_BLOCK] * len(table)
+            taken[places] = [NULL_BLOCK if b == NULL_BLOCK else next(free) for b in table[places]]
+            found.append(tuple(taken))
         return tuple(found)
 
     def give_back(self, tables: BlockTables) -> None:
@@ -59,8 +61,7 @@ class OutboxRoom:
             self.pool.free(table)
 
 
-def _moved(group: KVCacheGroup, table: tuple[int, ...], rows: range) -> frozenset[int]:
+def _places(group: KVCacheGroup, table: tuple[int, ...], rows: range) -> slice:
     """Return the places in a table of blocks that hold any of these rows."""
     size = group.spec.block_size
-    places = range(rows.start // size, min(-(-rows.stop // size), len(table)))
-    return frozenset(i for i in places if table[i] != NULL_BLOCK)
+    return slice(rows.start // size, min(-(-rows.stop // size), len(table)))
