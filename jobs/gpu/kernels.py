@@ -23,7 +23,14 @@ from rayk.kernels.segments import Segments
 from rayk.kernels.selective_scan import selective_scan
 from rayk.kernels.ssd_scan import ssd_scan
 from rayk.kernels.store_kv import store_kv
+from rayk.kv.caches import allocate
 from rayk.kv.formats import FORMATS
+from rayk.kv.geometry import plan_rank
+from rayk.kv.groups import group_layers
+from rayk.kv.layout import LAYOUTS
+from rayk.kv.specs import FullAttentionSpec
+from rayk.offload.outbox import Outbox
+from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 
 SLOTS = 16
 """Tokens of a block of keys and values."""
@@ -254,6 +261,26 @@ def copies(drawn: Drawn, each: int) -> Work:
     )
 
 
+def outbox(drawn: Drawn, layout: str) -> Work:
+    """Scattered blocks of 32 layers of 8 KV heads of 128 into pinned memory, as a rank stores them."""
+    layers, num_blocks = drawn.size(32, 2), drawn.size(128, 4)
+    spec = FullAttentionSpec(SLOTS, 8, *[drawn.size(128, 16)] * 2, "bfloat16", 32)
+    groups = group_layers({(layer, "attention"): spec for layer in range(layers)})
+    geometry = plan_rank(groups, LAYOUTS[layout], tp_size=1, tp_rank=0, num_blocks=2 * num_blocks)
+    caches = allocate(geometry, torch.device(drawn.device))
+    box = Outbox(LocalAgent("outbox", LocalNetwork()), caches, (num_blocks + 1) * geometry.block_bytes)
+    own = np.random.default_rng(0).permutation(np.arange(1, 2 * num_blocks))[:num_blocks].tolist()
+    to = list(range(1, num_blocks + 1))
+
+    def store() -> None:
+        with box.stream():
+            box.copy([own], [to])
+            box.settle()
+
+    num_bytes = num_blocks * geometry.block_bytes
+    return Work(f"{num_blocks} blocks, {num_bytes >> 10} KiB, {layout}", store, num_bytes, fits_graph=False)
+
+
 def digest(drawn: Drawn) -> Work:
     """A request of 8192 tokens in 32 layers of 8 KV heads of 128."""
     layers, tokens, heads, size = (
@@ -298,6 +325,8 @@ MAKE: dict[str, Callable[[Drawn], Work]] = {
     **{f"dequantise, {name}": lambda d, name=name: convert(d, name, back=True) for name in QUANTISED},  # type: ignore[misc]
     "copy_runs, 16 KiB": lambda d: copies(d, d.size(16 << 10, 1 << 10)),
     "copy_runs, 2 KiB": lambda d: copies(d, d.size(2 << 10, 256)),
+    "outbox, LBNHC": lambda d: outbox(d, "LBNHC"),
+    "outbox, BHLNC": lambda d: outbox(d, "BHLNC"),
     "digest": digest,
 }
 STAND_IN = (
@@ -306,6 +335,7 @@ STAND_IN = (
     "decode, fp8_e4m3",
     "quantise, nvfp4",
     "copy_runs, 2 KiB",
+    "outbox, LBNHC",
     "digest",
 )
 
