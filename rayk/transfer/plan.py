@@ -4,8 +4,8 @@ A plan goes through canonical coordinates: of every layer and field, every unit 
 elected source rank that holds it too, and rows are cut wherever a block of either side ends, so that a
 segment lies in one block on both sides. Layers are matched by number: which of them share a group, and how
 long its blocks are, is each engine's own affair. Segments that lie alike in both blocks share a `Pattern`:
-byte runs relative to the block, the same for every block id. A pattern is made once; a request only picks
-block ids.
+byte runs relative to the block, the same for every block id. A pattern is made once, and which patterns a
+request of so many tokens takes is remembered: it only picks block ids.
 
 Only rows that a layer can still see are moved, whatever its group keeps. Blocks may be large (attention's
 grow to the size of a state): segments are cut to their live rows where the bytes this saves cost more than
@@ -35,6 +35,9 @@ from rayk.types.errors import HandshakeMismatch
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
+SHAPES_KEPT = 16
+"""Requests of as many tokens as one of the last so many are only filled with block ids."""
 PATTERNS_PER_READ = 64
 """Patterns kept of each producer rank and group. Blocks of unlike sizes meet in hundreds of ways, of which a
 request needs those of its length."""
@@ -191,12 +194,26 @@ class BlockReads:
 class _Cut:
     """Consecutive segments of some layers, whichever rank they are read from."""
 
+    source_group: int
+    group: int
     layers: tuple[int, ...]
-    from_blocks: Ints
-    to_blocks: Ints
+    here: slice | Ints
+    there: slice | Ints
+    """Where their blocks stand in the tables of both sides."""
+    num_segments: int
     kinds: list[Kind]
     """Kinds of the first segment, of a period of those behind it, and of the last one; one where all are
     alike."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Shape:
+    """Reads to be filled with the block ids of a request."""
+
+    cuts: tuple[_Cut, ...]
+    parts: tuple[tuple[int, Pattern, Bools | None], ...]
+    """Reads in order: the index of a cut, the pattern that some of its segments have, and which these are;
+    None stands for all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,21 +291,48 @@ class TransferPlan:
         """
         sources = checked_tables("producer", producer_blocks, self.producers[0])
         destinations = checked_tables("consumer", consumer_blocks, self.consumer)
-        lowered: list[BlockReads] = []
-        cuts: dict[tuple[object, ...], list[_Cut]] = {}
+        shape = self._shapes(num_tokens, None if layers is None else frozenset(layers), rows)
+        blocks = [
+            (
+                real_blocks("producer", sources[cut.source_group], cut.here, cut.num_segments),
+                real_blocks("consumer", destinations[cut.group], cut.there, cut.num_segments),
+            )
+            for cut in shape.cuts
+        ]
+        lowered = []
+        for index, pattern, chosen in shape.parts:
+            here, there = blocks[index]
+            is_whole = chosen is None
+            lowered.append(
+                BlockReads(pattern, here if is_whole else here[chosen], there if is_whole else there[chosen])
+            )
+        return lowered
+
+    @cached_property
+    def _shapes(self) -> Callable[[int, frozenset[int] | None, range | None], _Shape]:
+        """(tokens, layers, rows), see `lower` -> what it fills."""
+        return lru_cache(maxsize=SHAPES_KEPT)(self._shape)
+
+    def _shape(self, num_tokens: int, layers: frozenset[int] | None, rows: range | None) -> _Shape:
+        cuts: list[_Cut] = []
+        parts: list[tuple[int, Pattern, Bools | None]] = []
+        known: dict[tuple[int, int, tuple[int, ...]], range] = {}
+        """Indices of the cuts of layers in two groups."""
         for read in self.reads:
             kept = read.layers if layers is None else tuple(n for n in read.layers if n in layers)
             if not kept:
                 continue
             # Blocks are as long on all ranks of an engine.
             where = read.source_group, read.group, kept
-            if where not in cuts:
-                tables = sources[read.source_group], destinations[read.group]
-                cuts[where] = list(self._cuts(where, num_tokens, rows, *tables))
-            for cut in cuts[where]:
+            if where not in known:
+                before = len(cuts)
+                cuts += self._cuts(where, num_tokens, rows)
+                known[where] = range(before, len(cuts))
+            for index in known[where]:
+                cut = cuts[index]
                 part = read if cut.layers == read.layers else replace(read, layers=cut.layers)
-                lowered += self._lower(part, cut)
-        return lowered
+                parts += [(index, pattern, chosen) for pattern, chosen in self._patterns(part, cut)]
+        return _Shape(tuple(cuts), tuple(parts))
 
     @cached_property
     def _seen(self) -> Callable[[int, tuple[int, ...]], list[tuple[KVCacheSpec, tuple[int, ...]]]]:
@@ -309,8 +353,6 @@ class TransferPlan:
         where: tuple[int, int, tuple[int, ...]],
         num_tokens: int,
         among: range | None,
-        source_table: Ints,
-        table: Ints,
     ) -> Iterator[_Cut]:
         """Cut the layers of two groups together; apart those that see fewer rows than others."""
         source_group, group, layers = where
@@ -326,31 +368,28 @@ class TransferPlan:
             if not chosen:
                 continue
             starts = segments.starts(chosen)
-            here, there = segments.blocks(starts)
-            from_blocks = real_blocks("producer", source_table, here, len(starts))
-            to_blocks = real_blocks("consumer", table, there, len(starts))
             # All but the first and the last are live as a whole.
             each = starts[0], *starts[1:-1][: segments.per_period], starts[-1]
             kinds = [segments.kind(int(start), live) for start in each]
             if kinds.count(kinds[0]) == len(kinds):
                 kinds = kinds[:1]
             moved = layers if len(layers_of) == 1 else tuple(n for n in layers if n in together)
-            yield _Cut(moved, from_blocks, to_blocks, kinds)
+            yield _Cut(source_group, group, moved, *segments.blocks(starts), len(starts), kinds)
 
-    def _lower(self, read: UnitReads, cut: _Cut) -> Iterator[BlockReads]:
+    def _patterns(self, read: UnitReads, cut: _Cut) -> Iterator[tuple[Pattern, Bools | None]]:
+        """Yield the patterns that bring a cut, and which of its segments each brings; None: all."""
         keys = [self._choose(read, *kind) for kind in cut.kinds]
         # Two kinds have one pattern where a cut does not pay.
         if keys.count(keys[0]) == len(keys):
-            yield BlockReads(self.pattern(keys[0]), cut.from_blocks, cut.to_blocks)
+            yield self.pattern(keys[0]), None
             return
         patterns = {key: index for index, key in enumerate(dict.fromkeys(keys))}
         first, *between, last = (patterns[key] for key in keys)
-        pattern_of = np.empty(len(cut.from_blocks), dtype=np.int64)
+        pattern_of = np.empty(cut.num_segments, dtype=np.int64)
         pattern_of[0], pattern_of[-1] = first, last
         pattern_of[1:-1] = np.resize(between, max(0, len(pattern_of) - 2))
         for key, index in patterns.items():
-            here = pattern_of == index
-            yield BlockReads(self.pattern(key), cut.from_blocks[here], cut.to_blocks[here])
+            yield self.pattern(key), pattern_of == index
 
     def _choose(
         self, read: UnitReads, source_row: int, destination_row: int, num_rows: int, first: int, stop: int

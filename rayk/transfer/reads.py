@@ -52,6 +52,8 @@ class DataReads:
     _direct: dict[int, PostedRead] = field(default_factory=dict)
     _staged: dict[int, tuple[StagedRead, int]] = field(default_factory=dict)
     """Staged reads, with when they began."""
+    _ended_reads: list[tuple[BlockReads, int, int, int]] = field(default_factory=list)
+    """Those that no row tells of yet: with what posting took, when it began, and when it ended."""
     _rows: dict[tuple[int, int], TransferRow] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,11 +74,16 @@ class DataReads:
 
     @property
     def rows(self) -> tuple[TransferRow, ...]:
-        """One per (producer rank, group) that was posted, or is held. Costs are counted when somebody looks,
-        so that no read waits for that."""
+        """One per (producer rank, group) that was posted, or is held. They are filled when somebody looks, so
+        that no read waits for that."""
         uncounted, self._uncounted = self._uncounted, {}
         for index, is_direct in uncounted.items():
-            self._count_costs(self.reads[index], self._option(index), is_direct=is_direct)
+            self._count_posted(index, is_direct=is_direct)
+        ended, self._ended_reads = self._ended_reads, []
+        for read, post_ns, began_ns, ended_ns in ended:
+            row = self._row(read)
+            row.post_ns += post_ns
+            row.span(began_ns, ended_ns)
         return tuple(self._rows.values())
 
     def note_cached(self, reads: Sequence[BlockReads]) -> None:
@@ -87,13 +94,10 @@ class DataReads:
     def post(self, index: int) -> list[s.Event]:
         """Start a read; its end, if it has ended already."""
         read = self.reads[index]
-        row = self._row(read)
-        row.bytes += read.num_bytes
         self._uncounted[index] = False
         if self._is_staged[index]:
             producer = self.link.producers[read.producer_rank]
             staged = StagedRead(read, self.staging, producer, self.destination, self.clock)
-            row.staged = True
             self._staged[index] = staged, self.clock()
             return self._ended(index, staged) if staged.begin() else []
         return self._post_direct(index, read)
@@ -113,7 +117,7 @@ class DataReads:
         self.agent.release(posted.transfer)
         read = self.reads[index]
         self.link.prepared.give_back(read.pattern.key)
-        self._count(read, posted.post_ns, posted.posted_ns)
+        self._ended_reads.append((read, posted.post_ns, posted.posted_ns, self.clock()))
         if state is TransferState.DONE:
             return [s.ReadDone(index)]
         return [s.ReadEnded(index, f"read from producer rank {read.producer_rank} failed")]
@@ -160,7 +164,7 @@ class DataReads:
         row = self._row(staged.read)
         row.repack_ns += staged.repack_ns
         self._count_descriptors(staged.read, staged.num_descriptors, staged.num_merged)
-        self._count(staged.read, staged.post_ns, began_ns)
+        self._ended_reads.append((staged.read, staged.post_ns, began_ns, self.clock()))
 
     def _option(self, index: int) -> Option:
         if index not in self._options:
@@ -168,18 +172,16 @@ class DataReads:
             self._options[index] = self.staging.option(read, self._device_of(read))
         return self._options[index]
 
-    def _count_costs(self, read: BlockReads, option: Option, *, is_direct: bool) -> None:
+    def _count_posted(self, index: int, *, is_direct: bool) -> None:
+        read, option = self.reads[index], self._option(index)
         row = self._row(read)
+        row.bytes += read.num_bytes
+        row.staged |= self._is_staged[index]
         row.direct_cost_us = (row.direct_cost_us or 0.0) + option.direct_ns / 1e3
         if option.staged_ns is not None:
             row.staged_cost_us = (row.staged_cost_us or 0.0) + option.staged_ns / 1e3
         if is_direct:
             self._count_descriptors(read, read.num_descriptors, read.num_coalesced)
-
-    def _count(self, read: BlockReads, post_ns: int, began_ns: int) -> None:
-        row = self._row(read)
-        row.post_ns += post_ns
-        row.span(began_ns, self.clock())
 
     def _count_descriptors(self, read: BlockReads, num_descriptors: int, num_merged: int) -> None:
         """Count what was posted: runs, or stretches where it is staged."""

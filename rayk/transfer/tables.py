@@ -28,7 +28,7 @@ def checked_tables(side: str, tables: Sequence[Sequence[int]], rank: RankGeometr
             raise TransferError("", f"the {side}'s block table of group {index} is none") from error
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise TransferError("", f"the {side}'s block table of group {index} holds no block ids")
-        found.append(ids.astype(np.int64, copy=False))
+        found.append(ids if ids.dtype == np.int64 else ids.astype(np.int64))
     return found
 
 

@@ -446,3 +446,28 @@ def test_a_null_block_is_never_read():
 def test_the_plan_is_free_of_torch():
     code = "import sys; import rayk.transfer.plan; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_requests_of_one_length_differ_in_their_blocks_alone():
+    """What a plan remembers of a length holds no block of the request that came first."""
+    specs: dict[int, KVCacheSpec] = {0: FullAttentionSpec(16, 4, 2, 2, "int8", 4)}
+    specs[1] = SlidingWindowSpec(16, 4, 2, 2, "int8", 4, 20)
+    producers, consumers = (make_ranks(specs, "BHLNC", tp, 40, None) for tp in (2, 1))
+    known = plan_transfer(producers, consumers[0])
+    for seed in range(3):
+        ids = 1 + np.random.default_rng(seed).permutation(39)
+        tables = [
+            [
+                [0 if block == 0 else int(ids[block - 1]) for block in table]
+                for table in consecutive_tables(side[0], 75)
+            ]
+            for side in (producers, consumers)
+        ]
+        for rows in (None, range(32, 60)):
+            found, expected = (
+                plan.lower(75, *tables, rows=rows) for plan in (known, plan_transfer(producers, consumers[0]))
+            )
+            assert [r.pattern.key for r in found] == [r.pattern.key for r in expected]
+            for ours, fresh in zip(found, expected, strict=True):
+                assert np.array_equal(ours.source_blocks, fresh.source_blocks)
+                assert np.array_equal(ours.destination_blocks, fresh.destination_blocks)
