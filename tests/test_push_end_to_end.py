@@ -114,6 +114,7 @@ def check_writes(cell: Cell, done: list[RequestResult], num_layers: int) -> None
     rows = done[-1].info["transfers"]
     per_write = cell.push_layers or rows[0].num_layers_per_write
     assert {r.num_layers_per_write for r in rows} == {per_write}
+    assert {r.costs for r in rows} == {"" if cell.push_layers else "as coded"}
     for producer in {r.producer_rank for r in rows}:
         for consumer in {r.consumer_rank for r in rows if r.producer_rank == producer}:
             mine = [r for r in rows if (r.producer_rank, r.consumer_rank) == (producer, consumer)]

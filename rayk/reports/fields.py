@@ -308,9 +308,7 @@ TRANSFERS = (
     Field("staged", BOOL, "", "whether whole stretches went through a staging buffer"),
     Field("direct_cost_us", FLOAT, "us", "what the cost model expects run by run"),
     Field("staged_cost_us", FLOAT, "us", "what it expects of staging, repacking included"),
-    Field(
-        "costs", TEXT, "", "whether what it knows was measured here, or is as coded (and why); none of a push"
-    ),
+    Field("costs", TEXT, "", "whether what it knows was measured here, or is as coded (and why)"),
     Field("repack_ms", FLOAT, "ms", "copying from the staging buffer into pages"),
     Field("convert_ms", FLOAT, "ms", "turning what arrived into the consumer's KV format"),
     Field("digest_ms", FLOAT, "ms", "digests on the two ranks of the row"),

@@ -130,9 +130,9 @@ class Arrivals:
                     return block
         return None
 
-    def tally(self, reservation_id: str, producer_rank: int) -> tuple[Tally, ...]:
-        """Return what a producer rank wrote, if it said so."""
-        return self._table.tally(reservation_id, producer_rank)
+    def arrival(self, reservation_id: str, producer_rank: int) -> ArrivedMessage | None:
+        """Return what a producer rank said when all of it was here, if it is."""
+        return self._table.arrival(reservation_id, producer_rank)
 
 
 @dataclass(eq=False)
@@ -186,9 +186,12 @@ class ArrivalReads:
         rank, reservation_id = self.producer_ranks[index], self._reservation_id
         if self.arrivals.has_arrived(reservation_id, rank, self.ticket.attempt):
             self._left.remove(index)
-            told = {tally.group: tally for tally in self.arrivals.tally(reservation_id, rank)}
+            arrival = self.arrivals.arrival(reservation_id, rank)
+            assert arrival is not None, "it has arrived"
+            told = {tally.group: tally for tally in arrival.tally}
             groups = sorted({*told, *(group for r, group in self._held_bytes if r == rank)})
-            self._rows += [self._row(rank, told.get(group) or Tally(group, *[0] * 8)) for group in groups]
+            tallies = [told.get(group) or Tally(group, *[0] * 8) for group in groups]
+            self._rows += [self._row(rank, tally, arrival.costs) for tally in tallies]
             lost = self.lost_block()
             if lost is None:
                 return [s.ReadDone(index)]
@@ -215,7 +218,7 @@ class ArrivalReads:
         assert self.ticket.reservation_id is not None
         return self.ticket.reservation_id
 
-    def _row(self, rank: int, tally: Tally) -> TransferRow:
+    def _row(self, rank: int, tally: Tally, costs: str) -> TransferRow:
         return TransferRow(
             cell_id="",
             repeat=0,
@@ -231,6 +234,7 @@ class ArrivalReads:
             post_ns=tally.post_ns,
             transfer_ns=tally.transfer_ns,
             transport=self.transport,
+            costs=costs,
             num_layers_per_write=tally.layers_per_write,
             num_writes=tally.num_writes,
             num_early_writes=tally.num_early_writes,

@@ -209,8 +209,8 @@ class _RankPush:
             case p.NotifyArrived():
                 tally = tuple(self._tally(group, sums) for group, sums in sorted(self._sums.items()))
                 mine = self._push.me.tp_rank
-                reservation_id, attempt = self._push.reservation.reservation_id, self._push.attempt
-                self.notify(ArrivedMessage(reservation_id, attempt, mine, self._num_writes, tally).encode())
+                what = self._push.reservation.reservation_id, self._push.attempt, mine, self._num_writes
+                self.notify(ArrivedMessage(*what, tally, self._push.link.told_costs()).encode())
             case p.CancelWrites(writes):
                 return [event for write in writes for event in self._cancel(write)]
             case Finish(error):

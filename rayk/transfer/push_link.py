@@ -44,6 +44,8 @@ class ConsumerLink:
     """Positions in `layers` of those of which only the end of the prompt decides what is kept."""
     _choose: Callable[[int], int]
     """What a layer takes to compute (ns, a power of two) -> layers per write."""
+    told_costs: Callable[[], str]
+    """Tells where the costs that these are chosen by come from; empty where they are set."""
 
     def layers_per_write(self, layer_ns: float) -> int:
         """Choose the layers that a write should bring while computing one takes so long; 0: writes do not
@@ -93,6 +95,9 @@ def make_consumer_link(
         known = costs.of(agent.transport, me.device, consumers[0].device)
         return push_layers or choose_by(known, layer_ns)
 
+    def told_costs() -> str:
+        return "" if push_layers else costs.told(agent.transport, me.device, consumers[0].device)
+
     return ConsumerLink(
         by_rank,
         plans,
@@ -100,6 +105,7 @@ def make_consumer_link(
         layers,
         frozenset(i for i, layer in enumerate(layers) if layer in late),
         choose,
+        told_costs,
     )
 
 

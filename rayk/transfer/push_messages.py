@@ -49,6 +49,8 @@ class ArrivedMessage:
     num_writes: int
     tally: tuple[Tally, ...] = ()
     """What reports show."""
+    costs: str = ""
+    """Where the layers per write come from: `CostTable.told`; empty where they were set."""
 
     def encode(self) -> bytes:
         return pack([self.kind, *astuple(self)])
@@ -115,9 +117,10 @@ PushMessage = ArrivedMessage | WroteMessage | StoppedMessage | StopMessage | Hel
 def decode_push(message: bytes) -> PushMessage | None:
     """Return None for a message that is none of these."""
     match unpack(message):
-        case ["arrived", str(reservation), attempt, rank, num_writes, list(tally)]:
+        case ["arrived", str(reservation), attempt, rank, num_writes, list(tally), str(costs)]:
             if all(map(_is_tally, tally)) and all(map(is_count, (attempt, rank, num_writes))):
-                return ArrivedMessage(reservation, attempt, rank, num_writes, tuple(Tally(*t) for t in tally))
+                tallies = tuple(Tally(*t) for t in tally)
+                return ArrivedMessage(reservation, attempt, rank, num_writes, tallies, costs)
         case ["wrote", str(reservation), *numbers] if len(numbers) == 3 and all(map(is_count, numbers)):
             return WroteMessage(reservation, *numbers)
         case ["stopped", str(reservation), rank, str(reason)] if is_count(rank):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rayk.transfer.push_messages import ArrivedMessage, StoppedMessage, Tally, WroteMessage
+from rayk.transfer.push_messages import ArrivedMessage, StoppedMessage, WroteMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +106,11 @@ class ReservationTable:
         found = self._reservations.get(reservation_id)
         return found is not None and found.has_arrived(producer_rank, attempt)
 
-    def tally(self, reservation_id: str, producer_rank: int) -> tuple[Tally, ...]:
-        """Return what a producer rank wrote in its last attempt, if it said so."""
+    def arrival(self, reservation_id: str, producer_rank: int) -> ArrivedMessage | None:
+        """Return what a producer rank said of its last attempt, if that is here."""
         found = self._reservations.get(reservation_id)
         last = found.attempts.get(producer_rank) if found is not None else None
-        return last.end.tally if last is not None and last.end is not None else ()
+        return last.end if last is not None else None
 
     def stopped(self, reservation_id: str) -> dict[int, str]:
         """Tell which producer ranks stopped, and why."""

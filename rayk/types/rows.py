@@ -87,7 +87,8 @@ class TransferRow:
     staged: bool = False  # whether whole stretches went through a staging buffer and were repacked there
     direct_cost_us: float | None = None  # what the cost model expects of a transfer run by run
     staged_cost_us: float | None = None  # with repacking; None where nothing can be staged
-    costs: str = ""  # where the cost model has it from: measured, or as coded and why; none of a push
+    # where the cost model has it from: measured, or as coded and why; none of a push whose layers are set
+    costs: str = ""
     repack_ns: int = 0  # copying from the staging buffer into pages
     convert_ns: int = 0  # turning what arrived into the consumer's own KV format
     digest_ns: int = 0  # on both ranks: the producer's before the ticket, the consumer's when all was here

@@ -51,7 +51,7 @@ TALLY = Tally(0, *range(8))
 MESSAGES = [
     ReleaseMessage("lease-r", "d0.0", 1),
     RenewMessage("lease-r", "d0.0", 1),
-    ArrivedMessage("w", 0, 0, 2, (TALLY,)),
+    ArrivedMessage("w", 0, 0, 2, (TALLY,), "measured"),
     WroteMessage("w", 0, 0, 1),
     StoppedMessage("w", 0, "why"),
     StopMessage("w", 0, "d0.0"),
