@@ -28,8 +28,6 @@ from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import (
     CHUNK_ROWS,
     Rows,
-    Sources,
-    WrongWord,
     compare_digests,
     compute_digests,
     digest_mismatch,
@@ -94,14 +92,15 @@ class Conversion:
         rows_per_group: int,
         first_row: int = 0,
     ) -> KVMismatch | None:
-        """Digest 2: of the own pages, against a reference conversion of what arrived."""
+        """Digest 2: of the own pages, all layers in one launch, against a reference conversion of what
+        arrived, layer by layer: nowhere is there memory for a second copy of all of it."""
         what = num_tokens, rows_per_group, first_row
-        wrong: list[WrongWord] = []
-        for index, own in enumerate(self.own):
-            reference, table = self._reference(index, wire_tables, num_tokens, first_row)
-            expected = compute_digests([reference], _tables(own, table), *what)
-            found = compute_digests([own], tables, *what)
-            wrong += compare_digests([own], expected[None], found, _one_source(own), *what)
+        references = (self._reference(i, wire_tables, num_tokens, first_row) for i in range(len(self.own)))
+        # The words of all views are those of each, one after the other.
+        expected = [compute_digests([view], _tables(view, table), *what) for view, table in references]
+        found = compute_digests(self.own, tables, *what)
+        sources = {(v.group.index, f.name, unit): 0 for v in self.own for f in v.fields for unit in f.units}
+        wrong = compare_digests(self.own, np.concatenate(expected)[None], found, sources, *what)
         if not wrong:
             return None
         mismatch = digest_mismatch(request_id, self.own, wrong, *what)
@@ -241,7 +240,3 @@ def _store(view: LayerView, name: str, places: tuple[torch.Tensor, ...], values:
 def _tables(view: LayerView, table: list[int]) -> list[list[int]]:
     """Return tables by group index of which only the view's own is used."""
     return [table] * (view.group.index + 1)
-
-
-def _one_source(view: LayerView) -> Sources:
-    return {(view.group.index, f.name, unit): 0 for f in view.fields for unit in f.units}
