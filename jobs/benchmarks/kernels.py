@@ -185,7 +185,7 @@ def _state_cases(target: str) -> Iterator[Case]:
             yield Case(target, phase, dtype, (16, 16), 1, "plain")
         # Many heads have large tiles.
         yield Case(target, "ssd", dtype, (64, 128), 64, "plain")
-        for head in ((64, 128), (128, 64), (64, 256), (16, 16)):
+        for head in ((64, 128), (128, 64), (64, 256), (16, 16), (16, 24)):
             for phase in ("ssd", "ssd-step"):
                 yield Case(target, phase, dtype, head, 8, "plain")
 
@@ -233,6 +233,7 @@ def quick_cases() -> Iterator[Case]:
             yield Case(target, phase, "bfloat16", (16, 16), 1, "plain")
         for group in (8, 64):
             yield Case(target, "ssd", "bfloat16", (64, 128), group, "plain")
+        yield Case(target, "ssd", "bfloat16", (16, 24), 8, "plain")
         yield Case(target, "ssd-step", "bfloat16", (64, 128), 8, "plain")
         yield Case(target, "mla", "bfloat16", (512, 64), 16, "plain")
         yield Case(target, "mla", "float32", (512, 64), 16, "plain")

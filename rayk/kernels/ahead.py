@@ -62,7 +62,7 @@ class Built:
     loops_waiting: int = 0
     """Innermost loops that load some tile when they need it, and wait (NVIDIA)."""
     miscompiled: str = ""
-    """What Triton got wrong in it, of the faults that `find_miscompiled` knows."""
+    """What Triton or ptxas got wrong in it: faults that `find_miscompiled` and `find_unwritten` know."""
 
     @property
     def problems(self) -> list[str]:
@@ -127,6 +127,9 @@ def _inspect(name: str, target: Target, compiled: Any, arguments: Mapping[str, A
     programs = target.programs_at_once(registers=registers, shared_bytes=shared_bytes, num_warps=num_warps)
     copies, byte_loads = (0, 0) if target.is_amd else count_loads(assembly)
     ahead, waiting = (0, 0) if target.is_amd else count_loops(compiled.asm["ttgir"])
+    faults = find_miscompiled(compiled.asm["ttgir"])
+    if "wgmma.mma_async" in assembly:
+        faults += find_unwritten(_read_cubin(compiled.asm["cubin"], "nvdisasm", "-c"))
     used = (i for i in _MATRIX_INSTRUCTIONS if i in assembly)
     instruction = next(used, "fma").removeprefix("v_").split(".")[0]
     return Built(
@@ -145,7 +148,7 @@ def _inspect(name: str, target: Target, compiled: Any, arguments: Mapping[str, A
         byte_loads=byte_loads,
         loops_ahead=ahead,
         loops_waiting=waiting,
-        miscompiled="; ".join(find_miscompiled(compiled.asm["ttgir"])),
+        miscompiled="; ".join(faults),
     )
 
 
@@ -197,6 +200,29 @@ def find_miscompiled(ttgir: str) -> list[str]:
     return found
 
 
+def find_unwritten(sass: str) -> list[str]:
+    """Find uniform registers that machine code reads and nowhere writes, a fault of ptxas 12.8, which comes
+    with Triton 3.6 and 3.7: a descriptor of wgmma named other bytes of shared memory, and an H100's sums were
+    wrong."""
+    written: set[int] = set()
+    read: set[int] = set()
+    lines = re.findall(r"^\s*/\*\w+\*/\s+(?:@!?\w+ )?([A-Z][\w.]*) +([^;]*);", sass, re.M)
+    for operation, text in lines:
+        first, *others = text.split(",")
+        descriptor = re.search(r"gdesc\[UR(\d+)\]", text)
+        if descriptor:
+            # A's descriptor and B's; A may be in registers, and its descriptor is nothing then.
+            at = int(descriptor.group(1))
+            read.update(range(at if "gdesc" in others[0] else at + 2, at + 4))
+            continue
+        result = re.fullmatch(r"\s*UR(\d+)\s*", first)
+        if result:
+            size = 4 if ".128" in operation else 2 if ".64" in operation or "WIDE" in operation else 1
+            written.update(range(int(result.group(1)), int(result.group(1)) + size))
+        read.update(int(x) for x in re.findall(r"\bUR(\d+)", ",".join(others) if result else text))
+    return [f"ptxas reads UR{x}, which nothing writes" for x in sorted(read - written)]
+
+
 def count_loads(ptx: str) -> tuple[int, int]:
     """Count the asynchronous copies to shared memory, and the loads of single bytes from global memory."""
     byte_loads = re.findall(r"\bld\.global\S*\.[bus]8\b", ptx)
@@ -233,11 +259,16 @@ def untouched_stack(ptx: str) -> int:
 
 def _nvidia_use(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of stack and local memory, as cuobjdump reports them."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = _read_cubin(cubin, "cuobjdump", "-res-usage")
+    found = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", text)}
+    return found["REG"], found["STACK"] + found["LOCAL"]
+
+
+def _read_cubin(cubin: bytes, tool: str, option: str) -> str:
+    """What a tool that comes with Triton says of machine code."""
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as handle:
         handle.write(cubin)
         handle.flush()
-        command = [str(tool), "-res-usage", handle.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", text)}
-    return found["REG"], found["STACK"] + found["LOCAL"]
+        command = [str(path), option, handle.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout

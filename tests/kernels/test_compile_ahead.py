@@ -19,6 +19,7 @@ from rayk.kernels.ahead import (
     count_loads,
     count_loops,
     find_miscompiled,
+    find_unwritten,
     read_amd_use,
     untouched_stack,
 )
@@ -223,6 +224,38 @@ def test_what_gave_wrong_results_on_a_gpu_is_found_in_compiled_code(ttgir: str, 
     problems = find_miscompiled(ttgir)
     assert len(problems) == len(found)
     assert all(map(str.startswith, problems, found))
+
+
+DESCRIPTOR = """
+        /*6000*/                   USGXT.U32 UR4, UR5, 0xe ;
+        /*6020*/                   ULDC.64 UR10, c[0x0][0x218] ;
+        /*6040*/              @!P6 LDS.64 R6, [UR10] ;
+        /*6470*/                   UMOV UR6, UR4 ;
+        /*6480*/                   UMOV UR7, 0xc0000010 ;
+        /*6490*/                   HGMMA.64x16x16.F32 R56, R72, gdesc[UR4].tnspB, R56 ;
+        /*64a0*/                   UIADD3 UR{low}, UP0, UR{base}, 0x20, URZ ;
+        /*64b0*/                   UIADD3.X UR15, UR{high}, -0x3ffffff0, URZ, UP0, !UPT ;
+        /*6500*/                   HGMMA.64x16x16.F32 R56, {tiles}, R56 ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("registers", "found"),
+    [
+        ({"base": 11, "high": 11}, []),  # a pair was loaded
+        ({"base": 9, "high": 9}, [9]),
+        ({"low": 16}, [14]),  # B's descriptor
+        ({"tiles": "gdesc[UR8]"}, [8, 9]),  # A's, in shared memory
+    ],
+)
+def test_registers_that_are_read_and_never_written_are_found(
+    registers: dict[str, Any], found: list[int]
+) -> None:
+    """Cut from what ptxas 12.8 made of ssd_output_kernel (the second case), whose sums an H100 got wrong."""
+    right = {"low": 14, "base": 4, "high": 4, "tiles": "R64, gdesc[UR12].tnspB"}
+    written = "        /*5000*/                   UMOV UR5, 0x400 ;\n"
+    sass = written + DESCRIPTOR.format(**right | registers)
+    assert find_unwritten(sass) == [f"ptxas reads UR{x}, which nothing writes" for x in found]
 
 
 def test_loops_that_copy_ahead_are_told_from_those_that_wait() -> None:

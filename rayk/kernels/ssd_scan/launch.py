@@ -110,7 +110,9 @@ def choose_chunk_tiles(target: Target, num_heads: int, head_size: int, state_siz
             return None  # vector registers would spill
         # With larger ones scalar registers would.
         return ChunkTiles(channels, MIN_TILE, 64, channels, min(64, states // 2))
-    output_channels, output_states = channels, min(64, states)
+    # Not more states than channels. With more (heads of 16 with states of 24, and of 32 with 64), ptxas 12.8
+    # computes the descriptor of x's tile from a register that nothing writes, see find_unwritten.
+    output_channels, output_states = channels, min(channels, states)
 
     def is_short() -> bool:
         tiles: int = triton.cdiv(head_size, channels) * triton.cdiv(state_size, states)
