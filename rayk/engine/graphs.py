@@ -94,21 +94,23 @@ def graph_sizes(max_seqs: int) -> tuple[int, ...]:
 
 class _Buffers:
     """What a recorded step of `size` rows, of one token each, reads: tensors that lie alike in the device's
-    buffer and in the host's, from which a step comes by one copy."""
+    buffer and in the host's, from which a step comes by one copy. On a CPU they are one."""
 
     def __init__(self, size: int, staging: HostBuffers, layout: Layout, device: torch.Tensor) -> None:
         self.size = size
         self._staging = staging
         self._buffer = device[: layout.num_bytes]
         self.there = layout.views(self._buffer)
-        self._here = [layout.arrays(buffer) for buffer in staging.buffers]
+        self._in_place = device.device.type == "cpu"
+        self._here = [layout.arrays(self._buffer if self._in_place else b) for b in staging.buffers]
 
     def next(self) -> dict[Hashable, np.ndarray]:
         """Return the host's arrays, to be filled; they hold an older step."""
-        return self._here[self._staging.next(len(self._buffer))]
+        return self._here[0 if self._in_place else self._staging.next(len(self._buffer))]
 
     def send(self) -> None:
-        self._staging.send(self._buffer)
+        if not self._in_place:
+            self._staging.send(self._buffer)
 
 
 class DecodeGraphs:
@@ -221,7 +223,8 @@ class DecodeGraphs:
         put("positions", positions, 0)
         put("sampled_rows", rows, 0)
         for group, table in enumerate(self._tables):
-            blocks = table.ids[rows, positions // table.block_size]
+            columns, offsets = np.divmod(positions, table.block_size)
+            blocks = table.ids[rows, columns]
             if table.is_state:
                 before = table.ids[rows, np.maximum(positions - 1, 0) // table.block_size]
                 assert blocks.all(), "a state is to be kept in a block that nobody gave"
@@ -229,8 +232,7 @@ class DecodeGraphs:
                 put(("reads", group), np.where(positions > 0, before, NO_SLOT), NO_SLOT)
                 put(("writes", group), blocks, NO_SLOT)
             else:
-                slots = blocks.astype(np.int64) * table.block_size + positions % table.block_size
-                put(("slots", group), slots, -1)
+                put(("slots", group), blocks.astype(np.int64) * table.block_size + offsets, -1)
         for view in self._most_keys:
             self._fill_view(arrays["seq_lens", view], arrays["table", view], view, rows, positions)
         return num_unknown
