@@ -391,7 +391,8 @@ class TransferRank:
         self._admit(now_ns)
         outcomes, self._refused = self._refused, []
         for request_id, consumption in list(self._active.items()):
-            consumption.step(now_ns)
+            if not consumption.is_drained:  # over CMA all is done when it starts
+                consumption.step(now_ns)
             outcome = consumption.outcome
             if outcome is not None:
                 if outcome.is_draining and consumption.is_drained:  # cancelling may have done that already
