@@ -20,7 +20,8 @@ _LINE = 64  # bytes of a cache line
 
 class HugePages:
     """Memory of weights on huge pages, where the host has them: one row's product would wait for address
-    translation as long as it computes. Weights share stretches, each freed with the last of its weights."""
+    translation as long as it computes. Weights share stretches, each but the newest freed with the last of
+    its weights."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
