@@ -69,6 +69,16 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         # Qwen2's config has no head_dim: hidden / heads = 16.
         "qwen2": _COMMON | {"hidden_size": 128},
         "qwen3": _COMMON | {"head_dim": 16},
+        # Layer 2 is dense. 5 experts go unevenly to 2 and to 4 ranks; transformers wants sizes in 16 bytes.
+        "qwen3_moe": _COMMON
+        | {
+            "head_dim": 16,
+            "mlp_only_layers": [2],
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 56,
+            "norm_topk_prob": True,
+        },
         # Attention scores are capped low enough to bend.
         "gemma2": _COMMON
         | {
@@ -206,7 +216,8 @@ def make_config(family: str, values: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
     config_class = CONFIG_MAPPING[model_type(family)]
-    known = set(config_class().to_dict()) | _OLD_ROPE_KEYS | _OTHER_OLD_KEYS
+    # Qwen3MoeConfig lists no head_dim, which its attention reads, and keeps num_experts under another name.
+    known = {*config_class().to_dict(), *FAMILIES[family], *_OLD_ROPE_KEYS, *_OTHER_OLD_KEYS}
     if family not in HYBRIDS and not known & _SHARING_KEYS:
         known |= _SHARING_KEYS
     for key in values:

@@ -78,6 +78,8 @@ TRIALS: Mapping[str, int] = {
     "6897c50f70a0": 6,  # qwen3
     "e6fcbc13574f": 6,  # qwen3
     "b41ad9daf5be": 11,  # qwen3
+    "18b9cc0aa039": 9,  # qwen3_moe
+    "5d89b5d8ed79": 5,  # qwen3_moe bfloat16
     "04734eb37e30": 1,  # qwen3_next
     "4f7a5bca30a2": 27,  # qwen3_next
 }

@@ -1,6 +1,7 @@
-"""config.json of released models with latent attention or gated delta nets, as in `released`.
+"""config.json of released models with experts, as in `released`.
 
-Qwen3-Next's layers, heads and sizes are those of its model card; DeepSeek-V3's follow transformers' defaults.
+Layers, heads and sizes of Qwen3-Next and Qwen3-235B-A22B are those of their model cards; DeepSeek-V3's follow
+transformers' defaults.
 """
 
 from __future__ import annotations
@@ -103,6 +104,43 @@ QWEN3_NEXT_80B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "transformers_version": "4.57.0.dev0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+QWEN3_235B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 94,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 1536,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 94,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
     "use_cache": True,
     "use_sliding_window": False,
     "vocab_size": 151936,

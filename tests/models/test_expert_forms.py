@@ -79,6 +79,12 @@ MODELS: dict[str, tuple[str, str, int, dict[str, Any]]] = {
             "mlp_bias": True,
         },
     ),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        "mlp",
+        1,
+        {"num_experts": 5, "moe_intermediate_size": 20, "norm_topk_prob": True},
+    ),
     "qwen3_next": (
         "Qwen3NextForCausalLM",
         "mlp",

@@ -1,4 +1,4 @@
-"""config.json of deepseek_v3 and qwen3_next, and of others' experts, against transformers' reading of it."""
+"""config.json of deepseek_v3, of Qwen with experts, and of others, against transformers' reading of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rayk.models.families.raw import RawConfig
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.models.tensor_parallel import why_tp_unsupported
 from rayk.types.errors import CheckpointError, UnsupportedArchitecture
-from tests.models.released_experts import DEEPSEEK_V3, QWEN3_NEXT_80B
+from tests.models.released_experts import DEEPSEEK_V3, QWEN3_235B, QWEN3_NEXT_80B
 from tests.models.test_families import in_new_form
 
 PLAIN_DEEPSEEK = {k: v for k, v in DEEPSEEK_V3.items() if k != "quantization_config"}
@@ -119,6 +119,59 @@ def test_qwen3_next_80b() -> None:
     assert why_tp_unsupported(config, 64) == "TP 64 does not divide the model's 32 value heads"
 
 
+def test_qwen3_235b() -> None:
+    config = parse_config(QWEN3_235B)
+    assert parse_config(in_new_form(QWEN3_235B)) == config
+    assert (config.num_layers, config.num_query_heads, config.num_kv_heads) == (94, 64, 4)
+    assert (config.head_size, config.qk_norm, config.qkv_bias, config.o_bias) == (128, True, False, False)
+    assert {(layer.mixer, layer.window, layer.rope) for layer in config.layers} == {
+        ("attention", None, RopeConfig(kind="default", theta=1e6, rotary_size=128))
+    }
+    assert {layer.mlp for layer in config.layers} == {
+        ExpertsConfig(
+            num_experts=128,
+            num_chosen=8,
+            intermediate_size=1536,
+            kind="swiglu",
+            router=RouterConfig(scoring="softmax_all", renormalise=True),
+        )
+    }
+    assert why_tp_unsupported(config, 8) is None
+
+
+def test_qwen3_moe_without_keys_is_transformers_defaults() -> None:
+    """Its class has no head_dim; with windows on, all layers slide, whatever `max_window_layers` says."""
+    theirs = transformers.Qwen3MoeConfig(use_sliding_window=True, max_window_layers=9)
+    raw = {
+        key: getattr(theirs, key)
+        for key in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "use_sliding_window",
+        )
+    }
+    raw |= {"num_attention_heads": 32, "num_key_value_heads": 4, "max_position_embeddings": 32768}
+    raw |= {"architectures": ["Qwen3MoeForCausalLM"], "max_window_layers": 9}
+    config = parse_config(raw)
+    assert config == parse_config(theirs.to_dict() | {"architectures": raw["architectures"]})
+    assert config.head_size == 64
+    assert {layer.window for layer in config.layers} == {theirs.sliding_window}
+    own = experts_of(config, 0)
+    assert (own.num_experts, own.num_chosen) == (theirs.num_experts, theirs.num_experts_per_tok)
+    assert own.intermediate_size == theirs.moe_intermediate_size
+    assert own.router.renormalise == theirs.norm_topk_prob
+
+
+def test_the_two_names_of_the_number_of_experts_must_agree() -> None:
+    both = QWEN3_235B | {"num_local_experts": 128}
+    assert parse_config(both) == parse_config(QWEN3_235B)
+    with pytest.raises(CheckpointError, match="`num_experts` and `num_local_experts` differ"):
+        parse_config(both | {"num_local_experts": 64})
+
+
+@pytest.mark.parametrize("whole", [QWEN3_NEXT_80B, QWEN3_235B], ids=["qwen3_next", "qwen3_moe"])
 @pytest.mark.parametrize(
     ("changes", "dense"),
     [
@@ -129,8 +182,8 @@ def test_qwen3_next_80b() -> None:
         ({"mlp_only_layers": None}, []),
     ],
 )
-def test_which_layers_of_qwen3_next_are_dense(changes: dict[str, Any], dense: list[int]) -> None:
-    raw = QWEN3_NEXT_80B | {"num_hidden_layers": 6} | changes
+def test_which_layers_are_dense(whole: dict[str, Any], changes: dict[str, Any], dense: list[int]) -> None:
+    raw = whole | {"num_hidden_layers": 6} | changes
     config = parse_config(raw)
     assert [i for i, layer in enumerate(config.layers) if isinstance(layer.mlp, MlpConfig)] == dense
 

@@ -13,6 +13,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridTopKRouter
 from transformers.models.jamba.modeling_jamba import JambaTopKRouter
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHTopkRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextTopKRouter
 
 from rayk.kernels.choose_experts import choose_experts
@@ -39,6 +40,18 @@ ROUTERS: dict[str, tuple[Any, str, dict[str, Any], RouterConfig]] = {
         RouterConfig(),
     ),
     "jamba": (JambaTopKRouter, "JambaConfig", {"num_experts": 12}, RouterConfig(scoring="softmax_all")),
+    "qwen3_moe": (
+        Qwen3MoeTopKRouter,
+        "Qwen3MoeConfig",
+        {"num_experts": 12, "norm_topk_prob": True},
+        RouterConfig(scoring="softmax_all", renormalise=True),
+    ),
+    "qwen3_moe-as-they-are": (
+        Qwen3MoeTopKRouter,
+        "Qwen3MoeConfig",
+        {"num_experts": 12},
+        RouterConfig(scoring="softmax_all"),
+    ),
     "qwen3_next": (
         Qwen3NextTopKRouter,
         "Qwen3NextConfig",

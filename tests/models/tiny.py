@@ -147,6 +147,12 @@ FAMILY_DIMS: dict[str, dict[str, Any]] = {
         "attn_scale": 0.7,
         "rope_parameters": LLAMA3,
     },
+    "qwen3_moe": {
+        "mlp_only_layers": [1],
+        "moe_intermediate_size": 20,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+    },
     "qwen3_next": {
         "num_hidden_layers": 4,
         "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],

@@ -75,6 +75,11 @@ MISTAKES: dict[str, list[dict[str, Any]]] = {
         {"rope_parameters.truncate": True},
         {"rope_parameters.attention_factor": 1.0},
     ],
+    "qwen3_moe": [
+        {"num_experts_per_tok": 1},
+        {"num_experts_per_tok": 3},
+        {"norm_topk_prob": False},
+    ],
     "phi3": [
         {"rope_parameters.short_factor": [1.0] * 9},
         {"rope_parameters.attention_factor": 1.0},

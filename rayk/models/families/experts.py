@@ -6,7 +6,8 @@ For families that store one tensor per expert (WeightNames.experts "single") or 
 
 from __future__ import annotations
 
-from rayk.models.config import RouterConfig
+from rayk.models.config import ExpertsConfig, MlpConfig, RouterConfig
+from rayk.models.families import common
 from rayk.models.families.raw import RawConfig
 from rayk.types.errors import CheckpointError
 
@@ -64,3 +65,13 @@ def num_chosen(raw: RawConfig, num_experts: int, default: int) -> int:
     if chosen > num_experts:
         raise raw.refuse(f"`num_experts_per_tok` {chosen} is more than the {num_experts} experts")
     return chosen
+
+
+def in_every_nth_layer(raw: RawConfig, routed: ExpertsConfig | None) -> list[MlpConfig | ExpertsConfig]:
+    """Put experts into every `decoder_sparse_step`-th layer except `mlp_only_layers`, and a dense MLP into
+    the others (qwen3_moe/modeling_qwen3_moe.py:308). Without experts every layer is dense."""
+    num_layers, step = raw.count("num_hidden_layers"), raw.count("decoder_sparse_step", 1)
+    dense, left_out = common.parse_mlp(raw), raw.get("mlp_only_layers", [])
+    if not isinstance(left_out, list) or len(left_out) > num_layers:
+        raise CheckpointError(f"`mlp_only_layers` must list layers, not {left_out!r}", where=raw.where)
+    return [dense if routed is None or i in left_out or (i + 1) % step else routed for i in range(num_layers)]

@@ -41,7 +41,7 @@ def parse(raw: RawConfig) -> DecoderConfig:
         bias=raw.flag("attention_bias"),
     )
     layers = hybrid.with_mixers(config, [_MIXERS[kind] for kind in kinds])
-    mlps = _mlps(raw, len(kinds))
+    mlps = experts.in_every_nth_layer(raw, _experts(raw))
     return replace(
         config,
         layers=tuple(replace(layer, mlp=mlp) for layer, mlp in zip(layers, mlps, strict=True)),
@@ -77,16 +77,11 @@ def _gdn(raw: RawConfig, norm_eps: float) -> GdnConfig:
     )
 
 
-def _mlps(raw: RawConfig, num_layers: int) -> list[MlpConfig | ExpertsConfig]:
-    """Put experts into every `decoder_sparse_step`-th layer except `mlp_only_layers`."""
-    step, dense = raw.count("decoder_sparse_step"), common.parse_mlp(raw)
-    left_out = raw.get("mlp_only_layers", [])
-    if not isinstance(left_out, list) or len(left_out) > num_layers:
-        raise CheckpointError(f"`mlp_only_layers` must list layers, not {left_out!r}", where=raw.where)
+def _experts(raw: RawConfig) -> ExpertsConfig | None:
     num_experts = raw.whole("num_experts")
     if num_experts == 0:
-        return [dense] * num_layers
-    routed = ExpertsConfig(
+        return None
+    return ExpertsConfig(
         num_experts=num_experts,
         num_chosen=experts.num_chosen(raw, num_experts, 10),
         intermediate_size=raw.count("moe_intermediate_size"),
@@ -95,7 +90,6 @@ def _mlps(raw: RawConfig, num_layers: int) -> list[MlpConfig | ExpertsConfig]:
         shared=MlpConfig(intermediate_size=raw.count("shared_expert_intermediate_size")),
         shared_gate=True,
     )
-    return [dense if i in left_out or (i + 1) % step else routed for i in range(num_layers)]
 
 
 _GDN = {
