@@ -13,7 +13,7 @@ from rayk.handover.commands import Describe
 from rayk.offload.outbox import outbox_name
 from rayk.transfer.ticket import TransferTicket
 from tests.answers import NUM_TOKENS, Answers, make_answers
-from tests.markers import one_per
+from tests.markers import one_per, thorough
 from tests.offload.faults import Case, FaultyAgents, PausedTier
 from tests.offload.node import Node, NodeEngine, outbox_bytes, until
 from tests.offload.test_swaps import MODELS, STATES, crowd, pool_for
@@ -86,6 +86,7 @@ def test_a_crowd_is_swapped_and_right_by_way_of_outboxes(
         assert engine.call(Describe())[0].engine == "e0"
 
 
+@thorough
 def test_blocks_are_free_when_they_are_copied_not_when_the_tier_has_read_them(qwen3: Case) -> None:
     agents = FaultyAgents()
     how: dict[str, Any] = {"make_agent": agents, "outbox_bytes": 64 << 20, "transfer_s": 1.0}
@@ -106,6 +107,7 @@ def test_blocks_are_free_when_they_are_copied_not_when_the_tier_has_read_them(qw
         node.settle()
 
 
+@one_per()
 @pytest.mark.parametrize("num_blocks", [17, 18, 30])
 def test_a_store_that_is_larger_than_the_outbox_goes_in_parts(qwen3: Case, num_blocks: int) -> None:
     """A part ends where groups of 256 rows do."""
@@ -162,6 +164,7 @@ def test_swaps_of_parts_come_back_whole(answers: Callable[[str], Answers]) -> No
         assert sum(c.info["num_recomputed_tokens"] for c in found) == 0
 
 
+@thorough
 def test_a_swap_that_no_outbox_holds_is_computed_again(answers: Callable[[str], Answers]) -> None:
     model = answers("qwen3")
     own = {"num_blocks": pool_for(model, {}, 6, 1)}
@@ -181,6 +184,7 @@ def test_a_swap_that_no_outbox_holds_is_computed_again(answers: Callable[[str], 
 # Faults.
 
 
+@thorough
 def test_stores_wait_for_a_full_outbox_until_it_is_read_or_given_up(qwen3: Case) -> None:
     agents = FaultyAgents()
     size = outbox_bytes(qwen3.path, 20)
@@ -201,6 +205,7 @@ def test_stores_wait_for_a_full_outbox_until_it_is_read_or_given_up(qwen3: Case)
         assert engine.offloading.counts["stores"] > 0
 
 
+@thorough
 def test_a_flipped_bit_between_outbox_and_tier_is_found(qwen3: Case) -> None:
     agents = FaultyAgents()
     with Node.open(
@@ -228,6 +233,7 @@ def test_a_tier_that_dies_leaves_outboxes_empty(qwen3: Case) -> None:
         engine.settle()
 
 
+@thorough
 def test_who_is_aborted_while_his_swap_waits_leaves_nothing(answers: Callable[[str], Answers]) -> None:
     model = answers("qwen3")
     own = {"num_blocks": pool_for(model, {}, 6, 1)}

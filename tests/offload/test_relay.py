@@ -20,6 +20,7 @@ from rayk.offload.messages import LoadRequest, StoreAnswer, StoreRequest
 from rayk.offload.outbox import outbox_name
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import DeadlineExceeded, EngineDied, TransferError
+from tests.markers import one_per
 from tests.offload.faults import Case
 from tests.offload.node import Node, NodeEngine, outbox_bytes, until
 
@@ -114,6 +115,7 @@ def has_all_blocks(engine: NodeEngine) -> bool:
     return pool.num_free_blocks == pool.num_blocks - 1
 
 
+@one_per("outbox_bytes")
 @pytest.mark.parametrize("outbox_bytes", [0, 64 << 20])
 @pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)], ids=lambda t: f"{t[0]}to{t[1]}")
 def test_the_prefill_engines_blocks_are_free_before_the_decode_engine_begins(
