@@ -132,7 +132,8 @@ takes beyond bare NIXL's: plan, choice, indices, lists and session less what bar
 The posts are the same call of NIXL with the same descriptors: they differ by noise. Behind `added` stands
 what bare NIXL does not do: looking through the ticket before the read, and generations, digests, their
 comparison and the release after it. All but posts and digests is a fixed cost per pull and rank, whatever it
-moves: each part runs once, with the processor's caches emptied by the bytes that went before.
+moves: each part runs once, with the processor's caches emptied by the bytes that went before. The plan knows
+the request's length from the pull before: of a length that none of the last 16 had it takes twice as long.
 """
 
 
