@@ -91,6 +91,10 @@ def test_what_is_believed_is_what_the_cost_model_would_weigh() -> None:
             "3 prompts were not looked up, after failures in a row",
         ),
         (
+            {"offload": {"prefill0": engine(stores_too_large=2), "decode0": engine(stores_too_large=2)}},
+            "4 stores did not fit into outboxes (offload.outbox_mib)",
+        ),
+        (
             {
                 "offload": {
                     "prefill0": engine(stores_failed=2),
