@@ -66,10 +66,9 @@ def mla_attention_triton(
     mixed = pages.scales == "none" and q.dtype != pages.keys.dtype
     tiles = tiles or choose_tiles(
         current_target(),
-        decode_only=is_decode,
         num_rows=num_heads if is_decode else num_tokens * num_heads,
         itemsize=4 if mixed else q.element_size(),
-        scales=pages.scales,
+        quantised=pages.scales != "none",
     )
     batch = (block_table, query_start_loc, seq_lens)
     arguments = _arguments(q, pages, *batch, tiles, latent_size) | {

@@ -86,6 +86,7 @@ def _attend(
             CAUSAL,
             HAS_E4M3,
             WIDEN,
+            True,
         )
         b_rope = load_rows(
             p_rope,
@@ -98,6 +99,7 @@ def _attend(
             False,
             HAS_E4M3,
             WIDEN,
+            True,
         )
         b_scores = tl.dot(b_q_rope, tl.trans(b_rope), input_precision="ieee")
         b_scores = tl.dot(b_q_latent, tl.trans(b_latent), b_scores, input_precision="ieee")

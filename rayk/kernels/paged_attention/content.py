@@ -45,10 +45,11 @@ def load_rows(
     IS_MASKED: tl.constexpr,
     HAS_E4M3: tl.constexpr,
     WIDEN: tl.constexpr,
+    APART: tl.constexpr,
 ):
     """Load rows at p_row [KEYS]: [KEYS, PADDED] in DTYPE, or float32 to WIDEN. Zeros beyond SIZE elements
     and, if IS_MASKED, outside m_row [KEYS]. b_scale [KEYS]: per-(head, token) scales, None to leave them
-    out."""
+    out. APART: what loads bytes does not choose how tensor cores hold their elements."""
     TO: tl.constexpr = tl.float32 if WIDEN else DTYPE
     if SCALES == "block":
         b_byte = _load(p_row, m_row, tl.arange(0, PADDED // 2), SIZE // 2, IS_MASKED).to(tl.int32)
@@ -57,13 +58,15 @@ def load_rows(
         b_rows = tl.join(decode_e2m1(b_byte & 15), decode_e2m1(b_byte >> 4))
         b_rows = tl.reshape(b_rows, p_row.shape[0], PADDED // 16, 16) * b_block[:, :, None]
         b_rows = tl.reshape(b_rows, p_row.shape[0], PADDED)
-        # A sum of one value each, which hides the bytes from Triton's choice of what a lane multiplies: it
-        # would take 8 values in a row for a byte split in two; with 16 keys there are but 4 for each lane.
-        b_rows = tl.sum(b_rows[:, :, None], 2)
     else:
         b_rows = _load(p_row, m_row, tl.arange(0, PADDED), SIZE, IS_MASKED)
         if SCALES == "token_head" and b_scale is not None:
             b_rows = _elements(b_rows, tl.float32, HAS_E4M3) * b_scale[:, None]
         elif SCALES != "none":
             b_rows = _elements(b_rows, TO, HAS_E4M3)
+    if SCALES == "block" or (SCALES != "none" and APART):
+        # A sum of one value each, which hides the bytes from Triton's choice of what a lane multiplies: it
+        # would take 4 values in a row for a byte, at the price of registers, and 8 for a byte split in two,
+        # which comes out wrong: of 16 keys there are but 4 for each lane.
+        b_rows = tl.sum(b_rows[:, :, None], 2)
     return b_rows.to(TO)

@@ -100,7 +100,9 @@ def _attend(
             # Of a key, then of its value. Pages are whole float32s.
             p_scale = p_scales + row_offsets(b_block, m_known, o_slot, stride_b, stride_n, ALIGN // 4)
             b_key_scale, b_value_scale = tl.load(p_scale), tl.load(p_scale + 1)
-        b_k = load_rows(p_row, None, m_known, b_q.dtype, HEAD_K, b_q.shape[1], SCALES, False, HAS_E4M3, WIDEN)
+        b_k = load_rows(
+            p_row, None, m_known, b_q.dtype, HEAD_K, b_q.shape[1], SCALES, False, HAS_E4M3, WIDEN, False
+        )
         # A weight of zero does not undo a NaN.
         b_v = load_rows(
             p_value,
@@ -113,6 +115,7 @@ def _attend(
             SOME_HIDDEN,
             HAS_E4M3,
             WIDEN,
+            False,
         )
         b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         if SCALES == "token_head":
