@@ -80,6 +80,7 @@ HOMES: Mapping[str, tuple[str, ...]] = {
     "prometheus_client": ("rayk/serve/", "rayk/actors/"),
     "vllm": ("rayk/vllm/", "jobs/benchmarks/peer_workers/"),
     "ctranslate2": ("jobs/benchmarks/peer_workers/",),
+    "gguf": ("rayk/oracle/", "jobs/benchmarks/peer_workers/"),
     "llama_cpp": ("jobs/benchmarks/peer_workers/",),
 }
 """heavy package -> the only places that may import it."""

@@ -1,4 +1,4 @@
-"""Write a tiny random checkpoint of a real architecture: `rayk checkpoint`."""
+"""Write a tiny random checkpoint of a real architecture, or convert a GGUF file: `rayk checkpoint`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rayk.cli.guard import guarded, stderr
 from rayk.models.families import FAMILIES as FAMILY_PARSERS
 from rayk.models.families import parse_config
 from rayk.oracle.tiny import FAMILIES, family_values
+from rayk.reports.values import format_bytes
 from rayk.specs.marks import parse_scalar
 from rayk.types.errors import UserError
 
@@ -23,9 +24,20 @@ _QUOTED = re.compile(r"`(\w+)")  # a config's key in a message, or the first of 
 def checkpoint(
     family: Annotated[
         str,
-        typer.Argument(help=f"{', '.join(sorted(FAMILIES)[:-1])} or {max(FAMILIES)}.", show_default=False),
+        typer.Argument(
+            help=f"{', '.join(sorted(FAMILIES)[:-1])} or {max(FAMILIES)}; left out with --from-gguf.",
+            show_default=False,
+        ),
     ],
-    directory: Annotated[Path, typer.Argument(help="Folder to write.", show_default=False)],
+    directory: Annotated[Path | None, typer.Argument(help="Folder to write.", show_default=False)] = None,
+    from_gguf: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Convert this GGUF file, its weights dequantised, to the new folder DIRECTORY, the only "
+            'argument then. Needs pip install "rayk[gguf]".',
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
     layers: Annotated[int | None, typer.Option(min=1, help="Number of layers.")] = None,
     overrides: Annotated[
@@ -38,7 +50,12 @@ def checkpoint(
     tie: Annotated[
         bool | None, typer.Option("--tie/--no-tie", help="Whether lm_head shares the embeddings.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights: float32, bfloat16, float16.")] = "float32",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the weights: float32, bfloat16, float16 [default: float32; with --from-gguf bfloat16]."
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write it anew, even over changed files.")] = False,
 ) -> None:
     """Write a tiny random checkpoint (tokenizer included) through transformers and print its path.
@@ -47,6 +64,13 @@ def checkpoint(
     settings is written again; one of another family is refused, as are one whose files were changed since and
     values that rayk cannot serve.
     """
+    if from_gguf is not None:
+        with_settings = [seed != 0, layers is not None, bool(overrides), tie is not None, force]
+        refuse_mixed(directory is not None or any(with_settings))
+        convert(from_gguf, Path(family), dtype or "bfloat16", max_shard_size)
+        return
+    if directory is None:
+        raise UserError("no folder to write", mend="rayk checkpoint FAMILY DIR, or --from-gguf FILE DIR")
     values = parse_overrides(overrides or [])
     if layers is not None:
         values["num_hidden_layers"] = layers
@@ -62,11 +86,41 @@ def checkpoint(
         overrides=values,
         max_shard_size=max_shard_size,
         tie=tie,
-        dtype=dtype,
+        dtype=dtype or "float32",
         force=force,
         judge=parse_config,  # what explain and run would refuse is not written
     )
     typer.echo(path)
+
+
+def refuse_mixed(is_mixed: bool) -> None:
+    """Refuse what is for tiny checkpoints alone beside a GGUF file. Raises UserError."""
+    if is_mixed:
+        raise UserError(
+            "a GGUF file has its family, layers and weights",
+            where="--from-gguf",
+            mend="rayk checkpoint --from-gguf FILE DIR, with --dtype and --max-shard-size alone",
+        )
+
+
+def convert(file: Path, directory: Path, dtype: str, max_shard_size: str | None) -> None:
+    """Convert a GGUF file, tell memory before and after, and print the folder's path. Raises UserError."""
+    from rayk.oracle.from_gguf import Plan, convert_gguf  # imports torch and transformers
+
+    def tell(plan: Plan) -> None:
+        types = ", ".join(f"{count} {kind}" for kind, count in plan.types)
+        stderr().print(
+            f"{plan.architecture}: {plan.num_parameters:,} parameters in tensors of {types}, dequantised and "
+            f"rounded to {dtype}: {format_bytes(plan.weight_bytes)} on disk, and as much memory beside the "
+            f"file's {format_bytes(plan.file_bytes)} meanwhile",
+            markup=False,
+        )
+
+    peak = convert_gguf(
+        file, directory, dtype=dtype, max_shard_size=max_shard_size, judge=parse_config, tell=tell
+    )
+    stderr().print(f"peak memory of this process: {format_bytes(peak)}", markup=False)
+    typer.echo(directory)
 
 
 def refuse_unservable(family: str, values: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:

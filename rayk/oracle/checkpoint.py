@@ -76,12 +76,7 @@ def write_checkpoint(
     values = family_values(family, overrides or {})
     if tie is not None:
         values["tie_word_embeddings"] = tie
-    if dtype not in DTYPES:
-        raise UserError(f"dtype {dtype!r}", mend=f"one of {', '.join(DTYPES)}")
-    if max_shard_size is not None and not _SIZE.fullmatch(max_shard_size):
-        raise UserError(
-            f"max_shard_size {max_shard_size!r}", mend="a number and KB, MB, GB or TB, e.g. 100KB"
-        )
+    require_form(dtype, max_shard_size)
     parameters = {
         "format": _FORMAT,
         "family": family,
@@ -104,6 +99,16 @@ def write_checkpoint(
             raise UserError(problem, where=str(target), mend="choose another folder") from error
         _write(scratch, parameters, judge)
     return target
+
+
+def require_form(dtype: str, max_shard_size: str | None) -> None:
+    """Raise UserError if no weights are written in this dtype or in files of this size."""
+    if dtype not in DTYPES:
+        raise UserError(f"dtype {dtype!r}", mend=f"one of {', '.join(DTYPES)}")
+    if max_shard_size is not None and not _SIZE.fullmatch(max_shard_size):
+        raise UserError(
+            f"max_shard_size {max_shard_size!r}", mend="a number and KB, MB, GB or TB, e.g. 100KB"
+        )
 
 
 def read_marker(directory: str | Path) -> dict[str, Any]:
@@ -222,7 +227,7 @@ def _config(family: str, special: Mapping[str, Any], values: Mapping[str, Any], 
             config = make_config(family, {**special, **values})
     except UserError as error:
         if judge is not None:
-            sound = _config_json(make_config(family, {**special, **FAMILIES[family]}))
+            sound = config_json(make_config(family, {**special, **FAMILIES[family]}))
             for key in changed_keys(family, values):
                 if f"'{key}'" in error.problem:
                     with _values_blamed(family, values):
@@ -230,11 +235,11 @@ def _config(family: str, special: Mapping[str, Any], values: Mapping[str, Any], 
         raise
     if judge is not None:
         with _values_blamed(family, values):
-            judge(_config_json(config), where)
+            judge(config_json(config), where)
     return config
 
 
-def _config_json(config: Any) -> dict[str, object]:
+def config_json(config: Any) -> dict[str, object]:
     """Make the future contents of config.json."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from rayk.models.families import parse_config
-from rayk.oracle.checkpoint import SUPPORTED, _config_json
+from rayk.oracle.checkpoint import SUPPORTED, config_json
 from rayk.oracle.draw import draw_weights
 from rayk.oracle.gains import Gains
 from rayk.oracle.tiny import family_values, make_config
@@ -20,7 +20,7 @@ def test_gains_of_every_family_are_those_of_its_config() -> None:
     for family in SUPPORTED:
         config = make_config(family, family_values(family, {}) | UNPADDED)
         model = transformers.AutoModelForCausalLM.from_config(config).float()
-        gains, ours = Gains.of(model), parse_config(_config_json(config), family)
+        gains, ours = Gains.of(model), parse_config(config_json(config), family)
         assert gains.unit_offset == (ours.norm.offset == 1.0), family
         assert gains.closing_norms == (ours.block == "post_norms"), family
         assert (gains.head_gain < 1.8) == (ours.score_multiplier == 1.0), family
