@@ -1,15 +1,19 @@
-"""Say what this machine can do, and how to mend what is missing: `rayk doctor`."""
+"""Say what this machine can do, how to mend what is missing, and what a model needs: `rayk doctor`."""
 
 from __future__ import annotations
 
 import enum
 import json
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rayk.cli.guard import guarded, stderr, stdout
+
+if TYPE_CHECKING:
+    from rayk.models.memory_plan import MemoryPlan
 
 SYMBOLS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[bold red]missing[/]"}
 
@@ -27,12 +31,26 @@ def doctor(
     address: Annotated[
         str | None, typer.Option(help="Ray cluster to look for [default: RAY_ADDRESS].")
     ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Say whether this model (its folder or config.json) fits on --gpus, and exit."),
+    ] = None,
+    gpus: Annotated[str, typer.Option(metavar="8xH200", help="GPUs of one engine, for --model.")] = "1xH100",
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="For --model: length of a request [default: 4096, or what the model has]."),
+    ] = None,
 ) -> None:
     """Say what this machine can do: devices, Ray, NIXL transports (measured), Triton, versions. And what
     listens here: each port of Ray's and rayk's processes, and what it asks of whoever comes.
 
-    Exit 0: experiments can run here. 1: something they need is missing.
+    With --model: the bytes of its weights and KV, and the blocks that are left for KV, at each TP size.
+
+    Exit 0: experiments can run here, or the model fits. 1: something they need is missing, or it does not.
     """
+    if model is not None:
+        _plan(model, gpus, tokens, output_format)
+        return
     from rich.markup import escape
     from rich.table import Table
 
@@ -53,3 +71,44 @@ def doctor(
         print_table(stdout(), table)
     if any(f.status == "missing" for f in findings):
         raise typer.Exit(1)
+
+
+def _plan(model: Path, gpus: str, tokens: int | None, output_format: DoctorFormat) -> None:
+    """Print the memory plan. Exit 1 if the model fits at no TP size."""
+    from rayk.models.memory_plan import plan_memory
+
+    stderr().print("counting, a few seconds")
+    plan = plan_memory(model, gpus, tokens=tokens)
+    if output_format is DoctorFormat.json:
+        typer.echo(json.dumps(asdict(plan) | {"fits": plan.fits}, indent=2))
+    else:
+        _print_plan(plan)
+    if not plan.fits:
+        raise typer.Exit(1)
+
+
+def _print_plan(plan: MemoryPlan) -> None:
+    from rich.table import Table
+
+    from rayk.cli.plain import print_table
+    from rayk.models.memory_plan import USED_SHARE
+
+    where = f"{plan.num_gpus} x {plan.gpu} of {plan.gpu_bytes / 1e9:,.0f} GB"
+    stored = "" if plan.loadable else ", which rayk does not load yet"
+    for line in (
+        f"{plan.model}: {'fits' if plan.fits else 'does not fit'} on {where}, {USED_SHARE:.0%} of it used",
+        f"{plan.num_parameters:,} parameters, stored as {plan.stored_as}{stored}",
+        f"a token keeps {plan.kv_token_bytes:,} bytes of KV in {plan.dtype} before TP, until windows and "
+        f"chunks are full; a request {plan.state_bytes:,} bytes of states",
+    ):
+        stdout().print(line, markup=False, highlight=False)
+    table = Table()
+    requests = f"requests of {plan.tokens:,}"
+    for name in ("TP", "weights, GB", "a block, bytes", "blocks", requests, "tokens", ""):
+        table.add_column(name, justify="right")
+    for size in plan.sizes:
+        counts = (size.block_bytes, size.num_blocks, size.num_requests, size.num_tokens)
+        table.add_row(
+            str(size.tp), f"{size.weight_bytes / 1e9:,.1f}", *(f"{n:,}" for n in counts), size.reason
+        )
+    print_table(stdout(), table)

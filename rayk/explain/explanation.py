@@ -27,7 +27,7 @@ from rayk.kv.groups import measure_waste, waste_tokens, wasted_bytes
 from rayk.kv.specs import page_bytes
 from rayk.models.config import DecoderConfig
 from rayk.models.engine_plan import EnginePlan, plan_engine
-from rayk.models.families import read_config
+from rayk.models.families import read_shape
 from rayk.models.kv_specs import group_chunks
 from rayk.specs import Cell, expand, load_spec
 from rayk.specs.checks import check_cell
@@ -122,7 +122,7 @@ class Explanation:
 def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | None = None) -> Explanation:
     """Explain the engines that `settings` (a spec's mapping) describes. What is not possible is an answer;
     bad input raises UserError."""
-    config = read_config(model)
+    config, quantisation = read_shape(model)
     cell, refused = _cell(model, settings, config)
     assert cell.decode is not None
     about: dict[str, Any] = {"model": _name(Path(model).resolve())}
@@ -132,7 +132,9 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
         return Explanation(supported=False, reason=refused, num_tokens=intended, **about)
     producer, consumer = plan_engine(cell.prefill, config), plan_engine(cell.decode, config)
     tokens = _num_tokens(num_tokens, config, producer, consumer)
-    notes = _length_note(tokens, config, producer) if num_tokens is None else []
+    notes = _weights_note(quantisation)
+    if num_tokens is None:
+        notes += _length_note(tokens, config, producer)
     try:
         reads = explain_reads(producer, consumer, tokens, cell.spec.transfer)
     except TransferError as error:
@@ -166,7 +168,7 @@ def locate(
     model: str, settings: Mapping[str, Any], *, side: str, rank: int, byte: int | None, find: str | None
 ) -> list[dict[str, Any]]:
     """Find the coordinates of a byte of a rank's buffer, or the bytes of a coordinate. Raises UserError."""
-    config = read_config(model)
+    config, _ = read_shape(model)
     cell, refused = _cell(model, settings, config)
     if refused:
         raise UserError(problem=refused)
@@ -221,6 +223,13 @@ def _fast_prefill(cell: Cell, config: DecoderConfig, num_tokens: int) -> FastPre
         num_token_layers=num_tokens * (config.num_layers - len(layers)) + len(layers),
         num_token_layers_without=num_tokens * config.num_layers,
     )
+
+
+def _weights_note(quantisation: Mapping[str, Any]) -> list[str]:
+    if not quantisation:
+        return []
+    method = quantisation.get("quant_method", "unknown")
+    return [f"the weights are quantised ({method}), which rayk does not load yet; KV is as for others"]
 
 
 def _length_note(num_tokens: int, config: DecoderConfig, producer: EnginePlan) -> list[str]:

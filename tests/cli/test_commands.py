@@ -21,6 +21,8 @@ from rayk.specs.experiment import SideSpec
 from rayk.types.config import EngineConfig
 from tests.conftest import CheckpointFactory
 from tests.markers import thorough
+from tests.models.released import small
+from tests.models.released_large import LLAMA_31_405B
 from tests.reports.synthetic import write_run
 
 COMMANDS = ("run", "serve", "top", "bench", "checkpoint", "report", "doctor", "explain", "conformance")
@@ -359,6 +361,21 @@ def test_doctor_says_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert findings["C++ compiler"]["status"] == "note"
     assert findings["listens"]["status"] == "ok"
     assert "apt-get install g++" in findings["C++ compiler"]["mend"]
+
+
+def test_doctor_says_whether_a_model_fits(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(small("llama")))
+    result = invoke("doctor", "--model", str(tmp_path), "--gpus", "2xH100")
+    assert result.exit_code == 0, result.stderr
+    assert "fits on 2 x H100 of 80 GB" in result.stdout
+    found = json.loads(invoke("doctor", "--model", str(tmp_path), "--format", "json").stdout)
+    assert found["fits"]
+    assert [size["tp"] for size in found["sizes"]] == [1]
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_405B))
+    refused = invoke("doctor", "--model", str(tmp_path), "--gpus", "1xH100")
+    assert refused.exit_code == 1
+    assert "does not fit" in refused.stdout
+    assert invoke("doctor", "--model", str(tmp_path), "--gpus", "1xTPU").exit_code == 2
 
 
 def test_doctor_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:

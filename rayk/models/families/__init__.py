@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
+from typing import Any
 
 from rayk.models.config import DecoderConfig
 from rayk.models.families.common import Family, WeightNames
@@ -15,7 +16,16 @@ from rayk.models.families.raw import RawConfig, read_json
 from rayk.models.families.sharing import apply_sharing
 from rayk.types.errors import CheckpointError, UnsupportedArchitecture
 
-__all__ = ["FAMILIES", "SUPPORTED", "Family", "WeightNames", "load_config", "parse_config", "read_config"]
+__all__ = [
+    "FAMILIES",
+    "SUPPORTED",
+    "Family",
+    "WeightNames",
+    "load_config",
+    "parse_config",
+    "read_config",
+    "read_shape",
+]
 
 _MODULES = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
 
@@ -47,6 +57,21 @@ def load_config(model_path: str | Path) -> DecoderConfig:
 def read_config(path: str | Path) -> DecoderConfig:
     """Read the decoder that a config.json (the file, or that of a folder) describes. Raises like
     `load_config`, but does not look for weights."""
+    file, values = _read_values(path)
+    return parse_config(values, where=str(file))
+
+
+def read_shape(path: str | Path) -> tuple[DecoderConfig, dict[str, Any]]:
+    """Read like `read_config`, also where the weights are quantised in a way that is not loaded: the decoder,
+    and its `quantization_config`, which is empty without one."""
+    file, values = _read_values(path)
+    text = values.get("text_config")
+    parts = [values, *([text] if isinstance(text, dict) else [])]
+    found = [part.pop("quantization_config", None) for part in parts]
+    return parse_config(values, where=str(file)), next((q for q in found if isinstance(q, dict)), {})
+
+
+def _read_values(path: str | Path) -> tuple[Path, dict[str, Any]]:
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     if not path.exists():
@@ -57,7 +82,7 @@ def read_config(path: str | Path) -> DecoderConfig:
             where=str(path),
             mend="pass a folder in Hugging Face format",
         )
-    return parse_config(read_json(file, CONFIG_BYTES) | _generation_eos(file.parent), where=str(file))
+    return file, read_json(file, CONFIG_BYTES) | _generation_eos(file.parent)
 
 
 def _no_such(folder: Path) -> CheckpointError:

@@ -1,0 +1,126 @@
+"""Says whether a model fits on some GPUs: weights and blocks at every TP size, from config.json alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from rayk.kv.groups import KVCacheGroup
+from rayk.kv.specs import num_kept_blocks, page_bytes
+from rayk.models.config import DecoderConfig
+from rayk.models.engine_plan import plan_engine
+from rayk.models.families import read_shape
+from rayk.models.kv_specs import kv_cache_specs
+from rayk.models.stored_sizes import num_parameters, rank_bytes
+from rayk.models.tensor_parallel import why_tp_unsupported
+from rayk.types.config import EngineConfig
+from rayk.types.errors import UserError
+
+GPU_GB: Mapping[str, int] = MappingProxyType(
+    {"A100": 80, "L4": 24, "L40S": 48, "H100": 80, "H200": 141, "B200": 180, "B300": 288, "MI300X": 192}
+)
+"""Memory of a GPU in 10^9 bytes, as its vendor's data sheet says."""
+USED_SHARE = 0.9
+"""Share of a GPU's memory that weights and KV may fill; the rest is for activations and the driver."""
+MAX_GPUS = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TpPlan:
+    """One engine at one TP size. Bytes are those of the rank that holds most."""
+
+    tp: int
+    reason: str  # why it does not fit or run; empty if it does
+    weight_bytes: int = 0
+    block_bytes: int = 0  # a block over all layers
+    num_blocks: int = 0
+    num_requests: int = 0  # of `MemoryPlan.tokens` tokens each, at a time
+    num_tokens: int = 0  # that these requests keep
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryPlan:
+    model: str
+    gpu: str
+    num_gpus: int
+    gpu_bytes: int
+    num_parameters: int
+    dtype: str  # of KV
+    stored_as: str  # the weights' format on disk
+    loadable: bool  # whether rayk loads this format
+    kv_token_bytes: int  # a token, all layers and ranks once, while no window or chunk is full
+    state_bytes: int  # a request's recurrent states
+    tokens: int  # length of a request
+    sizes: tuple[TpPlan, ...]
+
+    @property
+    def fits(self) -> bool:
+        return any(not size.reason for size in self.sizes)
+
+
+def parse_gpus(text: str) -> tuple[int, str]:
+    """Read `8xH200` as (8, "H200"). Raises UserError."""
+    found = re.fullmatch(r"(?:(\d{1,5})x)?(\w+)", text.strip())
+    count, name = (int(found[1] or 1), found[2].upper()) if found else (0, text)
+    if name not in GPU_GB or not 1 <= count <= MAX_GPUS:
+        raise UserError(f"--gpus {text!r} is not understood", mend=f"e.g. 8xH200; known: {', '.join(GPU_GB)}")
+    return count, name
+
+
+def plan_memory(model: str | Path, gpus: str, *, tokens: int | None = None) -> MemoryPlan:
+    """Plan engines of every TP size that divides the GPUs, for requests of `tokens` (default: 4096, or the
+    model's positions). Raises UserError, and CheckpointError for a config.json that cannot be read."""
+    (count, gpu), (config, quantisation) = parse_gpus(gpus), read_shape(model)
+    tokens = min(tokens or 4096, config.max_positions)
+    specs = kv_cache_specs(config, block_size=1, dtype=config.dtype).values()
+    memory = GPU_GB[gpu] * 10**9
+    sizes = [n for n in range(1, count + 1) if count % n == 0]
+    return MemoryPlan(
+        model=str(model),
+        gpu=gpu,
+        num_gpus=count,
+        gpu_bytes=memory,
+        num_parameters=num_parameters(config),
+        dtype=config.dtype,
+        stored_as=str(quantisation.get("quant_method", config.dtype)),
+        loadable=not quantisation,
+        kv_token_bytes=sum(page_bytes(spec) for spec in specs if spec.has_token_rows),
+        state_bytes=sum(page_bytes(spec) for spec in specs if not spec.has_token_rows),
+        tokens=tokens,
+        sizes=tuple(_plan(str(model), config, quantisation, memory, tp, tokens) for tp in sizes),
+    )
+
+
+def _plan(
+    model: str, config: DecoderConfig, quantisation: Mapping[str, Any], memory: int, tp: int, tokens: int
+) -> TpPlan:
+    reason = why_tp_unsupported(config, tp)
+    if reason is not None:
+        return TpPlan(tp=tp, reason=reason)
+    # The first rank holds most of what is dealt out unevenly, the last what is left over.
+    weights = max(rank_bytes(config, tp, rank, quantisation) for rank in {0, tp - 1})
+    plan = plan_engine(EngineConfig(model=model, tp=tp, dtype=config.dtype, num_blocks=2), config)
+    block = max(rank.block_bytes for rank in plan.ranks)
+    blocks = max(0, int(memory * USED_SHARE) - weights) // block
+    requests = blocks // _request_blocks(plan.groups, tokens)
+    reason = "" if requests else f"no room for a request of {tokens} tokens"
+    if weights > memory * USED_SHARE:
+        reason = "the weights do not fit"
+    return TpPlan(
+        tp=tp,
+        reason=reason,
+        weight_bytes=weights,
+        block_bytes=block,
+        num_blocks=blocks,
+        num_requests=requests,
+        num_tokens=requests * tokens,
+    )
+
+
+def _request_blocks(groups: Sequence[KVCacheGroup], tokens: int) -> int:
+    """Count the blocks of a request of `tokens`, each group at its fullest."""
+    return max(1, sum(num_kept_blocks(g.spec, g.spec.fullest_at(tokens)) for g in groups))
