@@ -203,10 +203,12 @@ AHEAD = """    %q = ttg.local_alloc : () -> !ttg.memdesc<{buffers}x64x64xf16, #s
       %qt = ttg.memdesc_trans %qi : !ttg.memdesc<64x64xf16>
       %x = ttg.local_load %qi : !ttg.memdesc<64x64xf16> -> tensor<64x64xf16, #blocked>
       %s = ttng.warp_group_dot %k, %qt, %zero {{isAsync = true}} : !ttg.memdesc<64x64xf16>
-      %w:2 = ttng.warp_group_dot_wait %s, %qi {{pendings = {pending} : i32}} : tensor<64x64xf32, #mma>
+{more}      %w:2 = ttng.warp_group_dot_wait %s, %qi {{pendings = {pending} : i32}} : tensor<64x64xf32, #mma>
       %qn = ttg.memdesc_index %q[%n] : !ttg.memdesc<{buffers}x64x64xf16>
     }}
 """
+
+ANOTHER = "      %t = ttng.warp_group_dot %k, %v, %s {isAsync = true} : !ttg.memdesc<64x64xf16>\n"
 
 
 @pytest.mark.parametrize(
@@ -214,9 +216,13 @@ AHEAD = """    %q = ttg.local_alloc : () -> !ttg.memdesc<{buffers}x64x64xf16, #s
     [
         (NARROW.format(16, 8, 16), ["a product over 16 values takes 8 in a row"]),
         (NARROW.format(32, 8, 32) + NARROW.format(16, 4, 16), []),
-        (AHEAD.format(buffers=2, pending=1), ["2 buffers of %q while products read it and 2 copies"]),
-        (AHEAD.format(buffers=3, pending=1), []),
-        (AHEAD.format(buffers=2, pending=0), []),
+        (
+            AHEAD.format(buffers=2, pending=1, more=""),
+            ["2 buffers of %q while products read it and 2 copies"],
+        ),
+        (AHEAD.format(buffers=2, pending=1, more=ANOTHER), []),  # only the last product is under way
+        (AHEAD.format(buffers=3, pending=1, more=""), []),
+        (AHEAD.format(buffers=2, pending=0, more=""), []),
     ],
 )
 def test_what_gave_wrong_results_on_a_gpu_is_found_in_compiled_code(ttgir: str, found: list[str]) -> None:
@@ -229,6 +235,8 @@ def test_what_gave_wrong_results_on_a_gpu_is_found_in_compiled_code(ttgir: str, 
 DESCRIPTOR = """
         /*6000*/                   USGXT.U32 UR4, UR5, 0xe ;
         /*6020*/                   ULDC.64 UR10, c[0x0][0x218] ;
+        /*6030*/                   UIMAD.WIDE.U32 UR20, UR4, UR{factor}, URZ ;
+        /*6038*/                   UMOV UR22, UR21 ;
         /*6040*/              @!P6 LDS.64 R6, [UR10] ;
         /*6470*/                   UMOV UR6, UR4 ;
         /*6480*/                   UMOV UR7, 0xc0000010 ;
@@ -244,6 +252,7 @@ DESCRIPTOR = """
     [
         ({"base": 11, "high": 11}, []),  # a pair was loaded
         ({"base": 9, "high": 9}, [9]),
+        ({"factor": 23}, [23]),  # not the first that it reads
         ({"low": 16}, [14]),  # B's descriptor
         ({"tiles": "gdesc[UR8]"}, [8, 9]),  # A's, in shared memory
     ],
@@ -252,7 +261,7 @@ def test_registers_that_are_read_and_never_written_are_found(
     registers: dict[str, Any], found: list[int]
 ) -> None:
     """Cut from what ptxas 12.8 made of ssd_output_kernel (the second case), whose sums an H100 got wrong."""
-    right = {"low": 14, "base": 4, "high": 4, "tiles": "R64, gdesc[UR12].tnspB"}
+    right = {"low": 14, "base": 4, "high": 4, "factor": 5, "tiles": "R64, gdesc[UR12].tnspB"}
     written = "        /*5000*/                   UMOV UR5, 0x400 ;\n"
     sass = written + DESCRIPTOR.format(**right | registers)
     assert find_unwritten(sass) == [f"ptxas reads UR{x}, which nothing writes" for x in found]

@@ -180,6 +180,19 @@ def test_what_the_tier_has_is_not_copied_again() -> None:
     boxed.expect_free()
 
 
+def test_free_blocks_of_an_outbox_lie_anywhere() -> None:
+    """Of three blocks one is in use: two are copied in one piece, and the next ones behind a gap."""
+    node = open_node("full")
+    boxed = Boxed.add(node, Kind(tp=2))
+    all_blocks = boxed.room.pool.allocate(boxed.room.num_blocks)
+    used = [block for block in all_blocks if block % 3 == 0]
+    boxed.room.pool.free([block for block in all_blocks if block % 3])
+    boxed.store(0)
+    boxed.room.pool.free(used)
+    boxed.expect_free()
+    node.expect_idle()
+
+
 def test_blocks_that_are_handed_out_again_spoil_a_late_read_only() -> None:
     node = open_node("full", delay_polls=3)
     boxed = Boxed.add(node, Kind(tp=2))

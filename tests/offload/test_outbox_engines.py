@@ -4,13 +4,14 @@ and no block is kept anywhere."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rayk.handover.commands import Describe
-from rayk.offload.outbox import outbox_name
+from rayk.offload.outbox import Outbox, outbox_name
 from rayk.transfer.ticket import TransferTicket
 from tests.answers import NUM_TOKENS, Answers, make_answers
 from tests.markers import one_per, thorough
@@ -104,6 +105,28 @@ def test_blocks_are_free_when_they_are_copied_not_when_the_tier_has_read_them(qw
         node.settle()
         (done,) = qwen3.complete(second, "c", 3)
         assert done.info["num_host_tokens"] == NUM_LENT
+        node.settle()
+
+
+@thorough
+def test_a_ticket_leaves_when_its_copies_have_run(qwen3: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that run when somebody waits for them stand for a GPU's."""
+    queued: list[Callable[[], None]] = []
+    copy = Outbox.copy
+
+    def settle(box: Outbox) -> None:
+        while queued:
+            queued.pop(0)()
+
+    monkeypatch.setattr(Outbox, "copy", lambda *what: queued.append(partial(copy, *what)))
+    monkeypatch.setattr(Outbox, "settle", settle)
+    with Node.open(qwen3.path, [{"num_blocks": 400}, {}], outbox_bytes=64 << 20) as node:
+        first, second = node.engines
+        qwen3.complete(first, "a", 0)
+        node.settle()
+        (done,) = qwen3.complete(second, "b", 0)
+        assert done.info["num_host_tokens"] == NUM_LENT
+        assert not first.offloading.counts["stores_failed"]
         node.settle()
 
 
