@@ -71,6 +71,7 @@ HOMES: Mapping[str, tuple[str, ...]] = {
     "pyarrow": ("rayk/reports/",),
     "plotly": ("rayk/reports/",),
     "transformers": ("rayk/oracle/", "rayk/serve/", "rayk/actors/", "jobs/benchmarks/"),
+    "huggingface_hub": ("rayk/models/hub.py", "rayk/oracle/"),
     "tokenizers": ("rayk/oracle/", "rayk/serve/", "rayk/actors/"),
     "pydantic": ("rayk/specs/", "rayk/serve/"),
     "fastapi": ("rayk/serve/",),

@@ -6,7 +6,8 @@ import hashlib
 import re
 import secrets
 from collections.abc import Sequence
-from pathlib import Path
+
+from rayk.types.model_names import short_name
 
 MAX_PART = 32
 """Characters of one part of a name: a model, an experiment."""
@@ -28,8 +29,8 @@ def bounded(text: str, limit: int = MAX_PART) -> str:
 
 
 def models_in_words(models: Sequence[str]) -> str:
-    """Name folders of checkpoints for people: the name of the only one, or how many there are."""
-    names = sorted({Path(m).name for m in models})
+    """Name models for people: the name of the only one, or how many there are."""
+    names = sorted({short_name(m) for m in models})
     return bounded(names[0]) if len(names) == 1 else f"{len(names)} models"
 
 

@@ -20,12 +20,15 @@ from rayk.actors.engines import translate
 from rayk.actors.nodes import EngineDemand, Node, may_be_on, plan_nodes, with_homes
 from rayk.actors.placement import NODE_ID_LABEL
 from rayk.types.errors import CheckpointError, DeadlineExceeded, DeviceError, EngineDied, RaykError
+from rayk.types.model_names import hub_name
 from rayk.types.waiting import busy
 
 T = TypeVar("T")
 
 FORM_S = 120.0
 """Deadline for starting workers and forming an engine (imports, weights)."""
+FETCH_S = 3600.0
+"""How much longer the start may take where nodes fetch a model of the hub first."""
 ANSWER_S = 15.0
 """An idle worker that takes longer to say that it is there hangs."""
 WATCH_S = 0.5
@@ -33,6 +36,12 @@ WATCH_S = 0.5
 PLACED_POLL_S = 0.02
 NODES_S = 10.0
 """How long Ray's GCS may take to say which nodes live, where no workers are being started."""
+
+
+def start_limit_s(model: str | None) -> float:
+    """Return the deadline for workers that can read `model`, in seconds."""
+    fetches = model is not None and hub_name(model) is not None
+    return FORM_S + (FETCH_S if fetches else 0)
 
 
 @dataclass(eq=False)
@@ -119,12 +128,12 @@ class WorkerPool:
         """
         async with self._preparing:
             try:
-                async with asyncio.timeout(FORM_S):
+                async with asyncio.timeout(start_limit_s(model)):
                     return await self._prepare(demands, how, model, alone, beside)
             except TimeoutError:
                 for name in [n for n, s in self._slots_of(demands).items() if s.is_asked]:
                     self._free(name)  # others start in their place
-                raise DeadlineExceeded(self._waiting_for, FORM_S, busy()) from None
+                raise DeadlineExceeded(self._waiting_for, start_limit_s(model), busy()) from None
             finally:  # also when the cell's deadline cancels this
                 for name in [n for n, s in self._slots_of(demands).items() if s.node is None or s.hangs]:
                     self._free(name)
@@ -368,7 +377,10 @@ class WorkerPool:
             failure = translate(error, name, node=str(slot.node))
             if isinstance(failure, CheckpointError):
                 failure.where += f" on node {slot.node}"
-                failure.mend = "put the model in the same folder of every node, e.g. on a shared file system"
+                if model is not None and hub_name(model) is None:
+                    failure.mend = (
+                        "put the model in the same folder of every node, e.g. on a shared file system"
+                    )
             raise failure from None
         return found
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rayk.metrics import METRICS, Meter, Metric, MetricKind
+from rayk.types.model_names import short_name
 
 
 class RaySink:
@@ -95,9 +96,10 @@ def _borders(metric: Metric) -> Iterator[str]:
 
 def make_meter(model: str | None = None, **known: str) -> Meter:
     """Make the meter of a process of a Ray cluster; outside of a cluster it drops all values. `model`: its
-    folder, whose name is the label; `known`: other labels of every value, such as engine, role and rank."""
+    folder or name, in short the label; `known`: other labels of every value, such as engine, role,
+    rank."""
     import ray
 
     if model is not None:
-        known["model"] = model.rstrip("/").rpartition("/")[2] or model
+        known["model"] = short_name(model) or model
     return Meter(RaySink(**known) if ray.is_initialized() else None)

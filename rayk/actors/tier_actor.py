@@ -30,6 +30,7 @@ from rayk.kv.groups import KVCacheGroup
 from rayk.metrics import Meter
 from rayk.models.families import load_config
 from rayk.models.fingerprint import whole_weights_digest
+from rayk.models.hub import model_folder
 from rayk.models.kv_specs import tier_groups as groups_of_tier
 from rayk.offload.disk import DiskTier
 from rayk.offload.disk_folder import make_folder
@@ -54,7 +55,7 @@ WIRE_POLL_S = 0.002
 
 def tier_groups(config: EngineConfig, settings: OffloadSettings) -> tuple[KVCacheGroup, ...]:
     """List the KV groups of a tier behind engines like this one."""
-    return groups_of_tier(config, load_config(config.model), settings)
+    return groups_of_tier(config, load_config(model_folder(config.model)), settings)
 
 
 def tier_identity(config: EngineConfig, settings: OffloadSettings, like: CacheDescription) -> PageIdentity:
@@ -69,7 +70,9 @@ def disk_identity(
     """Return what pages on disk mean. They outlive the weights, of which a fingerprint takes only samples, so
     the weights count as a whole."""
     identity = identity_of(groups, like, config.dtype)
-    return replace(identity, facts={**identity.facts, "weights": whole_weights_digest(Path(config.model))})
+    return replace(
+        identity, facts={**identity.facts, "weights": whole_weights_digest(model_folder(config.model))}
+    )
 
 
 class TierHost:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rayk.models.hub import model_folder
 from rayk.types.errors import CheckpointError
 from rayk.types.files import JSON_BYTES
 
@@ -42,13 +43,13 @@ def _check_files(folder: Path, mend: str) -> None:
 
 
 def load_tokenizer(model: str, mend: str) -> Any:
-    """Load the folder's own tokenizer, through transformers. Raises CheckpointError when it has no usable
-    one."""
+    """Load a model's own tokenizer, through transformers. Raises CheckpointError when none is usable."""
     from transformers import AutoTokenizer
 
-    _check_files(Path(model), mend)
+    folder = model_folder(model)
+    _check_files(folder, mend)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # noqa: BLE001 - of a damaged tokenizer.json: KeyError, Exception itself
         raise CheckpointError(
             f"cannot load a tokenizer: {type(error).__name__}: {error}".splitlines()[0],

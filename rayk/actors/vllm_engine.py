@@ -18,9 +18,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rayk.models.hub import model_folder
 from rayk.types.config import VllmEngineConfig
 from rayk.types.errors import DeadlineExceeded, EngineDied, InternalError, Unsupported, shortened
 from rayk.types.waiting import busy
@@ -84,7 +86,8 @@ class VllmEngine:
             with tempfile.NamedTemporaryFile("w", prefix="rayk-secret-") as secret_file:
                 secret_file.write(secret)
                 secret_file.flush()
-                arguments = engine_arguments(config, secret_file.name, host)
+                folder = await asyncio.to_thread(model_folder, config.model)
+                arguments = engine_arguments(replace(config, model=str(folder)), secret_file.name, host)
                 started = await self._ask(config.start_s, "start", arguments=arguments)
         except _DriverError as failure:
             await self.end()

@@ -20,8 +20,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,6 +48,7 @@ from rayk.lines.line import Funnel, Last, LineAddress, LineService, LineThread
 from rayk.metrics import Meter
 from rayk.models.families import load_config
 from rayk.models.headers import check_weights
+from rayk.models.hub import model_folder
 from rayk.parallel.factory import make_comm
 from rayk.parallel.timed import timed
 from rayk.transfer.faulty_agent import FaultyAgent
@@ -111,9 +111,11 @@ class Worker:
         return time.monotonic_ns()
 
     def check_model(self, model: str) -> None:
-        """Raise CheckpointError when this node has no such checkpoint, or only a part of it."""
-        load_config(model)
-        check_weights(Path(model))
+        """Raise CheckpointError when this node has no such checkpoint and cannot fetch it, or only a part of
+        it."""
+        folder = model_folder(model)
+        load_config(folder)
+        check_weights(folder)
 
     def reserve_address(self) -> str:
         """Find a free host:port where the ranks of an engine meet. They share a node: loopback will do."""
@@ -144,7 +146,8 @@ class Worker:
         )
         try:
             commit = functools.partial(commit_wrong_kv, faults=spec.faults)
-            self._rank = EngineRank(spec.config, timed(comm), on_loaded=commit)
+            located = replace(spec.config, model=str(model_folder(spec.config.model)))
+            self._rank = EngineRank(located, timed(comm), on_loaded=commit)
             self._meter = make_meter(
                 spec.config.model, engine=spec.engine, role=spec.role, rank=str(spec.rank)
             )

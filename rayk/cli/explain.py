@@ -7,7 +7,6 @@ import inspect
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -68,9 +67,10 @@ def _with_axis_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _explain(
     model: Annotated[
-        Path,
+        str,
         typer.Option(
-            help="Checkpoint folder, or a config.json; beside it generation_config.json alone is read."
+            help="Checkpoint folder, or a config.json (beside it generation_config.json alone is read), or a "
+            "model of the Hugging Face hub, org/name[@revision], of which config.json alone is fetched."
         ),
     ],
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "float32",

@@ -20,7 +20,13 @@ class Http(enum.StrEnum):
 
 @guarded
 def serve(
-    model: Annotated[str, typer.Argument(help="Checkpoint folder.", show_default=False)],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Checkpoint folder, or a model of the Hugging Face hub: org/name[@revision].",
+            show_default=False,
+        ),
+    ],
     mode: Annotated[
         str | None,
         typer.Option(

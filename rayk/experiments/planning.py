@@ -13,6 +13,7 @@ from rayk.experiments.vllm_python import known_refusal, vllm_versions
 from rayk.models.config import DecoderConfig
 from rayk.models.families import load_config
 from rayk.models.headers import check_weights
+from rayk.models.hub import model_folder, pinned
 from rayk.oracle.files import input_hashes
 from rayk.reports.folder import check_directory
 from rayk.specs import Cell, LoadedSpec, dump_spec, renew_spec
@@ -21,7 +22,9 @@ from rayk.specs.checks import check_cells
 from rayk.specs.devices import check_device
 from rayk.specs.engines import check_cell_device
 from rayk.specs.host_tier import check_machine, check_pools
+from rayk.specs.load import with_models
 from rayk.specs.vllm_engines import in_order
+from rayk.types.model_names import hub_name
 
 PlannedCell = tuple[Cell, list[list[int]]]  # a cell with its prompts
 
@@ -61,11 +64,14 @@ def plan_experiment(
 ) -> ExperimentPlan:
     """Write the spec's checkpoints that are missing, telling of each, then plan and check every cell. Raises
     UserError."""
-    spec, cluster = loaded.spec, wanted_address(address)
+    cluster = wanted_address(address)
     write_checkpoints(loaded, tell)
-    configs = {name: load_config(name) for name in spec.models()}
-    for name in configs:
-        check_weights(Path(name))
+    loaded = _with_pinned_models(loaded, tell)
+    spec = loaded.spec
+    folders = {name: model_folder(name) for name in spec.models()}
+    configs = {name: load_config(folder) for name, folder in folders.items()}
+    for folder in folders.values():
+        check_weights(folder)
     # Of a cluster that is not this machine's it is not known yet which devices it has.
     expansion = expand_matrix(spec, configs, device=None if cluster is None else "auto")
     cells = check_cells(expansion.cells, loaded, configs, tokenizer_loader=_load_tokenizer)
@@ -77,7 +83,7 @@ def plan_experiment(
                 check_pools(cell.all_engines, configs[cell.spec.model], loaded.where("engine.num_blocks"))
     versions = vllm_versions([cell for cell, _ in cells], loaded) if cluster is None else {}
     cells = [(known_refusal(cell, configs[cell.spec.model], versions), prompts) for cell, prompts in cells]
-    inputs, yaml = input_hashes(spec.models(), spec.prompt_files()), dump_spec(spec)
+    inputs, yaml = input_hashes(folders, spec.prompt_files()), dump_spec(spec)
     check_directory(out, yaml, resume=resume, inputs=inputs, renew=renew_spec)
     if cluster is not None:
         check_address(cluster)
@@ -92,6 +98,15 @@ def plan_experiment(
         idle_rules=expansion.idle_rules,
         vllm_versions=versions,
     )
+
+
+def _with_pinned_models(loaded: LoadedSpec, tell: Callable[[str], None]) -> LoadedSpec:
+    """Fetch models of the hub and name each with its commit, in the resolved spec and all that follows."""
+    names = {name: pinned(name) for name in loaded.spec.models()}
+    for pin in names.values():
+        if hub_name(pin) is not None:
+            tell(f"model {pin}: {model_folder(pin)}")
+    return with_models(loaded, names)
 
 
 def in_running_order(cells: Sequence[PlannedCell]) -> list[PlannedCell]:

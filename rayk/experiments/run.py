@@ -17,6 +17,7 @@ from rayk.experiments.judge import CellJudge
 from rayk.experiments.planning import ExperimentPlan, PlannedCell, in_running_order, plan_experiment
 from rayk.experiments.progress import MeteredProgress
 from rayk.experiments.vllm_python import untested
+from rayk.models.hub import model_folder
 from rayk.models.loader import note_unused
 from rayk.oracle.remake import changed_checkpoints, checkpoint_commands
 from rayk.reports import Result, ResultWriter, collect_environment, load
@@ -85,7 +86,7 @@ def run_experiment(
     """
     progress = progress or Quiet()
     for name, config in plan.configs.items():
-        note = note_unused(name, config)
+        note = note_unused(model_folder(name), config)
         if note:
             progress.warn(note)
     spec = plan.loaded.spec
@@ -185,7 +186,10 @@ def _run_on_cluster(
         progress.phase("starting workers")
         runner = _Runner(name, cells, keep_workers=fit_at_once)
         try:
-            judges = {model: CellJudge(model, c, writer.directory) for model, c in plan.configs.items()}
+            judges = {
+                model: CellJudge(str(model_folder(model)), c, writer.directory)
+                for model, c in plan.configs.items()
+            }
             _prepare_references(left, judges, progress)  # the workers start meanwhile
             progress.phase("waiting for the workers")
             cluster = {
@@ -296,14 +300,15 @@ class _Runner:
         import ray
 
         from rayk.actors.engines import translate
-        from rayk.actors.pool import FORM_S
+        from rayk.actors.pool import start_limit_s
 
+        limit_s = start_limit_s(self._cells[0].prefill.model) + GRACE_S
         mend = "rayk on every node, and room for an engine's workers on one; see `rayk doctor`"
         try:
-            pids: dict[str, int] = ray.get(self._prepared, timeout=FORM_S + GRACE_S)
+            pids: dict[str, int] = ray.get(self._prepared, timeout=limit_s)
         except ray.exceptions.GetTimeoutError:
             raise DeviceError(
-                f"the workers do not start: no word of them within {FORM_S + GRACE_S:g} s",
+                f"the workers do not start: no word of them within {limit_s:g} s",
                 where="the cluster",
                 mend=mend,
             ) from None

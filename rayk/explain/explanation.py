@@ -28,6 +28,7 @@ from rayk.kv.specs import page_bytes
 from rayk.models.config import DecoderConfig
 from rayk.models.engine_plan import EnginePlan, plan_engine
 from rayk.models.families import read_shape
+from rayk.models.hub import config_file
 from rayk.models.kv_specs import group_chunks
 from rayk.specs import Cell, expand, load_spec
 from rayk.specs.checks import check_cell
@@ -122,10 +123,11 @@ class Explanation:
 def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | None = None) -> Explanation:
     """Explain the engines that `settings` (a spec's mapping) describes. What is not possible is an answer;
     bad input raises UserError."""
-    config, quantisation = read_shape(model)
+    name, file = config_file(model)
+    config, quantisation = read_shape(file)
     cell, refused = _cell(model, settings, config)
     assert cell.decode is not None
-    about: dict[str, Any] = {"model": _name(Path(model).resolve())}
+    about: dict[str, Any] = {"model": _name(file.resolve()) if name == model else name}
     about["engines"] = {"prefill": _engine_text(cell.prefill), "decode": _engine_text(cell.decode)}
     intended = num_tokens or min(DEFAULT_TOKENS, config.max_positions)
     if refused:
@@ -168,7 +170,7 @@ def locate(
     model: str, settings: Mapping[str, Any], *, side: str, rank: int, byte: int | None, find: str | None
 ) -> list[dict[str, Any]]:
     """Find the coordinates of a byte of a rank's buffer, or the bytes of a coordinate. Raises UserError."""
-    config, _ = read_shape(model)
+    config, _ = read_shape(config_file(model)[1])
     cell, refused = _cell(model, settings, config)
     if refused:
         raise UserError(problem=refused)

@@ -12,6 +12,7 @@ from rayk.explain.explanation import DEFAULT_TOKENS, explain_pair
 from rayk.kv.specs import page_bytes
 from rayk.models.config import DecoderConfig
 from rayk.models.families import read_config
+from rayk.models.hub import config_file
 from rayk.models.kv_specs import engine_groups
 from rayk.specs import Cell, expand, load_spec
 from rayk.specs.checks import check_cell
@@ -57,7 +58,7 @@ def explain_vllm(
     model: str, settings: Mapping[str, Any], *, num_tokens: int | None = None
 ) -> VllmExplanation:
     """Explain a pair of vLLM's engines on CPUs. Raises UserError for bad input."""
-    config = read_config(model)
+    config = read_config(config_file(model)[1])
     tokens = num_tokens or min(DEFAULT_TOKENS, config.max_positions)
     if tokens > config.max_positions:
         raise UserError(f"{tokens} tokens: at most {config.positions_text}", where="--num-tokens")

@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -103,10 +103,11 @@ def write_atomically(path: Path, text: str) -> None:
     Path(name).replace(path)
 
 
-def input_hashes(models: Iterable[str], files: Iterable[str] = ()) -> dict[str, str]:
-    """Name -> hash of a run's inputs: its checkpoints, and other files. Missing ones have no entry."""
-    folders = [name for name in models if (Path(name) / "config.json").is_file()]
-    hashes = {name: checkpoint_hash(Path(name)) for name in folders}
+def input_hashes(models: Mapping[str, Path], files: Iterable[str] = ()) -> dict[str, str]:
+    """Name -> hash of a run's inputs: its models, by their names, and other files. Missing ones have no
+    entry."""
+    present = {name: folder for name, folder in models.items() if (folder / "config.json").is_file()}
+    hashes = {name: checkpoint_hash(folder) for name, folder in present.items()}
     for name in files:
         if Path(name).is_file():
             hashes[name] = hashlib.sha256(read_bytes(name, PROMPTS_BYTES)).hexdigest()

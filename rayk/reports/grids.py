@@ -3,7 +3,6 @@ its own rows. Where hardly two cells share a grid, each model has one grid: TP s
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -11,6 +10,7 @@ import pandas as pd
 from rayk.reports.columns import CELL_FIELDS
 from rayk.reports.values import axis_label, format_rate, format_value, is_null, parsed, smallest_rate
 from rayk.reports.verdicts import known_wrong_bytes, tone
+from rayk.types.model_names import short_name
 
 # what a matrix cell says
 SHORT = {
@@ -74,7 +74,7 @@ def _grids_by_model(cells: pd.DataFrame, axes: list[str]) -> list[dict[str, Any]
         slow = smallest_rate(part["transfer_gb_per_s"])
         grids.append(
             {
-                "title": Path(str(model)).name,
+                "title": short_name(str(model)),
                 "corner": "TP",
                 "columns": [" → ".join(map(str, s[1:])) for s in columns],
                 "rows": [
@@ -130,7 +130,7 @@ def _make_grid(records: list[dict[Any, Any]], axes: list[str], row_axes: list[st
 
 
 def _row_label(record: dict[Any, Any], aggregated: bool, row_axes: list[str]) -> str:
-    parts = [Path(record["model"]).name] if "model" in record else []
+    parts = [short_name(record["model"])] if "model" in record else []
     if not aggregated:
         parts.append(f"P {int(record['prefill.tp'])}")
     return ", ".join(parts + _labels(record, row_axes))

@@ -30,6 +30,7 @@ from rayk.specs.vllm_engines import NO_HANDSHAKE, is_unheeded, vllm_engines
 from rayk.types.config import EngineConfig, EngineOptions, VllmEngineConfig
 from rayk.types.errors import LayoutVetoed, SpecError, Unsupported
 from rayk.types.fault_table import KINDS, OTHERS, POINTS, REQUEST_POINTS, ExpectedOutcome, Fault, expected
+from rayk.types.model_names import short_name
 from rayk.types.request import SamplingParams
 from rayk.types.verdicts import VERDICTS
 
@@ -232,7 +233,7 @@ def _check_model_names(spec: ExperimentSpec) -> None:
     """Cells are named by their model's folder."""
     named: dict[str, str] = {}
     for model in spec.models():
-        other = named.setdefault(Path(model).name, model)
+        other = named.setdefault(short_name(model), model)
         if other != model:
             raise SpecError(
                 problem=f"models {other!r} and {model!r} share the folder name that cells are told apart by",
@@ -503,7 +504,7 @@ def cell_id(axes: dict[str, Any]) -> str:
     layouts = [axes[k] for k in ("prefill.layout", "decode.layout") if axes[k] is not None]
     parts = [f"agg-tp{prefill}" if axes["mode"] == "aggregated" else f"p{prefill}-d{decode}"]
     if "model" in axes:
-        parts.insert(0, Path(axes["model"]).name)
+        parts.insert(0, short_name(axes["model"]))
     if set(layouts) != {"auto"}:
         parts += layouts
     for name, value in axes.items():

@@ -7,7 +7,7 @@ import difflib
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,25 @@ def load_spec(
     _validate_axis_values(spec, data, marks)
     _validate_exclude(spec, data, marks)
     return LoadedSpec(spec=spec, marks=marks)
+
+
+def with_models(loaded: LoadedSpec, names: Mapping[str, str]) -> LoadedSpec:
+    """Return the spec with its models by other names, wherever it says them."""
+
+    def renamed(point: dict[str, Any]) -> dict[str, Any]:
+        if "model" not in point:
+            return point
+        given = point["model"]
+        new = [names.get(m, m) for m in given] if isinstance(given, list) else names.get(given, given)
+        return point | {"model": new}
+
+    spec = loaded.spec
+    changed = {
+        "model": names.get(spec.model, spec.model),
+        "matrix": [renamed(matrix) for matrix in spec.matrix],
+        "exclude": [renamed(rule) for rule in spec.exclude],
+    }
+    return replace(loaded, spec=spec.model_copy(update=changed))
 
 
 def dump_spec(spec: ExperimentSpec) -> str:

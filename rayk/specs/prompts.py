@@ -10,13 +10,14 @@ from typing import Any
 
 from rayk.models.config import DecoderConfig
 from rayk.models.families.raw import RawConfig, read_json
+from rayk.models.hub import model_folder
 from rayk.specs.experiment import ExperimentSpec, RandomPrompts
 from rayk.types.errors import SpecError
 from rayk.types.files import PROMPTS_BYTES, parse_json, read_text
 
 Encode = Callable[[str], list[int]]
 TokenizerLoader = Callable[[str], Encode]
-"""Model folder -> text encoder with the tokenizer's own defaults; called for text prompts only."""
+"""Model -> text encoder with the tokenizer's own defaults; called for text prompts only."""
 
 
 def resolve_prompts(
@@ -59,12 +60,13 @@ def special_token_ids(model: str) -> set[int]:
     """List ids that the tokenizer's and the model's JSON call special. Raises CheckpointError for bad
     JSON."""
     ids: set[int] = set()
-    path = Path(model) / "tokenizer.json"
+    folder = model_folder(model)
+    path = folder / "tokenizer.json"
     if path.is_file():
         added = read_json(path).get("added_tokens", [])
         tokens = [t for t in added if isinstance(t, dict)] if isinstance(added, list) else []
         ids |= {t["id"] for t in tokens if t.get("special") and isinstance(t.get("id"), int)}
-    path = Path(model) / "config.json"
+    path = folder / "config.json"
     if path.is_file():
         config = RawConfig(read_json(path), str(path))
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -7,7 +7,6 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from rayk.kv.geometry import plan_rank
@@ -16,6 +15,7 @@ from rayk.kv.layout import LAYOUTS
 from rayk.models.config import DecoderConfig
 from rayk.models.families import load_config
 from rayk.models.headers import check_weights
+from rayk.models.hub import model_folder, pinned
 from rayk.models.kv_specs import engine_groups
 from rayk.specs.cells import Cell
 from rayk.specs.checks import plan_cells
@@ -28,6 +28,7 @@ from rayk.specs.serving import ServerSettings, model_card, settings_of
 from rayk.specs.vllm_engines import VLLM_ONLY
 from rayk.types.config import EngineConfig
 from rayk.types.errors import SpecError, Unsupported
+from rayk.types.model_names import hub_name
 
 SETTABLE = (
     "engine",
@@ -125,8 +126,10 @@ def plan_server(options: ServerOptions, *, device: str | None = None, is_local: 
     Raises UserError, and Unsupported where the model cannot run this way.
     """
     options = _in_own_names(options)
-    config = load_config(options.model)
-    check_weights(Path(options.model))
+    options = replace(options, model=pinned(options.model))
+    folder = model_folder(options.model)
+    config = load_config(folder)
+    check_weights(folder)
     config = replace(config, max_positions=_max_model_len(options.max_model_len, config))
     _check_overrides(options.overrides)
     _check_sides(options)
@@ -143,8 +146,10 @@ def plan_server(options: ServerOptions, *, device: str | None = None, is_local: 
     prefill, decode = (_with_pools(side, config, options.overrides) for side in (prefill, decode))
     if is_local:
         check_pools((*prefill, *decode), config, "the engines")
-    folder = Path(options.model).resolve()
-    card = model_card(str(folder), config, options.served_model_name or folder.name)
+    name = hub_name(options.model)
+    model = options.model if name is not None else str(folder.resolve())
+    model_id = folder.resolve().name if name is None else name.repo
+    card = model_card(model, config, options.served_model_name or model_id)
     settings = settings_of(
         cells[0],
         replace(card, pool_tokens=_pool_tokens({*prefill, *decode}, config)),
@@ -162,7 +167,7 @@ def note_unused_tensors(plan: ServerPlan) -> str:
     where its weights are not those of its config.json. Needs torch, but not Ray."""
     from rayk.models.loader import note_unused
 
-    return note_unused(plan.options.model, plan.config)
+    return note_unused(model_folder(plan.options.model), plan.config)
 
 
 def _in_own_names(options: ServerOptions) -> ServerOptions:

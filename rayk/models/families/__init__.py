@@ -89,7 +89,8 @@ def _no_such(folder: Path) -> CheckpointError:
     return CheckpointError(
         "no such checkpoint folder",
         where=str(folder),
-        mend="pass a local folder, or write a small one with `rayk checkpoint FAMILY DIR`",
+        mend="pass a local folder, or a model's name on the Hugging Face hub (org/name[@revision]), or write "
+        "a small one with `rayk checkpoint FAMILY DIR`",
     )
 
 
