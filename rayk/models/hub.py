@@ -33,12 +33,11 @@ def pinned(model: str | Path) -> str:
 
 
 def model_folder(model: str | Path) -> Path:
-    """Find a model's folder on this node, fetching what its cache lacks. Raises CheckpointError for a name
-    that the hub, or without it the cache, does not know; a folder may be missing."""
+    """Find the folder of a model, as `pinned` named it, on this node, fetching what its cache lacks. Raises
+    CheckpointError for a name that the hub, or without it the cache, does not know; a folder may be
+    missing."""
     name = hub_name(model)
-    if name is None:
-        return Path(model)
-    return _pinned_snapshot(name) if name.is_pinned else _snapshot(name)
+    return _pinned_snapshot(name) if name is not None and name.is_pinned else Path(model)
 
 
 def config_file(model: str | Path) -> tuple[str, Path]:

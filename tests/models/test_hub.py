@@ -146,7 +146,7 @@ def test_offline_after_it_was_fetched(hub: LocalHub, offline: Callable[[], None]
     hub.requests.clear()
     offline()
     assert pinned(NAME) == PINNED
-    assert load_config(model_folder(NAME)).family == "qwen3"
+    assert load_config(model_folder(PINNED)).family == "qwen3"
     assert hub.requests == []
 
 
