@@ -33,7 +33,9 @@ def doctor(
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(help="Say whether this model (its folder or config.json) fits on --gpus, and exit."),
+        typer.Option(
+            help="Say whether this model (its folder, config.json, or hub name) fits on --gpus, and exit."
+        ),
     ] = None,
     gpus: Annotated[str, typer.Option(metavar="8xH200", help="GPUs of one engine, for --model.")] = "1xH100",
     tokens: Annotated[

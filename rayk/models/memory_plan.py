@@ -14,6 +14,7 @@ from rayk.kv.specs import num_kept_blocks, page_bytes
 from rayk.models.config import DecoderConfig
 from rayk.models.engine_plan import plan_engine
 from rayk.models.families import read_shape
+from rayk.models.hub import config_file
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.models.stored_sizes import num_parameters, rank_bytes
 from rayk.models.tensor_parallel import why_tp_unsupported
@@ -74,13 +75,15 @@ def parse_gpus(text: str) -> tuple[int, str]:
 def plan_memory(model: str | Path, gpus: str, *, tokens: int | None = None) -> MemoryPlan:
     """Plan engines of every TP size that divides the GPUs, for requests of `tokens` (default: 4096, or the
     model's positions). Raises UserError, and CheckpointError for a config.json that cannot be read."""
-    (count, gpu), (config, quantisation) = parse_gpus(gpus), read_shape(model)
+    count, gpu = parse_gpus(gpus)
+    name, file = config_file(model)
+    config, quantisation = read_shape(file)
     tokens = min(tokens or 4096, config.max_positions)
     specs = kv_cache_specs(config, block_size=1, dtype=config.dtype).values()
     memory = GPU_GB[gpu] * 10**9
     sizes = [n for n in range(1, count + 1) if count % n == 0]
     return MemoryPlan(
-        model=str(model),
+        model=name,
         gpu=gpu,
         num_gpus=count,
         gpu_bytes=memory,

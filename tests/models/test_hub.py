@@ -21,6 +21,7 @@ from rayk.explain.explanation import explain_pair
 from rayk.models import hub as models_hub
 from rayk.models.families import load_config
 from rayk.models.hub import config_file, model_folder, pinned
+from rayk.models.memory_plan import plan_memory
 from rayk.specs import load_spec
 from rayk.specs.server_plan import ServerOptions, plan_server
 from rayk.types.errors import CheckpointError
@@ -119,6 +120,14 @@ def test_explain_fetches_the_config_alone(hub: LocalHub) -> None:
     assert found.model == PINNED
     of_folder = explain_pair(str(hub.folders[NAME]), settings)
     assert (found.bytes, found.reads) == (of_folder.bytes, of_folder.reads)
+
+
+def test_a_memory_plan_fetches_the_config_alone(hub: LocalHub) -> None:
+    plan = plan_memory(NAME, "1xH100")
+    assert hub.fetched() == ["config.json"]
+    assert plan.model == PINNED
+    of_folder = plan_memory(hub.folders[NAME], "1xH100")
+    assert (plan.fits, plan.num_parameters) == (True, of_folder.num_parameters)
 
 
 def test_a_server_is_called_by_its_repository(hub: LocalHub) -> None:
