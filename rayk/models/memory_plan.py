@@ -104,8 +104,8 @@ def _plan(
     reason = why_tp_unsupported(config, tp)
     if reason is not None:
         return TpPlan(tp=tp, reason=reason)
-    # The first rank holds most of what is dealt out unevenly, the last what is left over.
-    weights = max(rank_bytes(config, tp, rank, quantisation) for rank in {0, tp - 1})
+    # The last rank has the larger share of all that is dealt out unevenly (parallel.shard.shard_range).
+    weights = rank_bytes(config, tp, tp - 1, quantisation)
     plan = plan_engine(EngineConfig(model=model, tp=tp, dtype=config.dtype, num_blocks=2), config)
     block = max(rank.block_bytes for rank in plan.ranks)
     blocks = max(0, int(memory * USED_SHARE) - weights) // block

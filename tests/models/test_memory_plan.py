@@ -116,6 +116,15 @@ def test_the_405b_on_8_h200(write: WriteConfig) -> None:
     assert not plan_memory(write(LLAMA_31_405B), "8xH100").fits
 
 
+def test_the_plan_counts_the_rank_that_holds_most(write: WriteConfig) -> None:
+    uneven = {"num_hidden_layers": 1, "intermediate_size": 53251, "vocab_size": 128259}
+    path = write(LLAMA_31_405B | uneven)
+    config, _ = read_shape(path)
+    ranks = [rank_bytes(config, 8, rank, {}) for rank in range(8)]
+    assert len(set(ranks)) > 1
+    assert plan_memory(path, "8xH200").sizes[-1].weight_bytes == max(ranks)
+
+
 @thorough
 def test_gpt_oss_weighs_what_its_card_says(write: WriteConfig) -> None:
     """60.8 GiB (the model card, Table 1)."""
