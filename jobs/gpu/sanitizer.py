@@ -71,8 +71,11 @@ def judged(case: str, check: str, output: str, status: int) -> Row:
     """The row of a run's output. Without the tool's summary, or where the tests failed, it has failed."""
     summary = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", output)
     errors = None if summary is None else int(summary.group(1))
-    is_clean = errors == 0 and status == 0 and re.search(r"\b\d+ passed", output) is not None
+    has_run = re.search(r"\b\d+ passed", output) is not None
+    is_clean = errors == 0 and status == 0 and has_run
     last = output.strip().splitlines()[-1:] if not is_clean else [""]
+    if errors == 0 and not has_run:
+        last = ["no test passed"]
     return Row(
         kernel=case,
         variant=check,

@@ -101,7 +101,7 @@ class Outbox:
     def _copy(self, runs: RunTable, source: Ints, to: Ints) -> None:
         copy_runs(self._own.buffer, self._chunk, runs, source, np.arange(len(source), dtype=np.int64))
         size = self.caches.geometry.block_bytes
-        for first, stop in _stretches(to):
+        for first, stop in _consecutive(to):
             there = self.caches.buffer[int(to[first]) * size :][: (stop - first) * size]
             there.copy_(self._chunk[first * size : stop * size], non_blocking=True)
 
@@ -114,7 +114,7 @@ def _run_table(own: GroupGeometry, there: GroupGeometry, device: torch.device) -
     return make_run_table(runs.source, runs.destination, runs.lengths, *strides, device)
 
 
-def _stretches(blocks: Ints) -> Iterator[tuple[int, int]]:
+def _consecutive(blocks: Ints) -> Iterator[tuple[int, int]]:
     """Yield (first, one behind the last) place of each stretch of consecutive blocks."""
     borders = np.flatnonzero(np.diff(blocks) != 1) + 1
     ends = [0, *borders.tolist(), len(blocks)]
