@@ -96,7 +96,11 @@ def test_a_question_that_breaks_down_waits_for_its_cell(cells: list[Cell]) -> No
         run_module._prepare_reference(Judge(UserError("now")), cells[0], [[1]])
 
 
-def test_workers_that_never_come_are_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("model", "limit_s"), [(".", 180), ("nobody/has-this", 3780)])
+def test_workers_that_never_come_are_a_message(
+    monkeypatch: pytest.MonkeyPatch, model: str, limit_s: int
+) -> None:
+    """Those that may have to fetch a model have an hour more."""
     import ray
 
     def get(ref: object, *, timeout: float | None = None) -> object:
@@ -104,6 +108,7 @@ def test_workers_that_never_come_are_a_message(monkeypatch: pytest.MonkeyPatch) 
         raise ray.exceptions.GetTimeoutError(f"{timeout} s")
 
     monkeypatch.setattr(ray, "get", get)
-    runner: Any = SimpleNamespace(_prepared="a reference")
-    with pytest.raises(DeviceError, match=r"no word of them within 180 s(.|\n)*mend: .*rayk doctor"):
+    cells = [SimpleNamespace(prefill=SimpleNamespace(model=model))]
+    runner: Any = SimpleNamespace(_prepared="a reference", _cells=cells)
+    with pytest.raises(DeviceError, match=rf"no word of them within {limit_s} s(.|\n)*mend: .*rayk doctor"):
         run_module._Runner.ready(runner)

@@ -156,7 +156,8 @@ def test_time_that_is_up_leaves_stages_for_another_call(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert job.main(["--device", "cpu", "--out", str(tmp_path), "--minutes", "0", "--only", "kernels"]) == 0
-    assert "kernels: 6 items left for another call" in capsys.readouterr().out
+    left = len(job.kernels.STAND_IN)
+    assert f"kernels: {left} items left for another call" in capsys.readouterr().out
     assert is_gpu_day(tmp_path)
 
 
