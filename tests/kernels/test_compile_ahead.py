@@ -38,19 +38,25 @@ pytestmark = [
 ]
 
 
-def measured(option: str, out: Path) -> Rows:
-    """What `make kernels` measures, of fewer cases. In a process of its own: Triton decides at import whether
-    it interprets or compiles."""
+def run_compiling(*arguments: str, limit_s: float) -> str:
+    """Run Python and return what it printed. In a process of its own: Triton decides at import whether it
+    interprets or compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "jobs/benchmarks/kernels.py", option, "--out", str(out)],
+        [sys.executable, *arguments],
         cwd=ROOT,
         env=environment | {"TRITON_CACHE_DIR": str(CHECKPOINTS / "triton-cache")},
         capture_output=True,
         text=True,
-        timeout=580,
+        timeout=limit_s,
     )
     assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def measured(option: str, out: Path) -> Rows:
+    """What `make kernels` measures, of fewer cases."""
+    run_compiling("jobs/benchmarks/kernels.py", option, "--out", str(out), limit_s=580)
     return pd.read_parquet(out / "kernels.parquet").to_dict("records")
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
 
-from tests.conftest import CHECKPOINTS
-from tests.house import ROOT
+from tests.kernels.test_compile_ahead import run_compiling
 from tests.markers import thorough
 from tests.ptx.machine import run_ptx
 from tests.ptx.text import PtxError
@@ -100,14 +97,4 @@ $DONE:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", ["mamba2", "delta_rule", "nvfp4"])
 def test_compiled_kernels_give_what_references_give(case: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.machine_cases", case],
-        cwd=ROOT,
-        env=environment | {"TRITON_CACHE_DIR": str(CHECKPOINTS / "triton-cache")},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert float(done.stdout) < 1e-3
+    assert float(run_compiling("-m", "tests.kernels.machine_cases", case, limit_s=280)) < 1e-3

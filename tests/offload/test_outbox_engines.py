@@ -3,7 +3,7 @@ and no block is kept anywhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,21 @@ def num_free(engine: NodeEngine) -> int:
     return pool.num_blocks - 1 - pool.num_free_blocks
 
 
+def swap(node: Node, asked: list[tuple[list[int], list[int]]]) -> Mapping[str, int]:
+    """Have the first engine answer (prompt, answer) pairs that do not fit at once; nothing is computed twice.
+    Returns what was counted."""
+    engine = node.engines[0]
+    requests = [make_request(f"r{i}", prompt, NUM_TOKENS) for i, (prompt, _) in enumerate(asked)]
+    found = engine.complete(requests)
+    assert [c.token_ids for c in found] == [answer for _, answer in asked]
+    node.settle()
+    counts = engine.offloading.counts
+    assert counts["swaps"] > 0
+    assert not counts["swaps_failed"]
+    assert sum(c.info["num_recomputed_tokens"] for c in found) == 0
+    return counts
+
+
 @one_per()
 @pytest.mark.parametrize("more", [{}, STATES], ids=["in-place", "cached"])
 @pytest.mark.parametrize("name", MODELS)
@@ -71,17 +86,8 @@ def test_a_crowd_is_swapped_and_right_by_way_of_outboxes(
     with Node.open(model.path, [own], load="never", outbox_bytes=64 << 20) as node:
         (engine,) = node.engines
         tickets = tickets_of(engine)
-        asked = crowd(model, 9, first)
-        found = engine.complete(
-            [make_request(f"r{i}", prompt, NUM_TOKENS) for i, (prompt, _) in enumerate(asked)]
-        )
-        assert [c.token_ids for c in found] == [answer for _, answer in asked]
-        node.settle()
-        counts = engine.offloading.counts
-        assert counts["swaps"] > 0
-        assert not counts["swaps_failed"]
+        counts = swap(node, crowd(model, 9, first))
         assert not counts["stores_failed"]
-        assert sum(c.info["num_recomputed_tokens"] for c in found) == 0
         assert len(tickets) >= counts["stores"] > 0
         assert {ticket.engine for ticket in tickets} == {outbox_name("e0")}
         assert engine.call(Describe())[0].engine == "e0"
@@ -173,18 +179,10 @@ def test_swaps_of_parts_come_back_whole(answers: Callable[[str], Answers]) -> No
     size = outbox_bytes(model.path, 17)
     with Node.open(model.path, [own], load="never", store=False, outbox_bytes=size) as node:
         (engine,) = node.engines
-        tickets, asked = tickets_of(engine), crowd(model, 6, 1)
-        found = engine.complete(
-            [make_request(f"r{i}", prompt, NUM_TOKENS) for i, (prompt, _) in enumerate(asked)]
-        )
-        assert [c.token_ids for c in found] == [answer for _, answer in asked]
-        node.settle()
-        counts = engine.offloading.counts
-        assert counts["swaps"] > 0
-        assert not counts["swaps_failed"]
+        tickets = tickets_of(engine)
+        counts = swap(node, crowd(model, 6, 1))
         assert not counts["swaps_too_large"]
         assert any(t.first_row for t in tickets), "a part followed another"
-        assert sum(c.info["num_recomputed_tokens"] for c in found) == 0
 
 
 @thorough
