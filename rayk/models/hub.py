@@ -1,17 +1,22 @@
 """Models by name: what the Hugging Face hub has of them, in this node's cache. Free of torch.
 
-huggingface_hub heeds HF_HOME, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT, shows progress on stderr, and has
-processes of a node that want one file wait for the first. It is imported for names alone: folders need none
-of it. Of a repository only what rayk reads is fetched, and never weights that are pickles.
+huggingface_hub heeds HF_HOME, HF_HUB_OFFLINE, HF_TOKEN and HF_ENDPOINT, shows progress on a terminal, and
+goes on where a connection broke. It is imported for names alone: folders need none of it. Of a repository
+only what rayk reads is fetched, and never weights that are pickles. Nothing is taken that arrived otherwise
+than the hub has it: the cache calls files by their hashes, so these are compared once, after the download.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+import hashlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rayk.types.errors import CheckpointError
 from rayk.types.model_names import HubName, hub_name
@@ -21,6 +26,11 @@ WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"
 UNWANTED = ("*/*", "consolidated*", "*.bin.index.json")
 """Copies in other formats: in folders of their own, or the same weights under the maker's names."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+KEPT = "files that arrived whole are kept"
+HASHERS = 8
+"""Files that are hashed at once: a core hashes about as fast as a good network brings."""
+DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
+CANNOT_WRITE = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def pinned(model: str | Path) -> str:
@@ -50,6 +60,7 @@ def config_file(model: str | Path) -> tuple[str, Path]:
 
     with _in_words(name):
         file = Path(hf_hub_download(name.repo, "config.json", revision=name.revision))
+        _refuse_wrong([file], name)
     return f"{name.repo}@{file.parent.name}", file
 
 
@@ -61,16 +72,77 @@ def _pinned_snapshot(name: HubName) -> Path:
 
 def _snapshot(name: HubName) -> Path:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
-    with _in_words(name):
+    class Bar(tqdm):
+        """Is shown on terminals alone."""
+
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **{"disable": None} | options)  # type: ignore[no-untyped-call]
+
+    with _in_words(name), _alone(name) as cache:
+        blobs = cache / "blobs"
+        before = {p.name for p in blobs.iterdir()} if blobs.is_dir() else set()
         folder = Path(
             snapshot_download(
-                name.repo, revision=name.revision, allow_patterns=[*WANTED], ignore_patterns=[*UNWANTED]
+                name.repo,
+                revision=name.revision,
+                allow_patterns=[*WANTED],
+                ignore_patterns=[*UNWANTED],
+                tqdm_class=Bar,
             )
         )
+        _refuse_wrong((p for p in folder.iterdir() if p.resolve().name not in before), name)
         if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
             _say_what_lacks(name, folder)
     return folder
+
+
+@contextmanager
+def _alone(name: HubName) -> Iterator[Path]:
+    """Keep others of this node that want the repository waiting: one fetches and hashes it. Yields its folder
+    of the cache. Where none may write nobody is kept: what is there is whole, or cannot be fetched."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    folder = f"models--{name.repo.replace('/', '--')}"
+    lock = cache / ".locks" / folder / "rayk.lock"
+    with ExitStack() as stack:
+        if not constants.is_offline_mode():
+            with suppress(OSError):
+                lock.parent.mkdir(parents=True, exist_ok=True)
+                fcntl.flock(stack.enter_context(lock.open("w")), fcntl.LOCK_EX)
+        yield cache / folder
+
+
+def _refuse_wrong(files: Iterable[Path], name: HubName) -> None:
+    """Remove from the cache what is not what its name there says: a large file's SHA-256, else git's hash.
+    Raises CheckpointError."""
+    files = list(files)
+    with ThreadPoolExecutor(HASHERS) as threads:
+        is_right = list(threads.map(_is_what_it_is_called, [p.resolve() for p in files]))
+    wrong = [p for p, right in zip(files, is_right, strict=True) if not right]
+    for file in wrong:
+        file.resolve().unlink()
+    if wrong:
+        raise CheckpointError(
+            f"{', '.join(p.name for p in wrong)}: not what the hub has, by the hash; removed again",
+            where=str(name),
+            mend="the same command once more; if it stays so, look at what stands between here and the hub",
+        )
+
+
+def _is_what_it_is_called(blob: Path) -> bool:
+    """Whether a file's hash is its name; true of a name that is no hash."""
+    kind = {40: "sha1", 64: "sha256"}.get(len(blob.name))
+    if kind is None or not set(blob.name) <= set("0123456789abcdef"):
+        return True
+    begin = b"blob %d\0" % blob.stat().st_size if kind == "sha1" else b""
+    with blob.open("rb") as file:
+        return (
+            hashlib.file_digest(file, lambda: hashlib.new(kind, begin, usedforsecurity=False)).hexdigest()
+            == blob.name
+        )
 
 
 def _say_what_lacks(name: HubName, folder: Path) -> NoReturn:
@@ -92,45 +164,58 @@ def _say_what_lacks(name: HubName, folder: Path) -> NoReturn:
 @contextmanager
 def _in_words(name: HubName) -> Iterator[None]:
     """Turn what huggingface_hub raises into CheckpointError."""
-    from huggingface_hub import constants, errors
-
-    hub = constants.ENDPOINT
     try:
         yield
-    except errors.GatedRepoError as error:
-        raise CheckpointError(
-            f"the repository is gated: {hub} gives it to those who accepted its terms",
-            where=str(name),
-            mend=f"accept them at {hub}/{name.repo}, then HF_TOKEN=... on every node (or `hf auth login`)",
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"there is no folder {name.repo} here, and no model of that name on {hub} that may be read",
-            where=str(name),
-            mend="check both; for a private one HF_TOKEN=... on every node (or `hf auth login`)",
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise CheckpointError(
-            f"the repository has no revision {name.revision}",
-            where=str(name),
-            mend=f"a branch, tag or commit of {hub}/{name.repo}",
-        ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        raise _not_in_cache(name) from error
-    except errors.EntryNotFoundError as error:
-        raise CheckpointError(
-            "the repository has no config.json", where=str(name), mend="a repository in Hugging Face format"
-        ) from error
-    except errors.HFValidationError as error:
-        raise CheckpointError(f"no name of a model: {error}", where=str(name)) from error
     except CheckpointError:
         raise
     except Exception as error:  # OSError, and what its HTTP library raises, httpx's or another's
-        raise CheckpointError(
-            f"cannot be fetched from {hub}: {type(error).__name__}: {error}".splitlines()[0],
-            where=str(name),
-            mend=f"see that {hub} is reached, and that {constants.HF_HUB_CACHE} has room",
-        ) from error
+        raise _as_checkpoint_error(name, error) from error
+
+
+def _as_checkpoint_error(name: HubName, error: Exception) -> CheckpointError:
+    from huggingface_hub import constants, errors
+
+    hub = constants.ENDPOINT
+    if isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
+        refusal = error.__cause__  # the hub was reached, but was not willing
+        return _refused(name, refusal) if isinstance(refusal, errors.HfHubHTTPError) else _not_in_cache(name)
+    if isinstance(error, errors.HfHubHTTPError):
+        return _refused(name, error)
+    if isinstance(error, errors.HFValidationError):
+        return CheckpointError(f"no name of a model: {error}", where=str(name))
+    if getattr(error, "errno", None) in DISK_IS_FULL + CANNOT_WRITE:
+        problem = f"the cache {constants.HF_HUB_CACHE} takes no more: {getattr(error, 'strerror', error)}"
+        mend = f"make room, or HF_HOME=... where there is some; {KEPT}"
+    else:
+        problem = f"cannot be fetched from {hub}: {type(error).__name__}: {error}".splitlines()[0]
+        mend = f"see that {hub} is reached, then the same command: {KEPT}"
+    return CheckpointError(problem, where=str(name), mend=mend)
+
+
+def _refused(name: HubName, error: Any) -> CheckpointError:
+    """`error`: HfHubHTTPError, whose kind or status says why the hub gives nothing."""
+    from huggingface_hub import constants, errors
+
+    hub, status = constants.ENDPOINT, error.response.status_code
+    token = "HF_TOKEN=... on every node (or `hf auth login`)"
+    if isinstance(error, errors.GatedRepoError):
+        problem = f"the repository is gated: {hub} gives it to those who accepted its terms"
+        mend = f"accept them at {hub}/{name.repo}, then {token}"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        problem = f"there is no folder {name.repo} here, and no model of that name on {hub} that may be read"
+        mend = f"check both; for a private one {token}"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        problem = f"the repository has no revision {name.revision}"
+        mend = f"a branch, tag or commit of {hub}/{name.repo}"
+    elif isinstance(error, errors.EntryNotFoundError):
+        problem, mend = "the repository has no config.json", "a repository in Hugging Face format"
+    elif status in (401, 403):
+        problem = f"{hub} does not accept the token it was shown ({status})"
+        mend = f"one that is valid and may read this repository: {token}"
+    else:
+        problem = f"{hub} answers with HTTP status {status}"
+        mend = f"the same command later: {KEPT}"
+    return CheckpointError(problem, where=str(name), mend=mend)
 
 
 def _not_in_cache(name: HubName) -> CheckpointError:

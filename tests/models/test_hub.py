@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,40 +27,7 @@ from rayk.types.errors import CheckpointError
 from rayk.types.model_names import hub_name, short_name
 from tests.conftest import CheckpointFactory
 from tests.house import ROOT
-from tests.local_hub import COMMIT, LocalHub, local_hub
-
-NAME = "tiny-org/qwen3-tiny"
-PINNED = f"{NAME}@{COMMIT}"
-WEIGHTS = "model.safetensors"
-UNWANTED = ("onnx/model.json", "pytorch_model.bin", "consolidated.safetensors", "README.md")
-
-
-@pytest.fixture
-def hub(checkpoint: CheckpointFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHub]:
-    """Play a hub with one tiny model, beside which other formats lie, and an empty cache."""
-    source = tmp_path / "source"
-    shutil.copytree(checkpoint("qwen3"), source)
-    (source / "onnx").mkdir()
-    for name in UNWANTED:
-        (source / name).write_bytes(b"not wanted")
-    models_hub._pinned_snapshot.cache_clear()
-    with local_hub() as served:
-        served.folders[NAME] = source
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", served.url)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(
-            huggingface_hub.constants,
-            "HUGGINGFACE_CO_URL_TEMPLATE",
-            served.url + "/{repo_id}/resolve/{revision}/{filename}",
-        )
-        yield served
-
-
-@pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Return what sets HF_HUB_OFFLINE."""
-    return lambda: monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+from tests.local_hub import NAME, PINNED, UNWANTED, WEIGHTS, LocalHub
 
 
 def test_a_model_is_fetched_once_and_its_commit_kept(hub: LocalHub) -> None:
