@@ -18,6 +18,7 @@ import torch
 from jobs.gpu.rows import Row
 from jobs.gpu.stages import Bench, Stage
 from rayk.engine.build import ThreadEngine
+from rayk.models.formats import Quantisation
 from rayk.models.weights import WeightReader
 from rayk.types.config import EngineConfig
 from rayk.types.request import Request, SamplingParams
@@ -57,8 +58,16 @@ _RUNS = itertools.count()
 class DrawnWeights(WeightReader):
     """Tensors drawn on a device instead of read: matrices from a normal distribution, vectors of ones."""
 
-    def __init__(self, folder: Path, plain: Callable[[str], str], *, device: str, dtype: torch.dtype) -> None:
-        super().__init__(folder, plain)
+    def __init__(
+        self,
+        folder: Path,
+        plain: Callable[[str], str],
+        quantisation: Quantisation | None,
+        *,
+        device: str,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(folder, plain, quantisation)
         self._options: dict[str, Any] = {"device": device, "dtype": dtype}
         torch.manual_seed(0)
 

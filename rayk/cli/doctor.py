@@ -96,10 +96,9 @@ def _print_plan(plan: MemoryPlan) -> None:
     from rayk.models.memory_plan import USED_SHARE
 
     where = f"{plan.num_gpus} x {plan.gpu} of {plan.gpu_bytes / 1e9:,.0f} GB"
-    stored = "" if plan.loadable else ", which rayk does not load yet"
     for line in (
         f"{plan.model}: {'fits' if plan.fits else 'does not fit'} on {where}, {USED_SHARE:.0%} of it used",
-        f"{plan.num_parameters:,} parameters, stored as {plan.stored_as}{stored}",
+        f"{plan.num_parameters:,} parameters, stored as {plan.stored_as}",
         f"a token keeps {plan.kv_token_bytes:,} bytes of KV in {plan.dtype} before TP, until windows and "
         f"chunks are full; a request {plan.state_bytes:,} bytes of states",
     ):

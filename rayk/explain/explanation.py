@@ -27,7 +27,8 @@ from rayk.kv.groups import measure_waste, waste_tokens, wasted_bytes
 from rayk.kv.specs import page_bytes
 from rayk.models.config import DecoderConfig
 from rayk.models.engine_plan import EnginePlan, plan_engine
-from rayk.models.families import read_shape
+from rayk.models.families import read_config
+from rayk.models.formats import DEQUANTISED
 from rayk.models.hub import config_file
 from rayk.models.kv_specs import group_chunks
 from rayk.specs import Cell, expand, load_spec
@@ -124,7 +125,7 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
     """Explain the engines that `settings` (a spec's mapping) describes. What is not possible is an answer;
     bad input raises UserError."""
     name, file = config_file(model)
-    config, quantisation = read_shape(file)
+    config = read_config(file)
     cell, refused = _cell(model, settings, config)
     assert cell.decode is not None
     about: dict[str, Any] = {"model": _name(file.resolve()) if name == model else name}
@@ -134,7 +135,7 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
         return Explanation(supported=False, reason=refused, num_tokens=intended, **about)
     producer, consumer = plan_engine(cell.prefill, config), plan_engine(cell.decode, config)
     tokens = _num_tokens(num_tokens, config, producer, consumer)
-    notes = _weights_note(quantisation)
+    notes = _weights_note(config)
     if num_tokens is None:
         notes += _length_note(tokens, config, producer)
     try:
@@ -170,7 +171,7 @@ def locate(
     model: str, settings: Mapping[str, Any], *, side: str, rank: int, byte: int | None, find: str | None
 ) -> list[dict[str, Any]]:
     """Find the coordinates of a byte of a rank's buffer, or the bytes of a coordinate. Raises UserError."""
-    config, _ = read_shape(config_file(model)[1])
+    config = read_config(config_file(model)[1])
     cell, refused = _cell(model, settings, config)
     if refused:
         raise UserError(problem=refused)
@@ -227,11 +228,13 @@ def _fast_prefill(cell: Cell, config: DecoderConfig, num_tokens: int) -> FastPre
     )
 
 
-def _weights_note(quantisation: Mapping[str, Any]) -> list[str]:
-    if not quantisation:
+def _weights_note(config: DecoderConfig) -> list[str]:
+    if config.quantisation is None:
         return []
-    method = quantisation.get("quant_method", "unknown")
-    return [f"the weights are quantised ({method}), which rayk does not load yet; KV is as for others"]
+    return [
+        f"the weights are stored as {config.quantisation.text}, and dequantised in {DEQUANTISED} while they "
+        "are loaded, then rounded to the engine's dtype; KV is as for others"
+    ]
 
 
 def _length_note(num_tokens: int, config: DecoderConfig, producer: EnginePlan) -> list[str]:

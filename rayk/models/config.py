@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from rayk.models.formats import Quantisation
+
 PARTS: Mapping[str, str] = MappingProxyType(
     {"attention": "attention", "mla": "attention", "mamba1": "state", "mamba2": "state", "gdn": "state"}
 )
@@ -319,6 +321,8 @@ class DecoderConfig:
     dtype: str
     """The checkpoint's dtype, e.g. bfloat16."""
     layers: tuple[LayerConfig, ...]
+    quantisation: Quantisation | None = None
+    """How the release quantises its weights; None: not at all."""
     block: str = "sequential"
     """sequential: x + mixer(norm(x)), then x + mlp(norm(x)). post_norms: each half's output is normalised
     again before it is added. parallel: x + mixer(n) + mlp(n), n = norm(x)."""

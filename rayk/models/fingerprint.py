@@ -42,7 +42,7 @@ PER_LAYER = {
 """A layer's setting -> its field in the fingerprint, if the name differs."""
 ELSEWHERE = frozenset((
     "architecture", "num_layers", "num_query_heads", "num_kv_heads", "head_size", "norm", "vocab_size",
-    "layers", *ATTENTION,
+    "layers", "quantisation", *ATTENTION,
     "score_multiplier", "query_scalar",  # in attention_scale
 ))  # fmt: skip
 """Settings with fields of their own."""
@@ -80,6 +80,8 @@ def fingerprint(path: str | Path, config: DecoderConfig) -> dict[str, str]:
         "mixer_settings": _text(mixers),
         "block": _text(block),
         "vocab_size": str(config.vocab_size),
+        # Before the weights' hash, so that a release and its plain copy are told apart by name.
+        "quantisation": "none" if config.quantisation is None else config.quantisation.text,
         "weights": weights_digest(Path(path)),
     }
 

@@ -46,7 +46,7 @@ def load_decoder(
     if reason is not None:
         raise Unsupported(reason)
     names = FAMILIES[config.family].weights
-    with open_weights(Path(path), names.plain) as reader:
+    with open_weights(Path(path), names.plain, config.quantisation) as reader:
         return build_decoder(
             Build(
                 pieces=Pieces(reader, names, dtype, device),
@@ -66,7 +66,7 @@ def unused_tensors(path: str | Path, config: DecoderConfig) -> dict[str, int]:
     """
     names = FAMILIES[config.family].weights
     backend = get_backend("reference", "cpu")
-    with HeaderReader(path, names.plain) as reader:
+    with HeaderReader(path, names.plain, config.quantisation) as reader:
         pieces = Pieces(reader, names, torch.float32, torch.device("meta"))
         build_decoder(Build(pieces=pieces, config=config, comm=LocalComm(), backend_for=lambda _: backend))
     starts = {start for name in reader.names - reader.unread for start in _starts(name)}

@@ -7,13 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import num_kept_blocks, page_bytes
 from rayk.models.config import DecoderConfig
 from rayk.models.engine_plan import plan_engine
-from rayk.models.families import read_shape
+from rayk.models.families import read_config
 from rayk.models.hub import config_file
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.models.stored_sizes import num_parameters, rank_bytes
@@ -52,7 +51,6 @@ class MemoryPlan:
     num_parameters: int
     dtype: str  # of KV
     stored_as: str  # the weights' format on disk
-    loadable: bool  # whether rayk loads this format
     kv_token_bytes: int  # a token, all layers and ranks once, while no window or chunk is full
     state_bytes: int  # a request's recurrent states
     tokens: int  # length of a request
@@ -77,7 +75,7 @@ def plan_memory(model: str | Path, gpus: str, *, tokens: int | None = None) -> M
     model's positions). Raises UserError, and CheckpointError for a config.json that cannot be read."""
     count, gpu = parse_gpus(gpus)
     name, file = config_file(model)
-    config, quantisation = read_shape(file)
+    config = read_config(file)
     tokens = min(tokens or 4096, config.max_positions)
     specs = kv_cache_specs(config, block_size=1, dtype=config.dtype).values()
     memory = GPU_GB[gpu] * 10**9
@@ -89,23 +87,20 @@ def plan_memory(model: str | Path, gpus: str, *, tokens: int | None = None) -> M
         gpu_bytes=memory,
         num_parameters=num_parameters(config),
         dtype=config.dtype,
-        stored_as=str(quantisation.get("quant_method", config.dtype)),
-        loadable=not quantisation,
+        stored_as=config.quantisation.text if config.quantisation else config.dtype,
         kv_token_bytes=sum(page_bytes(spec) for spec in specs if spec.has_token_rows),
         state_bytes=sum(page_bytes(spec) for spec in specs if not spec.has_token_rows),
         tokens=tokens,
-        sizes=tuple(_plan(str(model), config, quantisation, memory, tp, tokens) for tp in sizes),
+        sizes=tuple(_plan(str(model), config, memory, tp, tokens) for tp in sizes),
     )
 
 
-def _plan(
-    model: str, config: DecoderConfig, quantisation: Mapping[str, Any], memory: int, tp: int, tokens: int
-) -> TpPlan:
+def _plan(model: str, config: DecoderConfig, memory: int, tp: int, tokens: int) -> TpPlan:
     reason = why_tp_unsupported(config, tp)
     if reason is not None:
         return TpPlan(tp=tp, reason=reason)
     # The last rank has the larger share of all that is dealt out unevenly (parallel.shard.shard_range).
-    weights = rank_bytes(config, tp, tp - 1, quantisation)
+    weights = rank_bytes(config, tp, tp - 1)
     plan = plan_engine(EngineConfig(model=model, tp=tp, dtype=config.dtype, num_blocks=2), config)
     block = max(rank.block_bytes for rank in plan.ranks)
     blocks = max(0, int(memory * USED_SHARE) - weights) // block

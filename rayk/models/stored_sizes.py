@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
-import re
-from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,18 +12,9 @@ from rayk.models.build import Build
 from rayk.models.config import DecoderConfig
 from rayk.models.decoder import build_decoder
 from rayk.models.families import FAMILIES
-from rayk.models.headers import StoredTensor
 from rayk.models.pieces import Pieces
 from rayk.models.weights import HeaderReader
 from rayk.parallel.local import LocalComm
-from rayk.types.errors import UnsupportedArchitecture
-
-FP8_BLOCK_SCALE_BYTES = 4
-"""A float32 per block, `weight_scale_inv` (transformers/integrations/finegrained_fp8.py)."""
-MXFP4_GROUP, MXFP4_GROUP_BYTES = 32, 17
-"""Elements that share a scale, and their bytes: 4 bits each and one of scale (OCP MX 1.0, 5.2)."""
-QUANTISED = ("fp8", "mxfp4")
-"""Values of `quant_method` whose stored size is known."""
 
 
 class _Shapes(HeaderReader):
@@ -36,15 +22,18 @@ class _Shapes(HeaderReader):
 
     def __init__(self) -> None:
         self._stored, self._unread = {}, set()
-        self.max_read_bytes = self.total_read_bytes = 0
         self.read_pieces: dict[tuple[str, range, range | None], tuple[int, ...]] = {}
 
-    def require(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        return StoredTensor(Path(), "F32", shape, 0, 0)
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        pass
 
-    def _piece(self, name: str, tensor: StoredTensor, rows: range, columns: range | None) -> torch.Tensor:
-        piece = super()._piece(name, tensor, rows, columns)
-        self.read_pieces[name, rows, columns] = tuple(piece.shape)
+    def read(
+        self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
+    ) -> torch.Tensor:
+        runs = (range(shape[0]) if rows is None else rows, columns)
+        first = [size if run is None else len(run) for run, size in zip(runs, shape, strict=False)]
+        piece = torch.empty((*first, *shape[2:]), device="meta")
+        self.read_pieces[name, runs[0], columns] = tuple(piece.shape)
         return piece
 
 
@@ -67,44 +56,12 @@ def num_parameters(config: DecoderConfig) -> int:
     return sum(math.prod(shape) for _, shape in rank_pieces(config, 1, 0))
 
 
-def rank_bytes(config: DecoderConfig, tp: int, rank: int, quantisation: Mapping[str, Any]) -> int:
-    """Count the bytes of the rank's weights as the release stores them; `quantisation` is its
-    `quantization_config`, empty without one. Raises UnsupportedArchitecture if its size is not known."""
-    itemsize = getattr(torch, config.dtype).itemsize
+def rank_bytes(config: DecoderConfig, tp: int, rank: int) -> int:
+    """Count the bytes of the rank's weights as the release stores them."""
+    itemsize, quantisation = getattr(torch, config.dtype).itemsize, config.quantisation
     return sum(
-        stored_bytes(name, shape, itemsize, quantisation) for name, shape in rank_pieces(config, tp, rank)
+        math.prod(shape) * itemsize
+        if quantisation is None
+        else quantisation.stored_bytes(name, shape, itemsize)
+        for name, shape in rank_pieces(config, tp, rank)
     )
-
-
-def stored_bytes(name: str, shape: tuple[int, ...], itemsize: int, quantisation: Mapping[str, Any]) -> int:
-    """Count the bytes of a piece of the tensor `name`, its scales included. Raises
-    UnsupportedArchitecture for an unknown `quant_method`."""
-    method, elements = quantisation.get("quant_method"), math.prod(shape)
-    if quantisation and method not in QUANTISED:
-        raise UnsupportedArchitecture(
-            f"the stored size of `quant_method` {method!r} is not known", mend=" or ".join(QUANTISED)
-        )
-    if not quantisation or _is_kept(name, quantisation):
-        return elements * itemsize
-    if method == "mxfp4":
-        is_packed = ".experts." in name and not name.endswith("bias")
-        return elements // MXFP4_GROUP * MXFP4_GROUP_BYTES if is_packed else elements * itemsize
-    # Matrices of layers but the router's are converted; embeddings, norms and biases are not.
-    router = name.endswith((".gate.weight", ".router.weight"))
-    if len(shape) != 2 or ".layers." not in name or not name.endswith(".weight") or router:
-        return elements * itemsize
-    block = quantisation.get("weight_block_size")
-    scales = math.prod(-(-n // size) for n, size in zip(shape, block, strict=True)) if block else 1
-    return elements + scales * FP8_BLOCK_SCALE_BYTES
-
-
-def _is_kept(name: str, quantisation: Mapping[str, Any]) -> bool:
-    """Tell whether `modules_to_not_convert` names the tensor's module, or one that it lies in."""
-    pattern = _any_of(tuple(map(str, quantisation.get("modules_to_not_convert") or ())))
-    return pattern is not None and pattern.match(name) is not None
-
-
-@lru_cache
-def _any_of(modules: tuple[str, ...]) -> re.Pattern[str] | None:
-    """Compile a pattern of names in these modules, in whose names * stands for anything; None without any."""
-    return re.compile("|".join(fnmatch.translate(f"{m}.*") for m in modules)) if modules else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -38,9 +39,11 @@ def experts_of(config: DecoderConfig, layer: int) -> ExpertsConfig:
 
 
 def test_deepseek_v3() -> None:
-    with pytest.raises(UnsupportedArchitecture, match="fp8: quantized weights"):
-        parse_config(DEEPSEEK_V3)
     config = parse_config(PLAIN_DEEPSEEK)
+    quantised = parse_config(DEEPSEEK_V3)
+    assert quantised.quantisation is not None
+    assert quantised.quantisation.text == "fp8, blocks of 128 x 128"
+    assert replace(quantised, quantisation=None) == config
     assert parse_config(in_new_form(PLAIN_DEEPSEEK)) == config
     growth = 0.1 * math.log(40) + 1
     assert config.mla == MlaConfig(

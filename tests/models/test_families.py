@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,10 +160,11 @@ def test_command_r7b() -> None:
 
 
 def test_gpt_oss_20b() -> None:
-    with pytest.raises(UnsupportedArchitecture, match="mxfp4: quantized weights") as caught:
-        parse_config(released.GPT_OSS_20B)
-    assert "Mxfp4Config(dequantize=True)" in str(caught.value)
     config = parse_config(RELEASED["gpt-oss-20b"])
+    quantised = parse_config(released.GPT_OSS_20B)
+    assert quantised.quantisation is not None
+    assert quantised.quantisation.text == "mxfp4"
+    assert replace(quantised, quantisation=None) == config
     assert [layer.window for layer in config.layers] == [128, None] * 12
     assert config.layers[0].mlp == ExpertsConfig(
         num_experts=32, num_chosen=4, intermediate_size=2880, alpha=1.702, limit=7.0

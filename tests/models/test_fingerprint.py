@@ -17,6 +17,7 @@ from rayk.models import fingerprint as module
 from rayk.models.config import GdnConfig, Mamba1Config, Mamba2Config, MlaConfig
 from rayk.models.families import load_config, parse_config
 from rayk.models.fingerprint import fingerprint, weights_digest, whole_weights_digest
+from rayk.models.formats import Mxfp4, Quantisation, Scheme
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.types.errors import CheckpointError
 from tests.models import released
@@ -202,6 +203,7 @@ def test_every_setting_shows_but_for_those_that_change_nothing_cached(saved: Che
         "norm": {"norm": dataclasses.replace(config.norm, eps=1.0)},
         "layers": {"layers": (dataclasses.replace(config.layers[0], mlp=None), *config.layers[1:])},
         **{name: {name: settings_of(kind)} for name, kind in MIXERS.items()},
+        "quantisation": {"quantisation": Quantisation(method="mxfp4", schemes=(Scheme(Mxfp4()),))},
     }
     unseen = set()
     for field in dataclasses.fields(config):

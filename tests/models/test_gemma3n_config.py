@@ -166,7 +166,7 @@ def test_the_fingerprint_tells_models_apart(tmp_path: Any, key: str, value: Any)
         ({"rope_scaling": {"rope_type": "dynamic"}}, UnsupportedArchitecture, "'dynamic'"),
         ({"rope_parameters": {"rope_type": "default"}}, CheckpointError, "an object per layer type"),
         ({"use_bidirectional_attention": True}, UnsupportedArchitecture, "bidirectional"),
-        ({"quantization_config": {"quant_method": "gptq"}}, UnsupportedArchitecture, "gptq"),
+        ({"quantization_config": {"quant_method": "hqq"}}, UnsupportedArchitecture, "hqq"),
         ({"num_key_value_heads": 3}, CheckpointError, "3 does not divide"),
         ({"text_config": []}, CheckpointError, "`text_config` must be an object"),
     ],

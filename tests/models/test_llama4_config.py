@@ -218,7 +218,7 @@ def test_where_config_json_is_silent() -> None:
         ({"moe_layers": [-1]}, CheckpointError, "`moe_layers` lists layer -1, which is none of 8"),
         ({"num_experts_per_tok": 17}, UnsupportedArchitecture, "17 is more than the 16 experts"),
         ({"hidden_act": "gelu_pytorch_tanh"}, UnsupportedArchitecture, "`hidden_act`"),
-        ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedArchitecture, "fp8: quantized"),
+        ({"quantization_config": {"quant_method": "hqq"}}, UnsupportedArchitecture, "quantized"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, UnsupportedArchitecture, "'dynamic'"),
         ({"text_config": 3}, CheckpointError, "`text_config` must be an object"),
     ],
@@ -229,10 +229,10 @@ def test_refusals(changes: dict[str, Any], error: type[Exception], match: str) -
 
 
 def test_quantized_releases_are_refused_by_name() -> None:
-    quantized = {"quantization_config": {"quant_method": "compressed-tensors"}}
+    quantized = {"quantization_config": {"quant_method": "hqq"}}
     for raw in (
         LLAMA_4_SCOUT | quantized,
         LLAMA_4_SCOUT | {"text_config": LLAMA_4_SCOUT["text_config"] | quantized},
     ):
-        with pytest.raises(UnsupportedArchitecture, match="compressed-tensors: quantized weights"):
+        with pytest.raises(UnsupportedArchitecture, match="quantized weights of `quant_method` .hqq"):
             parse_config(raw)

@@ -4,7 +4,9 @@ counts, transformers' own models and numbers computed by hand."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,9 @@ import torch
 import transformers
 
 from rayk.explain.explanation import explain_pair
-from rayk.models.families import parse_config, read_shape
+from rayk.models.families import parse_config, read_config
 from rayk.models.memory_plan import GPU_GB, USED_SHARE, parse_gpus, plan_memory
-from rayk.models.stored_sizes import num_parameters, rank_bytes, stored_bytes
+from rayk.models.stored_sizes import num_parameters, rank_bytes
 from rayk.types.errors import UnsupportedArchitecture, UserError
 from tests.markers import thorough
 from tests.models.released_large import LARGE, LLAMA_31_405B
@@ -63,7 +65,7 @@ def write(tmp_path: Path) -> WriteConfig:
 
 @each_release
 def test_parameters_are_those_of_transformers_and_as_published(name: str, write: WriteConfig) -> None:
-    config, _ = read_shape(write(LARGE[name]))
+    config = read_config(write(LARGE[name]))
     raw = {key: value for key, value in LARGE[name].items() if key != "quantization_config"}
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config_class(raw))
@@ -80,7 +82,7 @@ def test_kv_is_as_computed_by_hand(name: str, write: WriteConfig) -> None:
     plan = plan_memory(write(LARGE[name]), "1xH200")
     assert (plan.kv_token_bytes, plan.state_bytes) == KV_AND_STATES[name]
     assert plan.dtype == "bfloat16"
-    assert plan.loadable == ("quantization_config" not in LARGE[name])
+    assert (plan.stored_as == "bfloat16") == ("quantization_config" not in LARGE[name])
 
 
 def test_deepseek_keeps_70272_bytes_of_a_token() -> None:
@@ -93,7 +95,7 @@ def test_explain_needs_no_weights(name: str, write: WriteConfig) -> None:
     found = explain_pair(str(path), {"dtype": "bfloat16", "prefill": {"tp": 2}, "decode": {"tp": 4}})
     assert found.supported
     is_quantised = "quantization_config" in LARGE[name]
-    assert any("does not load yet" in note for note in found.notes) == is_quantised
+    assert any("dequantised in float32" in note for note in found.notes) == is_quantised
     per_token, states = KV_AND_STATES[name]
     if name == QUICK:
         assert found.bytes == found.num_tokens * per_token
@@ -119,8 +121,8 @@ def test_the_405b_on_8_h200(write: WriteConfig) -> None:
 def test_the_plan_counts_the_rank_that_holds_most(write: WriteConfig) -> None:
     uneven = {"num_hidden_layers": 1, "intermediate_size": 53251, "vocab_size": 128259}
     path = write(LLAMA_31_405B | uneven)
-    config, _ = read_shape(path)
-    ranks = [rank_bytes(config, 8, rank, {}) for rank in range(8)]
+    config = read_config(path)
+    ranks = [rank_bytes(config, 8, rank) for rank in range(8)]
     assert len(set(ranks)) > 1
     assert plan_memory(path, "8xH200").sizes[-1].weight_bytes == max(ranks)
 
@@ -128,8 +130,8 @@ def test_the_plan_counts_the_rank_that_holds_most(write: WriteConfig) -> None:
 @thorough
 def test_gpt_oss_weighs_what_its_card_says(write: WriteConfig) -> None:
     """60.8 GiB (the model card, Table 1)."""
-    config, quantisation = read_shape(write(LARGE["gpt-oss-120b"]))
-    assert rank_bytes(config, 1, 0, quantisation) == pytest.approx(60.8 * 2**30, rel=0.002)
+    config = read_config(write(LARGE["gpt-oss-120b"]))
+    assert rank_bytes(config, 1, 0) == pytest.approx(60.8 * 2**30, rel=0.002)
 
 
 @pytest.mark.parametrize(
@@ -155,12 +157,14 @@ def test_gpt_oss_weighs_what_its_card_says(write: WriteConfig) -> None:
 def test_bytes_as_stored(
     name: str, shape: tuple[int, ...], quantisation: dict[str, Any], expected: int
 ) -> None:
-    assert stored_bytes(name, shape, 2, quantisation) == expected
+    config = parse_config(LLAMA_31_405B | {"quantization_config": quantisation or None})
+    found = config.quantisation
+    assert (found.stored_bytes(name, shape, 2) if found else math.prod(shape) * 2) == expected
 
 
 def test_what_is_refused(write: WriteConfig) -> None:
-    path = write(LLAMA_31_405B | {"num_hidden_layers": 1, "quantization_config": {"quant_method": "awq"}})
-    with pytest.raises(UnsupportedArchitecture, match="stored size of `quant_method` 'awq'"):
+    path = write(LLAMA_31_405B | {"num_hidden_layers": 1, "quantization_config": {"quant_method": "hqq"}})
+    with pytest.raises(UnsupportedArchitecture, match="`quant_method` 'hqq'"):
         plan_memory(path, "1xH100")
     for text in ("8xTPU", "0xH100", "H100x8", "", "99999xH100"):
         with pytest.raises(UserError, match="is not understood"):
@@ -172,7 +176,9 @@ def test_what_is_refused(write: WriteConfig) -> None:
 
 def test_a_shape_without_quantisation_is_the_plain_one(write: WriteConfig) -> None:
     path = write(LLAMA_31_405B | {"quantization_config": FP8})
-    assert read_shape(path) == (parse_config(LLAMA_31_405B), FP8)
+    config = read_config(path)
+    assert config.quantisation is not None
+    assert replace(config, quantisation=None) == parse_config(LLAMA_31_405B)
 
 
 def test_a_tp_size_that_does_not_divide_is_named(write: WriteConfig) -> None:

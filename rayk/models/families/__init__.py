@@ -5,13 +5,14 @@ A family is a module here with a `FAMILY`, and is found by that. The decoder kno
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any
 
 from rayk.models.config import DecoderConfig
 from rayk.models.families.common import Family, WeightNames
+from rayk.models.families.quantisation import parse_quantisation
 from rayk.models.families.raw import RawConfig, read_json
 from rayk.models.families.sharing import apply_sharing
 from rayk.types.errors import CheckpointError, UnsupportedArchitecture
@@ -24,7 +25,6 @@ __all__ = [
     "load_config",
     "parse_config",
     "read_config",
-    "read_shape",
 ]
 
 _MODULES = [import_module(f"{__name__}.{found.name}") for found in iter_modules(__path__)]
@@ -57,21 +57,6 @@ def load_config(model_path: str | Path) -> DecoderConfig:
 def read_config(path: str | Path) -> DecoderConfig:
     """Read the decoder that a config.json (the file, or that of a folder) describes. Raises like
     `load_config`, but does not look for weights."""
-    file, values = _read_values(path)
-    return parse_config(values, where=str(file))
-
-
-def read_shape(path: str | Path) -> tuple[DecoderConfig, dict[str, Any]]:
-    """Read like `read_config`, also where the weights are quantised in a way that is not loaded: the decoder,
-    and its `quantization_config`, which is empty without one."""
-    file, values = _read_values(path)
-    text = values.get("text_config")
-    parts = [values, *([text] if isinstance(text, dict) else [])]
-    found = [part.pop("quantization_config", None) for part in parts]
-    return parse_config(values, where=str(file)), next((q for q in found if isinstance(q, dict)), {})
-
-
-def _read_values(path: str | Path) -> tuple[Path, dict[str, Any]]:
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     if not path.exists():
@@ -82,7 +67,7 @@ def _read_values(path: str | Path) -> tuple[Path, dict[str, Any]]:
             where=str(path),
             mend="pass a folder in Hugging Face format",
         )
-    return file, read_json(file, CONFIG_BYTES) | _generation_eos(file.parent)
+    return parse_config(read_json(file, CONFIG_BYTES) | _generation_eos(file.parent), where=str(file))
 
 
 def _no_such(folder: Path) -> CheckpointError:
@@ -116,7 +101,8 @@ def parse_config(values: dict[str, object], where: str = "config.json") -> Decod
             mend=f"`model_type`: {' or '.join(known)}, or the architecture that belongs to it",
         )
     raw = RawConfig(values, where, str(names[0]), family.name).of_text(family.defaults)
-    return apply_sharing(raw, family.parse(raw))
+    config = replace(family.parse(raw), quantisation=parse_quantisation(raw))
+    return apply_sharing(raw, config)
 
 
 def _generation_eos(folder: Path) -> dict[str, object]:

@@ -106,7 +106,6 @@ def parse_llama_like(
     `num_kv_heads` and `tied` are the family's defaults for config.json. `bias`: on q, k, v and o. A family
     replaces its other differences in the result.
     """
-    refuse_quantized(raw)
     hidden_size = raw.count("hidden_size")
     num_query_heads = raw.count("num_attention_heads")
     num_kv_heads = raw.count("num_key_value_heads", num_kv_heads)
@@ -162,20 +161,6 @@ def parse_mlp(
     return MlpConfig(
         activation=ACTIVATIONS[activation], intermediate_size=raw.count("intermediate_size"), bias=bias
     )
-
-
-def refuse_quantized(raw: RawConfig) -> None:
-    quantization = raw.get("quantization_config")
-    if quantization is None:
-        return
-    method = quantization.get("quant_method", "") if isinstance(quantization, dict) else ""
-    mend = "use a checkpoint in float32, bfloat16 or float16"
-    if method == "mxfp4":
-        mend += (
-            ", or write one: transformers' from_pretrained(..., "
-            "quantization_config=Mxfp4Config(dequantize=True)), then save_pretrained"
-        )
-    raise raw.refuse(f"`quantization_config` {method}: quantized weights are not supported", mend)
 
 
 def parse_dtype(raw: RawConfig) -> str:

@@ -29,7 +29,6 @@ MAX_POSITIONS = 1 << 20
 
 
 def parse(raw: RawConfig) -> DecoderConfig:
-    common.refuse_quantized(raw)
     eps = raw.number("layer_norm_epsilon", 1e-5)
     layer = LayerConfig(mixer="mamba2", rope=None, mlp=None)
     num_layers = raw.count("num_hidden_layers")

@@ -1,0 +1,62 @@
+"""Which format each tensor of a release has. Free of torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rayk.models.formats.format import WeightFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """The format of the modules whose names match one of the regular expressions `targets`."""
+
+    format: WeightFormat
+    targets: tuple[str, ...] = (r".*",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantisation:
+    """config.json's `quantization_config`, as it concerns weights.
+
+    Names are those by which the model asks for plain tensors. What the files hold decides whether a tensor is
+    quantised; `format_of` says how. `kept` only serves to tell sizes without files.
+    """
+
+    method: str
+    """config.json's `quant_method`."""
+    schemes: tuple[Scheme, ...]
+    """The first that matches a tensor's module counts."""
+    kept: tuple[str, ...] = ()
+    """Regular expressions of modules that are stored plain; each matches from the start of a name."""
+
+    @property
+    def text(self) -> str:
+        """Say the formats in a few words."""
+        return "; ".join(dict.fromkeys(scheme.format.text for scheme in self.schemes))
+
+    def format_of(self, name: str) -> WeightFormat | None:
+        """Return the format of the tensor `name`, if it is quantised at all."""
+        module = _module(name)
+        return next((s.format for s in self.schemes if _any_of(s.targets).match(module)), None)
+
+    def stored_bytes(self, name: str, shape: tuple[int, ...], itemsize: int) -> int:
+        """Count the bytes of a piece of `shape` of the tensor `name`, of `itemsize` where it is plain."""
+        found = self.format_of(name)
+        if found is not None and not (self.kept and _any_of(self.kept).match(_module(name))):
+            num_bytes = found.stored_bytes(name, shape)
+            if num_bytes is not None:
+                return num_bytes
+        return math.prod(shape) * itemsize
+
+
+def _module(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+@lru_cache
+def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
