@@ -36,6 +36,7 @@ FAILED = {
     "stores_failed": "stores failed",
     "stores_too_large": "stores did not fit into outboxes (offload.outbox_mib)",
     "swaps_too_large": "requests were not swapped out, which do not fit into outboxes (offload.outbox_mib)",
+    "handovers_too_large": "hand-overs were read past outboxes, which cannot hold them (offload.outbox_mib)",
     "loads_failed": "loads failed and were computed",
     "swaps_failed": "swaps failed and were computed",
     "lookups_late": "questions were not answered in time",

@@ -204,7 +204,7 @@ class TransferHandover:
         self.pushing.leader = self.reservations.leader = leader
         if self.offloading is not None:
             self.offloading.attach_leader(leader)
-            self.lending.outbox = self.offloading.side.outbox
+            self.lending.side = self.offloading.side
 
     @property
     def leader(self) -> Leader:

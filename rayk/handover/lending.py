@@ -23,14 +23,15 @@ if TYPE_CHECKING:
     from rayk.engine.leader import Leader
     from rayk.handover.commands import RankNews
     from rayk.handover.outbox_room import OutboxRoom
+    from rayk.handover.tier_side import TierSide
     from rayk.types.errors import RaykError
 
 LOG = logging.getLogger(__name__)
 
 
 class Lending:
-    """Open leases of one engine. `leader` is set when the hand-over is attached, and so is `outbox` where
-    ranks have some."""
+    """Open leases of one engine. `leader` is set when the hand-over is attached, and so is `side` where there
+    is a host tier."""
 
     def __init__(self, *, engine: str, epoch: int, tp: int) -> None:
         self._engine = engine
@@ -42,7 +43,7 @@ class Lending:
         """Request id -> its open lease."""
         self._leases: dict[str, RankAnswers[bool]] = {}
         """Lease id -> ranks that were told it is over."""
-        self.outbox: OutboxRoom | None = None
+        self.side: TierSide | None = None
         self._for_tier: deque[MakeTicket] = deque()
         """Those that wait for room in outboxes."""
         self._in_outboxes: dict[str, BlockTables] = {}
@@ -83,15 +84,14 @@ class Lending:
         none, is read from the ranks' own memory."""
         ready = []
         while self._for_tier:
-            command, outbox = self._for_tier[0], self.outbox
+            command, outbox = self._for_tier[0], self._outbox
             rows = range(command.num_tokens)
             needed = 0 if outbox is None else outbox.num_needed(command.block_tables, rows)
             if command.lease_id not in self._leases:
                 pass  # it was given up
             elif outbox is None or needed > outbox.num_blocks:
                 if outbox is not None:
-                    what = command.request_id, needed, outbox.num_blocks
-                    LOG.warning("%s takes %d blocks of outboxes that have %d: it is read past them", *what)
+                    self._pass_by(command, needed, outbox)
                 ready.append(command)
             elif needed > outbox.pool.num_free_blocks:
                 break
@@ -100,6 +100,16 @@ class Lending:
                 ready.append(replace(command, outbox_tables=taken))
             self._for_tier.popleft()
         return ready
+
+    @property
+    def _outbox(self) -> OutboxRoom | None:
+        return None if self.side is None else self.side.outbox
+
+    def _pass_by(self, command: MakeTicket, needed: int, outbox: OutboxRoom) -> None:
+        assert self.side is not None
+        self.side.counts["handovers_too_large"] += 1
+        what = command.request_id, needed, outbox.num_blocks
+        LOG.warning("%s takes %d blocks of outboxes that have %d: it is read past them", *what)
 
     @property
     def in_outboxes(self) -> tuple[str, ...]:
@@ -157,8 +167,8 @@ class Lending:
             self._lease_ids = {r: i for r, i in self._lease_ids.items() if i != lease_id}
             self.leader.manager.release(lease_id)
             taken = self._in_outboxes.pop(lease_id, None)
-            if taken is not None and self.outbox is not None:
-                self.outbox.give_back(taken)
+            if taken is not None and self._outbox is not None:
+                self._outbox.give_back(taken)
 
     def clear(self) -> None:
         """The engine is going down."""

@@ -95,6 +95,10 @@ def test_what_is_believed_is_what_the_cost_model_would_weigh() -> None:
             "4 stores did not fit into outboxes (offload.outbox_mib)",
         ),
         (
+            {"offload": {"prefill0": engine(handovers_too_large=2), "prefill1": engine()}},
+            "2 hand-overs were read past outboxes, which cannot hold them (offload.outbox_mib)",
+        ),
+        (
             {
                 "offload": {
                     "prefill0": engine(stores_failed=2),

@@ -178,6 +178,7 @@ def test_a_hand_over_that_no_outbox_holds_is_read_past_it(
         first, second = node.engines
         prefilled = prefill(first, case, "r", 0)
         assert "it is read past them" in caplog.text
+        assert first.offloading.counts["handovers_too_large"] == 1
         ticket = through(Actor(node), case, prefilled.payload, 0)
         done = decode(second, case, 0, ticket, prefilled.token_ids)
         assert prefilled.token_ids + done.token_ids == case.expected[0]
