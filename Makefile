@@ -37,7 +37,7 @@ help:
 	@echo "make test-gpu    the GPU tests; PY=python3 uses an interpreter that is already there"
 	@echo "make gpu-day     everything to measure on a first GPU, row by row; PY=python3 ARGS='--out DIR --minutes 9'"
 	@echo "make check       formatting, lint, types, house rules"
-	@echo "make kernels     compile the Triton kernels for sm_80, sm_90, sm_100, gfx942; what each uses"
+	@echo "make kernels     compile the Triton kernels for sm_80, sm_90, sm_100, gfx942; what each uses; ARGS='--part 3/60'"
 	@echo "make dashboards  Prometheus (and Grafana if it is here) over the Ray cluster of this machine; ARGS='--help'"
 	@echo "make bench       every script of jobs/benchmarks that has no target of its own"
 	@echo "make mutants     bugs planted one by one, each found by the test that is named for it; ARGS='--only TEXT'"
@@ -176,7 +176,7 @@ check: $(STAMP)
 	$(BIN)/python -m pytest -q tests/test_house.py
 
 kernels: $(STAMP)
-	env -u TRITON_INTERPRET $(BIN)/python jobs/benchmarks/kernels.py
+	env -u TRITON_INTERPRET $(BIN)/python jobs/benchmarks/kernels.py $(ARGS)
 
 dashboards: $(STAMP)
 	@$(BIN)/python -m dashboards.start $(ARGS)

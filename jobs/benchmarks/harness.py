@@ -191,6 +191,17 @@ def above_zero(text: str) -> int:
 above_zero.__name__ = "number above 0"  # argparse says it
 
 
+def part(text: str) -> tuple[int, int]:
+    """Read K/N, the Kth of N parts; argparse reports the ValueError of another text."""
+    number, of = map(int, text.split("/"))
+    if not 1 <= number <= of:
+        raise ValueError
+    return number, of
+
+
+part.__name__ = "part K/N"  # argparse says it
+
+
 def ending(missed: Sequence[str], *, check: bool) -> int:
     """Tell the missed limits on stderr; returns the exit status: 1 if there are some and `check` is set."""
     for line in missed:

@@ -1,10 +1,11 @@
 """Compile every Triton kernel for GPUs that need not be here; print what each uses of registers and memory.
 
-    python jobs/benchmarks/kernels.py [--quick | --production] [--out DIR]
+    python jobs/benchmarks/kernels.py [--quick | --production] [--part K/N] [--out DIR]
 
 The launchers are called as an engine calls them, with CPU tensors, and their launches compile. A second table
 has the splits and waves of some batches' decode steps. Exit code 1 when a kernel spills registers or takes
-more shared memory than its target has. Without TRITON_INTERPRET.
+more shared memory than its target has. Without TRITON_INTERPRET. --part takes every Nth case, from the Kth:
+the whole list takes hours of one core.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
 
-from jobs.benchmarks.harness import Page, run
+from jobs.benchmarks.harness import Page, part, run
 from rayk.cli.guard import run_guarded
 from rayk.kernels.paged_attention import head_groups
 from rayk.kernels.quantise import QuantisedKV, quantised_kv
@@ -565,7 +566,8 @@ def fill(options: argparse.Namespace, page: Page) -> None:
             "TRITON_INTERPRET=1 is set: nothing would be compiled", mend="env -u TRITON_INTERPRET"
         )
     choose = quick_cases if options.quick else production_cases if options.production else all_cases
-    cases = list(choose())
+    number, of = options.part
+    cases = list(choose())[number - 1 :: of]
     with ProcessPoolExecutor(min(8, os.cpu_count() or 1), get_context("spawn")) as pool:
         rows = [row for built in pool.map(build, cases, chunksize=4) for row in built]
     names = (*COLUMNS, *MEASURED, "problems")
@@ -584,7 +586,9 @@ def fill(options: argparse.Namespace, page: Page) -> None:
 def main() -> int:
     quick = {"action": "store_true", "help": "only some cases"}
     production = {"action": "store_true", "help": "only what large models launch most"}
-    return run(fill, __file__, title="What kernels use of each GPU", quick=quick, production=production)
+    some = {"type": part, "default": "1/1", "help": "only every Nth case, from the Kth: such as 3/10"}
+    title = "What kernels use of each GPU"
+    return run(fill, __file__, title=title, quick=quick, production=production, part=some)
 
 
 if __name__ == "__main__":
