@@ -122,8 +122,11 @@ def _run_chunks(
     key_scales, decays = passed_on(num_tokens, num_heads), passed_on(num_chunks, num_heads)
     common = common | {"changes": changes, "CHUNK": tiles.tokens}
     padded_v = max(16, triton.next_power_of_2(value_size))
+    # AMD's compiler knows no such limit.
+    limit = {"maxnreg": tiles.solve_registers} if tiles.solve_registers else {}
     gated_delta_solve_kernel[num_chunks, num_heads](
         **common,
+        **limit,
         **_strides(v=v, g=g, beta=beta),
         v=v,
         g=g,

@@ -25,6 +25,8 @@ class DeltaTiles(NamedTuple):
     """Value elements that a chunk's program takes at once."""
     stages: int = 1
     """Chunks of which a program that carries a state has loads under way."""
+    solve_registers: int | None = None
+    """The most registers of a thread that solves a chunk; None leaves that to the compiler."""
     operand: torch.dtype | None = None
     """Data type of computed operands; None takes the inputs', or float32 in the interpreter."""
 
@@ -54,4 +56,6 @@ def choose_tiles(
     precision = "ieee" if INTERPRETED else "tf32"
     # Others hold all operands in registers.
     state_warps = 4 if target.has_warp_group_mma else 8
-    return DeltaTiles(values, 64, 8, state_warps, precision, stages=3)
+    # Without a limit the compiler takes 130 there, two too many for a second program beside the first.
+    solve_registers = 128 if target.name == "sm_100" else None
+    return DeltaTiles(values, 64, 8, state_warps, precision, stages=3, solve_registers=solve_registers)
