@@ -39,7 +39,9 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         "sched": "types",
         "metrics": "types",
         "lines": "types",
-        "engine": "types parallel kv kernels attention models sched metrics",
+        # Engines need its masks, fronts its refusals: both of one library.
+        "grammars": "types",
+        "engine": "types grammars parallel kv kernels attention models sched metrics",
         "handover": "types kv models transfer engine sched metrics offload",
         "reports": "types",
         "specs": "types kv models sched",
@@ -54,7 +56,7 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         "oracle": "types",
         # Of sched only `arrivals`: an open load is the same to an experiment and to a server.
         "bench": "types sched reports",
-        "serve": "types actors metrics specs",
+        "serve": "types grammars actors metrics specs",
         "experiments": "types kv kernels models transfer metrics reports specs actors handover oracle",
         "cli": "*",
     }.items()
@@ -82,6 +84,7 @@ HOMES: Mapping[str, tuple[str, ...]] = {
     "vllm": ("rayk/vllm/", "jobs/benchmarks/peer_workers/"),
     "ctranslate2": ("jobs/benchmarks/peer_workers/",),
     "gguf": ("rayk/oracle/", "jobs/benchmarks/peer_workers/"),
+    "llguidance": ("rayk/grammars/",),
     "llama_cpp": ("jobs/benchmarks/peer_workers/",),
 }
 """heavy package -> the only places that may import it."""

@@ -137,6 +137,7 @@ class Pair:
         connect: bool = True,
         poison: int = NAN_POISON,
         load_decoder: Callable[[], Decode] | None = None,
+        load_vocabulary: Callable[[], str] | None = None,
         push: bool = False,
         push_layers: int | None = None,
         make_meter: MakeMeter | None = None,
@@ -153,7 +154,7 @@ class Pair:
             for i, name in enumerate(("p", "d")):
                 settings = {"num_blocks": 64, **common, **changes[i]}
                 config = EngineConfig(model=str(models[i]), tp=tp[i], layout=layouts[i], **settings)  # type: ignore[arg-type]
-                options = {"poison": poison, "load_decoder": load_decoder}
+                options = {"poison": poison, "load_decoder": load_decoder, "load_vocabulary": load_vocabulary}
                 options |= {"push": push, "push_layers": push_layers, "renewed_lease_s": renewed_lease_s}
                 options |= {"make_meter": make_meter}
                 sides.append(_make_side(stack, f"{name}{number}", config, make_agent, lease_s, options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,19 @@ def load_decoder(model: str) -> Callable[[Sequence[int]], str]:
         return text
 
     return decode
+
+
+def load_vocabulary(model: str) -> str:
+    """Read the tokenizer in the form of tokenizer.json, with what else its folder adds to it. Raises
+    CheckpointError when the folder has none, or one that is not of that form."""
+    mend = "no structured outputs"
+    fast = getattr(load_tokenizer(model, mend), "backend_tokenizer", None)
+    if fast is None:
+        raise CheckpointError("the tokenizer has no form of tokenizer.json", where=model, mend=mend)
+    fast = copy(fast)
+    fast.no_padding()
+    fast.no_truncation()
+    return str(fast.to_str())
 
 
 def _check_files(folder: Path, mend: str) -> None:

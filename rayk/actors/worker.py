@@ -31,7 +31,7 @@ from rayk.actors.phases import phases_of
 from rayk.actors.rank_spec import RankSpec as RankSpec
 from rayk.actors.ray_metrics import make_meter
 from rayk.actors.tier_client import RayTier
-from rayk.actors.tokenizer import load_decoder
+from rayk.actors.tokenizer import load_decoder, load_vocabulary
 from rayk.engine.build import make_leader
 from rayk.engine.leader import Leader, RequestEvent, dead_engine
 from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
@@ -160,7 +160,8 @@ class Worker:
                     engine=spec.engine, epoch=spec.epoch, tp=spec.config.tp, offload=spec.offload
                 )
                 decoder = functools.partial(load_decoder, spec.config.model)
-                self._leader = make_leader(self._rank, self._handover, decoder)
+                vocabulary = functools.partial(load_vocabulary, spec.config.model)
+                self._leader = make_leader(self._rank, self._handover, decoder, vocabulary)
         except BaseException:
             comm.close()
             self.dissolve()

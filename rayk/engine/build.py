@@ -15,6 +15,7 @@ from rayk.engine.rank import EngineRank
 from rayk.engine.stats import StepStats
 from rayk.engine.stopping import Decode, LazyDecoder
 from rayk.engine.warm_up import WARM_UP_S
+from rayk.grammars import Grammars
 from rayk.kv.manager import KVCacheManager
 from rayk.models.weights import OpenWeights, WeightReader
 from rayk.parallel.comm import Comm
@@ -27,25 +28,30 @@ from rayk.types.request import FinishReason, Request, TokenLogprobs
 
 
 def make_leader(
-    rank: EngineRank, handover: Handover | None = None, load_decoder: Callable[[], Decode] | None = None
+    rank: EngineRank,
+    handover: Handover | None = None,
+    load_decoder: Callable[[], Decode] | None = None,
+    load_vocabulary: Callable[[], str] | None = None,
 ) -> Leader:
-    """Make rank 0's scheduler, block manager and leader. `load_decoder` makes the model's tokenizer."""
-    config = rank.config
+    """Make rank 0's scheduler, block manager and leader. `load_decoder` makes the model's tokenizer,
+    `load_vocabulary` reads it in the form of tokenizer.json."""
+    config, model = rank.config, rank.model_config
     manager = KVCacheManager(rank.plan.groups, config.num_blocks, prefix_caching=config.prefix_caching)
     scheduler = Scheduler(
         manager,
         max_batch_tokens=config.max_batch_tokens,
         max_seqs=config.max_seqs,
-        max_positions=rank.model_config.max_positions,
-        eos_token_ids=rank.model_config.eos_token_ids,
+        max_positions=model.max_positions,
+        eos_token_ids=model.eos_token_ids,
     )
     return Leader(
         scheduler,
         manager,
         handover,
-        vocab_size=rank.model_config.vocab_size,
-        positions_text=rank.model_config.positions_text,
+        vocab_size=model.vocab_size,
+        positions_text=model.positions_text,
         decoder=LazyDecoder(load_decoder),
+        grammars=Grammars(load_vocabulary, model.vocab_size, model.eos_token_ids),
         fast_prefill=config.fast_prefill,
     )
 
@@ -84,6 +90,7 @@ class ThreadEngine:
         make_extension: Callable[[EngineRank], RankExtension] | None = None,
         handover: Handover | None = None,
         load_decoder: Callable[[], Decode] | None = None,
+        load_vocabulary: Callable[[], str] | None = None,
         poison: int | None = None,
         timeout_s: float = 60.0,
         make_stats: Callable[[EngineRank, Leader | None], StepStats] | None = None,
@@ -101,7 +108,7 @@ class ThreadEngine:
         self._config = config
         self._make_extension = make_extension
         self._handover = handover
-        self._load_decoder = load_decoder
+        self._load_decoder, self._load_vocabulary = load_decoder, load_vocabulary
         self._poison = poison
         self._make_stats = make_stats
         self._open_weights = open_weights
@@ -174,7 +181,8 @@ class ThreadEngine:
             rank = EngineRank(self._config, watched, poison=self._poison, open_weights=self._open_weights)
             extension = self._make_extension(rank) if self._make_extension else NoExtension()
             if comm.rank == 0:
-                leader = self.leader = make_leader(rank, self._handover, self._load_decoder)
+                tokenizer = (self._load_decoder, self._load_vocabulary)
+                leader = self.leader = make_leader(rank, self._handover, *tokenizer)
             stats = self._make_stats(rank, leader) if self._make_stats is not None else None
             loop = EngineLoop(rank, extension, leader, stats=stats)
             self.ranks[comm.rank], self.extensions[comm.rank], self.loops[comm.rank] = rank, extension, loop

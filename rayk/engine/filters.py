@@ -1,4 +1,4 @@
-"""Filter logits before a token is drawn: penalties, temperature, top-k, top-p, min-p.
+"""Filter logits before a token is drawn: structured outputs, penalties, temperature, top-k, top-p, min-p.
 
 In the order and with the definitions of transformers' LogitsProcessors (presence and frequency: of OpenAI's
 API), over a batch whose rows have parameters of their own. Filters work on candidates: scores [R, C] with
@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from rayk.engine.noise import uploaded
+from rayk.engine.noise import sent, uploaded
 from rayk.types.request import SamplingParams
 
 NEVER = float("-inf")
@@ -32,6 +33,18 @@ class Row:
     params: SamplingParams  # with a seed where tokens are drawn
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+
+
+def forbid(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[np.ndarray]) -> None:
+    """Put -inf into float32 `logits` [R, V], in place, for tokens that the masks of these rows lack: int32
+    [ceil(V / 32)], bit t % 32 of word t // 32 for token t. It does not wait for the device."""
+    device, num_tokens = logits.device, logits.shape[1]
+    words = sent(torch.from_numpy(np.stack(masks)), device)
+    places = uploaded(rows, torch.int64, device)
+    bits = torch.arange(32, dtype=torch.int32, device=device)
+    is_forbidden = ((words.unsqueeze(-1) >> bits) & 1).flatten(1)[:, :num_tokens] == 0
+    with torch.inference_mode():  # in which the model computed them
+        logits.index_copy_(0, places, logits.index_select(0, places).masked_fill_(is_forbidden, NEVER))
 
 
 def penalise(scores: torch.Tensor, rows: Sequence[Row]) -> None:

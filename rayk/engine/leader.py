@@ -21,6 +21,7 @@ from rayk.engine.event_info import EventInfo
 from rayk.engine.loop import Turn, TurnResult
 from rayk.engine.sampling import PendingTokens, sample_step
 from rayk.engine.stopping import LazyDecoder, StopStrings
+from rayk.grammars import Grammars, OutputGrammar
 from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import Scheduler
 from rayk.sched.request_state import RequestState
@@ -28,7 +29,7 @@ from rayk.types.admission import bad_sampling, no_prompt_logprobs, outside_vocab
 from rayk.types.batch import ScheduledBatch, StepTokens
 from rayk.types.bugs import bug, may_be_the_machine
 from rayk.types.errors import EngineDied, InternalError, NotFiniteError, RaykError, UserError
-from rayk.types.request import FinishReason, Request, TokenLogprobs
+from rayk.types.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from rayk.types.waiting import get_within
 
 if TYPE_CHECKING:
@@ -117,17 +118,19 @@ class Leader:
         vocab_size: int | None = None,
         positions_text: str | None = None,
         decoder: LazyDecoder | None = None,
+        grammars: Grammars | None = None,
         fast_prefill: bool = False,
     ) -> None:
         """`vocab_size`: prompts with other ids are refused; None takes all. `positions_text`: the
-        scheduler's limit in words. `decoder`: for stop strings. `fast_prefill`: there are no logits of
-        prompt tokens."""
+        scheduler's limit in words. `decoder`: for stop strings. `grammars`: for structured outputs.
+        `fast_prefill`: there are no logits of prompt tokens."""
         self.scheduler = scheduler
         self.manager = manager
         self._handover = handover
         self._vocab_size = vocab_size
         self._positions_text = positions_text or f"the model's {scheduler.max_positions} positions"
         self._decoder = decoder or LazyDecoder(None)
+        self._grammars = grammars or Grammars(None, vocab_size or 0)
         self._fast_prefill = fast_prefill
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}
@@ -161,9 +164,16 @@ class Leader:
 
     def prepare(self, request: Request) -> None:
         """Do what takes long for a request that comes, on the caller's thread, not the loop's."""
-        if request.sampling.stop:
-            with contextlib.suppress(UserError):  # `open` says it to the sink
-                self._decoder.get()
+        if bad_sampling(request.sampling) is None:  # `open` says what is wrong to the sink
+            with contextlib.suppress(UserError):
+                self._make_ready(request.sampling)
+
+    def _make_ready(self, sampling: SamplingParams) -> None:
+        """Load what the request's output is watched with. Raises UserError."""
+        if sampling.stop:
+            self._decoder.get()
+        if sampling.structured_outputs is not None:
+            self._grammars.compile(sampling.structured_outputs)
 
     def abort(self, request_id: str) -> None:
         """Stop a request; its sink gets finish_reason abort. Unknown ids are over already."""
@@ -255,7 +265,10 @@ class Leader:
         if tokens.not_finite:
             self._fail_not_finite(batch, tokens.not_finite)
         for state in self.scheduler.update(batch, tokens.token_ids, tokens.prompt_logprobs):
-            self._deliver(state, tokens.logprobs.get(state.request_id))
+            if isinstance(state.form, OutputGrammar) and state.form.error is not None:
+                self._fail_form(state, state.form.error)
+            else:
+                self._deliver(state, tokens.logprobs.get(state.request_id))
         self._note_news()
 
     def must_settle(self) -> bool:
@@ -331,6 +344,8 @@ class Leader:
             state.stop_text = StopStrings(self._decoder.get(), request.sampling.stop)
             for token in state.output_token_ids:
                 state.stop_text.feed(token)  # a stop string may have begun in them
+        if request.sampling.structured_outputs is not None:
+            state.form = self._grammars.begin(request.sampling.structured_outputs, state.output_token_ids)
 
     def forget(self, state: RequestState) -> None:
         """Forget the blocks of a request's tokens, whoever computed them, and whether or not the request has
@@ -349,10 +364,13 @@ class Leader:
             self.start(request)
 
     def _abort(self, request_id: str) -> None:
+        self._drop(request_id)
+        self.emit(RequestEvent(request_id=request_id, finish_reason=FinishReason.ABORT))
+
+    def _drop(self, request_id: str) -> None:
         handed = self._handover is not None and self._handover.abort(request_id)
         if not handed:
             self.scheduler.remove(request_id)
-        self.emit(RequestEvent(request_id=request_id, finish_reason=FinishReason.ABORT))
 
     def _deliver(self, state: RequestState, logprobs: TokenLogprobs | None) -> None:
         is_handed_over = self._handover is not None and self._handover.takes(state)
@@ -394,6 +412,13 @@ class Leader:
                 self.manager.free(request_id)
                 self.emit(RequestEvent(request_id=request_id, error=error))
 
+    def _fail_form(self, state: RequestState, problem: str) -> None:
+        """End a request whose output cannot be held to its form: the last token may not fit."""
+        self._drop(state.request_id)
+        mend = "a simpler schema, expression or grammar"
+        error = UserError(f"request {state.request_id}: structured output: {problem}", mend=mend)
+        self.emit(RequestEvent(request_id=state.request_id, error=error))
+
     def _absorb_gathered(self, result: TurnResult) -> None:
         n = self._num_handover_commands
         if self._handover is not None:
@@ -416,9 +441,9 @@ class Leader:
         if not request.prompt_token_ids:
             return UserError(f"request {request.request_id} has an empty prompt")
         error = bad_sampling(request.sampling)
-        if error is None and request.sampling.stop:
+        if error is None:
             try:
-                self._decoder.get()
+                self._make_ready(request.sampling)
             except UserError as missing:
                 error = missing
         if error is not None or self._vocab_size is None:
@@ -461,9 +486,11 @@ class Leader:
 
 def needs_last_token(state: RequestState) -> bool:
     """Tell whether a request's last token must be known before its engine's next step is planned: where the
-    host scores or counts tokens. One that draws, or that stop strings may end, needs it a step later."""
+    host scores or counts tokens, or says which may follow. One that draws, or that stop strings may end,
+    needs it a step later."""
     sampling = state.request.sampling
-    return sampling.logprobs is not None or sampling.has_penalty
+    is_formed = sampling.structured_outputs is not None
+    return sampling.logprobs is not None or sampling.has_penalty or is_formed
 
 
 def begin_times(state: RequestState) -> dict[str, Any]:

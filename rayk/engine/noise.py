@@ -64,7 +64,11 @@ def near_gumbel(keys: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
 
 def uploaded(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Make [n] on `device` without waiting for it."""
-    host = torch.tensor(values, dtype=dtype)
+    return sent(torch.tensor(values, dtype=dtype), device)
+
+
+def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy a tensor of the host to `device` without waiting for it."""
     return host if device.type == "cpu" else pinned(host).to(device, non_blocking=True)
 
 

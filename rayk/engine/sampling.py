@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rayk.engine.filters import Row, candidates, column, penalise, scaled
+from rayk.engine.filters import NEVER, Row, candidates, column, forbid, penalise, scaled
 from rayk.engine.noise import draw_key, gumbel, near_gumbel, uploaded
+from rayk.grammars import OutputGrammar
 from rayk.kernels.best_tokens import NO_TOKEN, are_finite, best_tokens
 from rayk.types.batch import UNKNOWN_TOKEN, StepTokens
 from rayk.types.request import TokenLogprobs
@@ -91,7 +92,8 @@ def draw(rows: Sequence[Row], scores: torch.Tensor, *, narrow: bool) -> torch.Te
 def score_tokens(
     logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Score each row's token under float32 logits [R, V], and its `num_top` best tokens."""
+    """Score each row's token under float32 logits [R, V], and its `num_top` best tokens, those left out whose
+    logits are -inf."""
     step = max(1, MAX_ELEMENTS // logits.shape[1])
     parts = (slice(at, at + step) for at in range(0, len(token_ids), step))
     return [scored for p in parts for scored in _score(logits[p], token_ids[p], num_top[p])]
@@ -109,11 +111,11 @@ def _score(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int
         zip(token_ids, num_top, *columns, strict=True)
     ):
         best = list(zip(ids, values, strict=True))
-        if 0 < k < len(values) and values[k] == values[k - 1]:
+        if 0 < k < len(values) and values[k] == values[k - 1] > NEVER:
             # Of equal ones the lowest ids; which of them topk finds is open.
             ids = (logprobs[i] >= values[k]).nonzero()[:, 0].tolist()
             best = list(zip(ids, logprobs[i, ids].tolist(), strict=True))
-        best.sort(key=lambda t: (-t[1], t[0]))
+        best = sorted((t for t in best if t[1] > NEVER), key=lambda t: (-t[1], t[0]))
         told.append(TokenLogprobs(token_id=token, logprob=logprob, rank=rank, top=tuple(best[:k])))
     return told
 
@@ -134,17 +136,22 @@ def sample_step(
     prompt_logits: Iterable[torch.Tensor],
 ) -> PendingTokens:
     """Sample a step, without waiting for the device. `states` are in the batch's order. `logits` is float32,
-    a row per request that needs logits. `prompt_logits` has the rows of the batch's `prompt_logits`, in any
-    number of pieces, and is used up; these are waited for."""
+    a row per request that needs logits; what a request's structured outputs forbid becomes -inf in it, which
+    the host works out while the device computes them. `prompt_logits` has the rows of the batch's
+    `prompt_logits`, in any number of pieces, and is used up; these are waited for."""
     prompt_logprobs, not_finite = _score_prompts(batch, states, prompt_logits)
     sampling = [s for s, share in zip(states, batch.requests, strict=True) if share.needs_logits]
     assert logits.shape[0] == len(sampling), (logits.shape, len(sampling))
     # One wait for the device tells both tokens and rows that are not finite.
-    if all(s.request.sampling.is_plain for s in sampling):
+    forms = {i: s.form for i, s in enumerate(sampling) if isinstance(s.form, OutputGrammar)}
+    if not forms and all(s.request.sampling.is_plain for s in sampling):
         chosen = best_tokens(logits)
     else:
+        finite = are_finite(logits)
+        if forms:
+            forbid(logits, list(forms), [form.mask() for form in forms.values()])
         rows = [Row(s.request.sampling, s.request.prompt_token_ids, _output_tokens(s)) for s in sampling]
-        chosen = torch.where(are_finite(logits), _sample(rows, logits), NO_TOKEN)
+        chosen = torch.where(finite, _sample(rows, logits), NO_TOKEN)
 
     def finish(tokens: list[int]) -> StepTokens:
         return _finish(sampling, logits, tokens, prompt_logprobs, not_finite)

@@ -144,6 +144,7 @@ class TransferHandover:
                 )
                 self.reservations.ask(wanted)
 
+        self.leader.prepare(request)
         self.leader.post(start)
 
     def submit_decode(

@@ -15,6 +15,13 @@ class StopText(Protocol):
         """Take the next output token; returns the stop string that it completes, or None."""
 
 
+class OutputForm(Protocol):
+    """Watches whether one request's output has the form that it must have. Its leader reads the rest."""
+
+    def feed(self, token_id: int) -> bool:
+        """Take the next output token; tells whether the output is complete with it."""
+
+
 @dataclass(slots=True)
 class RequestState:
     """A request inside one engine. Filled and changed by the Scheduler only."""
@@ -41,6 +48,7 @@ class RequestState:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
     stop_text: StopText | None = None
+    form: OutputForm | None = None
     # for the prompt tokens so far, the first being None; None: not asked for, or told elsewhere
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     submitted_ns: int | None = None  # when it came to this engine; this and what follows is its leader's
@@ -98,12 +106,15 @@ class RequestState:
         sampling = self.request.sampling
         num_output = len(self.tokens) - len(self.request.prompt_token_ids)
         stop_string = self.stop_text.feed(token) if self.stop_text is not None else None
+        is_complete = self.form is not None and self.form.feed(token)
         if token in self.eos_token_ids and not sampling.ignore_eos:
             self.finish_reason = FinishReason.STOP
         elif token in sampling.stop_token_ids:
             self.finish_reason, self.stop_reason = FinishReason.STOP, token
         elif stop_string is not None:
             self.finish_reason, self.stop_reason = FinishReason.STOP, stop_string
+        elif is_complete:
+            self.finish_reason = FinishReason.STOP
         elif num_output >= sampling.max_tokens or len(self.tokens) >= max_positions:
             self.finish_reason = FinishReason.LENGTH
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from rayk.types.errors import UserError
 from rayk.types.request import MAX_LOGPROBS, MAX_PENALTY, MAX_SEED, Request, SamplingParams
 from rayk.types.serving import ModelCard
+from rayk.types.structured import StructuredOutputs
 
 
 def check_request(prompt: Sequence[int], sampling: SamplingParams, model: ModelCard, where: str) -> None:
@@ -61,6 +62,11 @@ def bad_sampling(sampling: SamplingParams) -> UserError | None:
         ("presence_penalty", _is_penalty(s.presence_penalty), penalty),
         ("frequency_penalty", _is_penalty(s.frequency_penalty), penalty),
         ("repetition_penalty", _is_number(s.repetition_penalty) and s.repetition_penalty > 0, "above 0"),
+        (
+            "structured_outputs",
+            s.structured_outputs is None or _is_structured(s.structured_outputs),
+            "a StructuredOutputs of texts and truth values, or none",
+        ),
     ):
         if not fits:
             return UserError(f"{name} {getattr(s, name)!r}", mend=f"{name}: {allowed}")
@@ -100,6 +106,17 @@ def _is_penalty(value: float) -> bool:
 
 def _are_texts(values: object) -> bool:
     return isinstance(values, tuple) and all(isinstance(v, str) and v for v in values)
+
+
+def _is_structured(wanted: object) -> bool:
+    if not isinstance(wanted, StructuredOutputs):
+        return False
+    texts, flags = (
+        (wanted.json, wanted.regex, wanted.grammar),
+        (wanted.json_object, wanted.disable_any_whitespace),
+    )
+    are_texts = all(text is None or isinstance(text, str) for text in texts)
+    return are_texts and _are_texts(wanted.choice) and all(isinstance(flag, bool) for flag in flags)
 
 
 def _are_ids(values: object) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from rayk.types.structured import StructuredOutputs
+
 MAX_LOGPROBS = 20  # the most alternatives a request may ask for per token
 MAX_PENALTY = 2.0  # presence and frequency penalties lie between its negative and this, as in OpenAI's API
 MAX_SEED = 2**63 - 1  # seeds are signed 64-bit integers
@@ -14,8 +16,9 @@ MAX_SEED = 2**63 - 1  # seeds are signed 64-bit integers
 class SamplingParams:
     """Says how tokens are chosen, when to stop, and what to tell about them.
 
-    A token is chosen from the model's logits by, in this order: penalties, temperature, top-k, top-p, min-p,
-    and a draw. Temperature 0 takes the best token instead (the lowest id wins a tie), after penalties.
+    A token is chosen from the model's logits by, in this order: structured outputs, penalties, temperature,
+    top-k, top-p, min-p, and a draw. Temperature 0 takes the best token instead (the lowest id wins a tie),
+    after penalties.
     """
 
     max_tokens: int = 16
@@ -31,12 +34,14 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # texts that end the output with the token that completes one of them
     logprobs: int | None = None
     """Report each token's log probability and that many of the best tokens'; None: nothing. They are of the
-    model's own logits: log_softmax in float32, before penalties and temperature."""
+    model's own logits: log_softmax in float32, before penalties and temperature. With structured outputs they
+    are of the tokens that these allow, as vLLM's are."""
     prompt_logprobs: int | None = None  # likewise for each prompt token but the first
     presence_penalty: float = 0.0  # subtracted from the logit of every token that was generated
     frequency_penalty: float = 0.0  # subtracted once for every time a token was generated
     # divides positive logits of tokens in prompt or output, multiplies negative ones
     repetition_penalty: float = 1.0
+    structured_outputs: StructuredOutputs | None = None  # the form that the output must have; None: any
 
     @property
     def has_penalty(self) -> bool:

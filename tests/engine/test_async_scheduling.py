@@ -30,13 +30,20 @@ class Turns:
     """An engine in this thread."""
 
     def __init__(
-        self, path: Path, decode: Decode | None = None, *, recorded: bool = False, **more: Any
+        self,
+        path: Path,
+        decode: Decode | None = None,
+        *,
+        recorded: bool = False,
+        load_vocabulary: Callable[[], str] | None = None,
+        **more: Any,
     ) -> None:
         settings = {"num_blocks": 80, "max_batch_tokens": 512, "async_scheduling": "always", **more}
         config = EngineConfig(model=str(path), attention_backend="reference", **settings)
         recorder = Again() if recorded else None
         self.rank = EngineRank(config, LocalComm(), poison=NAN_POISON, recorder=recorder)
-        self.leader = make_leader(self.rank, load_decoder=None if decode is None else lambda: decode)
+        load_decoder = None if decode is None else lambda: decode
+        self.leader = make_leader(self.rank, None, load_decoder, load_vocabulary)
         self.loop = EngineLoop(self.rank, NoExtension(), self.leader)
         self.events: dict[str, list[RequestEvent]] = {}
         self.batches: list[ScheduledBatch] = []

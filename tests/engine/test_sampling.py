@@ -16,6 +16,7 @@ from rayk.engine.noise import draw_key, gumbel
 from rayk.oracle.checkpoint import read_marker
 from rayk.types.config import EngineConfig
 from rayk.types.request import FinishReason, SamplingParams
+from rayk.types.structured import StructuredOutputs
 from tests.engine.statistics import P_VALUE, chi_square_p
 from tests.engine.test_filters import transformers_scores
 from tests.helpers import assert_matches
@@ -294,6 +295,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (-3, 2.5, "x", float("nan")),
     "frequency_penalty": (-3, 2.5, "x", float("nan")),
     "repetition_penalty": (0, -3, "x", float("nan")),
+    "structured_outputs": ("x", 2.5, {"regex": "a"}, StructuredOutputs(regex=5), StructuredOutputs()),  # type: ignore[arg-type]
 }
 
 

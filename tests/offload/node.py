@@ -180,6 +180,7 @@ class Node:
         poison: int = NAN_POISON,
         tier_agent: Callable[[Any], Any] = lambda agent: agent,
         common: dict[str, Any] | None = None,
+        load_vocabulary: Callable[[], str] | None = None,
         **settings: Any,
     ) -> Iterator[Node]:
         """`engines`: settings of each; `settings`: the tier's; `tier_agent`: wraps its agent."""
@@ -189,7 +190,9 @@ class Node:
             made = []
             for i, own in enumerate(engines):
                 config = EngineConfig(model=str(model), **{"num_blocks": 64, **(common or {}), **own})
-                made.append(_make_engine(stack, f"e{i}", config, make_agent, offload, poison))
+                made.append(
+                    _make_engine(stack, f"e{i}", config, make_agent, offload, poison, load_vocabulary)
+                )
             like = made[0].call(Describe())[0]
             config = made[0].engine._config
             tier = open_tier(tier_agent(make_agent("tier")), config, offload, like, 0)
@@ -243,6 +246,7 @@ def _make_engine(
     make_agent: MakeAgent,
     offload: OffloadSettings,
     poison: int,
+    load_vocabulary: Callable[[], str] | None = None,
 ) -> NodeEngine:
     handover = TransferHandover(engine=name, epoch=1, tp=config.tp, offload=offload)
 
@@ -253,7 +257,14 @@ def _make_engine(
         stack.callback(made.close)
         return made
 
-    engine = ThreadEngine(config, name=name, make_extension=extension, handover=handover, poison=poison)
+    engine = ThreadEngine(
+        config,
+        name=name,
+        make_extension=extension,
+        handover=handover,
+        poison=poison,
+        load_vocabulary=load_vocabulary,
+    )
     return NodeEngine(stack.enter_context(engine), handover)
 
 
