@@ -67,7 +67,8 @@ def read_config(path: str | Path) -> DecoderConfig:
             where=str(path),
             mend="pass a folder in Hugging Face format",
         )
-    return parse_config(read_json(file, CONFIG_BYTES) | _generation_eos(file.parent), where=str(file))
+    values = read_json(file, CONFIG_BYTES) | _generation_eos(file.parent)
+    return parse_config(_quantisation_beside(file.parent) | values, where=str(file))
 
 
 def _no_such(folder: Path) -> CheckpointError:
@@ -112,6 +113,13 @@ def _generation_eos(folder: Path) -> dict[str, object]:
         return {}
     ids = read_json(file).get("eos_token_id")
     return {} if ids is None else {"eos_token_id": ids}
+
+
+def _quantisation_beside(folder: Path) -> dict[str, object]:
+    """Return nvidia-modelopt's hf_quant_config.json, in which its older exports alone say how they are
+    quantised, under the key of config.json."""
+    file = folder / "hf_quant_config.json"
+    return {"quantization_config": {"quant_method": "modelopt", **read_json(file)}} if file.is_file() else {}
 
 
 def _require_weights(folder: Path) -> None:

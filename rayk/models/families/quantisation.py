@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from rayk.models.families.raw import RawConfig
-from rayk.models.formats import Fp8, Mxfp4, Quantisation, Scheme, WeightFormat
+from rayk.models.formats import (
+    Awq,
+    Fp8,
+    Gptq,
+    Mxfp4,
+    Nvfp4,
+    PackQuantized,
+    Quantisation,
+    Scheme,
+    WeightFormat,
+)
 from rayk.types.errors import CheckpointError
 
 KEY = "quantization_config"
@@ -46,6 +57,68 @@ def _mxfp4(raw: RawConfig) -> Quantisation:
     return Quantisation(method="mxfp4", schemes=(Scheme(Mxfp4()),), kept=kept)
 
 
+def _awq(raw: RawConfig) -> Quantisation:
+    """transformers' AwqConfig: AutoAWQ's files, and gptqmodel's of that layout."""
+    for key in ("version", "format", "checkpoint_format"):
+        text = raw.get(key, "gemm")
+        if not isinstance(text, str) or text.lower() != "gemm":
+            raise raw.refuse(f"`{KEY}`: awq with `{key}` {text!r} is not supported", "a release in `gemm`")
+    if not raw.flag("zero_point", default=True):
+        raise raw.refuse(f"`{KEY}`: awq without zero points is not supported", "a release with zero points")
+    if _bits(raw, "bits", 4) != 4:
+        raise raw.refuse(f"`{KEY}`: awq with `bits` {raw.get('bits')} is not supported", "`bits` 4")
+    form = Awq(_group_size(raw, 128))
+    return Quantisation(method="awq", schemes=(Scheme(form),), kept=_kept(raw, "modules_to_not_convert"))
+
+
+def _gptq(raw: RawConfig) -> Quantisation:
+    """gptqmodel's QuantizeConfig, and AutoGPTQ's before it. `dynamic` sets modules apart by regular
+    expressions from their names' starts, the first counts: `-:` leaves them plain, `+:` or nothing overrides
+    settings (gptqmodel/quantization/config.py, dynamic_get)."""
+    dynamic = raw.get("dynamic", {})
+    if not isinstance(dynamic, dict) or not all(isinstance(part, dict) for part in dynamic.values()):
+        raise CheckpointError(f"`{KEY}`: `dynamic` must map patterns to objects", where=raw.where)
+    schemes, kept = [], []
+    for key, part in dynamic.items():
+        pattern = _compiled(raw, "dynamic", key.removeprefix("+:").removeprefix("-:"))
+        if key.startswith("-:"):
+            kept.append(pattern)
+        else:
+            schemes.append(Scheme(_gptq_format(raw.of({**raw.values, **part})), (pattern,)))
+    schemes.append(Scheme(_gptq_format(raw)))
+    return Quantisation(method="gptq", schemes=tuple(schemes), kept=tuple(kept))
+
+
+def _gptq_format(raw: RawConfig) -> Gptq:
+    form = raw.get("checkpoint_format", raw.get("format", "gptq"))
+    version = {"gptq": 1, "gptq_v2": 2}.get(form) if isinstance(form, str) else None
+    if version is None or raw.flag("is_marlin_format"):
+        found = "marlin" if version else form
+        raise raw.refuse(f"`{KEY}`: gptq in the format {found!r} is not supported", "gptq or gptq_v2")
+    if raw.get("pack_dtype", "int32") != "int32":
+        raise raw.refuse(f"`{KEY}`: `pack_dtype` {raw.get('pack_dtype')!r} is not supported", "int32")
+    return Gptq(_bits(raw, "bits", None), _group_size(raw, -1), version, raw.flag("desc_act"))
+
+
+def _modelopt(raw: RawConfig) -> Quantisation:
+    """nvidia-modelopt's exports: config.json, or hf_quant_config.json, whose settings lie under
+    `quantization` (modelopt/torch/export/convert_hf_config.py)."""
+    inner = raw.get("quantization", raw.values)
+    if not isinstance(inner, dict):
+        raise CheckpointError(f"`{KEY}`: `quantization` must be an object", where=raw.where)
+    raw = raw.of(inner)
+    algorithm = raw.get("quant_algo")
+    form = MODELOPT.get(algorithm) if isinstance(algorithm, str) else None
+    if form is None:
+        mend = "one of " + ", ".join(MODELOPT)
+        raise raw.refuse(f"`{KEY}`: modelopt's `quant_algo` {algorithm!r} is not supported", mend)
+    if isinstance(form, Nvfp4) and raw.count("group_size", 16) != 16:
+        raise raw.refuse(f"`{KEY}`: NVFP4 in groups of {raw.count('group_size')} is not supported", "16")
+    excluded = [*_texts(raw, "exclude_modules"), *_texts(raw, "ignore")]
+    kept = tuple(fnmatch.translate(name) for name in excluded)
+    return Quantisation(method="modelopt", schemes=(Scheme(form),), kept=kept)
+
+
 def _compressed(raw: RawConfig) -> Quantisation:
     """compressed-tensors: groups of modules, each with its scheme (compressed_tensors/quantization)."""
     for key, harmless in (("sparsity_config", "dense"), ("transform_config", None)):
@@ -70,6 +143,7 @@ def _group(raw: RawConfig, name: str, group: Mapping[str, Any]) -> Scheme:
         known = ", ".join(f"{bits}-bit {type_}" for type_, bits in WEIGHTS)
         raise raw.refuse(f"`{KEY}`: group {name!r} has weights of {kind[1]}-bit {kind[0]}", f"one of {known}")
     targets = _texts(raw.of(group), "targets")
+    weights = {"format": group.get("format") or raw.get("format"), **weights}
     return Scheme(make(raw, weights), tuple(_matching(raw, "targets", target) for target in targets))
 
 
@@ -85,14 +159,64 @@ def _compressed_fp8(raw: RawConfig, weights: Mapping[str, Any]) -> WeightFormat:
     raise raw.refuse(f"`{KEY}`: 8-bit floats with `strategy` {strategy!r} are not supported", mend)
 
 
+def _compressed_integers(raw: RawConfig, weights: Mapping[str, Any]) -> WeightFormat:
+    form, strategy = weights.get("format"), weights.get("strategy")
+    if form != "pack-quantized":
+        problem = f"`{KEY}`: integers in the `format` {form!r} are not supported"
+        raise raw.refuse(problem, "a release in pack-quantized")
+    values = raw.of(weights)
+    if strategy not in ("group", "channel"):
+        problem = f"`{KEY}`: integers with `strategy` {strategy!r} are not supported"
+        raise raw.refuse(problem, "group or channel")
+    size = values.count("group_size") if strategy == "group" else None
+    return PackQuantized(_bits(values, "num_bits", None), size, values.flag("symmetric", default=True))
+
+
+def _compressed_nvfp4(raw: RawConfig, weights: Mapping[str, Any]) -> WeightFormat:
+    form = weights.get("format")
+    if form != "nvfp4-pack-quantized" or weights.get("group_size") != 16:
+        problem = f"`{KEY}`: 4-bit floats in the `format` {form!r}, groups of {weights.get('group_size')}, "
+        raise raw.refuse(problem + "are not supported", "nvfp4-pack-quantized in groups of 16")
+    return Nvfp4("compressed-tensors")
+
+
 METHODS: Mapping[str, Callable[[RawConfig], Quantisation]] = MappingProxyType(
-    {"fp8": _fp8, "mxfp4": _mxfp4, "compressed-tensors": _compressed}
+    {
+        "fp8": _fp8,
+        "mxfp4": _mxfp4,
+        "compressed-tensors": _compressed,
+        "awq": _awq,
+        "gptq": _gptq,
+        "modelopt": _modelopt,
+    }
 )
 """`quant_method` -> its reader, given the settings beside it."""
 WEIGHTS: Mapping[tuple[str, int], Callable[[RawConfig, Mapping[str, Any]], WeightFormat]] = MappingProxyType(
-    {("float", 8): _compressed_fp8}
+    {
+        ("float", 8): _compressed_fp8,
+        ("float", 4): _compressed_nvfp4,
+        ("int", 4): _compressed_integers,
+        ("int", 8): _compressed_integers,
+    }
 )
 """(type, bits) of compressed-tensors' weights -> what makes their format, given the group's `weights`."""
+
+MODELOPT: Mapping[str, WeightFormat] = MappingProxyType(
+    {"FP8": Fp8((None, None)), "FP8_PER_CHANNEL_PER_TOKEN": Fp8((1, None)), "NVFP4": Nvfp4("modelopt")}
+)
+"""`quant_algo` of nvidia-modelopt -> its format."""
+
+
+def _bits(raw: RawConfig, key: str, default: int | None) -> int:
+    bits = raw.count(key, default)
+    if bits not in (4, 8):
+        raise raw.refuse(f"`{KEY}`: packed integers of {bits} bits are not supported", f"`{key}` 4 or 8")
+    return bits
+
+
+def _group_size(raw: RawConfig, default: int) -> int | None:
+    """Return inputs per group; None for -1, which is all."""
+    return None if raw.get("group_size", default) == -1 else raw.count("group_size", default)
 
 
 def _block(raw: RawConfig, key: str, value: Any) -> tuple[int, int]:

@@ -58,3 +58,8 @@ def is_linear(name: str, shape: tuple[int, ...]) -> bool:
     """Tell whether converters count it as a layer's linear map: neither embedding, head, norm nor router."""
     is_router = name.endswith((".gate.weight", ".router.weight"))
     return len(shape) == 2 and ".layers." in name and name.endswith(".weight") and not is_router
+
+
+def beside(name: str, suffix: str) -> str:
+    """Return the name of a tensor of the same module."""
+    return f"{name.rpartition('.')[0]}.{suffix}"

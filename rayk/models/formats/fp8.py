@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rayk.models.formats.format import SCALES, Source, is_linear
+from rayk.models.formats.format import SCALES, Source, beside, is_linear
 from rayk.types.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class Fp8:
         if len(shape) != 2:
             raise CheckpointError(f"tensor {name} is stored in 8-bit floats, but is no matrix")
         for unused in UNUSED:
-            if source.shape_of(_beside(name, unused)) is not None:
-                source.require_stored(_beside(name, unused), None, SCALES)
+            if source.shape_of(beside(name, unused)) is not None:
+                source.require_stored(beside(name, unused), None, SCALES)
         scale = self._scale(source, name)
         source.require_stored(scale, self._scale_shape(source.shape_of(scale), shape), SCALES)
 
@@ -95,7 +95,7 @@ class Fp8:
 
     def _scale(self, source: Source, name: str) -> str:
         """Return the name of the tensor's scales, that of the first convention without any."""
-        names = [_beside(name, suffix) for suffix in SCALE_NAMES]
+        names = [beside(name, suffix) for suffix in SCALE_NAMES]
         return next((n for n in names if source.shape_of(n) is not None), names[0])
 
     def _scale_shape(self, stored: tuple[int, ...] | None, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -128,8 +128,3 @@ class Fp8:
     def _grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
         height, width = self._sizes(shape)
         return -(-shape[0] // height), -(-shape[1] // width)
-
-
-def _beside(name: str, suffix: str) -> str:
-    """Return the name of a tensor of the same module."""
-    return f"{name.rpartition('.')[0]}.{suffix}"

@@ -119,7 +119,9 @@ def awq(folder: Path) -> None:
     # What lies below a group's range is left to the caller.
     linear.weight.data = weight.maximum(-(zeros * scales).repeat_interleave(size, 1))
     linear.weight.data = linear.weight.minimum(((15 - zeros) * scales).repeat_interleave(size, 1))
-    layer = WQLinear_GEMM.from_linear(linear, 4, size, scales=scales.T.contiguous(), zeros=zeros.T.contiguous())
+    layer = WQLinear_GEMM.from_linear(
+        linear, 4, size, scales=scales.T.contiguous(), zeros=zeros.T.contiguous()
+    )
     stored = {key: getattr(layer, key).clone() for key in ("qweight", "qzeros", "scales")}
     expected = dequantize_gemm(stored["qweight"], stored["qzeros"], stored["scales"], 4, size).T
     settings = {"quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm"}
@@ -178,7 +180,9 @@ def modelopt(folder: Path) -> None:
             beside = json.loads((Path(scratch) / "hf_quant_config.json").read_text())
             start = "model.layers.0.mlp.down_proj."
             exported = load_file(Path(scratch) / "model.safetensors")
-        tensors = {key.removeprefix(start): exported[key].clone() for key in exported if key.startswith(start)}
+        tensors = {
+            key.removeprefix(start): exported[key].clone() for key in exported if key.startswith(start)
+        }
         weight, scale = tensors["weight"], tensors["weight_scale"]
         if name == "modelopt_nvfp4":
             packed = NVFP4QTensor(torch.Size((32, 48)), torch.float32, weight)
