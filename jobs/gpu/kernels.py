@@ -19,6 +19,7 @@ from rayk.kernels.gated_delta_rule import gated_delta_rule
 from rayk.kernels.mla_attention import mla_attention
 from rayk.kernels.paged_attention import head_groups, paged_attention
 from rayk.kernels.quantise import dequantise, quantise, quantised_kv
+from rayk.kernels.scaled_matmul import ScaledWeight, scaled_matmul
 from rayk.kernels.segments import Segments
 from rayk.kernels.selective_scan import selective_scan
 from rayk.kernels.ssd_scan import ssd_scan
@@ -244,6 +245,24 @@ def convert(drawn: Drawn, name: str, *, back: bool) -> Work:
     return Work(f"{len(values)} x 8 x 128, {name}", and_back if back else there, num_bytes)
 
 
+def scaled(drawn: Drawn, num_rows: int) -> Work:
+    """A projection of DeepSeek-V3, kept in e4m3 with scales of blocks; inputs are quantised beside."""
+    num_out, num_in = drawn.size(7168, 256), drawn.size(16384, 512)
+    weight = ScaledWeight(
+        drawn.exact(num_out, num_in).to(torch.float8_e4m3fn),
+        drawn.exact(num_out // 128, num_in // 128).abs(),
+        (128, 128),
+        "group",
+    )
+    x = drawn.rows(num_rows, num_in)
+    return Work(
+        f"{num_rows} x {num_in} to {num_out}, blocks of 128 x 128",
+        lambda: scaled_matmul(x, weight, impl=IMPL),
+        _of(x, weight.values, weight.scales) + num_rows * num_out * x.element_size(),
+        2 * num_rows * num_out * num_in,
+    )
+
+
 def copies(drawn: Drawn, each: int) -> Work:
     """256 MiB in runs of 64 blocks, as out of a staging buffer."""
     total, blocks = drawn.size(256 << 20, 16 << 10), drawn.size(64, 4)
@@ -323,6 +342,9 @@ MAKE: dict[str, Callable[[Drawn], Work]] = {
     "store": plain_store,
     **{f"quantise, {name}": lambda d, name=name: convert(d, name, back=False) for name in QUANTISED},  # type: ignore[misc]
     **{f"dequantise, {name}": lambda d, name=name: convert(d, name, back=True) for name in QUANTISED},  # type: ignore[misc]
+    "fp8 product, 1 row": lambda d: scaled(d, 1),
+    "fp8 product, 64 rows": lambda d: scaled(d, 64),
+    "fp8 product, 8192 rows": lambda d: scaled(d, d.size(8192, 40)),
     "copy_runs, 16 KiB": lambda d: copies(d, d.size(16 << 10, 1 << 10)),
     "copy_runs, 2 KiB": lambda d: copies(d, d.size(2 << 10, 256)),
     "outbox, LBNHC": lambda d: outbox(d, "LBNHC"),
@@ -334,6 +356,7 @@ STAND_IN = (
     "SSD prefill",
     "decode, fp8_e4m3",
     "quantise, nvfp4",
+    "fp8 product, 1 row",
     "copy_runs, 2 KiB",
     "outbox, LBNHC",
     "digest",

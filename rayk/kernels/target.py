@@ -51,6 +51,11 @@ class Target:
         return self.name in ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120")
 
     @property
+    def multiplies_e4m3(self) -> bool:
+        """Whether tensor cores multiply float8_e4m3fn (gfx942 has another e4m3)."""
+        return self.has_e4m3 or self.name == "gfx950"
+
+    @property
     def has_warp_group_mma(self) -> bool:
         """Whether tensor cores read one operand from shared memory, without registers for it."""
         return self.name in ("sm_90", "sm_100", "sm_103")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 
-from rayk.kernels.interpreter import launching
+from rayk.kernels.interpreter import INTERPRETED, launching
 from rayk.kernels.quantise.reference import E4M3, Quantised, dequantise_reference
 from rayk.kernels.quantise.triton import dequantise_rows_kernel, quantise_rows_kernel
 from rayk.kv.formats import NVFP4_BLOCK, KVFormat
@@ -31,8 +31,8 @@ def quantise_triton(values: torch.Tensor, kv_format: KVFormat, scale: float) -> 
         rows = max(1, TILE_ELEMENTS // padded)
         with launching():
             quantise_rows_kernel[(triton.cdiv(num_rows, rows),)](
-                # Widened here: the interpreter misreads the smallest bf16 values, and a GPU does the same.
-                values.float().contiguous(),
+                # The interpreter misreads the smallest bf16 values.
+                (values.float() if INTERPRETED else values).contiguous(),
                 data,
                 scales,
                 num_rows,
@@ -41,6 +41,7 @@ def quantise_triton(values: torch.Tensor, kv_format: KVFormat, scale: float) -> 
                 PADDED=padded,
                 ROWS=rows,
                 SCALES=kv_format.scales,
+                num_warps=min(16, max(4, rows * padded // TILE_ELEMENTS * 4)),
             )
     if blocks:
         assert scales is not None
