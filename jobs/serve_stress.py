@@ -146,13 +146,14 @@ def prepare(family: str, options: argparse.Namespace) -> tuple[list[list[int]], 
     import torch
 
     from rayk.experiments.references import References
+    from rayk.oracle.cache import AnswerStore
     from rayk.types.request import SamplingParams
 
     torch.set_num_threads(1)  # of tiny matrices more threads make no quicker work
     folder = write_checkpoint(family, CHECKPOINTS / family)
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     prompts = draw_prompts(options.prompts, (4, options.longest), vocab_size, options.seed)
-    references = References(str(folder), REFERENCES)
+    references = References(str(folder), AnswerStore(REFERENCES))
     sampling = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
     outputs = references.outputs(prompts, sampling)
     return prompts, [o.token_ids for o in outputs], references

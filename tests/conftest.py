@@ -177,11 +177,12 @@ def reference() -> Callable[..., Any]:
     made: dict[str, Any] = {}
 
     def make(path: Path, **options: Any) -> Any:
+        from rayk.oracle.cache import AnswerStore
         from rayk.oracle.reference import Reference
 
         key = json.dumps([str(path), options], sort_keys=True)
         if key not in made:
-            made[key] = Reference(path, cache_dir=CHECKPOINTS / "reference-cache", **options)
+            made[key] = Reference(path, answers=AnswerStore(CHECKPOINTS / "reference-cache"), **options)
         return made[key]
 
     return make

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rayk.cli.listening import LATE, OPEN, OTHER, Port, PortAnswer, answers, ray_ports
+from rayk.oracle.cache import LIMIT_BYTES, AnswerStore, reference_folder
 from rayk.reports.environment import devices, gpu_names, package_versions
 from rayk.specs.devices import count_local_gpus
 
@@ -45,6 +46,7 @@ def examine(address: str | None = None) -> list[Finding]:
         _nixl,
         _triton,
         _compiler,
+        _kept_answers,
     )
     return [*(check() for check in checks), *_listening()]
 
@@ -129,6 +131,14 @@ def _cluster(address: str | None) -> Finding:
     except (OSError, ValueError) as error:
         mend = "ray start --head, or leave the address out"
         return Finding(what="Ray cluster", status="note", found=f"{given}: {error}", mend=mend)
+
+
+def _kept_answers() -> Finding:
+    """Tell how much of the disk the reference's answers take."""
+    store = AnswerStore(reference_folder())
+    count, size = store.size()
+    found = f"{size / 2**20:,.1f} MiB of {LIMIT_BYTES / 2**30:g} GiB in {count:,} files, {store.folder}"
+    return Finding(what="kept answers", status="ok", found=found)
 
 
 def _listening() -> list[Finding]:

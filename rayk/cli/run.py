@@ -31,6 +31,9 @@ def run(
     address: AddressOption = None,
     ray_token_file: TokenFileOption = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Ask the reference anew, whatever earlier runs kept of it.")
+    ] = False,
     strict: Annotated[bool, typer.Option("--strict", help="UNSUPPORTED cells fail the run.")] = False,
 ) -> None:
     """Run an experiment matrix and print its verdict table.
@@ -49,6 +52,7 @@ def run(
         overrides=overrides or [],
         address=address,
         resume=resume,
+        fresh=fresh,
         strict=strict,
         token_file=token_file,
     )
@@ -63,6 +67,7 @@ def run_spec(
     address: str | None,
     resume: bool,
     strict: bool,
+    fresh: bool = False,
     token_file: TokenFile | None = None,
 ) -> int:
     """Run the experiment and return the exit code. Raises UserError for bad input."""
@@ -90,7 +95,9 @@ def run_spec(
         # Ray prints what befalls workers to stdout, which is for the table alone.
         stopping = interrupts(progress.interrupted, at_once=removal_of(token_file))
         with contextlib.redirect_stdout(sys.stderr), stopping, progress:
-            result = run_experiment(plan, address=address, progress=progress, token_file=token_file)
+            result = run_experiment(
+                plan, address=address, progress=progress, token_file=token_file, fresh=fresh
+            )
     except KeyboardInterrupt:
         stderr().print(f"{progress.summary()}: --out {folder} --resume continues", markup=False)
         raise

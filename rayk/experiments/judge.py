@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayk.experiments.compare import (
@@ -26,6 +25,7 @@ from rayk.kv.groups import KVCacheGroup, measure_groups, measure_waste, waste_to
 from rayk.kv.request_memory import measure_request_memory
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups
+from rayk.oracle.cache import AnswerStore
 from rayk.specs import Cell
 from rayk.specs.experiment import FaultSpec
 from rayk.types.errors import KVMismatch
@@ -52,12 +52,12 @@ class _CheckCounts:
 
 
 class CellJudge:
-    """Judges the cells of one model."""
+    """Judges the cells of one model. `answers` keeps what the reference says of it."""
 
-    def __init__(self, model: str, config: DecoderConfig, directory: Path) -> None:
+    def __init__(self, model: str, config: DecoderConfig, answers: AnswerStore) -> None:
         self._model = model
         self._config = config
-        self._directory = directory / "reference"
+        self._answers = answers
         self._known: dict[str, References] = {}
         self._bounds: dict[tuple[str, tuple[tuple[int, ...], ...]], KVBounds] = {}
         self.twins = Twins()
@@ -118,6 +118,7 @@ class CellJudge:
             first_divergence=counts.first_divergence,
             checks_done=list(dict.fromkeys(counts.checks_done)),
             near_tie_tolerance=counts.near_tie_tolerance,
+            reference_kept_since=self._kept_since(cell),
             expected_verdict=cell.expected_verdict,
             has_idle_faults=bool(idle),
             prefill_effective_block_sizes=facts.get("prefill0", {}).get("block_sizes"),
@@ -141,18 +142,21 @@ class CellJudge:
             wall_ns=sum(o.wall_ns for o in outcomes),
         )
 
+    def _kept_since(self, cell: Cell) -> str | None:
+        """Tell of a cell that was judged by answers of an earlier run when the first of them was computed."""
+        known = self._known.get(_key(cell))
+        return known.kept_since if known is not None else None
+
     def _references(self, cell: Cell) -> References:
-        dtype, rounding = cell.prefill.dtype, rounding_of(cell)
-        key = repr((dtype, rounding))
+        dtype, rounding, key = cell.prefill.dtype, rounding_of(cell), _key(cell)
         if key not in self._known:
             self._known[key] = References(
-                self._model, self._directory, dtype, routed=self._config.is_routed, rounding=rounding
+                self._model, self._answers, dtype, routed=self._config.is_routed, rounding=rounding
             )
         return self._known[key]
 
     def _kv_bounds(self, cell: Cell, prompts: Prompts) -> KVBounds:
-        kept = repr((cell.prefill.dtype, rounding_of(cell)))
-        key = kept, tuple(tuple(prompt) for prompt in prompts)
+        key = _key(cell), tuple(tuple(prompt) for prompt in prompts)
         if key not in self._bounds:
             self._bounds[key] = measure_values(self._references(cell), prompts, self._config)
         return self._bounds[key]
@@ -276,6 +280,11 @@ class CellJudge:
                 findings.add("KV_MISMATCH", str(compared.mismatch))
             if compared.not_finite:
                 findings.add("NOT_FINITE", f"kv_values: request {index}: {compared.not_finite}")
+
+
+def _key(cell: Cell) -> str:
+    """Name the references that a cell is judged by."""
+    return repr((cell.prefill.dtype, rounding_of(cell)))
 
 
 def _handed_over(outcomes: Sequence[CellOutcome]) -> bool:

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
+from rayk.oracle.cache import AnswerStore
 from rayk.oracle.following import Following, StoredKV
 from rayk.oracle.kv_scales import checkpoint_kv_scales
 from rayk.oracle.quantised import KVRounding
 from rayk.oracle.reference import ForcedStep, Reference, ReferenceOutput, TextScores
 from rayk.types.request import SamplingParams
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 JITTER = 2.0**-14
 """Change of keys and values before they are quantised, to measure what flipped steps do. Sums in another
 order change them by some 2^-20; this is more, so that flips are sure to be met."""
 # per layer, by field: [U, T, elements] of every token, [U, 1, elements] of a state
-LayerKV = Sequence[Mapping[str, Tensor]]
+LayerKV = Sequence[Mapping[str, "Tensor"]]
 
 
 class References:
@@ -33,7 +36,7 @@ class References:
     def __init__(
         self,
         model: str,
-        cache_dir: Path | None,
+        answers: AnswerStore | None,
         dtype: str = "float32",
         *,
         routed: bool = False,
@@ -48,21 +51,27 @@ class References:
         # errors are bounded as `noise` says of routed experts
         self.routed = routed and (dtype != "float32" or rounding is not None)
         self._exact = self._eager = Reference(
-            model, "float32", weights_dtype=dtype, rounding=rounding, cache_dir=cache_dir
+            model, "float32", weights_dtype=dtype, rounding=rounding, answers=answers
         )
         if dtype != "float32" or rounding is not None:
             other = rounding and rounding.jittered(JITTER)
-            self._eager = Reference(model, dtype, rounding=other, cache_dir=cache_dir)
+            self._eager = Reference(model, dtype, rounding=other, answers=answers)
         self._rounding = rounding
         self._rough = self._eager
         if self.routed and dtype == "float16":
-            self._rough = Reference(model, "bfloat16", cache_dir=cache_dir)
+            self._rough = Reference(model, "bfloat16", answers=answers)
         self._kv: dict[tuple[int, ...], LayerKV] = {}
 
     @property
     def is_exact(self) -> bool:
         """Tell whether the engines compute as exactly as the reference: bounds are fixed, not measured."""
         return self._eager is self._exact
+
+    @property
+    def kept_since(self) -> str | None:
+        """Tell when the earliest answer in use that an earlier run kept was computed; None: none is."""
+        times = {self._exact.kept_since, self._eager.kept_since, self._rough.kept_since}
+        return min(filter(None, times), default=None)
 
     @property
     def eager_dtype(self) -> str:

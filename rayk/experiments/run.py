@@ -19,6 +19,7 @@ from rayk.experiments.progress import MeteredProgress
 from rayk.experiments.vllm_python import untested
 from rayk.models.hub import model_folder
 from rayk.models.loader import note_unused
+from rayk.oracle.cache import AnswerStore, reference_folder
 from rayk.oracle.remake import changed_checkpoints, checkpoint_commands
 from rayk.reports import Result, ResultWriter, collect_environment, load
 from rayk.reports.environment import copy_ceiling
@@ -62,12 +63,14 @@ class Experiment:
         *,
         address: str | None = None,
         resume: bool = False,
+        fresh: bool = False,
         progress: Progress | None = None,
     ) -> Result:
+        """Run it. `fresh`: answers of the reference that earlier runs kept are computed anew."""
         progress = progress or Quiet()
         folder = out or self.loaded.default_folder()
         plan = plan_experiment(self.loaded, folder, address=address, resume=resume, tell=progress.phase)
-        return run_experiment(plan, address=address, progress=progress)
+        return run_experiment(plan, address=address, progress=progress, fresh=fresh)
 
 
 def run_experiment(
@@ -77,8 +80,10 @@ def run_experiment(
     progress: Progress | None = None,
     command: Sequence[str] | None = None,
     token_file: TokenFile | None = None,
+    fresh: bool = False,
 ) -> Result:
-    """Run a planned matrix into its folder and return its tables.
+    """Run a planned matrix into its folder and return its tables. `fresh`: what earlier runs kept of the
+    reference is computed anew.
 
     Raises UserError before any actor starts when the weights or the machine do not fit. A cell that fails is
     a row, not an exception. Interrupted runs keep the cells that ended; so does one whose disk is full, a
@@ -122,7 +127,11 @@ def run_experiment(
                 progress.warn(f"the cells on disk were measured elsewhere or with other versions: {changed}")
             left = _unfinished(plan, writer)
             if any(not cell.unsupported for cell, _ in left):
-                _run_on_cluster(plan, writer, environment, address, progress, token_file)
+                answers = AnswerStore(reference_folder(), fresh=fresh, warn=progress.warn)
+                environment = _run_on_cluster(
+                    plan, writer, environment, address, progress, token_file, answers
+                )
+                writer.write_environment(environment | {"reference": answers.describe()})
             else:
                 for cell, _ in left:
                     _write_unsupported(cell, writer, progress)
@@ -137,7 +146,7 @@ def _unfinished(plan: ExperimentPlan, writer: ResultWriter) -> list[PlannedCell]
 
 @contextmanager
 def _full_disk_raises(folder: Path) -> Iterator[None]:
-    """Raise UserError when the results, or the reference's answers beside them, find no room."""
+    """Raise UserError when the results find no room."""
     try:
         yield
     except OSError as error:
@@ -168,7 +177,9 @@ def _run_on_cluster(
     address: str | None,
     progress: Progress,
     token_file: TokenFile | None,
-) -> None:
+    answers: AnswerStore,
+) -> dict[str, Any]:
+    """Run the cells that are left. Returns the environment, with the cluster in it."""
     progress.phase("starting Ray")
     # Ray is imported here so that a bad spec is refused in a second.
     from rayk.actors import launch
@@ -187,8 +198,7 @@ def _run_on_cluster(
         runner = _Runner(name, cells, keep_workers=fit_at_once)
         try:
             judges = {
-                model: CellJudge(str(model_folder(model)), c, writer.directory)
-                for model, c in plan.configs.items()
+                model: CellJudge(str(model_folder(model)), c, answers) for model, c in plan.configs.items()
             }
             _prepare_references(left, judges, progress)  # the workers start meanwhile
             progress.phase("waiting for the workers")
@@ -197,7 +207,8 @@ def _run_on_cluster(
                 "nodes": launch.describe_nodes(),
                 "workers": runner.ready(),
             }
-            writer.write_environment(environment | cluster)
+            environment = environment | cluster
+            writer.write_environment(environment)
             decided = {cell.cell_id: cell for cell in cells}
             for cell, prompts in left:
                 if cell.unsupported:
@@ -207,6 +218,7 @@ def _run_on_cluster(
                     _run_cell(decided[cell.cell_id], prompts, runner, judge, writer, progress)
         finally:
             runner.close()
+    return environment
 
 
 def _in_metrics(progress: Progress, run: str, num_left: int, num_finished: int) -> MeteredProgress:

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayk.oracle.cache import AnswerCache
+from rayk.oracle.cache import Answer, AnswerStore, Question, code_digest
 from rayk.oracle.files import checkpoint_hash
 from rayk.oracle.quiet import no_progress_bars
 from rayk.types.errors import CheckpointError, UserError
@@ -32,8 +32,6 @@ NUM_TOP = 5
 NUM_FURTHER = 8
 """Number of further tokens whose log probability `score` gives per step."""
 
-Question = dict[str, Any]
-Answer = dict[str, Any]
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -85,7 +83,7 @@ class TextScores:
 class Reference:
     """One checkpoint under transformers. The model is loaded when a question needs it.
 
-     cache_dir:     where answers of generate, teacher_force and score are kept between runs; None keeps none.
+     answers:       keeps what generate, teacher_force, score and caches answer; None: nothing does.
      weights_dtype: the weights are rounded to it first: the exact mathematics of a model in that dtype.
      rounding:      keys and values are rounded as a quantised cache would store them.
 
@@ -100,7 +98,7 @@ class Reference:
         *,
         weights_dtype: str | None = None,
         rounding: KVRounding | None = None,
-        cache_dir: str | Path | None = None,
+        answers: AnswerStore | None = None,
     ) -> None:
         for name in (dtype, weights_dtype or dtype):
             if name not in _DTYPES:
@@ -109,9 +107,12 @@ class Reference:
         self.dtype = dtype
         self.weights_dtype = weights_dtype or dtype
         self.device = device
-        self._identity: dict[str, Any] = {
-            "answers": 1,  # raise when the same question gets another answer
-            "checkpoint": checkpoint_hash(self.model_path),
+        self.kept_since: str | None = None
+        """When the earliest of its answers that an earlier run kept was computed; None: it used none."""
+        self._identity: Question = {
+            "rayk": importlib.metadata.version("rayk"),
+            "code": code_digest(),
+            "checkpoint": checkpoint_hash(self.model_path, whole=True),
             "dtype": dtype,
             "device": device,
             "transformers": importlib.metadata.version("transformers"),
@@ -123,7 +124,7 @@ class Reference:
         self._rounding = rounding
         if rounding is not None:
             self._identity["kv"] = rounding.identity
-        self._cache = AnswerCache(None if cache_dir is None else Path(cache_dir))
+        self._answers = answers or AnswerStore(None)
 
     def generate(
         self,
@@ -197,19 +198,32 @@ class Reference:
         from rayk.oracle.states import layer_caches
 
         token_ids = [int(i) for i in prompt_ids]
+        question = self._identity | {"ask": "caches", "prompt": token_ids}
+        kept = self._answers.get_tensors(question)
+        if kept is not None:
+            self._note(kept[1])
+            return [{name: t.to(self.device) for name, t in of.items()} for of in kept[0]]
         self._check(token_ids, 0)
         text = self._text()
         text.feed(token_ids, logits_to_keep=1)
-        return layer_caches(self._model.config, text.cache)
+        layers = layer_caches(self._model.config, text.cache)
+        self._answers.put_tensors(question, layers)
+        return layers
 
     def _answer(self, question: Question, compute: Callable[[Question], Answer]) -> Answer:
-        """Return the cached answer, or a computed one, with tuples in place of lists."""
+        """Return the kept answer, or a computed one, with tuples in place of lists."""
         question = self._identity | question
-        answer = self._cache.get(question)
-        if answer is None:
+        kept = self._answers.get(question)
+        if kept is None:
             answer = compute(question)
-            self._cache.put(question, answer)
+            self._answers.put(question, answer)
+        else:
+            answer = kept.answer
+            self._note(kept.since)
         return {name: _tuples(value) for name, value in answer.items()}
+
+    def _note(self, since: str | None) -> None:
+        self.kept_since = min(filter(None, (self.kept_since, since)), default=None)
 
     @cached_property
     def _model(self) -> Any:

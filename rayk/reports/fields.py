@@ -162,6 +162,13 @@ CELLS = (
     Field("first_divergence", DIVERGENCE, "", "prompt and index of the first output token that differs"),
     Field("checks_done", TEXTS, "", "checks that were made: tokens, logprobs, kv_bytes, kv_values"),
     Field("near_tie_tolerance", FLOAT, "logits", "gap of logits below which two tokens count as tied"),
+    Field(
+        "reference_kept_since",
+        TEXT,
+        "",
+        "when the earliest answer of the reference that an earlier run kept was computed; null: this run "
+        "computed all",
+    ),
     Field("expected_verdict", TEXT, "", "verdict that the planted faults ask for; PASS without faults"),
     Field("met", BOOL, "", "whether the cell ended as expected"),
     Field("prefill.effective_block_sizes", INTS, "tokens", "tokens of a block, by KV group"),

@@ -1,4 +1,5 @@
-"""Read files that users name: plain ones (others may never end), of bounded size and depth."""
+"""Read files that users name: plain ones (others may never end), of bounded size and depth; and say where a
+user's caches lie."""
 
 from __future__ import annotations
 
@@ -12,6 +13,13 @@ from typing import Any, BinaryIO
 JSON_BYTES = 48 << 20  # the largest of released models (a tokenizer's, a header's) take 35 MB
 PROMPTS_BYTES = 128 << 20  # largest file of prompts, or trace
 MAX_DEPTH = 64  # released configs have 4 levels
+
+
+def user_cache(name: str) -> Path:
+    """Return the folder `name` of what rayk keeps for this user between runs, and can make again. It may be
+    missing. See the XDG Base Directory Specification."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "rayk" / name
 
 
 def open_plain(path: str | Path) -> BinaryIO:

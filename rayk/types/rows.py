@@ -137,6 +137,9 @@ class CellRow:
     first_divergence: tuple[int, int] | None = None
     checks_done: list[str] = field(default_factory=list)
     near_tie_tolerance: float | None = None  # logit gap below which two tokens count as tied
+    reference_kept_since: str | None = None
+    """When the earliest of the reference's answers that an earlier run kept was computed (ISO 8601, UTC);
+    None: this run computed all that the cell was judged by."""
     expected_verdict: str = "PASS"
     # a planted fault was to be recovered from, and neither a recovery nor a failure came
     has_idle_faults: bool = False

@@ -14,6 +14,7 @@ from rayk.experiments.references import References
 from rayk.kv.fields import ITEMSIZE
 from rayk.kv.groups import KVCacheGroup
 from rayk.models.families import load_config
+from rayk.oracle.cache import AnswerStore
 from rayk.oracle.tiny import HYBRID
 from rayk.types.request import SamplingParams
 from tests.conftest import CHECKPOINTS
@@ -66,7 +67,7 @@ def test_a_right_engine_passes(checkpoint: Callable[..., Path], model: str, dtyp
     path = checkpoint(family, **options)
     config, prompts = load_config(path), prompts_of(path)[1:]
     routed = config.is_routed
-    references = References(str(path), CHECKPOINTS / "reference-cache", dtype, routed=routed)
+    references = References(str(path), AnswerStore(CHECKPOINTS / "reference-cache"), dtype, routed=routed)
     with Pair.open(path, tp=TP[dtype], dtype=dtype, max_batch_tokens=64, num_blocks=64) as pair:
         rows, captured = handed_over(pair, prompts)
         groups = pair.p.engine.ranks[0].plan.groups
@@ -97,7 +98,7 @@ def test_a_prompt_that_ends_with_a_chunk_is_judged_where_rows_live(checkpoint: C
     config = load_config(path)
     chunk = next(layer.chunk for layer in config.layers if layer.chunk is not None)
     prompts = [prompts_of(path)[-1][: 2 * chunk]]
-    references = References(str(path), CHECKPOINTS / "reference-cache", "float32", routed=True)
+    references = References(str(path), AnswerStore(CHECKPOINTS / "reference-cache"), "float32", routed=True)
     with Pair.open(path, tp=(1, 2), max_batch_tokens=64, num_blocks=64) as pair:
         _, captured = handed_over(pair, prompts)
         groups = pair.p.engine.ranks[0].plan.groups

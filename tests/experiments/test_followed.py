@@ -16,6 +16,7 @@ from rayk.experiments.judge import CellJudge
 from rayk.experiments.logprobs import LOGPROB_FLOOR, compare_logprobs
 from rayk.kernels.quantise import QuantisedKV
 from rayk.models.families import load_config
+from rayk.oracle.cache import AnswerStore
 from rayk.oracle.checkpoint import read_marker
 from rayk.specs import load_spec, plan_cells
 from rayk.transfer.consumer import Consumption
@@ -60,7 +61,7 @@ def judged(
             assert done.error is None, done.error
             outcome.requests.append(row_of(i, prompt, done))
     with tempfile.TemporaryDirectory() as folder:  # checkpoints are others', too
-        judge = CellJudge(str(path), load_config(path), Path(folder))
+        judge = CellJudge(str(path), load_config(path), AnswerStore(Path(folder)))
         row = judge.judge(cell, prompts, [outcome])
         unaided = compare_logprobs(outcome.requests, judge._references(cell), cell.sampling)
     return row, len(unaided.reasons)

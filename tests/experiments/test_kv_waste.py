@@ -9,6 +9,7 @@ import pytest
 
 from rayk.actors.cell_outcome import CellOutcome
 from rayk.experiments.judge import CellJudge
+from rayk.oracle.cache import AnswerStore
 from rayk.reports import ResultWriter, load
 from rayk.specs import Cell, expand, load_spec
 from rayk.types.rows import RequestRow
@@ -46,7 +47,7 @@ def test_a_cells_row_says_what_its_groups_waste(
 ) -> None:
     made = cell(checks=["kv_bytes"], **changes)
     outcome = CellOutcome(requests=[], num_kv_bytes_checked=1, wall_ns=1, facts={})
-    row = CellJudge("m", decoder((None, WINDOW)), tmp_path).judge(made, [[1, 2]], [outcome])
+    row = CellJudge("m", decoder((None, WINDOW)), AnswerStore(tmp_path)).judge(made, [[1, 2]], [outcome])
     assert {side: num_bytes for side, (num_bytes, _) in row.kv_waste.items()} == expected
     needed = (POSITIONS + (POSITIONS if not made.prefill.hybrid_kv else WINDOW - 1)) * ROW_BYTES
     for num_bytes, percent in row.kv_waste.values():
@@ -90,7 +91,7 @@ def test_a_cells_row_says_what_its_own_requests_held(tmp_path: Path) -> None:
         request(2, 99, 1, "decode0", error="TransferError: lost"),
     ]
     outcome = CellOutcome(requests=rows, num_kv_bytes_checked=1, wall_ns=1, facts={})
-    row = CellJudge("m", decoder((None, WINDOW)), tmp_path).judge(made, [[1]] * 3, [outcome])
+    row = CellJudge("m", decoder((None, WINDOW)), AnswerStore(tmp_path)).judge(made, [[1]] * 3, [outcome])
     of_full = {side: next(g for g in groups if g["kind"] == "full") for side, groups in row.kv_held.items()}
     used = {side: (g["num_requests"], g["used_bytes"], g["wasted_bytes"]) for side, g in of_full.items()}
     # 40 and 7 tokens in 3 and 1 blocks; 40 + 5 - 1 in 3.

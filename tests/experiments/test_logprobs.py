@@ -19,6 +19,7 @@ from rayk.experiments.logprobs import LOGPROB_FLOOR, compare_logprobs, near_tie_
 from rayk.experiments.references import References
 from rayk.kernels.paged_attention import paged_attention
 from rayk.models.layers.moe import Moe
+from rayk.oracle.cache import AnswerStore
 from rayk.oracle.reference import TextScores
 from rayk.types.config import EngineConfig
 from rayk.types.request import SamplingParams
@@ -37,7 +38,7 @@ def qwen3(checkpoint: Callable[..., Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def bfloat16(qwen3: Path) -> References:
-    return References(str(qwen3), CHECKPOINTS / "reference-cache", "bfloat16")
+    return References(str(qwen3), AnswerStore(CHECKPOINTS / "reference-cache"), "bfloat16")
 
 
 # Without an engine: what the bounds let through.
@@ -161,7 +162,7 @@ def test_a_right_engine_passes_at_any_temperature(
 
 
 def test_float32_engines_keep_the_bound_of_float32(qwen3: Path) -> None:
-    exact = References(str(qwen3), CHECKPOINTS / "reference-cache")
+    exact = References(str(qwen3), AnswerStore(CHECKPOINTS / "reference-cache"))
     with ThreadEngine(EngineConfig(model=str(qwen3), num_blocks=64)) as engine:
         rows = aggregated(engine, prompts_of(qwen3))
     compared = compare_logprobs(rows, exact, GREEDY)
@@ -222,7 +223,9 @@ def test_planted_errors_are_seen_in_bfloat16(
     checkpoint: Callable[..., Path], model: str, error: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     path = checkpoint(model)
-    references = References(str(path), CHECKPOINTS / "reference-cache", "bfloat16", routed=model == "gpt_oss")
+    references = References(
+        str(path), AnswerStore(CHECKPOINTS / "reference-cache"), "bfloat16", routed=model == "gpt_oss"
+    )
     if error == "block":
         with last_block_dropped(monkeypatch):
             rows = run_engine(path)
@@ -268,7 +271,7 @@ def test_small_errors_show_between_flipped_routes(
     checkpoint: Callable[..., Path], dtype: str, change: Callable[[ThreadEngine], None] | None
 ) -> None:
     path = checkpoint("gpt_oss")
-    references = References(str(path), CHECKPOINTS / "reference-cache", dtype, routed=True)
+    references = References(str(path), AnswerStore(CHECKPOINTS / "reference-cache"), dtype, routed=True)
     rows = run_engine(path, change or (lambda engine: None), dtype)
     reasons = compare_logprobs(rows, references, GREEDY).reasons
     assert bool(reasons) == (change is not None), reasons

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 
 from rayk.actors.cell_outcome import CellOutcome
 from rayk.experiments.judge import CellJudge, _ends
+from rayk.experiments.references import References
+from rayk.oracle.cache import AnswerStore
 from rayk.reports import ResultWriter, load
 from rayk.specs import Cell, expand, load_spec
 from rayk.types.errors import DeadlineExceeded, EngineDied, KVMismatch, LayoutVetoed
@@ -76,7 +79,7 @@ def outcome(cell: Cell, repeat: int, *, tokens: tuple[int, ...] = EXPECTED, **ch
 
 @pytest.fixture
 def judge(tmp_path: Path) -> CellJudge:
-    made = CellJudge("m", decoder(), tmp_path)
+    made = CellJudge("m", decoder(), AnswerStore(tmp_path))
     made._references = lambda cell: _References()  # type: ignore[method-assign,assignment,return-value]
     return made
 
@@ -108,6 +111,23 @@ def test_one_bad_repeat_decides(
     assert row.reason
     assert row.num_token_mismatches == (2 if verdict == "TOKEN_MISMATCH" else 0)
     assert row.num_kv_bytes_mismatched == (2 if verdict == "KV_MISMATCH" else 0)
+
+
+def test_the_row_says_since_when_an_earlier_run_kept_the_answers(
+    cell: Cell, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = checkpoint("qwen3")
+    right = outcome(cell, 0)
+    for row, answer in zip(
+        right.requests, References(str(path), None).outputs(PROMPTS, cell.sampling), strict=True
+    ):
+        row.output_token_ids = list(answer.token_ids)
+    rows = [
+        CellJudge(str(path), decoder(), AnswerStore(tmp_path, fresh=fresh)).judge(cell, PROMPTS, [right])
+        for fresh in (False, False, True, False)
+    ]
+    assert [row.verdict for row in rows] == ["PASS"] * 4
+    assert [row.reference_kept_since is None for row in rows] == [True, False, True, False]
 
 
 def test_a_pass_says_that_kv_values_saw_too_little(cell: Cell, judge: CellJudge) -> None:

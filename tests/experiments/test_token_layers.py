@@ -10,6 +10,7 @@ import pytest
 
 from rayk.actors.cell_outcome import CellOutcome
 from rayk.experiments.judge import CellJudge
+from rayk.oracle.cache import AnswerStore
 from rayk.reports import ResultWriter, load
 from rayk.specs import expand, load_spec
 from tests.specs.models import decoder, spec
@@ -30,7 +31,7 @@ def test_what_kernels_make_of_blocks_is_told_of_either_side(tmp_path: Path) -> N
     }
     (cell,) = expand(load_spec(spec(device="cpu", dtype="float32", checks=["kv_bytes"])).spec, decoder())
     outcomes = [CellOutcome(num_kv_bytes_checked=1, wall_ns=1, facts=facts)]
-    row = CellJudge("m", decoder(), tmp_path).judge(cell, [[1, 2]], outcomes)
+    row = CellJudge("m", decoder(), AnswerStore(tmp_path)).judge(cell, [[1, 2]], outcomes)
     assert (row.prefill_effective_block_sizes, row.decode_effective_block_sizes) == ([16, 16], [48, 16])
     assert row.prefill_effective_kernel_block_sizes == [1, 16]
     assert row.decode_effective_kernel_block_sizes == [3, 8]
@@ -61,7 +62,7 @@ def test_all_engines_of_a_side_and_all_repeats_are_added_up(
     asked = spec(device="cpu", dtype="float32", checks=["kv_bytes"], repeat=len(facts), **changes)
     (cell,) = expand(load_spec(asked).spec, decoder())
     outcomes = [CellOutcome(num_kv_bytes_checked=1, wall_ns=1, facts=known) for known in facts]
-    row = CellJudge("m", decoder(), tmp_path).judge(cell, [[1, 2]], outcomes)
+    row = CellJudge("m", decoder(), AnswerStore(tmp_path)).judge(cell, [[1, 2]], outcomes)
     writer = ResultWriter(tmp_path / "run", spec_yaml="name: x", environment={"started": "now"}, resume=False)
     writer.write_cell(row, [], [])
     cells = load(tmp_path / "run").cells

@@ -14,6 +14,7 @@ from rayk.experiments.judge import CellJudge, _num_computed
 from rayk.experiments.planning import in_running_order
 from rayk.experiments.verdict import blamed
 from rayk.experiments.vllm_python import PROBE, known_refusal, untested, version_of, vllm_versions
+from rayk.oracle.cache import AnswerStore
 from rayk.reports import ResultWriter, load
 from rayk.reports.verdicts import shown_columns
 from rayk.specs import Cell, expand, load_spec
@@ -35,7 +36,7 @@ def cells(**changes: Any) -> list[Cell]:
 
 def judged(tmp_path: Path, *errors: Any, **outcome: Any) -> CellRow:
     left = CellOutcome(errors=list(errors), wall_ns=1, **outcome)
-    return CellJudge("m", decoder(), tmp_path).judge(cells()[0], [[1, 2]], [left])
+    return CellJudge("m", decoder(), AnswerStore(tmp_path)).judge(cells()[0], [[1, 2]], [left])
 
 
 def test_a_right_cell_has_no_columns_of_rayks_groups(tmp_path: Path) -> None:

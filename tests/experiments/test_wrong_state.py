@@ -11,6 +11,7 @@ from rayk.experiments.compare import ValueComparison, compare_values
 from rayk.experiments.references import References
 from rayk.handover.planted import PlantedFault, commit_wrong_kv
 from rayk.models.families import load_config
+from rayk.oracle.cache import AnswerStore
 from rayk.types.errors import KVMismatch
 from tests.conftest import CHECKPOINTS
 from tests.experiments.teacher import handed_over, prompts_of
@@ -23,7 +24,7 @@ SHORT, LONG = 0, 1
 def compare_with_fault(path: Path, point: str, layer: int, *, tp: int = 1) -> list[ValueComparison]:
     """Prefill and hand over the long prompt and then the short one, with the fault at P's last rank."""
     config, prompts = load_config(path), prompts_of(path)
-    references = References(str(path), CHECKPOINTS / "reference-cache")
+    references = References(str(path), AnswerStore(CHECKPOINTS / "reference-cache"))
     order = (LONG, SHORT)
     with Pair.open(path, tp=(tp, 1), num_blocks=64, poison=0) as pair:
         rank = pair.p.engine.ranks[-1]

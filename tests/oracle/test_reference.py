@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from rayk.oracle.cache import AnswerStore
 from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.reference import Reference
 from rayk.oracle.tiny import HYBRID
@@ -190,7 +191,7 @@ def test_answers_come_from_disk(
 ) -> None:
     path = checkpoint("qwen3")
     prompts = probes(path)
-    first = Reference(path, cache_dir=tmp_path)
+    first = Reference(path, answers=AnswerStore(tmp_path))
     outputs = first.generate(prompts, 8)
     steps = first.teacher_force(prompts[0], [5, 6])
     assert len(list(tmp_path.iterdir())) == 4
@@ -199,17 +200,20 @@ def test_answers_come_from_disk(
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", refuse)
-    second = Reference(path, cache_dir=tmp_path)
+    second = Reference(path, answers=AnswerStore(tmp_path))
     assert second.generate(prompts, 8) == outputs
     assert second.teacher_force(prompts[0], [5, 6]) == steps
     # Another question, another checkpoint or a spoilt file are asked again.
     with pytest.raises(AssertionError, match="the model was loaded"):
         second.generate(prompts, 9)
     with pytest.raises(AssertionError, match="the model was loaded"):
-        Reference(checkpoint("qwen2"), cache_dir=tmp_path).generate(prompts, 8)
+        Reference(checkpoint("qwen2"), answers=AnswerStore(tmp_path)).generate(prompts, 8)
     for file in tmp_path.iterdir():
         file.write_text("{")
-    with pytest.raises(AssertionError, match="the model was loaded"):
+    with (
+        pytest.warns(UserWarning, match="is not trusted"),
+        pytest.raises(AssertionError, match="the model was loaded"),
+    ):
         second.generate(prompts, 8)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rayk.oracle.cache import AnswerStore
 from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.reference import Reference
 from rayk.types.errors import UserError
@@ -67,7 +68,7 @@ def test_rounded_weights_are_not_the_checkpoints(path: Path, prompt: list[int]) 
 
 def test_answers_are_kept_apart_by_the_weights_dtype(path: Path, prompt: list[int], tmp_path: Path) -> None:
     asked = [
-        Reference(path, weights_dtype=weights, cache_dir=tmp_path).score(prompt, OUTPUT)
+        Reference(path, weights_dtype=weights, answers=AnswerStore(tmp_path)).score(prompt, OUTPUT)
         for weights in (None, "bfloat16", None, "bfloat16")
     ]
     assert asked[0] == asked[2] != asked[1] == asked[3]
