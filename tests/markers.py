@@ -29,6 +29,9 @@ thorough = pytest.mark.thorough
 one_per = pytest.mark.one_per
 """`@one_per("cell.model")`: `make test` takes one case per model. Where nothing is named it takes one."""
 
+real = pytest.mark.real
+"""Runs a real model, of the fixture `real_model`, whose checkpoint `make real` writes."""
+
 slow = pytest.mark.slow
 """A sweep run by `make test-slow`."""
 

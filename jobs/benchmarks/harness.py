@@ -36,6 +36,8 @@ class Page:
         """What `machine` tells of; a measurement may add to it."""
         self.tables: Mapping[str, Sequence[Mapping[str, Any]]] = {}
         """NAME.parquet and NAME.csv of --out, by name."""
+        self.name = ""
+        """Of the files that are written; empty: the script's."""
         self.wrong: list[str] = []
         """What must never be: told on stderr, and the script fails, with --check or without."""
         self._lines: list[str] = []
@@ -161,11 +163,12 @@ def run(
     page.environment["load_at_end"] = os.getloadavg()[0]
     page.say("", "Environment:", "", *(f"- {line}" for line in machine(page.environment)))
     page.say("", "Reproduce:", "", *(f"    {line}" for line in bench_commands(page.environment).splitlines()))
+    name = page.name or path.stem
     if asked.out is not None:
-        page.write(asked.out, path.stem, title)
+        page.write(asked.out, name, title)
         print(f"results: {asked.out}", file=sys.stderr)
     if asked.record and not page.wrong:
-        (RESULTS / f"{path.stem}.md").write_text(page.text, encoding="utf-8")
+        (RESULTS / f"{name}.md").write_text(page.text, encoding="utf-8")
     return max(ending(page.wrong, check=True), ending(missed, check=asked.check))
 
 

@@ -3,18 +3,21 @@
     make bench-peers [ARGS='--rounds 9 --record']
     python jobs/benchmarks/peers.py [--rounds 7] [--batches 1 16] [--dtypes float32 bfloat16]
                                     [--only NAME ...] [--out DIR] [--check] [--record]
+    python jobs/benchmarks/peers.py --model checkpoints/smollm2-135m --text jobs/real_long_prompt.jsonl
 
-The model of throughput.py, written once by transformers with random weights; each engine loads them in an
-environment and a process of its own (peer_workers), and has one thread. The engines of one dtype are all
-loaded; in each round every one does the same requests, in an order that turns from round to round, while the
-others wait: a neighbour on the machine hits all alike. Rates are medians over rounds; a ratio is the median
-over rounds of rayk's rate by the other's in the same round, and beside it the least and the most of a round.
+The model of throughput.py, written once by transformers with random weights, or a checkpoint of the
+family llama (--model) whose prompts are stretches of a text (--text, a file of prompts); each engine
+loads it in an environment and a process of its own (peer_workers), and has one thread. The engines of
+one dtype are all loaded; in each round every one does the same requests, in an order that turns from
+round to round, while the others wait: a neighbour on the machine hits all alike. Rates are medians over
+rounds; a ratio is the median over rounds of rayk's rate by the other's in the same round, and beside it
+the least and the most of a round.
 
-`memory` is no engine: it reads as many bytes as a decode step must read of weights, and nothing else. What it
-would decode is the limit of whoever reads every weight once a step, in the same rounds.
+`memory` is no engine: it reads as many bytes as a decode step must read of weights, and nothing else.
+What it would decode is the limit of whoever reads every weight once a step, in the same rounds.
 
-The first tokens must be transformers' in float32, or the script fails. An engine that is not installed, that
-cannot do a dtype or that dies is a row that says why.
+The first tokens must be transformers' in float32, or the script fails. An engine that is not installed,
+that cannot do a dtype or that dies is a row that says why.
 """
 
 from __future__ import annotations
@@ -76,6 +79,8 @@ PEERS = (
     Peer(LIMIT, "memory"),
 )
 ALWAYS = (RAYK, RIGHT, LIMIT)
+CONVERTED = ("ctranslate2", "llama.cpp")
+"""Engines whose workers convert the model of throughput.py, and no other."""
 TARGETS = (
     ("float32", 1, "ctranslate2", 1.0),
     ("bfloat16", 1, "llama.cpp", 0.9),
@@ -241,6 +246,11 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
     """Add a row per case and engine, keep every round; returns the targets that are missed."""
     page.environment["threads"] = 1
     chosen = [p for p in PEERS if options.only is None or p.name in (*ALWAYS, *options.only)]
+    text: tuple[int, ...] = ()
+    if options.model is not None:
+        page.name = f"peers_{options.model.name}"
+        chosen = [p for p in chosen if p.name not in CONVERTED]
+        text = read_text(options.model, options.text)
     results: dict[Case, Result] = {}
     skipped: dict[Case, dict[str, str]] = {}
     told: dict[tuple[str, str], list[str]] = {}
@@ -253,33 +263,46 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
         "",
     )
     page.head(*TITLES)
-    with tempfile.TemporaryDirectory() as folder:
-        throughput.write_model(Path(folder))
+    with tempfile.TemporaryDirectory() as written:
+        folder = options.model or Path(written)
+        if options.model is None:
+            throughput.write_model(folder)
         for dtype in options.dtypes:
             why: dict[str, str] = {}
-            job = Job(folder, dtype, max(options.batches), options.prompt, options.tokens)
+            job = Job(str(folder), dtype, max(options.batches), options.prompt, options.tokens)
             num_bytes[dtype] = weight_bytes(job)
             with workers(chosen, job, why) as everybody:
                 for worker in everybody:
                     told.setdefault((worker.name, worker.about), []).append(dtype)
                 for batch in options.batches:
-                    case = Case(dtype, batch, options.prompt, options.tokens)
+                    case = Case(dtype, batch, options.prompt, options.tokens, text)
                     results[case] = run_case(everybody, case, options.rounds, why)
                     skipped[case] = dict(why)
                     _tell(page, chosen, case, results[case], why)
     page.say("", "What `memory` reads, the weights of a step:", "", *_read_rates(results, num_bytes), "")
     page.say("| engine | dtypes | version and settings |", "|---|---|---|")
     page.say(*(f"| {name} | {', '.join(dtypes)} | {about} |" for (name, about), dtypes in told.items()))
+    page.data(throughput.DATA_TITLES, throughput.data_rows(results))
+    if options.model is not None:
+        return []  # targets are of the other model
     rows = targets(results, skipped)
     page.say("", "Targets of decode, rayk by the other:", "")
     page.table(
         ("dtype", "batch", "engine", "at least", "measured", "rayk of the limit", "the other of it"),
         [row for row, _ in rows],
     )
-    page.data(throughput.DATA_TITLES, throughput.data_rows(results))
     return [
         f"target missed: {' '.join(row[:3])}: {row[4]} of {row[3]}" for row, is_missed in rows if is_missed
     ]
+
+
+def read_text(model: Path, file: Path) -> tuple[int, ...]:
+    """Token ids of a file's prompts, one after the other."""
+    from rayk.actors.tokenizer import load_encoder
+
+    encode = load_encoder(str(model))
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return tuple(token for line in lines for token in encode(json.loads(line)["prompt"]))
 
 
 def _read_rates(results: dict[Case, Result], num_bytes: dict[str, int]) -> list[str]:
@@ -317,6 +340,12 @@ def main() -> int:
         rounds=7,
         **CASE_OPTIONS,
         only={"nargs": "+", "help": f"engines besides {', '.join(ALWAYS)}"},
+        model={"type": Path, "help": "a checkpoint of the family llama"},
+        text={
+            "type": Path,
+            "default": ROOT / "jobs" / "real_long_prompt.jsonl",
+            "help": "prompts of which those of --model are stretches",
+        },
     )
 
 

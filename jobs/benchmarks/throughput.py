@@ -112,9 +112,14 @@ class Case:
     batch: int
     num_prompt: int
     num_tokens: int
+    text: tuple[int, ...] = ()
+    """Token ids of which prompts are stretches; none: prompts are random."""
 
     def prompts(self) -> Prompts:
-        """Random, the same for every contestant and run."""
+        """The same for every contestant and run."""
+        if self.text:
+            step = (len(self.text) - self.num_prompt) // self.batch
+            return [list(self.text[at : at + self.num_prompt]) for at in range(0, self.batch * step, step)]
         draw = torch.Generator().manual_seed(0)
         shape = (self.batch, self.num_prompt)
         return torch.randint(4, MODEL["vocab_size"], shape, generator=draw).tolist()

@@ -31,7 +31,9 @@ def test_engines_take_turns_and_a_missing_one_is_a_row(job: Any, monkeypatch: py
     monkeypatch.setattr(job, "PEERS", (*there, absent))
     monkeypatch.setattr(job, "TARGETS", (("float32", 2, "ctranslate2", 1.0), ("float32", 2, job.RIGHT, 0.0)))
     page = Page({})
-    options = argparse.Namespace(only=None, prompt=5, tokens=6, rounds=2, batches=[1, 2], dtypes=["float32"])
+    options = argparse.Namespace(
+        only=None, prompt=5, tokens=6, rounds=2, batches=[1, 2], dtypes=["float32"], model=None
+    )
     assert job.fill(options, page) == []
     assert page.wrong == []
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.text.splitlines()]

@@ -42,6 +42,14 @@ def test_rates(job: Any) -> None:
     assert run.rates(20) == {"prefill": 20 / 2, "decode": 3 / 4, "end to end": 6 / 8}
 
 
+def test_prompts_are_stretches_of_a_text_where_there_is_one(job: Any) -> None:
+    text = tuple(range(100, 200))
+    prompts = job.Case("float32", 3, 10, 4, text).prompts()
+    assert prompts == [list(range(100 + at, 110 + at)) for at in (0, 30, 60)]
+    assert job.Case("float32", 1, 10, 4, text).prompts() == [list(range(100, 110))]
+    assert [len(p) for p in job.Case("float32", 2, 10, 4).prompts()] == [10, 10]
+
+
 def test_ratios_are_taken_round_by_round(job: Any) -> None:
     """A slow round of everybody changes no ratio."""
     ours = [dict.fromkeys(job.METRICS, rate) for rate in (30.0, 3.0, 30.0)]
