@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -37,10 +38,7 @@ def page_html(page: Page) -> str:
     sections = [section for section in page.sections if not section.is_folded]
     sections += [environment] if environment.items else []
     sections += [section for section in page.sections if section.is_folded]
-    loader = jinja2.FileSystemLoader(TEMPLATES)
-    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
-    template = jinja2.Environment(loader=loader, autoescape=True, **options).get_template("page.html.j2")
-    return template.render(
+    return _template().render(
         css=(TEMPLATES / "report.css").read_text(encoding="utf-8"),
         js="".join((TEMPLATES / name).read_text(encoding="utf-8") for name in SCRIPTS),
         page=page,
@@ -50,6 +48,13 @@ def page_html(page: Page) -> str:
         waterfall_json=script_json(waterfalls[0]) if waterfalls else "",
         plotly_js=plotly_js() if plots or waterfalls else "",
     )
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    loader = jinja2.FileSystemLoader(TEMPLATES)
+    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
+    return jinja2.Environment(loader=loader, autoescape=True, **options).get_template("page.html.j2")
 
 
 def _grids(section: Section) -> list[tuple[str, list[Mapping[str, Any]]]]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
+from rayk.reports.derived import moves_of
 from rayk.reports.intervals import MIN_VALUES, Sample, intervals, median_interval, usual_spread
 from rayk.reports.moves import KEYS as IDS
-from rayk.reports.moves import moves
 from rayk.reports.result import Result
 
 CONFIDENCE = 0.95  # of all intervals over all cells, or of benches, together
@@ -158,7 +158,7 @@ def _pairs(base: Result, other: Result) -> pd.DataFrame:
     columns = [metric.column for metric in (*TIMES, *MOVES)]
     sides = []
     for result in (base, other):
-        moved = moves(result.requests, result.transfers)
+        moved = moves_of(result)
         moved = moved.rename(
             columns={metric.column.removeprefix("moved_"): metric.column for metric in MOVES}
         )

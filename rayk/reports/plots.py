@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rayk.reports.moves import moves
+from rayk.reports.derived import moves_of
 from rayk.reports.page import Plot
 from rayk.reports.result import Result
 from rayk.reports.values import format_bytes
@@ -222,7 +222,7 @@ def pareto_plot(cells: pd.DataFrame) -> list[Plot]:
 
 def transfer_plots(result: Result) -> list[Plot]:
     """Draw bytes against GB/s, a mark per request."""
-    moved = moves(result.requests, result.transfers)
+    moved = moves_of(result)
     if moved.empty:
         return []
     sums = moved.iloc[:: math.ceil(len(moved) / MAX_MARKS) or 1]

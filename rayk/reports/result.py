@@ -35,6 +35,7 @@ class Result:
     schema_version: int = SCHEMA_VERSION  # the lowest of the tables on disk; see `schema.py`
     # table -> columns that the writing rayk did not have: they hold nothing
     lacking: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    derived: dict[str, pd.DataFrame] = field(default_factory=dict, init=False, repr=False)  # see derived.py
 
     @property
     def num_missing(self) -> int:

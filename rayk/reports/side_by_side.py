@@ -7,8 +7,8 @@ from typing import Any
 
 import pandas as pd
 
+from rayk.reports.derived import moves_of
 from rayk.reports.grids import axis_columns
-from rayk.reports.moves import moves
 from rayk.reports.page import Column
 from rayk.reports.result import Result
 from rayk.reports.values import is_null
@@ -56,7 +56,7 @@ def _alike(a: Any, b: Any) -> bool:
 def _measured(result: Result) -> pd.DataFrame:
     """Add to cells the descriptors that were posted, and what moving one request's KV took (median)."""
     cells = result.cells
-    of_requests = moves(result.requests, result.transfers)
+    of_requests = moves_of(result)
     moving = of_requests.groupby("cell_id")["moving_ms"].median()
     merged = pd.to_numeric(cells["num_descriptors_merged"])
     return cells.assign(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pandas as pd
 
+from rayk.reports.derived import once_per_result
 from rayk.reports.fields import STAGES
 from rayk.reports.moves import KEYS, of_handovers
 from rayk.reports.result import Result
@@ -100,6 +101,7 @@ TOLD = {
 }
 
 
+@once_per_result
 def request_parts(result: Result) -> pd.DataFrame:
     """Make a row per request that ended well: KEYS, due_ms, e2e_ms and a column of ms per part. All of a
     push's `read` is waiting: its posts lie within the prefill. `other` is what no stage holds."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pandas as pd
 
+from rayk.reports.derived import once_per_result
 from rayk.reports.grids import axis_columns
 from rayk.reports.intervals import median_interval
 from rayk.reports.moves import KEYS
@@ -49,6 +50,7 @@ def _moves(result: Result) -> pd.DataFrame:
     return moved[is_rayks] if is_rayks.any() else moved
 
 
+@once_per_result
 def unequal_pairs(result: Result) -> pd.DataFrame:
     """Make a row per prompt, prefill TP and ALIKE of unequal sizes: side, FACTS, and with `_e` those of the
     same prompt at equal sizes."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 
+from rayk.reports.derived import once_per_result
 from rayk.reports.environment import copy_gb_per_s
 from rayk.reports.intervals import median_interval
 from rayk.reports.moves import moves
@@ -79,6 +80,7 @@ def pair_rows(result: Result) -> list[dict[str, Any]]:
     return rows
 
 
+@once_per_result
 def placed_moves(result: Result) -> pd.DataFrame:
     """Add PLACES and the kind of engines to `moves`."""
     requests, transfers, cells = result.requests, result.transfers, result.cells
