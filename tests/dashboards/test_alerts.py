@@ -72,6 +72,7 @@ def test_every_alert_fires_when_it_should() -> None:
 @one_per()
 @pytest.mark.parametrize("name", sorted(ALERTS))
 def test_an_alert_that_cannot_fire_is_found_by_the_tests(name: str, tmp_path: Path) -> None:
+    """By those that name it: the others, which take longest, are left out."""
     broken: dict[str, Any] = yaml.safe_load((FOLDER / "alerts.yml").read_text())
     for group in broken["groups"]:
         for rule in group["rules"]:
@@ -79,7 +80,9 @@ def test_an_alert_that_cannot_fire_is_found_by_the_tests(name: str, tmp_path: Pa
                 rule["expr"] = f"({rule['expr']}) > 1e9"
     (tmp_path / "alerts.yml").write_text(yaml.safe_dump(broken))
     for test in TESTS:
-        (tmp_path / test).write_text((FOLDER / test).read_text())
+        told: dict[str, Any] = yaml.safe_load((FOLDER / test).read_text())
+        told["tests"] = [group for group in told["tests"] if name in yaml.safe_dump(group)]
+        (tmp_path / test).write_text(yaml.safe_dump(told))
     done = promtool("test", "rules", *(tmp_path / test for test in TESTS))
     assert done.returncode != 0
     assert name in done.stdout + done.stderr
