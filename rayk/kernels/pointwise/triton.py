@@ -364,7 +364,9 @@ def rotate_triton(
     assert out.shape == x.shape, (out.shape, x.shape)
     assert out.stride(2) == 1, "dense rows"
     padded, padded_rest = triton.next_power_of_2(half), triton.next_power_of_2(max(1, size - 2 * half))
-    tile_r = max(1, TILE_ELEMENTS // triton.next_power_of_2(size))
+    # Pairs go by way of shared memory: with all elements at once, heads of 64 spill on sm_100.
+    tile_elements = TILE_ELEMENTS // 2 if pairs else TILE_ELEMENTS
+    tile_r = max(1, tile_elements // triton.next_power_of_2(size))
     if x.numel():
         with launching():
             rotate_kernel[(triton.cdiv(num_tokens * num_heads, tile_r),)](
