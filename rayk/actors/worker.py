@@ -20,7 +20,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -185,6 +185,7 @@ class Worker:
             "kernel_block_sizes": list(plan.kernel_block_sizes),
             "groups": [(g.spec.kind, list(g.layers)) for g in plan.groups],
             "buffer_bytes": self._rank.caches.geometry.buffer_bytes,
+            "load_memory": asdict(self._rank.load_memory),
             "cpu_s": {
                 "start": round(self._start_cpu_s, 3),
                 "load": round(loaded_s - began_s, 3),

@@ -32,6 +32,7 @@ from rayk.models.decoder import Decoder
 from rayk.models.engine_plan import plan_engine
 from rayk.models.families import load_config
 from rayk.models.kv_specs import engine_groups
+from rayk.models.load_memory import measured
 from rayk.models.loader import load_decoder
 from rayk.models.weights import OpenWeights, WeightReader
 from rayk.parallel.comm import Comm
@@ -76,14 +77,17 @@ class EngineRank:
         geometry = self.plan.ranks[comm.rank]
         self._fill = 0 if poison is None else poison
         self.caches: CanonicalKVCaches = allocate(geometry, self.device, fill=self._fill)
-        self.decoder = load_decoder(
+        load = partial(
+            load_decoder,
             Path(config.model),
             self.model_config,
             comm=comm,
             dtype=TORCH_DTYPES[config.dtype],
             device=self.device,
             backend=self.backends.__getitem__,
-            open_weights=open_weights,
+        )
+        self.decoder, self.load_memory = measured(
+            lambda opened: load(open_weights=opened), open_weights, self.device
         )
         self.caches.bind(self.decoder.cache_owners, self.decoder.cache_readers)
         on_loaded(self.decoder)

@@ -128,6 +128,7 @@ class CellJudge:
             kv_waste={side: (waste.bytes, waste.percent) for side, waste in wastes.items()},
             kv_groups={side: [asdict(m) for m in measure_groups(g, tokens)] for side, g in groups.items()},
             kv_held={} if cell.vllm else _kv_held(cell, self._config, finished),
+            load_memory=_load_memory(facts),
             effective=_effective(facts),
             num_fast_prefill_layers=facts.get("prefill0", {}).get("num_fast_prefill_layers"),
             num_token_layers=_token_layers(outcomes, "prefill", cell.num_prefill_engines),
@@ -395,6 +396,12 @@ def _ledger(outcomes: Sequence[CellOutcome]) -> dict[str, int]:
         "num_blocks_freed": sum(ledger.num_freed for ledger in ledgers),
         "num_blocks_held": sum(ledger.num_held for ledger in ledgers),
     }
+
+
+def _load_memory(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str, int | None]]]:
+    """Take what ranks of the first engine of each side told of loading; vLLM's tell nothing."""
+    told = {side: facts.get(f"{side}0", {}).get("load_memory") for side in ("prefill", "decode")}
+    return {side: by_rank for side, by_rank in told.items() if by_rank is not None}
 
 
 def _effective(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:

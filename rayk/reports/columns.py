@@ -16,6 +16,7 @@ from rayk.reports.fields import (
     CELLS,
     FLOAT,
     INT,
+    LOADED,
     MEASURED_FIELDS,
     OFFLOAD_FIELDS,
     REQUESTS,
@@ -101,6 +102,7 @@ def cell_record(
         "decode.effective_block_sizes": row.decode_effective_block_sizes,
         "prefill.effective_kernel_block_sizes": row.prefill_effective_kernel_block_sizes,
         "decode.effective_kernel_block_sizes": row.decode_effective_kernel_block_sizes,
+        **_loaded(row.load_memory),
         "min_cut_kernel_block_size": _min_cut(row),
         **_waste(row.kv_waste),
         **{f"{side}.kv_groups": row.kv_groups.get(side) for side in ("prefill", "decode")},
@@ -126,6 +128,16 @@ def cell_record(
         "wall_s": row.wall_ns / NS_PER_S if row.wall_ns else None,
     }
     return record | _latencies(requests)
+
+
+def _loaded(memory: Mapping[str, Sequence[Mapping[str, int | None]]]) -> dict[str, Any]:
+    """List each number by rank; null where no rank tells it."""
+    lists = {
+        f"{side}.{name}": [of_rank.get(name) for of_rank in memory.get(side, ())]
+        for side in ("prefill", "decode")
+        for name in LOADED
+    }
+    return {name: values if any(v is not None for v in values) else None for name, values in lists.items()}
 
 
 def _min_cut(row: CellRow) -> int | None:

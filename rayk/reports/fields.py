@@ -83,6 +83,14 @@ EFFECTIVE = {
     "node": "node of the Ray cluster that it ran on",
 }
 
+# what loading its weights took of each rank, by rank of a side's first engine
+LOADED = {
+    "weight_bytes": "weights that a rank holds",
+    "max_read_bytes": "largest piece of a tensor that it read at once, as stored and dequantised",
+    "load_peak_bytes": "by how much its own memory rose at most while it loaded them, pages of files aside",
+    "load_device_peak_bytes": "likewise its GPU's memory; null on a CPU",
+}
+
 _LOGPROBS = (
     ("num_{}logprobs_checked", INT, "tokens", "{} tokens whose log probability was compared"),
     ("max_{}logprob_error", FLOAT, "nats", "largest error of the log probability of {} tokens"),
@@ -175,6 +183,11 @@ CELLS = (
     Field("decode.effective_block_sizes", INTS, "tokens", "likewise, at the decode engines"),
     Field("prefill.effective_kernel_block_sizes", INTS, "tokens", "parts in which kernels address a block"),
     Field("decode.effective_kernel_block_sizes", INTS, "tokens", "likewise, at the decode engines"),
+    *(
+        Field(f"{side}.{name}", INTS, "bytes", f"{meaning}; by rank of the first {side} engine")
+        for side in ("prefill", "decode")
+        for name, meaning in LOADED.items()
+    ),
     Field("min_cut_kernel_block_size", INT, "tokens", "smallest of the parts; null where blocks are whole"),
     Field("kv_waste_bytes", INT, "bytes", f"{_KV_WASTE}; of the side that wastes more"),
     Field("kv_waste_percent", FLOAT, "%", "the same, of all that the request holds"),

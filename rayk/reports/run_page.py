@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from rayk.reports import host_tier, memory, side_by_side, staging
+from rayk.reports import host_tier, loading, memory, side_by_side, staging
 from rayk.reports.answers import answers
 from rayk.reports.files import parse_spec
 from rayk.reports.grids import verdict_grids
@@ -52,6 +52,12 @@ def run_page(result: Result) -> Page:
             note=memory.memory_note(result),
             columns=memory.COLUMNS,
             rows=memory.memory_rows(result),
+        ),
+        Section(
+            title="What loading weights takes",
+            note=loading.NOTE,
+            columns=loading.COLUMNS,
+            rows=loading.loading_rows(result),
         ),
         _cells(cells),
         Section(title="Transfers", note=TRANSFERS, hint=MARK_HINT, plots=transfer_plots(result)),

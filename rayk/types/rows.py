@@ -157,6 +157,8 @@ class CellRow:
     kv_held: dict[str, list[dict[str, str | int]]] = field(default_factory=dict)
     """Side -> per KV group what the cell's own requests held, those that ended well (see
     kv.request_memory.RequestMemory)."""
+    load_memory: dict[str, list[dict[str, int | None]]] = field(default_factory=dict)
+    """Side -> by rank of its first engine, what loading its weights took: models.load_memory.LoadMemory."""
     # what each side ran with; see reports.columns.EFFECTIVE
     effective: dict[str, str | None] = field(default_factory=dict)
     # layers that compute only sampled tokens at the prefill engines; 0 without `fast_prefill`

@@ -3,52 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rayk.models.decoder import Decoder
+from rayk.attention import get_backend
+from rayk.models.families import load_config
 from rayk.models.headers import INDEX_FILE
-from rayk.models.layers.linear import STRETCH_BYTES
-from rayk.models.weights import WeightReader
+from rayk.models.load_memory import LoadMemory, held_bytes, measured, tensors_of
+from rayk.models.loader import load_decoder
+from rayk.models.weights import OpenWeights, WeightReader
+from rayk.parallel.local import LocalComm
 from rayk.parallel.threads import ThreadComm
 from rayk.types.errors import CheckpointError, Unsupported
+from tests.house import ROOT
+from tests.markers import thorough
 from tests.models.tiny import Checkpoint, Paged, assert_right, load, run_ranks, write_checkpoint
-
-
-def tensors_of(decoder: Decoder) -> list[torch.Tensor]:
-    """Every tensor a decoder holds, once."""
-    found: list[torch.Tensor] = []
-    pending: list[object] = [decoder]
-    seen: set[int] = set()
-    while pending:
-        item = pending.pop()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif isinstance(item, dict):
-            pending += item.values()
-        elif isinstance(item, tuple | list):
-            pending += item
-        elif type(item).__module__.startswith("rayk.models"):
-            slots = [getattr(item, name) for name in getattr(type(item), "__slots__", ())]
-            pending += [*getattr(item, "__dict__", {}).values(), *slots]
-    return found
-
-
-def storage_bytes(decoder: Decoder) -> int:
-    """Of whole storages; of a stretch of huge pages, whose other pages nobody touched, the tensors' own."""
-    found = {}
-    for tensor in tensors_of(decoder):
-        storage = tensor.untyped_storage()
-        is_stretch = storage.nbytes() == STRETCH_BYTES
-        key = tensor.data_ptr() if is_stretch else storage.data_ptr()
-        found[key] = tensor.nbytes if is_stretch else storage.nbytes()
-    return sum(found.values())
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +57,96 @@ def test_a_rank_holds_and_reads_its_share_only(
     monkeypatch.setattr(WeightReader, "__exit__", remember)
     total = sum(p.numel() * 4 for p in wide.model.parameters())
     largest = max(p.numel() * 4 for p in wide.model.parameters())
-    for num_bytes in run_ranks(tp_size, lambda comm: storage_bytes(load(wide, comm))):
+    for num_bytes in run_ranks(tp_size, lambda comm: held_bytes(load(wide, comm))):
         assert total / tp_size * 0.99 < num_bytes < total / tp_size * 1.03
     assert len(readers) == tp_size
     for reader in readers:
         # One vocabulary row more than an even share.
         assert reader.max_read_bytes <= largest / tp_size + 128 * 4
         assert reader.total_read_bytes < total / tp_size * 1.03
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    """A model of 90 MB, beside which what else a process does is small."""
+    return write_checkpoint(
+        tmp_path_factory.mktemp("large"),
+        "qwen2",
+        head_dim="absent",
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_key_value_heads=8,
+        vocab_size=2048,
+        num_hidden_layers=1,
+    )
+
+
+class Hoarder(WeightReader):
+    """Keeps a second copy of whatever is read, until the loading ends."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._hoard: list[torch.Tensor] = []
+
+    def read(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        piece = super().read(*arguments, **options)
+        self._hoard.append(piece.clone())
+        return piece
+
+    def __exit__(self, *error: Any) -> None:
+        self._hoard.clear()
+        super().__exit__(*error)
+
+
+def loading(folder: str, reader: OpenWeights) -> LoadMemory:
+    """What loading takes in this process."""
+    load_here = partial(
+        load_decoder,
+        folder,
+        load_config(Path(folder)),
+        comm=LocalComm(),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        backend=get_backend("reference", "cpu"),
+    )
+    decoder, memory = measured(lambda opened: load_here(open_weights=opened), reader, torch.device("cpu"))
+    assert memory.weight_bytes == held_bytes(decoder)
+    return memory
+
+
+def loading_in_a_new_process(checkpoint: Checkpoint, reader: type[WeightReader]) -> LoadMemory:
+    """One that has freed nothing yet, and whose malloc gives back what it is given back."""
+    call = f"loading({str(checkpoint.path)!r}, {reader.__name__})"
+    script = f"import dataclasses, json\nfrom tests.models.test_loader import {reader.__name__}, loading\n"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{script}print(json.dumps(dataclasses.asdict({call})))"],
+        cwd=ROOT,
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return LoadMemory(**json.loads(done.stdout))
+
+
+@thorough
+def test_loading_holds_the_weights_and_one_tensor(large: Checkpoint) -> None:
+    """A second copy of what is read is seen."""
+    total = sum(p.numel() * 4 for p in large.model.parameters())
+    largest = max(p.numel() * 4 for p in large.model.parameters())
+    stacked = 2 * largest  # gate_proj and up_proj, which the layer holds as one
+    memory = loading_in_a_new_process(large, WeightReader)
+    assert 60e6 < total <= memory.weight_bytes < total + 4096  # rope's frequencies, which nobody stores
+    assert memory.max_read_bytes == largest
+    assert memory.load_device_peak_bytes is None
+    assert memory.load_peak_bytes is not None
+    others = 32 << 20  # of libraries, at first use
+    assert total < memory.load_peak_bytes < total + stacked + others
+    hoarded = loading_in_a_new_process(large, Hoarder)
+    assert hoarded.weight_bytes == memory.weight_bytes
+    assert hoarded.load_peak_bytes is not None
+    assert hoarded.load_peak_bytes > memory.load_peak_bytes + 0.8 * total
 
 
 def test_split_checkpoint_gives_the_same_model(tmp_path: Path) -> None:
@@ -115,7 +175,7 @@ def test_weights_are_cast_to_the_models_dtype(tmp_path: Path) -> None:
 def test_tied_weights_are_held_once(tmp_path: Path) -> None:
     tied = write_checkpoint(tmp_path / "tied", "llama", tie_word_embeddings=True)
     free = write_checkpoint(tmp_path / "free", "llama", tie_word_embeddings=False)
-    (a,), (b,) = (run_ranks(1, lambda comm, c=c: storage_bytes(load(c, comm))) for c in (tied, free))
+    (a,), (b,) = (run_ranks(1, lambda comm, c=c: held_bytes(load(c, comm))) for c in (tied, free))
     assert b - a == 263 * 64 * 4
 
 

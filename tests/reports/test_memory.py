@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rayk.reports import ResultWriter, load
+from rayk.reports.loading import loading_rows
 from rayk.reports.memory import OWN, memory_rows, moved_text
 from rayk.reports.report import markdown
 from tests.reports.synthetic import SPEC, cell_row
@@ -128,3 +129,36 @@ def test_markdown_has_what_the_first_cards_say(tmp_path: Path) -> None:
     at = lines.index("## What limits this run") + len(["", "a note"])
     assert lines[at + 2].startswith("| cell_id | limit | queue % | prefill % | ticket % |")
     assert lines[at + 4].startswith("| p1-d2-BHLNC-BHLNC | decode step | 1.0 | 18.0 | 1.0 |")
+
+
+def test_loading_is_told_by_the_rank_that_took_most(tmp_path: Path) -> None:
+    def ranks(*peaks: int | None) -> list[dict[str, int | None]]:
+        sizes = {"weight_bytes": 4 * MIB, "max_read_bytes": MIB, "load_device_peak_bytes": None}
+        return [sizes | {"weight_bytes": (3 + i) * MIB, "load_peak_bytes": p} for i, p in enumerate(peaks)]
+
+    writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
+    for number, peak in enumerate((6, 7)):
+        memory = {"prefill": ranks(5 * MIB, peak * MIB), "decode": ranks(None)}
+        row = cell_row(2, 1, ("BHLNC", "BHLNC"), cell_id=str(number), load_memory=memory)
+        writer.write_cell(row, [], [])
+    writer.write_cell(cell_row(1, 4, ("BHLNC", "BHLNC")), [], [])
+    writer.finish()
+    result = load(tmp_path)
+    assert result.cells["prefill.load_peak_bytes"][0].tolist() == [5 * MIB, 6 * MIB]
+    assert result.cells["prefill.load_device_peak_bytes"].isna().all()
+    assert loading_rows(result) == [
+        {
+            "side": side,
+            "tp": tp,
+            "num_cells": 2,
+            "weight_bytes": weights * MIB,
+            "max_read_bytes": MIB,
+            "load_peak_bytes": peak,
+            "load_device_peak_bytes": None,
+        }
+        for side, tp, weights, peak in (("prefill", 2, 4, 7 * MIB), ("decode", 1, 3, None))
+    ]
+    text = markdown(result)
+    table = text[text.index("What loading weights takes") :]
+    row = next(line for line in table.splitlines() if "prefill" in line)
+    assert [cell.strip() for cell in row.strip("|").split("|")][:5] == ["prefill", "2", "4", "1", "7"]
