@@ -295,7 +295,7 @@ BAD_VALUES: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (-3, 2.5, "x", float("nan")),
     "frequency_penalty": (-3, 2.5, "x", float("nan")),
     "repetition_penalty": (0, -3, "x", float("nan")),
-    "structured_outputs": ("x", 2.5, {"regex": "a"}, StructuredOutputs(regex=5), StructuredOutputs()),  # type: ignore[arg-type]
+    "structured_outputs": ("x", 2.5, {"regex": "a"}, StructuredOutputs(regex=5)),  # type: ignore[arg-type]
 }
 
 
