@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rayk.experiments import Experiment
     from rayk.reports import Result, load
     from rayk.serve.llm import LLM
-    from rayk.types import EngineConfig, Request, SamplingParams
+    from rayk.types import EngineConfig, Request, SamplingParams, StructuredOutputs
 
 _HOMES = {
     "EngineConfig": "rayk.types",
@@ -21,10 +21,20 @@ _HOMES = {
     "Request": "rayk.types",
     "Result": "rayk.reports",
     "SamplingParams": "rayk.types",
+    "StructuredOutputs": "rayk.types",
     "load": "rayk.reports",
 }
 
-__all__ = ["LLM", "EngineConfig", "Experiment", "Request", "Result", "SamplingParams", "load"]
+__all__ = [
+    "LLM",
+    "EngineConfig",
+    "Experiment",
+    "Request",
+    "Result",
+    "SamplingParams",
+    "StructuredOutputs",
+    "load",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,8 +18,24 @@ from rayk.serve.request_parsing import (
     open_call,
     sampling_of,
 )
-from rayk.serve.responses import ChatChoice, ChatChunkChoice, ChatDelta, ChatLogprobs
+from rayk.serve.responses import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatDelta,
+    ChatLogprobs,
+    ChatMessage,
+    ToolCall,
+)
+from rayk.serve.structured import check_form, form_of
 from rayk.serve.text import reserved_arguments
+from rayk.serve.tools import (
+    CallReader,
+    check_tools,
+    form_of_calls,
+    make_reader,
+    plain_calls,
+    template_tools,
+)
 from rayk.serve.writer import Writer
 
 
@@ -28,14 +44,31 @@ async def open_chat(front: Front, body: ChatRequest) -> Call:
     check_call(front, body, 1)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
-    messages, arguments = [_plain(m) for m in body.messages], _template_arguments(body)
+    arguments = _template_arguments(body)
+    if body.tools:
+        check_tools(body, _template(front))
+        arguments = {**arguments, "tools": template_tools(body.tools)}
+    form = form_of_calls(body)
+    if form is not None:
+        await check_form(front, form, "tools")
+    else:
+        form = await form_of(front, body)
+    messages = [_plain(m) for m in body.messages]
     token_ids = await front.chats.run(_read, front, messages, arguments)
     max_tokens = (
         body.max_completion_tokens or body.max_tokens or max(1, num_tokens_left(front, len(token_ids)))
     )
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    sampling = sampling_of(body, front.settings, max_tokens=max_tokens, logprobs=logprobs)
+    sampling = sampling_of(
+        body, front.settings, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=form
+    )
     return open_call(front, body, "chatcmpl", [Prompt(token_ids=tuple(token_ids))], sampling)
+
+
+def _template(front: Front) -> str:
+    """Return the chat template's source. Raises CheckpointError, UserError."""
+    templates = front.need_text().templates
+    return "" if templates is None else templates.template
 
 
 def _read(front: Front, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
@@ -56,7 +89,7 @@ def _plain(message: Message) -> dict[str, Any]:
                 raise ApiError(400, problem, param="messages", code="unsupported_content")
         plain["content"] = "\n".join(part.text or "" for part in message.content)
     plain.setdefault("content", "")
-    return plain
+    return plain_calls(plain)
 
 
 def _template_arguments(body: ChatRequest) -> dict[str, Any]:
@@ -73,12 +106,23 @@ class ChatWriter(Writer[ChatRequest]):
 
     KINDS = ("chat.completion", "chat.completion.chunk")
 
+    def __init__(self, front: Front, call: Call, body: ChatRequest) -> None:
+        super().__init__(front, call, body)
+        self._readers: dict[int, CallReader] = {}
+        """Follow a stream's choices, by index."""
+
     def _choice(self, piece: Piece) -> ChatChoice:
+        reader = make_reader(self._body)
+        said, calls = reader.feed(piece.text, is_last=True)
+        message: ChatMessage = {"role": "assistant", "content": said, "refusal": None}
+        if calls:
+            message["content"] = said or None
+            message["tool_calls"] = [_without_index(call) for call in calls]
         choice: ChatChoice = {
             "index": piece.index,
-            "message": {"role": "assistant", "content": piece.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(piece) if self._body.logprobs else None,
-            "finish_reason": piece.finish_reason,
+            "finish_reason": reader.reason(piece.finish_reason),
             "stop_reason": piece.stop_reason,
         }
         if self._body.return_token_ids:
@@ -89,14 +133,19 @@ class ChatWriter(Writer[ChatRequest]):
         chunks = []
         if piece.is_first:
             chunks.append(self._chunk(piece.index, {"role": "assistant", "content": ""}))
-        chunk = self._chunk(piece.index, {"content": piece.text} if piece.text else {})
-        chunk["finish_reason"] = piece.finish_reason
+        reader = self._readers.setdefault(piece.index, make_reader(self._body))
+        said, calls = reader.feed(piece.text, is_last=piece.finish_reason is not None)
+        delta: ChatDelta = {"content": said} if said else {}
+        if calls:
+            delta["tool_calls"] = calls
+        chunk = self._chunk(piece.index, delta)
+        chunk["finish_reason"] = reader.reason(piece.finish_reason)
         chunk["stop_reason"] = piece.stop_reason
         if self._body.logprobs and piece.logprobs:
             chunk["logprobs"] = self._logprobs(piece)
         if self._body.return_token_ids:
             chunk["token_ids"] = list(piece.token_ids)
-        if piece.text or piece.finish_reason or chunk["logprobs"] or chunk.get("token_ids"):
+        if delta or piece.finish_reason or chunk["logprobs"] or chunk.get("token_ids"):
             chunks.append(chunk)
         return chunks
 
@@ -108,3 +157,8 @@ class ChatWriter(Writer[ChatRequest]):
 
     def _logprobs(self, piece: Piece) -> ChatLogprobs:
         return {"content": chat_logprobs(self._text, piece.logprobs), "refusal": None}
+
+
+def _without_index(call: ToolCall) -> ToolCall:
+    """Make a whole call of a stream's: there it has a place among others."""
+    return {"id": call["id"], "type": call["type"], "function": call["function"]}

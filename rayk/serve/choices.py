@@ -116,12 +116,12 @@ class Choice:
             # The engine, which looks at text without special tokens, says which stop string it was.
             at = text.find(delta.stop_reason) if isinstance(delta.stop_reason, str) else -1
             return text if at < 0 else text[:at]
-        keep = max((_overlap(text, stop) for stop in self.server_request.request.sampling.stop), default=0)
+        keep = max((overlap(text, stop) for stop in self.server_request.request.sampling.stop), default=0)
         self._withheld = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Count the characters at the end of the text that the stop string begins with, unless it ends there."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -19,6 +19,7 @@ from rayk.serve.request_parsing import (
     sampling_of,
 )
 from rayk.serve.responses import CompletionChoice
+from rayk.serve.structured import form_of
 from rayk.serve.writer import Writer
 from rayk.types.request import TokenLogprobs
 
@@ -42,12 +43,14 @@ async def open_completion(front: Front, body: CompletionRequest) -> Call:
     if max_tokens is None:
         left = min(num_tokens_left(front, len(p.token_ids)) for p in prompts)
         max_tokens = max(1, min(DEFAULT_MAX_TOKENS, left))
+    form = await form_of(front, body)
     sampling = sampling_of(
         body,
         front.settings,
         max_tokens=max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
+        structured_outputs=form,
     )
     return open_call(front, body, "cmpl", prompts, sampling)
 

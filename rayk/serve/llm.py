@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayk.actors.environment import wanted_address
+from rayk.grammars import check
 from rayk.serve.llm_engines import LLMEngines
 from rayk.specs.server_plan import ServerOptions, ServerPlan, note_unused_tensors, plan_server
 from rayk.types.admission import check_request
@@ -202,6 +203,8 @@ class LLM:
             raise UserError(f"n {n}: a prompt has at least one output")
         for i, (tokens, params) in enumerate(zip(ids, sampling, strict=True)):
             check_request(tokens, params, self._engines.settings.model, f"prompt {i}")
+            if params.structured_outputs is not None:
+                check(params.structured_outputs)
         requests = [
             (
                 tokens,

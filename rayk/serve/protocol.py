@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -17,6 +17,8 @@ MOST = 100.0
 """Bounds temperatures and repetition penalties."""
 
 MOST_WHOLE = 2**31 - 1
+MAX_TOOLS = 128
+"""OpenAI's limit."""
 MAX_DEPTH = 64
 """Bounds how deep lists and objects may be nested."""
 
@@ -29,7 +31,6 @@ HARMLESS = frozenset(
         "safety_identifier",
         "prompt_cache_retention",
         "prompt_cache_options",
-        "parallel_tool_calls",
     }
 )
 """OpenAI's fields that change nothing in the answer: ignored."""
@@ -37,11 +38,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
     "logit_bias": ({},),
-    "tools": ([],),
     "functions": ([],),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -56,6 +54,16 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (),
 }
 """Fields of OpenAI and others that are not implemented -> values that ask for nothing, as null does."""
+RENAMED: Mapping[str, str] = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+    "guided_decoding_backend": "",
+    "guided_whitespace_pattern": "disable_any_whitespace",
+}
+"""vLLM's older fields -> their names in structured_outputs."""
 
 
 def _check_text(text: str) -> str:
@@ -96,6 +104,38 @@ class StreamOptions(_Strict):
     """Every chunk tells the usage so far. (OpenAI has no such field.)"""
 
 
+class JsonSchema(_Strict):
+    """A schema with what OpenAI's clients say about it."""
+
+    name: String | None = None
+    description: String | None = None
+    strict: bool | None = None
+    """Answers fit the schema either way."""
+    json_schema: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+
+
+class ResponseFormat(_Strict):
+    """OpenAI's way to ask for an answer of a certain form."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredFields(_Strict):
+    """vLLM's way to ask for an answer of a certain form: one of these fields says which."""
+
+    json_schema: dict[str, Any] | String | bool | None = Field(default=None, alias="json")
+    """A JSON schema, also as text."""
+    json_object: bool | None = None
+    regex: String | None = None
+    """The whole answer matches it: Rust's syntax, without look-around."""
+    choice: list[String] | None = None
+    grammar: String | None = None
+    """Of Lark's or GBNF's syntax."""
+    disable_any_whitespace: bool | None = None
+    """JSON has no white space between its tokens."""
+
+
 class Generation(_Strict):
     """The fields that both endpoints take. null means the same as leaving a field out."""
 
@@ -121,6 +161,8 @@ class Generation(_Strict):
     repetition_penalty: Annotated[float, Field(ge=1 / MOST, le=MOST)] | None = None
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredFields | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
@@ -165,6 +207,37 @@ class Message(_Strict):
     content: String | list[ContentPart] | None = None
 
 
+class FunctionTool(_Strict):
+    """A function as the model is told of it."""
+
+    name: Annotated[String, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+    description: String | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema of an object; none: there are no parameters."""
+    strict: bool | None = None
+    """Arguments of a call that tool_choice asks for fit the schema either way."""
+
+
+class Tool(_Strict):
+    """Something that the model may ask for."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class FunctionName(_Strict):
+    """Names a function of the tools."""
+
+    name: String
+
+
+class NamedTool(_Strict):
+    """Asks for a call of one function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(Generation):
     """The body of POST /v1/chat/completions."""
 
@@ -175,6 +248,11 @@ class ChatRequest(Generation):
     """OpenAI's newer name of max_tokens."""
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """auto, the default where there are tools: the model calls functions or not."""
+    parallel_tool_calls: bool | None = None
+    """False: one call at most."""
     chat_template_kwargs: dict[str, Any] | None = None
     """More variables for the chat template, e.g. {"enable_thinking": false}."""
 
@@ -184,6 +262,10 @@ def check_extra(body: Generation, settings: HttpSettings) -> None:
     for name, value in (body.model_extra or {}).items():
         if value is None or name in HARMLESS or _is_neutral(body, name, value):
             continue
+        if name in RENAMED:
+            problem = f"{name} is not supported; use structured_outputs"
+            problem += f': {{"{RENAMED[name]}": ...}}' if RENAMED[name] else ", which has no backends"
+            raise ApiError(400, problem, param=name, code="unsupported_parameter")
         if name in NEUTRAL:
             raise ApiError(400, f"{name} is not supported", param=name, code="unsupported_parameter")
         if not settings.ignores_unknown:
@@ -191,9 +273,16 @@ def check_extra(body: Generation, settings: HttpSettings) -> None:
             raise ApiError(400, problem, param=name[:100], code="unknown_parameter")
 
 
+def has_form(body: Generation) -> bool:
+    """Tell whether the answer must have a certain form."""
+    asked = body.response_format
+    is_called = isinstance(body, ChatRequest) and body.tool_choice not in (None, "none", "auto")
+    return body.structured_outputs is not None or (asked is not None and asked.type != "text") or is_called
+
+
 def _is_neutral(body: Generation, name: str, value: Any) -> bool:
     if name == "best_of":
         return bool(value == (body.n or 1))
-    if name == "min_tokens" and body.ignore_eos and not body.stop and not body.stop_token_ids:
+    if name == "min_tokens" and body.ignore_eos and not (body.stop or body.stop_token_ids or has_form(body)):
         return True  # nothing ends the output before its last token
     return any(type(v) is type(value) and v == value for v in NEUTRAL.get(name, ()))

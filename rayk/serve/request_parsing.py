@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from rayk.serve.choices import Choice, Choices, Prompt
@@ -20,6 +21,7 @@ from rayk.serve.text import Text
 from rayk.types.errors import CheckpointError, Overloaded
 from rayk.types.request import Request, SamplingParams
 from rayk.types.serving import Completer, ModelCard, ServerRequest
+from rayk.types.structured import StructuredOutputs
 
 T = TypeVar("T")
 
@@ -30,7 +32,9 @@ class BoundedThreads:
     PLACES = 4
     WAITING = 64
 
-    def __init__(self) -> None:
+    def __init__(self, what: str) -> None:
+        """`what` waits, in words."""
+        self._what = what
         self._places = asyncio.Semaphore(self.PLACES)
         self._num_waiting = 0
 
@@ -38,7 +42,7 @@ class BoundedThreads:
         """Call `work` in order of arrival. Its place is free once the thread is done, also where nobody waits
         for it any more. Raises Overloaded where too many wait."""
         if self._num_waiting >= self.WAITING:
-            raise Overloaded(f"{self.WAITING} conversations wait for the chat template already", 1.0)
+            raise Overloaded(f"{self.WAITING} {self._what} already", 1.0)
         self._num_waiting += 1
         try:
             await self._places.acquire()
@@ -59,8 +63,14 @@ class Front:
     text: Text | None
     why_no_text: str = ""
     """What is wrong with the checkpoint's tokenizer where `text` is None."""
-    chats: BoundedThreads = field(default_factory=BoundedThreads)
+    chats: BoundedThreads = field(
+        default_factory=partial(BoundedThreads, "conversations wait for the chat template")
+    )
     """Conversations become text and tokens there."""
+    grammars: BoundedThreads = field(
+        default_factory=partial(BoundedThreads, "schemas, expressions and grammars wait to be looked at")
+    )
+    """What clients ask for in structured outputs is checked there."""
 
     def need_text(self) -> Text:
         """Get the tokenizer. Raises CheckpointError where the model has none."""
@@ -160,6 +170,7 @@ def sampling_of(
     max_tokens: int,
     logprobs: int | None,
     prompt_logprobs: int | None = None,
+    structured_outputs: StructuredOutputs | None = None,
 ) -> SamplingParams:
     """Take OpenAI's defaults where the client says nothing: temperature 1. Raises ApiError."""
     temperature, top_p, top_k = _or(body.temperature, 1.0), _or(body.top_p, 1.0), body.top_k or -1
@@ -187,6 +198,7 @@ def sampling_of(
         presence_penalty=_or(body.presence_penalty, 0.0),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         repetition_penalty=_or(body.repetition_penalty, 1.0),
+        structured_outputs=structured_outputs,
     )
 
 

@@ -100,12 +100,31 @@ class ChatLogprobs(TypedDict):
     refusal: None
 
 
+class CalledFunction(TypedDict):
+    """A function and its arguments, as JSON text; a stream may tell these in parts."""
+
+    name: NotRequired[str]
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """A call of a tool, or a part of one: the first part has its id and name."""
+
+    index: NotRequired[int]
+    """In streams."""
+    id: NotRequired[str]
+    type: NotRequired[str]
+    function: CalledFunction
+
+
 class ChatMessage(TypedDict):
     """What the model says."""
 
     role: str
-    content: str
+    content: str | None
+    """null where it only calls tools."""
     refusal: None
+    tool_calls: NotRequired[list[ToolCall]]
 
 
 class ChatChoice(TypedDict):
@@ -131,6 +150,7 @@ class ChatDelta(TypedDict, total=False):
 
     role: str
     content: str
+    tool_calls: list[ToolCall]
 
 
 class ChatChunkChoice(TypedDict):

@@ -48,7 +48,7 @@ class Templates:
     """Renders one chat template, from any thread."""
 
     def __init__(self, template: str) -> None:
-        self._template = template
+        self.template = template
         self._lock = threading.Lock()
         self._warm: _Warm | None = None
 
@@ -56,7 +56,7 @@ class Templates:
         """Start the warm process, unless it runs; returns its id."""
         with self._lock:
             if self._warm is None:
-                self._warm = _Warm(self._template)
+                self._warm = _Warm(self.template)
             return self._warm.process.pid
 
     def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
@@ -98,7 +98,7 @@ class Templates:
             try:
                 self._warm.hand_over(line)
             except (BrokenPipeError, ConnectionResetError):
-                self._warm = _Warm(self._template)
+                self._warm = _Warm(self.template)
                 self._warm.hand_over(line)
             return self._warm
 

@@ -4,5 +4,13 @@ of a planted fault."""
 
 from rayk.types.config import EngineConfig
 from rayk.types.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from rayk.types.structured import StructuredOutputs
 
-__all__ = ["EngineConfig", "FinishReason", "Request", "SamplingParams", "TokenLogprobs"]
+__all__ = [
+    "EngineConfig",
+    "FinishReason",
+    "Request",
+    "SamplingParams",
+    "StructuredOutputs",
+    "TokenLogprobs",
+]

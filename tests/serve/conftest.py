@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from rayk.actors.tokenizer import load_decoder
+from rayk.actors.tokenizer import load_decoder, load_vocabulary
 from rayk.engine.build import ThreadEngine
 from rayk.serve.app import make_app
 from rayk.types.config import EngineConfig
@@ -73,7 +74,11 @@ def server(checkpoint: Any, reference: Callable[..., Any]) -> Iterator[Server]:
     """The server; every block of its engine is free at the end."""
     model = checkpoint("qwen3")
     config = EngineConfig(model=str(model), num_blocks=256)
-    with ThreadEngine(config, load_decoder=lambda: load_decoder(str(model))) as engine:
+    loads = {
+        "load_decoder": partial(load_decoder, str(model)),
+        "load_vocabulary": partial(load_vocabulary, str(model)),
+    }
+    with ThreadEngine(config, **loads) as engine:
         completer = EngineCompleter(engine, card_of(model, engine))
         with serve(make_app(completer)) as url:
             client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)

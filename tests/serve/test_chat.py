@@ -100,7 +100,7 @@ def test_pieces_of_text_are_one_message(server: Server) -> None:
         ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
         ({"max_tokens": 10**6}, "max_tokens"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"functions": [{"name": "f"}]}, "functions"),
         ({"extra_body": {"chat_template_kwargs": {"chat_template": "x"}}}, "chat_template_kwargs"),
     ],
 )

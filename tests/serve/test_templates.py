@@ -145,7 +145,7 @@ def test_a_few_conversations_at_once_and_a_bounded_line() -> None:
         assert go_on.wait(LIMIT_S)
 
     async def run() -> None:
-        line = BoundedThreads()
+        line = BoundedThreads("conversations wait")
         first = [asyncio.ensure_future(line.run(chat)) for _ in range(BoundedThreads.PLACES)]
         async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
             while len(inside) < BoundedThreads.PLACES:
