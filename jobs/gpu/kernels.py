@@ -292,9 +292,8 @@ def outbox(drawn: Drawn, layout: str) -> Work:
     to = list(range(1, num_blocks + 1))
 
     def store() -> None:
-        with box.stream():
-            box.copy([own], [to])
-            box.settle()
+        with box.copying([own], [to]):
+            pass
 
     num_bytes = num_blocks * geometry.block_bytes
     return Work(f"{num_blocks} blocks, {num_bytes >> 10} KiB, {layout}", store, num_bytes, fits_graph=False)

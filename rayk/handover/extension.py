@@ -317,8 +317,12 @@ class TransferExtension:
         """Return the generations of the blocks that a ticket is to name."""
         if command.outbox_tables is None:
             return self.transfer.generations(command.block_tables)
+        return self._own_outbox.hand_out(command.outbox_tables)
+
+    @property
+    def _own_outbox(self) -> Outbox:
         assert self._outbox is not None, "an engine whose ranks have no outbox"
-        return self._outbox.hand_out(command.outbox_tables)
+        return self._outbox
 
     def _make_part(
         self,
@@ -328,15 +332,11 @@ class TransferExtension:
         first_row: int = 0,
     ) -> TicketPart:
         """Digest the rows of a command's blocks; copy these to the outbox, where it names blocks of it."""
-        outbox, tables = self._outbox, command.outbox_tables
-        with nullcontext() if tables is None or outbox is None else outbox.stream():
-            if tables is not None and outbox is not None:
-                outbox.copy(command.block_tables, tables)
+        own, tables = command.block_tables, command.outbox_tables
+        with nullcontext() if tables is None else self._own_outbox.copying(own, tables):
             began = time.monotonic_ns()
-            found = self._finite_digests(name, command.num_tokens, command.block_tables, first_row)
+            found = self._finite_digests(name, command.num_tokens, own, first_row)
             digest_ns = time.monotonic_ns() - began
-            if tables is not None and outbox is not None:
-                outbox.settle()
         return TicketPart(found, generations, self._renewed_ns, digest_ns)
 
     def _finite_digests(

@@ -211,12 +211,12 @@ def _tensors(
         # One tensor holds whole blocks of every group.
         whole = pages.view(blocks, geometry.block_bytes)
         return (whole,), tuple((BlockReference(0, 0, geometry.block_bytes),) for _ in geometry.groups)
-    stretches = list(_stretches(geometry))
-    parts = torch.split(pages, [size * blocks for size, _ in stretches])
+    sizes = list(_tensor_sizes(geometry))
+    parts = torch.split(pages, [size * blocks for size, _ in sizes])
     references = tuple(
         tuple(
             BlockReference(i, 0, size)
-            for i, (size, position) in enumerate(stretches)
+            for i, (size, position) in enumerate(sizes)
             if position is None or position < len(g.group.layers)
         )
         for g in geometry.groups
@@ -224,7 +224,7 @@ def _tensors(
     return tuple(part.view(blocks, -1) for part in parts), references
 
 
-def _stretches(geometry: RankGeometry) -> Iterator[tuple[int, int | None]]:
+def _tensor_sizes(geometry: RankGeometry) -> Iterator[tuple[int, int | None]]:
     """Yield (bytes of a block, position of the layer it belongs to or None for all) for every index of the
     axes outside B, in order. Padding positions come last."""
     first, around = geometry.groups[0], geometry.layout.around_blocks

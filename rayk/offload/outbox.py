@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -76,13 +76,19 @@ class Outbox:
         known = self.caches.generations.numpy()
         return tuple(tuple(known[list(table)].tolist()) for table in tables)
 
-    def stream(self) -> AbstractContextManager[object]:
-        """Return a context in which the outbox's copies are queued, and what else is to run beside steps."""
-        return self._own_stream()
+    @contextmanager
+    def copying(self, own_tables: BlockTables, tables: BlockTables) -> Iterator[None]:
+        """Copy what the tables say, see `copy`, and do what the body does in the same stream, beside steps.
+        At its end the copies have run."""
+        with self._own_stream():
+            self.copy(own_tables, tables)
+            yield
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()
 
     def copy(self, own_tables: BlockTables, tables: BlockTables) -> None:
         """Queue the copy of the rank's own blocks to those of the outbox that stand at the same places of
-        its tables; where these have null blocks nothing is copied. In `stream`; `settle` waits for it."""
+        its tables; where these have null blocks nothing is copied. In the current stream."""
         for runs, own, there in zip(self._tables, own_tables, tables, strict=True):
             to = np.asarray(there, dtype=np.int64)
             chosen = np.flatnonzero(to != NULL_BLOCK)
@@ -92,11 +98,6 @@ class Outbox:
                 part = slice(first, first + self._chunk_blocks)
                 with self._lock:
                     self._copy(runs, source[part], to[part])
-
-    def settle(self) -> None:
-        """Wait until what was queued in the current stream has run."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
 
     def _copy(self, runs: RunTable, source: Ints, to: Ints) -> None:
         copy_runs(self._own.buffer, self._chunk, runs, source, np.arange(len(source), dtype=np.int64))

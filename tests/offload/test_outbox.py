@@ -100,10 +100,8 @@ class Boxed:
         for rank, box in zip(self.engine.ranks, self.boxes, strict=True):
             rank.lease(name, self.node.clock() + 60_000_000_000)
             generations = box.hand_out(taken)
-            with box.stream():
-                box.copy(own, taken)
+            with box.copying(own, taken):
                 digests = rank.digests(num_tokens, tables, first_row)
-                box.settle()
             parts.append(TicketPart(digests, generations))
         self.engine.poison()
         what = {"num_tokens": num_tokens, "block_tables": taken, "first_row": first_row}
@@ -362,19 +360,16 @@ def test_a_gpus_copies_do_not_wait_for_its_steps(layout: str) -> None:
     ours.caches.buffer.zero_()
     theirs.caches.buffer.zero_()
     for box in (theirs, ours):  # the first time it compiles
-        with box.stream():
-            box.copy(own, to)
-            box.settle()
+        with box.copying(own, to):
+            pass
     assert torch.equal(theirs.caches.buffer, ours.caches.buffer)
     theirs.caches.buffer.zero_()
     torch.cuda.synchronize()
     torch.cuda._sleep(1 << 30)
     step = torch.cuda.Event()
     step.record()
-    with theirs.stream():
+    with theirs.copying(own, to):
         assert torch.cuda.current_stream() != torch.cuda.default_stream()
-        theirs.copy(own, to)
-        theirs.settle()
     assert not step.query(), "the step runs still"
     assert torch.equal(theirs.caches.buffer, ours.caches.buffer)
     torch.cuda.synchronize()

@@ -17,7 +17,7 @@ from tests.answers import NUM_TOKENS, Answers, make_answers
 from tests.markers import one_per, thorough
 from tests.offload.faults import Case, FaultyAgents, PausedTier
 from tests.offload.node import Node, NodeEngine, outbox_bytes, until
-from tests.offload.test_swaps import MODELS, STATES, crowd, pool_for
+from tests.offload.test_swaps import MODELS, STATES, crowd, pool_for, too_many
 from tests.pd import make_request
 from tests.transfer_faults import flip_bit, stall_reads
 
@@ -80,13 +80,11 @@ def test_a_crowd_is_swapped_and_right_by_way_of_outboxes(
 ) -> None:
     """All kinds of caches at two ranks: every ticket is of outboxes, nothing is computed twice."""
     model = answers(name)
-    own: dict[str, Any] = {"tp": 2, "layout": "LBNHC", **more}
-    first = 1 if name in ("nemotron_h", "qwen3_next") and not more else 0
-    own["num_blocks"] = pool_for(model, own, 8, first)
+    own, asked = too_many(name, model, more)
     with Node.open(model.path, [own], load="never", outbox_bytes=64 << 20) as node:
         (engine,) = node.engines
         tickets = tickets_of(engine)
-        counts = swap(node, crowd(model, 9, first))
+        counts = swap(node, asked)
         assert not counts["stores_failed"]
         assert len(tickets) >= counts["stores"] > 0
         assert {ticket.engine for ticket in tickets} == {outbox_name("e0")}

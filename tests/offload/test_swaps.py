@@ -48,6 +48,16 @@ def crowd(model: Answers, times: int, first: int = 0) -> list[tuple[list[int], l
     return list(zip(model.prompts, model.expected, strict=True))[first : first + 2] * times
 
 
+def too_many(
+    name: str, model: Answers, more: dict[str, Any]
+) -> tuple[dict[str, Any], list[tuple[list[int], list[int]]]]:
+    """Settings of an engine at two ranks, and a crowd that does not fit into its pool."""
+    own: dict[str, Any] = {"tp": 2, "layout": "LBNHC", **more}
+    # Large blocks, which the shorter of the first two requests never fills.
+    first = 1 if name in ("nemotron_h", "qwen3_next") and not more else 0
+    return own | {"num_blocks": pool_for(model, own, 8, first)}, crowd(model, 9, first)
+
+
 @one_per()
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("more", [{}, STATES], ids=["in-place", "cached"])
@@ -56,13 +66,9 @@ def test_a_crowd_in_a_small_pool_is_swapped_and_right(
 ) -> None:
     """More requests than fit, at two ranks: all tokens are right, none is computed a second time."""
     model = answers(name)
-    own: dict[str, Any] = {"tp": 2, "layout": "LBNHC", **more}
-    # Large blocks, which a short request never fills.
-    first = 1 if name in ("nemotron_h", "qwen3_next") and not more else 0
-    own["num_blocks"] = pool_for(model, own, 8, first)
+    own, asked = too_many(name, model, more)
     with Node.open(model.path, [own], load="never") as node:
         engine = node.engines[0]
-        asked = crowd(model, 9, first)
         requests = [make_request(f"r{i}", prompt, NUM_TOKENS) for i, (prompt, _) in enumerate(asked)]
         found = engine.complete(requests)
         assert [c.token_ids for c in found] == [answer for _, answer in asked]
