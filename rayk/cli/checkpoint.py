@@ -12,6 +12,7 @@ import typer
 from rayk.cli.guard import guarded, stderr
 from rayk.models.families import FAMILIES as FAMILY_PARSERS
 from rayk.models.families import parse_config
+from rayk.oracle.release_formats import RELEASE_FORMATS, release_format
 from rayk.oracle.tiny import FAMILIES, family_values
 from rayk.reports.values import format_bytes
 from rayk.specs.marks import parse_scalar
@@ -56,6 +57,13 @@ def checkpoint(
             help="Of the weights: float32, bfloat16, float16 [default: float32; with --from-gguf bfloat16]."
         ),
     ] = None,
+    quantise: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help=f"Store the weights as quantised releases do: {', '.join(RELEASE_FORMATS)}.",
+        ),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Write it anew, even over changed files.")] = False,
 ) -> None:
     """Write a tiny random checkpoint (tokenizer included) through transformers and print its path.
@@ -65,8 +73,8 @@ def checkpoint(
     values that rayk cannot serve.
     """
     if from_gguf is not None:
-        with_settings = [seed != 0, layers is not None, bool(overrides), tie is not None, force]
-        refuse_mixed(directory is not None or any(with_settings))
+        given = (directory, layers, tie, quantise)
+        refuse_mixed(any(value is not None for value in given) or seed != 0 or bool(overrides) or force)
         convert(from_gguf, Path(family), dtype or "bfloat16", max_shard_size)
         return
     if directory is None:
@@ -74,6 +82,8 @@ def checkpoint(
     values = parse_overrides(overrides or [])
     if layers is not None:
         values["num_hidden_layers"] = layers
+    if quantise is not None:
+        values = {**release_format(quantise, family).values, **values}
     # An unknown family is refused before anything is announced, as is what needs no transformers to judge.
     refuse_unservable(family, family_values(family, values), values)
     stderr().print(f"writing a tiny {family} checkpoint to {directory}", markup=False)
@@ -87,6 +97,7 @@ def checkpoint(
         max_shard_size=max_shard_size,
         tie=tie,
         dtype=dtype or "float32",
+        quantise=quantise,
         force=force,
         judge=parse_config,  # what explain and run would refuse is not written
     )

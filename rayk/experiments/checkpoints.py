@@ -33,6 +33,7 @@ def write_checkpoints(loaded: LoadedSpec, tell: Callable[[str], None]) -> None:
                 seed=checkpoint.seed,
                 overrides=checkpoint.config,
                 dtype=checkpoint.dtype,
+                quantise=checkpoint.quantise,
                 judge=judge,
             )
         except UserError as error:

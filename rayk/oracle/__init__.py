@@ -18,6 +18,9 @@
  remake.py       the command that writes a checkpoint again
  cache.py        answers of the reference, kept on disk
  files.py        hashing checkpoints and replacing folders atomically
+ release_formats.py   the formats of quantised releases that tiny checkpoints are written in
+ packing.py      what packs weights in them
+ dequantised.py  the plain checkpoint that a quantised release means, by the formats' own libraries
  quiet.py        transformers without progress bars and advice
 
 transformers lives here and is imported late: recognising a finished checkpoint or a cached answer costs no

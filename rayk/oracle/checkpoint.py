@@ -13,6 +13,7 @@ from typing import Any
 
 from rayk.oracle.files import file_digests, is_whole, replaced_folder
 from rayk.oracle.quiet import no_progress_bars
+from rayk.oracle.release_formats import release_format
 from rayk.oracle.tiny import ADDS_BOS, FAMILIES, family_values, make_config
 from rayk.oracle.tokenizer import SPECIAL_TOKENS, build_tokenizer
 from rayk.oracle.trials import TRIALS, trial_key
@@ -49,6 +50,7 @@ def write_checkpoint(
     max_shard_size: str | None = None,
     tie: bool | None = None,
     dtype: str = "float32",
+    quantise: str | None = None,
     judge: Judge | None = None,
     force: bool = False,
 ) -> Path:
@@ -61,6 +63,7 @@ def write_checkpoint(
      max_shard_size: e.g. "100KB": several weight files and a model.safetensors.index.json.
      tie:            whether lm_head shares the embeddings; None keeps the family's setting.
      dtype:          of the weights on disk; their greedy output is promised in float32.
+     quantise:       a format of release_formats.py; the promise is of what it dequantises to.
      judge:          may refuse the config.json before the model is made; not asked about a finished folder.
      force:          write it in any case.
 
@@ -69,11 +72,12 @@ def write_checkpoint(
     were measured on and their greedy output. Deterministic for given parameters; the folder appears whole or
     not at all. Returns its path.
 
-    Raises UnsupportedArchitecture (unknown family) and UserError (unknown config key, a vocabulary without
-    room for all bytes, values no model can have, a folder that cannot be made, is something else, holds
-    another family, or files that were changed), and what `judge` raises.
+    Raises UnsupportedArchitecture (unknown family) and UserError (unknown config key or format, a vocabulary
+    without room for all bytes, values no model can have, a folder that cannot be made, is something else,
+    holds another family, or files that were changed), and what `judge` raises.
     """
-    values = family_values(family, overrides or {})
+    needed = release_format(quantise, family).values if quantise is not None else {}
+    values = family_values(family, {**needed, **(overrides or {})})
     if tie is not None:
         values["tie_word_embeddings"] = tie
     require_form(dtype, max_shard_size)
@@ -84,6 +88,7 @@ def write_checkpoint(
         "config": values,
         "max_shard_size": max_shard_size,
         "dtype": dtype,
+        **({} if quantise is None else {"quantise": quantise}),
     }
     target = Path(directory)
     if not force:
@@ -176,6 +181,7 @@ def _write(folder: Path, parameters: Mapping[str, Any], judge: Judge | None) -> 
     import transformers
 
     from rayk.oracle.draw import probe_prompts, search
+    from rayk.oracle.packing import PACKERS, Packed
     from rayk.oracle.text import FedText
 
     family, values = parameters["family"], parameters["config"]
@@ -196,11 +202,22 @@ def _write(folder: Path, parameters: Mapping[str, Any], judge: Judge | None) -> 
     prompts = probe_prompts(values["vocab_size"], tokenizer.all_special_ids, positions)
     dtype = getattr(torch, parameters["dtype"])
     known = TRIALS.get(trial_key(parameters))
-    draw = search(model, seed=parameters["seed"], dtype=dtype, prompts=prompts, eos_id=eos, known=known)
+    packed = Packed(PACKERS[parameters["quantise"]]) if "quantise" in parameters else None
+    draw = search(
+        model,
+        seed=parameters["seed"],
+        dtype=dtype,
+        prompts=prompts,
+        eos_id=eos,
+        known=known,
+        **({} if packed is None else {"rounded": packed.round}),
+    )
 
     size = parameters["max_shard_size"]
     with no_progress_bars():
         model.to(dtype).save_pretrained(folder, **({} if size is None else {"max_shard_size": size}))
+    if packed is not None:
+        packed.replace(folder)
     tokenizer.save_pretrained(folder)
     notes = {
         "parameters": parameters,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
@@ -98,17 +98,19 @@ def search(
     prompts: Sequence[tuple[int, ...]],
     eos_id: int,
     known: int | None = None,
+    rounded: Callable[[Any], None] = lambda _: None,
 ) -> Draw:
     """Draw the weights of `model` (float32, changed in place) until the promise holds.
 
     `known` is a trial that an earlier search accepted; it is measured first, like any other. Weights are
-    rounded through `dtype`, in which they will be saved. The result depends only on the model's config and
-    the seed. Raises UserError if no trial is good enough, as with very large vocabularies, whose top tokens
-    lie closer together.
+    rounded through `dtype`, in which they will be saved, and then by `rounded`, in place. The result depends
+    only on the model's config, the seed and these. Raises UserError if no trial is good enough, as with very
+    large vocabularies, whose top tokens lie closer together.
     """
     with _single_thread():
         for trial in (*(() if known is None else (known,)), *range(MAX_TRIALS)):
             draw_weights(model, seed=seed, trial=trial, dtype=dtype)
+            rounded(model)
             if not _settle(model, max(prompts, key=len, default=()), f"{seed}/{trial}", dtype):
                 continue
             probes = _probe_all(model, prompts, eos_id)

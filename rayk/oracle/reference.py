@@ -231,10 +231,12 @@ class Reference:
         import transformers
         from safetensors import SafetensorError
 
+        from rayk.oracle.dequantised import plain_checkpoint
+
         try:
-            with no_progress_bars():
+            with no_progress_bars(), plain_checkpoint(self.model_path) as folder:
                 model = transformers.AutoModelForCausalLM.from_pretrained(
-                    self.model_path,
+                    folder,
                     dtype=getattr(torch, self.weights_dtype),
                     attn_implementation="eager",
                     # The default for experts has no float64.

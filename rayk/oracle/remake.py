@@ -38,6 +38,8 @@ def checkpoint_command(folder: str) -> list[str]:
         options += ["--max-shard-size", parameters["max_shard_size"]]
     if parameters["dtype"] != "float32":
         options += ["--dtype", parameters["dtype"]]
+    if "quantise" in parameters:
+        options += ["--quantise", parameters["quantise"]]
     return ["rayk", "checkpoint", family, folder, *options]
 
 

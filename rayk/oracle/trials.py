@@ -16,7 +16,10 @@ _DECIDING = ("format", "family", "seed", "config", "dtype")
 
 def trial_key(parameters: Mapping[str, Any]) -> str:
     """Digest the parameters in a checkpoint's marker that the draw depends on."""
-    text = json.dumps({name: parameters[name] for name in _DECIDING}, sort_keys=True)
+    deciding = {name: parameters[name] for name in _DECIDING}
+    if "quantise" in parameters:
+        deciding["quantise"] = parameters["quantise"]
+    text = json.dumps(deciding, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -82,4 +85,10 @@ TRIALS: Mapping[str, int] = {
     "5d89b5d8ed79": 5,  # qwen3_moe bfloat16
     "04734eb37e30": 1,  # qwen3_next
     "4f7a5bca30a2": 27,  # qwen3_next
+    "a3f8840fd951": 21,  # deepseek_v3 fp8-block
+    "3be69ba39c90": 7,  # gpt_oss mxfp4
+    "59767df0be95": 15,  # llama fp8-channel
+    "fce4d986297f": 4,  # llama fp8-tensor
+    "656443b45046": 10,  # qwen3 fp8-block
+    "2c571dd211e5": 7,  # qwen3_moe fp8-block
 }

@@ -158,6 +158,8 @@ class CheckpointSpec(StrictModel):
     config: Annotated[dict[str, Any], Field(max_length=MAX_ITEMS)] = Field(default_factory=dict)
     """Values of config.json that differ from the family's own."""
     dtype: WeightsDtype = "float32"
+    quantise: str | None = None
+    """A format of quantised releases, as `rayk checkpoint --quantise` has them."""
 
     @model_validator(mode="before")
     @classmethod
