@@ -245,9 +245,13 @@ def add_cells(page: Page, folders: Sequence[Path]) -> None:
     """Add a table of the runs' cells; those that are wrong go to `page.wrong`."""
     from rayk.reports import load
 
+    results = {folder: load(folder) for folder in folders}
+    for result in results.values():
+        made = result.environment
+        page.say(f"`{' '.join(['rayk', *made['command'][1:]])}`, {str(made['started'])[:10]}:")
+    page.say("")
     page.head(*CELL_TITLES)
-    for folder in folders:
-        result = load(folder)
+    for folder, result in results.items():
         requests = result.requests.to_dict("records")
         cells = result.cells.to_dict("records")
         for cell in cells:
