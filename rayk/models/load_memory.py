@@ -143,7 +143,7 @@ def tensors_of(decoder: Decoder) -> list[torch.Tensor]:
             pending += item.values()
         elif isinstance(item, tuple | list):
             pending += item
-        elif type(item).__module__.startswith("rayk.models"):
+        elif type(item).__module__.startswith(("rayk.models", "rayk.kernels")):
             slots = [getattr(item, name) for name in getattr(type(item), "__slots__", ())]
             pending += [*getattr(item, "__dict__", {}).values(), *slots]
     return found

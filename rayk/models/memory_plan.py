@@ -15,7 +15,7 @@ from rayk.models.engine_plan import plan_engine
 from rayk.models.families import read_config
 from rayk.models.hub import config_file
 from rayk.models.kv_specs import kv_cache_specs
-from rayk.models.stored_sizes import num_parameters, rank_bytes
+from rayk.models.stored_sizes import held_bytes, num_parameters
 from rayk.models.tensor_parallel import why_tp_unsupported
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
@@ -24,6 +24,8 @@ GPU_GB: Mapping[str, int] = MappingProxyType(
     {"A100": 80, "L4": 24, "L40S": 48, "H100": 80, "H200": 141, "B200": 180, "B300": 288, "MI300X": 192}
 )
 """Memory of a GPU in 10^9 bytes, as its vendor's data sheet says."""
+MULTIPLIES_FP8 = frozenset({"L4", "L40S", "H100", "H200", "B200", "B300"})
+"""GPUs on which matrices stay in e4m3 (kernels.scaled_matmul); the MI300X has an e4m3 of its own."""
 USED_SHARE = 0.9
 """Share of a GPU's memory that weights and KV may fill; the rest is for activations and the driver."""
 MAX_GPUS = 4096
@@ -78,29 +80,29 @@ def plan_memory(model: str | Path, gpus: str, *, tokens: int | None = None) -> M
     config = read_config(file)
     tokens = min(tokens or 4096, config.max_positions)
     specs = kv_cache_specs(config, block_size=1, dtype=config.dtype).values()
-    memory = GPU_GB[gpu] * 10**9
     sizes = [n for n in range(1, count + 1) if count % n == 0]
     return MemoryPlan(
         model=name,
         gpu=gpu,
         num_gpus=count,
-        gpu_bytes=memory,
+        gpu_bytes=GPU_GB[gpu] * 10**9,
         num_parameters=num_parameters(config),
         dtype=config.dtype,
         stored_as=config.quantisation.text if config.quantisation else config.dtype,
         kv_token_bytes=sum(page_bytes(spec) for spec in specs if spec.has_token_rows),
         state_bytes=sum(page_bytes(spec) for spec in specs if not spec.has_token_rows),
         tokens=tokens,
-        sizes=tuple(_plan(str(model), config, memory, tp, tokens) for tp in sizes),
+        sizes=tuple(_plan(str(model), config, gpu, tp, tokens) for tp in sizes),
     )
 
 
-def _plan(model: str, config: DecoderConfig, memory: int, tp: int, tokens: int) -> TpPlan:
+def _plan(model: str, config: DecoderConfig, gpu: str, tp: int, tokens: int) -> TpPlan:
     reason = why_tp_unsupported(config, tp)
     if reason is not None:
         return TpPlan(tp=tp, reason=reason)
     # The last rank has the larger share of all that is dealt out unevenly (parallel.shard.shard_range).
-    weights = rank_bytes(config, tp, tp - 1)
+    weights = held_bytes(config, tp, tp - 1, keeps_fp8=gpu in MULTIPLIES_FP8)
+    memory = GPU_GB[gpu] * 10**9
     plan = plan_engine(EngineConfig(model=model, tp=tp, dtype=config.dtype, num_blocks=2), config)
     block = max(rank.block_bytes for rank in plan.ranks)
     blocks = max(0, int(memory * USED_SHARE) - weights) // block

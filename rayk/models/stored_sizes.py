@@ -1,4 +1,5 @@
-"""Counts a model's weights from its config.json alone: what each rank reads, in the bytes of the release."""
+"""Counts a model's weights from its config.json alone: what each rank reads, in the bytes of the release,
+and what it holds then."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from rayk.models.build import Build
 from rayk.models.config import DecoderConfig
 from rayk.models.decoder import build_decoder
 from rayk.models.families import FAMILIES
+from rayk.models.formats import Fp8
 from rayk.models.pieces import Pieces
 from rayk.models.weights import HeaderReader
 from rayk.parallel.local import LocalComm
@@ -54,6 +56,20 @@ def rank_pieces(config: DecoderConfig, tp: int, rank: int) -> tuple[tuple[str, t
 def num_parameters(config: DecoderConfig) -> int:
     """Count the elements of all tensors that the decoder uses."""
     return sum(math.prod(shape) for _, shape in rank_pieces(config, 1, 0))
+
+
+def held_bytes(config: DecoderConfig, tp: int, rank: int, *, keeps_fp8: bool) -> int:
+    """Count the bytes of the rank's weights once they are loaded: in the model's dtype, whatever the release
+    stores, but with `keeps_fp8` matrices in fp8 as they are (a cut inside a block is not looked for)."""
+    itemsize: int = getattr(torch, config.dtype).itemsize
+    quantisation = config.quantisation
+
+    def of_piece(name: str, shape: tuple[int, ...]) -> int:
+        if keeps_fp8 and quantisation is not None and isinstance(quantisation.format_of(name), Fp8):
+            return quantisation.stored_bytes(name, shape, itemsize)
+        return math.prod(shape) * itemsize
+
+    return sum(of_piece(name, shape) for name, shape in rank_pieces(config, tp, rank))
 
 
 def rank_bytes(config: DecoderConfig, tp: int, rank: int) -> int:

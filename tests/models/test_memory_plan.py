@@ -128,6 +128,19 @@ def test_the_plan_counts_the_rank_that_holds_most(write: WriteConfig) -> None:
 
 
 @thorough
+def test_weights_count_as_ranks_hold_them(write: WriteConfig) -> None:
+    """fp8 stays where GPUs multiply it; what has no such kernels is dequantised."""
+    path = write(LARGE["DeepSeek-V3"])
+    config = read_config(path)
+    plain = rank_bytes(replace(config, quantisation=None), 8, 7)
+    assert plan_memory(path, "8xH200").sizes[-1].weight_bytes == rank_bytes(config, 8, 7) < 0.51 * plain
+    assert plan_memory(path, "8xA100").sizes[-1].weight_bytes == plain
+    plan = plan_memory(write(LARGE["gpt-oss-120b"]), "2xH200")
+    assert plan.sizes[0].weight_bytes == 2 * plan.num_parameters
+    assert [size.reason for size in plan.sizes] == ["the weights do not fit", ""]
+
+
+@thorough
 def test_gpt_oss_weighs_what_its_card_says(write: WriteConfig) -> None:
     """60.8 GiB (the model card, Table 1)."""
     config = read_config(write(LARGE["gpt-oss-120b"]))
