@@ -177,6 +177,7 @@ class Worker:
             "comm_reason": comm_reason,
             "decode_graphs": self._rank.graphs_note,
             "scheduling": self._rank.scheduling_note,
+            "weights": self._rank.weights_note,
             "num_fast_prefill_layers": len(self._rank.fast_prefill_layers),
             "layout": plan.resolution.layout.name,
             "kv_scales": self._rank.decoder.kv_scales,

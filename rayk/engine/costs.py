@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from rayk.engine.parts import parts_of
 from rayk.engine.rank import EngineRank
+from rayk.kernels.scaled_matmul import ScaledWeight
 from rayk.models.layers.attention import Attention
-from rayk.models.layers.linear import Linear, RowParallelLinear
+from rayk.models.layers.linear import Linear, RowParallelLinear, Weight
 from rayk.models.layers.mla import Mla
 from rayk.models.layers.moe import Moe
 from rayk.types.batch import ScheduledBatch
@@ -60,6 +61,7 @@ def peaks_of(device: str, dtype: str) -> Peaks | None:
 @dataclass(frozen=True, slots=True)
 class _ExpertShare:
     num_elements: int  # in the rank's share
+    num_bytes: int
     num_chosen: int
     num_experts: int
 
@@ -79,13 +81,13 @@ class StepCosts:
             if isinstance(part, Moe):
                 moes.append(part)
             elif isinstance(part, Linear | RowParallelLinear):
-                linears.append(part.weight.numel())
-        self._experts = tuple(
-            _ExpertShare(m.experts.gate_up.numel() + m.experts.down.numel(), *m.num_chosen) for m in moes
-        )
-        self._num_linear = sum(linears)
+                linears.append(part.weight)
+        itemsize = decoder.weight_itemsize
+        self._experts = tuple(_share(m, itemsize) for m in moes)
+        self._num_linear = sum(weight.numel() for weight in linears)
+        self._linear_bytes = sum(_bytes_of(weight, itemsize) for weight in linears)
         self._num_head = decoder.num_head_weights
-        self._itemsize = decoder.weight_itemsize
+        self._head_bytes = self._num_head * itemsize
         self._attending = tuple(_attending(rank))
 
     def count(self, batch: ScheduledBatch) -> tuple[int, int]:
@@ -97,18 +99,29 @@ class StepCosts:
             num_logits += r.needs_logits + r.prompt_logits[1] - r.prompt_logits[0]
             pairs += n * before + n * (n + 1) // 2
             seen += before + n
-        elements = self._num_linear + (self._num_head if num_logits else 0)
+        read = self._linear_bytes + (self._head_bytes if num_logits else 0)
         flops = 2 * (self._num_linear * num_tokens + self._num_head * num_logits)
         for e in self._experts:
             flops += 2 * e.num_elements * num_tokens * e.num_chosen // e.num_experts
             # As many experts as tokens may choose: few tokens leave most of them alone.
-            elements += min(e.num_elements, e.num_elements * num_tokens * e.num_chosen // e.num_experts)
-        read = elements * self._itemsize
+            read += min(e.num_bytes, e.num_bytes * num_tokens * e.num_chosen // e.num_experts)
         for a in self._attending:
             of = (pairs, seen) if a.window is None else _in_window(batch, a.window)
             flops += a.flops * of[0]
             read += a.kv_bytes * of[1]
         return flops, read
+
+
+def _share(moe: Moe, itemsize: int) -> _ExpertShare:
+    weights = (moe.experts.gate_up, moe.experts.down)
+    num_bytes = sum(_bytes_of(weight, itemsize) for weight in weights)
+    return _ExpertShare(sum(weight.numel() for weight in weights), num_bytes, *moe.num_chosen)
+
+
+def _bytes_of(weight: Weight, itemsize: int) -> int:
+    """Count what a product reads of the weight, whose elements take `itemsize` bytes unless it is kept in
+    fp8."""
+    return weight.nbytes if isinstance(weight, ScaledWeight) else weight.numel() * itemsize
 
 
 def _in_window(batch: ScheduledBatch, window: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ def parts_of(thing: object, name: str = "", seen: set[int] | None = None) -> Ite
     elif isinstance(thing, torch.Tensor):
         yield name, thing
         return
-    elif type(thing).__module__.startswith("rayk.models."):
+    elif type(thing).__module__.startswith(("rayk.models.", "rayk.kernels.scaled_matmul.")):
         yield name, thing
         slots = [] if hasattr(thing, "__dict__") else fields(thing)  # type: ignore[arg-type]
         parts = {f.name: getattr(thing, f.name) for f in slots} or vars(thing)

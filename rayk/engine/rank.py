@@ -24,6 +24,7 @@ from rayk.engine.warm_up import run_warm_up, warm_up_batches
 from rayk.kernels.quantise import QuantisedKV
 from rayk.kernels.replay import CannotReplay
 from rayk.kernels.replay import why_no_native as why_no_replay
+from rayk.kernels.scaled_matmul import multiplies_e4m3
 from rayk.kernels.segments import Segments
 from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, allocate
 from rayk.kv.groups import CacheKey
@@ -34,6 +35,7 @@ from rayk.models.families import load_config
 from rayk.models.kv_specs import engine_groups
 from rayk.models.load_memory import measured
 from rayk.models.loader import load_decoder
+from rayk.models.pieces import Keeping
 from rayk.models.weights import OpenWeights, WeightReader
 from rayk.parallel.comm import Comm
 from rayk.types.batch import ScheduledBatch
@@ -77,6 +79,8 @@ class EngineRank:
         geometry = self.plan.ranks[comm.rank]
         self._fill = 0 if poison is None else poison
         self.caches: CanonicalKVCaches = allocate(geometry, self.device, fill=self._fill)
+        # which matrices stay in fp8; None where all are dequantised
+        self.keeping = self._keeping()
         load = partial(
             load_decoder,
             Path(config.model),
@@ -85,6 +89,7 @@ class EngineRank:
             dtype=TORCH_DTYPES[config.dtype],
             device=self.device,
             backend=self.backends.__getitem__,
+            keeping=self.keeping,
         )
         self.decoder, self.load_memory = measured(
             lambda opened: load(open_weights=opened), open_weights, self.device
@@ -285,6 +290,19 @@ class EngineRank:
                 return f"device {self.device.type} computes before it returns"
         return None
 
+    def _keeping(self) -> Keeping | None:
+        wanted = self.config.weights
+        keeps = wanted == "kept" or (wanted == "auto" and multiplies_e4m3(self.device))
+        return Keeping() if keeps and self.model_config.quantisation is not None else None
+
+    @property
+    def weights_note(self) -> str:
+        """Say in which form the weights are held, for the results."""
+        stored = self.model_config.quantisation
+        if stored is None:
+            return self.config.dtype
+        return f"{stored.text}: {'all dequantised' if self.keeping is None else self.keeping.text}"
+
     def _why_no_graphs(self) -> str | None:
         if self.config.cuda_graphs == "never":
             return "engine.cuda_graphs: never"
@@ -307,6 +325,8 @@ class EngineRank:
         for index, layer in enumerate(self.model_config.layers):
             if layer.mixers != ("attention",) or isinstance(layer.mlp, ExpertsConfig):
                 return f"layer {index} works from the host on a CPU"
+        if self.keeping is not None and self.keeping.kept:
+            return "a CPU multiplies weights kept in fp8 from the host"
         if any(isinstance(a.kv_cache, QuantisedKV) for a in self.decoder.attention_layers.values()):
             return "a CPU stores a quantised KV cache from the host"
         return f"{self.comm.size} ranks on CPUs" if self.comm.size > 1 else None

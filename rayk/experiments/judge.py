@@ -406,7 +406,7 @@ def _load_memory(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[
 
 def _effective(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, str | None]:
     """Take what the first engine of each side ran with."""
-    named = {"effective_layout": "layout", "attention_implementation": "backend"}
+    named = {"effective_layout": "layout", "attention_implementation": "backend", "weights_held": "weights"}
     named |= {fact: fact for fact in ("comm", "comm_reason", "decode_graphs", "scheduling", "node")}
     return {
         f"{side}.{column}": facts[f"{side}0"].get(fact)

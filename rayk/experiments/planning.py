@@ -20,7 +20,7 @@ from rayk.specs import Cell, LoadedSpec, dump_spec, renew_spec
 from rayk.specs.cells import expand_matrix
 from rayk.specs.checks import check_cells
 from rayk.specs.devices import check_device
-from rayk.specs.engines import check_cell_device
+from rayk.specs.engines import check_cell_device, with_compared_weights
 from rayk.specs.host_tier import check_machine, check_pools
 from rayk.specs.load import with_models
 from rayk.specs.vllm_engines import in_order
@@ -75,6 +75,9 @@ def plan_experiment(
     # Of a cluster that is not this machine's it is not known yet which devices it has.
     expansion = expand_matrix(spec, configs, device=None if cluster is None else "auto")
     cells = check_cells(expansion.cells, loaded, configs, tokenizer_loader=_load_tokenizer)
+    cells = [
+        (with_compared_weights(cell, configs[cell.spec.model], loaded), prompts) for cell, prompts in cells
+    ]
     if cluster is None:
         for cell, _ in cells:
             check_device(cell.spec.device, where=loaded.where("device"))

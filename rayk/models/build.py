@@ -44,8 +44,9 @@ class Build:
     ) -> Linear:
         """Return one matrix of the parts' rows, stacked; its inputs are hidden states by default."""
         num_inputs = num_inputs or self.config.hidden_size
+        weight = self.pieces.kept_rows(index, parts, num_inputs)
         return Linear(
-            self.pieces.stacked(index, parts, "weight", (num_inputs,)),
+            self.pieces.stacked(index, parts, "weight", (num_inputs,)) if weight is None else weight,
             self.pieces.stacked(index, parts, "bias", ()) if bias else None,
         )
 
@@ -61,9 +62,9 @@ class Build:
         """Return the rank's columns `part` of a matrix, and the whole bias; outputs are hidden states by
         default. `reduce` overrides `Build.reduce` for a matrix within a mixer."""
         num_outputs = num_outputs or self.config.hidden_size
-        weight = self.pieces.columns(
-            self.name(index, f"{part.parameter}.weight"), (num_outputs, part.size), part.rows
-        )
+        wanted = self.name(index, f"{part.parameter}.weight"), (num_outputs, part.size), part.rows
+        kept = self.pieces.kept_columns(*wanted)
+        weight = self.pieces.columns(*wanted) if kept is None else kept
         whole = self.pieces.whole(self.name(index, f"{part.parameter}.bias"), num_outputs) if bias else None
         return RowParallelLinear(weight, whole, self.comm, reduce=self.reduce if reduce is None else reduce)
 

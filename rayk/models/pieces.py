@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from rayk.kernels.scaled_matmul import ScaledWeight, can_stack, kernel_takes, stacked_weight
 from rayk.models.families import WeightNames
 from rayk.models.weights import WeightReader
+
+MOST_KINDS = 6
+"""Most kinds of matrices that a note lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,24 @@ def head_rows(heads: Sequence[int], head_size: int) -> tuple[range, ...]:
     return tuple(runs)
 
 
+@dataclass(slots=True)
+class Keeping:
+    """Which matrices a rank keeps in fp8, as they are stored, and which it does not."""
+
+    kept: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    """Quantised ones that had to be dequantised: cut inside a block, or in a form that no kernel takes."""
+
+    @property
+    def text(self) -> str:
+        """Say it for the results."""
+        text = f"{len(self.kept)} matrices kept in fp8"
+        if not self.left:
+            return text
+        kinds = sorted({name.rpartition(".layers.")[2].partition(".")[2] or name for name in self.left})
+        return f"{text}, {len(self.left)} dequantised ({', '.join(kinds[:MOST_KINDS])})"
+
+
 @dataclass(frozen=True, slots=True)
 class Pieces:
     """Reads and places pieces. Methods raise CheckpointError naming tensor and file."""
@@ -45,6 +67,8 @@ class Pieces:
     names: WeightNames
     dtype: torch.dtype
     device: torch.device
+    keeping: Keeping | None = None
+    """None: everything is dequantised."""
 
     def empty(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -63,6 +87,71 @@ class Pieces:
     ) -> torch.Tensor:
         """Return the parts' rows, stacked; `kind` is weight or bias. Parts with one name on disk are cut from
         one tensor, which holds them in this order."""
+        runs = self._runs(layer, parts, kind, row_shape)
+        out = self.empty(sum(len(rows) for _, _, rows in runs), *row_shape)
+        filled = 0
+        for name, shape, rows in runs:
+            out[filled : filled + len(rows)].copy_(self.reader.read(name, shape, rows))
+            filled += len(rows)
+        return out
+
+    def kept_rows(self, layer: int, parts: Sequence[Rows], num_inputs: int) -> ScaledWeight | None:
+        """Return the rows that `stacked` would dequantise as they are stored, if they can be kept so."""
+        if self.keeping is None:
+            return None
+        runs = self._runs(layer, parts, "weight", (num_inputs,))
+        return self._kept([(name, shape, rows, None) for name, shape, rows in runs])
+
+    def kept_columns(
+        self, name: str, shape: tuple[int, int], columns: Sequence[range]
+    ) -> ScaledWeight | None:
+        """Return the columns that `columns` would dequantise as they are stored, if they can be kept so."""
+        if self.keeping is None or len(columns) != 1:
+            return None
+        return self._kept([(name, shape, range(shape[0]), columns[0])])
+
+    def kept_experts(self, experts: Sequence[Sequence[str]], shape: tuple[int, int]) -> ScaledWeight | None:
+        """Return matrices of experts, each stacked of tensors of `shape` by their names, if they can be kept
+        as stored."""
+        if self.keeping is None:
+            return None
+        kept: ScaledWeight | None = None
+        for slot, names in enumerate(experts):
+            found = self._kept([(name, shape, range(shape[0]), None) for name in names])
+            if found is None or (kept is not None and not kept.is_like(found)):
+                return None
+            kept = found.room_for(len(experts)) if kept is None else kept
+            kept.values[slot].copy_(found.values)
+            kept.scales[slot].copy_(found.scales)
+        return kept
+
+    def _kept(
+        self, pieces: Sequence[tuple[str, tuple[int, ...], range, range | None]]
+    ) -> ScaledWeight | None:
+        """Read (name, shape, rows, columns) and stack them; None, noted, if one of them cannot be kept."""
+        assert self.keeping is not None
+        found = [self.reader.keep(*piece) for piece in pieces]
+        parts = [part for part in found if part is not None]
+        if len(parts) < len(found) or not can_stack(parts) or not self._fits(parts[0]):
+            for name, *_ in pieces:
+                self.leave(name)
+            return None
+        self.keeping.kept += [name for name, *_ in pieces]
+        return stacked_weight(parts).to(self.device)
+
+    def leave(self, name: str) -> None:
+        """Note that a matrix is dequantised, if it is stored quantised."""
+        if self.keeping is not None and self.reader.is_quantised(name):
+            self.keeping.left.append(name)
+
+    def _fits(self, part: ScaledWeight) -> bool:
+        """Tell whether the device's kernel takes blocks of these sides; a CPU's reference takes all."""
+        return self.device.type != "cuda" or kernel_takes(part.block, part.num_inputs)
+
+    def _runs(
+        self, layer: int, parts: Sequence[Rows], kind: str, row_shape: tuple[int, ...]
+    ) -> list[tuple[str, tuple[int, ...], range]]:
+        """List (name, whole shape, rows) of the parts' rows on disk, in their order, checked."""
         names = [self.names.in_layer(layer, f"{part.parameter}.{kind}") for part in parts]
         stored: dict[str, int] = {}
         starts = []
@@ -71,15 +160,11 @@ class Pieces:
             stored[name] = starts[-1] + part.size
         for name in {name for name, part in zip(names, parts, strict=True) if part.rows}:
             self.reader.require(name, (stored[name], *row_shape))
-        out = self.empty(sum(len(rows) for part in parts for rows in part.rows), *row_shape)
-        filled = 0
-        for name, start, part in zip(names, starts, parts, strict=True):
-            for rows in part.rows:
-                moved = range(start + rows.start, start + rows.stop)
-                piece = self.reader.read(name, (stored[name], *row_shape), moved)
-                out[filled : filled + len(rows)].copy_(piece)
-                filled += len(rows)
-        return out
+        return [
+            (name, (stored[name], *row_shape), range(start + rows.start, start + rows.stop))
+            for name, start, part in zip(names, starts, parts, strict=True)
+            for rows in part.rows
+        ]
 
     def columns(self, name: str, shape: tuple[int, int], columns: Sequence[range]) -> torch.Tensor:
         """Return the runs of `columns` of a matrix, side by side."""

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from rayk.models.formats import Fp8, Quantisation, ScaledPiece, WeightFormat
+from rayk.kernels.scaled_matmul import ScaledWeight
+from rayk.models.formats import Fp8, Quantisation, WeightFormat
 from rayk.models.headers import StoredTensor, stored_tensors
 from rayk.types.errors import CheckpointError
 
@@ -120,9 +121,9 @@ class WeightReader:
 
     def keep(
         self, name: str, shape: tuple[int, ...], rows: range, columns: range | None = None
-    ) -> ScaledPiece | None:
+    ) -> ScaledWeight | None:
         """Return the piece that `read` would dequantise as it is stored; None if it is not stored in 8-bit
-        floats, or a cut lies inside a block with one scale. Raises like `read`."""
+        floats, or no kernel takes it so (Fp8.keep). Raises like `read`."""
         self.require(name, shape)
         stored_as = self._format(name)
         if not isinstance(stored_as, Fp8):
@@ -131,6 +132,10 @@ class WeightReader:
         piece = stored_as.keep(self, name, shape, rows, columns)
         self._count(0)
         return piece
+
+    def is_quantised(self, name: str) -> bool:
+        """Tell whether the files hold the tensor in a format of quantised weights."""
+        return self._format(name) is not None
 
     def _format(self, name: str) -> WeightFormat | None:
         """Return the format in which the files hold the tensor; None if it is plain."""

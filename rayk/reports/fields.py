@@ -76,6 +76,7 @@ again, in another attempt, is added."""
 EFFECTIVE = {
     "effective_layout": "layout of the KV cache that was taken",
     "attention_implementation": "attention backend that ran",
+    "weights_held": "dtype of weights, or how a quantised release is stored and what is kept so",
     "comm": "collectives between tensor-parallel ranks",
     "comm_reason": "why these were not the first choice",
     "decode_graphs": "whether decode steps ran as graphs, or why not",

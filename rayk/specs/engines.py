@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from rayk.kv.groups import KVCacheGroup, max_request_blocks
@@ -42,6 +43,23 @@ def check_cell_device(cell: Cell, loaded: LoadedSpec) -> None:
     """Refuse a backend or comm that the cell's device cannot have. Raises SpecError."""
     for side, engine in _engines(cell):
         check_fits_device(engine, partial(_where, cell, side, loaded=loaded))
+
+
+def with_compared_weights(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> Cell:
+    """Return the cell whose weights are dequantised where it is compared with a reference whose weights are.
+    Raises SpecError if they were to be kept."""
+    compared = [check for check in cell.checks if check in ("tokens", "logprobs", "kv_values")]
+    if config.quantisation is None or not compared or not cell.is_rayks:
+        return cell
+    for side, engine in _engines(cell):
+        if engine.weights == "kept":
+            raise SpecError(
+                problem=f"{side}: weights: kept, and check `{compared[0]}` compares with dequantised weights",
+                where=_where(cell, side, "weights", loaded),
+                mend="weights: dequantised, or checks: [kv_bytes]",
+            )
+    decode = None if cell.decode is None else replace(cell.decode, weights="dequantised")
+    return replace(cell, prefill=replace(cell.prefill, weights="dequantised"), decode=decode)
 
 
 def check_kernel_blocks(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:

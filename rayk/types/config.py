@@ -39,6 +39,9 @@ class EngineOptions:
     """Tokens per block of a recurrent state; None: the longest sequence, one block updated in place."""
     # (layer, attention backend), in place of `attention_backend`
     layer_backends: tuple[tuple[int, str], ...] = ()
+    weights: Annotated[str, OneOf(("auto", "kept", "dequantised"))] = "auto"
+    """Whether matrices stored in fp8 stay so, and are multiplied by inputs quantised as the release says:
+    auto, where the device multiplies fp8."""
     # how tensor-parallel ranks talk: shm is for CPU ranks of one host
     comm: Annotated[str, OneOf(("auto", "shm", "gloo", "nccl")), BOTH_SIDES] = "auto"
     # whether decode steps are replayed, from CUDA graphs or a CPU's list of kernel calls: auto, where device,

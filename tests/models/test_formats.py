@@ -131,15 +131,24 @@ def test_pieces_on_borders_can_be_had_as_stored(
     reader: Callable[[WeightFormat, Tensors], WeightReader],
 ) -> None:
     weight, scale = fp8_matrix((22, 29)), scales(6, 4)
-    with reader(Fp8((4, 8)), {NAME: weight, beside("weight_scale_inv"): scale}) as opened:
+    with reader(Fp8((4, 8), "group"), {NAME: weight, beside("weight_scale_inv"): scale}) as opened:
         piece = opened.keep(NAME, (22, 29), range(8, 22), range(16, 24))
         assert piece is not None
         assert piece.values.dtype == torch.float8_e4m3fn
         assert torch.equal(piece.values.float(), weight[8:22, 16:24].float())
         assert torch.equal(piece.scales, scale[2:, 2:3])
         assert piece.block == (4, 8)
-        assert opened.keep(NAME, (22, 29), range(8, 21)) is None
         assert opened.keep(NAME, (22, 29), range(8), range(1, 8)) is None
+        # Rows may be cut anywhere: then each has a scale of its own.
+        for rows, block in ((range(8, 21), (4, 8)), (range(9, 21), (1, 8))):
+            piece = opened.keep(NAME, (22, 29), rows, range(8, 29))
+            assert piece is not None
+            assert piece.block == block
+            assert torch.equal(
+                piece.dequantised(torch.float32), opened.read(NAME, (22, 29), rows, range(8, 29))
+            )
+    with reader(Fp8((4, 8)), {NAME: weight, beside("weight_scale_inv"): scale}) as opened:
+        assert opened.keep(NAME, (22, 29), range(22)) is None, "it says nothing of inputs"
 
 
 def test_what_a_piece_took_is_told(reader: Callable[[WeightFormat, Tensors], WeightReader]) -> None:

@@ -48,7 +48,7 @@ def packed(bits: int = 4, **weights: Any) -> dict[str, Any]:
         (packed(8, strategy="channel", group_size=None), PackQuantized(8, None), "pack-quantized int8"),
         (packed(symmetric=False), PackQuantized(4, 128, symmetric=False), "pack-quantized int4"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, Nvfp4("modelopt"), "nvfp4"),
-        ({"quant_method": "modelopt"} | NVIDIA, Fp8((None, None)), "fp8, a scale per tensor"),
+        ({"quant_method": "modelopt"} | NVIDIA, Fp8((None, None), "static"), "fp8, a scale per tensor"),
     ],
 )
 def test_settings_name_their_format(settings: dict[str, Any], form: WeightFormat, text: str) -> None:
@@ -115,4 +115,4 @@ def test_older_exports_of_modelopt_say_it_in_a_file_beside(tmp_path: Path) -> No
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(NVIDIA))
     found = read_config(tmp_path).quantisation
     assert found is not None
-    assert found.format_of(WEIGHT) == Fp8((None, None))
+    assert found.format_of(WEIGHT) == Fp8((None, None), "static")

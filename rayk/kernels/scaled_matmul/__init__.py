@@ -12,10 +12,18 @@ import torch.nn.functional as F  # noqa: N812
 
 from rayk.kernels.dispatch import default_impl, implementation
 from rayk.kernels.quantise import Quantised, quantise
-from rayk.kernels.scaled_matmul.weight import ScaledWeight, stacked_weight
+from rayk.kernels.scaled_matmul.weight import ScaledWeight, can_stack, stacked_weight
 from rayk.kv.formats import FORMATS
 
-__all__ = ["ScaledWeight", "kernel_takes", "quantise_inputs", "scaled_matmul", "stacked_weight"]
+__all__ = [
+    "ScaledWeight",
+    "can_stack",
+    "kernel_takes",
+    "multiplies_e4m3",
+    "quantise_inputs",
+    "scaled_matmul",
+    "stacked_weight",
+]
 
 ALIGNMENT = 16
 """What torch's product wants both sizes of a matrix to be multiples of."""
@@ -60,6 +68,20 @@ def quantise_inputs(x: torch.Tensor, weight: ScaledWeight, *, impl: str | None =
     data, scales = quantise(groups, FORMATS["fp8_e4m3_token_head"], impl=impl)
     assert scales is not None
     return Quantised(data.view(num_rows, width), scales.squeeze(-1))
+
+
+def multiplies_e4m3(device: torch.device) -> bool:
+    """Tell whether the device has instructions that multiply e4m3 (this kind of it)."""
+    if device.type != "cuda":
+        return False
+    from rayk.kernels.target import target_named
+
+    if torch.version.hip:
+        return target_named(
+            torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        ).multiplies_e4m3
+    major, minor = torch.cuda.get_device_capability(device)
+    return target_named(f"sm_{major}{minor}").multiplies_e4m3
 
 
 def kernel_takes(weight_block: tuple[int, int], num_inputs: int) -> bool:

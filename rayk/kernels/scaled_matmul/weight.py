@@ -45,6 +45,14 @@ class ScaledWeight:
         return self.values.shape[-1]
 
     @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+    @property
     def device(self) -> torch.device:
         return self.values.device
 
@@ -55,6 +63,19 @@ class ScaledWeight:
 
     def of_expert(self, index: int) -> ScaledWeight:
         return replace(self, values=self.values[index], scales=self.scales[index])
+
+    def is_like(self, other: ScaledWeight) -> bool:
+        """Tell whether the matrices of experts, or one of them, have the form of `other`."""
+        own = (*self.shape[-2:], self.block, self.inputs, self.input_scale)
+        return own == (*other.shape[-2:], other.block, other.inputs, other.input_scale)
+
+    def room_for(self, count: int) -> ScaledWeight:
+        """Return as many matrices like this one, unfilled."""
+        values, scales = (t.new_empty(count, *t.shape) for t in (self.values, self.scales))
+        return replace(self, values=values, scales=scales)
+
+    def to(self, device: torch.device) -> ScaledWeight:
+        return replace(self, values=self.values.to(device), scales=self.scales.to(device))
 
     def numel(self) -> int:
         return self.values.numel()
@@ -67,14 +88,19 @@ class ScaledWeight:
         return (self.values.to(wide) * scales).to(dtype)
 
 
+def can_stack(parts: list[ScaledWeight]) -> bool:
+    """Tell whether one product with the matrices row upon row is that with each: their inputs are alike."""
+    return len({(p.block[1], p.inputs, p.input_scale) for p in parts}) == 1
+
+
 def stacked_weight(parts: list[ScaledWeight]) -> ScaledWeight:
     """Stack matrices of the same inputs row upon row. Blocks that would not meet at their borders give way to
     scales of single rows."""
+    assert can_stack(parts), parts
     first, *others = parts
+    if not others:
+        return first
     columns = first.block[1]
-    assert all(
-        (p.block[1], p.inputs, p.input_scale) == (columns, first.inputs, first.input_scale) for p in others
-    )
     aligned = all(p.block == first.block and p.num_outputs % p.block[0] == 0 for p in parts[:-1])
     if aligned and parts[-1].block == first.block:
         scales, rows = torch.cat([p.scales for p in parts], -2), first.block[0]

@@ -46,9 +46,15 @@ def parse_quantisation(raw: RawConfig) -> Quantisation | None:
 
 
 def _fp8(raw: RawConfig) -> Quantisation:
-    """transformers' FineGrainedFP8Config; without `weight_block_size` there is a scale per tensor."""
+    """transformers' FineGrainedFP8Config; without `weight_block_size` there is a scale per tensor. Scales of
+    inputs in powers of two (`scale_fmt`) are not known to kernels."""
     block = raw.get("weight_block_size")
-    form = Fp8((None, None) if block is None else _block(raw, "weight_block_size", block))
+    inputs = {"dynamic": "token" if block is None else "group", "static": "static"}
+    known = raw.get("scale_fmt", "float") in ("float", None)
+    form = Fp8(
+        (None, None) if block is None else _block(raw, "weight_block_size", block),
+        inputs.get(str(raw.get("activation_scheme", "dynamic"))) if known else None,
+    )
     return Quantisation(method="fp8", schemes=(Scheme(form),), kept=_kept(raw, "modules_to_not_convert"))
 
 
@@ -144,17 +150,20 @@ def _group(raw: RawConfig, name: str, group: Mapping[str, Any]) -> Scheme:
         raise raw.refuse(f"`{KEY}`: group {name!r} has weights of {kind[1]}-bit {kind[0]}", f"one of {known}")
     targets = _texts(raw.of(group), "targets")
     weights = {"format": group.get("format") or raw.get("format"), **weights}
+    weights["inputs"] = group.get("input_activations")
     return Scheme(make(raw, weights), tuple(_matching(raw, "targets", target) for target in targets))
 
 
 def _compressed_fp8(raw: RawConfig, weights: Mapping[str, Any]) -> WeightFormat:
     strategy = weights.get("strategy")
-    if strategy == "tensor":
-        return Fp8((None, None))
-    if strategy == "channel":
-        return Fp8((1, None))
+    block: tuple[int, int] | tuple[None, None] = (None, None)
     if strategy == "block":
-        return Fp8(_block(raw, "block_structure", weights.get("block_structure")))
+        block = _block(raw, "block_structure", weights.get("block_structure"))
+    inputs = _compressed_inputs(weights["inputs"], block[1])
+    if strategy in ("tensor", "block"):
+        return Fp8(block, inputs)
+    if strategy == "channel":
+        return Fp8((1, None), inputs)
     mend = "one of tensor, channel, block"
     raise raw.refuse(f"`{KEY}`: 8-bit floats with `strategy` {strategy!r} are not supported", mend)
 
@@ -180,6 +189,22 @@ def _compressed_nvfp4(raw: RawConfig, weights: Mapping[str, Any]) -> WeightForma
     return Nvfp4("compressed-tensors")
 
 
+def _compressed_inputs(settings: Any, columns: int | None) -> str | None:
+    """Return how inputs are quantised (Fp8.inputs), given `input_activations` and the columns of a block."""
+    if not isinstance(settings, dict) or (settings.get("type"), settings.get("num_bits")) != ("float", 8):
+        return None
+    if not settings.get("symmetric", True):
+        return None
+    match settings.get("dynamic"), settings.get("strategy"):
+        case True, "token":
+            return "token"
+        case True, "group" if columns is not None and settings.get("group_size") == columns:
+            return "group"
+        case False, "tensor":
+            return "static"
+    return None
+
+
 METHODS: Mapping[str, Callable[[RawConfig], Quantisation]] = MappingProxyType(
     {
         "fp8": _fp8,
@@ -202,7 +227,11 @@ WEIGHTS: Mapping[tuple[str, int], Callable[[RawConfig, Mapping[str, Any]], Weigh
 """(type, bits) of compressed-tensors' weights -> what makes their format, given the group's `weights`."""
 
 MODELOPT: Mapping[str, WeightFormat] = MappingProxyType(
-    {"FP8": Fp8((None, None)), "FP8_PER_CHANNEL_PER_TOKEN": Fp8((1, None)), "NVFP4": Nvfp4("modelopt")}
+    {
+        "FP8": Fp8((None, None), "static"),
+        "FP8_PER_CHANNEL_PER_TOKEN": Fp8((1, None), "token"),
+        "NVFP4": Nvfp4("modelopt"),
+    }
 )
 """`quant_algo` of nvidia-modelopt -> its format."""
 

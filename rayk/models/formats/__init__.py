@@ -7,7 +7,7 @@ The modules load without torch, so that sizes can be told without it.
 """
 
 from rayk.models.formats.format import DEQUANTISED, Source, WeightFormat
-from rayk.models.formats.fp8 import Fp8, ScaledPiece
+from rayk.models.formats.fp8 import Fp8
 from rayk.models.formats.integers import Awq, Gptq, PackQuantized
 from rayk.models.formats.mxfp4 import Mxfp4
 from rayk.models.formats.nvfp4 import Nvfp4
@@ -22,7 +22,6 @@ __all__ = [
     "Nvfp4",
     "PackQuantized",
     "Quantisation",
-    "ScaledPiece",
     "Scheme",
     "Source",
     "WeightFormat",

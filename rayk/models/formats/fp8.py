@@ -16,24 +16,14 @@ from rayk.types.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from rayk.kernels.scaled_matmul import ScaledWeight
+
 FLOATS = ("F8_E4M3", "F8_E5M2")
 SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 """transformers' and DeepSeek's releases use the first, compressed-tensors, ModelOpt and vLLM the second."""
-UNUSED = ("input_scale", "activation_scale")
-"""They scale inputs in releases with static scales; inputs are not quantised here."""
+INPUT_SCALES = ("input_scale", "activation_scale")
+"""They scale inputs in releases with static scales, of matrices that are kept."""
 SCALE_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledPiece:
-    """A piece as stored: value [r, c] times the scale of its block."""
-
-    values: Tensor
-    """[rows, columns], 8-bit floats."""
-    scales: Tensor
-    """[blocks of rows, blocks of columns], float32."""
-    block: tuple[int, int]
-    """Rows and columns that share a scale; the last block may be smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +31,9 @@ class Fp8:
     """Matrices [out, in] of 8-bit floats. `block`: rows and columns that share a scale, None being all."""
 
     block: tuple[int | None, int | None]
+    inputs: str | None = None
+    """How a device that multiplies them quantises inputs (kernels.scaled_matmul): group, token or static.
+    None: not at all, or in a way that kernels here do not know."""
 
     @property
     def text(self) -> str:
@@ -56,9 +49,9 @@ class Fp8:
         source.require_stored(name, shape, FLOATS)
         if len(shape) != 2:
             raise CheckpointError(f"tensor {name} is stored in 8-bit floats, but is no matrix")
-        for unused in UNUSED:
-            if source.shape_of(beside(name, unused)) is not None:
-                source.require_stored(beside(name, unused), None, SCALES)
+        for suffix in INPUT_SCALES:
+            if source.shape_of(beside(name, suffix)) is not None:
+                source.require_stored(beside(name, suffix), None, SCALES)
         scale = self._scale(source, name)
         source.require_stored(scale, self._scale_shape(source.shape_of(scale), shape), SCALES)
 
@@ -79,14 +72,34 @@ class Fp8:
 
     def keep(
         self, source: Source, name: str, shape: tuple[int, ...], rows: range, columns: range | None
-    ) -> ScaledPiece | None:
-        """Return the piece as stored; None if a cut lies inside a block."""
+    ) -> ScaledWeight | None:
+        """Return the piece as stored; None if no kernel takes it so: other values than e4m3, other inputs, or
+        columns cut inside a block, whose inputs one token's scale would no longer cover. Rows cut there get
+        scales of their own."""
+        from rayk.kernels.scaled_matmul import ScaledWeight
+
         columns = range(shape[1]) if columns is None else columns
-        for run, size, step in zip((rows, columns), shape, self._sizes(shape), strict=True):
-            if run.start % step or (run.stop % step and run.stop != size):
-                return None
-        scales, block = self._scales(source, name, shape, rows, columns)
-        return ScaledPiece(source.take(name, rows, columns), scales, block)
+        height, width = self.block[0] or len(rows), self.block[1] or len(columns)
+        input_scale = self._input_scale(source, name)
+        if self.inputs is None or input_scale is None or source.dtype_of(name) != "F8_E4M3":
+            return None
+        if self.block[1] and (columns.start % width or (columns.stop % width and columns.stop != shape[1])):
+            return None
+        scales, _ = self._scales(source, name, shape, rows, columns)
+        if self.block[0] and rows.start % height:
+            first = rows.start % height
+            scales, height = scales.repeat_interleave(height, 0)[first : first + len(rows)], 1
+        values = source.take(name, rows, columns)
+        return ScaledWeight(values, scales, (height, width), self.inputs, input_scale)
+
+    def _input_scale(self, source: Source, name: str) -> float | None:
+        """Return the static scale of inputs, 1 where they have dynamic ones; None if it is missing."""
+        if self.inputs != "static":
+            return 1.0
+        stored = [
+            n for n in (beside(name, suffix) for suffix in INPUT_SCALES) if source.shape_of(n) is not None
+        ]
+        return float(source.take(stored[0]).max()) if stored else None
 
     def stored_bytes(self, name: str, shape: tuple[int, ...]) -> int | None:
         if not is_linear(name, shape):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rayk.kernels.scaled_matmul import ScaledWeight
 from rayk.models.build import Build
 from rayk.models.config import ExpertsConfig
 
@@ -17,10 +18,10 @@ class Experts:
     `width` is the size of their input: the hidden size, or that of a latent.
     """
 
-    gate_up: torch.Tensor
-    """[E, width, 2 I]: gate columns, then up columns; [E, width, I] without gates."""
-    down: torch.Tensor
-    """[E, I, width]"""
+    gate_up: torch.Tensor | ScaledWeight
+    """[E, width, 2 I]: gate columns, then up columns; [E, width, I] without gates. Kept in fp8: rows of W."""
+    down: torch.Tensor | ScaledWeight
+    """[E, I, width]; kept in fp8: rows of W."""
     gate_up_bias: torch.Tensor | None = None
     """[E, 2 I] or [E, I]"""
     down_bias: torch.Tensor | None = None
@@ -84,11 +85,15 @@ def _single(build: Build, index: int, mlp: ExpertsConfig, own_experts: range) ->
         for part in parts:
             reader.require(names.of_expert(index, expert, f"{part}.weight"), (size, width))
         reader.require(names.of_expert(index, expert, "experts_down.weight"), (width, size))
+    inner = [[names.of_expert(index, expert, f"{part}.weight") for part in parts] for expert in own_experts]
+    outer = [[names.of_expert(index, expert, "experts_down.weight")] for expert in own_experts]
+    kept = build.pieces.kept_experts(inner, (size, width)), build.pieces.kept_experts(outer, (width, size))
+    if kept[0] is not None and kept[1] is not None:
+        return Experts(gate_up=kept[0], down=kept[1])
     gate_up = build.pieces.empty(len(own_experts), len(parts) * size, width)
     down = build.pieces.empty(len(own_experts), width, size)
-    for slot, expert in enumerate(own_experts):
-        inner = [names.of_expert(index, expert, f"{part}.weight") for part in parts]
-        for rows, name in zip(torch.split(gate_up[slot], size), inner, strict=True):
+    for slot in range(len(own_experts)):
+        for rows, name in zip(torch.split(gate_up[slot], size), inner[slot], strict=True):
             rows.copy_(reader.read(name, (size, width)))
-        down[slot].copy_(reader.read(names.of_expert(index, expert, "experts_down.weight"), (width, size)))
+        down[slot].copy_(reader.read(outer[slot][0], (width, size)))
     return Experts(gate_up=gate_up.mT, down=down.mT)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from rayk.kernels.packed_product import is_packable, pack, packed_product
+from rayk.kernels.scaled_matmul import ScaledWeight, scaled_matmul
 from rayk.kv.caches import empty_bytes
 from rayk.parallel.comm import Comm
 
@@ -51,15 +52,21 @@ class PackedWeight:
         return self.panels.numel() // (self.panels.shape[0] * self.panels.shape[2]) * self.num_outputs
 
 
-def packed(weight: torch.Tensor) -> torch.Tensor | PackedWeight:
+Weight = torch.Tensor | PackedWeight | ScaledWeight
+"""[out, in], in one of the forms in which a rank holds it."""
+
+
+def packed(weight: torch.Tensor | ScaledWeight) -> Weight:
     """Return the weight [out, in] packed if products with it are then faster, else unchanged."""
-    if weight.numel() < MIN_PACKED_ELEMENTS or not is_packable(weight):
+    if isinstance(weight, ScaledWeight) or weight.numel() < MIN_PACKED_ELEMENTS or not is_packable(weight):
         return weight
     return PackedWeight(pack(weight, _MEMORY.empty), len(weight))
 
 
-def product(x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+def product(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """Multiply x [T, in] by weight^T and add the bias; weight is as `packed` returned it."""
+    if isinstance(weight, ScaledWeight):
+        return scaled_matmul(x, weight, bias)
     if isinstance(weight, PackedWeight):
         return packed_product(x, weight.panels, weight.num_outputs, bias)
     return F.linear(x, weight, bias)
@@ -68,7 +75,7 @@ def product(x: torch.Tensor, weight: torch.Tensor | PackedWeight, bias: torch.Te
 class Linear:
     """x W^T + b with the rank's rows of W: the output is the rank's share."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor | ScaledWeight, bias: torch.Tensor | None) -> None:
         self.weight = packed(weight)
         self.bias = bias
 
@@ -81,7 +88,12 @@ class RowParallelLinear:
     """x W^T + b with the rank's columns of W: partial sums are added over the ranks, b once."""
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, comm: Comm, *, reduce: bool = True
+        self,
+        weight: torch.Tensor | ScaledWeight,
+        bias: torch.Tensor | None,
+        comm: Comm,
+        *,
+        reduce: bool = True,
     ) -> None:
         """Without `reduce` the sums stay partial, and only rank 0 adds b: the caller reduces."""
         self.weight = packed(weight)

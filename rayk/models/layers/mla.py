@@ -140,9 +140,12 @@ def build_mla(build: Build, index: int) -> Mla:
     assert mla is not None
     heads = shard.query_heads(config.num_query_heads, *build.tp)
     cached = mla.latent_size + mla.rope_size
-    # Per head, the maps from the latent to a key and to a value, stacked.
+    # Per head, the maps from the latent to a key and to a value, stacked. They are dequantised even where the
+    # release has them in fp8: queries and weighted latents are multiplied by them, head by head and from the
+    # other side for keys, which are not the inputs that the release's scales of inputs are for.
     size = mla.nope_size + mla.value_size
     rows = (Rows("kv_up", config.num_query_heads * size, head_rows(heads, size)),)
+    build.pieces.leave(build.name(index, "kv_up.weight"))
     maps = build.pieces.stacked(index, rows, "weight", (mla.latent_size,))
     maps = maps.view(len(heads), size, mla.latent_size)
     compressed, query = _query(build, index, mla, heads)
