@@ -233,7 +233,8 @@ def _weights_note(config: DecoderConfig) -> list[str]:
         return []
     return [
         f"the weights are stored as {config.quantisation.text}, and dequantised in {DEQUANTISED} while they "
-        "are loaded, then rounded to the engine's dtype; KV is as for others"
+        "are loaded, then rounded to the engine's dtype (fp8 is kept where a GPU multiplies it and no check "
+        "compares values: engine.weights); KV is as for others"
     ]
 
 

@@ -22,10 +22,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from rayk.attention import get_backend
+from rayk.engine.build import ThreadEngine
+from rayk.engine.costs import StepCosts
 from rayk.models.families import load_config
 from rayk.models.loader import load_decoder
 from rayk.models.pieces import Keeping
 from rayk.parallel.comm import Comm
+from rayk.types.batch import ScheduledBatch
+from rayk.types.config import EngineConfig
+from rayk.types.request import Request, SamplingParams
 from tests.helpers import assert_matches
 from tests.markers import thorough
 from tests.models.tiny import Paged, reference_logits, reference_model, run_ranks
@@ -199,3 +204,31 @@ def test_columns_cut_inside_a_block_are_dequantised_and_told(release: Callable[[
         assert {name.partition("layers.")[2][2:] for name in rank.left} == {"mlp.down_proj.weight"}
         assert any("up_proj" in name for name in rank.kept)
         assert rank.text == "12 matrices kept in fp8, 2 dequantised (mlp.down_proj.weight)"
+
+
+def test_an_engine_keeps_weights_if_told_to_and_says_so(release: Callable[[str, str], Release]) -> None:
+    """On a CPU it dequantises them unless told: nothing there multiplies fp8. Kept ones take fewer bytes."""
+    made = release("qwen3", "group")
+    read: dict[str, int] = {}
+    held: dict[str, int] = {}
+    for weights, told in {
+        "auto": "all dequantised",
+        "kept": "14 matrices kept in fp8",
+        "dequantised": "all dequantised",
+    }.items():
+        with ThreadEngine(EngineConfig(model=str(made.path), weights=weights)) as engine:
+            sampling = SamplingParams(max_tokens=4, ignore_eos=True)
+            request = Request(request_id=weights, prompt_token_ids=tuple(PROMPT), sampling=sampling)
+            (result,) = engine.generate([request])
+            (rank,) = engine.ranks
+        assert result.error is None
+        assert rank.weights_note == f"fp8, blocks of 16 x 16: {told}"
+        held[weights] = rank.load_memory.weight_bytes
+        _, read[weights] = StepCosts(rank).count(ScheduledBatch(step=0, requests=()))
+        if weights == "kept":
+            assert not rank.graph_sizes, "their products are not among the calls that a CPU notes"
+            assert result.token_ids[0] == int(made.logits(torch.float32)[-1].argmax())
+    # Four bytes of an element against one, and a scale of four bytes for each block of 256.
+    assert read["auto"] == read["dequantised"]
+    assert held["auto"] - held["kept"] >= read["auto"] - read["kept"]
+    assert read["kept"] * 4 * 256 == read["auto"] * (256 + 4)

@@ -11,8 +11,10 @@ import pytest
 from rayk.kv.groups import group_layers
 from rayk.kv.manager import KVCacheManager
 from rayk.models.config import DecoderConfig, LayerConfig, Mamba2Config
+from rayk.models.formats import Fp8, Quantisation, Scheme
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.specs import Cell, dump_spec, expand, load_spec, plan_cells
+from rayk.specs.engines import with_compared_weights
 from rayk.specs.experiment import AXES
 from rayk.types.config import EngineOptions
 from rayk.types.errors import SpecError
@@ -285,3 +287,22 @@ def test_layers_without_a_cache_have_no_backend() -> None:
     bare = LayerConfig(mixer="none", rope=None, mlp=config.layers[0].mlp)
     with pytest.raises(SpecError, match="layer 3"):
         plan(replace(config, layers=(*config.layers[:3], bare)), engine={"layer_backends": {3: "cpu"}})
+
+
+def test_weights_are_dequantised_where_the_reference_s_are() -> None:
+    """Inputs rounded to fp8 would be taken for a fault. What compares no values with transformers may keep
+    them."""
+    released = Quantisation(method="fp8", schemes=(Scheme(Fp8((128, 128), "group")),))
+
+    def weights(config: DecoderConfig, **changes: Any) -> list[str]:
+        loaded = load_spec(spec(**changes))
+        ((cell, _),) = plan_cells(loaded, config, device="cpu")
+        return [engine.weights for engine in with_compared_weights(cell, config, loaded).engines]
+
+    quantised = decoder(quantisation=released)
+    assert weights(quantised) == ["dequantised"] * 2
+    assert weights(quantised, checks=["kv_bytes"]) == ["auto"] * 2
+    assert weights(decoder(), engine={"weights": "kept"}) == ["kept"] * 2
+    assert weights(quantised, checks=["kv_bytes"], decode={"weights": "kept"}) == ["auto", "kept"]
+    with pytest.raises(SpecError, match="decode: weights: kept, and check `tokens`"):
+        weights(quantised, decode={"weights": "kept"})
