@@ -11,7 +11,7 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs dashboards
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment real real-all dashboards quantised hybrid groups chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-swap attack sweep ceiling bench-peers test test-all test-slow test-generators test-gpu gpu-day nightly check kernels bench mutants vllm vllm-experiment vllm-nightly clean
+.PHONY: help venv experiment real real-all dashboards quantised hybrid groups chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-structured serve-swap attack sweep ceiling bench-peers test test-all test-slow test-generators test-gpu gpu-day nightly check kernels bench mutants vllm vllm-experiment vllm-nightly clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
@@ -25,6 +25,7 @@ help:
 	@echo "make offload-bench  prompts from the host tier and from disk against computing them; fails where it does not pay"
 	@echo "make serve-stress  1,000 requests of 64 streaming clients, every answer compared with transformers'"
 	@echo "make serve-chaos   the same for 5 minutes per family while ranks of the server are killed"
+	@echo "make serve-structured  JSON answers of P/D engines while ranks are killed: valid, and those of one engine alone"
 	@echo "make serve-swap    the same of engines that swap all the time, also while their host tier is killed"
 	@echo "make attack      a server as a stranger finds it: ports, jobs, drivers, pickles, files, requests without the key"
 	@echo "make serve-bench aggregated against disaggregated servers on equal workers: goodput, Pareto front"
@@ -121,6 +122,9 @@ serve-stress: $(STAMP)
 
 serve-chaos: $(STAMP)
 	$(BIN)/python jobs/serve_stress.py --kill --minutes 5 $(ARGS)
+
+serve-structured: $(STAMP)
+	$(BIN)/python jobs/serve_stress.py --structured --kill --minutes 1 --families qwen3 --clients 16 --max-tokens 128 $(ARGS)
 
 serve-swap: $(STAMP)
 	$(BIN)/python jobs/serve_swap.py $(ARGS)

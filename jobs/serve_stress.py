@@ -15,6 +15,9 @@ for some minutes. No token may be wrong, no request may hang, at
 least 80 % must be answered, and tokens per second must be back at half of what they were within 20 s of each
 kill.
 
+With --structured every answer is JSON of one of a few schemas: its tokens are those of the same engine,
+aggregated, and whole answers fit their schema in the eyes of `jsonschema`.
+
 Exit status 1 when any of this does not hold.
 """
 
@@ -28,7 +31,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 from jobs.benchmarks.harness import Page, option, run
 from jobs.serving import serving
 from jobs.stress_chaos import BACK_S, WINDOW_S, Killer, until_told, until_true
-from jobs.stress_load import Clients, draw_cases, draw_prompts, judge
+from jobs.stress_forms import aggregated, fields_of, judge_form
+from jobs.stress_load import Clients, Met, draw_cases, draw_prompts, judge
 from jobs.stress_tables import (
     FAMILIES,
     FIRE,
@@ -65,6 +69,7 @@ STEADY_S = 30.0
 """Load before the first kill, the first WINDOW_S of it not counted."""
 MAX_SHOWN = 8
 """Notes on requests that did not go well, of each kind."""
+Judge = Callable[[Met], tuple[str, str]]
 _ID = re.compile(r"cmpl-[0-9a-f]+(-\d+)?")
 
 
@@ -92,7 +97,8 @@ async def only_fleet() -> Any:
 async def stress(url: str, prompts: Sequence[Sequence[int]], options: argparse.Namespace, run: Run) -> None:
     """One server under load, to its end; what is seen goes to `run`."""
     fleet = await only_fleet()
-    clients = Clients(url, run.family, prompts, options.request_s + GRACE_S)
+    more = (fields_of,) if options.structured else ()
+    clients = Clients(url, run.family, prompts, options.request_s + GRACE_S, *more)
     cases = draw_cases(len(prompts), options.max_tokens, options.leave / 100, options.seed)
     run.began_ns = time.monotonic_ns()
     if options.kill:
@@ -141,10 +147,12 @@ async def look_at_the_end(fleet: Any, run: Run) -> None:
     await until_true(is_quiet, QUIET_S)
 
 
-def prepare(family: str, options: argparse.Namespace) -> tuple[list[list[int]], list[tuple[int, ...]], Any]:
-    """Prompts, what transformers answers to them, and whom to ask more."""
+def prepare(family: str, options: argparse.Namespace) -> tuple[list[list[int]], Judge]:
+    """Prompts, and who judges answers to them: by what transformers says, or for --structured by what the
+    same engine says aggregated."""
     import torch
 
+    from rayk.actors.tokenizer import load_decoder
     from rayk.experiments.references import References
     from rayk.oracle.cache import AnswerStore
     from rayk.types.request import SamplingParams
@@ -153,24 +161,31 @@ def prepare(family: str, options: argparse.Namespace) -> tuple[list[list[int]], 
     folder = write_checkpoint(family, CHECKPOINTS / family)
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     prompts = draw_prompts(options.prompts, (4, options.longest), vocab_size, options.seed)
+    if options.structured:
+        said, decode = aggregated(folder, prompts, options.max_tokens), load_decoder(str(folder))
+        return prompts, lambda met: judge_form(met, said[met.case.prompt_index], decode)
     references = References(str(folder), AnswerStore(REFERENCES))
     sampling = SamplingParams(max_tokens=options.max_tokens, ignore_eos=True)
     outputs = references.outputs(prompts, sampling)
-    return prompts, [o.token_ids for o in outputs], references
+
+    def judge_tokens(met: Met) -> tuple[str, str]:
+        index = met.case.prompt_index
+        return judge(met, prompts[index], outputs[index].token_ids, references)
+
+    return prompts, judge_tokens
 
 
 def add_family(family: str, options: argparse.Namespace, address: str, tables: Tables) -> None:
     """Serve one family, and add its rows to the tables."""
-    print(f"{family}: asking transformers", file=sys.stderr, flush=True)
-    prompts, expected, references = prepare(family, options)
+    whom = "an aggregated engine" if options.structured else "transformers"
+    print(f"{family}: asking {whom}", file=sys.stderr, flush=True)
+    prompts, judge_one = prepare(family, options)
     print(f"{family}: serving", file=sys.stderr, flush=True)
     run, log = Run(family=family), options.out / f"{family}.log"
     with serving(CHECKPOINTS / family, server_options(options, address), log, options.start_s) as server:
         asyncio.run(stress(server.url, prompts, options, run))
     run.exit_status = server.exit_status
-    verdicts = [
-        judge(m, prompts[m.case.prompt_index], expected[m.case.prompt_index], references) for m in run.met
-    ]
+    verdicts = [judge_one(met) for met in run.met]
     tables["families"].append(family_row(run, verdicts))
     tables["kills"] += kill_rows(run)
     tables["requests"] += request_rows(run, verdicts)
@@ -213,10 +228,12 @@ def about(options: argparse.Namespace) -> str:
         f"{options.num_prefill} prefill engine{'s' * (options.num_prefill > 1)} of TP {options.prefill_tp}"
     )
     decode = f"{options.num_decode} decode engine{'s' * (options.num_decode > 1)} of TP {options.decode_tp}"
+    answers = "JSON answers" if options.structured else "answers"
     spares = f" and {options.spares} spare{'s' * (options.spares > 1)}" if options.spares else ""
     return (
         f"{options.clients} streaming clients in a closed load; {options.prompts} prompts of 4 to "
-        f"{options.longest} tokens, answers of {options.max_tokens // 2} to {options.max_tokens}; "
+        f"{options.longest} tokens, {answers} of {options.max_tokens // 2} to "
+        f"{options.max_tokens}; "
         f"{options.leave:g} % of clients leave half way; {prefill}, {decode}{spares}; float32, HTTP by "
         f"{options.http}; requests may last {options.request_s:g} s; seed {options.seed}."
     )
@@ -248,6 +265,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         longest=option(400, "tokens of the longest prompt"),
         max_tokens=option(48, "of the longest answer, at least 8"),
         leave=option(5.0, "percent of clients that leave half way"),
+        structured={"action": "store_true", "help": "ask for JSON of a schema"},
         kill={"action": "store_true", "help": "kill ranks meanwhile"},
         minutes=option(5.0, "of killing"),
         num_prefill=option(1, "engines"),

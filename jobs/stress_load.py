@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rayk.bench.client import ABORTED, OK, TIMEOUT, Observed, request_body, send
@@ -71,12 +71,21 @@ def draw_cases(num_prompts: int, max_tokens: int, leave_share: float, seed: int)
 class Clients:
     """`count` clients in a closed load: each sends its next request when the last one has ended."""
 
-    def __init__(self, url: str, model: str, prompts: Sequence[Sequence[int]], patience_s: float) -> None:
-        """patience_s: after so long a request that has not ended is given up, and counts as hung."""
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        prompts: Sequence[Sequence[int]],
+        patience_s: float,
+        fields_of: Callable[[int], Mapping[str, Any]] = lambda prompt_index: {},
+    ) -> None:
+        """patience_s: after so long a request that has not ended is given up, and counts as hung. fields_of:
+        more fields of a prompt's requests."""
         self._load = Load(url=url, model=model, concurrency=1)
         self._model = model
         self._prompts = prompts
         self._patience_s = patience_s
+        self._fields_of = fields_of
         self.met: list[Met] = []
         """In the order in which they ended."""
         self.unfinished: set[int] = set()
@@ -106,7 +115,8 @@ class Clients:
             seed=number,
         )
         seen = Observed(planned=planned)
-        body = request_body(self._load, planned, self._model)
+        load = replace(self._load, body=self._fields_of(case.prompt_index))
+        body = request_body(load, planned, self._model)
         url = f"{self._load.url}/v1/completions"
         self.unfinished.add(number)
         task = asyncio.create_task(send(session, url, body, seen, self._patience_s))
