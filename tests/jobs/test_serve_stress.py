@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jobs import serve_stress, stress_chaos, stress_load, stress_tables
+from jobs import serve_stress, stress_chaos, stress_forms, stress_load, stress_tables
 from jobs.benchmarks.harness import Page
 from rayk.bench.client import ABORTED, FAILED, OK, TIMEOUT, Observed
 from rayk.bench.prompts import Planned
@@ -20,6 +20,7 @@ from rayk.cli.guard import run_guarded
 from rayk.oracle.reference import ForcedStep
 
 SECOND = 10**9
+SAID = '{"name":"x","age":7,"kind":"a"}'
 
 
 # --- what is sent -------------------------------------------------------------------------------------------
@@ -96,6 +97,33 @@ def test_a_choice_between_equals_is_no_wrong_token() -> None:
     assert (verdict, "token 1: 3 instead of 8" in note) == ("near_tie", True)
     verdict, _ = stress_load.judge(met(OK, [7, 3, 4, 5]), [5, 6], expected, Forced(0, 5e-4, 0, 0.1))
     assert verdict == "wrong", "what follows must be the reference's choice after that token"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "text", "verdict"),
+    [
+        (OK, SAID, "right"),
+        (OK, SAID[:-1], "wrong"),
+        (OK, SAID.replace("7", "8"), "wrong"),
+        (FAILED, SAID[:9], "failed"),
+        (FAILED, SAID[1:], "wrong"),
+        (ABORTED, SAID[:9], "left"),
+        (TIMEOUT, "", "hung"),
+    ],
+)
+def test_answers_of_a_form_are_those_of_the_aggregated_engine(outcome: str, text: str, verdict: str) -> None:
+    def decode(ids: list[int]) -> str:
+        return bytes(ids).decode()
+
+    found, _ = stress_forms.judge_form(met(outcome, list(text.encode()), 99), SAID.encode(), decode)
+    assert found == verdict
+
+
+def test_answers_that_do_not_fit_their_schema_are_wrong_whoever_says_so() -> None:
+    for bad in (SAID[:-1], SAID.replace('"a"', '"c"')):
+        answer = met(OK, list(bad.encode()), 99)
+        verdict, note = stress_forms.judge_form(answer, bad.encode(), lambda ids: bytes(ids).decode())
+        assert (verdict, note[:22]) == ("wrong", "no answer of its form:")
 
 
 # --- throughput ---------------------------------------------------------------------------------------------
