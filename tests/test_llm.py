@@ -17,6 +17,7 @@ from rayk.serve.text import Text
 from rayk.types.errors import CheckpointError, RaykError, SpecError, Unsupported, UserError
 from rayk.types.request import FinishReason
 from rayk.types.serving import Delta, ModelCard
+from rayk.types.structured import StructuredOutputs
 from tests.markers import nixl, ray, thorough
 
 NUM_TOKENS = 24
@@ -107,6 +108,11 @@ def test_bad_requests_reach_no_engine(scripted: tuple[LLM, Scripted, Any]) -> No
             "prompt 1: prompt of 50 . max_tokens 16 exceeds the model's 64 positions",
         ),
         ([1], SamplingParams(top_p=0.0), "prompt 1: top_p 0.0\n  mend: top_p: above 0"),
+        (
+            [1],
+            SamplingParams(structured_outputs=StructuredOutputs(regex="(a")),
+            r"prompt 1: structured_outputs\.regex: at 1",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             llm.generate([[1], prompt], [SamplingParams(), params])

@@ -39,10 +39,10 @@ def forbid(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[np.ndarray
     """Put -inf into float32 `logits` [R, V], in place, for tokens that the masks of these rows lack: int32
     [ceil(V / 32)], bit t % 32 of word t // 32 for token t. It does not wait for the device."""
     device, num_tokens = logits.device, logits.shape[1]
-    words = sent(torch.from_numpy(np.stack(masks)), device)
+    octets = sent(torch.from_numpy(np.stack(masks).view(np.uint8)), device)
     places = uploaded(rows, torch.int64, device)
-    bits = torch.arange(32, dtype=torch.int32, device=device)
-    is_forbidden = ((words.unsqueeze(-1) >> bits) & 1).flatten(1)[:, :num_tokens] == 0
+    bits = uploaded([1 << i for i in range(8)], torch.uint8, device)
+    is_forbidden = ((octets.unsqueeze(-1) & bits) == 0).flatten(1)[:, :num_tokens]
     with torch.inference_mode():  # in which the model computed them
         logits.index_copy_(0, places, logits.index_select(0, places).masked_fill_(is_forbidden, NEVER))
 

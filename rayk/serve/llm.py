@@ -203,8 +203,7 @@ class LLM:
             raise UserError(f"n {n}: a prompt has at least one output")
         for i, (tokens, params) in enumerate(zip(ids, sampling, strict=True)):
             check_request(tokens, params, self._engines.settings.model, f"prompt {i}")
-            if params.structured_outputs is not None:
-                check(params.structured_outputs)
+            _check_form(params, f"prompt {i}")
         requests = [
             (
                 tokens,
@@ -330,6 +329,15 @@ class _Engines:
     def close(self) -> None:
         with self._lock:
             self._stack.close()
+
+
+def _check_form(params: SamplingParams, where: str) -> None:
+    """Refuse structured outputs that no engine would take. Raises UserError."""
+    if params.structured_outputs is not None:
+        try:
+            check(params.structured_outputs)
+        except UserError as error:
+            raise replace(error, where=f"{where}: {error.where}") from None
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
