@@ -133,7 +133,8 @@ The posts are the same call of NIXL with the same descriptors: they differ by no
 what bare NIXL does not do: looking through the ticket before the read, and generations, digests, their
 comparison and the release after it. All but posts and digests is a fixed cost per pull and rank, whatever it
 moves: each part runs once, with the processor's caches emptied by the bytes that went before. The plan knows
-the request's length from the pull before: of a length that none of the last 16 had it takes twice as long.
+the request's length, to 16 tokens, from the pull before: of one that none of the last 128 had it takes twice
+as long.
 """
 
 

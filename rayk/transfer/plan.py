@@ -15,6 +15,7 @@ the descriptors it adds.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ import numpy.typing as npt
 
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.geometry import GroupGeometry, RankGeometry
-from rayk.kv.groups import BLOCK_COST_BYTES
+from rayk.kv.groups import BLOCK_COST_BYTES, REFERENCE_BLOCK_SIZE
 from rayk.kv.maps import Runs, block_strides, match_rows
 from rayk.kv.specs import KVCacheSpec
 from rayk.transfer.segments import CopySegments, Kind, shared_segments
@@ -36,8 +37,9 @@ from rayk.types.errors import HandshakeMismatch
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
-SHAPES_KEPT = 16
-"""Requests of as many tokens as one of the last so many are only filled with block ids."""
+SHAPES_KEPT = 128
+"""Requests that move the same rows as one of the last so many, such as all that end among the same 16 tokens
+where every token is kept, are only filled with block ids."""
 PATTERNS_PER_READ = 64
 """Patterns kept of each producer rank and group. Blocks of unlike sizes meet in hundreds of ways, of which a
 request needs those of its length."""
@@ -291,7 +293,9 @@ class TransferPlan:
         """
         sources = checked_tables("producer", producer_blocks, self.producers[0])
         destinations = checked_tables("consumer", consumer_blocks, self.consumer)
-        shape = self._shapes(num_tokens, None if layers is None else frozenset(layers), rows)
+        # `rows` may end within a grain.
+        alike = num_tokens if rows is not None else -(-num_tokens // self._grain) * self._grain
+        shape = self._shapes(alike, None if layers is None else frozenset(layers), rows)
         blocks = [
             (
                 real_blocks("producer", sources[cut.source_group], cut.here, cut.num_segments),
@@ -307,6 +311,15 @@ class TransferPlan:
                 BlockReads(pattern, here if is_whole else here[chosen], there if is_whole else there[chosen])
             )
         return lowered
+
+    @cached_property
+    def _grain(self) -> int:
+        """Return a number of tokens: sequences that end among the same so many move the same rows, since all
+        cuts are at multiples of it. It is 1 where rows die, whose first ones lie anywhere."""
+        if self.late_layers:
+            return 1
+        sizes = (side.block_size for read in self.reads for side in self._sides(read))
+        return math.gcd(REFERENCE_BLOCK_SIZE, *sizes)
 
     @cached_property
     def _shapes(self) -> Callable[[int, frozenset[int] | None, range | None], _Shape]:

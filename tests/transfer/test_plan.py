@@ -467,7 +467,35 @@ def test_requests_of_one_length_differ_in_their_blocks_alone():
             found, expected = (
                 plan.lower(75, *tables, rows=rows) for plan in (known, plan_transfer(producers, consumers[0]))
             )
-            assert [r.pattern.key for r in found] == [r.pattern.key for r in expected]
-            for ours, fresh in zip(found, expected, strict=True):
-                assert np.array_equal(ours.source_blocks, fresh.source_blocks)
-                assert np.array_equal(ours.destination_blocks, fresh.destination_blocks)
+            assert_same_reads(found, expected)
+
+
+def assert_same_reads(found: list[BlockReads], expected: list[BlockReads]) -> None:
+    assert [r.pattern.key for r in found] == [r.pattern.key for r in expected]
+    for ours, fresh in zip(found, expected, strict=True):
+        assert np.array_equal(ours.source_blocks, fresh.source_blocks)
+        assert np.array_equal(ours.destination_blocks, fresh.destination_blocks)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "grain"),
+    [((16, 16), 16), ((16, 24), 8), ((64, 16), 16), ((528, 16), 16), ((1, 8), 1), ((1024, 1056), 16)],
+)
+@pytest.mark.parametrize("window", [None, 100])
+def test_requests_that_end_in_the_same_tokens_are_planned_as_if_alone(
+    sizes: tuple[int, int], grain: int, window: int | None
+) -> None:
+    """A plan that makes every length's reads anew gives the same."""
+
+    def ranks(size: int, tp: int) -> list[RankGeometry]:
+        full = FullAttentionSpec(size, 2, 8, 8, "bfloat16", 32)
+        local = full if window is None else SlidingWindowSpec(size, 2, 8, 8, "bfloat16", 32, window)
+        return make_ranks({0: full, 1: local}, "BHLNC", tp, 3000, None)
+
+    producers, consumer = ranks(sizes[0], 2), ranks(sizes[1], 1)[0]
+    plan, alone = (plan_transfer(producers, consumer) for _ in range(2))
+    alone.__dict__["_grain"] = 1
+    assert plan._grain == (1 if window else grain)
+    for num_tokens in [*range(1, 140), *range(500, 560), *range(1015, 1090)]:
+        tables = consecutive_tables(producers[0], num_tokens), consecutive_tables(consumer, num_tokens)
+        assert_same_reads(plan.lower(num_tokens, *tables), alone.lower(num_tokens, *tables))
