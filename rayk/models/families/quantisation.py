@@ -127,10 +127,11 @@ def _modelopt(raw: RawConfig) -> Quantisation:
 
 def _compressed(raw: RawConfig) -> Quantisation:
     """compressed-tensors: groups of modules, each with its scheme (compressed_tensors/quantization)."""
-    for key, harmless in (("sparsity_config", "dense"), ("transform_config", None)):
-        found = raw.get(key)
-        if found and not (isinstance(found, dict) and found.get("format") == harmless):
-            raise raw.refuse(f"`{KEY}`: `{key}` is not supported", "a release without it")
+    sparsity, transform = raw.get("sparsity_config"), raw.get("transform_config")
+    if sparsity and not (isinstance(sparsity, dict) and sparsity.get("format") == "dense"):
+        raise raw.refuse(f"`{KEY}`: `sparsity_config` is not supported", "a release without it")
+    if transform:
+        raise raw.refuse(f"`{KEY}`: `transform_config` is not supported", "a release without it")
     groups = raw.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise CheckpointError(f"`{KEY}`: `config_groups` must map names to objects", where=raw.where)
