@@ -31,7 +31,7 @@ def read(settings: dict[str, Any]) -> Quantisation:
 @pytest.mark.parametrize(
     ("settings", "form"),
     [
-        ({"quant_method": "fp8", "weight_block_size": [128, 64]}, Fp8((128, 64), "token")),
+        ({"quant_method": "fp8", "weight_block_size": [128, 64]}, Fp8((128, 64), "group")),
         ({"quant_method": "fp8", "weight_block_size": None}, Fp8((None, None), "token")),
         ({"quant_method": "mxfp4"}, Mxfp4()),
         (compressed({"strategy": "tensor"}), Fp8((None, None))),
