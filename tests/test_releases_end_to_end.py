@@ -33,6 +33,13 @@ RELEASES = (
     ("llama", "fp8-tensor"),
     ("llama", "fp8-channel"),
     ("gpt_oss", "mxfp4"),
+    ("llama", "gptq"),
+    ("llama", "int4"),
+    ("llama", "int8"),
+    ("llama", "modelopt-fp8"),
+    ("qwen2", "gptq"),
+    ("qwen3", "modelopt-nvfp4"),
+    ("qwen3_moe", "awq"),
 )
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     f"{family}-{form}": (family, {"quantise": form}) for family, form in RELEASES

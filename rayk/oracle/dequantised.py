@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from rayk.oracle.packed_releases import unpack_awq, unpack_gptq, unpack_modelopt, unpack_ordered
 from rayk.types.errors import CheckpointError
 from rayk.types.files import JSON_BYTES, parse_json, read_text
 
@@ -172,6 +173,8 @@ def _unpack_compressed(settings: Mapping[str, Any], module: str, local: Module) 
 
     if "weight_scale" not in local:
         return local
+    if "weight_g_idx" in local:
+        return unpack_ordered(settings, module, local)
     scheme, form = compressed_scheme(settings, module)
     packed = local | {"weight_scale": local["weight_scale"].float()}
     plain = BaseCompressor.get_value_from_registry(form).decompress(packed, scheme)
@@ -195,5 +198,8 @@ UNPACK: dict[str, Unpack] = {
     "fp8": _unpack_fp8,
     "mxfp4": _unpack_mxfp4,
     "compressed-tensors": _unpack_compressed,
+    "awq": unpack_awq,
+    "gptq": unpack_gptq,
+    "modelopt": unpack_modelopt,
 }
 """`quant_method` -> what dequantises its modules."""

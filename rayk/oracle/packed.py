@@ -120,6 +120,20 @@ def write_awq(
     }
 
 
+def read_packed(tensors: Mapping[str, npt.NDArray[np.generic]], bits: int, group_size: int | None) -> Array:
+    """Return the matrix [O, I] of `weight_packed`, `weight_scale`, `weight_shape`, of `weight_zero_point`
+    unless symmetric, and of `weight_g_idx` where groups are not of neighbours."""
+    outputs, inputs = (int(side) for side in tensors["weight_shape"])
+    scales = tensors["weight_scale"].astype(np.float64)
+    codes = unpack(tensors["weight_packed"].astype(np.int32), bits, inputs)
+    points = np.full(scales.shape, 1 << bits - 1)
+    if "weight_zero_point" in tensors:
+        points = unpack(tensors["weight_zero_point"].astype(np.int32).T, bits, outputs).T
+    index = tensors.get("weight_g_idx")
+    groups = neighbours(inputs, group_size) if index is None else index.astype(np.int64)
+    return scaled(codes, points, scales, groups)
+
+
 def read_nvfp4(codes: npt.NDArray[np.uint8], scales: Array, scale: float) -> Array:
     """Return the matrix [O, I] of `weight` [O, I / 2] (two e2m1 per byte, the lower half first),
     `weight_scale` [O, I / 16] and the scale of those. Their product is rounded to float32, as modelopt

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from rayk.oracle import packed_releases as releases
 from rayk.oracle.dequantised import KEY, Module, by_module, compressed_scheme, full_name, pad, unpacker
 from rayk.types.errors import UserError
 
@@ -148,17 +149,20 @@ def _pack_compressed(settings: Mapping[str, Any], module: str, local: Module) ->
 
     scheme, form = compressed_scheme(settings, module)
     weight = local["weight"].float()
-    axes = {"tensor": (0, 1), "channel": (1,)}[scheme.weights.strategy]
-    least, most = weight.amin(axes, keepdim=True), weight.amax(axes, keepdim=True)
-    scale, _ = calculate_qparams(least, most, scheme.weights)
-    if scheme.weights.strategy == "tensor":
-        scale = scale.reshape(1)
+    strategy, size = scheme.weights.strategy, scheme.weights.group_size
+    groups = weight.reshape(len(weight), -1, size) if strategy == "group" else weight
+    axes = {"tensor": (0, 1), "channel": (1,), "group": (2,)}[strategy]
+    least, most = groups.amin(axes, keepdim=True), groups.amax(axes, keepdim=True)
+    scale, zeros = calculate_qparams(least, most, scheme.weights)
+    scale = {"tensor": scale.reshape(-1), "channel": scale, "group": scale.flatten(1)}[strategy]
     stored = {"weight": weight, "weight_scale": scale}
+    if not scheme.weights.symmetric:
+        stored["weight_zero_point"] = zeros.reshape(scale.shape).to(torch.int8)
     packed: Module = BaseCompressor.get_value_from_registry(form).compress(stored, scheme)
     inputs = scheme.input_activations
     if inputs is not None and not inputs.dynamic:
         packed["input_scale"] = torch.ones(1)
-    return local | packed
+    return releases.others(local) | packed
 
 
 def _mxfp4_settings(kept: Sequence[str]) -> dict[str, Any]:
@@ -180,8 +184,7 @@ def mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert [..., 32 groups] to blocks [..., groups, 16] and scales [..., groups].
 
     OCP Microscaling Formats 1.0, 6.3: the shared exponent is the largest element's less that of the largest
-    number (6 = 1.5 * 2^2), elements are rounded to the nearest, of two equally near ones to the even, and
-    clamped. The lower half of a byte is the first element.
+    number (6 = 1.5 * 2^2).
     """
     if values.shape[-1] % GROUP:
         raise UserError(
@@ -193,12 +196,13 @@ def mxfp4(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = groups.abs().amax(-1, keepdim=True)
     exponents = (torch.frexp(largest).exponent - 1 - 2).clamp(-127, 127)
     scaled = torch.ldexp(groups, -exponents).contiguous()
-    middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    lower = torch.bucketize(scaled.abs(), middles)
-    upper = torch.bucketize(scaled.abs(), middles, right=True)
-    codes = torch.where(lower % 2 == 0, lower, upper) + 8 * (scaled < 0)
-    blocks = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
-    return blocks, (exponents[..., 0] + 127).to(torch.uint8)
+    return releases.e2m1(scaled), (exponents[..., 0] + 127).to(torch.uint8)
+
+
+def _integers(**weights: Any) -> Packer:
+    group = {"weights": {"type": "int", **weights}}
+    settings = _compressed_settings(group, "pack-quantized")
+    return Packer(settings=settings, pack=_pack_compressed, picks=is_linear)
 
 
 _FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
@@ -229,6 +233,16 @@ PACKERS: dict[str, Packer] = {
         ),
         pack=_pack_compressed,
         picks=is_linear,
+    ),
+    "awq": Packer(settings=releases.awq_settings, pack=releases.pack_awq, picks=is_linear),
+    "gptq": Packer(settings=releases.gptq_settings, pack=releases.pack_gptq, picks=is_linear),
+    "int4": _integers(num_bits=4, symmetric=False, strategy="group", group_size=8),
+    "int8": _integers(num_bits=8, symmetric=True, strategy="channel"),
+    "modelopt-fp8": Packer(
+        settings=releases.modelopt_settings("FP8"), pack=releases.pack_modelopt, picks=is_linear
+    ),
+    "modelopt-nvfp4": Packer(
+        settings=releases.modelopt_settings("NVFP4"), pack=releases.pack_modelopt, picks=is_linear
     ),
     "mxfp4": Packer(
         settings=_mxfp4_settings,

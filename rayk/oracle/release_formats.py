@@ -22,12 +22,23 @@ class ReleaseFormat:
 
 
 _COMPRESSED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "phi3")
+_PACKED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+_WORDS = {"intermediate_size": 168}
+"""Words of eight integers are whole. Half of it lies within one."""
 
 RELEASE_FORMATS: Mapping[str, ReleaseFormat] = MappingProxyType(
     {
         "fp8-block": ReleaseFormat(families=("deepseek_v3", "qwen3", "qwen3_moe", "qwen3_next")),
         "fp8-tensor": ReleaseFormat(families=_COMPRESSED),
         "fp8-channel": ReleaseFormat(families=_COMPRESSED),
+        "awq": ReleaseFormat(families=_PACKED, values=_WORDS),
+        "gptq": ReleaseFormat(families=_PACKED, values=_WORDS),
+        "int4": ReleaseFormat(families=_PACKED, values=_WORDS),
+        "int8": ReleaseFormat(families=_COMPRESSED),
+        "modelopt-fp8": ReleaseFormat(families=_COMPRESSED),
+        "modelopt-nvfp4": ReleaseFormat(
+            families=("llama", "qwen2", "qwen3"), values={"intermediate_size": 176}
+        ),
         # Experts' inputs come in groups of 32.
         "mxfp4": ReleaseFormat(families=("gpt_oss",), values={"intermediate_size": 96}),
     }

@@ -91,4 +91,11 @@ TRIALS: Mapping[str, int] = {
     "fce4d986297f": 4,  # llama fp8-tensor
     "656443b45046": 10,  # qwen3 fp8-block
     "2c571dd211e5": 7,  # qwen3_moe fp8-block
+    "fe6eaa12c4f2": 1,  # llama gptq
+    "3b1b111716bc": 5,  # llama int4
+    "51cb77648344": 6,  # llama int8
+    "69988fa2b097": 4,  # llama modelopt-fp8
+    "164066433f86": 7,  # qwen2 gptq
+    "fe6128c5dbc8": 5,  # qwen3 modelopt-nvfp4
+    "f9069c10c706": 6,  # qwen3_moe awq
 }

@@ -65,6 +65,8 @@ def assert_same(found: Weights, expected: Weights) -> None:
         ("fp8-channel", "qwen2", transformers.CompressedTensorsConfig),
         ("fp8-channel", "qwen3_moe", transformers.CompressedTensorsConfig),
         ("mxfp4", "gpt_oss", transformers.Mxfp4Config),
+        ("int4", "llama", transformers.CompressedTensorsConfig),
+        ("int8", "qwen2", transformers.CompressedTensorsConfig),
     ],
 )
 def test_what_is_written_means_what_transformers_loads(
