@@ -16,6 +16,7 @@ from transformers.models.gemma3n import modeling_gemma3n
 
 from rayk.models.families import load_config
 from rayk.models.layers.mlp import GateCut
+from rayk.models.load_memory import tensors_of
 from rayk.models.loader import unused_tensors
 from rayk.parallel.comm import Comm
 from rayk.parallel.local import LocalComm
@@ -230,24 +231,6 @@ def test_ranks_hold_their_own_rows_of_the_input_table(checkpoint: Checkpoint) ->
         return {shape for shape in shapes if shape[-1:] == (60,)}
 
     assert sorted(run_ranks(4, body), key=str) == [{(50, 60)}, {(50, 60)}, {(50, 60)}, {(51, 60)}]
-
-
-def tensors_of(found: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
-    """Every tensor that an object holds, however deep."""
-    seen = set() if seen is None else seen
-    if isinstance(found, torch.Tensor):
-        return [found]
-    if id(found) in seen or isinstance(found, str | int | float | torch.dtype):
-        return []
-    seen.add(id(found))
-    if isinstance(found, dict):
-        inside = list(found.values())
-    elif isinstance(found, list | tuple):
-        inside = list(found)
-    else:
-        slots = [getattr(found, name) for name in getattr(type(found), "__slots__", ())]
-        inside = [*getattr(found, "__dict__", {}).values(), *slots]
-    return [tensor for item in inside for tensor in tensors_of(item, seen)]
 
 
 class Counting:
