@@ -32,6 +32,8 @@ NUM_TOP = 5
 NUM_FURTHER = 8
 """Number of further tokens whose log probability `score` gives per step."""
 
+_ANSWERING = ("rayk", "transformers", "torch", "compressed-tensors")
+"""Packages whose version an answer depends on. The last one dequantises formats of its own."""
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -110,13 +112,11 @@ class Reference:
         self.kept_since: str | None = None
         """When the earliest of its answers that an earlier run kept was computed; None: it used none."""
         self._identity: Question = {
-            "rayk": importlib.metadata.version("rayk"),
+            **{name: _version(name) for name in _ANSWERING},
             "code": code_digest(),
             "checkpoint": checkpoint_hash(self.model_path, whole=True),
             "dtype": dtype,
             "device": device,
-            "transformers": importlib.metadata.version("transformers"),
-            "torch": importlib.metadata.version("torch"),
             "num_top": NUM_TOP,
         }
         if self.weights_dtype != dtype:
@@ -341,6 +341,13 @@ class Reference:
             output_gaps=tuple(gaps[first:]),
             further_logprobs=tuple(tuple(step) for step in further),
         )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _wide(logits: Tensor) -> Tensor:

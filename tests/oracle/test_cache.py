@@ -85,7 +85,10 @@ def _version_of(package: str) -> Callable[[pytest.MonkeyPatch], None]:
     [
         pytest.param(_other_weight, id="weights"),
         pytest.param(_other_config, id="generation_config"),
-        *(pytest.param(_version_of(n), id=n) for n in ("rayk", "torch", "transformers")),
+        *(
+            pytest.param(_version_of(n), id=n)
+            for n in ("rayk", "torch", "transformers", "compressed-tensors")
+        ),
         pytest.param(lambda patch: patch.setattr(reference, "code_digest", lambda: "x"), id="code"),
         pytest.param({"dtype": "bfloat16"}, id="dtype"),
         pytest.param({"weights_dtype": "bfloat16"}, id="weights_dtype"),
