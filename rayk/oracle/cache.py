@@ -126,8 +126,11 @@ class AnswerStore:
             layers = [
                 {f: tensors[f"{i}.{f}"] for f in names} for i, names in enumerate(kept.answer["layers"])
             ]
+            os.utime(path)
         except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
             self.num_kept -= kept.since is not None
+            if isinstance(error, FileNotFoundError):  # evicted
+                return None
             self._refuse(f"{path} is not trusted, and its answer is computed anew: {error}")
             return None
         return layers, kept.since

@@ -207,7 +207,8 @@ def test_damaged_tensors_are_not_trusted(tmp_path: Path, damage: str) -> None:
         path.unlink()
     store = quiet(tmp_path)
     assert store.get_tensors(QUESTION) is None
-    assert (store.num_kept, len(store.refused)) == (0, 1)
+    # One that is gone was evicted.
+    assert (store.num_kept, len(store.refused)) == (0, damage != "missing")
 
 
 def test_fresh_finds_what_it_computed_itself_and_leaves_it_to_later_runs(tmp_path: Path) -> None:
@@ -239,6 +240,15 @@ def test_a_full_store_gives_up_what_was_used_least_lately(tmp_path: Path) -> Non
     assert [quiet(tmp_path).get(q) is not None for q in questions[:3]] == [True, False, False]
     store.put({"ask": "large"}, {"text": "x" * 9_000})
     assert quiet(tmp_path).get({"ask": "large"}) is None
+
+
+def test_tensors_that_are_used_stay(tmp_path: Path) -> None:
+    layers = [{"k": torch.zeros(1, 1, 1)}]
+    quiet(tmp_path).put_tensors(QUESTION, layers)
+    for path in tmp_path.iterdir():
+        os.utime(path, (1_000, 1_000))
+    assert quiet(tmp_path).get_tensors(QUESTION) is not None
+    assert all(path.stat().st_mtime > 1_000 for path in tmp_path.iterdir())
 
 
 def test_a_disk_that_takes_nothing_is_told_of_and_ends_no_run(tmp_path: Path) -> None:
