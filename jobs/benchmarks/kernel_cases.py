@@ -75,6 +75,8 @@ def production_cases() -> Iterator[Case]:
             yield Case(target, phase, "bfloat16", (512, 64), heads, "plain")
         for phase, head, group in (("mamba1", (16, 16), 1), ("ssd", (64, 128), 64), ("delta", (128, 128), 2)):
             yield Case(target, phase, "bfloat16", head, group, "plain")
+    for target in ("sm_89", "sm_90", "sm_100"):
+        yield from _scaled_cases(target, ("bfloat16",), (1, 1024))
 
 
 def _copy_cases(target: str) -> Iterator[Case]:
@@ -181,7 +183,7 @@ def quick_cases() -> Iterator[Case]:
     yield from _quantised_cases("sm_90", (128,), ("bfloat16",))
     yield from _quantised_latent_cases("sm_90", ("bfloat16",), (16, 128))
     for target in ("sm_90", "gfx942"):
-        yield from _scaled_cases(target, ("bfloat16",), (1, 1024))
+        yield from _scaled_cases(target, ("bfloat16",), (1,))
         for phase in ("conv", "conv-step"):
             yield Case(target, phase, "bfloat16", (128, 3), 1, "plain")
         for phase in ("mamba1", "mamba1-step"):

@@ -135,7 +135,7 @@ def test_every_kernel_was_compiled(rows: Rows) -> None:
 @thorough
 def test_in_production_the_next_tile_is_copied_while_one_is_multiplied(in_production: Rows) -> None:
     """Keys and values each have two buffers or more; nothing spills, and codes are loaded many at once."""
-    attention = [row for row in in_production if row["tile_rows"] > 0]
+    attention = [row for row in in_production if row["tile_rows"] > 0 and row["tile_keys"] > 0]
     assert {row["target"] for row in attention} == {"sm_80", "sm_90", "sm_100"}
     for row in attention:
         assert not row["problems"], row
@@ -164,6 +164,23 @@ def test_scans_copy_the_next_chunk_while_one_is_computed(in_production: Rows, ta
         assert row["spills"] == 0, row
         if (row["kernel"], target) == ("gated_delta_solve_kernel", "sm_100"):
             assert row["programs"] >= 2, row
+
+
+@thorough
+@pytest.mark.parametrize("target", ["sm_89", "sm_90", "sm_100"])
+def test_products_in_fp8_copy_the_next_tile_while_one_is_multiplied(in_production: Rows, target: str) -> None:
+    """Of single matrices and of experts, for one row and for many, which have wgmma's 64 rows or more."""
+    kernels = {"scaled_matmul_kernel", "grouped_matmul_kernel"}
+    rows = [row for row in in_production if row["target"] == target and row["kernel"] in kernels]
+    assert {row["kernel"] for row in rows} == kernels
+    for row in rows:
+        assert not row["problems"], row
+        assert row["buffers"] >= 2, row
+        assert row["byte_loads"] == 0, row
+        assert (row["loops_ahead"], row["loops_waiting"]) == (1, 0), row
+        has_many = row["head"].startswith("1024")
+        wanted = PREFILL_INSTRUCTION.get(target, "mma") if has_many else "mma"
+        assert row["instruction"] == wanted, row
 
 
 ONE_BUFFER = ("mla_attention_kernel", "mla", "sm_100", "fp8_e4m3_token_head")

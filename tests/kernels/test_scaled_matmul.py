@@ -20,6 +20,7 @@ from tests.helpers import assert_matches
 from tests.markers import gpu, interpreted, thorough
 
 IMPLS = ("reference", pytest.param("triton", marks=interpreted))
+OTHER_GPUS = ("sm_89", "sm_100", "gfx942")
 E4M3 = torch.float8_e4m3fn
 MATRIX, ROW = (0, 0), (1, 0)
 """Blocks of scales; 0 stands for the whole axis."""
@@ -102,7 +103,7 @@ def test_columns_are_split_over_programs(num_splits: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_100", "gfx942"])
+@pytest.mark.parametrize("target", ["sm_80", *(pytest.param(t, marks=thorough) for t in OTHER_GPUS)])
 def test_tiles_of_other_gpus(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """sm_80 and gfx942 do not multiply e4m3: values are decoded there. Many rows have larger tiles."""
     from rayk.kernels.scaled_matmul import launch
@@ -172,7 +173,9 @@ def check_groups(
 
 
 @each("sizes", [(0, 5, 0, 30, 1), (40, 40), (1, 1, 1)], ids=str)
-@each("form", ["blocks", "rows", "blocks, static"])
+@pytest.mark.parametrize(
+    "form", ["blocks", *(pytest.param(f, marks=thorough) for f in ("rows", "blocks, static"))]
+)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_each_row_meets_its_groups_matrix(impl: str, form: str, sizes: tuple[int, ...]) -> None:
     parts = [drawn_weight(136, 384, form, seed) for seed in range(len(sizes))]
