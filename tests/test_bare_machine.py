@@ -16,7 +16,7 @@ from tests.markers import thorough
 
 LACKING = (
     *("ray", "nixl", "nixl_cu12", "nixl_cu13", "pydantic", "fastapi", "uvicorn", "prometheus_client"),
-    *("pandas", "pyarrow", "plotly", "aiohttp", "hypothesis"),
+    *("pandas", "pyarrow", "plotly", "aiohttp", "hypothesis", "llguidance"),
 )
 GPU_FILES = [
     path

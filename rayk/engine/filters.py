@@ -41,8 +41,8 @@ def forbid(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[np.ndarray
     device, num_tokens = logits.device, logits.shape[1]
     octets = sent(torch.from_numpy(np.stack(masks).view(np.uint8)), device)
     places = uploaded(rows, torch.int64, device)
-    bits = uploaded([1 << i for i in range(8)], torch.uint8, device)
-    is_forbidden = ((octets.unsqueeze(-1) & bits) == 0).flatten(1)[:, :num_tokens]
+    bits = 1 << torch.arange(8, dtype=torch.uint8, device=device)
+    is_forbidden = ((octets.unsqueeze(-1) & bits) == 0).flatten(1).narrow(1, 0, num_tokens)
     with torch.inference_mode():  # in which the model computed them
         logits.index_copy_(0, places, logits.index_select(0, places).masked_fill_(is_forbidden, NEVER))
 

@@ -7,15 +7,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rayk.engine import noise
+from rayk.engine import filters, noise
 from rayk.engine import sampling as sampling_module
-from rayk.engine.filters import NEVER, Row, candidates
+from rayk.engine.filters import NEVER, Row, candidates, forbid
 from rayk.engine.noise import draw_key, gumbel, near_gumbel
 from rayk.engine.sampling import sample
 from rayk.types.request import SamplingParams
@@ -184,3 +185,17 @@ def test_a_device_draws_without_waits_float64_or_a_sort(
     parts = -(-NUM_ROWS * VOCABULARY // sampling_module.MAX_ELEMENTS)
     assert sorts <= parts + 1, "the contenders' places only"
     assert operators.total_bytes / (NUM_ROWS * VOCABULARY) < most_bytes
+
+
+def test_a_device_forbids_tokens_without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the rows have a mask, which goes there as bits."""
+    monkeypatch.setattr(noise, "pinned", lambda host: host)
+    # What numpy has is no fake.
+    fake = lambda host, device: torch.empty(host.shape, dtype=host.dtype, device=device)  # noqa: E731
+    monkeypatch.setattr(filters, "sent", fake)
+    masks = [np.full(VOCABULARY // 32, -1, np.int32)] * (NUM_ROWS // 2)
+    with FakeTensorMode(), Operators() as operators:
+        logits = torch.empty(NUM_ROWS, VOCABULARY, device="cuda")
+        forbid(logits, range(0, NUM_ROWS, 2), masks)
+    assert not WAITS & set(operators.calls), operators.calls
+    assert operators.total_bytes / (len(masks) * VOCABULARY) < 60
