@@ -9,6 +9,7 @@ R: rows (outputs) of a piece; C: its columns (inputs); G: groups of inputs that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,7 @@ WORD_BITS, WORD_BYTES = 32, 4
 WORDS = ("I32",)
 SCALE_BYTES = 2
 CHUNK_COLUMNS = 256
-"""Columns whose scales are spread at a time: more at once would double a piece."""
+"""Columns unpacked at a time: codes and spread scales of all at once would double a piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,11 @@ class Grid:
     def words_of(self, run: range) -> range:
         """Return the words that hold the integers of `run`."""
         return range(run.start // self.per_word, self.words(run.stop))
+
+    def words_within(self, run: range, larger: range) -> slice:
+        """Return where the words of `run` lie among those of `larger`."""
+        words, first = self.words_of(run), self.words_of(larger).start
+        return slice(words.start - first, words.stop - first)
 
     def trimmed(self, values: Tensor, run: range, axis: int) -> Tensor:
         """Cut the integers of whole words to those of `run`."""
@@ -105,15 +111,31 @@ def group_index(
     return range(least, most + 1), index - least
 
 
-def dequantised(codes: Tensor, zeros: Tensor | int, scales: Tensor, index: Tensor) -> Tensor:
-    """Return (codes - zeros) * scales in float32: codes [R, C], zeros and scales [R, G], index [C]."""
-    values, scales = codes.float(), scales.float()
-    if not isinstance(zeros, int):
-        zeros = zeros.float()
-    index = index.to(values.device)
-    for start in range(0, values.shape[1], CHUNK_COLUMNS):
-        part, groups = values[:, start : start + CHUNK_COLUMNS], index[start : start + CHUNK_COLUMNS]
-        part.sub_(zeros if isinstance(zeros, int) else zeros[:, groups]).mul_(scales[:, groups])
+def dequantised(
+    codes: Callable[[range], Tensor],
+    columns: range,
+    zeros: Tensor | int,
+    scales: Tensor,
+    index: Tensor,
+    *,
+    transposed: bool,
+) -> Tensor:
+    """Return (codes - zeros) * scales [R, C] in float32, some columns at a time: codes(columns) [R, theirs],
+    zeros and scales [R, G], index [C]. `transposed`: a column's elements are neighbours in memory, as its
+    codes are."""
+    import torch
+
+    points = None if isinstance(zeros, int) else zeros.float()
+    scales = scales.float()
+    num_rows, index = len(scales), index.to(scales.device)
+    if transposed:
+        values = torch.empty((len(columns), num_rows), device=scales.device).mT
+    else:
+        values = torch.empty((num_rows, len(columns)), device=scales.device)
+    for start in range(0, len(columns), CHUNK_COLUMNS):
+        run, groups = columns[start : start + CHUNK_COLUMNS], index[start : start + CHUNK_COLUMNS]
+        part = values[:, start : start + CHUNK_COLUMNS].copy_(codes(run))
+        part.sub_(zeros if points is None else points[:, groups]).mul_(scales[:, groups])
     return values
 
 
@@ -160,10 +182,17 @@ class Awq:
         columns = range(shape[1]) if columns is None else columns
         words = self.grid.words_of(rows)
         groups, index = group_index(source, self.grid, None, shape[1], columns)
-        codes = _in_order(unpacked(source.take(beside(name, "qweight"), columns, words), 4, 1))
-        zeros = _in_order(unpacked(source.take(beside(name, "qzeros"), groups, words), 4, 1))
-        codes, zeros = (self.grid.trimmed(values, rows, 1).mT for values in (codes, zeros))
-        return dequantised(codes, zeros, source.take(beside(name, "scales"), groups, rows).mT, index)
+        packed = source.take(beside(name, "qweight"), columns, words)
+        zeros = source.take(beside(name, "qzeros"), groups, words)
+        scales = source.take(beside(name, "scales"), groups, rows)
+
+        def plain(words: Tensor) -> Tensor:
+            return self.grid.trimmed(_in_order(unpacked(words, 4, 1)), rows, 1).mT
+
+        def codes(run: range) -> Tensor:
+            return plain(packed[run.start - columns.start : run.stop - columns.start])
+
+        return dequantised(codes, columns, plain(zeros), scales.mT, index, transposed=True)
 
     def stored_bytes(self, name: str, shape: tuple[int, ...]) -> int | None:
         return self.grid.stored_bytes(name, shape)
@@ -213,14 +242,19 @@ class Gptq:
         columns = range(shape[1]) if columns is None else columns
         grid = self.grid
         groups, index = group_index(source, grid, self._index(source, name), shape[1], columns)
-        codes = unpacked(source.take(beside(name, "qweight"), grid.words_of(columns), rows), self.bits, 0)
+        packed = source.take(beside(name, "qweight"), grid.words_of(columns), rows)
         zeros = source.take(beside(name, "qzeros"), groups, grid.words_of(rows))
         if self.version == 1:
             # A one in every field; the sum wraps, as the words' difference did.
             zeros = zeros + sum(1 << shift for shift in range(0, WORD_BITS, self.bits))
         zeros = grid.trimmed(unpacked(zeros, self.bits, 1), rows, 1)
         scales = source.take(beside(name, "scales"), groups, rows)
-        return dequantised(grid.trimmed(codes, columns, 0).mT, zeros.mT, scales.mT, index)
+
+        def codes(run: range) -> Tensor:
+            words = packed[grid.words_within(run, columns)]
+            return grid.trimmed(unpacked(words, self.bits, 0), run, 0).mT
+
+        return dequantised(codes, columns, zeros.mT, scales.mT, index, transposed=True)
 
     def stored_bytes(self, name: str, shape: tuple[int, ...]) -> int | None:
         return self.grid.stored_bytes(name, shape)
@@ -276,13 +310,18 @@ class PackQuantized:
         columns = range(shape[1]) if columns is None else columns
         grid = self.grid
         groups, index = group_index(source, grid, self._index(source, name), shape[1], columns)
-        words = source.take(beside(name, "weight_packed"), rows, grid.words_of(columns))
-        codes = grid.trimmed(unpacked(words, self.bits, 1), columns, 1)
+        packed = source.take(beside(name, "weight_packed"), rows, grid.words_of(columns))
         scales = source.take(beside(name, "weight_scale"), rows, groups)
-        if self.symmetric:
-            return dequantised(codes, 1 << self.bits - 1, scales, index)
-        words = source.take(beside(name, "weight_zero_point"), grid.words_of(rows), groups)
-        return dequantised(codes, grid.trimmed(unpacked(words, self.bits, 0), rows, 0), scales, index)
+        zeros: Tensor | int = 1 << self.bits - 1
+        if not self.symmetric:
+            words = source.take(beside(name, "weight_zero_point"), grid.words_of(rows), groups)
+            zeros = grid.trimmed(unpacked(words, self.bits, 0), rows, 0)
+
+        def codes(run: range) -> Tensor:
+            words = packed[:, grid.words_within(run, columns)]
+            return grid.trimmed(unpacked(words, self.bits, 1), run, 1)
+
+        return dequantised(codes, columns, zeros, scales, index, transposed=False)
 
     def stored_bytes(self, name: str, shape: tuple[int, ...]) -> int | None:
         return self.grid.stored_bytes(name, shape)
