@@ -246,6 +246,7 @@ def test_a_step_waits_for_the_tokens_of_a_grammar_and_no_longer(model: Model) ->
     assert any(share[-1] < 0 for share in shares[len(tokens) :]), "then it ran ahead again"
 
 
+@thorough
 def test_log_probabilities_are_of_the_tokens_that_may_come(model: Model) -> None:
     request = make_request(
         "r", model.prompts[0], 8, logprobs=5, ignore_eos=False, structured_outputs=FORMS["choice"]
@@ -266,6 +267,7 @@ def _begins_a_choice(text: str) -> bool:
     return bool(text) and any(choice.startswith(text) for choice in FORMS["choice"].choice)
 
 
+@thorough
 def test_limits_and_stop_strings_cut_an_output_short(model: Model) -> None:
     form = StructuredOutputs(regex="[ab]{100}")
     request = partial(make_request, prompt=model.prompts[0], structured_outputs=form)
@@ -280,6 +282,7 @@ def test_limits_and_stop_strings_cut_an_output_short(model: Model) -> None:
     assert (stopped.finish_reason, stopped.stop_reason in ("b", "aaa")) == (FinishReason.STOP, True)
 
 
+@thorough
 @pytest.mark.parametrize("ignore_eos", [False, True])
 def test_a_grammar_ends_an_output_also_under_ignore_eos(model: Model, ignore_eos: bool) -> None:
     """With the last token where nothing may follow; else with an EOS, where the model wants it."""
@@ -299,6 +302,7 @@ def test_a_grammar_ends_an_output_also_under_ignore_eos(model: Model, ignore_eos
         assert (done.token_ids[-1] == model.eos) == (form.regex is not None)
 
 
+@thorough
 def test_what_cannot_be_compiled_or_goes_wrong_later_ends_one_request(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
