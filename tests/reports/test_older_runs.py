@@ -15,8 +15,8 @@ from rayk.reports.compare import compare_markdown, write_compare_html
 from rayk.reports.differences import KEYS
 from rayk.reports.files import TABLES
 from rayk.reports.html import page_html
-from rayk.reports.report import markdown
-from rayk.reports.run_page import run_page
+from rayk.reports.markdown import page_markdown
+from rayk.reports.report import report_page
 from rayk.reports.table_files import write_csv
 from rayk.reports.verdicts import verdict_table
 from tests.markers import one_per
@@ -71,7 +71,8 @@ def everything(result: Result) -> str:
     """All that `rayk report` can say of a run."""
     console = Console(width=400, quiet=True)
     console.print(verdict_table(result.cells))
-    return page_html(run_page(result)) + markdown(result)
+    page = report_page(result)
+    return page_html(page) + page_markdown(page)
 
 
 def columns_that_may_lack() -> list[str]:
