@@ -133,11 +133,12 @@ attack: $(STAMP)
 	$(BIN)/python jobs/attack.py $(ARGS)
 
 # In two processes, of which one has the Ray cluster and all tests that use it (tests/conftest.py).
+# At the end it lists what took longest.
 # On a machine with a GPU, the kernels run twice: interpreted on the CPU, then compiled.
 test: CHOICE := not thorough and not slow and not gpu and not needs_vllm
 test-all: CHOICE := not slow and not gpu
 test test-all: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m '$(CHOICE)'
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=60 --durations-min=4 -m '$(CHOICE)'
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
 	then echo "$(BIN)/python -m pytest -m gpu"; $(BIN)/python -m pytest -m gpu; \
 	else echo "skipped: the GPU tests (no CUDA device)"; fi
