@@ -183,6 +183,33 @@ def test_products_in_fp8_copy_the_next_tile_while_one_is_multiplied(in_productio
         assert row["instruction"] == wanted, row
 
 
+FORMS = """
+import torch
+from rayk.kernels.ahead import compiling
+from rayk.kernels.compilations import compilations
+from rayk.kernels.quantise import Quantised
+from rayk.kernels.scaled_matmul import ScaledWeight
+from rayk.kernels.scaled_matmul.launch import scaled_matmul_triton
+from rayk.kernels.target import TARGETS
+
+e4m3 = torch.float8_e4m3fn
+weight = ScaledWeight(torch.empty(2112, 2048, dtype=e4m3), torch.empty(17, 16), (128, 128), "group")
+with compiling(TARGETS["sm_90"]), compilations() as names:
+    for rows in (1, 2, 5, 16, 20, 32, 33, 64, 65, 128, 200, 300, 3000, 8192):
+        inputs = Quantised(torch.empty(rows, 2048, dtype=e4m3), torch.empty(rows, 16))
+        scaled_matmul_triton(inputs, weight, None, torch.bfloat16)
+print(sorted(names))
+"""
+
+
+@thorough
+def test_products_in_fp8_have_no_more_forms_than_an_engine_meets_when_it_starts() -> None:
+    """Prefills of powers of two have every tile, with columns split and not; other numbers of tokens and of
+    splits compile nothing."""
+    made = ["add_splits_kernel"] + ["scaled_matmul_kernel"] * 5
+    assert run_compiling("-c", FORMS, limit_s=120).strip() == str(made)
+
+
 ONE_BUFFER = ("mla_attention_kernel", "mla", "sm_100", "fp8_e4m3_token_head")
 """Two would spill registers. What is decoded leaves the buffer before the products begin."""
 MOST_BYTE_LOADS = 16

@@ -52,15 +52,15 @@ def operands(inputs: Quantised, weight: ScaledWeight) -> Operands:
     x, values, emulated = x.contiguous(), weight.values.contiguous(), not current_target().multiplies_e4m3
     if emulated:
         x, values = x.view(torch.uint8), values.view(torch.uint8)
-    strides = tuple(
-        0 if size == 1 else stride for size, stride in zip(x_scales.shape, x_scales.stride(), strict=True)
-    )
+    # They tell the form of a kernel, and must not depend on the number of tokens.
+    num_groups = x_scales.shape[1]
+    strides = (0 if weight.inputs == "static" else num_groups, 1 if num_groups > 1 else 0)
     return Operands(
         x,
         values,
-        x_scales,
+        x_scales.contiguous(),
         weight.scales.contiguous(),
-        (strides[0], strides[1]),
+        strides,
         {
             "BLOCK_N": WHOLE if weight.scales.shape[-2] == 1 else weight.block[0],
             "BLOCK_K": weight.block[1] if weight.has_column_blocks else WHOLE,
@@ -129,7 +129,7 @@ def scaled_matmul_triton(
             o.w_scales.stride(0),
             triton.cdiv(triton.cdiv(num_in, t.inner), splits) * t.inner,
             HAS_BIAS=has_bias and splits == 1,
-            SPLITS=splits,
+            IS_SPLIT=splits > 1,
             BAND=t.band,
             TILE_M=t.rows,
             TILE_N=t.columns,
@@ -140,6 +140,6 @@ def scaled_matmul_triton(
         )
         if splits > 1:
             add_splits_kernel[(triton.cdiv(num_out, ADDED_ELEMENTS), num_rows)](
-                sums, bias, out, num_rows, num_out, HAS_BIAS=has_bias, SPLITS=splits, TILE=ADDED_ELEMENTS
+                sums, bias, out, num_rows, num_out, splits, HAS_BIAS=has_bias, TILE=ADDED_ELEMENTS
             )
     return out.to(dtype)

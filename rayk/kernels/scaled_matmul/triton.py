@@ -75,13 +75,13 @@ def scaled_matmul_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EMULATED: tl.constexpr,
-    SPLITS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
     BAND: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Write out [num_rows, num_out], or the float32 sums of each split [SPLITS, num_rows, num_out]. Grid:
+    """Write out [num_rows, num_out], or the float32 sums of each split [splits, num_rows, num_out]. Grid:
     (tiles, in bands of BAND tiles of rows, so that programs at work share what they read; splits)."""
     tiles_m, tiles_n = tl.cdiv(num_rows, TILE_M), tl.cdiv(num_out, TILE_N)
     i_band = tl.program_id(0) // (BAND * tiles_n)
@@ -111,30 +111,30 @@ def scaled_matmul_kernel(
         TILE_K,
     )
     p_out = out + o_m.to(tl.int64)[:, None] * num_out + o_n[None, :]
-    if SPLITS > 1:
+    if IS_SPLIT:
         p_out += tl.program_id(1).to(tl.int64) * num_rows * num_out
     elif HAS_BIAS:
         b_out += tl.load(biases + o_n, mask=m_n, other=0.0).to(tl.float32)[None, :]
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=m_m[:, None] & m_n[None, :])
 
 
-@triton.jit(do_not_specialize=("num_rows",))
+@triton.jit(do_not_specialize=("num_rows", "num_splits"))
 def add_splits_kernel(
     sums,
     biases,
     out,
     num_rows,
     num_out,
+    num_splits,
     HAS_BIAS: tl.constexpr,
-    SPLITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Add up sums [SPLITS, num_rows, num_out] in their order, and the bias. Grid: (tiles of a row, rows)."""
+    """Add up sums [num_splits, num_rows, num_out] in order, and the bias. Grid: (tiles of a row, rows)."""
     o_n = tl.program_id(0) * TILE + tl.arange(0, TILE)
     m_n = o_n < num_out
     i_m = tl.program_id(1).to(tl.int64)
     b_out = tl.zeros((TILE,), dtype=tl.float32)
-    for i_split in tl.static_range(SPLITS):
+    for i_split in range(num_splits):
         p_sum = sums + (i_split * num_rows + i_m) * num_out + o_n
         b_out += tl.load(p_sum, mask=m_n, other=0.0)
     if HAS_BIAS:
