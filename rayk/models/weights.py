@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -95,7 +96,8 @@ class WeightReader:
         if stored_as is None:
             self.require_stored(name, shape, READABLE_DTYPES)
         else:
-            stored_as.require(self, name, shape)
+            with self._told_where():
+                stored_as.require(self, name, shape)
 
     def read(
         self,
@@ -115,7 +117,8 @@ class WeightReader:
             piece = self.take(name, rows, columns)
             self._count(0)
         else:
-            piece = stored_as.read(self, name, shape, rows, columns)
+            with self._told_where():
+                piece = stored_as.read(self, name, shape, rows, columns)
             self._count(piece.nbytes)
         return piece
 
@@ -136,6 +139,16 @@ class WeightReader:
     def is_quantised(self, name: str) -> bool:
         """Tell whether the files hold the tensor in a format of quantised weights."""
         return self._format(name) is not None
+
+    @contextlib.contextmanager
+    def _told_where(self) -> Iterator[None]:
+        """Add the folder to an error of a format, which knows none."""
+        try:
+            yield
+        except CheckpointError as error:
+            if error.where:
+                raise
+            raise replace(error, where=str(self.folder)) from error
 
     def _format(self, name: str) -> WeightFormat | None:
         """Return the format in which the files hold the tensor; None if it is plain."""

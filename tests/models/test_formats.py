@@ -69,6 +69,9 @@ def theirs(args: dict[str, Any], weight: torch.Tensor, scale: torch.Tensor) -> t
         pytest.param(Fp8((4, 8)), None, scales(6, 4).to(torch.bfloat16), id="blocks-bf16"),
         pytest.param(Fp8((32, 32)), None, scales(1, 1), id="blocks-larger-than-it"),
         pytest.param(Fp8((4, 8)), None, scales(6, 4).to(torch.float8_e8m0fnu), id="blocks-powers-of-two"),
+        pytest.param(
+            Fp8((4, 8)), {"strategy": "block", "block_structure": [4, 8]}, scales(6, 4), id="their-blocks"
+        ),
         pytest.param(Fp8((1, None)), {"strategy": "channel"}, scales(22, 1), id="channels"),
         pytest.param(Fp8((1, None)), {"strategy": "channel"}, scales(22), id="flat-channels"),
         pytest.param(Fp8((None, None)), {"strategy": "tensor"}, scales(1), id="tensor"),
@@ -203,6 +206,32 @@ def test_files_that_do_not_fit_are_named(
 ) -> None:
     with reader(form, tensors) as opened, pytest.raises(CheckpointError, match=match):
         opened.require(NAME, (22, 29))
+
+
+@pytest.mark.parametrize(
+    ("form", "tensors", "shape", "match"),
+    [
+        (Fp8((4, 8)), {EXPERTS: fp8_matrix((4, 8))[None]}, (1, 4, 8), "of 3 axes is stored in 8-bit floats"),
+        (
+            Mxfp4(),
+            {f"{EXPERTS}_blocks": torch.zeros(1, 4, 1, 16, dtype=torch.uint8)},
+            (1, 33, 4),
+            "cannot be stored in groups of 32",
+        ),
+    ],
+)
+def test_what_a_format_cannot_hold_is_told_with_its_folder(
+    reader: Callable[[WeightFormat, Tensors], WeightReader],
+    form: WeightFormat,
+    tensors: Tensors,
+    shape: tuple[int, ...],
+    match: str,
+) -> None:
+    with reader(form, tensors) as opened:
+        with pytest.raises(CheckpointError, match=match) as caught:
+            opened.require(EXPERTS, shape)
+        assert str(opened.folder) in str(caught.value)
+        assert caught.value.mend
 
 
 def test_plain_tensors_stay_plain(reader: Callable[[WeightFormat, Tensors], WeightReader]) -> None:

@@ -48,7 +48,10 @@ class Fp8:
     def require(self, source: Source, name: str, shape: tuple[int, ...]) -> None:
         source.require_stored(name, shape, FLOATS)
         if len(shape) != 2:
-            raise CheckpointError(f"tensor {name} is stored in 8-bit floats, but is no matrix")
+            raise CheckpointError(
+                f"tensor {name} of {len(shape)} axes is stored in 8-bit floats",
+                mend="a release in which 8-bit floats are matrices, one tensor an expert",
+            )
         for suffix in INPUT_SCALES:
             if source.shape_of(beside(name, suffix)) is not None:
                 source.require_stored(beside(name, suffix), None, SCALES)
