@@ -103,6 +103,8 @@ TORCH_FREE = (
     "rayk.kv.groups",
     "rayk.kv.geometry",
     "rayk.kv.maps",
+    "rayk.actors.launch",  # a driver starts Ray before it imports torch
+    "rayk.experiments.run",
     "rayk.transfer.plan",
     "rayk.transfer.costs",
     "rayk.transfer.extents",

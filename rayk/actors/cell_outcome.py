@@ -35,5 +35,8 @@ class CellOutcome:
     """Their status before the first request: tiers outlive cells, so their counters go on."""
     tier_losses: list[str] = field(default_factory=list)
     """What host tiers died of."""
+    moments: dict[str, int] = field(default_factory=dict)
+    """What had to be done before the first request -> when it was done, in ns of the coordinator's monotonic
+    clock; in their order."""
     num_kv_bytes_checked: int = 0
     wall_ns: int = 0

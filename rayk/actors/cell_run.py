@@ -64,6 +64,7 @@ class CellRun:
         """Connect the engines and run all prompts together. A failed request is a row with an error."""
         async with self._engines.watched():
             await self._engines.connect_all()
+            self._outcome.moments["engines are connected"] = time.monotonic_ns()
             self._engines.is_serving = True
             await run_requests(
                 self._cell, self._repeat, self._outcome, prompts, self._run_one, meter=self._meter

@@ -106,10 +106,12 @@ class Coordinator:
         if cell.prefill.device == "cuda":
             self._vllm.free_all()
         await self._pool.prepare(cell_demands(cell, this_node()), placement_of(cell), cell.prefill.model)
+        outcome.moments["workers are there"] = time.monotonic_ns()
         await self._ready_tiers(cell)
         engines = CellDeployment(cell, outcome, self._pool, self._tiers, self._epochs, losses)
         self._engines = engines
         await engines.form_all()
+        outcome.moments["engines are formed"] = time.monotonic_ns()
         outcome.facts = {e.name: e.facts for e in engines.lives}
         if self._tiers is not None:
             outcome.tiers_before = await self._tiers.status()

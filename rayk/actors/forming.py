@@ -15,8 +15,8 @@ from typing import Any
 from ray.exceptions import RayError
 
 from rayk.actors.engines import CONTROL_S, EngineHandle
+from rayk.actors.nodes import FORM_S
 from rayk.actors.placement import kill
-from rayk.actors.pool import FORM_S
 from rayk.actors.serving import EngineAccount
 from rayk.actors.worker import RankSpec
 from rayk.engine.warm_up import WARM_UP_S

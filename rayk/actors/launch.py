@@ -15,9 +15,8 @@ from typing import Any, Literal
 import ray
 from ray.job_config import JobConfig
 
-from rayk.actors.coordinator import Coordinator
+from rayk.actors.coordinator_actor import CoordinatorActor
 from rayk.actors.environment import TOKEN, is_protected, own_cluster, wanted_address
-from rayk.actors.fleet import Fleet
 from rayk.actors.nodes import (
     Node,
     cell_demands,
@@ -245,7 +244,7 @@ def _share_of(workers_per_gpu: int) -> float:
 def start_coordinator(name: str, **arguments: Any) -> Any:
     """Start the Coordinator actor of one run on the driver's node: losing any other node spares it."""
     return (
-        ray.remote(Coordinator)
+        ray.remote(CoordinatorActor)
         .options(
             name=name,
             num_cpus=0,
@@ -278,6 +277,8 @@ def fit_server(plan: ServerPlan) -> ServerSettings:
 def start_fleet(name: str, settings: ServerSettings) -> Any:
     """Start a server's Fleet actor on the driver's node; call its `start` next. Raises DeadlineExceeded when
     an earlier one keeps the name."""
+    from rayk.actors.fleet import Fleet  # with torch, which a run's driver needs later
+
     until = time.monotonic() + NAME_S
     while True:
         try:

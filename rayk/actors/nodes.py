@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from rayk.specs import Cell
 from rayk.specs.serving import EngineEntry, ServerSettings
 from rayk.types.errors import DeviceError
+from rayk.types.model_names import hub_name
 
 CPU_SHARE = 0.01
 """CPU slots are logical: a worker never waits for a core."""
@@ -67,6 +68,18 @@ class EngineDemand:
         labels = "".join(f", {name}={value}" for name, value in self.labels.items())
         avoid = ", not on the driver's node, because of fault kill_node" if self.avoid else ""
         return f"{self.name} ({self.num_workers} workers of {each}{labels}{avoid})"
+
+
+FORM_S = 120.0
+"""Deadline for starting workers and forming an engine (imports, weights)."""
+FETCH_S = 3600.0
+"""How much longer the start may take where nodes fetch a model of the hub first."""
+
+
+def start_limit_s(model: str | None) -> float:
+    """Return the deadline for workers that can read `model`, in seconds."""
+    fetches = model is not None and hub_name(model) is not None
+    return FORM_S + (FETCH_S if fetches else 0)
 
 
 def worker_resources(device: str, gpus_per_worker: float) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -19,11 +20,10 @@ from ray.util.scheduling_strategies import (
 
 from rayk.actors.nodes import Node
 from rayk.actors.ray_private import free_resources
-from rayk.actors.vllm_engine import VllmEngine
-from rayk.actors.worker import Worker
 
 NODE_ID_LABEL = "ray.io/node-id"
 """A label Ray gives every node."""
+THREADS = "OMP_NUM_THREADS"
 LOOPBACK = "127.0.0.1"
 CONCURRENCY_GROUPS = {"control": 8, "io": 128, "loop": 1}
 """Threads of a worker: commands, one per request that streams, and the engine's loop."""
@@ -92,11 +92,15 @@ def free_group(group: PlacementGroup) -> None:
 
 def start_worker(name: str, group: PlacementGroup, index: int, resources: Mapping[str, float]) -> Any:
     """Start a Worker actor in bundle `index` of `group`, named as the dashboard should show it."""
+    from rayk.actors.worker import Worker  # with torch, which a run's driver needs later
+
     return _start(ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Worker), name, group, index, resources)  # type: ignore[call-overload]
 
 
 def start_vllm_engine(name: str, group: PlacementGroup, index: int, resources: Mapping[str, float]) -> Any:
     """Create a VllmEngine actor in bundle `index` of `group`."""
+    from rayk.actors.vllm_engine import VllmEngine
+
     # Each concurrency group of an actor has an event loop of its own: this one has none.
     remote: Any = ray.remote(max_concurrency=VLLM_CALLS)(VllmEngine)  # type: ignore[call-overload]
     return _start(remote, name, group, index, resources)
@@ -111,9 +115,18 @@ def _start(remote: Any, name: str, group: PlacementGroup, index: int, resources:
         "max_restarts": 0,
         "max_task_retries": 0,
         "enable_task_events": False,
-        "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}} if "GPU" not in resources else {},
+        "runtime_env": {"env_vars": {THREADS: "1"}} if _must_be_told(resources) else {},
     }
     return remote.options(**options).remote(name)
+
+
+def _must_be_told(resources: Mapping[str, float]) -> bool:
+    """Tell whether a process without a GPU may get more than one thread of OpenMP. Ray gives one to whoever
+    has less than two CPUs, where the node's environment says nothing. It costs time to tell: an agent makes
+    the environment, and no process that Ray started ahead will do."""
+    nodes: list[Any] = ray.nodes()  # type: ignore[no-untyped-call]
+    is_ours_alone = len(nodes) == 1 and THREADS not in os.environ
+    return "GPU" not in resources and not (is_ours_alone and resources["CPU"] < 2)
 
 
 def kill(worker: Any) -> None:

@@ -17,7 +17,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from rayk.actors import placement
 from rayk.actors.engines import translate
-from rayk.actors.nodes import EngineDemand, Node, may_be_on, plan_nodes, with_homes
+from rayk.actors.nodes import FORM_S, EngineDemand, Node, may_be_on, plan_nodes, start_limit_s, with_homes
 from rayk.actors.placement import NODE_ID_LABEL
 from rayk.types.errors import CheckpointError, DeadlineExceeded, DeviceError, EngineDied, RaykError
 from rayk.types.model_names import hub_name
@@ -25,10 +25,6 @@ from rayk.types.waiting import busy
 
 T = TypeVar("T")
 
-FORM_S = 120.0
-"""Deadline for starting workers and forming an engine (imports, weights)."""
-FETCH_S = 3600.0
-"""How much longer the start may take where nodes fetch a model of the hub first."""
 ANSWER_S = 15.0
 """An idle worker that takes longer to say that it is there hangs."""
 WATCH_S = 0.5
@@ -36,12 +32,6 @@ WATCH_S = 0.5
 PLACED_POLL_S = 0.02
 NODES_S = 10.0
 """How long Ray's GCS may take to say which nodes live, where no workers are being started."""
-
-
-def start_limit_s(model: str | None) -> float:
-    """Return the deadline for workers that can read `model`, in seconds."""
-    fetches = model is not None and hub_name(model) is not None
-    return FORM_S + (FETCH_S if fetches else 0)
 
 
 @dataclass(eq=False)

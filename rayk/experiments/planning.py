@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -44,6 +45,9 @@ class ExperimentPlan:
     """Indexes of the exclude rules that match no cell."""
     vllm_versions: Mapping[str, str] = field(default_factory=dict)
     """Interpreter of vLLM's environment -> its vLLM; empty where the engines run on another machine."""
+
+    planned_ns: int = field(default_factory=time.monotonic_ns)
+    """When it was made, by the monotonic clock."""
 
     def on_device(self, device: str) -> ExperimentPlan:
         """Return the plan where `auto` is `device`. Raises SpecError where an engine cannot run on that."""

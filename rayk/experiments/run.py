@@ -9,16 +9,15 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rayk.actors.naming import JOB_NAME, cell_name, models_in_words, run_name
 from rayk.actors.token_file import TokenFile
-from rayk.experiments.judge import CellJudge
 from rayk.experiments.planning import ExperimentPlan, PlannedCell, in_running_order, plan_experiment
 from rayk.experiments.progress import MeteredProgress
+from rayk.experiments.startup import StartClock
 from rayk.experiments.vllm_python import untested
 from rayk.models.hub import model_folder
-from rayk.models.loader import note_unused
 from rayk.oracle.cache import AnswerStore, reference_folder
 from rayk.oracle.remake import changed_checkpoints, checkpoint_commands
 from rayk.reports import Result, ResultWriter, collect_environment, load
@@ -28,6 +27,10 @@ from rayk.specs import Cell, ExperimentSpec, LoadedSpec, load_spec, renew_spec
 from rayk.types.errors import DeadlineExceeded, DeviceError, RaykError, UserError
 from rayk.types.progress import Progress
 from rayk.types.rows import CellRow
+
+if TYPE_CHECKING:
+    from rayk.actors.cell_outcome import CellOutcome
+    from rayk.experiments.judge import CellJudge
 
 GRACE_S = 60.0  # what the coordinator may take beyond a cell's deadline to kill and replace workers
 DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -89,11 +92,7 @@ def run_experiment(
     a row, not an exception. Interrupted runs keep the cells that ended; so does one whose disk is full, a
     UserError.
     """
-    progress = progress or Quiet()
-    for name, config in plan.configs.items():
-        note = note_unused(model_folder(name), config)
-        if note:
-            progress.warn(note)
+    progress = clock = StartClock(progress or Quiet(), plan.planned_ns)
     spec = plan.loaded.spec
     for i in plan.idle_rules:
         where = plan.loaded.marks.where(("exclude", i))
@@ -128,9 +127,7 @@ def run_experiment(
             left = _unfinished(plan, writer)
             if any(not cell.unsupported for cell, _ in left):
                 answers = AnswerStore(reference_folder(), fresh=fresh, warn=progress.warn)
-                environment = _run_on_cluster(
-                    plan, writer, environment, address, progress, token_file, answers
-                )
+                _run_on_cluster(plan, writer, environment, address, clock, token_file, answers)
                 writer.write_environment(environment | {"reference": answers.describe()})
             else:
                 for cell, _ in left:
@@ -175,11 +172,12 @@ def _run_on_cluster(
     writer: ResultWriter,
     environment: dict[str, Any],
     address: str | None,
-    progress: Progress,
+    clock: StartClock,
     token_file: TokenFile | None,
     answers: AnswerStore,
-) -> dict[str, Any]:
-    """Run the cells that are left. Returns the environment, with the cluster in it."""
+) -> None:
+    """Run the cells that are left, and add the cluster and the start to the environment."""
+    progress: Progress = clock
     progress.phase("starting Ray")
     # Ray is imported here so that a bad spec is refused in a second.
     from rayk.actors import launch
@@ -197,17 +195,20 @@ def _run_on_cluster(
         progress.phase("starting workers")
         runner = _Runner(name, cells, keep_workers=fit_at_once)
         try:
+            # The workers start meanwhile. torch is imported here, beside their own imports of it.
+            from rayk.experiments.judge import CellJudge
+
+            _warn_of_unused(plan, progress)
             judges = {
                 model: CellJudge(str(model_folder(model)), c, answers) for model, c in plan.configs.items()
             }
-            _prepare_references(left, judges, progress)  # the workers start meanwhile
+            _prepare_references(left, judges, progress)
             progress.phase("waiting for the workers")
-            cluster = {
+            environment |= {
                 "ray_address": joined.address,
                 "nodes": launch.describe_nodes(),
                 "workers": runner.ready(),
             }
-            environment = environment | cluster
             writer.write_environment(environment)
             decided = {cell.cell_id: cell for cell in cells}
             for cell, prompts in left:
@@ -215,10 +216,21 @@ def _run_on_cluster(
                     _write_unsupported(cell, writer, progress)
                 else:
                     judge = judges[cell.spec.model]
-                    _run_cell(decided[cell.cell_id], prompts, runner, judge, writer, progress)
+                    first = _run_cell(decided[cell.cell_id], prompts, runner, judge, writer, progress)
+                    if "startup" not in environment:
+                        environment["startup"] = clock.close(first)
         finally:
             runner.close()
-    return environment
+
+
+def _warn_of_unused(plan: ExperimentPlan, progress: Progress) -> None:
+    """Warn of tensors in checkpoints that engines leave out."""
+    from rayk.models.loader import note_unused
+
+    for name, config in plan.configs.items():
+        note = note_unused(model_folder(name), config)
+        if note:
+            progress.warn(note)
 
 
 def _in_metrics(progress: Progress, run: str, num_left: int, num_finished: int) -> MeteredProgress:
@@ -236,12 +248,15 @@ def _run_cell(
     judge: CellJudge,
     writer: ResultWriter,
     progress: Progress,
-) -> None:
+) -> CellOutcome:
+    """Run and judge a cell. Returns what its first repeat, or its twin's, left behind."""
     progress.begin(cell.cell_id)
     writer.begin_cell(cell.cell_id)
     twin = judge.twins.missing(cell, prompts)
+    of_twin = []
     if twin is not None:
-        judge.twins.keep(twin, prompts, runner.run(twin, prompts, 0, False))
+        of_twin.append(runner.run(twin, prompts, 0, False))
+        judge.twins.keep(twin, prompts, of_twin[0])
     outcomes = [runner.run(cell, prompts, repeat, judge.needs_capture(cell)) for repeat in range(cell.repeat)]
     judge.twins.keep(cell, prompts, outcomes[0])
     try:
@@ -252,6 +267,7 @@ def _run_cell(
     requests = [r for o in outcomes for r in o.requests]
     writer.write_cell(row, requests, [t for o in outcomes for t in o.transfers])
     progress.end(cell.cell_id, row.verdict, row.reason)
+    return [*of_twin, *outcomes][0]
 
 
 def _prepare_references(
@@ -312,7 +328,7 @@ class _Runner:
         import ray
 
         from rayk.actors.engines import translate
-        from rayk.actors.pool import start_limit_s
+        from rayk.actors.nodes import start_limit_s
 
         limit_s = start_limit_s(self._cells[0].prefill.model) + GRACE_S
         mend = "rayk on every node, and room for an engine's workers on one; see `rayk doctor`"
@@ -333,7 +349,7 @@ class _Runner:
             ) from failure
         return pids
 
-    def run(self, cell: Cell, prompts: Sequence[Sequence[int]], repeat: int, capture: bool) -> Any:
+    def run(self, cell: Cell, prompts: Sequence[Sequence[int]], repeat: int, capture: bool) -> CellOutcome:
         """Run one cell once. There is always an outcome, in bounded time."""
         import ray
 
@@ -342,7 +358,10 @@ class _Runner:
         deadline = cell.deadlines.cell_s + sum(engine.start_s for engine in cell.vllm) + GRACE_S
         named = self._coordinator.run_cell.options(name=cell_name(cell.cell_id, repeat, cell.spec.model))
         try:
-            return ray.get(named.remote(cell, prompts, repeat, capture=capture), timeout=deadline)
+            return cast(
+                "CellOutcome",
+                ray.get(named.remote(cell, prompts, repeat, capture=capture), timeout=deadline),
+            )
         except ray.exceptions.GetTimeoutError:
             error: RaykError = DeadlineExceeded(f"the coordinator of cell {cell.cell_id}", deadline)
         except ray.exceptions.RayError as failure:

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 
 from rayk import Experiment, load
+from rayk.experiments.startup import PLAN, SENT
 from rayk.reports import exit_code
 from rayk.types.errors import DeviceError
 from tests.experiments.conftest import wait_until, worker_processes
@@ -171,6 +172,15 @@ def test_the_results_say_what_ran(matrix_run):
         for n in environment["workers"]
     )
     assert (out / "report.html").stat().st_size > 100_000
+    told = environment["startup"]
+    stages = [stage["stage"] for stage in told["stages"]]
+    coordinators = ["workers are there", "engines are formed", "engines are connected", SENT]
+    assert (stages[0], stages[-4:]) == (PLAN, coordinators)
+    assert told["first_request_s"] == pytest.approx(sum(s["wall_s"] for s in told["stages"]), abs=0.1)
+    assert all(ranks[0]["load"] > 0 for ranks in told["rank_cpu_s"].values())
+    asked = environment["reference"]
+    assert asked["answers_kept"] + asked["answers_computed"] > 0
+    assert asked["refused"] == []
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
