@@ -46,7 +46,7 @@ class LocalHub:
     before_sending: Callable[[str], object] = lambda file: None
     """Called before the content of a file is sent."""
     requests: list[tuple[str, str]] = field(default_factory=list)
-    """(method, path) in order."""
+    """(method, path) in order, of models."""
     ranges: dict[str, list[str]] = field(default_factory=dict)
     """File -> the `Range` that each request for its content named; empty: all of it."""
     authorizations: set[str] = field(default_factory=set)
@@ -108,6 +108,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         path = self.path.partition("?")[0]
         hub = self.served
+        if not path.startswith("/api/models/") and "/resolve/" not in path:
+            return self._send(404, {})  # what huggingface_hub asks of no repository, unasked
         hub.requests.append((self.command, path))
         said = self.headers.get("Authorization", "")
         hub.authorizations.add(said)
