@@ -79,7 +79,7 @@ began = time.perf_counter()
 import ray
 imported = time.perf_counter()
 ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False,
-         object_store_memory=160 << 20, logging_level="warning")
+         object_store_memory=160 << 20)
 started = time.perf_counter()
 class Rank:
     def __init__(self):
@@ -187,8 +187,9 @@ def _imports(page: Page, rounds: int) -> None:
 
 
 def _repeated(script: str, rounds: int) -> list[list[float]]:
-    """Run a script that prints numbers; returns those of each run."""
-    return [[float(word) for word in _output([sys.executable, "-c", script]).split()] for _ in range(rounds)]
+    """Run a script whose last line is of numbers; returns those of each run."""
+    last = [_output([sys.executable, "-c", script]).splitlines()[-1] for _ in range(rounds)]
+    return [[float(word) for word in line.split()] for line in last]
 
 
 def _output(command: Sequence[str]) -> str:
