@@ -44,7 +44,8 @@ RELEASES = (
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     f"{family}-{form}": (family, {"quantise": form}) for family, form in RELEASES
 }
-TP_SETTINGS = ((1,), (2,), (1, 2), (2, 1))
+PAIRS = ((1, 2), (2, 1))
+TP_SETTINGS = ((1,), (2,), *PAIRS)
 
 
 @pytest.fixture(scope="session")
@@ -54,10 +55,15 @@ def answers(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> C
 
 
 def cells() -> list[Any]:
-    """Every model at every TP setting; whole engines of two ranks but the first are left to the slow ones,
-    since those with unlike engines load such ranks as well."""
+    """Every model at every TP setting. Beside the first model's, `make test-all` runs those of one rank and,
+    in turns, of one pair of unlike engines, which loads shares of two ranks as well."""
     return [
-        pytest.param(model, tp, marks=[pytest.mark.slow] if tp == (2,) and i else [])
+        pytest.param(
+            model,
+            tp,
+            id=f"{model}-tp{'to'.join(map(str, tp))}",
+            marks=[pytest.mark.slow] if i and tp not in ((1,), PAIRS[i % 2]) else [],
+        )
         for (i, model), tp in product(enumerate(MODELS), TP_SETTINGS)
     ]
 
