@@ -76,9 +76,11 @@ class VllmEngine:
         others reach it.
 
         Raises Unsupported with vLLM's words where it refuses the model or an argument, EngineDied where it
-        cannot start, DeadlineExceeded. After any of them nothing of it is left.
+        cannot start, DeadlineExceeded, CheckpointError of a model that cannot be fetched. After any of them
+        nothing of it is left.
         """
         self.name = name
+        folder = await asyncio.to_thread(model_folder, config.model)
         environment = _base_environment() | engine_environment(config, host, _free_port(host))
         await self._launch(config.python, environment)
         try:
@@ -86,7 +88,6 @@ class VllmEngine:
             with tempfile.NamedTemporaryFile("w", prefix="rayk-secret-") as secret_file:
                 secret_file.write(secret)
                 secret_file.flush()
-                folder = await asyncio.to_thread(model_folder, config.model)
                 arguments = engine_arguments(replace(config, model=str(folder)), secret_file.name, host)
                 started = await self._ask(config.start_s, "start", arguments=arguments)
         except _DriverError as failure:

@@ -18,7 +18,14 @@ import pytest
 from rayk.actors import vllm_engine
 from rayk.actors.vllm_engine import VllmEngine
 from rayk.types.config import VllmEngineConfig
-from rayk.types.errors import DeadlineExceeded, EngineDied, InternalError, RaykError, Unsupported
+from rayk.types.errors import (
+    CheckpointError,
+    DeadlineExceeded,
+    EngineDied,
+    InternalError,
+    RaykError,
+    Unsupported,
+)
 from rayk.vllm.refusals import complaint_in, refusal
 from tests.actors.vllm_engines import Fake, left
 from tests.pd import HANG_S
@@ -63,6 +70,14 @@ def test_each_fault_is_a_typed_error_and_leaves_no_process(
     assert isinstance(error, kind)
     assert re.search(words, str(error))
     assert left(config) == []
+
+
+def test_a_model_that_cannot_be_fetched_starts_no_process(fake: Fake) -> None:
+    config = replace(fake("none"), model="tiny-org/not-here@" + "0" * 40)
+    error = asyncio.run(_failure(config))
+    assert isinstance(error, CheckpointError)
+    assert "tiny-org/not-here" in str(error)
+    assert not (Path(config.python).parent / "pids").exists()
 
 
 def test_the_secret_of_proofs_is_in_a_file_of_the_users_alone_until_the_engine_has_started(
