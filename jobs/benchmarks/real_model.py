@@ -201,7 +201,7 @@ def cell_cells(cell: Mapping[str, Any], requests: Sequence[Mapping[str, Any]]) -
         " to ".join(str(layout) for layout in layouts),
         f"{cell['transfer.mode']}{', by the host' if cell['transfer.path'] == 'host' else ''}",
         f"{sum(r['num_prompt_tokens'] for r in requests):,}",
-        str(int(cell["num_cached_tokens"] + cell["num_host_tokens"])),
+        str(int(cell["num_cached_tokens"])),
         str(cell["verdict"]),
         _tokens_equal(cell, len(requests)),
         f"{max(gaps):.2g}" if gaps else "",
