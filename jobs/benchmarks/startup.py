@@ -46,7 +46,7 @@ checks: [tokens, kv_bytes, kv_values]
 WHOSE = {
     startup.PLAN: "python, typer, pydantic, rayk",
     startup.IMPORTS: "pandas, rayk",
-    startup.MACHINE: "rayk",
+    startup.MACHINE: "torch, rayk",
     "starting Ray": "Ray, and its import",
     "starting workers": "rayk, Ray",
     "asking the reference": "transformers, torch; in a second run reading what is kept",

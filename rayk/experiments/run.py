@@ -93,6 +93,7 @@ def run_experiment(
     UserError.
     """
     progress = clock = StartClock(progress or Quiet(), plan.planned_ns)
+    _warn_of_unused(plan, progress)
     spec = plan.loaded.spec
     for i in plan.idle_rules:
         where = plan.loaded.marks.where(("exclude", i))
@@ -195,10 +196,9 @@ def _run_on_cluster(
         progress.phase("starting workers")
         runner = _Runner(name, cells, keep_workers=fit_at_once)
         try:
-            # The workers start meanwhile. torch is imported here, beside their own imports of it.
+            # The workers start meanwhile.
             from rayk.experiments.judge import CellJudge
 
-            _warn_of_unused(plan, progress)
             judges = {
                 model: CellJudge(str(model_folder(model)), c, answers) for model, c in plan.configs.items()
             }
@@ -224,8 +224,9 @@ def _run_on_cluster(
 
 
 def _warn_of_unused(plan: ExperimentPlan, progress: Progress) -> None:
-    """Warn of tensors in checkpoints that engines leave out."""
-    from rayk.models.loader import note_unused
+    """Warn of tensors in checkpoints that engines leave out. Raises CheckpointError for one that they miss,
+    before Ray starts."""
+    from rayk.models.loader import note_unused  # imports torch
 
     for name, config in plan.configs.items():
         note = note_unused(model_folder(name), config)

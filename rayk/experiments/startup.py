@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rayk.actors.cell_outcome import CellOutcome
 
 NS_PER_S = 1e9
-PLAN, IMPORTS, MACHINE = "python, command line and plan", "imports", "looking at the machine"
+PLAN, IMPORTS, MACHINE = "python, command line and plan", "imports", "torch, weights and machine"
 SENT = "until the first request is sent"
 
 
