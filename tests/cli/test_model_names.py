@@ -33,7 +33,8 @@ NO_CHECKPOINTS = {
     "run.ray_token_file serve.ray_token_file",
     "a folder of a run": "report.directories",
     "how clients of a server name its model": "bench.model serve.served_model_name",
-    "a number or a value": "serve.max_model_len doctor.gpus doctor.tokens checkpoint.overrides",
+    "a number or a value": "serve.max_model_len doctor.gpus doctor.tokens checkpoint.overrides "
+    "checkpoint.quantise",
 }
 SPEC = {"prompts": {"random": {"count": 1, "input_tokens": [5]}}}
 
