@@ -292,8 +292,9 @@ class EngineRank:
 
     def _keeping(self) -> Keeping | None:
         wanted = self.config.weights
-        keeps = wanted == "kept" or (wanted == "auto" and multiplies_e4m3(self.device))
-        return Keeping() if keeps and self.model_config.quantisation is not None else None
+        if self.model_config.quantisation is None or wanted == "dequantised":
+            return None
+        return Keeping() if wanted == "kept" or multiplies_e4m3(self.device) else None
 
     @property
     def weights_note(self) -> str:
