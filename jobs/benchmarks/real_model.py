@@ -244,11 +244,12 @@ def wrong_cells(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def add_cells(page: Page, folders: Sequence[Path]) -> None:
     """Add a table of the runs' cells; those that are wrong go to `page.wrong`."""
     from rayk.reports import load
+    from rayk.specs.marks import parse_yaml
 
     results = {folder: load(folder) for folder in folders}
     for result in results.values():
-        made = result.environment
-        page.say(f"`{' '.join(['rayk', *made['command'][1:]])}`, {str(made['started'])[:10]}:")
+        name, day = parse_yaml(result.spec_yaml, "spec.yaml")[0]["name"], str(result.environment["started"])
+        page.say(f"Experiment `{name}`, {len(result.cells)} cells, {day[:10]}:")
     page.say("")
     page.head(*CELL_TITLES)
     for folder, result in results.items():
