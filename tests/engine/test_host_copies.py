@@ -102,6 +102,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(rank_module, "make_fence", lambda device: HostFence())
     monkeypatch.setattr(InterpretedFunction, "__getitem__", NoKernels.__getitem__)
     monkeypatch.setattr(backend, "head_groups", head_groups_of)  # of each layer, once
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)  # of loading
     with FakeTensorMode(allow_non_fake_inputs=True):
         yield
     guards[CUDA] = cuda
