@@ -89,4 +89,5 @@ def test_each_spec_of_jobs_names_every_model_it_runs() -> None:
     }
     assert {"hetero_tp.yaml", "hybrid.yaml", "groups.yaml", "chaos.yaml"} <= specs.keys()
     for name, found in specs.items():
-        assert sorted(found.models()) == sorted(found.checkpoints), name
+        made = ["checkpoints/smollm2-135m"] if name.startswith("real") else []  # by `make real`, of a download
+        assert sorted(found.models()) == sorted([*found.checkpoints, *made]), name
