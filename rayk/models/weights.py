@@ -132,7 +132,8 @@ class WeightReader:
         if not isinstance(stored_as, Fp8):
             return None
         self._taken_bytes = 0
-        piece = stored_as.keep(self, name, shape, rows, columns)
+        with self._told_where():
+            piece = stored_as.keep(self, name, shape, rows, columns)
         self._count(0)
         return piece
 

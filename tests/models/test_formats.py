@@ -16,7 +16,17 @@ from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from rayk.models.formats import Fp8, Mxfp4, Quantisation, Scheme, WeightFormat
+from rayk.models.formats import (
+    Awq,
+    Fp8,
+    Gptq,
+    Mxfp4,
+    Nvfp4,
+    PackQuantized,
+    Quantisation,
+    Scheme,
+    WeightFormat,
+)
 from rayk.models.weights import HeaderReader, WeightReader
 from rayk.types.errors import CheckpointError
 
@@ -199,6 +209,20 @@ def test_headers_alone_say_what_is_read(tmp_path: Path) -> None:
             "weight_scale has dtype I32",
         ),
         (Mxfp4(), {NAME: fp8_matrix((22, 29))}, "dtype F8_E4M3"),
+        (
+            Fp8((None, None), values="F8_E5M2"),
+            {NAME: fp8_matrix((22, 29)), beside("weight_scale"): scales()},
+            "(?s)dtype F8_E4M3.*one of F8_E5M2",
+        ),
+        (
+            Fp8((None, None)),
+            {
+                NAME: fp8_matrix((22, 29)),
+                beside("weight_scale"): scales(),
+                beside("weight_scale_inv"): scales(),
+            },
+            "up_proj.weight has two tensors of scales, .*weight_scale_inv and .*weight_scale",
+        ),
     ],
 )
 def test_files_that_do_not_fit_are_named(
@@ -232,6 +256,83 @@ def test_what_a_format_cannot_hold_is_told_with_its_folder(
             opened.require(EXPERTS, shape)
         assert str(opened.folder) in str(caught.value)
         assert caught.value.mend
+
+
+NAN = float("nan")
+HALF, E4M3 = torch.float16, torch.float8_e4m3fn
+ZEROS = torch.zeros(2, 1, dtype=torch.int32)
+PACK_QUANTIZED = {
+    "weight_packed": torch.zeros(8, 2, dtype=torch.int32),
+    "weight_scale": scales(8, 2, dtype=HALF),
+    "weight_shape": torch.tensor([8, 16]),
+}
+AWQ = {"qweight": torch.zeros(16, 1, dtype=torch.int32), "qzeros": ZEROS, "scales": scales(2, 8, dtype=HALF)}
+GPTQ = {"qweight": torch.zeros(2, 8, dtype=torch.int32), "qzeros": ZEROS, "scales": scales(2, 8, dtype=HALF)}
+NVFP4 = {
+    "weight": torch.zeros(8, 8, dtype=torch.uint8),
+    "weight_scale": scales(8, 1, dtype=E4M3),
+    "weight_scale_2": scales(),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "tensors", "suffix"),
+    [
+        (Fp8((4, 8)), {"weight": fp8_matrix((8, 16)), "weight_scale_inv": scales(2, 2)}, "weight_scale_inv"),
+        (Fp8((1, None)), {"weight": fp8_matrix((8, 16)), "weight_scale": scales(8)}, "weight_scale"),
+        (PackQuantized(4, 8), PACK_QUANTIZED, "weight_scale"),
+        (Awq(8), AWQ, "scales"),
+        (Gptq(4, 8), GPTQ, "scales"),
+        (Nvfp4("modelopt"), NVFP4, "weight_scale"),
+        (Nvfp4("modelopt"), NVFP4, "weight_scale_2"),
+    ],
+)
+@pytest.mark.parametrize("value", [NAN, float("inf"), 0.0])
+def test_scales_that_are_not_finite_are_named(
+    reader: Callable[[WeightFormat, Tensors], WeightReader],
+    form: WeightFormat,
+    tensors: Tensors,
+    suffix: str,
+    value: float,
+) -> None:
+    """Zeros are: some converters write them for blocks of zeros."""
+    stored = {beside(name): tensor for name, tensor in tensors.items()}
+    if tensors[suffix].dtype == E4M3 and value:
+        value = NAN  # It has no infinity.
+    changed = stored[beside(suffix)].float().clone()
+    changed.view(-1)[-1] = value
+    stored[beside(suffix)] = changed.to(tensors[suffix].dtype)
+    with reader(form, stored) as opened:
+        if value == 0:
+            assert (opened.read(NAME, (8, 16))[-1, -4:] == 0).all()
+            return
+        with pytest.raises(CheckpointError, match=f"{suffix} holds scales that are infinite") as caught:
+            opened.read(NAME, (8, 16))
+        assert str(opened.folder) in str(caught.value)
+        # Pieces that do not need the scale may be read.
+        if changed.ndim == 2:
+            assert opened.read(NAME, (8, 16), range(4), range(8)).isfinite().all()
+
+
+def test_scales_of_kept_matrices_are_checked(reader: Callable[[WeightFormat, Tensors], WeightReader]) -> None:
+    stored = {
+        NAME: fp8_matrix((4, 4)),
+        beside("weight_scale"): scales(),
+        beside("input_scale"): scales() * NAN,
+    }
+    with reader(Fp8((None, None), "static"), stored) as opened:
+        with pytest.raises(CheckpointError, match="input_scale holds scales that are infinite") as caught:
+            opened.keep(NAME, (4, 4), range(4))
+        assert str(opened.folder) in str(caught.value)
+
+
+def test_mxfp4_has_a_scale_that_is_no_number(reader: Callable[[WeightFormat, Tensors], WeightReader]) -> None:
+    blocks, exponents = torch.zeros(2, 4, 1, 16, dtype=torch.uint8), torch.zeros(2, 4, 1, dtype=torch.uint8)
+    exponents[1, 3] = 255
+    with reader(Mxfp4(), {f"{EXPERTS}_blocks": blocks, f"{EXPERTS}_scales": exponents}) as opened:
+        assert opened.read(EXPERTS, (2, 32, 4), range(1)).shape == (1, 32, 4)
+        with pytest.raises(CheckpointError, match="down_proj_scales holds 255"):
+            opened.read(EXPERTS, (2, 32, 4))
 
 
 def test_plain_tensors_stay_plain(reader: Callable[[WeightFormat, Tensors], WeightReader]) -> None:

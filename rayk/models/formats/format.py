@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
+from rayk.types.errors import CheckpointError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -58,6 +60,20 @@ def is_linear(name: str, shape: tuple[int, ...]) -> bool:
     """Tell whether converters count it as a layer's linear map: neither embedding, head, norm nor router."""
     is_router = name.endswith((".gate.weight", ".router.weight"))
     return len(shape) == 2 and ".layers." in name and name.endswith(".weight") and not is_router
+
+
+def take_scales(source: Source, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
+    """Read a piece of a tensor of scales, in float32. Raises CheckpointError unless all are finite; some
+    converters write zeros for blocks of zeros."""
+    return finite(name, source.take(name, rows, columns).float())
+
+
+def finite(name: str, scales: Tensor) -> Tensor:
+    """Return scales that come from the tensor `name`. Raises CheckpointError if one is not finite."""
+    if not scales.is_meta and not scales.isfinite().all():
+        mend = "download the file again, or another release: such scales spoil every output"
+        raise CheckpointError(f"tensor {name} holds scales that are infinite or no number", mend=mend)
+    return scales
 
 
 def beside(name: str, suffix: str) -> str:

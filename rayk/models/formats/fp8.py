@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rayk.models.formats.format import SCALES, Source, beside, is_linear
+from rayk.models.formats.format import SCALES, Source, beside, is_linear, take_scales
 from rayk.types.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ class Fp8:
     inputs: str | None = None
     """How a device that multiplies them quantises inputs (kernels.scaled_matmul): group, token or static.
     None: not at all, or in a way that kernels here do not know."""
+    values: str | None = None
+    """The dtype that config.json names, of FLOATS; None: the files decide."""
 
     @property
     def text(self) -> str:
@@ -46,15 +48,20 @@ class Fp8:
         return source.dtype_of(name) in FLOATS
 
     def require(self, source: Source, name: str, shape: tuple[int, ...]) -> None:
-        source.require_stored(name, shape, FLOATS)
+        source.require_stored(name, shape, FLOATS if self.values is None else (self.values,))
         if len(shape) != 2:
             raise CheckpointError(
                 f"tensor {name} of {len(shape)} axes is stored in 8-bit floats",
                 mend="a release in which 8-bit floats are matrices, one tensor an expert",
             )
-        for suffix in INPUT_SCALES:
-            if source.shape_of(beside(name, suffix)) is not None:
-                source.require_stored(beside(name, suffix), None, SCALES)
+        for scale in _stored(source, name, INPUT_SCALES):
+            source.require_stored(scale, None, SCALES)
+        stored = _stored(source, name, SCALE_NAMES)
+        if len(stored) > 1:
+            raise CheckpointError(
+                f"tensor {name} has two tensors of scales, {' and '.join(stored)}",
+                mend="remove the one that does not belong to it",
+            )
         scale = self._scale(source, name)
         source.require_stored(scale, self._scale_shape(source.shape_of(scale), shape), SCALES)
 
@@ -99,10 +106,8 @@ class Fp8:
         """Return the static scale of inputs, 1 where they have dynamic ones; None if it is missing."""
         if self.inputs != "static":
             return 1.0
-        stored = [
-            n for n in (beside(name, suffix) for suffix in INPUT_SCALES) if source.shape_of(n) is not None
-        ]
-        return float(source.take(stored[0]).max()) if stored else None
+        stored = _stored(source, name, INPUT_SCALES)
+        return float(take_scales(source, stored[0]).max()) if stored else None
 
     def stored_bytes(self, name: str, shape: tuple[int, ...]) -> int | None:
         if not is_linear(name, shape):
@@ -111,8 +116,7 @@ class Fp8:
 
     def _scale(self, source: Source, name: str) -> str:
         """Return the name of the tensor's scales, that of the first convention without any."""
-        names = [beside(name, suffix) for suffix in SCALE_NAMES]
-        return next((n for n in names if source.shape_of(n) is not None), names[0])
+        return next(iter(_stored(source, name, SCALE_NAMES)), beside(name, SCALE_NAMES[0]))
 
     def _scale_shape(self, stored: tuple[int, ...] | None, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape that the scales must have: of several conventions the stored one."""
@@ -132,10 +136,10 @@ class Fp8:
         by_column = range(columns.start // width, -(-columns.stop // width))
         num_axes = len(source.shape_of(scale) or ())
         if num_axes == 2:
-            stored = source.take(scale, by_row, by_column)
+            stored = take_scales(source, scale, by_row, by_column)
         else:
-            stored = source.take(scale, by_row) if num_axes else source.take(scale)
-        return stored.float().reshape(len(by_row), len(by_column)), (height, width)
+            stored = take_scales(source, scale, by_row if num_axes else None)
+        return stored.reshape(len(by_row), len(by_column)), (height, width)
 
     def _sizes(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Return the sides of a block of a matrix."""
@@ -144,3 +148,8 @@ class Fp8:
     def _grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
         height, width = self._sizes(shape)
         return -(-shape[0] // height), -(-shape[1] // width)
+
+
+def _stored(source: Source, name: str, suffixes: tuple[str, ...]) -> list[str]:
+    """Return the names of those tensors beside `name` that the files hold."""
+    return [n for n in (beside(name, suffix) for suffix in suffixes) if source.shape_of(n) is not None]

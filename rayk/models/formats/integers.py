@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rayk.models.formats.format import SCALES, Source, beside, is_linear
+from rayk.models.formats.format import SCALES, Source, beside, is_linear, take_scales
 from rayk.types.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -126,7 +126,6 @@ def dequantised(
     import torch
 
     points = None if isinstance(zeros, int) else zeros.float()
-    scales = scales.float()
     num_rows, index = len(scales), index.to(scales.device)
     if transposed:
         values = torch.empty((len(columns), num_rows), device=scales.device).mT
@@ -184,7 +183,7 @@ class Awq:
         groups, index = group_index(source, self.grid, None, shape[1], columns)
         packed = source.take(beside(name, "qweight"), columns, words)
         zeros = source.take(beside(name, "qzeros"), groups, words)
-        scales = source.take(beside(name, "scales"), groups, rows)
+        scales = take_scales(source, beside(name, "scales"), groups, rows)
 
         def plain(words: Tensor) -> Tensor:
             return self.grid.trimmed(_in_order(unpacked(words, 4, 1)), rows, 1).mT
@@ -248,7 +247,7 @@ class Gptq:
             # A one in every field; the sum wraps, as the words' difference did.
             zeros = zeros + sum(1 << shift for shift in range(0, WORD_BITS, self.bits))
         zeros = grid.trimmed(unpacked(zeros, self.bits, 1), rows, 1)
-        scales = source.take(beside(name, "scales"), groups, rows)
+        scales = take_scales(source, beside(name, "scales"), groups, rows)
 
         def codes(run: range) -> Tensor:
             words = packed[grid.words_within(run, columns)]
@@ -311,7 +310,7 @@ class PackQuantized:
         grid = self.grid
         groups, index = group_index(source, grid, self._index(source, name), shape[1], columns)
         packed = source.take(beside(name, "weight_packed"), rows, grid.words_of(columns))
-        scales = source.take(beside(name, "weight_scale"), rows, groups)
+        scales = take_scales(source, beside(name, "weight_scale"), rows, groups)
         zeros: Tensor | int = 1 << self.bits - 1
         if not self.symmetric:
             words = source.take(beside(name, "weight_zero_point"), grid.words_of(rows), groups)

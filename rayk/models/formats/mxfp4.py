@@ -21,6 +21,7 @@ GROUP = 32
 """Elements that share a scale."""
 GROUP_BYTES = GROUP // 2 + 1
 BIAS = 127
+NO_NUMBER = 255
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The codes 0 to 7 (E2M1) mean these; 8 to 15 are their negatives."""
 CHUNK_GROUPS = 1 << 16
@@ -50,8 +51,13 @@ class Mxfp4:
     def read(
         self, source: Source, name: str, shape: tuple[int, ...], rows: range, columns: range | None
     ) -> Tensor:
+        import torch
+
         assert columns is None, "experts are cut by experts alone"
-        return dequantised(source.take(f"{name}_blocks", rows), source.take(f"{name}_scales", rows)).mT
+        exponents = source.take(f"{name}_scales", rows)
+        if not exponents.is_meta and (exponents.view(torch.uint8) == NO_NUMBER).any():
+            raise CheckpointError(f"tensor {name}_scales holds {NO_NUMBER}, the scale that is no number")
+        return dequantised(source.take(f"{name}_blocks", rows), exponents).mT
 
     def stored_bytes(self, name: str, shape: tuple[int, ...]) -> int | None:
         is_packed = ".experts." in name and not name.endswith("bias")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from rayk.models.formats.format import Source, beside, is_linear
+from rayk.models.formats.format import Source, beside, finite, is_linear, take_scales
 from rayk.models.formats.mxfp4 import VALUES
 from rayk.types.errors import CheckpointError
 
@@ -63,9 +63,9 @@ class Nvfp4:
         groups = range(columns.start // GROUP, -(-columns.stop // GROUP))
         whole = range(groups.start * GROUP // 2, groups.stop * GROUP // 2)
         packed = source.take(codes, rows, whole)
-        scales = source.take(beside(name, "weight_scale"), rows, groups).float()
-        tensor_scale = source.take(scale).reshape(())
-        scales = scales * tensor_scale if self.writer == "modelopt" else scales / tensor_scale
+        scales = take_scales(source, beside(name, "weight_scale"), rows, groups)
+        factor = take_scales(source, scale).reshape(())
+        scales = finite(scale, scales * factor if self.writer == "modelopt" else scales / factor)
         values = torch.empty((len(rows), len(groups), GROUP), device=packed.device)
         halves = torch.tensor((*VALUES, *(-value for value in VALUES)), device=packed.device)
         for start in range(0, len(rows), CHUNK_ROWS):
