@@ -59,7 +59,7 @@ def test_settings_name_their_format(settings: dict[str, Any], form: WeightFormat
 
 def test_gptq_sets_modules_apart() -> None:
     """As gptqmodel's QuantizeConfig.to_dict writes it."""
-    dynamic: dict[str, Any] = {"-:.*k_proj": {}, "+:.*down_proj": {"bits": 8, "group_size": 64}}
+    dynamic: dict[str, Any] = {"-:(?i).*K_proj": {}, "+:.*down_proj": {"bits": 8, "group_size": 64}}
     found = parsed(GPTQ | {"dynamic": dynamic | {r"model\.layers\.0\.": {"group_size": 32}}})
     assert found.format_of(WEIGHT) == Gptq(8, 64)
     assert found.format_of("model.layers.0.mlp.up_proj.weight") == Gptq(4, 32)
@@ -108,6 +108,14 @@ def test_what_is_not_read_is_refused_by_name(settings: dict[str, Any], match: st
 def test_what_means_nothing_is_named(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(CheckpointError, match=match):
         parsed(settings)
+
+
+def test_modelopt_leaves_modules_plain() -> None:
+    excluded = {"quant_algo": "FP8", "exclude_modules": ["*.layers.[12].*", "*q_proj"], "ignore": ["*o_proj"]}
+    found = parsed({"quant_method": "modelopt", **excluded})
+    for layer, part, is_plain in ((1, "k", True), (3, "q", True), (3, "o", True), (3, "k", False)):
+        num_bytes = found.stored_bytes(f"model.layers.{layer}.self_attn.{part}_proj.weight", (8, 8), 2)
+        assert num_bytes == (8 * 8 * 2 if is_plain else 8 * 8 + 4), (layer, part)
 
 
 def test_older_exports_of_modelopt_say_it_in_a_file_beside(tmp_path: Path) -> None:

@@ -22,6 +22,12 @@ def compressed(weights: dict[str, Any], **others: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}, **others}
 
 
+def group(**others: Any) -> dict[str, Any]:
+    settings = compressed({"strategy": "tensor"})
+    settings["config_groups"]["group_0"] |= others
+    return settings
+
+
 def read(settings: dict[str, Any]) -> Quantisation:
     found = parse_config(small("llama", quantization_config=settings)).quantisation
     assert found is not None
@@ -33,6 +39,10 @@ def read(settings: dict[str, Any]) -> Quantisation:
     [
         ({"quant_method": "fp8", "weight_block_size": [128, 64]}, Fp8((128, 64), "group")),
         ({"quant_method": "fp8", "weight_block_size": None}, Fp8((None, None), "token")),
+        ({"quant_method": "fp8", "fmt": "e4m3"}, Fp8((None, None), "token", "F8_E4M3")),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, Fp8((None, None), "token", "F8_E5M2")),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, Fp8((None, None), "static")),
+        ({"quant_method": "fp8", "scale_fmt": "ue8m0"}, Fp8((None, None), None)),
         ({"quant_method": "mxfp4"}, Mxfp4()),
         (compressed({"strategy": "tensor"}), Fp8((None, None))),
         (compressed({"strategy": "channel"}), Fp8((1, None))),
@@ -55,9 +65,19 @@ def test_formats(settings: dict[str, Any], form: Any) -> None:
         ({"quant_method": "fp8", "weight_block_size": [True, 128]}, CheckpointError, "integers from 1"),
         ({"quant_method": "fp8", "modules_to_not_convert": "x"}, CheckpointError, "a list of names"),
         ({"quant_method": "fp8", "modules_to_not_convert": ["("]}, CheckpointError, "no regular expression"),
+        ({"quant_method": "fp8", "fmt": "e3m4"}, UnsupportedArchitecture, "`fmt` 'e3m4'"),
+        ({"quant_method": "fp8", "fmt": ["e4m3"]}, UnsupportedArchitecture, r"`fmt` \['e4m3'\]"),
+        ({"quant_method": "fp8", "scale_fmt": "foo"}, UnsupportedArchitecture, "`scale_fmt` 'foo'"),
+        ({"quant_method": "fp8", "activation_scheme": "foo"}, UnsupportedArchitecture, "_scheme` 'foo'"),
+        ({"quant_method": "fp8", "activation_scheme": 7}, UnsupportedArchitecture, "`activation_scheme` 7"),
         ({"quant_method": "compressed-tensors"}, CheckpointError, "`config_groups` must map names"),
         (compressed({"strategy": "group"}), UnsupportedArchitecture, "`strategy` 'group'"),
         (compressed({"num_bits": 3}), UnsupportedArchitecture, "weights of 3-bit float"),
+        (compressed({"num_bits": [4]}), UnsupportedArchitecture, r"weights of \[4\]-bit float"),
+        (compressed({"type": {}}), UnsupportedArchitecture, "weights of 8-bit {}"),
+        (compressed({}, config_groups={}), CheckpointError, "`config_groups` must map names"),
+        (group(targets=[]), CheckpointError, "group 'group_0' has no `targets`"),
+        (group(input_activations=[FLOAT8]), CheckpointError, "`input_activations` that are no object"),
         (compressed({"strategy": "block"}), CheckpointError, "`block_structure` must be two integers"),
         (compressed({}, sparsity_config={"format": "sparse-24-bitmask"}), UnsupportedArchitecture, "spars"),
         (compressed({}, transform_config={"R1": {}}), UnsupportedArchitecture, "`transform_config`"),
@@ -91,13 +111,70 @@ def test_modules_stay_plain_as_transformers_says(pattern: str) -> None:
             assert is_plain == (not should_convert_module(name, [pattern])), name
 
 
-@pytest.mark.parametrize("pattern", [*NAMES, "re:.*gate$", "re:model.layers.1.mlp.*", "re:lm_head"])
+LAYERS = "|".join(map(str, range(61)))
+RELEASED = (
+    "re:.*gate$",
+    "re:model.layers.1.mlp.*",
+    "re:lm_head",
+    r"re:model\.layers\.(0|1|2)\..*",
+    rf"re:.*layers\.({LAYERS})\..*(q|k|v|o)_proj.*",
+    "re:(?i).*MLP.*",
+    r"re:^(?!.*self_attn\.(?:q_proj|k_proj)$).*$",
+    "re:.*model.*layers.*self_attn.*q.*proj.*",
+    r"re:(?:.*\.)?q_proj",
+    r"re:model\.layers\.(?P<layer>\d)(?P=layer).*",
+    r"re:model\.layers\.(\d)\1.*",
+)
+
+
+@pytest.mark.parametrize("pattern", [*NAMES, *RELEASED])
 def test_modules_stay_plain_as_compressed_tensors_says(pattern: str) -> None:
     found = read(compressed({"strategy": "tensor"}, ignore=[pattern]))
     for name in NAMES:
         is_plain = found.stored_bytes(f"{name}.weight", (64, 64), 2) == 64 * 64 * 2
         if ".layers." in name and not name.endswith(".gate"):
             assert is_plain == match_name(name, pattern), name
+
+
+def test_patterns_that_cannot_be_joined_count_each() -> None:
+    """Flags behind a start, equal names of groups and numbers of groups would be errors, or others."""
+    patterns = ["re:(?i).*GATE_PROJ", r"re:.*(?P<a>x)(?P=a)", r"re:(?P<a>y)", r"re:model\.layers\.(\d)\1.*"]
+    found = read(compressed({"strategy": "tensor"}, ignore=["lm_head", *patterns]))
+    for name in NAMES:
+        is_plain = found.stored_bytes(f"{name}.weight", (64, 64), 2) == 64 * 64 * 2
+        if ".layers." in name and not name.endswith(".gate"):
+            assert is_plain == any(match_name(name, pattern) for pattern in patterns), name
+
+
+SLOW = (
+    ("(([a-z.0-9_]+)+)+!", "repeat of a group"),
+    ("(a|a)*!", "repeat of a group"),
+    ("(?:a{0,50}){0,50}!", "repeat of a group"),
+    (".*" * 9 + "!", "too many ways"),
+    ("[a-z]{0,9}" * 9 + "!", "too many ways"),
+    ("(.|[a-z])" * 40 + "!", "too many ways"),
+    ("(m|M)" * 40 + "(?i:!)", "too many ways"),
+    ("(^|m)" * 40 + "!", "too many ways"),
+    ("(a|ab*)" * 40 + "!", "too many ways"),
+    ("[a-z]?" * 40 + "!", "too many ways"),
+    ("(?:a?)?" * 40 + "!", "too many ways"),
+    ("a{99999999999}", "no regular expression"),
+    ("(" * 5000 + ")" * 5000, "characters, more than 1000"),
+    ("x" * 1001, "characters, more than 1000"),
+    ("(?#a)b", "is not supported"),
+)
+
+
+@pytest.mark.parametrize(("pattern", "match"), SLOW, ids=[pattern[:20] for pattern, _ in SLOW])
+def test_patterns_that_could_take_long_are_refused(pattern: str, match: str) -> None:
+    for settings, key in (
+        (compressed({"strategy": "tensor"}, ignore=[f"re:{pattern}"]), "ignore"),
+        (group(targets=[f"re:{pattern}"]), "targets"),
+        ({"quant_method": "fp8", "modules_to_not_convert": [pattern]}, "modules_to_not_convert"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {f"-:{pattern}": {}}}, "dynamic"),
+    ):
+        with pytest.raises(CheckpointError, match=f"`{key}` holds .*{match}"):
+            read(settings)
 
 
 def test_the_first_group_that_matches_counts() -> None:

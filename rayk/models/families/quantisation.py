@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from rayk.models.families.patterns import check_pattern
 from rayk.models.families.raw import RawConfig
 from rayk.models.formats import (
     Awq,
@@ -25,6 +26,14 @@ from rayk.types.errors import CheckpointError
 KEY = "quantization_config"
 MOST_BLOCK = 1 << 16
 """Limit of a block's sides."""
+PATTERN = "re:"
+"""compressed-tensors' mark of a regular expression, which matches from a name's start."""
+SHOWN = 100
+"""Characters of a pattern that an error shows."""
+FP8_VALUES = MappingProxyType(
+    {"e4m3": "F8_E4M3", "float8_e4m3fn": "F8_E4M3", "e5m2": "F8_E5M2", "float8_e5m2": "F8_E5M2"}
+)
+"""`fmt` of releases in fp8 -> the dtype of their values as safetensors names it."""
 
 
 def parse_quantisation(raw: RawConfig) -> Quantisation | None:
@@ -50,10 +59,13 @@ def _fp8(raw: RawConfig) -> Quantisation:
     inputs in powers of two (`scale_fmt`) are not known to kernels."""
     block = raw.get("weight_block_size")
     inputs = {"dynamic": "token" if block is None else "group", "static": "static"}
-    known = raw.get("scale_fmt", "float") in ("float", None)
+    scheme = _one_word(raw, "activation_scheme", "dynamic", inputs)
+    known = _one_word(raw, "scale_fmt", "float", ("float", "ue8m0")) == "float"
+    values = None if raw.get("fmt") is None else FP8_VALUES[_one_word(raw, "fmt", "", FP8_VALUES)]
     form = Fp8(
         (None, None) if block is None else _block(raw, "weight_block_size", block),
-        inputs.get(str(raw.get("activation_scheme", "dynamic"))) if known else None,
+        inputs[scheme] if known else None,
+        values,
     )
     return Quantisation(method="fp8", schemes=(Scheme(form),), kept=_kept(raw, "modules_to_not_convert"))
 
@@ -86,7 +98,7 @@ def _gptq(raw: RawConfig) -> Quantisation:
         raise CheckpointError(f"`{KEY}`: `dynamic` must map patterns to objects", where=raw.where)
     schemes, kept = [], []
     for key, part in dynamic.items():
-        pattern = _compiled(raw, "dynamic", key.removeprefix("+:").removeprefix("-:"))
+        pattern = _checked(raw, "dynamic", key.removeprefix("+:").removeprefix("-:"))
         if key.startswith("-:"):
             kept.append(pattern)
         else:
@@ -133,11 +145,14 @@ def _compressed(raw: RawConfig) -> Quantisation:
     if transform:
         raise raw.refuse(f"`{KEY}`: `transform_config` is not supported", "a release without it")
     groups = raw.get("config_groups")
-    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+    is_mapping = isinstance(groups, dict) and all(isinstance(group, dict) for group in groups.values())
+    if not groups or not is_mapping:
         raise CheckpointError(f"`{KEY}`: `config_groups` must map names to objects", where=raw.where)
     schemes = tuple(_group(raw, name, group) for name, group in groups.items())
-    ignored = tuple(_matching(raw, "ignore", name) for name in _texts(raw, "ignore"))
-    return Quantisation(method="compressed-tensors", schemes=schemes, kept=ignored)
+    ignored = _texts(raw, "ignore")
+    names = _one_of([name for name in ignored if not name.startswith(PATTERN)])
+    patterns = [_pattern(raw, "ignore", name) for name in ignored if name.startswith(PATTERN)]
+    return Quantisation(method="compressed-tensors", schemes=schemes, kept=(*names, *patterns))
 
 
 def _group(raw: RawConfig, name: str, group: Mapping[str, Any]) -> Scheme:
@@ -145,14 +160,19 @@ def _group(raw: RawConfig, name: str, group: Mapping[str, Any]) -> Scheme:
     if not isinstance(weights, dict):
         raise raw.refuse(f"`{KEY}`: group {name!r} says nothing about weights", "a group with `weights`")
     kind = (weights.get("type", "int"), weights.get("num_bits", 8))
-    make = WEIGHTS.get(kind)
+    make = WEIGHTS.get(kind) if isinstance(kind[0], str) and type(kind[1]) is int else None
     if make is None:
         known = ", ".join(f"{bits}-bit {type_}" for type_, bits in WEIGHTS)
         raise raw.refuse(f"`{KEY}`: group {name!r} has weights of {kind[1]}-bit {kind[0]}", f"one of {known}")
-    targets = _texts(raw.of(group), "targets")
+    targets, inputs = _texts(raw.of(group), "targets"), group.get("input_activations")
+    if not targets:
+        raise CheckpointError(f"`{KEY}`: group {name!r} has no `targets`", where=raw.where)
+    if inputs is not None and not isinstance(inputs, dict):
+        problem = f"`{KEY}`: group {name!r} has `input_activations` that are no object: {inputs!r}"
+        raise CheckpointError(problem, where=raw.where)
     weights = {"format": group.get("format") or raw.get("format"), **weights}
-    weights["inputs"] = group.get("input_activations")
-    return Scheme(make(raw, weights), tuple(_matching(raw, "targets", target) for target in targets))
+    weights["inputs"] = inputs
+    return Scheme(make(raw, weights), tuple(_target(raw, target) for target in targets))
 
 
 def _compressed_fp8(raw: RawConfig, weights: Mapping[str, Any]) -> WeightFormat:
@@ -190,9 +210,9 @@ def _compressed_nvfp4(raw: RawConfig, weights: Mapping[str, Any]) -> WeightForma
     return Nvfp4("compressed-tensors")
 
 
-def _compressed_inputs(settings: Any, columns: int | None) -> str | None:
+def _compressed_inputs(settings: Mapping[str, Any] | None, columns: int | None) -> str | None:
     """Return how inputs are quantised (Fp8.inputs), given `input_activations` and the columns of a block."""
-    if not isinstance(settings, dict) or (settings.get("type"), settings.get("num_bits")) != ("float", 8):
+    if settings is None or (settings.get("type"), settings.get("num_bits")) != ("float", 8):
         return None
     if not settings.get("symmetric", True):
         return None
@@ -259,6 +279,14 @@ def _block(raw: RawConfig, key: str, value: Any) -> tuple[int, int]:
     return value[0], value[1]
 
 
+def _one_word(raw: RawConfig, key: str, default: str, known: Collection[str]) -> str:
+    """Return a setting that must be one of `known`, in small letters."""
+    word = raw.get(key, default)
+    if not isinstance(word, str) or word.lower() not in known:
+        raise raw.refuse(f"`{KEY}`: `{key}` {word!r} is not supported", "one of " + ", ".join(known))
+    return word.lower()
+
+
 def _texts(raw: RawConfig, key: str) -> list[str]:
     """Return a list of texts, empty if the key is absent or null."""
     values = raw.get(key, [])
@@ -270,25 +298,36 @@ def _texts(raw: RawConfig, key: str) -> list[str]:
 def _kept(raw: RawConfig, key: str) -> tuple[str, ...]:
     """Read modules as transformers does: a regular expression from a name's start up to a dot or its end, or
     the end of a name (transformers/quantizers/quantizers_utils.py)."""
-    return tuple(
-        _compiled(raw, key, rf"(?:{name})(?:(?<=\.)|(?=\.|$))|.*{re.escape(name)}$")
-        for name in _texts(raw, key)
-    )
+    names = _texts(raw, key)
+    starts = [_checked(raw, key, name, r"(?:{})(?:(?<=\.)|(?=\.|$))") for name in names]
+    return (*starts, *(f".*{ending}" for ending in _one_of(names)))
 
 
-def _matching(raw: RawConfig, key: str, name: str) -> str:
-    """Read a module as compressed-tensors does: `re:` and a regular expression from a name's start, a name,
-    or a class (all linear maps; which tensors these are, the files say)."""
-    if name.startswith("re:"):
-        return _compiled(raw, key, name.removeprefix("re:"))
-    return ".*" if name in ("Linear", "FusedMoE") and key == "targets" else rf"{re.escape(name)}$"
+def _one_of(names: Sequence[str]) -> tuple[str, ...]:
+    """Return a pattern of `names` as they are up to a name's end; none without names."""
+    return (f"(?:{'|'.join(map(re.escape, names))})$",) if names else ()
 
 
-def _compiled(raw: RawConfig, key: str, pattern: str) -> str:
-    """Return a regular expression that compiles."""
+def _target(raw: RawConfig, name: str) -> str:
+    """Read a module as compressed-tensors does: a pattern, a name, or a class (all linear maps; which tensors
+    these are, the files say)."""
+    if name.startswith(PATTERN):
+        return _pattern(raw, "targets", name)
+    return ".*" if name in ("Linear", "FusedMoE") else rf"{re.escape(name)}$"
+
+
+def _pattern(raw: RawConfig, key: str, name: str) -> str:
+    return _checked(raw, key, name.removeprefix(PATTERN))
+
+
+def _checked(raw: RawConfig, key: str, pattern: str, within: str = "{}") -> str:
+    """Return `within` with the pattern in place of its braces: it compiles, and takes no long time."""
+    whole = within.replace("{}", pattern)
     try:
-        re.compile(pattern)
-    except re.error as error:
-        problem = f"`{KEY}`: `{key}` holds {pattern!r}, which is no regular expression: {error}"
-        raise CheckpointError(problem, where=raw.where) from error
-    return pattern
+        check_pattern(whole)
+    except ValueError as error:
+        mend = "a pattern such as `.*self_attn.*`, or the names themselves"
+        shown = pattern if len(pattern) <= SHOWN else f"{pattern[:SHOWN]}..."
+        problem = f"`{KEY}`: `{key}` holds {shown!r}: {error}"
+        raise CheckpointError(problem, where=raw.where, mend=mend) from error
+    return whole

@@ -41,12 +41,12 @@ class Quantisation:
     def format_of(self, name: str) -> WeightFormat | None:
         """Return the format of the tensor `name`, if it is quantised at all."""
         module = _module(name)
-        return next((s.format for s in self.schemes if _any_of(s.targets).match(module)), None)
+        return next((s.format for s in self.schemes if _match_any(s.targets, module)), None)
 
     def stored_bytes(self, name: str, shape: tuple[int, ...], itemsize: int) -> int:
         """Count the bytes of a piece of `shape` of the tensor `name`, of `itemsize` where it is plain."""
         found = self.format_of(name)
-        if found is not None and not (self.kept and _any_of(self.kept).match(_module(name))):
+        if found is not None and not _match_any(self.kept, _module(name)):
             num_bytes = found.stored_bytes(name, shape)
             if num_bytes is not None:
                 return num_bytes
@@ -57,6 +57,12 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+@lru_cache(1 << 16)
+def _match_any(patterns: tuple[str, ...], module: str) -> bool:
+    return any(pattern.match(module) for pattern in _compiled(patterns))
+
+
 @lru_cache
-def _any_of(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns))
+def _compiled(patterns: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+    """Compile each on its own: joined, their flags and the numbers of their groups would change."""
+    return tuple(re.compile(pattern) for pattern in patterns)
