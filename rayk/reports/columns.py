@@ -259,12 +259,13 @@ def _as_text(value: Any) -> str | None:
 _OF_TIER = (
     r"^(host|disk|swapped)_|^(num_host_tokens|num_disk_tokens|num_swaps|num_(swaps|loads)_declined|offload_)"
 )
-_INCIDENTAL = re.compile(rf"_(ms|ns|s)(_p\d+)?$|_per_s$|^digest_percent$|\.node$|{_OF_TIER}")
+_OF_PROCESS = r"\.load_(device_)?peak_bytes$|^reference_kept_since$"  # memory of processes, and earlier runs
+_INCIDENTAL = re.compile(rf"_(ms|ns|s)(_p\d+)?$|_per_s$|^digest_percent$|\.node$|{_OF_TIER}|{_OF_PROCESS}")
 
 
 def incidental_columns(table: str, columns: Iterable[str]) -> list[str]:
-    """Name a table's columns that hold times, what depends on times, or nodes: two runs of one spec may
-    differ in them."""
+    """Name a table's columns that hold times, what depends on times, nodes, peak memory, or what an earlier run
+    left: two runs of one spec may differ in them."""
     fields = FIELDS[table]
     # An axis such as deadlines.cell_s is a setting, not a measurement.
     return [c for c in columns if _INCIDENTAL.search(c) and (c in fields or c.startswith("stage_"))]

@@ -244,9 +244,9 @@ def test_columns_of_times_are_known(tmp_path: Path) -> None:
     assert incidental_columns("cells", [*result.cells.columns, "deadlines.cell_s"]) == [
         c
         for c in result.cells.columns
-        if c.endswith(("_ms_p50", "_ms_p99", "_per_s", "wall_s", ".node", "digest_percent"))
+        if c.endswith(("_ms_p50", "_ms_p99", "_per_s", "wall_s", ".node", "digest_percent", "_peak_bytes"))
         or c in OFFLOADED
-        or c in ("num_host_tokens", "num_disk_tokens", "num_swaps")
+        or c in ("num_host_tokens", "num_disk_tokens", "num_swaps", "reference_kept_since")
     ]
     found = incidental_columns("requests", result.requests.columns)
     assert {"ttft_ms", "itl_ms", "e2e_ms", "stage_queue_ns", "stage_decode_ns"} <= set(found)
