@@ -3,7 +3,8 @@ and no block is kept anywhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,12 +119,14 @@ def test_a_ticket_leaves_when_its_copies_have_run(qwen3: Case, monkeypatch: pyte
     queued: list[Callable[[], None]] = []
     copy = Outbox.copy
 
-    def settle(box: Outbox) -> None:
+    @contextmanager
+    def copying(*what: Any) -> Iterator[None]:
+        queued.append(partial(copy, *what))
+        yield
         while queued:
             queued.pop(0)()
 
-    monkeypatch.setattr(Outbox, "copy", lambda *what: queued.append(partial(copy, *what)))
-    monkeypatch.setattr(Outbox, "settle", settle)
+    monkeypatch.setattr(Outbox, "copying", copying)
     with Node.open(qwen3.path, [{"num_blocks": 400}, {}], outbox_bytes=64 << 20) as node:
         first, second = node.engines
         qwen3.complete(first, "a", 0)
