@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from rayk.oracle.tokenizer import build_tokenizer
-from rayk.serve import templates as templates_module
+from rayk.serve import children
 from rayk.serve.app import make_app
 from rayk.serve.request_parsing import BoundedThreads
 from rayk.serve.text import Text
@@ -173,7 +173,7 @@ def test_a_conversation_whose_process_is_killed_is_read_by_the_next(monkeypatch:
     expected = text.conversation(USER)
     templates = text.templates
     assert templates is not None
-    hand_over = templates_module._Warm.hand_over
+    hand_over = children._Warm.hand_over
     to_be_killed = [1]
 
     def killed(warm: Any, line: socket.socket) -> None:
@@ -185,7 +185,7 @@ def test_a_conversation_whose_process_is_killed_is_read_by_the_next(monkeypatch:
         to_be_killed.pop()
         warm.process.kill()
 
-    monkeypatch.setattr(templates_module._Warm, "hand_over", killed)
+    monkeypatch.setattr(children._Warm, "hand_over", killed)
     assert text.conversation(USER) == expected
     to_be_killed += [1, 1]
     with pytest.raises(EngineDied, match="the chat template's process"):
