@@ -7,6 +7,6 @@ needed.
 """
 
 from rayk.grammars.compiled import Grammars, OutputGrammar
-from rayk.grammars.descriptions import check
+from rayk.grammars.descriptions import check, refusal
 
-__all__ = ["Grammars", "OutputGrammar", "check"]
+__all__ = ["Grammars", "OutputGrammar", "check", "refusal"]

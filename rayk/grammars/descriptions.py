@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 MAX_LEXER_STATES = 50_000
 """States of expressions that one output may come through, of 1 to 2 KB each."""
+COMPILE_FUEL = 100_000
+"""Steps in which the library looks at an expression ahead of an output: a tenth of a second. It looks at what
+these do not reach when an output comes there."""
 MAX_CHOICES = 1000
 _SHOWN = 300
 """So many characters of the library's complaint are told."""
@@ -41,8 +44,9 @@ def library() -> ModuleType:
 
 
 def check(wanted: StructuredOutputs) -> None:
-    """Refuse a description that no engine would take, or that no text fits, without a vocabulary. Takes up to
-    a second of a thread. Raises UserError, which says where and how to mend it."""
+    """Refuse a description that no engine would take, or that no text fits, without a vocabulary. What
+    that takes is not bounded: descriptions of strangers are checked in processes that are. Raises UserError,
+    which says where and how to mend it."""
     problem = _problem(wanted)
     if problem is not None:
         raise problem
@@ -71,7 +75,7 @@ def check_start(wanted: StructuredOutputs, matcher: LLMatcher) -> None:
     if not started.is_error():
         started.compute_bitmask()
     if started.is_error():
-        raise _refusal(wanted, in_words(started.get_error()))
+        raise refusal(wanted, in_words(started.get_error()))
 
 
 def in_words(complaint: str) -> str:
@@ -84,14 +88,17 @@ def in_words(complaint: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def _refusal(wanted: StructuredOutputs, problem: str) -> UserError:
+def refusal(wanted: StructuredOutputs, problem: str) -> UserError:
+    """Make the error that says what is wrong with a description, which asks for one thing."""
     (kind,) = wanted.kinds
     return UserError(problem, where=f"structured_outputs.{kind}", mend=_MENDS[kind])
 
 
 @cache
 def _limits() -> LLParserLimits:
-    limits: LLParserLimits = library().LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+    limits: LLParserLimits = library().LLParserLimits(
+        max_lexer_states=MAX_LEXER_STATES, initial_lexer_fuel=COMPILE_FUEL, verbose_errors=False
+    )
     return limits
 
 
@@ -102,15 +109,15 @@ def _source(wanted: StructuredOutputs) -> str:
     if wanted.json is not None or wanted.json_object:
         schema = '{"type": "object"}' if wanted.json is None else wanted.json
         return _of_schema(wanted, schema)
-    if wanted.regex is not None:
-        return str(llguidance.LLMatcher.grammar_from_regex(wanted.regex))
-    if wanted.choice:
-        return str(llguidance.grammar_from("choice", json.dumps(wanted.choice)))
-    assert wanted.grammar is not None, "one field asks for something"
     try:
+        if wanted.regex is not None:
+            return str(llguidance.LLMatcher.grammar_from_regex(wanted.regex))
+        if wanted.choice:
+            return str(llguidance.grammar_from("choice", json.dumps(wanted.choice)))
+        assert wanted.grammar is not None, "one field asks for something"
         return str(llguidance.grammar_from("grammar", wanted.grammar))
     except ValueError as error:
-        raise _refusal(wanted, in_words(str(error))) from None
+        raise refusal(wanted, in_words(str(error))) from None
 
 
 def _of_schema(wanted: StructuredOutputs, schema: str) -> str:
@@ -119,11 +126,11 @@ def _of_schema(wanted: StructuredOutputs, schema: str) -> str:
     try:
         parsed = json.loads(schema)
         if not isinstance(parsed, dict) and parsed is not True:
-            raise _refusal(wanted, "a schema that something fits is an object, or true")
+            raise refusal(wanted, "a schema that something fits is an object, or true")
         text = "{}" if parsed is True else schema
         return str(library().LLMatcher.grammar_from_json_schema(text, overrides=options))
     except (ValueError, RecursionError) as error:
-        raise _refusal(wanted, f"no JSON: {error}") from None
+        raise refusal(wanted, f"no JSON: {error}") from None
 
 
 def _check_shape(wanted: StructuredOutputs) -> None:
@@ -137,9 +144,9 @@ def _check_shape(wanted: StructuredOutputs) -> None:
         )
     if wanted.num_characters > MAX_STRUCTURE_CHARACTERS:
         problem = f"{wanted.num_characters} characters are more than {MAX_STRUCTURE_CHARACTERS}"
-        raise _refusal(wanted, problem)
+        raise refusal(wanted, problem)
     if wanted.choice and (len(wanted.choice) > MAX_CHOICES or not all(wanted.choice)):
-        raise _refusal(wanted, f"{len(wanted.choice)} texts, or an empty one")
+        raise refusal(wanted, f"{len(wanted.choice)} texts, or an empty one")
 
 
 @cache

@@ -1,8 +1,8 @@
 """What runs over what clients send, and nobody can bound, runs in processes that the kernel bounds.
 
 A warm process, `python -m MODULE FD`, has imported what the work needs. It forks a child for each question,
-which takes no more of the machine than CPU_S and MOST_BYTES. `Children` is the server's side, `answer_all` that of
-the process.
+which takes no more of the machine than CPU_S and MOST_BYTES. `Children` is the server's side, `answer_all`
+that of the process.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def given() -> str:
 
 
 def answer_all(answer: Callable[[bytes], bytes], prepare: Callable[[], None]) -> None:
-    """Answer questions until the server has gone. `prepare` does what helps all children; it is left out where
-    it takes more than a child may. An answer that is empty says that the child was stopped."""
+    """Answer questions until the server has gone. `prepare` does what helps all children; it is left out
+    where it takes more than a child may. An answer that is empty says that the child was stopped."""
     control = socket.socket(fileno=int(sys.argv[1]))
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     _limit(resource.RLIMIT_AS, pages * resource.getpagesize() + MOST_BYTES)

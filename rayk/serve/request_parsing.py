@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from rayk.serve.choices import Choice, Choices, Prompt
 from rayk.serve.errors import ApiError
+from rayk.serve.forms import Forms
 from rayk.serve.limits import HttpSettings
 from rayk.serve.metrics import FrontMetrics
 from rayk.serve.protocol import LEAST_TEMPERATURE, ChatRequest, Generation, check_extra
@@ -71,6 +72,8 @@ class Front:
         default_factory=partial(BoundedThreads, "schemas, expressions and grammars wait to be looked at")
     )
     """What clients ask for in structured outputs is checked there."""
+    forms: Forms = field(default_factory=Forms)
+    """Checks it."""
 
     def need_text(self) -> Text:
         """Get the tokenizer. Raises CheckpointError where the model has none."""

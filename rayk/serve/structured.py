@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from rayk.grammars import check
 from rayk.serve.errors import ApiError
 from rayk.serve.protocol import Generation, ResponseFormat, StructuredFields
 from rayk.serve.request_parsing import Front
@@ -44,7 +43,7 @@ async def check_form(front: Front, wanted: StructuredOutputs, param: str) -> Non
     """Refuse what no engine would take; `param` names the field that asked for it. Raises ApiError."""
     front.need_text()
     try:
-        await front.grammars.run(check, wanted)
+        await front.grammars.run(front.forms.check, wanted)
     except UserError as error:
         if param == "response_format":
             error = replace(error, where=SCHEMA)

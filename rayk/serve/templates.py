@@ -79,7 +79,7 @@ def _answer(template: str, question: bytes) -> bytes:
         (text,), _ = render_jinja_template(
             [messages], chat_template=template, add_generation_prompt=True, **arguments
         )
-        kind, answer = _WRITTEN, text
+        kind, answer = _WRITTEN, str(text)
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a template's own code raises of what it is given

@@ -218,6 +218,7 @@ BAD: list[tuple[StructuredOutputs, str]] = [
     (StructuredOutputs(regex="(?=a)b"), "look-around"),
     (StructuredOutputs(regex=r"a[^\s\S]"), "no text fits it"),
     (StructuredOutputs(regex="a" * (MAX_STRUCTURE_CHARACTERS + 1)), "characters are more"),
+    (StructuredOutputs(regex="\ud800"), "surrogates"),
     (StructuredOutputs(choice=("a", "")), "choice"),
     (StructuredOutputs(choice=("a",) * 1001), "choice"),
     (StructuredOutputs(grammar="start: foo"), "unknown name"),
@@ -243,6 +244,7 @@ def test_clients_name_no_special_tokens() -> None:
 
 HOSTILE = {
     "repetitions": StructuredOutputs(regex="((((a{1,1000}){1,1000}){1,1000}){1,1000})"),
+    "powers": StructuredOutputs(regex="(((a{100}){100}){100}){100}"),
     "ambiguity": StructuredOutputs(regex="(a+)+(a+)+(b|a)*c"),
     "states": StructuredOutputs(regex="(a|b)*a(a|b){200}c"),
     "items": StructuredOutputs(json='{"type": "array", "items": {"type": "integer"}, "minItems": 1000000}'),
