@@ -8,6 +8,7 @@ that chooses by itself writes calls in a form of its own, which its chat templat
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -23,6 +24,9 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 """Stand around a call in Hermes' form."""
 OTHER_FORMS = ("<function=", "<arg_key>", "<parameter=")
 """What templates of other forms between the same marks have."""
+
+_MARK = re.compile(r'"(?:[^"\\]|\\.)*"|[][{},:]', re.DOTALL)
+"""What structures JSON, and texts in one piece."""
 
 
 class CallReader(Protocol):
@@ -77,20 +81,19 @@ def form_of_calls(body: ChatRequest) -> StructuredOutputs | None:
     mode = chosen(body)
     if mode in ("none", "auto"):
         return None
-    functions = [t.function for t in body.tools or () if mode in ("required", t.function.name)]
-    definitions: dict[str, Any] = {}
-    schemas = {f.name: _without_definitions(f.parameters, definitions) for f in functions}
+    schemas = {tool.function.name: _parameters(tool) for tool in body.tools or ()}
     if mode != "required":
-        return _form({**schemas[mode], "$defs": definitions})
+        return _form(schemas[mode])
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": schema},
+            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{name}"}},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for name, schema in schemas.items()
+        for name in schemas
     ]
+    definitions = {name: _within(schema, name) for name, schema in schemas.items()}
     most = {"maxItems": 1} if body.parallel_tool_calls is False else {}
     return _form({"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}, "$defs": definitions})
 
@@ -158,9 +161,9 @@ class _Counting:
     def reason(self, reason: str | None) -> str | None:
         return "tool_calls" if reason == "stop" and self.num_calls else reason
 
-    def _made(self, name: str, arguments: Any) -> ToolCall:
+    def _made(self, name: str, arguments: str) -> ToolCall:
         self.num_calls += 1
-        return _call(self.num_calls - 1, name, json.dumps(arguments, ensure_ascii=False))
+        return _call(self.num_calls - 1, name, arguments)
 
 
 class ListedCalls(_Counting):
@@ -175,10 +178,11 @@ class ListedCalls(_Counting):
         if not is_last:
             return "", []
         try:
-            calls = json.loads(self._text)
-        except ValueError:
+            calls = _loaded(self._text)
+        except (ValueError, RecursionError):
             return self._text, []
-        return "", [self._made(call["name"], call["parameters"]) for call in calls]
+        texts = [_members(text)["parameters"] for text in _split(self._text)]
+        return "", [self._made(call["name"], text) for call, text in zip(calls, texts, strict=True)]
 
 
 class MarkedCalls(_Counting):
@@ -226,15 +230,43 @@ class MarkedCalls(_Counting):
         return ""
 
 
-def _parsed(text: str) -> tuple[str, Any] | None:
+def _parsed(text: str) -> tuple[str, str] | None:
+    """Return the name and the arguments of a call, as they are written; None: it is no call."""
     try:
-        call = json.loads(text)
+        call = _loaded(text)
     except (ValueError, RecursionError):
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    return (call["name"], arguments) if isinstance(arguments, dict) else None
+    key = "arguments" if "arguments" in call else "parameters"
+    return (call["name"], _members(text).get(key, "{}")) if isinstance(call.get(key, {}), dict) else None
+
+
+def _loaded(text: str) -> Any:
+    """Read JSON but for its numbers, of which Python does not take all. Raises ValueError, RecursionError."""
+    return json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse_constant)
+
+
+def _refuse_constant(text: str) -> None:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _members(text: str) -> dict[str, str]:
+    """Find the values of a JSON object, as they are written."""
+    parts = _split(text)
+    return {json.loads(key): value for key, value in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def _split(text: str) -> list[str]:
+    """Split a JSON array or object at its own commas and colons."""
+    marks, depth, parts = _MARK.finditer(text), 1, []
+    begin = next(marks).end()
+    for mark in marks:
+        depth += (mark[0] in ("[", "{")) - (mark[0] in ("]", "}"))
+        if depth == 0 or (depth == 1 and mark[0] in (",", ":")):
+            parts.append(text[begin : mark.start()].strip())
+            begin = mark.end()
+    return parts if parts != [""] else []
 
 
 def _is_hermes(template: str) -> bool:
@@ -258,16 +290,16 @@ def _plain_call(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": parsed}}
 
 
-def _without_definitions(schema: dict[str, Any] | None, definitions: dict[str, Any]) -> dict[str, Any]:
-    """Move a schema's definitions to where references find them. Raises ApiError where two differ."""
-    own = dict(schema) if schema is not None else {"type": "object", "additionalProperties": False}
-    found = own.pop("$defs", {})
-    if not isinstance(found, dict):
-        raise _bad("tools: $defs of a schema is an object", "tools")
-    for name, definition in found.items():
-        if definitions.setdefault(name, definition) != definition:
-            raise _bad(f"tools: two functions define {name[:100]!r} in different ways", "tools")
-    return own
+def _parameters(tool: Tool) -> dict[str, Any]:
+    """Return the schema of a call's arguments: of none where the tool names none."""
+    given = tool.function.parameters
+    return {"type": "object", "additionalProperties": False} if given is None else given
+
+
+def _within(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    """Make a schema part of another, a document of its own there: "#" and what begins with it stays within.
+    Only drafts since 2019 let a schema that is a mere reference have an id."""
+    return {**{key: value for key, value in schema.items() if key != "$schema"}, "$id": f"tool:{name}"}
 
 
 def _bad(problem: str, param: str, code: str = "invalid_value") -> ApiError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ import pytest
 from rayk.oracle.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from rayk.serve.app import make_app
 from rayk.serve.text import Text
-from rayk.serve.tools import MarkedCalls
 from rayk.types.serving import ModelCard
 from tests.completer import ScriptedCompleter, serve, tokens_then_end
 from tests.grammars.test_masks import PERSON
@@ -270,39 +268,6 @@ def test_calls_that_the_model_chooses_are_read_from_its_text(server: Server) -> 
     assert '"name": "time"' in prompt
     assert "rain" in prompt
     assert completer.asked[0].request.sampling.structured_outputs is None, "the model is free"
-
-
-TEXTS = (
-    'a <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call> b',
-    '<tool_call>{"name": "f", "arguments": {"x": "</t"}}</tool_call>\n<tool_call>{"name": "g"}</tool_call>\n',
-    "no call, but <tool and <tool_call",
-    'not JSON <tool_call>{"name": f}</tool_call> and <tool_call>{"arguments": {}}</tool_call> nor a name',
-    'cut short <tool_call>{"name": "f", "arguments": {}}',
-    'cut shorter <tool_call>{"name": "f", "argu',
-)
-
-
-@thorough
-def test_marked_calls_do_not_depend_on_how_the_text_comes() -> None:
-    draws = random.Random(0)
-    for text in TEXTS:
-        wanted = [
-            json.loads(inner)
-            for inner in re.findall(r"<tool_call>(.*?)(?:</tool_call>|$)", text, re.S)
-            if re.fullmatch(r'\s*{"name": "\w+".*}\s*', inner, re.S)
-        ]
-        for _ in range(200):
-            cuts = sorted({0, len(text), *(draws.randrange(len(text)) for _ in range(draws.randrange(12)))})
-            reader, said, calls = MarkedCalls(), "", []
-            for start, stop in zip(cuts, cuts[1:], strict=False):
-                told, made = reader.feed(text[start:stop], is_last=stop == len(text))
-                said, calls = said + told, calls + made
-            assert [(c["function"]["name"], json.loads(c["function"]["arguments"])) for c in calls] == [
-                (c["name"], c.get("arguments", {})) for c in wanted
-            ]
-            assert [c["index"] for c in calls] == list(range(len(calls)))
-            left = re.sub(r'<tool_call>\s*{"name": "\w+".*?}\s*(</tool_call>|$)', "", text)
-            assert said == ("" if left.isspace() else left)
 
 
 BAD_TOOLS: list[tuple[dict[str, Any], str, str]] = [
