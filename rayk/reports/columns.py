@@ -264,8 +264,8 @@ _INCIDENTAL = re.compile(rf"_(ms|ns|s)(_p\d+)?$|_per_s$|^digest_percent$|\.node$
 
 
 def incidental_columns(table: str, columns: Iterable[str]) -> list[str]:
-    """Name a table's columns that hold times, what depends on times, nodes, peak memory, or what an earlier run
-    left: two runs of one spec may differ in them."""
+    """Name a table's columns that hold times, what depends on times, nodes, peak memory, or what an earlier
+    run left: two runs of one spec may differ in them."""
     fields = FIELDS[table]
     # An axis such as deadlines.cell_s is a setting, not a measurement.
     return [c for c in columns if _INCIDENTAL.search(c) and (c in fields or c.startswith("stage_"))]

@@ -89,5 +89,5 @@ def test_each_spec_of_jobs_names_every_model_it_runs() -> None:
     }
     assert {"hetero_tp.yaml", "hybrid.yaml", "groups.yaml", "chaos.yaml"} <= specs.keys()
     for name, found in specs.items():
-        made = ["checkpoints/smollm2-135m"] if name.startswith("real") else []  # by `make real`, of a download
+        made = ["checkpoints/smollm2-135m"] if name.startswith("real") else []  # by `make real`
         assert sorted(found.models()) == sorted([*found.checkpoints, *made]), name
