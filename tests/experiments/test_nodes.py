@@ -104,7 +104,7 @@ def test_rayk_run_spreads_and_packs_engines_on_a_cluster_it_joins(nodes, spec, t
     (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec(matrix)))
     command = [sys.executable, "-m", "rayk.cli.main", "run", "spec.yaml", "--out", "run"]
     command += ["--address", nodes.cluster.address]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=150, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     result = load(tmp_path / "run")
     places = result.cells[["prefill.node", "decode.node"]].map(nodes.of).to_numpy().tolist()
