@@ -52,8 +52,10 @@ def _handled(on_first: Callable[[int], None], at_once: Callable[[], None]) -> It
 def interrupts(on_first: Callable[[], None], at_once: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Call `on_first` and raise Interrupted at the first signal, `at_once` and end the process at the next.
     In threads other than the main one, which get no signals, nothing changes."""
+    received: list[int] = []
 
     def interrupt(signum: int) -> None:
+        received.append(signum)
         on_first()
         raise Interrupted(signum)
 
@@ -61,7 +63,13 @@ def interrupts(on_first: Callable[[], None], at_once: Callable[[], None] = lambd
         yield
         return
     with _handled(interrupt, at_once):
-        yield
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if isinstance(error, Interrupted) or not received:
+                raise
+            # Ray, where it waits in C++, raises a plain one in its place.
+            raise Interrupted(received[0]) from error
 
 
 def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:

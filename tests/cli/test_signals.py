@@ -102,6 +102,19 @@ def test_an_interrupt_is_not_lost_in_a_callback_that_takes_every_exception(signu
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+def test_a_plain_interrupt_that_a_signal_became_is_of_that_signal() -> None:
+    """Ray's wait in C++ forgets which handler raised."""
+    with pytest.raises(Interrupted) as raised, interrupts(lambda: None):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None
+    assert exit_code_of(raised.value) == 143
+    with pytest.raises(KeyboardInterrupt) as plain, interrupts(lambda: None):
+        raise KeyboardInterrupt
+    assert type(plain.value) is KeyboardInterrupt
+
+
 def test_an_interrupt_as_a_coroutine_ends_is_raised_all_the_same() -> None:
     async def work() -> str:
         os.kill(os.getpid(), signal.SIGINT)
