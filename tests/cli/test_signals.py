@@ -104,11 +104,15 @@ def test_an_interrupt_is_not_lost_in_a_callback_that_takes_every_exception(signu
 
 def test_a_plain_interrupt_that_a_signal_became_is_of_that_signal() -> None:
     """Ray's wait in C++ forgets which handler raised."""
-    with pytest.raises(Interrupted) as raised, interrupts(lambda: None):
+
+    def wait() -> None:
         try:
             signal.raise_signal(signal.SIGTERM)
         except KeyboardInterrupt:
             raise KeyboardInterrupt from None
+
+    with pytest.raises(Interrupted) as raised, interrupts(lambda: None):
+        wait()
     assert exit_code_of(raised.value) == 143
     with pytest.raises(KeyboardInterrupt) as plain, interrupts(lambda: None):
         raise KeyboardInterrupt
