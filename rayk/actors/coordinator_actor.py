@@ -1,4 +1,4 @@
-"""The Coordinator as its driver sees it, without torch: the driver starts it while it imports that itself."""
+"""The Coordinator as drivers see it, without torch, which commands that only join a cluster do not need."""
 
 from __future__ import annotations
 
