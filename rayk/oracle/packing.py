@@ -205,35 +205,22 @@ def _integers(**weights: Any) -> Packer:
     return Packer(settings=settings, pack=_pack_compressed, picks=is_linear)
 
 
-_FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+def _floats(scaled_by: str, **inputs: Any) -> Packer:
+    """Make a packer of 8-bit floats with a scale per `scaled_by`; `inputs` says how inputs are quantised."""
+    float8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = {"weights": {**float8, "strategy": scaled_by}, "input_activations": {**float8, **inputs}}
+    settings = _compressed_settings(group, "float-quantized")
+    return Packer(settings=settings, pack=_pack_compressed, picks=is_linear)
+
+
 PACKERS: dict[str, Packer] = {
     "fp8-block": Packer(
         settings=_fp8_settings,
         pack=_pack_fp8,
         picks=is_linear,
     ),
-    "fp8-tensor": Packer(
-        settings=_compressed_settings(
-            {
-                "weights": {**_FLOAT8, "strategy": "tensor"},
-                "input_activations": {**_FLOAT8, "strategy": "tensor", "dynamic": False},
-            },
-            "float-quantized",
-        ),
-        pack=_pack_compressed,
-        picks=is_linear,
-    ),
-    "fp8-channel": Packer(
-        settings=_compressed_settings(
-            {
-                "weights": {**_FLOAT8, "strategy": "channel"},
-                "input_activations": {**_FLOAT8, "strategy": "token", "dynamic": True},
-            },
-            "float-quantized",
-        ),
-        pack=_pack_compressed,
-        picks=is_linear,
-    ),
+    "fp8-tensor": _floats("tensor", strategy="tensor", dynamic=False),
+    "fp8-channel": _floats("channel", strategy="token", dynamic=True),
     "awq": Packer(settings=releases.awq_settings, pack=releases.pack_awq, picks=is_linear),
     "gptq": Packer(settings=releases.gptq_settings, pack=releases.pack_gptq, picks=is_linear),
     "int4": _integers(num_bits=4, symmetric=False, strategy="group", group_size=8),

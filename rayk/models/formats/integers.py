@@ -231,9 +231,7 @@ class Gptq:
         source.require_stored(beside(name, "qweight"), (grid.words(shape[1]), shape[0]), WORDS)
         source.require_stored(beside(name, "qzeros"), (groups, grid.words(shape[0])), WORDS)
         source.require_stored(beside(name, "scales"), (groups, shape[0]), SCALES)
-        index = self._index(source, name)
-        if index is not None:
-            source.require_stored(index, (shape[1],), ("I32", "I64"))
+        _require_index(source, self._index(source, name), shape[1])
 
     def read(
         self, source: Source, name: str, shape: tuple[int, ...], rows: range, columns: range | None
@@ -299,9 +297,7 @@ class PackQuantized:
         if not self.symmetric:
             zeros = beside(name, "weight_zero_point")
             source.require_stored(zeros, (grid.words(shape[0]), groups), WORDS)
-        index = self._index(source, name)
-        if index is not None:
-            source.require_stored(index, (shape[1],), ("I32", "I64"))
+        _require_index(source, self._index(source, name), shape[1])
 
     def read(
         self, source: Source, name: str, shape: tuple[int, ...], rows: range, columns: range | None
@@ -328,6 +324,12 @@ class PackQuantized:
     def _index(self, source: Source, name: str) -> str | None:
         index = beside(name, "weight_g_idx")
         return index if source.shape_of(index) is not None else None
+
+
+def _require_index(source: Source, name: str | None, inputs: int) -> None:
+    """Check the tensor that holds the group of every input, if there is one."""
+    if name is not None:
+        source.require_stored(name, (inputs,), ("I32", "I64"))
 
 
 def _is_packed(source: Source, name: str, suffix: str) -> bool:
