@@ -11,6 +11,8 @@ from rayk.kernels.scaled_matmul import ScaledWeight, can_stack, kernel_takes, st
 from rayk.models.families import WeightNames
 from rayk.models.weights import WeightReader
 
+StoredPiece = tuple[str, tuple[int, ...], range, range | None]
+"""A tensor's name and whole shape, and the rows and columns of it that are read."""
 MOST_KINDS = 6
 """Most kinds of matrices that a note lists."""
 
@@ -110,14 +112,29 @@ class Pieces:
             return None
         return self._kept([(name, shape, range(shape[0]), columns[0])])
 
-    def kept_experts(self, experts: Sequence[Sequence[str]], shape: tuple[int, int]) -> ScaledWeight | None:
-        """Return matrices of experts, each stacked of tensors of `shape` by their names, if they can be kept
-        as stored."""
+    def kept_experts(
+        self, *matrices: tuple[Sequence[Sequence[str]], tuple[int, int]]
+    ) -> list[ScaledWeight] | None:
+        """Return matrices of experts as stored, each given as (every expert's tensors, by name, which are
+        stacked; their shape). None, noted, if one of them cannot be kept: kernels take an expert's matrices
+        in one form."""
         if self.keeping is None:
             return None
+        kept = []
+        for experts, shape in matrices:
+            found = self._stack_experts(experts, shape)
+            if found is None:
+                break
+            kept.append(found)
+        is_kept = len(kept) == len(matrices)
+        self._note([name for experts, _ in matrices for names in experts for name in names], is_kept)
+        return kept if is_kept else None
+
+    def _stack_experts(self, experts: Sequence[Sequence[str]], shape: tuple[int, int]) -> ScaledWeight | None:
+        """Return a matrix of every expert; None without experts, and where they are not alike."""
         kept: ScaledWeight | None = None
         for slot, names in enumerate(experts):
-            found = self._kept([(name, shape, range(shape[0]), None) for name in names])
+            found = self._read_kept([(name, shape, range(shape[0]), None) for name in names])
             if found is None or (kept is not None and not kept.is_like(found)):
                 return None
             kept = found.room_for(len(experts)) if kept is None else kept
@@ -125,19 +142,27 @@ class Pieces:
             kept.scales[slot].copy_(found.scales)
         return kept
 
-    def _kept(
-        self, pieces: Sequence[tuple[str, tuple[int, ...], range, range | None]]
-    ) -> ScaledWeight | None:
-        """Read (name, shape, rows, columns) and stack them; None, noted, if one of them cannot be kept."""
-        assert self.keeping is not None
+    def _kept(self, pieces: Sequence[StoredPiece]) -> ScaledWeight | None:
+        """Read pieces and stack them; None, noted, if one of them cannot be kept."""
+        found = self._read_kept(pieces)
+        self._note([name for name, *_ in pieces], found is not None)
+        return found
+
+    def _read_kept(self, pieces: Sequence[StoredPiece]) -> ScaledWeight | None:
+        """Read pieces and stack them; None if one of them cannot be kept."""
         found = [self.reader.keep(*piece) for piece in pieces]
         parts = [part for part in found if part is not None]
         if len(parts) < len(found) or not can_stack(parts) or not self._fits(parts[0]):
-            for name, *_ in pieces:
-                self.leave(name)
             return None
-        self.keeping.kept += [name for name, *_ in pieces]
         return stacked_weight(parts).to(self.device)
+
+    def _note(self, names: Sequence[str], is_kept: bool) -> None:
+        """Note that matrices are kept as stored, or dequantised."""
+        if not is_kept:
+            for name in names:
+                self.leave(name)
+        elif self.keeping is not None:
+            self.keeping.kept += names
 
     def leave(self, name: str) -> None:
         """Note that a matrix is dequantised, if it is stored quantised."""

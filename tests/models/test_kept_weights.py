@@ -206,6 +206,21 @@ def test_columns_cut_inside_a_block_are_dequantised_and_told(release: Callable[[
         assert rank.text == "12 matrices kept in fp8, 2 dequantised (mlp.down_proj.weight)"
 
 
+@thorough
+def test_experts_of_a_layer_are_kept_all_or_none_and_told_so(release: Callable[[str, str], Release]) -> None:
+    """The last expert of the upper layer rounds inputs by a scale of its own, which the others' do not."""
+    made, keeping = release("qwen3_moe", "static"), Keeping()
+    file = made.path / "model.safetensors"
+    stored = load_file(file)
+    names = sorted(name for name in stored if is_linear(name) and stored[name].dtype == torch.float8_e4m3fn)
+    experts = [name for name in names if ".layers.1.mlp.experts." in name]
+    stored[experts[-1].replace("up_proj.weight", "down_proj.input_scale")] = torch.tensor(0.03)
+    save_file(stored, file)
+    logits_of(made, 1, [keeping])
+    assert sorted(keeping.left) == experts
+    assert sorted(keeping.kept) == sorted(set(names) - set(experts))
+
+
 def test_an_engine_keeps_weights_if_told_to_and_says_so(release: Callable[[str, str], Release]) -> None:
     """On a CPU it dequantises them unless told: nothing there multiplies fp8. Kept ones take fewer bytes."""
     made = release("qwen3", "group")

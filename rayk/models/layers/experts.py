@@ -87,8 +87,8 @@ def _single(build: Build, index: int, mlp: ExpertsConfig, own_experts: range) ->
         reader.require(names.of_expert(index, expert, "experts_down.weight"), (width, size))
     inner = [[names.of_expert(index, expert, f"{part}.weight") for part in parts] for expert in own_experts]
     outer = [[names.of_expert(index, expert, "experts_down.weight")] for expert in own_experts]
-    kept = build.pieces.kept_experts(inner, (size, width)), build.pieces.kept_experts(outer, (width, size))
-    if kept[0] is not None and kept[1] is not None:
+    kept = build.pieces.kept_experts((inner, (size, width)), (outer, (width, size)))
+    if kept is not None:
         return Experts(gate_up=kept[0], down=kept[1])
     gate_up = build.pieces.empty(len(own_experts), len(parts) * size, width)
     down = build.pieces.empty(len(own_experts), width, size)
