@@ -69,6 +69,12 @@ class Pool:
 class Recording(TorchDispatchMode):
     """Notes what is done while it is entered, on this thread; then `replay` does it again."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Tell torch that nothing here is compiled. Else it imports its compiler, which takes a second, to
+        have it leave the first call alone."""
+        return False
+
     def __init__(self, pool: Pool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._pool = pool

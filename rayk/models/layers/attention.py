@@ -229,7 +229,9 @@ def _turned_norm(config: DecoderConfig, index: int) -> Norm | None:
 def _qk_norm(build: Build, index: int, num_q: int, num_kv: int) -> Norm:
     """Return the head norms of q and k as one weight [Q + H, D]; of q alone if the layer computes no keys."""
     size = build.config.head_size_k
-    weights = [build.pieces.whole(build.name(index, "q_norm.weight"), size).expand(num_q, size)]
+    of_query = build.pieces.whole(build.name(index, "q_norm.weight"), size)
+    weights = of_query.new_empty(num_q + num_kv, size)  # torch.cat of meta tensors imports torch's compiler
+    weights[:num_q] = of_query
     if num_kv:
-        weights.append(build.pieces.whole(build.name(index, "k_norm.weight"), size).expand(num_kv, size))
-    return Norm(torch.cat(weights), build.config.norm)
+        weights[num_q:] = build.pieces.whole(build.name(index, "k_norm.weight"), size)
+    return Norm(weights, build.config.norm)
