@@ -31,8 +31,9 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         "types": "",
         "parallel": "types",
         "kv": "types parallel",
-        # Of kv only `formats`: what quantised bytes mean, which both sides must read alike.
-        "kernels": "kv",
+        # Of types only `files`: where built libraries lie. Of kv only `formats`: what quantised bytes mean,
+        # which both sides must read alike.
+        "kernels": "types kv",
         "attention": "types kv kernels",
         "models": "types parallel kv kernels attention",
         "transfer": "types kv kernels",

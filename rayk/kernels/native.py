@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rayk.types.files import user_cache
+
 _BUILD_TIMEOUT_S = 120
 # No -ffast-math: linking a library with it makes older GCCs flush denormals in the whole process.
 _FLAGS = (
@@ -173,8 +175,7 @@ def build_native(source: Path, compiler: str, directory: Path) -> Path:
 
 def cache_directory() -> Path:
     """Return the user's cache, or a temporary folder of this process if that is not writable."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = base / "rayk" / "native"
+    directory = user_cache("native")
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError:
