@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 from rayk.models.config import DecoderConfig, LayerConfig
 from rayk.models.headers import StoredTensor, stored_tensors
+from rayk.types.noted_hashes import noted_hash
 
 WHOLE_BYTES = 8 << 20
 """Tensors up to this size are hashed whole; of larger ones, `NUM_SAMPLES` pieces."""
@@ -115,7 +116,8 @@ def weights_digest(folder: Path) -> str:
 
 def whole_weights_digest(folder: Path) -> str:
     """Hash of every tensor's name, dtype, shape and all of its bytes, for what outlives engines. Several GB
-    take seconds."""
+    take seconds, once until a file changes."""
+    tensors = sorted(stored_tensors(folder).items())
 
     def digest_of(named: tuple[str, StoredTensor]) -> bytes:
         name, tensor = named
@@ -126,9 +128,12 @@ def whole_weights_digest(folder: Path) -> str:
                 digest.update(handle.read(min(WHOLE_BYTES, tensor.num_bytes - start)))
         return digest.digest()
 
-    with ThreadPoolExecutor(NUM_THREADS) as pool:
-        parts = pool.map(digest_of, sorted(stored_tensors(folder).items()))
-        return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
+    def compute() -> str:
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            parts = pool.map(digest_of, tensors)
+            return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
+
+    return noted_hash("tensors", sorted({tensor.file for _, tensor in tensors}), compute)
 
 
 def _samples(handle: BinaryIO, start: int, num_bytes: int) -> Iterator[bytes]:

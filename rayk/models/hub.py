@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from rayk.types.errors import CheckpointError
 from rayk.types.model_names import HubName, hub_name
+from rayk.types.noted_hashes import file_sha256
 
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Weights and their index, configs, and the files of every kind of tokenizer."""
@@ -134,15 +135,13 @@ def _refuse_wrong(files: Iterable[Path], name: HubName) -> None:
 
 def _is_what_it_is_called(blob: Path) -> bool:
     """Whether a file's hash is its name; true of a name that is no hash."""
-    kind = {40: "sha1", 64: "sha256"}.get(len(blob.name))
-    if kind is None or not set(blob.name) <= set("0123456789abcdef"):
-        return True
-    begin = b"blob %d\0" % blob.stat().st_size if kind == "sha1" else b""
-    with blob.open("rb") as file:
-        return (
-            hashlib.file_digest(file, lambda: hashlib.new(kind, begin, usedforsecurity=False)).hexdigest()
-            == blob.name
-        )
+    is_hash = set(blob.name) <= set("0123456789abcdef")
+    if is_hash and len(blob.name) == 64:
+        return file_sha256(blob) == blob.name
+    if is_hash and len(blob.name) == 40:
+        data = blob.read_bytes()
+        return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest() == blob.name
+    return True
 
 
 def _say_what_lacks(name: HubName, folder: Path) -> NoReturn:

@@ -12,15 +12,13 @@ import functools
 import hashlib
 import json
 import os
-import stat
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rayk.oracle.files import write_atomically
-from rayk.types.files import JSON_BYTES, open_plain, parse_json, user_cache
+from rayk.types.files import JSON_BYTES, parse_json, read_own, user_cache, write_atomically
 
 if TYPE_CHECKING:  # torch is imported when tensors are asked for
     from rayk.oracle.states import Fields
@@ -28,7 +26,6 @@ if TYPE_CHECKING:  # torch is imported when tensors are asked for
 LIMIT_BYTES = 4 << 30
 """What a store may take of the disk; beyond it the answers that were used last go first out."""
 KEPT_SHARE = 0.8  # of the limit, which is left after some went
-OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _CODE = Path(__file__).parent
 
 Question = dict[str, Any]
@@ -86,7 +83,7 @@ class AnswerStore:
             return None
         path = self.folder / f"{name}.json"
         try:
-            stored = parse_json(_read_own(path, JSON_BYTES))
+            stored = parse_json(read_own(path, JSON_BYTES))
             answer = _checked(stored, question)
             os.utime(path)  # what is used stays
         except FileNotFoundError:
@@ -220,20 +217,9 @@ class AnswerStore:
             self.warn(why)
 
 
-def _read_own(path: Path, max_bytes: int) -> bytes:
-    """Read a plain file that this user owns and nobody else may write to. Raises OSError, ValueError."""
-    with open_plain(path) as file:
-        of = os.fstat(file.fileno())
-        if of.st_uid != os.geteuid() or of.st_mode & OTHERS_WRITE:
-            raise ValueError("another user owns it, or may write to it")
-        if of.st_size > max_bytes:
-            raise ValueError(f"it has {of.st_size:,} bytes, and at most {max_bytes:,} are read")
-        return file.read()
-
-
 def _read_noted(path: Path, max_bytes: int, sha256: Any) -> bytes:
-    """Read a file like `_read_own`. Raises ValueError where it has another hash, too."""
-    data = _read_own(path, max_bytes)
+    """Read a file like `read_own`. Raises ValueError where it has another hash, too."""
+    data = read_own(path, max_bytes)
     if hashlib.sha256(data).hexdigest() != sha256:
         raise ValueError("it is damaged: its hash is not the one that was noted")
     return data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import hashlib
 import os
 import shutil
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from rayk.types.errors import CheckpointError, UserError
 from rayk.types.files import JSON_BYTES, PROMPTS_BYTES, open_plain, parse_json, read_bytes, read_text
+from rayk.types.noted_hashes import file_sha256
 
 _SAMPLE_BYTES = 1 << 20
 _NUM_SAMPLES = 16
@@ -25,7 +25,8 @@ def checkpoint_hash(folder: Path, *, whole: bool = False) -> str:
     """SHA-256 over the names and contents of the config and weight files.
 
     For files over 64 MiB it covers size, modification time, first and last MiB, unless `whole`: then every
-    byte (some GB take seconds) and no time. Raises CheckpointError without a config.json.
+    byte (some GB take seconds, once until they change) and no time. Raises CheckpointError without a
+    config.json.
     """
     if not (folder / "config.json").is_file():
         raise CheckpointError(
@@ -44,22 +45,13 @@ def checkpoint_hash(folder: Path, *, whole: bool = False) -> str:
                 digest.update(file.read())
                 continue
             if whole:
-                digest.update(
-                    _whole_digest(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
-                )
+                digest.update(bytes.fromhex(file_sha256(path)))
                 continue
             digest.update(f"{stat.st_mtime_ns}\0".encode())
             digest.update(file.read(_SAMPLE_BYTES))
             file.seek(-_SAMPLE_BYTES, os.SEEK_END)
             digest.update(file.read())
     return digest.hexdigest()
-
-
-@functools.lru_cache
-def _whole_digest(path: Path, identity: tuple[int, ...]) -> bytes:
-    """Hash a file once per process, as long as it has this inode, size and times."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").digest()
 
 
 def file_digests(folder: Path) -> dict[str, str]:
@@ -105,20 +97,6 @@ def _is_whole_file(path: Path) -> bool:
         return path.stat().st_size == 8 + size + max(ends)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file (text as UTF-8) that readers see whole or not at all. Raises OSError, and leaves nothing
-    then."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def input_hashes(models: Mapping[str, Path], files: Iterable[str] = ()) -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""Read files that users name: plain ones (others may never end), of bounded size and depth; and say where a
-user's caches lie."""
+"""Read files that users name: plain ones (others may never end), of bounded size and depth. Keep files of
+rayk's own: where a user's caches lie, whose files are trusted, and how they are written."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import errno
 import json
 import os
 import stat
+import tempfile
 from pathlib import Path
 from typing import Any, BinaryIO
 
 JSON_BYTES = 48 << 20  # the largest of released models (a tokenizer's, a header's) take 35 MB
 PROMPTS_BYTES = 128 << 20  # largest file of prompts, or trace
 MAX_DEPTH = 64  # released configs have 4 levels
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def user_cache(name: str) -> Path:
@@ -42,9 +44,34 @@ def read_bytes(path: str | Path, max_bytes: int) -> bytes:
     return found
 
 
+def read_own(path: Path, max_bytes: int) -> bytes:
+    """Read a plain file that this user owns and nobody else may write to. Raises OSError, ValueError."""
+    with open_plain(path) as file:
+        of = os.fstat(file.fileno())
+        if of.st_uid != os.geteuid() or of.st_mode & OTHERS_WRITE:
+            raise ValueError("another user owns it, or may write to it")
+        if of.st_size > max_bytes:
+            raise ValueError(f"it has {of.st_size:,} bytes, and at most {max_bytes:,} are read")
+        return file.read()
+
+
 def read_text(path: str | Path, max_bytes: int) -> str:
     """Read UTF-8 as `read_bytes` does. Raises OSError and UnicodeDecodeError."""
     return read_bytes(path, max_bytes).decode()
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file (text as UTF-8) that readers see whole or not at all. Raises OSError, and leaves nothing
+    then."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
 def parse_json(text: str | bytes) -> Any:

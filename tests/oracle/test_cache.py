@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -13,10 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from rayk.oracle import cache, reference
+from rayk.models.fingerprint import whole_weights_digest
+from rayk.oracle import cache, files, reference
 from rayk.oracle.cache import AnswerStore
+from rayk.oracle.files import checkpoint_hash
 from rayk.oracle.quantised import KVRounding
 from rayk.oracle.reference import Reference
+from rayk.types import noted_hashes
+from tests.markers import thorough
 
 PROMPT = [3, 1, 4, 1, 5]
 QUESTION = {"ask": "generate", "prompt": PROMPT}
@@ -54,6 +59,28 @@ def test_a_second_run_asks_nothing(
     assert (second.num_kept, second.num_computed, second.refused) == (2, 0, [])
     with pytest.raises(AssertionError, match="the model was loaded"):
         asked(path, quiet(tmp_path, fresh=True))
+
+
+@thorough
+def test_a_second_start_reads_no_weights(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither to find the answers nor to tell the weights of a folder of pages."""
+    path = checkpoint("qwen3")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(files, "_WHOLE_FILE_BYTES", 1 << 16)
+    monkeypatch.setattr(noted_hashes, "NOTED_BYTES", 0)
+    monkeypatch.setattr(noted_hashes, "SETTLED_NS", -(10**12))
+    first = checkpoint_hash(path, whole=True), whole_weights_digest(path)
+    noted_hashes._known.clear()
+    monkeypatch.setattr(hashlib, "file_digest", None)
+    monkeypatch.setattr("rayk.models.fingerprint.WHOLE_BYTES", None)
+    assert (checkpoint_hash(path, whole=True), whole_weights_digest(path)) == first
+    _other_weight(Path(shutil.copytree(path, tmp_path / "copy")))
+    with pytest.raises(TypeError):
+        checkpoint_hash(tmp_path / "copy", whole=True)
+    with pytest.raises(TypeError):
+        whole_weights_digest(tmp_path / "copy")
 
 
 def _other_weight(folder: Path) -> None:
