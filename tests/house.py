@@ -13,6 +13,7 @@ import ast
 import graphlib
 import re
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +92,19 @@ HOMES: Mapping[str, tuple[str, ...]] = {
 """heavy package -> the only places that may import it."""
 RAY_PRIVATE = ("rayk/actors/ray_private.py",)
 """The home of what Ray has no public name for."""
+
+DISTRIBUTIONS: Mapping[str, str] = {
+    "grpc": "grpcio",
+    "pydantic_core": "pydantic",  # each release of it wants one release of the other
+    "yaml": "pyyaml",
+}
+"""Module -> what pip calls what it comes in, where that is another name."""
+UNDECLARED: Mapping[str, str] = {
+    "pytest": "the plugin that imports it is loaded by it",
+    "triton": "torch's builds for GPUs bring their own",
+    "vllm": "lives in an environment of its own",
+}
+"""Module -> why no dependency of the package names it."""
 
 TORCH_FREE = (
     "rayk",
@@ -284,6 +298,26 @@ def check_homes(root: Path) -> list[str]:
     return found
 
 
+def check_declared(root: Path) -> list[str]:
+    """What rayk imports is Python's own, or a dependency in pyproject.toml, maybe of an extra for users."""
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {name: of for name, of in project.get("optional-dependencies", {}).items() if name != "dev"}
+    declared = {_distribution(text) for of in (project["dependencies"], *extras.values()) for text in of}
+    found = []
+    for path in python_files(root, "rayk"):
+        for item in find_imports(path, module_name(root, path)):
+            package = item.name.partition(".")[0]
+            wanted = DISTRIBUTIONS.get(package, _distribution(package))
+            if wanted not in declared and package not in {"rayk", *sys.stdlib_module_names, *UNDECLARED}:
+                found.append(f"{path.relative_to(root)}:{item.line}: {wanted} is not in pyproject.toml")
+    return found
+
+
+def _distribution(text: str) -> str:
+    """Return the name of a requirement, as PEP 503 writes it."""
+    return re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", text)[0]).lower()
+
+
 def check_docstrings(root: Path) -> list[str]:
     """Each package says in its __init__ what lives there."""
     found = []
@@ -402,6 +436,7 @@ def check_all(root: Path = ROOT) -> list[str]:
         *check_import_table(root),
         *check_circles(root),
         *check_homes(root),
+        *check_declared(root),
         *check_docstrings(root),
         *check_sentences(root),
         *check_class_names(root),

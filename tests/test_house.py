@@ -23,6 +23,7 @@ RULES = [
     house.check_import_table,
     house.check_circles,
     house.check_homes,
+    house.check_declared,
     house.check_docstrings,
     house.check_sentences,
     house.check_class_names,
@@ -176,6 +177,20 @@ def test_homes_allow(plant: Plant) -> None:
         }
     )
     assert house.check_homes(root) == []
+
+
+def test_what_is_not_declared_is_caught(plant: Plant) -> None:
+    """Also inside functions; tools of developers do not count, extras of users do."""
+    project = """[project]
+    dependencies = ["PyYAML>=6", "ray[serve]>=2", "huggingface-hub", 'nixl-cu13; sys_platform == "linux"']
+    optional-dependencies = {gguf = ["gguf>=1"], dev = ["hypothesis"]}"""
+    right = "import os, yaml, ray.util, nixl_cu13, gguf, vllm\nfrom huggingface_hub.utils import tqdm"
+    wrong = "def f():\n    from hypothesis import given\n    import grpc"
+    root = plant(**{"pyproject.toml": project, "rayk/cli/a.py": right, "rayk/cli/b.py": wrong})
+    assert house.check_declared(root) == [
+        "rayk/cli/b.py:2: hypothesis is not in pyproject.toml",
+        "rayk/cli/b.py:3: grpcio is not in pyproject.toml",
+    ]
 
 
 def test_circles_catch_imports_for_types_alone(plant: Plant) -> None:

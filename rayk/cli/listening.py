@@ -55,8 +55,7 @@ class PortAnswer:
 def ray_ports(root: int | None = None) -> list[Port]:
     """List the ports of Ray's processes, of what these started, and of their drivers; where root asks, also
     of other users'. `root` limits them to a process and its descendants."""
-    import ray  # noqa: F401 - brings psutil
-    import psutil  # isort: skip
+    import psutil
 
     found = []
     programs = _programs(psutil)
