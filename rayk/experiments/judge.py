@@ -1,4 +1,5 @@
-"""Ask the oracle about a cell's prompts and turn outcomes into the cell's row."""
+"""Ask the oracle about a cell's prompts and turn outcomes into the cell's row. Torch is imported when there
+is an outcome to judge, or an answer to compute."""
 
 from __future__ import annotations
 
@@ -7,16 +8,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rayk.experiments.compare import (
-    NEAR_TIE_LOGITS,
-    UNBOUNDED,
-    KVBounds,
-    compare_tokens,
-    compare_values,
-    measure_values,
-)
-from rayk.experiments.dequantised import dequantised, e4m3_scales
-from rayk.experiments.logprobs import LogprobErrors, compare_logprobs, near_tie_tolerance
 from rayk.experiments.offloaded import offloaded
 from rayk.experiments.quantised import Tokens, Twins, compare_forced, follow, rounding_of
 from rayk.experiments.references import LayerKV, References
@@ -33,6 +24,8 @@ from rayk.types.rows import CellRow, RequestRow
 
 if TYPE_CHECKING:
     from rayk.actors.cell_outcome import CellOutcome
+    from rayk.experiments.compare import KVBounds
+    from rayk.experiments.logprobs import LogprobErrors
     from rayk.handover.commands import CapturedRows
 
 Prompts = Sequence[Sequence[int]]
@@ -66,9 +59,10 @@ class CellJudge:
         return "tokens" in cell.checks or self.needs_capture(cell)
 
     def prepare(self, cell: Cell, prompts: Prompts) -> None:
+        """Have the reference compute what no earlier run kept."""
         if "tokens" in cell.checks and not cell.is_quantised:
             self._references(cell).outputs(prompts, cell.sampling)
-        if self.needs_capture(cell):
+        if self.needs_capture(cell) and not self._references(cell).keeps_kv(prompts):
             self._kv_bounds(cell, prompts)
 
     def needs_capture(self, cell: Cell) -> bool:
@@ -157,6 +151,8 @@ class CellJudge:
         return self._known[key]
 
     def _kv_bounds(self, cell: Cell, prompts: Prompts) -> KVBounds:
+        from rayk.experiments.compare import measure_values
+
         key = _key(cell), tuple(tuple(prompt) for prompt in prompts)
         if key not in self._bounds:
             self._bounds[key] = measure_values(self._references(cell), prompts, self._config)
@@ -182,6 +178,8 @@ class CellJudge:
         """Say which states kv_values cannot judge in the cell's dtype, if any."""
         if not self._config.is_routed or cell.prefill.dtype == "float32":
             return ""
+        from rayk.experiments.compare import UNBOUNDED
+
         layers = sorted({layer for (layer, _), b in self._kv_bounds(cell, prompts).items() if b == UNBOUNDED})
         if not layers:
             return ""
@@ -198,6 +196,9 @@ class CellJudge:
         findings: Findings,
         counts: _CheckCounts,
     ) -> None:
+        from rayk.experiments.compare import NEAR_TIE_LOGITS, compare_tokens
+        from rayk.experiments.logprobs import near_tie_tolerance
+
         references = self._references(cell)
         tolerance = NEAR_TIE_LOGITS
         if not references.is_exact:
@@ -228,6 +229,8 @@ class CellJudge:
     def _check_logprobs(
         self, cell: Cell, outcomes: Sequence[CellOutcome], findings: Findings, counts: _CheckCounts
     ) -> None:
+        from rayk.experiments.logprobs import compare_logprobs
+
         references = self._references(cell)
         finished = [(row, o) for o in outcomes for row in o.requests if row.error is None]
         groups = engine_groups(cell.prefill, self._config)
@@ -249,6 +252,9 @@ class CellJudge:
     ) -> None:
         if not outcome.captured:
             return
+        from rayk.experiments.compare import compare_values
+        from rayk.experiments.dequantised import dequantised, e4m3_scales
+
         kept = engine_groups(cell.prefill, self._config)
         bounds = self._kv_bounds(cell, prompts)
         references = self._references(cell)

@@ -20,18 +20,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from rayk.experiments.compare import TokenComparison, gap_in_words
-from rayk.experiments.dequantised import dequantised, stored_kv
-from rayk.experiments.logprobs import Followed
 from rayk.experiments.references import References
 from rayk.kv.groups import KVCacheGroup
-from rayk.oracle.quantised import KVRounding
 from rayk.specs import Cell
 from rayk.types.rows import RequestRow
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # torch is imported when there is something to judge
     from rayk.actors.cell_outcome import CellOutcome
+    from rayk.experiments.compare import TokenComparison
+    from rayk.experiments.logprobs import Followed
     from rayk.handover.commands import CapturedRows
+    from rayk.oracle.quantised import KVRounding
 
 Prompts = Sequence[Sequence[int]]
 Tokens = Mapping[int, list[int]]  # prompt index -> output tokens
@@ -42,6 +41,8 @@ def rounding_of(cell: Cell) -> KVRounding | None:
     nothing."""
     if not cell.is_quantised:
         return None
+    from rayk.oracle.quantised import KVRounding
+
     kept = [KVRounding(engine.kv_dtype, engine.kv_scales) for engine in cell.engines]
     return replace(kept[0], then=kept[1]) if cell.is_converted else kept[0]
 
@@ -90,6 +91,8 @@ def compare_forced(
 ) -> TokenComparison:
     """Compare a finished request's tokens with an aggregated engine's. If `expected` is None the reference
     must find each within `tolerance` logits of its best."""
+    from rayk.experiments.compare import TokenComparison, gap_in_words
+
     if expected is not None and row.output_token_ids == list(expected):
         return TokenComparison(None)
     found = row.output_token_ids
@@ -121,6 +124,9 @@ def follow(
     """Ask the reference about a request given the prompt's keys and values that the prefill engine stored;
     and find which of them are wrong. None where no rows were brought here, or not those that the tokens were
     computed from."""
+    from rayk.experiments.dequantised import dequantised, stored_kv
+    from rayk.experiments.logprobs import Followed
+
     computed_again = row.num_attempts > 1 or row.recovered_by is not None or row.num_recomputed_tokens
     if captured is None or not references.can_follow or computed_again:
         return None, ""

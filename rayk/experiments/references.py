@@ -1,4 +1,5 @@
-"""Ask for the reference's answers once per run (and keep them on disk between runs)."""
+"""Ask for the reference's answers once per run (and keep them on disk between runs). Free of torch where
+they are kept."""
 
 from __future__ import annotations
 
@@ -8,14 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rayk.oracle.cache import AnswerStore
-from rayk.oracle.following import Following, StoredKV
 from rayk.oracle.kv_scales import checkpoint_kv_scales
-from rayk.oracle.quantised import KVRounding
 from rayk.oracle.reference import ForcedStep, Reference, ReferenceOutput, TextScores
 from rayk.types.request import SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from rayk.oracle.following import Following, StoredKV
+    from rayk.oracle.quantised import KVRounding
 
 JITTER = 2.0**-14
 """Change of keys and values before they are quantised, to measure what flipped steps do. Sums in another
@@ -115,6 +117,12 @@ class References:
         if key not in self._kv:
             self._kv[key] = self._exact.caches(prompt)
         return self._kv[key]
+
+    def keeps_kv(self, prompts: Sequence[Sequence[int]]) -> bool:
+        """Tell, without torch, whether answers to `kv`, `eager_kv` and `rough_kv` of these prompts are on
+        disk."""
+        asked = {id(reference): reference for reference in (self._exact, self._eager, self._rough)}
+        return all(reference.keeps_caches(prompt) for reference in asked.values() for prompt in prompts)
 
     def eager_kv(self, prompt: Sequence[int]) -> LayerKV:
         """Return eager's cache. Not kept: it serves to measure, once."""

@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +17,7 @@ from rayk.actors.token_file import TokenFile
 from rayk.experiments.planning import ExperimentPlan, PlannedCell, in_running_order, plan_experiment
 from rayk.experiments.progress import MeteredProgress
 from rayk.experiments.startup import StartClock
+from rayk.experiments.unused import note_unused
 from rayk.experiments.vllm_python import untested
 from rayk.models.hub import model_folder
 from rayk.oracle.cache import AnswerStore, reference_folder
@@ -93,7 +95,8 @@ def run_experiment(
     UserError.
     """
     progress = clock = StartClock(progress or Quiet(), plan.planned_ns)
-    _warn_of_unused(plan, progress)
+    answers = AnswerStore(reference_folder(), fresh=fresh, warn=progress.warn)
+    _warn_of_unused(plan, progress, replace(answers))  # what it finds there is no answer of the reference
     spec = plan.loaded.spec
     for i in plan.idle_rules:
         where = plan.loaded.marks.where(("exclude", i))
@@ -127,7 +130,6 @@ def run_experiment(
                 progress.warn(f"the cells on disk were measured elsewhere or with other versions: {changed}")
             left = _unfinished(plan, writer)
             if any(not cell.unsupported for cell, _ in left):
-                answers = AnswerStore(reference_folder(), fresh=fresh, warn=progress.warn)
                 _run_on_cluster(plan, writer, environment, address, clock, token_file, answers)
                 writer.write_environment(environment | {"reference": answers.describe()})
             else:
@@ -223,13 +225,11 @@ def _run_on_cluster(
             runner.close()
 
 
-def _warn_of_unused(plan: ExperimentPlan, progress: Progress) -> None:
+def _warn_of_unused(plan: ExperimentPlan, progress: Progress, notes: AnswerStore) -> None:
     """Warn of tensors in checkpoints that engines leave out. Raises CheckpointError for one that they miss,
     before Ray starts."""
-    from rayk.models.loader import note_unused  # imports torch
-
     for name, config in plan.configs.items():
-        note = note_unused(model_folder(name), config)
+        note = note_unused(name, config, notes)
         if note:
             progress.warn(note)
 
@@ -328,7 +328,6 @@ class _Runner:
         start."""
         import ray
 
-        from rayk.actors.engines import translate
         from rayk.actors.nodes import start_limit_s
 
         limit_s = start_limit_s(self._cells[0].prefill.model) + GRACE_S
@@ -342,6 +341,8 @@ class _Runner:
                 mend=mend,
             ) from None
         except ray.exceptions.RayError as failure:
+            from rayk.actors.engines import translate  # imports torch
+
             error = translate(failure, "coordinator")
             if isinstance(error, UserError):
                 raise error from failure
@@ -353,8 +354,6 @@ class _Runner:
     def run(self, cell: Cell, prompts: Sequence[Sequence[int]], repeat: int, capture: bool) -> CellOutcome:
         """Run one cell once. There is always an outcome, in bounded time."""
         import ray
-
-        from rayk.actors.cell_outcome import CellOutcome
 
         deadline = cell.deadlines.cell_s + sum(engine.start_s for engine in cell.vllm) + GRACE_S
         named = self._coordinator.run_cell.options(name=cell_name(cell.cell_id, repeat, cell.spec.model))
@@ -371,6 +370,8 @@ class _Runner:
             error = translate(failure, "coordinator")
         self.close()
         self._start()
+        from rayk.actors.cell_outcome import CellOutcome  # imports torch
+
         return CellOutcome(errors=[error])
 
     def close(self) -> None:

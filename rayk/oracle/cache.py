@@ -38,11 +38,13 @@ def reference_folder() -> Path:
 
 
 @functools.cache
-def code_digest() -> str:
-    """Hash the code that asks transformers: an answer of other code is another one."""
+def code_digest(*folders: Path) -> str:
+    """Hash the code below these folders, by default what asks transformers: an answer of other code is
+    another one."""
     digest = hashlib.sha256()
-    for path in sorted(_CODE.glob("*.py")):
-        digest.update(f"{path.name}\0".encode() + path.read_bytes())
+    for folder in folders or (_CODE,):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -95,6 +97,14 @@ class AnswerStore:
             return KeptAnswer(answer, None)
         self.num_kept += 1
         return KeptAnswer(answer, stored["computed"])
+
+    def holds(self, question: Question) -> bool:
+        """Tell whether `get` or `get_tensors` would look for an answer in a file that is there. It does not
+        count as an answer."""
+        name = _name(question)
+        if self.folder is None or (self.fresh and name not in self._own):
+            return False
+        return (self.folder / f"{name}.json").exists()
 
     def put(self, question: Question, answer: Answer) -> None:
         """Store an answer atomically. A disk that does not take it is told of; the answer is then computed
@@ -174,7 +184,7 @@ class AnswerStore:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_atomically(self.folder / name, data)
         except OSError as error:
-            self._refuse(f"answers of the reference cannot be kept in {self.folder}: {error}")
+            self._refuse(f"answers cannot be kept in {self.folder}: {error}")
             return False
         if self._num_bytes is None:
             self._num_bytes = self.size()[1]

@@ -198,7 +198,7 @@ class Reference:
         from rayk.oracle.states import layer_caches
 
         token_ids = [int(i) for i in prompt_ids]
-        question = self._identity | {"ask": "caches", "prompt": token_ids}
+        question = self._about_caches(token_ids)
         kept = self._answers.get_tensors(question)
         if kept is not None:
             self._note(kept[1])
@@ -209,6 +209,13 @@ class Reference:
         layers = layer_caches(self._model.config, text.cache)
         self._answers.put_tensors(question, layers)
         return layers
+
+    def keeps_caches(self, prompt_ids: Sequence[int]) -> bool:
+        """Tell, without torch, whether an answer of `caches` is there."""
+        return self._answers.holds(self._about_caches([int(i) for i in prompt_ids]))
+
+    def _about_caches(self, token_ids: list[int]) -> Question:
+        return self._identity | {"ask": "caches", "prompt": token_ids}
 
     def _answer(self, question: Question, compute: Callable[[Question], Answer]) -> Answer:
         """Return the kept answer, or a computed one, with tuples in place of lists."""
