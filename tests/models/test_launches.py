@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import rayk.kernels
+from rayk.models.families import FAMILIES
 from rayk.models.layers import linear
 from rayk.parallel.local import LocalComm
 from tests.markers import interpreted, one_per
@@ -24,7 +25,7 @@ MOST = {"plain": 15, "other": 31}
 """One below the targets: a long context is attended to in splits, which one more kernel combines."""
 PLAIN = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3", "cohere2")
 OTHERS = ("gpt_oss", "llama4", "jamba", "bamba", "mamba2", "granitemoehybrid", "nemotron_h", "falcon_h1")
-OTHERS += ("qwen3_next", "deepseek_v3", "gemma3n")
+OTHERS += ("qwen3_next", "qwen3_moe", "deepseek_v3", "gemma3n")
 NO_LAUNCH = (
     "empty",
     "empty_like",
@@ -100,6 +101,10 @@ def launched(path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> list[C
         paged.step([[5, 6, 7], [9, 8]])
         paged.step([[1], [2]])
     return [layer.calls for layer in decoder.layers]
+
+
+def test_every_family_is_counted() -> None:
+    assert {*PLAIN, *OTHERS} == FAMILIES.keys()
 
 
 @one_per("family")
