@@ -66,7 +66,7 @@ def some_logits(kind: str, num_rows: int, size: int) -> torch.Tensor:
 KINDS = ("smooth", "bfloat16", "equal", "two values", "zeros of both signs", "mostly never", "steep", "tiny")
 FILTERS: list[dict[str, Any]] = [
     {"top_k": k, "top_p": p, "min_p": m}
-    for k, p, m in itertools.product((None, 1, 50, 5000), (1.0, 0.95, 0.5, 1e-12), (0.0, 0.05, 1.0))
+    for k, p, m in itertools.product((None, 1, 50, 5000), (1.0, 0.95, 0.5, 1e-12, 1e-20), (0.0, 0.05, 1.0))
 ]
 
 
@@ -83,6 +83,7 @@ def test_what_is_left_and_drawn_is_that_of_a_sort_in_float64(kind: str) -> None:
         logits = some_logits(kind, len(rows), 3000)
         left, _ = candidates(logits, [row.params for row in rows], narrow=False)
         drawn = sample(rows, logits)
+        assert bool((left > NEVER).any(-1).all()), "the best token stays"
         for i, row in enumerate(rows):
             expected, doubtful = sorted_in_float64(logits[i], row.params)
             assert not bool((((left[i] > NEVER) != (expected > NEVER)) & ~doubtful).any()), row
@@ -119,6 +120,18 @@ def test_near_noise_is_the_noise() -> None:
     keys = [draw_key(seed, 3) for seed in range(20)]
     ids = torch.arange(10_000)
     assert float((near_gumbel(keys, ids).double() - gumbel(keys, ids)).abs().max()) < 1e-5
+
+
+def test_tokens_that_float32_does_not_tell_apart_are_compared_in_float64() -> None:
+    """Noise makes all of them as good as each other, but for the rounding of their logits."""
+    ids = torch.arange(6)
+    found, expected = [], []
+    for seed in range(50):
+        noise_of_row = gumbel([draw_key(seed, 0)], ids)
+        logits = noise_of_row.neg().float()
+        found += sample([Row(SamplingParams(temperature=1.0, seed=seed), (), ())], logits)
+        expected.append(int((logits.double() - logits.max() + noise_of_row).argmax()))
+    assert found == expected
 
 
 @pytest.mark.parametrize("bits", [0, -1, -(2**63), 2**63 - 1, 1 << 40, -(1 << 40)])
