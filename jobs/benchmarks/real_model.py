@@ -37,6 +37,8 @@ MODEL = ROOT / "checkpoints" / "smollm2-135m"
 PROMPT_FILES = (ROOT / "jobs" / "real_prompts.jsonl", ROOT / "jobs" / "real_long_prompt.jsonl")
 NUM_ROWS = 256
 """Tokens whose distributions are compared at once."""
+DEFAULT_SCALES = "tensor"
+"""Of a table without that column: no experiment of its run asked for others."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Format:
 
     dtype: str
     kv_dtype: str = "auto"
-    kv_scales: str = "tensor"
+    kv_scales: str = DEFAULT_SCALES
     mean_kl: float = 0.0
     """Limit of the KL divergence of a token, on average."""
 
@@ -199,7 +201,7 @@ def cell_cells(cell: Mapping[str, Any], requests: Sequence[Mapping[str, Any]]) -
         str(cell["dtype"]),
         _kv_of(cell),
         " to ".join(str(layout) for layout in layouts),
-        f"{cell['transfer.mode']}{', by the host' if cell['transfer.path'] == 'host' else ''}",
+        f"{cell['transfer.mode']}{', by the host' if cell.get('transfer.path') == 'host' else ''}",
         f"{sum(r['num_prompt_tokens'] for r in requests):,}",
         str(int(cell["num_cached_tokens"])),
         str(cell["verdict"]),
@@ -218,7 +220,7 @@ def _is_there(value: Any) -> bool:
 
 def _kv_of(cell: Mapping[str, Any]) -> str:
     kept = str(cell["kv_dtype"])
-    return "as it" if kept == "auto" else f"{kept}, scales by {cell['kv_scales']}"
+    return "as it" if kept == "auto" else f"{kept}, scales by {cell.get('kv_scales', DEFAULT_SCALES)}"
 
 
 def _tokens_equal(cell: Mapping[str, Any], num_requests: int) -> str:
@@ -237,7 +239,7 @@ def wrong_cells(cells: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"{cell['cell_id']}: {cell['verdict']}: {cell['reason']}"
         if cell.get("engine.prefix_caching") is True and not cell["num_cached_tokens"]:
             yield f"{cell['cell_id']}: nothing was found in the prefix cache"
-        if cell["transfer.path"] == "host" and not cell["num_host_tokens"]:
+        if cell.get("transfer.path") == "host" and not cell["num_host_tokens"]:
             yield f"{cell['cell_id']}: nothing was loaded from the host tier"
 
 

@@ -95,6 +95,11 @@ def test_a_row_says_what_the_cell_found(job: Any) -> None:
     near = CELL | {"first_divergence": {"request": 1, "token_index": 3}, "num_token_mismatches": 1.0}
     assert "1 of 2, or nearly a tie" in job.cell_cells(near, requests)
     assert "" in job.cell_cells(CELL | {"num_token_mismatches": math.nan}, requests)
+    # A run's table lacks the settings that none of its cells changes.
+    plain = {key: value for key, value in CELL.items() if key not in ("kv_scales", "transfer.path")}
+    assert job.cell_cells(plain, requests) == job.cell_cells(CELL, requests)
+    assert job.cell_cells(plain | {"kv_dtype": "fp8_e4m3"}, requests)[2] == "fp8_e4m3, scales by tensor"
+    assert list(job.wrong_cells([plain])) == []
 
 
 @pytest.mark.parametrize(
