@@ -211,6 +211,8 @@ def fill(options: argparse.Namespace, page: Page) -> None:
 
     settle(options)
     page.environment["seeds"] = {"prompts, load and kills": options.seed}
+    if options.structured:
+        page.name = "serve_structured"
     tables: Tables = {"families": [], "kills": [], "requests": []}
     with launch.connect(options.address) as joined:
         for family in options.families:
