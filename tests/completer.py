@@ -180,7 +180,7 @@ def tokens_then_end(token_ids: list[int], *, per_delta: int = 1) -> Script:
 @contextmanager
 def serve(app: Any, settings: HttpSettings | None = None) -> Iterator[str]:
     """The app on a free port of this machine, by uvicorn in a thread; its URL. `settings`: of heads."""
-    config = listener_config(app, settings or HttpSettings(), host="127.0.0.1", port=0, lifespan="off")
+    config = listener_config(app, settings or HttpSettings(), host="127.0.0.1", port=0, lifespan="on")
     server = uvicorn.Server(config)
     failed: list[BaseException] = []
 

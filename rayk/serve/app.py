@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -51,7 +52,17 @@ def make_app(
     already. `engines`: those behind the completer, where it has any."""
     settings = settings or HttpSettings()
     front = _front(completer, settings, text)
-    app = FastAPI(title="rayk", docs_url=None, redoc_url=None, separate_input_output_schemas=False)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(front.close)
+
+    app = FastAPI(
+        title="rayk", docs_url=None, redoc_url=None, separate_input_output_schemas=False, lifespan=lifespan
+    )
     app.state.front = front
     app.state.created_s = int(time.time())
     install_handlers(app)

@@ -49,6 +49,13 @@ class Children:
                 self._warm = _Warm(self._module, self._given)
             return self._warm.process.pid
 
+    def close(self) -> None:
+        """End the warm process. Questions under way are still answered; a later one starts another."""
+        with self._lock:
+            warm, self._warm = self._warm, None
+        if warm is not None:
+            warm.end()
+
     def ask(self, question: bytes) -> bytes:
         """Ask a child; its answer is empty where it was stopped. Raises EngineDied where its processes end
         for another reason, DeadlineExceeded."""
@@ -88,7 +95,7 @@ class Children:
 
 
 class _Warm:
-    """Owns the warm process, which ends with this object."""
+    """Owns the warm process, which ends with this object at the latest."""
 
     def __init__(self, module: str, given: str) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -103,7 +110,7 @@ class _Warm:
                 env=_environment(),
                 start_new_session=True,  # an interrupt is for the server
             )
-        weakref.finalize(self, _end, self._control, self.process)
+        self.end = weakref.finalize(self, _end, self._control, self.process)
 
     def hand_over(self, line: socket.socket) -> None:
         """Have a child answer on this line. Raises OSError where the process has ended."""

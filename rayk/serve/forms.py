@@ -30,6 +30,10 @@ class Forms:
         self._children = Children(__name__, "the process that checks forms")
         self._problem = lru_cache(maxsize=NUM_KEPT)(self._find_problem)
 
+    def close(self) -> None:
+        """End the warm process. A later question starts another."""
+        self._children.close()
+
     def check(self, wanted: StructuredOutputs) -> None:
         """Refuse a description that no engine would take, that no text fits, or that takes more than its
         bounds. Raises UserError; EngineDied where the processes end for another reason, DeadlineExceeded."""

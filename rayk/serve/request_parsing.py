@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import secrets
 import time
@@ -19,7 +20,7 @@ from rayk.serve.limits import HttpSettings
 from rayk.serve.metrics import FrontMetrics
 from rayk.serve.protocol import LEAST_TEMPERATURE, ChatRequest, Generation, check_extra
 from rayk.serve.text import Text
-from rayk.types.errors import CheckpointError, Overloaded
+from rayk.types.errors import CheckpointError, Overloaded, UserError
 from rayk.types.request import Request, SamplingParams
 from rayk.types.serving import Completer, ModelCard, ServerRequest
 from rayk.types.structured import StructuredOutputs
@@ -74,6 +75,14 @@ class Front:
     """What clients ask for in structured outputs is checked there."""
     forms: Forms = field(default_factory=Forms)
     """Checks it."""
+
+    def close(self) -> None:
+        """End its processes. They would outlive the app: FastAPI remembers the functions of its routes, and
+        all that these know."""
+        self.forms.close()
+        with contextlib.suppress(UserError):  # then it has no process
+            if self.text is not None and self.text.templates is not None:
+                self.text.templates.close()
 
     def need_text(self) -> Text:
         """Get the tokenizer. Raises CheckpointError where the model has none."""

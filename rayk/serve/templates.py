@@ -37,6 +37,10 @@ class Templates:
         """Start the warm process, unless it runs; returns its id."""
         return self._children.start()
 
+    def close(self) -> None:
+        """End the warm process. A later conversation starts another."""
+        self._children.close()
+
     def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
         """Write a conversation, up to where the answer begins. `arguments`: the template's variables. Raises
         UserError where the template refuses these, or takes more than its bounds; EngineDied where its

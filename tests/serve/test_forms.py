@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rayk.oracle.tokenizer import build_tokenizer
@@ -56,6 +58,26 @@ def test_what_is_known_takes_no_process_and_a_dead_one_is_started_again() -> Non
     assert forms._children.start() == pid
     forms.check(other)
     assert forms._children.start() != pid
+
+
+def test_a_front_leaves_no_process_and_no_descriptor(checkpoint: Callable[..., Path]) -> None:
+    """Neither of chat templates, whose process starts with the front, nor of forms."""
+    folder, this = checkpoint("qwen3"), psutil.Process()
+    card = ModelCard(model_id="tiny", folder=str(folder), vocab_size=10_000, max_positions=4096)
+    num_fds = []
+    for _ in range(2):
+        before = {child.pid for child in this.children()}
+        with serve(make_app(ScriptedCompleter(card, tokens_then_end([70])))) as url:
+            wanted = {"prompt": "x", "structured_outputs": {"regex": "a+"}}
+            assert ask(url, "POST", "/v1/completions", wanted)[0] == 200
+            (templates, forms) = [child for child in this.children() if child.pid not in before]
+            assert [templates.cmdline()[2], forms.cmdline()[2]] == [
+                "rayk.serve.templates",
+                "rayk.serve.forms",
+            ]
+        assert {child.pid for child in this.children()} == before
+        num_fds.append(this.num_fds())
+    assert num_fds[0] == num_fds[1]
 
 
 @thorough
