@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from rayk.engine.noise import sent, uploaded
+from rayk.kernels.uploads import sent, uploaded
 from rayk.types.request import SamplingParams
 
 NEVER = float("-inf")
@@ -33,6 +33,33 @@ class Row:
     params: SamplingParams  # with a seed where tokens are drawn
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class DrawNumbers:
+    """What R rows that are drawn ask for, on their device: [R, 1] each."""
+
+    temperatures: torch.Tensor  # float64
+    divisors: torch.Tensor  # float64, temperatures whose quotients stay in the range of float32
+    removable: torch.Tensor  # float64, the share of the weights that top-p may leave out
+    min_p: torch.Tensor  # float64
+    top_k: torch.Tensor  # int64, V where all are kept
+    keys: torch.Tensor  # int64, see engine.noise.draw_key
+
+    @classmethod
+    def sent(
+        cls, params: Sequence[SamplingParams], keys: Sequence[int], num_tokens: int, device: torch.device
+    ) -> DrawNumbers:
+        """Bring them there by one copy, which nobody waits for; `num_tokens` is V."""
+        low, high = TEMPERATURES
+        shares = [(p.temperature, min(max(p.temperature, low), high), 1 - p.top_p, p.min_p) for p in params]
+        counts = [(min(p.top_k or num_tokens, num_tokens), key) for p, key in zip(params, keys, strict=True)]
+        here = torch.cat(
+            [torch.tensor(shares, dtype=torch.float64).view(torch.int64), torch.tensor(counts)], 1
+        )
+        columns = sent(here.t().contiguous(), device).unsqueeze(-1).unbind()
+        temperatures, divisors, removable, min_p = (column.view(torch.float64) for column in columns[:4])
+        return cls(temperatures, divisors, removable, min_p, *columns[4:])
 
 
 def forbid(logits: torch.Tensor, rows: Sequence[int], masks: Sequence[np.ndarray]) -> None:
@@ -72,7 +99,7 @@ def _repetition(scores: torch.Tensor, token_ids: set[int], penalty: float) -> No
 
 
 def candidates(
-    scores: torch.Tensor, params: Sequence[SamplingParams], *, narrow: bool
+    scores: torch.Tensor, params: Sequence[SamplingParams], numbers: DrawNumbers, *, narrow: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores [R, C] and token ids of what the filters of each row leave, given float32 logits [R, V].
 
@@ -82,7 +109,7 @@ def candidates(
     ids = torch.arange(scores.shape[1], device=scores.device)
     counts = [min(p.top_k or scores.shape[1], scores.shape[1]) for p in params]
     if min(counts) < scores.shape[1]:
-        scores = _keep_top_k(scores, counts)
+        scores = _keep_top_k(scores, counts, numbers.top_k)
     if narrow:
         # Of a row of NaN nothing is above NEVER: it keeps one, as it does where C = V.
         num_left = max(1, int((scores > NEVER).sum(-1).max()))
@@ -90,43 +117,33 @@ def candidates(
         scores = scores.gather(1, ids)
     if all(p.top_p == 1 and p.min_p == 0 for p in params):
         return scores, ids
-    weights = scaled(scores, params).exp_()
+    weights = scaled(scores, numbers).exp_()
     if any(p.top_p < 1 for p in params):
-        scores = _keep_top_p(scores, weights, [p.top_p for p in params])
+        scores = _keep_top_p(scores, weights, numbers.removable)
     if any(p.min_p > 0 for p in params):
-        scores = scores.masked_fill(weights < column(scores, [p.min_p for p in params]), NEVER)
+        scores = scores.masked_fill(weights < numbers.min_p.to(scores.dtype), NEVER)
     return scores, ids
 
 
-def scaled(scores: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+def scaled(scores: torch.Tensor, numbers: DrawNumbers) -> torch.Tensor:
     """Divide the distances of scores [R, C] to the best of their row by the row's temperature."""
-    low, high = TEMPERATURES
-    temperatures = [min(max(p.temperature, low), high) for p in params]
-    return (scores - scores.amax(-1, keepdim=True)).div_(column(scores, temperatures))
+    return (scores - scores.amax(-1, keepdim=True)).div_(numbers.divisors.to(scores.dtype))
 
 
-def column(scores: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
-    """Make [R, 1] in the dtype and on the device of `scores`."""
-    return uploaded(values, scores.dtype, scores.device).unsqueeze(1)
-
-
-def _keep_top_k(scores: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+def _keep_top_k(scores: torch.Tensor, counts: Sequence[int], top_k: torch.Tensor) -> torch.Tensor:
     """Keep the best `counts` of each row, and what ties with the last of them."""
     num_all = scores.shape[1]
     best = scores.topk(max(count for count in counts if count < num_all)).values
-    places = [min(count, best.shape[1]) for count in counts]
-    last = best.gather(1, uploaded(places, torch.int64, scores.device).unsqueeze(1) - 1)
-    keeps_all = uploaded([count == num_all for count in counts], torch.bool, scores.device)
-    return scores.masked_fill((scores < last) & keeps_all.logical_not().unsqueeze(1), NEVER)
+    last = best.gather(1, top_k.clamp(max=best.shape[1]) - 1)
+    return scores.masked_fill((scores < last) & (top_k < num_all), NEVER)
 
 
-def _keep_top_p(scores: torch.Tensor, weights: torch.Tensor, top_p: Sequence[float]) -> torch.Tensor:
-    """Keep the fewest best whose share of the weights reaches top_p; of equal ones, lower ids first."""
+def _keep_top_p(scores: torch.Tensor, weights: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    """Keep the fewest best whose share of the weights is all but `shares`; of equal ones, lower ids first."""
     ranks = _ranks(scores)
     masses = weights.mul(_UNIT_MASS).long()
     total = masses.sum(-1, keepdim=True)
     # Summed from the worst, as transformers does; the best always stays.
-    shares = uploaded([1 - p for p in top_p], torch.float64, scores.device).unsqueeze(1)
     removable = torch.minimum((total * shares).long(), total - 1)
     is_here = torch.ones_like(scores, dtype=torch.bool)
     worst = torch.zeros_like(total)
@@ -142,8 +159,7 @@ def _keep_top_p(scores: torch.Tensor, weights: torch.Tensor, top_p: Sequence[flo
     each = (masses * is_here).amax(-1, keepdim=True).clamp(min=1)
     num_equal = is_here.sum(-1, keepdim=True) - removable // each
     removed = (ranks < worst) | (is_here & (is_here.cumsum(-1, dtype=torch.int32) > num_equal))
-    keeps_all = uploaded([p == 1 for p in top_p], torch.bool, scores.device)
-    return scores.masked_fill(removed & keeps_all.logical_not().unsqueeze(1), NEVER)
+    return scores.masked_fill(removed & (shares > 0), NEVER)
 
 
 def _ranks(scores: torch.Tensor) -> torch.Tensor:

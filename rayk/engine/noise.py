@@ -10,8 +10,6 @@ generators" (OOPSLA 2014), with the constants of Vigna's splitmix64.c.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from rayk.kernels.digest.reference import MASK64, mix64, mix64_tensor, signed
@@ -44,37 +42,20 @@ def to_unit(bits: torch.Tensor) -> torch.Tensor:
     return (high.double() + 0.5) * 2.0**-_BITS
 
 
-def gumbel(keys: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
+def gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Draw float64 [R, C], Gumbel(0, 1), between -3.6 and 36.8: argmax(log p + noise) has the distribution
     p."""
-    states = uploaded(keys, torch.int64, token_ids.device)
-    return uniform(states, token_ids).log_().neg_().log_().neg_()
+    return uniform(keys, token_ids).log_().neg_().log_().neg_()
 
 
-def near_gumbel(keys: Sequence[int], token_ids: torch.Tensor) -> torch.Tensor:
+def near_gumbel(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """Draw float32 [R, C]: what `gumbel` draws, at most 1e-5 off."""
-    states = uploaded(keys, torch.int64, token_ids.device)
-    bits = random_bits(states, token_ids)
+    bits = random_bits(keys, token_ids)
     # -log(u) of a u near 1 is that of 1 - u, which keeps its digits; bits of either end differ by the sign.
     is_upper = bits < 0
     bits.bitwise_xor_(bits >> 63)
     small = (bits >> (64 - _BITS)).float().add_(0.5).mul_(2.0**-_BITS)
     return torch.where(is_upper, small.neg().log1p(), small.log()).neg_().log_().neg_()
-
-
-def uploaded(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Make [n] on `device` without waiting for it."""
-    return sent(torch.tensor(values, dtype=dtype), device)
-
-
-def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor of the host to `device` without waiting for it."""
-    return host if device.type == "cpu" else pinned(host).to(device, non_blocking=True)
-
-
-def pinned(host: torch.Tensor) -> torch.Tensor:
-    """Copy into memory that a GPU reads by itself."""
-    return host.pin_memory()
 
 
 def derived_seed(*parts: int) -> int:

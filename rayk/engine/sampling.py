@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rayk.engine.filters import NEVER, Row, candidates, column, forbid, penalise, scaled
-from rayk.engine.noise import draw_key, gumbel, near_gumbel, uploaded
+from rayk.engine.filters import NEVER, DrawNumbers, Row, candidates, forbid, penalise, scaled
+from rayk.engine.noise import draw_key, gumbel, near_gumbel
 from rayk.grammars import OutputGrammar
 from rayk.kernels.best_tokens import NO_TOKEN, are_finite, best_tokens
+from rayk.kernels.uploads import uploaded
 from rayk.types.batch import UNKNOWN_TOKEN, StepTokens
 from rayk.types.request import TokenLogprobs
 
@@ -74,18 +75,19 @@ def is_narrow(row: Row, limit: int) -> bool:
 def draw(rows: Sequence[Row], scores: torch.Tensor, *, narrow: bool) -> torch.Tensor:
     """Draw a token per row, int64 [R], given penalised float32 scores [R, V]."""
     params = [row.params for row in rows]
-    left, ids = candidates(scores, params, narrow=narrow)
     keys = []
     for row in rows:
         assert row.params.seed is not None, "the leader gives every drawn request a seed"
         keys.append(draw_key(row.params.seed, len(row.output_token_ids)))
+    numbers = DrawNumbers.sent(params, keys, scores.shape[1], scores.device)
+    left, ids = candidates(scores, params, numbers, narrow=narrow)
     # In float32 only to find the few that can win.
-    near = scaled(left, params).add_(near_gumbel(keys, ids))
+    near = scaled(left, numbers).add_(near_gumbel(numbers.keys.squeeze(1), ids))
     places = near.topk(min(NUM_CONTENDERS, near.shape[1])).indices.sort(-1).values
     contenders = ids.expand_as(left).gather(1, places)
     exact = left.gather(1, places).double() - left.amax(-1, keepdim=True)
-    exact /= column(exact, [p.temperature for p in params])
-    best = exact.add_(gumbel(keys, contenders)).argmax(-1)
+    exact /= numbers.temperatures
+    best = exact.add_(gumbel(numbers.keys.squeeze(1), contenders)).argmax(-1)
     return contenders.gather(1, best.unsqueeze(1)).squeeze(1)
 
 
@@ -101,22 +103,23 @@ def score_tokens(
 
 def _score(logits: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
     logprobs = logits.float().log_softmax(-1)
-    chosen = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
-    ranks = (logprobs > chosen).sum(-1) + 1
+    chosen = logprobs.gather(1, uploaded(token_ids, torch.int64, logits.device)[:, None])
+    ranks = (logprobs > chosen).sum(-1, keepdim=True) + 1
     # One more than is told of, to see ties with the last.
     top = logprobs.topk(min(max(num_top, default=0) + 1, logits.shape[1]))
     told = []
-    columns = (chosen[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist())
-    for i, (token, k, logprob, rank, ids, values) in enumerate(
-        zip(token_ids, num_top, *columns, strict=True)
-    ):
+    # One wait for the device: float64 has every one of these numbers.
+    rows = torch.cat([chosen.double(), ranks, top.indices, top.values], 1).tolist()
+    num_found = top.values.shape[1]
+    for i, (token, k, (logprob, rank, *found)) in enumerate(zip(token_ids, num_top, rows, strict=True)):
+        ids, values = [int(x) for x in found[:num_found]], found[num_found:]
         best = list(zip(ids, values, strict=True))
         if 0 < k < len(values) and values[k] == values[k - 1] > NEVER:
             # Of equal ones the lowest ids; which of them topk finds is open.
             ids = (logprobs[i] >= values[k]).nonzero()[:, 0].tolist()
             best = list(zip(ids, logprobs[i, ids].tolist(), strict=True))
         best = sorted((t for t in best if t[1] > NEVER), key=lambda t: (-t[1], t[0]))
-        told.append(TokenLogprobs(token_id=token, logprob=logprob, rank=rank, top=tuple(best[:k])))
+        told.append(TokenLogprobs(token_id=token, logprob=logprob, rank=int(rank), top=tuple(best[:k])))
     return told
 
 
@@ -181,7 +184,8 @@ def _finish(
     logprobs: dict[str, TokenLogprobs] = {}
     if reported:
         num_top = [sampling[i].request.sampling.logprobs or 0 for i in reported]
-        scored = score_tokens(logits[reported], [tokens[i] for i in reported], num_top)
+        rows = logits.index_select(0, uploaded(reported, torch.int64, logits.device))
+        scored = score_tokens(rows, [tokens[i] for i in reported], num_top)
         logprobs = {names[i]: s for i, s in zip(reported, scored, strict=True)}
     return StepTokens(
         token_ids={n: t for n, t in zip(names, tokens, strict=True) if n not in bad},

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from rayk.kernels.uploads import sent
+
 NO_SLOT = -1
 """A read slot of -1 starts from zero; a write slot of -1 keeps no state."""
 ANY_LENGTH = 2**31 - 1
@@ -96,7 +98,7 @@ class Segments:
                         bounds += [(at, min(at + size, end)) for at in range(start, end, size)]
                     start = end
             device = self.segment_ends.device
-            both = (torch.tensor(rows, dtype=torch.int32).to(device) for rows in (bounds, first))
+            both = (sent(torch.tensor(rows, dtype=torch.int32), device) for rows in (bounds, first))
             self._chunks[size] = Chunks(*both)
         return self._chunks[size]
 

@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
 )
 
 from rayk.engine import sampling as sampling_module
-from rayk.engine.filters import NEVER, Row, candidates, penalise, scaled
+from rayk.engine.filters import NEVER, DrawNumbers, Row, candidates, penalise, scaled
 from rayk.engine.sampling import sample, score_tokens
 from rayk.types.request import SamplingParams
 from tests.helpers import assert_matches
@@ -48,8 +48,9 @@ def transformers_scores(logits: torch.Tensor, p: SamplingParams) -> torch.Tensor
 
 def filtered(logits: torch.Tensor, params: Sequence[SamplingParams], *, narrow: bool) -> torch.Tensor:
     """Scaled scores of candidates put back into their places of the vocabulary: float64 [R, V]."""
-    left, ids = candidates(logits, params, narrow=narrow)
-    scores = scaled(left, params).double()
+    numbers = DrawNumbers.sent(params, [0] * len(params), logits.shape[1], logits.device)
+    left, ids = candidates(logits, params, numbers, narrow=narrow)
+    scores = scaled(left, numbers).double()
     return torch.full_like(logits, NEVER, dtype=torch.float64).scatter_(1, ids.expand_as(scores), scores)
 
 

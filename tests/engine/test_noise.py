@@ -75,7 +75,7 @@ def test_no_two_requests_or_indices_share_their_numbers() -> None:
 
 
 def test_noise_depends_on_the_token_id_and_not_on_its_column() -> None:
-    two = [draw_key(1, 0), draw_key(2, 5)]
+    two = keys((1, 0), (2, 5))
     whole = gumbel(two, torch.arange(50))
     some = torch.tensor([[3, 8, 49], [0, 8, 20]])
     assert torch.equal(gumbel(two, some), whole.gather(1, some))
@@ -89,7 +89,7 @@ def test_the_best_of_scores_and_noise_has_their_distribution(name: str) -> None:
         "steep": -torch.arange(40.0) / 3,
         "two": torch.tensor([0.0, math.log(3.0)]),
     }[name].double()
-    states = [draw_key(seed, 0) for seed in range(20_000)]
+    states = keys(*((seed, 0) for seed in range(20_000)))
     drawn = (logits + gumbel(states, torch.arange(len(logits)))).argmax(-1)
     counts = torch.bincount(drawn, minlength=len(logits))
     assert chi_square_p(counts, logits.softmax(-1)) > P_VALUE

@@ -55,7 +55,7 @@ class Oracle:
             for index in range(NUM_TOKENS):
                 scores = transformers_scores(self.logits([*prompt, *output])[-1].double(), params)
                 assert params.seed is not None
-                noise = gumbel([draw_key(params.seed, index)], torch.arange(len(scores)))[0]
+                noise = gumbel(torch.tensor([draw_key(params.seed, index)]), torch.arange(len(scores)))[0]
                 output.append(int((scores + noise).argmax()))
             self._drawn[key] = output
         return self._drawn[key]

@@ -16,10 +16,12 @@ from torch.utils._pytree import tree_leaves
 
 from rayk.engine import filters, noise
 from rayk.engine import sampling as sampling_module
-from rayk.engine.filters import NEVER, Row, candidates, forbid
-from rayk.engine.noise import draw_key, gumbel, near_gumbel
-from rayk.engine.sampling import sample
+from rayk.engine.filters import NEVER, DrawNumbers, Row, candidates, forbid
+from rayk.engine.noise import gumbel, near_gumbel
+from rayk.engine.sampling import sample, score_tokens
+from rayk.kernels import uploads
 from rayk.types.request import SamplingParams
+from tests.engine.test_noise import keys
 from tests.markers import thorough
 
 EDGE = 1e-6
@@ -44,6 +46,12 @@ def sorted_in_float64(logits: torch.Tensor, p: SamplingParams) -> tuple[torch.Te
         doubtful |= (scores.exp() - p.min_p).abs() < EDGE
         scores = scores.masked_fill(scores.exp() < p.min_p, NEVER)
     return scores, doubtful
+
+
+def left_over(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Candidates as on a device: no row has a short list."""
+    numbers = DrawNumbers.sent(params, [0] * len(params), logits.shape[1], logits.device)
+    return candidates(logits, params, numbers, narrow=False)
 
 
 def some_logits(kind: str, num_rows: int, size: int) -> torch.Tensor:
@@ -81,14 +89,14 @@ def test_what_is_left_and_drawn_is_that_of_a_sort_in_float64(kind: str) -> None:
             for i, kept in enumerate(FILTERS)
         ]
         logits = some_logits(kind, len(rows), 3000)
-        left, _ = candidates(logits, [row.params for row in rows], narrow=False)
+        left, _ = left_over(logits, [row.params for row in rows])
         drawn = sample(rows, logits)
         assert bool((left > NEVER).any(-1).all()), "the best token stays"
         for i, row in enumerate(rows):
             expected, doubtful = sorted_in_float64(logits[i], row.params)
             assert not bool((((left[i] > NEVER) != (expected > NEVER)) & ~doubtful).any()), row
             assert row.params.seed is not None
-            noise_of_row = gumbel([draw_key(row.params.seed, number)], torch.arange(3000))[0]
+            noise_of_row = gumbel(keys((row.params.seed, number)), torch.arange(3000))[0]
             if not doubtful.any():
                 assert drawn[i] == int((expected + noise_of_row).argmax()), row
 
@@ -97,7 +105,7 @@ def test_of_equal_tokens_the_lowest_ids_stay() -> None:
     """More of them than fit into any short list, at shares that integers divide exactly."""
     logits = torch.zeros(2, 1 << 14)
     params = [SamplingParams(temperature=1.0, top_p=p) for p in (0.5, 0.25)]
-    left, ids = candidates(logits, params, narrow=False)
+    left, ids = left_over(logits, params)
     assert [ids[row > NEVER].tolist() for row in left] == [list(range(1 << 13)), list(range(1 << 12))]
 
 
@@ -106,20 +114,19 @@ def test_scores_that_differ_in_their_last_bit_are_told_apart() -> None:
     logits = torch.tensor([[1.0, 1.0], [-2.0, -2.0]])
     logits[0, 1] = logits[0, 1].nextafter(torch.tensor(9.0))
     logits[1, 0] = logits[1, 0].nextafter(torch.tensor(-9.0))
-    left, _ = candidates(logits, [SamplingParams(temperature=1.0, top_p=0.5)] * 2, narrow=False)
+    left, _ = left_over(logits, [SamplingParams(temperature=1.0, top_p=0.5)] * 2)
     assert (left > NEVER).tolist() == [[False, True]] * 2
 
 
 def test_zeros_of_both_signs_are_equal() -> None:
     logits = torch.tensor([[-0.0, 0.0, -0.0, 0.0]])
-    left, _ = candidates(logits, [SamplingParams(temperature=1.0, top_p=0.5)], narrow=False)
+    left, _ = left_over(logits, [SamplingParams(temperature=1.0, top_p=0.5)])
     assert (left > NEVER).tolist() == [[True, True, False, False]]
 
 
 def test_near_noise_is_the_noise() -> None:
-    keys = [draw_key(seed, 3) for seed in range(20)]
-    ids = torch.arange(10_000)
-    assert float((near_gumbel(keys, ids).double() - gumbel(keys, ids)).abs().max()) < 1e-5
+    states, ids = keys(*((seed, 3) for seed in range(20))), torch.arange(10_000)
+    assert float((near_gumbel(states, ids).double() - gumbel(states, ids)).abs().max()) < 1e-5
 
 
 def test_tokens_that_float32_does_not_tell_apart_are_compared_in_float64() -> None:
@@ -127,7 +134,7 @@ def test_tokens_that_float32_does_not_tell_apart_are_compared_in_float64() -> No
     ids = torch.arange(6)
     found, expected = [], []
     for seed in range(50):
-        noise_of_row = gumbel([draw_key(seed, 0)], ids)
+        noise_of_row = gumbel(keys((seed, 0)), ids)
         logits = noise_of_row.neg().float()
         found += sample([Row(SamplingParams(temperature=1.0, seed=seed), (), ())], logits)
         expected.append(int((logits.double() - logits.max() + noise_of_row).argmax()))
@@ -137,7 +144,8 @@ def test_tokens_that_float32_does_not_tell_apart_are_compared_in_float64() -> No
 @pytest.mark.parametrize("bits", [0, -1, -(2**63), 2**63 - 1, 1 << 40, -(1 << 40)])
 def test_near_noise_at_the_ends_of_the_generator(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "random_bits", lambda keys, ids: torch.full((1, 1), bits))
-    assert abs(float(near_gumbel([0], torch.arange(1))) - float(gumbel([0], torch.arange(1)))) < 1e-5
+    state, ids = torch.zeros(1, dtype=torch.int64), torch.arange(1)
+    assert abs(float(near_gumbel(state, ids)) - float(gumbel(state, ids))) < 1e-5
 
 
 class Operators(TorchDispatchMode):
@@ -189,7 +197,7 @@ def test_a_device_draws_without_waits_float64_or_a_sort(
     settings: dict[str, Any], most_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 rows of 152,000 tokens; bytes are counted per token and row."""
-    monkeypatch.setattr(noise, "pinned", lambda host: host)
+    monkeypatch.setattr(uploads, "pinned", lambda host: host)
     params = [SamplingParams(temperature=0.8, seed=i, **settings) for i in range(NUM_ROWS - 1)]
     operators = count_operators([*params, SamplingParams()])
     assert not WAITS & set(operators.calls), operators.calls
@@ -200,9 +208,20 @@ def test_a_device_draws_without_waits_float64_or_a_sort(
     assert operators.total_bytes / (NUM_ROWS * VOCABULARY) < most_bytes
 
 
+def test_log_probabilities_are_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: (waits.append(1), tolist(tensor))[1])
+    logits = some_logits("smooth", 3, 3000)
+    told = score_tokens(logits, [5, 6, 7], [2, 0, 4])
+    assert waits == [1]
+    assert [(t.token_id, len(t.top)) for t in told] == [(5, 2), (6, 0), (7, 4)]
+    assert all(type(i) is int for t in told for i in (t.rank, *(token for token, _ in t.top)))
+
+
 def test_a_device_forbids_tokens_without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the rows have a mask, which goes there as bits."""
-    monkeypatch.setattr(noise, "pinned", lambda host: host)
+    monkeypatch.setattr(uploads, "pinned", lambda host: host)
     # What numpy has is no fake.
     fake = lambda host, device: torch.empty(host.shape, dtype=host.dtype, device=device)  # noqa: E731
     monkeypatch.setattr(filters, "sent", fake)

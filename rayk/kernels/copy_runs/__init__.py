@@ -10,6 +10,7 @@ from rayk.kernels.copy_runs.native import copy_runs_native, native_copy_runs
 from rayk.kernels.copy_runs.reference import copy_runs_reference
 from rayk.kernels.copy_runs.table import RunTable, every_form, make_run_table
 from rayk.kernels.dispatch import default_impl
+from rayk.kernels.uploads import sent
 
 __all__ = ["RunTable", "copy_runs", "every_form", "make_run_table", "native_copy_runs"]
 
@@ -47,8 +48,8 @@ def copy_runs(
     if impl is None:
         on_cpu = "native" if native_copy_runs() is not None else "reference"
         impl = "triton" if default_impl(source.is_cuda) == "triton" else on_cpu
-    blocks = torch.from_numpy(np.stack([source_blocks, destination_blocks]).astype(np.int64, copy=False))
-    blocks = blocks.to(source.device, non_blocking=True)
+    both = np.stack([source_blocks, destination_blocks]).astype(np.int64, copy=False)
+    blocks = sent(torch.from_numpy(both), source.device)
     if impl == "triton":
         from rayk.kernels.copy_runs.triton import copy_runs_triton
 

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rayk.kernels.uploads import sent
+
 Ints = npt.NDArray[np.int64]
 
 TILE_WORDS = 1024
@@ -117,8 +119,5 @@ def _divisor(values: Ints) -> int:
 
 def concatenated(parts: Sequence[Ints], device: torch.device) -> list[torch.Tensor]:
     """Move arrays to the device in one copy, which is queued; each comes back flat."""
-    whole = torch.from_numpy(np.concatenate([part.reshape(-1) for part in parts]))
-    if device.type == "cuda":
-        # torch keeps pinned memory for the next request, and hands it out when this copy has run.
-        whole = whole.pin_memory().to(device, non_blocking=True)
+    whole = sent(torch.from_numpy(np.concatenate([part.reshape(-1) for part in parts])), device)
     return list(torch.split(whole, [part.size for part in parts]))
