@@ -283,7 +283,7 @@ def _make_side(
     lease_s: float,
     options: dict[str, Any],
 ) -> Side:
-    handover = TransferHandover(engine=name, epoch=1, tp=config.tp)
+    handover = TransferHandover(engine=name, epoch=1, num_ranks=config.num_ranks)
     push, push_layers = options.pop("push"), options.pop("push_layers")
     renewed_lease_s = options.pop("renewed_lease_s")
     make_meter: MakeMeter | None = options.pop("make_meter", None)

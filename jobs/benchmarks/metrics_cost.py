@@ -287,7 +287,7 @@ class Side:
     """An engine of a hand-over, over agents that copy memory."""
 
     def __init__(self, name: str, config: EngineConfig, network: LocalNetwork) -> None:
-        self.handover = TransferHandover(engine=name, epoch=1, tp=1)
+        self.handover = TransferHandover(engine=name, epoch=1, num_ranks=1)
         self.watched: dict[int, Watched] = {}
         sink = CountingSink()
         meter = Meter(sink)

@@ -101,18 +101,18 @@ class CellDeployment(Deployment):
         role = "decode" if engine.role == "decode" else "prefill"
         is_first = not self.members[engine.name].num_restarts
         kinds = {f.kind for f in cell.faults} if is_first else set()
-        index, tp = int(engine.name.removeprefix(role)), engine.config.tp
+        index, num_ranks = int(engine.name.removeprefix(role)), engine.config.num_ranks
         return {
             "staging": StagingSettings(
                 transfer.staging if role == "decode" else "never", transfer.staging_mib << 20
             ),
             "push": push_settings(transfer) if engine.role == "prefill" else None,
             "notices_deaths": cell.failure_policy != "fail" or not kinds.isdisjoint(RANK_KINDS),
-            "faults": faults_of(cell, role, index, rank, tp) if is_first else (),
+            "faults": faults_of(cell, role, index, rank, num_ranks) if is_first else (),
         }
 
     async def replace_workers(self, member: Member) -> int:
-        cell, num_workers = self._cell, member.entry.config.tp
+        cell, num_workers = self._cell, member.entry.config.num_ranks
         await self.pool.replace_workers(member.name, num_workers)
         await self.pool.prepare(cell_demands(cell, this_node()), placement_of(cell), cell.prefill.model)
         return num_workers
@@ -121,7 +121,7 @@ class CellDeployment(Deployment):
         self._losses.watch(engine)
 
     def opened(self, member: Member) -> None:
-        self.dispatcher.open(member.name, member.role, member.entry.config.tp, time.monotonic_ns())
+        self.dispatcher.open(member.name, member.role, member.entry.config.num_ranks, time.monotonic_ns())
         if member.next_life is not None and member.num_restarts:
             member.next_life.set_result(None)
 
@@ -248,7 +248,7 @@ def _looks_for_hangs(cell: Cell) -> bool:
     return cell.failure_policy != "fail" or any(f.kind == "stop" for f in cell.faults)
 
 
-def faults_of(cell: Cell, role: str, index: int, rank: int, tp: int) -> tuple[PlantedFault, ...]:
+def faults_of(cell: Cell, role: str, index: int, rank: int, num_ranks: int) -> tuple[PlantedFault, ...]:
     """Return the faults that a rank of engine `index` of this role commits, or sets off at a rank of the
     other side.
 
@@ -260,7 +260,7 @@ def faults_of(cell: Cell, role: str, index: int, rank: int, tp: int) -> tuple[Pl
         is_here = (
             is_own
             and fault.engine in (None, index)
-            and rank == (fault.rank if fault.rank is not None else tp - 1)
+            and rank == (fault.rank if fault.rank is not None else num_ranks - 1)
         )
         if fault.point not in POINTS:
             planted += [_planted(fault)] if is_here else []

@@ -185,7 +185,7 @@ class Deployment:
     async def _form(self, member: Member) -> None:
         """Make an engine of the workers that are in its place."""
         config = member.entry.config
-        workers, node = self.pool.engine(member.name, config.tp)
+        workers, node = self.pool.engine(member.name, config.num_ranks)
         self.nodes[member.name] = node
         member.state, member.trouble = "forming", ""
         life = EngineHandle(member.name, member.role, next(self._epochs), config, workers, str(node))

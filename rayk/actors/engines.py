@@ -83,7 +83,7 @@ class EngineHandle:
     def start(self) -> None:
         """Run every rank's loop and watch it."""
         for rank, worker in enumerate(self.workers):
-            name = loop_name(self.name, rank, self.config.tp, self.role, self.config.model)
+            name = loop_name(self.name, rank, self.config.num_ranks, self.role, self.config.model)
             # One event in an engine's life; workers' other calls, one or more per request, have none.
             options = {"name": name, "enable_task_events": True, "concurrency_group": "loop"}
             self.watch(rank, worker.run.options(**options).remote())

@@ -321,14 +321,14 @@ class Fleet(Deployment):
         }
 
     def opened(self, member: Member) -> None:
-        self._admission.open(member.name, member.role, member.entry.config.tp)
+        self._admission.open(member.name, member.role, member.entry.config.num_ranks)
 
     def lost(self, member: Member, again: FormAgain | None) -> None:
         self._meter.add(LOST, engine=member.name, role=member.role)
 
     async def replace_workers(self, member: Member) -> int:
         """Replace the workers of a lost engine, except ranks that outlived it and can be used again."""
-        tp = member.entry.config.tp
+        num_ranks = member.entry.config.num_ranks
         if not await self.pool.is_placed(member.name):
             self.pool.drop(member.name)
             demand, *others = (
@@ -337,11 +337,11 @@ class Fleet(Deployment):
             )
             folder = self._settings.model.folder
             await self.pool.prepare([demand], self._placement, folder, alone=True, beside=others)
-            return tp
+            return num_ranks
         alive: set[int] = set()
         if self._reuses(member.life):
             alive = await survivors(member.life, SURVIVE_S)
-        lost = [rank for rank in range(tp) if rank not in alive]
+        lost = [rank for rank in range(num_ranks) if rank not in alive]
         await self.spares.fill(member.name, lost)
         return len(lost)
 

@@ -58,10 +58,10 @@ def front_name(fleet: str, num_before: int) -> str:
     return f"rayk/front/{fleet.rpartition('/')[2]}{again}"
 
 
-def loop_name(engine: str, rank: int, tp: int, role: str, model: str) -> str:
+def loop_name(engine: str, rank: int, num_ranks: int, role: str, model: str) -> str:
     """Name the task that is one rank's life in an engine."""
     words = "" if engine.startswith(role) else f" {role}"
-    name = f"{bounded(engine)} rank {rank}/{tp}{words}: {models_in_words([model])}"
+    name = f"{bounded(engine)} rank {rank}/{num_ranks}{words}: {models_in_words([model])}"
     return bounded(name, MAX_TASK)
 
 

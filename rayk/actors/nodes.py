@@ -100,8 +100,8 @@ def cell_demands(cell: Cell, driver_node: str, gpus_per_worker: float | None = N
         EngineDemand(
             name=f"{side}{i}",
             # All ranks of an engine of vLLM are processes of one worker.
-            num_workers=1 if cell.vllm else engine.tp,
-            resources=worker_resources(engine.device, share * engine.tp if cell.vllm else share),
+            num_workers=1 if cell.vllm else engine.num_ranks,
+            resources=worker_resources(engine.device, share * engine.num_ranks if cell.vllm else share),
             labels=getattr(cell.spec, side).node_labels,
             avoid=driver_node if side in lost else None,
         )
@@ -280,5 +280,5 @@ def engine_demand(entry: EngineEntry, settings: ServerSettings) -> EngineDemand:
     assert share != "auto", "decided by the driver"
     resources = worker_resources(entry.config.device, share)
     return EngineDemand(
-        name=entry.name, num_workers=entry.config.tp, resources=resources, labels=entry.node_labels
+        name=entry.name, num_workers=entry.config.num_ranks, resources=resources, labels=entry.node_labels
     )

@@ -138,7 +138,7 @@ class Worker:
         comm, comm_reason = make_comm(
             spec.config.comm,
             spec.rank,
-            spec.config.tp,
+            spec.config.num_ranks,
             spec.address,
             device=spec.config.device,
             timeout_s=spec.comm_timeout_s,
@@ -157,7 +157,10 @@ class Worker:
             self._extension = self._make_extension(self._rank, spec)
             if spec.rank == 0:
                 self._handover = TransferHandover(
-                    engine=spec.engine, epoch=spec.epoch, tp=spec.config.tp, offload=spec.offload
+                    engine=spec.engine,
+                    epoch=spec.epoch,
+                    num_ranks=spec.config.num_ranks,
+                    offload=spec.offload,
                 )
                 decoder = functools.partial(load_decoder, spec.config.model)
                 vocabulary = functools.partial(load_vocabulary, spec.config.model)

@@ -35,7 +35,8 @@ def _axis_options() -> list[inspect.Parameter]:
     for side in SIDES:
         for name, field in SideSpec.model_fields.items():
             annotation = str(field.annotation)
-            is_number = "dict" not in annotation and re.search(r"\bint\b", annotation)
+            is_plain = "dict" not in annotation and "list" not in annotation
+            is_number = is_plain and re.search(r"\bint\b", annotation)
             kind = int if is_number else bool if "bool" in annotation else str
             default = field.get_default(call_default_factory=True)
             default = (
@@ -45,7 +46,7 @@ def _axis_options() -> list[inspect.Parameter]:
                 if default is None
                 else default or "none"
             )
-            form = " as KEY=VALUE,.." if "dict" in annotation else ""
+            form = "" if is_plain else " as KEY=VALUE,.." if "dict" in annotation else " as N,N,.."
             text = f"{side} engine's {name}{form} [default: {default}]"
             hint = Annotated[kind | None, typer.Option(help=text, show_default=False)]  # type: ignore[valid-type]
             options.append(
@@ -181,10 +182,13 @@ def _explain_vllm(
 
 
 def _value(name: str, value: Any) -> Any:
-    """Convert an axis for the spec: mappings are given as KEY=VALUE,.. in text."""
+    """Convert an axis for the spec: mappings are given as KEY=VALUE,.. in text, lists as N,N,.."""
     from rayk.specs.experiment import SideSpec
 
-    if "dict" not in str(SideSpec.model_fields[name].annotation):
+    annotation = str(SideSpec.model_fields[name].annotation)
+    if "list" in annotation:
+        return [int(text) if text.strip().isdecimal() else text for text in value.split(",")]
+    if "dict" not in annotation:
         return value
     pairs = [part.partition("=") for part in value.split(",")]
     return {key.strip(): int(text) if text.strip().isdigit() else text.strip() for key, _, text in pairs}

@@ -100,9 +100,9 @@ class ThreadEngine:
         load_decoder."""
         self.name = name
         self.timeout_s = timeout_s
-        self.ranks: list[EngineRank] = [None] * config.tp  # type: ignore[list-item]
-        self.extensions: list[RankExtension] = [NoExtension()] * config.tp
-        self.loops: list[EngineLoop] = [None] * config.tp  # type: ignore[list-item]
+        self.ranks: list[EngineRank] = [None] * config.num_ranks  # type: ignore[list-item]
+        self.extensions: list[RankExtension] = [NoExtension()] * config.num_ranks
+        self.loops: list[EngineLoop] = [None] * config.num_ranks  # type: ignore[list-item]
         self.error: RaykError | None = None
         self._failed_rank = 0  # the rank of `error`
         self._config = config
@@ -112,10 +112,10 @@ class ThreadEngine:
         self._poison = poison
         self._make_stats = make_stats
         self._open_weights = open_weights
-        self._ready = threading.Barrier(config.tp + 1)
+        self._ready = threading.Barrier(config.num_ranks + 1)
         self._failing = threading.Lock()
         start_s = self._start_s = timeout_s + (WARM_UP_S if config.device.startswith("cuda") else 0)
-        comms = ThreadComm.make_group(config.tp, timeout_s)
+        comms = ThreadComm.make_group(config.num_ranks, timeout_s)
         self._threads = [
             threading.Thread(target=self._run, args=(comm,), name=f"{name}/r{comm.rank}", daemon=True)
             for comm in comms

@@ -68,7 +68,7 @@ class EngineRank:
         CheckpointError, UnsupportedArchitecture, Unsupported (TP size), LayoutVetoed, or UserError for a
         setting.
         """
-        assert comm.size == config.tp, (comm.size, config.tp)
+        assert comm.size == config.num_ranks, (comm.size, config.num_ranks)
         self.config = config
         self.comm = comm
         self.device = torch.device(config.device)

@@ -47,7 +47,9 @@ if TYPE_CHECKING:
 class TransferHandover:
     """Implements engine.leader.Handover for both roles; an aggregated engine only captures."""
 
-    def __init__(self, *, engine: str, epoch: int, tp: int, offload: OffloadSettings | None = None) -> None:
+    def __init__(
+        self, *, engine: str, epoch: int, num_ranks: int, offload: OffloadSettings | None = None
+    ) -> None:
         """`offload`: how the engine uses a host tier, once one is attached."""
         self._leader: Leader | None = None
         self._hand_over: dict[str, bool] = {}
@@ -60,13 +62,15 @@ class TransferHandover:
         """Errors of requests that are being looked into."""
         self._leaving: dict[str, RequestState] = {}
         """Requests whose tickets are being written."""
-        self.lending = Lending(engine=engine, epoch=epoch, tp=tp)
-        self.receiving = Receiving(tp=tp, commands=self._commands)
+        self.lending = Lending(engine=engine, epoch=epoch, num_ranks=num_ranks)
+        self.receiving = Receiving(num_ranks=num_ranks, commands=self._commands)
         self.pushing = Pushing(self._commands)
-        self.reservations = Reservations(engine=engine, epoch=epoch, tp=tp, commands=self._commands)
+        self.reservations = Reservations(
+            engine=engine, epoch=epoch, num_ranks=num_ranks, commands=self._commands
+        )
         self.offloading: Offloading | None = None
         if offload is not None:
-            who = {"engine": engine, "epoch": epoch, "tp": tp}
+            who = {"engine": engine, "epoch": epoch, "num_ranks": num_ranks}
             parts = {"commands": self._commands, "receiving": self.receiving}
             self.offloading = Offloading(settings=offload, **who, **parts)  # type: ignore[arg-type]
 

@@ -33,10 +33,10 @@ class Lending:
     """Open leases of one engine. `leader` is set when the hand-over is attached, and so is `side` where there
     is a host tier."""
 
-    def __init__(self, *, engine: str, epoch: int, tp: int) -> None:
+    def __init__(self, *, engine: str, epoch: int, num_ranks: int) -> None:
         self._engine = engine
         self._epoch = epoch
-        self._tp = tp
+        self._num_ranks = num_ranks
         self.leader: Leader | None = None
         self._lease_numbers = itertools.count()
         self._lease_ids: dict[str, str] = {}
@@ -72,7 +72,7 @@ class Lending:
         self._lease_ids[request_id] = lease_id
         self.leader.scheduler.remove(request_id, keep_blocks=True)
         self.leader.manager.lease(request_id, lease_id)
-        self._leases[lease_id] = RankAnswers(self._tp)
+        self._leases[lease_id] = RankAnswers(self._num_ranks)
         return MakeTicket(request_id, lease_id, num_tokens, tables)
 
     def wait_for_room(self, command: MakeTicket) -> None:

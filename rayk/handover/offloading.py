@@ -74,13 +74,13 @@ class Offloading:
         *,
         engine: str,
         epoch: int,
-        tp: int,
+        num_ranks: int,
         settings: OffloadSettings,
         commands: list[object],
         receiving: Receiving,
     ) -> None:
         """`commands`: what all ranks are to do at the next turn; appended to."""
-        self.side = TierSide(engine, epoch, tp, settings, commands)
+        self.side = TierSide(engine, epoch, num_ranks, settings, commands)
         self.counts, self.costs = self.side.counts, self.side.costs
         self.storing = Storing(self.side)
         self.swapping = Swapping(self.side, receiving, self.storing)

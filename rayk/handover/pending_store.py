@@ -20,7 +20,7 @@ class PendingStore:
     num_tokens: int
     tables: BlockTables
     token_ids: tuple[int, ...]
-    tp: InitVar[int]
+    num_ranks: InitVar[int]
     cache_salt: str | None = None
     on_kept: Callable[[PendingStore, StoreAnswer], None] | None = None
     """Told of the tier's answer, if the store is to be kept by its name."""
@@ -34,8 +34,8 @@ class PendingStore:
     released: RankAnswers[bool] = field(init=False)
     num_bytes: int = 0  # that the tier took over
 
-    def __post_init__(self, tp: int) -> None:
-        self.parts, self.released = RankAnswers(tp), RankAnswers(tp)
+    def __post_init__(self, num_ranks: int) -> None:
+        self.parts, self.released = RankAnswers(num_ranks), RankAnswers(num_ranks)
 
     @property
     def num_blocks(self) -> int:

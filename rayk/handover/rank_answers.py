@@ -10,14 +10,14 @@ T = TypeVar("T")
 class RankAnswers(Generic[T]):
     """Keeps each rank's answer to one question; a rank that answers again replaces its answer."""
 
-    def __init__(self, tp: int) -> None:
-        self._tp = tp
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
         self._answers: dict[int, T] = {}
 
     @property
     def is_complete(self) -> bool:
         """Whether every rank has answered."""
-        return len(self._answers) == self._tp
+        return len(self._answers) == self._num_ranks
 
     def add(self, rank: int, answer: T) -> bool:
         """Keep a rank's answer; returns `is_complete`."""
@@ -26,4 +26,4 @@ class RankAnswers(Generic[T]):
 
     def in_order(self) -> list[T]:
         """Return the answers by rank, when every rank has answered."""
-        return [self._answers[rank] for rank in range(self._tp)]
+        return [self._answers[rank] for rank in range(self._num_ranks)]

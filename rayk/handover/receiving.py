@@ -85,9 +85,9 @@ class Incoming:
 class Receiving:
     """Requests on their way to one engine. `leader` is set when the hand-over is attached."""
 
-    def __init__(self, *, tp: int, commands: list[object]) -> None:
+    def __init__(self, *, num_ranks: int, commands: list[object]) -> None:
         """`commands`: what all ranks are to do at the next turn; appended to."""
-        self._tp = tp
+        self._num_ranks = num_ranks
         self._commands = commands
         self.leader: Leader | None = None
         self.num_received = 0
@@ -144,7 +144,7 @@ class Receiving:
         """A request's KV comes into these blocks, which are its own but for those that are held."""
         incoming.started_ns = time.monotonic_ns()
         incoming.block_tables, incoming.local_prefix = block_tables, local_prefix
-        incoming.outcomes, incoming.drained = RankAnswers(self._tp), RankAnswers(self._tp)
+        incoming.outcomes, incoming.drained = RankAnswers(self._num_ranks), RankAnswers(self._num_ranks)
         self._reading[incoming.request.request_id] = incoming
         here = frozenset(block for blocks in local_prefix.blocks for block in blocks)
         limits = incoming.transfer_s, local_prefix.num_tokens

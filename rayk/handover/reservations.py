@@ -77,11 +77,11 @@ class _OpenReservation:
 class Reservations:
     """Reservations of one engine. `leader` is set when the hand-over is attached."""
 
-    def __init__(self, *, engine: str, epoch: int, tp: int, commands: list[object]) -> None:
+    def __init__(self, *, engine: str, epoch: int, num_ranks: int, commands: list[object]) -> None:
         """`commands`: what all ranks are to do at the next turn; appended to."""
         self._engine = engine
         self._epoch = epoch
-        self._tp = tp
+        self._num_ranks = num_ranks
         self._commands = commands
         self.leader: Leader | None = None
         self._numbers = itertools.count()
@@ -131,7 +131,7 @@ class Reservations:
                 return
             self._queued.popleft()
             self._open[wanted.request_id] = _OpenReservation(
-                wanted, reservation_id, tables, prefix, now, RankAnswers(self._tp)
+                wanted, reservation_id, tables, prefix, now, RankAnswers(self._num_ranks)
             )
             here = frozenset(block for blocks in prefix.blocks for block in blocks)
             at = wanted.request_id, reservation_id, wanted.producer
@@ -209,7 +209,7 @@ class Reservations:
         if open_reservation is None:
             return False
         self._forget_keys(request_id)
-        self._ending[open_reservation.reservation_id] = RankAnswers(self._tp)
+        self._ending[open_reservation.reservation_id] = RankAnswers(self._num_ranks)
         self._commands.append(EndReservation(open_reservation.reservation_id))
         return True
 

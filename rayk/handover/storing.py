@@ -283,7 +283,7 @@ class Storing:
         tables = side.leader.manager.share_lease(request_id, name, num_tokens)
         if tables is None:
             return None
-        what = name, request_id, num_tokens, tables, tuple(state.tokens[:num_tokens]), side.tp
+        what = name, request_id, num_tokens, tables, tuple(state.tokens[:num_tokens]), side.num_ranks
         return PendingStore(*what, cache_salt=state.request.cache_salt)
 
     def _rows_of(self, store: PendingStore) -> range:

@@ -85,7 +85,7 @@ class Swapping:
         tables = manager.block_tables(request_id)
         manager.lease(request_id, name)
         self._swapped[request_id] = _Swapped(state, name, time.monotonic_ns())
-        what = name, request_id, num_tokens, tables, tuple(state.tokens[:num_tokens]), side.tp
+        what = name, request_id, num_tokens, tables, tuple(state.tokens[:num_tokens]), side.num_ranks
         salt = state.request.cache_salt
         store = PendingStore(*what, cache_salt=salt, on_kept=self._kept, on_free=self._freed)
         self._storing.put(store, parts)

@@ -60,7 +60,7 @@ class TierSide:
 
     engine: str
     epoch: int
-    tp: int
+    num_ranks: int
     settings: OffloadSettings
     commands: list[object]  # what all ranks are to do at the next turn; appended to
     costs: CostModel = field(default_factory=CostModel)
@@ -90,7 +90,7 @@ class TierSide:
         self._leader, self._facts = leader or self._leader, facts or self._facts
         if leader is not None and self.settings.outbox_bytes:
             groups, num_blocks = leader.manager.groups, leader.manager.pool.num_blocks
-            there = num_outbox_blocks(groups, self.tp, num_blocks, self.settings.outbox_bytes)
+            there = num_outbox_blocks(groups, self.num_ranks, num_blocks, self.settings.outbox_bytes)
             self.outbox = OutboxRoom(groups, there)
         self.costs.max_step_tokens = self.leader.scheduler.max_batch_tokens
 

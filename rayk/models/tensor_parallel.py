@@ -1,9 +1,10 @@
-"""The tensor-parallel sizes at which a model can run. Free of torch."""
+"""How a model can be divided over the ranks of an engine. Free of torch."""
 
 from __future__ import annotations
 
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import kv_cache_specs
+from rayk.types.config import EngineConfig
 
 
 def why_tp_unsupported(config: DecoderConfig, tp: int) -> str | None:
@@ -17,3 +18,17 @@ def why_tp_unsupported(config: DecoderConfig, tp: int) -> str | None:
         if field.readers % tp:
             return f"TP {tp} does not divide the model's {field.readers} {field.reader_name}"
     return None
+
+
+def why_shape_unsupported(config: DecoderConfig, engine: EngineConfig) -> str | None:
+    """Say why rayk's engine cannot compute with units, tokens and layers divided like this, or None.
+
+    Geometry, plans and `rayk explain` know any division; these are limits of the engine. All of them stand
+    here, and on docs/sharding.md.
+    """
+    why = why_tp_unsupported(config, engine.tp)
+    if why is None and engine.dcp > 1:
+        why = f"an engine with dcp: {engine.dcp} cannot be run yet"
+    if why is None and engine.pp > 1:
+        why = f"an engine with pp: {engine.pp} cannot be run yet"
+    return why

@@ -72,9 +72,9 @@ class AdmissionController:
             self._dispatcher.prefilled(name)
         self._carry_out(self._dispatcher.ended(news.ended, now_ns))
 
-    def open(self, engine: str, role: str, tp: int) -> None:
+    def open(self, engine: str, role: str, num_ranks: int) -> None:
         """An engine takes requests from now on."""
-        self._carry_out(self._dispatcher.open(engine, role, tp, self._clock()))
+        self._carry_out(self._dispatcher.open(engine, role, num_ranks, self._clock()))
 
     def look_for_silent(self, silent_s: float) -> None:
         """End the requests of fronts that were not heard of for so long."""

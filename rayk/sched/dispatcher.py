@@ -175,10 +175,10 @@ class Dispatcher:
 
     # What happens to engines.
 
-    def open(self, engine: str, role: str, tp: int, now_ns: int) -> list[Action]:
+    def open(self, engine: str, role: str, num_ranks: int, now_ns: int) -> list[Action]:
         """An engine takes requests from now on."""
         if engine not in self._sides:
-            self._loads.add(engine, tp)
+            self._loads.add(engine, num_ranks)
         self._sides[engine] = "decode" if role == "decode" else "prefill"
         self._set_open(engine, is_open=True)
         del self._num_tries[engine]

@@ -17,9 +17,9 @@ class LoadBook:
         # by request id; and whether its prompt is still to be computed
         self._placed: dict[str, tuple[PlacementRequest, Placement, bool]] = {}
 
-    def add(self, name: str, tp: int = 1) -> EngineLoad:
+    def add(self, name: str, num_ranks: int = 1) -> EngineLoad:
         assert name not in self._loads, f"{name} is there already"
-        self._loads[name] = EngineLoad(name=name, tp=tp)
+        self._loads[name] = EngineLoad(name=name, num_ranks=num_ranks)
         return self._loads[name]
 
     def of(self, names: Sequence[str]) -> list[EngineLoad]:

@@ -12,10 +12,11 @@ NOTHING: Mapping[str, float] = {}
 def work(
     engines: Sequence[EngineLoad], output_cost: float, own: float, spared: Mapping[str, float] = NOTHING
 ) -> list[float]:
-    """Compute (prompt tokens to compute + output_cost * output tokens to generate + own - spared) / TP size
+    """Compute (prompt tokens to compute + output_cost * output tokens to generate + own - spared) / ranks
     of each engine. `own` is what the request adds; `spared` is by engine name."""
     return [
-        (e.num_prompt_tokens + output_cost * e.num_output_tokens + own - spared.get(e.name, 0.0)) / e.tp
+        (e.num_prompt_tokens + output_cost * e.num_output_tokens + own - spared.get(e.name, 0.0))
+        / e.num_ranks
         for e in engines
     ]
 

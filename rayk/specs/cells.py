@@ -50,6 +50,12 @@ STANDARD_AXES = (
     "mode",
     "prefill.tp",
     "decode.tp",
+    "prefill.pp",
+    "decode.pp",
+    "prefill.dcp",
+    "decode.dcp",
+    "prefill.dcp_interleave",
+    "decode.dcp_interleave",
     "prefill.layout",
     "decode.layout",
     "prefill.block_size",
@@ -183,8 +189,8 @@ class Cell:
     @property
     def num_workers(self) -> int:
         """Ranks over all engines of the cell."""
-        decode = self.decode.tp * self.num_decode_engines if self.decode else 0
-        return self.prefill.tp * self.num_prefill_engines + decode
+        decode = self.decode.num_ranks * self.num_decode_engines if self.decode else 0
+        return self.prefill.num_ranks * self.num_prefill_engines + decode
 
 
 def decoder_of(models: Models, spec: ExperimentSpec) -> DecoderConfig:
@@ -382,7 +388,7 @@ def _engine_option(spec: ExperimentSpec, side: SideSpec, name: str) -> Any:
         value = getattr(spec.engine, name)
     if isinstance(value, dict):  # an engine has pairs, with numbers of layers as such
         return tuple(sorted((int(key) if key.isdecimal() else key, item) for key, item in value.items()))
-    return value
+    return tuple(value) if isinstance(value, list) else value
 
 
 def absolute_model(model: str) -> str:

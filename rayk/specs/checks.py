@@ -10,7 +10,13 @@ from rayk.kv.outbox import num_outbox_blocks
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups, tier_groups
 from rayk.specs.cells import Cell, Models, decoder_of, expand, why_no_groups
-from rayk.specs.engines import check_cell_device, check_kernel_blocks, check_layer_backends, check_pool
+from rayk.specs.engines import (
+    check_cell_device,
+    check_kernel_blocks,
+    check_layer_backends,
+    check_pool,
+    check_shape_runs,
+)
 from rayk.specs.faults import check_fault, check_fits_model
 from rayk.specs.host_tier import check_heeded
 from rayk.specs.load import LoadedSpec
@@ -62,6 +68,7 @@ def check_cells(
             _check_arrivals(cell, len(prompts_of[key]), loaded)
         elif cell.is_rayks and why_no_groups(cell.engines, config) is None:
             check_fits_model(cell, config, loaded)
+            check_shape_runs(cell, config, loaded)
             check_cell_device(cell, loaded)
             check_prompts(cell, prompts_of[key], config, loaded)
         planned.append((cell, prompts_of[key]))

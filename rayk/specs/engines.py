@@ -11,6 +11,7 @@ from rayk.kv.groups import KVCacheGroup, max_request_blocks
 from rayk.kv.kernel_blocks import bad_kernel_blocks
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups, group_chunks
+from rayk.models.tensor_parallel import why_shape_unsupported, why_tp_unsupported
 from rayk.specs.cells import Cell
 from rayk.specs.load import LoadedSpec
 from rayk.types.config import EngineConfig
@@ -29,7 +30,7 @@ def check_fits_device(engine: EngineConfig, where: Callable[[str], str]) -> None
     comms = {"shm"} if on_cuda else {"nccl"}
     given = [("attention_backend", engine.attention_backend, backends)]
     given += [("layer_backends", backend, backends) for _, backend in engine.layer_backends]
-    given += [("comm", engine.comm, comms if engine.tp > 1 else set())]
+    given += [("comm", engine.comm, comms if engine.num_ranks > 1 else set())]
     for name, value, wrong in given:
         if value in wrong:
             raise SpecError(
@@ -43,6 +44,19 @@ def check_cell_device(cell: Cell, loaded: LoadedSpec) -> None:
     """Refuse a backend or comm that the cell's device cannot have. Raises SpecError."""
     for side, engine in _engines(cell):
         check_fits_device(engine, partial(_where, cell, side, loaded=loaded))
+
+
+def check_shape_runs(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
+    """Refuse engines whose tokens or layers are divided as rayk's cannot compute. Raises SpecError."""
+    for side, engine in _engines(cell):
+        why = why_shape_unsupported(config, engine)
+        if why is not None and why_tp_unsupported(config, engine.tp) is None:
+            name = "dcp" if engine.dcp > 1 else "pp"
+            raise SpecError(
+                problem=f"{side}: {why}",
+                where=_where(cell, side, name, loaded),
+                mend=f"{side}.{name}: 1; docs/sharding.md lists what is refused",
+            )
 
 
 def with_compared_weights(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> Cell:

@@ -245,6 +245,9 @@ def _checked(hint: Any) -> Any:
     return hint
 
 
+Stages = Annotated[list[PositiveInt], Field(min_length=1, max_length=MAX_ENGINES)]
+_LISTS: dict[str, Any] = {"pp_layers": Annotated[Stages | None, BeforeValidator(_as_list)]}
+"""Types of the engine options that a spec gives as lists."""
 _MAPPINGS: dict[str, Any] = {
     "kernel_block_sizes": KernelBlockSizes,
     "layer_backends": Annotated[dict[str, _checked(Backend)], BeforeValidator(_layer_numbers)],  # type: ignore[misc]
@@ -259,7 +262,7 @@ def _option_fields(*, of_side: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for option in fields(EngineOptions):
         hint = hints[option.name]
-        kind = _MAPPINGS.get(option.name) or _checked(hint)
+        kind = _MAPPINGS.get(option.name) or _LISTS.get(option.name) or _checked(hint)
         if not of_side:
             found[option.name] = kind, {} if option.name in _MAPPINGS else option.default
         elif BOTH_SIDES not in getattr(hint, "__metadata__", ()):

@@ -132,12 +132,12 @@ def _check_fault_place(fault: FaultSpec, cell: Cell, where: str) -> None:
             where=where,
             mend="step: 1, or leave `step` out, which is the first as well",
         )
-    if fault.rank is not None and fault.rank >= engine.tp:
+    if fault.rank is not None and fault.rank >= engine.num_ranks:
         raise SpecError(
-            problem=f"fault {fault.kind}: rank {fault.rank} of a {role} engine of TP {engine.tp} "
+            problem=f"fault {fault.kind}: rank {fault.rank} of a {role} engine of {engine.parallel_text} "
             f"(cell {cell.cell_id})",
             where=where,
-            mend=f"rank: 0 to {engine.tp - 1}",
+            mend=f"rank: 0 to {engine.num_ranks - 1}",
         )
 
 

@@ -22,7 +22,10 @@ from rayk.types.files import read_text
 
 SPEC_BYTES = 1 << 20
 SHOWN_CHARACTERS = 200  # of a value that is refused
-LIST_KEYS = ("checks", "faults", "prompts.random.input_tokens", "sampling.stop_token_ids", "sampling.stop")
+LIST_KEYS = (
+    *("checks", "faults", "prompts.random.input_tokens", "sampling.stop_token_ids", "sampling.stop"),
+    *(f"{section}.pp_layers" for section in ("engine", "prefill", "decode")),
+)
 """Keys whose value is itself a list: `--set KEY=[..]` sets them, and does not make an axis."""
 
 

@@ -79,7 +79,7 @@ class ServerSettings:
     @property
     def num_workers(self) -> int:
         """Workers of all engines and spares."""
-        return sum(e.config.tp for e in self.engines) + self.num_spares
+        return sum(e.config.num_ranks for e in self.engines) + self.num_spares
 
     @property
     def device(self) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from rayk.types.bounds import MAX_BLOCKS, MAX_TOKENS, Between, OneOf
+from rayk.types.bounds import MAX_BLOCKS, MAX_ENGINES, MAX_TOKENS, Between, OneOf
 
 Positive = Annotated[int, Between(1, MAX_TOKENS)]
 Backend = Annotated[str, OneOf(("auto", "reference", "cpu", "cpu-torch", "triton"))]
+Ranks = Annotated[int, Between(1, MAX_ENGINES)]
 BOTH_SIDES = "has one value for the prefill and the decode engines"
 
 
@@ -50,11 +51,19 @@ class EngineOptions:
     # whether a step begins before the tokens of the one before are known: auto, where a device computes
     # while the host goes on
     async_scheduling: Annotated[str, OneOf(("auto", "always", "never")), BOTH_SIDES] = "auto"
+    pp: Ranks = 1
+    """Pipeline stages: each holds a run of layers, on `tp` ranks of its own."""
+    # layers of each stage, first to last; None: as many each, the remainder as vLLM deals it
+    pp_layers: tuple[int, ...] | None = None
+    dcp: Ranks = 1
+    """Ranks of a stage among which the tokens of a sequence are dealt, where they would keep replicas."""
+    dcp_interleave: Positive = 1
+    """Consecutive tokens of one rank, before the next has its turn; divides the block size."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig(EngineOptions):
-    """One engine: a tensor-parallel group serving one model."""
+    """One engine: the ranks that serve one model together."""
 
     model: str
     tp: int = 1
@@ -64,6 +73,26 @@ class EngineConfig(EngineOptions):
     block_size: int = 16
     kv_dtype: str = "auto"  # auto (as `dtype`), fp8_e4m3 or nvfp4
     kv_scales: str = "tensor"  # fp8: tensor (one per layer and side of the cache) or token_head
+
+    @property
+    def num_ranks(self) -> int:
+        """Workers of the engine: `tp` of each stage."""
+        return self.tp * self.pp
+
+    @property
+    def parallel_text(self) -> str:
+        """Say how it is divided, e.g. `TP 4, DCP 2, PP 2`."""
+        return parallel_text(self.tp, self.dcp, self.dcp_interleave, self.pp)
+
+
+def parallel_text(tp: int, dcp: int, dcp_interleave: int, pp: int) -> str:
+    """Say how an engine is divided: what is not is left out, but for TP."""
+    texts = [f"TP {tp}"]
+    texts += (
+        [f"DCP {dcp}" + (f" by {dcp_interleave} tokens" if dcp_interleave > 1 else "")] if dcp > 1 else []
+    )
+    texts += [f"PP {pp}"] if pp > 1 else []
+    return ", ".join(texts)
 
 
 TESTED_VLLM = "0.32.0"  # as constraints-vllm.txt pins it

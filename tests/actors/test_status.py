@@ -10,7 +10,7 @@ from rayk.handover.reservations import Reservations
 
 
 def test_reservations_are_told_while_others_are_given_out() -> None:
-    reservations = Reservations(engine="decode0", epoch=1, tp=1, commands=[])
+    reservations = Reservations(engine="decode0", epoch=1, num_ranks=1, commands=[])
     open_reservations: dict[str, Any] = reservations._open
 
     class OvertakenReservation:

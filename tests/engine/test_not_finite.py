@@ -43,7 +43,7 @@ def engine_of() -> Iterator[Callable[..., ThreadEngine]]:
 
     def make(model: Path, **settings: Any) -> ThreadEngine:
         config = EngineConfig(model=str(model), num_blocks=64, **settings)
-        handover = TransferHandover(engine="e", epoch=1, tp=config.tp)
+        handover = TransferHandover(engine="e", epoch=1, num_ranks=config.num_ranks)
         engine = ThreadEngine(
             config, name="e", make_extension=CaptureExtension, handover=handover, poison=NAN_POISON
         )

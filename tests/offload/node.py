@@ -248,7 +248,7 @@ def _make_engine(
     poison: int,
     load_vocabulary: Callable[[], str] | None = None,
 ) -> NodeEngine:
-    handover = TransferHandover(engine=name, epoch=1, tp=config.tp, offload=offload)
+    handover = TransferHandover(engine=name, epoch=1, num_ranks=config.num_ranks, offload=offload)
 
     def extension(rank: EngineRank) -> TransferExtension:
         agent = make_agent(f"{name}.{rank.comm.rank}")

@@ -400,10 +400,10 @@ def test_an_engine_that_joins_takes_its_share_and_moves_nobody_else() -> None:
 
 def test_sessions_are_spread_in_proportion_to_tp_sizes() -> None:
     policy, num = get_policy("session_affinity"), 8000
-    engines = [EngineLoad(name=f"p{i}", tp=tp) for i, tp in enumerate((1, 2, 1, 4))]
+    engines = [EngineLoad(name=f"p{i}", num_ranks=num) for i, num in enumerate((1, 2, 1, 4))]
     found = Counter(p.prefill for p in place_sessions(policy, engines, [], num))
     for engine in engines:
-        share = engine.tp / 8
+        share = engine.num_ranks / 8
         assert abs(found[engine.name] - num * share) < 5 * (num * share * (1 - share)) ** 0.5
 
 

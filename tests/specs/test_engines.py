@@ -70,7 +70,7 @@ def test_every_option_of_engines_is_a_key_of_specs(option: Field[Any]) -> None:
     assert values() == [default, default]
     if not isinstance(default, int):
         return
-    value = default // 2 if type(default) is int else not default
+    value = 2 * default if type(default) is int else not default
     assert values(engine={name: value}) == [value, value]
     if f"decode.{name}" in AXES:
         assert values(engine={name: value}, decode={name: default}) == [value, default]

@@ -49,7 +49,7 @@ class SessionAffinity:
         if seed is None:
             seed = self._seeds[engine.name] = _seed(engine.name)
         uniform = (_mix(session ^ seed) + 1) / (MASK + 2)
-        return -math.log(uniform) / engine.tp
+        return -math.log(uniform) / engine.num_ranks
 
 
 def _seed(text: str) -> int:
