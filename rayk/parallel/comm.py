@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 
 class Comm(Protocol):
-    """Collectives among the tensor-parallel ranks of one engine.
+    """Collectives among the ranks of one engine, or of a part of it.
 
     Every method is called by all ranks in the same order. A wait beyond the group's timeout, or a dead peer,
     raises CommError.
@@ -37,6 +37,13 @@ class Comm(Protocol):
         """Return every rank's tensor, in rank order. Shapes must be equal."""
         ...
 
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Write rank 0's tensor into every rank's, in place; returns `tensor`. Shapes must be equal.
+
+        Rank 0 need not wait for its peers (threads, shm, nccl), but may (gloo).
+        """
+        ...
+
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
         """Rank 0's payload on every rank; peers pass None. An idle rank 0 must send a heartbeat within the
         group's timeout, which applies here too."""
@@ -46,8 +53,16 @@ class Comm(Protocol):
         """Return every rank's payload (lengths may differ) on rank 0, in rank order; None elsewhere."""
         ...
 
+    def subgroup(self, ranks: Sequence[int]) -> Comm:
+        """Make the comm of a part of the ranks, numbered as `ranks` lists them.
+
+        Each rank passes its own part, and the parts hold every rank once. A part closes with this comm, and
+        takes its timeout.
+        """
+        ...
+
     def close(self) -> None:
-        """Release memory, sockets and groups. Safe to call twice."""
+        """Release memory, sockets and groups, those of parts too. Safe to call twice."""
         ...
 
 

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import platform
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from rayk.parallel.comm import Comm
+from rayk.parallel.local import LocalComm
+from rayk.parallel.parts import Parts, index_in
 from rayk.parallel.reduce import sum_in_rank_order
 from rayk.parallel.shm_link import Link, connect
 from rayk.types.errors import CommError, DeviceError
@@ -30,7 +33,7 @@ _LINE = 64
 _LENGTH = struct.Struct("<q")
 _MAX_CACHED_VIEWS = 64
 
-_OPERATIONS = ("all_reduce", "all_gather", "broadcast_bytes", "gather_bytes")
+_OPERATIONS = ("all_reduce", "all_gather", "broadcast_bytes", "gather_bytes", "broadcast")
 
 
 def why_no_shm() -> str | None:
@@ -62,7 +65,10 @@ class ShmComm:
         self.rank = rank
         self.size = size
         self.name = "shm"
-        self.timeout_s = timeout_s
+        self._address = address
+        self._timeout_s = timeout_s
+        self._parts = Parts()
+        self._num_divisions = 0
         self._slot_bytes = slot_bytes
         # One line of flags per rank: [0] the round, [1] and [2] the contents of its slots of each parity.
         num_bytes = size * (_LINE + 2 * slot_bytes)
@@ -71,6 +77,15 @@ class ShmComm:
         self._bytes = torch.frombuffer(self._link.memory, dtype=torch.uint8)
         self._round = 0
         self._views: dict[tuple[torch.dtype, int], tuple[list[torch.Tensor], ...]] = {}
+
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._parts.wait_for(timeout_s)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum in rank order, in place: every rank adds the same numbers the same way."""
@@ -86,6 +101,20 @@ class ShmComm:
             for out, slot in zip(outs, self._exchange(1, piece), strict=True):
                 out.copy_(slot)
         return gathered
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0 does not wait for its peers to read."""
+        for piece in self._pieces(tensor):
+            num_bytes = piece.numel() * piece.element_size()
+            self._begin()
+            slots = self._slots(piece)
+            if self.rank == 0:
+                slots[0].copy_(piece)
+            self._raise_flag(4, num_bytes)
+            if self.rank != 0:
+                self._await((0,), 4, num_bytes)
+                piece.copy_(slots[0])
+        return tensor
 
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
         """Rank 0 does not wait for its peers to read."""
@@ -120,8 +149,18 @@ class ShmComm:
                 totals[rank] = self._receive(rank, received[rank], totals[rank])
         return [bytes(r) for r in received] if self.rank == 0 else None
 
+    def subgroup(self, ranks: Sequence[int]) -> Comm:
+        index = index_in(ranks, self.rank, self.size)
+        self._num_divisions += 1
+        if len(ranks) == 1:
+            return self._parts.add(LocalComm())
+        # Parts of one division are apart by a rank, divisions by their number.
+        address = f"{self._address}/{self._num_divisions}/{min(ranks)}"
+        return self._parts.add(ShmComm(index, len(ranks), address, self.timeout_s, self._slot_bytes))
+
     def close(self) -> None:
         """Leave the group: peers that wait for this rank get CommError."""
+        self._parts.close()
         if self._link is None:
             return
         self._views.clear()
@@ -226,10 +265,10 @@ class ShmComm:
         link = self._link
         assert link is not None
         try:
-            link.wait_for(self._flags, rank * 8, number, self.timeout_s)
+            link.wait_for(self._flags, rank * 8, number, self._timeout_s)
         except TimeoutError:
             raise CommError(
-                operation, f"rank {self.rank} waited {self.timeout_s:g} s for rank {rank}"
+                operation, f"rank {self.rank} waited {self._timeout_s:g} s for rank {rank}"
             ) from None
         except ConnectionError as error:
             raise CommError(operation, str(error)) from None

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from rayk.parallel.comm import Comm
+from rayk.parallel.local import LocalComm
+from rayk.parallel.parts import Parts, index_in
 from rayk.parallel.reduce import sum_in_rank_order
 from rayk.types.errors import CommError
 
@@ -24,6 +28,8 @@ class _Board:
         self.posted: list[dict[int, tuple[str, Any]]] = [{} for _ in range(size)]
         self.num_posted = [0] * size
         self.closed = [False] * size
+        self.parts: dict[tuple[int, tuple[int, ...]], _Board] = {}
+        """Boards of parts by the number of the operation that made them, and their ranks."""
 
 
 class ThreadComm:
@@ -34,7 +40,17 @@ class ThreadComm:
         self.size = size
         self.name = "threads"
         self._board = board
-        self.timeout_s = timeout_s
+        self._timeout_s = timeout_s
+        self._parts = Parts()
+
+    @property
+    def timeout_s(self) -> float:
+        return self._timeout_s
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._parts.wait_for(timeout_s)
 
     @classmethod
     def make_group(cls, num_ranks: int, timeout_s: float = 30.0) -> list[ThreadComm]:
@@ -51,6 +67,13 @@ class ThreadComm:
         number = self._post("all_gather", tensor.clone())
         return [t.clone() for t in self._collect("all_gather", number, range(self.size))]
 
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0 does not wait for its peers."""
+        number = self._post("broadcast", tensor.clone() if self.rank == 0 else None)
+        if self.rank != 0:
+            tensor.copy_(self._collect("broadcast", number, (0,))[0])
+        return tensor
+
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
         """Rank 0 does not wait for its peers."""
         assert (payload is not None) == (self.rank == 0), "rank 0, and only rank 0, passes a payload"
@@ -64,8 +87,22 @@ class ThreadComm:
             return None
         return self._collect("gather_bytes", number, range(self.size))
 
+    def subgroup(self, ranks: Sequence[int]) -> Comm:
+        part = tuple(ranks)
+        index = index_in(part, self.rank, self.size)
+        number = self._post("subgroup", part)
+        theirs = self._collect("subgroup", number, part)
+        assert set(theirs) == {part}, f"rank {self.rank} is in part {part}, its peers are in {theirs}"
+        if len(part) == 1:
+            return self._parts.add(LocalComm())
+        board = self._board
+        with board.changed:
+            shared = board.parts.setdefault((number, part), _Board(len(part)))
+        return self._parts.add(ThreadComm(shared, index, len(part), self.timeout_s))
+
     def close(self) -> None:
         """Leave the group: peers that wait for this rank get CommError."""
+        self._parts.close()
         with self._board.changed:
             self._board.closed[self.rank] = True
             self._board.changed.notify_all()
@@ -100,7 +137,7 @@ class ThreadComm:
                     if left <= 0 or not board.changed.wait(left):
                         raise CommError(
                             operation,
-                            f"rank {self.rank} waited {self.timeout_s:g} s for rank {rank}",
+                            f"rank {self.rank} waited {self._timeout_s:g} s for rank {rank}",
                         )
                 theirs, payload = board.posted[rank][number]
                 if theirs != operation:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -16,6 +16,9 @@ from typing import Any
 import torch
 import torch.distributed
 
+from rayk.parallel.comm import Comm
+from rayk.parallel.local import LocalComm
+from rayk.parallel.parts import Parts, index_in
 from rayk.parallel.proof import Proofs
 from rayk.types.errors import CommError, DeviceError
 
@@ -98,7 +101,11 @@ class TorchComm:
         self.size = size
         self.name = backend
         self._timeout = timedelta(seconds=timeout_s)
+        self._address = init_address
+        self._secret = secret
         self._proofs = Proofs(secret)
+        self._parts = Parts()
+        self._num_divisions = 0
         self._store = store or open_store(init_address, rank, size, timeout_s)
         self._cpu: Any = self._make_gloo(_local_address(init_address))
         self._tensors: Any = self._make_nccl() if backend == "nccl" else self._cpu
@@ -113,6 +120,7 @@ class TorchComm:
         # NCCL counts from when a collective is queued, so that what is queued before keeps its own.
         for group in {id(g): g for g in (self._cpu, self._tensors) if g is not None}.values():
             group._set_default_timeout(self._timeout)
+        self._parts.wait_for(timeout_s)
 
     def _make_gloo(self, hostname: str) -> Any:
         options = dist.ProcessGroupGloo._Options()
@@ -148,6 +156,15 @@ class TorchComm:
             group.allgather([gathered], [source]).wait()
         return [part.to(tensor.device) for part in gathered]
 
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        group = self._open("broadcast")
+        if not self._goes_by_host(tensor):
+            _broadcast(group, tensor, "broadcast")
+            return tensor
+        host = tensor.cpu()
+        _broadcast(group, host, "broadcast")
+        return tensor if self.rank == 0 else tensor.copy_(host)
+
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
         assert (payload is not None) == (self.rank == 0), "rank 0, and only rank 0, passes a payload"
         self._open("broadcast_bytes")
@@ -162,7 +179,7 @@ class TorchComm:
         if message is not None:
             framed = _LENGTH.pack(len(message)) + message[:head_bytes]
             first[: len(framed)] = _tensor_of(framed)
-        self._broadcast(first)
+        _broadcast(self._cpu, first, "broadcast_bytes")
         framed = _bytes_of(first)
         total = _checked_length("broadcast_bytes", *_LENGTH.unpack_from(framed))
         received = framed[_LENGTH.size : _LENGTH.size + total]
@@ -171,7 +188,7 @@ class TorchComm:
         rest = torch.zeros(total - head_bytes, dtype=torch.uint8)
         if message is not None:
             rest.copy_(_tensor_of(message[head_bytes:]))
-        self._broadcast(rest)
+        _broadcast(self._cpu, rest, "broadcast_bytes")
         return received + _bytes_of(rest)
 
     def gather_bytes(self, payload: bytes) -> list[bytes] | None:
@@ -188,8 +205,28 @@ class TorchComm:
         messages = [_bytes_of(part)[:length] for part, length in zip(parts, lengths, strict=True)]
         return [self._proofs.check(rank, message) for rank, message in enumerate(messages)]
 
+    def subgroup(self, ranks: Sequence[int]) -> Comm:
+        index = index_in(ranks, self.rank, self.size)
+        self._num_divisions += 1
+        self._open("subgroup")
+        if len(ranks) == 1:
+            return self._parts.add(LocalComm())
+        return self._parts.add(
+            TorchComm(
+                self.name,
+                index,
+                len(ranks),
+                self._address,
+                self.timeout_s,
+                # Parts of one division are apart by a rank, divisions by their number.
+                store=dist.PrefixStore(f"part-{self._num_divisions}-{min(ranks)}", self._store),
+                secret=self._secret,
+            )
+        )
+
     def close(self) -> None:
         """Drop the groups and their sockets. Peers that wait for this rank get CommError."""
+        self._parts.close()
         # NCCL's teardown waits for peers unless it is aborted.
         if self._tensors is not self._cpu and self._tensors is not None:
             self._tensors.abort()
@@ -205,17 +242,18 @@ class TorchComm:
         """Tell whether a device tensor must be copied to the CPU for gloo."""
         return self._tensors is self._cpu and tensor.device.type != "cpu"
 
-    def _broadcast(self, tensor: torch.Tensor) -> None:
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        with _as_comm_error("broadcast_bytes"):
-            self._cpu.broadcast([tensor], options).wait()
-
     def _gather_on_cpu(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         gathered = [torch.zeros_like(tensor) for _ in range(self.size)]
         with _as_comm_error("gather_bytes"):
             self._cpu.allgather([gathered], [tensor]).wait()
         return gathered
+
+
+def _broadcast(group: Any, tensor: torch.Tensor, operation: str) -> None:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    with _as_comm_error(operation):
+        group.broadcast([tensor], options).wait()
 
 
 def _checked_length(operation: str, *lengths: int) -> int:

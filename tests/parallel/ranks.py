@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rayk.parallel import shm_link
-from rayk.parallel.comm import Comm
+from rayk.parallel.comm import Comm, patient
 from rayk.parallel.factory import make_comm
 from rayk.parallel.shm import ShmComm
 from rayk.parallel.torch_group import TorchComm
@@ -44,8 +44,10 @@ def check_all(comm: Comm) -> str:
     """
     check_sums_of_integers(comm)
     check_gathers(comm)
+    check_broadcasts(comm)
     check_bytes(comm)
     check_mixture(comm)
+    check_parts(comm)
     return random_sums(comm)
 
 
@@ -80,6 +82,34 @@ def check_gathers(comm: Comm) -> None:
         mine.fill_(-1)
         comm.all_reduce(torch.zeros(3))
         assert torch.equal(gathered[comm.rank], inputs[comm.rank]), "the result aliases the input"
+
+
+def check_broadcasts(comm: Comm) -> None:
+    for dtype, shape in ((torch.float32, (3, 5)), (torch.bfloat16, (7, 911)), (torch.int64, (0, 4))):
+        inputs = [torch.arange(_numel(shape)).add(r).view(shape).to(dtype) for r in range(comm.size)]
+        tensor = inputs[comm.rank].clone()
+        assert comm.broadcast(tensor) is tensor
+        assert torch.equal(tensor, inputs[0])
+        tensor.fill_(-1)  # Peers may still read what rank 0 sent.
+
+
+def check_parts(comm: Comm) -> None:
+    """Two divisions at once, of parts of unlike sizes, with ranks in another order."""
+    everyone = range(comm.size)
+    halves = [[r for r in everyone if r % 2], [r for r in everyone if r % 2 == 0]]
+    ends = [[r for r in reversed(everyone) if r != 1], [r for r in everyone if r == 1]]
+    mine = [next(part for part in parts if comm.rank in part) for parts in (halves, ends)]
+    made = [comm.subgroup(part) for part in mine]
+    for step in range(3):
+        for part, sub in zip(mine, made, strict=True):
+            assert (sub.rank, sub.size) == (part.index(comm.rank), len(part))
+            gathered = sub.all_gather(torch.tensor([comm.rank, step]))
+            assert [g.tolist() for g in gathered] == [[r, step] for r in part]
+            assert sub.broadcast(torch.tensor([comm.rank])).item() == part[0]
+            assert sub.all_reduce(torch.tensor([2.0**comm.rank])).item() == sum(2.0**r for r in part)
+            assert sub.broadcast_bytes(b"%d" % step if sub.rank == 0 else None) == b"%d" % step
+    with patient(comm, 300):
+        assert [sub.timeout_s for sub in made if sub.size > 1] == [300] * sum(s.size > 1 for s in made)
 
 
 def check_bytes(comm: Comm) -> None:

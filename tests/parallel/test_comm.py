@@ -15,6 +15,7 @@ from rayk.parallel.local import LocalComm
 from rayk.parallel.reduce import sum_in_rank_order
 from rayk.parallel.shm import ShmComm
 from rayk.parallel.threads import ThreadComm
+from rayk.parallel.timed import TimedComm
 from rayk.parallel.torch_group import TorchComm
 from rayk.types.errors import CommError, DeviceError, UserError
 from tests.markers import one_per, thorough
@@ -151,6 +152,38 @@ def test_thread_peer_that_leaves_or_stalls() -> None:
         one.all_gather(torch.ones(1))
     with pytest.raises(CommError, match="closed"):
         two.all_reduce(torch.ones(1))
+
+
+def test_a_group_that_closes_takes_its_parts_along() -> None:
+    group = ThreadComm.make_group(3, 60)
+    left: list[object] = [None] * 3
+
+    def body(comm: ThreadComm) -> None:
+        part = comm.subgroup(range(3))
+        if comm.rank == 0:
+            comm.close()
+        try:
+            part.all_reduce(torch.ones(1))
+        except CommError as error:
+            left[comm.rank] = str(error)
+
+    on_threads(group, body)
+    assert "closed" in str(left[0])
+    assert all("rank 0 has left the group" in str(text) for text in left[1:]), left
+
+
+def test_time_in_parts_counts_as_the_whole_comms() -> None:
+    def body(comm: ThreadComm) -> tuple[int, int, int]:
+        whole = TimedComm(comm)
+        part = whole.subgroup([0, 1])
+        assert isinstance(part, TimedComm)
+        part.all_reduce(torch.ones(3))
+        inner, before = part.collective_ns, whole.collective_ns
+        whole.all_gather(torch.ones(3))
+        return inner, before, whole.collective_ns
+
+    for inner, before, after in on_threads(ThreadComm.make_group(2, 60), body):
+        assert 0 < inner == before < after
 
 
 @thorough
