@@ -11,6 +11,7 @@ from rayk.kv.caches import CanonicalKVCaches, FieldView, allocate
 from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.layout import get_layout
+from rayk.parallel.shard import EngineShape
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.handshake import describe_cache
 from rayk.transfer.layer_view import make_layer_view
@@ -32,7 +33,9 @@ def make_rank(
     **more: Any,
 ) -> tuple[CanonicalKVCaches, TransferRank]:
     """One rank's memory in the host, every byte `fill`, and what moves it; `more` is for TransferRank."""
-    geometry = plan_rank(groups, get_layout(layout), tp_size=tp_size, tp_rank=tp_rank, num_blocks=num_blocks)
+    geometry = plan_rank(
+        groups, get_layout(layout), shape=EngineShape(tp_size), rank=tp_rank, num_blocks=num_blocks
+    )
     caches = allocate(geometry, torch.device("cpu"), fill=fill)
     views = [make_layer_view(layer, g, bound_fields(caches, g, layer)) for g in groups for layer in g.layers]
     description = describe_cache(agent, caches, engine=engine, epoch=epoch, fingerprint={})

@@ -37,20 +37,21 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         "kernels": "types kv",
         "attention": "types kv kernels",
         "models": "types parallel kv kernels attention",
-        "transfer": "types kv kernels",
+        # These five take of parallel only `shard`: what a rank of an engine holds.
+        "transfer": "types parallel kv kernels",
         "sched": "types",
         "metrics": "types",
         "lines": "types",
         # Engines need its masks, fronts its refusals: both of one library.
         "grammars": "types",
         "engine": "types grammars parallel kv kernels attention models sched metrics",
-        "handover": "types kv models transfer engine sched metrics offload",
+        "handover": "types parallel kv models transfer engine sched metrics offload",
         "reports": "types",
-        "specs": "types kv models sched",
-        "explain": "types kv models transfer specs",
+        "specs": "types parallel kv models sched",
+        "explain": "types parallel kv models transfer specs",
         "actors": "types parallel kv models transfer engine sched metrics specs offload handover lines vllm",
         "offload": "types kv transfer kernels",
-        "conformance": "types kv transfer",
+        "conformance": "types parallel kv transfer",
         # In vLLM's environment, which has numpy and torch, but none of rayk's other requirements. Of kernels
         # only the digest, of transfer digests and diagnosis.
         # Of conformance only `store` and `vllm_adapter`: what a store of KV is.

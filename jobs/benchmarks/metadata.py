@@ -97,7 +97,7 @@ def make_batches(num_requests: int, num_groups: int, *, mixed: bool) -> tuple[Sc
 def make_builder(num_requests: int, num_groups: int) -> InputBuilder:
     spec = FullAttentionSpec(BLOCK_SIZE, 1, 16, 16, "bfloat16", 1)
     groups = tuple(KVCacheGroup(i, spec, (i,), 1) for i in range(num_groups))
-    geometry = plan_rank(groups, LAYOUTS["BHLNC"], tp_size=1, tp_rank=0, num_blocks=2)
+    geometry = plan_rank(groups, LAYOUTS["BHLNC"], num_blocks=2)
     return InputBuilder(geometry, max_seqs=num_requests, max_positions=LENGTHS[1])
 
 

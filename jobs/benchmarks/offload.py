@@ -296,7 +296,7 @@ def _short_prompts(config: EngineConfig) -> tuple[int, int]:
 def tier_settings(config: EngineConfig, layout: str, pages: Path) -> OffloadSettings:
     """A tier with as many blocks as an engine's pool, at TP 1."""
     groups = engine_groups(replace(config, tp=1), load_config(config.model))
-    block_bytes = plan_rank(groups, KVCacheLayout(layout), tp_size=1, tp_rank=0, num_blocks=2).block_bytes
+    block_bytes = plan_rank(groups, KVCacheLayout(layout), num_blocks=2).block_bytes
     return OffloadSettings(
         host_bytes=config.num_blocks * block_bytes,
         layout=layout,

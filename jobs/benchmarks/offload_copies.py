@@ -28,6 +28,7 @@ from rayk.kv.layout import LAYOUTS
 from rayk.kv.specs import FullAttentionSpec
 from rayk.offload.host import HostTier
 from rayk.offload.messages import LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
+from rayk.parallel.shard import EngineShape
 from rayk.transfer.connectors import layer_views
 from rayk.transfer.handshake import describe_cache
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
@@ -93,7 +94,7 @@ def measure(case: Case, mode: str = "never") -> Copies:
     ranks = []
     for rank in range(case.tp):
         geometry = plan_rank(
-            groups, LAYOUTS[case.layout], tp_size=case.tp, tp_rank=rank, num_blocks=num_blocks
+            groups, LAYOUTS[case.layout], shape=EngineShape(case.tp), rank=rank, num_blocks=num_blocks
         )
         caches = allocate(geometry, torch.device("cpu"), fill=rank)
         agent = LocalAgent(f"engine.{rank}", network)

@@ -25,6 +25,7 @@ from rayk.kv.geometry import RankGeometry, plan_rank
 from rayk.kv.groups import group_layers
 from rayk.kv.layout import get_layout
 from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from rayk.parallel.shard import EngineShape
 from rayk.transfer.plan import TransferPlan, consecutive_tables, plan_transfer
 
 NUM_TOKENS = 16_000
@@ -65,8 +66,8 @@ class Case:
             plan_rank(
                 groups,
                 get_layout(self.layouts[side]),
-                tp_size=self.tp[side],
-                tp_rank=rank,
+                shape=EngineShape(self.tp[side]),
+                rank=rank,
                 num_blocks=num_blocks,
             )
             for rank in range(self.tp[side])

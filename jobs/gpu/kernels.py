@@ -285,7 +285,7 @@ def outbox(drawn: Drawn, layout: str) -> Work:
     layers, num_blocks = drawn.size(32, 2), drawn.size(128, 4)
     spec = FullAttentionSpec(SLOTS, 8, *[drawn.size(128, 16)] * 2, "bfloat16", 32)
     groups = group_layers({(layer, "attention"): spec for layer in range(layers)})
-    geometry = plan_rank(groups, LAYOUTS[layout], tp_size=1, tp_rank=0, num_blocks=2 * num_blocks)
+    geometry = plan_rank(groups, LAYOUTS[layout], num_blocks=2 * num_blocks)
     caches = allocate(geometry, torch.device(drawn.device))
     box = Outbox(LocalAgent("outbox", LocalNetwork()), caches, (num_blocks + 1) * geometry.block_bytes)
     own = np.random.default_rng(0).permutation(np.arange(1, 2 * num_blocks))[:num_blocks].tolist()

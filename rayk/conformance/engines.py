@@ -19,6 +19,7 @@ from rayk.kv.specs import (
     MlaSpec,
     SlidingWindowSpec,
 )
+from rayk.parallel.shard import EngineShape
 from rayk.transfer.connector import ConnectorCase
 
 NUM_LAYERS = 3
@@ -55,8 +56,8 @@ class EnginePair:
         return plan_rank(
             self.groups(side),
             get_layout(self.layouts[side]),
-            tp_size=self.tp[side],
-            tp_rank=tp_rank,
+            shape=EngineShape(self.tp[side]),
+            rank=tp_rank,
             num_blocks=self.num_blocks[side],
         )
 

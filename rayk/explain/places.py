@@ -157,7 +157,7 @@ def _on_rank(ranks: Sequence[RankGeometry], rank: int, named: _Found, coordinate
     if not found:
         keys = [(g.group.index, f.field.name) for g, f in named]
         others = [
-            r.tp_rank
+            r.rank
             for r in ranks
             if any(
                 (g.group.index, f.field.name) in keys and unit in f.units for g in r.groups for f in g.fields

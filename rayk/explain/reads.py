@@ -104,7 +104,7 @@ def explain_reads(
             reads.append(
                 Read(
                     producer_rank=read.producer_rank,
-                    consumer_rank=rank.tp_rank,
+                    consumer_rank=rank.rank,
                     group=read.group,
                     kind=rank.groups[read.group].group.spec.kind,
                     layers=read.layers,

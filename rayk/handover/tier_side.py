@@ -17,6 +17,7 @@ from rayk.kv.specs import page_bytes, rows_per_block
 from rayk.offload.backoff import Backoff
 from rayk.offload.costs import CostModel
 from rayk.offload.messages import LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
+from rayk.parallel.shard import EngineShape
 from rayk.types.errors import KVMismatch
 
 if TYPE_CHECKING:
@@ -90,7 +91,9 @@ class TierSide:
         self._leader, self._facts = leader or self._leader, facts or self._facts
         if leader is not None and self.settings.outbox_bytes:
             groups, num_blocks = leader.manager.groups, leader.manager.pool.num_blocks
-            there = num_outbox_blocks(groups, self.num_ranks, num_blocks, self.settings.outbox_bytes)
+            there = num_outbox_blocks(
+                groups, EngineShape(self.num_ranks), num_blocks, self.settings.outbox_bytes
+            )
             self.outbox = OutboxRoom(groups, there)
         self.costs.max_step_tokens = self.leader.scheduler.max_batch_tokens
 

@@ -114,8 +114,8 @@ class CanonicalKVCaches:
         side; a mapping if there are several bundles (see CacheView). KeyError if the layer keeps no such
         part."""
         for group in self.geometry.groups:
-            if (layer, part) in group.group.keys:
-                position = group.group.layers.index(layer)
+            if (layer, part) in group.keys:
+                position = group.layers.index(layer)
                 views = {
                     fields[0].field.bundle: _bundle_view(self.buffer, self.geometry, group, fields, position)
                     for fields in group.bundles
@@ -133,7 +133,7 @@ class CanonicalKVCaches:
         AssertionError, with nothing bound, unless the owners are exactly the cached layers and readers read
         only these.
         """
-        cached = {key for g in self.geometry.groups for key in g.group.keys}
+        cached = {key for g in self.geometry.groups for key in g.keys}
         assert cached == set(owners), f"layers {sorted(set(owners) ^ cached)} do not match the cache"
         strange = {key for key, _ in readers} - cached
         assert not strange, f"layers {sorted(strange)} are read and keep nothing"
@@ -217,7 +217,7 @@ def _tensors(
         tuple(
             BlockReference(i, 0, size)
             for i, (size, position) in enumerate(sizes)
-            if position is None or position < len(g.group.layers)
+            if position is None or position < len(g.layers)
         )
         for g in geometry.groups
     )
@@ -228,7 +228,7 @@ def _tensor_sizes(geometry: RankGeometry) -> Iterator[tuple[int, int | None]]:
     """Yield (bytes of a block, position of the layer it belongs to or None for all) for every index of the
     axes outside B, in order. Padding positions come last."""
     first, around = geometry.groups[0], geometry.layout.around_blocks
-    positions = first.group.num_positions
+    positions = first.num_positions
     if around == "L":
         yield from ((geometry.block_bytes // positions, position) for position in range(positions))
         return

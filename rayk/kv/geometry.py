@@ -16,16 +16,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import zip_longest
 from math import lcm
 
+import numpy as np
+import numpy.typing as npt
+
 from rayk.kv.fields import ITEMSIZE, PageField
-from rayk.kv.groups import KVCacheGroup
+from rayk.kv.groups import CacheKey, KVCacheGroup
 from rayk.kv.layout import KVCacheLayout
-from rayk.kv.specs import rows_per_block
+from rayk.kv.specs import KVCacheSpec, rows_per_block
+from rayk.parallel.shard import WHOLE, EngineShape, RankShare, TokenShard
+
+Ints = npt.NDArray[np.int64]
 
 GENERATION_BYTES = 8
 """Size of a block's int64 generation; the table follows the pages, in the same registration."""
+ALONE = EngineShape()
+"""An engine of one rank."""
 BUNDLE_ALIGNMENT = 16
 """Each bundle and page of a group with several bundles starts at a multiple of this, a GPU's widest load."""
 
@@ -39,7 +48,7 @@ class Coordinate:
     field: str
     unit: int
     row: int
-    """Row inside the manager's block: a token slot, or 0 for a state."""
+    """Row inside the manager's block as a rank that holds all would count: a token slot, or 0 for a state."""
     byte: int
     block: int
 
@@ -70,25 +79,56 @@ class FieldGeometry:
 
 @dataclass(frozen=True, slots=True)
 class GroupGeometry:
+    """What a rank keeps of a group: some units of some rows of some layers, and where."""
+
     group: KVCacheGroup
+    """It is the engine's: its layers, and the tokens of its blocks, are those of all ranks."""
     kernel_block_size: int
     """Rows of a kernel block."""
     fields: tuple[FieldGeometry, ...]
     page_bytes: int
     """Bytes of one layer for one manager's block on this rank, without padding."""
+    layers: tuple[int, ...]
+    """Those of the group on this rank, in the group's order; `layers[i]` is at position i. May be empty."""
+    num_positions: int
+    """Positions of a block on this rank; those from len(layers) on are padding."""
+    tokens: TokenShard
+    """Whose rows the rank holds; WHOLE for states."""
+
+    @property
+    def keys(self) -> tuple[CacheKey, ...]:
+        """The caches of this rank."""
+        return tuple((layer, self.group.spec.part) for layer in self.layers)
 
     @property
     def block_size(self) -> int:
+        """Tokens that a block id covers."""
         return self.group.spec.block_size
 
     @property
-    def rows(self) -> int:
+    def block_rows(self) -> int:
+        """Rows of a block on all ranks that share its tokens together."""
         return rows_per_block(self.group.spec)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block on this rank."""
+        return len(self.held_rows)
+
+    @property
+    def held_rows(self) -> Ints:
+        """Which of a block's rows the rank holds, ascending, int64 [rows]."""
+        return _held_rows(self.group.spec, self.tokens)
+
+    @property
+    def local_rows(self) -> Ints:
+        """Where each of a block's rows lies in the rank's block, -1 where not held, int64 [block_rows]."""
+        return _local_rows(self.group.spec, self.tokens)
 
     @property
     def tokens_per_row(self) -> int:
         """Tokens that one row stands for: 1, or a whole block for a state."""
-        return self.block_size // self.rows
+        return self.block_size // self.block_rows
 
     @property
     def kernel_blocks_per_block(self) -> int:
@@ -111,13 +151,33 @@ class GroupGeometry:
 class RankGeometry:
     """Everything one rank allocates: what transfer plans and `rayk explain` are computed from."""
 
-    tp_size: int
-    tp_rank: int
+    shape: EngineShape
+    """The engine's."""
+    rank: int
+    """In the engine."""
     layout: KVCacheLayout
     num_blocks: int
     block_bytes: int
     """Bytes of one manager's block over all positions, padding included."""
     groups: tuple[GroupGeometry, ...]
+
+    @property
+    def share(self) -> RankShare:
+        return self.shape.share(self.rank)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the engine."""
+        return self.shape.num_ranks
+
+    @property
+    def tp_size(self) -> int:
+        return self.shape.tp
+
+    @property
+    def tp_rank(self) -> int:
+        """Which units the rank holds, of its stage; another rank of the engine may have the same."""
+        return self.share.tp_rank
 
     @property
     def pages_bytes(self) -> int:
@@ -141,40 +201,48 @@ def plan_rank(
     groups: Sequence[KVCacheGroup],
     layout: KVCacheLayout,
     *,
-    tp_size: int,
-    tp_rank: int,
     num_blocks: int,
+    shape: EngineShape = ALONE,
+    rank: int = 0,
     kernel_block_sizes: Sequence[int] | None = None,
 ) -> RankGeometry:
-    """Lay out all groups of one rank in one buffer.
+    """Lay out all groups of one rank, of an engine of this shape, in one buffer.
 
-    `kernel_block_sizes`: rows of a kernel block per group, each a divisor of the rows of a block (None: equal
-    to them). Where blocks are outermost, groups with different pages each use a block in their own way;
-    elsewhere they are padded to the largest page, and the layout must accept them (`layout_veto`). Raises
-    Unsupported if the TP size does not fit the model.
+    `kernel_block_sizes`: rows of a kernel block per group, each a divisor of the rows of a rank's block
+    (None: equal to them). Where blocks are outermost, groups with different pages each use a block in their
+    own way; elsewhere they are padded to the largest page, and the layout must accept them (`layout_veto`).
+    Raises Unsupported if the TP size does not fit the model, or a block does not hold whole turns of the
+    ranks that share its tokens.
     """
     assert num_blocks >= 2, "a null block and at least one other"
     positions = groups[0].num_positions
     assert all(g.num_positions == positions for g in groups), "groups have the same positions"
-    rows = kernel_block_sizes or [rows_per_block(g.spec) for g in groups]
-    shares = [
-        _lay_out(g, layout, tp_size=tp_size, tp_rank=tp_rank, num_blocks=num_blocks, kernel_block_size=n)
-        for g, n in zip(groups, rows, strict=True)
+    share = shape.share(rank)
+    held = [tuple(n for n in g.layers if share.layers is None or n in share.layers) for g in groups]
+    if share.layers is not None:
+        positions = max(1, *map(len, held))
+    sizes: Sequence[int | None] = kernel_block_sizes or [None] * len(groups)
+    laid_out = [
+        _lay_out(g, layout, share, layers, positions, tp=shape.tp, num_blocks=num_blocks, kernel_block_size=n)
+        for g, layers, n in zip(groups, held, sizes, strict=True)
     ]
     # Bytes per index of the block axis, equal for all groups: whole blocks, or pages inside a layer.
-    step = max(share.step for share in shares)
-    # Every group divides it into kernel blocks, which must start at whole elements.
-    alignment = lcm(*(share.ratio * share.alignment for share in shares))
-    step = _round_up(step, alignment)
-    laid_out = tuple(share.place(step) for share in shares)
+    step = max(one.step for one in laid_out)
+    # Every group divides it into kernel blocks, which must start at whole elements. A stage may keep nothing.
+    alignment = lcm(*(one.ratio * one.alignment for one in laid_out))
+    step = _round_up(max(step, 1), alignment)
+    placed = tuple(one.place(step) for one in laid_out)
     block_bytes = step if layout.block_outermost else step * positions
-    return RankGeometry(tp_size, tp_rank, layout, num_blocks, block_bytes, laid_out)
+    return RankGeometry(shape, rank, layout, num_blocks, block_bytes, placed)
 
 
 def layout_veto(
-    groups: Sequence[KVCacheGroup], layout: KVCacheLayout, kernel_block_sizes: Sequence[int] | None = None
+    groups: Sequence[KVCacheGroup],
+    layout: KVCacheLayout,
+    kernel_block_sizes: Sequence[int] | None = None,
+    dcp: int = 1,
 ) -> str | None:
-    """Say why these groups cannot share one pool in this layout, or None.
+    """Say why these groups cannot share one pool in this layout, or None, where `dcp` ranks share tokens.
 
     Where blocks lie inside heads or token slots, a block id means the same bytes in every group only if all
     groups have the same heads and head bytes, and the same rows per kernel block wherever that is cut into
@@ -183,10 +251,10 @@ def layout_veto(
     """
     if not {"H", "N"} & set(layout.around_blocks):
         return None
-    unlike = [_difference(groups[0], other) for other in groups[1:]]
+    unlike = [_difference(groups[0], other, dcp) for other in groups[1:]]
     is_padded = len(_bundles(groups[0].spec.fields())) > 1
     if "N" in layout.around_blocks or is_padded:
-        rows = kernel_block_sizes or [rows_per_block(g.spec) for g in groups]
+        rows = kernel_block_sizes or [_shared_rows(g.spec, dcp) for g in groups]
         sizes = [sum(f.row_bytes for f in g.spec.fields()) for g in groups]
         for g, *shape in zip(groups[1:], rows[1:], sizes[1:], strict=True):
             if shape[0] != rows[0] or (is_padded and shape[1] != sizes[0]):
@@ -206,16 +274,28 @@ def canonical_page(group: KVCacheGroup) -> GroupGeometry:
     It is the geometry of an imaginary rank that holds everything, in BHLNC order, without padding positions.
     """
     real = KVCacheGroup(group.index, group.spec, group.layers, len(group.layers))
-    share = _lay_out(
-        real,
-        KVCacheLayout("BHLNC"),
-        tp_size=1,
-        tp_rank=0,
-        num_blocks=1,
-        kernel_block_size=rows_per_block(real.spec),
-        is_packed=True,
-    )
+    order, alone = KVCacheLayout("BHLNC"), ALONE.share(0)
+    share = _lay_out(real, order, alone, real.layers, real.num_positions, tp=1, num_blocks=1, is_packed=True)
     return share.place(share.step)
+
+
+@lru_cache(maxsize=1024)
+def _held_rows(spec: KVCacheSpec, tokens: TokenShard) -> Ints:
+    return tokens.rows(spec.block_size) if spec.has_token_rows else np.zeros(1, dtype=np.int64)
+
+
+@lru_cache(maxsize=1024)
+def _local_rows(spec: KVCacheSpec, tokens: TokenShard) -> Ints:
+    held = _held_rows(spec, tokens)
+    found = np.full(rows_per_block(spec), -1, dtype=np.int64)
+    found[held] = np.arange(len(held))
+    found.setflags(write=False)
+    return found
+
+
+def _shared_rows(spec: KVCacheSpec, dcp: int) -> int:
+    """Count the rows of a block on one of `dcp` ranks that share tokens."""
+    return rows_per_block(spec) // (dcp if spec.has_token_rows else 1)
 
 
 def _bundles(fields: Sequence[PageField]) -> list[list[PageField]]:
@@ -225,33 +305,34 @@ def _bundles(fields: Sequence[PageField]) -> list[list[PageField]]:
     return list(bundles.values())
 
 
-def _bundle_shape(fields: Sequence[PageField]) -> tuple[int, int, int]:
-    """Return (units, readers, bytes of a unit), which decide how a bundle lies on any rank."""
-    return fields[0].units, fields[0].readers, sum(f.unit_bytes for f in fields)
+def _bundle_shape(fields: Sequence[PageField], rows: int) -> tuple[int, int, int]:
+    """Return (units, readers, bytes of a unit in so many rows), which decide how a bundle lies on a rank."""
+    return fields[0].units, fields[0].readers, sum(rows * f.row_bytes for f in fields)
 
 
-def _difference(one: KVCacheGroup, other: KVCacheGroup) -> str:
+def _difference(one: KVCacheGroup, other: KVCacheGroup, dcp: int) -> str:
     """Return the first bundle in which two groups differ, in words; "" if there is none."""
     names = [g.spec.kind for g in (one, other)]
     if names[0] == names[1]:
         names = [f"{g.spec.kind} (layer {g.layers[0]})" for g in (one, other)]
     bundles = (_bundles(g.spec.fields()) for g in (one, other))
+    rows = [_shared_rows(g.spec, dcp) for g in (one, other)]
     nothing: list[PageField] = []
     for pair in zip_longest(*bundles, fillvalue=nothing):
-        shapes = [_bundle_shape(fields) if fields else None for fields in pair]
+        shapes = [_bundle_shape(fields, n) if fields else None for fields, n in zip(pair, rows, strict=True)]
         if shapes[0] != shapes[1]:
-            texts = [_shape_text(*fields) for fields in pair]
+            texts = [_shape_text(fields, n) for fields, n in zip(pair, rows, strict=True)]
             if texts[0] == texts[1]:  # which rank holds what then differs
                 texts += [f" for {fields[0].readers} {fields[0].reader_name}" for fields in pair]
             return ", ".join(f"{n} has {''.join(texts[i::2])}" for i, n in enumerate(names))
     return ""
 
 
-def _shape_text(*fields: PageField) -> str:
+def _shape_text(fields: Sequence[PageField], rows: int) -> str:
     """Describe a bundle's shape in words, e.g. `8 heads of 160 bytes (conv_x)`."""
     if not fields:
         return "nothing more"
-    units, _, size = _bundle_shape(fields)
+    units, _, size = _bundle_shape(fields, rows)
     name = fields[0].unit_name + "s"[: units != 1]
     return f"{units} {name} of {size:,} bytes ({', '.join(f.name for f in fields)})"
 
@@ -271,6 +352,9 @@ class _Share:
     """One group laid out by itself on one rank; `place` fits it into the shared pool."""
 
     group: KVCacheGroup
+    layers: tuple[int, ...]
+    num_positions: int
+    tokens: TokenShard
     layout: KVCacheLayout
     num_blocks: int
     kernel_block_size: int
@@ -299,22 +383,35 @@ class _Share:
                 axes = (strides[axis] for axis in "LBHN")
                 laid_out.append(FieldGeometry(f, bundle.units, offset, *axes))
                 offset += f.row_bytes
-        page = sum(len(f.units) * f.field.unit_bytes for f in laid_out)
-        return GroupGeometry(self.group, self.kernel_block_size, tuple(laid_out), page)
+        rows = self.ratio * self.kernel_block_size
+        page = sum(len(f.units) * rows * f.field.row_bytes for f in laid_out)
+        return GroupGeometry(
+            self.group,
+            self.kernel_block_size,
+            tuple(laid_out),
+            page,
+            self.layers,
+            self.num_positions,
+            self.tokens,
+        )
 
 
 def _lay_out(
     group: KVCacheGroup,
     layout: KVCacheLayout,
+    share: RankShare,
+    layers: tuple[int, ...],
+    positions: int,
     *,
-    tp_size: int,
-    tp_rank: int,
+    tp: int,
     num_blocks: int,
-    kernel_block_size: int,
+    kernel_block_size: int | None = None,
     is_packed: bool = False,
 ) -> _Share:
-    """Lay out one group; `is_packed` switches alignment off."""
-    rows = rows_per_block(group.spec)
+    """Lay out those layers of one group that a rank of `tp` keeps; `is_packed` switches alignment off."""
+    tokens = share.tokens if group.spec.has_token_rows else WHOLE
+    rows = len(_held_rows(group.spec, tokens))
+    kernel_block_size = kernel_block_size or rows
     assert rows % kernel_block_size == 0, f"kernel block size {kernel_block_size} does not divide {rows}"
     ratio = rows // kernel_block_size
     fields = _bundles(group.spec.fields())
@@ -324,20 +421,21 @@ def _lay_out(
     cut = min(axes.index("H"), axes.index("N"))
     # Outside blocks, every group has all positions; inside one, those without a layer come last of all, so
     # that what a short group keeps stays in one piece.
-    num_layers = len(group.layers) if layout.block_outermost else group.num_positions
+    num_layers = len(layers) if layout.block_outermost else positions
     sizes = {"L": num_layers, "B": num_blocks * ratio, "N": kernel_block_size}
     bundles: list[_Bundle] = []
     size = 0
     for members in fields:
-        units = members[0].shard(tp_size, tp_rank)
-        assert all(f.shard(tp_size, tp_rank) == units for f in members), "fields of one bundle share units"
+        units = members[0].shard(tp, share.tp_rank)
+        assert all(f.shard(tp, share.tp_rank) == units for f in members), "fields of one bundle share units"
         content = sum(f.row_bytes for f in members)
         strides, used = _strides(axes[cut:], sizes | {"H": len(units)}, content, padding)
         bundles.append(_Bundle(members, units, size, strides))
         size = _round_up(size + used, padding)
     outer, size = _strides(axes[:cut], sizes, size, padding)
     step = outer["B"] * ratio if "B" in outer else size // num_layers // num_blocks
-    return _Share(group, layout, num_blocks, kernel_block_size, ratio, alignment, tuple(bundles), outer, step)
+    held = (group, layers, positions, tokens)
+    return _Share(*held, layout, num_blocks, kernel_block_size, ratio, alignment, tuple(bundles), outer, step)
 
 
 def _strides(axes: str, sizes: Mapping[str, int], step: int, padding: int) -> tuple[dict[str, int], int]:
@@ -358,10 +456,10 @@ def _round_up(value: int, multiple: int) -> int:
 
 def _decode(group: GroupGeometry, field: FieldGeometry, byte: int, num_blocks: int) -> Iterator[Coordinate]:
     rest = byte - field.offset
-    if rest < 0:
+    if rest < 0 or not group.layers:
         return
     axes = {
-        "layer": (field.layer_stride, len(group.group.layers)),
+        "layer": (field.layer_stride, len(group.layers)),
         "block": (field.block_stride, num_blocks * group.kernel_blocks_per_block),
         "slot": (field.unit_stride, len(field.units)),
         "row": (field.row_stride, group.kernel_block_size),
@@ -376,10 +474,10 @@ def _decode(group: GroupGeometry, field: FieldGeometry, byte: int, num_blocks: i
     ratio = group.kernel_blocks_per_block
     yield Coordinate(
         group=group.group.index,
-        layer=group.group.layers[found["layer"]],
+        layer=group.layers[found["layer"]],
         field=field.field.name,
         unit=field.units[found["slot"]],
-        row=found["block"] % ratio * group.kernel_block_size + found["row"],
+        row=int(group.held_rows[found["block"] % ratio * group.kernel_block_size + found["row"]]),
         byte=rest,
         block=found["block"] // ratio,
     )

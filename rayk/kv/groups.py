@@ -102,13 +102,19 @@ def max_request_blocks(groups: Sequence[KVCacheGroup], num_tokens: int, max_batc
 
 
 def group_layers(
-    specs: Mapping[CacheKey, KVCacheSpec], seen: Mapping[CacheKey, KVCacheSpec] | None = None
+    specs: Mapping[CacheKey, KVCacheSpec],
+    seen: Mapping[CacheKey, KVCacheSpec] | None = None,
+    *,
+    dcp: int = 1,
 ) -> tuple[KVCacheGroup, ...]:
     """Return the groups of a model's caches, kinds in order of first appearance.
 
     A kind with more layers than a group has positions is dealt round-robin into several groups. A group's
     spec has the block size to which its pages have grown. `seen`: the spec of the rows each layer can see,
     where `specs` keep more.
+
+    Pages are compared as one of `dcp` ranks that share tokens holds them: a state, which is not shared,
+    beside its own rows. A block id then covers `dcp` times as many tokens.
     """
     kinds: dict[KVCacheSpec, list[int]] = {}
     for key in sorted(specs):
@@ -120,6 +126,9 @@ def group_layers(
     num_groups = [-(-len(layers) // positions) for layers in kinds.values()]
     groups: list[KVCacheGroup] = []
     grown = unify_pages(tuple(kinds), num_groups, positions)
+    grown = tuple(
+        with_block_size(spec, spec.block_size * dcp) if spec.has_token_rows else spec for spec in grown
+    )
     for spec, count, layers in zip(grown, num_groups, kinds.values(), strict=True):
         for i in range(count):
             group = KVCacheGroup(len(groups), spec, tuple(layers[i::count]), positions)

@@ -64,22 +64,28 @@ def match_rows(
 ) -> Runs:
     """List runs that copy `num_rows` rows from block 0 of the source to block 0 of the destination.
 
-    `units` names the global units of each field to copy (absent fields are not copied); `layers` must lie in
-    both groups (None: all of the destination's). Rows count from the start of each side's manager's block and
-    may cross kernel blocks but not blocks; a state has one. For another block add `block_id *
-    block_strides(side, runs of the side)` on each side, since addresses are affine in the block.
+    `units` names the global units of each field to copy (absent fields are not copied); `layers` must lie on
+    both sides (None: all that do). Rows count from the start of each side's manager's block, whoever holds
+    them, and may cross kernel blocks but not blocks; those that both sides hold are copied, which may be
+    none. A state has one. For another block add `block_id * block_strides(side, runs of the side)` on each
+    side, since addresses are affine in the block.
     """
-    assert source_row + num_rows <= source.rows, "rows leave the source block"
-    assert destination_row + num_rows <= destination.rows, "rows leave the destination block"
-    layers = destination.group.layers if layers is None else layers
+    assert source_row + num_rows <= source.block_rows, "rows leave the source block"
+    assert destination_row + num_rows <= destination.block_rows, "rows leave the destination block"
+    if layers is None:
+        layers = tuple(n for n in destination.layers if n in source.layers)
+    from_rows = source.local_rows[source_row : source_row + num_rows]
+    to_rows = destination.local_rows[destination_row : destination_row + num_rows]
+    held = (from_rows >= 0) & (to_rows >= 0)
+    from_rows, to_rows = from_rows[held], to_rows[held]
     positions = [_positions(side, layers) for side in (source, destination)]
     parts: list[tuple[Ints, Ints, Ints]] = []
     for src, dst in zip(source.fields, destination.fields, strict=True):
         assert src.field.name == dst.field.name, (src.field.name, dst.field.name)
         chosen = units.get(src.field.name, ())
         # [unit, layer, row], flat.
-        here = _rows(source, src, chosen, source_row, num_rows) + positions[0] * src.layer_stride
-        there = _rows(destination, dst, chosen, destination_row, num_rows) + positions[1] * dst.layer_stride
+        here = _rows(source, src, chosen, from_rows) + positions[0] * src.layer_stride
+        there = _rows(destination, dst, chosen, to_rows) + positions[1] * dst.layer_stride
         sizes = np.full(here.size, src.field.row_bytes, dtype=np.int64)
         parts.append((here.reshape(-1), there.reshape(-1), sizes))
     return coalesce(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
@@ -89,7 +95,7 @@ def page_map(rank: GroupGeometry) -> Runs:
     """List the runs from one block of a rank (offsets from the block's first byte) to the canonical page."""
     whole = canonical_page(rank.group)
     units = {f.field.name: f.units for f in rank.fields}
-    return match_rows(rank, whole, units, source_row=0, destination_row=0, num_rows=rank.rows)
+    return match_rows(rank, whole, units, source_row=0, destination_row=0, num_rows=rank.block_rows)
 
 
 def block_strides(group: GroupGeometry, addresses: Ints) -> Ints:
@@ -109,18 +115,15 @@ def block_strides(group: GroupGeometry, addresses: Ints) -> Ints:
 
 
 def _positions(group: GroupGeometry, layers: Sequence[int]) -> Ints:
-    """Find the positions of layers in a group, int64 [1, layers, 1]."""
-    position_of = {layer: position for position, layer in enumerate(group.group.layers)}
+    """Find the positions of layers on a rank, int64 [1, layers, 1]."""
+    position_of = {layer: position for position, layer in enumerate(group.layers)}
     return np.array([position_of[layer] for layer in layers], dtype=np.int64)[None, :, None]
 
 
-def _rows(
-    group: GroupGeometry, field: FieldGeometry, units: Sequence[int], first_row: int, num_rows: int
-) -> Ints:
-    """Address every unit and row of block 0 of the layer at position 0, int64 [units, 1, rows]."""
+def _rows(group: GroupGeometry, field: FieldGeometry, units: Sequence[int], rows: Ints) -> Ints:
+    """Address units and rows of the rank's block 0 of the layer at position 0, int64 [units, 1, rows]."""
     slot_of = {unit: slot for slot, unit in enumerate(field.units)}
     slots = np.array([slot_of[u] for u in units], dtype=np.int64)
-    rows = np.arange(first_row, first_row + num_rows, dtype=np.int64)
     kernel_block, row = np.divmod(rows, group.kernel_block_size)
     in_block = kernel_block * field.block_stride + row * field.row_stride
     addresses: Ints = field.offset + slots[:, None, None] * field.unit_stride + in_block[None, None, :]

@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from rayk.kv.geometry import RankGeometry, plan_rank
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.layout import KVCacheLayout
+from rayk.parallel.shard import EngineShape
 from rayk.types.errors import UserError
 
 
-def num_outbox_blocks(groups: Sequence[KVCacheGroup], tp_size: int, num_blocks: int, num_bytes: int) -> int:
+def num_outbox_blocks(
+    groups: Sequence[KVCacheGroup], shape: EngineShape, num_blocks: int, num_bytes: int
+) -> int:
     """Count the blocks of the outboxes of an engine with so many blocks, null block included: as many on
     every rank as fit into `num_bytes` on the one with the largest. Raises UserError where that is less than
     one of each group."""
-    ranks = (_outbox_rank(groups, tp_size, rank, 2) for rank in range(tp_size))
+    ranks = (_outbox_rank(groups, shape, rank, 2) for rank in range(shape.num_ranks))
     block_bytes, least = max(rank.block_bytes for rank in ranks), 1 + len(groups)
     if num_bytes < least * block_bytes:
         raise UserError(
@@ -31,9 +34,11 @@ def outbox_geometry(rank: RankGeometry, num_bytes: int) -> RankGeometry:
     """Tell where everything lies in a rank's outbox: what the rank holds, in the order of canonical pages.
     Raises UserError, see `num_outbox_blocks`."""
     groups = [g.group for g in rank.groups]
-    num_blocks = num_outbox_blocks(groups, rank.tp_size, rank.num_blocks, num_bytes)
-    return _outbox_rank(groups, rank.tp_size, rank.tp_rank, num_blocks)
+    num_blocks = num_outbox_blocks(groups, rank.shape, rank.num_blocks, num_bytes)
+    return _outbox_rank(groups, rank.shape, rank.rank, num_blocks)
 
 
-def _outbox_rank(groups: Sequence[KVCacheGroup], tp_size: int, tp_rank: int, num_blocks: int) -> RankGeometry:
-    return plan_rank(groups, KVCacheLayout("BHLNC"), tp_size=tp_size, tp_rank=tp_rank, num_blocks=num_blocks)
+def _outbox_rank(
+    groups: Sequence[KVCacheGroup], shape: EngineShape, rank: int, num_blocks: int
+) -> RankGeometry:
+    return plan_rank(groups, KVCacheLayout("BHLNC"), shape=shape, rank=rank, num_blocks=num_blocks)

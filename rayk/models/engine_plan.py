@@ -12,6 +12,7 @@ from rayk.kv.layout import KVCacheLayout, LayoutResolution, Veto, resolve_layout
 from rayk.kv.specs import KVCacheSpec
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups, group_chunks
+from rayk.parallel.shard import EngineShape
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 
@@ -54,8 +55,8 @@ def plan_engine(
         plan_rank(
             groups,
             resolution.layout,
-            tp_size=config.tp,
-            tp_rank=rank,
+            shape=EngineShape(config.tp),
+            rank=rank,
             num_blocks=config.num_blocks,
             kernel_block_sizes=kernel_blocks,
         )

@@ -15,7 +15,7 @@ def tier_geometry(groups: Sequence[KVCacheGroup], settings: OffloadSettings) -> 
     """Tell where everything lies in a tier of `host_bytes`. Raises UserError where not even two blocks
     fit."""
     layout = KVCacheLayout(settings.layout)
-    block_bytes = plan_rank(groups, layout, tp_size=1, tp_rank=0, num_blocks=2).block_bytes
+    block_bytes = plan_rank(groups, layout, num_blocks=2).block_bytes
     num_blocks, least = settings.host_bytes // block_bytes, 1 + len(groups)
     if num_blocks < least:
         raise UserError(
@@ -24,4 +24,4 @@ def tier_geometry(groups: Sequence[KVCacheGroup], settings: OffloadSettings) -> 
             where="offload.host_gib",
             mend=f"at least {least * block_bytes / 2**30:.6f}",
         )
-    return plan_rank(groups, layout, tp_size=1, tp_rank=0, num_blocks=num_blocks)
+    return plan_rank(groups, layout, num_blocks=num_blocks)

@@ -110,7 +110,7 @@ class Outbox:
 def _run_table(own: GroupGeometry, there: GroupGeometry, device: torch.device) -> RunTable:
     """Make the table of a group's runs from one of the rank's own blocks to one of the outbox."""
     units = {f.field.name: f.units for f in own.fields}
-    runs = match_rows(own, there, units, source_row=0, destination_row=0, num_rows=own.rows)
+    runs = match_rows(own, there, units, source_row=0, destination_row=0, num_rows=own.block_rows)
     strides = block_strides(own, runs.source), block_strides(there, runs.destination)
     return make_run_table(runs.source, runs.destination, runs.lengths, *strides, device)
 

@@ -9,6 +9,7 @@ from rayk.kv.layout import KVCacheLayout
 from rayk.kv.outbox import num_outbox_blocks
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups, tier_groups
+from rayk.parallel.shard import EngineShape
 from rayk.specs.cells import Cell, Models, decoder_of, expand, why_no_groups
 from rayk.specs.engines import (
     check_cell_device,
@@ -180,7 +181,7 @@ def _check_outbox(
     if not num_bytes:
         return
     try:
-        num_outbox_blocks(engine_groups(engine, config), engine.tp, engine.num_blocks, num_bytes)
+        num_outbox_blocks(engine_groups(engine, config), EngineShape(engine.tp), engine.num_blocks, num_bytes)
     except Unsupported:
         pass  # the cell's verdict says so
     except UserError as error:
@@ -204,7 +205,7 @@ def _check_tier(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
         if veto is not None:
             where, mend = loaded.where("offload.layout"), "offload: {layout: BHLNC}"
             raise SpecError(problem=f"the host tier: {veto}", where=where, mend=mend)
-        block_bytes = plan_rank(groups, layout, tp_size=1, tp_rank=0, num_blocks=2).block_bytes
+        block_bytes = plan_rank(groups, layout, num_blocks=2).block_bytes
         least = (1 + len(groups)) * block_bytes
         if settings.host_bytes < least:
             raise SpecError(

@@ -17,6 +17,7 @@ from rayk.models.families import load_config
 from rayk.models.headers import check_weights
 from rayk.models.hub import model_folder, pinned
 from rayk.models.kv_specs import engine_groups
+from rayk.parallel.shard import EngineShape
 from rayk.specs.cells import Cell
 from rayk.specs.checks import plan_cells
 from rayk.specs.devices import check_device
@@ -292,7 +293,7 @@ def _with_pools(
 def _with_pool(engine: EngineConfig, config: DecoderConfig) -> EngineConfig:
     groups = engine_groups(engine, config)
     layout = LAYOUTS["BLHNC" if engine.layout == "auto" else engine.layout]
-    rank = plan_rank(groups, layout, tp_size=engine.tp, tp_rank=0, num_blocks=DEFAULT_BLOCKS)
+    rank = plan_rank(groups, layout, shape=EngineShape(engine.tp), rank=0, num_blocks=DEFAULT_BLOCKS)
     each = max_request_blocks(groups, config.max_positions, engine.max_batch_tokens)
     # As many again for those that wait to be handed over, or are handed over just now.
     enough = 2 * each * engine.max_seqs + 1

@@ -224,7 +224,7 @@ class ArrivalReads:
             repeat=0,
             request_id=self.ticket.request_id,
             producer_rank=rank,
-            consumer_rank=self.link.plan.consumer.tp_rank,
+            consumer_rank=self.link.plan.consumer.rank,
             group=tally.group,
             bytes=tally.num_bytes,
             held_bytes=self._held_bytes[rank, tally.group],

@@ -64,12 +64,12 @@ class CacheDescription:
     @property
     def tp_rank(self) -> int:
         """Rank within the engine."""
-        return self.geometry.tp_rank
+        return self.geometry.rank
 
     @property
     def tp_size(self) -> int:
         """Ranks of the engine."""
-        return self.geometry.tp_size
+        return self.geometry.num_ranks
 
 
 def describe_cache(
@@ -163,8 +163,8 @@ def _impossible(rank: RankGeometry) -> Iterator[tuple[str, str, str]]:
     if not 2 <= rank.num_blocks <= MAX_BLOCKS:
         yield "num_blocks", str(rank.num_blocks), f"2 .. {MAX_BLOCKS}"
     for index, group in enumerate(rank.groups):
-        if not 1 <= group.rows <= MAX_BLOCK_ROWS:
-            yield f"rows of a block in group {index}", str(group.rows), f"1 .. {MAX_BLOCK_ROWS}"
+        if not 1 <= group.block_rows <= MAX_BLOCK_ROWS:
+            yield f"rows of a block in group {index}", str(group.block_rows), f"1 .. {MAX_BLOCK_ROWS}"
         elif group.kernel_block_size < 1 or group.rows % group.kernel_block_size:
             yield (
                 f"rows of a kernel block in group {index}",
@@ -172,7 +172,7 @@ def _impossible(rank: RankGeometry) -> Iterator[tuple[str, str, str]]:
                 f"parts of {group.rows}",
             )
         else:
-            last = len(group.group.layers) - 1, rank.num_blocks * group.kernel_blocks_per_block - 1
+            last = len(group.layers) - 1, rank.num_blocks * group.kernel_blocks_per_block - 1
             for f in group.fields:
                 end = f.address(*last, len(f.units) - 1, group.kernel_block_size - 1) + f.field.row_bytes
                 strides = f.offset, f.layer_stride, f.block_stride, f.unit_stride, f.row_stride

@@ -165,7 +165,7 @@ def make_link(
     theirs = wire.consumers if wire else [c.geometry for c in consumers]
     senders = release_senders(geometries, theirs, turn)
     plan = plan_transfer(geometries, me.geometry, turn)
-    num_releases = {rank: len(s) for rank, s in enumerate(senders) if me.tp_rank in s}
+    num_releases = {rank: len(s) for rank, s in enumerate(senders) if me.geometry.rank in s}
     for rank in sorted({*plan.producer_ranks, *num_releases}):
         agent.add_peer(producers[rank].agent_name, producers[rank].agent_metadata)
     prepared = PreparedReads(agent, producers, me, max_kept=PREPARED_PER_READ * len(plan.reads))

@@ -233,7 +233,7 @@ class TransferPlan:
     @property
     def first_patterns(self) -> list[PatternKey]:
         """Those of whole segments at the start of both blocks: one per read."""
-        return [_key(r, 0, 0, min(side.rows for side in self._sides(r))) for r in self.reads]
+        return [_key(r, 0, 0, min(side.block_rows for side in self._sides(r))) for r in self.reads]
 
     @cached_property
     def _recent(self) -> Callable[[PatternKey], Pattern]:
@@ -445,7 +445,7 @@ def num_turns(producers: Sequence[RankGeometry]) -> int:
 def plan_transfer(producers: Sequence[RankGeometry], consumer: RankGeometry, turn: int = 0) -> TransferPlan:
     """Plan what one consumer rank reads from the ranks of a producer engine (in rank order). With each
     `turn`, which counts from 0 on and on, the next replica is read: see `num_turns`."""
-    assert [p.tp_rank for p in producers] == list(range(len(producers))), "producers in rank order"
+    assert [p.rank for p in producers] == list(range(len(producers))), "producers in rank order"
     homes = {key: index for index, g in enumerate(producers[0].groups) for key in g.group.keys}
     reads: list[UnitReads] = []
     for index, group in enumerate(consumer.groups):
@@ -478,9 +478,9 @@ def plan_pushes(
     pushes: dict[int, TransferPlan] = {}
     for consumer in consumers:
         plan = plan_transfer(producers, consumer, turn)
-        mine = tuple(r for r in plan.reads if r.producer_rank == producer.tp_rank)
+        mine = tuple(r for r in plan.reads if r.producer_rank == producer.rank)
         if mine:
-            pushes[consumer.tp_rank] = replace(plan, reads=mine)
+            pushes[consumer.rank] = replace(plan, reads=mine)
     return pushes
 
 
@@ -496,7 +496,7 @@ def release_senders(
     readers: list[list[int]] = [[] for _ in producers]
     for consumer in consumers:
         for rank in plan_transfer(producers, consumer, turn).producer_ranks:
-            readers[rank].append(consumer.tp_rank)
+            readers[rank].append(consumer.rank)
     return tuple(tuple(r) if r else (rank % len(consumers),) for rank, r in enumerate(readers))
 
 
@@ -531,7 +531,7 @@ def _elect(
             holders = [rank for rank, units in enumerate(units_by_rank) if unit in units]
             if not holders:
                 what = f"{field.unit_name} {unit} of {field.name}"
-                raise HandshakeMismatch(((what, "held by no rank", f"wanted by rank {consumer.tp_rank}"),))
+                raise HandshakeMismatch(((what, "held by no rank", f"wanted by rank {consumer.rank}"),))
             readers = [rank for rank, units in enumerate(wanted) if unit in units]
             first = readers.index(consumer.tp_rank) * len(holders) // len(readers)
             rank = holders[(first + turn) % len(holders)]

@@ -198,7 +198,7 @@ class DataReads:
                 repeat=0,
                 request_id=self.request_id,
                 producer_rank=read.producer_rank,
-                consumer_rank=self.link.plan.consumer.tp_rank,
+                consumer_rank=self.link.plan.consumer.rank,
                 group=read.group,
                 bytes=0,
                 num_descriptors=0,

@@ -108,7 +108,7 @@ def wire_cache_for(
         return None
     num_blocks = num_wire_blocks(producer.geometry, me.geometry)
     geometries = tuple(wire_geometry(producer.geometry, c.geometry, num_blocks) for c in consumers)
-    caches = allocate(geometries[me.tp_rank], device, fill=None)
+    caches = allocate(geometries[me.geometry.rank], device, fill=None)
     address = agent.register(caches.buffer)
     # What the agent said of itself before does not cover the buffer: whoever pushes into it must know.
     description = replace(

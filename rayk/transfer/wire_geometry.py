@@ -50,8 +50,8 @@ def wire_geometry(producer: RankGeometry, consumer: RankGeometry, num_blocks: in
     return plan_rank(
         [g.group for g in producer.groups],
         producer.layout,
-        tp_size=consumer.tp_size,
-        tp_rank=consumer.tp_rank,
+        shape=consumer.shape,
+        rank=consumer.rank,
         num_blocks=num_blocks,
         kernel_block_sizes=[g.kernel_block_size for g in producer.groups],
     )
@@ -63,6 +63,6 @@ def num_wire_blocks(producer: RankGeometry, consumer: RankGeometry) -> int:
     per_token = sum(1 / spec.block_size for spec in growing)
     num_tokens = ceil((consumer.num_blocks - 1) / per_token) if growing else 1
     needed = sum(num_kept_blocks(g.group.spec, num_tokens) for g in producer.groups)
-    block_bytes = wire_geometry(producer, replace(consumer, tp_rank=0), 2).block_bytes
+    block_bytes = wire_geometry(producer, replace(consumer, rank=0), 2).block_bytes
     allowed = max(MIN_WIRE_BYTES, consumer.pages_bytes // WIRE_SHARE) // block_bytes
     return 1 + max(1, min(needed, allowed))

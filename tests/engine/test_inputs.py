@@ -28,8 +28,6 @@ def make_builder(kernel_block_sizes: tuple[int, int]) -> InputBuilder:
     geometry = plan_rank(
         GROUPS,
         LAYOUTS["BHLNC"],
-        tp_size=1,
-        tp_rank=0,
         num_blocks=NUM_BLOCKS,
         kernel_block_sizes=(kernel_block_sizes[0], 1, kernel_block_sizes[1], 1, 1),
     )

@@ -23,6 +23,7 @@ from rayk.kv.fields import PageField
 from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import group_layers
 from rayk.kv.layout import LAYOUTS, get_layout
+from rayk.parallel.shard import EngineShape
 from rayk.reports.html import write_page
 from rayk.reports.page import Page, Section
 from rayk.transfer.plan import consecutive_tables
@@ -76,7 +77,7 @@ def test_the_oracle_tells_coordinates_apart():
 @pytest.mark.parametrize("shape", ["attention", "windows", "latent", "mamba", "delta"])
 def test_the_check_sees_one_wrong_byte_anywhere(shape: str):
     groups = group_layers(make_specs(shape, 16))
-    geometry = plan_rank(groups, get_layout("BLNHC"), tp_size=2, tp_rank=1, num_blocks=24)
+    geometry = plan_rank(groups, get_layout("BLNHC"), shape=EngineShape(2), rank=1, num_blocks=24)
     caches = allocate(geometry, torch.device("cpu"), fill=POISON)
     tables = consecutive_tables(geometry, 50)
     fill(caches, tables, 50)

@@ -28,6 +28,7 @@ from rayk.kv.specs import (
     MlaSpec,
     SlidingWindowSpec,
 )
+from rayk.parallel.shard import EngineShape
 
 Ints = npt.NDArray[np.int64]
 
@@ -137,8 +138,8 @@ class Case:
         return plan_rank(
             self.groups,
             LAYOUTS[layout],
-            tp_size=self.tp_size,
-            tp_rank=tp_rank,
+            shape=EngineShape(self.tp_size),
+            rank=tp_rank,
             num_blocks=num_blocks or self.num_blocks,
             kernel_block_sizes=kernel_block_sizes(self.groups, self.kernel, self.kernel_by_kind),
         )

@@ -166,7 +166,7 @@ def test_hybrid_canonical_allocation():
     spec = full(block_size=16, kv_heads=4, head_k=8, head_v=8, dtype="float16", query_heads=4)
     window = sliding(64, spec)
     groups = group_layers(keyed({0: spec, 1: window, 2: window, 3: spec, 4: window, 5: window}))
-    rank = plan_rank(groups, LAYOUTS["BLHNC"], tp_size=1, tp_rank=0, num_blocks=10)
+    rank = plan_rank(groups, LAYOUTS["BLHNC"], num_blocks=10)
     caches = allocate(rank, CPU)
     (tensor,) = caches.tensors
     assert (tensor.shape, tensor.dtype) == ((10, 4096), torch.int8)

@@ -111,7 +111,7 @@ def test_hybrid_canonical_allocation(layout: str):
     window = sliding(64, spec)
     groups = group_layers(keyed({0: spec, 1: window, 2: window, 3: spec, 4: window, 5: window}))
     assert [g.layers for g in groups] == [(0, 3), (1, 4), (2, 5)]
-    rank = plan_rank(groups, LAYOUTS[layout], tp_size=1, tp_rank=0, num_blocks=10)
+    rank = plan_rank(groups, LAYOUTS[layout], num_blocks=10)
     assert [g.page_bytes for g in rank.groups] == [2048] * 3
     assert (rank.block_bytes, rank.pages_bytes) == (4096, 40960)
     starts = [g.fields[0].address(position, 7, 0, 0) for g in rank.groups for position in (0, 1)]
@@ -127,7 +127,7 @@ def test_unlike_pages_lie_side_by_side_where_blocks_are_outermost():
     groups = group_layers(specs)
     assert [g.layers for g in groups] == [(0, 2), (1, 3)]
     for layout in ("BLHNC", "BLNHC", "LBHNC", "LBNHC"):
-        rank = plan_rank(groups, LAYOUTS[layout], tp_size=1, tp_rank=0, num_blocks=4)
+        rank = plan_rank(groups, LAYOUTS[layout], num_blocks=4)
         assert rank.block_bytes == 160
         large, small = (g.fields[0] for g in rank.groups)
         if layout[0] == "B":

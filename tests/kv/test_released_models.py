@@ -26,6 +26,7 @@ from rayk.kv.specs import (
     SlidingWindowSpec,
     page_bytes,
 )
+from rayk.parallel.shard import EngineShape
 from tests.each import each
 from tests.kv.brute import keyed
 
@@ -268,7 +269,7 @@ def test_every_layout_holds_them_or_says_why(name: str, layout: str):
         assert "holds groups of one shape only" in reason
         return
     for tp_size in (1, 2, 4):
-        rank = plan_rank(groups, LAYOUTS[layout], tp_size=tp_size, tp_rank=tp_size - 1, num_blocks=3)
+        rank = plan_rank(groups, LAYOUTS[layout], shape=EngineShape(tp_size), rank=tp_size - 1, num_blocks=3)
         largest = max(g.page_bytes for g in rank.groups)
         # Nothing but rounding to 16 bytes comes on top of the largest page.
         assert 0 <= rank.block_bytes - model.positions * largest < 16 * model.positions

@@ -17,6 +17,7 @@ from rayk.kv.layout import LAYOUTS
 from rayk.models.decoder import Decoder
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.parallel.local import LocalComm
+from rayk.parallel.shard import EngineShape
 from tests.markers import one_per
 from tests.models.noise import assert_as_transformers
 from tests.models.tiny import Checkpoint, Paged, load, reference_logits, run_ranks, write_checkpoint
@@ -39,7 +40,11 @@ def caches(decoder: Decoder, layout: str, tp: tuple[int, int] = (1, 0)) -> Canon
     """A real buffer for a model with recurrent layers only, every byte of which is poison."""
     specs = kv_cache_specs(decoder.config, block_size=8, dtype="float32")
     geometry = plan_rank(
-        group_layers(specs), LAYOUTS[layout], tp_size=tp[0], tp_rank=tp[1], num_blocks=NUM_REQUESTS + 1
+        group_layers(specs),
+        LAYOUTS[layout],
+        shape=EngineShape(tp[0]),
+        rank=tp[1],
+        num_blocks=NUM_REQUESTS + 1,
     )
     return allocate(geometry, torch.device("cpu"), fill=-1)
 

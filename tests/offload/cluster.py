@@ -23,6 +23,7 @@ from rayk.offload.disk import DiskTier
 from rayk.offload.host import HostTier
 from rayk.offload.messages import LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.offload.pages import DiskPages, identity_of
+from rayk.parallel.shard import EngineShape
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.connectors import layer_views
 from rayk.transfer.consumer import TransferOutcome
@@ -159,7 +160,11 @@ class BareNode:
         groups = group_layers(shape.specs(0))
         for rank in range(kind.tp):
             geometry = plan_rank(
-                groups, LAYOUTS[kind.layout], tp_size=kind.tp, tp_rank=rank, num_blocks=kind.num_blocks
+                groups,
+                LAYOUTS[kind.layout],
+                shape=EngineShape(kind.tp),
+                rank=rank,
+                num_blocks=kind.num_blocks,
             )
             caches = allocate(geometry, self.device, fill=POISON)
             agent = self.agent(f"{name}/{epoch}.{rank}")
@@ -325,7 +330,7 @@ def open_node(family: str | MakeSpecs, *, num_blocks: int = 64, **changes: Any) 
     settings = OffloadSettings(host_bytes=1, **changes)
     size = settings.block_size
     groups = group_layers(make(size, settings.state_block_size or size))
-    one = plan_rank(groups, LAYOUTS[settings.layout], tp_size=1, tp_rank=0, num_blocks=2).block_bytes
+    one = plan_rank(groups, LAYOUTS[settings.layout], num_blocks=2).block_bytes
     return BareNode(make, replace(settings, host_bytes=num_blocks * one), **own)
 
 

@@ -271,7 +271,7 @@ def _make_engine(
 def outbox_bytes(path: Path, num_blocks: int, **own: Any) -> int:
     """Size of an outbox of so many blocks, beside the null block, of one rank."""
     groups = engine_groups(EngineConfig(model=str(path), **own), load_config(path))
-    one = plan_rank(groups, LAYOUTS["BHLNC"], tp_size=1, tp_rank=0, num_blocks=2).block_bytes
+    one = plan_rank(groups, LAYOUTS["BHLNC"], num_blocks=2).block_bytes
     return (num_blocks + 1) * one
 
 

@@ -18,6 +18,7 @@ from rayk.kv.caches import allocate
 from rayk.kv.outbox import num_outbox_blocks
 from rayk.offload import outbox
 from rayk.offload.outbox import Outbox, outbox_name
+from rayk.parallel.shard import EngineShape
 from rayk.transfer.agent import DescriptorList, Handle, Ints32, Transfer, TransferAgent
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import OutOfBlocks, UserError
@@ -87,7 +88,7 @@ class Boxed:
         boxes = [Outbox(agent, caches, num_bytes) for agent, caches in pairs]
         told = [box.describe(d) for box, d in zip(boxes, engine.descriptions, strict=True)]
         node.tier.attach(engine.descriptions, told)
-        there = num_outbox_blocks(groups, kind.tp, geometry.num_blocks, num_bytes)
+        there = num_outbox_blocks(groups, EngineShape(kind.tp), geometry.num_blocks, num_bytes)
         assert {box.caches.geometry.num_blocks for box in boxes} == {there}
         return cls(node, engine, boxes, OutboxRoom(groups, there))
 
@@ -275,8 +276,8 @@ def test_too_many_blocks_are_refused_and_none_is_taken() -> None:
 def test_an_outbox_that_holds_nothing_is_refused() -> None:
     groups = open_node("gpt_oss").add(Kind()).groups()
     with pytest.raises(UserError, match="outbox_mib"):
-        num_outbox_blocks(groups, 1, 40, 100)
-    assert num_outbox_blocks(groups, 1, 40, 1 << 40) == 40, "no larger than what it copies"
+        num_outbox_blocks(groups, EngineShape(), 40, 100)
+    assert num_outbox_blocks(groups, EngineShape(), 40, 1 << 40) == 40, "no larger than what it copies"
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from rayk.kv.specs import (
     MlaSpec,
     SlidingWindowSpec,
 )
+from rayk.parallel.shard import EngineShape
 from rayk.transfer.plan import BlockReads
 from tests.kv.brute import Ints, Piece, brute_bundles, brute_rows, cuts_blocks
 from tests.transfer.brute import UNKNOWN
@@ -408,8 +409,8 @@ class Engine:
             plan_rank(
                 self.groups,
                 LAYOUTS[side.layout],
-                tp_size=side.tp,
-                tp_rank=rank,
+                shape=EngineShape(side.tp),
+                rank=rank,
                 num_blocks=self.num_blocks,
                 kernel_block_sizes=kernel_block_sizes(self.groups, kernel, {}),
             )

@@ -16,6 +16,7 @@ from rayk.kv.groups import KVCacheGroup, group_layers
 from rayk.kv.kernel_blocks import kernel_block_sizes
 from rayk.kv.layout import LAYOUTS
 from rayk.kv.specs import FullAttentionSpec, SlidingWindowSpec
+from rayk.parallel.shard import EngineShape
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import TransferOutcome
 from rayk.transfer.handshake import CacheDescription, describe_cache
@@ -208,8 +209,8 @@ def make_caches(shape: Shape, side: int, poison: int = POISON) -> Engine:
         geometry = plan_rank(
             groups,
             LAYOUTS[shape.layouts[side]],
-            tp_size=shape.tp[side],
-            tp_rank=rank,
+            shape=EngineShape(shape.tp[side]),
+            rank=rank,
             num_blocks=shape.num_blocks[side],
             kernel_block_sizes=kernel_block_sizes(groups, shape.kernel_block_sizes[side], {}),
         )

@@ -17,6 +17,7 @@ from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import group_layers
 from rayk.kv.layout import LAYOUTS
 from rayk.kv.specs import FullAttentionSpec, SlidingWindowSpec
+from rayk.parallel.shard import EngineShape
 from rayk.transfer import convert, wire
 from rayk.transfer.convert import conversion_bound
 from rayk.transfer.handshake import describe_cache
@@ -58,8 +59,8 @@ class Side:
             geometry = plan_rank(
                 self.groups,
                 LAYOUTS[layout],
-                tp_size=tp,
-                tp_rank=rank,
+                shape=EngineShape(tp),
+                rank=rank,
                 num_blocks=settings.get("num_blocks", 40),
             )
             caches = allocate(geometry, torch.device("cpu"), fill=0x5A)

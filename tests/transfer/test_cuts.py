@@ -35,7 +35,7 @@ def job() -> Any:
 def rank_of(spec: KVCacheSpec, layout: str = "BHLNC") -> RankGeometry:
     """Two layers on one rank."""
     groups = group_layers({(layer, spec.part): spec for layer in range(2)})
-    return plan_rank(groups, LAYOUTS[layout], tp_size=1, tp_rank=0, num_blocks=20)
+    return plan_rank(groups, LAYOUTS[layout], num_blocks=20)
 
 
 def lower(source: KVCacheSpec, destination: KVCacheSpec, num_tokens: int) -> list[BlockReads]:

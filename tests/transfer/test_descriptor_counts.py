@@ -9,6 +9,7 @@ from rayk.kv.geometry import RankGeometry, plan_rank
 from rayk.kv.groups import group_layers
 from rayk.kv.layout import LAYOUTS
 from rayk.kv.specs import FullAttentionSpec
+from rayk.parallel.shard import EngineShape
 from rayk.transfer.plan import BlockReads, plan_transfer
 
 LAYERS, HEADS, BLOCK, NUM_BLOCKS = 6, 8, 16, 40
@@ -21,7 +22,7 @@ def ranks(layout: str, tp: int) -> list[RankGeometry]:
     spec = FullAttentionSpec(BLOCK, HEADS, 4, 4, "float16", HEADS)
     groups = group_layers({(layer, spec.part): spec for layer in range(LAYERS)})
     return [
-        plan_rank(groups, LAYOUTS[layout], tp_size=tp, tp_rank=rank, num_blocks=NUM_BLOCKS)
+        plan_rank(groups, LAYOUTS[layout], shape=EngineShape(tp), rank=rank, num_blocks=NUM_BLOCKS)
         for rank in range(tp)
     ]
 

@@ -11,6 +11,7 @@ from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import group_layers
 from rayk.kv.layout import LAYOUTS
 from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, Mamba2Spec, SlidingWindowSpec
+from rayk.parallel.shard import EngineShape
 from rayk.transfer.handshake import CacheDescription, check, check_engine
 from rayk.transfer.lease import LeaseTable, ReleaseMessage
 from rayk.transfer.session import (
@@ -142,7 +143,7 @@ def describe(
     specs: dict[int, KVCacheSpec] | None = None, layout: str = "BHLNC", tp_size: int = 1
 ) -> CacheDescription:
     groups = group_layers({(layer, spec.part): spec for layer, spec in (specs or SPECS).items()})
-    geometry = plan_rank(groups, LAYOUTS[layout], tp_size=tp_size, tp_rank=0, num_blocks=8 * tp_size)
+    geometry = plan_rank(groups, LAYOUTS[layout], shape=EngineShape(tp_size), rank=0, num_blocks=8 * tp_size)
     return CacheDescription(
         engine="p",
         epoch=0,
@@ -262,7 +263,7 @@ def test_states_are_compared_field_by_field(change: dict[str, Any], differing: l
 
 def test_an_engine_is_described_by_all_its_ranks_in_order():
     first = replace(describe(tp_size=2), agent_name="p.0")
-    second = replace(first, agent_name="p.1", geometry=replace(first.geometry, tp_rank=1))
+    second = replace(first, agent_name="p.1", geometry=replace(first.geometry, rank=1))
     check_engine([first, second])
     for ranks in ([first], [second, first], [first, first], [first, replace(second, epoch=1)]):
         with pytest.raises(HandshakeMismatch):

@@ -18,6 +18,7 @@ from rayk.kv.groups import KVCacheGroup, group_layers
 from rayk.kv.kernel_blocks import kernel_block_sizes
 from rayk.kv.layout import LAYOUTS
 from rayk.kv.specs import FullAttentionSpec, KVCacheSpec, Mamba1Spec, MlaSpec, SlidingWindowSpec
+from rayk.parallel.shard import EngineShape
 from rayk.transfer.plan import (
     BlockReads,
     TransferPlan,
@@ -43,8 +44,8 @@ def make_ranks(
         plan_rank(
             groups,
             LAYOUTS[layout],
-            tp_size=tp_size,
-            tp_rank=rank,
+            shape=EngineShape(tp_size),
+            rank=rank,
             num_blocks=num_blocks,
             kernel_block_sizes=kernel_block_sizes(groups, kernel_block_size, {}),
         )
@@ -370,7 +371,10 @@ def test_descriptor_indices_of_attention_and_states_together():
         {(layer, s.part): s for layer in range(2) for s in (attention, Mamba1Spec(4096, "float32", 4, 32, 2))}
     )
     (producer,), consumers = (
-        [plan_rank(groups, LAYOUTS["LBHNC"], tp_size=tp, tp_rank=rank, num_blocks=100) for rank in range(tp)]
+        [
+            plan_rank(groups, LAYOUTS["LBHNC"], shape=EngineShape(tp), rank=rank, num_blocks=100)
+            for rank in range(tp)
+        ]
         for tp in (1, 2)
     )
     by_kind = {"full": [3, 5], "mamba1": [1]}

@@ -18,6 +18,7 @@ from rayk.kv.caches import CanonicalKVCaches, allocate
 from rayk.kv.geometry import RankGeometry, plan_rank
 from rayk.kv.kernel_blocks import kernel_block_sizes
 from rayk.kv.layout import LAYOUTS
+from rayk.parallel.shard import EngineShape
 from rayk.transfer.connectors import layer_views
 from rayk.transfer.layer_view import LayerView
 from tests.transfer.simulator.requests import HEADS, Model
@@ -36,8 +37,8 @@ def _geometry(model: Model, layout: str, tp: int, rank: int) -> RankGeometry:
     return plan_rank(
         model.groups,
         LAYOUTS[layout],
-        tp_size=tp,
-        tp_rank=rank,
+        shape=EngineShape(tp),
+        rank=rank,
         num_blocks=NUM_BLOCKS,
         kernel_block_sizes=sizes,
     )
