@@ -13,8 +13,9 @@ def uploaded(values: Sequence[float], dtype: torch.dtype, device: torch.device) 
 
 
 def sent(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor of the host to `device`, queued on the current stream; on a CPU it is there already."""
-    return host if device.type == "cpu" else pinned(host).to(device, non_blocking=True)
+    """Copy a tensor of the host to `device`; on a GPU the copy is queued on the current stream. On a CPU it
+    is there already."""
+    return pinned(host).to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def pinned(host: torch.Tensor) -> torch.Tensor:
