@@ -46,10 +46,10 @@ checks: [tokens, kv_bytes, kv_values]
 WHOSE = {
     startup.PLAN: "python, typer, pydantic, rayk",
     startup.IMPORTS: "pandas, rayk",
-    startup.MACHINE: "torch, rayk",
+    startup.MACHINE: "rayk; with --fresh torch, too, to hold headers against the config",
     "starting Ray": "Ray, and its import",
     "starting workers": "rayk, Ray",
-    "asking the reference": "transformers, torch; in a second run reading what is kept",
+    "asking the reference": "transformers, torch; in a second run rayk, which reads what is kept",
     "waiting for the workers": "Ray, torch: processes of coordinator and ranks, and their imports",
     "workers are there": "rayk, Ray",
     "engines are formed": "rayk: weights, KV cache, NIXL agents",

@@ -105,7 +105,7 @@ def connect(
             if num_gpus is not None:
                 settings["num_gpus"] = num_gpus
             stack.enter_context(ray_environment(own_cluster()))
-            stack.enter_context(starting_own_cluster())
+            stack.enter_context(starting_own_cluster(is_shared=token_file is not None))
         else:
             settings["address"], protected = stack.enter_context(joining(address))
         if not sys.stderr.isatty():

@@ -122,11 +122,11 @@ def _start(remote: Any, name: str, group: PlacementGroup, index: int, resources:
 
 def _must_be_told(resources: Mapping[str, float]) -> bool:
     """Tell whether a process without a GPU may get more than one thread of OpenMP. Ray gives one to whoever
-    has less than two CPUs, where the node's environment says nothing. It costs time to tell: an agent makes
-    the environment, and no process that Ray started ahead will do."""
+    has less than two CPUs, such as the coordinator that asks here, where the node's environment says nothing.
+    It costs time to tell: an agent makes the environment, and no process that Ray started ahead will do."""
     nodes: list[Any] = ray.nodes()  # type: ignore[no-untyped-call]
-    is_ours_alone = len(nodes) == 1 and THREADS not in os.environ
-    return "GPU" not in resources and not (is_ours_alone and resources["CPU"] < 2)
+    has_one_here = len(nodes) == 1 and os.environ.get(THREADS, "1") == "1"
+    return "GPU" not in resources and not (has_one_here and resources["CPU"] < 2)
 
 
 def kill(worker: Any) -> None:

@@ -50,21 +50,33 @@ _GCS_TRIES = 6
 
 
 @contextmanager
-def starting_own_cluster() -> Iterator[None]:
+def starting_own_cluster(*, is_shared: bool = True) -> Iterator[None]:
     """Have new nodes' job agents listen on free ports within the block, and give up a GCS that does not
-    answer after 4 minutes instead of 14.
+    answer after 4 minutes instead of 14. Where no other driver is to join (not `is_shared`), leave out what
+    serves others alone: the process of Ray's pages, which without pages only counts usage, that of the
+    autoscaler, and the one that brings workers' output to drivers. Their start takes 2 s of processor time.
 
     Ray would give 52365 to every cluster on a machine. An agent that finds it taken tries for 3 s, for which
     the raylet waits, and then never listens: that cluster takes no jobs.
     """
     before = _parameter.RayParams, ray_constants.NUM_REDIS_GET_RETRIES
-    _parameter.RayParams = partial(before[0], dashboard_agent_listen_port=0)
+    start_pages = _services.start_api_server
+    left_out = {} if is_shared else {"include_log_monitor": False, "no_monitor": True}
+    _parameter.RayParams = partial(before[0], dashboard_agent_listen_port=0, **left_out)
+    if not is_shared:
+        _services.start_api_server = _no_pages
     if "RAY_NUM_REDIS_GET_RETRIES" not in os.environ:
         ray_constants.NUM_REDIS_GET_RETRIES = _GCS_TRIES
     try:
         yield
     finally:
         _parameter.RayParams, ray_constants.NUM_REDIS_GET_RETRIES = before
+        _services.start_api_server = start_pages
+
+
+def _no_pages(*_: object, **__: object) -> tuple[None, None]:
+    """Start nothing, in place of services.start_api_server: no URL, no process."""
+    return None, None
 
 
 @contextmanager
