@@ -1,7 +1,8 @@
-"""A model by its name on the hub, run on nodes that each have a cache of their own."""
+"""A model by its name on the hub, run, served and asked on nodes that each have a cache of their own."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import requests
 import yaml
 
 from rayk import load
@@ -25,11 +27,21 @@ from tests.local_hub import (
     local_hub,
     with_tiny_model,
 )
-from tests.markers import nixl, ray, thorough
+from tests.markers import nixl, ray, slow, thorough
+from tests.serve.test_serve_command import serving
 
 pytestmark = [ray, nixl, pytest.mark.timeout(300)]
 
 TOKEN = "hf_a_token_that_nobody_prints"
+PROMPTS = [[5, 6, 7], list(range(20, 60))]
+ASK = f"""
+import json, sys
+from rayk import LLM, SamplingParams
+few = {{"engine.max_seqs": 2, "engine.num_blocks": 64}}
+with LLM({NAME!r}, prefill_tp=2, decode_tp=1, device="cpu", address=sys.argv[1], settings=few) as llm:
+    found = llm.generate({PROMPTS}, SamplingParams(max_tokens=8, ignore_eos=True))
+print(json.dumps([list(c.token_ids) for c in found]))
+"""
 
 
 class World(NamedTuple):
@@ -97,6 +109,29 @@ def test_a_run_on_two_nodes_that_each_fetch_the_model(
     assert world.hub.fetched().count(WEIGHTS) == 3  # two ranks of a node fetch once
     assert world.hub.authorizations == {f"Bearer {TOKEN}"}
     assert "spec.yaml" in tells_no_token(tmp_path / "run", said)
+
+
+@slow
+def test_python_and_the_server_take_the_name(
+    world: World, tmp_path: Path, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [o.token_ids for o in reference(world.hub.folders[NAME]).generate(PROMPTS, 8, ignore_eos=True)]
+    done = world.run(tmp_path, "-c", ASK, world.address)
+    assert done.returncode == 0, done.stderr
+    assert [tuple(ids) for ids in json.loads(done.stdout.splitlines()[-1])] == expected
+    assert TOKEN not in done.stdout + done.stderr
+    for name, value in world.environment.items():
+        monkeypatch.setenv(name, value)
+    options = "--prefill-tp 1 --decode-tp 2 --http uvicorn --address"
+    with serving(NAME, *options.split(), world.address) as server:
+        assert server.model_id == NAME
+        fields = {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        asked = requests.post(f"{server.url}/v1/completions", json=fields | {"prompt": PROMPTS}, timeout=60)
+        assert [tuple(choice["token_ids"]) for choice in asked.json()["choices"]] == expected
+        assert TOKEN not in requests.get(f"{server.url}/metrics", timeout=60).text
+        server.process.terminate()
+        assert server.ends() == 0
+    assert TOKEN not in "".join(server.errors)
 
 
 def tells_no_token(folder: Path, said: str) -> list[str]:
