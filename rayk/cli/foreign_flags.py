@@ -30,7 +30,7 @@ HINTS: Mapping[str, Mapping[str, str]] = {
         "--chat-template": "the chat template is that of the checkpoint's tokenizer",
         "--load-format": "safetensors alone; `rayk checkpoint` makes random weights",
         "--quantization": "weights are as in the checkpoint; --kv-cache-dtype is for KV",
-        "--pipeline-parallel-size": "--tensor-parallel-size N, or more engines",
+        "--prefill-context-parallel-size": "--prefill-dcp N deals the KV; prompts are computed whole",
         "--trust-remote-code": "no code of checkpoints is run; leave it out",
         "--enforce-eager": "--set engine.cuda_graphs=false",
         "--seed": "requests have a seed each",

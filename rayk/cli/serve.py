@@ -31,7 +31,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="aggregated|disaggregated",
-            help="[default: disaggregated if any TP size or number of engines is given]",
+            help="[default: disaggregated if any side's size or number of engines is given]",
         ),
     ] = None,
     prefill_tp: Annotated[
@@ -49,6 +49,20 @@ def serve(
         typer.Option(min=1, help="Prefill engines, or aggregated ones [default: one per TP size]."),
     ] = None,
     num_decode: Annotated[int | None, typer.Option(min=1, help="Decode engines.")] = None,
+    prefill_pp: Annotated[
+        int | None,
+        typer.Option(min=1, help="Pipeline stages of prefill engines, or of aggregated ones."),
+    ] = None,
+    decode_pp: Annotated[int | None, typer.Option(min=1, help="Of decode engines, likewise.")] = None,
+    prefill_dcp: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Ranks among which prefill engines, or aggregated ones, deal the tokens of a sequence. "
+            "--set prefill.dcp_interleave=N says how many in a row.",
+        ),
+    ] = None,
+    decode_dcp: Annotated[int | None, typer.Option(min=1, help="Of decode engines, likewise.")] = None,
     dtype: Annotated[
         str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")
     ] = "auto",
@@ -129,6 +143,15 @@ def serve(
             metavar="auto|fp8|fp8_e4m3|nvfp4", help="vLLM's name of --set kv_dtype=...; fp8 is fp8_e4m3."
         ),
     ] = "auto",
+    pipeline_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="vLLM's name of --set engine.pp=N, for engines of both sides.")
+    ] = None,
+    decode_context_parallel_size: Annotated[
+        int | None, typer.Option(min=1, help="vLLM's name of --set engine.dcp=N, likewise.")
+    ] = None,
+    cp_kv_cache_interleave_size: Annotated[
+        int | None, typer.Option(min=1, help="vLLM's name of --set engine.dcp_interleave=N, likewise.")
+    ] = None,
     drain_timeout: Annotated[
         float, typer.Option(min=0, max=MAX_SECONDS, help="Seconds that running requests get to end.")
     ] = 60.0,
@@ -153,6 +176,10 @@ def serve(
         decode_tp=parse_tp_sizes(decode_tp, "--decode-tp"),
         num_prefill=num_prefill,
         num_decode=num_decode,
+        prefill_pp=prefill_pp,
+        decode_pp=decode_pp,
+        prefill_dcp=prefill_dcp,
+        decode_dcp=decode_dcp,
         dtype=dtype,
         device=device,
         policy=policy,
@@ -166,6 +193,9 @@ def serve(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         kv_cache_dtype=kv_cache_dtype,
+        pipeline_parallel_size=pipeline_parallel_size,
+        decode_context_parallel_size=decode_context_parallel_size,
+        cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
     )
     # Bad input is refused in a second: this needs neither torch nor Ray.
     cluster = wanted_address(address)

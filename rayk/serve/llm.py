@@ -102,6 +102,10 @@ class LLM:
         decode_tp: int | Sequence[int] | None = None,
         num_prefill: int | None = None,
         num_decode: int | None = None,
+        prefill_pp: int | None = None,
+        decode_pp: int | None = None,
+        prefill_dcp: int | None = None,
+        decode_dcp: int | None = None,
         mode: str | None = None,
         dtype: str = "auto",
         device: str = "auto",
@@ -113,6 +117,9 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         kv_cache_dtype: str = "auto",
+        pipeline_parallel_size: int | None = None,
+        decode_context_parallel_size: int | None = None,
+        cp_kv_cache_interleave_size: int | None = None,
     ) -> None:
         options = ServerOptions(
             model=str(model),
@@ -121,6 +128,10 @@ class LLM:
             decode_tp=decode_tp,
             num_prefill=num_prefill,
             num_decode=num_decode,
+            prefill_pp=prefill_pp,
+            decode_pp=decode_pp,
+            prefill_dcp=prefill_dcp,
+            decode_dcp=decode_dcp,
             dtype=dtype,
             device=device,
             policy=policy,
@@ -130,6 +141,9 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             kv_cache_dtype=kv_cache_dtype,
+            pipeline_parallel_size=pipeline_parallel_size,
+            decode_context_parallel_size=decode_context_parallel_size,
+            cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
         )
         plan = plan_server(options, is_local=wanted_address(address) is None)
         note = note_unused_tensors(plan)

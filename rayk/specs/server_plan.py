@@ -64,6 +64,12 @@ class ServerOptions:
     decode_tp: int | Sequence[int] | None = None
     num_prefill: int | None = None
     num_decode: int | None = None
+    prefill_pp: int | None = None
+    """Pipeline stages of prefill engines."""
+    decode_pp: int | None = None
+    prefill_dcp: int | None = None
+    """Ranks among which prefill engines deal a sequence's tokens."""
+    decode_dcp: int | None = None
     dtype: str = "auto"
     device: str = "auto"
     policy: str = "round_robin"
@@ -81,11 +87,16 @@ class ServerOptions:
     """Prompt and output of one request; None: the model's positions."""
     max_num_seqs: int | None = None
     kv_cache_dtype: str = "auto"
+    pipeline_parallel_size: int | None = None
+    """Stages of all engines, whatever the mode; likewise the next two."""
+    decode_context_parallel_size: int | None = None
+    cp_kv_cache_interleave_size: int | None = None
 
     @property
     def resolved_mode(self) -> str:
-        """Disaggregated if any TP size or number of engines is given."""
-        given = (self.prefill_tp, self.decode_tp, self.num_prefill, self.num_decode)
+        """Disaggregated if any side's size or number of engines is given."""
+        given = [self.prefill_tp, self.decode_tp, self.num_prefill, self.num_decode]
+        given += [self.prefill_pp, self.decode_pp, self.prefill_dcp, self.decode_dcp]
         return self.mode or ("aggregated" if all(v is None for v in given) else "disaggregated")
 
 
@@ -171,8 +182,21 @@ def note_unused_tensors(plan: ServerPlan) -> str:
     return note_unused(model_folder(plan.options.model), plan.config)
 
 
+_KEY_OF = {
+    "max_num_seqs": "engine.max_seqs",
+    "pipeline_parallel_size": "engine.pp",
+    "decode_context_parallel_size": "engine.dcp",
+    "cp_kv_cache_interleave_size": "engine.dcp_interleave",
+    "prefill_pp": "prefill.pp",
+    "decode_pp": "decode.pp",
+    "prefill_dcp": "prefill.dcp",
+    "decode_dcp": "decode.dcp",
+}
+"""Fields of ServerOptions that are another name of a key of specs."""
+
+
 def _in_own_names(options: ServerOptions) -> ServerOptions:
-    """Return the same without vLLM's names for what rayk has a name of its own for. Raises SpecError."""
+    """Return the same without second names of what an experiment has a key for. Raises SpecError."""
     name, tp = options.served_model_name, options.tensor_parallel_size
     if name is not None and not re.fullmatch(r"[!-~]{1,200}", name):
         where = f"--served-model-name {name[:200]}"
@@ -186,8 +210,11 @@ def _in_own_names(options: ServerOptions) -> ServerOptions:
         mode = options.mode or "aggregated"
         decode_tp = tp if mode == "disaggregated" else None
         options = replace(options, mode=mode, prefill_tp=tp, decode_tp=decode_tp)
-    given = {"engine.max_seqs": options.max_num_seqs, "kv_dtype": _kv_dtype(options.kv_cache_dtype)}
-    options = replace(options, max_num_seqs=None, kv_cache_dtype="auto", tensor_parallel_size=None)
+    given = {"kv_dtype": _kv_dtype(options.kv_cache_dtype)}
+    given |= {key: getattr(options, name) for name, key in _KEY_OF.items()}
+    sizes = dict.fromkeys(_KEY_OF)
+    mode = options.mode or options.resolved_mode
+    options = replace(options, mode=mode, kv_cache_dtype="auto", tensor_parallel_size=None, **sizes)  # type: ignore[arg-type]
     for key, value in given.items():
         twice = [text for text in options.overrides if text.partition("=")[0].strip() == key]
         if value is not None and twice:

@@ -22,11 +22,22 @@ from tests.specs.test_server_plan import plan
         ({"kv_cache_dtype": "fp8"}, {"overrides": ("kv_dtype=fp8_e4m3",)}),
         ({"kv_cache_dtype": "nvfp4"}, {"overrides": ("kv_dtype=nvfp4",)}),
         ({"kv_cache_dtype": "auto"}, {}),
+        ({"pipeline_parallel_size": 1}, {"overrides": ("engine.pp=1",)}),
+        (
+            {"decode_context_parallel_size": 1, "cp_kv_cache_interleave_size": 4},
+            {"overrides": ("engine.dcp=1", "engine.dcp_interleave=4")},
+        ),
     ],
 )
 def test_names_of_vllm(checkpoint: Any, vllm: dict[str, Any], own: dict[str, Any]) -> None:
     model = checkpoint("qwen3")
     assert plan(model, **vllm) == plan(model, **own)
+
+
+def test_sizes_of_a_side_make_it_disaggregated(checkpoint: Any) -> None:
+    found = plan(checkpoint("qwen3"), decode_pp=1, overrides=("prefill.dcp_interleave=8",))
+    assert [engine.role for engine in found.engines] == ["prefill", "decode"]
+    assert [engine.config.dcp_interleave for engine in found.engines] == [8, 1]
 
 
 def test_a_shorter_context_and_another_name(checkpoint: Any) -> None:
