@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import kv_cache_specs
+from rayk.parallel.shard import dcp_sizes, split_layers
 from rayk.types.config import EngineConfig
+from rayk.types.errors import Unsupported
 
 
 def why_tp_unsupported(config: DecoderConfig, tp: int) -> str | None:
@@ -32,3 +36,48 @@ def why_shape_unsupported(config: DecoderConfig, engine: EngineConfig) -> str | 
     if why is None and engine.pp > 1:
         why = f"an engine with pp: {engine.pp} cannot be run yet"
     return why
+
+
+@dataclass(frozen=True, slots=True)
+class BadDivision:
+    """Why a model's tokens or layers cannot be divided as a setting asks for."""
+
+    setting: str
+    problem: str
+    mend: str
+
+
+def valid_dcp_sizes(config: DecoderConfig, tp: int) -> tuple[int, ...]:
+    """List the sizes over which an engine of this TP size can deal tokens, ascending, 1 first: those valid
+    for every cache with a row per token. Raises Unsupported for a TP size that the model does not have."""
+    specs = dict.fromkeys(kv_cache_specs(config, block_size=1, dtype="float32").values())
+    fields = [field for spec in specs if spec.has_token_rows for field in spec.fields()]
+    valid = [set(dcp_sizes(field.readers, field.units, tp)) for field in fields]
+    return tuple(sorted(set.intersection(*valid))) if valid else (1,)
+
+
+def bad_division(config: DecoderConfig, engine: EngineConfig) -> BadDivision | None:
+    """Find what no engine can do with the model's tokens and layers at this TP size, which is valid."""
+    sizes = valid_dcp_sizes(config, engine.tp)
+    if engine.dcp not in sizes:
+        return BadDivision(
+            "dcp",
+            f"DCP {engine.dcp} at TP {engine.tp}: a run of {engine.dcp} ranks must keep the same heads "
+            "of every cache with a row per token",
+            f"dcp: {' or '.join(map(str, sizes))}",
+        )
+    if engine.dcp > 1 and engine.block_size % engine.dcp_interleave:
+        divisors = [n for n in range(1, engine.block_size + 1) if engine.block_size % n == 0]
+        return BadDivision(
+            "dcp_interleave",
+            f"dcp_interleave {engine.dcp_interleave} does not divide blocks of {engine.block_size} tokens",
+            f"dcp_interleave: {', '.join(map(str, divisors))}",
+        )
+    try:
+        split_layers(config.num_layers, engine.pp, engine.pp_layers)
+    except Unsupported as error:
+        stages = f"{engine.pp} numbers of layers, {config.num_layers} in all"
+        if engine.pp_layers is not None:
+            return BadDivision("pp_layers", error.reason, f"pp_layers: {stages}")
+        return BadDivision("pp", error.reason, f"pp: 1 to {config.num_layers}")
+    return None

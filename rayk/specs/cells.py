@@ -19,7 +19,7 @@ from rayk.kv.layout import resolve_layout
 from rayk.kv.specs import page_bytes
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups, group_chunks
-from rayk.models.tensor_parallel import why_tp_unsupported
+from rayk.models.tensor_parallel import bad_division, why_tp_unsupported
 from rayk.sched.arrivals import due_times
 from rayk.sched.policies import heeds
 from rayk.sched.policy import PolicySettings
@@ -412,6 +412,9 @@ def _refusal(
         why = why_tp_unsupported(config, engine.tp)
         if why:
             return "model", f"{side}: {why}" if decode else why
+        bad = bad_division(config, engine)
+        if bad is not None:  # `specs.engines.check_division` refuses the spec
+            return "model", f"{side}: {bad.problem}" if decode else bad.problem
         why = why_no_groups((engine,), config)
         if why:
             return "rayk", f"{side}: {why}" if decode else why

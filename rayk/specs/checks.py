@@ -13,6 +13,7 @@ from rayk.parallel.shard import EngineShape
 from rayk.specs.cells import Cell, Models, decoder_of, expand, why_no_groups
 from rayk.specs.engines import (
     check_cell_device,
+    check_division,
     check_kernel_blocks,
     check_layer_backends,
     check_pool,
@@ -97,6 +98,7 @@ def check_cell(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
     _check_prompt_logprobs(cell, loaded)
     _check_staging(cell, loaded)
     _check_path(cell, loaded)
+    check_division(cell, config, loaded)
     if why_no_groups(cell.engines, config) is not None:
         return  # unsupported: there is no cache that the rest could be held against
     check_kernel_blocks(cell, config, loaded)

@@ -11,7 +11,7 @@ from rayk.kv.groups import KVCacheGroup, max_request_blocks
 from rayk.kv.kernel_blocks import bad_kernel_blocks
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups, group_chunks
-from rayk.models.tensor_parallel import why_shape_unsupported, why_tp_unsupported
+from rayk.models.tensor_parallel import bad_division, why_shape_unsupported, why_tp_unsupported
 from rayk.specs.cells import Cell
 from rayk.specs.load import LoadedSpec
 from rayk.types.config import EngineConfig
@@ -44,6 +44,18 @@ def check_cell_device(cell: Cell, loaded: LoadedSpec) -> None:
     """Refuse a backend or comm that the cell's device cannot have. Raises SpecError."""
     for side, engine in _engines(cell):
         check_fits_device(engine, partial(_where, cell, side, loaded=loaded))
+
+
+def check_division(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
+    """Refuse to divide tokens or layers as the model does not let them be. Raises SpecError."""
+    for side, engine in _engines(cell):
+        bad = None if why_tp_unsupported(config, engine.tp) else bad_division(config, engine)
+        if bad is not None:
+            raise SpecError(
+                problem=f"{side}: {bad.problem}",
+                where=_where(cell, side, bad.setting, loaded),
+                mend=f"{bad.mend}; in a matrix, `exclude` leaves such cells out",
+            )
 
 
 def check_shape_runs(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
