@@ -85,6 +85,7 @@ def run_stage(stage: Stage, rows: Rows, options: argparse.Namespace, until: floa
 def _child(stage: Stage, options: argparse.Namespace, limit_s: float) -> int | None:
     """The status of a process that measures a stage; None where it was ended for its time."""
     own = ["--stage", stage.name, "--out", str(options.out), "--device", options.device]
+    own += ["--only", *options.only] if options.only else []
     interpreted = {"TRITON_INTERPRET": "1"} if options.device == "cpu" else {}
     child = subprocess.Popen(
         [sys.executable, __file__, *own, "--commit", options.commit],
@@ -109,14 +110,34 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     names = [stage.name for stage in STAGES]
     parser.add_argument("--out", type=Path, default=Path("runs/gpu-day"), help="folder of the rows")
-    parser.add_argument("--only", nargs="+", action="extend", choices=names, help="stages to run")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME",
+        help=f"stages ({', '.join(names)}), or words of their items, such as decode",
+    )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="when to stop for now")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--commit", default="", help="what runs, where this is no work tree of git")
     parser.add_argument("--stage", choices=names, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     options.out = options.out.resolve()
+    if not chosen_stages(options):
+        parser.error(
+            f"--only {' '.join(options.only)} names no stage ({', '.join(names)}) and no item of one"
+        )
     return options
+
+
+def chosen_stages(options: argparse.Namespace) -> list[Stage]:
+    """Every stage, or those that --only names, and of the others what has its other words in its name."""
+    if not options.only:
+        return list(STAGES)
+    words = [word for word in options.only if word not in {stage.name for stage in STAGES}]
+    found = [stage if stage.name in options.only else stage.only(words) for stage in STAGES]
+    return [stage for stage in found if stage.items(options.device)]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -126,12 +147,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("gpu_day: no CUDA device, nothing measured (--device cpu makes a stand-in)")
         return 0
     rows = Rows(options.out, nvidia_clocks if options.device == "cuda" else dict, options.commit)
-    by_name = {stage.name: stage for stage in STAGES}
+    chosen = chosen_stages(options)
     if options.stage:
-        return by_name[options.stage].run(rows, options.device)
+        (own,) = (stage for stage in chosen if stage.name == options.stage)
+        return own.run(rows, options.device)
     facts = environment(options)
     until = time.monotonic() + options.minutes * 60
-    chosen = [by_name[name] for name in options.only or by_name]
     for stage in chosen:
         missing = stage.missing(rows, options.device)
         if not missing:
@@ -143,9 +164,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             run_stage(stage, rows, options, until)
             rows.write_tables(facts)
     rows.write_tables(facts)
-    own = [row for row in rows.read() if row["stage"] in {stage.name for stage in chosen}]
+    measured = [row for row in rows.read() if row["stage"] in {stage.name for stage in chosen}]
     counts = {
-        status: sum(row["status"] == status for row in own) for status in sorted({r["status"] for r in own})
+        status: sum(row["status"] == status for row in measured)
+        for status in sorted({row["status"] for row in measured})
     }
     print(f"{', '.join(f'{n} {status}' for status, n in counts.items())}: {options.out / 'gpu-day.html'}")
     return int(counts.get("failed", 0) > 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,12 @@ class Stage:
         """Items without rows."""
         there = rows.items(self.name)
         return [item for item in self.items(device) if item not in there]
+
+    def only(self, words: Sequence[str]) -> Stage:
+        """Those of its items that have one of these words in their names."""
+        return replace(
+            self, items=lambda device: [i for i in self.items(device) if any(w in i for w in words)]
+        )
 
     def run(self, rows: Rows, device: str) -> int:
         """Measure what is missing; 1 if an item failed, before the next one."""

@@ -137,7 +137,7 @@ def test_a_process_that_outlasts_its_time_is_ended_with_its_children(tmp_path: P
         f"os.symlink(str(child.pid), {str(tmp_path / 'pid')!r})\n"
         "child.wait()\n"
     )
-    options = argparse.Namespace(device="cpu", out=tmp_path, commit="")
+    options = argparse.Namespace(device="cpu", out=tmp_path, commit="", only=[])
     patch = pytest.MonkeyPatch()
     patch.setattr(job, "__file__", str(script))
     pid = tmp_path / "pid"
@@ -159,6 +159,21 @@ def test_time_that_is_up_leaves_stages_for_another_call(
     left = len(job.kernels.STAND_IN)
     assert f"kernels: {left} items left for another call" in capsys.readouterr().out
     assert is_gpu_day(tmp_path)
+
+
+def test_a_word_names_what_has_it_in_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also in the process that measures it."""
+    asked = ["--device", "cpu", "--out", str(tmp_path), "--only", "decode", "nixl"]
+    stages = job.chosen_stages(job.parsed(asked))
+    items = {stage.name: stage.items("cpu") for stage in stages}
+    assert list(items) == ["sanitizer", "attention", "tiles", "kernels", "engine", "nixl"]
+    assert all("decode" in item for name, found in items.items() for item in found if name != "nixl")
+    assert len(items["nixl"]) > 1
+    assert job.main([*asked[:4], "--only", "fp8_e4m3", "--stage", "kernels"]) == 0
+    assert [row["item"] for row in Rows(tmp_path).read()] == ["decode, fp8_e4m3"]
+    with pytest.raises(SystemExit):
+        job.parsed(["--device", "cpu", "--only", "dekode"])
+    assert "names no stage (tests, sanitizer," in capsys.readouterr().err
 
 
 CLEAN = "========= ERROR SUMMARY: 0 errors"
