@@ -26,6 +26,7 @@ WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"
 """Weights and their index, configs, and the files of every kind of tokenizer."""
 UNWANTED = ("*/*", "consolidated*", "*.bin.index.json")
 """Copies in other formats: in folders of their own, or the same weights under the maker's names."""
+CONFIG = "config.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 KEPT = "files that arrived whole are kept"
 HASHERS = 8
@@ -57,12 +58,14 @@ def config_file(model: str | Path) -> tuple[str, Path]:
     name = hub_name(model)
     if name is None:
         return str(model), Path(model)
-    from huggingface_hub import hf_hub_download
-
     with _in_words(name):
-        file = Path(hf_hub_download(name.repo, "config.json", revision=name.revision))
+        # As part of a snapshot: asked for one file, huggingface_hub tries an unreachable hub for 24 s.
+        folder = _fetched(name, CONFIG)
+        file = folder / CONFIG
+        if not file.is_file():
+            _say_what_lacks(name, folder)
         _refuse_wrong([file], name)
-    return f"{name.repo}@{file.parent.name}", file
+    return f"{name.repo}@{folder.name}", file
 
 
 @functools.lru_cache
@@ -72,6 +75,18 @@ def _pinned_snapshot(name: HubName) -> Path:
 
 
 def _snapshot(name: HubName) -> Path:
+    with _in_words(name), _alone(name) as cache:
+        blobs = cache / "blobs"
+        before = {p.name for p in blobs.iterdir()} if blobs.is_dir() else set()
+        folder = _fetched(name, *WANTED)
+        _refuse_wrong((p for p in folder.iterdir() if p.resolve().name not in before), name)
+        if not (folder / CONFIG).is_file() or not any(folder.glob("*.safetensors")):
+            _say_what_lacks(name, folder)
+    return folder
+
+
+def _fetched(name: HubName, *wanted: str) -> Path:
+    """Return the folder of the cache that has what the repository has of the patterns `wanted`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
 
@@ -81,22 +96,14 @@ def _snapshot(name: HubName) -> Path:
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{"disable": None} | options)  # type: ignore[no-untyped-call]
 
-    with _in_words(name), _alone(name) as cache:
-        blobs = cache / "blobs"
-        before = {p.name for p in blobs.iterdir()} if blobs.is_dir() else set()
-        folder = Path(
-            snapshot_download(
-                name.repo,
-                revision=name.revision,
-                allow_patterns=[*WANTED],
-                ignore_patterns=[*UNWANTED],
-                tqdm_class=Bar,
-            )
-        )
-        _refuse_wrong((p for p in folder.iterdir() if p.resolve().name not in before), name)
-        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
-            _say_what_lacks(name, folder)
-    return folder
+    folder = snapshot_download(
+        name.repo,
+        revision=name.revision,
+        allow_patterns=[*wanted],
+        ignore_patterns=[*UNWANTED],
+        tqdm_class=Bar,
+    )
+    return Path(folder)
 
 
 @contextmanager
@@ -149,7 +156,7 @@ def _say_what_lacks(name: HubName, folder: Path) -> NoReturn:
     from huggingface_hub import HfApi
 
     files = sorted(HfApi().list_repo_files(name.repo, revision=folder.name))
-    what = "config.json" if "config.json" not in files else ".safetensors weights"
+    what = CONFIG if CONFIG not in files else ".safetensors weights"
     pickles = [file for file in files if file.endswith(PICKLES)]
     only = f" (only {', '.join(pickles[:3])})" if pickles else ""
     raise CheckpointError(

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -157,8 +158,19 @@ def test_a_token_is_shown_to_the_hub(hub: LocalHub, monkeypatch: pytest.MonkeyPa
 
 def test_a_hub_that_is_not_there(hub: LocalHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(CheckpointError, match="127.0.0.1:9 cannot be reached, and it is not in the cache"):
-        pinned(NAME)
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    for action in (pinned, config_file):
+        with pytest.raises(CheckpointError, match="127.0.0.1:9 cannot be reached, and it is not in the cache"):
+            action(NAME)
+    assert waits == []  # huggingface_hub sleeps between tries, 23 s in all
+
+
+def test_a_repository_without_a_config(hub: LocalHub) -> None:
+    (hub.folders[NAME] / "config.json").unlink()
+    for action in (pinned, config_file):
+        with pytest.raises(CheckpointError, match=r"the repository has no config\.json"):
+            action(NAME)
 
 
 def test_what_is_here_is_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
