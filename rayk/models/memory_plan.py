@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from rayk.kv.groups import KVCacheGroup
-from rayk.kv.specs import num_kept_blocks, page_bytes
+from rayk.kv.specs import max_live_blocks, page_bytes
 from rayk.models.config import DecoderConfig
 from rayk.models.engine_plan import plan_engine
 from rayk.models.families import read_config
@@ -122,5 +122,5 @@ def _plan(model: str, config: DecoderConfig, gpu: str, tp: int, tokens: int) -> 
 
 
 def _request_blocks(groups: Sequence[KVCacheGroup], tokens: int) -> int:
-    """Count the blocks of a request of `tokens`, each group at its fullest."""
-    return max(1, sum(num_kept_blocks(g.spec, g.spec.fullest_at(tokens)) for g in groups))
+    """Count the blocks of a request of `tokens`, each group at its fullest and wherever its window begins."""
+    return max(1, sum(max_live_blocks(g.spec, tokens) for g in groups))

@@ -161,6 +161,15 @@ def test_where_an_output_stands_depends_on_its_tokens_alone() -> None:
     assert len(fed) > 10
 
 
+def test_descriptions_that_differ_in_anything_are_compiled_apart() -> None:
+    grammars, _ = vocabulary("bpe")
+    schema = json.dumps({"type": "array", "items": {"type": "boolean"}})
+    spaced, tight = (StructuredOutputs(json=schema, disable_any_whitespace=tight) for tight in (False, True))
+    (bracket,) = allowed(grammars.begin(spaced))
+    masks = [allowed(grammars.begin(wanted, [bracket])) for wanted in (spaced, tight, spaced)]
+    assert masks[0] == masks[2] != masks[1]
+
+
 PERSON: dict[str, Any] = {
     "type": "object",
     "properties": {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rayk.kernels.dispatch import implementation
 from rayk.kernels.grouped_matmul import grouped_matmul
-from rayk.kernels.scaled_matmul import ScaledWeight, quantise_inputs, scaled_matmul, stacked_weight
+from rayk.kernels.scaled_matmul import ScaledWeight, can_stack, quantise_inputs, scaled_matmul, stacked_weight
 from tests.each import each
 from tests.helpers import assert_matches
 from tests.markers import gpu, interpreted, thorough
@@ -149,6 +149,18 @@ def test_stacked_matrices_keep_their_scales() -> None:
         check(x, whole, None, impl="reference")
     matrices = [drawn_weight(size, 256, "matrix", size) for size in (40, 24)]
     assert stacked_weight(matrices).block == (1, 256)
+
+
+@pytest.mark.parametrize(
+    "unlike", [{"input_scale": 0.02}, {"inputs": "token", "input_scale": 1.0}, {"block": (128, 64)}], ids=str
+)
+def test_matrices_whose_inputs_are_quantised_otherwise_are_not_stacked(unlike: dict[str, Any]) -> None:
+    """One product quantises its inputs once: another static scale would be lost."""
+    first, second = (drawn_weight(128, 256, "blocks, static", seed) for seed in range(2))
+    assert can_stack([first, second])
+    if "block" in unlike:
+        unlike = unlike | {"scales": second.scales.repeat_interleave(2, -1)}
+    assert not can_stack([first, replace(second, **unlike)])
 
 
 def check_groups(

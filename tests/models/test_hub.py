@@ -36,7 +36,9 @@ def test_a_model_is_fetched_once_and_its_commit_kept(hub: LocalHub) -> None:
     folder = model_folder(PINNED)
     assert load_config(folder).family == "qwen3"
     assert hub.fetched() == sorted(p.name for p in folder.iterdir())
-    assert {"tokenizer.json", "config.json", WEIGHTS} <= set(hub.fetched())
+    there = {p.name for p in hub.folders[NAME].iterdir() if p.is_file()}
+    assert {"tokenizer.json", "chat_template.jinja", "config.json", WEIGHTS} <= there
+    assert set(hub.fetched()) == there - set(UNWANTED)
     assert not set(UNWANTED) & {str(p.relative_to(folder)) for p in folder.rglob("*")}
     hub.requests.clear()
     models_hub._pinned_snapshot.cache_clear()

@@ -118,6 +118,13 @@ def test_the_405b_on_8_h200(write: WriteConfig) -> None:
     assert not plan_memory(write(LLAMA_31_405B), "8xH100").fits
 
 
+def test_requests_at_a_time_are_counted_at_their_fullest(write: WriteConfig) -> None:
+    """The 127 positions before a token lie in 9 blocks of 16, unless they begin with one."""
+    two_layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    (size,) = plan_memory(write(LARGE["gpt-oss-120b"] | two_layers), "1xH200", tokens=4096).sizes
+    assert size.num_requests == size.num_blocks // (256 + 9)
+
+
 def test_the_plan_counts_the_rank_that_holds_most(write: WriteConfig) -> None:
     uneven = {"num_hidden_layers": 1, "intermediate_size": 53251, "vocab_size": 128259}
     path = write(LLAMA_31_405B | uneven)

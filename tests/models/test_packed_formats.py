@@ -22,6 +22,8 @@ from safetensors.torch import load_file, save_file
 from rayk.models.families.quantisation import parse_quantisation
 from rayk.models.families.raw import RawConfig
 from rayk.models.formats import Awq, Gptq, Nvfp4, PackQuantized, Quantisation, Scheme, WeightFormat
+from rayk.models.formats import integers as integer_formats
+from rayk.models.formats import nvfp4 as nvfp4_format
 from rayk.models.weights import HeaderReader, WeightReader
 from rayk.oracle import packed
 from rayk.types.errors import CheckpointError
@@ -32,6 +34,13 @@ MODULE = "model.layers.0.mlp.down_proj."
 NAME = MODULE + "weight"
 SHAPE = (32, 96)
 Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpack fixtures in several chunks, as matrices of released sizes are."""
+    monkeypatch.setattr(integer_formats, "CHUNK_COLUMNS", 20)
+    monkeypatch.setattr(nvfp4_format, "CHUNK_ROWS", 12)
 
 
 def fixture(name: str) -> Tensors:
