@@ -98,7 +98,7 @@ def _print_plan(plan: MemoryPlan) -> None:
     where = f"{plan.num_gpus} x {plan.gpu} of {plan.gpu_bytes / 1e9:,.0f} GB"
     for line in (
         f"{plan.model}: {'fits' if plan.fits else 'does not fit'} on {where}, {USED_SHARE:.0%} of it used",
-        f"{plan.num_parameters:,} parameters, stored as {plan.stored_as}",
+        f"{plan.num_parameters:,} parameters, stored as {plan.stored_as}, held {plan.held_as}",
         f"a token keeps {plan.kv_token_bytes:,} bytes of KV in {plan.dtype} before TP, until windows and "
         f"chunks are full; a request {plan.state_bytes:,} bytes of states",
     ):

@@ -13,6 +13,7 @@ from rayk.kv.specs import max_live_blocks, page_bytes
 from rayk.models.config import DecoderConfig
 from rayk.models.engine_plan import plan_engine
 from rayk.models.families import read_config
+from rayk.models.formats import Fp8
 from rayk.models.hub import config_file
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.models.stored_sizes import held_bytes, num_parameters
@@ -53,6 +54,7 @@ class MemoryPlan:
     num_parameters: int
     dtype: str  # of KV
     stored_as: str  # the weights' format on disk
+    held_as: str  # and in an engine's memory
     kv_token_bytes: int  # a token, all layers and ranks once, while no window or chunk is full
     state_bytes: int  # a request's recurrent states
     tokens: int  # length of a request
@@ -89,11 +91,20 @@ def plan_memory(model: str | Path, gpus: str, *, tokens: int | None = None) -> M
         num_parameters=num_parameters(config),
         dtype=config.dtype,
         stored_as=config.quantisation.text if config.quantisation else config.dtype,
+        held_as=_held_as(config, gpu),
         kv_token_bytes=sum(page_bytes(spec) for spec in specs if spec.has_token_rows),
         state_bytes=sum(page_bytes(spec) for spec in specs if not spec.has_token_rows),
         tokens=tokens,
         sizes=tuple(_plan(str(model), config, gpu, tp, tokens) for tp in sizes),
     )
+
+
+def _held_as(config: DecoderConfig, gpu: str) -> str:
+    """Say in words what `held_bytes` counts."""
+    if config.quantisation is None:
+        return f"in {config.dtype}"
+    keeps = gpu in MULTIPLIES_FP8 and any(isinstance(s.format, Fp8) for s in config.quantisation.schemes)
+    return f"in fp8 as stored, the rest in {config.dtype}" if keeps else f"dequantised in {config.dtype}"
 
 
 def _plan(model: str, config: DecoderConfig, gpu: str, tp: int, tokens: int) -> TpPlan:

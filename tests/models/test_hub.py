@@ -163,7 +163,9 @@ def test_a_hub_that_is_not_there(hub: LocalHub, monkeypatch: pytest.MonkeyPatch)
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
     for action in (pinned, config_file):
-        with pytest.raises(CheckpointError, match="127.0.0.1:9 cannot be reached, and it is not in the cache"):
+        with pytest.raises(
+            CheckpointError, match="127.0.0.1:9 cannot be reached, and it is not in the cache"
+        ):
             action(NAME)
     assert waits == []  # huggingface_hub sleeps between tries, 23 s in all
 
