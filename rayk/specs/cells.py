@@ -26,7 +26,14 @@ from rayk.sched.policy import PolicySettings
 from rayk.specs.devices import resolve_device
 from rayk.specs.experiment import BLOCK_SIZE, Deadlines, ExperimentSpec, FaultSpec, SamplingSpec, SideSpec
 from rayk.specs.load import LIST_KEYS, apply_point
-from rayk.specs.vllm_engines import NO_HANDSHAKE, is_unheeded, vllm_engines
+from rayk.specs.vllm_engines import (
+    NO_HANDSHAKE,
+    PROVES_TP,
+    SHARED_OPTIONS,
+    is_divided,
+    is_unheeded,
+    vllm_engines,
+)
 from rayk.types.config import EngineConfig, EngineOptions, VllmEngineConfig
 from rayk.types.errors import LayoutVetoed, SpecError, Unsupported
 from rayk.types.fault_table import KINDS, OTHERS, POINTS, REQUEST_POINTS, ExpectedOutcome, Fault, expected
@@ -367,7 +374,7 @@ def _engine(spec: ExperimentSpec, name: str, config: DecoderConfig, device: str 
     side = getattr(spec, name)
     # vLLM's engines heed only some of what rayk's do.
     is_vllms = spec.kind_of(name) == "vllm"
-    heeded = ("prefix_caching",) if is_vllms else [option.name for option in fields(EngineOptions)]
+    heeded = SHARED_OPTIONS if is_vllms else tuple(option.name for option in fields(EngineOptions))
     return EngineConfig(
         model=absolute_model(spec.model),
         tp=side.tp,
@@ -405,7 +412,8 @@ def _refusal(
     if len(set(kinds)) > 1:
         return "rayk", f"{NO_HANDSHAKE}: prefill is {kinds[0]}, decode is {kinds[1]}"
     if kinds[0] == "vllm":
-        return None, None
+        is_proven = decode is None or not (is_divided(prefill) or is_divided(decode))
+        return (None, None) if is_proven else ("rayk", PROVES_TP)
     for side, engine in (("prefill", prefill), ("decode", decode)):
         if engine is None:
             continue

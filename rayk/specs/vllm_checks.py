@@ -88,6 +88,9 @@ def check_vllm_cell(cell: Cell, loaded: LoadedSpec) -> None:
 
 _SAID_BY = {
     "tensor_parallel_size": "prefill.tp, decode.tp",
+    "pipeline_parallel_size": "prefill.pp, decode.pp",
+    "decode_context_parallel_size": "prefill.dcp, decode.dcp",
+    "cp_kv_cache_interleave_size": "prefill.dcp_interleave, decode.dcp_interleave",
     "block_size": "prefill.block_size, decode.block_size",
     "model": "model",
     "dtype": "dtype",
@@ -99,16 +102,16 @@ _SAID_BY = {
 }
 """vLLM's engine arguments that would silently take the place of a setting of the spec -> that setting."""
 _SPECULATES = "a draft model's layers have no place in the proof"
-_TP_ALONE = "rayk starts and proves engines of tensor parallelism only"
+_ONE_ENGINE = "rayk starts one engine at a time, whose prompts are not split"
 _NOT_TAKEN = {
     "worker_extension_cls": "rayk's checks ask vLLM's workers by its own (rayk.vllm.extension)",
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _SPECULATES),
     **dict.fromkeys(
         (
-            *("pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local", "nnodes"),
-            *("prefill_context_parallel_size", "decode_context_parallel_size"),
+            *("data_parallel_size", "data_parallel_size_local", "nnodes"),
+            "prefill_context_parallel_size",
         ),
-        _TP_ALONE,
+        _ONE_ENGINE,
     ),
 }
 """Engine arguments with which rayk can prove nothing -> why."""

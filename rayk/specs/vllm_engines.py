@@ -20,12 +20,16 @@ takes a minute."""
 MAX_MODEL_LEN = 1024
 """Tokens of a sequence, unless engine.vllm says max_model_len: memory is reserved for them."""
 NO_HANDSHAKE = "rayk and vLLM have no common handshake"
+PROVES_TP = (
+    "rayk proves what vLLM's engines of tensor parallelism alone hand over, not stages or dealt tokens"
+)
 
 VLLM_ONLY = ("python", "vllm", "connector", "connector_options")
 """Settings of engines that rayk's own do not heed."""
-_SHARED = ("kind", "prefix_caching")
+SHARED_OPTIONS = ("prefix_caching", "pp", "pp_layers", "dcp", "dcp_interleave")
+"""Options of rayk's engines that vLLM's heed, too."""
 RAYK_ONLY = (
-    *(f"engine.{option.name}" for option in fields(EngineOptions) if option.name not in _SHARED),
+    *(f"engine.{option.name}" for option in fields(EngineOptions) if option.name not in SHARED_OPTIONS),
     "kv_scales",
     "policy",
     "failure_policy",
@@ -55,6 +59,11 @@ def vllm_engines(
     return tuple(_engine(spec, side, engine, config) for side, engine in engines.items())
 
 
+def is_divided(engine: EngineConfig) -> bool:
+    """Tell whether more than heads is divided over its ranks."""
+    return engine.pp > 1 or engine.dcp > 1
+
+
 def _engine(spec: ExperimentSpec, side: str, engine: EngineConfig, config: DecoderConfig) -> VllmEngineConfig:
     own = getattr(spec, side)
     arguments = {**spec.engine.vllm, **(own.vllm or {})}
@@ -64,6 +73,10 @@ def _engine(spec: ExperimentSpec, side: str, engine: EngineConfig, config: Decod
         python=os.path.abspath(own.python or spec.engine.python),  # noqa: PTH100
         model=engine.model,
         tp=engine.tp,
+        pp=engine.pp,
+        pp_layers=engine.pp_layers,
+        dcp=engine.dcp,
+        dcp_interleave=engine.dcp_interleave,
         dtype=engine.dtype,
         device=engine.device,
         kv_dtype=engine.kv_dtype,
@@ -71,7 +84,8 @@ def _engine(spec: ExperimentSpec, side: str, engine: EngineConfig, config: Decod
         block_size=own.block_size,
         max_tokens=longest if type(longest) is int else MAX_MODEL_LEN,
         prefix_caching=engine.prefix_caching,
-        connector=spec.engine.connector,
+        # Nothing is handed over where one engine does all.
+        connector="" if is_divided(engine) and spec.mode == "aggregated" else spec.engine.connector,
         transfer_mode=spec.transfer.mode,
         connector_options=_as_json(spec.engine.connector_options),
         arguments=_as_json(arguments),

@@ -25,6 +25,10 @@ def engine_refusal(engine: VllmEngineConfig, config: DecoderConfig) -> str | Non
         return f"Total number of attention heads ({heads}) {must}"
     if kv_heads % engine.tp and engine.tp % kv_heads:
         return f"assert tp_size % self.total_num_kv_heads == 0 ({engine.tp} and {kv_heads} KV heads)"
+    if engine.dcp > 1:
+        why = _dcp_refusal(engine, config)
+        if why is not None:
+            return why
     if engine.device != "cpu":
         return None
     if engine.layout not in ("auto", _CPU_LAYOUT):
@@ -36,6 +40,36 @@ def engine_refusal(engine: VllmEngineConfig, config: DecoderConfig) -> str | Non
     if engine.block_size is not None and engine.block_size % _CPU_BLOCK_MULTIPLE:
         # v1/worker/utils.py
         return f"No common block size for {engine.block_size} (CPU_ATTN: [MultipleOf({_CPU_BLOCK_MULTIPLE})])"
+    return None
+
+
+def _dcp_refusal(engine: VllmEngineConfig, config: DecoderConfig) -> str | None:
+    heads, kv_heads, has_latents = config.num_query_heads, config.num_kv_heads, config.mla is not None
+    if not has_latents and engine.tp <= kv_heads:
+        # config/model.py, as the next two
+        return (
+            f"Decode context parallelism for GQA/MQA requires `--tensor-parallel-size` ({engine.tp}) to be "
+            f"greater than the model's total number of KV heads ({kv_heads}). Increase "
+            "`--tensor-parallel-size` or set `--decode-context-parallel-size 1`."
+        )
+    if not has_latents and engine.dcp > engine.tp // kv_heads:
+        return (
+            f"`--decode-context-parallel-size` ({engine.dcp}) exceeds the maximum supported value "
+            f"({engine.tp // kv_heads}) for `--tensor-parallel-size` ({engine.tp}) and {kv_heads} model KV "
+            "heads."
+        )
+    if not has_latents and heads // kv_heads % engine.dcp:
+        return (
+            f"The model's number of query heads per KV head ({heads // kv_heads}) must be divisible by "
+            f"`--decode-context-parallel-size` ({engine.dcp}) for GQA/MQA."
+        )
+    if engine.device == "cpu" and not has_latents:
+        # v1/worker/cp_utils.py
+        return (
+            "Decode Context Parallelism (DCP) requires attention implementations to return the softmax LSE "
+            "during decode, but CPUAttentionBackendImpl does not. Try a different backend by setting "
+            "--attention-backend or disable DCP."
+        )
     return None
 
 

@@ -105,6 +105,10 @@ class VllmEngineConfig:
     python: str  # interpreter of vLLM's environment, a path on the engine's node
     model: str
     tp: int = 1
+    pp: int = 1
+    pp_layers: tuple[int, ...] | None = None
+    dcp: int = 1
+    dcp_interleave: int = 1
     dtype: str = "float32"
     device: str = "cpu"
     kv_dtype: str = "auto"
@@ -125,3 +129,8 @@ class VllmEngineConfig:
     connector_options: tuple[tuple[str, str], ...] = ()
     # (vLLM's name of an engine argument, JSON), in place of what the fields above make of it
     arguments: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that compute."""
+        return self.tp * self.pp

@@ -37,6 +37,12 @@ def engine_arguments(
         "enforce_eager": True,
         "worker_extension_cls": "rayk.vllm.extension.WorkerExtension",
     }
+    shape = {
+        "pipeline_parallel_size": config.pp,
+        "decode_context_parallel_size": config.dcp,
+        "cp_kv_cache_interleave_size": config.dcp_interleave,
+    }
+    arguments |= {name: size for name, size in shape.items() if size > 1}
     if config.block_size is not None:
         arguments["block_size"] = config.block_size
     if config.max_batch_tokens is not None:
@@ -74,6 +80,8 @@ def engine_environment(config: VllmEngineConfig, host: str, port: int) -> dict[s
     if config.device == "cpu":
         # Without this, the first request with logprobs has vLLM compile for a minute what ranks tokens.
         found |= {**ON_CPUS, "TORCH_COMPILE_DISABLE": "1"}
+    if config.pp_layers is not None:
+        found["VLLM_PP_LAYER_PARTITION"] = ",".join(map(str, config.pp_layers))
     if config.layout != "auto":
         found["VLLM_KV_CACHE_LAYOUT"] = config.layout
     return found

@@ -142,7 +142,7 @@ def test_unlike_kinds_have_no_handshake_and_who_refuses_is_told() -> None:
         ),
         (
             VLLM | {"prefill": {"vllm": {"pipeline_parallel_size": 2}}},
-            r"pipeline_parallel_size is not taken: .* tensor parallelism only(.|\n)*leave pipeline",
+            r"pipeline_parallel_size is said elsewhere in a spec(.|\n)*prefill.pp, decode.pp",
         ),
         ({"engine": {"kind": "vllm", "vllm": {"data_parallel_size": 2}}}, "data_parallel_size is not taken"),
         ({"engine": {"kind": "vllm", "vllm": {"spec_model": "m"}}}, "spec_model is not taken: a draft"),
