@@ -25,16 +25,18 @@ def kernel_block_sizes(
     default: int | None,
     by_kind: Mapping[str, int],
     chunks: Sequence[Sequence[int]] | None = None,
+    dcp: int = 1,
 ) -> tuple[int, ...]:
     """Choose the rows of a kernel block per group: by kind, else `default`, else a whole block.
 
     `chunks`: per group, the chunk lengths of its layers. Each chunk must begin with a kernel block, so that
-    kernel blocks become parts of a block where chunks do not begin with a whole one.
+    kernel blocks become parts of a block where chunks do not begin with a whole one. Where `dcp` ranks share
+    tokens, kernels are told each token's keys instead, and see a rank's own rows.
     """
     sizes = []
     for g, lengths in zip(groups, chunks or [()] * len(groups), strict=True):
-        rows = rows_per_block(g.spec)
-        size = by_kind.get(g.spec.kind) or default or gcd(rows, *lengths)
+        rows = rows_per_block(g.spec) // (dcp if g.spec.has_token_rows else 1)
+        size = by_kind.get(g.spec.kind) or default or gcd(rows, *(lengths if dcp == 1 else ()))
         sizes.append(size if g.spec.has_token_rows else rows)
     return tuple(sizes)
 
@@ -45,13 +47,15 @@ def bad_kernel_blocks(
     by_kind: Mapping[str, int],
     chunks: Sequence[Sequence[int]],
     block_size: int,
+    dcp: int = 1,
 ) -> BadKernelBlocks | None:
     """Return the first thing that is wrong with the requested sizes, or None.
 
     A kernel block must divide its group's blocks and its layers' chunks, and kinds must name groups of the
-    model. `block_size`: tokens of a block before it grew.
+    model. `block_size`: tokens of a block before it grew. With `dcp`, blocks are one rank's, and chunks
+    do not count.
     """
-    blocks = {g.spec.kind: g.spec.block_size for g in groups if g.spec.has_token_rows}
+    blocks = {g.spec.kind: g.spec.block_size // dcp for g in groups if g.spec.has_token_rows}
     for kind in by_kind:
         if kind not in blocks:
             return BadKernelBlocks(
@@ -60,7 +64,7 @@ def bad_kernel_blocks(
                 f"it has {', '.join(blocks)}" if blocks else "it keeps states only, whose blocks are whole",
             )
     lengths: dict[str, set[int]] = {kind: set() for kind in blocks}
-    for g, of_group in zip(groups, chunks, strict=True):
+    for g, of_group in zip(groups, chunks if dcp == 1 else [()] * len(groups), strict=True):
         lengths.get(g.spec.kind, set()).update(of_group)
     for kind, size in blocks.items():
         rows = by_kind.get(kind, default)

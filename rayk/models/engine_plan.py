@@ -12,7 +12,7 @@ from rayk.kv.layout import KVCacheLayout, LayoutResolution, Veto, resolve_layout
 from rayk.kv.specs import KVCacheSpec
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups, group_chunks
-from rayk.parallel.shard import EngineShape
+from rayk.parallel.shard import engine_shape
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 
@@ -39,15 +39,16 @@ def plan_engine(
 
     `parties` are (name, veto), e.g. of attention backends, asked about every group's spec except states
     (whose kernels read any layout by its strides); the groups' own veto is added here. Raises Unsupported for
-    a TP size that the model cannot run at, LayoutVetoed if no layout is left, UserError for kernel blocks
+    a size that the model cannot be divided by, LayoutVetoed if no layout is left, UserError for kernel blocks
     that do not divide a group's blocks or its layers' chunks, or name a group that does not exist.
     """
+    shape = engine_shape(config, model.num_layers)
     groups = engine_groups(config, model)
     kernel_blocks = _kernel_blocks(groups, config, group_chunks(groups, model))
     resolution = resolve_layout(
         config.layout,
         [
-            ("specs", lambda layout: layout_veto(groups, layout, kernel_blocks)),
+            ("specs", lambda layout: layout_veto(groups, layout, kernel_blocks, shape.dcp)),
             *((name, _for_every_spec(veto, groups)) for name, veto in parties),
         ],
     )
@@ -55,12 +56,12 @@ def plan_engine(
         plan_rank(
             groups,
             resolution.layout,
-            shape=EngineShape(config.tp),
+            shape=shape,
             rank=rank,
             num_blocks=config.num_blocks,
             kernel_block_sizes=kernel_blocks,
         )
-        for rank in range(config.tp)
+        for rank in range(shape.num_ranks)
     )
     return EnginePlan(groups, resolution, ranks)
 
@@ -70,10 +71,10 @@ def _kernel_blocks(
 ) -> tuple[int, ...]:
     """Choose the rows of a kernel block per group. Raises UserError."""
     asked = config.kernel_block_size, dict(config.kernel_block_sizes), chunks
-    bad = bad_kernel_blocks(groups, *asked, config.block_size)
+    bad = bad_kernel_blocks(groups, *asked, config.block_size, config.dcp)
     if bad is not None:
         raise UserError(bad.problem, mend=bad.mend)
-    return kernel_block_sizes(groups, *asked)
+    return kernel_block_sizes(groups, *asked, config.dcp)
 
 
 def _for_every_spec(veto: SpecVeto, groups: Sequence[KVCacheGroup]) -> Veto:

@@ -81,10 +81,11 @@ def engine_specs(engine: EngineConfig, config: DecoderConfig) -> dict[CacheKey, 
 
 
 def engine_groups(engine: EngineConfig, config: DecoderConfig) -> tuple[KVCacheGroup, ...]:
-    """Group the engine's KV specs, with grown blocks."""
+    """Group the engine's KV specs, with grown blocks; of all its layers and tokens, whichever rank keeps
+    them."""
     kept_as = engine_format(engine.dtype, engine.kv_dtype, engine.kv_scales)
     sizes = (engine.block_size, engine.state_block_size)
-    return _groups(config, kept_as, engine.dtype, *sizes, hybrid_kv=engine.hybrid_kv)
+    return _groups(config, kept_as, engine.dtype, *sizes, hybrid_kv=engine.hybrid_kv, dcp=engine.dcp)
 
 
 @lru_cache(maxsize=1024)
@@ -96,6 +97,7 @@ def _groups(
     state_block_size: int | None,
     *,
     hybrid_kv: bool,
+    dcp: int,
 ) -> tuple[KVCacheGroup, ...]:
     """Cached, because the cells of a matrix ask for the same groups many times."""
     specs = partial(
@@ -106,7 +108,7 @@ def _groups(
         block_size=block_size,
         state_block_size=state_block_size,
     )
-    return group_layers(specs(hybrid_kv=hybrid_kv), specs(hybrid_kv=True))
+    return group_layers(specs(hybrid_kv=hybrid_kv), specs(hybrid_kv=True), dcp=dcp)
 
 
 def tier_groups(
@@ -114,7 +116,7 @@ def tier_groups(
 ) -> tuple[KVCacheGroup, ...]:
     """Return the KV groups of a host tier behind engines like this: those of an engine with the tier's block
     sizes, where a state is kept per attention block."""
-    own = {"tp": 1, "block_size": settings.block_size}
+    own = {"tp": 1, "dcp": 1, "pp": 1, "pp_layers": None, "block_size": settings.block_size}
     like = replace(engine, **own, kernel_block_size=None, kernel_block_sizes=())  # type: ignore[arg-type]
     groups = engine_groups(like, config)
     rows = max((g.spec.block_size for g in groups if g.spec.has_token_rows), default=settings.block_size)

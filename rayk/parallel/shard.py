@@ -16,6 +16,7 @@ from typing import Protocol, overload
 import numpy as np
 import numpy.typing as npt
 
+from rayk.types.config import EngineConfig
 from rayk.types.errors import Unsupported
 
 Ints = npt.NDArray[np.int64]
@@ -289,3 +290,9 @@ class EngineShape:
         layers = range(first, first + self.stages[stage]) if self.stages else None
         tokens = Stripe(self.dcp, dcp_rank, self.dcp_interleave) if self.dcp > 1 else WHOLE
         return RankShare(rank, stage, tp_rank, dcp_rank, layers, tokens)
+
+
+def engine_shape(config: EngineConfig, num_layers: int) -> EngineShape:
+    """Return how an engine divides a model of so many layers. Raises Unsupported for stages that do not."""
+    stages = split_layers(num_layers, config.pp, config.pp_layers) if config.pp > 1 else ()
+    return EngineShape(config.tp, config.dcp, config.dcp_interleave if config.dcp > 1 else 1, stages)

@@ -429,7 +429,8 @@ def _refusal(
         if engine.layout != "auto":
             groups = engine_groups(engine, config)
             settings = engine.kernel_block_size, dict(engine.kernel_block_sizes), group_chunks(groups, config)
-            veto = partial(layout_veto, groups, kernel_block_sizes=kernel_block_sizes(groups, *settings))
+            rows = kernel_block_sizes(groups, *settings, engine.dcp)
+            veto = partial(layout_veto, groups, kernel_block_sizes=rows, dcp=engine.dcp)
             try:
                 resolve_layout(engine.layout, [("specs", veto)])
             except LayoutVetoed as error:

@@ -9,7 +9,7 @@ from rayk.kv.layout import KVCacheLayout
 from rayk.kv.outbox import num_outbox_blocks
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups, tier_groups
-from rayk.parallel.shard import EngineShape
+from rayk.parallel.shard import engine_shape
 from rayk.specs.cells import Cell, Models, decoder_of, expand, why_no_groups
 from rayk.specs.engines import (
     check_cell_device,
@@ -183,7 +183,8 @@ def _check_outbox(
     if not num_bytes:
         return
     try:
-        num_outbox_blocks(engine_groups(engine, config), EngineShape(engine.tp), engine.num_blocks, num_bytes)
+        shape = engine_shape(engine, config.num_layers)
+        num_outbox_blocks(engine_groups(engine, config), shape, engine.num_blocks, num_bytes)
     except Unsupported:
         pass  # the cell's verdict says so
     except UserError as error:

@@ -99,6 +99,7 @@ def check_kernel_blocks(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -
             dict(engine.kernel_block_sizes),
             group_chunks(groups, config),
             engine.block_size,
+            engine.dcp,
         )
         if bad is not None:
             raise SpecError(

@@ -241,7 +241,7 @@ def _one_slot(fault: FaultSpec, cell: Cell, config: DecoderConfig) -> tuple[str,
         return None
     groups = engine_groups(engine, config)
     by_kind, chunks = dict(engine.kernel_block_sizes), group_chunks(groups, config)
-    sizes = kernel_block_sizes(groups, engine.kernel_block_size, by_kind, chunks)
+    sizes = kernel_block_sizes(groups, engine.kernel_block_size, by_kind, chunks, engine.dcp)
     if min(size for g, size in zip(groups, sizes, strict=True) if key in g.keys) > 1:
         return None
     return (

@@ -14,7 +14,7 @@ from rayk.kv.geometry import plan_rank
 from rayk.kv.layout import LAYOUTS
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups
-from rayk.parallel.shard import EngineShape
+from rayk.parallel.shard import engine_shape
 from rayk.specs.cells import Cell
 from rayk.specs.experiment import OffloadSpec
 from rayk.specs.load import LoadedSpec
@@ -80,8 +80,9 @@ def _pool_bytes(engine: EngineConfig, config: DecoderConfig) -> int:
     """Count the bytes of the KV pool on all ranks."""
     layout = LAYOUTS["BLHNC" if engine.layout == "auto" else engine.layout]
     groups = engine_groups(engine, config)
-    rank = plan_rank(groups, layout, shape=EngineShape(engine.tp), rank=0, num_blocks=2)
-    return rank.block_bytes * engine.num_blocks * engine.tp
+    shape = engine_shape(engine, config.num_layers)
+    ranks = (plan_rank(groups, layout, shape=shape, rank=n, num_blocks=2) for n in range(shape.num_ranks))
+    return sum(rank.block_bytes for rank in ranks) * engine.num_blocks
 
 
 def _memory_gib() -> float:

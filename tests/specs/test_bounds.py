@@ -102,7 +102,7 @@ def test_amounts_are_bounded(changes: dict[str, Any], problem: str) -> None:
 def test_cells_alike_are_grouped_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What costs most of a plan is done for engines that differ in it, not for cells."""
     calls: list[object] = []
-    monkeypatch.setattr(kv_specs, "group_layers", lambda *a: calls.append(a) or group_layers(*a))
+    monkeypatch.setattr(kv_specs, "group_layers", lambda *a, **k: calls.append(a) or group_layers(*a, **k))
     axes = {"sampling.max_tokens": [*range(1, 51)], "prefill.tp": [1, 2], "decode.tp": [1, 2]}
     loaded = load_spec(spec(matrix=axes | {"prefill.block_size": [8, 16, 24]}))
     # A model that no other test has.
