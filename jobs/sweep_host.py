@@ -30,6 +30,7 @@ from rayk.transfer.plan import BlockReads, consecutive_tables, plan_pushes
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.token_classes import ONE_CLASS
 from rayk.types.errors import TransferError
 
 Tables = list[list[int]]
@@ -190,7 +191,7 @@ class Host:
                     rank._views,
                     ticket.digests,
                     rank.digests(ticket.num_tokens, self._tables),
-                    rank.plan(ticket.engine).sources,
+                    rank.plan(ticket.engine).sources(ONE_CLASS),
                     ticket.num_tokens,
                     rank.description.rows_per_group,
                 )

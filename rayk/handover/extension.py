@@ -54,19 +54,21 @@ from rayk.transfer.handshake import CacheDescription, describe_cache
 from rayk.transfer.layer_view import LayerView, make_layer_view
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.staging import StagingSettings
+from rayk.transfer.token_classes import ONE_CLASS, TokenClasses
 from rayk.transfer.verify import Digests, compute_digests, fetch_rows, sorted_views
 from rayk.transfer.warm_up import transfer_launches
 from rayk.types.errors import KVMismatch, NotFiniteError, RaykError
 
 
 def layer_views(rank: EngineRank) -> list[LayerView]:
-    """Return what a rank's layers show of their bound caches, with the unit ids their weights were cut
-    for."""
-    owners = rank.decoder.cache_owners
+    """Return what a rank's layers show of their bound caches, with the unit ids their weights were cut for
+    and the tokens that slots are computed for."""
+    owners, geometry = rank.decoder.cache_owners, rank.caches.geometry
+    tokens = geometry.share.tokens
     return [
-        make_layer_view(layer, group, owners[layer, part].field_views())
-        for group in rank.plan.groups
-        for layer, part in group.keys
+        make_layer_view(layer, kept.group, owners[layer, part].field_views(), tokens)
+        for kept in geometry.groups
+        for layer, part in kept.keys
     ]
 
 
@@ -135,11 +137,13 @@ class TransferExtension:
         faults: Sequence[PlantedFault] = (),
         on_point: Callable[[str, int], None] = lambda point, count: None,
         meter: Meter | None = None,
+        token_classes: TokenClasses = ONE_CLASS,
     ) -> None:
-        """`make_push_agent`: of an agent for pushes alone, where the engine may push; `push_layers`: see
-        Pusher. `outbox_bytes`: stores go through an outbox of so many, see OffloadSettings. `on_point` is
-        told of "transfer" (tickets written or reads started, and how many so far)."""
-        self._views = sorted_views(layer_views(rank))
+        """`token_classes`: of all sides of the deployment. `make_push_agent`: of an agent for pushes alone,
+        where the engine may push; `push_layers`: see Pusher. `outbox_bytes`: stores go through an outbox of
+        so many, see OffloadSettings. `on_point` is told of "transfer" (tickets written or reads started, and
+        how many so far)."""
+        self._views = sorted_views(layer_views(rank), rank.plan.groups, token_classes)
         self._inspect = Inspection(rank, self._views)
         self._faults = FaultBox(faults)
         self._agent = FaultyAgent(agent) if any(f.kind == "flip_bit" for f in faults) else agent
@@ -161,6 +165,7 @@ class TransferExtension:
             epoch=epoch,
             fingerprint=model,
             kv_scales=rank.decoder.kv_scales,
+            token_classes=token_classes,
         )
         what, costs = (self._agent, rank.caches, self._views, description), CostTable()
         self.transfer = TransferRank(*what, staging=staging, costs=costs)

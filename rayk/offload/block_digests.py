@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rayk.kernels.digest import RowPlaces, digest_views
+from rayk.kernels.digest import RowPlaces
 from rayk.transfer.digest_words import Ints
 from rayk.transfer.layer_view import LayerView
-from rayk.transfer.verify import CanonicalViews, Digests
+from rayk.transfer.verify import CanonicalViews, Digests, digest_places
 
 Tables = Sequence[Sequence[int]]
 
@@ -213,7 +213,7 @@ class BlockDigests:
                 np.zeros((len(kept.lanes), len(cells)), dtype=np.int64)
                 for kept, cells in zip(self._kept, cells_of, strict=True)
             ]
-        made = digest_views(self._views.digested, places, rows_per_group=self._cell)[:-1].numpy()
+        made, _ = digest_places(self._views, places, self._cell)
         before = self._before([len(cells) for cells in cells_of])
         return [
             made[before[kept.lanes][:, None] + np.arange(len(cells))]

@@ -111,8 +111,9 @@ class HostTier:
             epoch=epoch,
             fingerprint=like.fingerprint,
             kv_scales=like.kv_scales,
+            token_classes=like.token_classes,
         )
-        views = sorted_views(list(layer_views(self.caches)))
+        views = sorted_views(list(layer_views(self.caches)), classes=self.description.token_classes)
         self._digests = BlockDigests(views, geometry.num_blocks, self.description.rows_per_group)
         self._blocks = HostBlocks(self.caches, self.manager, self._digests.find_changed_in)
         what = agent, self.caches, views, self.description

@@ -33,10 +33,11 @@ def layer_views(caches: CanonicalKVCaches) -> Iterator[LayerView]:
     """Yield every cached layer as its kernels see it."""
     for geometry in caches.geometry.groups:
         group = geometry.group
-        for layer in group.layers:
+        for layer in geometry.layers:
             units = {f.field.name: f.units for f in geometry.fields}
             bound = caches.view(layer, group.spec.part)
-            yield make_layer_view(layer, group, field_views(group, bound, units))
+            fields = field_views(group, bound, units)
+            yield make_layer_view(layer, group, fields, caches.geometry.share.tokens)
 
 
 class RankConnector(BaseConnector):

@@ -17,7 +17,6 @@ from rayk.transfer.agent import TransferAgent, TransferState
 from rayk.transfer.arrivals import ArrivalReads
 from rayk.transfer.convert import Converting
 from rayk.transfer.draining import Drained, Failed, Finish, Tick
-from rayk.transfer.layer_view import LayerView
 from rayk.transfer.lease import Renewals
 from rayk.transfer.link import Landing, ProducerLink
 from rayk.transfer.plan import BlockReads
@@ -25,6 +24,7 @@ from rayk.transfer.reads import DataReads, PostedRead
 from rayk.transfer.staging import Staging
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import (
+    CanonicalViews,
     Prove,
     WrongWord,
     compare_digests,
@@ -109,7 +109,7 @@ class Consumption:
     staging: Staging
     buffer: torch.Tensor
     """The registered memory that is read into: int8 [bytes]."""
-    views: Sequence[LayerView]
+    views: CanonicalViews
     rows_per_group: int
     name: str
     """This rank's agent name, as releases carry it."""
@@ -343,7 +343,7 @@ class Consumption:
             found = compute_digests(self.views, self.block_tables, *what)
         else:
             found = self.prove(self.block_tables, ticket.num_tokens, self.first_row)
-        sources = self.link.plan.sources
+        sources = self.link.plan.sources(self.views.classes)
         self._wrong = compare_digests(self.views, ticket.digests, found, sources, *what)
         self._note_digest(self.clock() - began)
         mismatch = None

@@ -22,11 +22,13 @@ from rayk.kv.caches import FieldView
 from rayk.kv.format_bounds import Floats, error_bound
 from rayk.kv.formats import FORMATS, KVFormat
 from rayk.kv.specs import with_block_size
-from rayk.transfer.diagnose import first_difference
+from rayk.transfer.diagnose import first_difference, join_rows
+from rayk.transfer.digest_words import whole_sources
 from rayk.transfer.layer_view import LayerView
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import (
     CHUNK_ROWS,
+    CanonicalViews,
     Rows,
     compare_digests,
     compute_digests,
@@ -58,8 +60,8 @@ def conversion_bound(source: KVFormat, values: Floats, target: KVFormat, scale: 
 class Conversion:
     """Converts from one producer engine's format to this rank's own. Views are in canonical order."""
 
-    wire: Sequence[LayerView]
-    own: Sequence[LayerView]
+    wire: CanonicalViews
+    own: CanonicalViews
     wire_scales: Scales
     own_scales: Scales
 
@@ -95,12 +97,13 @@ class Conversion:
         """Digest 2: of the own pages, all layers in one launch, against a reference conversion of what
         arrived, layer by layer: nowhere is there memory for a second copy of all of it."""
         what = num_tokens, rows_per_group, first_row
-        references = (self._reference(i, wire_tables, num_tokens, first_row) for i in range(len(self.own)))
-        # The words of all views are those of each, one after the other.
-        expected = [compute_digests([view], _tables(view, table), *what) for view, table in references]
         found = compute_digests(self.own, tables, *what)
-        sources = {(v.group.index, f.name, unit): 0 for v in self.own for f in v.fields for unit in f.units}
-        wrong = compare_digests(self.own, np.concatenate(expected)[None], found, sources, *what)
+        expected = np.zeros_like(found)
+        for index in range(len(self.own)):
+            view, table = self._reference(index, wire_tables, num_tokens, first_row)
+            alone = CanonicalViews([view], self.own.caches, self.own.classes)
+            expected += compute_digests(alone, _tables(view, table), *what)
+        wrong = compare_digests(self.own, expected[None], found, whole_sources(self.own.lanes), *what)
         if not wrong:
             return None
         mismatch = digest_mismatch(request_id, self.own, wrong, *what)
@@ -110,31 +113,41 @@ class Conversion:
     def reference_rows(
         self, index: int, wire_tables: Sequence[Sequence[int]], num_tokens: int, first_row: int = 0
     ) -> Rows:
-        """Return what the rows of own view `index` should be, by the reference conversion."""
+        """Return what the rows of own view `index` should be, by the reference conversion; zeros of tokens
+        that are not on this rank."""
         reference, table = self._reference(index, wire_tables, num_tokens, first_row)
-        return fetch_rows(reference, table, num_tokens, first_row)
+        rows = fetch_rows(reference, table, num_tokens, first_row)
+        live = reference.live_rows(num_tokens)
+        positions = np.arange(max(live.start, first_row), live.stop, dtype=np.int64)
+        return join_rows(positions, [(reference.held_rows(num_tokens, first_row), rows)])
 
     def _reference(
         self, index: int, wire_tables: Sequence[Sequence[int]], num_tokens: int, first_row: int
     ) -> tuple[LayerView, list[int]]:
-        """Return a dense cache of blocks of one token with a layer's live rows from `first_row` on, and its
-        block table."""
+        """Return a dense cache with a layer's live rows from `first_row` on, and its block table. Its blocks
+        are as short as can be: of one token, or of one turn where tokens are dealt."""
         wire, own = self.wire[index], self.own[index]
         source = wire.places(wire_tables[wire.group.index], num_tokens, first_row)
         parts = [
             self._convert(wire, own, _gather(wire, tuple(p[part] for p in source)), impl="reference")
             for part in _chunks(len(source[0]))
         ]
-        live = own.live_rows(num_tokens)
-        rows = range(max(live.start, first_row), live.stop)
-        group = replace(own.group, spec=with_block_size(own.group.spec, 1))
+        turn = own.tokens.period
+        per_block = own.tokens.count(turn)
+        start = max(own.live_rows(num_tokens).start, first_row)
+        first_block, before = start // turn, own.tokens.count(start % turn)
+        num_blocks = -(-(before + len(source[0])) // per_block)
+        group = replace(own.group, spec=with_block_size(own.group.spec, turn))
         views = []
         for seen in own.fields:
             dense = [part[seen.name] for part in parts]
-            values = torch.cat(dense) if dense else seen.view[:0, :, 0]
-            views.append(FieldView(seen.name, values.unsqueeze(2), seen.units))
-        table = [0] * rows.start + list(range(len(rows)))
-        return LayerView(own.layer, group, tuple(views)), table
+            rows = torch.cat(dense) if dense else seen.view[:0, :, 0]
+            values = seen.view.new_zeros(num_blocks * per_block, *rows.shape[1:])
+            values[before : before + len(rows)] = rows
+            blocks = values.view(num_blocks, per_block, *rows.shape[1:]).transpose(1, 2)
+            views.append(FieldView(seen.name, blocks, seen.units))
+        table = [0] * first_block + list(range(num_blocks))
+        return LayerView(own.layer, group, tuple(views), own.tokens), table
 
     def _convert(
         self, wire: LayerView, own: LayerView, rows: dict[str, torch.Tensor], impl: str | None = None
@@ -209,7 +222,7 @@ class Converting:
         self.wire.give_back(self.wire_tables)
 
 
-def begin_converting(queued: Queued, own: Sequence[LayerView], own_scales: Scales) -> Converting:
+def begin_converting(queued: Queued, own: CanonicalViews, own_scales: Scales) -> Converting:
     """Return what makes rows of the own views of those that arrive in the wire cache, for a request that has
     room there."""
     wire = queued.link.wire

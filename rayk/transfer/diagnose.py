@@ -16,6 +16,7 @@ from rayk.transfer.verify import Rows
 from rayk.types.errors import KVMismatch
 
 Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
 MAX_ROW_SHIFT = 64
 """Token shifts that are looked for."""
 MAX_PARTS = 16
@@ -38,11 +39,18 @@ class _WrongUnit:
     found: Bytes
     wrong_rows: npt.NDArray[np.int64]
     """Indices of differing rows, ascending."""
-    first_token: int
-    """Token position of row 0."""
-    block_size: int
+    positions: Ints
+    """Token positions of the rows."""
+    first_row: int
+    """Row 0, counted among all that the rank would hold of a sequence."""
+    block_rows: int
+    """Rows of a block on the rank."""
     all_expected: Rows
+    """Rows at the same positions."""
     all_found: Rows
+    whole: Bytes
+    """What the unit should hold at all live positions from `whole_start` on, whichever rank they lie on."""
+    whole_start: int
 
     @property
     def field(self) -> str:
@@ -58,6 +66,17 @@ class _WrongUnit:
     def wrong_expected(self) -> Bytes:
         """What they should hold."""
         return self.expected[self.wrong_rows]
+
+
+def join_rows(live: Ints, parts: Sequence[tuple[Ints, Rows]]) -> Rows:
+    """Return rows at all `live` positions, ascending: of each part those at its positions, zeros at
+    others."""
+    joined: Rows = {}
+    for positions, rows in parts:
+        for key, values in rows.items():
+            whole = joined.setdefault(key, np.zeros((len(live), values.shape[1]), dtype=np.uint8))
+            whole[np.searchsorted(live, positions)] = values
+    return joined
 
 
 def merge_rows(parts: Mapping[int, Rows], sources: Mapping[tuple[str, int], int]) -> Rows:
@@ -80,9 +99,11 @@ def first_difference(
     """Compare the live rows of one of a layer's caches, from `first_row` on, byte by byte; None when all are
     equal.
 
-    `expected` holds every unit of the producer's layer, `found` this rank's.
+    `expected` holds every unit of the producer's layer at every live position, `found` what this rank has.
     """
-    first_token = max(first_row, view.live_rows(num_tokens).start)
+    positions, start = view.held_rows(num_tokens, first_row), max(first_row, view.live_rows(num_tokens).start)
+    whole = expected
+    expected = {key: rows[positions - start] for key, rows in whole.items()}
     num_wrong = sum(int((expected[key] != values).sum()) for key, values in found.items())
     if num_wrong == 0:
         return None
@@ -94,7 +115,18 @@ def first_difference(
     theirs, ours = expected[page_field.name, unit], found[page_field.name, unit]
     wrong_rows = np.flatnonzero((theirs != ours).any(axis=1))
     difference = _WrongUnit(
-        page_field, unit, theirs, ours, wrong_rows, first_token, view.group.spec.block_size, expected, found
+        page_field,
+        unit,
+        theirs,
+        ours,
+        wrong_rows,
+        positions,
+        int(view.tokens.local(positions[0])),
+        view.tokens.count(view.group.spec.block_size),
+        expected,
+        found,
+        whole[page_field.name, unit],
+        start,
     )
     classification = classify(difference)
     return KVMismatch(
@@ -103,7 +135,7 @@ def first_difference(
         view.group.index,
         page_field.name,
         unit,
-        first_token + int(wrong_rows[0]),
+        int(positions[wrong_rows[0]]),
         classification,
         num_bytes_checked=sum(v.size for v in found.values()),
         num_bytes_mismatched=num_wrong,
@@ -132,7 +164,7 @@ def _foreign_rows(d: _WrongUnit) -> tuple[bytes, ...]:
     """Return the first run of wrong rows, a few of them, no more than a block holds."""
     first = int(d.wrong_rows[0])
     run = int(np.argmin(np.append(np.diff(d.wrong_rows), 0) == 1)) + 1
-    left = d.block_size - (d.first_token + first) % d.block_size
+    left = d.block_rows - (d.first_row + first) % d.block_rows
     return tuple(row.tobytes() for row in d.found[first : first + min(run, left, MAX_FOREIGN_ROWS)])
 
 
@@ -147,7 +179,7 @@ def _flipped_bit(d: _WrongUnit) -> str | None:
     if bits.sum() != 1:
         return None
     row, byte = (int(i[0]) for i in np.nonzero(d.expected != d.found))
-    return f"one flipped bit in byte {byte} of token {d.first_token + row}"
+    return f"one flipped bit in byte {byte} of token {d.positions[row]}"
 
 
 def _never_written(d: _WrongUnit) -> str | None:
@@ -180,16 +212,26 @@ def _other_unit(d: _WrongUnit) -> str | None:
 
 
 def _shifted_rows(d: _WrongUnit) -> str | None:
-    num_rows = len(d.expected)
     for shift in sorted(range(-MAX_ROW_SHIFT, MAX_ROW_SHIFT + 1), key=abs):
-        sources = d.wrong_rows + shift
-        inside = (sources >= 0) & (sources < num_rows)
+        sources = d.positions[d.wrong_rows] + shift - d.whole_start
+        inside = (sources >= 0) & (sources < len(d.whole))
         # At an edge some wrong rows have no counterpart; most must have one.
         if shift == 0 or inside.sum() * 2 <= len(sources):
             continue
-        if np.array_equal(d.found[d.wrong_rows[inside]], d.expected[sources[inside]]):
+        if np.array_equal(d.found[d.wrong_rows[inside]], d.whole[sources[inside]]):
             return f"rows shifted: token t holds token t{shift:+d}"
     return None
+
+
+def _others_rows(d: _WrongUnit) -> str | None:
+    """Look for rows that are all of other tokens, each but once, as where the ranks of a side do not deal
+    tokens alike."""
+    row_of = {row.tobytes(): index for index, row in enumerate(d.whole)}
+    held = [row_of.get(row.tobytes()) for row in d.wrong_found]
+    if len(row_of) < len(d.whole) or None in held or len(set(held)) < len(held) or held[0] is None:
+        return None
+    token = int(d.positions[d.wrong_rows[0]])
+    return f"rows of other tokens: token {token} holds token {d.whole_start + held[0]}"
 
 
 def _shifted_taps(d: _WrongUnit) -> str | None:
@@ -288,15 +330,15 @@ def _only_first(theirs: Bytes, ours: Bytes) -> bool:
 def _other_order(d: _WrongUnit) -> str | None:
     """Look for blocks that hold the very elements that they should, in other places: of this field, or of all
     fields of the unit together. Of a block that is not full no row shows the other elements."""
-    size = d.block_size
-    wrong = (d.first_token + d.wrong_rows) // size
-    starts = [int(n) * size - d.first_token for n in np.unique(wrong)]
+    size = d.block_rows
+    wrong = (d.first_row + d.wrong_rows) // size
+    starts = [int(n) * size - d.first_row for n in np.unique(wrong)]
     full = [range(start, start + size) for start in starts if 0 <= start <= len(d.expected) - size]
     both = [f for f, u in d.all_found if u == d.unit and d.all_expected[f, u].shape == d.expected.shape]
     for fields in ([d.field], both):
         if full and all(_is_reordered(d, fields, rows) for rows in full):
             names = " and ".join(map(_label, fields))
-            place = f"tokens {d.first_token + full[0].start} to {d.first_token + full[-1].stop - 1}"
+            place = f"tokens {d.positions[full[0].start]} to {d.positions[full[-1].stop - 1]}"
             is_all = len(full) == len(starts)
             others = "" if is_all else "; other wrong tokens are of blocks that are not full"
             return f"same bytes in another order: {place} hold {names} of their blocks rearranged{others}"
@@ -330,18 +372,18 @@ def _missing_block(d: _WrongUnit) -> str | None:
 
 def _blocks(d: _WrongUnit) -> str:
     """'block i ' or 'blocks i to j ' of the sequence if exactly whole blocks are wrong, else ''."""
-    first, last = _wrong_tokens(d)
-    end = d.first_token + len(d.expected) - 1
+    first, last = (d.first_row + int(d.wrong_rows[i]) for i in (0, -1))
+    end = d.first_row + len(d.expected) - 1
     is_run = last - first + 1 == len(d.wrong_rows)
-    starts = first % d.block_size == 0 or first == d.first_token
-    if not (is_run and starts and (last == end or (last + 1) % d.block_size == 0)):
+    starts = first % d.block_rows == 0 or first == d.first_row
+    if not (is_run and starts and (last == end or (last + 1) % d.block_rows == 0)):
         return ""
-    i, j = first // d.block_size, last // d.block_size
+    i, j = first // d.block_rows, last // d.block_rows
     return f"block {i} of the sequence " if i == j else f"blocks {i} to {j} of the sequence "
 
 
 def _wrong_tokens(d: _WrongUnit) -> tuple[int, int]:
-    return d.first_token + int(d.wrong_rows[0]), d.first_token + int(d.wrong_rows[-1])
+    return int(d.positions[d.wrong_rows[0]]), int(d.positions[d.wrong_rows[-1]])
 
 
 def _tokens(d: _WrongUnit) -> tuple[str, str]:
@@ -371,5 +413,6 @@ _EXPLANATIONS: tuple[Callable[[_WrongUnit], str | None], ...] = (
     _sliced,
     _shifted_bytes,
     _other_order,
+    _others_rows,
     _missing_block,
 )

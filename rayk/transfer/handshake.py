@@ -19,6 +19,7 @@ from rayk.kv.geometry import RankGeometry
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import KVCacheSpec
 from rayk.transfer.agent import TransferAgent
+from rayk.transfer.token_classes import ONE_CLASS, TokenClasses
 from rayk.types.errors import HandshakeMismatch
 
 PROTOCOL_VERSION = 3
@@ -60,6 +61,8 @@ class CacheDescription:
     protocol_version: int = PROTOCOL_VERSION
     digest_version: int = DIGEST_VERSION
     rows_per_group: int = ROWS_PER_GROUP
+    token_classes: TokenClasses = ONE_CLASS
+    """What all sides of the deployment divide tokens into: digests are laid out by it."""
 
     @property
     def tp_rank(self) -> int:
@@ -80,6 +83,7 @@ def describe_cache(
     epoch: int = 0,
     fingerprint: Mapping[str, str],
     kv_scales: Mapping[int, tuple[float, float]] | None = None,
+    token_classes: TokenClasses = ONE_CLASS,
 ) -> CacheDescription:
     """Register a rank's buffer with its agent (one region) and describe it. Call once per buffer."""
     address = agent.register(caches.buffer)
@@ -89,6 +93,7 @@ def describe_cache(
         geometry=caches.geometry,
         fingerprint=dict(fingerprint),
         kv_scales=dict(kv_scales or {}),
+        token_classes=token_classes,
         device=_device_name(caches.buffer.device),
         transport=agent.transport,
         agent_name=agent.name,
@@ -197,6 +202,7 @@ def _digest_facts(description: CacheDescription) -> Facts:
     return {
         "digest_version": str(description.digest_version),
         "rows_per_group": str(description.rows_per_group),
+        "token_classes": str(description.token_classes.deals),
     }
 
 

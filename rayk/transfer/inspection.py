@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from rayk.transfer.diagnose import first_difference, merge_rows
+import numpy as np
+
+from rayk.parallel.shard import Ints, TokenShard
+from rayk.transfer.diagnose import first_difference, join_rows, merge_rows
 from rayk.transfer.layer_view import LayerView
 from rayk.transfer.peer_data import check_ticket
+from rayk.transfer.token_classes import ONE_CLASS
 from rayk.transfer.valid_prefix import LayerProof, proven_rows
 from rayk.transfer.verify import CanonicalViews, Rows, compare_digests, compute_digests, fetch_rows
 
@@ -37,7 +41,7 @@ def all_wrong(consumption: Consumption, fetched: Sequence[Mapping[int, Rows]]) -
     if consumption.converting is not None and consumption.converting.is_wrong:
         return consumption.converting.diagnose(request_id, num_tokens, consumption.first_row)
     found = (
-        _compare(consumption, view, {rank: rows[view.layer] for rank, rows in enumerate(fetched)})
+        _compare(consumption, view, {rank: rows.get(view.layer, {}) for rank, rows in enumerate(fetched)})
         for view in consumption.views
     )
     return [mismatch for mismatch in found if mismatch is not None]
@@ -54,7 +58,7 @@ def layer_proofs(
     """Prove by the digests what of a failed transfer arrived all the same; rows before `first_row` were here.
     Raises TransferError where the ticket is one that no read begins by: it proves nothing."""
     check_ticket(ticket, link.producers, me, views, block_tables, first_row)
-    sources, rows_per_group = link.plan.sources, me.rows_per_group
+    sources, rows_per_group = link.plan.sources(views.classes), me.rows_per_group
     what = ticket.num_tokens, rows_per_group, first_row
     found = compute_digests(views, block_tables, *what)
     wrong: dict[tuple[int, int], list[int]] = {}
@@ -69,14 +73,45 @@ def layer_proofs(
 
 
 def _compare(consumption: Consumption, view: LayerView, fetched: Mapping[int, Rows]) -> KVMismatch | None:
-    group, num_tokens = view.group.index, consumption.ticket.num_tokens
-    sources = {
-        (field, unit): rank
-        for (of, field, unit), rank in consumption.link.plan.sources.items()
-        if of == group
-    }
-    first_row = consumption.first_row
-    found = fetch_rows(view, consumption.block_tables[group], num_tokens, first_row)
-    num_cached_rows = max(0, first_row - view.live_rows(num_tokens).start)
-    expected = {key: rows[num_cached_rows:] for key, rows in merge_rows(fetched, sources).items()}
+    num_tokens, first_row = consumption.ticket.num_tokens, consumption.first_row
+    found = fetch_rows(view, consumption.block_tables[view.group.index], num_tokens, first_row)
+    live = view.live_rows(num_tokens)
+    expected = _join(consumption, view, fetched, np.arange(live.start, live.stop, dtype=np.int64))
+    num_cached_rows = max(0, first_row - live.start)
+    expected = {key: rows[num_cached_rows:] for key, rows in expected.items()}
     return first_difference(consumption.ticket.request_id, view, num_tokens, expected, found, first_row)
+
+
+def _join(consumption: Consumption, view: LayerView, fetched: Mapping[int, Rows], live: Ints) -> Rows:
+    """Return the rows of a layer of a whole producer engine at all `live` positions: of each token class
+    those of the ranks that are read from."""
+    classes = consumption.views.classes if view.group.spec.has_token_rows else ONE_CLASS
+    sources = consumption.link.plan.sources(consumption.views.classes)
+    held = {rank: live[_tokens(consumption.link, rank, view).holds(live)] for rank in fetched}
+    parts = []
+    for token_class in range(classes.num):
+        chosen = {rank: classes.of(positions) == token_class for rank, positions in held.items()}
+        rows = {
+            rank: {key: values[chosen[rank]] for key, values in rows.items()}
+            for rank, rows in ((r, _of_view(view, rows)) for r, rows in fetched.items())
+            if chosen[rank].any()
+        }
+        elected = {
+            (field, unit): rank
+            for (layer, field, unit, of), rank in sources.items()
+            if (layer, of) == (view.layer, token_class)
+        }
+        parts.append((live[classes.of(live) == token_class], merge_rows(rows, elected)))
+    return join_rows(live, parts)
+
+
+def _of_view(view: LayerView, rows: Rows) -> Rows:
+    """Leave out the rows of the layer's other caches."""
+    return {key: values for key, values in rows.items() if key[0] in view.names}
+
+
+def _tokens(link: ProducerLink, rank: int, view: LayerView) -> TokenShard:
+    """Return the tokens that a producer rank keeps of a cache."""
+    spec = view.group.spec
+    groups = link.producers[rank].geometry.groups
+    return next(g.tokens for g in groups if (view.layer, spec.part) in g.group.keys)

@@ -15,6 +15,7 @@ from rayk.kv.caches import TORCH_DTYPES, FieldView
 from rayk.kv.fields import FIELD_IDS, PageField
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import KVCacheSpec, rows_per_block
+from rayk.parallel.shard import WHOLE, TokenShard
 
 Ints = npt.NDArray[np.int64]
 
@@ -27,6 +28,9 @@ class LayerView:
     group: KVCacheGroup
     fields: tuple[FieldView, ...]
     """The spec's `fields()`, each [kernel blocks, local units, rows of a kernel block, elements]."""
+    tokens: TokenShard = WHOLE
+    """Whose rows these are, by what the engine's slots are computed with, never by a page map: a proof by the
+    map's own word would agree with any map."""
 
     @cached_property
     def seen(self) -> KVCacheSpec:
@@ -42,6 +46,12 @@ class LayerView:
     def num_blocks(self) -> int:
         """Kernel blocks."""
         return int(self.fields[0].view.shape[0])
+
+    @cached_property
+    def block_rows(self) -> int:
+        """Rows of a manager's block on this rank."""
+        spec = self.group.spec
+        return self.tokens.count(spec.block_size) if spec.has_token_rows else rows_per_block(spec)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -68,6 +78,12 @@ class LayerView:
         """Return the positions of the live rows of a sequence."""
         return self.seen.live_rows(num_tokens)
 
+    def held_rows(self, num_tokens: int, first_row: int = 0) -> Ints:
+        """Return the positions of the live rows of a sequence from `first_row` on that lie on this rank."""
+        live = self.live_rows(num_tokens)
+        positions = np.arange(max(live.start, first_row), live.stop, dtype=np.int64)
+        return positions if self.tokens == WHOLE else positions[self.tokens.holds(positions)]
+
     def places(
         self, block_table: Sequence[int], num_tokens: int, first_row: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -84,18 +100,19 @@ class LayerView:
     ) -> tuple[Ints, Ints, Ints]:
         """Find the same in the host's memory. `block_table`: manager's ids. AssertionError where it names
         blocks that are none of the rank's."""
-        live = self.live_rows(num_tokens)
-        return self.places_of(block_table, np.arange(max(live.start, first_row), live.stop, dtype=np.int64))
+        return self.places_of(block_table, self.held_rows(num_tokens, first_row))
 
     def places_of(self, block_table: Sequence[int], positions: Ints) -> tuple[Ints, Ints, Ints]:
-        """Find any positions of tokens, int64 [rows], as `host_places` finds live ones."""
-        spec, per_kernel_block = self.group.spec, self.kernel_block_size
-        per_block = rows_per_block(spec)
+        """Find any positions of tokens that lie on this rank, int64 [rows], as `host_places` finds live
+        ones."""
+        spec, per_kernel_block, per_block = self.group.spec, self.kernel_block_size, self.block_rows
         block, row = np.divmod(positions, spec.block_size)
         ids = np.asarray(block_table, dtype=np.int64)[block]
         # Most caches have a row per token, and blocks that are their kernels'.
-        if per_block != spec.block_size:
+        if not spec.has_token_rows:
             row //= spec.block_size // per_block
+        elif self.tokens != WHOLE:
+            row = self.tokens.local(row)
         if per_block != per_kernel_block:
             kernel_block, row = np.divmod(row, per_kernel_block)
             ids = ids * (per_block // per_kernel_block) + kernel_block
@@ -106,8 +123,11 @@ class LayerView:
         return ids, row, positions
 
 
-def make_layer_view(layer: int, group: KVCacheGroup, fields: Sequence[FieldView]) -> LayerView:
-    """Describe one of a layer's bound caches; pass the views its kernels use, in any order.
+def make_layer_view(
+    layer: int, group: KVCacheGroup, fields: Sequence[FieldView], tokens: TokenShard = WHOLE
+) -> LayerView:
+    """Describe one of a layer's bound caches; pass the views its kernels use, in any order, and the tokens
+    whose rows they write (of a state, which no side divides, they do not count).
 
     AssertionError, naming layer and field, where a view cannot be what the spec says lies in the page.
     """
@@ -119,7 +139,10 @@ def make_layer_view(layer: int, group: KVCacheGroup, fields: Sequence[FieldView]
     for page_field, found in zip(wanted, ordered, strict=True):
         _check_view(f"{where}, {found.name}", page_field, found)
     assert len({(f.view.shape[0], f.view.shape[2]) for f in ordered}) == 1, f"{where}: unlike blocks"
-    return LayerView(layer, group, ordered)
+    if not group.spec.has_token_rows:
+        return LayerView(layer, group, ordered)
+    assert group.spec.block_size % tokens.period == 0, f"{where}: blocks do not hold whole turns of {tokens}"
+    return LayerView(layer, group, ordered, tokens)
 
 
 def _join(left: DigestedView, right: DigestedView) -> DigestedView | None:

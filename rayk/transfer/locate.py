@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from rayk.kv.specs import rows_per_block
 from rayk.transfer.layer_view import LayerView
 from rayk.types.errors import KVMismatch
 
@@ -49,7 +48,7 @@ def find_rows(
         return []
     memory = seen.view[:, seen.units.index(unit)]  # [kernel blocks, rows, elements]
     size = view.kernel_block_size
-    ratio = rows_per_block(view.group.spec) // size
+    ratio = view.block_rows // size
     places = []
     for kernel_block, slot in _matches(memory, rows[0]):
         block, part = divmod(kernel_block, ratio)

@@ -32,6 +32,7 @@ from rayk.kv.maps import Runs, block_strides, match_rows
 from rayk.kv.specs import KVCacheSpec
 from rayk.transfer.segments import CopySegments, Kind, shared_segments
 from rayk.transfer.tables import checked_tables, real_blocks
+from rayk.transfer.token_classes import TokenClasses
 from rayk.types.errors import HandshakeMismatch
 
 Ints = npt.NDArray[np.int64]
@@ -260,14 +261,28 @@ class TransferPlan:
         return frozenset(layer for layer, spec in seen if spec.live_step)
 
     @cached_property
-    def sources(self) -> dict[tuple[int, str, int], int]:
-        """(group, field, unit) -> the producer rank it is read from."""
-        return {
-            (r.group, field, unit): r.producer_rank
-            for r in self.reads
-            for field, units in r.units.items()
-            for unit in units
-        }
+    def sources(self) -> Callable[[TokenClasses], Mapping[tuple[int, str, int, int], int]]:
+        """Token classes -> (layer, field, unit, token class) -> the producer rank it is read from."""
+
+        def find(classes: TokenClasses) -> Mapping[tuple[int, str, int, int], int]:
+            return {
+                (layer, field, unit, token_class): r.producer_rank
+                for r in self.reads
+                for token_class in self._classes_read(r, classes)
+                for layer in r.layers
+                for field, units in r.units.items()
+                for unit in units
+            }
+
+        return lru_cache(maxsize=1)(find)
+
+    def _classes_read(self, read: UnitReads, classes: TokenClasses) -> Collection[int]:
+        """Return the token classes that both sides of a read hold; 0 of states."""
+        sides = self._sides(read)
+        if not sides[0].group.spec.has_token_rows:
+            return (0,)
+        theirs, ours = (classes.held(side.tokens) for side in sides)
+        return sorted({*theirs} & {*ours})
 
     def lower(
         self,

@@ -65,7 +65,8 @@ class TransferRank:
         self._prove = prove
         self._agent = agent
         self._caches = caches
-        self._views = sorted_views(layer_views)
+        groups = [g.group for g in caches.geometry.groups]
+        self._views = sorted_views(layer_views, groups, description.token_classes)
         self._clock = clock
         # Blocks of requests being read at once: no more than fit here, several times over where the
         # producers' blocks are smaller or shared. Fences that find no room wait for others to end.

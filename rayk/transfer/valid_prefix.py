@@ -44,15 +44,19 @@ def longest_valid_prefix(
 ) -> int:
     """Return the largest n <= num_tokens such that all rows live at n are proven on every rank; 0 at worst.
 
-    `groups`: the consumer's. `proofs`: of every rank; a cache that a rank does not speak of is not proven.
-    """
+    `groups`: the consumer's. `proofs`: of every rank. A rank proves rows as far as they are its own, and
+    speaks of the layers that it keeps; a cache that nobody speaks of is not proven."""
     caches = [(group, layer) for group in groups for layer in group.layers]
     by_rank = [{(p.group, p.layer): p.rows for p in rank} for rank in proofs]
+    spoken = set().union(*by_rank)
+    if not all((group.index, layer) in spoken for group, layer in caches) or not all(by_rank):
+        return 0
     # Layers of a group mostly stand alike: each way of standing is looked at once.
     wanted = dict.fromkeys(
-        (group.seen_by(layer), rank.get((group.index, layer), ()))
+        (group.seen_by(layer), rank[group.index, layer])
         for rank in by_rank
         for group, layer in caches
+        if (group.index, layer) in rank
     )
     n = num_tokens
     while n > 0:

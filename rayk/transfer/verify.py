@@ -1,15 +1,16 @@
 """Proof that D's KV is P's: digests through the views that kernels write and read, never through a map.
 
-A digest is one 64-bit word per (layer, field, global unit, row group); see kernels.digest. All words of a
-request lie in one vector, whose order comes from the specs and the live rows alone: ranks with other
-shards, layouts or block sizes hold the same words for the same KV at the same places.
-"""
+A digest is one 64-bit word per (layer, field, global unit, token class, row group); see kernels.digest. All
+words of a request lie in one vector, whose order comes from the specs and the live rows alone: ranks with
+other shards, layouts or block sizes hold the same words for the same KV at the same places. A token class
+lies on one rank of either side for each unit (`TokenClasses`): where no side deals tokens there is one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -17,16 +18,27 @@ import torch
 
 from rayk.kernels.digest import DigestedViews, RowPlaces, host_digests
 from rayk.kernels.digest.views import NUM_LOCATED
-from rayk.transfer.digest_words import Ints, Lanes, Words, make_lanes
+from rayk.kv.groups import KVCacheGroup
+from rayk.transfer.digest_words import (
+    DigestedCache,
+    Ints,
+    Lanes,
+    Words,
+    caches_of,
+    digested_together,
+    make_lanes,
+)
 from rayk.transfer.digest_words import Sources as Sources
 from rayk.transfer.layer_view import LayerView
+from rayk.transfer.token_classes import ONE_CLASS, TokenClasses
 from rayk.types.errors import KVMismatch
 
 CHUNK_ROWS = 4096
 """Token rows that are widened at once: what lies between takes 4 bytes an element."""
 
 Digests = npt.NDArray[np.int64]
-"""[words] of one rank: view by view, field by field, [global unit, live row group]."""
+"""[words] of one rank: cache by cache of the model, field by field, [global unit, token class, live row
+group]."""
 Prove = Callable[[Sequence[Sequence[int]], int, int], Digests]
 """Digests of what is in memory now: (block tables, tokens, first row), as `compute_digests` gives them."""
 Rows = dict[tuple[str, int], npt.NDArray[np.uint8]]
@@ -42,15 +54,32 @@ class WrongWord:
     field_index: int
     unit: int
     row_group: int
+    token_class: int = 0
 
 
 class CanonicalViews(tuple[LayerView, ...]):
     """A rank's views in canonical order, with what their digests need to know whatever the request."""
 
+    caches: tuple[DigestedCache, ...]
+    """All of the model, those of the views among them."""
+    classes: TokenClasses
+
+    def __new__(
+        cls,
+        views: Iterable[LayerView] = (),
+        caches: Sequence[DigestedCache] | None = None,
+        classes: TokenClasses = ONE_CLASS,
+    ) -> Self:
+        """`caches`: None for those of the views alone."""
+        made = super().__new__(cls, views)
+        own = (DigestedCache(v.layer, v.group.spec, v.seen) for v in made)
+        made.caches, made.classes = tuple(own if caches is None else caches), classes
+        return made
+
     @cached_property
     def lanes(self) -> Lanes:
         """What the rank has words of."""
-        return make_lanes(self)
+        return make_lanes(self, self.caches, self.classes)
 
     @cached_property
     def kinds(self) -> tuple[LayerView, ...]:
@@ -61,7 +90,7 @@ class CanonicalViews(tuple[LayerView, ...]):
     def kind_of(self) -> Ints:
         """[views]: which of `kinds` each is of."""
         seen: dict[object, int] = {}
-        keys = [(v.group.index, v.seen, v.kernel_block_size, v.num_blocks) for v in self]
+        keys = [(v.group.index, v.seen, v.tokens, v.kernel_block_size, v.num_blocks) for v in self]
         return np.array([seen.setdefault(key, len(seen)) for key in keys], dtype=np.int64)
 
     @cached_property
@@ -71,10 +100,14 @@ class CanonicalViews(tuple[LayerView, ...]):
         return tuple(np.bincount(self.kind_of, of_views).astype(np.int64).tolist())
 
     @cached_property
-    def digested(self) -> DigestedViews:
-        """The packed views of all, in order; their places are those of `kinds`."""
-        pairs = [(p, k) for view, k in zip(self, self.kind_of.tolist(), strict=True) for p in view.packed]
-        return DigestedViews(*map(tuple, zip(*pairs, strict=True)))
+    def passes(self) -> tuple[tuple[int, DigestedViews], ...]:
+        """Each token class of which there is any, with the packed views that have some, in order (see
+        `digested_together`); their places are those of `kinds`."""
+        kind_of, made = self.kind_of.tolist(), []
+        for token_class, indices in digested_together(self, self.classes):
+            pairs = [(packed, kind_of[v]) for v in indices for packed in self[v].packed]
+            made.append((token_class, DigestedViews(tuple(p for p, _ in pairs), tuple(k for _, k in pairs))))
+        return tuple(made)
 
     @cached_property
     def words(self) -> Callable[[int, int], tuple[tuple[range, ...], Words]]:
@@ -83,26 +116,35 @@ class CanonicalViews(tuple[LayerView, ...]):
         compared one after the other, and most requests have as many row groups as another."""
 
         # What is kept holds no reference to all of this, and goes with it.
-        lanes, kinds, kind_of = self.lanes, self.kinds, self.kind_of
+        lanes, seen = self.lanes, tuple(dict.fromkeys(cache.seen for cache in self.caches))
+        of_cache = np.array([seen.index(cache.seen) for cache in self.caches], dtype=np.int64)
+        of_key = dict(zip((cache.key for cache in self.caches), of_cache.tolist(), strict=True))
+        of_kind = [of_key[view.layer, view.group.spec.part] for view in self.kinds]
 
         @lru_cache(maxsize=NUM_LOCATED)
         def locate(row_groups: tuple[range, ...]) -> Words:
             first = np.array([r.start for r in row_groups], dtype=np.int64)
             count = np.array([len(r) for r in row_groups], dtype=np.int64)
-            return lanes.locate(first[kind_of], count[kind_of])
+            return lanes.locate(first[of_cache], count[of_cache])
 
         @lru_cache(maxsize=NUM_LOCATED)
         def of_request(num_tokens: int, rows_per_group: int) -> tuple[tuple[range, ...], Words]:
-            live = [view.live_rows(num_tokens) for view in kinds]
+            live = [spec.live_rows(num_tokens) for spec in seen]
             groups = tuple(range(r.start // rows_per_group, -(-r.stop // rows_per_group)) for r in live)
-            return groups, locate(groups)
+            return tuple(groups[i] for i in of_kind), locate(groups)
 
         return of_request
 
 
-def sorted_views(views: Sequence[LayerView]) -> CanonicalViews:
-    """Sort views in canonical order, in which digests are laid out, however a side groups layers."""
-    return CanonicalViews(sorted(views, key=lambda v: (v.layer, v.group.spec.part)))
+def sorted_views(
+    views: Sequence[LayerView],
+    groups: Iterable[KVCacheGroup] | None = None,
+    classes: TokenClasses = ONE_CLASS,
+) -> CanonicalViews:
+    """Sort views in canonical order, in which digests are laid out, however a side groups layers. `groups`:
+    those of all ranks, where some keep other layers than others; `classes`: see TokenClasses."""
+    in_order = sorted(views, key=lambda v: (v.layer, v.group.spec.part))
+    return CanonicalViews(in_order, None if groups is None else caches_of(groups), classes)
 
 
 def compute_digests(
@@ -116,9 +158,8 @@ def compute_digests(
     """Compute digests of a sequence's live rows, [words]; `views` in canonical order. `on_not_finite`: told
     where any value is NaN or infinite.
 
-    Zero where this rank holds no such unit, and of rows before `first_row`, which begins a row group.
-    `block_tables` per group, manager's ids.
-    """
+    Zero where this rank holds no such layer, unit or token, and of rows before `first_row`, which begins a
+    row group. `block_tables` per group, manager's ids."""
     assert first_row % rows_per_group == 0, "a row group is digested whole"
     views = _canonical(views)
     row_groups, words = views.words(num_tokens, rows_per_group)
@@ -130,12 +171,34 @@ def compute_digests(
         )
         for view, groups in zip(views.kinds, row_groups, strict=True)
     ]
-    made = host_digests(views.digested, places, rows_per_group=rows_per_group)
-    if made[-1]:
+    made, is_finite = digest_places(views, places, rows_per_group)
+    if not is_finite:
         on_not_finite()
     found = np.zeros(words.num_in_all, dtype=np.int64)
-    found[words.index] = made[:-1]
+    found[words.index] = made
     return found
+
+
+def digest_places(
+    views: CanonicalViews, places: Sequence[RowPlaces], rows_per_group: int
+) -> tuple[Ints, bool]:
+    """Compute the words of rows, lane by lane, and whether all values of these are finite. `places`: of each
+    of `kinds`."""
+    made = []
+    for token_class, digested in views.passes:
+        here = places
+        if views.classes.num > 1:
+            here = [
+                _of_class(views.classes, token_class, at) if view.group.spec.has_token_rows else at
+                for view, at in zip(views.kinds, places, strict=True)
+            ]
+        made.append(host_digests(digested, here, rows_per_group=rows_per_group))
+    return np.concatenate([words[:-1] for words in made]), not any(words[-1] for words in made)
+
+
+def _of_class(classes: TokenClasses, token_class: int, at: RowPlaces) -> RowPlaces:
+    chosen = classes.of(at.rows) == token_class
+    return replace(at, block_ids=at.block_ids[chosen], slots=at.slots[chosen], rows=at.rows[chosen])
 
 
 def compare_digests(
@@ -150,19 +213,20 @@ def compare_digests(
     """List words that differ, in canonical order: of row groups from position `first_row` on.
 
     `expected`: [producer rank, words]. Of each unit only the rank in `sources` counts: replicas may differ
-    in the last bit, since ranks compute them apart.
+    in the last bit, since ranks compute them apart. What this rank has and reads from nobody differs.
     """
     views = _canonical(views)
     lanes = views.lanes
     _, words = views.words(num_tokens, rows_per_group)
-    theirs = expected[lanes.ranks(sources)[words.lane], words.index]
+    ranks = lanes.ranks(sources)[words.lane]
+    differs = (expected[ranks, words.index] != found[words.index]) | (ranks < 0)
     wrong: list[WrongWord] = []
-    for at in np.flatnonzero(theirs != found[words.index]):
+    for at in np.flatnonzero(differs):
         if words.row_group[at] < first_row // rows_per_group:
             continue
         lane = words.lane[at]
         view = views[lanes.view[lane]]
-        rest = (lanes.field_index[lane], lanes.unit[lane], words.row_group[at])
+        rest = lanes.field_index[lane], lanes.unit[lane], words.row_group[at], lanes.token_class[lane]
         wrong.append(WrongWord(view.group.index, view.layer, *map(int, rest)))
     return sorted(wrong)
 
@@ -178,10 +242,14 @@ def digest_mismatch(
     """Return what the digests alone can say about the first wrong word: the row group, not yet the token."""
     first = wrong[0]
     view = next(v for v in views if (v.group.index, v.layer) == (first.group, first.layer))
-    live = view.live_rows(num_tokens)
-    start = max(live.start, first.row_group * rows_per_group)
-    stop = min(live.stop, (first.row_group + 1) * rows_per_group)
-    tokens = f"among tokens {start} to {stop - 1}" if stop - start > 1 else f"at token {start}"
+    rows = view.held_rows(num_tokens)
+    rows = rows[rows // rows_per_group == first.row_group]
+    if view.group.spec.has_token_rows:
+        rows = rows[_canonical(views).classes.of(rows) == first.token_class]
+    start, last = int(rows[0]), int(rows[-1])
+    are_all = last - start + 1 == len(rows)
+    several = f"among {'' if are_all else f'{len(rows)} of '}tokens {start} to {last}"
+    tokens = several if len(rows) > 1 else f"at token {start}"
     return KVMismatch(
         request_id,
         first.layer,
@@ -198,11 +266,12 @@ def digest_mismatch(
 def num_bytes_checked(views: Sequence[LayerView], num_tokens: int, first_row: int = 0) -> int:
     """Count the bytes of a sequence's live rows on this rank from `first_row` on: what its digests cover."""
     views = _canonical(views)
-    live = (
-        (v.live_rows(num_tokens), row_bytes)
-        for v, row_bytes in zip(views.kinds, views.row_bytes, strict=True)
-    )
-    return sum(len(range(max(rows.start, first_row), rows.stop)) * row_bytes for rows, row_bytes in live)
+    counted = 0
+    for view, row_bytes in zip(views.kinds, views.row_bytes, strict=True):
+        live = view.live_rows(num_tokens)
+        start, stop = max(live.start, first_row), max(live.start, first_row, live.stop)
+        counted += (view.tokens.count(stop) - view.tokens.count(start)) * row_bytes
+    return counted
 
 
 def fetch_rows(view: LayerView, block_table: Sequence[int], num_tokens: int, first_row: int = 0) -> Rows:

@@ -18,7 +18,7 @@ from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import num_kept_blocks
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.handshake import CacheDescription
-from rayk.transfer.layer_view import LayerView, make_layer_view
+from rayk.transfer.layer_view import make_layer_view
 from rayk.transfer.verify import CanonicalViews, sorted_views
 from rayk.transfer.wire_geometry import needs_conversion, num_wire_blocks, wire_geometry
 
@@ -99,7 +99,7 @@ def wire_cache_for(
     producer: CacheDescription,
     consumers: Sequence[CacheDescription],
     me: CacheDescription,
-    own: Sequence[LayerView],
+    own: CanonicalViews,
     device: torch.device,
 ) -> WireCache | None:
     """Return what this rank needs to read from an engine; None where both keep the same formats. `own`: views
@@ -121,15 +121,18 @@ def wire_cache_for(
     return WireCache(agent, caches, description, geometries, views_like(own, caches))
 
 
-def views_like(own: Sequence[LayerView], caches: CanonicalKVCaches) -> CanonicalViews:
-    """Return views of caches in another format, with the units of a rank's own."""
-    units = {(v.layer, v.group.spec.part): {f.name: f.units for f in v.fields} for v in own}
+def views_like(own: CanonicalViews, caches: CanonicalKVCaches) -> CanonicalViews:
+    """Return views of caches in another format, with the units and tokens of a rank's own."""
+    mine = {(v.layer, v.group.spec.part): v for v in own}
+    groups = [g.group for g in caches.geometry.groups]
     views = []
-    for group in (g.group for g in caches.geometry.groups):
-        for layer, part in group.keys:
-            fields = field_views(group, caches.view(layer, part), units[layer, part])
-            views.append(make_layer_view(layer, group, fields))
-    return sorted_views(views)
+    for group in groups:
+        for layer, part in (key for key in group.keys if key in mine):
+            like = mine[layer, part]
+            units = {f.name: f.units for f in like.fields}
+            fields = field_views(group, caches.view(layer, part), units)
+            views.append(make_layer_view(layer, group, fields, like.tokens))
+    return sorted_views(views, groups, own.classes)
 
 
 def field_views(

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rayk.transfer.diagnose import first_difference, merge_rows
-from rayk.transfer.digest_words import Words
+from rayk.transfer.digest_words import Source, Sources, Words
 from rayk.transfer.verify import (
     CanonicalViews,
     Digests,
@@ -71,7 +71,7 @@ class Comparison:
     wrong: list[WrongWord] = field(default_factory=list)
     """The wrong words, dropped once they are counted: those of thousands of requests would fill the memory.
     """
-    sources: Mapping[tuple[int, str, int], int] = field(default_factory=dict)
+    sources: Sources = field(default_factory=dict)
     """(group, field, unit) -> the P rank that it was compared with."""
     mismatch: KVMismatch | None = None
     num_bytes: int = 0
@@ -138,19 +138,19 @@ def _expect(
     views: CanonicalViews,
     theirs: Mapping[int, PeerProof],
     ranks: Mapping[int, tuple[Digests, Bools]],
-) -> tuple[Digests, Bools, dict[tuple[int, str, int], int]]:
+) -> tuple[Digests, Bools, dict[Source, int]]:
     """Choose the P rank that each unit is compared with. Returns its words by P rank, which of them are
     known, and the chosen ranks. `ranks`: by P rank, what `_align` made of it."""
     known = np.zeros(words.num_in_all, dtype=bool)
     expected = np.tile(arrival.digests, (max(ranks, default=0) + 1, 1))
-    sources: dict[tuple[int, str, int], int] = {}
-    for kind, key in enumerate(views.lanes.kinds):
-        at = words.index[views.lanes.kind[words.lane] == kind]
+    sources: dict[Source, int] = {}
+    for key, lanes in _lanes_by_unit(views).items():
+        at = words.index[np.isin(words.lane, lanes)]
         holders = [r for r in ranks if key[2] in _units(theirs[r].description, views, key)]
         # Ranks compute replicas apart, so these may differ in the last bit: one equal replica will do.
         scores = {r: int((ranks[r][0][at] == arrival.digests[at])[ranks[r][1][at]].sum()) for r in holders}
         best = max(holders, key=lambda r: (scores[r], -r), default=0)
-        sources[key] = best
+        sources.update((views.lanes.keys[lane], best) for lane in lanes)
         if holders:
             aligned, is_known = ranks[best]
             told = is_known[at]
@@ -159,6 +159,15 @@ def _expect(
             expected[best, at] = np.where(told, aligned[at], arrival.digests[at])
             known[at] = told
     return expected, known, sources
+
+
+def _lanes_by_unit(views: CanonicalViews) -> dict[tuple[int, str, int], list[int]]:
+    """Return (group, field, unit) -> its lanes: D reads these of one P rank."""
+    found: dict[tuple[int, str, int], list[int]] = {}
+    for lane, (_, name, unit, _) in enumerate(views.lanes.keys):
+        group = views[views.lanes.view[lane]].group.index
+        found.setdefault((group, name, unit), []).append(lane)
+    return found
 
 
 def _why_unverified(num_unknown: int, num_cut: int, cut: range) -> str:
@@ -245,7 +254,11 @@ def classify(
     for rank, (num_tokens, rows) in fetched.items():
         begin = start - view.live_rows(num_tokens).start
         parts[rank] = {key: values[begin : begin + live.stop - start] for key, values in rows.items()}
-    sources = {(name, unit): rank for (g, name, unit), rank in comparison.sources.items() if g == first.group}
+    sources = {
+        (name, unit): rank
+        for (layer, name, unit, _), rank in comparison.sources.items()
+        if layer == first.layer
+    }
     expected = merge_rows(parts, sources)
     if any(key not in expected or expected[key].shape != values.shape for key, values in found.items()):
         return None

@@ -162,7 +162,7 @@ def test_what_is_lent_is_not_read_before(family: str, monkeypatch: pytest.Monkey
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("pages are read")
 
-    monkeypatch.setattr(block_digests, "digest_views", fail)
+    monkeypatch.setattr(block_digests, "digest_places", fail)
     assert hit(node, engine, 0) == N
     node.expect_idle()
 

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from rayk.kv.layout import LAYOUTS
 from rayk.transfer import plan as plan_module
 from rayk.transfer.plan import TransferPlan, plan_pushes, plan_transfer, release_senders
+from rayk.transfer.token_classes import ONE_CLASS
 from tests.markers import one_per
 from tests.transfer.any_pair import (
     AnyPair,
@@ -105,7 +106,9 @@ def check_elections(plans: list[TransferPlan], producer: Engine, consumer: Engin
                     for rank, places in enumerate(consumer.places)
                     if unit in places[group.index][name].units
                 ]
-                asked = Counter(plans[rank].sources[group.index, name, unit] for rank in readers)
+                asked = Counter(
+                    plans[rank].sources(ONE_CLASS)[group.layers[0], name, unit, 0] for rank in readers
+                )
                 assert set(asked) <= set(holders)
                 counts = [asked[rank] for rank in holders]
                 assert max(counts) - min(counts) <= 1, "one replica is read more often than another"

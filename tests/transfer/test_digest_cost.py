@@ -23,6 +23,7 @@ from rayk.kv.specs import (
     MlaSpec,
 )
 from rayk.transfer.layer_view import LayerView
+from rayk.transfer.token_classes import ONE_CLASS
 from rayk.transfer.verify import WrongWord, compare_digests, compute_digests
 from tests.transfer.cluster import Shape, local_pair
 
@@ -162,7 +163,7 @@ def test_every_differing_word_is_named_and_no_other(family: str | None, tp: tupl
     pair = local_pair(Shape(family=family, units=4, window=13, tp=tp))
     num_tokens, per_group = 37, 4
     views = pair.consumer.ranks[0]._views
-    sources = pair.consumer.ranks[0].plan("p").sources
+    sources = pair.consumer.ranks[0].plan("p").sources(ONE_CLASS)
     coordinates: list[tuple[int, int, int, int, int, str]] = []
     for view in views:
         live = view.live_rows(num_tokens)
@@ -174,15 +175,15 @@ def test_every_differing_word_is_named_and_no_other(family: str | None, tp: tupl
     found = np.zeros(len(coordinates), dtype=np.int64)
     own_units = {(v.group.index, v.layer, f): set(s.units) for v in views for f, s in enumerate(v.fields)}
     mine = [c[3] in own_units[c[:3]] for c in coordinates]
-    for i, (group, _, _, unit, _, name) in enumerate(coordinates):
+    for i, (_, layer, _, unit, _, name) in enumerate(coordinates):
         if mine[i]:
-            found[i] = expected[sources[group, name, unit], i]
+            found[i] = expected[sources[layer, name, unit, 0], i]
     assert compare_digests(views, expected, found, sources, num_tokens, per_group) == []
     for i, (group, layer, f, unit, row_group, name) in enumerate(coordinates):
         for rank in range(tp[0]):
             expected[rank, i] ^= 1
             wrong = compare_digests(views, expected, found, sources, num_tokens, per_group)
-            counts = mine[i] and sources[group, name, unit] == rank
+            counts = mine[i] and sources[layer, name, unit, 0] == rank
             assert wrong == ([WrongWord(group, layer, f, unit, row_group)] if counts else [])
             expected[rank, i] ^= 1
 

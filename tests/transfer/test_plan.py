@@ -28,6 +28,7 @@ from rayk.transfer.plan import (
     plan_transfer,
     release_senders,
 )
+from rayk.transfer.token_classes import ONE_CLASS
 from rayk.types.errors import TransferError
 from tests.each import each
 from tests.markers import thorough
@@ -306,11 +307,13 @@ def test_replicas_take_turns(specs: dict[int, KVCacheSpec], p: int, d: int, repl
     producers, consumers = make_ranks(specs, "BHLNC", p, 3, None), make_ranks(specs, "LBHNC", d, 3, None)
     assert num_turns(producers) == replicas
     for consumer in consumers:
-        sources = [plan_transfer(producers, consumer, turn).sources for turn in range(2 * replicas)]
+        sources = [
+            plan_transfer(producers, consumer, turn).sources(ONE_CLASS) for turn in range(2 * replicas)
+        ]
         for field in consumer.groups[0].fields:
             for unit in field.units:
                 holders = [r.tp_rank for r in producers if unit in r.groups[0].field(field.field.name).units]
-                elected = [s[0, field.field.name, unit] for s in sources]
+                elected = [s[0, field.field.name, unit, 0] for s in sources]
                 assert sorted(elected[:replicas]) == holders
                 assert elected[replicas:] == elected[:replicas]
     for turn in range(replicas):

@@ -60,11 +60,18 @@ def test_longest_valid_prefix_by_trying_all():
     assert lengths == {0, 1, 2}, "nothing, something and everything is valid somewhere"
 
 
-def test_a_cache_that_a_rank_does_not_speak_of_is_not_proven():
+def test_a_cache_that_no_rank_speaks_of_is_not_proven():
     groups = [KVCacheGroup(0, SPECS[0], (0, 1), 2)]
     whole = [LayerProof(0, 0, (range(8),)), LayerProof(0, 1, (range(8),))]
     assert longest_valid_prefix(groups, [whole, whole], 8) == 8
-    assert longest_valid_prefix(groups, [whole, whole[:1]], 8) == 0
+    assert longest_valid_prefix(groups, [whole[:1], whole[:1]], 8) == 0
+    assert longest_valid_prefix(groups, [whole, []], 8) == 0, "a rank that says nothing proves nothing"
+
+
+def test_ranks_prove_the_layers_that_they_keep():
+    groups = [KVCacheGroup(0, SPECS[0], (0, 1), 2)]
+    stages = [[LayerProof(0, 0, (range(8),))], [LayerProof(0, 1, (range(5),))]]
+    assert longest_valid_prefix(groups, stages, 8) == 5
 
 
 def test_rows_outside_wrong_digest_groups_are_proven():

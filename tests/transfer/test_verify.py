@@ -127,10 +127,10 @@ def head_off_by_one_in_map(monkeypatch):
     original = maps._rows
     calls = []
 
-    def shifted(group, field, units, first_row, num_rows):
+    def shifted(group, field, units, rows):
         calls.append(field)
         is_source = len(calls) % 2 == 1
-        good = original(group, field, units, first_row, num_rows)
+        good = original(group, field, units, rows)
         return good + field.unit_stride if is_source else good
 
     monkeypatch.setattr(maps, "_rows", shifted)
@@ -141,11 +141,11 @@ def swap_kv_in_map(monkeypatch):
     original = maps._rows
     calls = []
 
-    def swapped(group, field, units, first_row, num_rows):
+    def swapped(group, field, units, rows):
         calls.append(field)
         other = next(f for f in group.fields if f.field.name != field.field.name)
         chosen = replace(field, offset=other.offset) if len(calls) % 2 == 1 else field
-        return original(group, chosen, units, first_row, num_rows)
+        return original(group, chosen, units, rows)
 
     monkeypatch.setattr(maps, "_rows", swapped)
 
@@ -154,9 +154,9 @@ def token_off_by_one_in_map(monkeypatch):
     original = maps._rows
     calls = []
 
-    def shifted(group, field, units, first_row, num_rows):
+    def shifted(group, field, units, rows):
         calls.append(field)
-        good = original(group, field, units, first_row, num_rows)
+        good = original(group, field, units, rows)
         return good + field.row_stride if len(calls) % 2 == 1 else good
 
     monkeypatch.setattr(maps, "_rows", shifted)
