@@ -27,6 +27,8 @@ WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"
 UNWANTED = ("*/*", "consolidated*", "*.bin.index.json")
 """Copies in other formats: in folders of their own, or the same weights under the maker's names."""
 CONFIG = "config.json"
+QUANT_CONFIG = "hf_quant_config.json"
+"""Where nvidia-modelopt's older exports alone say how weights are stored."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 KEPT = "files that arrived whole are kept"
 HASHERS = 8
@@ -53,18 +55,18 @@ def model_folder(model: str | Path) -> Path:
 
 
 def config_file(model: str | Path) -> tuple[str, Path]:
-    """Fetch config.json of a model of the hub alone. Returns the pinned name and the file; of a folder, or a
-    file, itself. Raises CheckpointError."""
+    """Fetch config.json of a model of the hub alone, and what says beside it how weights are stored. Returns
+    the pinned name and the file; of a folder, or a file, itself. Raises CheckpointError."""
     name = hub_name(model)
     if name is None:
         return str(model), Path(model)
     with _in_words(name):
         # As part of a snapshot: asked for one file, huggingface_hub tries an unreachable hub for 24 s.
-        folder = _fetched(name, CONFIG)
+        folder = _fetched(name, CONFIG, QUANT_CONFIG)
         file = folder / CONFIG
         if not file.is_file():
             _say_what_lacks(name, folder)
-        _refuse_wrong([file], name)
+        _refuse_wrong((p for p in (file, folder / QUANT_CONFIG) if p.is_file()), name)
     return f"{name.repo}@{folder.name}", file
 
 

@@ -99,6 +99,15 @@ def test_a_memory_plan_fetches_the_config_alone(hub: LocalHub) -> None:
     assert (plan.fits, plan.num_parameters) == (True, of_folder.num_parameters)
 
 
+def test_how_older_releases_of_modelopt_are_stored_is_known_by_name_too(hub: LocalHub) -> None:
+    said = {"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    (hub.folders[NAME] / "hf_quant_config.json").write_text(json.dumps(said))
+    plan = plan_memory(NAME, "1xH100")
+    assert hub.fetched() == ["config.json", "hf_quant_config.json"]
+    assert plan.stored_as == plan_memory(hub.folders[NAME], "1xH100").stored_as
+    assert plan.stored_as.startswith("fp8")
+
+
 def test_a_server_is_called_by_its_repository(hub: LocalHub) -> None:
     settings = plan_server(ServerOptions(model=NAME, device="cpu")).settings
     assert settings.model.model_id == NAME

@@ -15,6 +15,7 @@ from rayk.models.families.common import Family, WeightNames
 from rayk.models.families.quantisation import parse_quantisation
 from rayk.models.families.raw import RawConfig, read_json
 from rayk.models.families.sharing import apply_sharing
+from rayk.models.hub import QUANT_CONFIG
 from rayk.types.errors import CheckpointError, UnsupportedArchitecture
 
 __all__ = [
@@ -118,7 +119,7 @@ def _generation_eos(folder: Path) -> dict[str, object]:
 def _quantisation_beside(folder: Path) -> dict[str, object]:
     """Return nvidia-modelopt's hf_quant_config.json, in which its older exports alone say how they are
     quantised, under the key of config.json."""
-    file = folder / "hf_quant_config.json"
+    file = folder / QUANT_CONFIG
     return {"quantization_config": {"quant_method": "modelopt", **read_json(file)}} if file.is_file() else {}
 
 
