@@ -20,24 +20,24 @@ def mla_attention_reference(
     """Compute in q's dtype, float32 at least."""
     compute_dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape[0], q.shape[1], latent_size)
-    num_slots = cache.shape[-1 if isinstance(cache, QuantisedKV) else 1]
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
     for r, seq_len in enumerate(lens):
         num_queries = starts[r + 1] - starts[r]
         for i in range(num_queries):
             positions = torch.arange(seq_len - num_queries + i + 1, device=cache.device)
-            blocks = block_table[r, positions // num_slots].long()
-            rows = _rows(cache, blocks, positions % num_slots, compute_dtype)
+            rows = gather_rows(cache, block_table[r], positions, compute_dtype)
             scores = scale * (q[starts[r] + i].to(compute_dtype) @ rows.mT)  # [Q, keys]
             weights = torch.softmax(scores, dim=-1)
             out[starts[r] + i] = (weights @ rows[:, :latent_size]).to(q.dtype)
     return out
 
 
-def _rows(
-    cache: torch.Tensor | QuantisedKV, blocks: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype
+def gather_rows(
+    cache: torch.Tensor | QuantisedKV, blocks: torch.Tensor, tokens: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Gather the cached rows [keys, R + Dr] of one sequence."""
+    """Gather the cached rows [tokens, R + Dr] of one sequence."""
+    num_slots = cache.shape[-1 if isinstance(cache, QuantisedKV) else 1]
+    places = blocks[tokens // num_slots].long(), tokens % num_slots
     if isinstance(cache, QuantisedKV):
-        return torch.cat(cache.gather(blocks, slots, dtype), dim=-1).squeeze(1)
-    return cache[blocks, slots].to(dtype)
+        return torch.cat(cache.gather(*places, dtype), dim=-1).squeeze(1)
+    return cache[places].to(dtype)

@@ -38,12 +38,12 @@ def mla_attention_torch(
         packed = slice(starts[r], starts[r + 1])
         if packed.start == packed.stop:
             continue
-        rows = _gather(cache, block_table[r], seq_len, workspace, compute_dtype)
+        rows = gather_sequence(cache, block_table[r], seq_len, workspace, compute_dtype)
         out[packed] = _attend(q[packed].to(compute_dtype), rows, scale, latent_size).to(q.dtype)
     return out
 
 
-def _gather(
+def gather_sequence(
     cache: torch.Tensor | QuantisedKV,
     blocks: torch.Tensor,
     seq_len: int,

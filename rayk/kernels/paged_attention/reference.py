@@ -31,7 +31,7 @@ def paged_attention_reference(
             position = seq_len - num_queries + i
             first = 0 if window is None else max(0, position - window + 1)
             tokens = torch.arange(first, position + 1, device=q.device)
-            keys, values = _gather(kv_cache, block_table[r], tokens, head_size_k, compute_dtype)
+            keys, values = gather(kv_cache, block_table[r], tokens, head_size_k, compute_dtype)
             keys, values = keys[kv_index], values[kv_index]  # [Q, keys, Dk], [Q, keys, Dv]
             query = q[starts[r] + i].to(compute_dtype).unsqueeze(1)  # [Q, 1, Dk]
             scores = scale * (query @ keys.mT)  # [Q, 1, keys]
@@ -44,7 +44,7 @@ def paged_attention_reference(
     return out
 
 
-def _gather(
+def gather(
     kv_cache: torch.Tensor | QuantisedKV,
     blocks: torch.Tensor,
     tokens: torch.Tensor,

@@ -68,19 +68,19 @@ def paged_attention_torch(
             continue
         oldest = seq_len - num_queries
         first = 0 if window is None else max(0, oldest - window + 1)
-        content = _gather(kv_cache, block_table[r], first, seq_len, workspace, compute_dtype)
-        problem = _fold(q[rows].to(compute_dtype), content, order, kv_index, groups, head_size_k)
+        content = gather_tokens(kv_cache, block_table[r], first, seq_len, workspace, compute_dtype)
+        problem = fold(q[rows].to(compute_dtype), content, order, kv_index, groups, head_size_k)
         mask = _mask(oldest - first, num_queries, len(content), window)
         if plain:
             attended = _attend_sdpa(problem, mask, scale)
         else:
             ordered = None if sinks is None else sinks[order].to(compute_dtype)
-            attended = _attend_written_out(problem, mask, scale, ordered, soft_cap)
+            attended, _ = attend_written_out(problem, mask, scale, ordered, soft_cap)
         out[rows, order] = attended.flatten(0, 1).transpose(0, 1).to(q.dtype)
     return out
 
 
-def _gather(
+def gather_tokens(
     kv_cache: torch.Tensor | QuantisedKV,
     blocks: torch.Tensor,
     first: int,
@@ -113,7 +113,7 @@ def _mask(oldest: int, num_queries: int, num_keys: int, window: int | None) -> t
     return seen if window is None else seen & (keys > positions - window)
 
 
-class _Problem(NamedTuple):
+class Problem(NamedTuple):
     """One sequence: G groups of S query heads that share keys and values, n query tokens."""
 
     rows: torch.Tensor
@@ -124,14 +124,14 @@ class _Problem(NamedTuple):
     """[G, keys, Dv]"""
 
 
-def _fold(
+def fold(
     q: torch.Tensor,
     content: torch.Tensor,
     order: torch.Tensor,
     kv_index: torch.Tensor,
     groups: HeadGroups,
     head_size_k: int,
-) -> _Problem:
+) -> Problem:
     """Group q [n, Q, Dk] and content [keys, H, C]. Uneven groups become groups of one, keys repeated."""
     if groups.uniform:
         size = groups.group_size
@@ -140,10 +140,10 @@ def _fold(
         size, selected = 1, content[:, kv_index]
     by_head = selected.transpose(0, 1)
     rows = q[:, order].transpose(0, 1).view(-1, size, len(q), q.shape[-1])
-    return _Problem(rows, by_head[..., :head_size_k], by_head[..., head_size_k:])
+    return Problem(rows, by_head[..., :head_size_k], by_head[..., head_size_k:])
 
 
-def _attend_sdpa(problem: _Problem, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
+def _attend_sdpa(problem: Problem, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
     """Compute [G, S, n, Dv] by torch's SDPA. mask [n, keys]."""
     num_groups, size, num_queries, _ = problem.rows.shape
     attended = torch.nn.functional.scaled_dot_product_attention(
@@ -156,17 +156,19 @@ def _attend_sdpa(problem: _Problem, mask: torch.Tensor | None, scale: float) -> 
     return attended.view(num_groups, size, num_queries, -1)
 
 
-def _attend_written_out(
-    problem: _Problem,
+def attend_written_out(
+    problem: Problem,
     mask: torch.Tensor | None,
     scale: float,
     sinks: torch.Tensor | None,
     soft_cap: float | None,
-) -> torch.Tensor:
-    """Compute [G, S, n, Dv] in pieces, to bound the memory. mask [n, keys], sinks [G * S]."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute [G, S, n, Dv] and the logs of the sums of exponents [G, S, n] in pieces, to bound the memory.
+    mask [n, keys], sinks [G * S]. Where a query sees nothing: zeros and -inf."""
     rows, keys, values = problem.rows, problem.keys, problem.values
     num_groups, size, num_queries, _ = rows.shape
     out = rows.new_empty(*rows.shape[:3], values.shape[-1])
+    lse = rows.new_empty(rows.shape[:3])
     step = max(1, _SCORES_AT_ONCE // (num_groups * size * keys.shape[1]))
     for begin in range(0, num_queries, step):
         some = rows[:, :, begin : begin + step]
@@ -179,10 +181,13 @@ def _attend_written_out(
         if sinks is not None:
             sink = sinks.view(num_groups, size, 1, 1)
             top = torch.maximum(top, sink)
+        # Keep -inf - -inf out of the exponent.
+        top.clamp_(min=torch.finfo(top.dtype).min)
         weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
         if sinks is not None:
             total += torch.exp(sink - top)
         weighted = (weights.flatten(1, 2) @ values).view(*some.shape[:3], -1)
-        out[:, :, begin : begin + step] = weighted / total
-    return out
+        lse[:, :, begin : begin + step] = (top + total.log()).squeeze(-1)
+        out[:, :, begin : begin + step] = weighted / total.masked_fill_(total == 0, 1.0)
+    return out, lse
