@@ -12,10 +12,13 @@ from torch import Tensor
 
 from jobs.gpu.rows import Row
 from jobs.gpu.stages import Bench, Stage
+from rayk.engine.filters import Row as DrawnRow
+from rayk.engine.sampling import draw
 from rayk.kernels.causal_conv1d import causal_conv1d
 from rayk.kernels.copy_runs import copy_runs, make_run_table
 from rayk.kernels.digest import DigestedView, DigestedViews, RowPlaces, digest_views
 from rayk.kernels.gated_delta_rule import gated_delta_rule
+from rayk.kernels.grouped_matmul import grouped_matmul
 from rayk.kernels.mla_attention import mla_attention
 from rayk.kernels.paged_attention import head_groups, paged_attention
 from rayk.kernels.quantise import dequantise, quantise, quantised_kv
@@ -32,6 +35,7 @@ from rayk.kv.layout import LAYOUTS
 from rayk.kv.specs import FullAttentionSpec
 from rayk.offload.outbox import Outbox
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
+from rayk.types.request import SamplingParams
 
 SLOTS = 16
 """Tokens of a block of keys and values."""
@@ -263,6 +267,30 @@ def scaled(drawn: Drawn, num_rows: int) -> Work:
     )
 
 
+def experts(drawn: Drawn, num_tokens: int) -> Work:
+    """Qwen3-30B-A3B's products into 128 experts, of which each token takes 8, as an engine multiplies."""
+    num_experts, num_in, num_out = 128, drawn.size(2048, 64), drawn.size(1536, 32)
+    chosen = torch.randint(num_experts, (8 * num_tokens,), device=drawn.device)
+    counts = torch.bincount(chosen, minlength=num_experts)
+    ends = counts.cumsum(0).to(torch.int32)
+    x, weights = drawn.rows(8 * num_tokens, num_in), drawn.rows(num_experts, num_out, num_in).mT
+    num_read = int((counts > 0).sum())
+    return Work(
+        f"{num_tokens} x 8 of 128 experts, {num_in} to {num_out}",
+        lambda: grouped_matmul(x, weights, ends, impl=IMPL if drawn.is_small else None),
+        _of(x, weights[:num_read]) + len(x) * num_out * x.element_size(),
+        2 * len(x) * num_in * num_out,
+    )
+
+
+def drawing(drawn: Drawn, **filters: Any) -> Work:
+    """A step of 64 requests with the vocabulary of Qwen2.5, from logits to tokens."""
+    scores = drawn.exact(drawn.size(64, 4), drawn.size(152_000, 3000))
+    rows = [DrawnRow(SamplingParams(temperature=0.8, seed=i, **filters), (), ()) for i in range(len(scores))]
+    shape = f"{len(scores)} x {scores.shape[1]}"
+    return Work(shape, lambda: draw(rows, scores, narrow=False), _of(scores), fits_graph=False)
+
+
 def copies(drawn: Drawn, each: int) -> Work:
     """256 MiB in runs of 64 blocks, as out of a staging buffer."""
     total, blocks = drawn.size(256 << 20, 16 << 10), drawn.size(64, 4)
@@ -344,6 +372,10 @@ MAKE: dict[str, Callable[[Drawn], Work]] = {
     "fp8 product, 1 row": lambda d: scaled(d, 1),
     "fp8 product, 64 rows": lambda d: scaled(d, 64),
     "fp8 product, 8192 rows": lambda d: scaled(d, d.size(8192, 40)),
+    "experts, 64 tokens": lambda d: experts(d, d.size(64, 4)),
+    "experts, 8192 tokens": lambda d: experts(d, d.size(8192, 40)),
+    "draw, top-p": lambda d: drawing(d, top_p=0.95),
+    "draw, top-k and top-p": lambda d: drawing(d, top_k=50, top_p=0.95),
     "copy_runs, 16 KiB": lambda d: copies(d, d.size(16 << 10, 1 << 10)),
     "copy_runs, 2 KiB": lambda d: copies(d, d.size(2 << 10, 256)),
     "outbox, LBNHC": lambda d: outbox(d, "LBNHC"),
@@ -356,6 +388,8 @@ STAND_IN = (
     "decode, fp8_e4m3",
     "quantise, nvfp4",
     "fp8 product, 1 row",
+    "experts, 64 tokens",
+    "draw, top-p",
     "copy_runs, 2 KiB",
     "outbox, LBNHC",
     "digest",
