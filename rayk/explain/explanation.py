@@ -138,6 +138,7 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
     notes = _weights_note(config)
     if num_tokens is None:
         notes += _length_note(tokens, config, producer)
+    notes += _dtype_note(cell.prefill, config)
     try:
         reads = explain_reads(producer, consumer, tokens, cell.spec.transfer)
     except TransferError as error:
@@ -246,6 +247,12 @@ def _length_note(num_tokens: int, config: DecoderConfig, producer: EnginePlan) -
         num_blocks = producer.ranks[0].num_blocks
         why = f"--num-blocks {num_blocks:,} hold no more, if every KV group keeps all of a sequence"
     return [f"{num_tokens:,} tokens instead of the default {DEFAULT_TOKENS:,}: {why}"]
+
+
+def _dtype_note(engine: EngineConfig, config: DecoderConfig) -> list[str]:
+    if engine.kv_dtype != "auto" or engine.dtype == config.dtype:
+        return []
+    return [f"KV counts in {engine.dtype}, and the model is in {config.dtype}: --dtype auto counts in that"]
 
 
 def _border_notes(consumer: EnginePlan, config: DecoderConfig, num_tokens: int) -> list[str]:

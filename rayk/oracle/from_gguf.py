@@ -106,7 +106,9 @@ def _require_gguf(path: Path) -> None:
     with path.open("rb") as file:
         found = file.read(len(MAGIC))
     if found != MAGIC:
-        raise CheckpointError("is no GGUF file: it does not begin with GGUF", where=str(path))
+        raise CheckpointError(
+            "is no GGUF file: it does not begin with GGUF", where=str(path), mend="pass a GGUF file"
+        )
 
 
 @contextmanager

@@ -102,9 +102,18 @@ def test_explain_needs_no_weights(name: str, write: WriteConfig) -> None:
     found = explain_pair(str(path), {"dtype": "bfloat16", "prefill": {"tp": 2}, "decode": {"tp": 4}})
     assert found.supported
     is_quantised = "quantization_config" in LARGE[name]
+    assert not any("KV counts in" in note for note in found.notes)
     assert any("dequantised in float32" in note for note in found.notes) == is_quantised
     if name in MOVED:
         assert found.bytes == MOVED[name](found.num_tokens)
+
+
+def test_explain_says_that_it_counts_in_another_dtype(write: WriteConfig) -> None:
+    path = str(write(LLAMA_31_405B))
+    found = explain_pair(path, {"dtype": "float32"})
+    assert found.notes == ("KV counts in float32, and the model is in bfloat16: --dtype auto counts in that",)
+    own = explain_pair(path, {"dtype": "auto"})
+    assert (own.notes, 2 * own.bytes) == ((), found.bytes)
 
 
 def test_the_405b_on_8_h200(write: WriteConfig) -> None:
