@@ -30,6 +30,7 @@ from rayk.kv.geometry import GroupGeometry, RankGeometry
 from rayk.kv.groups import BLOCK_COST_BYTES, REFERENCE_BLOCK_SIZE
 from rayk.kv.maps import Runs, block_strides, match_rows
 from rayk.kv.specs import KVCacheSpec
+from rayk.transfer.election import elect
 from rayk.transfer.segments import CopySegments, Kind, shared_segments
 from rayk.transfer.tables import checked_tables, real_blocks
 from rayk.transfer.token_classes import TokenClasses
@@ -233,8 +234,9 @@ class TransferPlan:
 
     @property
     def first_patterns(self) -> list[PatternKey]:
-        """Those of whole segments at the start of both blocks: one per read."""
-        return [_key(r, 0, 0, min(side.block_rows for side in self._sides(r))) for r in self.reads]
+        """Those of whole segments at the start of both blocks: one per read, but where these move nothing."""
+        keys = [_key(r, 0, 0, min(side.block_rows for side in self._sides(r))) for r in self.reads]
+        return [key for key in keys if len(self.pattern(key).runs)]
 
     @cached_property
     def _recent(self) -> Callable[[PatternKey], Pattern]:
@@ -359,7 +361,11 @@ class TransferPlan:
             for index in known[where]:
                 cut = cuts[index]
                 part = read if cut.layers == read.layers else replace(read, layers=cut.layers)
-                parts += [(index, pattern, chosen) for pattern, chosen in self._patterns(part, cut)]
+                parts += [
+                    (index, pattern, chosen)
+                    for pattern, chosen in self._patterns(part, cut)
+                    if len(pattern.runs)  # blocks may meet in no token of both ranks
+                ]
         return _Shape(tuple(cuts), tuple(parts))
 
     @cached_property
@@ -430,7 +436,8 @@ class TransferPlan:
         of_all, of_part = self.pattern(whole), self.pattern(cut)
         # It joins no neighbour's descriptors and takes a read of its own, even where it has no more runs.
         num_more = max(1, len(of_part.runs) - len(of_all.runs))
-        return cut if of_all.num_bytes - of_part.num_bytes > num_more * BLOCK_COST_BYTES else whole
+        saved = of_all.num_bytes - of_part.num_bytes
+        return cut if saved > num_more * BLOCK_COST_BYTES or not len(of_part.runs) else whole
 
     def _sides(self, read: UnitReads) -> tuple[GroupGeometry, GroupGeometry]:
         return self.producers[read.producer_rank].groups[read.source_group], self.consumer.groups[read.group]
@@ -449,11 +456,12 @@ class TransferPlan:
 
 def num_turns(producers: Sequence[RankGeometry]) -> int:
     """Turns until every replica of a unit was read once by each of its readers: the most replicas of any."""
-    replicas: Counter[tuple[int, int, int]] = Counter()
+    replicas: Counter[object] = Counter()
     for rank in producers:
         for index, group in enumerate(rank.groups):
             for position, side in enumerate(group.fields):
-                replicas.update((index, position, unit) for unit in side.units)
+                of = index, position, group.layers, group.tokens
+                replicas.update((of, unit) for unit in side.units if group.layers)
     return max(replicas.values(), default=1)
 
 
@@ -464,13 +472,17 @@ def plan_transfer(producers: Sequence[RankGeometry], consumer: RankGeometry, tur
     homes = {key: index for index, g in enumerate(producers[0].groups) for key in g.group.keys}
     reads: list[UnitReads] = []
     for index, group in enumerate(consumer.groups):
-        together: dict[int, list[int]] = {}
-        for layer, part in group.group.keys:
-            if (layer, part) not in homes:
+        together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        """(source group, producer ranks of a stage) -> layers that they have."""
+        for layer, part in group.keys:
+            home = homes.get((layer, part))
+            stage = () if home is None else tuple(p.rank for p in producers if layer in p.groups[home].layers)
+            if home is None or not stage:
                 raise HandshakeMismatch(((f"layer {layer}.{part}.cache", "absent", "kept"),))
-            together.setdefault(homes[layer, part], []).append(layer)
-        for source_group, layers in together.items():
-            elected = _elect([p.groups[source_group] for p in producers], group, consumer, turn)
+            together.setdefault((home, stage), []).append(layer)
+        for (source_group, stage), layers in together.items():
+            sides = {rank: producers[rank].groups[source_group] for rank in stage}
+            elected = elect(sides, group, consumer, turn)
             reads += [
                 UnitReads(rank, source_group, index, tuple(layers), units) for rank, units in elected.items()
             ]
@@ -525,35 +537,6 @@ def consecutive_tables(rank: RankGeometry, num_tokens: int) -> list[list[int]]:
         tables.append([NULL_BLOCK] * first + list(range(next_block, next_block + count)))
         next_block += count
     return tables
-
-
-def _elect(
-    sides: Sequence[GroupGeometry], group: GroupGeometry, consumer: RankGeometry, turn: int
-) -> dict[int, dict[str, tuple[int, ...]]]:
-    """Producer rank -> field -> the units that are read from it, of a consumer's group whose layers lie in
-    the group `sides` (by rank) of the producer. Readers of a unit are spread evenly over its replicas."""
-    elected: dict[int, dict[str, list[int]]] = {}
-    for position, geometry in enumerate(group.fields):
-        field = geometry.field
-        names = {
-            side.fields[position].field.name if position < len(side.fields) else "absent" for side in sides
-        }
-        if names != {field.name}:
-            raise HandshakeMismatch(((f"field {position}", ", ".join(sorted(names)), field.name),))
-        units_by_rank = [set(side.fields[position].units) for side in sides]
-        wanted = [set(field.shard(consumer.tp_size, rank)) for rank in range(consumer.tp_size)]
-        for unit in geometry.units:
-            holders = [rank for rank, units in enumerate(units_by_rank) if unit in units]
-            if not holders:
-                what = f"{field.unit_name} {unit} of {field.name}"
-                raise HandshakeMismatch(((what, "held by no rank", f"wanted by rank {consumer.rank}"),))
-            readers = [rank for rank, units in enumerate(wanted) if unit in units]
-            first = readers.index(consumer.tp_rank) * len(holders) // len(readers)
-            rank = holders[(first + turn) % len(holders)]
-            elected.setdefault(rank, {}).setdefault(field.name, []).append(unit)
-    return {
-        rank: {name: tuple(units) for name, units in by_field.items()} for rank, by_field in elected.items()
-    }
 
 
 def _key(read: UnitReads, source_row: int, destination_row: int, num_rows: int) -> PatternKey:

@@ -26,6 +26,7 @@ from rayk.transfer.plan import consecutive_tables
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.token_classes import common_classes
 from tests.transfer.brute import brute_shard
 from tests.transfer.families import FAMILIES, Specs
 
@@ -53,6 +54,11 @@ class Shape:
     state_block_sizes: tuple[int, int] = (64, 64)
     kernel_block_sizes: tuple[int | None, int | None] = (None, None)
     num_blocks: tuple[int, int] = (40, 50)
+    shapes: tuple[EngineShape, EngineShape] | None = None
+    """Instead of `tp`, where tokens or layers are divided. Block sizes are then those of one rank."""
+
+    def engine(self, side: int) -> EngineShape:
+        return EngineShape(self.tp[side]) if self.shapes is None else self.shapes[side]
 
     def specs(self, side: int) -> Specs:
         if self.family is not None:
@@ -103,9 +109,23 @@ class Engine:
     def descriptions(self) -> list[CacheDescription]:
         return [r.description for r in self.ranks]
 
-    def units(self, field: PageField, tp_rank: int) -> list[int]:
+    def units(self, field: PageField, rank: int) -> list[int]:
         """Global ids of the units of a field that a rank holds."""
-        return brute_shard(field.units, self.shape.tp[self.side], tp_rank, field.readers)
+        tp = self.shape.engine(self.side).tp
+        return brute_shard(field.units, tp, rank % tp, field.readers)
+
+    def layers(self, rank: int, group: KVCacheGroup) -> list[int]:
+        """Layers of a group that a rank keeps: the first ranks are those of the last stage."""
+        engine = self.shape.engine(self.side)
+        stages = [stage for stage, count in enumerate(engine.stages) for _ in range(count)]
+        stage = engine.pp - 1 - rank // engine.tp
+        return [layer for layer in group.layers if not stages or stages[layer] == stage]
+
+    def holds(self, rank: int, group: KVCacheGroup, token: int) -> bool:
+        """Whether a token has its row on a rank, by the deal alone."""
+        engine = self.shape.engine(self.side)
+        owner = token // engine.dcp_interleave % engine.dcp
+        return group.spec.part == "state" or owner == rank % engine.tp % engine.dcp
 
     def heads(self, tp_rank: int) -> list[int]:
         """KV heads of a rank, where the shape has no family."""
@@ -122,34 +142,40 @@ class Engine:
         )
         return [[0 if b == 0 else int(ids[b]) for b in t] for t in plain]
 
-    def places(self, group: KVCacheGroup, table: list[int], num_tokens: int) -> tuple[list[int], list[int]]:
-        """(kernel block, row in it) of every live row, by plain arithmetic."""
+    def places(
+        self, group: KVCacheGroup, table: list[int], num_tokens: int, rank: int = 0
+    ) -> tuple[list[int], list[int]]:
+        """(kernel block, row in it) of every live row on a rank, by plain arithmetic."""
         size, live = group.spec.block_size, group.spec.live_rows(num_tokens)
         if group.spec.part == "state":
             return [table[t // size] for t in live], [0 for _ in live]
-        kernel = self.shape.kernel_block_sizes[self.side] or size
-        blocks = [table[t // size] * (size // kernel) + t % size // kernel for t in live]
-        return blocks, [t % size % kernel for t in live]
+        mine = [t for t in range(size) if self.holds(rank, group, t)]
+        kernel = self.shape.kernel_block_sizes[self.side] or len(mine)
+        here = [(t // size, mine.index(t % size)) for t in live if self.holds(rank, group, t)]
+        blocks = [table[block] * (len(mine) // kernel) + row // kernel for block, row in here]
+        return blocks, [row % kernel for _, row in here]
 
-    def views(self, tp_rank: int, group: KVCacheGroup, layer: int) -> list[FieldView]:
+    def views(self, rank: int, group: KVCacheGroup, layer: int) -> list[FieldView]:
         """What a layer's kernels would see: a state's bundles, or slices of attention's content."""
-        bound = self.caches[tp_rank].view(layer, group.spec.part)
+        bound = self.caches[rank].view(layer, group.spec.part)
         views, start = [], 0
         for f in group.spec.fields():
             stop = start + f.row_bytes // ITEMSIZE[f.dtype]
             view = bound[..., start:stop] if isinstance(bound, torch.Tensor) else bound[f.name]
             start = stop
-            views.append(FieldView(f.name, view, tuple(self.units(f, tp_rank))))
+            views.append(FieldView(f.name, view, tuple(self.units(f, rank))))
         return views
 
     def slots(self, tables: list[list[int]], values: Values):
         """(rank, field's view, kernel blocks, rows in them, right content [row, unit, element]) of all."""
         for rank in range(len(self.caches)):
             for group in self.groups():
-                blocks, rows = self.places(group, tables[group.index], values.num_tokens)
-                for layer in group.layers:
+                blocks, rows = self.places(group, tables[group.index], values.num_tokens, rank)
+                live = group.spec.live_rows(values.num_tokens)
+                mine = [i for i, token in enumerate(live) if self.holds(rank, group, token)]
+                for layer in self.layers(rank, group):
                     for seen in self.views(rank, group, layer):
-                        right = values.content[layer, group.spec.part, seen.name][list(seen.units)]
+                        right = values.content[layer, group.spec.part, seen.name][list(seen.units)][:, mine]
                         yield (
                             rank,
                             seen,
@@ -204,15 +230,18 @@ class Engine:
 def make_caches(shape: Shape, side: int, poison: int = POISON) -> Engine:
     """An engine's memory alone."""
     engine = Engine(shape, side)
-    groups = group_layers(shape.specs(side))
-    for rank in range(shape.tp[side]):
+    of = shape.engine(side)
+    groups = group_layers(shape.specs(side), dcp=of.dcp)
+    for rank in range(of.num_ranks):
         geometry = plan_rank(
             groups,
             LAYOUTS[shape.layouts[side]],
-            shape=EngineShape(shape.tp[side]),
+            shape=of,
             rank=rank,
             num_blocks=shape.num_blocks[side],
-            kernel_block_sizes=kernel_block_sizes(groups, shape.kernel_block_sizes[side], {}),
+            kernel_block_sizes=None
+            if of.dcp > 1
+            else kernel_block_sizes(groups, shape.kernel_block_sizes[side], {}),
         )
         engine.caches.append(allocate(geometry, torch.device("cpu"), fill=poison))
     return engine
@@ -233,11 +262,19 @@ def make_engine(
     for rank, caches in enumerate(engine.caches):
         agent = make_agent(f"{name}{epoch}.{rank}")
         fingerprint = changes.get("fingerprint", FINGERPRINT)
-        description = describe_cache(agent, caches, engine=name, epoch=epoch, fingerprint=fingerprint)
+        description = describe_cache(
+            agent,
+            caches,
+            engine=name,
+            epoch=epoch,
+            fingerprint=fingerprint,
+            token_classes=common_classes([shape.engine(0), shape.engine(1)]),
+        )
+        tokens = shape.engine(side).share(rank).tokens
         views = [
-            make_layer_view(layer, group, engine.views(rank, group, layer))
+            make_layer_view(layer, group, engine.views(rank, group, layer), tokens)
             for group in engine.groups()
-            for layer in group.layers
+            for layer in engine.layers(rank, group)
         ]
         engine.agents.append(agent)
         engine.ranks.append(TransferRank(agent, caches, views, description, staging=staging))
