@@ -180,6 +180,7 @@ def quick_cases() -> Iterator[Case]:
     for phase in ("prefill", "split"):
         yield Case("sm_90", phase, "bfloat16", (128, 128), 5, "plain", slots=12)
     yield Case("sm_100", "rotate", "bfloat16", (64, 64), 1, "plain")
+    yield Case("sm_100", "norm", "float16", (8192, 8192), 1, "plain")
     yield from _quantised_cases("sm_90", (128,), ("bfloat16",))
     yield from _quantised_latent_cases("sm_90", ("bfloat16",), (16, 128))
     for target in ("sm_90", "gfx942"):

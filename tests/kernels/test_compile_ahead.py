@@ -123,7 +123,8 @@ def test_every_kernel_was_compiled(rows: Rows) -> None:
     for target in LIMITS:
         wanted = paged | others if target in ("sm_90", "gfx942") else paged
         wanted = wanted | {"store_quantised_kernel"} if target == "sm_90" else wanted
-        wanted = wanted | {"rotate_kernel"} if target == "sm_100" else wanted  # spilled there once
+        # Those spilled there once.
+        wanted = wanted | {"rotate_kernel", "rms_norm_kernel"} if target == "sm_100" else wanted
         assert {row["kernel"] for row in rows if row["target"] == target} == wanted
     # Triton once handed the binary of the first target to all of them.
     uses = {
