@@ -35,7 +35,7 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         # Of types only `files`: where built libraries lie. Of kv only `formats`: what quantised bytes mean,
         # which both sides must read alike.
         "kernels": "types kv",
-        "attention": "types kv kernels",
+        "attention": "types parallel kv kernels",
         "models": "types parallel kv kernels attention",
         # These five take of parallel only `shard`: what a rank of an engine holds.
         "transfer": "types parallel kv kernels",

@@ -9,8 +9,8 @@ from functools import cache, partial
 import numpy as np
 
 from rayk.attention.backend import AttentionBackend, PagedAttentionMetadata
-from rayk.attention.metadata import CommonAttentionMetadata
-from rayk.attention.transforms import chunked_local, fast_prefill, sliding_window
+from rayk.attention.metadata import CommonAttentionMetadata, TokenShardMetadata
+from rayk.attention.transforms import chunked_local, fast_prefill, sliding_window, token_shard_view
 from rayk.kv.specs import KVCacheSpec
 
 
@@ -129,12 +129,17 @@ class _StepTransforms:
     """The transforms of one step, each computed once per input."""
 
     def __init__(self, wanted: np.ndarray | None) -> None:
+        self._sharded = cache(partial(token_shard_view, wanted=None))
+        self._sharded_wanted = cache(partial(token_shard_view, wanted=wanted))
         self._reduced = None if wanted is None else cache(partial(fast_prefill, wanted=wanted))
         self._chunked = cache(chunked_local)
         self._windowed = cache(sliding_window)
 
     def see(self, common: CommonAttentionMetadata, view: AttentionView) -> CommonAttentionMetadata | None:
         """Return the step as the view's layers see it; None if they compute nothing."""
+        if isinstance(common, TokenShardMetadata):
+            sharded = self._sharded_wanted if view.fast_prefill else self._sharded
+            return sharded(common, view.window, view.chunk)
         seen: CommonAttentionMetadata | None = common
         if view.fast_prefill and self._reduced is not None:
             seen = self._reduced(common)

@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from rayk.parallel.shard import TokenShard
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -68,3 +71,22 @@ class CommonAttentionMetadata:
             max_query_len=max(query_lens),
             max_seq_len=max(seq_lens),
         )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TokenShardMetadata(CommonAttentionMetadata):
+    """A step on a rank that holds some tokens of each sequence.
+
+    `block_table`, `slot_mapping` and `block_size` are in the rank's own rows; a slot of -1 is another rank's
+    token. `seq_lens` are those of whole sequences.
+    """
+
+    key_rows: torch.Tensor
+    """[T] int32: each token's row of `block_table`."""
+    key_starts: torch.Tensor
+    """[T] int32: the first of the rank's rows that each token sees."""
+    key_ends: torch.Tensor
+    """[T] int32: the end of those it sees."""
+    tokens: TokenShard
+    positions_cpu: np.ndarray
+    """[T] int64, absolute."""

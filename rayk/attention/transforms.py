@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from rayk.attention.metadata import CommonAttentionMetadata
+from rayk.attention.metadata import CommonAttentionMetadata, TokenShardMetadata
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -102,6 +102,42 @@ def fast_prefill(common: CommonAttentionMetadata, wanted: np.ndarray) -> CommonA
     reduced = _rebuilt(common, kept, query_lens, seq_lens[kept], np.zeros_like(kept))
     slots = torch.full((len(wanted),), -1, dtype=torch.int64, device=common.slot_mapping.device)
     return replace(reduced, slot_mapping=slots)
+
+
+def token_shard_view(
+    common: TokenShardMetadata, window: int | None, chunk: int | None, wanted: np.ndarray | None
+) -> TokenShardMetadata | None:
+    """Return the step of a rank that holds some tokens, for layers with a window or chunks, or that compute
+    only the packed tokens `wanted` [M], ascending. Their slots are -1. None if none is wanted.
+
+    Which keys a token sees is said token by token, so that one transform does for all.
+    """
+    seen = common
+    first = np.zeros_like(common.positions_cpu)
+    if window is not None:
+        first = np.maximum(first, common.positions_cpu - window + 1)
+    if chunk is not None:
+        first = np.maximum(first, common.positions_cpu // chunk * chunk)
+    if first.any():
+        seen = replace(common, key_starts=torch.from_numpy(common.tokens.count(first).astype(np.int32)))
+    if wanted is None or len(wanted) == common.num_tokens:
+        return seen
+    if not len(wanted):
+        return None
+    index = torch.from_numpy(wanted)
+    begins = np.searchsorted(wanted, np.array(common.query_start_loc_cpu)).astype(np.int32)
+    return replace(
+        seen,
+        query_start_loc=torch.from_numpy(begins),
+        query_start_loc_cpu=tuple(begins.tolist()),
+        slot_mapping=torch.full((len(wanted),), -1, dtype=torch.int64),
+        num_tokens=len(wanted),
+        max_query_len=int(np.diff(begins).max()),
+        key_rows=seen.key_rows[index],
+        key_starts=seen.key_starts[index],
+        key_ends=seen.key_ends[index],
+        positions_cpu=common.positions_cpu[wanted],
+    )
 
 
 def _host(common: CommonAttentionMetadata) -> tuple[np.ndarray, np.ndarray]:

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from rayk.attention import AttentionBackend, get_backend
+from rayk.attention.backends.token_shards import TokenShardBackend
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import KVCacheSpec
 from rayk.models.config import DecoderConfig
 from rayk.models.engine_plan import SpecVeto
+from rayk.parallel.comm import Comm
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 
@@ -18,10 +20,17 @@ from rayk.types.errors import UserError
 class LayerBackends:
     """Holds the engine's backend, and those of layers that have another."""
 
-    def __init__(self, config: EngineConfig, model: DecoderConfig) -> None:
-        """Choose backends. Raises UserError for an unknown backend, one that cannot run on the device, and a
+    def __init__(self, config: EngineConfig, model: DecoderConfig, dcp: Comm | None = None) -> None:
+        """Choose backends; `dcp`: the ranks that deal the tokens of each sequence, if there are several.
+
+        Raises UserError for an unknown backend, one that cannot run on the device, and a
         layer without attention."""
-        self.default = get_backend(config.attention_backend, config.device)
+
+        def make(name: str) -> AttentionBackend:
+            backend = get_backend(name, config.device)
+            return backend if dcp is None or dcp.size == 1 else TokenShardBackend(backend, dcp)
+
+        self.default = make(config.attention_backend)
         made = {self.default.name: self.default}
         self._of_layer: dict[int, AttentionBackend] = {}
         for layer, name in config.layer_backends:
@@ -29,7 +38,7 @@ class LayerBackends:
                 raise UserError(
                     f"layer_backends: layer {layer} has no attention", mend=_attention_layers_text(model)
                 )
-            backend = get_backend(name, config.device)
+            backend = make(name)
             # Layers of one backend share its workspace and, in a KV group, its metadata.
             self._of_layer[layer] = made.setdefault(backend.name, backend)
         # layer -> the one whose keys and values it attends to

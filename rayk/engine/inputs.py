@@ -11,10 +11,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from rayk.attention.metadata import CommonAttentionMetadata
+from rayk.attention.metadata import CommonAttentionMetadata, TokenShardMetadata
 from rayk.kernels.segments import NO_SLOT, Segments
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.geometry import GroupGeometry, RankGeometry
+from rayk.parallel.shard import WHOLE
 from rayk.types.batch import UNKNOWN_TOKEN, ScheduledBatch
 
 # of a KV group: by tokens for attention, by segments for recurrent states
@@ -152,7 +153,7 @@ class InputBuilder:
             metadata=tuple(
                 self._segments(table, step, cuts[g.block_size])
                 if _is_state(g)
-                else self._attention(g, table, step)
+                else (self._attention if g.tokens == WHOLE else self._token_shard)(g, table, step)
                 for g, table in zip(self._groups, self._tables, strict=True)
             ),
         )
@@ -216,6 +217,33 @@ class InputBuilder:
             max_seq_len=longest,
             query_start_loc_cpu=step.host_starts,
             seq_lens_cpu=step.host_seq_lens,
+        )
+
+    def _token_shard(self, group: GroupGeometry, table: np.ndarray, step: _Step) -> TokenShardMetadata:
+        """Address the rows of a rank that holds some tokens, which lie in their order."""
+        tokens, size = group.tokens, group.kernel_block_size
+        longest = max(step.host_seq_lens)
+        block_table = table[step.rows, : max(1, -(-tokens.count(longest) // size))]
+        held = tokens.holds(step.positions)
+        columns, slots = np.divmod(np.where(held, tokens.local(step.positions), 0), size)
+        blocks = block_table[step.request_of, columns].astype(np.int64)
+        ends = tokens.count(step.positions + 1).astype(np.int32)
+        return TokenShardMetadata(
+            query_start_loc=step.shared_starts,
+            seq_lens=step.shared_seq_lens,
+            block_table=_tensor(block_table),
+            slot_mapping=_tensor(np.where(held, blocks * size + slots, -1)),
+            block_size=size,
+            num_tokens=len(step.positions),
+            max_query_len=step.max_query_len,
+            max_seq_len=longest,
+            query_start_loc_cpu=step.host_starts,
+            seq_lens_cpu=step.host_seq_lens,
+            key_rows=_tensor(step.request_of.astype(np.int32)),
+            key_starts=_tensor(np.zeros_like(ends)),
+            key_ends=_tensor(ends),
+            tokens=tokens,
+            positions_cpu=step.positions,
         )
 
     def _cuts(self, size: int, step: _Step) -> _Cuts:

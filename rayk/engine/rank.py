@@ -36,10 +36,14 @@ from rayk.models.kv_specs import engine_groups
 from rayk.models.load_memory import measured
 from rayk.models.loader import load_decoder
 from rayk.models.pieces import Keeping
+from rayk.models.tensor_parallel import why_shape_unsupported
 from rayk.models.weights import OpenWeights, WeightReader
 from rayk.parallel.comm import Comm
+from rayk.parallel.groups import divide
+from rayk.parallel.shard import engine_shape
 from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig
+from rayk.types.errors import Unsupported
 
 PROMPT_LOGITS = 1 << 23  # logits of prompt tokens that exist at once
 
@@ -65,15 +69,18 @@ class EngineRank:
         `poison` fills the cache with that byte instead of zeros. `recorder` repeats decode steps in place of
         CUDA graphs, on any device. `on_loaded` may change the decoder, loaded and its cache bound, before
         decode steps are recorded from it. `open_weights` is as in load_decoder. Raises
-        CheckpointError, UnsupportedArchitecture, Unsupported (TP size), LayoutVetoed, or UserError for a
-        setting.
+        CheckpointError, UnsupportedArchitecture, Unsupported (what docs/sharding.md lists), LayoutVetoed, or
+        UserError for a setting.
         """
         assert comm.size == config.num_ranks, (comm.size, config.num_ranks)
         self.config = config
         self.comm = comm
         self.device = torch.device(config.device)
         self.model_config = load_config(Path(config.model))
-        self.backends = LayerBackends(config, self.model_config)
+        if (why := why_shape_unsupported(self.model_config, config)) is not None:
+            raise Unsupported(why)
+        self.comms = divide(comm, engine_shape(config, self.model_config.num_layers))
+        self.backends = LayerBackends(config, self.model_config, self.comms.dcp)
         groups = engine_groups(config, self.model_config)
         self.plan = plan_engine(config, self.model_config, self.backends.vetoes(groups))
         geometry = self.plan.ranks[comm.rank]
@@ -307,6 +314,8 @@ class EngineRank:
     def _why_no_graphs(self) -> str | None:
         if self.config.cuda_graphs == "never":
             return "engine.cuda_graphs: never"
+        if self.comms.dcp.size > 1:
+            return f"dcp {self.comms.dcp.size}: partial attention is merged by collectives between kernels"
         for backend in self.backends.used:
             if not backend.graph_safe:
                 return f"attention backend {backend.name} works from the host"

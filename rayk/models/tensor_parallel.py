@@ -32,10 +32,22 @@ def why_shape_unsupported(config: DecoderConfig, engine: EngineConfig) -> str | 
     """
     why = why_tp_unsupported(config, engine.tp)
     if why is None and engine.dcp > 1:
-        why = f"an engine with dcp: {engine.dcp} cannot be run yet"
+        why = _why_dcp_unsupported(config, engine)
     if why is None and engine.pp > 1:
         why = f"an engine with pp: {engine.pp} cannot be run yet"
     return why
+
+
+def _why_dcp_unsupported(config: DecoderConfig, engine: EngineConfig) -> str | None:
+    bad = bad_division(config, engine)
+    if bad is not None:
+        return bad.problem
+    backends = {engine.attention_backend, *(name for _, name in engine.layer_backends)}
+    if not engine.device.startswith("cpu") or "triton" in backends:
+        return (
+            f"attention with dcp: {engine.dcp} has no Triton kernel: it runs on CPUs, without backend triton"
+        )
+    return None
 
 
 @dataclass(frozen=True, slots=True)

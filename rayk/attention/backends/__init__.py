@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rayk.attention.backend import AttentionBackend
 from rayk.attention.backends.paged import PagedBackend
 from rayk.kernels.paged_attention import why_no_native
 from rayk.types.errors import UserError
@@ -13,7 +12,7 @@ BACKENDS = ("cpu", "cpu-torch", "reference", "triton")
 """Names that `get_backend` knows besides "auto"."""
 
 
-def get_backend(name: str, device: str) -> AttentionBackend:
+def get_backend(name: str, device: str) -> PagedBackend:
     """Return the backend called `name` for a device ("cpu", "cuda", "cuda:1").
 
     "auto" takes triton on CUDA and cpu elsewhere. Raises UserError for an unknown name, and for a backend

@@ -6,9 +6,11 @@ import torch
 
 from rayk.attention.backend import AttentionParams, MlaParams, PagedAttentionMetadata
 from rayk.attention.backends import first_chunk
-from rayk.attention.metadata import CommonAttentionMetadata
+from rayk.attention.metadata import CommonAttentionMetadata, TokenShardMetadata
 from rayk.kernels.mla_attention import mla_attention
-from rayk.kernels.paged_attention import Workspace, paged_attention
+from rayk.kernels.mla_attention.partial import mla_attention_partial
+from rayk.kernels.paged_attention import HeadGroups, Workspace, paged_attention
+from rayk.kernels.paged_attention.partial import Partial, paged_attention_partial
 from rayk.kernels.quantise import QuantisedKV
 from rayk.kernels.store_kv import store_kv
 from rayk.kv.formats import FORMATS, LATENT_SIDES
@@ -76,7 +78,7 @@ class PagedBackend:
         assert len(q) == common.num_tokens, (len(q), common.num_tokens)
         if k is not None:
             assert v is not None
-            store_kv(k, v, kv_cache, common.slot_mapping, impl=self._store)
+            self.store(k, v, kv_cache, common)
             is_stored_as_given = (
                 not isinstance(kv_cache, QuantisedKV) and k.dtype == kv_cache.dtype == q.dtype
             )
@@ -110,14 +112,7 @@ class PagedBackend:
     ) -> torch.Tensor:
         assert metadata.window is None, "latent attention has no window"
         common = metadata.common
-        # They are stored like the key and the value of a single head.
-        store_kv(
-            latent.unsqueeze(1),
-            rope.unsqueeze(1),
-            cache if isinstance(cache, QuantisedKV) else cache.unsqueeze(1),
-            common.slot_mapping,
-            impl=self._store,
-        )
+        self.store_latent(latent, rope, cache, common)
         return mla_attention(
             q,
             cache,
@@ -127,5 +122,78 @@ class PagedBackend:
             scale=params.scale,
             latent_size=params.latent_size,
             impl=self._attend_latent,
+            workspace=self._workspace,
+        )
+
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv_cache: torch.Tensor | QuantisedKV,
+        common: CommonAttentionMetadata,
+    ) -> None:
+        """Store k [T, H, Dk] and v [T, H, Dv]."""
+        store_kv(k, v, kv_cache, common.slot_mapping, impl=self._store)
+
+    def store_latent(
+        self,
+        latent: torch.Tensor,
+        rope: torch.Tensor,
+        cache: torch.Tensor | QuantisedKV,
+        common: CommonAttentionMetadata,
+    ) -> None:
+        """Store latent [T, R] and rope [T, Dr] like the key and the value of a single head."""
+        pages = cache if isinstance(cache, QuantisedKV) else cache.unsqueeze(1)
+        self.store(latent.unsqueeze(1), rope.unsqueeze(1), pages, common)
+
+    @property
+    def partial_impl(self) -> str:
+        """What computes attention to some of the keys."""
+        return "torch" if self._attend == "native" else self._attend
+
+    def partial(
+        self,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor | QuantisedKV,
+        common: TokenShardMetadata,
+        params: AttentionParams,
+        kv_index: torch.Tensor,
+        groups: HeadGroups,
+    ) -> Partial:
+        """Attend q to the rank's keys; `kv_index`, `groups`: of q's heads, which may be several ranks'."""
+        return paged_attention_partial(
+            q,
+            kv_cache,
+            common.block_table,
+            common.key_rows,
+            common.key_starts,
+            common.key_ends,
+            kv_index,
+            scale=params.scale,
+            head_size_k=params.head_size_k,
+            soft_cap=params.soft_cap,
+            impl=self.partial_impl,
+            groups=groups,
+            workspace=self._workspace,
+        )
+
+    def partial_latent(
+        self,
+        q: torch.Tensor,
+        cache: torch.Tensor | QuantisedKV,
+        common: TokenShardMetadata,
+        params: MlaParams,
+    ) -> Partial:
+        """Attend q to the rank's rows."""
+        return mla_attention_partial(
+            q,
+            cache,
+            common.block_table,
+            common.key_rows,
+            common.key_starts,
+            common.key_ends,
+            scale=params.scale,
+            latent_size=params.latent_size,
+            impl=self.partial_impl,
             workspace=self._workspace,
         )
