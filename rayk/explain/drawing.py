@@ -4,13 +4,16 @@ with a row per run of units that fare alike, and as SVG in HTML, with a line fro
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import lcm
+
+import numpy as np
 
 from rayk.explain.explanation import Explanation, Group
 from rayk.explain.places import counted
-from rayk.explain.reads import Units
+from rayk.explain.reads import Read, Units
 
 READ, NOT_READ = "●", "○"
 LEGEND = (
@@ -47,31 +50,94 @@ class Strip:
 
 
 def strips(explanation: Explanation) -> list[Strip]:
+    """Make a strip per kind of units of a KV group; several where ranks keep unlike layers or tokens of
+    it."""
     found = []
     for index, group in enumerate(explanation.sides["decode"].groups):
         reads = [r for r in explanation.reads if r.group == index]
         for kind in group.units[0]:
-            sources = {
-                (read.consumer_rank, unit): read.producer_rank
-                for read in reads
-                for units in read.units
-                if set(units.fields) & set(kind.fields)
-                for unit in units.ids
-            }
-            producer = _producer_group(explanation, group, kind)
-            sides = [_units_by_rank(g, kind) for g in (producer, group)]
             fields = f", {', '.join(kind.fields)}" if len(group.units[0]) > 1 else ""
-            found.append(
-                Strip(
-                    title=f"KV group {index}: {group.kind}, {counted('layer', group.layers)}{fields}",
-                    unit_name=kind.unit_name,
-                    units=tuple(sorted(frozenset[int]().union(*sides[1]))),
-                    producers=sides[0],
-                    consumers=sides[1],
-                    sources=sources,
-                )
-            )
+            units = sorted(frozenset[int]().union(*_units_by_rank(group, kind)))
+            for layers, producer in _layers_alike(explanation, group, kind):
+                for positions, period in _tokens_alike(producer, group):
+                    sides = [_held(g, kind, layers[0], positions[0]) for g in (producer, group)]
+                    dealt = f", {tokens_text(positions, period)}" if period > 1 else ""
+                    found.append(
+                        Strip(
+                            title=f"KV group {index}: {group.kind}, {counted('layer', layers)}{fields}{dealt}",
+                            unit_name=kind.unit_name,
+                            units=tuple(units),
+                            producers=sides[0],
+                            consumers=sides[1],
+                            sources=_read_from(reads, kind, layers[0], *sides),
+                        )
+                    )
     return found
+
+
+def tokens_text(positions: Sequence[int], period: int) -> str:
+    """Name tokens that are dealt, e.g. `tokens 0-3 of each 8`."""
+    return f"{counted('token', positions)} of each {period}"
+
+
+def _layers_alike(
+    explanation: Explanation, group: Group, kind: Units
+) -> Iterator[tuple[tuple[int, ...], Group]]:
+    """Yield layers of a consumer's group that the same ranks of either side keep, with the producer's group
+    of them."""
+
+    def fate(layer: int) -> tuple[object, ...]:
+        producer = _producer_group(explanation, layer, kind)
+        keeps = (tuple(layer in layers for layers in g.rank_layers) for g in (producer, group))
+        return (explanation.sides["prefill"].groups.index(producer), *keeps)
+
+    if len({*group.rank_layers}) == 1 and explanation.sides["prefill"].pp == 1:
+        yield group.layers, _producer_group(explanation, group.layers[0], kind)
+        return
+    for _, alike in groupby(sorted(group.layers, key=lambda n: (str(fate(n)), n)), key=fate):
+        layers = tuple(alike)
+        yield layers, _producer_group(explanation, layers[0], kind)
+
+
+def _tokens_alike(producer: Group, group: Group) -> list[tuple[tuple[int, ...], int]]:
+    """List positions that the same ranks of either side keep, of as many as all deals repeat after."""
+    shards = (*producer.tokens, *group.tokens)
+    period = lcm(*(shard.period for shard in shards))
+    holders = np.stack([shard.holds(np.arange(period)) for shard in shards])
+    alike: dict[bytes, list[int]] = {}
+    for position in range(period):
+        alike.setdefault(holders[:, position].tobytes(), []).append(position)
+    return [(tuple(positions), period) for positions in alike.values()]
+
+
+def _held(group: Group, kind: Units, layer: int, position: int) -> tuple[frozenset[int], ...]:
+    """List by rank the units that it keeps of a layer and a token."""
+    where = np.array([position])
+    return tuple(
+        units if layer in layers and tokens.holds(where).all() else frozenset()
+        for units, layers, tokens in zip(
+            _units_by_rank(group, kind), group.rank_layers, group.tokens, strict=True
+        )
+    )
+
+
+def _read_from(
+    reads: Sequence[Read],
+    kind: Units,
+    layer: int,
+    producers: Sequence[frozenset[int]],
+    consumers: Sequence[frozenset[int]],
+) -> dict[tuple[int, int], int]:
+    """Map (consumer rank, unit) of what both sides keep to the producer rank it is read from."""
+    return {
+        (read.consumer_rank, unit): read.producer_rank
+        for read in reads
+        if layer in read.layers
+        for units in read.units
+        if set(units.fields) & set(kind.fields)
+        for unit in units.ids
+        if unit in producers[read.producer_rank] and unit in consumers[read.consumer_rank]
+    }
 
 
 def text_drawing(explanation: Explanation) -> Iterator[str]:
@@ -87,7 +153,7 @@ def text_drawing(explanation: Explanation) -> Iterator[str]:
 
 def idle_ranks(explanation: Explanation) -> tuple[int, ...]:
     read = {r.producer_rank for r in explanation.reads}
-    return tuple(rank for rank in range(explanation.sides["prefill"].tp) if rank not in read)
+    return tuple(rank for rank in range(explanation.sides["prefill"].num_ranks) if rank not in read)
 
 
 def idle_text(explanation: Explanation) -> str:
@@ -200,11 +266,11 @@ def _lines_svg(strip: Strip, producers: Boxes, consumers: Boxes) -> Iterator[str
             )
 
 
-def _producer_group(explanation: Explanation, group: Group, kind: Units) -> Group:
+def _producer_group(explanation: Explanation, layer: int, kind: Units) -> Group:
     return next(
         g
         for g in explanation.sides["prefill"].groups
-        if group.layers[0] in g.layers and any(set(u.fields) & set(kind.fields) for u in g.units[0])
+        if layer in g.layers and any(set(u.fields) & set(kind.fields) for u in g.units[0])
     )
 
 

@@ -31,9 +31,10 @@ from rayk.models.families import read_config
 from rayk.models.formats import DEQUANTISED
 from rayk.models.hub import config_file
 from rayk.models.kv_specs import group_chunks
+from rayk.parallel.shard import TokenShard
 from rayk.specs import Cell, expand, load_spec
 from rayk.specs.checks import check_cell
-from rayk.types.config import EngineConfig
+from rayk.types.config import EngineConfig, parallel_text
 from rayk.types.errors import SpecError, TransferError, UserError
 
 DEFAULT_TOKENS = 1024
@@ -65,11 +66,17 @@ class Group:
     # by rank: bytes of its block that no layer uses there, other groups' replicas included
     unused_bytes_per_block: tuple[int, ...]
     units: tuple[tuple[Units, ...], ...]  # by rank
+    rank_layers: tuple[tuple[int, ...], ...]  # by rank, those of `layers` that it keeps
+    tokens: tuple[TokenShard, ...]  # by rank, whose rows it keeps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Side:
     tp: int
+    pp: int
+    dcp: int
+    num_ranks: int
+    parallel: str  # all of these in words
     layout: str
     block_bytes: int  # one block over all layers on one rank (the largest)
     buffer_bytes: int  # a rank's whole buffer (the largest)
@@ -162,7 +169,7 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
 
 def _engine_text(engine: EngineConfig) -> str:
     """Name an engine, e.g. `TP 2`, with the layout and KV format if they were asked for."""
-    texts = [f"TP {engine.tp}"]
+    texts = [engine.parallel_text]
     texts += [engine.layout] if engine.layout != "auto" else []
     texts += [engine_format("", engine.kv_dtype, engine.kv_scales)] if engine.kv_dtype != "auto" else []
     return ", ".join(texts)
@@ -180,8 +187,8 @@ def locate(
     engine = engines.get(side)
     if engine is None:
         raise UserError(problem=f"no side {side!r}", where="--side", mend="prefill or decode")
-    if rank >= engine.tp:
-        raise UserError(problem=f"rank {rank} of a {side} engine of TP {engine.tp}", where="--rank")
+    if rank >= engine.num_ranks:
+        raise UserError(problem=f"rank {rank} of a {side} engine of {engine.parallel_text}", where="--rank")
     ranks = plan_engine(engine, config).ranks
     geometry = ranks[rank]
     if find is not None:
@@ -305,11 +312,15 @@ def _capacity_tokens(rank: RankGeometry) -> int:
 
 
 def _side(plan: EnginePlan, config: DecoderConfig) -> Side:
-    ranks = plan.ranks
+    ranks, shape = plan.ranks, plan.ranks[0].shape
     num_tokens = waste_tokens(config.max_positions)
     waste = measure_waste(plan.groups, num_tokens)
     return Side(
-        tp=len(ranks),
+        tp=shape.tp,
+        pp=shape.pp,
+        dcp=shape.dcp,
+        num_ranks=shape.num_ranks,
+        parallel=parallel_text(shape.tp, shape.dcp, shape.dcp_interleave, shape.pp),
         layout=plan.resolution.layout.name,
         block_bytes=max(r.block_bytes for r in ranks),
         buffer_bytes=max(r.buffer_bytes for r in ranks),
@@ -339,10 +350,12 @@ def _group(ranks: Sequence[RankGeometry], index: int, wasted: int, config: Decod
         page_bytes=page_bytes(first.group.spec),
         wasted_bytes_per_block=wasted,
         unused_bytes_per_block=tuple(
-            rank.block_bytes - len(share.group.layers) * share.page_bytes
+            rank.block_bytes - len(share.layers) * share.page_bytes
             for rank, share in zip(ranks, shares, strict=True)
         ),
         units=tuple(units_of(share, {f.field.name: f.units for f in share.fields}) for share in shares),
+        rank_layers=tuple(share.layers for share in shares),
+        tokens=tuple(share.tokens for share in shares),
     )
 
 

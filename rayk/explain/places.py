@@ -151,22 +151,42 @@ def _check(found: Sequence[object], problem: str, mend: str = "") -> None:
 
 
 def _on_rank(ranks: Sequence[RankGeometry], rank: int, named: _Found, coordinate: _GivenCoordinate) -> _Found:
-    """Keep the fields whose unit this rank holds. Raises UserError with the ranks that do."""
-    unit = coordinate.unit or 0
-    found = [(g, f) for g, f in named if unit in f.units]
-    if not found:
-        keys = [(g.group.index, f.field.name) for g, f in named]
-        others = [
-            r.rank
-            for r in ranks
-            if any(
-                (g.group.index, f.field.name) in keys and unit in f.units for g in r.groups for f in g.fields
-            )
+    """Keep the fields of which this rank holds the unit, layer and token. Raises UserError with the ranks
+    that do."""
+    keys = [(g.group.index, f.field.name) for g, f in named]
+
+    def held_by(geometry: RankGeometry) -> _Found:
+        return [
+            (g, f)
+            for g in geometry.groups
+            for f in g.fields
+            if (g.group.index, f.field.name) in keys and _holds(g, f, coordinate)
         ]
+
+    found = held_by(ranks[rank])
+    if not found:
+        others = [r.rank for r in ranks if held_by(r)]
         who = f"rank {others[0]} holds" if len(others) == 1 else f"ranks {numbers(others)} hold"
         names = " or ".join(dict.fromkeys(f.field.unit_name for _, f in named))
-        raise UserError(f"rank {rank} does not hold {names} {unit}; {who} it", mend=f"--rank {others[0]}")
+        what = f"{names} {coordinate.unit or 0}"
+        shape = ranks[rank].shape
+        what += f" of layer {coordinate.layer}" if shape.pp > 1 else ""
+        what += f" for token {coordinate.token or 0}" if shape.dcp > 1 else ""
+        raise UserError(f"rank {rank} does not hold {what}; {who} it", mend=f"--rank {others[0]}")
     return found
+
+
+def _holds(group: GroupGeometry, f: FieldGeometry, coordinate: _GivenCoordinate) -> bool:
+    return (
+        (coordinate.unit or 0) in f.units
+        and coordinate.layer in group.layers
+        and _local_row(group, coordinate) >= 0
+    )
+
+
+def _local_row(group: GroupGeometry, coordinate: _GivenCoordinate) -> int:
+    """Find the token's row in the rank's block; -1: another rank has it."""
+    return int(group.local_rows[(coordinate.token or 0) // group.tokens_per_row])
 
 
 def _units_text(found: _Found) -> str:
@@ -180,9 +200,9 @@ def _units_text(found: _Found) -> str:
 
 
 def _place(group: GroupGeometry, f: FieldGeometry, coordinate: _GivenCoordinate) -> dict[str, Any]:
-    kernel_block, row = divmod((coordinate.token or 0) // group.tokens_per_row, group.kernel_block_size)
+    kernel_block, row = divmod(_local_row(group, coordinate), group.kernel_block_size)
     kernel_block += coordinate.block * group.kernel_blocks_per_block
-    position, slot = group.group.layers.index(coordinate.layer), f.units.index(coordinate.unit or 0)
+    position, slot = group.layers.index(coordinate.layer), f.units.index(coordinate.unit or 0)
     return {
         "asked": coordinate.asked,
         "layer": coordinate.layer,

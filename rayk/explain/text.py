@@ -6,7 +6,7 @@ import html
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rayk.explain.drawing import svg_drawing
+from rayk.explain.drawing import svg_drawing, tokens_text
 from rayk.explain.explanation import Explanation, FastPrefill, Group, Sharing, Sight
 from rayk.explain.places import counted, numbers
 from rayk.explain.reads import FormatChange, Transfer, Units
@@ -107,7 +107,7 @@ def side_lines(explanation: Explanation) -> list[tuple[str, list[str]]]:
         waste = f"{side.kv_waste_bytes:,} bytes ({side.kv_waste_percent:.1f} %) before TP"
         lines.append(
             (
-                f"{name}: TP {side.tp}, {side.layout}, {side.block_bytes:,} bytes per block and rank; "
+                f"{name}: {side.parallel}, {side.layout}, {side.block_bytes:,} bytes per block and rank; "
                 f"a request of {side.waste_tokens:,} tokens wastes {waste}",
                 [
                     f"KV group {i}: {_group_text(group, explanation.sharing)}"
@@ -133,7 +133,21 @@ def _group_text(group: Group, sharing: Sequence[Sharing]) -> str:
         if len(set(unused)) > 1:
             by_rank = "by rank " + " | ".join(f"{n:,}" for n in unused)
         texts.append(f"unused of a block {group.wasted_bytes_per_block:,} bytes before TP, {by_rank}")
-    return ", ".join(texts) + "; by rank " + " | ".join(units_text(units) for units in group.units)
+    return ", ".join(texts) + "; by rank " + " | ".join(_share_texts(group))
+
+
+def _share_texts(group: Group) -> Iterator[str]:
+    """Say what each rank keeps: units, and layers and tokens where these are not all."""
+    for units, layers, tokens in zip(group.units, group.rank_layers, group.tokens, strict=True):
+        if not layers:
+            yield "nothing"
+            continue
+        texts = [units_text(units)]
+        texts += [counted("layer", layers)] if layers != group.layers else []
+        texts += (
+            [tokens_text(tokens.rows(tokens.period).tolist(), tokens.period)] if tokens.period > 1 else []
+        )
+        yield ", ".join(texts)
 
 
 def _sight_text(sight: Sight, group: Group) -> str:
