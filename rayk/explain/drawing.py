@@ -57,6 +57,7 @@ def strips(explanation: Explanation) -> list[Strip]:
         reads = [r for r in explanation.reads if r.group == index]
         for kind in group.units[0]:
             fields = f", {', '.join(kind.fields)}" if len(group.units[0]) > 1 else ""
+            name = f"KV group {index}: {group.kind}"
             units = sorted(frozenset[int]().union(*_units_by_rank(group, kind)))
             for layers, producer in _layers_alike(explanation, group, kind):
                 for positions, period in _tokens_alike(producer, group):
@@ -64,7 +65,7 @@ def strips(explanation: Explanation) -> list[Strip]:
                     dealt = f", {tokens_text(positions, period)}" if period > 1 else ""
                     found.append(
                         Strip(
-                            title=f"KV group {index}: {group.kind}, {counted('layer', layers)}{fields}{dealt}",
+                            title=f"{name}, {counted('layer', layers)}{fields}{dealt}",
                             unit_name=kind.unit_name,
                             units=tuple(units),
                             producers=sides[0],
