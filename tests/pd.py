@@ -28,10 +28,13 @@ from rayk.handover.extension import TransferExtension
 from rayk.handover.handover import TransferHandover
 from rayk.handover.transfer_metrics import watch_handover
 from rayk.metrics import Meter
+from rayk.models.families import load_config
+from rayk.parallel.shard import engine_shape
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.ticket import Reservation, TransferTicket
+from rayk.transfer.token_classes import ONE_CLASS, common_classes
 from rayk.types.config import EngineConfig
 from rayk.types.errors import KVMismatch
 from rayk.types.request import Request, SamplingParams
@@ -150,13 +153,23 @@ class Pair:
         models = model if isinstance(model, tuple) else (model, model)
         number = next(_PAIRS)
         with ExitStack() as stack:
+            configs = [
+                EngineConfig(
+                    model=str(models[i]),
+                    tp=tp[i],
+                    layout=layouts[i],
+                    **({"num_blocks": 64} | common | changes[i]),  # type: ignore[arg-type]
+                )
+                for i in (0, 1)
+            ]
+            token_classes = common_classes(
+                engine_shape(config, load_config(Path(config.model)).num_layers) for config in configs
+            )
             sides = []
-            for i, name in enumerate(("p", "d")):
-                settings = {"num_blocks": 64, **common, **changes[i]}
-                config = EngineConfig(model=str(models[i]), tp=tp[i], layout=layouts[i], **settings)  # type: ignore[arg-type]
+            for name, config in zip(("p", "d"), configs, strict=True):
                 options = {"poison": poison, "load_decoder": load_decoder, "load_vocabulary": load_vocabulary}
                 options |= {"push": push, "push_layers": push_layers, "renewed_lease_s": renewed_lease_s}
-                options |= {"make_meter": make_meter}
+                options |= {"make_meter": make_meter, "token_classes": token_classes}
                 sides.append(_make_side(stack, f"{name}{number}", config, make_agent, lease_s, options))
             pair = cls(*sides, push)
             if connect:
@@ -286,6 +299,7 @@ def _make_side(
     handover = TransferHandover(engine=name, epoch=1, num_ranks=config.num_ranks)
     push, push_layers = options.pop("push"), options.pop("push_layers")
     renewed_lease_s = options.pop("renewed_lease_s")
+    token_classes = options.pop("token_classes", ONE_CLASS)
     make_meter: MakeMeter | None = options.pop("make_meter", None)
     meters = [None if make_meter is None else make_meter(name, rank) for rank in range(config.tp)]
     if make_meter is not None:
@@ -304,6 +318,7 @@ def _make_side(
             renewed_lease_s=renewed_lease_s,
             push_layers=push_layers,
             meter=meters[rank.comm.rank],
+            token_classes=token_classes,
             **more,
         )
         stack.callback(made.close)
