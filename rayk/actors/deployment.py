@@ -24,8 +24,10 @@ from rayk.actors.placement import line_host
 from rayk.actors.pool import WorkerPool, name_lost_nodes
 from rayk.actors.rank_spec import RankSpec
 from rayk.actors.tiers import HostTiers
+from rayk.parallel.shard import EngineShape
 from rayk.sched.dispatcher import Dispatcher, FormAgain
 from rayk.specs.experiment import TransferSpec
+from rayk.transfer.token_classes import common_classes
 from rayk.types.errors import DeadlineExceeded, EngineDied, InternalError, RaykError, TransferError
 from rayk.types.tasks import lasting
 
@@ -211,6 +213,10 @@ class Deployment:
             lease_s=rules.request_s + rules.transfer_s,
             renewed_lease_s=rules.transfer.lease_s,
             spans_nodes=len({n.node_id for n in self.nodes.values()}) > 1,
+            token_classes=common_classes(
+                EngineShape(c.tp, c.dcp, c.dcp_interleave)
+                for c in (member.entry.config for member in self.members.values())
+            ),
             offload=None if self.host_tiers is None else self.host_tiers.settings.on(engine.config.device),
             **self.rank_options(engine, rank),
         )

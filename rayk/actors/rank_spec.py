@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from rayk.actors.push_flow import PushSettings
 from rayk.handover.planted import PlantedFault
 from rayk.transfer.staging import StagingSettings
+from rayk.transfer.token_classes import ONE_CLASS, TokenClasses
 from rayk.types.config import EngineConfig
 from rayk.types.offload import OffloadSettings
 
@@ -37,6 +38,8 @@ class RankSpec:
     """Whether the cell's engines are on several nodes."""
     notices_deaths: bool = False
     """Whether the transport must notice that a peer is gone, which makes its messages slower."""
+    token_classes: TokenClasses = ONE_CLASS
+    """How all engines of the deployment deal tokens over ranks, for their digests."""
     faults: tuple[PlantedFault, ...] = ()
     offload: OffloadSettings | None = None
     """How the engine uses a host tier; None without one."""

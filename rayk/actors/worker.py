@@ -467,6 +467,7 @@ class Worker:
             "lease_s": spec.lease_s,
             "renewed_lease_s": spec.renewed_lease_s,
             "staging": spec.staging,
+            "token_classes": spec.token_classes,
             "outbox_bytes": None if spec.offload is None else spec.offload.outbox_bytes,
             "faults": spec.faults,
             "on_point": self._on_point,
