@@ -90,3 +90,10 @@ def test_sizes_are_those_at_which_runs_of_ranks_keep_the_same_heads(
 def test_engines_that_rayk_cannot_run_are_refused_before_they_start() -> None:
     with pytest.raises(SpecError, match=r"decode: an engine with pp: 2 cannot be run yet"):
         plan_cells(load_spec(spec(decode={"pp": 2})), one_kv_head(), device="cpu")
+
+
+def test_no_outbox_beside_dealt_tokens() -> None:
+    offload = {"host_gib": 1, "outbox_mib": 64}
+    with pytest.raises(SpecError, match="an outbox beside an engine with dcp: 2"):
+        cell(prefill={"tp": 2, "dcp": 2}, offload=offload)
+    assert cell(prefill={"tp": 2, "dcp": 2}, offload=offload | {"outbox_mib": 0}).prefill.dcp == 2
