@@ -60,7 +60,9 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         # Of sched only `arrivals`: an open load is the same to an experiment and to a server.
         "bench": "types sched reports",
         "serve": "types grammars actors metrics specs",
-        "experiments": "types kv kernels models transfer metrics reports specs actors handover oracle",
+        "experiments": (
+            "types parallel kv kernels models transfer metrics reports specs actors handover oracle"
+        ),
         "cli": "*",
     }.items()
 }
