@@ -260,7 +260,7 @@ class EngineRank:
     def _replay(self, graphs: DecodeGraphs, batch: ScheduledBatch) -> torch.Tensor:
         logits = graphs.replay(batch, self._prepare)
         if self.on_layer is not None:
-            for layer in range(len(self.decoder.layers)):
+            for layer in self.decoder.stage:
                 self.on_layer(layer)
         self.num_token_layers += len(batch.requests) * self._recorded_layers
         return logits

@@ -30,6 +30,22 @@ class Build:
     reduce: bool = True
     """Whether mixers and MLPs add their partial sums over the ranks. False (dataclasses.replace) if they
     stand side by side and share one sum."""
+    stage: range | None = None
+    """Layers of the rank's pipeline stage; None: all."""
+
+    @property
+    def layers(self) -> range:
+        return range(self.config.num_layers) if self.stage is None else self.stage
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage makes the residual stream, from token ids."""
+        return self.layers.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage turns the residual stream into logits."""
+        return self.layers.stop == self.config.num_layers
 
     @property
     def tp(self) -> tuple[int, int]:

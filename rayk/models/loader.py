@@ -36,12 +36,14 @@ def load_decoder(
     backend: AttentionBackend | Callable[[int], AttentionBackend],
     open_weights: OpenWeights = WeightReader,
     keeping: Keeping | None = None,
+    stage: range | None = None,
 ) -> Decoder:
     """Load the decoder of rank `comm.rank`, its weights in `dtype` on `device`.
 
     `backend` computes attention: one for all layers, or a function of the layer's index. `open_weights` may
     take the tensors from elsewhere than the folder. `keeping`: matrices stored in fp8 stay so where kernels
-    take them, and are noted in it; None: all are dequantised. Raises CheckpointError naming the tensor and
+    take them, and are noted in it; None: all are dequantised. `stage`: the layers of a pipeline stage, whose
+    ranks are those of `comm`; None: all layers. Raises CheckpointError naming the tensor and
     file if the weights do not fit `config`, and Unsupported if the model cannot be split over `comm.size`
     ranks.
     """
@@ -56,6 +58,7 @@ def load_decoder(
                 config=config,
                 comm=comm,
                 backend_for=backend if callable(backend) else lambda _: backend,
+                stage=stage,
             )
         )
 

@@ -45,10 +45,12 @@ class Rounded:
         if part == "embedding":
             return x
         assert isinstance(decoder._streams, AltUpStreams)
+        begins = decoder._streams.begins
+        assert begins is not None
         if part == "table":
-            return decoder._streams._table.forward(self.ids.clamp(max=200))
+            return begins.table.forward(self.ids.clamp(max=200))
         if part == "per-layer inputs":
-            return decoder._streams._per_layer_inputs(self.ids, x)
+            return decoder._streams.begin(self.ids, x).inputs
         return modalities(decoder, x)
 
     @torch.inference_mode()

@@ -119,41 +119,63 @@ class AltUpLayer:
         return x._replace(streams=self.per_layer_input.forward(streams, x.inputs[self.index]))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamsBegin:
+    """Makes the streams and the per-layer inputs of embeddings."""
+
+    spread: tuple[Linear, ...]
+    """Maps of the first stream to the others."""
+    table: VocabEmbedding
+    """[table_size, L * P], looked up by token id; larger ids read row 0."""
+    table_size: int
+    projection: Linear
+    """[L * P, hidden], of the embedding: scaled and normed, it is added to the table's row."""
+    projection_scale: float
+    projection_norm: Norm
+    sum_scale: float
+    """Factor on that sum."""
+
+    def spread_out(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] -> [S, T, hidden]."""
+        others = (_of_size(linear.forward(embeddings), embeddings) for linear in self.spread)
+        return torch.stack([embeddings, *others])
+
+    def per_layer_inputs(
+        self, token_ids: torch.Tensor, embeddings: torch.Tensor, inputs_shape: tuple[int, int]
+    ) -> torch.Tensor:
+        """Make the inputs [L, T, P], `inputs_shape` being (L, P)."""
+        shape = (len(token_ids), *inputs_shape)
+        projected = self.projection.forward(embeddings) * self.projection_scale
+        projected = self.projection_norm.forward(projected.view(shape))
+        rows = self.table.forward(token_ids.where(token_ids < self.table_size, 0))
+        return ((projected + rows.view(shape)) * self.sum_scale).transpose(0, 1)
+
+
 class AltUpStreams:
     """Several residual streams, and per-layer inputs, with the methods of layers.layer.OneStream."""
 
     def __init__(
         self,
         *,
-        spread: tuple[Linear, ...],
-        merge: tuple[Linear, ...],
-        table: VocabEmbedding,
-        table_size: int,
-        projection: Linear,
-        projection_scale: float,
-        projection_norm: Norm,
-        sum_scale: float,
-        num_layers: int,
+        begins: StreamsBegin | None,
+        merge: tuple[Linear, ...] | None,
+        num_streams: int,
+        inputs_shape: tuple[int, int],
     ) -> None:
-        """`spread`, `merge`: maps of streams 1 and up, from and to the first. `table` [table_size, L * P] is
-        looked up by token id, larger ids reading row 0; the scaled and normed `projection` [L * P, hidden] of
-        the embedding is added, and the sum multiplied by `sum_scale`."""
-        assert len(spread) == len(merge)
-        self._spread = spread
+        """`begins`: what the first pipeline stage makes the streams of. `merge`: maps of streams 1 and up to
+        the first, on the last stage. `inputs_shape`: (L, P)."""
+        self.begins = begins
         self._merge = merge
-        self._table = table
-        self._table_size = table_size
-        self._projection = projection
-        self._projection_scale = projection_scale
-        self._projection_norm = projection_norm
-        self._sum_scale = sum_scale
-        self._num_layers = num_layers
+        self._num_streams = num_streams
+        self._inputs_shape = inputs_shape
 
     def begin(self, token_ids: torch.Tensor, embeddings: torch.Tensor) -> StreamsAndInputs:
         """Make the first layer's input of token ids [T] and their embeddings [T, hidden]."""
-        others = (_of_size(linear.forward(embeddings), embeddings) for linear in self._spread)
-        streams = torch.stack([embeddings, *others])
-        return StreamsAndInputs(streams, self._per_layer_inputs(token_ids, embeddings))
+        assert self.begins is not None, "on the first stage"
+        streams = self.begins.spread_out(embeddings)
+        return StreamsAndInputs(
+            streams, self.begins.per_layer_inputs(token_ids, embeddings, self._inputs_shape)
+        )
 
     def select(self, x: StreamsAndInputs, tokens: torch.Tensor) -> StreamsAndInputs:
         """Keep only `tokens` (int64 [M])."""
@@ -161,6 +183,7 @@ class AltUpStreams:
 
     def end(self, x: StreamsAndInputs) -> torch.Tensor:
         """Turn the last layer's output into [T, hidden]."""
+        assert self._merge is not None, "on the last stage"
         first = x.streams[0]
         others = (
             _of_size(linear.forward(stream), first)
@@ -168,12 +191,18 @@ class AltUpStreams:
         )
         return torch.stack([first, *others]).mean(0)
 
-    def _per_layer_inputs(self, token_ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        shape = (len(x), self._num_layers, -1)
-        projected = self._projection.forward(x) * self._projection_scale
-        projected = self._projection_norm.forward(projected.view(shape))
-        rows = self._table.forward(token_ids.where(token_ids < self._table_size, 0))
-        return ((projected + rows.view(shape)) * self._sum_scale).transpose(0, 1)
+    def pack(self, x: StreamsAndInputs) -> tuple[torch.Tensor, ...]:
+        """List the tensors that the next pipeline stage needs."""
+        return tuple(x)
+
+    def unpack(self, tensors: tuple[torch.Tensor, ...]) -> StreamsAndInputs:
+        """Invert `pack`."""
+        return StreamsAndInputs(*tensors)
+
+    def packed_shapes(self, num_tokens: int, hidden_size: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what `pack` lists for so many tokens."""
+        num_layers, size = self._inputs_shape
+        return (self._num_streams, num_tokens, hidden_size), (num_layers, num_tokens, size)
 
 
 def _of_size(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -210,33 +239,47 @@ def build_altup_layer(build: Build, index: int, altup: AltUpConfig, mixer: Mixer
 
 
 def build_altup_streams(build: Build, altup: AltUpConfig) -> AltUpStreams:
-    """Build the streams; the table of per-layer inputs is divided by rows (token ids)."""
+    """Build what the rank's pipeline stage needs of the streams."""
+    names, num_others = build.pieces.names.around, altup.num_streams - 1
+    hidden = build.config.hidden_size
+
+    def merge(stream: int) -> Linear:
+        return _around(build, names["merge"].format(s=stream), hidden)
+
+    return AltUpStreams(
+        begins=_streams_begin(build, altup) if build.is_first else None,
+        merge=tuple(map(merge, range(num_others))) if build.is_last else None,
+        num_streams=altup.num_streams,
+        inputs_shape=(build.config.num_layers, altup.per_layer_size),
+    )
+
+
+def _streams_begin(build: Build, altup: AltUpConfig) -> StreamsBegin:
+    """Build the streams' begin; the table of per-layer inputs is divided by rows (token ids)."""
     config, pieces, names = build.config, build.pieces, build.pieces.names.around
     hidden, width = config.hidden_size, config.num_layers * altup.per_layer_size
-
-    def matrix(name: str, num_rows: int) -> Linear:
-        return Linear(pieces.rows(name, (num_rows, hidden), range(num_rows)), None)
-
-    def scale(value: float) -> float:
-        return rounded_scale(value, pieces.dtype)
-
     rows = shard.shard_range(altup.per_layer_vocab_size, *build.tp)
-    return AltUpStreams(
-        spread=tuple(matrix(names["spread"].format(s=s), hidden) for s in range(altup.num_streams - 1)),
-        merge=tuple(matrix(names["merge"].format(s=s), hidden) for s in range(altup.num_streams - 1)),
+    return StreamsBegin(
+        spread=tuple(
+            _around(build, names["spread"].format(s=s), hidden) for s in range(altup.num_streams - 1)
+        ),
         table=VocabEmbedding(
             pieces.rows(names["per_layer_inputs"], (altup.per_layer_vocab_size, width), rows),
             rows,
             build.comm,
-            scale=scale(altup.per_layer_size**0.5),
+            scale=rounded_scale(altup.per_layer_size**0.5, pieces.dtype),
         ),
         table_size=altup.per_layer_vocab_size,
-        projection=matrix(names["per_layer_projection"], width),
-        projection_scale=scale(hidden**-0.5),
+        projection=_around(build, names["per_layer_projection"], width),
+        projection_scale=rounded_scale(hidden**-0.5, pieces.dtype),
         projection_norm=build.norm(names["per_layer_norm"], altup.per_layer_size),
-        sum_scale=scale(2**-0.5),
-        num_layers=config.num_layers,
+        sum_scale=rounded_scale(2**-0.5, pieces.dtype),
     )
+
+
+def _around(build: Build, name: str, num_rows: int) -> Linear:
+    """Return a map of hidden states that belongs to no layer."""
+    return Linear(build.pieces.rows(name, (num_rows, build.config.hidden_size), range(num_rows)), None)
 
 
 def _per_layer_input(build: Build, index: int, altup: AltUpConfig) -> PerLayerInput:

@@ -98,6 +98,19 @@ class OneStream:
         """Turn the last layer's output into [T, hidden]."""
         return x
 
+    def pack(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """List the tensors that the next pipeline stage needs."""
+        return (x,)
+
+    def unpack(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Invert `pack`."""
+        (x,) = tensors
+        return x
+
+    def packed_shapes(self, num_tokens: int, hidden_size: int) -> tuple[tuple[int, ...], ...]:
+        """Shapes of what `pack` lists for so many tokens."""
+        return ((num_tokens, hidden_size),)
+
 
 class BuiltLayer(NamedTuple):
     """A layer, and its mixers by the cache part they use: its own, or that of its `kv_source`."""
