@@ -240,9 +240,9 @@ def change_source_rows(
 
 def map_shifts_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     def change(real: Callable[..., Any], args: Sequence[Any]) -> Any:
-        group, field, units, first, count = args
+        group, field, units, held = args
         others = [field.units[(field.units.index(u) + 1) % len(field.units)] for u in units]
-        return real(group, field, others, first, count)
+        return real(group, field, others, held)
 
     change_source_rows(monkeypatch, change)
 
