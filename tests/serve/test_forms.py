@@ -75,9 +75,10 @@ def test_a_front_leaves_no_process_and_no_descriptor(checkpoint: Callable[..., P
                 "rayk.serve.templates",
                 "rayk.serve.forms",
             ]
-        assert {child.pid for child in this.children()} == before
+        # Processes of earlier tests may end meanwhile.
+        assert {child.pid for child in this.children()} <= before
         num_fds.append(this.num_fds())
-    assert num_fds[0] == num_fds[1]
+    assert num_fds[0] >= num_fds[1]
 
 
 @thorough
