@@ -16,7 +16,7 @@ from rayk.actors.cell_outcome import CellOutcome
 from rayk.actors.cell_run import CellRun
 from rayk.actors.deployment_metrics import EngineNow, Losses, beating, begin_outcomes, watch_engines
 from rayk.actors.engines import EngineHandle
-from rayk.actors.nodes import EngineDemand, cell_demands, placement_of
+from rayk.actors.nodes import cell_demands, placement_of
 from rayk.actors.placement import this_node
 from rayk.actors.pool import WorkerPool, name_lost_nodes
 from rayk.actors.ray_metrics import make_meter
@@ -33,13 +33,12 @@ from rayk.types.waiting import busy
 class Coordinator:
     """Runs cells one after the other on a pool of workers.
 
-    `keep_workers`: engines' workers stay for later cells (the cluster holds those of all cells at once);
-    else every cell gives back what the next has no use for.
+    `pool` may have workers already.
     """
 
-    def __init__(self, name: str, keep_workers: bool = True) -> None:
+    def __init__(self, name: str, pool: WorkerPool) -> None:
         self.name = name
-        self._pool = WorkerPool(name.rpartition("/")[2], keep=keep_workers)
+        self._pool = pool
         self._epochs = itertools.count(1)
         self._engines: CellDeployment | None = None
         """The deployment of the cell that runs."""
@@ -51,12 +50,6 @@ class Coordinator:
 
     def __repr__(self) -> str:
         return f"Coordinator({self.name})"
-
-    async def prepare(
-        self, demands: Sequence[EngineDemand], placement: str = "auto", model: str | None = None
-    ) -> dict[str, int]:
-        """Place these engines and start their workers; worker name -> process id. See WorkerPool.prepare."""
-        return await self._pool.prepare(demands, placement, model)
 
     async def run_cell(
         self, cell: Cell, prompts: Sequence[Sequence[int]], repeat: int, *, capture: bool

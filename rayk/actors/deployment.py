@@ -16,7 +16,8 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from rayk.actors.engines import CONTROL_S, WHY_S, EngineHandle, translate
+from rayk.actors.engines import CONTROL_S, WHY_S, EngineHandle
+from rayk.actors.failures import translate
 from rayk.actors.forming import COMM_S, connect, end_reads, form_engine
 from rayk.actors.members import Member
 from rayk.actors.nodes import Node

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard, TypeVar
 
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.exceptions import RayError
 
+from rayk.actors.failures import translate
 from rayk.actors.naming import loop_name
 from rayk.actors.phases import stream_options
 from rayk.engine.leader import RequestEvent
@@ -24,7 +24,6 @@ from rayk.types.errors import (
     EngineDied,
     HandshakeMismatch,
     InternalError,
-    LayoutVetoed,
     RaykError,
     TransferError,
 )
@@ -38,13 +37,6 @@ BLAME_S = 5.0
 """A rank that lost another one is believed after this long: what the other died of says more."""
 WHY_S = 2 * BLAME_S
 """How long a request that lost its engine waits for what that died of, where another rank knows."""
-BUGS = (
-    ArithmeticError, AssertionError, AttributeError, LookupError,
-    NameError, NotImplementedError, TypeError, ValueError,
-)  # fmt: skip
-"""What no machine, disk or network does to a process: to do the same again ends the same."""
-HALVES = (json.JSONDecodeError, UnicodeDecodeError)
-"""What somebody else's half-written file does, of those errors."""
 
 
 @dataclass(eq=False)
@@ -219,24 +211,3 @@ async def _next(generator: Any) -> list[RequestEvent] | None:
         return None
     events: list[RequestEvent] = await ref
     return events
-
-
-def translate(error: Exception, engine: str, rank: int | None = None, *, node: str = "") -> RaykError:
-    """Translate a Ray failure into what it means: the worker's own RaykError, or the engine's death."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, LayoutVetoed):
-        return replace(cause, engine=engine)
-    if isinstance(cause, RaykError):
-        return cause
-    if isinstance(error, RaykError):  # RayTaskError made an instance of both
-        return error
-    if isinstance(error, GetTimeoutError):
-        return DeadlineExceeded(f"a call to {engine}", 0.0)
-    if isinstance(error, RayActorError):
-        what = "cannot be reached" if isinstance(error, ActorUnavailableError) else "ended"
-        where = f" on node {node}" if node else ""
-        return EngineDied(engine=engine, cause=f"the worker process{where} {what}", rank=rank)
-    if isinstance(cause, BUGS) and not isinstance(cause, HALVES):
-        return bug(engine if rank is None else f"{engine} rank {rank}", cause, str(error))
-    text = str(cause or error).strip().splitlines()
-    return EngineDied(engine=engine, cause=text[-1] if text else type(error).__name__, rank=rank)

@@ -11,7 +11,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from rayk.actors.engines import EngineHandle, translate
+from rayk.actors.engines import EngineHandle
+from rayk.actors.failures import translate
 from rayk.lines.line import Line, LineLost
 from rayk.sched.admission import News
 from rayk.types.errors import EngineDied, RaykError

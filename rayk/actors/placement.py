@@ -1,4 +1,4 @@
-"""Where workers run: nodes, placement groups, and the plain Worker class made remote."""
+"""Where workers run: nodes, placement groups, and the plain WorkerActor class made remote."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import (
 
 from rayk.actors.nodes import Node
 from rayk.actors.ray_private import free_resources
+from rayk.actors.worker_actor import WorkerActor
 
 NODE_ID_LABEL = "ray.io/node-id"
 """A label Ray gives every node."""
@@ -92,9 +93,8 @@ def free_group(group: PlacementGroup) -> None:
 
 def start_worker(name: str, group: PlacementGroup, index: int, resources: Mapping[str, float]) -> Any:
     """Start a Worker actor in bundle `index` of `group`, named as the dashboard should show it."""
-    from rayk.actors.worker import Worker  # with torch, which a run's driver needs later
-
-    return _start(ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(Worker), name, group, index, resources)  # type: ignore[call-overload]
+    remote: Any = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(WorkerActor)  # type: ignore[call-overload]
+    return _start(remote, name, group, index, resources)
 
 
 def start_vllm_engine(name: str, group: PlacementGroup, index: int, resources: Mapping[str, float]) -> Any:

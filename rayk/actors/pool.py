@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from rayk.actors import placement
-from rayk.actors.engines import translate
+from rayk.actors.failures import translate
 from rayk.actors.nodes import FORM_S, EngineDemand, Node, may_be_on, plan_nodes, start_limit_s, with_homes
 from rayk.actors.placement import NODE_ID_LABEL
 from rayk.types.errors import CheckpointError, DeadlineExceeded, DeviceError, EngineDied, RaykError
@@ -89,12 +89,21 @@ class _WorkerGone(Exception):
 
 class WorkerPool:
     """Keeps a slot of workers per engine name. `keep`: slots that a cell does not use stay for later cells.
-    `start` makes a slot's workers, by default placement.start_worker."""
+    `start` makes a slot's workers, by default placement.start_worker. `on_started` is called when all that
+    were missing have been started, which takes them a while."""
 
-    def __init__(self, run_id: str, *, keep: bool, start: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        *,
+        keep: bool,
+        start: Callable[..., Any] | None = None,
+        on_started: Callable[[], object] = lambda: None,
+    ) -> None:
         self._run_id = run_id
         self._keep = keep
         self._start_worker = start
+        self._on_started = on_started
         self._slots: dict[str, Slot] = {}
         self._starts: Counter[str] = Counter()
         self._preparing = asyncio.Lock()
@@ -276,6 +285,7 @@ class WorkerPool:
             self._slots[demand.name] = Slot(group, dict(demand.resources))
         for demand in missing:
             await self._place(demand, nodes)
+        self._on_started()
         self._waiting_for = f"starting {sum(len(s.workers) for s in self._slots.values())} workers"
         descriptions = await asyncio.gather(*(self._describe(a.name, model) for a in demands))
         return {d["name"]: d["pid"] for per_slot in descriptions for d in per_slot}

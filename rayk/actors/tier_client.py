@@ -14,7 +14,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
-from rayk.actors.engines import translate
+from rayk.actors.failures import translate
 from rayk.offload.messages import TIER, LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.bugs import bug

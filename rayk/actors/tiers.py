@@ -16,7 +16,8 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rayk.actors.engines import CONTROL_S, EngineHandle, translate
+from rayk.actors.engines import CONTROL_S, EngineHandle
+from rayk.actors.failures import translate
 from rayk.actors.tier_actor import TierHost, tier_identity
 from rayk.handover.commands import Connect, Describe, DescribeOutbox, EndReads, WarmUp
 from rayk.handover.tier_side import TierFacts

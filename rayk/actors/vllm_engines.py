@@ -19,7 +19,8 @@ from typing import Any
 from ray.exceptions import RayError
 
 from rayk.actors import placement
-from rayk.actors.engines import CONTROL_S, EngineHandle, translate
+from rayk.actors.engines import CONTROL_S, EngineHandle
+from rayk.actors.failures import translate
 from rayk.actors.forming import measure_clock
 from rayk.actors.naming import loop_name
 from rayk.actors.nodes import EngineDemand, Node, cell_demands, placement_of

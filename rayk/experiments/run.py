@@ -341,7 +341,7 @@ class _Runner:
                 mend=mend,
             ) from None
         except ray.exceptions.RayError as failure:
-            from rayk.actors.engines import translate  # imports torch
+            from rayk.actors.failures import translate
 
             error = translate(failure, "coordinator")
             if isinstance(error, UserError):
@@ -365,7 +365,7 @@ class _Runner:
         except ray.exceptions.GetTimeoutError:
             error: RaykError = DeadlineExceeded(f"the coordinator of cell {cell.cell_id}", deadline)
         except ray.exceptions.RayError as failure:
-            from rayk.actors.engines import translate
+            from rayk.actors.failures import translate
 
             error = translate(failure, "coordinator")
         self.close()

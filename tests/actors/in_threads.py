@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
@@ -27,6 +27,7 @@ from rayk.actors import fleet_link as link_module
 from rayk.actors import worker as worker_module
 from rayk.actors.coordinator import Coordinator
 from rayk.actors.fleet import Fleet
+from rayk.actors.pool import WorkerPool
 from rayk.actors.router import Router
 from rayk.actors.worker import RankSpec, Worker
 from rayk.parallel.factory import MadeComm
@@ -266,6 +267,4 @@ async def served(
 
 def coordinator_of(pool: Pool) -> Coordinator:
     """One that has such workers."""
-    coordinator = Coordinator("rayk/coordinator/m")
-    coordinator._pool = pool  # type: ignore[assignment]
-    return coordinator
+    return Coordinator("rayk/coordinator/m", cast(WorkerPool, pool))

@@ -21,9 +21,11 @@ from rayk.actors import fleet_link as link_module
 from rayk.actors import launch
 from rayk.actors.cell_outcome import CellOutcome
 from rayk.actors.coordinator import Coordinator
-from rayk.actors.engines import EngineHandle, translate
+from rayk.actors.engines import EngineHandle
+from rayk.actors.failures import translate
 from rayk.actors.fleet import Fleet
 from rayk.actors.members import Member
+from rayk.actors.pool import WorkerPool
 from rayk.actors.router import Router
 from rayk.experiments.verdict import Findings
 from rayk.lines.line import LineService
@@ -180,7 +182,7 @@ def test_a_cell_that_meets_a_bug_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         raise TypeError("unlike")
 
     async def run() -> InternalError:
-        coordinator = Coordinator("rayk/coordinator/x")
+        coordinator = Coordinator("rayk/coordinator/x", WorkerPool("x", keep=True))
         monkeypatch.setattr(coordinator, "_form", broken)
         cell: Any = SimpleNamespace(
             deadlines=SimpleNamespace(cell_s=LIMIT_S),
@@ -388,11 +390,11 @@ def test_a_cell_says_what_its_loop_died_of(qwen3: Model, pool: in_threads.Pool, 
 def test_a_bug_in_a_workers_loop_reaches_the_front(ray_address: str, qwen3: Model) -> None:
     """Of rank 1 of D, then of P: in processes of their own."""
 
-    def plant(worker: Any) -> None:
+    def plant(actor: Any) -> None:
         def failing(_batch: Any) -> None:
             raise KeyError("a layer")
 
-        worker._rank.step = failing
+        actor._worker._rank.step = failing
 
     async def run(server: Served) -> None:
         async with server.router() as router:

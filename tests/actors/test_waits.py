@@ -15,7 +15,8 @@ from ray.exceptions import RayTaskError
 from rayk.actors import engines as engines_module
 from rayk.actors import pool as pool_module
 from rayk.actors.cell_outcome import CellOutcome
-from rayk.actors.engines import EngineHandle, translate
+from rayk.actors.engines import EngineHandle
+from rayk.actors.failures import translate
 from rayk.actors.nodes import EngineDemand, Node
 from rayk.actors.pool import WorkerPool
 from rayk.engine.leader import dead_engine
