@@ -15,7 +15,7 @@ from rayk.attention.metadata import CommonAttentionMetadata, TokenShardMetadata
 from rayk.kernels.segments import NO_SLOT, Segments
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.geometry import GroupGeometry, RankGeometry
-from rayk.parallel.shard import WHOLE
+from rayk.parallel.shard import WHOLE, TokenShard
 from rayk.types.batch import UNKNOWN_TOKEN, ScheduledBatch
 
 # of a KV group: by tokens for attention, by segments for recurrent states
@@ -116,6 +116,8 @@ class InputBuilder:
 
     def __init__(self, geometry: RankGeometry, *, max_seqs: int, max_positions: int) -> None:
         self._groups = geometry.groups
+        # of each KV group, the tokens that get slots here; also what digests take a rank's rows for
+        self.tokens: tuple[TokenShard, ...] = tuple(g.tokens for g in geometry.groups)
         self._tables = [np.zeros((max_seqs, _table_width(g, max_positions)), np.int32) for g in self._groups]
 
     @property
@@ -153,8 +155,10 @@ class InputBuilder:
             metadata=tuple(
                 self._segments(table, step, cuts[g.block_size])
                 if _is_state(g)
-                else (self._attention if g.tokens == WHOLE else self._token_shard)(g, table, step)
-                for g, table in zip(self._groups, self._tables, strict=True)
+                else self._attention(g, table, step)
+                if tokens == WHOLE
+                else self._token_shard(g, tokens, table, step)
+                for g, tokens, table in zip(self._groups, self.tokens, self._tables, strict=True)
             ),
         )
 
@@ -219,9 +223,11 @@ class InputBuilder:
             seq_lens_cpu=step.host_seq_lens,
         )
 
-    def _token_shard(self, group: GroupGeometry, table: np.ndarray, step: _Step) -> TokenShardMetadata:
+    def _token_shard(
+        self, group: GroupGeometry, tokens: TokenShard, table: np.ndarray, step: _Step
+    ) -> TokenShardMetadata:
         """Address the rows of a rank that holds some tokens, which lie in their order."""
-        tokens, size = group.tokens, group.kernel_block_size
+        size = group.kernel_block_size
         longest = max(step.host_seq_lens)
         block_table = table[step.rows, : max(1, -(-tokens.count(longest) // size))]
         held = tokens.holds(step.positions)

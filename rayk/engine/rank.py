@@ -40,7 +40,7 @@ from rayk.models.tensor_parallel import why_shape_unsupported
 from rayk.models.weights import OpenWeights, WeightReader
 from rayk.parallel.comm import Comm
 from rayk.parallel.groups import divide
-from rayk.parallel.shard import engine_shape
+from rayk.parallel.shard import TokenShard, engine_shape
 from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig
 from rayk.types.errors import Unsupported
@@ -160,6 +160,11 @@ class EngineRank:
                 )
             )
         return found
+
+    @property
+    def slot_tokens(self) -> tuple[TokenShard, ...]:
+        """Of each KV group, the tokens that steps of this rank compute slots for."""
+        return self._inputs.tokens
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:

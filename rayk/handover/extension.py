@@ -62,12 +62,11 @@ from rayk.types.errors import KVMismatch, NotFiniteError, RaykError
 
 def layer_views(rank: EngineRank) -> list[LayerView]:
     """Return what a rank's layers show of their bound caches, with the unit ids their weights were cut for
-    and the tokens that slots are computed for."""
-    owners, geometry = rank.decoder.cache_owners, rank.caches.geometry
-    tokens = geometry.share.tokens
+    and the tokens that its steps compute slots for: the geometry, which maps are made of, has no say in it."""
+    owners = rank.decoder.cache_owners
     return [
         make_layer_view(layer, kept.group, owners[layer, part].field_views(), tokens)
-        for kept in geometry.groups
+        for kept, tokens in zip(rank.caches.geometry.groups, rank.slot_tokens, strict=True)
         for layer, part in kept.keys
     ]
 
