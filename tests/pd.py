@@ -29,7 +29,7 @@ from rayk.handover.handover import TransferHandover
 from rayk.handover.transfer_metrics import watch_handover
 from rayk.metrics import Meter
 from rayk.models.families import load_config
-from rayk.parallel.shard import engine_shape
+from rayk.parallel.shard import EngineShape, engine_shape
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.rank import TransferRank
@@ -50,6 +50,11 @@ HANG_S = 600.0
 that stands still for a minute ends nothing."""
 NAN_POISON = -1
 """As float32 a NaN: also what is multiplied by zero shows."""
+
+
+def shape_of(config: EngineConfig) -> EngineShape:
+    """How an engine divides its model."""
+    return engine_shape(config, load_config(Path(config.model)).num_layers)
 
 
 def local_agents(delay_polls: int = 0) -> MakeAgent:
@@ -162,9 +167,7 @@ class Pair:
                 )
                 for i in (0, 1)
             ]
-            token_classes = common_classes(
-                engine_shape(config, load_config(Path(config.model)).num_layers) for config in configs
-            )
+            token_classes = common_classes(map(shape_of, configs))
             sides = []
             for name, config in zip(("p", "d"), configs, strict=True):
                 options = {"poison": poison, "load_decoder": load_decoder, "load_vocabulary": load_vocabulary}
@@ -296,7 +299,7 @@ def _make_side(
     lease_s: float,
     options: dict[str, Any],
 ) -> Side:
-    handover = TransferHandover(engine=name, epoch=1, num_ranks=config.num_ranks)
+    handover = TransferHandover(engine=name, epoch=1, shape=shape_of(config))
     push, push_layers = options.pop("push"), options.pop("push_layers")
     renewed_lease_s = options.pop("renewed_lease_s")
     token_classes = options.pop("token_classes", ONE_CLASS)

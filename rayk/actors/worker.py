@@ -159,7 +159,7 @@ class Worker:
                 self._handover = TransferHandover(
                     engine=spec.engine,
                     epoch=spec.epoch,
-                    num_ranks=spec.config.num_ranks,
+                    shape=self._rank.plan.ranks[0].shape,
                     offload=spec.offload,
                 )
                 decoder = functools.partial(load_decoder, spec.config.model)

@@ -37,6 +37,7 @@ from rayk.types.errors import NotFiniteError, RaykError, TransferError
 
 if TYPE_CHECKING:
     from rayk.engine.leader import Leader, Sink
+    from rayk.parallel.shard import EngineShape
     from rayk.sched.request_state import RequestState
     from rayk.transfer.ticket import Reservation, TransferTicket
     from rayk.types.batch import ScheduledBatch
@@ -48,9 +49,10 @@ class TransferHandover:
     """Implements engine.leader.Handover for both roles; an aggregated engine only captures."""
 
     def __init__(
-        self, *, engine: str, epoch: int, num_ranks: int, offload: OffloadSettings | None = None
+        self, *, engine: str, epoch: int, shape: EngineShape, offload: OffloadSettings | None = None
     ) -> None:
-        """`offload`: how the engine uses a host tier, once one is attached."""
+        """`shape`: of the engine. `offload`: how it uses a host tier, once one is attached."""
+        num_ranks = shape.num_ranks
         self._leader: Leader | None = None
         self._hand_over: dict[str, bool] = {}
         """Requests that leave with a ticket -> whether a host tier is to read it."""
@@ -70,7 +72,7 @@ class TransferHandover:
         )
         self.offloading: Offloading | None = None
         if offload is not None:
-            who = {"engine": engine, "epoch": epoch, "num_ranks": num_ranks}
+            who = {"engine": engine, "epoch": epoch, "shape": shape}
             parts = {"commands": self._commands, "receiving": self.receiving}
             self.offloading = Offloading(settings=offload, **who, **parts)  # type: ignore[arg-type]
 

@@ -30,6 +30,7 @@ from rayk.types.offload import ENDED
 if TYPE_CHECKING:
     from rayk.engine.leader import Leader
     from rayk.handover.receiving import Receiving
+    from rayk.parallel.shard import EngineShape
     from rayk.types.batch import ScheduledBatch
     from rayk.types.offload import OffloadSettings
     from rayk.types.request import Request
@@ -74,13 +75,13 @@ class Offloading:
         *,
         engine: str,
         epoch: int,
-        num_ranks: int,
+        shape: EngineShape,
         settings: OffloadSettings,
         commands: list[object],
         receiving: Receiving,
     ) -> None:
         """`commands`: what all ranks are to do at the next turn; appended to."""
-        self.side = TierSide(engine, epoch, num_ranks, settings, commands)
+        self.side = TierSide(engine, epoch, shape, settings, commands)
         self.counts, self.costs = self.side.counts, self.side.costs
         self.storing = Storing(self.side)
         self.swapping = Swapping(self.side, receiving, self.storing)

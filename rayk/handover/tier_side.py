@@ -17,11 +17,11 @@ from rayk.kv.specs import page_bytes, rows_per_block
 from rayk.offload.backoff import Backoff
 from rayk.offload.costs import CostModel
 from rayk.offload.messages import LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
-from rayk.parallel.shard import EngineShape
 from rayk.types.errors import KVMismatch
 
 if TYPE_CHECKING:
     from rayk.engine.leader import Leader
+    from rayk.parallel.shard import EngineShape
     from rayk.transfer.ticket import TransferTicket
     from rayk.types.errors import RaykError
     from rayk.types.offload import OffloadSettings, Weighing
@@ -61,7 +61,7 @@ class TierSide:
 
     engine: str
     epoch: int
-    num_ranks: int
+    shape: EngineShape
     settings: OffloadSettings
     commands: list[object]  # what all ranks are to do at the next turn; appended to
     costs: CostModel = field(default_factory=CostModel)
@@ -74,6 +74,11 @@ class TierSide:
     _facts: TierFacts | None = None
     _leader: Leader | None = None
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the engine."""
+        return self.shape.num_ranks
 
     @property
     def leader(self) -> Leader:
@@ -91,9 +96,7 @@ class TierSide:
         self._leader, self._facts = leader or self._leader, facts or self._facts
         if leader is not None and self.settings.outbox_bytes:
             groups, num_blocks = leader.manager.groups, leader.manager.pool.num_blocks
-            there = num_outbox_blocks(
-                groups, EngineShape(self.num_ranks), num_blocks, self.settings.outbox_bytes
-            )
+            there = num_outbox_blocks(groups, self.shape, num_blocks, self.settings.outbox_bytes)
             self.outbox = OutboxRoom(groups, there)
         self.costs.max_step_tokens = self.leader.scheduler.max_batch_tokens
 

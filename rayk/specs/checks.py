@@ -182,13 +182,6 @@ def _check_outbox(
     """Refuse outboxes that cannot hold a block of every group."""
     if not num_bytes:
         return
-    if engine.dcp > 1:
-        raise SpecError(
-            problem=f"an outbox beside an engine with dcp: {engine.dcp}: its leader counts the room of whole "
-            "tokens' rows",
-            where=loaded.where("offload.outbox_mib"),
-            mend="offload: {outbox_mib: 0}",
-        )
     try:
         shape = engine_shape(engine, config.num_layers)
         num_outbox_blocks(engine_groups(engine, config), shape, engine.num_blocks, num_bytes)

@@ -21,6 +21,7 @@ from rayk.kernels.best_tokens import are_finite
 from rayk.kv.manager import KVCacheManager
 from rayk.models.layers.embedding import LmHead
 from rayk.parallel.local import LocalComm
+from rayk.parallel.shard import EngineShape
 from rayk.sched.batching import Scheduler
 from rayk.transfer import finite
 from rayk.types.config import EngineConfig
@@ -43,7 +44,7 @@ def engine_of() -> Iterator[Callable[..., ThreadEngine]]:
 
     def make(model: Path, **settings: Any) -> ThreadEngine:
         config = EngineConfig(model=str(model), num_blocks=64, **settings)
-        handover = TransferHandover(engine="e", epoch=1, num_ranks=config.num_ranks)
+        handover = TransferHandover(engine="e", epoch=1, shape=EngineShape(config.tp))
         engine = ThreadEngine(
             config, name="e", make_extension=CaptureExtension, handover=handover, poison=NAN_POISON
         )

@@ -26,6 +26,7 @@ from rayk.kernels.store_kv import store_kv
 from rayk.kv import maps
 from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.tiny import HYBRID
+from rayk.parallel.shard import EngineShape
 from rayk.transfer import plan as plan_module
 from rayk.transfer.plan import BlockReads, TransferPlan
 from rayk.types.config import EngineConfig
@@ -159,7 +160,7 @@ def test_right_stores_equal_the_references_values(
 
 def test_an_aggregated_engine_lets_its_rows_be_seen(qwen3: Path, reference: Callable[..., Any]) -> None:
     """Also of a request that has ended when the copy is made."""
-    handover = TransferHandover(engine="e", epoch=1, num_ranks=1)
+    handover = TransferHandover(engine="e", epoch=1, shape=EngineShape())
     config = EngineConfig(model=str(qwen3), num_blocks=64)
     with ThreadEngine(config, make_extension=CaptureExtension, handover=handover) as engine:
         prompt = prompt_of(qwen3)

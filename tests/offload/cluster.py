@@ -32,14 +32,14 @@ from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.ticket_seal import sealed
+from rayk.transfer.token_classes import ONE_CLASS, TokenClasses
 from rayk.types.offload import OffloadSettings
 from tests.offload.families import FAMILIES, MakeSpecs
-from tests.transfer.brute import brute_shard
 from tests.transfer.cluster import FINGERPRINT, POISON, Engine, Shape, Values
 from tests.transfer.families import Specs
 
 Tables = list[list[int]]
-OF_NODE = ("wrap", "delay_polls", "clock", "folder", "device")
+OF_NODE = ("wrap", "delay_polls", "clock", "folder", "device", "token_classes")
 """What `open_node` takes that is no setting of the tier."""
 
 
@@ -48,18 +48,27 @@ class Kind:
     """How one engine keeps what it computes."""
 
     tp: int = 1
+    dcp: int = 1
+    dcp_interleave: int = 1
+    stages: tuple[int, ...] = ()
     layout: str = "BHLNC"
     block_size: int = 16
     state_block_size: int = 4096
     num_blocks: int = 40
 
     def __str__(self) -> str:
-        return f"tp{self.tp}-{self.layout}-{self.block_size}"
+        dealt = f"-dcp{self.dcp}x{self.dcp_interleave}" if self.dcp > 1 else ""
+        stages = f"-pp{len(self.stages)}" if self.stages else ""
+        return f"tp{self.tp}{dealt}{stages}-{self.layout}-{self.block_size}"
+
+    @property
+    def engine(self) -> EngineShape:
+        return EngineShape(self.tp, self.dcp, self.dcp_interleave, self.stages)
 
     def shape(self, make: MakeSpecs) -> Shape:
         return _Shape(
             make=make,
-            tp=(self.tp,) * 2,
+            shapes=(self.engine,) * 2,
             layouts=(self.layout,) * 2,
             block_sizes=(self.block_size,) * 2,
             state_block_sizes=(self.state_block_size,) * 2,
@@ -92,18 +101,19 @@ class ByteEngine(Engine):
 
     name = ""
 
-    def views(self, tp_rank: int, group: KVCacheGroup, layer: int) -> list[FieldView]:
-        bound = self.caches[tp_rank].view(layer, group.spec.part)
+    def views(self, rank: int, group: KVCacheGroup, layer: int) -> list[FieldView]:
+        bound = self.caches[rank].view(layer, group.spec.part)
         views, starts = [], dict.fromkeys((f.bundle for f in group.spec.fields()), 0)
         for f in group.spec.fields():
             whole = bound if isinstance(bound, torch.Tensor) else bound[f.bundle]
             start, starts[f.bundle] = starts[f.bundle], starts[f.bundle] + f.row_bytes
             view = whole.view(torch.uint8)[..., start : start + f.row_bytes]
-            views.append(FieldView(f.name, view, tuple(brute_shard(f.units, self.tp, tp_rank, f.readers))))
+            views.append(FieldView(f.name, view, tuple(self.units(f, rank))))
         return views
 
     @property
     def tp(self) -> int:
+        """Ranks of the engine."""
         return len(self.caches)
 
     def poison(self) -> None:
@@ -138,6 +148,8 @@ class BareNode:
     """Of the disk tier; None: there is none."""
     device: torch.device = torch.device("cpu")
     """Of the engines' caches."""
+    token_classes: TokenClasses = ONE_CLASS
+    """Of all engines that will be added."""
     network: LocalNetwork = field(default_factory=LocalNetwork)
     engines: dict[str, ByteEngine] = field(default_factory=dict)
     _tier: HostTier | None = None
@@ -157,18 +169,25 @@ class BareNode:
         shape = kind.shape(self.make)
         engine = ByteEngine(shape, 0)
         engine.name = name
-        groups = group_layers(shape.specs(0))
-        for rank in range(kind.tp):
+        groups = group_layers(shape.specs(0), dcp=kind.dcp)
+        for rank in range(kind.engine.num_ranks):
             geometry = plan_rank(
                 groups,
                 LAYOUTS[kind.layout],
-                shape=EngineShape(kind.tp),
+                shape=kind.engine,
                 rank=rank,
                 num_blocks=kind.num_blocks,
             )
             caches = allocate(geometry, self.device, fill=POISON)
             agent = self.agent(f"{name}/{epoch}.{rank}")
-            told = describe_cache(agent, caches, engine=name, epoch=epoch, fingerprint=FINGERPRINT)
+            told = describe_cache(
+                agent,
+                caches,
+                engine=name,
+                epoch=epoch,
+                fingerprint=FINGERPRINT,
+                token_classes=self.token_classes,
+            )
             engine.caches.append(caches)
             engine.agents.append(agent)
             made = TransferRank(agent, caches, list(layer_views(caches)), told, clock=self.clock)

@@ -31,11 +31,12 @@ from rayk.offload.host import HostTier
 from rayk.offload.messages import TIER, LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.token_classes import ONE_CLASS, TokenClasses, common_classes
 from rayk.types.config import EngineConfig
 from rayk.types.offload import OffloadSettings
 from rayk.types.request import Request
 from rayk.types.waiting import get_within
-from tests.pd import NAN_POISON, MakeAgent, local_agents, wait_until
+from tests.pd import NAN_POISON, MakeAgent, local_agents, shape_of, wait_until
 
 
 class TierThread:
@@ -188,11 +189,14 @@ class Node:
         offload = OffloadSettings(**{"host_bytes": 16 << 20, "load": "always", "swap": "always", **settings})
         with ExitStack() as stack:
             made = []
-            for i, own in enumerate(engines):
-                config = EngineConfig(model=str(model), **{"num_blocks": 64, **(common or {}), **own})
-                made.append(
-                    _make_engine(stack, f"e{i}", config, make_agent, offload, poison, load_vocabulary)
-                )
+            configs = [
+                EngineConfig(model=str(model), **{"num_blocks": 64, **(common or {}), **own})
+                for own in engines
+            ]
+            classes = common_classes(map(shape_of, configs))
+            for i, config in enumerate(configs):
+                what = config, make_agent, offload, poison, load_vocabulary
+                made.append(_make_engine(stack, f"e{i}", *what, token_classes=classes))
             like = made[0].call(Describe())[0]
             config = made[0].engine._config
             tier = open_tier(tier_agent(make_agent("tier")), config, offload, like, 0)
@@ -247,13 +251,21 @@ def _make_engine(
     offload: OffloadSettings,
     poison: int,
     load_vocabulary: Callable[[], str] | None = None,
+    token_classes: TokenClasses = ONE_CLASS,
 ) -> NodeEngine:
-    handover = TransferHandover(engine=name, epoch=1, num_ranks=config.num_ranks, offload=offload)
+    handover = TransferHandover(engine=name, epoch=1, shape=shape_of(config), offload=offload)
 
     def extension(rank: EngineRank) -> TransferExtension:
         agent = make_agent(f"{name}.{rank.comm.rank}")
-        outbox_bytes = offload.outbox_bytes
-        made = TransferExtension(rank, agent, engine=name, epoch=1, lease_s=60.0, outbox_bytes=outbox_bytes)
+        made = TransferExtension(
+            rank,
+            agent,
+            engine=name,
+            epoch=1,
+            lease_s=60.0,
+            outbox_bytes=offload.outbox_bytes,
+            token_classes=token_classes,
+        )
         stack.callback(made.close)
         return made
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rayk.handover.commands import Describe
+from rayk.handover.commands import Describe, DescribeOutbox
 from rayk.offload.outbox import Outbox, outbox_name
 from rayk.transfer.ticket import TransferTicket
 from tests.answers import NUM_TOKENS, Answers, make_answers
@@ -109,6 +109,25 @@ def test_blocks_are_free_when_they_are_copied_not_when_the_tier_has_read_them(qw
         qwen3.complete(first, "b", 3)
         node.settle()
         (done,) = qwen3.complete(second, "c", 3)
+        assert done.info["num_host_tokens"] == NUM_LENT
+        node.settle()
+
+
+@thorough
+def test_what_ranks_that_deal_tokens_stored_by_outboxes_one_rank_loads(qwen3: Case) -> None:
+    """Blocks of outboxes cover the tokens of two ranks, too, and the leader counts as many as ranks have."""
+    size = outbox_bytes(qwen3.path, 30)
+    with Node.open(qwen3.path, [{"tp": 4, "dcp": 2}, {}], outbox_bytes=size) as node:
+        first, second = node.engines
+        room = first.offloading.side.outbox
+        assert room is not None
+        told = first.call(DescribeOutbox())
+        assert [outbox.geometry.num_blocks for outbox in told] == [room.pool.num_blocks] * 4
+        tickets = tickets_of(first)
+        qwen3.complete(first, "a", 0)
+        node.settle()
+        assert {ticket.engine for ticket in tickets} == {outbox_name("e0")}
+        (done,) = qwen3.complete(second, "b", 0)
         assert done.info["num_host_tokens"] == NUM_LENT
         node.settle()
 

@@ -17,6 +17,7 @@ from rayk.kv.groups import group_layers
 from rayk.kv.layout import LAYOUTS
 from rayk.kv.specs import FullAttentionSpec
 from rayk.transfer.consumer import TransferOutcome
+from rayk.transfer.token_classes import common_classes
 from rayk.types.errors import Unsupported
 from tests.markers import one_per, slow
 from tests.offload.cluster import BareNode, ByteEngine, Kind, Loaded, open_node, random_values, tokens_of
@@ -34,6 +35,16 @@ TIERS = (("BHLNC", 16), ("BHLNC", 32), ("LBNHC", 16), ("LBNHC", 32))
 NUM_TOKENS = 96
 ROW_GROUP = 256
 """Rows that are digested together."""
+DEALT = (
+    Kind(tp=4, dcp=4),
+    Kind(tp=2, dcp=2, dcp_interleave=4, layout="LBHNC", block_size=32),
+    Kind(tp=4, dcp=2, dcp_interleave=16, layout="BLHNC"),
+    Kind(tp=2, dcp=2, stages=(1, 2)),
+    Kind(tp=1, stages=(2, 1), layout="LBHNC"),
+    Kind(tp=1, block_size=32),
+    Kind(tp=2, layout="BLHNC"),
+)
+"""Engines that deal tokens, with stages, and those that do neither."""
 FEW = 9
 """But for WHOLE in the first tier, `make test-all` stores from one kind in so many."""
 WHOLE = ("full", "gemma3", "jamba", "deepseek_nvfp4")
@@ -139,6 +150,30 @@ def test_what_one_engine_stored_every_other_loads(family: str, layout: str, size
             met[i, j] += 1
         node.check_tier(values, loaded.answer)
     assert met == {(i, j): 1 for i in producers for j in range(len(engines))}
+    node.expect_idle()
+
+
+@one_per()
+@pytest.mark.parametrize("tier", ["BHLNC", "LBNHC"])
+@pytest.mark.parametrize("family", ["deepseek", "deepseek_nvfp4"])
+def test_what_one_shape_stored_every_other_loads(family: str, tier: str) -> None:
+    """Pages know nothing of who dealt their tokens, or had which layers: what four ranks stored, each a
+    quarter of the tokens, one rank loads."""
+    classes = common_classes(kind.engine for kind in DEALT)
+    node = open_node(family, num_blocks=900, layout=tier, token_classes=classes)
+    engines = [node.add(kind) for kind in DEALT]
+    num_tokens = node.whole(NUM_TOKENS)
+    for i, producer in enumerate(engines):
+        values = random_values(node.make, num_tokens, seed=i)
+        producer.poison()
+        answer = node.store(producer, values, tokens_of(i, num_tokens), seed=i)
+        assert answer.ok, answer.reason
+        for j, engine in enumerate(engines):
+            loaded = node.load(engine, tokens_of(i, num_tokens), seed=i + j)
+            assert loaded.errors == [None] * engine.tp
+            assert loaded.answer.num_tokens == num_tokens
+            engine.check_all(values, loaded.tables)
+        node.check_tier(values, loaded.answer)
     node.expect_idle()
 
 

@@ -23,6 +23,7 @@ from rayk.actors.engines import EngineHandle
 from rayk.actors.forming import connect
 from rayk.handover.commands import Describe
 from rayk.handover.handover import TransferHandover
+from rayk.parallel.shard import EngineShape
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.costs import CostTable
 from rayk.transfer.lease import ReleaseMessage, RenewMessage
@@ -344,7 +345,7 @@ def test_a_refused_ticket_proves_nothing(change: dict[str, Any]):
 def test_a_ticket_without_numbers_is_refused_before_it_is_used(change: dict[str, Any]):
     """By the leader of an engine, which goes on."""
     ticket = replace(ready()[1], **change)
-    handover = TransferHandover(engine="d", epoch=0, num_ranks=1)
+    handover = TransferHandover(engine="d", epoch=0, shape=EngineShape())
     leader: Any = SimpleNamespace(prepare=lambda request: None, post=lambda act: act())
     handover.attach(leader)
     told: list[Any] = []
