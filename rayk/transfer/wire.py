@@ -106,7 +106,7 @@ def wire_cache_for(
     of the rank's own cache, whose units the wire cache's must be."""
     if not needs_conversion(producer.geometry, me.geometry):
         return None
-    num_blocks = num_wire_blocks(producer.geometry, me.geometry)
+    num_blocks = num_wire_blocks(producer.geometry, consumers[0].geometry)
     geometries = tuple(wire_geometry(producer.geometry, c.geometry, num_blocks) for c in consumers)
     caches = allocate(geometries[me.geometry.rank], device, fill=None)
     address = agent.register(caches.buffer)

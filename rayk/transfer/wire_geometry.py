@@ -4,11 +4,13 @@ shard. Free of torch."""
 from __future__ import annotations
 
 from dataclasses import replace
-from math import ceil
+from math import ceil, lcm
 
 from rayk.kv.formats import FORMATS
-from rayk.kv.geometry import RankGeometry, plan_rank
-from rayk.kv.specs import KVCacheSpec, num_kept_blocks
+from rayk.kv.geometry import RankGeometry, layout_veto, plan_rank
+from rayk.kv.groups import KVCacheGroup
+from rayk.kv.layout import KVCacheLayout
+from rayk.kv.specs import KVCacheSpec, num_kept_blocks, with_block_size
 
 MIN_WIRE_BYTES = 256 << 20
 WIRE_SHARE = 8
@@ -46,23 +48,43 @@ def _elements(spec: KVCacheSpec) -> dict[str, int]:
 
 
 def wire_geometry(producer: RankGeometry, consumer: RankGeometry, num_blocks: int) -> RankGeometry:
-    """Blocks and layout are the producer's: with as many ranks, a block is one run."""
+    """Blocks and layout are the producer's, as far as can be: with as many ranks, a block is one run. Where
+    the consumer deals tokens a block covers whole turns of its deal, too."""
+    groups = [_of_whole_turns(g.group, consumer.share.tokens.period) for g in producer.groups]
+    is_dealt_alike, layout = _deal(producer) == _deal(consumer), producer.layout
+    # Blocks that are dealt unlike may fill up unlike: only blocks that lie by themselves can be padded.
+    if not is_dealt_alike and layout_veto(groups, layout, dcp=consumer.shape.dcp) is not None:
+        layout = KVCacheLayout("BHLNC")
     return plan_rank(
-        [g.group for g in producer.groups],
-        producer.layout,
+        groups,
+        layout,
         shape=consumer.shape,
         rank=consumer.rank,
         num_blocks=num_blocks,
-        kernel_block_sizes=[g.kernel_block_size for g in producer.groups],
+        kernel_block_sizes=[g.kernel_block_size for g in producer.groups] if is_dealt_alike else None,
     )
 
 
+def _deal(side: RankGeometry) -> tuple[int, int]:
+    return side.shape.dcp, side.shape.dcp_interleave
+
+
+def _of_whole_turns(group: KVCacheGroup, period: int) -> KVCacheGroup:
+    """Lengthen the blocks of a group until they hold whole turns."""
+    if not group.spec.has_token_rows:
+        return group
+    num_tokens = lcm(group.spec.block_size, period)
+    seen = tuple(with_block_size(spec, num_tokens) for spec in group.seen)
+    return replace(group, spec=with_block_size(group.spec, num_tokens), seen=seen)
+
+
 def num_wire_blocks(producer: RankGeometry, consumer: RankGeometry) -> int:
-    """Count the blocks of the wire caches of a pair of engines, null block included: equal on every rank."""
+    """Count the blocks of the wire caches of a pair of engines, null block included. `consumer`: the first
+    rank, whose size goes for all."""
     growing = [g.group.spec for g in consumer.groups if g.group.spec.has_token_rows]
     per_token = sum(1 / spec.block_size for spec in growing)
     num_tokens = ceil((consumer.num_blocks - 1) / per_token) if growing else 1
-    needed = sum(num_kept_blocks(g.group.spec, num_tokens) for g in producer.groups)
-    block_bytes = wire_geometry(producer, replace(consumer, rank=0), 2).block_bytes
-    allowed = max(MIN_WIRE_BYTES, consumer.pages_bytes // WIRE_SHARE) // block_bytes
+    like = wire_geometry(producer, consumer, 2)
+    needed = sum(num_kept_blocks(g.group.spec, num_tokens) for g in like.groups)
+    allowed = max(MIN_WIRE_BYTES, consumer.pages_bytes // WIRE_SHARE) // like.block_bytes
     return 1 + max(1, min(needed, allowed))

@@ -16,6 +16,7 @@ from rayk.engine.warm_up import run_warm_up
 from rayk.kernels.compilations import compilations
 from rayk.kernels.copy_runs import copy_runs, make_run_table
 from rayk.parallel.local import LocalComm
+from rayk.parallel.shard import EngineShape
 from rayk.transfer.convert import Conversion
 from rayk.transfer.local_agent import LocalNetwork
 from rayk.transfer.warm_up import transfer_launches
@@ -42,7 +43,7 @@ def main(family: str | None, formats: list[str]) -> None:
     if family is not None:
         rank, *producers = [local_pair(Shape(family=family)).consumer.ranks[0]]
     else:
-        rank, *producers = [Side(name, 1, 1, LocalNetwork()).ranks[0] for name in formats]
+        rank, *producers = [Side(name, 1, EngineShape(), LocalNetwork()).ranks[0] for name in formats]
     compile_only()
     views, per_group = rank._views, rank.description.rows_per_group
     with compilations() as early:

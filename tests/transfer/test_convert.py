@@ -25,9 +25,11 @@ from rayk.transfer.layer_view import make_layer_view
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.plan import consecutive_tables
 from rayk.transfer.rank import TransferRank
+from rayk.transfer.token_classes import ONE_CLASS, TokenClasses, common_classes
 from rayk.transfer.verify import fetch_rows
 from rayk.types.errors import HandshakeMismatch, KVMismatch, TransferError
 from tests.each import each
+from tests.markers import one_per
 from tests.transfer.cluster import FINGERPRINT
 
 NAMES = ("float32", "bfloat16", "float16", "fp8_e4m3", "fp8_e4m3_token_head", "nvfp4")
@@ -43,7 +45,15 @@ SCALES = (
 class Side:
     """An engine without a model: layer 1 slides."""
 
-    def __init__(self, name: str, side: int, tp: int, network: LocalNetwork, **settings: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        side: int,
+        shape: EngineShape,
+        network: LocalNetwork,
+        classes: TokenClasses = ONE_CLASS,
+        **settings: Any,
+    ) -> None:
         block_size, layout = settings.get("block_size", 8), settings.get("layout", "BHLNC")
         common = (block_size, HEADS, HEAD_SIZE, HEAD_SIZE, name, 4)
         specs = {
@@ -53,13 +63,13 @@ class Side:
             for layer in range(LAYERS)
         }
         self.name, self.side = name, side
-        self.groups = group_layers(specs)
+        self.groups = group_layers(specs, dcp=shape.dcp)
         self.ranks: list[TransferRank] = []
-        for rank in range(tp):
+        for rank in range(shape.num_ranks):
             geometry = plan_rank(
                 self.groups,
                 LAYOUTS[layout],
-                shape=EngineShape(tp),
+                shape=shape,
                 rank=rank,
                 num_blocks=settings.get("num_blocks", 40),
             )
@@ -70,9 +80,10 @@ class Side:
                     layer,
                     group,
                     wire.field_views(group, caches.view(layer), {"k": units, "v": units}),
+                    shape.share(rank).tokens,
                 )
-                for group in self.groups
-                for layer in group.layers
+                for group, kept in zip(self.groups, geometry.groups, strict=True)
+                for layer in kept.layers
             ]
             agent = LocalAgent(f"{'pd'[side]}{rank}", network, settings.get("delay_polls", 0))
             is_scaled = FORMATS[name].has_layer_scales
@@ -82,6 +93,7 @@ class Side:
                 engine="pd"[side],
                 fingerprint=FINGERPRINT,
                 kv_scales=SCALES[side] if is_scaled else {},
+                token_classes=classes,
             )
             self.ranks.append(TransferRank(agent, caches, views, description))
 
@@ -101,7 +113,9 @@ class Side:
             values *= torch.rand(HEADS, TOKENS, 1, generator=generator) + 0.1
             stored = quantise(values, FORMATS[self.name], self.scale(layer, of), impl="reference")
             for rank in self.ranks:
-                view = next(v for v in rank._views if v.layer == layer)
+                view = next((v for v in rank._views if v.layer == layer), None)
+                if view is None:
+                    continue
                 ids, slots, positions = view.places(tables[view.group.index], TOKENS)
                 for field in view.fields:
                     if field.name not in (of, f"{of}_scale"):
@@ -113,14 +127,18 @@ class Side:
 
     def values(self, tables: list[list[int]]) -> dict[tuple[int, str, int], np.ndarray]:
         """(layer, k or v, head) -> what the live rows stand for, float64 [rows, elements]."""
-        found = {}
+        found: dict[tuple[int, str, int], np.ndarray] = {}
         for rank in self.ranks:
             for view in rank._views:
-                rows = fetch_rows(view, tables[view.group.index], TOKENS)
+                rows, live = fetch_rows(view, tables[view.group.index], TOKENS), view.live_rows(TOKENS)
                 for (name, unit), raw in rows.items():
                     if name in ("k", "v"):
                         scales = rows.get((f"{name}_scale", unit))
-                        found[view.layer, name, unit] = self._decode(view.layer, name, raw, scales)
+                        whole = found.setdefault(
+                            (view.layer, name, unit), np.full((len(live), HEAD_SIZE), np.nan)
+                        )
+                        at = view.held_rows(TOKENS) - live.start
+                        whole[at] = self._decode(view.layer, name, raw, scales)
         return found
 
     def _decode(self, layer: int, of: str, raw: np.ndarray, scales: np.ndarray | None) -> np.ndarray:
@@ -143,11 +161,17 @@ class Link:
     """A producer connected to a consumer."""
 
     def __init__(
-        self, names: tuple[str, str], tp: tuple[int, int] = (1, 1), *settings: dict[str, Any]
+        self,
+        names: tuple[str, str],
+        tp: tuple[int, int] = (1, 1),
+        *settings: dict[str, Any],
+        shapes: tuple[EngineShape, EngineShape] | None = None,
     ) -> None:
+        """`shapes`: instead of `tp`."""
         network = LocalNetwork()
-        own = settings or ({}, {})
-        self.p, self.d = (Side(names[i], i, tp[i], network, **own[i]) for i in range(2))
+        own, shapes = settings or ({}, {}), shapes or (EngineShape(tp[0]), EngineShape(tp[1]))
+        classes = common_classes(shapes)
+        self.p, self.d = (Side(names[i], i, shapes[i], network, classes, **own[i]) for i in range(2))
         descriptions = [[r.description for r in side.ranks] for side in (self.p, self.d)]
         for rank in (*self.d.ranks, *self.p.ranks):
             rank.connect(*descriptions)
@@ -219,6 +243,39 @@ def test_every_pair_of_formats_is_within_its_bound(names: tuple[str, str]) -> No
         link.d.ranks[0]._links["p"].wire.num_free_blocks
         == link.d.ranks[0]._links["p"].wire._pool.num_blocks - 1
     )
+
+
+ONE = EngineShape()
+UNLIKE = {
+    "1-4x2": (ONE, EngineShape(4, 2)),
+    "4x2-1": (EngineShape(4, 2), ONE),
+    "1-4x2-of-blocks": (ONE, EngineShape(4, 2, 8)),
+    "4x2-of-blocks-4x2": (EngineShape(4, 2, 8), EngineShape(4, 2)),
+    "4x2-4x2-of-2-in-stages": (EngineShape(4, 2), EngineShape(4, 2, 2, (1, 2))),
+    "stages-4x2": (EngineShape(1, stages=(2, 1)), EngineShape(4, 2, 4)),
+}
+"""Two heads, each on two ranks of four, which deal their tokens. The wire cache of blocks of 8 tokens is one of
+blocks of 16 where tokens are dealt by eights."""
+
+
+@one_per()
+@pytest.mark.parametrize("shapes", UNLIKE.values(), ids=list(UNLIKE))
+@pytest.mark.parametrize("names", [("float32", "nvfp4"), ("fp8_e4m3_token_head", "bfloat16")], ids="-".join)
+def test_formats_are_converted_whoever_deals_tokens(
+    names: tuple[str, str], shapes: tuple[EngineShape, EngineShape]
+) -> None:
+    link = Link(names, shapes=shapes)
+    outcomes, tables, own = link.run()
+    assert all(o.ok for o in outcomes), outcomes
+    sent, got = link.p.values(tables), link.d.values(own)
+    assert set(sent) == set(got) == set(itertools.product(range(LAYERS), "kv", range(HEADS)))
+    for (layer, of, head), values in sent.items():
+        bound = conversion_bound(FORMATS[names[0]], values, FORMATS[names[1]], link.d.scale(layer, of))
+        assert (np.abs(got[layer, of, head] - values) <= bound).all(), (layer, of, head)
+    for rank in link.d.ranks:
+        wired = rank._links["p"].wire
+        assert wired is not None
+        assert wired.num_free_blocks == wired._pool.num_blocks - 1
 
 
 def test_the_bound_is_reached_nearly() -> None:

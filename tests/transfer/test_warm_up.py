@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from rayk.parallel.shard import EngineShape
 from rayk.transfer.local_agent import LocalNetwork
 from rayk.transfer.warm_up import transfer_launches
 from tests.conftest import CHECKPOINTS, ROOT
@@ -54,7 +55,7 @@ def test_no_transfer_compiles_after_it(family: str | None, formats: list[str], k
 @pytest.mark.parametrize("family", [None, "everything"])
 def test_it_writes_to_nobodys_block_alone(family: str | None) -> None:
     rank = (
-        Side("bfloat16", 1, 1, LocalNetwork()).ranks[0]
+        Side("bfloat16", 1, EngineShape(), LocalNetwork()).ranks[0]
         if family is None
         else local_pair(Shape(family=family)).consumer.ranks[0]
     )
