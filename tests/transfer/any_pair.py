@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, lcm
 
@@ -64,6 +64,28 @@ class Side:
     """Without hybrid_kv."""
     is_scattered: bool
     num_spare_blocks: int
+    dcp: int = 1
+    interleave: int = 1
+    stages: tuple[int, ...] = ()
+    """Layers of each stage; () is one of all."""
+
+    @property
+    def shape(self) -> EngineShape:
+        return EngineShape(self.tp, self.dcp, self.interleave, self.stages)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * max(1, len(self.stages))
+
+    def owns(self, rank: int, layer: int) -> bool:
+        """Whether the layer is of the rank's stage: the last stage's ranks come first."""
+        stages = [stage for stage, count in enumerate(self.stages) for _ in range(count)]
+        return not stages or stages[layer] == len(self.stages) - 1 - rank // self.tp
+
+    def owned(self, rank: int, part: str, positions: Ints) -> np.ndarray:
+        """Which positions are the rank's: all of a state, else those whose run of tokens is its turn."""
+        turn = positions // self.interleave % self.dcp
+        return (turn == rank % self.tp % self.dcp) | (part == "state")
 
 
 @dataclass(frozen=True)
@@ -115,21 +137,52 @@ def models(draw: st.DrawFn) -> Model:
     )
 
 
+def token_shards(model: Model, tp: int) -> list[int]:
+    """Over how many ranks tokens can be dealt: so many in a row have the same heads of all attention."""
+    kinds = {kind for kinds in model.layers for kind in kinds.split("+")}
+    counts = {1 if kind == "mla" else model.kv_heads for kind in kinds - {"mamba1", "mamba2", "gdn"}}
+    held = [
+        {
+            (n, reader * n // model.heads)
+            for n in counts
+            for reader in range(model.heads)
+            if reader * tp // model.heads == rank
+        }
+        for rank in range(tp)
+    ]
+    return [
+        size
+        for size in divisors(tp)
+        if all(held[rank] == held[rank // size * size] for rank in range(tp)) and counts
+    ] or [1]
+
+
+@st.composite
+def stages(draw: st.DrawFn, num_layers: int) -> tuple[int, ...]:
+    borders = draw(st.sets(st.integers(1, num_layers - 1), max_size=3)) if num_layers > 1 else set()
+    edges = [0, *sorted(borders), num_layers]
+    return tuple(b - a for a, b in itertools.pairwise(edges)) if borders else ()
+
+
 @st.composite
 def sides(draw: st.DrawFn, model: Model) -> Side:
     block_size = draw(st.sampled_from(BLOCK_SIZES))
+    tp = draw(st.sampled_from([tp for tp in TP_SIZES if model.heads % tp == 0]))
     side = Side(
         layout=draw(st.sampled_from(tuple(LAYOUTS))),
-        tp=draw(st.sampled_from([tp for tp in TP_SIZES if model.heads % tp == 0])),
+        tp=tp,
         block_size=block_size,
         state_block=draw(st.sampled_from(STATE_BLOCKS)),
         kernels_per_block=draw(st.sampled_from(divisors(block_size)[:3])),
         keeps_all=draw(st.booleans()),
         is_scattered=draw(st.booleans()),
         num_spare_blocks=draw(st.integers(0, 3)),
+        dcp=draw(st.sampled_from(token_shards(model, tp))),
+        interleave=draw(st.sampled_from(divisors(block_size))),
+        stages=draw(stages(len(model.layers))),
     )
-    if cuts_blocks(side.layout) and not is_one_shape(groups_of(model, side)):
-        return Side(**{**side.__dict__, "layout": "LBHNC"})
+    if cuts_blocks(side.layout) and not is_one_shape(groups_of(model, side), side.dcp):
+        return replace(side, layout="LBHNC")
     return side
 
 
@@ -137,8 +190,9 @@ def sides(draw: st.DrawFn, model: Model) -> Side:
 def any_pairs(draw: st.DrawFn) -> AnyPair:
     model = draw(models())
     chosen = draw(sides(model)), draw(sides(model))
-    most = min(66, 10 * min(side.block_size for side in chosen))
-    borders = sorted({n for s in chosen for n in (1, s.block_size, s.block_size + 1) if n <= most})
+    most = min(70, 10 * min(side.block_size * side.dcp for side in chosen))
+    sizes = {size for s in chosen for size in (s.block_size, s.block_size * s.dcp, s.interleave)}
+    borders = sorted({n for size in sizes for n in (1, size, size + 1) if n <= most})
     borders += [n for n in (model.window, model.chunk) if n <= most]
     num_tokens = draw(st.one_of(st.integers(1, most), st.sampled_from(borders)))
     is_pushed = draw(st.integers(0, 2)) == 0
@@ -191,14 +245,19 @@ def groups_of(model: Model, side: Side) -> tuple[KVCacheGroup, ...]:
         }
         for keeps_all in (side.keeps_all, False)
     )
-    return group_layers(kept, seen)
+    return group_layers(kept, seen, dcp=side.dcp)
 
 
-def is_one_shape(groups: Sequence[KVCacheGroup]) -> bool:
-    """Whether all have the same heads and bytes of a head."""
+def rank_rows(g: KVCacheGroup, dcp: int) -> int:
+    """Rows of a block on one of so many ranks that share tokens."""
+    return brute_rows(g.spec) // (1 if g.spec.part == "state" else dcp)
+
+
+def is_one_shape(groups: Sequence[KVCacheGroup], dcp: int) -> bool:
+    """Whether all have the same heads and bytes of a head, on a rank."""
     shapes = {
         tuple(
-            (b[0].num_units, b[0].num_readers, sum(p.row_bytes for p in b) * brute_rows(g.spec))
+            (b[0].num_units, b[0].num_readers, sum(p.row_bytes for p in b) * rank_rows(g, dcp))
             for b in brute_bundles(g.spec)
         )
         for g in groups
@@ -251,7 +310,7 @@ def _collapse(numbers: Ints, axes: str, padding: int) -> Ints:
     for axis in reversed(axes):
         if axis in "LB":
             numbers = _pad(numbers, padding)
-        numbers = numbers.reshape(*numbers.shape[:-2], -1)
+        numbers = numbers.reshape(*numbers.shape[:-2], numbers.shape[-2] * numbers.shape[-1])
     return numbers
 
 
@@ -264,6 +323,10 @@ class _Shape:
     units: list[list[int]]
     """By bundle."""
     kernel: int
+    rows: int
+    """Of a block, on the rank."""
+    num_layers: int
+    num_positions: int
 
     @cached_property
     def bundles(self) -> list[list[Piece]]:
@@ -271,7 +334,11 @@ class _Shape:
 
     @property
     def ratio(self) -> int:
-        return brute_rows(self.group.spec) // self.kernel
+        return self.rows // self.kernel
+
+    @property
+    def num_pages(self) -> int:
+        return self.num_layers if self.layout[0] == "B" else self.num_positions
 
     @property
     def alignment(self) -> int:
@@ -296,10 +363,9 @@ class _Shape:
         of B (None: as they come)."""
         axes = self.layout[:-1]
         cut = min(axes.index("H"), axes.index("N"))
-        num_layers = len(self.group.layers) if axes[0] == "B" else self.group.num_positions
         order = ["LBHN".index(axis) for axis in axes]
         stretches = []
-        for numbers in self.numbered(num_blocks, num_layers):
+        for numbers in self.numbered(num_blocks, self.num_pages):
             ordered = numbers.transpose(*order, 4)
             stretches.append(_pad(_collapse(ordered, axes[cut:], self.padding), self.padding))
         memory = np.concatenate(stretches, axis=-1)
@@ -314,23 +380,33 @@ class _Shape:
 
 
 def lay_out(
-    groups: Sequence[KVCacheGroup], layout: str, tp: int, rank: int, num_blocks: int, kernels: Sequence[int]
+    groups: Sequence[KVCacheGroup], side: Side, rank: int, num_blocks: int, kernels: Sequence[int]
 ) -> list[dict[str, Place]]:
     """By group, field -> where its bytes lie on a rank."""
+    layout = side.layout
+    counts = [sum(side.owns(rank, layer) for layer in g.layers) for g in groups]
+    positions = max(1, *counts) if side.stages else groups[0].num_positions
     shapes = [
-        _Shape(g, layout, [b[0].units(tp, rank) for b in brute_bundles(g.spec)], kernel)
-        for g, kernel in zip(groups, kernels, strict=True)
+        _Shape(
+            g,
+            layout,
+            [b[0].units(side.tp, rank % side.tp) for b in brute_bundles(g.spec)],
+            kernel,
+            rank_rows(g, side.dcp),
+            count,
+            positions,
+        )
+        for g, kernel, count in zip(groups, kernels, counts, strict=True)
     ]
     step = None if cuts_blocks(layout) else _pool_step(shapes)
     places = []
     for shape in shapes:
         memory = shape.lay(num_blocks, step)
-        address_of = np.empty(int(memory.max()) + 1, dtype=np.int64)
+        address_of = np.empty(int(memory.max(initial=-1)) + 1, dtype=np.int64)
         address_of[memory[memory >= 0]] = np.flatnonzero(memory >= 0)
-        layers = len(shape.group.layers)
+        layers = shape.num_layers
         found: dict[str, Place] = {}
-        num_pages = layers if layout[0] == "B" else shape.group.num_positions
-        numbered = shape.numbered(num_blocks, num_pages)
+        numbered = shape.numbered(num_blocks, shape.num_pages)
         for bundle, units, numbers in zip(shape.bundles, shape.units, numbered, strict=True):
             start = 0
             for piece in bundle:
@@ -347,23 +423,22 @@ def _pool_step(shapes: Sequence[_Shape]) -> int:
     needs = []
     for shape in shapes:
         # One kernel block, padded as it is among others.
-        one = _Shape(shape.group, shape.layout, shape.units, shape.kernel)
         axes = shape.layout[:-1]
         cut = min(axes.index("H"), axes.index("N"))
         inside = axes[:cut][axes[:cut].index("B") + 1 :]
-        layers = len(shape.group.layers) if inside or axes[0] == "B" else 1
+        layers = shape.num_layers if inside or axes[0] == "B" else 1
         order = ["LBHN".index(axis) for axis in axes]
         parts = [
             _pad(
-                _collapse(n[:, :1].transpose(*order, 4), axes[cut:], one.padding),
-                one.padding,
+                _collapse(n[:, :1].transpose(*order, 4), axes[cut:], shape.padding),
+                shape.padding,
             )
-            for n in one.numbered(1, layers)
+            for n in shape.numbered(1, layers)
         ]
         memory = np.concatenate(parts, axis=-1)
-        memory = _pad(_collapse(memory, inside, one.padding), one.padding)
+        memory = _pad(_collapse(memory, inside, shape.padding), shape.padding)
         needs.append(memory.shape[-1] * shape.ratio)
-    return _round_up(max(needs), lcm(*(shape.ratio * shape.alignment for shape in shapes)))
+    return _round_up(max(1, *needs), lcm(*(shape.ratio * shape.alignment for shape in shapes)))
 
 
 # --- engines ---------------------------------------------------------------------------------------
@@ -409,17 +484,32 @@ class Engine:
             plan_rank(
                 self.groups,
                 LAYOUTS[side.layout],
-                shape=EngineShape(side.tp),
+                shape=side.shape,
                 rank=rank,
                 num_blocks=self.num_blocks,
-                kernel_block_sizes=kernel_block_sizes(self.groups, kernel, {}),
+                kernel_block_sizes=kernel_block_sizes(self.groups, kernel, {}, dcp=side.dcp),
             )
-            for rank in range(side.tp)
+            for rank in range(side.num_ranks)
         ]
         self.places = [
-            lay_out(self.groups, side.layout, side.tp, rank, self.num_blocks, self.kernels)
-            for rank in range(side.tp)
+            lay_out(self.groups, side, rank, self.num_blocks, self.kernels) for rank in range(side.num_ranks)
         ]
+
+    def layers(self, g: KVCacheGroup, rank: int) -> list[int]:
+        """Those that a rank has, by position."""
+        return [layer for layer in g.layers if self.side.owns(rank, layer)]
+
+    def _spots(self, g: KVCacheGroup, rank: int, kernel: int, tokens: Ints) -> tuple[Ints, Ints]:
+        """(kernel block, row in it) of the rows of a rank's tokens."""
+        held = np.zeros(1, dtype=np.int64)
+        if g.spec.part == "attention":
+            rows = np.arange(g.spec.block_size)
+            held = rows[self.side.owned(rank, "attention", rows)]
+        row_of = {row: local for local, row in enumerate(held.tolist())}
+        in_block = tokens % g.spec.block_size if g.spec.part == "attention" else np.zeros_like(tokens)
+        local = np.array([row_of[row] for row in in_block.tolist()], dtype=np.int64)
+        blocks = np.asarray(self.tables[g.index])[tokens // g.spec.block_size]
+        return blocks * (len(held) // kernel) + local // kernel, local % kernel
 
     def _num_kept_blocks(self, g: KVCacheGroup) -> int:
         """Blocks that hold a row which some layer of the group keeps."""
@@ -433,17 +523,16 @@ class Engine:
         """A rank's pages, holding the live rows (those before position `end`), UNKNOWN elsewhere."""
         pages = np.full(self.ranks[rank].pages_bytes, UNKNOWN, dtype=np.int64)
         for g, places, kernel in zip(self.groups, self.places[rank], self.kernels, strict=True):
-            table, part = np.asarray(self.tables[g.index]), g.spec.part
-            ratio = brute_rows(g.spec) // kernel
-            for position, layer in enumerate(g.layers):
+            part = g.spec.part
+            for position, layer in enumerate(self.layers(g, rank)):
                 tokens = live_tokens(self.case.model, layer, part, self.case.num_tokens)
                 tokens = tokens if end is None else tokens[tokens < end]
-                rows = tokens % g.spec.block_size if part == "attention" else np.zeros_like(tokens)
-                blocks = table[tokens // g.spec.block_size] * ratio + rows // kernel
-                at = tokens if part == "attention" else rows
+                tokens = tokens[self.side.owned(rank, part, tokens)]
+                blocks, rows = self._spots(g, rank, kernel, tokens)
+                at = tokens if part == "attention" else np.zeros_like(tokens)
                 for name, place in places.items():
                     # [token, unit, byte]
-                    where = place.addresses[position, blocks, :, rows % kernel]
+                    where = place.addresses[position, blocks, :, rows]
                     pages[where] = content[layer, part, name][place.units][:, at].transpose(1, 0, 2)
         return pages
 
@@ -453,19 +542,19 @@ class Engine:
         may = np.zeros(self.ranks[rank].pages_bytes, dtype=bool)
         sizes = {key: g.spec.block_size for g in other.groups for key in g.keys}
         for g, places, kernel in zip(self.groups, self.places[rank], self.kernels, strict=True):
-            table, size, part = np.asarray(self.tables[g.index]), g.spec.block_size, g.spec.part
-            for position, layer in enumerate(g.layers):
+            size, part = g.spec.block_size, g.spec.part
+            for position, layer in enumerate(self.layers(g, rank)):
                 live = live_tokens(self.case.model, layer, part, self.case.num_tokens)
                 other_size = sizes[layer, part]
-                tokens, rows = live, np.zeros_like(live)
+                tokens = live
                 if part == "attention":
                     around = np.arange(self.case.num_tokens + size)
                     segments = [(t // size << 20) + t // other_size for t in (around, live)]
                     tokens = around[np.isin(*segments)]
-                    rows = tokens % size
-                blocks = table[tokens // size] * (brute_rows(g.spec) // kernel) + rows // kernel
+                tokens = tokens[self.side.owned(rank, part, tokens)]
+                blocks, rows = self._spots(g, rank, kernel, tokens)
                 for place in places.values():
-                    may[place.addresses[position, blocks, :, rows % kernel]] = True
+                    may[place.addresses[position, blocks, :, rows]] = True
         return may
 
 

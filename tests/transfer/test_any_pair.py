@@ -1,11 +1,13 @@
-"""Property tests over all pairs of engines: whatever both choose, every live byte arrives once, from a rank
-that holds it, every producer rank is told when it may free, and pushes bring what pulls do.
+"""Property tests over all pairs of engines: however both divide units, tokens and layers, every live byte
+arrives once, from a rank that holds it, every producer rank is told when it may free, and pushes bring what
+pulls do.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
+from math import lcm
 
 import numpy as np
 import pytest
@@ -14,9 +16,11 @@ from hypothesis import HealthCheck, given, seed, settings
 from rayk.kv.layout import LAYOUTS
 from rayk.transfer import plan as plan_module
 from rayk.transfer.plan import TransferPlan, plan_pushes, plan_transfer, release_senders
-from rayk.transfer.token_classes import ONE_CLASS
+from rayk.transfer.token_classes import common_classes
+from tests.kv.brute import cuts_blocks
 from tests.markers import one_per
 from tests.transfer.any_pair import (
+    FORMATS,
     AnyPair,
     Content,
     Engine,
@@ -30,7 +34,7 @@ from tests.transfer.any_pair import (
 from tests.transfer.brute import UNKNOWN
 
 NUM_PARTS, NUM_NIGHTLY_PARTS = 8, 25
-PAIRS_PER_PART, PAIRS_PER_NIGHTLY_PART = 250, 800
+PAIRS_PER_PART, PAIRS_PER_NIGHTLY_PART = 150, 800
 CHECKS = (HealthCheck.too_slow, HealthCheck.data_too_large)
 
 
@@ -38,7 +42,7 @@ def check_pair(case: AnyPair) -> None:
     """Everything that must hold of a pair."""
     producer, consumer = Engine(case, 0), Engine(case, 1)
     content = number(case.model, consumer.groups, case.num_tokens)
-    sources = [producer.fill(rank, content) for rank in range(case.sides[0].tp)]
+    sources = [producer.fill(rank, content) for rank in range(case.sides[0].num_ranks)]
     plans = [plan_transfer(producer.ranks, rank) for rank in consumer.ranks]
     pulled = [
         check_pull(plan, rank, (producer, consumer), content, sources) for rank, plan in enumerate(plans)
@@ -89,26 +93,38 @@ DESTINATION = (1 << 28) - 1
 
 def check_elections(plans: list[TransferPlan], producer: Engine, consumer: Engine) -> None:
     """Each unit is read from one rank that holds it; its readers are spread evenly over its holders."""
-    for group in consumer.groups:
+    one, other = producer.side, consumer.side
+    classes = common_classes([one.shape, other.shape])
+    tokens = np.arange(lcm(one.dcp * one.interleave, other.dcp * other.interleave))
+    owners = [tokens // side.interleave % side.dcp for side in (one, other)]
+    met = {
+        (int(p), int(d), int(c)) for p, d, c in zip(*owners, classes.of(tokens), strict=True)
+    }  # who has it on both sides, and what it is called
+    assert len(met) == len({c for *_, c in met}) == len({(p, d) for p, d, _ in met})
+    for group, (layer, part) in ((g, key) for g in consumer.groups for key in g.keys):
+        has_rows = part == "attention"
         for name, place in consumer.places[0][group.index].items():
-            fields = [
-                next(
-                    places[name]
-                    for g, places in zip(producer.groups, rank, strict=True)
-                    if group.layers[0] in g.layers and name in places
-                )
-                for rank in producer.places
-            ]
-            for unit in range(place.piece.num_units):
-                holders = [rank for rank, field in enumerate(fields) if unit in field.units]
-                readers = [
+            field_of = next(g.index for g in producer.groups if (layer, part) in g.keys)
+            for unit, owner in itertools.product(
+                range(place.piece.num_units), range(one.dcp if has_rows else 1)
+            ):
+                holders = [
                     rank
-                    for rank, places in enumerate(consumer.places)
-                    if unit in places[group.index][name].units
+                    for rank, places in enumerate(producer.places)
+                    if one.owns(rank, layer)
+                    and unit in places[field_of][name].units
+                    and (not has_rows or rank % one.tp % one.dcp == owner)
                 ]
-                asked = Counter(
-                    plans[rank].sources(ONE_CLASS)[group.layers[0], name, unit, 0] for rank in readers
-                )
+                asked: Counter[int] = Counter()
+                for rank, places in enumerate(consumer.places):
+                    if not other.owns(rank, layer) or unit not in places[group.index][name].units:
+                        continue
+                    mine = rank % other.tp % other.dcp
+                    named = {c for p, d, c in met if (p, d) == (owner, mine)} if has_rows else {0}
+                    sources = plans[rank].sources(classes)
+                    found = {sources[layer, name, unit, c] for c in named}
+                    assert len(found) == (len(named) > 0), "tokens of one holder come from several"
+                    asked.update(found)
                 assert set(asked) <= set(holders)
                 counts = [asked[rank] for rank in holders]
                 assert max(counts) - min(counts) <= 1, "one replica is read more often than another"
@@ -117,12 +133,12 @@ def check_elections(plans: list[TransferPlan], producer: Engine, consumer: Engin
 def check_releases(plans: list[TransferPlan], producer: Engine, consumer: Engine) -> None:
     """Whoever reads from a rank tells it when it is done; somebody tells each rank."""
     senders = release_senders(producer.ranks, consumer.ranks)
-    assert len(senders) == producer.side.tp
+    assert len(senders) == producer.side.num_ranks
     for rank, told_by in enumerate(senders):
         readers = {i for i, plan in enumerate(plans) if rank in plan.producer_ranks}
         assert told_by
         assert len(set(told_by)) == len(told_by)
-        assert readers <= set(told_by) <= set(range(consumer.side.tp))
+        assert readers <= set(told_by) <= set(range(consumer.side.num_ranks))
         assert readers == set(told_by) or not readers
 
 
@@ -183,6 +199,56 @@ def test_windows_chunks_and_states_between_groups_of_other_layers(
         check_pair(AnyPair(model, num_tokens, sides, ends, layers_per_write, block_cost=0, seed=3))
 
 
+LAYERS = ("full", "sliding", "mla", "full+mamba2", "chunked", "gdn")
+STAGES = {1: (), 2: (4, 2), 3: (1, 3, 2), 4: (2, 1, 1, 2)}
+
+
+def divided(number: int, layout: str, dcp: int, pp: int, tp: int) -> Side:
+    """An engine of so many token shards and stages, and `tp` times as many ranks as the former."""
+    block_size = (4, 6, 8)[number % 3]
+    interleave = (1, block_size // 2, block_size)[number // 3 % 3]
+    return Side(
+        layout,
+        tp * dcp,
+        block_size,
+        state_block=16,
+        kernels_per_block=1 + number % 2,
+        keeps_all=number % 5 == 0,
+        is_scattered=number % 2 == 1,
+        num_spare_blocks=0,
+        dcp=dcp,
+        interleave=interleave,
+        stages=STAGES[pp],
+    )
+
+
+def divisions() -> list[AnyPair]:
+    """All pairs of 1 to 4 token shards and of 1 to 4 stages; layouts, sizes and lengths in turn."""
+    cases = []
+    for n, (a, b, p, q) in enumerate(itertools.product(range(1, 5), repeat=4)):
+        layouts = [tuple(LAYOUTS)[k % 6] for k in (n, n // 6)]
+        # Elsewhere blocks of all groups must have one shape.
+        layers = ("full",) * 6 if any(map(cuts_blocks, layouts)) else LAYERS
+        model = Model(layers, 24, 1, 2, tuple(FORMATS)[n % len(FORMATS)], window=9, chunk=14)
+        sides = (
+            divided(n, layouts[0], a, p, 1 + n % 2),
+            divided(n + 1 + n // 5, layouts[1], b, q, 1 + n // 2 % 2),
+        )
+        num_tokens = n * 29 % 70 + 1
+        ends = tuple(sorted({1 + num_tokens // 2, num_tokens})) if n % 4 == 0 else ()
+        cases.append(AnyPair(model, num_tokens, sides, ends, 2, block_cost=n % 2 * 100, seed=n))
+    assert {case.num_tokens for case in cases} == set(range(1, 71))
+    return cases
+
+
+@one_per()
+@pytest.mark.parametrize("part", range(16))
+def test_any_shards_of_tokens_and_layers_to_any_other(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for case in divisions()[part::16]:
+        monkeypatch.setattr(plan_module, "BLOCK_COST_BYTES", case.block_cost)
+        check_pair(case)
+
+
 def run_part(number_of_pairs: int, part_seed: int | None) -> list[AnyPair]:
     """Draw and check pairs; those that were met."""
     met: list[AnyPair] = []
@@ -207,6 +273,9 @@ def test_every_byte_of_any_pair_arrives_once(part: int) -> None:
     assert {side.layout for case in met for side in case.sides} == set(LAYOUTS)
     tps = {tuple(side.tp for side in case.sides) for case in met}
     assert any(is_prime_to(*tp) for tp in tps)
+    dealt = {tuple(side.dcp for side in case.sides) for case in met}
+    staged = {tuple(len(side.stages) for side in case.sides) for case in met}
+    assert all(any(a < b for a, b in pairs) and any(a > b for a, b in pairs) for pairs in (dealt, staged))
     assert any(is_prime_to(*(s.block_size for s in case.sides)) for case in met)
     assert any(case.sides[0].keeps_all != case.sides[1].keeps_all for case in met)
 
