@@ -10,7 +10,7 @@ import numpy as np
 
 from rayk.kv.fields import PageField
 from rayk.kv.geometry import GroupGeometry, RankGeometry
-from rayk.parallel.shard import WHOLE, Bools, Ints, TokenShard
+from rayk.parallel.shard import WHOLE, Ints, TokenShard
 from rayk.types.errors import HandshakeMismatch
 
 Units = dict[str, tuple[int, ...]]
@@ -68,24 +68,37 @@ def _check_tokens(
 ) -> None:
     if not parts:
         raise HandshakeMismatch(((what, "held by no rank", f"wanted by rank {consumer.rank}"),))
-    times = _times_held(parts, wanted)
-    for wrong, how in ((times == 0, "held by no rank"), (times > 1, "held by unlike ranks")):
-        if wrong.any():
-            token = int(np.flatnonzero(wrong)[0])
+    for times, how in ((0, "held by no rank"), (2, "held by unlike ranks")):
+        token = _first_held(parts, wanted, times)
+        if token is not None:
             raise HandshakeMismatch(((f"token {token} of {what}", how, f"wanted by rank {consumer.rank}"),))
 
 
 @lru_cache(maxsize=1024)
-def _times_held(parts: tuple[TokenShard, ...], wanted: TokenShard) -> Ints:
-    """Count the parts that hold each position, up to where all begin anew; 1 of those not wanted."""
-    positions = np.arange(math.lcm(wanted.period, *(part.period for part in parts)), dtype=np.int64)
-    times = sum((part.holds(positions).astype(np.int64) for part in parts), np.zeros_like(positions))
-    return np.where(wanted.holds(positions), times, 1)
+def _first_held(parts: tuple[TokenShard, ...], wanted: TokenShard, times: int) -> int | None:
+    """Return a wanted token that so many of the parts hold: none, or two and more. None where there is none.
+    Blocks hold whole turns of all parts, which are therefore short; those of the other side's have a length
+    of their own, and only what both turns have in common tells which places of them meet."""
+    period = math.lcm(*(part.period for part in parts))
+    rows = np.arange(period, dtype=np.int64)
+    found = sum((part.holds(rows).astype(np.int64) for part in parts), np.zeros_like(rows))
+    chosen = rows[found == 0] if times == 0 else rows[found >= times]
+    common = math.gcd(period, wanted.period)
+    met = chosen[np.isin(chosen % common, _residues(wanted, common))]
+    if not len(met):
+        return None
+    turns: Ints = met[0] + period * np.arange(wanted.period // common, dtype=np.int64)
+    return int(turns[wanted.holds(turns)][0])
 
 
 @lru_cache(maxsize=1024)
 def _meet(one: TokenShard, other: TokenShard) -> bool:
-    """Tell whether two shards have a token in common."""
-    positions = np.arange(math.lcm(one.period, other.period), dtype=np.int64)
-    both: Bools = one.holds(positions) & other.holds(positions)
-    return bool(both.any())
+    """Tell whether two shards have a token in common: places of turns of two lengths meet somewhere if they
+    are alike in the greatest common measure of both."""
+    common = math.gcd(one.period, other.period)
+    return bool(np.isin(_residues(one, common), _residues(other, common)).any())
+
+
+def _residues(tokens: TokenShard, common: int) -> Ints:
+    rows = np.arange(tokens.period, dtype=np.int64)
+    return np.unique(rows[tokens.holds(rows)] % common)

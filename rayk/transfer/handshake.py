@@ -15,9 +15,10 @@ import torch
 
 from rayk.kv.caches import CanonicalKVCaches
 from rayk.kv.fields import PageField
-from rayk.kv.geometry import RankGeometry
+from rayk.kv.geometry import GroupGeometry, RankGeometry
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import KVCacheSpec
+from rayk.parallel.shard import WHOLE, EngineShape, Ranges
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.token_classes import ONE_CLASS, TokenClasses
 from rayk.types.errors import HandshakeMismatch
@@ -28,6 +29,8 @@ ROWS_PER_GROUP = 256
 """Token rows that one digest word covers."""
 MAX_BLOCK_ROWS = 1 << 20
 """Rows of a block: what is planned takes memory by the row."""
+MAX_RANKS = 1 << 12
+"""Ranks of an engine: every one is listed."""
 MAX_BLOCKS = 1 << 31
 """Descriptors are counted in int32."""
 Facts = dict[str, str]
@@ -156,6 +159,8 @@ def check_engine(descriptions: Sequence[CacheDescription]) -> None:
                 ("engine", first.engine, other.engine),
                 ("epoch", first.epoch, other.epoch),
                 ("num_blocks", first.geometry.num_blocks, other.geometry.num_blocks),
+                ("shape", first.geometry.shape, other.geometry.shape),
+                ("tokens of blocks", _block_sizes(first.geometry), _block_sizes(other.geometry)),
             )
             if a != b
         ]
@@ -167,9 +172,22 @@ def _impossible(rank: RankGeometry) -> Iterator[tuple[str, str, str]]:
     """Yield (name, found, allowed) of what would be planned with, or read outside of the rank's pages."""
     if not 2 <= rank.num_blocks <= MAX_BLOCKS:
         yield "num_blocks", str(rank.num_blocks), f"2 .. {MAX_BLOCKS}"
+    if not _is_shape(rank.shape):
+        yield "shape", str(rank.shape), f"at most {MAX_RANKS} ranks, dcp of at most tp"
+        return
+    if type(rank.rank) is not int or not 0 <= rank.rank < rank.num_ranks:
+        yield "rank", str(rank.rank), f"0 .. {rank.num_ranks - 1}"
+        return
     for index, group in enumerate(rank.groups):
+        layers, tokens = _layers_of(rank, group), group.tokens
         if not 1 <= group.block_rows <= MAX_BLOCK_ROWS:
             yield f"rows of a block in group {index}", str(group.block_rows), f"1 .. {MAX_BLOCK_ROWS}"
+        elif rank.shape.stages and max(group.group.layers) >= sum(rank.shape.stages):
+            yield f"layers of group {index}", str(group.group.layers), f"those of stages {rank.shape.stages}"
+        elif group.layers != layers:
+            yield f"layers of group {index}", str(group.layers), str(layers)
+        elif not _is_share(rank, group):
+            yield f"tokens of group {index}", str(tokens), f"{rank.share.tokens}, or parts of whole blocks"
         elif group.kernel_block_size < 1 or group.rows % group.kernel_block_size:
             yield (
                 f"rows of a kernel block in group {index}",
@@ -183,6 +201,46 @@ def _impossible(rank: RankGeometry) -> Iterator[tuple[str, str, str]]:
                 strides = f.offset, f.layer_stride, f.block_stride, f.unit_stride, f.row_stride
                 if min(strides) < 0 or end > rank.pages_bytes:
                     yield f"end of {f.field.name} in group {index}", str(end), f"at most {rank.pages_bytes}"
+
+
+def _is_shape(shape: EngineShape) -> bool:
+    """Tell whether an engine can be divided like this: a class checks nothing of what comes pickled."""
+    if not isinstance(shape, EngineShape) or type(shape.stages) is not tuple:
+        return False
+    numbers = shape.tp, shape.dcp, shape.dcp_interleave, *shape.stages
+    if not all(type(n) is int and 1 <= n <= MAX_BLOCK_ROWS for n in numbers):
+        return False
+    is_short = shape.dcp * shape.dcp_interleave <= MAX_BLOCK_ROWS
+    return is_short and shape.dcp <= shape.tp and shape.num_ranks <= MAX_RANKS
+
+
+def _layers_of(rank: RankGeometry, group: GroupGeometry) -> tuple[int, ...]:
+    """List the layers of a group that the rank's stage has."""
+    stage = rank.share.layers
+    return tuple(n for n in group.group.layers if stage is None or n in stage)
+
+
+def _is_share(rank: RankGeometry, group: GroupGeometry) -> bool:
+    """Tell whether a rank of its engine can hold these tokens of each block."""
+    tokens = group.tokens
+    if tokens == WHOLE:
+        return True
+    if not group.group.spec.has_token_rows:
+        return False
+    if isinstance(tokens, Ranges):
+        if type(tokens.spans) is not tuple or not all(type(s) is tuple and len(s) == 2 for s in tokens.spans):
+            return False
+        ends = [0, *(end for span in tokens.spans for end in span), tokens.period]
+        are_apart = all(type(end) is int for end in ends) and ends == sorted(ends)
+        if not (are_apart and tokens.spans and all(start < stop for start, stop in tokens.spans)):
+            return False
+    elif tokens != rank.share.tokens:
+        return False
+    return group.block_size % tokens.period == 0
+
+
+def _block_sizes(rank: RankGeometry) -> tuple[int, ...]:
+    return tuple(g.block_size for g in rank.groups)
 
 
 def _differences(ours: Facts, theirs: Facts) -> list[tuple[str, str, str]]:

@@ -23,9 +23,10 @@ from rayk.actors.engines import EngineHandle
 from rayk.actors.forming import connect
 from rayk.handover.commands import Describe
 from rayk.handover.handover import TransferHandover
-from rayk.parallel.shard import EngineShape
+from rayk.parallel.shard import EngineShape, Ranges, Stripe
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.costs import CostTable
+from rayk.transfer.handshake import check_engine
 from rayk.transfer.lease import ReleaseMessage, RenewMessage
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.nixl_agent import NixlAgent
@@ -422,6 +423,14 @@ def told(pair: Pair, **changes: Any) -> list[Any]:
     return [replace(known, geometry=replace(known.geometry, groups=(other,), **parts["rank"]))]
 
 
+def unchecked(**changes: Any) -> EngineShape:
+    """A shape as it comes out of a pickle: without a look at its numbers."""
+    made = object.__new__(EngineShape)
+    for name, value in ({"tp": 1, "dcp": 1, "dcp_interleave": 1, "stages": ()} | changes).items():
+        object.__setattr__(made, name, value)
+    return made
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -432,6 +441,30 @@ def told(pair: Pair, **changes: Any) -> list[Any]:
         ({"rank_num_blocks": 0}, "num_blocks"),
         ({"field_offset": -8}, "end of k in group 0"),
         ({"field_block_stride": 2**20}, "end of k in group 0"),
+        ({"rank_shape": EngineShape(2**13)}, "shape"),
+        ({"rank_shape": unchecked(tp=0)}, "shape"),
+        ({"rank_shape": unchecked(tp="1")}, "shape"),
+        ({"rank_shape": unchecked(dcp=2)}, "shape"),
+        ({"rank_shape": unchecked(tp=8, dcp=8, dcp_interleave=2**20)}, "shape"),
+        ({"rank_shape": unchecked(stages=(3, 0))}, "shape"),
+        ({"rank_shape": unchecked(stages=[3])}, "shape"),
+        ({"rank_shape": unchecked(stages=(1,) * 2**13)}, "shape"),
+        ({"rank_shape": EngineShape(stages=(2,))}, "layers of group 0"),
+        ({"rank_shape": EngineShape(stages=(1, 2))}, "layers of group 0"),
+        ({"group_layers": (0, 1)}, "layers of group 0"),
+        ({"group_layers": (0, 1, 2, 2)}, "layers of group 0"),
+        ({"group_tokens": Stripe(2, 0)}, "tokens of group 0"),
+        ({"group_tokens": None}, "tokens of group 0"),
+        ({"rank_shape": EngineShape(2, 2), "group_tokens": Stripe(2, 1)}, "tokens of group 0"),
+        ({"rank_shape": EngineShape(2, 2), "group_tokens": Stripe(2, 0, 2)}, "tokens of group 0"),
+        ({"rank_shape": EngineShape(3, 3), "group_tokens": Stripe(3, 0)}, "tokens of group 0"),
+        ({"group_tokens": Ranges(2**40, ((0, 4),))}, "tokens of group 0"),
+        ({"group_tokens": Ranges(0, ())}, "tokens of group 0"),
+        ({"group_tokens": Ranges(4, ((2, 4), (0, 1)))}, "tokens of group 0"),
+        ({"group_tokens": Ranges(4, ((0, 5),))}, "tokens of group 0"),
+        ({"group_tokens": Ranges(4, (3,))}, "tokens of group 0"),
+        ({"group_tokens": Ranges(4, ((0, "4"),))}, "tokens of group 0"),
+        ({"group_tokens": Ranges(4, ((0, 1),))}, "rows of a kernel block in group 0"),
     ],
     ids=str,
 )
@@ -442,3 +475,23 @@ def test_a_cache_that_cannot_be_is_refused_at_the_handshake(changes: dict[str, A
         rank.connect(told(pair, **changes), pair.consumer.descriptions)
     pair.start(ticket, OWN)
     assert all(o.ok for o in pair.finish(ticket).values()), "the link that was there is there"
+
+
+@pytest.mark.parametrize("rank", [-1, 1, "0", 2**70])
+def test_a_rank_that_no_engine_has_is_refused_at_the_handshake(rank: Any):
+    pair, _ = ready()
+    with pytest.raises(HandshakeMismatch, match="rank of p rank"):
+        pair.consumer.ranks[0].connect(told(pair, rank_rank=rank), pair.consumer.descriptions)
+
+
+def test_ranks_that_divide_tokens_or_count_blocks_each_in_its_way_are_refused():
+    pair = local_pair(Shape(tp=(2, 1)))
+    first, second = pair.producer.descriptions
+    unlike = replace(second.geometry, shape=EngineShape(2, 2))
+    with pytest.raises(HandshakeMismatch, match="shape of p rank 1"):
+        check_engine([first, replace(second, geometry=unlike)])
+    (group,) = second.geometry.groups
+    spec = replace(group.group.spec, block_size=2)
+    short = replace(group, group=replace(group.group, spec=spec), kernel_block_size=2)
+    with pytest.raises(HandshakeMismatch, match="tokens of blocks of p rank 1"):
+        check_engine([first, replace(second, geometry=replace(second.geometry, groups=(short,)))])
