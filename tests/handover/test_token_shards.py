@@ -52,6 +52,30 @@ def test_tokens_are_transformers(answers: Callable[[str], Answers], model: str, 
         assert pair.generate(found.prompts, NUM_TOKENS) == found.expected
 
 
+@one_per()
+@pytest.mark.parametrize(
+    ("model", "p", "d"),
+    [
+        ("llama", (1, 1, 1), (4, 2, 16)),
+        ("llama", (4, 2, 16), (4, 2, 1)),
+        ("gpt_oss", (4, 2, 4), (1, 1, 1)),
+        ("deepseek_v3", (2, 2, 16), (4, 4, 1)),
+        ("falcon_h1", (1, 1, 1), (4, 2, 1)),
+    ],
+)
+def test_pushed_tokens_are_transformers(
+    answers: Callable[[str], Answers], model: str, p: Shape, d: Shape
+) -> None:
+    """Of a prompt of five tokens, dealt by sixteens, half of the ranks have none: they write, or are written,
+    nothing, and say so all the same."""
+    found = answers(model)
+    shapes = tuple({"dcp": dcp, "dcp_interleave": interleave} for _, dcp, interleave in (p, d))
+    tp = p[0], d[0]
+    with Pair.open(found.path, tp=tp, changes=shapes, push=True, max_batch_tokens=70) as pair:  # type: ignore[arg-type]
+        assert pair.generate(found.prompts, NUM_TOKENS) == found.expected
+        pair.check_all_free()
+
+
 def deal_by_twos(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank that deals tokens one by one computes its slots as if they were dealt two by two; its
     geometry, of which page maps are made, is right."""

@@ -287,3 +287,22 @@ def _(original, *args, **options):
 )
 def _(original, self, num_rows, first_group, rows_at):
     return original(self, num_rows, first_group, 0 * rows_at)
+
+
+@COMPUTE.twin(
+    "a rank's last stripe is a token too long",
+    "rayk.parallel.shard:Stripe.count",
+    "parallel/test_shard.py::test_a_stripe_is_runs_dealt_in_turn",
+    "parallel/test_shard.py::test_a_stripe_is_what_vllm_keeps",
+)
+def _(original, self, num_tokens):
+    return original(self, num_tokens + 1)
+
+
+@COMPUTE.twin(
+    "digests take the tokens of slots from the geometry",
+    "rayk.engine.rank:EngineRank.slot_tokens",
+    "handover/test_token_shards.py::test_slots_of_another_interleave_at_d_are_named",
+)
+def _(original, self):
+    return tuple(group.tokens for group in self.caches.geometry.groups)

@@ -281,3 +281,52 @@ def _(original, transport, device, peer_device):
 )
 def _(original, device):
     return []
+
+
+@TRANSFER.twin(
+    "page maps deal tokens in runs twice as long",
+    "rayk.parallel.shard:Stripe.rows",
+    "test_divided.py::test_an_interleave_off_by_one_is_named",
+)
+def _(original, self, block_tokens):
+    longer = replace(self, interleave=2 * self.interleave)
+    return original(longer if block_tokens % longer.period == 0 else self, block_tokens)
+
+
+@TRANSFER.twin(
+    "digests look for tokens where runs twice as long had put them",
+    "rayk.parallel.shard:Stripe.local",
+    "test_divided.py::test_a_last_stripe_too_short_is_named",
+)
+def _(original, self, positions):
+    return original(replace(self, interleave=2 * self.interleave), positions)
+
+
+@TRANSFER.twin(
+    "every stage but the first has the layers behind its own",
+    "rayk.parallel.shard:EngineShape.share",
+    "test_divided.py::test_a_stages_layers_shifted_by_one_are_named",
+)
+def _(original, self, rank):
+    share = original(self, rank)
+    if not share.stage:
+        return share
+    return replace(share, layers=range(share.layers.start + 1, share.layers.stop + 1))
+
+
+@TRANSFER.twin(
+    "tokens that no rank holds are not missed",
+    "rayk.transfer.election:_first_held",
+    "test_election.py::test_what_meets_and_who_holds_it_are_those_of_every_position",
+)
+def _(original, parts, wanted, times):
+    return original(parts, wanted, times) if times else None
+
+
+@TRANSFER.twin(
+    "wire caches have blocks that end within a turn of the consumer's deal",
+    "rayk.transfer.wire_geometry:_of_whole_turns",
+    "test_convert.py::test_formats_are_converted_whoever_deals_tokens",
+)
+def _(original, group, period):
+    return group
