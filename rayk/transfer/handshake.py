@@ -68,12 +68,12 @@ class CacheDescription:
     """What all sides of the deployment divide tokens into: digests are laid out by it."""
 
     @property
-    def tp_rank(self) -> int:
+    def rank(self) -> int:
         """Rank within the engine."""
         return self.geometry.rank
 
     @property
-    def tp_size(self) -> int:
+    def num_ranks(self) -> int:
         """Ranks of the engine."""
         return self.geometry.num_ranks
 
@@ -146,15 +146,15 @@ def check_engine(descriptions: Sequence[CacheDescription]) -> None:
     for description in descriptions:
         impossible = list(_impossible(description.geometry))
         if impossible:
-            where = f"of {description.engine} rank {description.tp_rank}"
+            where = f"of {description.engine} rank {description.rank}"
             raise HandshakeMismatch(tuple((f"{name} {where}", a, b) for name, a, b in impossible))
-    wanted = [str(r) for r in range(first.tp_size)]
-    found = [str(d.tp_rank) for d in descriptions]
+    wanted = [str(r) for r in range(first.num_ranks)]
+    found = [str(d.rank) for d in descriptions]
     if found != wanted:
         raise HandshakeMismatch(((f"ranks of {first.engine}", ",".join(found), ",".join(wanted)),))
     for other in descriptions[1:]:
         named = [
-            (f"{name} of {first.engine} rank {other.tp_rank}", str(a), str(b))
+            (f"{name} of {first.engine} rank {other.rank}", str(a), str(b))
             for name, a, b in (
                 ("engine", first.engine, other.engine),
                 ("epoch", first.epoch, other.epoch),

@@ -208,7 +208,7 @@ class _RankPush:
                 return self._post(action)
             case p.NotifyArrived():
                 tally = tuple(self._tally(group, sums) for group, sums in sorted(self._sums.items()))
-                mine = self._push.me.tp_rank
+                mine = self._push.me.rank
                 what = self._push.reservation.reservation_id, self._push.attempt, mine, self._num_writes
                 self.notify(ArrivedMessage(*what, tally, self._push.link.told_costs()).encode())
             case p.CancelWrites(writes):
@@ -221,7 +221,7 @@ class _RankPush:
 
     def tell_stopped(self, reason: str = "") -> None:
         """Tell the consumer rank that nothing is in flight nor will be."""
-        reservation_id, mine = self._push.reservation.reservation_id, self._push.me.tp_rank
+        reservation_id, mine = self._push.reservation.reservation_id, self._push.me.rank
         self.notify(StoppedMessage(reservation_id, mine, reason).encode())
 
     def notify(self, message: bytes) -> None:
@@ -258,7 +258,7 @@ class _RankPush:
         push = self._push
         ours, theirs = write.indices(push.me.geometry.num_blocks, self._consumer.geometry.num_blocks)
         number = self._num_writes
-        ids = push.reservation.reservation_id, push.attempt, push.me.tp_rank
+        ids = push.reservation.reservation_id, push.attempt, push.me.rank
         early = not push.is_computed()
         began = push.clock()
         try:

@@ -76,7 +76,7 @@ def make_consumer_link(
 
     push_layers: layers per write; None: as the cost model says, for prompts that fill a few blocks.
     """
-    by_rank = {consumer.tp_rank: consumer for consumer in consumers}
+    by_rank = {consumer.rank: consumer for consumer in consumers}
     for consumer in consumers:
         agent.add_peer(consumer.agent_name, consumer.agent_metadata)
     plans = plan_pushes(me.geometry, [p.geometry for p in producers], [c.geometry for c in consumers])

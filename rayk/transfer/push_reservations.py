@@ -37,7 +37,7 @@ class PushReservations:
     until the request's transfer owns them, or until nobody writes any more."""
 
     agent: TransferAgent
-    tp_rank: int
+    rank: int
     generations: Callable[[BlockTables], Generations]
     """What they are now."""
     clock: Callable[[], int]
@@ -102,7 +102,7 @@ class PushReservations:
     def ask_to_stop(self, now_ns: int) -> None:
         """Tell producer ranks that write where nobody waits for it, again and again."""
         for link, request in self.arrivals.stop_requests(now_ns):
-            message = StopMessage(request.reservation_id, self.tp_rank, self.agent.name)
+            message = StopMessage(request.reservation_id, self.rank, self.agent.name)
             for rank in request.producer_ranks:
                 # One that is gone stops nothing: that its engine is over will be told.
                 with contextlib.suppress(TransferError):

@@ -297,7 +297,7 @@ class _PushThread:
             self._to_measure[engine] = link.consumers[min(link.plans)]
         self._news_s = time.monotonic()
         for rank in link.plans:
-            self._agent.notify(link.consumers[rank].agent_name, HelloMessage(self._me.tp_rank).encode())
+            self._agent.notify(link.consumers[rank].agent_name, HelloMessage(self._me.rank).encode())
 
     def begin(self, chunk: Chunk) -> None:
         reservation_id = chunk.reservation.reservation_id
@@ -337,7 +337,7 @@ class _PushThread:
             push.fail("stopped by the consumer", message.consumer_rank)
             if not was_drained:
                 return  # it is told when it is drained
-        answer = StoppedMessage(message.reservation_id, self._me.tp_rank)
+        answer = StoppedMessage(message.reservation_id, self._me.rank)
         try:
             self._agent.notify(message.consumer, answer.encode())
         except TransferError as error:
@@ -381,7 +381,7 @@ class _PushThread:
     def _turn_away(self, reservation_id: str, link: ConsumerLink, why: str) -> None:
         """Nothing will be written: the consumer's ranks need not wait."""
         _log.warning("nothing is pushed into reservation %s of %s: %s", reservation_id, link.engine, why)
-        message = StoppedMessage(reservation_id, self._me.tp_rank, why).encode()
+        message = StoppedMessage(reservation_id, self._me.rank, why).encode()
         for rank in link.plans:
             with contextlib.suppress(TransferError):  # one that is gone waits for nothing
                 self._agent.notify(link.consumers[rank].agent_name, message)

@@ -84,7 +84,7 @@ class TransferRank:
         self._queue = WireQueue()
         self._refused: list[TransferOutcome] = []
         self._leases = LeaseTable()
-        self._reservations = PushReservations(agent, description.tp_rank, self.generations, clock)
+        self._reservations = PushReservations(agent, description.rank, self.generations, clock)
         self.num_unsent: dict[int, int] = {}
         """Producer rank -> releases and renewals that it could not be told of."""
         self._peers = Peers()
@@ -477,7 +477,7 @@ class TransferRank:
     ) -> TransferTicket:
         """Make the ticket of a request's hand-over; `digests` of all ranks in order. Blocks outside the live
         rows may have been trimmed. Block ids and generations are the same on every rank."""
-        assert len(digests) == self.description.tp_size, "digests of every rank"
+        assert len(digests) == self.description.num_ranks, "digests of every rank"
         return TransferTicket(
             request_id=request_id,
             lease_id=lease_id,
@@ -517,7 +517,7 @@ class TransferRank:
         view = next((v for v in self._views if v.layer == layer and field in v.names), None)
         if view is None:
             return []
-        return find_rows(view, field, unit, rows, self.description.tp_rank, self._caches.generations)
+        return find_rows(view, field, unit, rows, self.description.rank, self._caches.generations)
 
     def _take_notifications(self) -> None:
         for peer, message in self._peers.messages(self._agent):
