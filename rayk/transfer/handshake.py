@@ -179,28 +179,30 @@ def _impossible(rank: RankGeometry) -> Iterator[tuple[str, str, str]]:
         yield "rank", str(rank.rank), f"0 .. {rank.num_ranks - 1}"
         return
     for index, group in enumerate(rank.groups):
-        layers, tokens = _layers_of(rank, group), group.tokens
-        if not 1 <= group.block_rows <= MAX_BLOCK_ROWS:
-            yield f"rows of a block in group {index}", str(group.block_rows), f"1 .. {MAX_BLOCK_ROWS}"
-        elif rank.shape.stages and max(group.group.layers) >= sum(rank.shape.stages):
-            yield f"layers of group {index}", str(group.group.layers), f"those of stages {rank.shape.stages}"
-        elif group.layers != layers:
-            yield f"layers of group {index}", str(group.layers), str(layers)
-        elif not _is_share(rank, group):
-            yield f"tokens of group {index}", str(tokens), f"{rank.share.tokens}, or parts of whole blocks"
-        elif group.kernel_block_size < 1 or group.rows % group.kernel_block_size:
-            yield (
-                f"rows of a kernel block in group {index}",
-                str(group.kernel_block_size),
-                f"parts of {group.rows}",
-            )
-        else:
-            last = len(group.layers) - 1, rank.num_blocks * group.kernel_blocks_per_block - 1
-            for f in group.fields:
-                end = f.address(*last, len(f.units) - 1, group.kernel_block_size - 1) + f.field.row_bytes
-                strides = f.offset, f.layer_stride, f.block_stride, f.unit_stride, f.row_stride
-                if min(strides) < 0 or end > rank.pages_bytes:
-                    yield f"end of {f.field.name} in group {index}", str(end), f"at most {rank.pages_bytes}"
+        for name, found, allowed in _impossible_group(rank, group):
+            yield f"{name} group {index}", found, allowed
+
+
+def _impossible_group(rank: RankGeometry, group: GroupGeometry) -> Iterator[tuple[str, str, str]]:
+    """Yield the same of one group. What is asked first keeps small what is asked then."""
+    stages, layers = rank.shape.stages, _layers_of(rank, group)
+    if not 1 <= group.block_rows <= MAX_BLOCK_ROWS:
+        yield "rows of a block in", str(group.block_rows), f"1 .. {MAX_BLOCK_ROWS}"
+    elif stages and max(group.group.layers) >= sum(stages):
+        yield "layers of", str(group.group.layers), f"those of stages {stages}"
+    elif group.layers != layers:
+        yield "layers of", str(group.layers), str(layers)
+    elif not _is_share(rank, group):
+        yield "tokens of", str(group.tokens), f"{rank.share.tokens}, or parts of whole blocks"
+    elif group.kernel_block_size < 1 or group.rows % group.kernel_block_size:
+        yield "rows of a kernel block in", str(group.kernel_block_size), f"parts of {group.rows}"
+    else:
+        last = len(group.layers) - 1, rank.num_blocks * group.kernel_blocks_per_block - 1
+        for f in group.fields:
+            end = f.address(*last, len(f.units) - 1, group.kernel_block_size - 1) + f.field.row_bytes
+            strides = f.offset, f.layer_stride, f.block_stride, f.unit_stride, f.row_stride
+            if min(strides) < 0 or end > rank.pages_bytes:
+                yield f"end of {f.field.name} in", str(end), f"at most {rank.pages_bytes}"
 
 
 def _is_shape(shape: EngineShape) -> bool:

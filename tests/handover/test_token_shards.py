@@ -110,7 +110,7 @@ def test_slots_of_another_interleave_at_d_are_named(
 def test_slots_of_another_interleave_at_p_fail_the_digests(
     answers: Callable[[str], Answers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P computes right tokens all the same: it writes and reads by one rule. What D reads are others' rows."""
+    """P computes right tokens: it writes and reads by one rule. What D reads are others' rows."""
     deal_by_twos(monkeypatch)
     found = answers("llama")
     with Pair.open(found.path, tp=(4, 1), changes=({"dcp": 2}, {}), max_batch_tokens=70) as pair:

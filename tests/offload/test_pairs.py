@@ -154,8 +154,7 @@ def test_what_one_engine_stored_every_other_loads(family: str, layout: str, size
 
 
 @one_per()
-@pytest.mark.parametrize("tier", ["BHLNC", "LBNHC"])
-@pytest.mark.parametrize("family", ["deepseek", "deepseek_nvfp4"])
+@pytest.mark.parametrize(("family", "tier"), [("deepseek", "BHLNC"), ("deepseek_nvfp4", "LBNHC")])
 def test_what_one_shape_stored_every_other_loads(family: str, tier: str) -> None:
     """Pages know nothing of who dealt their tokens, or had which layers: what four ranks stored, each a
     quarter of the tokens, one rank loads."""

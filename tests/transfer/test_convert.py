@@ -254,8 +254,8 @@ UNLIKE = {
     "4x2-4x2-of-2-in-stages": (EngineShape(4, 2), EngineShape(4, 2, 2, (1, 2))),
     "stages-4x2": (EngineShape(1, stages=(2, 1)), EngineShape(4, 2, 4)),
 }
-"""Two heads, each on two ranks of four, which deal their tokens. The wire cache of blocks of 8 tokens is one of
-blocks of 16 where tokens are dealt by eights."""
+"""Two heads, each on two ranks of four, which deal their tokens. Where these are dealt by eights, blocks of 8
+tokens arrive in blocks of 16."""
 
 
 @one_per()
