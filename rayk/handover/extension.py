@@ -165,6 +165,7 @@ class TransferExtension:
             fingerprint=model,
             kv_scales=rank.decoder.kv_scales,
             token_classes=token_classes,
+            slot_tokens=rank.slot_tokens,
         )
         what, costs = (self._agent, rank.caches, self._views, description), CostTable()
         self.transfer = TransferRank(*what, staging=staging, costs=costs)

@@ -18,12 +18,12 @@ from rayk.kv.fields import PageField
 from rayk.kv.geometry import GroupGeometry, RankGeometry
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import KVCacheSpec
-from rayk.parallel.shard import WHOLE, EngineShape, Ranges
+from rayk.parallel.shard import WHOLE, EngineShape, Ranges, Stripe, TokenShard
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.token_classes import ONE_CLASS, TokenClasses
 from rayk.types.errors import HandshakeMismatch
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 DIGEST_VERSION = 3
 ROWS_PER_GROUP = 256
 """Token rows that one digest word covers."""
@@ -66,6 +66,9 @@ class CacheDescription:
     rows_per_group: int = ROWS_PER_GROUP
     token_classes: TokenClasses = ONE_CLASS
     """What all sides of the deployment divide tokens into: digests are laid out by it."""
+    slot_tokens: tuple[TokenShard, ...] = ()
+    """By KV group, the tokens that the rank's steps compute slots for, which should be the geometry's: when
+    digests differ, what the rank takes its rows for. Empty: the geometry's."""
 
     @property
     def rank(self) -> int:
@@ -87,6 +90,7 @@ def describe_cache(
     fingerprint: Mapping[str, str],
     kv_scales: Mapping[int, tuple[float, float]] | None = None,
     token_classes: TokenClasses = ONE_CLASS,
+    slot_tokens: tuple[TokenShard, ...] = (),
 ) -> CacheDescription:
     """Register a rank's buffer with its agent (one region) and describe it. Call once per buffer."""
     address = agent.register(caches.buffer)
@@ -97,6 +101,7 @@ def describe_cache(
         fingerprint=dict(fingerprint),
         kv_scales=dict(kv_scales or {}),
         token_classes=token_classes,
+        slot_tokens=slot_tokens,
         device=_device_name(caches.buffer.device),
         transport=agent.transport,
         agent_name=agent.name,
@@ -144,7 +149,7 @@ def check_engine(descriptions: Sequence[CacheDescription]) -> None:
     Raises HandshakeMismatch."""
     first = descriptions[0]
     for description in descriptions:
-        impossible = list(_impossible(description.geometry))
+        impossible = list(_impossible(description.geometry)) or list(_impossible_slots(description))
         if impossible:
             where = f"of {description.engine} rank {description.rank}"
             raise HandshakeMismatch(tuple((f"{name} {where}", a, b) for name, a, b in impossible))
@@ -203,6 +208,21 @@ def _impossible_group(rank: RankGeometry, group: GroupGeometry) -> Iterator[tupl
             strides = f.offset, f.layer_stride, f.block_stride, f.unit_stride, f.row_stride
             if min(strides) < 0 or end > rank.pages_bytes:
                 yield f"end of {f.field.name} in", str(end), f"at most {rank.pages_bytes}"
+
+
+def _impossible_slots(rank: CacheDescription) -> Iterator[tuple[str, str, str]]:
+    """Yield the same of the tokens of slots: they may be wrong, and are looked at then."""
+    tokens, groups = rank.slot_tokens, rank.geometry.groups
+    is_tuple = type(tokens) is tuple and len(tokens) in (0, len(groups))
+    if not (is_tuple and all(_is_stripe(t) for t in tokens)):
+        yield "tokens of slots", str(tokens), f"stripes of each of {len(groups)} groups"
+
+
+def _is_stripe(tokens: TokenShard) -> bool:
+    if not isinstance(tokens, Stripe):
+        return False
+    numbers = tokens.num_shards, tokens.index, tokens.interleave
+    return all(type(n) is int for n in numbers) and 0 <= numbers[1] < numbers[0] and numbers[2] >= 1
 
 
 def _is_shape(shape: EngineShape) -> bool:

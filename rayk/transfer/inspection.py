@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rayk.parallel.shard import Ints, TokenShard
-from rayk.transfer.diagnose import first_difference, join_rows, merge_rows
+from rayk.transfer.diagnose import first_difference, join_rows
 from rayk.transfer.layer_view import LayerView
 from rayk.transfer.peer_data import check_ticket
 from rayk.transfer.token_classes import ONE_CLASS
@@ -84,24 +84,21 @@ def _compare(consumption: Consumption, view: LayerView, fetched: Mapping[int, Ro
 
 def _join(consumption: Consumption, view: LayerView, fetched: Mapping[int, Rows], live: Ints) -> Rows:
     """Return the rows of a layer of a whole producer engine at all `live` positions: of each token class
-    those of the ranks that are read from."""
+    those of the ranks that are read from, and of what nobody here reads those of any rank that has it."""
     classes = consumption.views.classes if view.group.spec.has_token_rows else ONE_CLASS
-    sources = consumption.link.plan.sources(consumption.views.classes)
+    elected: dict[tuple[int, int], set[tuple[str, int]]] = {}
+    for (layer, field, unit, of), rank in consumption.link.plan.sources(consumption.views.classes).items():
+        if layer == view.layer:
+            elected.setdefault((rank, of), set()).add((field, unit))
     held = {rank: live[_tokens(consumption.link, rank, view).holds(live)] for rank in fetched}
-    parts = []
-    for token_class in range(classes.num):
-        chosen = {rank: classes.of(positions) == token_class for rank, positions in held.items()}
-        rows = {
-            rank: {key: values[chosen[rank]] for key, values in rows.items()}
-            for rank, rows in ((r, _of_view(view, rows)) for r, rows in fetched.items())
-            if chosen[rank].any()
-        }
-        elected = {
-            (field, unit): rank
-            for (layer, field, unit, of), rank in sources.items()
-            if (layer, of) == (view.layer, token_class)
-        }
-        parts.append((live[classes.of(live) == token_class], merge_rows(rows, elected)))
+    rows_of = {rank: _of_view(view, rows) for rank, rows in fetched.items()}
+    parts = [(held[rank], rows) for rank, rows in rows_of.items()]
+    for (rank, token_class), keys in elected.items():
+        if rank not in rows_of:
+            continue
+        chosen = classes.of(held[rank]) == token_class
+        rows = {key: values[chosen] for key, values in rows_of[rank].items() if key in keys}
+        parts.append((held[rank][chosen], rows))
     return join_rows(live, parts)
 
 
@@ -111,7 +108,8 @@ def _of_view(view: LayerView, rows: Rows) -> Rows:
 
 
 def _tokens(link: ProducerLink, rank: int, view: LayerView) -> TokenShard:
-    """Return the tokens that a producer rank keeps of a cache."""
-    spec = view.group.spec
-    groups = link.producers[rank].geometry.groups
-    return next(g.tokens for g in groups if (view.layer, spec.part) in g.group.keys)
+    """Return the tokens that a producer rank takes its rows of a cache for."""
+    producer, spec = link.producers[rank], view.group.spec
+    groups = producer.geometry.groups
+    index = next(i for i, g in enumerate(groups) if (view.layer, spec.part) in g.group.keys)
+    return producer.slot_tokens[index] if producer.slot_tokens else groups[index].tokens

@@ -107,7 +107,7 @@ def test_slots_of_another_interleave_at_d_are_named(
         assert first.classification == "rows shifted: token t holds token t+1"
 
 
-def test_slots_of_another_interleave_at_p_fail_the_digests(
+def test_slots_of_another_interleave_at_p_are_named(
     answers: Callable[[str], Answers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P computes right tokens: it writes and reads by one rule. What D reads are others' rows."""
@@ -115,6 +115,8 @@ def test_slots_of_another_interleave_at_p_fail_the_digests(
     found = answers("llama")
     with Pair.open(found.path, tp=(4, 1), changes=({"dcp": 2}, {}), max_batch_tokens=70) as pair:
         request = make_request("r", found.prompts[0])
-        done = pair.decode(request, pair.prefill(request))
+        prefilled = pair.prefill(request)
+        done = pair.decode(request, prefilled)
         assert isinstance(done.error, KVMismatch), done
-        assert (done.error.layer, done.error.field, done.error.head) == (0, "k", 0)
+        first = pair.explain("r", prefilled.payload)  # type: ignore[arg-type]
+        assert (first.layer, first.field, first.head, first.token) == (0, "k", 0, 1)

@@ -484,6 +484,27 @@ def test_a_rank_that_no_engine_has_is_refused_at_the_handshake(rank: Any):
         pair.consumer.ranks[0].connect(told(pair, rank_rank=rank), pair.consumer.descriptions)
 
 
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        None,
+        [Stripe()],
+        (Stripe(),) * 2,
+        (1,),
+        (Stripe(2, 2),),
+        (Stripe(2**70, 0, 0),),
+        (Ranges(4, ((0, 4),)),),
+    ],
+    ids=str,
+)
+def test_slots_of_senseless_tokens_are_refused_at_the_handshake(tokens: Any):
+    pair, _ = ready()
+    (known,) = pair.producer.descriptions
+    with pytest.raises(HandshakeMismatch, match="tokens of slots of p rank 0"):
+        check_engine([replace(known, slot_tokens=tokens)])
+    check_engine([replace(known, slot_tokens=(Stripe(2, 1, 3),))])
+
+
 def test_ranks_that_divide_tokens_or_count_blocks_each_in_its_way_are_refused():
     pair = local_pair(Shape(tp=(2, 1)))
     first, second = pair.producer.descriptions
