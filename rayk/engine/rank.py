@@ -163,7 +163,7 @@ class EngineRank:
 
     @property
     def slot_tokens(self) -> tuple[TokenShard, ...]:
-        """Of each KV group, the tokens that steps of this rank compute slots for."""
+        """List the tokens of each KV group that steps of this rank compute slots for."""
         return self._inputs.tokens
 
     @property
