@@ -396,7 +396,9 @@ def _kv_held(
     return {
         side: [
             asdict(memory)
-            for memory in measure_request_memory(engine_groups(engine, config), engine.tp, lengths[side])
+            for memory in measure_request_memory(
+                engine_groups(engine, config), engine.tp, lengths[side], engine.dcp
+            )
         ]
         for side, engine in engines.items()
         if engine is not None and lengths[side]

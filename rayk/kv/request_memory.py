@@ -27,11 +27,12 @@ class RequestMemory:
 
 
 def measure_request_memory(
-    groups: Sequence[KVCacheGroup], tp_size: int, lengths: Sequence[int]
+    groups: Sequence[KVCacheGroup], tp_size: int, lengths: Sequence[int], dcp: int = 1
 ) -> list[RequestMemory]:
-    """Per group, the memory of requests that computed `lengths` tokens. Raises Unsupported if TP does not
-    divide the fields' readers."""
-    copies = [_replicated_bytes(group, tp_size) for group in groups]
+    """Per group, the memory of requests that computed `lengths` tokens, on ranks of which `dcp` deal the
+    tokens of heads they share (blocks of `groups` count them all). Raises Unsupported if TP does not divide
+    the fields' readers."""
+    copies = [_replicated_bytes(group, tp_size, dcp) for group in groups]
     sums = [[0, 0, 0, 0] for _ in groups]
     for length, count in Counter(lengths).items():
         for group, extra, total, memory in zip(
@@ -46,10 +47,12 @@ def measure_request_memory(
     ]
 
 
-def _replicated_bytes(group: KVCacheGroup, tp_size: int) -> int:
+def _replicated_bytes(group: KVCacheGroup, tp_size: int, dcp: int) -> int:
     """Sum the replicated bytes of one block over all ranks."""
     more = 0
+    # A unit's ranks keep a block's rows between them, one copy per run of `dcp`; states are not dealt.
+    dealt = dcp if group.spec.has_token_rows else 1
     for field in group.spec.fields():
-        units = sum(len(field.shard(tp_size, rank)) for rank in range(tp_size))
+        units = sum(len(field.shard(tp_size, rank)) for rank in range(tp_size)) // dealt
         more += (units - field.units) * field.unit_bytes
     return more * len(group.layers)

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from rayk.reports.columns import CELL_FIELDS
+from rayk.reports.divided import is_division
 from rayk.reports.values import axis_label, format_rate, format_value, is_null, parsed, smallest_rate
 from rayk.reports.verdicts import known_wrong_bytes, tone
 from rayk.types.model_names import short_name
@@ -29,9 +30,9 @@ PLACES = {"mode", "prefill.tp", "decode.tp", "prefill.layout", "decode.layout"}
 
 
 def verdict_grids(cells: pd.DataFrame) -> list[dict[str, Any]]:
-    """Make a grid per combination of the axes that vary beside TP; layouts are always named. A grid has
-    title, corner, columns (labels) and rows (label, cells); a cell has verdict, tone, text, note and tip, or
-    is None."""
+    """Make a grid per combination of the axes that vary beside TP; layouts are always named, as is what else
+    divides KV. A grid has title, corner, columns (labels) and rows (label, cells); a cell has verdict, tone,
+    text, note and tip, or is None."""
     if cells.empty or not PLACES.issubset(cells):
         return []
     cells = known_wrong_bytes(cells)
@@ -66,8 +67,12 @@ def _grids_by_model(cells: pd.DataFrame, axes: list[str]) -> list[dict[str, Any]
     for model, part in cells.groupby("model", sort=False):
         at: dict[str, dict[tuple[int, ...], dict[Any, Any]]] = {}
         for record in sorted(part.to_dict(orient="records"), key=_tp_setting):
-            # What is planted has no usual value: a cell always says it.
-            differing = [a for a in axes if a == "faults" or _plain(record[a]) != usual[a]]
+            # What is planted has no usual value: a cell always says it, and how it divides KV beside TP.
+            differing = [
+                axis
+                for axis in axes
+                if axis == "faults" or is_division(axis, record[axis]) or _plain(record[axis]) != usual[axis]
+            ]
             label = _title(record, differing, record["mode"] == "aggregated")
             at.setdefault(label, {})[_tp_setting(record)] = record
         columns = [s for s in settings if any(s in row for row in at.values())]
@@ -96,13 +101,16 @@ def axis_columns(cells: pd.DataFrame) -> list[str]:
 
 
 def _grouping_axes(cells: pd.DataFrame) -> list[str]:
-    """Name the layouts, and whatever varies among cells of one mode."""
+    """Name the layouts, whatever varies among cells of one mode, and what divides KV beside TP."""
     axes = []
     for axis in axis_columns(cells):
         if axis in ("mode", "model", "prefill.tp", "decode.tp"):
             continue
         varies = any(len(set(map(_plain, part[axis]))) > 1 for _, part in cells.groupby("mode"))
-        if varies or axis in ("prefill.layout", "decode.layout"):
+        is_named = axis in ("prefill.layout", "decode.layout") or any(
+            is_division(axis, v) for v in cells[axis]
+        )
+        if varies or is_named:
             axes.append(axis)
     return axes
 

@@ -74,12 +74,12 @@ def _stack(export: CellExport) -> list[dict[str, Any]]:
 
 
 def _engines(export: CellExport, label: str, side: str) -> dict[str, Any]:
-    tp, num = (int(export.setting(f"{side}.{key}") or 1) for key in ("tp", "num_engines"))
+    tp, pp, num = (int(export.setting(f"{side}.{key}") or 1) for key in ("tp", "pp", "num_engines"))
     devices = export.environment.get("devices") or {}
     gpus = [] if export.setting("device") == "cpu" else devices.get("gpus") or []
     config = {name: value for name, value in export.axes.items() if name.partition(".")[0] == side}
     return {
-        "metadata": {"label": label, "cfg_id": _hash([export.model, tp, num, config])},
+        "metadata": {"label": label, "cfg_id": _hash([export.model, tp, pp, num, config])},
         "standardized": {
             "kind": "inference_engine",
             "tool": "rayk",
@@ -89,8 +89,9 @@ def _engines(export: CellExport, label: str, side: str) -> dict[str, Any]:
             "model": {"name": export.model},
             "accelerator": {
                 "model": str(gpus[0] if gpus else devices.get("cpu") or "cpu"),
-                "count": tp * num,
-                "parallelism": {"tp": tp},
+                "count": tp * pp * num,
+                # The schema has no place for dealt tokens: those stand among the settings.
+                "parallelism": {"tp": tp, "pp": pp},
             },
         },
         "native": {"config": config},

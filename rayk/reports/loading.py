@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rayk.reports.divided import COLUMN, divided_side
 from rayk.reports.fields import LOADED
 from rayk.reports.page import Column
 from rayk.reports.result import Result
@@ -11,6 +12,7 @@ from rayk.reports.result import Result
 COLUMNS = (
     Column("engines", "side"),
     Column("TP", "tp", "d"),
+    COLUMN,
     Column("weights MiB", "weight_bytes", "MiB"),
     Column("largest read MiB", "max_read_bytes", "MiB"),
     Column("peak MiB", "load_peak_bytes", "MiB"),
@@ -29,15 +31,16 @@ NOTE = (
 
 
 def loading_rows(result: Result) -> list[dict[str, Any]]:
-    """Make a row per side, TP and weights (see COLUMNS), in the order of the cells."""
+    """Make a row per side, sizes and weights (see COLUMNS), in the order of the cells."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for cell in result.cells.to_dict(orient="records"):
         for side in ("prefill", "decode"):
             most = {name: _most(cell.get(f"{side}.{name}")) for name in LOADED}
             if most["weight_bytes"] is None:
                 continue
-            key = (side, cell[f"{side}.tp"], most["weight_bytes"], most["max_read_bytes"])
-            row = found.setdefault(key, {"side": side, "tp": int(cell[f"{side}.tp"]), "num_cells": 0})
+            sizes = {"tp": int(cell[f"{side}.tp"]), "divided": divided_side(cell, side)}
+            key = (side, *sizes.values(), most["weight_bytes"], most["max_read_bytes"])
+            row = found.setdefault(key, {"side": side, **sizes, "num_cells": 0})
             row |= {
                 name: max((v for v in (row.get(name), most[name]) if v is not None), default=None)
                 for name in LOADED

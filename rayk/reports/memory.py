@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rayk.reports.divided import COLUMN, divided_side
 from rayk.reports.page import Column
 from rayk.reports.result import Result
 from rayk.reports.values import format_bytes
@@ -13,6 +14,7 @@ COLUMNS = (
     Column("of", "what"),
     Column("engines", "side"),
     Column("TP", "tp", "d"),
+    COLUMN,
     Column("group", "group", "d"),
     Column("kind", "kind"),
     Column("layers", "num_layers", "d"),
@@ -53,18 +55,18 @@ def _told(cell: dict[Any, Any], column: str) -> list[dict[str, Any]]:
 
 
 def _own_rows(cells: list[dict[Any, Any]]) -> list[dict[str, Any]]:
-    """Share a row among cells with the same groups at the same TP."""
+    """Share a row among cells with the same groups, divided alike."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for cell in cells:
         for side in ("prefill", "decode"):
             groups = _told(cell, f"{side}.kv_held")
             alike = tuple((g["kind"], g["num_layers"], g["block_size"]) for g in groups)
             for number, group in enumerate(groups):
-                tp = int(cell[f"{side}.tp"])
+                tp, beside = int(cell[f"{side}.tp"]), divided_side(cell, side)
                 row = found.setdefault(
-                    (side, tp, alike, number),
-                    {**dict.fromkeys(group, 0), "what": OWN, "side": side, "tp": tp, "group": number}
-                    | {"num_cells": 0},
+                    (side, tp, beside, alike, number),
+                    {**dict.fromkeys(group, 0), "what": OWN, "side": side, "tp": tp, "divided": beside}
+                    | {"group": number, "num_cells": 0},
                 )
                 row["num_cells"] += 1
                 for name, value in group.items():
@@ -87,8 +89,8 @@ def _reference_rows(cells: list[dict[Any, Any]]) -> list[dict[str, Any]]:
             if groups:
                 seen[key] = seen.get(key, 0) + 1
     return [
-        _row({"what": REFERENCE, "side": side, "tp": None, "group": number, "replicated_bytes": None})
-        | {"num_cells": count, **_row(dict(group))}
+        _row({"what": REFERENCE, "side": side, "tp": None, "divided": "", "group": number})
+        | {"replicated_bytes": None, "num_cells": count, **_row(dict(group))}
         for (side, groups), count in seen.items()
         for number, group in enumerate(groups)
     ]

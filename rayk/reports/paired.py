@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from rayk.reports.derived import moves_of
+from rayk.reports.divided import divided_texts
 from rayk.reports.intervals import MIN_VALUES, Sample, intervals, median_interval, usual_spread
 from rayk.reports.moves import KEYS as IDS
 from rayk.reports.result import Result
@@ -194,14 +195,16 @@ def _whole(pairs: pd.DataFrame) -> Iterator[Paired]:
 
 
 def _by_sizes(pairs: pd.DataFrame, cells: pd.DataFrame) -> Iterator[Paired]:
-    """Compare transfers alone: TP sizes are what they depend on."""
+    """Compare transfers alone: TP sizes, and what else divides KV, are what they depend on."""
     axes = ["prefill.tp", "decode.tp"]
     if not set(axes).issubset(cells):
         return
-    placed = pairs.merge(cells[["cell_id", *axes]].dropna(), on="cell_id")
-    for key, rows in placed.groupby(axes, sort=True):
+    sizes = cells[["cell_id", *axes]].assign(divided=divided_texts(cells)).dropna()
+    placed = pairs.merge(sizes, on="cell_id")
+    for key, rows in placed.groupby([*axes, "divided"], sort=True):
         assert isinstance(key, tuple)
-        yield from _measured(SIZES, "P {:.0f}, D {:.0f}".format(*map(float, map(str, key))), rows, MOVES)
+        subject = "P {:.0f}, D {:.0f}".format(*(float(str(size)) for size in key[:2]))
+        yield from _measured(SIZES, f"{subject}: {key[2]}" if key[2] else subject, rows, MOVES)
 
 
 def _by_cell(pairs: pd.DataFrame, metrics: Sequence[PairedMetric]) -> Iterator[Paired]:

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from rayk.reports.derived import moves_of
+from rayk.reports.divided import divided_side, num_stages
 from rayk.reports.page import Plot
 from rayk.reports.result import Result
 from rayk.reports.values import format_bytes
@@ -29,7 +30,7 @@ MAX_MARKS = 3000  # requests that a cloud of marks shows; every k-th of more
 
 def spread_plots(result: Result) -> list[Plot]:
     """Draw per metric (`spread-<metric>`) the share of requests (of ITL: gaps) that took at most so long, a
-    curve per pair of TP sizes: the colour is the prefill TP, the dash the decode TP, grey one engine for
+    curve per pair of sizes: the colour is the prefill side's, the dash the decode side's, grey one engine for
     both."""
     sizes = _sizes(result.cells)
     styles = _styles(sorted(set(sizes.values())))
@@ -56,8 +57,8 @@ def spread_plots(result: Result) -> list[Plot]:
 
 
 def marks_by_sizes(cells: pd.DataFrame, points: pd.DataFrame, hover: str) -> list[dict[str, Any]]:
-    """Make a trace of marks per pair of TP sizes from points with cell_id, x, y and text (shown by `hover`).
-    The colour is the prefill TP, the symbol the decode TP."""
+    """Make a trace of marks per pair of sizes from points with cell_id, x, y and text (shown by `hover`).
+    The colour is the prefill side's size, the symbol the decode side's."""
     sizes = _sizes(cells)
     pairs = sorted(set(sizes.values()))
     styles = _styles(pairs)
@@ -85,26 +86,38 @@ def plain(text: object) -> str:
     return html.escape(str(text), quote=False).replace("\n", "<br>")
 
 
-def _sizes(cells: pd.DataFrame) -> dict[Any, tuple[int, int]]:
-    """Map cell ids to prefill and decode TP; decode 0: one engine does it all; both 0: no axis tells."""
+Size = tuple[int, str]
+"""TP of a side, and what else its engines divide (`divided.divided_side`)."""
+
+
+def _sizes(cells: pd.DataFrame) -> dict[Any, tuple[Size, Size]]:
+    """Map cell ids to the prefill and the decode side's size; decode TP 0: one engine does it all; both 0: no
+    axis tells."""
     if not {"prefill.tp", "decode.tp"}.issubset(cells):
-        return dict.fromkeys(cells["cell_id"], (0, 0))
-    rows = cells[["prefill.tp", "decode.tp"]].fillna(0).astype(int)
-    return dict(zip(cells["cell_id"], zip(rows["prefill.tp"], rows["decode.tp"], strict=True), strict=True))
+        return dict.fromkeys(cells["cell_id"], ((0, ""), (0, "")))
+    sides = ("prefill", "decode")
+    tp = cells[[f"{side}.tp" for side in sides]].fillna(0).astype(int).to_numpy()
+    found = {}
+    for cell, sizes in zip(cells.to_dict(orient="records"), tp.tolist(), strict=True):
+        prefill, decode = ((size, divided_side(cell, side)) for side, size in zip(sides, sizes, strict=True))
+        found[cell["cell_id"]] = (prefill, decode)
+    return found
 
 
-def _label(prefill: int, decode: int) -> str:
-    return f"P {prefill}, D {decode}" if decode else f"TP {prefill}" if prefill else "all"
+def _label(prefill: Size, decode: Size) -> str:
+    """Name a pair of sizes, e.g. `P 2, D 1`, `P 2 DCP 2, D 1`."""
+    p, d = (" ".join(filter(None, (str(tp), beside))) for tp, beside in (prefill, decode))
+    return f"P {p}, D {d}" if decode[0] else f"TP {p}" if prefill[0] else "all"
 
 
-def _styles(sizes: Sequence[tuple[int, int]]) -> dict[str, tuple[str, str]]:
-    prefills = sorted({prefill for prefill, decode in sizes if decode})
-    decodes = sorted({decode for _, decode in sizes if decode})
-    alone = [prefill for prefill, decode in sizes if not decode]
+def _styles(sizes: Sequence[tuple[Size, Size]]) -> dict[str, tuple[str, str]]:
+    prefills = sorted({prefill for prefill, decode in sizes if decode[0]})
+    decodes = sorted({decode for _, decode in sizes if decode[0]})
+    alone = [prefill for prefill, decode in sizes if not decode[0]]
     return {
         _label(prefill, decode): (
-            PALETTE[prefills.index(prefill) % len(PALETTE)] if decode else "soft",
-            DASHES[(decodes.index(decode) if decode else alone.index(prefill)) % len(DASHES)],
+            PALETTE[prefills.index(prefill) % len(PALETTE)] if decode[0] else "soft",
+            DASHES[(decodes.index(decode) if decode[0] else alone.index(prefill)) % len(DASHES)],
         )
         for prefill, decode in sizes
     }
@@ -169,7 +182,7 @@ def num_workers(cell: Mapping[Any, Any]) -> int | None:
     for side in ("prefill", "decode"):
         tp, engines = (cell.get(f"{side}.{name}") for name in ("tp", "num_engines"))
         if tp is not None and tp == tp:
-            total += tp * (1 if engines is None or engines != engines else engines)
+            total += tp * num_stages(cell, side) * (1 if engines is None or engines != engines else engines)
     return int(total) or None
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
-from rayk.reports import host_tier, loading, memory, side_by_side, staging
+from rayk.reports import divided, host_tier, loading, memory, side_by_side, staging
 from rayk.reports.answers import answers
 from rayk.reports.files import parse_spec
 from rayk.reports.grids import verdict_grids
@@ -50,13 +51,13 @@ def run_page(result: Result) -> Page:
         Section(
             title="Where KV memory goes",
             note=memory.memory_note(result),
-            columns=memory.COLUMNS,
+            columns=_told(memory.COLUMNS, memory.memory_rows(result), {divided.COLUMN}),
             rows=memory.memory_rows(result),
         ),
         Section(
             title="What loading weights takes",
             note=loading.NOTE,
-            columns=loading.COLUMNS,
+            columns=_told(loading.COLUMNS, loading.loading_rows(result), {divided.COLUMN}),
             rows=loading.loading_rows(result),
         ),
         _cells(cells),
@@ -86,8 +87,8 @@ def run_page(result: Result) -> Page:
 
 VERDICTS = (
     "P and D are the tensor-parallel (TP) sizes of the prefill and the decode engines; titles are the KV "
-    "layouts of both, prefill → decode. Under a verdict: the rate of the cell's transfers, or where "
-    "nothing moved its median TTFT."
+    "layouts of both, prefill → decode, and what else divides KV over ranks. Under a verdict: the rate of "
+    "the cell's transfers, or where nothing moved its median TTFT."
 )
 GRID_HINT = "Hover over or focus a cell for its reason and numbers."
 PAIRS = (
@@ -208,9 +209,16 @@ def _limits(result: Result) -> Section:
     )
 
 
+def _told(
+    columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], optional: Collection[Column]
+) -> list[Column]:
+    """List columns without those of `optional` that are empty in all rows."""
+    return [c for c in columns if c not in optional or any(format_value(row[c.key], c.spec) for row in rows)]
+
+
 def _tier(result: Result) -> Section:
     rows = host_tier.tier_rows(result)
-    told = [c for c in host_tier.COLUMNS if any(format_value(row[c.key], c.spec) for row in rows)]
+    told = _told(host_tier.COLUMNS, rows, host_tier.COLUMNS)
     plots = host_tier.tier_plot(rows)
     return Section(title="Host tier", id="tier", note=host_tier.NOTE, plots=plots, columns=told, rows=rows)
 

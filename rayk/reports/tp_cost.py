@@ -1,5 +1,6 @@
 """Measure what unequal TP sizes cost: each transfer is held beside that of the same prompt to the same decode
-TP from a prefill engine of that size."""
+TP from a prefill engine of that size. Cells whose sides divide tokens or layers in different ways are left
+out: at equal TP their ranks do not match either."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from rayk.reports.derived import once_per_result
+from rayk.reports.divided import is_alike
 from rayk.reports.grids import axis_columns
 from rayk.reports.intervals import median_interval
 from rayk.reports.moves import KEYS
@@ -44,8 +46,11 @@ class CostSide:
 
 
 def _moves(result: Result) -> pd.DataFrame:
-    """List moves between engines of one kind: rayk's, if the run has any."""
+    """List moves between engines that differ in TP at most, of one kind: rayk's, if the run has any."""
+    cells = result.cells
+    alike = cells["cell_id"][[is_alike(cell) for cell in cells.to_dict(orient="records")]]
     moved = placed_moves(result)
+    moved = moved[moved["cell_id"].isin(alike)]
     is_rayks = moved[KIND] == "rayk"
     return moved[is_rayks] if is_rayks.any() else moved
 
@@ -109,6 +114,8 @@ def cost_sides(pairs: pd.DataFrame) -> list[CostSide]:
 def unequal_cost(result: Result) -> str:
     """Answer in one or two sentences; `cost_table` has the numbers."""
     moved = _moves(result)
+    if moved.empty and len(placed_moves(result)):
+        return "Cannot be said from this run: its sides divide tokens or layers in different ways."
     if moved.empty:
         return "No KV was moved between engines, so unequal TP cost nothing here."
     sides = cost_sides(unequal_pairs(result))

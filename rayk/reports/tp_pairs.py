@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from rayk.reports.derived import once_per_result
+from rayk.reports.divided import divided_texts
 from rayk.reports.environment import copy_gb_per_s
 from rayk.reports.intervals import median_interval
 from rayk.reports.moves import moves
@@ -18,6 +19,7 @@ from rayk.reports.values import format_bytes, format_rate, smallest_rate
 
 CONFIDENCE = 0.95  # each interval stands alone
 PLACES = ("prefill.tp", "decode.tp", "prefill.layout", "decode.layout")
+DIVIDED = "divided"  # the column that says what else than TP divides the KV (`divided.divided`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +51,12 @@ def ceiling_of(environment: Mapping[str, Any]) -> Ceiling:
 def pair_rows(result: Result) -> list[dict[str, Any]]:
     """Make a row per (prefill TP, decode TP, layouts, mode) from `moves`: median ms with its interval (None
     of too few), median rank_ms, mean descriptors and bytes, and all bytes over all time, also in percent of
-    the ceiling. Cells that differ in other axes share a row, but those of vLLM's engines and of rayk's."""
+    the ceiling. Cells that differ in other axes share a row, but not those of vLLM's engines and of rayk's,
+    nor those that divide tokens or layers in different ways, which `layouts` says."""
     placed = placed_moves(result)
     ceiling = ceiling_of(result.environment).gb_per_s
     rows: list[dict[str, Any]] = []
-    for key, of_pair in placed.groupby([*PLACES, "is_push", KIND], sort=True):
+    for key, of_pair in placed.groupby([*PLACES, DIVIDED, "is_push", KIND], sort=True):
         assert isinstance(key, tuple)
         prefill, decode = (int(float(str(size))) for size in key[:2])
         rate = float(of_pair["bytes"].sum() / of_pair["moving_ms"].sum() / 1e6)
@@ -62,7 +65,7 @@ def pair_rows(result: Result) -> list[dict[str, Any]]:
             {
                 "prefill_tp": prefill,
                 "decode_tp": decode,
-                "layouts": layouts_name(key[2], key[3], is_push=bool(key[4]), kind=key[5]),
+                "layouts": layouts_name(*key[2:5], is_push=bool(key[5]), kind=key[6]),
                 "is_equal": prefill == decode,
                 "ms": float(of_pair["ms"].median()),
                 "low_ms": low,
@@ -82,24 +85,29 @@ def pair_rows(result: Result) -> list[dict[str, Any]]:
 
 @once_per_result
 def placed_moves(result: Result) -> pd.DataFrame:
-    """Add PLACES and the kind of engines to `moves`."""
+    """Add PLACES, DIVIDED and the kind of engines to `moves`."""
     requests, transfers, cells = result.requests, result.transfers, result.cells
     if not set(PLACES).issubset(cells):
-        return moves(requests, transfers).assign(**dict.fromkeys((*PLACES, KIND), None)).head(0)
+        return moves(requests, transfers).assign(**dict.fromkeys((*PLACES, DIVIDED, KIND), None)).head(0)
+    cells = cells.assign(**{DIVIDED: divided_texts(cells)})
     if KIND not in cells:
         cells = cells.assign(**{KIND: "rayk"})
     # vLLM tells less of its transfers, which takes nothing from what is known of rayk's.
     kind_of = transfers["cell_id"].map(cells.set_index("cell_id")[KIND])
     parts = [moves(requests, transfers[kind_of == kind]) for kind in cells[KIND].unique()]
     found = pd.concat(parts, ignore_index=True)
-    return found.merge(cells[["cell_id", *PLACES, KIND]], on="cell_id").dropna(subset=["decode.tp"])
+    return found.merge(cells[["cell_id", *PLACES, DIVIDED, KIND]], on="cell_id").dropna(subset=["decode.tp"])
 
 
 PUSH, VLLM = ", push", ", vLLM"  # end the name of layouts between which KV was pushed, or of vLLM's engines
 
 
-def layouts_name(prefill: object, decode: object, *, is_push: bool, kind: object = "rayk") -> str:
-    return f"{prefill} → {decode}" + (PUSH if is_push else "") + (VLLM if kind == "vllm" else "")
+def layouts_name(
+    prefill: object, decode: object, divided: object = "", *, is_push: bool, kind: object = "rayk"
+) -> str:
+    """Name what a grid of TP sizes is of, e.g. `BHLNC → LBHNC, D DCP 2, push`."""
+    name = f"{prefill} → {decode}" + (f", {divided}" if divided else "")
+    return name + (PUSH if is_push else "") + (VLLM if kind == "vllm" else "")
 
 
 OLDER = "an older rayk wrote it"

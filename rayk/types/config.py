@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -87,12 +88,17 @@ class EngineConfig(EngineOptions):
 
 def parallel_text(tp: int, dcp: int, dcp_interleave: int, pp: int) -> str:
     """Say how an engine is divided: what is not is left out, but for TP."""
-    texts = [f"TP {tp}"]
-    texts += (
-        [f"DCP {dcp}" + (f" by {dcp_interleave} tokens" if dcp_interleave > 1 else "")] if dcp > 1 else []
-    )
-    texts += [f"PP {pp}"] if pp > 1 else []
-    return ", ".join(texts)
+    return ", ".join([f"TP {tp}", *beside_tp(dcp, dcp_interleave, pp)])
+
+
+def beside_tp(dcp: int, dcp_interleave: int, pp: int, pp_layers: Sequence[int] | None = None) -> list[str]:
+    """Say what else than units an engine divides, e.g. `DCP 2 by 4 tokens`, `PP 2 (3 + 5 layers)`."""
+    texts = []
+    if dcp > 1:
+        texts.append(f"DCP {dcp}" + (f" by {dcp_interleave} tokens" if dcp_interleave > 1 else ""))
+    if pp > 1:
+        texts.append(f"PP {pp}" + (f" ({' + '.join(map(str, pp_layers))} layers)" if pp_layers else ""))
+    return texts
 
 
 TESTED_VLLM = "0.32.0"  # as constraints-vllm.txt pins it
