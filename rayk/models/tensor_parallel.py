@@ -24,39 +24,44 @@ def why_tp_unsupported(config: DecoderConfig, tp: int) -> str | None:
     return None
 
 
-def why_shape_unsupported(config: DecoderConfig, engine: EngineConfig) -> str | None:
-    """Say why rayk's engine cannot compute with units, tokens and layers divided like this, or None.
-
-    Geometry, plans and `rayk explain` know any division; these are limits of the engine. All of them stand
-    here, and on docs/sharding.md.
-    """
-    why = why_tp_unsupported(config, engine.tp)
-    if why is None and engine.dcp > 1:
-        why = _why_dcp_unsupported(config, engine)
-    if why is None and engine.pp > 1:
-        why = f"an engine with pp: {engine.pp} cannot be run yet"
-    return why
-
-
-def _why_dcp_unsupported(config: DecoderConfig, engine: EngineConfig) -> str | None:
-    bad = bad_division(config, engine)
-    if bad is not None:
-        return bad.problem
-    backends = {engine.attention_backend, *(name for _, name in engine.layer_backends)}
-    if not engine.device.startswith("cpu") or "triton" in backends:
-        return (
-            f"attention with dcp: {engine.dcp} has no Triton kernel: it runs on CPUs, without backend triton"
-        )
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class BadDivision:
-    """Why a model's tokens or layers cannot be divided as a setting asks for."""
+    """Why a model's units, tokens or layers cannot be divided as a setting asks for."""
 
     setting: str
     problem: str
     mend: str
+
+
+def why_shape_unsupported(config: DecoderConfig, engine: EngineConfig) -> str | None:
+    """Say in words what `bad_shape` finds."""
+    bad = bad_shape(config, engine)
+    return None if bad is None else bad.problem
+
+
+def bad_shape(config: DecoderConfig, engine: EngineConfig) -> BadDivision | None:
+    """Find why rayk's engine cannot compute with units, tokens and layers divided like this.
+
+    Geometry, plans and `rayk explain` know any division that `bad_division` lets pass; the others are limits
+    of the engine. All of them stand here, and on docs/sharding.md.
+    """
+    why = why_tp_unsupported(config, engine.tp)
+    if why is not None:
+        return BadDivision("tp", why, "tp: one that divides them")
+    bad = bad_division(config, engine) or _no_dealt_attention(engine)
+    if bad is None and engine.pp > 1:
+        bad = BadDivision("pp", f"an engine with pp: {engine.pp} cannot be run yet", "pp: 1")
+    return bad
+
+
+def _no_dealt_attention(engine: EngineConfig) -> BadDivision | None:
+    backends = {engine.attention_backend, *(name for _, name in engine.layer_backends)}
+    if engine.dcp == 1 or (engine.device.startswith("cpu") and "triton" not in backends):
+        return None
+    problem = (
+        f"attention with dcp: {engine.dcp} has no Triton kernel: it runs on CPUs, without backend triton"
+    )
+    return BadDivision("dcp", problem, "dcp: 1")
 
 
 def valid_dcp_sizes(config: DecoderConfig, tp: int) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from rayk.kv.groups import KVCacheGroup, max_request_blocks
 from rayk.kv.kernel_blocks import bad_kernel_blocks
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups, group_chunks
-from rayk.models.tensor_parallel import bad_division, why_shape_unsupported, why_tp_unsupported
+from rayk.models.tensor_parallel import bad_division, bad_shape, why_tp_unsupported
 from rayk.specs.cells import Cell
 from rayk.specs.load import LoadedSpec
 from rayk.types.config import EngineConfig
@@ -61,13 +61,12 @@ def check_division(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> Non
 def check_shape_runs(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
     """Refuse engines whose tokens or layers are divided as rayk's cannot compute. Raises SpecError."""
     for side, engine in _engines(cell):
-        why = why_shape_unsupported(config, engine)
-        if why is not None and why_tp_unsupported(config, engine.tp) is None:
-            name = "dcp" if engine.dcp > 1 else "pp"
+        bad = bad_shape(config, engine)
+        if bad is not None and bad.setting != "tp":  # a cell of that TP is UNSUPPORTED
             raise SpecError(
-                problem=f"{side}: {why}",
-                where=_where(cell, side, name, loaded),
-                mend=f"{side}.{name}: 1; docs/sharding.md lists what is refused",
+                problem=f"{side}: {bad.problem}",
+                where=_where(cell, side, bad.setting, loaded),
+                mend=f"{side}.{bad.mend}; docs/sharding.md lists what is refused",
             )
 
 
