@@ -46,7 +46,8 @@ def doctor(
     """Say what this machine can do: devices, Ray, NIXL transports (measured), Triton, versions. And what
     listens here: each port of Ray's and rayk's processes, and what it asks of whoever comes.
 
-    With --model: the bytes of its weights and KV, and the blocks that are left for KV, at each TP size.
+    With --model: the bytes of its weights and KV, and the blocks that are left for KV, at each TP size and
+    in pipeline stages; where ranks share heads, with tokens dealt over them, too.
 
     Exit 0: experiments can run here, or the model fits. 1: something they need is missing, or it does not.
     """
@@ -76,7 +77,7 @@ def doctor(
 
 
 def _plan(model: Path, gpus: str, tokens: int | None, output_format: DoctorFormat) -> None:
-    """Print the memory plan. Exit 1 if the model fits at no TP size."""
+    """Print the memory plan. Exit 1 if the model fits at no size."""
     from rayk.models.memory_plan import plan_memory
 
     stderr().print("counting, a few seconds")
@@ -105,11 +106,17 @@ def _print_plan(plan: MemoryPlan) -> None:
         stdout().print(line, markup=False, highlight=False)
     table = Table()
     requests = f"requests of {plan.tokens:,}"
-    for name in ("TP", "weights, GB", "a block, bytes", "blocks", requests, "tokens", ""):
+    used = [("TP", "tp")]
+    used += [(n.upper(), n) for n in ("dcp", "pp") if any(getattr(size, n) > 1 for size in plan.sizes)]
+    titles = [title for title, _ in used]
+    for name in (*titles, "weights, GB", "a block, bytes", "blocks", requests, "tokens", ""):
         table.add_column(name, justify="right")
     for size in plan.sizes:
         counts = (size.block_bytes, size.num_blocks, size.num_requests, size.num_tokens)
         table.add_row(
-            str(size.tp), f"{size.weight_bytes / 1e9:,.1f}", *(f"{n:,}" for n in counts), size.reason
+            *(str(getattr(size, name)) for _, name in used),
+            f"{size.weight_bytes / 1e9:,.1f}",
+            *(f"{n:,}" for n in counts),
+            size.reason,
         )
     print_table(stdout(), table)

@@ -1,9 +1,10 @@
-"""Says whether a model fits on some GPUs: weights and blocks at every TP size, from config.json alone."""
+"""Says whether a model fits on some GPUs: weights and blocks however an engine can be divided over them, from
+config.json alone."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +18,8 @@ from rayk.models.formats import Fp8
 from rayk.models.hub import config_file
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.models.stored_sizes import held_bytes, num_parameters
-from rayk.models.tensor_parallel import why_tp_unsupported
+from rayk.models.tensor_parallel import valid_dcp_sizes, why_shape_unsupported, why_tp_unsupported
+from rayk.parallel.shard import EngineShape, split_layers
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 
@@ -33,10 +35,12 @@ MAX_GPUS = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TpPlan:
-    """One engine at one TP size. Bytes are those of the rank that holds most."""
+class SizePlan:
+    """One engine, on `tp * pp` GPUs. Bytes are those of the rank that holds most."""
 
     tp: int
+    pp: int = 1
+    dcp: int = 1
     reason: str  # why it does not fit or run; empty if it does
     weight_bytes: int = 0
     block_bytes: int = 0  # a block over all layers
@@ -58,7 +62,7 @@ class MemoryPlan:
     kv_token_bytes: int  # a token, all layers and ranks once, while no window or chunk is full
     state_bytes: int  # a request's recurrent states
     tokens: int  # length of a request
-    sizes: tuple[TpPlan, ...]
+    sizes: tuple[SizePlan, ...]
 
     @property
     def fits(self) -> bool:
@@ -75,14 +79,17 @@ def parse_gpus(text: str) -> tuple[int, str]:
 
 
 def plan_memory(model: str | Path, gpus: str, *, tokens: int | None = None) -> MemoryPlan:
-    """Plan engines of every TP size that divides the GPUs, for requests of `tokens` (default: 4096, or the
-    model's positions). Raises UserError, and CheckpointError for a config.json that cannot be read."""
+    """Plan engines of every TP size that divides the GPUs, and of stages that take all of them; at each the
+    tokens whole, and dealt over as many ranks as can share them. Requests are of `tokens` (default: 4096, or
+    the model's positions). Raises UserError, and CheckpointError for a config.json that cannot be read."""
     count, gpu = parse_gpus(gpus)
     name, file = config_file(model)
     config = read_config(file)
     tokens = min(tokens or 4096, config.max_positions)
     specs = kv_cache_specs(config, block_size=1, dtype=config.dtype).values()
-    sizes = [n for n in range(1, count + 1) if count % n == 0]
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    shapes = [(tp, 1) for tp in divisors]
+    shapes += [(count // pp, pp) for pp in divisors[1:] if pp <= config.num_layers]
     return MemoryPlan(
         model=name,
         gpu=gpu,
@@ -95,7 +102,7 @@ def plan_memory(model: str | Path, gpus: str, *, tokens: int | None = None) -> M
         kv_token_bytes=sum(page_bytes(spec) for spec in specs if spec.has_token_rows),
         state_bytes=sum(page_bytes(spec) for spec in specs if not spec.has_token_rows),
         tokens=tokens,
-        sizes=tuple(_plan(str(model), config, gpu, tp, tokens) for tp in sizes),
+        sizes=tuple(plan for tp, pp in shapes for plan in _plan(str(model), config, gpu, tp, pp, tokens)),
     )
 
 
@@ -107,26 +114,57 @@ def _held_as(config: DecoderConfig, gpu: str) -> str:
     return f"in fp8 as stored, the rest in {config.dtype}" if keeps else f"dequantised in {config.dtype}"
 
 
-def _plan(model: str, config: DecoderConfig, gpu: str, tp: int, tokens: int) -> TpPlan:
+def _plan(model: str, config: DecoderConfig, gpu: str, tp: int, pp: int, tokens: int) -> Iterator[SizePlan]:
+    """Plan an engine of these sizes, without DCP and with the most of it."""
     reason = why_tp_unsupported(config, tp)
     if reason is not None:
-        return TpPlan(tp=tp, reason=reason)
-    # The last rank has the larger share of all that is dealt out unevenly (parallel.shard.shard_range).
-    weights = held_bytes(config, tp, tp - 1, keeps_fp8=gpu in MULTIPLIES_FP8)
-    memory = GPU_GB[gpu] * 10**9
-    plan = plan_engine(EngineConfig(model=model, tp=tp, dtype=config.dtype, num_blocks=2), config)
-    block = max(rank.block_bytes for rank in plan.ranks)
-    blocks = max(0, int(memory * USED_SHARE) - weights) // block
-    requests = blocks // _request_blocks(plan.groups, tokens)
-    reason = "" if requests else f"no room for a request of {tokens} tokens"
-    if weights > memory * USED_SHARE:
+        yield SizePlan(tp=tp, pp=pp, reason=reason)
+        return
+    shape = EngineShape(tp, stages=split_layers(config.num_layers, pp) if pp > 1 else ())
+    # The last rank of a stage has the larger share of all that is dealt out unevenly
+    # (parallel.shard.shard_range).
+    weights = [
+        held_bytes(config, tp, tp - 1, keeps_fp8=gpu in MULTIPLIES_FP8, stage=shape.share(rank).layers)
+        for rank in (shape.rank_of(stage, tp - 1) for stage in range(pp))
+    ]
+    for dcp in dict.fromkeys((1, valid_dcp_sizes(config, tp)[-1])):
+        engine = EngineConfig(
+            model=model, tp=tp, pp=pp, dcp=dcp, dtype=config.dtype, device="cuda", num_blocks=2
+        )
+        yield _fill(engine, config, GPU_GB[gpu] * 10**9, weights, tokens)
+
+
+def _fill(
+    engine: EngineConfig, config: DecoderConfig, memory: int, weights: Sequence[int], tokens: int
+) -> SizePlan:
+    """Count what KV has room for beside the weights of each stage, on GPUs of so many bytes."""
+    plan = plan_engine(engine, config)
+    # One id is a block on every rank: the stage with the least room bounds them.
+    blocks = [0] * engine.pp
+    for rank in plan.ranks:
+        stage = rank.shape.share(rank.rank).stage
+        blocks[stage] = max(blocks[stage], rank.block_bytes)
+    num_blocks = min(
+        max(0, int(memory * USED_SHARE) - held) // block
+        for held, block in zip(weights, blocks, strict=True)
+        if block
+    )
+    requests = num_blocks // _request_blocks(plan.groups, tokens)
+    if max(weights) > memory * USED_SHARE:
         reason = "the weights do not fit"
-    return TpPlan(
-        tp=tp,
+    elif not requests:
+        reason = f"no room for a request of {tokens} tokens"
+    else:
+        why = why_shape_unsupported(config, engine)
+        reason = "" if why is None else f"would fit, but {why}"
+    return SizePlan(
+        tp=engine.tp,
+        pp=engine.pp,
+        dcp=engine.dcp,
         reason=reason,
-        weight_bytes=weights,
-        block_bytes=block,
-        num_blocks=blocks,
+        weight_bytes=max(weights),
+        block_bytes=max(blocks),
+        num_blocks=num_blocks,
         num_requests=requests,
         num_tokens=requests * tokens,
     )

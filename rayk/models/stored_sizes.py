@@ -40,8 +40,11 @@ class _Shapes(HeaderReader):
 
 
 @lru_cache(maxsize=2)
-def rank_pieces(config: DecoderConfig, tp: int, rank: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """List (name on disk, shape) of every piece of a tensor that the rank reads, each once.
+def rank_pieces(
+    config: DecoderConfig, tp: int, rank: int, stage: range | None = None
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """List (name on disk, shape) of every piece of a tensor that the rank reads, each once; `stage`: of a
+    pipeline stage with these layers, in which `tp` and `rank` count; None: of all layers.
 
     The decoder is built on torch's meta device, so that its layers say what they hold. The model must run at
     this TP size (tensor_parallel).
@@ -49,7 +52,7 @@ def rank_pieces(config: DecoderConfig, tp: int, rank: int) -> tuple[tuple[str, t
     comm, backend, reader = LocalComm(), get_backend("reference", "cpu"), _Shapes()
     comm.size, comm.rank = tp, rank
     pieces = Pieces(reader, FAMILIES[config.family].weights, torch.bfloat16, torch.device("meta"))
-    build_decoder(Build(pieces=pieces, config=config, comm=comm, backend_for=lambda _: backend))
+    build_decoder(Build(pieces=pieces, config=config, comm=comm, backend_for=lambda _: backend, stage=stage))
     return tuple((name, shape) for (name, _, _), shape in reader.read_pieces.items())
 
 
@@ -58,9 +61,12 @@ def num_parameters(config: DecoderConfig) -> int:
     return sum(math.prod(shape) for _, shape in rank_pieces(config, 1, 0))
 
 
-def held_bytes(config: DecoderConfig, tp: int, rank: int, *, keeps_fp8: bool) -> int:
-    """Count the bytes of the rank's weights once they are loaded: in the model's dtype, whatever the release
-    stores, but with `keeps_fp8` matrices in fp8 as they are (a cut inside a block is not looked for)."""
+def held_bytes(
+    config: DecoderConfig, tp: int, rank: int, *, keeps_fp8: bool, stage: range | None = None
+) -> int:
+    """Count the bytes of the weights of a rank (of a pipeline stage, as in `rank_pieces`) once they are
+    loaded: in the model's dtype, whatever the release stores, but with `keeps_fp8` matrices in fp8 as they
+    are (a cut inside a block is not looked for)."""
     itemsize: int = getattr(torch, config.dtype).itemsize
     quantisation = config.quantisation
 
@@ -69,7 +75,7 @@ def held_bytes(config: DecoderConfig, tp: int, rank: int, *, keeps_fp8: bool) ->
             return quantisation.stored_bytes(name, shape, itemsize)
         return math.prod(shape) * itemsize
 
-    return sum(of_piece(name, shape) for name, shape in rank_pieces(config, tp, rank))
+    return sum(of_piece(name, shape) for name, shape in rank_pieces(config, tp, rank, stage))
 
 
 def rank_bytes(config: DecoderConfig, tp: int, rank: int) -> int:

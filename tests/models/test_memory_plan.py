@@ -16,7 +16,7 @@ import transformers
 
 from rayk.explain.explanation import explain_pair
 from rayk.models.families import parse_config, read_config
-from rayk.models.memory_plan import GPU_GB, USED_SHARE, parse_gpus, plan_memory
+from rayk.models.memory_plan import GPU_GB, USED_SHARE, MemoryPlan, SizePlan, parse_gpus, plan_memory
 from rayk.models.stored_sizes import num_parameters, rank_bytes
 from rayk.types.errors import UnsupportedArchitecture, UserError
 from tests.markers import thorough
@@ -70,6 +70,11 @@ def write(tmp_path: Path) -> WriteConfig:
     return write_config
 
 
+def whole(plan: MemoryPlan) -> list[SizePlan]:
+    """Engines of one stage whose ranks keep every token."""
+    return [size for size in plan.sizes if size.pp == size.dcp == 1]
+
+
 @each_release
 def test_parameters_are_those_of_transformers_and_as_published(name: str, write: WriteConfig) -> None:
     config = read_config(write(LARGE[name]))
@@ -119,23 +124,60 @@ def test_explain_says_that_it_counts_in_another_dtype(write: WriteConfig) -> Non
 def test_the_405b_on_8_h200(write: WriteConfig) -> None:
     """Each rank has an eighth of the matrices and every norm, two per layer and the last."""
     plan = plan_memory(write(LLAMA_31_405B), "8xH200", tokens=1000)
-    assert [size.tp for size in plan.sizes] == [1, 2, 4, 8]
-    assert [size.reason for size in plan.sizes] == ["the weights do not fit"] * 3 + [""]
+    assert [size.tp for size in whole(plan)] == [1, 2, 4, 8]
+    assert [size.reason for size in whole(plan)] == ["the weights do not fit"] * 3 + [""]
     assert plan.fits
-    last = plan.sizes[-1]
+    last = whole(plan)[-1]
     norms = (2 * 126 + 1) * 16384
     assert last.weight_bytes == 2 * ((plan.num_parameters - norms) // 8 + norms)
     assert last.block_bytes == 16 * 516_096 // 8
     assert last.num_blocks == (int(141e9 * USED_SHARE) - last.weight_bytes) // last.block_bytes
     assert last.num_requests == last.num_blocks // 63
     assert last.num_tokens == 1000 * last.num_requests
+    # Eight KV heads are no rank's twice, so that no tokens can be dealt; stages take all GPUs.
+    staged = [size for size in plan.sizes if size.pp > 1]
+    assert [(size.tp, size.pp, size.dcp) for size in staged] == [(4, 2, 1), (2, 4, 1), (1, 8, 1)]
+    assert {size.reason for size in staged if size.tp == 4} == {
+        "would fit, but an engine with pp: 2 cannot be run yet"
+    }
+    first = staged[0]
+    # The first stage has the embedding, the last one the head and the last norm, of 63 layers each.
+    layers = (plan.num_parameters - 2 * 128_256 * 16_384 - norms) // 2
+    ends = 128_256 * 16_384
+    assert first.weight_bytes == 2 * ((layers + ends) // 4 + 2 * 63 * 16_384 + 16_384)
+    assert first.block_bytes == 16 * 516_096 // 8
+    assert first.num_blocks == (int(141e9 * USED_SHARE) - first.weight_bytes) // first.block_bytes
     assert not plan_memory(write(LLAMA_31_405B), "8xH100").fits
+
+
+def test_dealt_tokens_take_the_place_of_replicas(write: WriteConfig) -> None:
+    """Every rank of TP keeps all latents; of dealt ones each keeps its part of a block of all their tokens."""
+    plan = plan_memory(write(LARGE["DeepSeek-V3"] | {"num_hidden_layers": 4}), "4xH200", tokens=4096)
+    found = {(size.tp, size.pp, size.dcp): size for size in plan.sizes}
+    assert list(found) == [
+        (1, 1, 1),
+        (2, 1, 1),
+        (2, 1, 2),
+        (4, 1, 1),
+        (4, 1, 4),
+        (2, 2, 1),
+        (2, 2, 2),
+        (1, 4, 1),
+    ]
+    copies, dealt = found[4, 1, 1], found[4, 1, 4]
+    assert (dealt.weight_bytes, dealt.block_bytes) == (copies.weight_bytes, copies.block_bytes)
+    assert dealt.num_blocks == copies.num_blocks
+    # 256 blocks of 16 tokens, or 64 of 64.
+    assert (copies.num_requests, dealt.num_requests) == (copies.num_blocks // 256, copies.num_blocks // 64)
+    assert dealt.reason.startswith("would fit, but attention with dcp: 4 has no Triton kernel")
+    # Two layers of latents on each of two stages.
+    assert found[2, 2, 1].block_bytes == 16 * 2 * (512 + 64) * 2
 
 
 def test_requests_at_a_time_are_counted_at_their_fullest(write: WriteConfig) -> None:
     """The 127 positions before a token lie in 9 blocks of 16, unless they begin with one."""
     two_layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
-    (size,) = plan_memory(write(LARGE["gpt-oss-120b"] | two_layers), "1xH200", tokens=4096).sizes
+    (size,) = whole(plan_memory(write(LARGE["gpt-oss-120b"] | two_layers), "1xH200", tokens=4096))
     assert size.num_requests == size.num_blocks // (256 + 9)
 
 
@@ -145,7 +187,7 @@ def test_the_plan_counts_the_rank_that_holds_most(write: WriteConfig) -> None:
     config = read_config(path)
     ranks = [rank_bytes(config, 8, rank) for rank in range(8)]
     assert len(set(ranks)) > 1
-    assert plan_memory(path, "8xH200").sizes[-1].weight_bytes == max(ranks)
+    assert whole(plan_memory(path, "8xH200"))[-1].weight_bytes == max(ranks)
 
 
 @thorough
@@ -154,14 +196,15 @@ def test_weights_count_as_ranks_hold_them(write: WriteConfig) -> None:
     path = write(LARGE["DeepSeek-V3"])
     config = read_config(path)
     plain = rank_bytes(replace(config, quantisation=None), 8, 7)
-    assert plan_memory(path, "8xH200").sizes[-1].weight_bytes == rank_bytes(config, 8, 7) < 0.51 * plain
-    assert plan_memory(path, "8xH200").held_as == "in fp8 as stored, the rest in bfloat16"
+    kept = plan_memory(path, "8xH200")
+    assert whole(kept)[-1].weight_bytes == rank_bytes(config, 8, 7) < 0.51 * plain
+    assert kept.held_as == "in fp8 as stored, the rest in bfloat16"
     without = plan_memory(path, "8xA100")
-    assert (without.sizes[-1].weight_bytes, without.held_as) == (plain, "dequantised in bfloat16")
+    assert (whole(without)[-1].weight_bytes, without.held_as) == (plain, "dequantised in bfloat16")
     plan = plan_memory(write(LARGE["gpt-oss-120b"]), "2xH200")
     assert plan.held_as == "dequantised in bfloat16"
     assert plan.sizes[0].weight_bytes == 2 * plan.num_parameters
-    assert [size.reason for size in plan.sizes] == ["the weights do not fit", ""]
+    assert [size.reason for size in whole(plan)] == ["the weights do not fit", ""]
 
 
 @thorough

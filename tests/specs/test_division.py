@@ -96,8 +96,8 @@ def test_engines_that_rayk_cannot_run_are_refused_before_they_start() -> None:
     with pytest.raises(SpecError, match="an engine with pp: 2 cannot be run yet") as told:
         plan_cells(load_spec(spec(decode=both)), one_kv_head(), device="cpu")
     assert told.value.mend.startswith("decode.pp: 1;")
+    dealt = {"tp": 2, "dcp": 2, "attention_backend": "triton"}
     with pytest.raises(SpecError, match="dcp: 2 has no Triton kernel") as told:
-        dealt = {"tp": 2, "dcp": 2, "attention_backend": "triton"}
         plan_cells(load_spec(spec(decode=dealt)), one_kv_head(), device="cpu")
     assert told.value.mend.startswith("decode.dcp: 1;")
 
