@@ -151,7 +151,7 @@ def test_the_405b_on_8_h200(write: WriteConfig) -> None:
 
 
 def test_dealt_tokens_take_the_place_of_replicas(write: WriteConfig) -> None:
-    """Every rank of TP keeps all latents; of dealt ones each keeps its part of a block of all their tokens."""
+    """Every rank of TP keeps all latents; of dealt ones it keeps its part of a block of all their tokens."""
     plan = plan_memory(write(LARGE["DeepSeek-V3"] | {"num_hidden_layers": 4}), "4xH200", tokens=4096)
     found = {(size.tp, size.pp, size.dcp): size for size in plan.sizes}
     assert list(found) == [
