@@ -8,7 +8,9 @@ from rayk.metrics import METRICS
 
 DASHBOARDS = (OVERVIEW, TRANSFERS, MEMORY, OFFLOAD, RANKS, EXPERIMENT)
 
-NOT_SHOWN: dict[str, str] = {}
+NOT_SHOWN: dict[str, str] = {
+    "rayk_engine_rank_info": "it is for joins: which stage, and which tokens, are a rank's",
+}
 """Metrics that no panel shows, and why."""
 
 ABSENT_ON_CPU = frozenset({"rayk_model_flops_utilization", "rayk_model_bandwidth_utilization"})

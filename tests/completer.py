@@ -151,6 +151,8 @@ def idle_engine(name: str, role: str) -> EngineState:
         name=name,
         role=role,
         tp=2,
+        pp=1,
+        dcp=1,
         state="ready",
         trouble="",
         epoch=1,

@@ -304,7 +304,7 @@ def _make_side(
     renewed_lease_s = options.pop("renewed_lease_s")
     token_classes = options.pop("token_classes", ONE_CLASS)
     make_meter: MakeMeter | None = options.pop("make_meter", None)
-    meters = [None if make_meter is None else make_meter(name, rank) for rank in range(config.tp)]
+    meters = [None if make_meter is None else make_meter(name, rank) for rank in range(config.num_ranks)]
     if make_meter is not None:
         options["make_stats"] = lambda rank, leader: rank_stats(meters[rank.comm.rank], rank, leader)
         watch_handover(meters[0], handover)

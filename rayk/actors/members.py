@@ -156,6 +156,8 @@ class Member:
             name=self.name,
             role=self.role,
             tp=self.entry.config.tp,
+            pp=self.entry.config.pp,
+            dcp=self.entry.config.dcp,
             state=self.state,
             trouble=self.trouble,
             epoch=self.epoch,

@@ -28,12 +28,14 @@ ANSWER_S = 10.0  # a server that does not tell in this time is asked again
 STATES = {"ready": "green", "forming": "yellow", "lost": "bold red"}
 # titles and how their columns are set
 TITLES = (
-    ("engine", "left"), ("role", "left"), ("TP", "right"), ("state", "left"), ("running", "right"),
-    ("waiting", "right"), ("free blocks", "right"), ("used %", "right"), ("computed/s", "right"),
-    ("tokens/s", "right"), ("in flight", "right"), ("restarts", "right"), ("trouble", "left"),
+    ("engine", "left"), ("role", "left"), ("TP", "right"), ("DCP", "right"), ("PP", "right"),
+    ("state", "left"), ("running", "right"), ("waiting", "right"), ("free blocks", "right"),
+    ("used %", "right"), ("computed/s", "right"), ("tokens/s", "right"), ("in flight", "right"),
+    ("restarts", "right"), ("trouble", "left"),
 )  # fmt: skip
+STATE = [title for title, _ in TITLES].index("state")
 # what a narrow terminal does without, in this order
-DROPPED_FIRST = ("used %", "restarts", "computed/s", "TP", "in flight", "role", "free blocks")
+DROPPED_FIRST = ("used %", "restarts", "computed/s", "DCP", "PP", "TP", "in flight", "role", "free blocks")
 MIN_TROUBLE = 17  # characters that are kept for the trouble column, as for each: with padding and a gap
 Engine = Mapping[str, Any]
 FetchEngines = Callable[[], Sequence[Engine]]
@@ -58,7 +60,7 @@ def top(
         float, typer.Option(min=0.1, help="Seconds between two looks; rates are over them.")
     ] = 1.0,
 ) -> None:
-    """Show the engines of a server: role, TP size, state, requests, blocks, tokens per second, restarts.
+    """Show the engines of a server: role, sizes, state, requests, blocks, tokens per second, restarts.
 
     computed/s are tokens that forward passes took, prompts' included; tokens/s are tokens of answers. On a
     terminal the table stays in place until Ctrl-C; elsewhere one follows the other. Exit 2: nothing answers.
@@ -129,7 +131,10 @@ class Screen:
             title, justify = TITLES[i]
             table.add_column(title, justify=justify, no_wrap=title != "trouble")  # type: ignore[arg-type]
         for row in rows:
-            texts = [Text(text, style=STATES.get(row[3], "") if i == 3 else "") for i, text in enumerate(row)]
+            texts = [
+                Text(text, style=STATES.get(row[STATE], "") if i == STATE else "")
+                for i, text in enumerate(row)
+            ]
             table.add_row(*(texts[i] for i in shown))
         return table
 
@@ -143,7 +148,7 @@ class Screen:
 
 
 def _shown_columns(rows: Sequence[Sequence[str]], width: int | None) -> list[int]:
-    """Choose TITLES by index; the trouble column needs trouble."""
+    """Choose TITLES by index; the trouble column needs trouble, those of DCP and PP an engine that has it."""
     widths = {
         title: max(len(title), *(len(row[i]) for row in rows), 0) + 3 for i, (title, _) in enumerate(TITLES)
     }
@@ -151,10 +156,13 @@ def _shown_columns(rows: Sequence[Sequence[str]], width: int | None) -> list[int
         widths["trouble"] = MIN_TROUBLE  # it folds
     else:
         del widths["trouble"]
+    for i, (title, _) in enumerate(TITLES):
+        if title in ("DCP", "PP") and all(row[i] == "1" for row in rows):
+            del widths[title]
     for title in DROPPED_FIRST:
         if width is None or sum(widths.values()) + 2 <= width:
             break
-        del widths[title]
+        widths.pop(title, None)
     return [i for i, (title, _) in enumerate(TITLES) if title in widths]
 
 
@@ -177,9 +185,9 @@ def engine_row(engine: Engine, rates: tuple[float | None, float | None]) -> list
     computed, output = ("" if rate is None else f"{rate:,.1f}" for rate in rates)
     counts = ["" if engine[key] is None else f"{engine[key]:,}" for key in ("num_running", "num_waiting")]
     return [
-        str(engine["name"]), str(engine["role"]), str(engine["tp"]), str(engine["state"]), *counts,
-        blocks, used, computed, output, f"{engine['num_requests']:,}", f"{engine['num_restarts']:,}",
-        str(engine["trouble"]),
+        str(engine["name"]), str(engine["role"]), *(str(engine.get(size, 1)) for size in ("tp", "dcp", "pp")),
+        str(engine["state"]), *counts, blocks, used, computed, output,
+        f"{engine['num_requests']:,}", f"{engine['num_restarts']:,}", str(engine["trouble"]),
     ]  # fmt: skip
 
 

@@ -89,6 +89,8 @@ class StepCosts:
         self._num_head = decoder.num_head_weights
         self._head_bytes = self._num_head * itemsize
         self._attending = tuple(_attending(rank))
+        # Of as many query heads as its run of ranks has, a rank computes this part of the keys.
+        self._dcp = rank.comms.dcp.size
 
     def count(self, batch: ScheduledBatch) -> tuple[int, int]:
         """Count (floating point operations, bytes read) of a step."""
@@ -108,7 +110,7 @@ class StepCosts:
         for a in self._attending:
             of = (pairs, seen) if a.window is None else _in_window(batch, a.window)
             flops += a.flops * of[0]
-            read += a.kv_bytes * of[1]
+            read += a.kv_bytes * of[1] // self._dcp
         return flops, read
 
 

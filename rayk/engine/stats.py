@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rayk.engine.costs import StepCosts, peaks_of
+from rayk.parallel.shard import engine_shape
 from rayk.parallel.timed import TimedComm
 from rayk.types.batch import ScheduledBatch
 
@@ -125,7 +126,11 @@ def _drain(values: list[float]) -> list[float]:
 
 
 def rank_stats(meter: Meter, rank: EngineRank, leader: Leader | None) -> StepStats:
-    """Return the counts of a rank's steps; on rank 0 the meter also reports what the leader counts."""
+    """Return the counts of a rank's steps. The meter reports where the rank stands in its engine, and on
+    rank 0 what the leader counts."""
+    share = engine_shape(rank.config, rank.model_config.num_layers).share(rank.comm.rank)
+    places = {"stage": share.stage, "tp_rank": share.tp_rank, "dcp_rank": share.dcp_rank}
+    meter.set("rayk_engine_rank_info", 1, **{name: str(place) for name, place in places.items()})
     device = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "cpu"
     comm = rank.comm if isinstance(rank.comm, TimedComm) else None
     costs, dtype = StepCosts(rank), rank.config.dtype

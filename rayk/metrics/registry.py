@@ -51,8 +51,8 @@ LABEL_VALUES: dict[str, frozenset[str]] = {
     ),
     "verdict": frozenset(VERDICTS),
 }
-"""Fixed values of labels. The others (`model`, `engine`, `rank`, `group`, `kind`, `point`, `run`, `path`,
-`status`) have as many as a deployment has, whatever its requests."""
+"""Fixed values of labels. The others (`model`, `engine`, `rank`, `stage`, `tp_rank`, `dcp_rank`, `group`,
+`kind`, `point`, `run`, `path`, `status`) have as many as a deployment has, whatever its requests."""
 
 
 @enum.unique
@@ -119,6 +119,15 @@ def _of(kind: MetricKind, name: str, unit: str, help_text: str, *labels: str) ->
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 
 _ENGINE = (
+    _gauge(
+        "rayk_engine_rank_info",
+        "1",
+        "1 for each rank: its pipeline stage, its rank among the stage's, and its turn where these deal the "
+        "tokens of a sequence",
+        "stage",
+        "tp_rank",
+        "dcp_rank",
+    ),
     _gauge("rayk_num_requests_running", "requests", "Requests in the running batch"),
     _gauge("rayk_num_requests_waiting", "requests", "Requests waiting to be scheduled"),
     _gauge("rayk_num_requests_receiving", "requests", "Requests whose KV is awaited from another engine"),

@@ -164,7 +164,7 @@ async def _serve(
 
 
 def _plan_in_words(settings: ServerSettings) -> str:
-    engines = ", ".join(f"{e.name} (TP {e.config.tp})" for e in settings.engines)
+    engines = ", ".join(f"{e.name} ({e.config.parallel_text})" for e in settings.engines)
     number, spares = len(settings.engines), settings.num_spares
     kept = f", and {spares} spare worker{'s' if spares > 1 else ''}" if spares else ""
     return f"forming {number} engine{'s' if number > 1 else ''}: {engines}{kept}"

@@ -68,6 +68,8 @@ class EngineState:
     role: str
     """aggregated, prefill or decode."""
     tp: int
+    pp: int
+    dcp: int
     state: str
     """forming, ready or lost."""
     trouble: str

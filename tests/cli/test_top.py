@@ -103,6 +103,18 @@ def test_once_prints_a_line_per_engine(engines: WorkingEngines) -> None:
     assert len(rows) == 2
 
 
+def test_what_divides_an_engine_beside_tp_has_columns_where_there_is_one(engines: WorkingEngines) -> None:
+    engines.states["decode0"] = replace(engines.states["decode0"], tp=4, dcp=2, state="ready", trouble="")
+    with running(engines) as url:
+        heads, *rows = map(cells, top("--url", url).stdout.splitlines()[1:])
+    assert heads[:5] == ["engine", "role", "TP", "DCP", "state"]
+    assert [row[2:5] for row in rows] == [["2", "1", "ready"], ["4", "2", "ready"]]
+    older = {"name": "e", "role": "aggregated", "tp": 2, "state": "ready", "trouble": ""}
+    asked = dict.fromkeys(("num_running", "num_waiting", "num_free_blocks", "num_blocks"))
+    row = engine_row(older | asked | {"num_requests": 0, "num_restarts": 0}, (None, None))
+    assert row[:6] == ["e", "aggregated", "2", "1", "1", "ready"], "an older server tells no others"
+
+
 def test_the_host_tier_has_a_line_where_there_is_one(engines: WorkingEngines) -> None:
     with running(engines) as url:
         assert "host tier" not in top("--url", url, "--once", "--interval", "0.1").stdout
@@ -133,7 +145,7 @@ def test_an_engine_that_was_formed_again_has_no_rate_yet(engines: WorkingEngines
     screen.look()
     screen.look()
     assert screen.rates == {"prefill0": (None, None)}
-    assert engine_row(screen.engines[0], screen.rates["prefill0"])[8:10] == ["", ""]
+    assert engine_row(screen.engines[0], screen.rates["prefill0"])[10:12] == ["", ""]
 
 
 @pytest.mark.parametrize("width", [72, 80, 100, 160])

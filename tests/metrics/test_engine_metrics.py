@@ -67,6 +67,9 @@ def test_a_hand_over_is_counted_as_its_rows_count_it(qwen3: Model, push: bool) -
         num_checked = sum(c.info["num_kv_bytes_checked"] for c in done)
         steps = {s: [loop.times.num_steps for loop in getattr(pair, s).engine.loops] for s in "pd"}
     p, d = recorders["p", 0], recorders["d", 0]
+    for rank in range(2):
+        places = {"stage": "0", "tp_rank": str(rank), "dcp_rank": "0"}
+        assert recorders["p", rank].gauge("rayk_engine_rank_info", rank=str(rank), **places) == 1
     mode = "push" if push else "pull"
     assert d.sum("rayk_nixl_bytes_total", mode=mode) == sum(r.bytes for r in rows) > 0
     assert d.sum("rayk_nixl_descriptors_total") == sum(r.num_descriptors for r in rows) > 0

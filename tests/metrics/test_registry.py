@@ -13,7 +13,8 @@ from rayk.types.request import FinishReason
 from rayk.types.verdicts import VERDICTS
 from tests.each import each
 
-OPEN_LABELS = {"model", "engine", "rank", "group", "kind", "point", "path", "status", "run"}
+OF_RANKS = {"rank", "stage", "tp_rank", "dcp_rank"}
+OPEN_LABELS = {"model", "engine", *OF_RANKS, "group", "kind", "point", "path", "status", "run"}
 """As many values as a deployment has models, engines, ranks..."""
 _UP_TO_1 = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0)
 VLLM_TTFT = (*_UP_TO_1, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
@@ -86,7 +87,7 @@ def test_fixed_labels_have_the_values_of_what_they_name() -> None:
 def test_series_are_bounded() -> None:
     """Whatever runs, one rank has no more series than this, buckets included."""
     sizes = {label: len(values) for label, values in LABEL_VALUES.items()}
-    sizes |= {"group": 16, "kind": 8, "point": 8}
+    sizes |= {"group": 16, "kind": 8, "point": 8} | dict.fromkeys(OF_RANKS, 1)
     known = {"model", "engine", "role", "rank"}
     num_series = 0
     for metric in METRICS.values():
