@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 TABLES = ("checks", "requests")
 STYLES = {"PASS": "green", "UNSUPPORTED": "dim"}
+SIDES = ("prefill", "decode")
 MIN_TIMEOUT_S = 5.0
 CALL_SHARE = 0.5  # the share of a check's time that one call may take
 
@@ -220,8 +221,13 @@ def _sections(connector: str, rows: dict[str, list[dict[str, Any]]], *, is_store
         Column(title="wall s", key="wall_s", spec=".2f"),
     ]
     pair = [
-        Column(title="prefill TP", key="prefill_tp", spec="d"),
-        Column(title="decode TP", key="decode_tp", spec="d"),
+        *(
+            Column(title=f"{side} {size.upper()}", key=f"{side}_{size}", spec="d")
+            for size in ("tp", "dcp", "pp")
+            if size == "tp"
+            or any(row.get(f"{side}_{size}", 1) > 1 for row in rows["checks"] for side in SIDES)
+            for side in SIDES
+        ),
         Column(title="prefill layout", key="prefill_layout"),
         Column(title="decode layout", key="decode_layout"),
         Column(title="prefill block", key="prefill_block_size", spec="d"),
@@ -232,7 +238,7 @@ def _sections(connector: str, rows: dict[str, list[dict[str, Any]]], *, is_store
         Column(title="check", key="check"),
         Column(title="request", key="request_id"),
         Column(title="side", key="side"),
-        Column(title="rank", key="tp_rank", spec="d"),
+        Column(title="rank", key="rank", spec="d"),
         Column(title="outcome", key="outcome"),
         Column(title="ms", key="reported_ms", spec=".2f"),
         Column(title="reason", key="reason"),

@@ -51,6 +51,8 @@ def all_checks(*, every_layout: bool = False) -> tuple[Check, ...]:
         *_requests(),
         *_layouts(every_layout),
         *_tp(),
+        *_dcp(),
+        *_pp(),
         *_blocks(),
         *_groups(),
         *_faults(),
@@ -146,6 +148,35 @@ def _tp() -> Iterator[Check]:
             proves=f"{what} ({kv_heads} KV heads, TP {tp[0]} to {tp[1]})",
             pair=EnginePair(tp=tp, num_kv_heads=kv_heads, num_query_heads=query_heads),
             scenario="one_request",
+        )
+
+
+def _dcp() -> Iterator[Check]:
+    for dcp, interleave, what in (
+        ((1, 2), (1, 1), "tokens of one rank are dealt to two in turn"),
+        ((2, 1), (1, 1), "tokens that two ranks hold in turn come together in one"),
+        ((3, 2), (1, 4), "tokens dealt to three ranks one by one come to two, which take four in turn"),
+    ):
+        yield Check(
+            id=f"dcp.{dcp[0]}-{dcp[1]}",
+            proves=f"{what}, also of a request with no token for some rank (1 KV head, DCP and TP "
+            f"{dcp[0]} to {dcp[1]})",
+            pair=EnginePair(tp=dcp, dcp=dcp, dcp_interleave=interleave, num_kv_heads=1, num_query_heads=6),
+            scenario="lengths",
+        )
+
+
+def _pp() -> Iterator[Check]:
+    for pp, what in (
+        ((1, 2), "layers of one rank come to the ranks of two stages"),
+        ((2, 1), "layers of two stages come together in one rank"),
+        ((3, 2), "layers of three stages come to two"),
+    ):
+        yield Check(
+            id=f"pp.{pp[0]}-{pp[1]}",
+            proves=f"{what} (PP {pp[0]} to {pp[1]})",
+            pair=EnginePair(pp=pp),
+            scenario="lengths",
         )
 
 

@@ -19,7 +19,7 @@ from rayk.kv.specs import (
     MlaSpec,
     SlidingWindowSpec,
 )
-from rayk.parallel.shard import EngineShape
+from rayk.parallel.shard import EngineShape, split_layers
 from rayk.transfer.connector import ConnectorCase
 
 NUM_LAYERS = 3
@@ -40,6 +40,9 @@ class EnginePair:
     num_kv_heads: int = 4
     num_query_heads: int = 8
     tp: tuple[int, int] = (1, 1)
+    dcp: tuple[int, int] = (1, 1)
+    dcp_interleave: tuple[int, int] = (1, 1)
+    pp: tuple[int, int] = (1, 1)
     layouts: tuple[str, str] = ("BHLNC", "BHLNC")
     block_sizes: tuple[int, int] = (16, 16)
     num_blocks: tuple[int, int] = (40, 48)
@@ -49,15 +52,24 @@ class EnginePair:
         specs = [_SPECS[kind](self, self.block_sizes[side]) for kind in kinds]
         return {(layer, spec.part): spec for layer, spec in enumerate(specs)}
 
-    def groups(self, side: int) -> tuple[KVCacheGroup, ...]:
-        return group_layers(self.specs(side))
+    def shape(self, side: int) -> EngineShape:
+        num_layers, pp = len(self.specs(side)), self.pp[side]
+        stages = split_layers(num_layers, pp) if pp > 1 else ()
+        return EngineShape(self.tp[side], self.dcp[side], self.dcp_interleave[side], stages)
 
-    def geometry(self, side: int, tp_rank: int) -> RankGeometry:
+    def block_tokens(self, side: int) -> int:
+        """Count the tokens of a block of attention on all ranks that deal them."""
+        return self.block_sizes[side] * self.dcp[side]
+
+    def groups(self, side: int) -> tuple[KVCacheGroup, ...]:
+        return group_layers(self.specs(side), dcp=self.dcp[side])
+
+    def geometry(self, side: int, rank: int) -> RankGeometry:
         return plan_rank(
             self.groups(side),
             get_layout(self.layouts[side]),
-            shape=EngineShape(self.tp[side]),
-            rank=tp_rank,
+            shape=self.shape(side),
+            rank=rank,
             num_blocks=self.num_blocks[side],
         )
 
@@ -72,6 +84,9 @@ class EnginePair:
             block_sizes=self.block_sizes,
             kv_format=QUANTISED.get(self.model, DTYPE),
             fault=fault,
+            dcp=self.dcp,
+            dcp_interleave=self.dcp_interleave,
+            pp=self.pp,
         )
 
 

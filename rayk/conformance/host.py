@@ -33,7 +33,7 @@ STORE_METHODS = ("save", "look_up")
 """A class that has these is a store."""
 _PR_SET_PDEATHSIG = 1
 RankName = tuple[int, int]
-"""(side, tp_rank); side 0 is the producer."""
+"""(side, rank in its engine); side 0 is the producer."""
 
 
 class Raised(Exception):

@@ -56,7 +56,7 @@ class RankMemory:
         for view in self._views:
             table = request.block_ids[view.group.index]
             block_ids, rows, _ = view.places(table, request.num_tokens)
-            wanted = _expected(view, seed, request.num_tokens)
+            wanted = _held(view, _expected(view, seed, request.num_tokens), request.num_tokens)
             for field in view.fields:
                 for slot, unit in enumerate(field.units):
                     raw = torch.from_numpy(wanted[field.name, unit].copy())
@@ -73,7 +73,7 @@ class RankMemory:
             mismatch = first_difference(request.request_id, view, request.num_tokens, expected, found)
             if mismatch is not None:
                 reason = f"{mismatch} ({mismatch.num_bytes_mismatched} of {mismatch.num_bytes_checked} bytes)"
-                return reason + _stamps(expected, found)
+                return reason + _stamps(_held(view, expected, request.num_tokens), found)
         return ""
 
     def take_back(self, request_id: str) -> None:
@@ -155,6 +155,12 @@ def _expected(view: LayerView, seed: int, num_tokens: int) -> Rows:
         for field in view.group.spec.fields()
         for unit in range(field.units)
     }
+
+
+def _held(view: LayerView, rows: Rows, num_tokens: int) -> Rows:
+    """Return those of the live rows whose tokens lie on the rank."""
+    chosen = view.held_rows(num_tokens) - view.live_rows(num_tokens).start
+    return {key: values[chosen] for key, values in rows.items()}
 
 
 def _stamps(expected: Rows, found: Rows) -> str:

@@ -41,7 +41,7 @@ class Outcome:
 
     request_id: str
     side: str
-    tp_rank: int
+    rank: int
     outcome: str
     """done, failed or wrong."""
     reason: str
@@ -133,7 +133,9 @@ class Rig:
 
     def open(self) -> None:
         """Make all ranks, in separate processes if the connector can, and connect them."""
-        names = [(side, rank) for side in (PRODUCER, CONSUMER) for rank in range(self.pair.tp[side])]
+        names = [
+            (side, rank) for side in (PRODUCER, CONSUMER) for rank in range(self.pair.shape(side).num_ranks)
+        ]
         self.pool.take(1)
         if self.pool.facts.is_cross_process:
             hosts = self.pool.take(len(names))
@@ -186,7 +188,7 @@ class Rig:
         """Make a request in scattered blocks, or in those of `like`, which is over on the sides `alike`."""
         number = next(self._ids)
         if self.pool.facts.moves_whole_blocks_only:
-            size = math.lcm(*self.pair.block_sizes)
+            size = math.lcm(*map(self.pair.block_tokens, (PRODUCER, CONSUMER)))
             num_tokens = -(-num_tokens // size) * size
         request_id = request_id or f"request-{number}"
         deadline_s = self.settings.request_s if deadline_s is None else deadline_s
@@ -331,7 +333,7 @@ class Rig:
             Outcome(
                 request_id=report.request_id,
                 side=SIDES[report.rank[0]],
-                tp_rank=report.rank[1],
+                rank=report.rank[1],
                 outcome="wrong" if report.wrong else "failed" if report.error else "done",
                 reason=report.wrong or report.error,
                 reported_ms=None if began is None else (time.monotonic() - began) * 1e3,

@@ -31,6 +31,10 @@ class CheckResult:
     wall_s: float
     prefill_tp: int | None = None  # of connectors alone, as what follows
     decode_tp: int | None = None
+    prefill_dcp: int | None = None
+    decode_dcp: int | None = None
+    prefill_pp: int | None = None
+    decode_pp: int | None = None
     prefill_layout: str | None = None
     decode_layout: str | None = None
     prefill_block_size: int | None = None
@@ -116,8 +120,11 @@ class Kit:
             verdict, reason = self._try(check, lambda: self._try_connector(check, outcomes))
             pair = check.pair
             about = {
-                "prefill_tp": pair.tp[0],
-                "decode_tp": pair.tp[1],
+                **{
+                    f"{side}_{size}": getattr(pair, size)[number]
+                    for size in ("tp", "dcp", "pp")
+                    for number, side in enumerate(("prefill", "decode"))
+                },
                 "prefill_layout": pair.layouts[0],
                 "decode_layout": pair.layouts[1],
                 "prefill_block_size": pair.block_sizes[0],

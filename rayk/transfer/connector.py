@@ -102,11 +102,17 @@ class ConnectorCase:
     """Format of keys and values: a name of rayk.kv.formats. Their scales, if any, are fields of the page."""
     fault: str = ""
     """What goes wrong; empty in a case where nothing does."""
+    dcp: tuple[int, int] = (1, 1)
+    """Over how many ranks of a stage the tokens of a sequence are dealt, where these hold the same heads."""
+    dcp_interleave: tuple[int, int] = (1, 1)
+    """Consecutive tokens of one of these ranks, before the next has its turn."""
+    pp: tuple[int, int] = (1, 1)
+    """Pipeline stages, of `tp` ranks and a run of layers each."""
 
     @property
     def is_alike(self) -> bool:
         """Both engines lay out their caches in one way: a block's bytes are the same on both sides."""
-        pairs = (self.tp, self.layouts, self.block_sizes)
+        pairs = (self.tp, self.dcp, self.dcp_interleave, self.pp, self.layouts, self.block_sizes)
         return all(pair[0] == pair[1] for pair in pairs)
 
 

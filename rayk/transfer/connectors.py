@@ -21,6 +21,7 @@ from rayk.transfer.handshake import CacheDescription, describe_cache
 from rayk.transfer.layer_view import LayerView, make_layer_view
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.token_classes import common_classes
 from rayk.transfer.transports import TRANSPORTS, AgentSettings, make_agent
 from rayk.transfer.wire import field_views
 
@@ -87,7 +88,13 @@ class RankConnector(BaseConnector):
 
     def meet(self, producers: Sequence[bytes], consumers: Sequence[bytes]) -> Sides:
         """Connect the rank; how it is to know the two engines. Raises HandshakeMismatch."""
+        # Only now is it known how either side deals tokens, by which both are to digest them.
         sides = one_engine(producers), one_engine(consumers)
+        classes = common_classes(rank.geometry.shape for side in sides for rank in side)
+        if classes != self.rank.description.token_classes:
+            self.rank.prove_by(classes)
+        for side in sides:
+            side[:] = [replace(rank, token_classes=classes) for rank in side]
         self.rank.connect(*sides)
         return sides
 

@@ -34,9 +34,18 @@ from rayk.transfer.push_messages import StopMessage
 from rayk.transfer.push_reservations import PushReservations, Reserved
 from rayk.transfer.staging import Staging, StagingSettings
 from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.token_classes import TokenClasses
 from rayk.transfer.try_read import Wirings
 from rayk.transfer.valid_prefix import LayerProof
-from rayk.transfer.verify import Digests, Prove, Rows, compute_digests, fetch_rows, sorted_views
+from rayk.transfer.verify import (
+    CanonicalViews,
+    Digests,
+    Prove,
+    Rows,
+    compute_digests,
+    fetch_rows,
+    sorted_views,
+)
 from rayk.transfer.waiting import WaitingTicket
 from rayk.transfer.wire import wire_cache_for
 from rayk.transfer.wire_geometry import can_convert
@@ -92,6 +101,13 @@ class TransferRank:
         """Messages of consumer ranks that this rank may push to."""
 
     # Wiring
+
+    def prove_by(self, classes: TokenClasses) -> None:
+        """Digest tokens by these classes, which are those of all engines that it will meet. Before the first
+        of them; a rank whose description says the classes already needs no such call."""
+        assert not list(self._links), "digests of earlier tickets are by other classes"
+        self.description = replace(self.description, token_classes=classes)
+        self._views = CanonicalViews(self._views, self._views.caches, classes)
 
     def connect(
         self,

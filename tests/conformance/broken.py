@@ -102,6 +102,24 @@ class WritesLate(Copying):
         return super().receive(request, peers)
 
 
+class NextTurn(Copying):
+    """Gives each rank the tokens of the next one, where tokens are dealt."""
+
+    def plan(self, consumer):
+        if self.geometries[consumer].shape.dcp > 1:
+            consumer = self.consumers[(self.consumers.index(consumer) + 1) % len(self.consumers)]
+        return super().plan(consumer)
+
+
+class LastStageAlone(Copying):
+    """Forgets the layers of all pipeline stages but the last."""
+
+    def copy(self, reads, theirs, shift=0):
+        geometry = self.caches.geometry
+        if geometry.share.stage == geometry.shape.pp - 1:
+            super().copy(reads, theirs, shift)
+
+
 class UnreadRanksForgotten(Copying):
     """Producer ranks that nobody reads from never hear that their blocks are free."""
 

@@ -20,6 +20,8 @@ COVERING = (
     "tp.1-2",
     "tp.3-2-6-heads",
     "tp.4-1-2-heads",
+    "dcp.3-2",
+    "pp.3-2",
     "blocks.16-24",
     "groups.full+sliding-tp-1-2",
     "blocks.many",
@@ -38,6 +40,13 @@ def failures(target: str, checks, settings=PATIENT) -> list[str]:
         results = list(kit.run_all(checks))
     assert results, "nothing was checked"
     return [f"{r.id}: {r.verdict} {r.reason}" for r in results if r.verdict != PASS]
+
+
+@pytest.mark.parametrize(
+    "name", ["LocalConnector", pytest.param("LocalPushConnector", marks=pytest.mark.thorough)]
+)
+def test_a_local_connector_moves_dealt_tokens_and_stages(name):
+    assert failures(f"rayk.transfer:{name}", choose(all_checks(), ["dcp", "pp"])) == []
 
 
 @thorough

@@ -118,6 +118,13 @@ def run(kit: Kit, name: str, check_id: str, settings: Settings = PATIENT):
             "groups.full+sliding",
             r"as done: .*layer 1, group 1, .*only 0x5a .*never written",
         ),
+        (
+            "NextTurn",
+            "tp.1-2",
+            "dcp.1-2",
+            r"consumer rank \d reported .* as done: .*layer 0, group 0, k, head 0, ",
+        ),
+        ("LastStageAlone", "pp.1-2", "pp.2-1", r"as done: .*layer 0, group 0, .*only 0x5a .*never written"),
         ("DoneAnyhow", "requests.one_request", "faults.never_followed", r"as done: .*only 0x5a"),
     ],
 )

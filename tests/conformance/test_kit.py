@@ -174,6 +174,10 @@ def test_checks_cover_what_they_claim():
     assert kinds == {
         kind for spec in vars(specs).values() if isinstance(kind := getattr(spec, "kind", 0), str)
     }
+    divided = {(c.case.dcp, c.case.pp) for c in checks} - {((1, 1), (1, 1))}
+    pairs = {(1, 2), (2, 1), (3, 2)}
+    assert divided == {(pair, (1, 1)) for pair in pairs} | {((1, 1), pair) for pair in pairs}
+    assert not any(c.case.is_alike for c in checks if (c.case.dcp, c.case.pp) in divided)
     assert {c.case.kv_format for c in checks} == {"bfloat16", "fp8_e4m3_token_head", "nvfp4"}
     with pytest.raises(UserError, match="did you mean faults"):
         choose(checks, ["fault"])
