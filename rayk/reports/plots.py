@@ -97,7 +97,7 @@ def _sizes(cells: pd.DataFrame) -> dict[Any, tuple[Size, Size]]:
         return dict.fromkeys(cells["cell_id"], ((0, ""), (0, "")))
     sides = ("prefill", "decode")
     tp = cells[[f"{side}.tp" for side in sides]].fillna(0).astype(int).to_numpy()
-    found = {}
+    found: dict[Any, tuple[Size, Size]] = {}
     for cell, sizes in zip(cells.to_dict(orient="records"), tp.tolist(), strict=True):
         prefill, decode = ((size, divided_side(cell, side)) for side, size in zip(sides, sizes, strict=True))
         found[cell["cell_id"]] = (prefill, decode)
