@@ -150,6 +150,7 @@ def test_loading_is_told_by_the_rank_that_took_most(tmp_path: Path) -> None:
         {
             "side": side,
             "tp": tp,
+            "divided": "",
             "num_cells": 2,
             "weight_bytes": weights * MIB,
             "max_read_bytes": MIB,
