@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rayk.kv.groups import group_layers, measure_groups
@@ -35,12 +37,12 @@ def test_heads_that_ranks_share_are_replicated(tp: int, copies: int) -> None:
 
 @pytest.mark.parametrize(("tp", "dcp", "copies"), [(4, 2, 1), (8, 2, 2), (8, 4, 1)])
 def test_dealt_tokens_are_kept_once_per_run_of_ranks(tp: int, dcp: int, copies: int) -> None:
-    groups = group_layers({(0, "attention"): FULL}, dcp=dcp)
+    groups = group_layers({(0, "attention"): replace(FULL, num_query_heads=8)}, dcp=dcp)
     [memory] = measure_request_memory(groups, tp, [20], dcp)
     # Block ids cover 16 tokens of each rank of a run: one id of 32 or 64 tokens here.
     assert memory.block_size == 16 * dcp
     assert memory.replicated_bytes == (copies - 1) * 16 * dcp * ROW
-    latent = group_layers({(0, "attention"): MlaSpec(16, 8, 4, "float32", 4)}, dcp=dcp)
+    latent = group_layers({(0, "attention"): MlaSpec(16, 8, 4, "float32", 8)}, dcp=dcp)
     [memory] = measure_request_memory(latent, tp, [20], dcp)
     assert memory.replicated_bytes == (tp // dcp - 1) * (memory.used_bytes + memory.wasted_bytes)
 
