@@ -55,4 +55,4 @@ def num_stages(cell: Mapping[Any, Any], side: str) -> int:
 
 def _size(cell: Mapping[Any, Any], axis: str) -> int:
     value = cell.get(axis)
-    return 1 if is_null(value) else int(value)
+    return 1 if value is None or is_null(value) else int(value)
