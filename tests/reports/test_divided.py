@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -124,15 +125,17 @@ def test_figures_have_a_curve_and_marks_per_pair_of_sizes(run: Result) -> None:
 def test_workers_of_all_stages_count(run: Result) -> None:
     assert num_workers(divided_cell(2, 2, prefill_pp=3, decode_dcp=2).axes) == 2 * 3 + 2
     [staged] = [cell for cell in cell_exports(run) if cell.setting("prefill.pp") == 2]
-    report = BenchmarkReportV02.model_validate(yaml.safe_load(llmd_yaml(staged)))
+    report: Any = BenchmarkReportV02.model_validate(yaml.safe_load(llmd_yaml(staged)))
     engines = {c.metadata.label: c.standardized.accelerator for c in report.scenario.stack}
     assert (engines["prefill"].parallelism.pp, engines["prefill"].count) == (2, 4)
     assert (engines["decode"].parallelism.pp, engines["decode"].count) == (1, 2)
 
 
 def test_memory_and_weights_are_told_apart(tmp_path: Path) -> None:
-    sizes = dict.fromkeys(("used_bytes", "padding_bytes", "wasted_bytes", "replicated_bytes"), 2**20)
-    held = {"kind": "full", "num_layers": 2, "block_size": 16, "num_requests": 1, **sizes}
+    sizes: dict[str, Any] = dict.fromkeys(
+        ("used_bytes", "padding_bytes", "wasted_bytes", "replicated_bytes"), 2**20
+    )
+    held: dict[str, Any] = {"kind": "full", "num_layers": 2, "block_size": 16, "num_requests": 1, **sizes}
     writer = ResultWriter(tmp_path, spec_yaml=SPEC, environment={})
     for changed in ((), DEALT, STAGED):
         cell = divided_cell(2, 2, **dict(changed))
