@@ -43,6 +43,7 @@ def make_leader(
         max_seqs=config.max_seqs,
         max_positions=model.max_positions,
         eos_token_ids=model.eos_token_ids,
+        num_stages=config.pp,
     )
     return Leader(
         scheduler,

@@ -84,8 +84,8 @@ class Handover(Protocol):
         """List commands for the next turn; their results come to `absorb` in the same order."""
 
     def step_commands(self, batch: ScheduledBatch) -> tuple[object, ...]:
-        """List more commands, now that the turn's step is known: what ranks must know before they compute
-        it."""
+        """List what ranks must know before they compute this step, which they execute just before; without
+        results."""
 
     def needs_gather(self) -> bool:
         """Tell whether polls of all ranks matter now."""
@@ -236,14 +236,19 @@ class Leader:
         batch = self.scheduler.schedule()
         for state in self.scheduler.take_admitted():
             state.first_step_ns = state.first_step_ns or time.monotonic_ns()
+        step_commands: tuple[object, ...] = ()
         if self._handover is not None and batch is not None:
-            own = (*own, *self._handover.step_commands(batch))
+            step_commands = self._handover.step_commands(batch)
         self._num_handover_commands = len(own)
         self._calls_of_turn, self._calls = self._calls, []
         commands = (*own, *(command for command, _ in self._calls_of_turn))
         self._stalled = batch is None and self.scheduler.has_work
         return Turn(
-            batch=batch, commands=commands, gather=bool(commands) or self._watching(), stop=self._stopping
+            batch=batch,
+            commands=commands,
+            step_commands=step_commands,
+            gather=bool(commands) or self._watching(),
+            stop=self._stopping,
         )
 
     def sample(
@@ -434,7 +439,9 @@ class Leader:
 
     def _is_in_use(self, request_id: str) -> bool:
         # An aborted request's sink is gone before its blocks and reads are.
-        return request_id in self._sinks or (self._handover is not None and self._handover.holds(request_id))
+        held = self.scheduler.holds(request_id)
+        held = held or (self._handover is not None and self._handover.holds(request_id))
+        return held or request_id in self._sinks
 
     def _bad_input(self, request: Request) -> UserError | None:
         """Find what would otherwise end the engine, or be ignored."""
@@ -470,7 +477,7 @@ class Leader:
 
     def _busy(self) -> bool:
         runnable = self.scheduler.has_work and not self._stalled
-        return bool(runnable or self._calls or self._stopping)
+        return bool(runnable or self.scheduler.num_in_flight or self._calls or self._stopping)
 
     def _patience(self) -> float:
         """Choose the seconds to wait for something to do."""

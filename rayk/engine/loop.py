@@ -5,7 +5,8 @@ for it, command results and polls are gathered back to rank 0. An idle engine tu
 heartbeat its peers wait for.
 
 Where a rank runs ahead, a turn queues its step and then settles the one of the turn before: fetches its
-tokens, which the step that was just queued takes on the device.
+tokens, which the step that was just queued takes on the device. With pipeline parallel, a stage computes the
+step that came to it as many turns ago as there are stages before it; see pipeline.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from rayk.engine.header import decode_batch, encode_batch
+from rayk.engine.pipeline import Due, Pipeline
 from rayk.types.batch import ScheduledBatch, StepTokens
 from rayk.types.errors import RaykError
 
@@ -60,6 +62,8 @@ class TurnStats(Protocol):
 class Turn:
     batch: ScheduledBatch | None = None
     commands: tuple[object, ...] = ()
+    step_commands: tuple[object, ...] = ()
+    """Executed on each rank just before it computes the batch; without results."""
     gather: bool = False  # bring command results and polls to rank 0
     stop: bool = False
 
@@ -117,10 +121,11 @@ class LoopTimes:
 
 
 def encode_turn(turn: Turn) -> bytes:
-    """Write flags, the batch as int32, then (rarely) pickled commands."""
+    """Write flags, the batch as int32, then (rarely) pickled commands and step commands."""
     batch = encode_batch(turn.batch) if turn.batch is not None else b""
-    flags = int(turn.gather) | int(turn.stop) << 1 | int(bool(turn.commands)) << 2
-    commands = pickle.dumps(turn.commands) if turn.commands else b""
+    both = turn.commands, turn.step_commands
+    flags = int(turn.gather) | int(turn.stop) << 1 | int(any(both)) << 2
+    commands = pickle.dumps(both) if any(both) else b""
     return _PREFIX.pack(flags, len(batch)) + batch + commands
 
 
@@ -128,9 +133,11 @@ def decode_turn(payload: bytes) -> Turn:
     """Invert `encode_turn`, request ids aside."""
     flags, size = _PREFIX.unpack_from(payload)
     body = payload[_PREFIX.size :]
+    commands, step_commands = pickle.loads(body[size:]) if flags & 4 else ((), ())
     return Turn(
         batch=decode_batch(body[:size]) if size else None,
-        commands=pickle.loads(body[size:]) if flags & 4 else (),
+        commands=commands,
+        step_commands=step_commands,
         gather=bool(flags & 1),
         stop=bool(flags & 2),
     )
@@ -155,6 +162,7 @@ class EngineLoop:
         self._leader = leader
         self._on_step = on_step
         self._stats = stats
+        self._pipeline = Pipeline(rank)
         self._runs_ahead = rank.why_not_ahead is None
         self._in_flight: _StepInFlight | None = None
         self._settled_ns = 0  # when the last step was settled
@@ -171,7 +179,12 @@ class EngineLoop:
         begun_ns = time.monotonic_ns()
         turn = self._share(self._leader.plan() if self._leader is not None else None)
         results = tuple(self._execute(command) for command in turn.commands)
-        last, self._in_flight = self._in_flight, self._begin(turn.batch, begun_ns)
+        # At once on every rank: before any of them writes.
+        assigned = turn.batch.fresh_blocks() if turn.batch is not None else ()
+        if assigned:
+            self._extension.blocks_assigned(assigned)
+        due = self._pipeline.tick(turn.batch, turn.step_commands)
+        last, self._in_flight = self._in_flight, self._begin(due, begun_ns)
         poll = self._extension.poll()
         gathered = self._gather(turn, results, poll)
         if self._leader is not None:
@@ -200,14 +213,14 @@ class EngineLoop:
         except RaykError as error:
             return error
 
-    def _begin(self, batch: ScheduledBatch | None, begun_ns: int) -> _StepInFlight | None:
-        if batch is None:
+    def _begin(self, due: Due | None, begun_ns: int) -> _StepInFlight | None:
+        if due is None:
             return None
+        batch = due.batch
         if self._on_step is not None:
             self._on_step(batch.step)
-        assigned = tuple(b for r in batch.requests for b in r.fresh_blocks())
-        if assigned:
-            self._extension.blocks_assigned(assigned)
+        for command in due.commands:
+            self._execute(command)
         logits = self._rank.step(batch)
         prompt_logits = self._rank.prompt_logits()
         pending = None

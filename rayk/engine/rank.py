@@ -49,9 +49,10 @@ PROMPT_LOGITS = 1 << 23  # logits of prompt tokens that exist at once
 
 
 class EngineRank:
-    """Model, cache and forward pass of one tensor-parallel rank.
+    """Model, cache and forward pass of one rank: its share of the heads, tokens and layers.
 
-    Every rank runs the same batches in the same order; only rank 0's result is used.
+    Every rank runs the same batches in the same order; only rank 0's result is used, which is on the last
+    pipeline stage.
     """
 
     def __init__(
@@ -84,6 +85,12 @@ class EngineRank:
         groups = engine_groups(config, self.model_config)
         self.plan = plan_engine(config, self.model_config, self.backends.vetoes(groups))
         geometry = self.plan.ranks[comm.rank]
+        self.stage = geometry.share.stage
+        """Of the pipeline, 0 being the first."""
+        self.incoming: tuple[torch.Tensor, ...] = ()
+        """What the stage before made of the next step; put there by Pipeline."""
+        self.outgoing: tuple[torch.Tensor, ...] = ()
+        """What this stage made of the last step, for the stage after; taken by Pipeline."""
         self._fill = 0 if poison is None else poison
         self.caches: CanonicalKVCaches = allocate(geometry, self.device, fill=self._fill)
         # which matrices stay in fp8; None where all are dequantised
@@ -92,7 +99,8 @@ class EngineRank:
             load_decoder,
             Path(config.model),
             self.model_config,
-            comm=comm,
+            comm=self.comms.tp,
+            stage=geometry.share.layers,
             dtype=TORCH_DTYPES[config.dtype],
             device=self.device,
             backend=self.backends.__getitem__,
@@ -142,7 +150,7 @@ class EngineRank:
     def _attention_layers(self) -> list[AttentionLayer]:
         groups = {layer: g for g in self.plan.groups if g.spec.has_token_rows for layer in g.layers}
         found = []
-        for index in self.model_config.attending_layers:
+        for index in (i for i in self.model_config.attending_layers if i in self.decoder.stage):
             layer = self.model_config.layers[index]
             group = groups[index if layer.kv_source is None else layer.kv_source]
             found.append(
@@ -150,7 +158,7 @@ class EngineRank:
                     layer=index,
                     backend=self.backends[index],
                     spec=group.spec,
-                    num_query_heads=self.model_config.num_query_heads // self.comm.size,
+                    num_query_heads=self.model_config.num_query_heads // self.comms.tp.size,
                     view=AttentionView(
                         kv_group=group.index,
                         window=layer.window,
@@ -183,7 +191,8 @@ class EngineRank:
     @torch.inference_mode()
     def step(self, batch: ScheduledBatch) -> torch.Tensor:
         """Compute the batch's tokens and store their KV. Returns float32 logits [requests that need logits,
-        vocab], valid until the next step. On a GPU this returns before the kernels have run."""
+        vocab], valid until the next step, and none [0, vocab] on stages that are not the last. On a GPU this
+        returns before the kernels have run."""
         self._prompt_hidden = None
         if self._graphs is not None and self._graphs.fits(batch):
             self._inputs.update_tables(batch)
@@ -191,7 +200,7 @@ class EngineRank:
             logits = self._replay(self._graphs, batch)
         else:
             inputs = self._inputs.build(batch)
-            fast = bool(self.fast_prefill_layers) and len(inputs.logits_index_host) < len(inputs.token_ids)
+            fast = self._num_wanted(batch) is not None
             seen = self._see(inputs, inputs.logits_index_host if fast else None)
             self.fence.begin()
             inputs, seen = self._upload(inputs, seen)
@@ -199,6 +208,17 @@ class EngineRank:
             logits = self._eager(inputs, seen, fast=fast)
         self.measure = self.fence.end()
         return logits
+
+    def _num_wanted(self, batch: ScheduledBatch) -> int | None:
+        """Count the tokens that the layers of `fast_prefill_layers` compute; None: all of them."""
+        num_wanted = sum(r.needs_logits for r in batch.requests)
+        return num_wanted if self.fast_prefill_layers and num_wanted < batch.num_tokens else None
+
+    def empty_incoming(self, batch: ScheduledBatch) -> tuple[torch.Tensor, ...]:
+        """Make room for what the stage before makes of a step; nothing on the first stage."""
+        shapes = self.decoder.received_shapes(batch.num_tokens, self._num_wanted(batch))
+        kind = {"dtype": self.decoder.residual_dtype, "device": self.device}
+        return tuple(torch.empty(shape, **kind) for shape in shapes)
 
     @torch.inference_mode()
     def keep(self, tokens: torch.Tensor | None) -> None:
@@ -233,14 +253,20 @@ class EngineRank:
             max_batch_tokens=self.config.max_batch_tokens,
             max_positions=self.model_config.max_positions,
         )
-        run_warm_up(((what, partial(self.step, batch)) for what, batch in batches), self.comm)
+        run_warm_up(((what, partial(self._warm_up_step, batch)) for what, batch in batches), self.comm)
         self.fence.wait()
         self.caches.buffer.fill_(self._fill)
         self.num_token_layers = 0
 
+    def _warm_up_step(self, batch: ScheduledBatch) -> None:
+        self.incoming = tuple(x.zero_() for x in self.empty_incoming(batch))
+        self.step(batch)
+        self.outgoing = ()
+
     def prompt_logits(self) -> Iterator[torch.Tensor]:
         """Yield float32 logits [some, vocab] of the last step's `prompt_logits`, in pieces that bound the
-        memory. A collective: every rank takes them all before the next step."""
+        memory; none but on the last stage. A collective of its ranks, which take them all before the next
+        step."""
         if self._prompt_hidden is None:
             return
         rows = max(1, PROMPT_LOGITS // self.model_config.vocab_size)
@@ -251,11 +277,14 @@ class EngineRank:
 
     def _eager(self, inputs: ModelInputs, seen: StepViews, *, fast: bool) -> torch.Tensor:
         """Compute the step kernel by kernel; `fast`: the last layers compute the sampled tokens only."""
-        logits_index = inputs.logits_index if fast else None
-        metadata = self._by_cache(seen)
-        hidden = self.decoder.forward(
-            inputs.token_ids, inputs.positions, metadata, logits_index, self.on_layer
-        )
+        wanted, metadata = inputs.logits_index if fast else None, self._by_cache(seen)
+        received, self.incoming = self.incoming, ()
+        step = inputs.token_ids, inputs.positions, metadata, wanted, self.on_layer, received
+        if not self.decoder.is_last:
+            self.outgoing = self.decoder.pass_on(*step)
+            self.num_token_layers += self.decoder.num_token_layers
+            return torch.empty(0, self.model_config.vocab_size, device=self.device)
+        hidden = self.decoder.forward(*step)
         self.num_token_layers += self.decoder.num_token_layers
         if inputs.prompt_index is not None:
             assert not fast, "prompt logits need every token in every layer"
@@ -295,6 +324,8 @@ class EngineRank:
         return metadata_of | {(layer, "attention"): metadata for layer, metadata in attention.items()}
 
     def _why_not_ahead(self) -> str | None:
+        if self.config.pp > 1:
+            return f"pp {self.config.pp}: steps overlap by stages"
         match self.config.async_scheduling:
             case "never":
                 return "engine.async_scheduling: never"
@@ -321,6 +352,8 @@ class EngineRank:
             return "engine.cuda_graphs: never"
         if self.comms.dcp.size > 1:
             return f"dcp {self.comms.dcp.size}: partial attention is merged by collectives between kernels"
+        if self.config.pp > 1:
+            return f"pp {self.config.pp}: stages exchange activations between steps"
         for backend in self.backends.used:
             if not backend.graph_safe:
                 return f"attention backend {backend.name} works from the host"

@@ -272,9 +272,7 @@ class TransferHandover:
         """Return what of the step is pushed."""
         if self.offloading is not None:
             self.offloading.stepping(batch)
-        more = self.pushing.step_commands(batch)
-        self._sent += more
-        return more
+        return self.pushing.step_commands(batch)
 
     def needs_gather(self) -> bool:
         """While a lease, a reservation or a read is open, every rank's news counts."""

@@ -9,6 +9,11 @@ Where there is a swapper (swapping.py), it may take a preempted request's KV and
 A step may be scheduled while the one before it is in flight: its requests then have tokens that nobody knows
 yet, UNKNOWN_TOKEN in the batch, for which the ranks put what that step samples. Such a request may turn out
 to be over; what was computed for it since is dropped. Nobody is preempted while a step is in flight.
+
+Pipeline stages work on as many steps at once. A request's next token is then unknown until its step has left
+the last stage, so it waits for that, and others take the steps between: running requests are spread over as
+many steps as there are stages. Early stages still write for a request that is aborted meanwhile, so its
+blocks come free when its last step is accounted for.
 """
 
 from __future__ import annotations
@@ -42,9 +47,11 @@ class Scheduler:
         max_seqs: int,
         max_positions: int,
         eos_token_ids: Iterable[int] = (),
+        num_stages: int = 1,
     ) -> None:
         assert max_batch_tokens >= 1
         assert max_seqs >= 1
+        assert num_stages >= 1
         self.allocator = allocator
         # called for each request of a finished step while its blocks are all there
         self.on_computed: Callable[[RequestState], None] | None = None
@@ -69,6 +76,9 @@ class Scheduler:
         self._admitted: list[RequestState] = []
         self._in_flight: dict[int, list[RequestState]] = {}
         """Step -> the requests of its batch, in its order, until it is accounted for."""
+        self._num_stages = num_stages
+        self._late: dict[int, list[str]] = {}
+        """Step -> the removed requests whose blocks come free when it is accounted for."""
         self._rows = list(range(max_seqs - 1, -1, -1))
         self._away = AwayRequests()
         self._num_arrivals = 0
@@ -92,6 +102,15 @@ class Scheduler:
     def num_swaps(self) -> int:
         """Count preempted requests whose KV the swapper took."""
         return self._away.num_swaps
+
+    @property
+    def num_in_flight(self) -> int:
+        """Count the steps that are scheduled and not accounted for."""
+        return len(self._in_flight)
+
+    def holds(self, request_id: str) -> bool:
+        """Tell whether blocks of a removed request wait for its last step."""
+        return any(request_id in late for late in self._late.values())
 
     @property
     def has_work(self) -> bool:
@@ -145,11 +164,19 @@ class Scheduler:
             for state in queue:
                 if state.request_id == request_id:
                     queue.remove(state)
+                    last_step = self._last_step(state) if self._num_stages > 1 else None
                     self._release_row(state)
-                    if not keep_blocks:
+                    if last_step is not None and not keep_blocks:
+                        self._late.setdefault(last_step, []).append(request_id)
+                    elif not keep_blocks:
                         self.allocator.free(request_id)
                     return state
         return None
+
+    def _last_step(self, state: RequestState) -> int | None:
+        """Find the last step in flight that computes tokens of a request."""
+        steps = (step for step, states in self._in_flight.items() if any(s is state for s in states))
+        return max(steps, default=None)
 
     def blocks_left(self, request_id: str) -> None:
         """The swapper: an away request's blocks are free. Requests that are not away have none."""
@@ -193,7 +220,10 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """Plan the next step's batch, or None when nothing can run now."""
-        budget = self.max_batch_tokens
+        if self.needs_settling and self._in_flight:
+            return None
+        budget, num_decodes = self.max_batch_tokens, 0
+        most_decodes = -(-len(self._running) // self._num_stages)
         self.is_short_of_blocks = self.needs_settling = False
         scheduled: list[ScheduledRequest] = []
         states: list[RequestState] = []
@@ -201,9 +231,10 @@ class Scheduler:
         while index < len(self._running) and budget > 0:
             state = self._running[index]
             index += 1
-            if not state.may_go_on(self.max_positions):
+            num_left = state.num_tokens - state.num_begun
+            if not self._may_go_on(state) or (num_left == 1 and num_decodes == most_decodes):
                 continue
-            num_tokens = min(state.num_tokens - state.num_begun, budget)
+            num_tokens = min(num_left, budget)
             updates = self._extend_or_preempt(state, state.num_begun + num_tokens)
             if self.needs_settling:
                 break  # those behind it would be preempted for it
@@ -212,6 +243,7 @@ class Scheduler:
             scheduled.append(self._share(state, num_tokens, updates))
             states.append(state)
             budget -= num_tokens
+            num_decodes += num_left == 1
         if not (self.is_short_of_blocks and self._running):
             # Else a preempted request would come back at once, only to be preempted again.
             self._admit(scheduled, states, budget)
@@ -220,6 +252,11 @@ class Scheduler:
         self._step += 1
         self._in_flight[self._step] = states
         return ScheduledBatch(step=self._step, requests=tuple(scheduled))
+
+    def _may_go_on(self, state: RequestState) -> bool:
+        if self._num_stages > 1 and state.num_sampled_ahead:
+            return False
+        return state.may_go_on(self.max_positions)
 
     def scheduled(self, batch: ScheduledBatch) -> list[RequestState]:
         """List the requests of a batch that was not accounted for yet, in its order, those included that
@@ -271,6 +308,8 @@ class Scheduler:
                 self.remove(state.request_id)
             else:
                 self.allocator.trim(state.request_id, state.num_computed)
+        for request_id in self._late.pop(batch.step, ()):
+            self.allocator.free(request_id)
         return got_token
 
     def check_integrity(self) -> None:

@@ -45,6 +45,10 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         return sum(len(r.token_ids) for r in self.requests)
 
+    def fresh_blocks(self) -> tuple[int, ...]:
+        """List the blocks handed out for this step."""
+        return tuple(block for r in self.requests for block in r.fresh_blocks())
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTokens:
