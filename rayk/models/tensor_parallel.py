@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import kv_cache_specs
@@ -48,10 +50,7 @@ def bad_shape(config: DecoderConfig, engine: EngineConfig) -> BadDivision | None
     why = why_tp_unsupported(config, engine.tp)
     if why is not None:
         return BadDivision("tp", why, "tp: one that divides them")
-    bad = bad_division(config, engine) or _no_dealt_attention(engine)
-    if bad is None and engine.pp > 1:
-        bad = BadDivision("pp", f"an engine with pp: {engine.pp} cannot be run yet", "pp: 1")
-    return bad
+    return bad_division(config, engine) or _no_dealt_attention(engine) or _no_such_stages(config, engine)
 
 
 def _no_dealt_attention(engine: EngineConfig) -> BadDivision | None:
@@ -62,6 +61,55 @@ def _no_dealt_attention(engine: EngineConfig) -> BadDivision | None:
         f"attention with dcp: {engine.dcp} has no Triton kernel: it runs on CPUs, without backend triton"
     )
     return BadDivision("dcp", problem, "dcp: 1")
+
+
+def _no_such_stages(config: DecoderConfig, engine: EngineConfig) -> BadDivision | None:
+    if engine.pp == 1:
+        return None
+    if engine.async_scheduling == "always":
+        problem = f"async_scheduling: always with pp: {engine.pp}: steps overlap by stages as it is"
+        return BadDivision("async_scheduling", problem, "async_scheduling: auto or never")
+    stages = split_layers(config.num_layers, engine.pp, engine.pp_layers)
+    borders = [sum(stages[: i + 1]) for i in range(engine.pp - 1)]
+    torn = _torn(config, borders)
+    if torn is None:
+        return None
+    layer, source = torn
+    problem = f"layer {layer} shares layer {source}'s keys and values: both must be in one stage"
+    other = _whole_stages(config, borders)
+    if other is None:
+        most = 1 + len(_free_borders(config))
+        return BadDivision("pp", problem, f"pp: {'1' if most == 1 else f'1 to {most}'}")
+    return BadDivision("pp_layers", problem, f"pp_layers: [{', '.join(map(str, other))}]")
+
+
+def _torn(config: DecoderConfig, borders: Sequence[int]) -> tuple[int, int] | None:
+    """Find a layer that would share the keys and values of one in another stage, with that one."""
+    for layer in config.sharing_layers:
+        source = config.layers[layer].kv_source
+        assert source is not None
+        if any(source < border <= layer for border in borders):
+            return layer, source
+    return None
+
+
+def _free_borders(config: DecoderConfig) -> list[int]:
+    """List the layers at which a stage can begin, the first aside."""
+    return [border for border in range(1, config.num_layers) if _torn(config, [border]) is None]
+
+
+def _whole_stages(config: DecoderConfig, borders: Sequence[int]) -> tuple[int, ...] | None:
+    """Find layers per stage that tear nothing apart, with borders near these; None where there are none."""
+    free, chosen = _free_borders(config), [0]
+    for index, border in enumerate(borders):
+        num_later = len(borders) - 1 - index
+        left = [b for b in free if b > chosen[-1]]
+        able = left[: len(left) - num_later]
+        if not able:
+            return None
+        chosen.append(min(able, key=lambda b: abs(b - border)))
+    chosen.append(config.num_layers)
+    return tuple(b - a for a, b in pairwise(chosen))
 
 
 def valid_dcp_sizes(config: DecoderConfig, tp: int) -> tuple[int, ...]:

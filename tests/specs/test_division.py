@@ -88,15 +88,13 @@ def test_sizes_are_those_at_which_runs_of_ranks_keep_the_same_heads(
 
 
 def test_engines_that_rayk_cannot_run_are_refused_before_they_start() -> None:
-    with pytest.raises(SpecError, match=r"decode: an engine with pp: 2 cannot be run yet") as told:
-        plan_cells(load_spec(spec(decode={"pp": 2})), one_kv_head(), device="cpu")
-    assert told.value.mend.startswith("decode.pp: 1;")
+    always = {"pp": 2, "async_scheduling": "always"}
+    with pytest.raises(SpecError, match=r"decode: async_scheduling: always with pp: 2") as told:
+        plan_cells(load_spec(spec(decode=always)), one_kv_head(), device="cpu")
+    assert told.value.mend.startswith("decode.async_scheduling: auto or never;")
+    assert plan_cells(load_spec(spec(decode={"pp": 2})), one_kv_head(), device="cpu")
     # The setting that is refused is named, whatever else divides the engine.
-    both = {"tp": 2, "dcp": 2, "pp": 2}
-    with pytest.raises(SpecError, match="an engine with pp: 2 cannot be run yet") as told:
-        plan_cells(load_spec(spec(decode=both)), one_kv_head(), device="cpu")
-    assert told.value.mend.startswith("decode.pp: 1;")
-    dealt = {"tp": 2, "dcp": 2, "attention_backend": "triton"}
+    dealt = {"tp": 2, "dcp": 2, "pp": 2, "attention_backend": "triton"}
     with pytest.raises(SpecError, match="dcp: 2 has no Triton kernel") as told:
         plan_cells(load_spec(spec(decode=dealt)), one_kv_head(), device="cpu")
     assert told.value.mend.startswith("decode.dcp: 1;")
