@@ -26,6 +26,9 @@ from tests.sched.world import (
 
 MAX_POSITIONS = 40
 
+Step = tuple[ScheduledBatch, dict[str, int], dict[str, list[int]]]
+"""A step, the tokens that it samples, and the blocks that it writes for each request."""
+
 
 class SchedulerWalk(RuleBasedStateMachine):
     """Requests come new, or prefilled after a read; leave by ending, by abort, or handed over to a lease."""
@@ -34,9 +37,12 @@ class SchedulerWalk(RuleBasedStateMachine):
         num_blocks=st.integers(12, 34),
         max_batch_tokens=st.sampled_from([1, 3, 7, 64]),
         max_seqs=st.integers(1, 4),
+        num_stages=st.sampled_from([1, 1, 2, 4]),
         runs_ahead=st.booleans(),
     )
-    def begin(self, num_blocks: int, max_batch_tokens: int, max_seqs: int, runs_ahead: bool) -> None:
+    def begin(
+        self, num_blocks: int, max_batch_tokens: int, max_seqs: int, num_stages: int, runs_ahead: bool
+    ) -> None:
         self.manager = KVCacheManager(GROUPS, num_blocks)
         self.scheduler = Scheduler(
             self.manager,
@@ -44,6 +50,7 @@ class SchedulerWalk(RuleBasedStateMachine):
             max_seqs=max_seqs,
             max_positions=MAX_POSITIONS,
             eos_token_ids=[EOS],
+            num_stages=num_stages,
         )
         self.max_seqs = max_seqs
         self.world = World(self.manager)
@@ -53,9 +60,11 @@ class SchedulerWalk(RuleBasedStateMachine):
         self.leases: list[str] = []
         self.num_requests = 0
         self.num_preemptions = 0
-        self.runs_ahead = runs_ahead
-        self.in_flight: list[tuple[ScheduledBatch, dict[str, int]]] = []
-        """Steps whose tokens the scheduler was not told, with these."""
+        self.num_stages = num_stages
+        self.num_ahead = num_stages - 1 if num_stages > 1 else int(runs_ahead)
+        """Turns after which the scheduler is told the tokens of a step."""
+        self.in_flight: list[Step | None] = []
+        """Steps whose tokens the scheduler was not told, by turn."""
 
     def make_request(self, prompt: int, max_tokens: int, *, ignore_eos: bool, stops: bool) -> Request | None:
         """A request that the pool can hold when it is alone."""
@@ -114,25 +123,52 @@ class SchedulerWalk(RuleBasedStateMachine):
 
     @rule(hand_over=st.booleans())
     def step(self, hand_over: bool = False) -> None:
-        """A step; where steps run ahead, the one before is settled only then."""
+        """A step; where steps run ahead, or stages work on several, an earlier one is settled then."""
         had_blocks = {r for r in self.states if self.holds(r)}
-        able = [r for r, state in self.states.items() if state.may_go_on(MAX_POSITIONS)]
+        able = [r for r, state in self.states.items() if self.may_go_on(state)]
         batch = self.scheduler.schedule()
         self.check_preempted(had_blocks)
-        begun, self.in_flight = self.in_flight, []
         if batch is not None:
             self.check_batch(batch, able)
-            self.in_flight.append((batch, self.world.run(batch)))
-        elif self.states and not begun:
-            self.check_idle()
-        if not self.runs_ahead or self.scheduler.needs_settling:
-            begun, self.in_flight = begun + self.in_flight, []
-        got_token = [state for step in begun for state in self.settle(*step)]
+            self.in_flight.append((batch, self.world.run(batch), self.written_blocks(batch)))
+        else:
+            if self.states and not any(self.in_flight):
+                self.check_idle()
+            self.in_flight.append(None)
+        settles_all = self.num_stages == 1 and self.scheduler.needs_settling
+        due = len(self.in_flight) - (0 if settles_all else self.num_ahead)
+        begun, self.in_flight = self.in_flight[: max(0, due)], self.in_flight[max(0, due) :]
+        got_token = [state for step in begun if step is not None for state in self.settle(*step)]
         leaves = [s for s in got_token[:1] if s.finish_reason is None and not s.num_ahead]
         if hand_over and leaves:
             self.hand_over(leaves[0].request_id)
 
-    def settle(self, batch: ScheduledBatch, sampled: dict[str, int]) -> list[RequestState]:
+    def may_go_on(self, state: RequestState) -> bool:
+        """Later stages tell the token that a stage would have to compute next."""
+        is_unknown = self.num_stages > 1 and state.num_sampled_ahead > 0
+        return state.may_go_on(MAX_POSITIONS) and not is_unknown
+
+    def written_blocks(self, batch: ScheduledBatch) -> dict[str, list[int]]:
+        """Blocks of each request that a step writes."""
+        written = {}
+        for share in batch.requests:
+            tables = self.manager.block_tables(share.request_id)
+            places = range(share.num_computed_tokens, share.num_computed_tokens + len(share.token_ids))
+            sizes = [group.spec.block_size for group in GROUPS]
+            blocks = {t[p // size] for t, size in zip(tables, sizes, strict=True) for p in places}
+            written[share.request_id] = sorted(blocks)
+        return written
+
+    def check_not_reused(self, written: dict[str, list[int]]) -> None:
+        """The last stage writes only now: a block that others got since would be spoilt."""
+        for request_id, blocks in written.items():
+            assert self.manager.holders(blocks) == dict.fromkeys(blocks, request_id)
+
+    def settle(
+        self, batch: ScheduledBatch, sampled: dict[str, int], written: dict[str, list[int]]
+    ) -> list[RequestState]:
+        if self.num_stages > 1:
+            self.check_not_reused(written)
         shares = zip(batch.requests, self.scheduler.scheduled(batch), strict=True)
         expected = [s for r, s in shares if r.needs_logits and self.states.get(r.request_id) is s]
         got_token = self.scheduler.update(batch, sampled)
@@ -180,8 +216,12 @@ class SchedulerWalk(RuleBasedStateMachine):
             assert share.needs_logits == (end == len(tokens))
 
     def check_order(self, ids: list[str], able: list[str]) -> None:
-        """First come, first served: whoever runs, everybody before runs too."""
-        assert ids == able[: len(ids)]
+        """First come, first served: whoever runs, everybody before runs too. With stages some wait for
+        another step."""
+        if self.num_stages == 1:
+            assert ids == able[: len(ids)]
+        else:
+            assert ids == [r for r in able if r in ids]
 
     def check_preempted(self, had_blocks: set[str]) -> None:
         """Requests that lost their blocks are those that came last."""
@@ -198,7 +238,7 @@ class SchedulerWalk(RuleBasedStateMachine):
     def scheduler_holds(self, request_id: str) -> bool:
         """Whether the request kept its KV (one that was preempted and came back at once did not). None that
         is in flight gives it."""
-        in_flight = (r.request_id for batch, _ in self.in_flight for r in batch.requests)
+        in_flight = (r.request_id for step in self.in_flight if step for r in step[0].requests)
         return self.states[request_id].num_computed > 0 or request_id in in_flight
 
     @invariant()
@@ -218,13 +258,14 @@ class SchedulerWalk(RuleBasedStateMachine):
         while self.leases:
             self.end_lease()
         # Each step computes a token at least; a preemption throws away what one request has.
-        for _ in range(200 * (len(self.states) + 1)):
+        for _ in range(200 * self.num_stages * (len(self.states) + 1)):
             if not self.states:
                 break
             self.step()
             self.adds_up()
         for step in self.in_flight:
-            self.settle(*step)
+            if step is not None:
+                self.settle(*step)
         assert not self.states, f"{list(self.states)} never end"
         assert not self.scheduler.has_work
         assert self.manager.pool.num_free_blocks == self.manager.pool.num_blocks - 1
@@ -275,6 +316,33 @@ def test_chunks_fill_the_budget_and_decodes_come_first() -> None:
         [("a", 1, True), ("b", 4, True)],
         [("a", 1, True), ("b", 1, True)],
     ]
+
+
+def test_stages_have_a_step_each_and_blocks_of_the_aborted_wait_for_the_last() -> None:
+    scheduler = small_scheduler(12, max_batch_tokens=8, num_stages=2)
+    for name in ("a", "b", "c"):
+        scheduler.add(request(name, 4))
+    steps = []
+
+    def tick() -> list[tuple[str, int]]:
+        """Schedule a step, then account for the one before it; who is in the step."""
+        batch = scheduler.schedule()
+        steps.append(batch)
+        if len(steps) > 1 and (last := steps[-2]) is not None:
+            scheduler.update(last, {r.request_id: 5 for r in last.requests if r.needs_logits})
+        return [(r.request_id, len(r.token_ids)) for r in batch.requests] if batch is not None else []
+
+    assert tick() == [("a", 4), ("b", 4)]
+    assert tick() == [("c", 4)], "the others' tokens are known only now"
+    assert [tick() for _ in range(3)] == [[("a", 1), ("b", 1)], [("c", 1)], [("a", 1), ("b", 1)]]
+    num_free = scheduler.allocator.pool.num_free_blocks  # type: ignore[attr-defined]
+    scheduler.remove("a")
+    assert scheduler.holds("a")
+    assert scheduler.num_in_flight == 1
+    assert scheduler.allocator.pool.num_free_blocks == num_free  # type: ignore[attr-defined]
+    assert tick() == [("c", 1)]
+    assert not scheduler.holds("a")
+    assert scheduler.allocator.pool.num_free_blocks > num_free  # type: ignore[attr-defined]
 
 
 def test_the_latest_request_is_preempted_and_comes_back() -> None:
