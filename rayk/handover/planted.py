@@ -94,7 +94,7 @@ def _commit(decoder: Decoder, layer: int, point: str | None) -> None:
         assert weight is not None, f"layer {layer} has no k-norm"
         weight.copy_(weight.roll(1, -1))
         return
-    mixer = decoder.layers[layer].mixer
+    mixer = decoder.layer(layer).mixer
     assert mixer is not None, f"layer {layer} has no mixer"
     # [B, U, N, D] of keys or of latents.
     view = decoder.cache_owners[layer, "attention"].field_views()[0].view
@@ -111,7 +111,7 @@ def _commit(decoder: Decoder, layer: int, point: str | None) -> None:
 
 def _replace_mixer(decoder: Decoder, layer: int, mixer: Mixer) -> None:
     layers = list(decoder.layers)
-    layers[layer] = replace(layers[layer], mixer=mixer)
+    layers[decoder.stage.index(layer)] = replace(decoder.layer(layer), mixer=mixer)
     decoder.layers = tuple(layers)
 
 

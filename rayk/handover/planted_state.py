@@ -29,7 +29,7 @@ Spoil = Callable[[Sequence[PageField], Views, torch.Tensor], None]
 
 def wrong_state(decoder: Decoder, layer: int, point: str) -> Mixer:
     """Return the layer's mixer, which makes the mistake `point` (of STATE_POINTS) from now on."""
-    mixer = decoder.layers[layer].mixer
+    mixer = decoder.layer(layer).mixer
     assert mixer is not None, f"layer {layer} has no mixer"
     if point == "stale_state":
         return _StaleState(mixer)

@@ -90,6 +90,10 @@ class Decoder:
             if isinstance(cache, QuantisedKV) and cache.kv_format.has_layer_scales
         }
 
+    def layer(self, index: int) -> Layer | ParallelLayer | AltUpLayer:
+        """Return a layer of the stage by the model's index."""
+        return self.layers[self.stage.index(index)]
+
     @property
     def is_first(self) -> bool:
         return self.stage.start == 0

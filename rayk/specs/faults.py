@@ -8,6 +8,7 @@ from rayk.kv.fields import twin_taps
 from rayk.kv.kernel_blocks import kernel_block_sizes
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups, group_chunks, kv_cache_specs
+from rayk.parallel.shard import engine_shape
 from rayk.specs.cells import Cell
 from rayk.specs.experiment import FaultSpec
 from rayk.specs.load import LoadedSpec
@@ -178,7 +179,8 @@ def check_fits_model(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> N
     """Refuse a fault or check that the model has no place for. Raises SpecError."""
     for fault in cell.faults:
         if fault.kind == "wrong_kv":
-            refused = _no_place(fault, config) or _one_slot(fault, cell, config)
+            refused = _no_place(fault, config) or _other_stage(fault, cell, config)
+            refused = refused or _one_slot(fault, cell, config)
             problem, mend = refused or _not_judged(fault, cell, config) or ("", "")
             if problem:
                 raise SpecError(
@@ -232,6 +234,18 @@ def _no_place(fault: FaultSpec, config: DecoderConfig) -> tuple[str, str] | None
     else:
         lacks = f"layer {layer} has no positions"
     return lacks, _mend(fitting_points(config, layer), layers)
+
+
+def _other_stage(fault: FaultSpec, cell: Cell, config: DecoderConfig) -> tuple[str, str] | None:
+    """Judge as `_no_place` a fault in a layer of another pipeline stage than its rank's."""
+    engine, layer = cell.prefill, fault.layer or 0
+    rank = engine.num_ranks - 1 if fault.rank is None else fault.rank
+    shape = engine_shape(engine, config.num_layers)
+    layers = {r: shape.share(r).layers for r in range(engine.num_ranks)}
+    able = [str(r) for r, own in layers.items() if own is None or layer in own]
+    if str(rank) in able:
+        return None
+    return f"rank {rank} has no layer {layer}, which is of another stage", f"rank: {', '.join(able)}"
 
 
 def _one_slot(fault: FaultSpec, cell: Cell, config: DecoderConfig) -> tuple[str, str] | None:

@@ -24,6 +24,7 @@ from rayk.kv.formats import FORMATS, KVFormat
 from rayk.kv.specs import with_block_size
 from rayk.transfer.diagnose import first_difference, join_rows
 from rayk.transfer.digest_words import whole_sources
+from rayk.transfer.handshake import engine_scales
 from rayk.transfer.layer_view import LayerView
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.verify import (
@@ -227,7 +228,7 @@ def begin_converting(queued: Queued, own: CanonicalViews, own_scales: Scales) ->
     room there."""
     wire = queued.link.wire
     assert wire is not None, "nothing is converted"
-    conversion = Conversion(wire.views, own, queued.link.producers[0].kv_scales, own_scales)
+    conversion = Conversion(wire.views, own, engine_scales(queued.link.producers), own_scales)
     return Converting(conversion, wire, queued.wire_tables, queued.block_tables, queued.first_row)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -312,14 +312,19 @@ def _layer_differences(
     return [(f"{_layers(n)}.{part}.{name}", a, b) for (part, name, a, b), n in found.items()]
 
 
+def engine_scales(ranks: Iterable[CacheDescription]) -> dict[int, tuple[float, float]]:
+    """Layer -> its scales (k, v), where no page holds them, of all stages of an engine."""
+    return {layer: scales for rank in ranks for layer, scales in rank.kv_scales.items()}
+
+
 def _scale_differences(producer: CacheDescription, consumer: CacheDescription) -> list[tuple[str, str, str]]:
-    """List scales that no page holds, of layers of one format: where formats differ, rows are made with
-    both."""
+    """List scales that no page holds, of layers that both ranks keep in one format: where formats differ,
+    rows are made with both."""
     formats = [
         {
             layer: g.group.spec.dtype
             for g in side.geometry.groups
-            for layer in g.group.layers
+            for layer in g.layers
             if g.group.spec.has_token_rows
         }
         for side in (producer, consumer)

@@ -136,7 +136,7 @@ class TransferRank:
         for replaced in self._links.replaced_by(name, producers[0]):
             self.disconnect(replaced)
         wire = wire_cache_for(
-            self._agent, producers[0], consumers, me, self._views, self._caches.buffer.device
+            self._agent, producers, consumers, me, self._views, self._caches.buffer.device
         )
         try:
             made = make_link(

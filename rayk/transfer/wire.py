@@ -17,7 +17,7 @@ from rayk.kv.geometry import RankGeometry
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import num_kept_blocks
 from rayk.transfer.agent import TransferAgent
-from rayk.transfer.handshake import CacheDescription
+from rayk.transfer.handshake import CacheDescription, engine_scales
 from rayk.transfer.layer_view import make_layer_view
 from rayk.transfer.verify import CanonicalViews, sorted_views
 from rayk.transfer.wire_geometry import needs_conversion, num_wire_blocks, wire_geometry
@@ -96,7 +96,7 @@ class WireCache:
 
 def wire_cache_for(
     agent: TransferAgent,
-    producer: CacheDescription,
+    producers: Sequence[CacheDescription],
     consumers: Sequence[CacheDescription],
     me: CacheDescription,
     own: CanonicalViews,
@@ -104,9 +104,11 @@ def wire_cache_for(
 ) -> WireCache | None:
     """Return what this rank needs to read from an engine; None where both keep the same formats. `own`: views
     of the rank's own cache, whose units the wire cache's must be."""
+    producer = producers[0]
     if not needs_conversion(producer.geometry, me.geometry):
         return None
-    num_blocks = num_wire_blocks(producer.geometry, consumers[0].geometry)
+    # Ranks of unlike stages may afford unlike numbers: all have the least.
+    num_blocks = min(num_wire_blocks(producer.geometry, c.geometry) for c in consumers)
     geometries = tuple(wire_geometry(producer.geometry, c.geometry, num_blocks) for c in consumers)
     caches = allocate(geometries[me.geometry.rank], device, fill=None)
     address = agent.register(caches.buffer)
@@ -116,7 +118,7 @@ def wire_cache_for(
         geometry=caches.geometry,
         base_address=address,
         agent_metadata=agent.metadata(),
-        kv_scales=producer.kv_scales,
+        kv_scales=engine_scales(producers),
     )
     return WireCache(agent, caches, description, geometries, views_like(own, caches))
 

@@ -79,8 +79,8 @@ def _of_whole_turns(group: KVCacheGroup, period: int) -> KVCacheGroup:
 
 
 def num_wire_blocks(producer: RankGeometry, consumer: RankGeometry) -> int:
-    """Count the blocks of the wire caches of a pair of engines, null block included. `consumer`: the first
-    rank, whose size goes for all."""
+    """Count the blocks that the wire caches of a pair of engines can have for this rank of the consumer, null
+    block included."""
     growing = [g.group.spec for g in consumer.groups if g.group.spec.has_token_rows]
     per_token = sum(1 / spec.block_size for spec in growing)
     num_tokens = ceil((consumer.num_blocks - 1) / per_token) if growing else 1
