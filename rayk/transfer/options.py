@@ -52,7 +52,7 @@ def num_merged(part: Extents, source_blocks: Ints) -> int:
 
 def kept_layers(geometry: RankGeometry) -> tuple[int, ...]:
     """List layers that keep something, ascending."""
-    return tuple(sorted({layer for g in geometry.groups for layer in g.group.layers}))
+    return tuple(sorted({layer for g in geometry.groups for layer in g.layers}))
 
 
 def choose_layers(
