@@ -247,7 +247,7 @@ class Consumption:
         geometry = self.link.producers[producer_rank].geometry.groups[group]
         first = index * geometry.block_size
         last = min(first + geometry.block_size, self.ticket.num_tokens) - 1
-        layers = ", ".join(map(str, geometry.group.layers))
+        layers = ", ".join(map(str, geometry.layers))
         wanted = (producer_rank, group)
         read = next(r for r in self.link.plan.reads if (r.producer_rank, r.source_group) == wanted)
         # Fields with the same units are named once.

@@ -261,7 +261,7 @@ def reuse_early(caches: CanonicalKVCaches, block_ids: Sequence[int], fill: int =
     for group in caches.geometry.groups:
         ratio = group.kernel_blocks_per_block
         kernel_ids = (ids[:, None] * ratio + torch.arange(ratio, device=ids.device)).reshape(-1)
-        for layer in group.group.layers:
+        for layer in group.layers:
             bound = caches.view(layer, group.group.spec.part)
             for view in (bound,) if isinstance(bound, torch.Tensor) else tuple(bound.values()):
                 _fill(view, kernel_ids, fill)

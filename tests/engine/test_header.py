@@ -59,12 +59,17 @@ def test_a_batch_survives_the_header(batch: ScheduledBatch) -> None:
 @given(
     st.none() | batches(),
     st.lists(st.text(max_size=3) | INT32, max_size=3).map(tuple),
+    st.lists(st.text(max_size=3) | INT32, max_size=3).map(tuple),
     st.booleans(),
     st.booleans(),
 )
 def test_a_turn_survives_the_broadcast(
-    batch: ScheduledBatch | None, commands: tuple[object, ...], gather: bool, stop: bool
+    batch: ScheduledBatch | None,
+    commands: tuple[object, ...],
+    step_commands: tuple[object, ...],
+    gather: bool,
+    stop: bool,
 ) -> None:
-    turn = Turn(batch=batch, commands=commands, gather=gather, stop=stop)
+    turn = Turn(batch=batch, commands=commands, step_commands=step_commands, gather=gather, stop=stop)
     expected = replace(turn, batch=None if batch is None else without_ids(batch))
     assert decode_turn(encode_turn(turn)) == expected

@@ -100,6 +100,16 @@ def test_engines_that_rayk_cannot_run_are_refused_before_they_start() -> None:
     assert told.value.mend.startswith("decode.dcp: 1;")
 
 
+def test_wrong_kv_is_planted_where_its_layer_is() -> None:
+    """Rank 1 has the first stage, of one layer."""
+    fault = {"kind": "wrong_kv", "point": "store_kv", "layer": 1}
+    stages = {"prefill": {"pp": 2}, "checks": ["kv_values"]}
+    with pytest.raises(SpecError, match="rank 1 has no layer 1, which is of another stage") as told:
+        plan_cells(load_spec(spec(faults=[fault], **stages)), one_kv_head(), device="cpu")
+    assert told.value.mend == "rank: 0"
+    assert plan_cells(load_spec(spec(faults=[fault | {"rank": 0}], **stages)), one_kv_head(), device="cpu")
+
+
 def test_an_outbox_beside_dealt_tokens() -> None:
     offload = {"host_gib": 1, "outbox_mib": 64}
     assert cell(prefill={"tp": 2, "dcp": 2}, offload=offload).prefill.dcp == 2
