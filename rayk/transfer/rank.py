@@ -135,9 +135,7 @@ class TransferRank:
         name = name or producers[0].engine
         for replaced in self._links.replaced_by(name, producers[0]):
             self.disconnect(replaced)
-        wire = wire_cache_for(
-            self._agent, producers, consumers, me, self._views, self._caches.buffer.device
-        )
+        wire = wire_cache_for(self._agent, producers, consumers, me, self._views, self._caches.buffer.device)
         try:
             made = make_link(
                 self._agent,
