@@ -1,4 +1,4 @@
-"""The engines that pipeline_stages compares, one of them with a rank in another process, give equal tokens."""
+"""The engines that pipeline_stages compares, one with a rank in another process, give equal tokens."""
 
 from __future__ import annotations
 
