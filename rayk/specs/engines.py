@@ -66,7 +66,7 @@ def check_shape_runs(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> N
             raise SpecError(
                 problem=f"{side}: {bad.problem}",
                 where=_where(cell, side, bad.setting, loaded),
-                mend=f"{side}.{bad.mend}; docs/sharding.md lists what is refused",
+                mend=f"{_section(cell, side, bad.setting)}.{bad.mend}; docs/sharding.md lists what is refused",
             )
 
 
@@ -156,5 +156,9 @@ def _engines(cell: Cell) -> Iterator[tuple[str, EngineConfig]]:
 
 def _where(cell: Cell, side: str, name: str, loaded: LoadedSpec) -> str:
     """Tell where a setting that both sides share, or one has of its own, was given."""
+    return loaded.where(f"{_section(cell, side, name)}.{name}")
+
+
+def _section(cell: Cell, side: str, name: str) -> str:
     own = getattr(getattr(cell.spec, side), name, None) is not None
-    return loaded.where(f"{side if own else 'engine'}.{name}")
+    return side if own else "engine"

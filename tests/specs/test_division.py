@@ -88,10 +88,10 @@ def test_sizes_are_those_at_which_runs_of_ranks_keep_the_same_heads(
 
 
 def test_engines_that_rayk_cannot_run_are_refused_before_they_start() -> None:
-    always = {"pp": 2, "async_scheduling": "always"}
+    always = {"engine": {"async_scheduling": "always"}, "decode": {"pp": 2}}
     with pytest.raises(SpecError, match=r"decode: async_scheduling: always with pp: 2") as told:
-        plan_cells(load_spec(spec(decode=always)), one_kv_head(), device="cpu")
-    assert told.value.mend.startswith("decode.async_scheduling: auto or never;")
+        plan_cells(load_spec(spec(**always)), one_kv_head(), device="cpu")
+    assert told.value.mend.startswith("engine.async_scheduling: auto or never;")
     assert plan_cells(load_spec(spec(decode={"pp": 2})), one_kv_head(), device="cpu")
     # The setting that is refused is named, whatever else divides the engine.
     dealt = {"tp": 2, "dcp": 2, "pp": 2, "attention_backend": "triton"}
@@ -110,6 +110,7 @@ def test_wrong_kv_is_planted_where_its_layer_is() -> None:
     assert plan_cells(load_spec(spec(faults=[fault | {"rank": 0}], **stages)), one_kv_head(), device="cpu")
 
 
-def test_an_outbox_beside_dealt_tokens() -> None:
+def test_an_outbox_beside_dealt_tokens_and_stages() -> None:
     offload = {"host_gib": 1, "outbox_mib": 64}
+    assert cell(prefill={"pp": 2}, offload=offload).prefill.pp == 2
     assert cell(prefill={"tp": 2, "dcp": 2}, offload=offload).prefill.dcp == 2
