@@ -98,7 +98,7 @@ def contestants(model: Path, batch: int) -> Iterator[list[Contestant]]:
         max_batch_tokens=256,
         max_seqs=batch,
     )
-    two, address = replace(one, pp=2), f"pipeline-stages-{os.getpid()}"
+    two, address = replace(one, pp=2, comm="shm"), f"pipeline-stages-{os.getpid()}"
     context = multiprocessing.get_context("spawn")
     peer = context.Process(target=follow, args=(two, 1, address), daemon=True)
     peer.start()

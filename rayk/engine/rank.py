@@ -217,8 +217,8 @@ class EngineRank:
     def empty_incoming(self, batch: ScheduledBatch) -> tuple[torch.Tensor, ...]:
         """Make room for what the stage before makes of a step; nothing on the first stage."""
         shapes = self.decoder.received_shapes(batch.num_tokens, self._num_wanted(batch))
-        kind = {"dtype": self.decoder.residual_dtype, "device": self.device}
-        return tuple(torch.empty(shape, **kind) for shape in shapes)
+        dtype = self.decoder.residual_dtype
+        return tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes)
 
     @torch.inference_mode()
     def keep(self, tokens: torch.Tensor | None) -> None:
