@@ -53,7 +53,9 @@ def make_rank(config: EngineConfig, rank: int, address: str) -> EngineRank:
 
 def follow(config: EngineConfig, rank: int, address: str) -> None:
     """Be another rank than the first, until that one stops."""
-    EngineLoop(make_rank(config, rank, address), NoExtension(), None).run()
+    made = make_rank(config, rank, address)
+    EngineLoop(made, NoExtension(), None).run()
+    made.comm.close()
 
 
 class Contestant:
@@ -61,9 +63,9 @@ class Contestant:
 
     def __init__(self, config: EngineConfig, address: str) -> None:
         self.config = config
-        rank = make_rank(config, 0, address)
-        self._leader = make_leader(rank)
-        self._loop = EngineLoop(rank, NoExtension(), self._leader)
+        self._rank = make_rank(config, 0, address)
+        self._leader = make_leader(self._rank)
+        self._loop = EngineLoop(self._rank, NoExtension(), self._leader)
         self._num_runs = 0
 
     def run(self, prompts: list[list[int]], num_tokens: int) -> tuple[float, list[list[int]]]:
@@ -85,6 +87,7 @@ class Contestant:
         """End all ranks."""
         self._leader.stop()
         self._loop.turn()
+        self._rank.comm.close()
 
 
 @contextmanager
