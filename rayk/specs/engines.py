@@ -63,10 +63,11 @@ def check_shape_runs(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> N
     for side, engine in _engines(cell):
         bad = bad_shape(config, engine)
         if bad is not None and bad.setting != "tp":  # a cell of that TP is UNSUPPORTED
+            section = _section(cell, side, bad.setting)
             raise SpecError(
                 problem=f"{side}: {bad.problem}",
                 where=_where(cell, side, bad.setting, loaded),
-                mend=f"{_section(cell, side, bad.setting)}.{bad.mend}; docs/sharding.md lists what is refused",
+                mend=f"{section}.{bad.mend}; docs/sharding.md lists what is refused",
             )
 
 
