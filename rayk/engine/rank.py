@@ -86,7 +86,7 @@ class EngineRank:
         self.plan = plan_engine(config, self.model_config, self.backends.vetoes(groups))
         geometry = self.plan.ranks[comm.rank]
         self.stage = geometry.share.stage
-        """Of the pipeline, 0 being the first."""
+        """Place in the pipeline, from 0."""
         self.incoming: tuple[torch.Tensor, ...] = ()
         """What the stage before made of the next step; put there by Pipeline."""
         self.outgoing: tuple[torch.Tensor, ...] = ()
