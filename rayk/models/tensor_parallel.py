@@ -36,9 +36,9 @@ class BadDivision:
 
 
 def why_shape_unsupported(config: DecoderConfig, engine: EngineConfig) -> str | None:
-    """Say in words what `bad_shape` finds."""
+    """Say in words what `bad_shape` finds, and what would do."""
     bad = bad_shape(config, engine)
-    return None if bad is None else bad.problem
+    return None if bad is None else f"{bad.problem}; {bad.mend}"
 
 
 def bad_shape(config: DecoderConfig, engine: EngineConfig) -> BadDivision | None:

@@ -119,10 +119,10 @@ def test_planted_faults_change_tokens(
 
 
 def planted(build: Callable[..., Any], fault: str) -> Callable[..., Any]:
-    def token_shard(group: Any, table: Any, step: Any) -> Any:
-        if fault == "interleave" and group.tokens.index == 1:
-            group = replace(group, tokens=replace(group.tokens, interleave=2))
-        made = build(group, table, step)
+    def token_shard(group: Any, tokens: Any, table: Any, step: Any) -> Any:
+        if fault == "interleave" and tokens.index == 1:
+            tokens = replace(tokens, interleave=2)
+        made = build(group, tokens, table, step)
         return made if fault == "interleave" else replace(made, key_ends=(made.key_ends - 1).clamp(min=0))
 
     return token_shard
