@@ -24,6 +24,7 @@ from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.token_classes import common_classes
 from rayk.transfer.transports import TRANSPORTS, AgentSettings, make_agent
 from rayk.transfer.wire import field_views
+from rayk.types.errors import HandshakeMismatch
 
 NS_PER_S = 1_000_000_000
 Sides = tuple[list[CacheDescription], list[CacheDescription]]
@@ -56,6 +57,7 @@ class RankConnector(BaseConnector):
         super().__init__(name)
         self._agent: TransferAgent | None = None
         self._rank: TransferRank | None = None
+        self._is_connected = False
 
     def make_agent(self, name: str) -> TransferAgent:
         """Make the agent that moves the bytes. Raises DeviceError where its transport cannot be used."""
@@ -87,21 +89,28 @@ class RankConnector(BaseConnector):
         return pickle.dumps(self.rank.description)
 
     def meet(self, producers: Sequence[bytes], consumers: Sequence[bytes]) -> Sides:
-        """Connect the rank; how it is to know the two engines. Raises HandshakeMismatch."""
+        """Connect the rank; how it is to know the two engines. Raises HandshakeMismatch, also where they deal
+        tokens unlike those that the rank met before."""
         # Only now is it known how either side deals tokens, by which both are to digest them.
         sides = one_engine(producers), one_engine(consumers)
         classes = common_classes(rank.geometry.shape for side in sides for rank in side)
-        if classes != self.rank.description.token_classes:
+        before = self.rank.description.token_classes
+        if classes != before:
+            if self._is_connected:  # its peers count on digests by the classes that they were told
+                told = str(before.deals), str(classes.deals)
+                raise HandshakeMismatch((("token_classes of engines met before", *told),))
             self.rank.prove_by(classes)
         for side in sides:
             side[:] = [replace(rank, token_classes=classes) for rank in side]
         self.rank.connect(*sides)
+        self._is_connected = True
         return sides
 
     def close(self) -> None:
         if self._rank is not None:
             self._rank.close()
         self._rank = self._agent = None
+        self._is_connected = False
         super().close()
 
 

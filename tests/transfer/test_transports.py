@@ -14,6 +14,7 @@ from rayk.transfer.connectors import AgentConnector
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.push_connectors import AgentPushConnector
 from rayk.transfer.transports import AgentSettings, Transport, make_agent
+from rayk.types.errors import HandshakeMismatch
 from tests.pd import HANG_S
 
 FILLS = 17, 0
@@ -55,6 +56,30 @@ def test_a_row_is_all_that_a_connector_needs(loopback, base):
     assert all(finished.ok for finished in reported), reported
     assert not Connector.is_cross_process
     for rank in ranks:
+        rank.close()
+
+
+def test_engines_that_deal_tokens_unlike_those_met_before_are_refused(loopback):
+    """Their peers count on digests by the classes of tokens that they were told."""
+
+    class Connector(AgentConnector, transport=loopback):
+        pass
+
+    def engine(name, **sizes):
+        pair = EnginePair(num_kv_heads=1, **{key: (n, n) for key, n in sizes.items()})
+        ranks = [Connector(f"{name}-{rank}") for rank in range(pair.shape(0).num_ranks)]
+        for number, rank in enumerate(ranks):
+            rank.register(allocate(pair.geometry(0, number), torch.device("cpu"), fill=0))
+        return ranks, [rank.describe() for rank in ranks]
+
+    (producer,), told = engine("p")
+    engines = [engine(name, tp=dcp, dcp=dcp) for name, dcp in (("a", 2), ("b", 2), ("c", 4), ("d", 1))]
+    for _, blobs in engines[:2]:
+        producer.connect(told, blobs)
+    for _, blobs in engines[2:]:
+        with pytest.raises(HandshakeMismatch, match="token_classes of engines met before: producer .*Stripe"):
+            producer.connect(told, blobs)
+    for rank in (producer, *(rank for ranks, _ in engines for rank in ranks)):
         rank.close()
 
 
