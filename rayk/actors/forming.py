@@ -56,7 +56,8 @@ async def form_engine(engine: EngineHandle, spec_of: RankSpecs) -> None:
     limit_s = FORM_S + (0 if engine.config.device == "cpu" else WARM_UP_S)
     facts = await engine.guard(all_of(replies), "forming", limit_s)
     by_rank = {key: [f[key] for f in facts] for key in ("buffer_bytes", "load_memory", "cpu_s")}
-    engine.facts = {**facts[0], "node": engine.node, **by_rank}
+    scales = {layer: scale for f in facts for layer, scale in f["kv_scales"].items()}
+    engine.facts = {**facts[0], "node": engine.node, "kv_scales": scales, **by_rank}
     await measure_clock(engine)
     engine.start()
 

@@ -59,7 +59,7 @@ def tier_groups(config: EngineConfig, settings: OffloadSettings) -> tuple[KVCach
 
 
 def tier_identity(config: EngineConfig, settings: OffloadSettings, like: CacheDescription) -> PageIdentity:
-    """Return what pages mean in a tier behind engines like this one; `like` describes any of its ranks.
+    """Return what pages mean in a tier behind engines like this one; `like`: of `like_engine`.
     Engines whose identity is equal may share a tier, and pages on disk."""
     return identity_of(tier_groups(config, settings), like, config.dtype)
 

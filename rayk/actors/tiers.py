@@ -23,6 +23,7 @@ from rayk.handover.commands import Connect, Describe, DescribeOutbox, EndReads, 
 from rayk.handover.tier_side import TierFacts
 from rayk.offload.messages import TIER, LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.offload.page_file import PageIdentity
+from rayk.transfer.handshake import like_engine
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError, TransferError
 from rayk.types.offload import OffloadSettings
@@ -191,7 +192,7 @@ class HostTiers:
             )
             .remote(name)
         )
-        how = engine.config, self.settings, engine.descriptions[0], number
+        how = engine.config, self.settings, like_engine(engine.descriptions), number
         try:
             limit_s = OPEN_S + (DIGEST_S if self.settings.disk_folder is not None else 0.0)
             facts = await _reply(handle.open.remote(*how, may_lack_disk=bool(self.losses)), limit_s)
@@ -206,7 +207,7 @@ class HostTiers:
 
     def _identity_of(self, engine: EngineHandle) -> PageIdentity:
         """Return what the engine's pages mean; the disk tier asks this, too."""
-        return tier_identity(engine.config, self.settings, engine.descriptions[0])
+        return tier_identity(engine.config, self.settings, like_engine(engine.descriptions))
 
     async def _watch(self, tier: _TierActor) -> None:
         """Wait until a tier dies, then tell its engines, which may not be in contact with it then."""

@@ -92,7 +92,7 @@ class HostTier:
         staging: StagingSettings | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`groups`: of the tier's own block sizes. `like`: any rank of an engine whose KV is to be kept: what
+        """`groups`: of the tier's own block sizes. `like`: `like_engine` of one whose KV is to be kept: what
         its model and scales are. `pages`: the disk tier behind it. `why_no_disk`: why there is none where
         there was to be one. `staging`: of what it reads. Raises UserError."""
         self.settings = settings

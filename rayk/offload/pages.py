@@ -34,7 +34,7 @@ MIN_KNOWN = 1024  # evicted pages are forgotten when they are more than those th
 
 def identity_of(groups: Sequence[KVCacheGroup], like: CacheDescription, dtype: str) -> PageIdentity:
     """Return what must agree so that pages mean the same, in memory as on disk. `groups`: the tier's; `like`:
-    any rank of an engine that computes in `dtype`, which quantised KV does not tell."""
+    `like_engine` of one that computes in `dtype`, which quantised KV does not tell."""
     facts = {f"model.{name}": value for name, value in like.fingerprint.items()}
     scales = (f"layer {layer}: k {k!r}, v {v!r}" for layer, (k, v) in sorted(like.kv_scales.items()))
     facts |= {"dtype": dtype, "kv_scales": "; ".join(scales)}

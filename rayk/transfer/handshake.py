@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -315,6 +315,11 @@ def _layer_differences(
 def engine_scales(ranks: Iterable[CacheDescription]) -> dict[int, tuple[float, float]]:
     """Layer -> its scales (k, v), where no page holds them, of all stages of an engine."""
     return {layer: scales for rank in ranks for layer, scales in rank.kv_scales.items()}
+
+
+def like_engine(ranks: Sequence[CacheDescription]) -> CacheDescription:
+    """Return what is told of an engine's whole KV: rank 0's description, with the scales of all stages."""
+    return replace(ranks[0], kv_scales=engine_scales(ranks))
 
 
 def _scale_differences(producer: CacheDescription, consumer: CacheDescription) -> list[tuple[str, str, str]]:

@@ -29,7 +29,7 @@ from rayk.models.families import load_config
 from rayk.models.kv_specs import engine_groups
 from rayk.offload.host import HostTier
 from rayk.offload.messages import TIER, LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
-from rayk.transfer.handshake import CacheDescription
+from rayk.transfer.handshake import CacheDescription, like_engine
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.token_classes import ONE_CLASS, TokenClasses, common_classes
 from rayk.types.config import EngineConfig
@@ -197,7 +197,7 @@ class Node:
             for i, config in enumerate(configs):
                 what = config, make_agent, offload, poison, load_vocabulary
                 made.append(_make_engine(stack, f"e{i}", *what, token_classes=classes))
-            like = made[0].call(Describe())[0]
+            like = like_engine(made[0].call(Describe()))
             config = made[0].engine._config
             tier = open_tier(tier_agent(make_agent("tier")), config, offload, like, 0)
             thread = TierThread(tier)
@@ -235,12 +235,11 @@ class Node:
 
 
 def describe(config: EngineConfig) -> CacheDescription:
-    """What the first rank of an engine tells of its cache; the engine is formed, and ends."""
+    """What the ranks of an engine tell of its cache; the engine is formed, and ends."""
     with ExitStack() as stack:
         offload = OffloadSettings(host_bytes=1)
         engine = _make_engine(stack, "e", config, local_agents(), offload, NAN_POISON)
-        found: CacheDescription = engine.call(Describe())[0]
-        return found
+        return like_engine(engine.call(Describe()))
 
 
 def _make_engine(

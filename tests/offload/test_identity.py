@@ -72,6 +72,8 @@ ALIKE: list[dict[str, Any]] = [
     {},
     {"tp": 2},
     {"tp": 4, "layout": "LBHNC"},
+    {"pp": 2},
+    {"tp": 2, "pp": 3, "layout": "LBNHC"},
     {"layout": "BLHNC", "block_size": 32},
     {"tp": 2, "layout": "LBNHC", "block_size": 64, "num_blocks": 128, "kernel_block_size": 16},
     {"prefix_caching": True, "max_batch_tokens": 64, "max_seqs": 2},
@@ -106,7 +108,7 @@ def kinds_of(path: Path, changes: Sequence[dict[str, Any]]) -> list[tuple[str, s
     ("family", "kv_dtype"),
     [("qwen3", "auto"), ("qwen3", "nvfp4"), ("gemma3", "fp8_e4m3"), ("jamba", "auto"), ("jamba", "fp8_e4m3")],
 )
-def test_engines_of_any_tp_layout_and_block_size_share_pages(
+def test_engines_of_any_tp_stages_layout_and_block_size_share_pages(
     checkpoint: Callable[..., Path], family: str, kv_dtype: str
 ) -> None:
     kept = {"kv_dtype": kv_dtype, "dtype": "bfloat16"}

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.answers import NUM_TOKENS, Answers, make_answers
 from tests.markers import one_per, thorough
 from tests.offload.faults import Case, FaultyAgents, PausedTier
 from tests.offload.node import Node, NodeEngine, outbox_bytes, until
-from tests.offload.test_swaps import MODELS, STATES, crowd, pool_for, too_many
+from tests.offload.test_swaps import MODELS, STAGES, STATES, crowd, pool_for, too_many
 from tests.pd import make_request
 from tests.transfer_faults import flip_bit, stall_reads
 
@@ -74,8 +75,11 @@ def swap(node: Node, asked: list[tuple[list[int], list[int]]]) -> Mapping[str, i
 
 
 @one_per()
-@pytest.mark.parametrize("more", [{}, STATES], ids=["in-place", "cached"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [*product(MODELS, ({}, STATES)), ("qwen3", STAGES), ("nemotron_h", STATES | STAGES)],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value) or "in-place",
+)
 def test_a_crowd_is_swapped_and_right_by_way_of_outboxes(
     name: str, more: dict[str, Any], answers: Callable[[str], Answers]
 ) -> None:
@@ -114,15 +118,18 @@ def test_blocks_are_free_when_they_are_copied_not_when_the_tier_has_read_them(qw
 
 
 @thorough
-def test_what_ranks_that_deal_tokens_stored_by_outboxes_one_rank_loads(qwen3: Case) -> None:
-    """Blocks of outboxes cover the tokens of two ranks, too, and the leader counts as many as ranks have."""
+@pytest.mark.parametrize("shape", [{"tp": 4, "dcp": 2}, {"pp": 2, "pp_layers": (1, 3)}], ids="-".join)
+def test_what_ranks_of_any_shape_stored_by_outboxes_one_rank_loads(qwen3: Case, shape: Any) -> None:
+    """Blocks of outboxes cover the tokens of two ranks, too, or the layers of a stage, and the leader counts
+    as many as all ranks have."""
     size = outbox_bytes(qwen3.path, 30)
-    with Node.open(qwen3.path, [{"tp": 4, "dcp": 2}, {}], outbox_bytes=size) as node:
+    with Node.open(qwen3.path, [shape, {}], outbox_bytes=size) as node:
         first, second = node.engines
         room = first.offloading.side.outbox
         assert room is not None
         told = first.call(DescribeOutbox())
-        assert [outbox.geometry.num_blocks for outbox in told] == [room.pool.num_blocks] * 4
+        assert {outbox.geometry.num_blocks for outbox in told} == {room.pool.num_blocks}
+        assert len(told) == first.engine._config.num_ranks
         tickets = tickets_of(first)
         qwen3.complete(first, "a", 0)
         node.settle()
