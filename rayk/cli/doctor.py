@@ -13,7 +13,7 @@ import typer
 from rayk.cli.guard import guarded, stderr, stdout
 
 if TYPE_CHECKING:
-    from rayk.models.memory_plan import MemoryPlan
+    from rayk.models.memory_plan import MemoryPlan, SizePlan
 
 SYMBOLS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[bold red]missing[/]"}
 
@@ -90,6 +90,10 @@ def _plan(model: Path, gpus: str, tokens: int | None, output_format: DoctorForma
         raise typer.Exit(1)
 
 
+def _layers_to_set(size: SizePlan) -> str:
+    return "" if size.pp_layers is None else f"pp_layers: [{', '.join(map(str, size.pp_layers))}]"
+
+
 def _print_plan(plan: MemoryPlan) -> None:
     from rich.table import Table
 
@@ -117,6 +121,6 @@ def _print_plan(plan: MemoryPlan) -> None:
             *(str(getattr(size, name)) for _, name in used),
             f"{size.weight_bytes / 1e9:,.1f}",
             *(f"{n:,}" for n in counts),
-            size.reason,
+            size.reason or _layers_to_set(size),
         )
     print_table(stdout(), table)

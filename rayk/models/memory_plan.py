@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -18,8 +18,13 @@ from rayk.models.formats import Fp8
 from rayk.models.hub import config_file
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.models.stored_sizes import held_bytes, num_parameters
-from rayk.models.tensor_parallel import valid_dcp_sizes, why_shape_unsupported, why_tp_unsupported
-from rayk.parallel.shard import EngineShape, split_layers
+from rayk.models.tensor_parallel import (
+    valid_dcp_sizes,
+    whole_stages,
+    why_shape_unsupported,
+    why_tp_unsupported,
+)
+from rayk.parallel.shard import engine_shape, split_layers
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 
@@ -40,6 +45,7 @@ class SizePlan:
 
     tp: int
     pp: int = 1
+    pp_layers: tuple[int, ...] | None = None  # to be set, where stages as vLLM deals them would not run
     dcp: int = 1
     reason: str  # why it does not fit or run; empty if it does
     weight_bytes: int = 0
@@ -120,7 +126,13 @@ def _plan(model: str, config: DecoderConfig, gpu: str, tp: int, pp: int, tokens:
     if reason is not None:
         yield SizePlan(tp=tp, pp=pp, reason=reason)
         return
-    shape = EngineShape(tp, stages=split_layers(config.num_layers, pp) if pp > 1 else ())
+    pp_layers = whole_stages(config, pp)
+    if pp_layers == split_layers(config.num_layers, pp):
+        pp_layers = None
+    plain = EngineConfig(
+        model=model, tp=tp, pp=pp, pp_layers=pp_layers, dtype=config.dtype, device="cuda", num_blocks=2
+    )
+    shape = engine_shape(plain, config.num_layers)
     # The last rank of a stage has the larger share of all that is dealt out unevenly
     # (parallel.shard.shard_range).
     weights = [
@@ -128,10 +140,7 @@ def _plan(model: str, config: DecoderConfig, gpu: str, tp: int, pp: int, tokens:
         for rank in (shape.rank_of(stage, tp - 1) for stage in range(pp))
     ]
     for dcp in dict.fromkeys((1, valid_dcp_sizes(config, tp)[-1])):
-        engine = EngineConfig(
-            model=model, tp=tp, pp=pp, dcp=dcp, dtype=config.dtype, device="cuda", num_blocks=2
-        )
-        yield _fill(engine, config, GPU_GB[gpu] * 10**9, weights, tokens)
+        yield _fill(replace(plain, dcp=dcp), config, GPU_GB[gpu] * 10**9, weights, tokens)
 
 
 def _fill(
@@ -160,6 +169,7 @@ def _fill(
     return SizePlan(
         tp=engine.tp,
         pp=engine.pp,
+        pp_layers=engine.pp_layers,
         dcp=engine.dcp,
         reason=reason,
         weight_bytes=max(weights),

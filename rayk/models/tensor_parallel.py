@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import kv_cache_specs
@@ -70,7 +70,7 @@ def _no_such_stages(config: DecoderConfig, engine: EngineConfig) -> BadDivision 
         problem = f"async_scheduling: always with pp: {engine.pp}: steps overlap by stages as it is"
         return BadDivision("async_scheduling", problem, "async_scheduling: auto or never")
     stages = split_layers(config.num_layers, engine.pp, engine.pp_layers)
-    borders = [sum(stages[: i + 1]) for i in range(engine.pp - 1)]
+    borders = list(accumulate(stages))[:-1]
     torn = _torn(config, borders)
     if torn is None:
         return None
@@ -81,6 +81,14 @@ def _no_such_stages(config: DecoderConfig, engine: EngineConfig) -> BadDivision 
         most = 1 + len(_free_borders(config))
         return BadDivision("pp", problem, f"pp: {'1' if most == 1 else f'1 to {most}'}")
     return BadDivision("pp_layers", problem, f"pp_layers: [{', '.join(map(str, other))}]")
+
+
+def whole_stages(config: DecoderConfig, pp: int) -> tuple[int, ...] | None:
+    """Deal layers to stages as vLLM does, or as near to it as no layer shares the keys and values of one in
+    another stage; None where no stages would do."""
+    stages = split_layers(config.num_layers, pp)
+    borders = list(accumulate(stages))[:-1]
+    return stages if _torn(config, borders) is None else _whole_stages(config, borders)
 
 
 def _torn(config: DecoderConfig, borders: Sequence[int]) -> tuple[int, int] | None:

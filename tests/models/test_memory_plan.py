@@ -172,6 +172,18 @@ def test_dealt_tokens_take_the_place_of_replicas(write: WriteConfig) -> None:
     assert found[2, 2, 1].block_bytes == 16 * 2 * (512 + 64) * 2
 
 
+def test_stages_tear_no_sharing_layers_apart(write: WriteConfig) -> None:
+    """Layers 20 to 34 share keys and values of 18 and 19: the last stage begins at 18 at the latest."""
+    plan = plan_memory(write(LARGE["gemma-3n-E4B"]), "8xL4")
+    staged = [size for size in plan.sizes if size.pp > 1 and size.dcp == 1]
+    assert {size.pp: size.pp_layers for size in staged} == {
+        2: None,  # 18 and 17
+        4: (9, 8, 1, 17),
+        8: (4, 4, 4, 3, 1, 1, 1, 17),
+    }
+    assert [size.reason for size in staged] == [""] * 3
+
+
 def test_requests_at_a_time_are_counted_at_their_fullest(write: WriteConfig) -> None:
     """The 127 positions before a token lie in 9 blocks of 16, unless they begin with one."""
     two_layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
