@@ -223,7 +223,7 @@ class Scheduler:
         if self.needs_settling and self._in_flight:
             return None
         budget, num_decodes = self.max_batch_tokens, 0
-        most_decodes = -(-len(self._running) // self._num_stages)
+        most_decodes = self._most_decodes()
         self.is_short_of_blocks = self.needs_settling = False
         scheduled: list[ScheduledRequest] = []
         states: list[RequestState] = []
@@ -252,6 +252,11 @@ class Scheduler:
         self._step += 1
         self._in_flight[self._step] = states
         return ScheduledBatch(step=self._step, requests=tuple(scheduled))
+
+    def _most_decodes(self) -> int:
+        """Count the running requests of which a step computes one token: the others are for the steps that
+        the other stages work on."""
+        return -(-len(self._running) // self._num_stages)
 
     def _may_go_on(self, state: RequestState) -> bool:
         if self._num_stages > 1 and state.num_sampled_ahead:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rayk.engine.build import ThreadEngine
+from rayk.engine.pipeline import Due, Pipeline
+from rayk.types.batch import ScheduledBatch
 from rayk.types.errors import Unsupported
 from rayk.types.request import FinishReason, Request
 from tests.answers import NUM_TOKENS, Answers, make_answers
@@ -64,6 +67,16 @@ def test_tokens_are_transformers(
     assert sum(computed) == engine.ranks[0].model_config.num_layers
     if "pp_layers" in shape:
         assert computed == list(shape["pp_layers"])[::-1], "the last stage comes first"
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_stage_computes_what_came_as_many_turns_before_as_it_has_stages_before_it(stage: int) -> None:
+    alone: Any = SimpleNamespace(stage=stage, comms=SimpleNamespace(before=None, after=None))
+    pipeline = Pipeline(alone)
+    turns = [None if step == 2 else ScheduledBatch(step=step, requests=()) for step in range(1, 6)]
+    due = [pipeline.tick(batch, ("command", turn)) for turn, batch in enumerate(turns)]
+    came = [None if b is None else Due(b, ("command", turn)) for turn, b in enumerate(turns)]
+    assert due == [None] * stage + came[: len(turns) - stage]
 
 
 def tokens_and_steps(engine: ThreadEngine, model: Answers) -> tuple[list[list[int]], list[list[int]]]:

@@ -306,3 +306,23 @@ def _(original, self, num_tokens):
 )
 def _(original, self):
     return tuple(group.tokens for group in self.caches.geometry.groups)
+
+
+@COMPUTE.twin(
+    "a stage computes the step that came a turn too late",
+    "rayk.engine.pipeline:Pipeline.__init__",
+    "engine/test_pipeline.py::test_a_stage_computes_what_came_as_many_turns_before_as_it_has_stages_before_it",
+)
+def _(original, self, rank):
+    original(self, rank)
+    self._coming.extend([None] * (rank.stage > 0))
+
+
+@COMPUTE.twin(
+    "a step's commands are executed a step too late on later stages",
+    "rayk.engine.pipeline:Pipeline.tick",
+    "handover/test_stages.py::test_tokens_are_transformers",
+)
+def _(original, self, batch, commands=()):
+    self._held, commands = commands, getattr(self, "_held", ()) if self._rank.stage else commands
+    return original(self, batch, commands)

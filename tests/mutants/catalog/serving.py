@@ -13,6 +13,24 @@ SERVING = Catalog("tests")
 
 
 @SERVING.twin(
+    "blocks of an aborted request come free before the last stage has written them",
+    "rayk.sched.batching:Scheduler._last_step",
+    "sched/test_batching.py::test_stages_have_a_step_each_and_blocks_of_the_aborted_wait_for_the_last",
+)
+def _(original, self, state):
+    return original(self, state) and None
+
+
+@SERVING.twin(
+    "one step takes all running requests, whatever the other stages do",
+    "rayk.sched.batching:Scheduler._most_decodes",
+    "engine/test_pipeline.py::test_decodes_spread_over_as_many_steps_as_there_are_stages",
+)
+def _(original, self):
+    return self._num_stages * original(self)
+
+
+@SERVING.twin(
     "a large engine counts as a small one",
     "rayk.sched.work:work",
     "sched/test_policies.py::test_least_loaded_takes_who_has_least_to_do",
