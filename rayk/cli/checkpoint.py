@@ -24,12 +24,12 @@ _QUOTED = re.compile(r"`(\w+)")  # a config's key in a message, or the first of 
 @guarded
 def checkpoint(
     family: Annotated[
-        str,
+        str | None,
         typer.Argument(
             help=f"{', '.join(sorted(FAMILIES)[:-1])} or {max(FAMILIES)}; left out with --from-gguf.",
             show_default=False,
         ),
-    ],
+    ] = None,
     directory: Annotated[Path | None, typer.Argument(help="Folder to write.", show_default=False)] = None,
     from_gguf: Annotated[
         Path | None,
@@ -75,10 +75,9 @@ def checkpoint(
     if from_gguf is not None:
         given = (directory, layers, tie, quantise)
         refuse_mixed(any(value is not None for value in given) or seed != 0 or bool(overrides) or force)
-        convert(from_gguf, Path(family), dtype or "bfloat16", max_shard_size)
+        convert(from_gguf, Path(_given(family)), dtype or "bfloat16", max_shard_size)
         return
-    if directory is None:
-        raise UserError("no folder to write", mend="rayk checkpoint FAMILY DIR, or --from-gguf FILE DIR")
+    family, directory = _given(family), Path(_given(directory))
     values = parse_overrides(overrides or [])
     if layers is not None:
         values["num_hidden_layers"] = layers
@@ -102,6 +101,12 @@ def checkpoint(
         judge=parse_config,  # what explain and run would refuse is not written
     )
     typer.echo(path)
+
+
+def _given(argument: str | Path | None) -> str:
+    if argument is None:
+        raise UserError("no folder to write", mend="rayk checkpoint FAMILY DIR, or --from-gguf FILE DIR")
+    return str(argument)
 
 
 def refuse_mixed(is_mixed: bool) -> None:

@@ -38,6 +38,12 @@ from rayk.types.config import EngineConfig, parallel_text
 from rayk.types.errors import SpecError, TransferError, UserError
 
 DEFAULT_TOKENS = 1024
+FP8_IS = {
+    "auto": "fp8 is kept where a GPU multiplies it and no check compares values",
+    "kept": "fp8 is kept, but for the matrices that docs/gpu.md names",
+    "dequantised": "fp8 too",
+}
+"""`engine.weights` -> what becomes of weights in fp8."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +148,7 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
         return Explanation(supported=False, reason=refused, num_tokens=intended, **about)
     producer, consumer = plan_engine(cell.prefill, config), plan_engine(cell.decode, config)
     tokens = _num_tokens(num_tokens, config, producer, consumer)
-    notes = _weights_note(config)
+    notes = _weights_note(config, {"prefill": cell.prefill, "decode": cell.decode})
     if num_tokens is None:
         notes += _length_note(tokens, config, producer)
     notes += _dtype_note(cell.prefill, config)
@@ -236,13 +242,15 @@ def _fast_prefill(cell: Cell, config: DecoderConfig, num_tokens: int) -> FastPre
     )
 
 
-def _weights_note(config: DecoderConfig) -> list[str]:
+def _weights_note(config: DecoderConfig, engines: Mapping[str, EngineConfig]) -> list[str]:
     if config.quantisation is None:
         return []
+    texts = {FP8_IS[engine.weights] for engine in engines.values()}
+    if len(texts) > 1:
+        texts = {"; ".join(f"{side}: {FP8_IS[engine.weights]}" for side, engine in engines.items())}
     return [
         f"the weights are stored as {config.quantisation.text}, and dequantised in {DEQUANTISED} while they "
-        "are loaded, then rounded to the engine's dtype (fp8 is kept where a GPU multiplies it and no check "
-        "compares values: engine.weights); KV is as for others"
+        f"are loaded, then rounded to the engine's dtype ({texts.pop()}: engine.weights); KV is as for others"
     ]
 
 

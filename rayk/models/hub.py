@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rayk.types.errors import CheckpointError
+from rayk.types.files import write_atomically
 from rayk.types.model_names import HubName, hub_name
 from rayk.types.noted_hashes import file_sha256
 
@@ -77,9 +78,7 @@ def _pinned_snapshot(name: HubName) -> Path:
 
 
 def _snapshot(name: HubName) -> Path:
-    with _in_words(name), _alone(name) as cache:
-        blobs = cache / "blobs"
-        before = {p.name for p in blobs.iterdir()} if blobs.is_dir() else set()
+    with _in_words(name), _alone(name), _trusted(name) as before:
         folder = _fetched(name, *WANTED)
         _refuse_wrong((p for p in folder.iterdir() if p.resolve().name not in before), name)
         if not (folder / CONFIG).is_file() or not any(folder.glob("*.safetensors")):
@@ -108,21 +107,48 @@ def _fetched(name: HubName, *wanted: str) -> Path:
     return Path(folder)
 
 
-@contextmanager
-def _alone(name: HubName) -> Iterator[Path]:
-    """Keep others of this node that want the repository waiting: one fetches and hashes it. Yields its folder
-    of the cache. Where none may write nobody is kept: what is there is whole, or cannot be fetched."""
+def _cache_folders(name: HubName) -> tuple[Path, Path]:
+    """Return where the cache has a repository, and where it has locks of it."""
     from huggingface_hub import constants
 
-    cache = Path(constants.HF_HUB_CACHE)
-    folder = f"models--{name.repo.replace('/', '--')}"
-    lock = cache / ".locks" / folder / "rayk.lock"
+    cache, folder = Path(constants.HF_HUB_CACHE), f"models--{name.repo.replace('/', '--')}"
+    return cache / folder, cache / ".locks" / folder
+
+
+@contextmanager
+def _alone(name: HubName) -> Iterator[None]:
+    """Keep others of this node that want the repository waiting: one fetches and hashes it. Where none may
+    write nobody is kept: what is there is whole, or cannot be fetched."""
+    from huggingface_hub import constants
+
+    _, locks = _cache_folders(name)
     with ExitStack() as stack:
         if not constants.is_offline_mode():
             with suppress(OSError):
-                lock.parent.mkdir(parents=True, exist_ok=True)
-                fcntl.flock(stack.enter_context(lock.open("w")), fcntl.LOCK_EX)
-        yield cache / folder
+                locks.mkdir(parents=True, exist_ok=True)
+                fcntl.flock(stack.enter_context((locks / "rayk.lock").open("w")), fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _trusted(name: HubName) -> Iterator[frozenset[str]]:
+    """Yield the names of the files in the cache that need no hashing: those that were there before. They are
+    noted until the others are hashed, so that what a killed process fetched is not taken for one of them."""
+    from huggingface_hub import constants
+
+    cache, locks = _cache_folders(name)
+    blobs, note = cache / "blobs", locks / "rayk.trusted"
+    try:
+        trusted = frozenset(note.read_text().split())
+    except OSError:
+        trusted = frozenset(p.name for p in blobs.iterdir()) if blobs.is_dir() else frozenset()
+        if not constants.is_offline_mode():
+            with suppress(OSError):
+                write_atomically(note, "\n".join(trusted))
+    yield trusted
+    if not constants.is_offline_mode():
+        with suppress(OSError):
+            note.unlink()
 
 
 def _refuse_wrong(files: Iterable[Path], name: HubName) -> None:

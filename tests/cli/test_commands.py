@@ -299,6 +299,9 @@ def test_checkpoint_mistakes_exit_2(tmp_path: Path) -> None:
     assert unknown.exit_code == 2
     assert "qwen3" in unknown.stderr
     assert invoke("checkpoint", "llama", tmp_path / "m", "--set", "hidden_size").exit_code == 2
+    for arguments in ((), ("llama",), ("--from-gguf", tmp_path / "m.gguf")):
+        lacking = invoke("checkpoint", *arguments)
+        assert (lacking.exit_code, "no folder to write" in lacking.stderr) == (2, True)
     assert not (tmp_path / "m").exists()
 
 

@@ -111,3 +111,21 @@ def test_bad_input_exits_2(model: Path, arguments: tuple[str, ...], message: str
     result = invoke("--model", model, *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
+
+
+def test_notes_say_what_becomes_of_weights_in_fp8(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [24, 40]}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config), encoding="utf-8")
+
+    def said(*arguments: str) -> str:
+        (note,) = (n for n in explain(file, *arguments)["notes"] if "weights are stored" in n)
+        return str(note)
+
+    kept = ("--prefill-weights", "kept")
+    assert "(fp8 is kept where a GPU multiplies it" in said()
+    assert "(fp8 is kept, but for" in said(*kept, "--decode-weights", "kept")
+    unlike = said(*kept, "--decode-weights", "dequantised")
+    assert "(prefill: fp8 is kept, but for" in unlike
+    assert "decode: fp8 too: engine.weights)" in unlike

@@ -161,6 +161,29 @@ def test_what_the_cache_has_is_not_hashed_again(hub: LocalHub, monkeypatch: pyte
     assert hashed == []
 
 
+def test_what_a_killed_download_left_is_hashed_when_it_is_used(
+    hub: LocalHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed when all had arrived and nothing was hashed; what was there before it is not hashed then."""
+    pinned(NAME)
+    (weights,) = {p.resolve() for p in weights_in_cache()}
+    whole = weights.read_bytes()
+    weights.unlink()
+    hub.wrong[WEIGHTS] = flipped(whole)
+    with monkeypatch.context() as killed:
+        killed.setattr(models_hub, "_refuse_wrong", lambda *_: sys.exit("killed"))
+        with pytest.raises(SystemExit):
+            pinned(NAME)
+    hub.wrong.clear()
+    assert f"{WEIGHTS}: not what" in failure(lambda: pinned(NAME)).problem
+    pinned(NAME)
+    assert weights.read_bytes() == whole
+    hashed = []
+    monkeypatch.setattr(models_hub, "_is_what_it_is_called", lambda p: hashed.append(p.name) or True)
+    pinned(NAME)
+    assert hashed == []
+
+
 # --- tokens -------------------------------------------------------------------------------------------------
 
 
