@@ -42,12 +42,12 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         "sched": "types",
         "metrics": "types",
         "lines": "types",
-        # Engines need its masks, fronts its refusals: both of one library.
+        # Engines and the reference need its masks, fronts and specs its refusals: all of one library.
         "grammars": "types",
         "engine": "types grammars parallel kv kernels attention models sched metrics",
         "handover": "types parallel kv models transfer engine sched metrics offload",
         "reports": "types",
-        "specs": "types parallel kv models sched",
+        "specs": "types grammars parallel kv models sched",
         "explain": "types parallel kv models transfer specs",
         "actors": "types parallel kv models transfer engine sched metrics specs offload handover lines vllm",
         "offload": "types kv transfer kernels",
@@ -56,7 +56,7 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         # only the digest, of transfer digests and diagnosis.
         # Of conformance only `store` and `vllm_adapter`: what a store of KV is.
         "vllm": "types kv kernels transfer conformance",
-        "oracle": "types",
+        "oracle": "types grammars",
         # Of sched only `arrivals`: an open load is the same to an experiment and to a server.
         "bench": "types sched reports",
         "serve": "types grammars actors metrics specs",

@@ -149,7 +149,7 @@ class CellJudge:
             self._known[key] = References(
                 self._model, self._answers, dtype, routed=self._config.is_routed, rounding=rounding
             )
-        return self._known[key]
+        return self._known[key].under(cell.sampling.structured_outputs)
 
     def _kv_bounds(self, cell: Cell, prompts: Prompts) -> KVBounds:
         from rayk.experiments.compare import measure_values

@@ -116,6 +116,7 @@ def compare_logprobs(
     output, prompt = _Tokens("output"), _Tokens("prompt")
     gaps: list[float] = []
     not_finite: list[str] = []
+    misfits: list[str] = []
     for row, own in zip_longest(rows, followed):
         exact, eager = references.scores(row.prompt_token_ids, row.output_token_ids)
         num_settled = 0
@@ -123,6 +124,12 @@ def compare_logprobs(
             # What rounding changes is still measured between the two that follow nobody.
             eager = _shifted(eager, exact, own.scores)
             exact, num_settled = own.scores, own.num_settled
+        if sampling.structured_outputs is not None and math.inf in exact.output_gaps:
+            token = exact.output_gaps.index(math.inf)
+            misfits.append(
+                f"logprobs: request {row.prompt_index}, token {token} is not of the form asked for"
+            )
+            continue
         if not all(map(math.isfinite, exact.prompt_logprobs + exact.output_logprobs)):
             not_finite.append(
                 f"logprobs: request {row.prompt_index}: the reference's own are NaN or infinite"
@@ -138,7 +145,7 @@ def compare_logprobs(
             prompt.add(row.prompt_index, found, exact, eager, num_settled)
     outputs, wrong_outputs = _judge(output, references)
     prompts, wrong_prompts = _judge(prompt, references)
-    reasons = [*wrong_outputs, *wrong_prompts]
+    reasons = [*misfits, *wrong_outputs, *wrong_prompts]
     if is_greedy(sampling):
         reasons += _worse_choices(output, gaps, outputs.bound)
     return LogprobComparison(outputs, prompts, tuple(reasons), tuple(not_finite))

@@ -3,6 +3,7 @@ they are kept."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from rayk.oracle.cache import AnswerStore
 from rayk.oracle.kv_scales import checkpoint_kv_scales
 from rayk.oracle.reference import ForcedStep, Reference, ReferenceOutput, TextScores
 from rayk.types.request import SamplingParams
+from rayk.types.structured import StructuredOutputs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,6 +65,13 @@ class References:
         if self.routed and dtype == "float16":
             self._rough = Reference(model, "bfloat16", answers=answers)
         self._kv: dict[tuple[int, ...], LayerKV] = {}
+        self._form: StructuredOutputs | None = None
+
+    def under(self, form: StructuredOutputs | None) -> References:
+        """Return the same model, whose tokens are of a form."""
+        formed = copy.copy(self)
+        formed._form = form
+        return formed
 
     @property
     def is_exact(self) -> bool:
@@ -86,19 +95,21 @@ class References:
             max_tokens=sampling.max_tokens,
             ignore_eos=sampling.ignore_eos,
             stop_token_ids=sampling.stop_token_ids,
+            form=self._form,
         )
 
     def forced(self, prompt: Sequence[int], output_ids: Sequence[int]) -> list[ForcedStep]:
         """Judge somebody else's tokens."""
-        return self._exact.teacher_force(prompt, output_ids)
+        return self._exact.teacher_force(prompt, output_ids, self._form)
 
     def scores(self, prompt: Sequence[int], output_ids: Sequence[int]) -> tuple[TextScores, TextScores]:
         """Score a prompt and somebody else's output: exact, and eager's; of further tokens the rough ones."""
-        exact = self._exact.score(prompt, output_ids)
+        exact = self._exact.score(prompt, output_ids, self._form)
         if self.is_exact:
             return exact, exact
-        further = self._rough.score(prompt, output_ids).further_logprobs
-        return exact, replace(self._eager.score(prompt, output_ids), further_logprobs=further)
+        further = self._rough.score(prompt, output_ids, self._form).further_logprobs
+        eager = self._eager.score(prompt, output_ids, self._form)
+        return exact, replace(eager, further_logprobs=further)
 
     @property
     def can_follow(self) -> bool:
@@ -109,7 +120,7 @@ class References:
         self, prompt: Sequence[int], output_ids: Sequence[int], stored: StoredKV
     ) -> tuple[TextScores, Following]:
         """Score exactly, given what an engine stored of the prompt; see oracle.following."""
-        return self._exact.follow(prompt, output_ids, stored)
+        return self._exact.follow(prompt, output_ids, stored, self._form)
 
     def kv(self, prompt: Sequence[int]) -> LayerKV:
         """Return the cache after the prompt."""

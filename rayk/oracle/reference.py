@@ -18,11 +18,13 @@ from rayk.oracle.cache import Answer, AnswerStore, Question, code_digest
 from rayk.oracle.files import checkpoint_hash
 from rayk.oracle.quiet import no_progress_bars
 from rayk.types.errors import CheckpointError, UserError
+from rayk.types.structured import StructuredOutputs
 
 if TYPE_CHECKING:  # torch is imported when a question needs the model
     from torch import Tensor
 
     from rayk.oracle.following import Following, StoredKV
+    from rayk.oracle.forms import Forms
     from rayk.oracle.quantised import KVRounding
     from rayk.oracle.states import Fields
     from rayk.oracle.text import FedText
@@ -32,6 +34,7 @@ NUM_TOP = 5
 NUM_FURTHER = 8
 """Number of further tokens whose log probability `score` gives per step."""
 
+_GRAMMARS = Path(__file__).parents[1] / "grammars"
 _ANSWERING = ("rayk", "transformers", "torch", "compressed-tensors")
 """Packages whose version an answer depends on. The last one dequantises formats of its own."""
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -132,20 +135,24 @@ class Reference:
         max_tokens: int = 16,
         ignore_eos: bool = False,
         stop_token_ids: Sequence[int] = (),
+        form: StructuredOutputs | None = None,
     ) -> list[ReferenceOutput]:
         """Greedy output of each prompt by itself (the lowest id wins a tie).
 
         An answer ends at `max_tokens`, at a stop token id, or at one of the model's EOS ids unless
-        `ignore_eos`. Raises UserError for a prompt that is empty, holds ids outside the vocabulary, or is too
-        long.
+        `ignore_eos`. With a `form` each token is the best of those that it allows, an EOS ends the answer
+        whatever `ignore_eos` says, and so does a token behind which nothing may follow. Raises UserError for
+        a prompt that is empty, holds ids outside the vocabulary, or is too long.
         """
         stops = sorted({int(i) for i in stop_token_ids})
 
         def decode(question: Question) -> ReferenceOutput:
-            all_stops = frozenset(stops) | (frozenset() if ignore_eos else self._eos_ids)
-            return self._decode(question["prompt"], max_tokens, all_stops)
+            ends_at_eos = form is not None or not ignore_eos
+            all_stops = frozenset(stops) | (self._eos_ids if ends_at_eos else frozenset())
+            return self._decode(question["prompt"], max_tokens, all_stops, form)
 
         limits = {"max_tokens": max_tokens, "ignore_eos": ignore_eos, "stop_token_ids": stops}
+        limits |= _about_form(form)
         answers = (
             self._answer(
                 {"ask": "generate", "prompt": [int(i) for i in prompt], **limits}, lambda q: asdict(decode(q))
@@ -154,34 +161,45 @@ class Reference:
         )
         return [ReferenceOutput(**answer) for answer in answers]
 
-    def teacher_force(self, prompt: Sequence[int], output_ids: Sequence[int]) -> list[ForcedStep]:
-        """Return the reference's view of each of `output_ids`, given the prompt and those before it. Raises
-        UserError like generate."""
+    def teacher_force(
+        self, prompt: Sequence[int], output_ids: Sequence[int], form: StructuredOutputs | None = None
+    ) -> list[ForcedStep]:
+        """Return the reference's view of each of `output_ids`, given the prompt and those before it. A token
+        that the `form` does not allow lies infinitely far below the best. Raises UserError like generate."""
         answer = self._answer(
             {
                 "ask": "teacher_force",
                 "prompt": [int(i) for i in prompt],
                 "output_ids": [int(i) for i in output_ids],
+                **_about_form(form),
             },
-            lambda q: {"steps": [asdict(step) for step in self._force(q["prompt"], q["output_ids"])]},
+            lambda q: {"steps": [asdict(step) for step in self._force(q["prompt"], q["output_ids"], form)]},
         )
         return [ForcedStep(**step) for step in answer["steps"]]
 
-    def score(self, prompt: Sequence[int], output_ids: Sequence[int]) -> TextScores:
-        """Log probability of every token but the first. Raises UserError like generate."""
+    def score(
+        self, prompt: Sequence[int], output_ids: Sequence[int], form: StructuredOutputs | None = None
+    ) -> TextScores:
+        """Log probability of every token but the first; of the output's, among those that the `form` allows.
+        Raises UserError like generate."""
         answer = self._answer(
             {
                 "ask": "score",
                 "num_further": NUM_FURTHER,
                 "prompt": [int(i) for i in prompt],
                 "output_ids": [int(i) for i in output_ids],
+                **_about_form(form),
             },
-            lambda q: asdict(self._score(q["prompt"], q["output_ids"])),
+            lambda q: asdict(self._score(q["prompt"], q["output_ids"], form)),
         )
         return TextScores(**answer)
 
     def follow(
-        self, prompt: Sequence[int], output_ids: Sequence[int], stored: StoredKV
+        self,
+        prompt: Sequence[int],
+        output_ids: Sequence[int],
+        stored: StoredKV,
+        form: StructuredOutputs | None = None,
     ) -> tuple[TextScores, Following]:
         """Like `score`, but with the keys and values of the prompt that an engine stored, where these are
         legal; and the outcome. Not cached. Raises UserError like generate."""
@@ -190,7 +208,7 @@ class Reference:
 
         assert self._rounding is not None, "nothing is rounded"
         following = Following(self._rounding, stored)
-        return self._score(prompt, output_ids, FedText(self._model, following)), following
+        return self._score(prompt, output_ids, form, FedText(self._model, following)), following
 
     def caches(self, prompt_ids: Sequence[int]) -> list[Fields]:
         """Return what every layer caches of the prompt, field -> [units, rows, elements]; see oracle.states.
@@ -269,6 +287,13 @@ class Reference:
             return frozenset()
         return frozenset([ids] if isinstance(ids, int) else ids)
 
+    @cached_property
+    def _forms(self) -> Forms:
+        from rayk.oracle.forms import Forms
+
+        vocab_size = self._model.config.get_text_config().vocab_size
+        return Forms(self.model_path, vocab_size, self._eos_ids)
+
     def _check(self, prompt: Sequence[int], num_more: int) -> None:
         """Raise UserError for input outside the vocabulary or the model's positions."""
         config = self._model.config.get_text_config()
@@ -292,17 +317,23 @@ class Reference:
 
         return FedText(self._model, self._rounding)
 
-    def _decode(self, prompt: Sequence[int], max_tokens: int, stop_ids: frozenset[int]) -> ReferenceOutput:
+    def _decode(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        stop_ids: frozenset[int],
+        form: StructuredOutputs | None,
+    ) -> ReferenceOutput:
         self._check(prompt, max_tokens)
         steps: list[ForcedStep] = []
-        next_ids, text = list(prompt), self._text()
-        while len(steps) < max_tokens:
-            step = _describe(_wide(text.feed(next_ids, logits_to_keep=1))[-1], None)
+        next_ids, text, output = list(prompt), self._text(), self._forms.begin(form)
+        stopped = False
+        while len(steps) < max_tokens and not stopped:
+            logits = _wide(text.feed(next_ids, logits_to_keep=1))[-1]
+            step = _describe(output.within(logits), None)
             steps.append(step)
-            if step.chosen_id in stop_ids:
-                break
+            stopped = output.feed(step.chosen_id) or step.chosen_id in stop_ids
             next_ids = [step.chosen_id]
-        stopped = bool(steps) and steps[-1].chosen_id in stop_ids
         return ReferenceOutput(
             token_ids=tuple(s.chosen_id for s in steps),
             margins=tuple(s.margin for s in steps),
@@ -312,18 +343,24 @@ class Reference:
             finish_reason="stop" if stopped else "length",
         )
 
-    def _force(self, prompt: Sequence[int], output_ids: Sequence[int]) -> list[ForcedStep]:
+    def _force(
+        self, prompt: Sequence[int], output_ids: Sequence[int], form: StructuredOutputs | None
+    ) -> list[ForcedStep]:
         if not output_ids:
             return []
         self._check(prompt, len(output_ids))
         self._check(output_ids, 0)
         # The last output token is judged, never fed.
         fed = self._text().feed_both(prompt, output_ids[:-1], logits_to_keep=len(output_ids))
-        logits = _wide(fed)
+        logits = self._forms.begin(form).within_all(_wide(fed), output_ids)
         return [_describe(row, chosen) for row, chosen in zip(logits, output_ids, strict=True)]
 
     def _score(
-        self, prompt: Sequence[int], output_ids: Sequence[int], text: FedText | None = None
+        self,
+        prompt: Sequence[int],
+        output_ids: Sequence[int],
+        form: StructuredOutputs | None,
+        text: FedText | None = None,
     ) -> TextScores:
         import torch
 
@@ -335,19 +372,27 @@ class Reference:
             return TextScores(prompt_logprobs=(), output_logprobs=(), output_gaps=(), further_logprobs=())
         fed = token_ids[:-1].tolist()
         logits = _wide((text or self._text()).feed_both(fed[: len(prompt)], fed[len(prompt) :]))
-        chosen = logits.gather(1, token_ids[1:, None])[:, 0]
-        totals = logits.logsumexp(-1)
-        logprobs = (chosen - totals).tolist()
-        others = torch.linspace(0, logits.shape[1] - 1, NUM_FURTHER, device=self.device).long()
-        further = (logits[:, others] - totals[:, None]).tolist()
-        gaps = (logits.amax(-1) - chosen).tolist()
         first = len(prompt) - 1
+        others = torch.linspace(0, logits.shape[1] - 1, NUM_FURTHER, device=self.device).long()
+        further = (logits[:, others] - logits.logsumexp(-1, keepdim=True)).tolist()
+        if form is not None:  # further tokens are told of all the same: they show what rounding changes
+            formed = self._forms.begin(form).within_all(logits[first:], output_ids)
+            logits = torch.cat([logits[:first], formed])
+        chosen = logits.gather(1, token_ids[1:, None])[:, 0]
+        logprobs = (chosen - logits.logsumexp(-1)).tolist()
+        gaps = (logits.amax(-1) - chosen).tolist()
         return TextScores(
             prompt_logprobs=tuple(logprobs[:first]),
             output_logprobs=tuple(logprobs[first:]),
             output_gaps=tuple(gaps[first:]),
             further_logprobs=tuple(tuple(step) for step in further),
         )
+
+
+def _about_form(form: StructuredOutputs | None) -> Question:
+    if form is None:
+        return {}
+    return {"form": asdict(form), "llguidance": _version("llguidance"), "grammars": code_digest(_GRAMMARS)}
 
 
 def _version(package: str) -> str | None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from rayk.serve.errors import ApiError
 from rayk.serve.protocol import Generation, ResponseFormat, StructuredFields
 from rayk.serve.request_parsing import Front
 from rayk.types.errors import UserError
-from rayk.types.structured import StructuredOutputs
+from rayk.types.structured import StructuredOutputs, schema_text
 
 UNSUPPORTED = {
     "whitespace_pattern": "disable_any_whitespace",
@@ -52,11 +49,6 @@ async def check_form(front: Front, wanted: StructuredOutputs, param: str) -> Non
         raise ApiError(400, str(error), param=param, code="invalid_value") from None
 
 
-def schema_text(schema: Mapping[str, Any] | bool) -> str:
-    """Write a schema as engines are told it."""
-    return json.dumps(schema, separators=(",", ":"))
-
-
 def _of_format(asked: ResponseFormat) -> StructuredOutputs:
     if asked.type == "json_object":
         return StructuredOutputs(json_object=True)
@@ -74,7 +66,7 @@ def _of_fields(given: StructuredFields) -> StructuredOutputs:
             raise ApiError(400, problem, param="structured_outputs", code="unsupported_parameter")
     schema = given.json_schema
     return StructuredOutputs(
-        json=schema if schema is None or isinstance(schema, str) else schema_text(schema),
+        json=None if schema is None else schema_text(schema),
         json_object=bool(given.json_object),
         regex=given.regex,
         choice=tuple(given.choice or ()),

@@ -17,8 +17,7 @@ from rayk.serve.choices import overlap
 from rayk.serve.errors import ApiError
 from rayk.serve.protocol import ChatRequest, NamedTool, Tool
 from rayk.serve.responses import ToolCall
-from rayk.serve.structured import schema_text
-from rayk.types.structured import StructuredOutputs
+from rayk.types.structured import StructuredOutputs, schema_text
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 """Stand around a call in Hermes' form."""

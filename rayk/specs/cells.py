@@ -39,6 +39,7 @@ from rayk.types.errors import LayoutVetoed, SpecError, Unsupported
 from rayk.types.fault_table import KINDS, OTHERS, POINTS, REQUEST_POINTS, ExpectedOutcome, Fault, expected
 from rayk.types.model_names import short_name
 from rayk.types.request import SamplingParams
+from rayk.types.structured import StructuredOutputs
 from rayk.types.verdicts import VERDICTS
 
 TABLED = (*KINDS, "kill_node")
@@ -367,6 +368,8 @@ def _sampling(spec: SamplingSpec, checks: tuple[str, ...], *, fast_prefill: bool
         reported = ("logprobs",) if fast_prefill else ("logprobs", "prompt_logprobs")
         values |= {name: values[name] or 0 for name in reported}
     values = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+    if spec.structured_outputs is not None:
+        values["structured_outputs"] = StructuredOutputs.of(spec.structured_outputs)
     return SamplingParams(**values)
 
 

@@ -54,7 +54,7 @@ def check_cells(
     planned = []
     prompts_of: dict[tuple[str, str], list[list[int]]] = {}
     if tokenizer_loader is not None:
-        _check_stop_strings(cells, loaded, tokenizer_loader)
+        _check_tokenizers(cells, loaded, tokenizer_loader)
     num_tokens = num_requests = 0
     for cell in cells:
         config = decoder_of(models, cell.spec)
@@ -92,6 +92,7 @@ def check_cell(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
     """Refuse what cannot be meant and what is not built yet. Raises SpecError."""
     if "tokens" in cell.checks:
         _check_greedy(cell, loaded)
+    _check_form(cell, loaded)
     if not cell.is_rayks:
         check_vllm_cell(cell, loaded)
         return
@@ -227,17 +228,42 @@ def _check_tier(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
         )
 
 
-def _check_stop_strings(cells: Sequence[Cell], loaded: LoadedSpec, tokenizer_loader: TokenizerLoader) -> None:
-    """Refuse stop strings of a model without a tokenizer."""
-    for model in dict.fromkeys(cell.spec.model for cell in cells if cell.sampling.stop):
-        try:
-            tokenizer_loader(model)
-        except CheckpointError as error:
-            raise SpecError(
-                problem=f"stop strings need the model's tokenizer: {error.problem}",
-                where=loaded.where("sampling.stop"),
-                mend="sampling: {stop_token_ids: [...]}",
-            ) from error
+def _check_tokenizers(cells: Sequence[Cell], loaded: LoadedSpec, tokenizer_loader: TokenizerLoader) -> None:
+    """Refuse stop strings, and forms of outputs, of a model without a tokenizer."""
+    for setting, what, mend in (
+        ("stop", "stop strings need", "sampling: {stop_token_ids: [...]}"),
+        ("structured_outputs", "structured outputs need", "leave it out"),
+    ):
+        for model in dict.fromkeys(cell.spec.model for cell in cells if getattr(cell.sampling, setting)):
+            try:
+                tokenizer_loader(model)
+            except CheckpointError as error:
+                raise SpecError(
+                    problem=f"{what} the model's tokenizer: {error.problem}",
+                    where=loaded.where(f"sampling.{setting}"),
+                    mend=mend,
+                ) from error
+
+
+def _check_form(cell: Cell, loaded: LoadedSpec) -> None:
+    """Refuse a form of outputs that no engine takes, or that vLLM's would be asked for."""
+    wanted = cell.sampling.structured_outputs
+    if wanted is None:
+        return
+    from rayk.grammars import check  # specs without a form need no masks
+
+    where = loaded.where("sampling.structured_outputs")
+    if cell.vllm:
+        raise SpecError(
+            problem="sampling.structured_outputs: vLLM's engines are asked for no form of outputs",
+            where=where,
+            mend="engine: {kind: rayk}",
+        )
+    try:
+        check(wanted)
+    except UserError as error:
+        problem = f"sampling.{error.where}: {error.problem}" if error.where else error.problem
+        raise SpecError(problem=problem, where=where, mend=error.mend) from error
 
 
 def _check_arrivals(cell: Cell, num_requests: int, loaded: LoadedSpec) -> None:

@@ -42,6 +42,7 @@ from rayk.types.bounds import (
 from rayk.types.config import BOTH_SIDES, Backend, EngineOptions
 from rayk.types.offload import OffloadSettings
 from rayk.types.request import MAX_LOGPROBS, MAX_PENALTY, MAX_SEED
+from rayk.types.structured import StructuredOutputs
 from rayk.types.verdicts import Verdict
 
 
@@ -83,6 +84,11 @@ def _check_json(value: dict[str, Any]) -> dict[str, Any]:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"what goes to vLLM must be JSON: {error}") from error
+    return value
+
+
+def _check_form(value: dict[str, Any]) -> dict[str, Any]:
+    StructuredOutputs.of(value)
     return value
 
 
@@ -231,6 +237,8 @@ class SamplingSpec(StrictModel):
     presence_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    structured_outputs: Annotated[dict[str, Any], AfterValidator(_check_form)] | None = None
+    """The form that every output must have: one of json (a schema), json_object, regex, choice, grammar."""
 
 
 def _checked(hint: Any) -> Any:

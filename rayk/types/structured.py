@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json as json_text
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 MAX_STRUCTURE_CHARACTERS = 1 << 17
 """The longest schema, expression or grammar that is looked at."""
@@ -26,6 +29,28 @@ class StructuredOutputs:
     grammar: str | None = None  # a context-free grammar, of Lark's or GBNF's (llama.cpp's) syntax
     disable_any_whitespace: bool = False  # JSON is written without white space between its tokens
 
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> StructuredOutputs:
+        """Take these fields as people write them: a schema also as what its text means, choices as a list.
+        Raises ValueError for another field, a value of another type, and what does not ask for one thing."""
+        values = {name: value for name, value in given.items() if value is not None}
+        for name, value in values.items():
+            if name not in TYPES:
+                raise ValueError(f"{name!r} is none of {', '.join(TYPES)}")
+            if not isinstance(value, TYPES[name]):
+                kinds = " or ".join(kind.__name__ for kind in TYPES[name])
+                raise ValueError(f"{name}: {value!r} is no {kinds}")  # noqa: TRY004 - a file's fault
+        if "json" in values:
+            values["json"] = schema_text(values["json"])
+        if "choice" in values:
+            if not all(isinstance(text, str) for text in values["choice"]):
+                raise ValueError("choice: every one is a text")
+            values["choice"] = tuple(values["choice"])
+        made = cls(**values)
+        if len(made.kinds) != 1:
+            raise ValueError(f"it asks for {' and '.join(made.kinds) or 'nothing'}, not for one thing")
+        return made
+
     @property
     def kinds(self) -> tuple[str, ...]:
         """Name the fields that ask for something."""
@@ -43,3 +68,19 @@ class StructuredOutputs:
         """Count the characters of the description."""
         texts = (self.json, self.regex, self.grammar, *self.choice)
         return sum(len(text) for text in texts if text is not None)
+
+
+TYPES: Mapping[str, tuple[type, ...]] = {
+    "json": (dict, str, bool),
+    "json_object": (bool,),
+    "regex": (str,),
+    "choice": (list, tuple),
+    "grammar": (str,),
+    "disable_any_whitespace": (bool,),
+}
+"""Field -> what people write there."""
+
+
+def schema_text(schema: Mapping[str, Any] | bool | str) -> str:
+    """Write a schema as engines are told it; one that is text already stays as it is."""
+    return schema if isinstance(schema, str) else json_text.dumps(schema, separators=(",", ":"))

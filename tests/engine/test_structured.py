@@ -4,6 +4,7 @@ the form alone; over hand-overs, preemptions, swaps and steps ahead."""
 from __future__ import annotations
 
 import json
+import math
 import queue
 import re
 from collections.abc import Callable
@@ -23,13 +24,14 @@ from rayk.actors.tokenizer import load_decoder, load_vocabulary
 from rayk.engine.build import ThreadEngine
 from rayk.engine.filters import forbid
 from rayk.oracle.checkpoint import read_marker
+from rayk.oracle.reference import Reference
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 from rayk.types.request import FinishReason, Request
 from rayk.types.structured import StructuredOutputs
 from tests.engine.test_async_scheduling import Turns
 from tests.grammars.test_masks import PERSON
-from tests.markers import thorough
+from tests.markers import one_per, thorough
 from tests.offload.node import Node
 from tests.pd import HANG_S, Pair, make_request
 
@@ -199,11 +201,14 @@ def test_swapped_requests_go_on_where_they_were(model: Model) -> None:
         model.check(*expected, done)
 
 
-@thorough
-def test_a_request_goes_on_elsewhere_from_its_tokens_alone(model: Model) -> None:
+@one_per()
+@pytest.mark.parametrize("form", FORMS)
+def test_a_request_goes_on_elsewhere_from_its_tokens_alone(model: Model, form: str) -> None:
     """As after a lost rank: what was delivered is computed again, and the next tokens are of its form."""
-    for request, (name, expected) in model.requests().items():
-        with model.engine() as engine:
+    with model.engine() as engine:
+        for request, (name, expected) in model.requests().items():
+            if name != form:
+                continue
             for num_known in {1, len(expected) // 2, len(expected) - 2} - {0}:
                 again = make_request(
                     f"{request.request_id}-{num_known}", request.prompt_token_ids, MAX_TOKENS,
@@ -226,6 +231,27 @@ def _go_on(engine: ThreadEngine, request: Request, known: tuple[int, ...]) -> An
     leader.prepare(request)
     leader.post(start)
     return events
+
+
+@one_per()
+@pytest.mark.parametrize("form", FORMS)
+def test_the_references_answers_are_those_of_transformers(model: Model, form: str) -> None:
+    """Of experiments, which judge cells by them; what it says of other tokens is of the form, too."""
+    reference, wanted = Reference(model.path), FORMS[form]
+    answers = reference.generate(model.prompts, MAX_TOKENS, ignore_eos=True, form=wanted)
+    for prompt, answer, expected in zip(model.prompts, answers, model.expected[form], strict=True):
+        token_ids = list(answer.token_ids)
+        assert token_ids == (expected if token_ids[-1] == model.eos else expected[:-1])
+        assert answer.finish_reason == "stop"
+        forced = reference.teacher_force(prompt, token_ids, form=wanted)
+        scores = reference.score(prompt, token_ids, form=wanted)
+        assert {step.gap for step in forced} == {0.0} == set(scores.output_gaps)
+        assert scores.output_logprobs == pytest.approx(answer.logprobs, abs=1e-4)
+        assert scores.prompt_logprobs == reference.score(prompt, token_ids).prompt_logprobs
+        free = reference.score(prompt, token_ids).output_logprobs
+        assert all(a >= b - 1e-5 for a, b in zip(scores.output_logprobs, free, strict=True))
+        wrong = [*token_ids[:-1], model.tokenizer("!").input_ids[-1]]
+        assert reference.teacher_force(prompt, wrong, form=wanted)[-1].gap == math.inf
 
 
 def test_a_step_waits_for_the_tokens_of_a_grammar_and_no_longer(model: Model) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+
+import jsonschema
 import pandas as pd
 import pytest
 import torch
@@ -92,3 +95,32 @@ def test_logprobs_are_the_references(drawn_run, checkpoint, reference, name):
         torch.tensor(eager, dtype=torch.float32),
         what=name,
     )
+
+
+def test_outputs_of_a_form_are_those_of_transformers_under_the_same_masks(
+    ray_address, checkpoint, tmp_path_factory
+):
+    properties = {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 200}}
+    schema = {"type": "object", "properties": properties, "required": ["name", "age"]}
+    run = Experiment(
+        {
+            "name": "forms",
+            "model": str(checkpoint("qwen3")),
+            "device": "cpu",
+            "prompts": {"random": {"count": 3, "input_tokens": [5, 37], "seed": 0}},
+            "sampling": {
+                "max_tokens": 100,
+                "structured_outputs": {
+                    "json": schema | {"additionalProperties": False},
+                    "disable_any_whitespace": True,
+                },
+            },
+            "matrix": {"prefill.tp": 1, "decode.tp": 2},
+            "checks": ["tokens", "kv_bytes", "logprobs"],
+        }
+    ).run(tmp_path_factory.mktemp("forms") / "run", address=ray_address)
+    assert run.cells["verdict"].tolist() == ["PASS"]
+    assert set(run.requests["finish_reason"]) == {"stop"}
+    decode = load_decoder(str(checkpoint("qwen3")))
+    for output in run.requests["output_token_ids"]:
+        jsonschema.validate(json.loads(decode(list(map(int, output)))), schema)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from rayk.specs.experiment import AXES, SamplingSpec
 from rayk.types.admission import bad_sampling
 from rayk.types.errors import CheckpointError, SpecError
 from rayk.types.request import SamplingParams
+from rayk.types.structured import StructuredOutputs
 from tests.specs.models import decoder, spec
 
 ALL = {
@@ -30,6 +32,7 @@ ALL = {
     "presence_penalty": -2.0,
     "frequency_penalty": 2,
     "repetition_penalty": 1.5,
+    "structured_outputs": {"regex": "[a-f]+"},
 }
 
 
@@ -38,13 +41,15 @@ def plan(**changes: Any) -> Any:
 
 
 def test_every_parameter_is_a_key_an_axis_and_reaches_the_engine() -> None:
-    """All but forms of outputs, which are asked of servers: an experiment's reference has no masks."""
-    names = {f.name for f in fields(SamplingParams)} - {"structured_outputs"}
+    names = {f.name for f in fields(SamplingParams)}
     assert set(SamplingSpec.model_fields) == names == set(ALL)
     assert {f"sampling.{name}" for name in names} <= set(AXES)
     ((cell, _),) = plan(sampling=ALL, checks=["kv_bytes"])
     for name, value in ALL.items():
-        assert getattr(cell.sampling, name) == (tuple(value) if isinstance(value, list) else value)
+        wanted = tuple(value) if isinstance(value, list) else value
+        if name == "structured_outputs":
+            wanted = StructuredOutputs(**value)
+        assert getattr(cell.sampling, name) == wanted
     for field in fields(SamplingParams):
         if field.name not in ("max_tokens", "ignore_eos"):  # a spec's own defaults
             assert getattr(plan()[0][0].sampling, field.name) == field.default
@@ -139,3 +144,47 @@ def test_stop_strings_need_a_tokenizer() -> None:
         plan_cells(loaded, decoder(), device="cpu", tokenizer_loader=no_tokenizer)
     plain = load_spec(spec(checks=["kv_bytes"]))
     assert plan_cells(plain, decoder(), device="cpu", tokenizer_loader=no_tokenizer)
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def test_forms_are_written_as_clients_write_them_and_each_is_a_cell() -> None:
+    forms = [{"json": SCHEMA}, {"json_object": True}, {"choice": ["a", "b"]}, {"grammar": 'start: "a"'}]
+    cells = [c for c, _ in plan(matrix={"sampling.structured_outputs": [*forms, None]})]
+    assert len({c.cell_id for c in cells}) == len(cells)
+    found = [c.sampling.structured_outputs for c in cells]
+    assert found[0] is not None
+    assert json.loads(found[0].json or "") == SCHEMA
+    wanted = [{"json_object": True}, {"choice": ("a", "b")}, {"grammar": 'start: "a"'}]
+    assert found[1:] == [*(StructuredOutputs(**form) for form in wanted), None]
+
+
+@pytest.mark.parametrize(
+    ("form", "problem"),
+    [
+        ({"regx": "a"}, "'regx' is none of json"),
+        ({"regex": 5}, "regex: 5 is no str"),
+        ({"regex": "a", "choice": ["a"]}, "asks for regex and choice"),
+        ({}, "asks for nothing"),
+        ({"choice": [1]}, "every one is a text"),
+        ({"regex": "("}, "unclosed group"),
+        ({"json": "{"}, "no JSON"),
+        ({"json": {"type": "strange"}}, "strange"),
+    ],
+)
+def test_forms_that_no_output_can_have_are_refused(form: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SpecError, match="sampling.structured_outputs") as caught:
+        plan(sampling={"structured_outputs": form})
+    assert problem in str(caught.value)
+
+
+def test_forms_need_a_tokenizer_and_rayks_engines() -> None:
+    def no_tokenizer(model: str) -> Any:
+        raise CheckpointError("no tokenizer here", where=model)
+
+    loaded = load_spec(spec(sampling={"structured_outputs": {"regex": "a+"}}))
+    with pytest.raises(SpecError, match="no tokenizer here"):
+        plan_cells(loaded, decoder(), device="cpu", tokenizer_loader=no_tokenizer)
+    with pytest.raises(SpecError, match="vLLM's engines are asked for no form"):
+        plan(sampling={"structured_outputs": {"regex": "a+"}}, engine={"kind": "vllm"})
