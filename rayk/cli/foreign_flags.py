@@ -28,6 +28,7 @@ HINTS: Mapping[str, Mapping[str, str]] = {
         "--model": "the checkpoint's folder, as the first argument",
         "--tokenizer": "the tokenizer is the checkpoint's own",
         "--chat-template": "the chat template is that of the checkpoint's tokenizer",
+        "--enable-auto-tool-choice": "tools are on; --tool-call-parser NAME, or auto, which is the default",
         "--load-format": "safetensors alone; `rayk checkpoint` makes random weights",
         "--quantization": "weights are as in the checkpoint; --kv-cache-dtype is for KV",
         "--prefill-context-parallel-size": "--prefill-dcp N deals the KV; prompts are computed whole",

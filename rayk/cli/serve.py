@@ -119,6 +119,14 @@ def serve(
             "unread_s; repeatable.",
         ),
     ] = None,
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="vLLM's name of the form in which the model writes calls of tools: hermes, qwen3_coder, "
+            "llama3_json, llama4_json, mistral, deepseek_v3, deepseek_v31; auto: that of its chat template.",
+        ),
+    ] = "auto",
     served_model_name: Annotated[
         str | None, typer.Option(help="As clients name the model [default: the folder's name].")
     ] = None,
@@ -207,6 +215,7 @@ def serve(
         port=port,
         api_key=api_key,
         limits=limits or (),
+        tool_call_parser=tool_call_parser,
         drain_s=drain_timeout,
         is_local=cluster is None,
     )

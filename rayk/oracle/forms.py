@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rayk.grammars import OutputGrammar
 
 
-class OutputForm:
+class FormedOutput:
     """The form of one output, which grows. Made without one, it allows everything."""
 
     def __init__(self, grammar: OutputGrammar | None = None) -> None:
@@ -50,15 +50,15 @@ class OutputForm:
         return torch.stack(rows)
 
 
-class Forms:
+class ModelForms:
     """The forms of one model's outputs, compiled once each."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._grammars = Grammars(partial(_vocabulary, folder), vocab_size, eos_token_ids)
 
-    def begin(self, form: StructuredOutputs | None) -> OutputForm:
+    def begin(self, form: StructuredOutputs | None) -> FormedOutput:
         """Raises UserError."""
-        return OutputForm() if form is None else OutputForm(self._grammars.begin(form))
+        return FormedOutput() if form is None else FormedOutput(self._grammars.begin(form))
 
 
 def _vocabulary(folder: Path) -> str:

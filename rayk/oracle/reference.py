@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # torch is imported when a question needs the model
     from torch import Tensor
 
     from rayk.oracle.following import Following, StoredKV
-    from rayk.oracle.forms import Forms
+    from rayk.oracle.forms import ModelForms
     from rayk.oracle.quantised import KVRounding
     from rayk.oracle.states import Fields
     from rayk.oracle.text import FedText
@@ -288,11 +288,11 @@ class Reference:
         return frozenset([ids] if isinstance(ids, int) else ids)
 
     @cached_property
-    def _forms(self) -> Forms:
-        from rayk.oracle.forms import Forms
+    def _forms(self) -> ModelForms:
+        from rayk.oracle.forms import ModelForms
 
         vocab_size = self._model.config.get_text_config().vocab_size
-        return Forms(self.model_path, vocab_size, self._eos_ids)
+        return ModelForms(self.model_path, vocab_size, self._eos_ids)
 
     def _check(self, prompt: Sequence[int], num_more: int) -> None:
         """Raise UserError for input outside the vocabulary or the model's positions."""

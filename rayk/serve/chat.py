@@ -28,9 +28,11 @@ from rayk.serve.responses import (
 )
 from rayk.serve.structured import check_form, form_of
 from rayk.serve.text import reserved_arguments
+from rayk.serve.tool_forms import ToolForm, tool_form
 from rayk.serve.tools import (
     CallReader,
     check_tools,
+    chosen,
     form_of_calls,
     make_reader,
     plain_calls,
@@ -46,7 +48,7 @@ async def open_chat(front: Front, body: ChatRequest) -> Call:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     arguments = _template_arguments(body)
     if body.tools:
-        check_tools(body, _template(front))
+        check_tools(body, _template(front), _form_of_tools(front, body))
         arguments = {**arguments, "tools": template_tools(body.tools)}
     form = form_of_calls(body)
     if form is not None:
@@ -62,13 +64,23 @@ async def open_chat(front: Front, body: ChatRequest) -> Call:
     sampling = sampling_of(
         body, front.settings, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=form
     )
-    return open_call(front, body, "chatcmpl", [Prompt(token_ids=tuple(token_ids))], sampling)
+    calls = _form_of_tools(front, body)
+    marks = () if calls is None else calls.all_marks
+    return open_call(front, body, "chatcmpl", [Prompt(token_ids=tuple(token_ids))], sampling, marks)
 
 
 def _template(front: Front) -> str:
     """Return the chat template's source. Raises CheckpointError, UserError."""
     templates = front.need_text().templates
     return "" if templates is None else templates.template
+
+
+def _form_of_tools(front: Front, body: ChatRequest) -> ToolForm | None:
+    """Return the form of the calls that the model chooses to make; None: it may make none, or none is known.
+    Raises CheckpointError, UserError."""
+    if chosen(body) != "auto":
+        return None
+    return tool_form(front.settings.tool_call_parser, _template(front))
 
 
 def _read(front: Front, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
@@ -108,11 +120,12 @@ class ChatWriter(Writer[ChatRequest]):
 
     def __init__(self, front: Front, call: Call, body: ChatRequest) -> None:
         super().__init__(front, call, body)
+        self._form = _form_of_tools(front, body)
         self._readers: dict[int, CallReader] = {}
         """Follow a stream's choices, by index."""
 
     def _choice(self, piece: Piece) -> ChatChoice:
-        reader = make_reader(self._body)
+        reader = make_reader(self._body, self._form)
         said, calls = reader.feed(piece.text, is_last=True)
         message: ChatMessage = {"role": "assistant", "content": said, "refusal": None}
         if calls:
@@ -133,7 +146,7 @@ class ChatWriter(Writer[ChatRequest]):
         chunks = []
         if piece.is_first:
             chunks.append(self._chunk(piece.index, {"role": "assistant", "content": ""}))
-        reader = self._readers.setdefault(piece.index, make_reader(self._body))
+        reader = self._readers.setdefault(piece.index, make_reader(self._body, self._form))
         said, calls = reader.feed(piece.text, is_last=piece.finish_reason is not None)
         delta: ChatDelta = {"content": said} if said else {}
         if calls:

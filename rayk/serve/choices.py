@@ -52,6 +52,8 @@ class Choice:
     text: Text | None
     """None: the model has no tokenizer, so clients get token ids alone."""
     skip_special_tokens: bool = True
+    marks: tuple[str, ...] = ()
+    """Special tokens that are not skipped."""
     wants_output: bool = True
     """False: the client asked about the prompt alone (max_tokens 0)."""
     num_tokens: int = 0
@@ -65,7 +67,9 @@ class Choice:
 
     def __post_init__(self) -> None:
         if self.text is not None:
-            self._detokenizer = Detokenizer(self.text, skip_special_tokens=self.skip_special_tokens)
+            self._detokenizer = Detokenizer(
+                self.text, skip_special_tokens=self.skip_special_tokens, marks=self.marks
+            )
 
     def take(self, delta: Delta) -> Piece:
         """Turn a delta into a piece. Raises ApiError where the request was aborted."""

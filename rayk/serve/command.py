@@ -16,6 +16,7 @@ from rayk.actors.token_file import TokenFile, removal_of
 from rayk.serve.limits import OF_UVICORN, HttpSettings, http_settings
 from rayk.serve.ports import claim_port, reachable_host, url_of
 from rayk.serve.supervisor import READY_S, GaveUp, Part, Supervisor, stop_parts
+from rayk.serve.tool_forms import AUTO
 from rayk.specs.server_plan import ServerPlan, note_unused_tensors
 from rayk.specs.serving import ServerSettings
 from rayk.types.errors import DeadlineExceeded, InternalError, LayoutVetoed, RaykError, Unsupported, UserError
@@ -54,6 +55,7 @@ def plan_http(
     port: int,
     api_key: str | None = None,
     limits: Sequence[str] = (),
+    tool_call_parser: str = AUTO,
     drain_s: float = 60.0,
     is_local: bool,
 ) -> HttpOptions:
@@ -61,7 +63,7 @@ def plan_http(
     cannot be had, or the key or a limit is not valid. `is_local`: the front will listen on this machine."""
     if api_key is not None and (not api_key.strip() or not api_key.isascii()):
         raise UserError("an API key has ASCII characters, and some", where="--api-key")
-    settings = http_settings(api_key, limits)
+    settings = http_settings(api_key, limits, tool_call_parser)
     for text in limits if kind == "serve" else ():
         if text.partition("=")[0] in OF_UVICORN:
             raise UserError(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
+from rayk.serve.tool_forms import AUTO, check_parser
 from rayk.types.errors import UserError
 
 _MEGABYTE = 1024 * 1024
@@ -37,11 +38,13 @@ class HttpSettings:
     """Bounds the stop strings of one call, and its stop token ids. (OpenAI takes 4 strings.)"""
     max_stop_characters: int = 256
     """Bounds one stop string."""
+    tool_call_parser: str = AUTO
+    """How the model writes the calls that it chooses to make: a name of tool_forms.FORMS."""
     ignores_unknown: bool = False
     """Whether unknown fields are ignored; OpenAI refuses them."""
 
 
-LIMITS = tuple(f.name for f in fields(HttpSettings) if f.name != "api_key")
+LIMITS = tuple(f.name for f in fields(HttpSettings) if f.name not in ("api_key", "tool_call_parser"))
 """Names that users may set."""
 OF_UVICORN = frozenset({"max_head_bytes", "head_s", "unread_s"})
 """Limits that Ray Serve's proxy, which keeps connections itself, does not have."""
@@ -49,7 +52,7 @@ _NUMBERS = {"body_s": float, "head_s": float, "unread_s": float}
 """Limits that need not be whole numbers."""
 
 
-def http_settings(api_key: str | None, limits: Sequence[str]) -> HttpSettings:
+def http_settings(api_key: str | None, limits: Sequence[str], tool_call_parser: str = AUTO) -> HttpSettings:
     """Parse KEY=VALUE texts. Raises UserError."""
     given: dict[str, object] = {}
     for text in limits:
@@ -59,7 +62,8 @@ def http_settings(api_key: str | None, limits: Sequence[str]) -> HttpSettings:
                 f"no such limit: {name}", where=f"--limit {text}", mend=f"one of {', '.join(LIMITS)}"
             )
         given[name] = _is_true(text, value) if name == "ignores_unknown" else _number(text, name, value)
-    return HttpSettings(api_key=api_key, **given)  # type: ignore[arg-type]
+    parser = check_parser(tool_call_parser)
+    return HttpSettings(api_key=api_key, tool_call_parser=parser, **given)  # type: ignore[arg-type]
 
 
 def _is_true(text: str, value: str) -> bool:

@@ -137,9 +137,11 @@ def open_call(
     kind: str,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
+    marks: Sequence[str] = (),
 ) -> Call:
     """Make the call, with a ServerRequest per choice. `kind` begins its id. With max_tokens 0 only the
-    prompt's log probabilities are computed. Raises ApiError where a prompt does not fit."""
+    prompt's log probabilities are computed. `marks`: special tokens that answers have all the same. Raises
+    ApiError where a prompt does not fit."""
     call_id = f"{kind}-{uuid.uuid4().hex}"
     choices: list[Choice] = []
     for prompt in prompts:
@@ -168,6 +170,7 @@ def open_call(
                 server_request=server_request,
                 text=front.text,
                 skip_special_tokens=body.skip_special_tokens is not False,
+                marks=tuple(marks),
                 wants_output=sampling.max_tokens > 0,
             )
             choices.append(choice)

@@ -131,6 +131,11 @@ class Text:
         found = {i for i, token in added.items() if getattr(token, "special", False)}
         return frozenset(i for i in found | set(self._tokenizer.all_special_ids) if not self.decode([i]))
 
+    def special_tokens(self, spelled: Sequence[str]) -> dict[int, str]:
+        """Find those of these texts that are special tokens: id -> text."""
+        ids = {int(self._tokenizer.convert_tokens_to_ids(text) or 0): text for text in spelled}
+        return {i: text for i, text in ids.items() if i in self.special_ids and self.token(i).text == text}
+
     @cached_property
     def byte_ids(self) -> dict[int, int]:
         """Maps token ids to bytes, in vocabularies that spell unknown characters out in such pieces. Decoders
@@ -181,9 +186,11 @@ class Detokenizer:
     ids. Text is told once no later token can change it: a token that ends inside a character waits for the
     rest, and so do pieces that stand for single bytes, which decoders take by the run."""
 
-    def __init__(self, text: Text, *, skip_special_tokens: bool) -> None:
+    def __init__(self, text: Text, *, skip_special_tokens: bool, marks: Sequence[str] = ()) -> None:
+        """`marks`: special tokens that are told all the same, each as it is spelled."""
         self._text = text
         self._skip = skip_special_tokens
+        self._marks = text.special_tokens(marks) if skip_special_tokens else {}
         self._context: list[int] = []
         """The tokens told last: some tokenizers write a token differently at the start of a text."""
         self._before = ""
@@ -194,6 +201,8 @@ class Detokenizer:
 
     def feed(self, token_id: int) -> str:
         """Take a token; returns the text that is certain with it."""
+        if token_id in self._marks:
+            return self.end() + self._marks[token_id]
         if token_id >= self._text.num_tokens or (self._skip and token_id in self._text.special_ids):
             return ""
         self._waiting.append(token_id)

@@ -1,14 +1,12 @@
 """Tools: what the model is told of them, and the calls in what it says.
 
 A call that `tool_choice` demands is held to its schema by structured outputs, so any model makes it. A model
-that chooses by itself writes calls in a form of its own, which its chat template shows: Hermes' is read here,
-`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, which Qwen's and others' have, too.
+that chooses by itself writes calls in a form of its own, which its chat template shows (tool_forms.py).
 """
 
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -17,15 +15,8 @@ from rayk.serve.choices import overlap
 from rayk.serve.errors import ApiError
 from rayk.serve.protocol import ChatRequest, NamedTool, Tool
 from rayk.serve.responses import ToolCall
+from rayk.serve.tool_forms import Schemas, ToolForm, loaded, members, split
 from rayk.types.structured import StructuredOutputs, schema_text
-
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-"""Stand around a call in Hermes' form."""
-OTHER_FORMS = ("<function=", "<arg_key>", "<parameter=")
-"""What templates of other forms between the same marks have."""
-
-_MARK = re.compile(r'"(?:[^"\\]|\\.)*"|[][{},:]', re.DOTALL)
-"""What structures JSON, and texts in one piece."""
 
 
 class CallReader(Protocol):
@@ -53,8 +44,9 @@ def chosen(body: ChatRequest) -> str:
     return choice or "auto"
 
 
-def check_tools(body: ChatRequest, template: str) -> None:
-    """Refuse tools that the model would not see, or whose calls could not be read. Raises ApiError."""
+def check_tools(body: ChatRequest, template: str, form: ToolForm | None) -> None:
+    """Refuse tools that the model would not see, or whose calls could not be read: `form` is that of the
+    calls that it chooses to make. Raises ApiError."""
     mode = chosen(body)
     if mode == "none":
         return
@@ -64,10 +56,11 @@ def check_tools(body: ChatRequest, template: str) -> None:
     if "tools" not in template:
         problem = "tools are not supported: this model's chat template does not show them to it"
         raise _bad(problem, "tools", "unsupported_parameter")
-    if mode == "auto" and not _is_hermes(template):
+    if mode == "auto" and form is None:
         problem = (
             "tools are not supported with tool_choice auto: the chat template has calls in a form that this "
-            'server does not read; use tool_choice "required", or name a function'
+            'server does not read; use tool_choice "required", or name a function (or start the server with '
+            "--tool-call-parser)"
         )
         raise _bad(problem, "tools", "unsupported_parameter")
     asked = body.response_format
@@ -102,14 +95,16 @@ def _form(schema: dict[str, Any]) -> StructuredOutputs:
     return StructuredOutputs(json=schema_text(schema), disable_any_whitespace=True)
 
 
-def make_reader(body: ChatRequest) -> CallReader:
-    """Make what reads one choice."""
+def make_reader(body: ChatRequest, form: ToolForm | None) -> CallReader:
+    """Make what reads one choice. `form`: of calls that the model chooses to make."""
     mode, most = chosen(body), 1 if body.parallel_tool_calls is False else None
     match mode:
         case "none":
             return PlainText()
         case "auto":
-            return MarkedCalls(most)
+            assert form is not None, "a model without one was refused"
+            schemas = {tool.function.name: _parameters(tool) for tool in body.tools or ()}
+            return MarkedCalls(form, schemas, most)
         case "required":
             return ListedCalls()
     return OneCall(mode)
@@ -177,47 +172,74 @@ class ListedCalls(_Counting):
         if not is_last:
             return "", []
         try:
-            calls = _loaded(self._text)
+            calls = loaded(self._text)
         except (ValueError, RecursionError):
             return self._text, []
-        texts = [_members(text)["parameters"] for text in _split(self._text)]
+        texts = [members(text)["parameters"] for text in split(self._text)]
         return "", [self._made(call["name"], text) for call, text in zip(calls, texts, strict=True)]
 
 
 class MarkedCalls(_Counting):
-    """Reads calls of Hermes' form between text; what is no such call stays text."""
+    """Reads calls of a form between text; what is no such call stays text."""
 
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(self, form: ToolForm, schemas: Schemas, most: int | None = None) -> None:
         """`most`: calls beyond so many are left out."""
         super().__init__()
+        self._form = form
+        self._schemas = schemas
         self._most = most
         self._left = ""
-        """Text that is not told: a call, or what may be the beginning of one."""
+        """Text that is not told: calls, or what may be the beginning of some."""
         self._blank = ""
-        """White space behind a call."""
-        self._is_behind = False
+        """White space behind a call, or before the first where nothing else may stand there."""
+        self._is_behind = form.at_start
         """Whether a call came last."""
+        self._is_over = False
+        """Whether no call may follow."""
 
     def feed(self, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
         self._left += text
         said, calls = "", []
-        while (at := self._left.find(OPEN)) >= 0:
-            end = self._left.find(CLOSE, at)
-            if end < 0 and not is_last:
-                break
-            stop = end + len(CLOSE) if end >= 0 else len(self._left)
-            call = _parsed(self._left[at + len(OPEN) : end if end >= 0 else stop])
-            said += self._told(self._left[: stop if call is None else at])
+        while (at := self._opening()) >= 0 and (stop := self._stop(at, is_last=is_last)) is not None:
+            found = self._form.read(self._inner(at, stop), self._schemas)
+            said += self._told(self._left[: stop if found is None else at])
             self._left = self._left[stop:]
-            if call is not None:
+            if found is not None:
                 self._blank = ""
                 self._is_behind = True
-                if self._most is None or self.num_calls < self._most:
-                    calls.append(self._made(*call))
-        keep = len(self._left) - at if at >= 0 else 0 if is_last else overlap(self._left, OPEN)
+                left = len(found) if self._most is None else max(0, self._most - self.num_calls)
+                calls += [self._made(*call) for call in found[:left]]
+        keep = len(self._left) - at if at >= 0 else 0 if is_last else self._begun()
         at = len(self._left) - keep
         said, self._left = said + self._told(self._left[:at]), self._left[at:]
+        if is_last and not self.num_calls:
+            said += self._blank
         return said, calls
+
+    def _opening(self) -> int:
+        """Find where calls begin in what is left; -1: nowhere yet."""
+        if not self._form.at_start:
+            return self._left.find(self._form.opening)
+        at = len(self._left) - len(self._left.lstrip())
+        self._is_over = self._is_over or (at < len(self._left) and self._left[at] != self._form.opening)
+        return -1 if self._is_over or at == len(self._left) else at
+
+    def _stop(self, at: int, *, is_last: bool) -> int | None:
+        """Find where the calls that begin at `at` end; None: not yet."""
+        closing = self._form.closing or self._form.opening
+        end = -1 if self._form.at_start else self._left.find(closing, at + len(self._form.opening))
+        if end >= 0:
+            return end + len(self._form.closing)
+        return len(self._left) if is_last else None
+
+    def _inner(self, at: int, stop: int) -> str:
+        if self._form.at_start:
+            return self._left[at:stop].strip()
+        return self._left[at + len(self._form.opening) : stop].removesuffix(self._form.closing)
+
+    def _begun(self) -> int:
+        """Count the characters at the end of what is left that calls may begin with."""
+        return 0 if self._form.at_start else overlap(self._left, self._form.opening)
 
     def _told(self, text: str) -> str:
         """Leave white space behind a call out, unless other text follows: it is of the form."""
@@ -227,49 +249,6 @@ class MarkedCalls(_Counting):
             return text
         self._blank = text
         return ""
-
-
-def _parsed(text: str) -> tuple[str, str] | None:
-    """Return the name and the arguments of a call, as they are written; None: it is no call."""
-    try:
-        call = _loaded(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    key = "arguments" if "arguments" in call else "parameters"
-    return (call["name"], _members(text).get(key, "{}")) if isinstance(call.get(key, {}), dict) else None
-
-
-def _loaded(text: str) -> Any:
-    """Read JSON but for its numbers, of which Python does not take all. Raises ValueError, RecursionError."""
-    return json.loads(text, parse_int=str, parse_float=str, parse_constant=_refuse_constant)
-
-
-def _refuse_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
-
-
-def _members(text: str) -> dict[str, str]:
-    """Find the values of a JSON object, as they are written."""
-    parts = _split(text)
-    return {json.loads(key): value for key, value in zip(parts[::2], parts[1::2], strict=True)}
-
-
-def _split(text: str) -> list[str]:
-    """Split a JSON array or object at its own commas and colons."""
-    marks, depth, parts = _MARK.finditer(text), 1, []
-    begin = next(marks).end()
-    for mark in marks:
-        depth += (mark[0] in ("[", "{")) - (mark[0] in ("]", "}"))
-        if depth == 0 or (depth == 1 and mark[0] in (",", ":")):
-            parts.append(text[begin : mark.start()].strip())
-            begin = mark.end()
-    return parts if parts != [""] else []
-
-
-def _is_hermes(template: str) -> bool:
-    return OPEN in template and CLOSE in template and not any(mark in template for mark in OTHER_FORMS)
 
 
 def _call(index: int, name: str, arguments: str) -> ToolCall:

@@ -24,6 +24,7 @@ from rayk.oracle.reference import TextScores
 from rayk.types.config import EngineConfig
 from rayk.types.request import SamplingParams
 from rayk.types.rows import RequestRow
+from rayk.types.structured import StructuredOutputs
 from tests.conftest import CHECKPOINTS
 from tests.experiments.teacher import aggregated, handed_over, prompts_of
 from tests.pd import Pair
@@ -107,6 +108,13 @@ def test_what_the_bounds_let_through(found: list[float], told: Told, reason: str
     reasons = judged(found, told)
     assert bool(reasons) == bool(reason)
     assert all(reason in text for text in reasons[:1])
+
+
+def test_a_token_that_its_form_does_not_allow_is_named() -> None:
+    """The reference finds such a token impossible: its own logits are none the worse for that."""
+    told = Told(ZERO, "float32", gaps=[*ZERO[:5], float("inf"), *ZERO[6:]])
+    formed = SamplingParams(structured_outputs=StructuredOutputs(regex="a+"))
+    assert judged(ZERO, told, formed) == ("logprobs: request 4, token 5 is not of the form asked for",)
 
 
 def test_only_the_models_own_greedy_choice_must_be_its_best() -> None:

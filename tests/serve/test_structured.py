@@ -270,6 +270,31 @@ def test_calls_that_the_model_chooses_are_read_from_its_text(server: Server) -> 
     assert completer.asked[0].request.sampling.structured_outputs is None, "the model is free"
 
 
+def test_calls_behind_special_tokens_are_read(server: Server) -> None:
+    """Which answers leave out: Mistral's begin with one."""
+    marks = ["[TOOL_CALLS]", "[ARGS]"]
+    tokenizer = build_tokenizer(600, adds_bos=False)
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
+    tokenizer.chat_template = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}[TOOL_CALLS]" + CHAT_TEMPLATE
+    said = 'Sí 🦙.[TOOL_CALLS]weather[ARGS]{"city": "Köln"}[TOOL_CALLS]time[ARGS]{}'
+    card = ModelCard(model_id="tiny", folder="nowhere", vocab_size=700, max_positions=8192)
+    completer = ScriptedCompleter(card, tokens_then_end(tokenizer(said)["input_ids"]))
+    with (
+        serve(make_app(completer, text=Text(tokenizer))) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client,
+    ):
+        ask: Any = partial(client.chat.completions.create, model="tiny", messages=MESSAGES)
+        done = ask(tools=TOOLS).choices[0]
+        parts = [chunk.choices[0] for chunk in ask(tools=TOOLS, stream=True)]
+        plain = ask(tools=TOOLS, tool_choice="none")
+    calls = [(c.function.name, c.function.arguments) for c in done.message.tool_calls]
+    assert calls == [("weather", '{"city": "Köln"}'), ("time", "{}")]
+    assert (done.message.content, done.finish_reason) == ("Sí 🦙.", "tool_calls")
+    assert "".join(p.delta.content or "" for p in parts) == "Sí 🦙."
+    assert [c.function.name for p in parts for c in p.delta.tool_calls or ()] == ["weather", "time"]
+    assert plain.choices[0].message.content == said.replace("[TOOL_CALLS]", "").replace("[ARGS]", "")
+
+
 BAD_TOOLS: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": None, "tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "no tool is named 'g'"),
@@ -300,7 +325,7 @@ def test_tools_that_make_no_sense_are_refused(
 
 
 @thorough
-@pytest.mark.parametrize("mark", ["<function=", "[TOOL_CALLS]"])
+@pytest.mark.parametrize("mark", ["<function=", "<|call|>"])
 def test_calls_in_a_form_that_is_not_read_can_only_be_demanded(server: Server, mark: str) -> None:
     template = "{% for t in tools %}{{ t | tojson }}{% endfor %}" + mark + CHAT_TEMPLATE
     with with_template(server, template) as client:

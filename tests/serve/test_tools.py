@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 from rayk.serve.protocol import ChatRequest
+from rayk.serve.tool_forms import FORMS
 from rayk.serve.tools import ListedCalls, MarkedCalls, form_of_calls
 from rayk.types.structured import StructuredOutputs
 from tests.grammars.test_masks import vocabulary
@@ -37,7 +38,7 @@ def test_marked_calls_do_not_depend_on_how_the_text_comes() -> None:
         ]
         for _ in range(200):
             cuts = sorted({0, len(text), *(draws.randrange(len(text)) for _ in range(draws.randrange(12)))})
-            reader, said, calls = MarkedCalls(), "", []
+            reader, said, calls = MarkedCalls(FORMS["hermes"], {}), "", []
             for start, stop in zip(cuts, cuts[1:], strict=False):
                 told, made = reader.feed(text[start:stop], is_last=stop == len(text))
                 said, calls = said + told, calls + made
@@ -71,7 +72,7 @@ def test_arguments_of_calls_are_told_as_they_are_written() -> None:
         listed = f'[{{"name":"f","parameters":{arguments}}},{{ "parameters" : {arguments}, "name":"g"}}]'
         marked = f'{{"arguments": {{}}, "name": "f", "arguments" : {arguments}\n}}'
         said, calls = ListedCalls().feed(listed, is_last=True)
-        told, others = MarkedCalls().feed(f"<tool_call>{marked}</tool_call>", is_last=True)
+        told, others = MarkedCalls(FORMS["hermes"], {}).feed(f"<tool_call>{marked}</tool_call>", is_last=True)
         assert said + told == ""
         assert [c["function"]["name"] for c in calls + others] == ["f", "g", "f"]
         assert {c["function"]["arguments"] for c in calls + others} == {arguments.strip()}
@@ -83,14 +84,14 @@ def test_what_is_no_call_stays_text() -> None:
         listed = f'[{{"name":"f","parameters":{arguments}}}]'
         marked = f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
         assert ListedCalls().feed(listed, is_last=True) == (listed, [])
-        assert MarkedCalls().feed(marked, is_last=True) == (marked, [])
+        assert MarkedCalls(FORMS["hermes"], {}).feed(marked, is_last=True) == (marked, [])
 
 
 @pytest.mark.parametrize("most", [1, 2, None])
 def test_calls_beyond_the_most_are_left_out(most: int | None) -> None:
     marks = [f'<tool_call>{{"name": "f{i}"}}</tool_call>' for i in range(4)]
     for pieces in (["".join(marks)], marks):
-        reader, names = MarkedCalls(most), []
+        reader, names = MarkedCalls(FORMS["hermes"], {}, most), []
         for i, piece in enumerate(pieces):
             said, calls = reader.feed(piece, is_last=i == len(pieces) - 1)
             assert not said
