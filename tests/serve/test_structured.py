@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jsonschema
@@ -275,7 +276,9 @@ def test_calls_behind_special_tokens_are_read(server: Server) -> None:
     marks = ["[TOOL_CALLS]", "[ARGS]"]
     tokenizer = build_tokenizer(600, adds_bos=False)
     tokenizer.add_special_tokens({"additional_special_tokens": marks})
-    tokenizer.chat_template = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}[TOOL_CALLS]" + CHAT_TEMPLATE
+    tokenizer.chat_template = (
+        "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}[TOOL_CALLS]" + CHAT_TEMPLATE
+    )
     said = 'Sí 🦙.[TOOL_CALLS]weather[ARGS]{"city": "Köln"}[TOOL_CALLS]time[ARGS]{}'
     card = ModelCard(model_id="tiny", folder="nowhere", vocab_size=700, max_positions=8192)
     completer = ScriptedCompleter(card, tokens_then_end(tokenizer(said)["input_ids"]))
