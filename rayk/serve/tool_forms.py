@@ -227,7 +227,7 @@ def _deepseek_v31(text: str, schemas: Schemas) -> Calls | None:
     """Read calls of the form NAME, mark, arguments."""
 
     def one(call: str, _: Schemas) -> Calls | None:
-        name, _, arguments = (part.strip() for part in call.partition(_DEEPSEEK_BETWEEN))
+        name, _between, arguments = (part.strip() for part in call.partition(_DEEPSEEK_BETWEEN))
         return [(name, arguments)] if name and _is_object(arguments) else None
 
     return _deepseek(text, schemas, one)
@@ -235,7 +235,7 @@ def _deepseek_v31(text: str, schemas: Schemas) -> Calls | None:
 
 # --- the forms ----------------------------------------------------------------------------------------------
 
-_HERMES = {"opening": "<tool_call>", "closing": "</tool_call>"}
+_HERMES: dict[str, Any] = {"opening": "<tool_call>", "closing": "</tool_call>"}
 _DEEPSEEK: dict[str, Any] = {
     "opening": "<｜tool▁calls▁begin｜>",
     "closing": "<｜tool▁calls▁end｜>",
