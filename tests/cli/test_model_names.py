@@ -34,7 +34,7 @@ NO_CHECKPOINTS = {
     "a folder of a run": "report.directories",
     "how clients of a server name its model": "bench.model serve.served_model_name",
     "a number or a value": "serve.max_model_len doctor.gpus doctor.tokens checkpoint.overrides "
-    "checkpoint.quantise",
+    "checkpoint.quantise serve.tool_call_parser",
 }
 SPEC = {"prompts": {"random": {"count": 1, "input_tokens": [5]}}}
 
