@@ -174,30 +174,41 @@ def _qwen3_coder(text: str, schemas: Schemas) -> Calls | None:
     name = head.strip().removeprefix("<function=").removesuffix(">")
     if not head.startswith("<function=") or not name or ">" in name:
         return None
-    properties = schemas.get(name, {}).get("properties", {})
+    properties = schemas.get(name, {}).get("properties")
     values = {}
     for argument in arguments:
         key, is_there, value = argument.partition(">")
         value, is_closed, _ = value.rpartition("</parameter>")
         if not is_there or not is_closed:
             return None
-        values[key] = _typed(value.removeprefix("\n").removesuffix("\n"), properties.get(key))
+        values[key] = _typed(
+            value.removeprefix("\n").removesuffix("\n"),
+            properties.get(key) if isinstance(properties, dict) else None,
+        )
     written = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in values.items())
     return [(name, f"{{{written}}}")]
 
 
 def _typed(value: str, schema: Any) -> str:
     """Write an argument as JSON: as text, unless the schema lets it be something else, which it is."""
-    kinds = schema.get("type", ()) if isinstance(schema, dict) else "string"
-    kinds = (kinds,) if isinstance(kinds, str) else kinds
-    text = value.strip()
+    kinds, text = _kinds(schema), value.strip()
     if text.lower() in ("true", "false"):
         text = text.lower()  # templates write True
-    if "string" not in kinds or (text == "null" and "null" in kinds):
+    if (kinds and "string" not in kinds) or (text == "null" and "null" in kinds):
         with suppress(ValueError, RecursionError):
             loaded(text)
             return text
     return json.dumps(value, ensure_ascii=False)
+
+
+def _kinds(schema: Any) -> set[str]:
+    """List the types that a schema and its alternatives name. Clients write schemas: they may be anything."""
+    if not isinstance(schema, dict):
+        return set()
+    named = schema.get("type")
+    kinds = {kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str)}
+    others = [schema.get(key) for key in ("anyOf", "oneOf")]
+    return kinds.union(*(_kinds(other) for of in others if isinstance(of, list) for other in of))
 
 
 _DEEPSEEK_OPEN, _DEEPSEEK_CLOSE = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"

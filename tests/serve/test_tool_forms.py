@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
 from rayk.serve.tool_forms import FORMS, check_parser, tool_form
 from rayk.serve.tools import MarkedCalls
 from rayk.types.errors import UserError
+from tests.markers import needs_vllm, thorough
 
+NOW = {"anyOf": [{"type": "boolean"}, {"type": ["number"]}]}
 SCHEMAS = {
-    "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "now": {}}},
+    "weather": {
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "now": NOW, "note": {}}
+    },
     "time": {"properties": {"zone": {"type": ["string", "null"]}}},
 }
 COLOGNE, ZONE = {"city": "Köln {}<]", "days": 3}, {"zone": None}
@@ -48,9 +54,10 @@ CASES: list[tuple[str, str, str, list[tuple[str, object]]]] = [
     (
         "qwen3_coder",
         "<tool_call>\n<function=weather>\n<parameter=now>\nTrue\n</parameter>\n<parameter=days>\nsoon\n"
-        "</parameter>\n<parameter=city>\n5\n</parameter>\n</function>\n</tool_call>",
+        "</parameter>\n<parameter=city>\n5\n</parameter>\n<parameter=note>\n5\n</parameter>\n</function>\n"
+        "</tool_call>",
         "",
-        [("weather", {"now": True, "days": "soon", "city": "5"})],
+        [("weather", {"now": True, "days": "soon", "city": "5", "note": "5"})],
     ),
     ("llama3_json", f'{{"name": "weather", "parameters": {FIRST}}}', "", BOTH[:1]),
     (
@@ -76,6 +83,28 @@ CASES: list[tuple[str, str, str, list[tuple[str, object]]]] = [
         BOTH,
     ),
 ]
+WITH_VLLM = """
+import json, sys
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.tool_parsers import ToolParserManager
+
+class Tokenizer:
+    def get_vocab(self):
+        return AnyWord()
+
+class AnyWord(dict):
+    def get(self, word, default=None):
+        return 1
+
+asked = json.load(sys.stdin)
+tools = [{"type": "function", "function": {"name": n, "parameters": s}} for n, s in asked["schemas"].items()]
+request = ChatCompletionRequest(model="m", messages=[{"role": "user", "content": "x"}], tools=tools)
+for name, text in asked["texts"]:
+    parser = ToolParserManager.get_tool_parser(name)(Tokenizer(), request.tools)
+    found = parser.extract_tool_calls(text, request)
+    print(json.dumps([[c.function.name, json.loads(c.function.arguments)] for c in found.tool_calls]))
+"""
+"""Reads texts from stdin with vLLM's own parsers."""
 NO_CALLS = (
     ("llama3_json", 'The answer is {"name": "weather", "parameters": {}}'),
     ("llama3_json", ' {"city": "Köln"}'),
@@ -109,6 +138,30 @@ def test_calls_are_read_in_every_form(
 ) -> None:
     assert read(name, [text]) == (said, calls)
     assert read(name, [text], most=1) == (said, calls[:1])
+
+
+@needs_vllm
+@thorough
+def test_vllms_parsers_read_the_same_calls(vllm_python: Path) -> None:
+    """But those that only its parser for Mistral's own tokenizer knows."""
+    cases = [case for case in CASES if "[TOOL_CALLS]weather" not in case[1]]
+    asked = {"texts": [case[:2] for case in cases], "schemas": {**SCHEMAS, "nothing": {"type": "object"}}}
+    done = subprocess.run(
+        [vllm_python, "-c", WITH_VLLM], input=json.dumps(asked), capture_output=True, text=True, check=True
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert found == [[list(call) for call in case[3]] for case in cases]
+
+
+def test_schemas_may_be_anything() -> None:
+    text = "<tool_call><function=f><parameter=x>5</parameter></function></tool_call>"
+    for schema in ({}, {"properties": 5}, {"properties": {"x": 5}}, *(
+        {"properties": {"x": {key: value}}} for key in ("type", "anyOf") for value in (5, None, {}, [5], "x")
+    )):  # fmt: skip
+        reader = MarkedCalls(FORMS["qwen3_coder"], {"f": schema})
+        said, (call,) = reader.feed(text, is_last=True)
+        assert said == ""
+        assert json.loads(call["function"]["arguments"])["x"] in (5, "5")
 
 
 @pytest.mark.parametrize(("name", "text"), NO_CALLS)
