@@ -31,6 +31,8 @@ MAX_BLOCK_ROWS = 1 << 20
 """Rows of a block: what is planned takes memory by the row."""
 MAX_RANKS = 1 << 12
 """Ranks of an engine: every one is listed."""
+MAX_READERS = 1 << 16
+"""Readers of a field, such as query heads: which of its units a rank holds is told by reader."""
 MAX_BLOCKS = 1 << 31
 """Descriptors are counted in int32."""
 Facts = dict[str, str]
@@ -201,6 +203,8 @@ def _impossible_group(rank: RankGeometry, group: GroupGeometry) -> Iterator[tupl
         yield "tokens of", str(group.tokens), f"{rank.share.tokens}, or parts of whole blocks"
     elif group.kernel_block_size < 1 or group.rows % group.kernel_block_size:
         yield "rows of a kernel block in", str(group.kernel_block_size), f"parts of {group.rows}"
+    elif unlike := list(_impossible_fields(rank, group)):
+        yield from unlike
     else:
         last = len(group.layers) - 1, rank.num_blocks * group.kernel_blocks_per_block - 1
         for f in group.fields:
@@ -208,6 +212,30 @@ def _impossible_group(rank: RankGeometry, group: GroupGeometry) -> Iterator[tupl
             strides = f.offset, f.layer_stride, f.block_stride, f.unit_stride, f.row_stride
             if min(strides) < 0 or end > rank.pages_bytes:
                 yield f"end of {f.field.name} in", str(end), f"at most {rank.pages_bytes}"
+
+
+def _impossible_fields(rank: RankGeometry, group: GroupGeometry) -> Iterator[tuple[str, str, str]]:
+    """Yield the same of fields that are not the spec's, which alone is compared with the other side's, and of
+    units that are not the rank's."""
+    wanted, found = group.group.spec.fields(), [f.field for f in group.fields]
+    if len(found) != len(wanted) or not all(field in wanted for field in found):
+        yield "fields of", str(found), str(list(wanted))
+        return
+    for f in group.fields:
+        units = _units_of(rank, f.field)
+        if units is None:
+            allowed = f"at most {MAX_READERS}, that TP {rank.tp_size} and {f.field.units} units divide"
+            yield f"{f.field.reader_name} of {f.field.name} in", str(f.field.readers), allowed
+        elif f.units != units:
+            yield f"units of {f.field.name} in", str(f.units), str(units)
+
+
+def _units_of(rank: RankGeometry, field: PageField) -> tuple[int, ...] | None:
+    """List the units of a field that a rank holds; None where its engine cannot divide them."""
+    is_bounded = 1 <= field.units <= field.readers <= MAX_READERS
+    if not is_bounded or field.readers % field.units or field.readers % rank.tp_size:
+        return None
+    return field.shard(rank.tp_size, rank.tp_rank)
 
 
 def _impossible_slots(rank: CacheDescription) -> Iterator[tuple[str, str, str]]:

@@ -140,10 +140,11 @@ HYBRID: dict[int, KVCacheSpec] = {0: FULL, 1: STATE}
 
 
 def describe(
-    specs: dict[int, KVCacheSpec] | None = None, layout: str = "BHLNC", tp_size: int = 1
+    specs: dict[int, KVCacheSpec] | None = None, layout: str = "BHLNC", tp_size: int = 1, rank: int = 0
 ) -> CacheDescription:
     groups = group_layers({(layer, spec.part): spec for layer, spec in (specs or SPECS).items()})
-    geometry = plan_rank(groups, LAYOUTS[layout], shape=EngineShape(tp_size), rank=0, num_blocks=8 * tp_size)
+    shape = EngineShape(tp_size)
+    geometry = plan_rank(groups, LAYOUTS[layout], shape=shape, rank=rank, num_blocks=8 * tp_size)
     return CacheDescription(
         engine="p",
         epoch=0,
@@ -263,7 +264,7 @@ def test_states_are_compared_field_by_field(change: dict[str, Any], differing: l
 
 def test_an_engine_is_described_by_all_its_ranks_in_order():
     first = replace(describe(tp_size=2), agent_name="p.0")
-    second = replace(first, agent_name="p.1", geometry=replace(first.geometry, rank=1))
+    second = replace(describe(tp_size=2, rank=1), agent_name="p.1")
     check_engine([first, second])
     for ranks in ([first], [second, first], [first, first], [first, replace(second, epoch=1)]):
         with pytest.raises(HandshakeMismatch):

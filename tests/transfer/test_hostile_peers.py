@@ -23,6 +23,7 @@ from rayk.actors.engines import EngineHandle
 from rayk.actors.forming import connect
 from rayk.handover.commands import Describe
 from rayk.handover.handover import TransferHandover
+from rayk.kv.fields import PageField
 from rayk.parallel.shard import EngineShape, Ranges, Stripe
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.costs import CostTable
@@ -418,8 +419,8 @@ def told(pair: Pair, **changes: Any) -> list[Any]:
         where, _, what = name.partition("_")
         parts[where][what] = value
     spec = replace(group.group.spec, **parts["spec"])
-    fields_ = (replace(group.fields[0], **parts["field"]), *group.fields[1:])
-    other = replace(group, group=replace(group.group, spec=spec), fields=fields_, **parts["group"])
+    fields_ = {"fields": (replace(group.fields[0], **parts["field"]), *group.fields[1:])}
+    other = replace(group, group=replace(group.group, spec=spec), **fields_ | parts["group"])
     return [replace(known, geometry=replace(known.geometry, groups=(other,), **parts["rank"]))]
 
 
@@ -441,6 +442,15 @@ def unchecked(**changes: Any) -> EngineShape:
         ({"rank_num_blocks": 0}, "num_blocks"),
         ({"field_offset": -8}, "end of k in group 0"),
         ({"field_block_stride": 2**20}, "end of k in group 0"),
+        ({"field_units": (0,)}, "units of k in group 0"),
+        ({"field_units": (0, 2)}, "units of k in group 0"),
+        ({"field_units": (1, 0)}, "units of k in group 0"),
+        ({"field_units": 2}, "units of k in group 0"),
+        ({"field_field": PageField("k", 2, 4, 2**12, "float32", 8)}, "fields of group 0"),
+        ({"field_field": None}, "fields of group 0"),
+        ({"group_fields": ()}, "fields of group 0"),
+        ({"rank_shape": EngineShape(2)}, "units of k in group 0"),
+        ({"rank_shape": EngineShape(5)}, "query heads of k in group 0"),
         ({"rank_shape": EngineShape(2**13)}, "shape"),
         ({"rank_shape": unchecked(tp=0)}, "shape"),
         ({"rank_shape": unchecked(tp="1")}, "shape"),
@@ -513,6 +523,7 @@ def test_ranks_that_divide_tokens_or_count_blocks_each_in_its_way_are_refused():
         check_engine([first, replace(second, geometry=unlike)])
     (group,) = second.geometry.groups
     spec = replace(group.group.spec, block_size=2)
-    short = replace(group, group=replace(group.group, spec=spec), kernel_block_size=2)
+    fields_ = tuple(replace(f, field=replace(f.field, rows=2)) for f in group.fields)
+    short = replace(group, group=replace(group.group, spec=spec), fields=fields_, kernel_block_size=2)
     with pytest.raises(HandshakeMismatch, match="tokens of blocks of p rank 1"):
         check_engine([first, replace(second, geometry=replace(second.geometry, groups=(short,)))])
