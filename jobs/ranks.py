@@ -16,6 +16,7 @@ from rayk.transfer.agent import TransferAgent
 from rayk.transfer.handshake import describe_cache
 from rayk.transfer.layer_view import make_layer_view
 from rayk.transfer.rank import TransferRank
+from rayk.transfer.token_classes import ONE_CLASS, TokenClasses
 from rayk.transfer.wire import field_views
 
 
@@ -24,21 +25,28 @@ def make_rank(
     layout: str,
     agent: TransferAgent,
     *,
-    tp_size: int,
-    tp_rank: int,
+    shape: EngineShape,
+    rank: int,
     num_blocks: int,
     engine: str,
     epoch: int = 0,
     fill: int = 0,
+    token_classes: TokenClasses = ONE_CLASS,
     **more: Any,
 ) -> tuple[CanonicalKVCaches, TransferRank]:
-    """One rank's memory in the host, every byte `fill`, and what moves it; `more` is for TransferRank."""
-    geometry = plan_rank(
-        groups, get_layout(layout), shape=EngineShape(tp_size), rank=tp_rank, num_blocks=num_blocks
-    )
+    """One rank's memory in the host, every byte `fill`, and what moves it; `more` is for TransferRank.
+    `token_classes`: of both sides' shapes."""
+    geometry = plan_rank(groups, get_layout(layout), shape=shape, rank=rank, num_blocks=num_blocks)
     caches = allocate(geometry, torch.device("cpu"), fill=fill)
-    views = [make_layer_view(layer, g, bound_fields(caches, g, layer)) for g in groups for layer in g.layers]
-    description = describe_cache(agent, caches, engine=engine, epoch=epoch, fingerprint={})
+    tokens = geometry.share.tokens
+    views = [
+        make_layer_view(layer, g, bound_fields(caches, g, layer), tokens)
+        for g in groups
+        for layer in g.layers
+    ]
+    description = describe_cache(
+        agent, caches, engine=engine, epoch=epoch, fingerprint={}, token_classes=token_classes
+    )
     return caches, TransferRank(agent, caches, views, description, **more)
 
 

@@ -23,6 +23,7 @@ from jobs.ranks import make_rank
 from jobs.sweep_oracle import POISON, fill, make_specs, wrong_bytes
 from rayk.kv.caches import CanonicalKVCaches
 from rayk.kv.groups import group_layers
+from rayk.parallel.shard import EngineShape
 from rayk.transfer.agent import DescriptorList, Handle, TransferState
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.nixl_agent import NixlAgent
@@ -105,8 +106,8 @@ class Host:
                 groups,
                 setup.layout,
                 self._agents[rank],
-                tp_size=setup.tp,
-                tp_rank=rank,
+                shape=EngineShape(setup.tp),
+                rank=rank,
                 num_blocks=setup.num_blocks or _num_blocks(groups, setup),
                 engine=self._name,
                 epoch=self._life,

@@ -31,6 +31,7 @@ from rayk.kv.caches import CanonicalKVCaches, FieldView
 from rayk.kv.groups import group_layers
 from rayk.kv.layout import LAYOUTS
 from rayk.kv.specs import Mamba2Spec
+from rayk.parallel.shard import EngineShape
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.rank import TransferRank
 from rayk.types.errors import RaykError
@@ -88,8 +89,8 @@ def make_side(name: str, spec: Mamba2Spec, layout: str, tp: int, network: LocalN
             groups,
             layout,
             LocalAgent(f"{name}{rank}", network),
-            tp_size=tp,
-            tp_rank=rank,
+            shape=EngineShape(tp),
+            rank=rank,
             num_blocks=NUM_BLOCKS,
             engine=name,
             fill=NOTHING - 256,

@@ -23,22 +23,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an
 
 from jobs.benchmarks.harness import Page, run, second_process
 from jobs.benchmarks.transfer_rate import (
-    MIB,
     NUM_LAYERS,
     SPEC,
     Case,
     Side,
     block_table,
     check_bytes,
+    large_descriptors,
     make_side,
     produce,
 )
-from rayk.kv.specs import page_bytes
 from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.rows import TransferRow
 
 MODES = ("never", "always", "auto")
+DENSE = "1 MiB"
+"""Bare NIXL, as many bytes 1 MiB at a time."""
 LAYOUTS = (
     ("LBNHC", "BHLNC"),
     ("LBNHC", "LBHNC"),
@@ -83,9 +84,10 @@ def read(
 
 
 def run_case(pipe: Connection, case: Case, mib: int, rounds: int, life: int) -> dict[str, Seen]:
-    num_tokens = mib * MIB // (page_bytes(SPEC) * NUM_LAYERS) * SPEC.block_size
-    num_blocks = num_tokens // SPEC.block_size + 2
-    pipe.send((case, num_tokens, num_blocks, life))
+    """What each of MODES and DENSE took; all take turns, round by round."""
+    num_tokens = case.num_tokens(mib)
+    num_blocks = case.num_blocks(1, num_tokens)
+    pipe.send((case, num_tokens, life))
     producers, ticket = pipe.recv()
     table = block_table(case, 1, num_tokens, num_blocks)
     sides = {
@@ -97,16 +99,34 @@ def run_case(pipe: Connection, case: Case, mib: int, rounds: int, life: int) -> 
     for side, consumers in zip(sides.values(), descriptions, strict=True):
         for rank in side.ranks:
             rank.connect(producers, consumers)
-    seen = {mode: Seen() for mode in MODES}
+    seen = {mode: Seen() for mode in (*MODES, DENSE)}
+    dense, landing = large_descriptors(sides["never"], producers, num_tokens * case.token_bytes)
     for i in range(rounds + 1):
+        seen[DENSE].seconds.append(dense.time_s())
         for mode in (*MODES[i % 3 :], *MODES[: i % 3]):
             took, rows = read(sides[mode], ticket, table, f"{mode}{i}")
             seen[mode].seconds.append(took)
             seen[mode].rows = tuple(rows)
     for side in sides.values():
-        check_bytes(side, table, num_tokens)
+        check_bytes(case, side, table, num_tokens)
         side.close()
+    del landing
     return seen
+
+
+def choice(seen: dict[str, Seen]) -> tuple[str, str]:
+    """What auto chose, in words, and the mode that did the same."""
+    staged = {row.staged for row in seen["auto"].rows}
+    if len(staged) > 1:
+        return "both", "auto"
+    return ("staged", "always") if True in staged else ("direct", "never")
+
+
+def expected_ms(rows: Sequence[TransferRow]) -> tuple[float, float]:
+    """(direct, staged), by the cost model."""
+    costs = ((row.direct_cost_us, row.staged_cost_us) for row in rows)
+    direct_us, staged_us = (sum(cost or 0.0 for cost in way) for way in zip(*costs, strict=True))
+    return direct_us / 1e3, staged_us / 1e3
 
 
 TITLES = (
@@ -118,13 +138,9 @@ TITLES = (
 def line(case: Case, seen: dict[str, Seen]) -> tuple[tuple[str, ...], bool]:
     """A row for people; whether auto was right."""
     never, always, auto = (seen[mode] for mode in MODES)
-    staged = {row.staged for row in auto.rows}
-    chose = "both" if len(staged) > 1 else "staged" if True in staged else "direct"
-    best = min(never.least_ms, always.least_ms)
-    taken = {"direct": never.least_ms, "staged": always.least_ms, "both": auto.least_ms}[chose]
+    chose, mode = choice(seen)
+    best, taken = min(never.least_ms, always.least_ms), seen[mode].least_ms
     is_right = taken <= TIE * best
-    direct_us = sum(row.direct_cost_us or 0.0 for row in auto.rows)
-    staged_us = sum(row.staged_cost_us or 0.0 for row in auto.rows)
     cells = (
         "-".join(case.layouts),
         f"{case.tp[0]} to {case.tp[1]}",
@@ -135,8 +151,7 @@ def line(case: Case, seen: dict[str, Seen]) -> tuple[tuple[str, ...], bool]:
         f"{sum(row.repack_ns for row in always.rows) / 1e6:.2f}",
         f"{auto.least_ms:.2f}",
         chose,
-        f"{direct_us / 1e3:.2f}",
-        f"{staged_us / 1e3:.2f}",
+        *(f"{ms:.2f}" for ms in expected_ms(auto.rows)),
         "yes" if is_right else f"no, {taken / best:.2f} x",
     )
     return cells, is_right

@@ -18,6 +18,7 @@ call), so that processor time is the copy's time without what other processes ta
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -37,14 +38,16 @@ from jobs.benchmarks.harness import Page, run, second_process
 from jobs.benchmarks.raw_reads import Clock, RawReads, same_descriptors, take_turns
 from jobs.ranks import make_rank
 from rayk.kv.caches import CanonicalKVCaches
-from rayk.kv.groups import group_layers
-from rayk.kv.specs import FullAttentionSpec, page_bytes
+from rayk.kv.groups import KVCacheGroup, group_layers
+from rayk.kv.specs import FullAttentionSpec, MlaSpec, page_bytes
+from rayk.parallel.shard import EngineShape
 from rayk.reports.page import Column
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.nixl_agent import NixlAgent
 from rayk.transfer.rank import TransferRank
 from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.token_classes import common_classes
 
 MIB = 1 << 20
 SPEC = FullAttentionSpec(16, 8, 128, 128, "bfloat16", 32)
@@ -64,6 +67,39 @@ class Case:
     layouts: tuple[str, str]
     tp: tuple[int, int]
     scattered: bool
+    deals: tuple[tuple[int, int], tuple[int, int]] = ((1, 1), (1, 1))
+    """Ranks that deal tokens, and how many in a row."""
+    block_sizes: tuple[int, int] = (SPEC.block_size, SPEC.block_size)
+    """Rows of a block on one rank."""
+    spec: FullAttentionSpec | MlaSpec = SPEC
+
+    def shape(self, side: int) -> EngineShape:
+        """How an engine is divided."""
+        return EngineShape(self.tp[side], *self.deals[side])
+
+    def groups(self, side: int) -> tuple[KVCacheGroup, ...]:
+        """The layers of an engine, which share blocks."""
+        spec = replace(self.spec, block_size=self.block_sizes[side])
+        specs = {(layer, spec.part): spec for layer in range(NUM_LAYERS)}
+        return group_layers(specs, dcp=self.deals[side][0])
+
+    def block_tokens(self, side: int) -> int:
+        """Tokens of a block id."""
+        return self.block_sizes[side] * self.deals[side][0]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token in all layers, before TP."""
+        return page_bytes(self.spec) // self.spec.block_size * NUM_LAYERS
+
+    def num_tokens(self, mib: int) -> int:
+        """Tokens of so many MiB, in whole blocks of both sides."""
+        whole = math.lcm(*map(self.block_tokens, (0, 1)))
+        return mib * MIB // (self.token_bytes * whole) * whole
+
+    def num_blocks(self, side: int, num_tokens: int) -> int:
+        """Blocks of a pool that holds so many tokens, the null block, and another one."""
+        return num_tokens // self.block_tokens(side) + 2
 
 
 CASES = (
@@ -98,17 +134,18 @@ def make_side(
 ) -> Side:
     """One engine: caches, agents, ranks."""
     made = Side([], [], [], [])
-    groups = group_layers({(layer, SPEC.part): SPEC for layer in range(NUM_LAYERS)})
-    for tp_rank in range(case.tp[side]):
-        agent = NixlAgent(f"{'pd'[side]}{tp_rank}-{life}-{os.getpid()}")
+    groups, shapes = case.groups(side), [case.shape(side) for side in (0, 1)]
+    for number in range(case.tp[side]):
+        agent = NixlAgent(f"{'pd'[side]}{number}-{life}-{os.getpid()}")
         caches, rank = make_rank(
             groups,
             case.layouts[side],
             agent,
-            tp_size=case.tp[side],
-            tp_rank=tp_rank,
+            shape=shapes[side],
+            rank=number,
             num_blocks=num_blocks,
             engine=f"{'pd'[side]}{life}",
+            token_classes=common_classes(shapes),
             staging=staging,
             clock=CLOCK.now_ns,
         )
@@ -120,25 +157,30 @@ def make_side(
 
 
 def block_table(case: Case, side: int, num_tokens: int, num_blocks: int) -> list[int]:
-    count = num_tokens // SPEC.block_size
+    count = num_tokens // case.block_tokens(side)
     ids = np.arange(1, num_blocks)
     if case.scattered:
         ids = np.random.default_rng(side).permutation(ids)
     return [int(b) for b in ids[:count]]
 
 
-def layer_values(layer: int, num_tokens: int) -> torch.Tensor:
+def layer_values(case: Case, layer: int, num_tokens: int) -> torch.Tensor:
     """Random bit patterns as bfloat16 [token, head, content]."""
     generator = torch.Generator().manual_seed(layer)
-    shape = (num_tokens, SPEC.num_kv_heads, SPEC.head_size_k + SPEC.head_size_v)
+    fields = case.spec.fields()
+    shape = (num_tokens, fields[0].units, sum(f.row_bytes for f in fields) // 2)
     bits = torch.randint(-(1 << 15), 1 << 15, shape, generator=generator, dtype=torch.int16)
     return bits.view(torch.bfloat16)
 
 
-def places(table: Sequence[int], num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(block, slot) of every token."""
-    tokens = torch.arange(num_tokens)
-    return torch.tensor(table)[tokens // SPEC.block_size], tokens % SPEC.block_size
+def places(
+    case: Case, side: int, rank: int, table: Sequence[int], num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(token, block, slot) of every token of a rank."""
+    (num_shards, in_a_row), tokens = case.deals[side], torch.arange(num_tokens)
+    tokens = tokens[tokens // in_a_row % num_shards == rank % num_shards]
+    before = tokens // (num_shards * in_a_row) * in_a_row + tokens % in_a_row
+    return tokens, torch.tensor(table)[tokens // case.block_tokens(side)], before % case.block_sizes[side]
 
 
 def produce(pipe: Connection) -> None:
@@ -155,14 +197,15 @@ def produce(pipe: Connection) -> None:
             side.close()
         if order is None:
             return
-        case, num_tokens, num_blocks, life = order
+        case, num_tokens, life = order
+        num_blocks = case.num_blocks(0, num_tokens)
         side = make_side(case, 0, num_blocks, life)
         table = block_table(case, 0, num_tokens, num_blocks)
-        blocks, slots = places(table, num_tokens)
         for layer in range(NUM_LAYERS):
-            values = layer_values(layer, num_tokens)
-            for caches, heads in zip(side.caches, side.heads, strict=True):
-                caches.view(layer)[blocks, :, slots] = values[:, list(heads)]
+            values = layer_values(case, layer, num_tokens)
+            for number, (caches, heads) in enumerate(zip(side.caches, side.heads, strict=True)):
+                tokens, blocks, slots = places(case, 0, number, table, num_tokens)
+                caches.view(layer)[blocks, :, slots] = values[tokens][:, list(heads)]
         ticket = side.ranks[0].make_ticket(
             request_id="warm",
             lease_id="warm",
@@ -177,14 +220,14 @@ def produce(pipe: Connection) -> None:
                 rank.connect(descriptions, consumers)
 
 
-def check_bytes(side: Side, table: Sequence[int], num_tokens: int) -> None:
-    """Every byte of every rank. Raises RuntimeError."""
-    blocks, slots = places(table, num_tokens)
+def check_bytes(case: Case, side: Side, table: Sequence[int], num_tokens: int) -> None:
+    """Every byte of every rank of a consumer. Raises RuntimeError."""
     for layer in range(NUM_LAYERS):
-        values = layer_values(layer, num_tokens)
-        for caches, heads in zip(side.caches, side.heads, strict=True):
+        values = layer_values(case, layer, num_tokens)
+        for number, (caches, heads) in enumerate(zip(side.caches, side.heads, strict=True)):
+            tokens, blocks, slots = places(case, 1, number, table, num_tokens)
             found = caches.view(layer)[blocks, :, slots].view(torch.int16)
-            if not torch.equal(found, values[:, list(heads)].view(torch.int16)):
+            if not torch.equal(found, values[tokens][:, list(heads)].view(torch.int16)):
                 raise RuntimeError(f"layer {layer}: the bytes read are not the bytes written")
 
 
@@ -223,9 +266,9 @@ def read_with_rayk(side: Side, ticket: TransferTicket, table: Sequence[int], nam
 
 
 def run_case(pipe: Connection, case: Case, mib: int, rounds: int, life: int) -> dict[str, Any]:
-    num_tokens = mib * MIB // (page_bytes(SPEC) * NUM_LAYERS) * SPEC.block_size
-    num_blocks = num_tokens // SPEC.block_size + 2
-    pipe.send((case, num_tokens, num_blocks, life))
+    num_tokens = case.num_tokens(mib)
+    num_blocks = case.num_blocks(1, num_tokens)
+    pipe.send((case, num_tokens, life))
     side = make_side(case, 1, num_blocks, life)
     producers, ticket = pipe.recv()
     table = block_table(case, 1, num_tokens, num_blocks)
@@ -234,7 +277,7 @@ def run_case(pipe: Connection, case: Case, mib: int, rounds: int, life: int) -> 
     for rank in side.ranks:
         rank.connect(producers, consumers)
     read_with_rayk(side, ticket, table, "warm-up")
-    check_bytes(side, table, num_tokens)
+    check_bytes(case, side, table, num_tokens)
     same = same_descriptors(list(zip(side.agents, side.ranks, strict=True)), producers, ticket, [table])
     large, landing = large_descriptors(side, producers, same.num_bytes)
     seconds: dict[str, list[float]] = {"same": [], "large": [], "rayk": []}
@@ -254,7 +297,7 @@ def run_case(pipe: Connection, case: Case, mib: int, rounds: int, life: int) -> 
     # It came twice a round.
     twice = seconds["large"]
     seconds["large"] = [(a + b) / 2 for a, b in zip(twice[::2], twice[1::2], strict=True)]
-    check_bytes(side, table, num_tokens)
+    check_bytes(case, side, table, num_tokens)
     side.close()
     del landing
     return _row(case, same, {n: t[1:] for n, t in seconds.items()}, stages[1:])
