@@ -274,6 +274,7 @@ def second_process(serve: Callable[[Connection], None]) -> Iterator[Connection]:
     pipe, theirs = context.Pipe()
     child = context.Process(target=serve, args=(theirs,), daemon=True)
     child.start()
+    theirs.close()  # so that nobody waits for a child that is gone
     yield pipe
     pipe.send(None)
     child.join()

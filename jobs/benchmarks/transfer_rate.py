@@ -93,9 +93,9 @@ class Case:
         return page_bytes(self.spec) // self.spec.block_size * NUM_LAYERS
 
     def num_tokens(self, mib: int) -> int:
-        """Tokens of so many MiB, in whole blocks of both sides."""
+        """Tokens of so many MiB, in whole blocks of both sides; at least one of each."""
         whole = math.lcm(*map(self.block_tokens, (0, 1)))
-        return mib * MIB // (self.token_bytes * whole) * whole
+        return max(1, mib * MIB // (self.token_bytes * whole)) * whole
 
     def num_blocks(self, side: int, num_tokens: int) -> int:
         """Blocks of a pool that holds so many tokens, the null block, and another one."""

@@ -113,13 +113,14 @@ def _print_plan(plan: MemoryPlan) -> None:
     used = [("TP", "tp")]
     used += [(n.upper(), n) for n in ("dcp", "pp") if any(getattr(size, n) > 1 for size in plan.sizes)]
     titles = [title for title, _ in used]
-    for name in (*titles, "weights, GB", "a block, bytes", "blocks", requests, "tokens", ""):
+    for name in (*titles, "weights, GB", "a request, MB", "a block, bytes", "blocks", requests, "tokens", ""):
         table.add_column(name, justify="right")
     for size in plan.sizes:
         counts = (size.block_bytes, size.num_blocks, size.num_requests, size.num_tokens)
         table.add_row(
             *(str(getattr(size, name)) for _, name in used),
             f"{size.weight_bytes / 1e9:,.1f}",
+            f"{size.request_bytes / 1e6:,.1f}",
             *(f"{n:,}" for n in counts),
             size.reason or _layers_to_set(size),
         )

@@ -51,6 +51,7 @@ class SizePlan:
     weight_bytes: int = 0
     block_bytes: int = 0  # a block over all layers
     num_blocks: int = 0
+    request_bytes: int = 0  # of a request of `MemoryPlan.tokens` tokens, in whole blocks
     num_requests: int = 0  # of `MemoryPlan.tokens` tokens each, at a time
     num_tokens: int = 0  # that these requests keep
 
@@ -158,7 +159,8 @@ def _fill(
         for held, block in zip(weights, blocks, strict=True)
         if block
     )
-    requests = num_blocks // _request_blocks(plan.groups, tokens)
+    request_blocks = _request_blocks(plan.groups, tokens)
+    requests = num_blocks // request_blocks
     if max(weights) > memory * USED_SHARE:
         reason = "the weights do not fit"
     elif not requests:
@@ -175,6 +177,7 @@ def _fill(
         weight_bytes=max(weights),
         block_bytes=max(blocks),
         num_blocks=num_blocks,
+        request_bytes=request_blocks * max(blocks),
         num_requests=requests,
         num_tokens=requests * tokens,
     )

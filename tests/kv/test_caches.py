@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import itertools
 import re
 from pathlib import Path
 
@@ -24,7 +25,9 @@ from rayk.kv.caches import (
 from rayk.kv.fields import ITEMSIZE
 from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import CacheKey, group_layers
-from rayk.kv.layout import LAYOUTS
+from rayk.kv.layout import LAYOUTS, get_layout
+from rayk.kv.specs import MlaSpec
+from rayk.parallel.shard import EngineShape
 from tests.each import each
 from tests.kv.brute import (
     RANK_CASES,
@@ -373,3 +376,20 @@ def test_every_dtype_of_a_spec_has_a_torch_dtype():
         view = make(Case(name, {0: full(dtype=name)}, 1), "LBNHC", 0).view(0)
         assert isinstance(view, Tensor)
         assert (view.dtype, view.shape) == (TORCH_DTYPES[name], (3, 2, 4, 5))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["one head", "latents"])
+def test_two_ranks_that_deal_tokens_keep_half_of_a_head_each(kind: str, layout: str) -> None:
+    """The pages of a request of 64 tokens, 3 layers of 2 * 8 float32: 12 KiB on each of two replicas."""
+    spec = MlaSpec(16, 12, 4, "float32", 4) if kind == "latents" else full(16, 1, 8, 8, "float32", 4)
+    kept = {}
+    for dcp, rank in itertools.product((1, 2), (0, 1)):
+        groups = group_layers({(layer, "attention"): spec for layer in range(3)}, dcp=dcp)
+        num_blocks = 1 + 64 // groups[0].spec.block_size  # the null block, and the request's
+        shape = EngineShape(2, dcp)
+        caches = allocate(
+            plan_rank(groups, get_layout(layout), shape=shape, rank=rank, num_blocks=num_blocks), CPU
+        )
+        kept[dcp, rank] = sum(tensor[1:].numel() for tensor in caches.tensors)
+    assert kept == {(1, 0): 12288, (1, 1): 12288, (2, 0): 6144, (2, 1): 6144}
