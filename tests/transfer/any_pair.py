@@ -129,7 +129,8 @@ def models(draw: st.DrawFn) -> Model:
     return Model(
         tuple(layers),
         heads,
-        kv_heads=draw(st.sampled_from(divisors(heads))),
+        # Ranks can share the tokens of heads that are few.
+        kv_heads=draw(st.sampled_from((1, 1, 2, *divisors(heads)))),
         state_groups=draw(st.sampled_from(divisors(heads))),
         dtype=draw(st.sampled_from(tuple(FORMATS))),
         window=draw(local),
@@ -167,7 +168,10 @@ def stages(draw: st.DrawFn, num_layers: int) -> tuple[int, ...]:
 @st.composite
 def sides(draw: st.DrawFn, model: Model) -> Side:
     block_size = draw(st.sampled_from(BLOCK_SIZES))
-    tp = draw(st.sampled_from([tp for tp in TP_SIZES if model.heads % tp == 0]))
+    sizes = [tp for tp in TP_SIZES if model.heads % tp == 0]
+    deals = [tp for tp in sizes if len(token_shards(model, tp)) > 1]
+    tp = draw(st.sampled_from([*sizes, *deals, *deals]))
+    shards = token_shards(model, tp)
     side = Side(
         layout=draw(st.sampled_from(tuple(LAYOUTS))),
         tp=tp,
@@ -177,7 +181,7 @@ def sides(draw: st.DrawFn, model: Model) -> Side:
         keeps_all=draw(st.booleans()),
         is_scattered=draw(st.booleans()),
         num_spare_blocks=draw(st.integers(0, 3)),
-        dcp=draw(st.sampled_from(token_shards(model, tp))),
+        dcp=draw(st.sampled_from([*shards, *shards[1:]])),
         interleave=draw(st.sampled_from(divisors(block_size))),
         stages=draw(stages(len(model.layers))),
     )
