@@ -17,7 +17,7 @@ from rayk.metrics import LABEL_VALUES, METRICS, Meter
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.rows import TransferRow
 from tests.handover.cases import NUM_TOKENS, Model
-from tests.markers import one_per
+from tests.markers import one_per, thorough
 from tests.metrics.recording import Recorder
 from tests.pd import Pair, make_request, wait_until
 
@@ -51,6 +51,33 @@ def flush(pair: Pair) -> None:
             at = loop._stats.meter._due
             wait_until(lambda m=loop._stats, at=at: m.meter._due > at)  # type: ignore[misc]
             wait_until(lambda m=loop._stats: not m.meter._observed)  # type: ignore[misc]
+
+
+@thorough
+@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+def test_each_stage_tells_of_its_place_its_steps_and_what_it_read(qwen3: Model, push: bool) -> None:
+    """Requests and their tokens are the leader's, which is on the last stage."""
+    recorders, make_meter = recorded()
+    stages = {"pp": 2}, {"pp": 3}
+    with Pair.open(qwen3.path, tp=(2, 1), changes=stages, make_meter=make_meter, push=push) as pair:
+        requests = [make_request(f"r{i}", p, NUM_TOKENS) for i, p in enumerate(qwen3.prompts)]
+        done = pair.complete(requests)
+        assert [c.token_ids for c in done] == qwen3.expected
+        pair.check_all_free()
+        flush(pair)
+        rows = [row for c in done for row in c.info["transfers"]]
+        steps = {s: [loop.times.num_steps for loop in getattr(pair, s).engine.loops] for s in "pd"}
+    for side, places in (("p", [(1, 0), (1, 1), (0, 0), (0, 1)]), ("d", [(2, 0), (1, 0), (0, 0)])):
+        assert len(set(steps[side])) == 1
+        for rank, (stage, tp_rank) in enumerate(places):
+            told = recorders[side, rank]
+            labels = {"rank": str(rank), "stage": str(stage), "tp_rank": str(tp_rank), "dcp_rank": "0"}
+            assert told.gauge("rayk_engine_rank_info", **labels) == 1
+            assert told.sum("rayk_steps_total") == steps[side][rank] > 0
+            assert bool(told.sum("rayk_generation_tokens_total")) == (rank == 0)
+            read = [row for row in rows if side == "d" and row.consumer_rank == rank]
+            assert told.sum("rayk_nixl_bytes_total") == sum(row.bytes for row in read)
+            assert bool(read) == (side == "d")
 
 
 @one_per()

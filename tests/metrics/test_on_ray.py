@@ -172,6 +172,9 @@ def test_both_ranks_tell_of_their_steps_and_of_waiting_for_each_other(run: tuple
     # All is split evenly but the odd vocabulary: one row of 64 more, once per prompt's last token.
     assert abs(flops[1] - flops[0]) == 2 * 64 * len(outcome.requests)
     assert flops[0] > 0
+    for rank in "01":
+        places = {"stage": "0", "tp_rank": rank, "dcp_rank": "0"}
+        assert total(samples, "rayk_engine_rank_info", engine="prefill0", rank=rank, **places) == 1
 
 
 def test_every_scraped_label_is_in_the_table_and_bounded(run: tuple[Any, list[Sample]]) -> None:
