@@ -50,17 +50,7 @@ def bad_shape(config: DecoderConfig, engine: EngineConfig) -> BadDivision | None
     why = why_tp_unsupported(config, engine.tp)
     if why is not None:
         return BadDivision("tp", why, "tp: one that divides them")
-    return bad_division(config, engine) or _no_dealt_attention(engine) or _no_such_stages(config, engine)
-
-
-def _no_dealt_attention(engine: EngineConfig) -> BadDivision | None:
-    backends = {engine.attention_backend, *(name for _, name in engine.layer_backends)}
-    if engine.dcp == 1 or (engine.device.startswith("cpu") and "triton" not in backends):
-        return None
-    problem = (
-        f"attention with dcp: {engine.dcp} has no Triton kernel: it runs on CPUs, without backend triton"
-    )
-    return BadDivision("dcp", problem, "dcp: 1")
+    return bad_division(config, engine) or _no_such_stages(config, engine)
 
 
 def _no_such_stages(config: DecoderConfig, engine: EngineConfig) -> BadDivision | None:

@@ -133,7 +133,6 @@ def planted(build: Callable[..., Any], fault: str) -> Callable[..., Any]:
     [
         ({"tp": 4, "dcp": 4}, "DCP 4 at TP 4: a run of 4 ranks must keep the same heads"),
         ({"tp": 4, "dcp": 2, "dcp_interleave": 3}, "dcp_interleave 3 does not divide blocks of 16 tokens"),
-        ({"tp": 4, "dcp": 2, "attention_backend": "triton"}, "dcp: 2 has no Triton kernel"),
     ],
 )
 def test_refused_by_name(answers: Callable[[str], Answers], config: dict[str, Any], words: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -70,17 +70,35 @@ def places(batch: Batch) -> Iterator[tuple[int, int, int, int]]:
 
 def quantised(batch: Batch, name: str, order: str, scales: tuple[float, float] = SCALES) -> QuantisedKV:
     """The batch's tokens in a quantised cache; the batch's dense keys and values become what it holds."""
-    blocks, heads, slots, _ = batch.cache.shape
+    cache = cached(batch, name, order, places(batch), batch.cache.shape[2], scales)
+    round_dense(batch, name, scales)
+    return cache
+
+
+def cached(
+    batch: Batch,
+    name: str,
+    order: str,
+    at: Iterable[tuple[int, int, int, int]],
+    slots: int,
+    scales: tuple[float, float] = SCALES,
+) -> QuantisedKV:
+    """A cache with blocks of so many slots, that holds the tokens at these `places` and no other."""
+    blocks, heads, _, _ = batch.cache.shape
     sizes = batch.head_size_k, batch.values[0].shape[-1]
     bundles = empty_cache(name, order, blocks=blocks, heads=heads, slots=slots, head_sizes=sizes)
     rows = [row_bytes(name, k, v, scales) for k, v in zip(batch.keys, batch.values, strict=True)]
-    for r, position, block, slot in places(batch):
+    for r, position, block, slot in at:
         for bundle, view in bundles.items():
             for head in range(heads):
                 view[block, head, slot] = rows[r][bundle][position, head]
+    return bound(name, bundles, sizes, scales)
+
+
+def round_dense(batch: Batch, name: str, scales: tuple[float, float] = SCALES) -> None:
+    """Make the batch's dense keys and values what a cache of this format holds of them."""
     kv_format = FORMATS[name]
     used = scales if kv_format.has_layer_scales else (1.0, 1.0)
     for dense, scale in ((batch.keys, used[0]), (batch.values, used[1])):
         for r, x in enumerate(dense):
             dense[r] = dequantise(quantise(x, kv_format, scale), kv_format, scale, dtype=torch.float64)
-    return bound(name, bundles, sizes, scales)

@@ -172,6 +172,7 @@ class PagedBackend:
             scale=params.scale,
             head_size_k=params.head_size_k,
             soft_cap=params.soft_cap,
+            query_start_loc=_several_each(common),
             impl=self.partial_impl,
             groups=groups,
             workspace=self._workspace,
@@ -194,6 +195,12 @@ class PagedBackend:
             common.key_ends,
             scale=params.scale,
             latent_size=params.latent_size,
+            query_start_loc=_several_each(common),
             impl=self.partial_impl,
             workspace=self._workspace,
         )
+
+
+def _several_each(common: CommonAttentionMetadata) -> torch.Tensor | None:
+    """Where requests' tokens start, None if each has one at most: kernels then take tokens one by one."""
+    return common.query_start_loc if common.max_query_len > 1 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from rayk.kernels.dispatch import default_impl
 from rayk.kernels.mla_attention.reference import gather_rows
 from rayk.kernels.mla_attention.torch_cpu import gather_sequence
 from rayk.kernels.paged_attention import Workspace
@@ -22,15 +23,25 @@ def mla_attention_partial(
     *,
     scale: float,
     latent_size: int,
-    impl: str = "torch",
+    query_start_loc: torch.Tensor | None = None,
+    impl: str | None = None,
     workspace: Workspace | None = None,
 ) -> Partial:
     """Attend token t of q [T, Q, R + Dr] to cached rows key_starts[t] .. key_ends[t] - 1 of the sequence
     whose blocks are block_table[key_rows[t]] ([T] int32 each).
 
     Everything else is as in `mla_attention`. Returns [T, Q, R] and the logs of the sums of exponents [T, Q],
-    as `paged_attention_partial` does. `impl`: reference or torch.
+    as `paged_attention_partial` does, which explains `query_start_loc` too. `impl`: reference, torch or
+    triton; None takes triton on CUDA, else torch.
     """
+    impl = impl or default_impl(cache.is_cuda)
+    if impl == "triton":
+        from rayk.kernels.mla_attention.launch import mla_attention_partial_triton
+
+        keys = (key_rows, key_starts, key_ends)
+        return mla_attention_partial_triton(
+            q, cache, block_table, query_start_loc, *keys, scale=scale, latent_size=latent_size
+        )
     out, lse = empty_partial(q, latent_size)
     if impl == "reference":
         ranges = zip(key_rows.tolist(), key_starts.tolist(), key_ends.tolist(), strict=True)

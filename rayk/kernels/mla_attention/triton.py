@@ -9,8 +9,16 @@ import triton
 import triton.language as tl
 
 from rayk.kernels.paged_attention.content import load_rows
-from rayk.kernels.paged_attention.softmax import hide, load_block_ids, request_of, row_offsets, weigh
-from rayk.kernels.paged_attention.splits import keys_per_split
+from rayk.kernels.paged_attention.softmax import (
+    bounds_of,
+    hide,
+    load_block_ids,
+    request_of,
+    row_offsets,
+    table_of,
+    weigh,
+)
+from rayk.kernels.paged_attention.splits import keys_per_split, natural_log
 
 # Integers that change from step to step: specialising on them (1, multiples of 16) would compile again.
 _VARYING = ("num_requests", "num_columns", "num_blocks", "num_splits", "table_stride")
@@ -37,6 +45,7 @@ def _attend(
     first_key,
     end_key,
     scale,
+    window,
     NUM_SLOTS: tl.constexpr,
     LATENT: tl.constexpr,
     ROPE: tl.constexpr,
@@ -49,11 +58,10 @@ def _attend(
 ):
     """Continue attending query rows to cached rows first_key .. end_key - 1 of one sequence.
 
-    With CAUSAL a query sees what its position allows, else all. b_max and b_sum [ROWS], and b_acc [ROWS,
-    padded], the weighted latents not yet divided, are the softmax so far (see softmax.weigh); returns them
-    updated. Whole tiles are masked as others are: scores are few beside the latents.
+    With CAUSAL a query sees the `window` of rows up to b_position, else all. b_max and b_sum [ROWS], and
+    b_acc [ROWS, padded], the weighted latents not yet divided, are the softmax so far (see softmax.weigh);
+    returns them updated. Whole tiles are masked as others are: scores are few beside the latents.
     """
-    ALL_BEFORE: tl.constexpr = 2**31 - 1
     o_t = tl.arange(0, TILE_KEYS)
     last_key = tl.maximum(end_key - 1, 0)
     b_block = load_block_ids(p_table, first_key + o_t, last_key, num_columns, NUM_SLOTS)
@@ -103,7 +111,7 @@ def _attend(
         )
         b_scores = tl.dot(b_q_rope, tl.trans(b_rope), input_precision="ieee")
         b_scores = tl.dot(b_q_latent, tl.trans(b_latent), b_scores, input_precision="ieee")
-        b_scores = hide(b_scores, m_known, o_key, b_position, last_key, ALL_BEFORE, True, CAUSAL)
+        b_scores = hide(b_scores, m_known, o_key, b_position, last_key, window, True, CAUSAL)
         if not CAUSAL:
             # Every query sees every key: one of an unknown block makes them all NaN, below.
             b_unknown |= tl.where(m_known, 0, 1)
@@ -122,9 +130,12 @@ def mla_attention_kernel(
     rope_cache,
     scales_cache,
     out,
+    lse,
     split_stats,
     block_table,
     query_start_loc,
+    key_rows,
+    key_starts,
     seq_lens,
     scale,
     row_scale,
@@ -149,6 +160,7 @@ def mla_attention_kernel(
     TILE_KEYS: tl.constexpr,
     ONE_TOKEN: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
     SCALES: tl.constexpr,
     ALIGN: tl.constexpr,
     HAS_E4M3: tl.constexpr,
@@ -164,6 +176,10 @@ def mla_attention_kernel(
     ONE_TOKEN: one token per request. Grid: (requests * cdiv(heads, ROWS), num_splits). With IS_SPLIT, out is
     [R, Q, num_splits, LATENT] float32, not divided, and split_stats [R, Q, num_splits, 2] float32 takes
     maximum and sum. Splits without keys write nothing.
+
+    IS_PARTIAL: a token sees rows key_starts .. seq_lens - 1 of the sequence in row key_rows of the block
+    table ([T] each, one row for all tokens of a request). With ONE_TOKEN these are tokens instead of
+    requests, and IS_SPLIT always; without, lse [T, Q] takes the log of each sum of exponents.
     """
     # The last tiles of a request see the most rows, and start first.
     i_tile = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -181,20 +197,28 @@ def mla_attention_kernel(
         first_row = (i_tile - first_token * NUM_HEADS // ROWS - i_r) * ROWS
         if first_row >= num_queries * NUM_HEADS:
             return
-    num_before = tl.load(seq_lens + i_r) - num_queries
-    first_key = 0
-    end_key = num_before + tl.minimum((first_row + ROWS - 1) // NUM_HEADS + 1, num_queries)
-    if IS_SPLIT:
-        size = keys_per_split(end_key, num_splits, TILE_KEYS)
-        first_key = i_s * size
-        if first_key >= end_key:
-            return
-        end_key = tl.minimum(first_key + size, end_key)
-
     o_m = first_row + tl.arange(0, ROWS)
     # Rows beyond the last repeat it: masks of them would take registers for the whole loop.
     o_row = tl.minimum(o_m, num_queries * NUM_HEADS - 1)
     o_token = o_row // NUM_HEADS
+    if IS_PARTIAL and not ONE_TOKEN:
+        m_own = o_m < num_queries * NUM_HEADS
+        first_key, end_key, b_position, b_window = bounds_of(
+            key_starts, seq_lens, first_token + o_token, m_own
+        )
+    else:
+        num_before = tl.load(seq_lens + i_r) - num_queries
+        first_key = tl.load(key_starts + i_r) if IS_PARTIAL else 0
+        end_key = num_before + tl.minimum((first_row + ROWS - 1) // NUM_HEADS + 1, num_queries)
+        b_position = num_before + o_token
+        b_window = 2**31 - 1
+    if IS_SPLIT:
+        size = keys_per_split(end_key - first_key, num_splits, TILE_KEYS)
+        first_key += i_s * size
+        if first_key >= end_key:
+            return
+        end_key = tl.minimum(first_key + size, end_key)
+
     p_q = q + (first_token + o_token).to(tl.int64) * q_stride_t + o_row % NUM_HEADS * q_stride_h
     o_latent = tl.arange(0, PADDED_LATENT)
     o_rope = tl.arange(0, PADDED_ROPE)
@@ -208,8 +232,7 @@ def mla_attention_kernel(
     b_max = tl.full([ROWS], -3.0e38 if ONE_TOKEN else float("-inf"), tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
     b_acc = tl.zeros([ROWS, PADDED_LATENT], tl.float32)
-    b_position = num_before + o_token
-    p_table = block_table + i_r.to(tl.int64) * table_stride
+    p_table = table_of(block_table, key_rows, i_r, first_token, table_stride, IS_PARTIAL)
     b_max, b_sum, b_acc = _attend(
         b_q_latent,
         b_q_rope,
@@ -230,6 +253,7 @@ def mla_attention_kernel(
         first_key,
         end_key,
         scale,
+        b_window,
         NUM_SLOTS,
         LATENT,
         ROPE,
@@ -250,7 +274,10 @@ def mla_attention_kernel(
         tl.store(p_stats + 1, b_sum, mask=m_row)
     else:
         # A request without any key (padding of a captured batch) gets zeros.
-        b_acc = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)[:, None]
+        b_total = tl.where(b_sum == 0.0, 1.0, b_sum)
+        b_acc = b_acc / b_total[:, None]
+        if IS_PARTIAL:
+            tl.store(lse + b_out_row, natural_log(b_max, b_total), mask=m_row)
     p_out = out + b_out_row * LATENT
     tl.store(
         p_out[:, None] + o_latent[None, :], b_acc.to(out.dtype.element_ty), mask=m_row[:, None] & m_latent

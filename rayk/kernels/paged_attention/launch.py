@@ -11,6 +11,9 @@ them. No grid depends on device data, so a CUDA graph can capture both.
 
 A block id outside the cache, or a column outside the block table, is never followed: the rows that see such a
 key become NaN.
+
+Parts of attention (`paged_attention_partial`) come from the same kernels: each token has bounds of its keys,
+and logs of sums of exponents are returned too.
 """
 
 from __future__ import annotations
@@ -67,14 +70,9 @@ def paged_attention_triton(
     given. `workspace` is a flat float32 tensor of at least `split_workspace_elements`; None takes one from
     torch's allocator (in a CUDA graph, from the graph's own pool). `tiles` is for tests.
     """
-    pages = kernel_pages(kv_cache)
-    assert q.shape[-1] == head_size_k <= 256
-    assert head_size_v(kv_cache, head_size_k) <= 256
-    assert q.stride(-1) == block_table.stride(-1) == 1
-    assert scale > 0, f"a scale of {scale}"
     call = _KernelInputs(
         q,
-        pages,
+        kernel_pages(kv_cache),
         block_table,
         seq_lens,
         groups,
@@ -97,6 +95,49 @@ def paged_attention_triton(
     return out.to(q.dtype)
 
 
+def paged_attention_partial_triton(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor | QuantisedKV,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
+    key_rows: torch.Tensor,
+    key_starts: torch.Tensor,
+    key_ends: torch.Tensor,
+    *,
+    groups: HeadGroups,
+    scale: float,
+    head_size_k: int,
+    soft_cap: float | None = None,
+    tiles: Tiles | None = None,
+    num_splits: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take tokens of one request together, given `query_start_loc`, else one by one, as in a decode step."""
+    call = _KernelInputs(
+        q,
+        kernel_pages(kv_cache),
+        block_table,
+        key_ends,
+        groups,
+        head_sizes=(head_size_k, head_size_v(kv_cache, head_size_k)),
+        scale=scale,
+        window=None,
+        sinks=None,
+        soft_cap=soft_cap,
+        key_rows=key_rows,
+        key_starts=key_starts,
+    )
+    out = torch.empty(*q.shape[:2], call.head_sizes[1], dtype=torch.float32, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if len(q) > 0:
+        tiles = tiles or call.choose_tiles(decode_only=query_start_loc is None)
+        with launching():
+            if query_start_loc is None:
+                _decode(call, out, tiles, num_splits, None, lse)
+            else:
+                _prefill(call, out, tiles, query_start_loc, lse)
+    return out, lse
+
+
 @dataclass(frozen=True)
 class _KernelInputs:
     """Inputs of both forms."""
@@ -105,6 +146,7 @@ class _KernelInputs:
     pages: KernelPages
     block_table: torch.Tensor
     seq_lens: torch.Tensor
+    """[R]; of partial attention, the end of each token's keys [T]."""
     groups: HeadGroups
     _: KW_ONLY
     head_sizes: tuple[int, int]
@@ -113,6 +155,20 @@ class _KernelInputs:
     window: int | None
     sinks: torch.Tensor | None
     soft_cap: float | None
+    key_rows: torch.Tensor | None = None
+    """[T], of partial attention."""
+    key_starts: torch.Tensor | None = None
+    """[T], of partial attention."""
+
+    def __post_init__(self) -> None:
+        assert self.q.shape[-1] == self.head_sizes[0] <= 256
+        assert self.head_sizes[1] <= 256
+        assert self.q.stride(-1) == self.block_table.stride(-1) == 1
+        assert self.scale > 0, f"a scale of {self.scale}"
+
+    @property
+    def is_partial(self) -> bool:
+        return self.key_starts is not None
 
     @property
     def padded(self) -> tuple[int, int]:
@@ -132,7 +188,8 @@ class _KernelInputs:
         num_slots, group = self.pages.keys.shape[2], self.groups.group_size
         is_even = self.head_sizes == self.padded and num_slots >= 16
         is_even = is_even and all(n == triton.next_power_of_2(n) for n in (num_slots, group))
-        return is_even and (self.window, self.sinks, self.soft_cap) == (None, None, None)
+        limits = (self.window, self.sinks, self.soft_cap, self.key_starts)
+        return is_even and all(limit is None for limit in limits)
 
     def choose_tiles(self, *, decode_only: bool) -> Tiles:
         return choose_tiles(
@@ -172,6 +229,8 @@ class _KernelInputs:
             "values_cache": pages.values,
             "scales_cache": pages.token_scales,
             "block_table": self.block_table,
+            "key_rows": self.key_rows,
+            "key_starts": self.key_starts,
             "seq_lens": self.seq_lens,
             "group_kv_heads": self.groups.kv_heads_tensor,
             "group_query_heads": self.groups.query_heads_tensor,
@@ -208,20 +267,28 @@ class _KernelInputs:
             "ALIGN": pages.alignment,
             "ALIGN_BYTES": pages.alignment * pages.keys.element_size(),
             "HAS_E4M3": current_target().has_e4m3 and not INTERPRETED,
+            "IS_PARTIAL": self.is_partial,
             "WIDEN": INTERPRETED or self.is_mixed,
             "num_warps": tiles.num_warps,
             "num_stages": tiles.num_stages,
         } | limit
 
 
-def _prefill(call: _KernelInputs, out: torch.Tensor, tiles: Tiles, query_start_loc: torch.Tensor) -> None:
-    num_requests = len(call.seq_lens)
+def _prefill(
+    call: _KernelInputs,
+    out: torch.Tensor,
+    tiles: Tiles,
+    query_start_loc: torch.Tensor,
+    lse: torch.Tensor | None = None,
+) -> None:
+    num_requests = len(query_start_loc) - 1
     tile_q = tiles.rows // call.groups.group_size
     num_groups = len(call.groups.kv_heads)
     paged_attention_kernel[((len(out) // tile_q + num_requests) * num_groups,)](
         **call.arguments(tiles),
         num_groups=num_groups,
         out=out,
+        lse=lse,
         query_start_loc=query_start_loc,
         num_requests=num_requests,
     )
@@ -233,6 +300,7 @@ def _decode(
     tiles: Tiles,
     num_splits: int | None,
     workspace: torch.Tensor | None,
+    lse: torch.Tensor | None = None,
 ) -> None:
     num_requests, num_query_heads, head_size_v = out.shape
     arguments = call.arguments(tiles)
@@ -241,7 +309,8 @@ def _decode(
         split = arguments | workspaces | {"num_splits": 2, "IS_SPLIT": True}
         at_once = programs_at_once(paged_attention_decode_kernel, split)
         num_splits = call.choose_num_splits(tiles, at_once)
-    is_split = num_splits > 1
+    # The combining kernel gives the logs of sums.
+    is_split = num_splits > 1 or call.is_partial
     split_out, split_stats = out, None
     if is_split:
         num_values = num_requests * num_query_heads * num_splits * head_size_v
@@ -257,12 +326,14 @@ def _decode(
         IS_SPLIT=is_split,
     )
     if is_split:
-        shared = ("seq_lens", "sinks", "window", "HEAD_V", "PADDED_V", "HAS_WINDOW", "HAS_SINKS")
+        shared = ("key_starts", "seq_lens", "sinks", "window", "HEAD_V", "PADDED_V")
+        shared += ("HAS_WINDOW", "HAS_SINKS", "IS_PARTIAL")
         combine_splits_kernel[(num_requests, num_query_heads)](
             **{name: arguments[name] for name in shared},
             split_out=split_out,
             split_stats=split_stats,
             out=out,
+            lse=lse,
             num_splits=num_splits,
             TILE_KEYS=tiles.keys,
             AT_ONCE=SPLITS_AT_ONCE,

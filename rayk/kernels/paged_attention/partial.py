@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from rayk.kernels.dispatch import default_impl
 from rayk.kernels.paged_attention.heads import HeadGroups, head_groups
 from rayk.kernels.paged_attention.reference import gather
 from rayk.kernels.paged_attention.torch_cpu import Workspace, attend_written_out, fold, gather_tokens
@@ -31,7 +32,8 @@ def paged_attention_partial(
     scale: float,
     head_size_k: int,
     soft_cap: float | None = None,
-    impl: str = "torch",
+    query_start_loc: torch.Tensor | None = None,
+    impl: str | None = None,
     groups: HeadGroups | None = None,
     workspace: Workspace | None = None,
 ) -> Partial:
@@ -39,14 +41,32 @@ def paged_attention_partial(
     are block_table[key_rows[t]] ([T] int32 each).
 
     Everything else is as in `paged_attention`, but for sinks: they are no rank's keys, so `merge_partials`
-    adds them. Returns float32 (float64 for q in float64); zeros and -inf where a token sees no key. `impl`:
-    reference or torch.
+    adds them. Returns float32 (float64 for q in float64); zeros and -inf where a token sees no key.
+
+    `query_start_loc` [R + 1] int32 says which tokens are of one request, and so of one row: the Triton form
+    reads their keys together, not for each token by itself. `impl`: reference, torch or triton; None takes
+    triton on CUDA, else torch.
     """
+    impl = impl or default_impl(kv_cache.is_cuda)
     keys = (block_table, key_rows, key_starts, key_ends)
     if impl == "reference":
         return _reference(q, kv_cache, *keys, kv_index, scale, head_size_k, soft_cap)
-    assert impl == "torch", f"no implementation {impl!r} of partial attention"
     groups = groups or head_groups(kv_index)
+    if impl == "triton":
+        from rayk.kernels.paged_attention.launch import paged_attention_partial_triton
+
+        return paged_attention_partial_triton(
+            q,
+            kv_cache,
+            block_table,
+            query_start_loc,
+            *keys[1:],
+            groups=groups,
+            scale=scale,
+            head_size_k=head_size_k,
+            soft_cap=soft_cap,
+        )
+    assert impl == "torch", f"no implementation {impl!r} of partial attention"
     workspace = workspace or Workspace()
     out, lse = empty_partial(q, head_size_v(kv_cache, head_size_k))
     order = groups.query_heads_tensor.flatten().long() if groups.uniform else torch.arange(q.shape[1])

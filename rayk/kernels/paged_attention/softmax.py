@@ -45,7 +45,7 @@ def row_offsets(b_block, m_known, o_slot, stride_b, stride_n, ALIGN: tl.constexp
 def hide(b_scores, m_known, o_key, b_row, last_key, window, EDGE: tl.constexpr, CAUSAL: tl.constexpr):
     """Take out the scores that a row must not see: of keys after last_key if EDGE, and with CAUSAL too those
     that are not among the `window` up to its position, b_row. What it sees of unknown blocks becomes
-    NaN then."""
+    NaN then. window: a number, or one of each row, [ROWS, 1]."""
     if EDGE and CAUSAL:
         b_scores += tl.where(m_known, 0.0, float("nan"))[None, :]
         # As unsigned numbers, keys after the row are far away: one comparison for both borders.
@@ -54,6 +54,30 @@ def hide(b_scores, m_known, o_key, b_row, last_key, window, EDGE: tl.constexpr, 
     elif EDGE:
         b_scores = tl.where((o_key <= last_key)[None, :], b_scores, float("-inf"))
     return b_scores
+
+
+@triton.jit
+def table_of(block_table, key_rows, i_r, i_token, table_stride, IS_PARTIAL: tl.constexpr):
+    """Point at the block table's row of request i_r or, of partial attention, of its token i_token."""
+    i_row = i_r
+    if IS_PARTIAL:
+        i_row = tl.load(key_rows + i_token)
+    return block_table + i_row.to(tl.int64) * table_stride
+
+
+@triton.jit
+def bounds_of(key_starts, key_ends, b_token, m_row):
+    """Load what tokens b_token [ROWS] see: each its keys key_starts .. key_ends - 1, nothing outside m_row.
+
+    Returns the first key that one of them sees, the end of the last one, and each token's last key [ROWS] and
+    number of keys [ROWS, 1], for `hide`.
+    """
+    b_start = tl.load(key_starts + b_token, mask=m_row, other=0)
+    b_end = tl.load(key_ends + b_token, mask=m_row, other=0)
+    b_count = tl.maximum(b_end - b_start, 0)
+    end_key = tl.max(b_end, 0)
+    first_key = tl.min(tl.where(b_count > 0, b_start, end_key), 0)
+    return first_key, end_key, b_end - 1, b_count[:, None].to(tl.uint32)
 
 
 @triton.jit

@@ -12,11 +12,19 @@ def keys_per_split(num_keys, num_splits, TILE_KEYS: tl.constexpr):
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), TILE_KEYS), 1) * TILE_KEYS
 
 
+@triton.jit
+def natural_log(b_max, b_total):
+    """The log of b_total * 2^b_max; a maximum of -inf, without any key, stays it."""
+    return (b_max + tl.log2(b_total)) * 0.6931471805599453
+
+
 @triton.jit(do_not_specialize=("num_splits",))
 def combine_splits_kernel(
     split_out,
     split_stats,
     out,
+    lse,
+    key_starts,
     seq_lens,
     sinks,
     window,
@@ -27,13 +35,20 @@ def combine_splits_kernel(
     AT_ONCE: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
 ):
     """Combine the splits of one (request, query head); maxima are in powers of two. Grid: (requests, query
-    heads)."""
+    heads).
+
+    IS_PARTIAL: of one (token, query head), whose keys are key_starts .. seq_lens - 1; lse [T, Q] takes the
+    log of the sum of exponents.
+    """
     i_r = tl.program_id(0).to(tl.int64)
     i_h = tl.program_id(1)
     i_row = i_r * tl.num_programs(1) + i_h
     num_keys = tl.load(seq_lens + i_r)
+    if IS_PARTIAL:
+        num_keys -= tl.load(key_starts + i_r)
     if HAS_WINDOW:
         num_keys = tl.minimum(num_keys, window)
     num_live = tl.cdiv(num_keys, keys_per_split(num_keys, num_splits, TILE_KEYS))
@@ -62,5 +77,8 @@ def combine_splits_kernel(
         b_sum = b_sum * b_shrink + tl.sum(b_split_sum * b_weight, 0)
         b_acc = b_acc * b_shrink + tl.sum(b_split * b_weight[:, None], 0)
         b_max = b_new_max
-    b_out = b_acc / tl.where(b_sum == 0.0, 1.0, b_sum)
+    b_total = tl.where(b_sum == 0.0, 1.0, b_sum)
+    b_out = b_acc / b_total
     tl.store(out + i_row * HEAD_V + o_v, b_out.to(out.dtype.element_ty), mask=o_v < HEAD_V)
+    if IS_PARTIAL:
+        tl.store(lse + i_row, natural_log(b_max, b_total))

@@ -12,13 +12,15 @@ from rayk.kernels.elements import tanh
 from rayk.kernels.paged_attention.content import load_rows
 from rayk.kernels.paged_attention.softmax import (
     add_sinks,
+    bounds_of,
     hide,
     load_block_ids,
     request_of,
     row_offsets,
+    table_of,
     weigh,
 )
-from rayk.kernels.paged_attention.splits import keys_per_split
+from rayk.kernels.paged_attention.splits import keys_per_split, natural_log
 
 # Integers that change from step to step: specialising on them (1, multiples of 16) would compile again.
 _VARYING = ("num_requests", "num_columns", "num_blocks", "num_splits", "table_stride")
@@ -156,8 +158,11 @@ def paged_attention_kernel(
     values_cache,
     scales_cache,
     out,
+    lse,
     block_table,
     query_start_loc,
+    key_rows,
+    key_starts,
     seq_lens,
     group_kv_heads,
     group_query_heads,
@@ -195,6 +200,7 @@ def paged_attention_kernel(
     ALIGN: tl.constexpr,
     ALIGN_BYTES: tl.constexpr,
     HAS_E4M3: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Any batch. Grid: ((tokens // TILE_Q + requests) * groups,), where TILE_Q = ROWS // GROUP tokens.
@@ -204,6 +210,9 @@ def paged_attention_kernel(
     scales_cache: per-(head, token) float32 scales of keys, each followed by that of the value. scale: of
     scores, in powers of two, the layer's scale of keys included; cap_scale: that of scores inside the soft
     cap's tanh. v_scale: the layer's, of values.
+
+    IS_PARTIAL: a token sees keys key_starts .. seq_lens - 1 of the sequence in row key_rows of the block
+    table ([T] each, one row for all tokens of a request); lse [T, Q] takes the log of its sum of exponents.
     """
     TILE_Q: tl.constexpr = ROWS // GROUP
     # The last tiles of a request see the most keys, and start first.
@@ -215,7 +224,6 @@ def paged_attention_kernel(
     first_query = (i_tile - first_token // TILE_Q - i_r) * TILE_Q
     if first_query >= num_queries:
         return
-    num_before = tl.load(seq_lens + i_r) - num_queries
 
     o_m = tl.arange(0, ROWS)
     o_query = first_query + o_m // GROUP
@@ -227,11 +235,15 @@ def paged_attention_kernel(
         q + b_token * q_stride_t + b_head.to(tl.int64) * q_stride_h, m_row, HEAD_K, PADDED_K, WIDEN
     )
 
-    # Keys that some row of the tile sees, and of those the tiles that every row sees whole.
-    end_key = num_before + tl.minimum(first_query + TILE_Q, num_queries)
-    first_key = 0
-    if HAS_WINDOW:
-        first_key = tl.maximum(num_before + first_query - window + 1, 0)
+    if IS_PARTIAL:
+        first_key, end_key, b_position, b_window = bounds_of(key_starts, seq_lens, b_token, m_row)
+    else:
+        # Keys that some row of the tile sees.
+        num_before = tl.load(seq_lens + i_r) - num_queries
+        end_key = num_before + tl.minimum(first_query + TILE_Q, num_queries)
+        first_key = tl.maximum(num_before + first_query - window + 1, 0) if HAS_WINDOW else 0
+        b_position = num_before + o_query
+        b_window = window
     i_h = tl.load(group_kv_heads + i_g).to(tl.int64)
     p_cache = tl.multiple_of(kv_cache + i_h * stride_h * ALIGN, ALIGN_BYTES)
     p_values, p_scales = p_cache, p_cache
@@ -239,11 +251,11 @@ def paged_attention_kernel(
         p_values = tl.multiple_of(values_cache + i_h * values_stride_h * ALIGN, ALIGN_BYTES)
     if SCALES == "token_head":
         p_scales = scales_cache + i_h * stride_h * (ALIGN // 4)
-    p_table = block_table + i_r.to(tl.int64) * table_stride
-    b_position = num_before + o_query
+    p_table = table_of(block_table, key_rows, i_r, first_token, table_stride, IS_PARTIAL)
     b_max, b_sum, b_acc = _start_softmax(sinks, b_head, m_row, PADDED_V, HAS_SINKS)
     b_sink = b_max
-    if not HAS_WINDOW:
+    if not HAS_WINDOW and not IS_PARTIAL:
+        # Of these keys the tiles that every row sees whole.
         end_whole = (num_before + first_query + 1) // TILE_KEYS * TILE_KEYS
         b_max, b_sum, b_acc = _attend(
             b_q,
@@ -300,7 +312,7 @@ def paged_attention_kernel(
         end_key,
         scale,
         cap_scale,
-        window,
+        b_window,
         NUM_SLOTS,
         HEAD_K,
         HEAD_V,
@@ -316,7 +328,8 @@ def paged_attention_kernel(
     )
     if HAS_SINKS:
         b_sum = add_sinks(b_sum, b_max, b_sink)
-    b_out = b_acc / tl.where(m_row, b_sum, 1.0)[:, None]
+    b_total = tl.where(m_row & (b_sum != 0.0), b_sum, 1.0)
+    b_out = b_acc / b_total[:, None]
     if SCALES != "none":
         b_out *= v_scale
     o_v = tl.arange(0, PADDED_V)
@@ -326,6 +339,8 @@ def paged_attention_kernel(
         b_out.to(out.dtype.element_ty),
         mask=m_row[:, None] & (o_v < HEAD_V)[None, :],
     )
+    if IS_PARTIAL:
+        tl.store(lse + b_token * num_query_heads + b_head, natural_log(b_max, b_total), mask=m_row)
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -337,6 +352,8 @@ def paged_attention_decode_kernel(
     out,
     split_stats,
     block_table,
+    key_rows,
+    key_starts,
     seq_lens,
     group_kv_heads,
     group_query_heads,
@@ -374,18 +391,21 @@ def paged_attention_decode_kernel(
     ALIGN_BYTES: tl.constexpr,
     HAS_E4M3: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    IS_PARTIAL: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """One token per request. Grid: (requests, groups, num_splits). Caches as in paged_attention_kernel.
 
     With IS_SPLIT, out is [R, Q, num_splits, Dv] float32, not divided; split_stats [R, Q, num_splits, 2]
     float32 takes maximum and sum. Splits without keys write nothing.
+
+    IS_PARTIAL: keys as there, tokens instead of requests; IS_SPLIT always.
     """
     i_r = tl.program_id(0).to(tl.int64)
     i_g = tl.program_id(1)
     i_s = tl.program_id(2)
     seq_len = tl.load(seq_lens + i_r)
-    first_key = 0
+    first_key = tl.load(key_starts + i_r) if IS_PARTIAL else 0
     if HAS_WINDOW:
         first_key = tl.maximum(seq_len - window, 0)
     end_key = seq_len
@@ -412,7 +432,7 @@ def paged_attention_decode_kernel(
         p_values = tl.multiple_of(values_cache + i_h * values_stride_h * ALIGN, ALIGN_BYTES)
     if SCALES == "token_head":
         p_scales = scales_cache + i_h * stride_h * (ALIGN // 4)
-    p_table = block_table + i_r * table_stride
+    p_table = table_of(block_table, key_rows, i_r, i_r, table_stride, IS_PARTIAL)
     b_max, b_sum, b_acc = _attend(
         b_q,
         o_m,
