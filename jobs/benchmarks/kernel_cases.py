@@ -15,8 +15,8 @@ QUANTISED = ("fp8_e4m3", "fp8_e4m3_token_head", "nvfp4")
 class Case:
     target: str
     phase: str
-    """prefill, decode (one program a sequence), split (several), store; of state kernels, `op` for a mixed
-    batch and `op-step` for one token a request."""
+    """prefill, decode (one program a sequence), split (several), store; of state kernels, and of parts of
+    attention, `op` for a mixed batch and `op-step` for one token a request."""
     dtype: str
     head: tuple[int, int]
     """Head sizes of keys and values; of a state, its two."""
@@ -52,6 +52,7 @@ def all_cases() -> Iterator[Case]:
         yield from _layer_cases(target, ("float32", "float16", "bfloat16"))
         yield from _state_cases(target)
         yield from _latent_and_delta_cases(target)
+        yield from _all_part_cases(target)
         # Tiles of those are chosen for NVIDIA's registers; on AMD they run, and spill.
         if not target.startswith("gfx"):
             yield from _quantised_cases(target, (64, 128, 256), ("bfloat16", "float32"))
@@ -73,6 +74,7 @@ def production_cases() -> Iterator[Case]:
                 yield Case(target, phase, "bfloat16", (512, 64), heads, "plain", kv=kv)
         for phase, heads in (("mla-step", 16), ("mla-step", 128), ("mla", 128)):
             yield Case(target, phase, "bfloat16", (512, 64), heads, "plain")
+        yield from _part_cases(target, "bfloat16", 128, 8)
         for phase, head, group in (("mamba1", (16, 16), 1), ("ssd", (64, 128), 64), ("delta", (128, 128), 2)):
             yield Case(target, phase, "bfloat16", head, group, "plain")
     for target in ("sm_89", "sm_90", "sm_100"):
@@ -113,15 +115,30 @@ def _scaled_cases(
 
 def _quantised_cases(target: str, heads: Sequence[int], dtypes: Sequence[str]) -> Iterator[Case]:
     for kv, head, dtype in product(QUANTISED, heads, dtypes):
-        for phase in ("prefill", "split"):
+        for phase in ("prefill", "split", "parts", "parts-step"):
             yield Case(target, phase, dtype, (head, head), kv=kv)
         yield Case(target, "store", dtype, (head, head), 1, "plain", kv=kv)
 
 
 def _quantised_latent_cases(target: str, dtypes: Sequence[str], heads: Sequence[int]) -> Iterator[Case]:
     for kv, dtype, group in product(QUANTISED, dtypes, heads):
-        for phase in ("mla", "mla-step"):
+        for phase in ("mla", "mla-step", "mla-parts", "mla-parts-step"):
             yield Case(target, phase, dtype, (512, 64), group, "plain", kv=kv)
+
+
+def _part_cases(target: str, dtype: str, head: int, group: int = 4, variant: str = "plain") -> Iterator[Case]:
+    """Attention to the keys that a rank holds of them, and to latents, with the query heads of all ranks."""
+    for phase in ("parts", "parts-step"):
+        yield Case(target, phase, dtype, (head, head), group, variant)
+        if head == 128:
+            yield Case(target, f"mla-{phase}", dtype, (512, 64), 128, "plain")
+
+
+def _all_part_cases(target: str) -> Iterator[Case]:
+    for head, group in ((64, 4), (80, 3), (128, 8), (256, 7)):
+        yield from _part_cases(target, "bfloat16", head, group, "cap")
+    for head, dtype in product((64, 128, 256), ("float16", "float32")):
+        yield from _part_cases(target, dtype, head)
 
 
 def _row_cases(target: str, head: int) -> Iterator[Case]:

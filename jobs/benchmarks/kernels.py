@@ -137,6 +137,34 @@ def _attend(case: Case) -> None:
     )
 
 
+def _attend_parts(case: Case) -> None:
+    """Query heads as in `_attend`, those of all ranks; in a step each token's keys are bounded by itself."""
+    from rayk.kernels.paged_attention.launch import paged_attention_partial_triton
+
+    num_heads = case.group + (case.group + 1) // 2
+    kv_index = torch.tensor([0] * case.group + [1] * (num_heads - case.group))
+    paged_attention_partial_triton(
+        torch.empty(256, num_heads, case.head[0], dtype=getattr(torch, case.dtype)),
+        _cache(case, 2),
+        *_bounded_tokens(case),
+        groups=head_groups(kv_index),
+        scale=0.1,
+        head_size_k=case.head[0],
+        soft_cap=30.0 if "cap" in case.variant else None,
+        num_splits=SPLITS,
+    )
+
+
+def _bounded_tokens(
+    case: Case,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a launcher of partial attention takes of 256 tokens: their block table, where requests start,
+    and their keys."""
+    starts = None if case.phase.endswith("-step") else torch.empty(5, dtype=torch.int32)
+    rows, first, end = torch.empty(3, 256, dtype=torch.int32)
+    return torch.empty(4, 64, dtype=torch.int32), starts, rows, first, end
+
+
 def _convolve(case: Case) -> None:
     """C channels of a wider projection; `head` is channels of a unit and taps kept."""
     from rayk.kernels.causal_conv1d.triton import causal_conv1d_triton
@@ -195,6 +223,20 @@ def _attend_latents(case: Case) -> None:
         scale=0.1,
         latent_size=case.head[0],
         num_splits=SPLITS if is_step else None,
+    )
+
+
+def _attend_latent_parts(case: Case) -> None:
+    from rayk.kernels.mla_attention.launch import mla_attention_partial_triton
+
+    width, dtype = sum(case.head), getattr(torch, case.dtype)
+    mla_attention_partial_triton(
+        torch.empty(256, case.group, width, dtype=dtype),
+        _cache(case, 1, LATENT_SIDES) if case.kv != "auto" else torch.empty(8, 16, width, dtype=dtype),
+        *_bounded_tokens(case),
+        scale=0.1,
+        latent_size=case.head[0],
+        num_splits=SPLITS,
     )
 
 
@@ -338,6 +380,8 @@ def _move_rows(case: Case) -> None:
 
 
 CALLS = {
+    "parts": _attend_parts,
+    "mla-parts": _attend_latent_parts,
     "norm": _norm,
     "rotate": _rotate,
     "gate": _gate,

@@ -22,6 +22,7 @@ from tests.markers import gpu, interpreted, nixl, thorough
 from tests.pd import MakeAgent, Pair, local_agents, make_request
 
 _NAMES = itertools.count()
+ONE_HEAD = {"num_key_value_heads": 1}
 
 
 def nixl_agents() -> MakeAgent:
@@ -53,6 +54,29 @@ def test_tokens_equal_transformers(expected, backend: str, layout: str) -> None:
     with ThreadEngine(config, poison=-1) as engine:
         done = engine.generate([make_request(f"r{i}", p) for i, p in enumerate(prompts)])
     assert [c.token_ids for c in done] == answers
+
+
+@gpu
+@pytest.mark.parametrize(
+    ("family", "overrides", "interleave"),
+    [("llama", ONE_HEAD, 1), ("deepseek_v3", {}, 1), ("gpt_oss", ONE_HEAD, 16)],
+    ids=["one head", "latents", "sinks and windows"],
+)
+def test_ranks_on_one_gpu_deal_their_tokens(
+    checkpoint, reference, family: str, overrides: dict[str, Any], interleave: int
+) -> None:
+    """Chunks of prompts beside decodes."""
+    from rayk.oracle.checkpoint import read_marker
+
+    path = checkpoint(family, overrides=overrides)
+    prompts = [list(probe["prompt"]) for probe in read_marker(path)["probes"]]
+    answers = reference(path).generate(prompts, max_tokens=24, ignore_eos=True)
+    shape = {"tp": 2, "dcp": 2, "dcp_interleave": interleave}
+    config = EngineConfig(model=str(path), device="cuda", max_batch_tokens=64, num_blocks=64, **shape)
+    with ThreadEngine(config, poison=-1) as engine:
+        assert engine.ranks[0].backends.implementation == "triton (token shards)"
+        done = engine.generate([make_request(f"r{i}", p) for i, p in enumerate(prompts)])
+    assert [c.token_ids for c in done] == [list(a.token_ids) for a in answers]
 
 
 @gpu

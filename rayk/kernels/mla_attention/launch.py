@@ -12,6 +12,7 @@ key become NaN.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ def _arguments(
     cache: torch.Tensor | QuantisedKV,
     block_table: torch.Tensor,
     query_start_loc: torch.Tensor | None,
-    bounds: dict[str, torch.Tensor | None],
+    bounds: Mapping[str, torch.Tensor | None],
     scale: float,
     latent_size: int,
     tiles: Tiles | None,

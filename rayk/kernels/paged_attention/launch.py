@@ -200,6 +200,7 @@ class _KernelInputs:
             itemsize=4 if self.is_mixed else self.q.element_size(),
             quantised=self.pages.scales != "none",
             is_plain=self.is_plain,
+            is_partial=self.is_partial,
         )
 
     def choose_num_splits(self, tiles: Tiles, programs_at_once: int) -> int:
@@ -326,8 +327,8 @@ def _decode(
         IS_SPLIT=is_split,
     )
     if is_split:
-        shared = ("key_starts", "seq_lens", "sinks", "window", "HEAD_V", "PADDED_V")
-        shared += ("HAS_WINDOW", "HAS_SINKS", "IS_PARTIAL")
+        names = "key_starts seq_lens sinks window HEAD_V PADDED_V HAS_WINDOW HAS_SINKS IS_PARTIAL"
+        shared = names.split()
         combine_splits_kernel[(num_requests, num_query_heads)](
             **{name: arguments[name] for name in shared},
             split_out=split_out,

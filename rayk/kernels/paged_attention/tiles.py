@@ -34,12 +34,13 @@ def choose_tiles(
     itemsize: int,
     quantised: bool = False,
     is_plain: bool = False,
+    is_partial: bool = False,
 ) -> Tiles:
     """Choose tiles that fit the target's shared memory and registers.
 
     row_elements: the wider of a key and a value, a power of two up to 256. itemsize: bytes of an element when
     multiplied. quantised: keys and values are decoded first. is_plain: no window, sinks, soft cap or masks of
-    odd sizes take registers. `make kernels` shows the registers of each
+    odd sizes take registers. is_partial: bounds of each row do. `make kernels` shows the registers of each
     choice, and fails if one spills.
     """
     if quantised:
@@ -54,7 +55,7 @@ def choose_tiles(
             # Few keys, so that several programs, each with two tiles in flight, share a multiprocessor.
             tiles = Tiles(16, 32, 4, 3, 255)
     else:
-        tiles = _prefill_tiles(target, row_elements, is_plain=is_plain)
+        tiles = _prefill_tiles(target, row_elements, is_plain=is_plain, is_partial=is_partial)
     rows = tiles.rows
     while rows < group_size:
         rows *= 2
@@ -69,14 +70,16 @@ def _exact_tiles(target: Target, row_elements: int) -> Tiles:
     return Tiles(16, 32, 8, 2 if row_elements <= 128 else 1, 255)
 
 
-def _prefill_tiles(target: Target, row_elements: int, *, is_plain: bool) -> Tiles:
+def _prefill_tiles(target: Target, row_elements: int, *, is_plain: bool, is_partial: bool) -> Tiles:
     """Choose tiles of at least 64 rows, which a warp group multiplies at once on sm_90 (wgmma) and sm_100
-    (tcgen05)."""
+    (tcgen05), wherever there is one."""
     if target.is_amd:
         # A pipeline, or more keys, would keep masks in more scalar registers than there are.
         return Tiles(64, 16, 4, 1)
     if row_elements > 128:
-        return Tiles(64, 32, 8, 3 if target.has_room else 2, 255)
+        # 64 rows are a few registers short with bounds of each.
+        rows = 32 if is_partial and not target.has_warp_group_mma else 64
+        return Tiles(rows, 32, 8, 3 if target.has_room else 2, 255)
     if target.name == "sm_90":
         return Tiles(128, 128 if is_plain else 64, 8, 3)
     if target.has_warp_group_mma:
