@@ -115,14 +115,14 @@ def _scaled_cases(
 
 def _quantised_cases(target: str, heads: Sequence[int], dtypes: Sequence[str]) -> Iterator[Case]:
     for kv, head, dtype in product(QUANTISED, heads, dtypes):
-        for phase in ("prefill", "split", "parts", "parts-step"):
+        for phase in ("prefill", "split"):
             yield Case(target, phase, dtype, (head, head), kv=kv)
         yield Case(target, "store", dtype, (head, head), 1, "plain", kv=kv)
 
 
 def _quantised_latent_cases(target: str, dtypes: Sequence[str], heads: Sequence[int]) -> Iterator[Case]:
     for kv, dtype, group in product(QUANTISED, dtypes, heads):
-        for phase in ("mla", "mla-step", "mla-parts", "mla-parts-step"):
+        for phase in ("mla", "mla-step"):
             yield Case(target, phase, dtype, (512, 64), group, "plain", kv=kv)
 
 
@@ -139,6 +139,12 @@ def _all_part_cases(target: str) -> Iterator[Case]:
         yield from _part_cases(target, "bfloat16", head, group, "cap")
     for head, dtype in product((64, 128, 256), ("float16", "float32")):
         yield from _part_cases(target, dtype, head)
+    # As of all quantised caches, tiles on AMD spill.
+    for kv, step in product(() if target.startswith("gfx") else QUANTISED, ("", "-step")):
+        for head in (128, 256):
+            yield Case(target, f"parts{step}", "bfloat16", (head, head), variant="cap", kv=kv)
+        for heads in (16, 128):
+            yield Case(target, f"mla-parts{step}", "bfloat16", (512, 64), heads, "plain", kv=kv)
 
 
 def _row_cases(target: str, head: int) -> Iterator[Case]:
