@@ -28,6 +28,7 @@ from rayk.sched.request_state import RequestState
 from rayk.types.admission import bad_sampling, no_prompt_logprobs, outside_vocabulary, seeded
 from rayk.types.batch import ScheduledBatch, StepTokens
 from rayk.types.bugs import bug, may_be_the_machine
+from rayk.types.clock import Clock, host_clock
 from rayk.types.errors import EngineDied, InternalError, NotFiniteError, RaykError, UserError
 from rayk.types.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from rayk.types.waiting import get_within
@@ -56,7 +57,7 @@ class RequestEvent:
     error: RaykError | None = None
     payload: object = None  # a transfer ticket
     info: EventInfo | None = None  # None: no more than the tokens, as of most
-    time_ns: int = field(default_factory=time.monotonic_ns)  # on this host's monotonic clock
+    time_ns: int = field(default_factory=host_clock)
 
     @property
     def is_last(self) -> bool:
@@ -120,12 +121,15 @@ class Leader:
         decoder: LazyDecoder | None = None,
         grammars: Grammars | None = None,
         fast_prefill: bool = False,
+        clock: Clock = host_clock,
     ) -> None:
         """`vocab_size`: prompts with other ids are refused; None takes all. `positions_text`: the
         scheduler's limit in words. `decoder`: for stop strings. `grammars`: for structured outputs.
-        `fast_prefill`: there are no logits of prompt tokens."""
+        `fast_prefill`: there are no logits of prompt tokens. `clock`: what the hand-over and stamps of
+        requests go by."""
         self.scheduler = scheduler
         self.manager = manager
+        self.clock = clock
         self._handover = handover
         self._vocab_size = vocab_size
         self._positions_text = positions_text or f"the model's {scheduler.max_positions} positions"
@@ -235,7 +239,7 @@ class Leader:
         own = self._handover.commands() if self._handover is not None else ()
         batch = self.scheduler.schedule()
         for state in self.scheduler.take_admitted():
-            state.first_step_ns = state.first_step_ns or time.monotonic_ns()
+            state.first_step_ns = state.first_step_ns or self.clock()
         step_commands: tuple[object, ...] = ()
         if self._handover is not None and batch is not None:
             step_commands = self._handover.step_commands(batch)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import pickle
 import struct
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 from rayk.engine.header import decode_batch, encode_batch
 from rayk.engine.pipeline import Due, Pipeline
 from rayk.types.batch import ScheduledBatch, StepTokens
+from rayk.types.clock import Clock, host_clock
 from rayk.types.errors import RaykError
 
 if TYPE_CHECKING:
@@ -153,6 +153,7 @@ class EngineLoop:
         leader: TurnSource | None,
         on_step: Callable[[int], None] | None = None,
         stats: TurnStats | None = None,
+        clock: Clock = host_clock,
     ) -> None:
         assert (leader is not None) == (rank.comm.rank == 0), "rank 0 and only rank 0 has the leader"
         self.times = LoopTimes()
@@ -162,6 +163,7 @@ class EngineLoop:
         self._leader = leader
         self._on_step = on_step
         self._stats = stats
+        self._clock = clock
         self._pipeline = Pipeline(rank)
         self._runs_ahead = rank.why_not_ahead is None
         self._in_flight: _StepInFlight | None = None
@@ -176,7 +178,7 @@ class EngineLoop:
         """Run one turn; False when it was the last."""
         if self._leader is not None:
             self._leader.wait()
-        begun_ns = time.monotonic_ns()
+        begun_ns = self._clock()
         turn = self._share(self._leader.plan() if self._leader is not None else None)
         results = tuple(self._execute(command) for command in turn.commands)
         # At once on every rank: before any of them writes.
@@ -246,7 +248,7 @@ class EngineLoop:
             tokens = step.fetch()
             num_sampled = len(tokens.token_ids)
             self._leader.settle(step.batch, tokens)
-        model_ns, now_ns = step.measure(), time.monotonic_ns()
+        model_ns, now_ns = step.measure(), self._clock()
         # Beside the step before it counts from that one's end.
         turn_ns = now_ns - max(step.begun_ns, self._settled_ns)
         self._settled_ns = now_ns

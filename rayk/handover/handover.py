@@ -7,7 +7,6 @@ ranks, and their results and news come back.
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -93,7 +92,7 @@ class TransferHandover:
         copy of its KV rows as info.captured when prefill is done. `via_host`: a host tier is to read its KV.
         `output_token_ids`: delivered so far, by an engine that is lost. `reservation`: where its KV is pushed
         to while it is prefilled."""
-        now = time.monotonic_ns()
+        now = self.leader.clock()
 
         def start() -> None:
             if reservation is not None and not is_whole(reservation):
@@ -134,7 +133,7 @@ class TransferHandover:
     ) -> None:
         """Reserve blocks here for the KV of a request's prompt, which engine `producer` will push: the sink
         gets a Reservation. It may wait `reserve_s` for blocks; they wait `hold_s` for its ticket."""
-        now = time.monotonic_ns()
+        now = self.leader.clock()
 
         def start() -> None:
             if self.leader.open(request, sink, prefilled=True):
@@ -146,7 +145,7 @@ class TransferHandover:
                     reserve_s=reserve_s,
                     hold_s=hold_s,
                     asked_ns=now,
-                    taken_ns=time.monotonic_ns(),
+                    taken_ns=self.leader.clock(),
                 )
                 self.reservations.ask(wanted)
 
@@ -172,7 +171,7 @@ class TransferHandover:
         """
         sampling = request.sampling
         assert not sampling.temperature or sampling.seed is not None, "another seed would draw other tokens"
-        now = time.monotonic_ns()
+        now = self.leader.clock()
 
         def start() -> None:
             num_tokens = len(request.prompt_token_ids) + len(output_token_ids)
@@ -374,7 +373,7 @@ class TransferHandover:
     def _take_in(self, incoming: Incoming) -> None:
         """A request's ticket is here: it is pushed into blocks that it has, or waits for some."""
         request_id, ticket = incoming.request.request_id, incoming.ticket
-        incoming.taken_ns = time.monotonic_ns()
+        incoming.taken_ns = self.leader.clock()
         if ticket.reservation_id is None:
             self.receiving.queue(incoming)
             return

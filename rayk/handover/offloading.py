@@ -7,7 +7,6 @@ swaps. A tier that is lost, slow or full costs time, never a request.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -56,11 +55,10 @@ class _Lookup:
     is_over: bool = False
     """Not waited for any more. Its id is taken until the answer is here: that is no other request's."""
 
-    def begin(self, num_cached: int = 0, *, is_loaded: bool = False) -> None:
+    def begin(self, now_ns: int, num_cached: int = 0, *, is_loaded: bool = False) -> None:
         """Queue the request: its first token tells what it waited for."""
-        now = time.monotonic_ns()
-        told = {"asked_ns": self.asked_ns, "found_ns": self.found_ns or now}
-        told |= {"loaded_ns": now} if is_loaded else {}
+        told = {"asked_ns": self.asked_ns, "found_ns": self.found_ns or now_ns}
+        told |= {"loaded_ns": now_ns} if is_loaded else {}
         if num_cached:
             self.begin_cached(num_cached, first_info=told)
         else:
@@ -135,7 +133,7 @@ class Offloading:
         looking, self._looking = self._looking, {}
         for one in looking.values():
             if not one.is_over:
-                one.begin()
+                one.begin(side.leader.clock())
         self.swapping.tier_lost()
 
     # Loads.
@@ -162,7 +160,7 @@ class Offloading:
         if not side.may_read(side.settings.load):
             self.counts["loads_held_back"] += 1
             return False
-        looking = _Lookup(request, start, begin_cached, here, time.monotonic_ns())
+        looking = _Lookup(request, start, begin_cached, here, self.side.leader.clock())
         self._looking[name] = looking
         ask = LoadRequest(
             request_id=name,
@@ -189,10 +187,10 @@ class Offloading:
         if not is_awaited or looking.is_over:
             self.side.decline(ticket)
             return
-        looking.found_ns = time.monotonic_ns()
+        looking.found_ns = self.side.leader.clock()
         if ticket is None:
             self._nothing_read(looking)
-            looking.begin()
+            looking.begin(self.side.leader.clock())
             return
         num_bytes = self.side.bytes_of(ticket.num_tokens, ticket.first_row)
         num_new = ticket.num_tokens - looking.num_here
@@ -202,13 +200,13 @@ class Offloading:
             self.counts["loads_declined"] += 1
             self._nothing_read(looking)
             self.side.decline(ticket)
-            looking.begin()
+            looking.begin(self.side.leader.clock())
             return
 
         def arrived(num_valid: int, failure: RaykError | None, info: dict[str, Any]) -> None:
             self._loaded(looking, answer, num_valid, failure, info)
 
-        now, settings = time.monotonic_ns(), self.side.settings
+        now, settings = self.side.leader.clock(), self.side.settings
         # Computing it is always a way out: a read that stands still is not waited for long.
         patience_s = min(settings.transfer_s, max(LOAD_S, PATIENCE * choice.move_ns / 1e9))
         limits = patience_s, settings.lease_s / 2
@@ -239,14 +237,14 @@ class Offloading:
         told: dict[str, Any] = {
             "num_host_tokens": max(0, num_valid - looking.num_here),
             "num_disk_tokens": min(num_valid, answer.num_disk_tokens),
-            "load_ns": time.monotonic_ns() - looking.asked_ns,
+            "load_ns": self.side.leader.clock() - looking.asked_ns,
             "num_kv_bytes_checked": info.get("num_kv_bytes_checked", 0),
             "transfers": rows,
         }
         if failure is not None:
             told["offload_failure"] = str(failure)
             self._failed(looking, answer, failure, was_read=bool(info))
-        looking.begin(num_valid, is_loaded=True)
+        looking.begin(self.side.leader.clock(), num_valid, is_loaded=True)
         self.side.leader.emit(RequestEvent(request_id=name, info=EventInfo(**told)))
 
     def _failed(self, looking: _Lookup, answer: LoadAnswer, failure: RaykError, *, was_read: bool) -> None:
@@ -260,7 +258,7 @@ class Offloading:
 
     def _nothing_read(self, looking: _Lookup) -> None:
         """What was looked up tells nothing of how reads go."""
-        self.side.reads.nothing_tried(looking.asked_ns, time.monotonic_ns())
+        self.side.reads.nothing_tried(looking.asked_ns, self.side.leader.clock())
 
     # The hand-over's.
 
@@ -291,23 +289,23 @@ class Offloading:
         """Called before each turn, it begins stores and returns, and waits for no tier that is silent."""
         self.storing.turn()
         self.swapping.turn()
-        late_ns = time.monotonic_ns() - int(ANSWER_S * 1e9)
+        late_ns = self.side.leader.clock() - int(ANSWER_S * 1e9)
         for looking in self._looking.values():
             if looking.asked_ns < late_ns and not looking.is_over:
                 self.counts["lookups_late"] += 1
                 self.side.read_failed(self.side.settings.load, looking.asked_ns, UNANSWERED, None)
                 looking.is_over = True
-                looking.begin()
+                looking.begin(self.side.leader.clock())
 
     def stepping(self, batch: ScheduledBatch) -> None:
         seen = ((r.num_computed_tokens, len(r.token_ids)) for r in batch.requests)
         pairs = sum(n * before + n * (n + 1) / 2 for before, n in seen)
-        self._steps[batch.step] = time.monotonic_ns(), batch.num_tokens, pairs
+        self._steps[batch.step] = self.side.leader.clock(), batch.num_tokens, pairs
 
     def settled(self, step: int) -> None:
         """Learn how long a step took: behind one that was in flight when it began, from that one's end."""
         began_ns, num_tokens, pairs = self._steps.pop(step)
-        now_ns = time.monotonic_ns()
+        now_ns = self.side.leader.clock()
         if self.is_on:
             self.costs.observe_prefill(num_tokens, now_ns - max(began_ns, self._settled_ns), pairs)
         self._settled_ns = now_ns
@@ -329,5 +327,5 @@ class Offloading:
             pool = self.side.outbox.pool
             told["outbox"] = {"num_blocks": pool.num_blocks - 1, "num_free_blocks": pool.num_free_blocks}
         told["recent_stores"] = list(self.storing.recent)
-        told["why_paused"] = self.side.reads.describe(time.monotonic_ns()) if self.is_on else ""
+        told["why_paused"] = self.side.reads.describe(self.side.leader.clock()) if self.is_on else ""
         return {**counted, **told, "costs": self.costs.describe()}

@@ -11,7 +11,6 @@ ranks prove what arrived all the same, and the prompt is computed from the longe
 
 from __future__ import annotations
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -142,7 +141,8 @@ class Receiving:
         self, incoming: Incoming, block_tables: BlockTables, local_prefix: LocalPrefix = NO_PREFIX
     ) -> None:
         """A request's KV comes into these blocks, which are its own but for those that are held."""
-        incoming.started_ns = time.monotonic_ns()
+        assert self.leader is not None
+        incoming.started_ns = self.leader.clock()
         incoming.block_tables, incoming.local_prefix = block_tables, local_prefix
         incoming.outcomes, incoming.drained = RankAnswers(self._num_ranks), RankAnswers(self._num_ranks)
         self._reading[incoming.request.request_id] = incoming
@@ -152,7 +152,8 @@ class Receiving:
 
     def turn(self) -> None:
         """Called before each turn, it forgets what is kept too long, gives up late requests, starts reads."""
-        now = time.monotonic_ns()
+        assert self.leader is not None
+        now = self.leader.clock()
         for request_id in [r for r, until in self._kept_until.items() if until <= now]:
             self.let_go(request_id)
         self._give_up_late(now)
@@ -281,7 +282,7 @@ class Receiving:
             "transfers": [row for o in outcomes for row in o.rows],
             "submitted_ns": incoming.submitted_ns,
             "taken_ns": incoming.taken_ns,
-            "stage_ns": arrival_stages(outcomes, incoming.taken_ns, incoming.started_ns, time.monotonic_ns()),
+            "stage_ns": arrival_stages(outcomes, incoming.taken_ns, incoming.started_ns, self.leader.clock()),
             "num_kv_bytes_checked": sum(o.num_bytes_checked for o in outcomes),
         }
         if error is None and not incoming.aborted and incoming.arrived is not None:
@@ -296,14 +297,14 @@ class Receiving:
                 incoming.drained.add(rank, True)
         self._draining[request_id] = incoming
         if incoming.recompute and not incoming.aborted:
-            incoming.failure, incoming.info, incoming.failed_ns = error, info, time.monotonic_ns()
+            incoming.failure, incoming.info, incoming.failed_ns = error, info, self.leader.clock()
             if mismatch is not None:
                 self._commands.append(ReleaseMismatch(request_id))
             self._on_drained(incoming)
             return
         if mismatch is not None:
             # The blocks stay as they are until somebody has looked into it (`settle`).
-            self._kept_until[request_id] = time.monotonic_ns() + int(HOLD_S * 1e9)
+            self._kept_until[request_id] = self.leader.clock() + int(HOLD_S * 1e9)
         if incoming.aborted:
             self.let_go(request_id)
         self._on_drained(incoming)

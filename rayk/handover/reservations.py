@@ -8,7 +8,6 @@ has to confirm first.
 from __future__ import annotations
 
 import itertools
-import time
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -108,10 +107,10 @@ class Reservations:
 
     def turn(self) -> None:
         """Called before each turn, it gives up what waited too long and reserves what blocks allow."""
-        now = time.monotonic_ns()
+        assert self.leader is not None
+        now = self.leader.clock()
         for open_reservation in [r for r in self._open.values() if r.until_ns <= now]:
             self.give_up(open_reservation.wanted.request_id)
-        assert self.leader is not None
         waiting = [r.wanted for r in self._open.values() if not r.is_given]
         for wanted in [w for w in (*self._queued, *waiting) if now - w.asked_ns > w.reserve_s * 1e9]:
             self.give_up(wanted.request_id)
@@ -181,7 +180,7 @@ class Reservations:
             num_cached_tokens=open_reservation.prefix.num_tokens,
             wire_tables=tuple(p.wire_tables for p in parts) if parts[0].wire_tables else (),
         )
-        open_reservation.is_given, open_reservation.reserved_ns = True, time.monotonic_ns()
+        open_reservation.is_given, open_reservation.reserved_ns = True, self.leader.clock()
         info = EventInfo(submitted_ns=wanted.asked_ns, taken_ns=wanted.taken_ns)
         event = RequestEvent(request_id=wanted.request_id, payload=sealed(reservation), info=info)
         self.leader.emit(event, ends=False)

@@ -11,7 +11,6 @@ are free from then on: the tier reads the outbox. A store that is larger than th
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -115,7 +114,7 @@ class Storing:
 
     def turn(self) -> None:
         """Called before each turn, it begins stores, or drops those in the way."""
-        late_ns = time.monotonic_ns() - int((self._side.settings.transfer_s + SLACK_S) * 1e9)
+        late_ns = self._side.leader.clock() - int((self._side.settings.transfer_s + SLACK_S) * 1e9)
         for store in [s for s in self._begun.values() if s.began_ns < late_ns]:
             self._answered(StoreAnswer(name=store.name, reason="the host tier does not answer"))
         if self._side.leader.scheduler.is_short_of_blocks:
@@ -203,7 +202,7 @@ class Storing:
     def _record(self, store: PendingStore) -> None:
         """A store is over when it was answered and its blocks are held no longer, whichever is later."""
         if store.num_bytes and store.name not in self._stores:
-            self.recent.append((store.began_ns, time.monotonic_ns(), store.num_bytes))
+            self.recent.append((store.began_ns, self._side.leader.clock(), store.num_bytes))
 
     def end_all(self) -> None:
         """End every store: there is no tier any more."""
@@ -299,7 +298,7 @@ class Storing:
     def _begin(self, store: PendingStore) -> None:
         side, rows = self._side, self._rows_of(store)
         store.first_row = rows.start
-        store.began_ns = time.monotonic_ns()
+        store.began_ns = side.leader.clock()
         self._begun[store.name] = store
         if side.outbox is not None:
             needed, there = side.outbox.num_needed(store.tables, rows), side.outbox.num_blocks
@@ -353,7 +352,7 @@ class Storing:
             store.num_bytes = answer.num_bytes
             self._record(store)
             if answer.num_bytes:
-                side.costs.observe_out(answer.num_bytes, time.monotonic_ns() - store.began_ns)
+                side.costs.observe_out(answer.num_bytes, side.leader.clock() - store.began_ns)
             if store.request_id in self._asked or self._has_open(store.request_id):
                 known = self.num_stored(store.request_id)
                 self._stored[store.request_id] = max(answer.num_tokens, known)

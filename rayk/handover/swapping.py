@@ -7,7 +7,6 @@ like any other. Whatever fails, it is computed again.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +83,7 @@ class Swapping:
         manager, name = side.leader.manager, side.new_name("swap", request_id)
         tables = manager.block_tables(request_id)
         manager.lease(request_id, name)
-        self._swapped[request_id] = _Swapped(state, name, time.monotonic_ns())
+        self._swapped[request_id] = _Swapped(state, name, self._side.leader.clock())
         what = name, request_id, num_tokens, tables, tuple(state.tokens[:num_tokens]), side.num_ranks
         salt = state.request.cache_salt
         store = PendingStore(*what, cache_salt=salt, on_kept=self._kept, on_free=self._freed)
@@ -107,7 +106,7 @@ class Swapping:
             self._start_over(store.request_id)
         else:
             self._side.counts["swapped_out_bytes"] += answer.num_bytes
-            swapped.asked_ns, self._asked[store.request_id] = time.monotonic_ns(), swapped
+            swapped.asked_ns, self._asked[store.request_id] = self._side.leader.clock(), swapped
             ask = LoadRequest(request_id=store.request_id, kept_as=store.name)
             self._side.tier.load(ask, lambda offer: self._offered(swapped, offer))
 
@@ -121,7 +120,7 @@ class Swapping:
     def turn(self) -> None:
         """Before each turn: have all ranks read what the scheduler lets come back, where there are blocks."""
         scheduler, manager = self._side.leader.scheduler, self._side.leader.manager
-        late_ns = time.monotonic_ns() - int(self._side.settings.transfer_s * 1e9)
+        late_ns = self._side.leader.clock() - int(self._side.settings.transfer_s * 1e9)
         for request_id, swapped in list(self._swapped.items()):
             ticket = swapped.ticket
             if ticket is None and swapped.asked_ns is not None and swapped.asked_ns < late_ns:
@@ -182,7 +181,7 @@ class Swapping:
             self._start_over(request_id)
 
     def _coming_back(self, swapped: _Swapped, ticket: TransferTicket) -> Incoming:
-        state, now, settings = swapped.state, time.monotonic_ns(), self._side.settings
+        state, now, settings = swapped.state, self._side.leader.clock(), self._side.settings
 
         def arrived(num_valid: int, failure: RaykError | None, info: dict[str, Any]) -> None:
             if failure is not None:
@@ -231,7 +230,7 @@ class Swapping:
             **begin_times(swapped.state),
             "transfers": rows,
             "num_kv_bytes_checked": info.get("num_kv_bytes_checked", 0),
-            "swap_ns": time.monotonic_ns() - swapped.out_ns,
+            "swap_ns": leader.clock() - swapped.out_ns,
         }
         leader.emit(RequestEvent(request_id=request_id, info=EventInfo(**told)))
 

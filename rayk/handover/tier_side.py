@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -112,7 +111,7 @@ class TierSide:
 
     def may_read(self, setting: Weighing) -> bool:
         """Whether to ask the tier for anything just now. Whoever wants it always asks always."""
-        return setting != "auto" or self.reads.may_try(time.monotonic_ns())
+        return setting != "auto" or self.reads.may_try(self.leader.clock())
 
     def read_failed(self, setting: Weighing, began_ns: int, why: str, ticket: TransferTicket | None) -> None:
         """What was asked for at `began_ns`, or offered by the ticket, was waited for in vain."""
@@ -120,7 +119,7 @@ class TierSide:
             return
         if ticket is not None and ticket.epoch != self.facts.epoch:
             return  # the tier was lost, and another one is there
-        pause_s = self.reads.failed(began_ns, time.monotonic_ns(), why)
+        pause_s = self.reads.failed(began_ns, self.leader.clock(), why)
         if pause_s:
             LOG.warning("%s asks its host tier for nothing for %.0f s: %s", self.engine, pause_s, why)
 
