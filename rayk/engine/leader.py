@@ -231,6 +231,10 @@ class Leader:
             return
         self._last_news_s = time.monotonic()
         action()
+        self.run_posted()
+
+    def run_posted(self) -> None:
+        """Run what was posted, and wait for nothing."""
         while not self._inbox.empty():
             self._inbox.get_nowait()()
 

@@ -22,7 +22,7 @@ class OutputForm(Protocol):
         """Take the next output token; tells whether the output is complete with it."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestState:
     """A request inside one engine. Filled and changed by the Scheduler only."""
 
