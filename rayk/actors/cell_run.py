@@ -15,10 +15,11 @@ from rayk.actors.cell_deployment import CellDeployment, as_it_arrives
 from rayk.actors.cell_outcome import CellOutcome
 from rayk.actors.deployment_metrics import report_request
 from rayk.actors.engines import EngineHandle, bug_behind
-from rayk.actors.request_run import RequestRun, Route, RunRules, note_failure
+from rayk.actors.request_run import RequestRun, Route, RunRules
 from rayk.engine.leader import RequestEvent
 from rayk.engine.noise import derived_seed
 from rayk.handover.commands import CapturedRows
+from rayk.handover.request_record import note_failure
 from rayk.metrics import Meter
 from rayk.sched.dispatcher import Place
 from rayk.sched.request_describer import RequestDescriber, new_secret

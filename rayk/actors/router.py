@@ -20,10 +20,11 @@ from rayk.actors.deployment_metrics import beat, begin_outcomes, report_request
 from rayk.actors.engines import EngineHandle, bug_behind
 from rayk.actors.fleet_link import FleetLink
 from rayk.actors.ray_metrics import make_meter
-from rayk.actors.request_run import RequestRun, Route, RunRules, note_failure
+from rayk.actors.request_run import RequestRun, Route, RunRules
 from rayk.actors.serving import Assignment
 from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import CapturedRows
+from rayk.handover.request_record import note_failure
 from rayk.sched.policy import PlacementRequest
 from rayk.sched.recovery import attempt_id, cause_of, may_ask_again
 from rayk.sched.request_describer import RequestDescriber

@@ -7,16 +7,14 @@ import asyncio
 import pytest
 
 from rayk.actors.engines import EngineHandle
-from rayk.actors.request_run import RequestRun, Route, RunRules, note_failure
 from rayk.engine.event_info import EventInfo
 from rayk.engine.leader import RequestEvent
+from rayk.handover.request_record import RequestRecord, note_failure
 from rayk.transfer.ticket import Reservation
 from rayk.types.config import EngineConfig
 from rayk.types.errors import TransferError
-from rayk.types.request import FinishReason, Request, SamplingParams
+from rayk.types.request import FinishReason
 from rayk.types.rows import RequestRow
-
-RULES = RunRules(is_push=False, request_s=1.0, transfer_s=1.0, recomputes=False)
 
 
 class Unheard:
@@ -49,11 +47,8 @@ def test_a_row_counts_what_its_decoding_engine_computed_again(
             cell_id="c", repeat=0, request_id="r", prompt_index=0, prompt_token_ids=[1], kv_path=kv_path
         )
         info = EventInfo(num_preemptions=int(again > 0), num_recomputed_tokens=again)
-        request = Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams())
-        route = Route(request=request, prefill=None, decode=None)
         end = RequestEvent(request_id="r", token_ids=(5,), finish_reason=FinishReason.LENGTH, info=info)
-        request_run = RequestRun(RULES, row, Unheard())
-        request_run._take(EngineHandle("e", role, 1, EngineConfig(model="m"), []), end, route)
+        RequestRecord(row, Unheard()).take(EngineHandle("e", role, 1, EngineConfig(model="m"), []), end)
         return row
 
     row = asyncio.run(take())
@@ -73,16 +68,14 @@ def test_a_request_that_failed_before_its_first_decode_step_exposed_nothing(
     async def take() -> RequestRow:
         row = RequestRow(cell_id="c", repeat=0, request_id="r", prompt_index=0, prompt_token_ids=[1])
         row.output_token_ids, row.token_times_ns = [4], [100]
-        request_run = RequestRun(RULES, row, Unheard())
+        record = RequestRecord(row, Unheard())
         engine = EngineHandle("decode0", "decode", 1, EngineConfig(model="m"), [])
         info = EventInfo(taken_ns=120, stage_ns={"reserve": 1})
-        request = Request(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams())
-        route = Route(request=request, prefill=None, decode=None)
         here = RequestEvent(request_id="r", time_ns=130, info=info, error=lost if refused else None)
-        request_run._take(engine, here, route)
+        record.take(engine, here)
         assert row.exposed_ns == (None if refused else 30)
         for i in range(num_decoded):
-            request_run._take(engine, RequestEvent(request_id="r", token_ids=(5,), time_ns=140 + i), route)
+            record.take(engine, RequestEvent(request_id="r", token_ids=(5,), time_ns=140 + i))
         note_failure(row, lost)
         return row
 

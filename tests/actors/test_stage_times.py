@@ -109,7 +109,7 @@ def run_attempts(
 ) -> None:
     """Attempts, one behind the other, each of one or two engines, whose first messages leave at `sent_ns`."""
     clock = SimpleNamespace(monotonic_ns=iter(sent_ns).__next__)
-    monkeypatch.setattr("rayk.actors.request_run.time", clock)
+    monkeypatch.setattr("rayk.types.clock.time", clock)
 
     async def run() -> None:
         request_run = RequestRun(RULES, row, Unheard())
