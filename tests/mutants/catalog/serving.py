@@ -221,7 +221,7 @@ async def _(original, parts, timeout_s, say):
 
 @SERVING.twin(
     "requests that their engine's death ended are those of clients who went",
-    "rayk.actors.request_run:note_failure",
+    "rayk.handover.request_record:note_failure",
     "metrics/test_outcomes.py::test_a_request_is_counted_by_how_it_ended_for_its_client",
 )
 def _(original, row, error):
@@ -258,7 +258,7 @@ def _(original, process, *, rate, **options):
 
 @SERVING.twin(
     "tokens are delivered twice",
-    "rayk.actors.request_run:_undelivered",
+    "rayk.handover.request_record:_undelivered",
     "actors/test_router.py::test_after_a_second_prefill_its_first_token_is_not_told_again",
 )
 def _(original, event, num_known):
