@@ -56,6 +56,7 @@ from rayk.handover.transfer_metrics import watch_handover
 from rayk.metrics import Meter
 from rayk.metrics.meter import FLUSH_S
 from rayk.oracle.checkpoint import write_checkpoint
+from rayk.parallel.shard import EngineShape
 from rayk.parallel.timed import TimedComm
 from rayk.reports.fields import STAGES
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
@@ -287,7 +288,7 @@ class Side:
     """An engine of a hand-over, over agents that copy memory."""
 
     def __init__(self, name: str, config: EngineConfig, network: LocalNetwork) -> None:
-        self.handover = TransferHandover(engine=name, epoch=1, num_ranks=1)
+        self.handover = TransferHandover(engine=name, epoch=1, shape=EngineShape())
         self.watched: dict[int, Watched] = {}
         sink = CountingSink()
         meter = Meter(sink)
