@@ -38,6 +38,8 @@ NARROW = Tiles(16, 16, 4, 1)
 MIXED = ((1, 1), (1, 38), (7, 7), (9, 40), (1, 3), (1, 70))
 EVERY_LENGTH = ((70, 70),)
 DECODES = ((1, 1), (1, 70), (1, 6))
+FEW = ((1, 1), (3, 40), (1, 6))
+"""Rows of the block table are not tokens, also one by one."""
 SCALE = 0.25
 
 
@@ -128,13 +130,15 @@ def test_a_mixed_batch_of_two_ranks(device: str, together: bool, poisoned_empty:
     """Uneven heads, and a request of which rank 1 has nothing; the merged result, with sinks, is that of
     attention to everything."""
     stripes = Stripes(2, 1, 4)
-    requests = MIXED if together else DECODES
-    batch = make_batch(requests, block_size=8, kv_index=(1, 0, 1), head_size_v=24, order="BLHNC")
-    found = check(batch, stripes, device, "mixed", together=together, order="BLHNC", soft_cap=1.5)
+    window = None if together else 20
+    shape = {"block_size": 8, "kv_index": (1, 0, 1), "head_size_v": 24, "order": "BLHNC"}
+    batch = make_batch(MIXED if together else FEW, window=window, **shape)
+    options = {} if together else {"num_splits": 2, "tiles": NARROW}
+    found = check(batch, stripes, device, "mixed", together=together, order="BLHNC", soft_cap=1.5, **options)
     assert (found[1][1][0] == float("-inf")).all()
     sinks = torch.tensor([2.0, float("-inf"), -1.0])
     whole = paged_attention_reference(
-        *batch.arguments(), scale=SCALE, window=None, head_size_k=16, sinks=sinks, soft_cap=1.5
+        *batch.arguments(), scale=SCALE, window=window, head_size_k=16, sinks=sinks, soft_cap=1.5
     )
     merged = merge_partials(*zip(*found, strict=True), sinks)
     torch.testing.assert_close(merged, whole, rtol=1e-4, atol=1e-5)
@@ -230,5 +234,5 @@ def test_latents_of_every_length(stripes: Stripes, device: str, poisoned_empty: 
 @pytest.mark.parametrize("device", ON)
 @pytest.mark.parametrize("together", [True, False], ids=["together", "one by one"])
 def test_latents_of_two_ranks(device: str, together: bool, poisoned_empty: None) -> None:
-    latents = make_latents(MIXED if together else DECODES, block_size=8)
+    latents = make_latents(MIXED if together else FEW, block_size=8)
     check_latents(latents, Stripes(2, 1, 4), device, together=together)
