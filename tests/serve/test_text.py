@@ -76,6 +76,24 @@ def test_deltas_join_to_the_tokenizers_own_text(kind: str, skip: bool, data: st.
     assert "".join(grown(text, token_ids, skip=skip)) == tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 
+@settings(max_examples=60, deadline=None)
+@given(phrases=st.lists(st.tuples(st.sampled_from(PHRASES), st.integers(0, 30)), max_size=4))
+def test_marks_are_told_where_they_stand_among_characters_that_are_cut(
+    phrases: list[tuple[str, int]],
+) -> None:
+    tokenizer = byte_level()
+    mark, other = tokenizer.eos_token_id, tokenizer.bos_token_id
+    token_ids = []
+    for phrase, length in phrases:
+        token_ids += [*tokenizer(phrase, add_special_tokens=False)["input_ids"][:length], mark, other]
+    stream = Detokenizer(Text(tokenizer), skip_special_tokens=True, marks=(tokenizer.eos_token, "no token"))
+    told = [*(stream.feed(t) for t in token_ids), stream.end()]
+    assert "".join(told) == tokenizer.decode([t for t in token_ids if t != other])
+    assert all(
+        text.endswith(tokenizer.eos_token) for text, t in zip(told, token_ids, strict=False) if t == mark
+    )
+
+
 @pytest.mark.parametrize("phrase", PHRASES[:4])
 def test_a_character_is_told_with_its_last_byte(phrase: str) -> None:
     tokenizer = byte_level()
