@@ -261,8 +261,8 @@ class Pair:
     def diagnose(self, request_id: str, ticket: TransferTicket) -> list[KVMismatch]:
         """After a KVMismatch, what the coordinator asks: every wrong layer's first wrong byte, in order."""
         capture = Capture(ticket.request_id, ticket.num_tokens, ticket.block_tables)
-        fetched = self.p.call(capture)
-        found = self.d.call(Diagnose(request_id, tuple(fetched)))  # type: ignore[arg-type]
+        fetched = tuple(part.rows for part in self.p.call(capture))  # type: ignore[attr-defined]
+        found = self.d.call(Diagnose(request_id, fetched))
         exact = [mismatch for per_rank in found for mismatch in per_rank]  # type: ignore[attr-defined]
         return sorted(exact, key=lambda m: (m.group, m.layer, m.field, m.head, m.token))
 

@@ -101,7 +101,8 @@ class Cell(NamedTuple):
             stages = STAGES.get(self.model, OTHER_STAGES)[side][shape.pp - 1]
             found |= {"pp": shape.pp, "pp_layers": stages}
         if self.model == "falcon_h1" and self.how in ("prefix", "tier"):
-            found |= {"state_block_size": block_size}
+            # States are found again, and stored, at the ends of blocks.
+            found |= {"state_block_size": block_size, "prefix_caching": True}
         return found
 
 
@@ -140,8 +141,8 @@ LARGER = (
     Cell("llama", Shape(8, 4, "one", 1), Shape(4, 2, "whole", 2), "prefix", (8, 16), 70),
     Cell("deepseek_v3", Shape(6, 3, "one", 1), Shape(4, 4, "half", 2), "push", (16, 16), 17),
 )
-"""Of more ranks. The first stores what each of four ranks has a quarter of, for each of two heads, and one rank
-loads it."""
+"""Of more ranks. In the first, four ranks for each of two heads store a quarter of the tokens each, and one
+rank loads them."""
 
 
 def cells_with_markers() -> list[Any]:
@@ -230,8 +231,6 @@ def converse(cell: Cell, model: Answers, pair: Pair) -> None:
 def by_way_of_a_tier(cell: Cell, model: Answers) -> None:
     """P stores what it computes, D loads it; D's pool is small, and it swaps by the same tier."""
     own = cell.settings(1) | {"num_blocks": small_pool(cell, model)}
-    if cell.model == "falcon_h1":
-        own |= {"prefix_caching": True}
     with Node.open(model.path, [cell.settings(0) | {"num_blocks": 600}, own]) as node:
         first, second = node.engines
         assert [d.token_ids for d in first.complete(crowd(model))] == model.expected

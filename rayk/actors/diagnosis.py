@@ -27,7 +27,7 @@ async def diagnose(
     try:
         capture = Capture(ticket.request_id, ticket.num_tokens, ticket.block_tables)
         parts = await prefill.call(capture, deadline_s)
-        found = await decode.call(Diagnose(ticket.request_id, tuple(parts)), deadline_s)
+        found = await decode.call(Diagnose(ticket.request_id, tuple(part.rows for part in parts)), deadline_s)
         first = first_of(found)
         if first is None:
             mismatch.classification += f"; {EQUAL_BY_NOW}"

@@ -46,7 +46,7 @@ class EventInfo:
     swap_ns: int | None = None
     offload_failure: str | None = None
     captured: Sequence[Any] | None = None
-    """Copies of the prompt's KV rows, by rank (handover.commands.CapturedRows)."""
+    """Copies of the prompt's KV rows, by tensor-parallel rank (handover.commands.CapturedRows)."""
 
     def told(self) -> dict[str, Any]:
         """Returns what this event tells, by name."""

@@ -17,7 +17,6 @@ from rayk.kv.request_memory import measure_request_memory
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups
 from rayk.oracle.cache import AnswerStore
-from rayk.parallel.shard import engine_shape
 from rayk.specs import Cell
 from rayk.specs.experiment import FaultSpec
 from rayk.types.errors import KVMismatch
@@ -235,12 +234,7 @@ class CellJudge:
         references = self._references(cell)
         finished = [(row, o) for o in outcomes for row in o.requests if row.error is None]
         groups = engine_groups(cell.prefill, self._config)
-        judged = [
-            follow(
-                row, self._captured(cell, o, row.prompt_index, len(row.prompt_token_ids)), references, groups
-            )
-            for row, o in finished
-        ]
+        judged = [follow(row, o.captured.get(row.prompt_index), references, groups) for row, o in finished]
         for (row, _), (_, refused) in zip(finished, judged, strict=True):
             if refused:
                 findings.add("KV_MISMATCH", f"kv_values: request {row.prompt_index}, {refused}")
@@ -252,19 +246,6 @@ class CellJudge:
             findings.add("TOKEN_MISMATCH", reason)
         for reason in compared.not_finite:
             findings.add("NOT_FINITE", reason)
-
-    def _captured(
-        self, cell: Cell, outcome: CellOutcome, index: int, num_tokens: int
-    ) -> Sequence[CapturedRows] | None:
-        """Return a prompt's rows by tensor-parallel rank, whatever else the engine divides; None where none
-        were brought."""
-        rows = outcome.captured.get(index)
-        if rows is None or cell.vllm or cell.prefill.pp == cell.prefill.dcp == 1:
-            return rows
-        from rayk.experiments.joined import join_ranks
-
-        shape = engine_shape(cell.prefill, self._config.num_layers)
-        return join_ranks(rows, engine_groups(cell.prefill, self._config), shape, num_tokens)
 
     def _check_values(
         self, cell: Cell, prompts: Prompts, outcome: CellOutcome, findings: Findings, counts: _CheckCounts
@@ -278,8 +259,7 @@ class CellJudge:
         bounds = self._kv_bounds(cell, prompts)
         references = self._references(cell)
         for index in sorted(outcome.captured):
-            rows = self._captured(cell, outcome, index, len(prompts[index]))
-            captured, groups = dequantised(rows or (), kept, references.kv_scales)
+            captured, groups = dequantised(outcome.captured[index], kept, references.kv_scales)
             name, prompt = f"{cell.cell_id}/{index}", prompts[index]
             if cell.vllm:
                 hands_over = cell.decode is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rayk.parallel.shard import TokenShard
 from rayk.transfer.consumer import TransferOutcome
 from rayk.transfer.finite import NotFinitePlace
 from rayk.transfer.handshake import CacheDescription
@@ -16,6 +17,15 @@ BlockTables = tuple[tuple[int, ...], ...]
 """Manager's block ids per KV group."""
 CapturedRows = dict[int, Rows]
 """Layer -> its live rows on one rank, of all the layer's caches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """One rank's answer to Capture."""
+
+    rows: CapturedRows
+    tokens: dict[int, TokenShard]
+    """By layer that has a row per token, those that the rank's steps compute slots for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +104,7 @@ class LetGo:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Copy a request's live rows out of the bound views; the answer is CapturedRows."""
+    """Copy a request's live rows out of the bound views; the answer is a Captured."""
 
     request_id: str
     num_tokens: int

@@ -13,6 +13,7 @@ from rayk.engine.warm_up import run_warm_up
 from rayk.handover.commands import (
     BlockTables,
     Capture,
+    Captured,
     CapturedRows,
     Connect,
     Describe,
@@ -71,13 +72,14 @@ def layer_views(rank: EngineRank) -> list[LayerView]:
     ]
 
 
-def capture(views: Sequence[LayerView], command: Capture) -> CapturedRows:
+def capture(views: Sequence[LayerView], command: Capture) -> Captured:
     """Copy a request's live rows of every layer out of the bound views."""
     captured: CapturedRows = {}
     for view in views:
         rows = fetch_rows(view, command.block_tables[view.group.index], command.num_tokens)
         captured.setdefault(view.layer, {}).update(rows)
-    return captured
+    tokens = {view.layer: view.tokens for view in views if view.group.spec.has_token_rows}
+    return Captured(captured, tokens)
 
 
 class Inspection:

@@ -25,6 +25,7 @@ from rayk.handover.commands import (
     Prove,
     Reserve,
 )
+from rayk.handover.joined import join_ranks
 from rayk.handover.lending import Lending
 from rayk.handover.offloading import Offloading
 from rayk.handover.pushing import Pushing
@@ -51,7 +52,7 @@ class TransferHandover:
         self, *, engine: str, epoch: int, shape: EngineShape, offload: OffloadSettings | None = None
     ) -> None:
         """`shape`: of the engine. `offload`: how it uses a host tier, once one is attached."""
-        num_ranks = shape.num_ranks
+        self._shape, num_ranks = shape, shape.num_ranks
         self._leader: Leader | None = None
         self._hand_over: dict[str, bool] = {}
         """Requests that leave with a ticket -> whether a host tier is to read it."""
@@ -404,7 +405,5 @@ class TransferHandover:
                 self.leader.abort(command.request_id)
                 self.leader.emit(RequestEvent(request_id=command.request_id, error=error))
             case Capture():
-                # By rank; the layers' rows of each.
-                self.leader.emit(
-                    RequestEvent(request_id=command.request_id, info=EventInfo(captured=answers))
-                )
+                rows = join_ranks(answers, self.leader.manager.groups, self._shape, command.num_tokens)
+                self.leader.emit(RequestEvent(request_id=command.request_id, info=EventInfo(captured=rows)))

@@ -111,7 +111,8 @@ def test_a_capture_has_the_fields_of_all_of_a_layers_caches(falcon: Model) -> No
         request = make_request("r", falcon.prompts[1])
         prefilled = pair.prefill(request)
         ticket: Any = prefilled.payload
-        captured: Any = pair.p.call(Capture("r", ticket.num_tokens, ticket.block_tables))
+        parts: Any = pair.p.call(Capture("r", ticket.num_tokens, ticket.block_tables))
+        captured = [part.rows for part in parts]
         for rows in captured:
             for by_field in rows.values():
                 assert {name for name, _ in by_field} == FIELDS

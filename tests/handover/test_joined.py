@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rayk.experiments.joined import join_ranks
+from rayk.handover.commands import Captured
+from rayk.handover.joined import join_ranks
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import FullAttentionSpec, Mamba2Spec, SlidingWindowSpec
-from rayk.parallel.shard import EngineShape
+from rayk.parallel.shard import EngineShape, Stripe
 
 GROUPS = [
     KVCacheGroup(0, FullAttentionSpec(4, 1, 2, 2, "float32", 8), (0, 3), 2),
@@ -59,7 +60,8 @@ def test_rows_are_joined_in_the_order_of_their_tokens(shape: EngineShape) -> Non
             for layer in (n for n in group.layers if stage_of[n] == stage):
                 of = expected[tp_rank][layer]
                 rows[layer] = of if layer == 2 else {key: values[mine] for key, values in of.items()}
-        captured.append(rows)
+        tokens = Stripe(shape.dcp, tp_rank % shape.dcp, shape.dcp_interleave)
+        captured.append(Captured(rows, dict.fromkeys(rows.keys() - {2}, tokens)))
     found = join_ranks(captured, GROUPS, shape, NUM_TOKENS)
     assert len(found) == shape.tp
     for joined, right in zip(found, expected, strict=True):
