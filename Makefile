@@ -11,7 +11,7 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs dashboards
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment real real-all dashboards quantised releases hybrid groups shards chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-structured serve-swap attack sweep ceiling bench-peers test test-all test-slow test-generators test-gpu gpu-day nightly check kernels bench mutants vllm vllm-experiment vllm-nightly clean
+.PHONY: help venv experiment real real-all dashboards quantised releases hybrid groups shards chaos fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-structured serve-swap attack sweep ceiling bench-peers test test-all test-slow test-generators test-gpu gpu-day nightly shard-pairs check kernels bench mutants vllm vllm-experiment vllm-nightly clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
@@ -39,6 +39,7 @@ help:
 	@echo "make test-slow   the long sweeps"
 	@echo "make test-generators  drive rayk serve with aiperf and guidellm, installed in environments of their own"
 	@echo "make nightly     20,000 random pairs of engines against the byte oracle, others each time"
+	@echo "make shard-pairs pairs of engines in threads that divide heads, tokens and layers unlike; every two values meet"
 	@echo "make test-gpu    the GPU tests; PY=python3 uses an interpreter that is already there"
 	@echo "make gpu-day     everything to measure on a first GPU, row by row; PY=python3 ARGS='--out DIR --minutes 9'"
 	@echo "make check       formatting, lint, types, house rules"
@@ -184,6 +185,10 @@ test-generators: $(STAMP) .venv-aiperf/.installed .venv-guidellm/.installed
 
 nightly: $(STAMP)
 	$(BIN)/python -m pytest -m slow tests/transfer/test_any_pair.py $(ARGS)
+
+# A part of them is in `make test-all`, too.
+shard-pairs: $(STAMP)
+	$(BIN)/python -m pytest -m '' tests/test_shards_end_to_end.py $(ARGS)
 
 # Only files that import the marker are collected: an interpreter that is already there may lack
 # packages that other tests import. Eight at a time where pytest-xdist is there, which pytest-benchmark warns of.

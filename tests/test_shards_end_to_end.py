@@ -23,7 +23,7 @@ from rayk.parallel.shard import dcp_sizes
 from rayk.transfer.handshake import ROWS_PER_GROUP, row_group_blocks
 from rayk.types.config import EngineConfig
 from rayk.types.request import Request
-from tests.answers import NUM_TOKENS, PROMPT_LENGTHS, Answers, make_answers
+from tests.answers import NUM_TOKENS, Answers, make_answers
 from tests.covering import covering
 from tests.markers import slow, thorough
 from tests.offload.node import Node
@@ -52,8 +52,6 @@ BLOCKS = ((16, 16), (8, 16), (16, 8))
 CHUNKS = (17, 70)
 """Most tokens of a step."""
 MAX_RANKS, MAX_CELLS = 6, 60
-TIMES = 3
-"""So often the prompts are asked for at once where a pool is to be small."""
 MORE = 5
 """Output tokens with which a conversation goes on."""
 
@@ -100,8 +98,8 @@ class Cell(NamedTuple):
         if shape.pp > 1:
             stages = STAGES.get(self.model, OTHER_STAGES)[side][shape.pp - 1]
             found |= {"pp": shape.pp, "pp_layers": stages}
-        if self.model == "falcon_h1" and self.how in ("prefix", "tier"):
-            # States are found again, and stored, at the ends of blocks.
+        if self.model == "falcon_h1" and self.how == "prefix":
+            # States are found again at the ends of blocks.
             found |= {"state_block_size": block_size, "prefix_caching": True}
         return found
 
@@ -172,44 +170,48 @@ def test_tokens_are_those_of_transformers(cell: Cell, answers: Callable[[str], A
     tp, common = (cell.p.tp, cell.d.tp), {"num_blocks": 600, "prefix_caching": cell.how == "prefix"}
     changes = tuple({k: v for k, v in side.items() if k != "tp"} for side in changes)
     if cell.how == "preempted":
-        changes[1]["num_blocks"] = small_pool(cell, model)
+        changes[1]["num_blocks"] = small_pool(cell, 1, model)
     with Pair.open(model.path, tp=tp, push=cell.how == "push", changes=changes, **common) as pair:
         if cell.how == "prefix":
             converse(cell, model, pair)
         else:
-            times = TIMES if cell.how == "preempted" else 1
-            done = pair.complete(crowd(model, times))
-            assert [d.token_ids for d in done] == model.expected * times
+            requests, expected = crowd(model) if cell.how == "preempted" else each_prompt(model)
+            done = pair.complete(requests)
+            assert [d.token_ids for d in done] == expected
             assert all(d.info["num_kv_bytes_checked"] > 0 for d in done)
             num_preemptions = sum(d.info["num_preemptions"] for d in done)
             assert bool(num_preemptions) == (cell.how == "preempted")
         pair.check_all_free()
 
 
-def crowd(model: Answers, times: int = 1) -> list[Request]:
-    """All prompts, so many times over."""
-    return [
-        make_request(f"r{turn}.{i}", prompt, NUM_TOKENS)
-        for turn in range(times)
-        for i, prompt in enumerate(model.prompts)
-    ]
+def each_prompt(model: Answers) -> tuple[list[Request], list[list[int]]]:
+    """Return a request for each of the prompts, and what is to come of them."""
+    return [make_request(f"r{i}", p, NUM_TOKENS) for i, p in enumerate(model.prompts)], model.expected
 
 
-def small_pool(cell: Cell, model: Answers) -> int:
-    """Blocks of D in which the crowd's prompts fit, and not what they come to."""
-    config = EngineConfig(model=str(model.path), **cell.settings(1))
+def crowd(model: Answers) -> tuple[list[Request], list[list[int]]]:
+    """Return three times two requests, of which one outgrows its last block, whatever its size is here."""
+    order = (2, 1) * 3
+    requests = [make_request(f"c{n}", model.prompts[i], NUM_TOKENS) for n, i in enumerate(order)]
+    return requests, [model.expected[i] for i in order]
+
+
+def small_pool(cell: Cell, side: int, model: Answers) -> int:
+    """Blocks of one side in which two of the crowd's prompts fit, and not what they come to."""
+    config = EngineConfig(model=str(model.path), **cell.settings(side))
     groups = engine_groups(config, load_config(model.path))
     sizes = []
     for more in (0, NUM_TOKENS - 1):
         manager = KVCacheManager(groups, 1000)
-        for request in crowd(model, TIMES):
-            num_tokens = len(request.prompt_token_ids) + more
-            assert manager.extend(request.request_id, num_tokens) is not None
-            manager.trim(request.request_id, num_tokens)
+        for i in (1, 2):
+            num_tokens = len(model.prompts[i]) + more
+            assert manager.extend(f"c{i}", num_tokens) is not None
+            manager.trim(f"c{i}", num_tokens)
         sizes.append(1000 - manager.pool.num_free_blocks)
-    assert sizes[0] < sizes[1]
-    assert sizes[0] >= max_request_blocks(groups, max(PROMPT_LENGTHS) + NUM_TOKENS, cell.chunk) + 1
-    return sizes[0]
+    # One request alone fits with what a chunk of its prompt needs.
+    found = max(sizes[0], 1 + max_request_blocks(groups, num_tokens, cell.chunk))
+    assert found < sizes[1]
+    return found
 
 
 def converse(cell: Cell, model: Answers, pair: Pair) -> None:
@@ -229,20 +231,18 @@ def converse(cell: Cell, model: Answers, pair: Pair) -> None:
 
 
 def by_way_of_a_tier(cell: Cell, model: Answers) -> None:
-    """P stores what it computes, D loads it; D's pool is small, and it swaps by the same tier."""
-    own = cell.settings(1) | {"num_blocks": small_pool(cell, model)}
-    with Node.open(model.path, [cell.settings(0) | {"num_blocks": 600}, own]) as node:
+    """P swaps, as its pool is small, and stores what it computes; D loads that."""
+    own = cell.settings(0) | {"num_blocks": small_pool(cell, 0, model)}
+    with Node.open(model.path, [own, cell.settings(1) | {"num_blocks": 600}]) as node:
         first, second = node.engines
-        assert [d.token_ids for d in first.complete(crowd(model))] == model.expected
-        node.settle()
-        done = second.complete(crowd(model, TIMES))
-        assert [d.token_ids for d in done] == model.expected * TIMES
-        counts = second.offloading.counts
-        assert counts["loads"] > 0
-        assert counts["swaps"] > 0
-        assert not counts["loads_failed"]
-        assert not counts["swaps_failed"]
-        node.settle()
+        for engine, (requests, expected) in ((first, crowd(model)), (second, each_prompt(model))):
+            assert [d.token_ids for d in engine.complete(requests)] == expected
+            node.settle()
+        assert first.offloading.counts["swaps"] > 0
+        assert not first.offloading.counts["swaps_failed"]
+        # What states were at the end of a block is gone when its store would begin.
+        assert bool(second.offloading.counts["loads"]) == (cell.model != "falcon_h1")
+        assert not second.offloading.counts["loads_failed"]
 
 
 def test_few_cells_hold_every_pair_of_values() -> None:

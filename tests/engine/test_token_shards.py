@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from rayk.attention.backends import token_shards
 from rayk.engine.build import ThreadEngine
-from rayk.kernels.paged_attention.merge import merge_partials
 from rayk.types.config import EngineConfig
 from rayk.types.errors import Unsupported
 from tests.answers import NUM_TOKENS, Answers, make_answers
@@ -96,36 +92,6 @@ def test_a_rank_keeps_half_of_what_it_would(answers: Callable[[str], Answers]) -
             tokens = rank.plan.groups[0].spec.block_size * shape["num_blocks"]
             assert tokens == 64 * 16
     assert sizes[0] == 2 * sizes[1]
-
-
-def without_last(outs: Any, lses: Any, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    return merge_partials(outs[:-1], lses[:-1], sinks)
-
-
-@thorough
-@pytest.mark.parametrize("fault", ["a part is not merged", "the last key is not seen", "interleave"])
-def test_planted_faults_change_tokens(
-    answers: Callable[[str], Answers], monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    llama = answers("llama")
-    if fault == "a part is not merged":
-        monkeypatch.setattr(token_shards, "merge_partials", without_last)
-    with engine_of(llama, tp=4, dcp=2) as engine:
-        if fault != "a part is not merged":
-            for rank in engine.ranks:
-                build = rank._inputs._token_shard
-                rank._inputs._token_shard = planted(build, fault)  # type: ignore[method-assign]
-        assert tokens_of(engine, llama) != llama.expected
-
-
-def planted(build: Callable[..., Any], fault: str) -> Callable[..., Any]:
-    def token_shard(group: Any, tokens: Any, table: Any, step: Any) -> Any:
-        if fault == "interleave" and tokens.index == 1:
-            tokens = replace(tokens, interleave=2)
-        made = build(group, tokens, table, step)
-        return made if fault == "interleave" else replace(made, key_ends=(made.key_ends - 1).clamp(min=0))
-
-    return token_shard
 
 
 @pytest.mark.parametrize(
