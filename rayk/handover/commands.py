@@ -25,7 +25,7 @@ class Captured:
 
     rows: CapturedRows
     tokens: dict[int, TokenShard]
-    """By layer that has a row per token, those that the rank's steps compute slots for."""
+    """Layer with a row per token -> the tokens that the rank's steps compute slots for."""
 
 
 @dataclass(frozen=True, slots=True)
