@@ -82,16 +82,19 @@ def run(
             )
             num_tokens = sum(len(r.output_token_ids) for r in outcome.requests)
 
+            samples: list[Sample] = []
+
             def all_told() -> bool:
                 time.sleep(0.2)
-                samples = scrape()
+                samples[:] = scrape()
                 tokens = total(samples, "rayk_generation_tokens_total")
-                return tokens == num_tokens and total(samples, "rayk_e2e_seconds_count") == len(
-                    outcome.requests
-                )
+                told = total(samples, "rayk_e2e_seconds_count")
+                # Ray forgets a gauge that a starved rank is late to repeat.
+                ranks = total(samples, "rayk_engine_rank_info")
+                return (tokens, told, ranks) == (num_tokens, len(outcome.requests), 3)
 
-            wait_until(all_told, 60.0, lambda: f"{total(scrape(), 'rayk_generation_tokens_total')} tokens")
-            yield outcome, scrape()
+            wait_until(all_told, 60.0, lambda: f"{total(samples, 'rayk_generation_tokens_total')} tokens")
+            yield outcome, samples
             ray_.get(coordinator.shutdown.remote(), timeout=60)
         finally:
             ray_.kill(coordinator)
