@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rayk.engine.event_info import EventInfo
@@ -416,14 +417,18 @@ class Leader:
             request_id, num_tokens = share.request_id, share.num_computed_tokens + len(share.token_ids)
             if request_id not in request_ids or state.row is None:
                 continue  # aborted while the step ran
-            self.scheduler.remove(request_id, keep_blocks=True)
             self.forget(state)
             error = NotFiniteError(request_id, f"logits at token {num_tokens - 1} are")
-            if self._handover is not None:
-                self._handover.inspect(error, num_tokens)
-            else:
-                self.manager.free(request_id)
-                self.emit(RequestEvent(request_id=request_id, error=error))
+            # Of a prompt whose logits are told, stages may still compute the tokens behind this one.
+            self.scheduler.remove(request_id, then=partial(self._end_not_finite, error, num_tokens))
+
+    def _end_not_finite(self, error: NotFiniteError, num_tokens: int) -> None:
+        """Give back the blocks of a request that left the scheduler, and tell its sink."""
+        if self._handover is not None:
+            self._handover.inspect(error, num_tokens)
+            return
+        self.manager.free(error.request_id)
+        self.emit(RequestEvent(request_id=error.request_id, error=error))
 
     def _fail_form(self, state: RequestState, problem: str) -> None:
         """End a request whose output cannot be held to its form: the last token may not fit."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from rayk.sched.request_state import RequestState, max_cached_tokens
 from rayk.sched.swapping import AwayRequests, Swapper
@@ -77,8 +78,8 @@ class Scheduler:
         self._in_flight: dict[int, list[RequestState]] = {}
         """Step -> the requests of its batch, in its order, until it is accounted for."""
         self._num_stages = num_stages
-        self._late: dict[int, list[str]] = {}
-        """Step -> the removed requests whose blocks come free when it is accounted for."""
+        self._late: dict[int, dict[str, Callable[[], None]]] = {}
+        """Step -> removed requests, with what ends them when it is accounted for."""
         self._rows = list(range(max_seqs - 1, -1, -1))
         self._away = AwayRequests()
         self._num_arrivals = 0
@@ -153,9 +154,12 @@ class Scheduler:
         state.num_computed = num_computed
         return state
 
-    def remove(self, request_id: str, *, keep_blocks: bool = False) -> RequestState | None:
+    def remove(
+        self, request_id: str, *, keep_blocks: bool = False, then: Callable[[], None] | None = None
+    ) -> RequestState | None:
         """Forget a request (aborted, or handed over with `keep_blocks`). None if it is not here. The blocks
-        of one that is away are its swapper's."""
+        of one that is away are its swapper's. `then`: called in place of freeing its blocks, once no stage
+        writes them any more."""
         if (away := self._away.take(request_id)) is not None:
             assert self.swapper is not None
             self.swapper.forget(request_id)
@@ -166,10 +170,11 @@ class Scheduler:
                     queue.remove(state)
                     last_step = self._last_step(state) if self._num_stages > 1 else None
                     self._release_row(state)
+                    end = then or partial(self.allocator.free, request_id)
                     if last_step is not None and not keep_blocks:
-                        self._late.setdefault(last_step, []).append(request_id)
+                        self._late.setdefault(last_step, {})[request_id] = end
                     elif not keep_blocks:
-                        self.allocator.free(request_id)
+                        end()
                     return state
         return None
 
@@ -313,8 +318,8 @@ class Scheduler:
                 self.remove(state.request_id)
             else:
                 self.allocator.trim(state.request_id, state.num_computed)
-        for request_id in self._late.pop(batch.step, ()):
-            self.allocator.free(request_id)
+        for end in self._late.pop(batch.step, {}).values():
+            end()
         return got_token
 
     def check_integrity(self) -> None:

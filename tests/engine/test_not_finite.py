@@ -21,7 +21,6 @@ from rayk.kernels.best_tokens import are_finite
 from rayk.kv.manager import KVCacheManager
 from rayk.models.layers.embedding import LmHead
 from rayk.parallel.local import LocalComm
-from rayk.parallel.shard import EngineShape
 from rayk.sched.batching import Scheduler
 from rayk.transfer import finite
 from rayk.types.config import EngineConfig
@@ -29,7 +28,7 @@ from rayk.types.errors import NotFiniteError
 from rayk.types.verdicts import verdict_of
 from tests.kv.brute import full
 from tests.metrics.test_engine_metrics import flush, recorded
-from tests.pd import NAN_POISON, Pair, make_request
+from tests.pd import NAN_POISON, Pair, make_request, shape_of
 from tests.sched.world import one_layer_each
 from tests.weights import spoil
 
@@ -44,7 +43,7 @@ def engine_of() -> Iterator[Callable[..., ThreadEngine]]:
 
     def make(model: Path, **settings: Any) -> ThreadEngine:
         config = EngineConfig(model=str(model), num_blocks=64, **settings)
-        handover = TransferHandover(engine="e", epoch=1, shape=EngineShape(config.tp))
+        handover = TransferHandover(engine="e", epoch=1, shape=shape_of(config))
         engine = ThreadEngine(
             config, name="e", make_extension=CaptureExtension, handover=handover, poison=NAN_POISON
         )
@@ -111,6 +110,37 @@ def test_prompt_logits_count_too() -> None:
     pending = sample_step(batch, scheduler.scheduled(batch), torch.zeros(2, 8), [prompt_logits])
     step = pending.finish(pending.tokens.tolist())
     assert (step.not_finite, dict(step.token_ids)) == ({"bad"}, {"good": 0})
+
+
+@pytest.mark.parametrize("has_handover", [True, False])
+def test_blocks_wait_for_stages_that_compute_what_follows(
+    engine_of: Any, bad_token: Path, has_handover: bool
+) -> None:
+    """Logits of the first chunk's tokens are told when later chunks are on early stages."""
+    engine = engine_of(bad_token, pp=4, max_batch_tokens=8)
+    leader, scheduler = engine.leader, engine.leader.scheduler
+    leader._handover = leader._handover if has_handover else None
+    free, lease, remove = leader.manager.free, leader.manager.lease, scheduler.remove
+    seen: list[tuple[str, int]] = []
+
+    def watched(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watch(request_id: str, *args: Any, **kwargs: Any) -> Any:
+            steps = scheduler._in_flight.values()
+            seen.append((what, sum(s.request_id == request_id for states in steps for s in states)))
+            return call(request_id, *args, **kwargs)
+
+        return watch
+
+    scheduler.remove = watched("removed", remove)
+    leader.manager.free, leader.manager.lease = watched("let go", free), watched("let go", lease)
+    bad = make_request("bad", [7, BAD_TOKEN, *PROMPT, *PROMPT], 2, prompt_logprobs=0)
+    error = error_of(engine.generate([bad])[0])
+    assert error.what == "logits at token 7 are"
+    assert error.kv == ("layer 0, k, head 0, token 1" if has_handover else "")
+    assert seen[:2] == [("removed", 4), ("let go", 0)]
+    assert engine.generate([make_request("bad", PROMPT, 2)])[0].error is None
+    assert leader.manager.pool.num_free_blocks == leader.manager.pool.num_blocks - 1
+    assert not leader.manager.leases
 
 
 @pytest.mark.parametrize(("chunk", "salt"), [(16, None), (512, None), (16, "a")])

@@ -343,6 +343,11 @@ def test_stages_have_a_step_each_and_blocks_of_the_aborted_wait_for_the_last() -
     assert tick() == [("c", 1)]
     assert not scheduler.holds("a")
     assert scheduler.allocator.pool.num_free_blocks > num_free  # type: ignore[attr-defined]
+    ended: list[str] = []
+    scheduler.remove("c", then=lambda: ended.append("c"))
+    assert (scheduler.holds("c"), ended) == (True, [])
+    tick()
+    assert (scheduler.holds("c"), ended) == (False, ["c"])
 
 
 def test_the_latest_request_is_preempted_and_comes_back() -> None:
