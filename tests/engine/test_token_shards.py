@@ -22,6 +22,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3n": ("gemma3n", {}),
     "falcon_h1": ("falcon_h1", {}),
     "llama4": ("llama4", {}),
+    "qwen3": ("qwen3", {}),
 }
 
 
@@ -79,6 +80,23 @@ def test_preempted_requests_and_fast_prefill(answers: Callable[[str], Answers]) 
     with engine_of(gemma3n, tp=4, dcp=2, fast_prefill=True, max_batch_tokens=70) as engine:
         assert engine.ranks[0].fast_prefill_layers
         assert tokens_of(engine, gemma3n) == gemma3n.expected
+
+
+@one_per()
+@pytest.mark.parametrize(
+    "kept",
+    [{"kv_dtype": "nvfp4"}, {"kv_dtype": "fp8_e4m3"}, {"kv_dtype": "fp8_e4m3", "kv_scales": "token_head"}],
+    ids="-".join,
+)
+def test_quantised_rows_are_those_of_ranks_that_deal_none(
+    answers: Callable[[str], Answers], kept: dict[str, Any]
+) -> None:
+    """In a step of one token half of the ranks have none to store, in every format."""
+    qwen3, found = answers("qwen3"), []
+    for shape in ({}, {"dcp": 2, "pp": 2}):
+        with engine_of(qwen3, tp=4, **shape, **kept, max_batch_tokens=70) as engine:
+            found.append(tokens_of(engine, qwen3))
+    assert found[0] == found[1]
 
 
 def test_a_rank_keeps_half_of_what_it_would(answers: Callable[[str], Answers]) -> None:
