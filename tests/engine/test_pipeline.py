@@ -124,21 +124,41 @@ def test_preempted_requests_and_fast_prefill(answers: Callable[[str], Answers]) 
 def test_an_abort_in_flight_frees_blocks_once_no_stage_writes_them(
     answers: Callable[[str], Answers],
 ) -> None:
-    """Others, short of blocks, take them at once: their tokens would change if a stage still wrote."""
+    """Each stage takes steps in their order, so that tokens of who gets the blocks next tell nothing: what
+    arrives from elsewhere would be written over (handover/test_stages.py)."""
     llama = answers("llama")
     with engine_of(llama, pp=4, max_batch_tokens=24, block_size=8, num_blocks=47) as engine:
-        for round_ in range(4):
-            doomed = [make_request(f"d{round_}.{i}", llama.prompts[2], NUM_TOKENS) for i in range(2)]
-            events = [engine.submit(r) for r in doomed]
+        leader, scheduler = engine.leader, engine.leader.scheduler
+        schedule, free = scheduler.schedule, leader.manager.free
+        aborted: set[str] = set()
+        in_flight: list[int] = []
+
+        def abort_at_the_third_chunk() -> ScheduledBatch | None:
+            batch = schedule()
+            for share in batch.requests if batch is not None else ():
+                if share.request_id.startswith("d") and share.num_computed_tokens == 48:
+                    aborted.add(share.request_id)
+                    leader.abort(share.request_id)
+            return batch
+
+        def watched_free(request_id: str) -> None:
+            steps = scheduler._in_flight.values()
+            in_flight.append(sum(s.request_id == request_id for states in steps for s in states))
+            free(request_id)
+
+        scheduler.schedule = abort_at_the_third_chunk  # type: ignore[method-assign]
+        leader.manager.free = watched_free  # type: ignore[method-assign]
+        for number in range(4):
+            doomed = engine.submit(make_request(f"d{number}", llama.prompts[2], NUM_TOKENS))
             rest: list[Request] = [
-                make_request(f"r{round_}.{i}", p, NUM_TOKENS) for i, p in enumerate(llama.prompts)
+                make_request(f"r{number}.{i}", p, NUM_TOKENS) for i, p in enumerate(llama.prompts)
             ]
             waiting = [engine.submit(r) for r in rest]
-            for request in doomed:
-                engine.leader.abort(request.request_id)
-            assert {engine.collect(e).finish_reason for e in events} == {FinishReason.ABORT}
+            assert engine.collect(doomed).finish_reason == FinishReason.ABORT
             assert [engine.collect(e).token_ids for e in waiting] == llama.expected
         engine.leader.check_integrity()
+    assert len(aborted) == 4
+    assert set(in_flight) == {0}
     pool = engine.leader.manager.pool
     assert pool.num_free_blocks == pool.num_blocks - 1
 
