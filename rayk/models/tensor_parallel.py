@@ -139,8 +139,12 @@ def bad_division(config: DecoderConfig, engine: EngineConfig) -> BadDivision | N
     try:
         split_layers(config.num_layers, engine.pp, engine.pp_layers)
     except Unsupported as error:
-        stages = f"{engine.pp} numbers of layers, {config.num_layers} in all"
-        if engine.pp_layers is not None:
-            return BadDivision("pp_layers", error.reason, f"pp_layers: {stages}")
-        return BadDivision("pp", error.reason, f"pp: 1 to {config.num_layers}")
+        if engine.pp_layers is None:
+            return BadDivision("pp", error.reason, f"pp: 1 to {config.num_layers}")
+        mend = f"pp_layers: {engine.pp} numbers of layers, {config.num_layers} in all"
+        if sum(engine.pp_layers) == config.num_layers:
+            mend = f"pp: {len(engine.pp_layers)}"
+        elif engine.pp == 1:
+            mend = "pp_layers: none without stages"
+        return BadDivision("pp_layers", error.reason, mend)
     return None

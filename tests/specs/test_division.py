@@ -64,6 +64,12 @@ def test_they_are_axes() -> None:
             "stages of 2, 1 layers do not divide 2 layers",
             "pp_layers: 2 numbers of layers, 2 in all;",
         ),
+        (
+            {"decode": {"pp_layers": [1, 1]}},
+            "stages of 1, 1 layers do not divide 2 layers over 1 stages",
+            "pp: 2;",
+        ),
+        ({"decode": {"pp_layers": [1, 2]}}, "do not divide 2 layers over 1 stages", "none without stages;"),
     ],
 )
 def test_what_no_engine_can_do_names_what_one_can(changes: dict[str, Any], problem: str, mend: str) -> None:
