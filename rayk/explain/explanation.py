@@ -31,6 +31,7 @@ from rayk.models.families import read_config
 from rayk.models.formats import DEQUANTISED
 from rayk.models.hub import config_file
 from rayk.models.kv_specs import group_chunks
+from rayk.models.tensor_parallel import why_shape_unsupported
 from rayk.parallel.shard import TokenShard
 from rayk.specs import Cell, expand, load_spec
 from rayk.specs.checks import check_cell
@@ -228,7 +229,16 @@ def _cell(model: str, settings: Mapping[str, Any], config: DecoderConfig) -> tup
         if not error.problem.startswith("not supported yet"):
             raise  # nonsense, which no version will do
         return cell, error.problem
-    return cell, cell.unsupported or ""
+    return cell, cell.unsupported or _why_not_computed(cell, config)
+
+
+def _why_not_computed(cell: Cell, config: DecoderConfig) -> str:
+    """Say what `rayk run` refuses of an engine that divides tokens or layers, and what would do."""
+    for side, engine in (("prefill", cell.prefill), ("decode", cell.decode)):
+        why = None if engine is None else why_shape_unsupported(config, engine)
+        if why is not None:
+            return f"{side}: {why}"
+    return ""
 
 
 def _fast_prefill(cell: Cell, config: DecoderConfig, num_tokens: int) -> FastPrefill:

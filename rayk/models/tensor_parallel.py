@@ -44,8 +44,8 @@ def why_shape_unsupported(config: DecoderConfig, engine: EngineConfig) -> str | 
 def bad_shape(config: DecoderConfig, engine: EngineConfig) -> BadDivision | None:
     """Find why rayk's engine cannot compute with units, tokens and layers divided like this.
 
-    Geometry, plans and `rayk explain` know any division that `bad_division` lets pass; the others are limits
-    of the engine. All of them stand here, and on docs/sharding.md.
+    Geometry and plans know any division that `bad_division` lets pass; the others are limits of the engine.
+    All of them stand here, and on docs/sharding.md.
     """
     why = why_tp_unsupported(config, engine.tp)
     if why is not None:

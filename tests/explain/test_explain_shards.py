@@ -41,6 +41,16 @@ def test_every_layer_and_token_is_read_from_a_rank_that_keeps_it(model: str) -> 
     assert found.bytes == 2 * LAYERS * 64 * row_bytes  # two decode ranks keep each layer's one head
 
 
+def test_what_no_engine_computes_is_not_supported(checkpoint: Any) -> None:
+    """Though its pages could be planned."""
+    model = str(checkpoint("gemma3n"))
+    found = explain_pair(model, {"decode": {"pp": 2}})
+    assert not found.supported
+    assert found.reason.startswith("decode: layer 5 shares layer 2's keys and values: ")
+    assert found.reason.endswith("; pp_layers: [2, 4]")
+    assert explain_pair(model, {"decode": {"pp": 2, "pp_layers": [2, 4]}}).supported
+
+
 def test_places_of_dealt_tokens_and_staged_layers_and_back(model: str) -> None:
     settings = {"prefill": PREFILL, "decode": DECODE}
     for layer, token in itertools.product(range(LAYERS), (0, 3, 4, 13, 31)):
