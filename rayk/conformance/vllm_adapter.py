@@ -74,14 +74,9 @@ class VllmConnector(BaseConnector):
             return "the adapter describes one group of full attention"
         if case.kv_format != "bfloat16":
             return "the adapter describes keys and values of plain elements"
-        if case.dcp != (1, 1):
-            # kv_connector/v1/nixl/connector.py; pulls take it, with vLLM's own process groups alone
-            return "NixlPushConnector does not support decode_context_parallel_size > 1."
-        if case.pp != (1, 1):
-            # kv_connector/v1/nixl/base_worker.py
-            return "NixlPushConnector consumer (decode) does not support pipeline_parallel_size > 1."
-        if case.tp != (1, 1):
-            return "a rank's place in its TP group comes from vLLM's own process groups"
+        for sizes, group in ((case.dcp, "DCP"), (case.pp, "PP"), (case.tp, "TP")):
+            if sizes != (1, 1):
+                return f"a rank's place in its {group} group comes from vLLM's own process groups"
         if not case.is_alike:
             return "vLLM's metadata tells nothing of the other engine's blocks or layout"
         return None

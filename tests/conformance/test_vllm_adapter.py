@@ -39,8 +39,8 @@ def test_a_connector_of_vllms_shape_passes_what_the_interface_can_say():
         assert results[passed].verdict == PASS, results[passed]
     assert results["requests.one_token"].reason == "it moves whole blocks only"
     assert "TP group" in results["tp.1-2"].reason
-    assert "does not support decode_context_parallel_size > 1" in results["dcp.1-2"].reason
-    assert "does not support pipeline_parallel_size > 1" in results["pp.1-2"].reason
+    assert "DCP group" in results["dcp.1-2"].reason
+    assert "PP group" in results["pp.1-2"].reason
     assert not any(name.partition(".")[0] == "vllm" for name in sys.modules)
 
 
