@@ -177,7 +177,8 @@ async def survivors(engine: EngineHandle, within_s: float) -> set[int]:
 async def stop_loops(engine: EngineHandle, lease_s: float) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Let an engine's loops end once nobody reads from it any more, or `lease_s` and STOP_S are over.
 
-    Returns its leader's status then, and the leases that never ended. Raises what the engine died of.
+    Returns its leader's status then, with what all stages computed, and the leases that never ended. Raises
+    what the engine died of.
     """
     engine.raise_if_dead()
     leaked = await _await_releases(engine, STOP_S + lease_s)
@@ -185,7 +186,10 @@ async def stop_loops(engine: EngineHandle, lease_s: float) -> tuple[dict[str, An
     await engine.guard(engine.stopped(), "stopping", STOP_S)
     engine.raise_if_dead()
     await engine.guard(engine.leader.check_integrity.remote(), "its blocks", STOP_S)
-    return await engine.guard(engine.leader.status.remote(), "what it computed", STOP_S), leaked
+    # Ranks of a stage compute the same layers.
+    told = all_of([worker.status.remote() for worker in engine.workers[:: engine.config.tp]])
+    stages = await engine.guard(told, "what it computed", STOP_S)
+    return stages[0] | {"num_token_layers": sum(s["num_token_layers"] for s in stages)}, leaked
 
 
 async def dissolve(engine: EngineHandle) -> bool:
