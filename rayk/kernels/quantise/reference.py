@@ -59,7 +59,7 @@ def dequantise_reference(
 
 def _by(size: int, values: torch.Tensor) -> torch.Tensor:
     """View [..., D] as [..., D / size, size]."""
-    return values.unflatten(-1, (values.shape[-1] // size, size))
+    return values.reshape(*values.shape[:-1], values.shape[-1] // size, size)
 
 
 def _as_float32(scale: float) -> float:
