@@ -138,7 +138,7 @@ def explain_transfer(producer: EnginePlan, consumer: EnginePlan, transfer: Trans
 def _push_layers(
     producer: EnginePlan, consumer: EnginePlan, transfer: TransferSpec
 ) -> tuple[PushLayers, ...]:
-    most = len(kept_layers(producer.ranks[0]))
+    most = max(len(kept_layers(rank)) for rank in producer.ranks)
     if transfer.push_layers != "auto":
         return (PushLayers(from_layer_us=0.0, layers=min(transfer.push_layers, most)),)
     landing = [_landing(producer.ranks[0], rank) for rank in consumer.ranks]

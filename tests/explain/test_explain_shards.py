@@ -41,6 +41,16 @@ def test_every_layer_and_token_is_read_from_a_rank_that_keeps_it(model: str) -> 
     assert found.bytes == 2 * LAYERS * 64 * row_bytes  # two decode ranks keep each layer's one head
 
 
+def test_a_push_takes_as_many_layers_at_once_as_the_largest_stage_has(model: str) -> None:
+    settings = {
+        "prefill": {"pp": 2, "pp_layers": [2, 1]},
+        "transfer": {"mode": "push", "push_layers": LAYERS},
+    }
+    transfer = explain_pair(model, settings).transfer
+    assert transfer is not None
+    assert [push.layers for push in transfer.push_layers] == [2]
+
+
 def test_what_no_engine_computes_is_not_supported(checkpoint: Any) -> None:
     """Though its pages could be planned."""
     model = str(checkpoint("gemma3n"))
