@@ -57,9 +57,18 @@ async def form_engine(engine: EngineHandle, spec_of: RankSpecs) -> None:
     facts = await engine.guard(all_of(replies), "forming", limit_s)
     by_rank = {key: [f[key] for f in facts] for key in ("buffer_bytes", "load_memory", "cpu_s")}
     scales = {layer: scale for f in facts for layer, scale in f["kv_scales"].items()}
-    engine.facts = {**facts[0], "node": engine.node, "kv_scales": scales, **by_rank}
+    weights = told_by_stages([f["weights"] for f in facts[:: engine.config.tp]])
+    whole = {"node": engine.node, "kv_scales": scales, "weights": weights}
+    engine.facts = {**facts[0], **whole, **by_rank}
     await measure_clock(engine)
     engine.start()
+
+
+def told_by_stages(texts: Sequence[str]) -> str:
+    """Say what the stages of an engine, the last one first, say of themselves: once where it is the same."""
+    if len(set(texts)) == 1:
+        return texts[0]
+    return "; ".join(f"stage {stage}: {text}" for stage, text in enumerate(reversed(texts)))
 
 
 async def measure_clock(engine: EngineHandle) -> None:

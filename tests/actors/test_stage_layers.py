@@ -1,4 +1,4 @@
-"""What a cell tells of the work of an engine whose layers are in stages. No Ray."""
+"""What a cell tells of an engine whose layers are in stages. No Ray."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rayk.actors.forming import told_by_stages
 from rayk.models.families import load_config
 from rayk.specs import expand, load_spec
 from tests.actors import in_threads
@@ -42,3 +43,10 @@ def test_token_layers_are_those_of_all_stages(
     assert outcome.errors == []
     (told,) = [facts["num_token_layers"] for facts in outcome.facts.values()]
     assert told == (len(PROMPT) + NUM_TOKENS - 1) * config.num_layers
+
+
+def test_stages_are_told_apart_where_they_differ() -> None:
+    """The last one comes first among ranks."""
+    assert told_by_stages(["float32", "float32"]) == "float32"
+    two, three = "fp8: 2 matrices kept in fp8", "fp8: 3 matrices kept in fp8"
+    assert told_by_stages([three, two]) == f"stage 0: {two}; stage 1: {three}"
