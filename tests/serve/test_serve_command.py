@@ -369,7 +369,10 @@ def see_all_engines_stop_for_a_client_that_goes(server: Server) -> None:
         leaking = [e for e in engines.values() if e["num_free_blocks"] != e["num_blocks"] - 1]
         return None if busy or leaking else engines
 
-    after = until(stopped, "an end of what nobody waits for")
+    try:
+        after = until(stopped, "an end of what nobody waits for")
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{server.engines()}\n{''.join(server.errors)}") from error
     steps = {name: engine["num_steps"] - before[name]["num_steps"] for name, engine in after.items()}
     # Whole prompts, 512 tokens a step; and all their answers, on two engines of 16 rows each.
     assert steps["prefill0"] < num_choices * num_prompt_tokens / 512
