@@ -348,7 +348,7 @@ def test_a_ticket_without_numbers_is_refused_before_it_is_used(change: dict[str,
     """By the leader of an engine, which goes on."""
     ticket = replace(ready()[1], **change)
     handover = TransferHandover(engine="d", epoch=0, shape=EngineShape())
-    leader: Any = SimpleNamespace(prepare=lambda request: None, post=lambda act: act())
+    leader: Any = SimpleNamespace(prepare=lambda _: None, post=lambda act: act(), clock=lambda: 0)
     handover.attach(leader)
     told: list[Any] = []
     request: Any = SimpleNamespace(
