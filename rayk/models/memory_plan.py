@@ -127,8 +127,9 @@ def _plan(model: str, config: DecoderConfig, gpu: str, tp: int, pp: int, tokens:
     if reason is not None:
         yield SizePlan(tp=tp, pp=pp, reason=reason)
         return
-    pp_layers = whole_stages(config, pp)
-    if pp_layers == split_layers(config.num_layers, pp):
+    stages = split_layers(config.num_layers, pp)
+    pp_layers = whole_stages(config, stages)
+    if pp_layers == stages:
         pp_layers = None
     plain = EngineConfig(
         model=model, tp=tp, pp=pp, pp_layers=pp_layers, dtype=config.dtype, device="cuda", num_blocks=2

@@ -66,19 +66,11 @@ def _no_such_stages(config: DecoderConfig, engine: EngineConfig) -> BadDivision 
         return None
     layer, source = torn
     problem = f"layer {layer} shares layer {source}'s keys and values: both must be in one stage"
-    other = _whole_stages(config, borders)
+    other = whole_stages(config, stages)
     if other is None:
         most = 1 + len(_free_borders(config))
         return BadDivision("pp", problem, f"pp: {'1' if most == 1 else f'1 to {most}'}")
     return BadDivision("pp_layers", problem, f"pp_layers: [{', '.join(map(str, other))}]")
-
-
-def whole_stages(config: DecoderConfig, pp: int) -> tuple[int, ...] | None:
-    """Deal layers to stages as vLLM does, or as near to it as no layer shares the keys and values of one in
-    another stage; None where no stages would do."""
-    stages = split_layers(config.num_layers, pp)
-    borders = list(accumulate(stages))[:-1]
-    return stages if _torn(config, borders) is None else _whole_stages(config, borders)
 
 
 def _torn(config: DecoderConfig, borders: Sequence[int]) -> tuple[int, int] | None:
@@ -96,9 +88,11 @@ def _free_borders(config: DecoderConfig) -> list[int]:
     return [border for border in range(1, config.num_layers) if _torn(config, [border]) is None]
 
 
-def _whole_stages(config: DecoderConfig, borders: Sequence[int]) -> tuple[int, ...] | None:
-    """Find layers per stage that tear nothing apart, with borders near these; None where there are none."""
+def whole_stages(config: DecoderConfig, stages: Sequence[int]) -> tuple[int, ...] | None:
+    """Deal layers as these stages do, or as near to it as no layer shares the keys and values of one in
+    another stage; None where so many stages would always tear some apart."""
     free, chosen = _free_borders(config), [0]
+    borders = list(accumulate(stages))[:-1]
     for index, border in enumerate(borders):
         num_later = len(borders) - 1 - index
         left = [b for b in free if b > chosen[-1]]
