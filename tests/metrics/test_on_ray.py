@@ -26,6 +26,13 @@ RAYS_OWN = {"WorkerId", "NodeAddress", "SessionName", "Version", "Component", "J
 NAME = "scraped"
 """Of the model's folder, which no other test's metrics carry."""
 
+AWAITED = (
+    "rayk_generation_tokens_total",
+    "rayk_e2e_seconds_count",
+    "rayk_steps_total",
+    "rayk_step_seconds_count_total",
+)
+
 
 def scrape() -> list[Sample]:
     """All samples of rayk's metrics on all nodes."""
@@ -83,17 +90,27 @@ def run(
             num_tokens = sum(len(r.output_token_ids) for r in outcome.requests)
 
             samples: list[Sample] = []
+            places: dict[tuple[str, str], Sample] = {}
 
             def all_told() -> bool:
                 time.sleep(0.2)
-                samples[:] = scrape()
-                tokens = total(samples, "rayk_generation_tokens_total")
-                told = total(samples, "rayk_e2e_seconds_count")
-                # Ray forgets a gauge that a starved rank is late to repeat.
-                ranks = total(samples, "rayk_engine_rank_info")
-                return (tokens, told, ranks) == (num_tokens, len(outcome.requests), 3)
+                scraped = scrape()
+                # The engines have ended: Ray forgets their gauges within a report or two.
+                infos = [s for s in scraped if s.name == "ray_rayk_engine_rank_info"]
+                places.update({(s.labels["engine"], s.labels["rank"]): s for s in infos})
+                samples[:] = [*(s for s in scraped if s not in infos), *places.values()]
+                # Ray may collect in the midst of a report, which begins with steps and ends with their times.
+                tokens, told, steps, timed = (total(samples, name) for name in AWAITED)
+                return (tokens, told, timed) == (num_tokens, len(outcome.requests), steps) and len(
+                    places
+                ) == 3
 
-            wait_until(all_told, 60.0, lambda: f"{total(samples, 'rayk_generation_tokens_total')} tokens")
+            def awaited() -> str:
+                return str({name: total(samples, name) for name in AWAITED})
+
+            wait_until(all_told, 60.0, awaited)
+            time.sleep(2.5)  # What was collected in the midst of a report is collected again within a second.
+            wait_until(all_told, 60.0, awaited)
             yield outcome, samples
             ray_.get(coordinator.shutdown.remote(), timeout=60)
         finally:
