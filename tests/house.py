@@ -44,7 +44,9 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         "lines": "types",
         # Engines and the reference need its masks, fronts and specs its refusals: all of one library.
         "grammars": "types",
-        "engine": "types grammars parallel kv kernels attention models sched metrics",
+        "costs": "types kv models",
+        "traces": "types",
+        "engine": "types grammars parallel kv kernels attention models sched metrics costs",
         "handover": "types parallel kv models transfer engine sched metrics offload",
         "reports": "types",
         "specs": "types grammars parallel kv models sched",
@@ -58,11 +60,17 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         "vllm": "types kv kernels transfer conformance",
         "oracle": "types grammars",
         # Of sched only `arrivals`: an open load is the same to an experiment and to a server.
-        "bench": "types sched reports",
+        "bench": "types sched reports traces",
         "serve": "types grammars actors metrics specs",
         "experiments": (
             "types parallel kv kernels models transfer metrics reports specs actors handover oracle"
         ),
+        # The engines' own loop, leader and hand-over run in it. Of explain only `reads`.
+        "simulate": (
+            "types parallel kv models transfer engine sched handover offload specs costs traces explain"
+            " metrics"
+        ),
+        "planner": "types models sched specs costs traces simulate reports experiments",
         "cli": "*",
     }.items()
 }
@@ -152,6 +160,8 @@ TORCH_FREE = (
     "rayk.models.tensor_parallel",
     "rayk.specs",
     "rayk.metrics",
+    "rayk.costs",
+    "rayk.traces",
 )
 """Modules and packages (with all their modules) that import, and work, without torch."""
 

@@ -20,7 +20,7 @@ from rich.text import Text
 from rayk.cli.guard import stderr
 from rayk.types.waiting import Waiting
 
-STYLES = {"PASS": "green", "NEAR_TIE": "yellow", "UNSUPPORTED": "dim"}
+STYLES = {"PASS": "green", "NEAR_TIE": "yellow", "UNSUPPORTED": "dim", "PREDICTED": "cyan"}
 
 
 class RunProgress:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rayk.costs.features import in_window
 from rayk.engine.parts import parts_of
 from rayk.engine.rank import EngineRank
 from rayk.kernels.scaled_matmul import ScaledWeight
@@ -108,7 +109,7 @@ class StepCosts:
             # As many experts as tokens may choose: few tokens leave most of them alone.
             read += min(e.num_bytes, e.num_bytes * num_tokens * e.num_chosen // e.num_experts)
         for a in self._attending:
-            of = (pairs, seen) if a.window is None else _in_window(batch, a.window)
+            of = (pairs, seen) if a.window is None else in_window(batch, a.window)
             flops += a.flops * of[0]
             read += a.kv_bytes * of[1] // self._dcp
         return flops, read
@@ -124,18 +125,6 @@ def _bytes_of(weight: Weight, itemsize: int) -> int:
     """Count what a product reads of the weight, whose elements take `itemsize` bytes unless it is kept in
     fp8."""
     return weight.nbytes if isinstance(weight, ScaledWeight) else weight.numel() * itemsize
-
-
-def _in_window(batch: ScheduledBatch, window: int) -> tuple[int, int]:
-    """Count (pairs of a token and one it sees, itself included; KV tokens read) within a window."""
-    pairs = seen = 0
-    for r in batch.requests:
-        n, before = len(r.token_ids), r.num_computed_tokens
-        # The first tokens may see less than a window.
-        num_short = min(n, max(0, window - before))
-        pairs += num_short * before + num_short * (num_short + 1) // 2 + (n - num_short) * window
-        seen += min(before, window - 1) + n
-    return pairs, seen
 
 
 def _attending(rank: EngineRank) -> Iterator[_Attending]:

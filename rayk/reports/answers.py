@@ -55,6 +55,10 @@ def pass_text(cells: pd.DataFrame, num_missing: int = 0) -> str:
         verb = "did not end as expected" if faulty else "failed"
         why = f"{text}. " if (text := _first_line(failed["reason"].iloc[0])) else ""
         return f"No: {why}{len(failed)} of {plural(len(cells), 'cell')} {verb}: {named}{more}."
+    if predicted := int((cells["verdict"] == "PREDICTED").sum()):
+        return (
+            f"Unknown: {predicted} of {plural(len(cells), 'cell')} predicted; nothing was computed or moved."
+        )
     unsupported = int((cells["verdict"] == "UNSUPPORTED").sum())
     how = "ended as expected, faults found" if faulty else "passed"
     planned = len(cells) + num_missing

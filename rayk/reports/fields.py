@@ -163,7 +163,9 @@ _KV_HELD = (
 # cells.parquet: a row per cell, beside its axes
 CELLS = (
     Field("cell_id", TEXT, "", "name of the cell, unique in the run; key of all tables"),
-    Field("verdict", TEXT, "", "PASS, NEAR_TIE, UNSUPPORTED, or the gravest thing that went wrong"),
+    Field(
+        "verdict", TEXT, "", "PASS, NEAR_TIE, UNSUPPORTED, PREDICTED, or the gravest thing that went wrong"
+    ),
     Field("reason", TEXT, "", "why it is not PASS, or what a PASS rests on"),
     Field("refused_by", TEXT, "", "of UNSUPPORTED: what cannot do it, the model, rayk or vllm"),
     Field("num_requests", INT, "requests", "rows of this cell in requests.parquet"),

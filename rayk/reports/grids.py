@@ -24,6 +24,8 @@ SHORT = {
     "ENGINE_ERROR": "engine",
     "TIMEOUT": "timeout",
     "TOKEN_MISMATCH": "tokens",
+    "OUT_OF_PACE": "out of pace",
+    "PREDICTED": "predicted",
 }
 # axes that place a cell in a grid
 PLACES = {"mode", "prefill.tp", "decode.tp", "prefill.layout", "decode.layout"}

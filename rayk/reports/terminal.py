@@ -14,7 +14,12 @@ from rayk.reports.page import Column, text_rows
 from rayk.types.verdicts import VERDICTS
 
 # verdict -> rich style
-STYLES = dict.fromkeys(VERDICTS, "bold red") | {"PASS": "green", "NEAR_TIE": "yellow", "UNSUPPORTED": "dim"}
+STYLES = dict.fromkeys(VERDICTS, "bold red") | {
+    "PASS": "green",
+    "NEAR_TIE": "yellow",
+    "UNSUPPORTED": "dim",
+    "PREDICTED": "cyan",
+}
 TONE_STYLES = {**STYLES, "met": "green", "unmet": "bold red"}  # tone() -> rich style
 MIN_REASON_WIDTH = 24
 

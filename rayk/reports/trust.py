@@ -57,8 +57,24 @@ def busy(environment: Mapping[str, Any]) -> list[str]:
 
 
 def doubt_text(environment: Mapping[str, Any]) -> str:
+    """Say why not to take the times for measured ones, or ""."""
+    if "predicted" in environment:
+        return predicted_text(environment["predicted"])
     reasons = busy(environment)
     return f"The times are doubtful: {'; '.join(reasons)}." if reasons else ""
+
+
+def predicted_text(predicted: Mapping[str, Any]) -> str:
+    """Say what the times were made of: `costs`, `unmeasured`, `outside_hull` (steps), as a simulation notes
+    them in environment.json."""
+    texts = [
+        f"PREDICTED, not measured: times are those of the cost tables in {predicted.get('costs') or '?'}"
+    ]
+    if predicted.get("unmeasured"):
+        texts.append("UNMEASURED: the tables are derived from data sheets")
+    if outside := predicted.get("outside_hull"):
+        texts.append(f"{outside:,} steps lay outside of what was measured, and are extrapolated")
+    return "; ".join(texts) + "."
 
 
 def unlike(base: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:

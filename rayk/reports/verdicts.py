@@ -20,6 +20,9 @@ def headline(cells: pd.DataFrame, *, verdicts: bool = True, num_missing: int = 0
     if is_load(cells):
         return load_headline(cells)
     counts = cells["verdict"].value_counts().to_dict()
+    if len(cells) and set(counts) <= {"PREDICTED", "UNSUPPORTED"}:
+        named = [f"{counts.pop('PREDICTED', 0)} of {len(cells)} cells PREDICTED"]
+        return ", ".join([*named, *(f"{count} {verdict}" for verdict, count in counts.items())])
     parts = [f"{counts.pop('PASS', 0)} of {len(cells)} PASS"]
     if verdicts:
         parts += [f"{count} {verdict}" for verdict, count in counts.items()]
@@ -50,7 +53,7 @@ def tone(record: Mapping[Any, Any]) -> str:
 
 def gravest_first(cells: pd.DataFrame) -> pd.DataFrame:
     """Put cells that are not met first, by verdict; the others keep their order."""
-    order = [verdict for verdict in STYLES if verdict not in ("PASS", "NEAR_TIE", "UNSUPPORTED")]
+    order = [verdict for verdict in STYLES if verdict not in ("PASS", "NEAR_TIE", "UNSUPPORTED", "PREDICTED")]
     ended = zip(cells["verdict"].astype(str), cells["met"].astype(bool), strict=True)
     ranks = [
         (met, order.index(verdict) if verdict in order and not met else len(order)) for verdict, met in ended

@@ -9,12 +9,13 @@ MAX_REQUESTS = 1_000_000
 MAX_BLOCKS = 1 << 22
 MAX_ENGINES = 1 << 12  # and ranks of one
 MAX_SECONDS = 1e8
+MAX_PACE = 1000  # times slower than a cost table says
 MIN_RATE, MAX_RATE = 1e-6, 1e9  # per second
 
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Bounds an integer field, ends included."""
+    """Bounds a number, ends included."""
 
     least: int
     most: int

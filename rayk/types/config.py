@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from rayk.types.bounds import MAX_BLOCKS, MAX_ENGINES, MAX_TOKENS, Between, OneOf
+from rayk.types.bounds import MAX_BLOCKS, MAX_ENGINES, MAX_PACE, MAX_TOKENS, Between, OneOf
 
 Positive = Annotated[int, Between(1, MAX_TOKENS)]
 Backend = Annotated[str, OneOf(("auto", "reference", "cpu", "cpu-torch", "triton"))]
@@ -60,6 +60,15 @@ class EngineOptions:
     """Ranks of a stage among which the tokens of a sequence are dealt, where they would keep replicas."""
     dcp_interleave: Positive = 1
     """Consecutive tokens of one rank, before the next has its turn; divides the block size."""
+    compute: Annotated[str, OneOf(("real", "paced")), BOTH_SIDES] = "real"
+    """paced: no weights are read and nothing is computed; a step waits until its time of a cost table is
+    over. Tokens follow a rule; transfers are real, and so is all that is not a step."""
+    costs: Annotated[str, BOTH_SIDES] = ""
+    """Folder of the cost tables that paced engines go by."""
+    pace: Annotated[float, Between(1, MAX_PACE), BOTH_SIDES] = 1.0
+    """A paced step takes so many times what the table says: a machine that many engines share keeps up."""
+    record_steps: Annotated[bool, BOTH_SIDES] = False
+    """Whether every step's size and time go to steps.parquet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,6 +7,7 @@ RaykError
 │   ├── UnsupportedArchitecture
 │   ├── DeviceError       the machine or cluster cannot give what was asked
 │   ├── DiskUnavailable   a folder's disk is full, read-only or fails: pages go without it
+│   ├── OutsideHull       a step is unlike any that a cost table was fitted to
 │   ├── UnknownEngine     a server has no engine of that name
 │   └── RoleConflict      an engine of a server cannot change its role, as things are
 ├── Unsupported           the model itself cannot run this way (verdict UNSUPPORTED)
@@ -98,6 +99,11 @@ class DeviceError(UserError):
 @dataclass
 class DiskUnavailable(UserError):
     """A folder for pages cannot be used as its disk is now: full, read-only, failing, or not this user's."""
+
+
+@dataclass
+class OutsideHull(UserError):
+    """A step, or an engine, is unlike those that the cost tables were fitted to."""
 
 
 @dataclass

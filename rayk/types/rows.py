@@ -186,9 +186,9 @@ class CellRow:
 
     @property
     def met(self) -> bool:
-        """Tell whether the cell ended as expected: NEAR_TIE passes for PASS, UNSUPPORTED is no failure. A
-        fault that never struck proves nothing."""
+        """Tell whether the cell ended as expected: NEAR_TIE passes for PASS, UNSUPPORTED and PREDICTED are
+        no failures. A fault that never struck proves nothing."""
         allowed = {self.expected_verdict}
         if self.expected_verdict == "PASS":
-            allowed |= {"NEAR_TIE", "UNSUPPORTED"}
+            allowed |= {"NEAR_TIE", "UNSUPPORTED", "PREDICTED"}
         return self.verdict in allowed and not self.has_idle_faults

@@ -22,13 +22,17 @@ Verdict = Literal[
     "ENGINE_ERROR",
     "TIMEOUT",
     "TOKEN_MISMATCH",
+    "OUT_OF_PACE",
     "NEAR_TIE",
     "PASS",
     "UNSUPPORTED",
+    "PREDICTED",
 ]
 VERDICTS: tuple[str, ...] = get_args(Verdict)
 """Gravest first. ENGINE_ERROR: an engine died or refused work, and no transfer was to blame.
-NOT_FINITE: NaN or infinity in logits or KV."""
+NOT_FINITE: NaN or infinity in logits or KV.
+OUT_OF_PACE: engines that wait in place of computing were late, so the times are none. PREDICTED: simulated;
+nothing was computed, moved or compared."""
 
 
 def verdict_of(error: RaykError) -> str:

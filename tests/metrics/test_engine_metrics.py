@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from rayk.engine.costs import StepCosts, _in_window
+from rayk.costs.features import in_window
+from rayk.engine.costs import StepCosts
 from rayk.engine.stats import StepStats, phase_of
 from rayk.metrics import LABEL_VALUES, METRICS, Meter
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
@@ -251,7 +252,7 @@ def test_tokens_of_a_window_are_counted_one_by_one(window: int) -> None:
         seen = [range(max(0, at - window + 1), at + 1) for at in range(before, before + n)]
         pairs += sum(map(len, seen))
         num_read += len(set().union(*seen))
-    assert _in_window(batch, window) == (pairs, num_read)
+    assert in_window(batch, window) == (pairs, num_read)
 
 
 @pytest.mark.parametrize("share_of_long", [0.01, 0.048, 0.3])

@@ -1,0 +1,20 @@
+"""What an engine's work takes: tables that a simulation and paced engines go by. Free of torch.
+
+`features` says what a step is made of, `table` what it takes (an engine's `EngineCosts`), `book` keeps the
+tables of a machine, `hull` says where a table holds, `stored` writes tables down as JSON.
+"""
+
+from rayk.costs.book import CostBook
+from rayk.costs.features import StepFeatures, grown, step_features, windows_of
+from rayk.costs.table import EngineCosts, EngineKey, engine_key
+
+__all__ = [
+    "CostBook",
+    "EngineCosts",
+    "EngineKey",
+    "StepFeatures",
+    "engine_key",
+    "grown",
+    "step_features",
+    "windows_of",
+]

@@ -1,0 +1,235 @@
+"""Keep what an engine's work takes, and tell what a step takes.
+
+A `CostBook` (see book) has the tables of a machine (or of several alike): of each kind of engine its
+`EngineCosts`, and what its engines have in common, transfers, gaps between them, and how cores are shared.
+Times are nanoseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from rayk.costs.features import StepFeatures
+from rayk.costs.hull import Hull
+from rayk.models.config import DecoderConfig
+from rayk.types.config import EngineConfig
+
+NOT_A_COST = (
+    "max_positions", "stated_positions", "bos_token_id", "eos_token_ids", "pad_token_id",
+)  # fmt: skip
+"""Settings of a model that no step's time depends on."""
+_TERM = re.compile(r"(one|requests|tokens|logits|prefills|pairs|seen)(?:>(\d+)|@(\d+))?")
+
+
+class EngineKey(NamedTuple):
+    """What an engine's costs depend on."""
+
+    model: str  # family and a digest of its sizes: weights do not matter
+    tp: int
+    pp: int
+    dcp: int
+    dtype: str
+    kv_dtype: str
+    device: str
+    layout: str
+    backend: str
+    block_size: int
+
+    @property
+    def text(self) -> str:
+        """Name it in a message."""
+        return f"{self.model}-tp{self.tp}-{self.dtype}-{self.device}"
+
+    @property
+    def file_name(self) -> str:
+        """Name a file of it: no other key has this name."""
+        digest = hashlib.blake2b(repr(tuple(self)).encode(), digest_size=4).hexdigest()
+        return f"{self.text}-{digest}"
+
+
+def engine_key(config: DecoderConfig, engine: EngineConfig) -> EngineKey:
+    """Say which costs an engine has."""
+    sizes = {name: value for name, value in asdict(config).items() if name not in NOT_A_COST}
+    digest = hashlib.blake2b(repr(sorted(sizes.items())).encode(), digest_size=4).hexdigest()
+    return EngineKey(
+        model=f"{config.family}-{digest}",
+        tp=engine.tp,
+        pp=engine.pp,
+        dcp=engine.dcp,
+        dtype=engine.dtype,
+        kv_dtype=engine.kv_dtype,
+        device=engine.device,
+        layout=engine.layout,
+        backend=engine.attention_backend,
+        block_size=engine.block_size,
+    )
+
+
+def term_value(term: str, features: StepFeatures) -> float:
+    """Evaluate one term of a step's time: `one`, a feature, `tokens>32` (those beyond 32) or `pairs@0` (in
+    the model's first window)."""
+    match = _TERM.fullmatch(term)
+    assert match is not None, term
+    name, hinge, window = match.groups()
+    if name == "one":
+        return 1
+    if window is not None:
+        return features.windowed[int(window)][name == "seen"]
+    value: int = getattr(features, f"num_{name}")
+    return value if hinge is None else max(0, value - int(hinge))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residuals:
+    """How far a fit is from what it was fitted to, as shares of the measured."""
+
+    num_steps: int = 0
+    p50: float = 0.0
+    p90: float = 0.0
+    worst: float = 0.0
+    worst_at: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTable:
+    """What one class of steps takes: the sum of constants times terms."""
+
+    terms: tuple[str, ...]
+    constants: tuple[float, ...]  # ns per unit of each
+    hull: Hull = field(default_factory=Hull)
+    residuals: Residuals = field(default_factory=Residuals)
+    ratios: tuple[float, ...] = (1.0,)  # quantiles of measured by fitted, evenly spaced
+
+    def ns(self, features: StepFeatures) -> float:
+        """Tell the mean time of such a step, wherever it lies."""
+        terms = zip(self.terms, self.constants, strict=True)
+        return sum(constant * term_value(term, features) for term, constant in terms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearCost:
+    """What something takes: so much each time, and per unit."""
+
+    fixed_ns: float = 0.0
+    descriptor_ns: float = 0.0
+    byte_ns: float = 0.0
+
+    def ns(self, num_bytes: float = 0, num_descriptors: float = 0) -> float:
+        return self.fixed_ns + self.descriptor_ns * num_descriptors + self.byte_ns * num_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCosts:
+    """What one kind of engine takes: given to simulated and to paced engines."""
+
+    key: EngineKey
+    decode: StepTable
+    prefill: StepTable  # any step in which some request computes more than a token, or its first
+    host_ns: float = 0.0  # of a turn beside its step: planning, polling, settling
+    request_host_ns: float = 0.0  # the same per request of the step
+    commands: Mapping[str, LinearCost] = field(default_factory=dict)
+    """What a rank does for a hand-over, by the command's class name, and `verify`; bytes are of one rank."""
+    kind: str = "measured"  # or unmeasured: derived from data sheets
+    source: str = ""  # which runs, or which data sheet
+
+    @classmethod
+    def flat(cls, step_ns: float, token_ns: float = 0.0, **others: Any) -> EngineCosts:
+        """Make costs of steps that take `step_ns` and `token_ns` per token, anywhere: for tests."""
+        table = StepTable(terms=("one", "tokens"), constants=(step_ns, token_ns))
+        key = EngineKey("flat", 1, 1, 1, "float32", "auto", "cpu", "auto", "auto", 16)
+        return cls(key=key, decode=table, prefill=table, source="flat", **others)
+
+    @property
+    def is_measured(self) -> bool:
+        return self.kind == "measured"
+
+    def table_of(self, features: StepFeatures) -> StepTable:
+        return self.decode if features.is_decode else self.prefill
+
+    def is_inside(self, features: StepFeatures) -> bool:
+        """Tell whether such steps were measured."""
+        return self.table_of(features).hull.why_outside(features) is None
+
+    def step_ns(self, features: StepFeatures, *, strict: bool = True) -> float:
+        """Tell what a step takes, on average. If `strict`, raises OutsideHull for one like none that was
+        measured."""
+        table = self.table_of(features)
+        if strict:
+            table.hull.check(features, self.key.text)
+        return table.ns(features)
+
+    def turn_ns(self, features: StepFeatures) -> float:
+        """Tell what the host takes of a turn beside its step."""
+        return self.host_ns + self.request_host_ns * features.num_requests
+
+    def scaled(self, factor: float) -> EngineCosts:
+        """Return the costs of an engine so many times as slow at steps."""
+        decode, prefill = (
+            replace(table, constants=tuple(factor * c for c in table.constants))
+            for table in (self.decode, self.prefill)
+        )
+        return replace(self, decode=decode, prefill=prefill)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """A time between processes, as evenly spaced quantiles, and what each stream under way adds."""
+
+    quantiles: tuple[float, ...] = (0.0,)  # ns
+    stream_ns: float = 0.0
+
+    def ns(self, share: float = 0.5, num_streams: int = 0) -> float:
+        """Tell the quantile at `share` (0.5: the median) while so many requests stream."""
+        return quantile(self.quantiles, share) + self.stream_ns * num_streams
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Interpolate between evenly spaced quantiles."""
+    if len(values) == 1:
+        return values[0]
+    place = share * (len(values) - 1)
+    below = min(int(place), len(values) - 2)
+    low, high = list(pairwise(values))[below]
+    return low + (place - below) * (high - low)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapTable:
+    """What passes between processes, apart from their work."""
+
+    dispatch: Gap = field(default_factory=Gap)  # from a placement until the engine has the request
+    handover: Gap = field(default_factory=Gap)  # from a ticket's leaving until the decode engine has it
+    release: Gap = field(default_factory=Gap)  # from a proof until the producer knows
+    answer: Gap = field(default_factory=Gap)  # from a request's last token until its place is free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadCosts:
+    """What a hand-over's read takes: of the reader while it posts, and until the last byte is there."""
+
+    post: LinearCost
+    wait: LinearCost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferTable:
+    reads: Mapping[str, ReadCosts] = field(default_factory=dict)  # by `transfer_name`
+
+
+def transfer_name(transport: str, devices: str, tp: tuple[int, int], layouts: tuple[str, str]) -> str:
+    """Name what a transfer's costs depend on, e.g. `nixl cpu 2:1 BHLNC:LBHNC`."""
+    return f"{transport} {devices} {tp[0]}:{tp[1]} {layouts[0]}:{layouts[1]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTable:
+    """How ranks share a host's cores, and what forming an engine takes."""
+
+    num_cores: int = 0  # 0: not shared
+    slow: float = 0.0  # a step beside busy ranks on all other cores takes 1 + slow times as long
+    form_s: float = 0.0  # until an engine that died serves again

@@ -1,0 +1,12 @@
+"""Runs cells under a virtual clock: what serves is the code of real engines, over ranks that compute nothing.
+
+`run` simulates a cell, `arrivals` says which requests come when, `outcome` what they came to, `deaths`
+which engines die.
+"""
+
+from rayk.simulate.arrivals import Arrival, cell_arrivals
+from rayk.simulate.deaths import EngineDeath
+from rayk.simulate.outcome import SimOutcome, cell_row
+from rayk.simulate.run import simulate_cell
+
+__all__ = ["Arrival", "EngineDeath", "SimOutcome", "cell_arrivals", "cell_row", "simulate_cell"]

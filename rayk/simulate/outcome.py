@@ -1,0 +1,51 @@
+"""Hold what a simulation found, and make a cell's row of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rayk.specs.cells import Cell
+from rayk.types.rows import CellRow, RequestRow, TransferRow
+from rayk.types.steps import StepRow
+
+
+@dataclass(kw_only=True, slots=True)
+class SimEngineAccount:
+    """What became of one simulated engine."""
+
+    num_steps: int = 0
+    busy_ns: int = 0  # inside steps
+    max_waiting: int = 0
+    max_blocks: int = 0  # in use at once
+    num_blocks: int = 0  # of its pool
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0  # of them
+    num_deaths: int = 0
+
+
+@dataclass(kw_only=True, slots=True)
+class SimOutcome:
+    """What one repeat of a cell came to. Times are of the virtual clock, which began at 0."""
+
+    requests: list[RequestRow] = field(default_factory=list)  # in the order of arrivals
+    transfers: list[TransferRow] = field(default_factory=list)
+    steps: list[StepRow] = field(default_factory=list)
+    engines: dict[str, SimEngineAccount] = field(default_factory=dict)
+    end_ns: int = 0  # of the last event
+    num_outside_hull: int = 0  # steps that the tables do not cover
+    num_events: int = 0
+    cpu_s: float = 0.0
+
+
+def cell_row(cell: Cell, outcomes: list[SimOutcome]) -> CellRow:
+    """Make the row of a simulated cell of its repeats: PREDICTED, whatever its requests came to."""
+    failed = [r for outcome in outcomes for r in outcome.requests if r.error is not None]
+    reason = f"{len(failed)} requests failed, the first: {failed[0].error}" if failed else ""
+    return CellRow(
+        cell_id=cell.cell_id,
+        axes=cell.axes,
+        verdict="PREDICTED",
+        reason=reason,
+        wall_ns=sum(outcome.end_ns for outcome in outcomes),
+    )

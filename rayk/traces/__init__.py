@@ -1,0 +1,1 @@
+"""Recorded loads: when requests came, how long they were, and which prefixes they shared. Free of torch."""

@@ -1,0 +1,118 @@
+"""What a step is made of, what tables say of it, and tables on disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rayk.costs import CostBook, EngineCosts, StepFeatures, grown, step_features
+from rayk.costs.hull import Hull
+from rayk.costs.table import Gap, LinearCost, Residuals, StepTable, term_value
+from rayk.types.batch import ScheduledBatch, ScheduledRequest
+from rayk.types.errors import OutsideHull, UserError
+
+
+def batch(*shares: tuple[int, int], step: int = 0) -> ScheduledBatch:
+    """Requests that compute n tokens after b."""
+    return ScheduledBatch(
+        step=step,
+        requests=tuple(
+            ScheduledRequest(
+                request_id=f"r{row}",
+                row=row,
+                num_computed_tokens=b,
+                token_ids=(0,) * n,
+                new_block_ids=((0, ()),),
+                needs_logits=True,
+            )
+            for row, (n, b) in enumerate(shares)
+        ),
+    )
+
+
+def brute(shares: list[tuple[int, int]], window: int | None = None) -> tuple[int, int]:
+    """(pairs, seen), counted one by one."""
+    pairs, seen = 0, 0
+    for n, b in shares:
+        visible = [
+            {key for key in range(position + 1) if window is None or key > position - window}
+            for position in range(b, b + n)
+        ]
+        pairs += sum(map(len, visible))
+        seen += len(set().union(*visible))
+    return pairs, seen
+
+
+@pytest.mark.parametrize("shares", [[(1, 7), (1, 3)], [(5, 0), (1, 9)], [(4, 6)], [(1, 0)]])
+def test_features_are_sums_over_requests(shares):
+    found = step_features(batch(*shares), (4, 64))
+    assert (found.num_pairs, found.num_seen) == brute(shares)
+    assert found.windowed == (brute(shares, 4), brute(shares, 64))
+    assert found.num_requests == found.num_logits == len(shares)
+    assert found.num_tokens == sum(n for n, _ in shares)
+    assert found.is_decode == all(n == 1 and b > 0 for n, b in shares)
+
+
+def test_decode_steps_grow_by_a_token_each():
+    first = step_features(batch((1, 7), (1, 3)))
+    assert list(grown(first, 3)) == [step_features(batch((1, 7 + i), (1, 3 + i))) for i in range(3)]
+
+
+def test_terms():
+    found = step_features(batch((5, 0), (1, 9)), (4,))
+    values = {"one": 1, "requests": 2, "tokens>4": 2, "tokens>32": 0, "prefills": 1, "seen": 15, "seen@0": 9}
+    assert {term: term_value(term, found) for term in values} == values
+
+
+COSTS = EngineCosts(
+    key=EngineCosts.flat(1).key._replace(model="qwen3-00", tp=2),
+    decode=StepTable(
+        terms=("one", "seen"),
+        constants=(1e6, 20.5),
+        hull=Hull(bounds={"num_tokens": (1, 8)}),
+        residuals=Residuals(num_steps=90, p50=0.01, p90=0.03, worst=0.2, worst_at="8 requests"),
+        ratios=(0.9, 1.0, 1.3),
+    ),
+    prefill=StepTable(terms=("one", "tokens"), constants=(2e6, 1e4)),
+    host_ns=3.0,
+    commands={"MakeTicket": LinearCost(fixed_ns=5, byte_ns=0.5)},
+)
+
+
+def test_a_step_outside_of_its_table_is_refused():
+    inside, outside = (step_features(batch(*[(1, 7)] * num)) for num in (8, 9))
+    assert COSTS.step_ns(inside) == 1e6 + 20.5 * 64
+    assert COSTS.step_ns(step_features(batch((3, 0)))) == 2e6 + 3e4
+    with pytest.raises(OutsideHull, match="num_tokens 9 is outside of 1 to 8"):
+        COSTS.step_ns(outside)
+    assert COSTS.step_ns(outside, strict=False) == 1e6 + 20.5 * 72
+    assert [COSTS.is_inside(f) for f in (inside, outside)] == [True, False]
+
+
+def test_a_gap_is_read_off_its_quantiles():
+    gap = Gap(quantiles=(1.0, 2.0, 6.0), stream_ns=10)
+    assert [gap.ns(share) for share in (0, 0.25, 0.5, 0.75, 1)] == [1, 1.5, 2, 4, 6]
+    assert gap.ns(num_streams=3) == 32
+
+
+def test_a_book_comes_back_from_disk(tmp_path: Path):
+    book = CostBook(engines={COSTS.key: COSTS})
+    book.save(tmp_path)
+    assert replace(CostBook.load(tmp_path), folder="") == book
+    with pytest.raises(UserError, match="tp 2, not 1"):
+        CostBook.load(tmp_path).find(COSTS.key._replace(tp=1))
+    file = next(tmp_path.glob("qwen3*.json"))
+    file.write_text(file.read_text().replace('"host_ns"', '"hots_ns"'))
+    with pytest.raises(UserError, match="unknown key hots_ns"):
+        CostBook.load(tmp_path)
+    with pytest.raises(UserError, match="no cost tables"):
+        CostBook.load(tmp_path / "none")
+
+
+def test_a_flat_book_has_costs_of_every_engine():
+    features = StepFeatures(
+        num_requests=2, num_tokens=5, num_logits=2, num_prefills=1, num_pairs=9, num_seen=5
+    )
+    assert CostBook.flat(100, 10).find(COSTS.key).step_ns(features) == 150
