@@ -30,7 +30,7 @@ from rayk.vllm.proof import (
     read_ticket,
     serve_records,
 )
-from rayk.vllm.proof_compare import Arrival, Comparison
+from rayk.vllm.proof_compare import ArrivedKV, Comparison
 from rayk.vllm.proof_verifier import LOGGER, Counts, Fetcher, Verifier
 from rayk.vllm.proof_wire import ProofServer
 from rayk.vllm.settings import ProvingSettings
@@ -355,7 +355,7 @@ class WorkerHalf:
                     told.failed.add(request_id)
         return told
 
-    def _arrive(self, expected: Expected) -> Arrival | None:
+    def _arrive(self, expected: Expected) -> ArrivedKV | None:
         """Digest what arrived; None where there is nothing to verify."""
         del self._expected[expected.request_id]
         if self._planted is not None:
@@ -378,7 +378,7 @@ class WorkerHalf:
             return None
         digest_s = time.monotonic() - start
         what = expected.num_tokens, expected.first_row, digests, rows, digest_s
-        return Arrival(expected.request_id, ticket, *what, is_stored=expected.is_stored)
+        return ArrivedKV(expected.request_id, ticket, *what, is_stored=expected.is_stored)
 
     def _skips(self, ticket: Ticket) -> bool:
         """Return whether one of both sides leaves a request out. P's word for it came through other hands, so

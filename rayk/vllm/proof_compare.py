@@ -29,7 +29,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
-class Arrival:
+class ArrivedKV:
     """What one D rank received, digested before anything else could write there."""
 
     request_id: str
@@ -81,7 +81,7 @@ class Comparison:
 
 
 def compare(
-    arrival: Arrival, views: CanonicalViews, mine: Mapping[str, Any], theirs: Mapping[int, PeerProof]
+    arrival: ArrivedKV, views: CanonicalViews, mine: Mapping[str, Any], theirs: Mapping[int, PeerProof]
 ) -> Comparison:
     """Compare what arrived with what P's ranks held. `theirs` by P rank; a rank that is missing leaves the
     units that it alone holds unverified, and those that it shares where its replicas' differ from D's.
@@ -133,7 +133,7 @@ def compare(
 
 
 def _expect(
-    arrival: Arrival,
+    arrival: ArrivedKV,
     words: Words,
     views: CanonicalViews,
     theirs: Mapping[int, PeerProof],
@@ -190,7 +190,7 @@ def _unlike(mine: Mapping[str, Any], proof: PeerProof, views: CanonicalViews, ro
 
 
 def _align(
-    arrival: Arrival, views: CanonicalViews, proof: PeerProof, rows_per_group: int
+    arrival: ArrivedKV, views: CanonicalViews, proof: PeerProof, rows_per_group: int
 ) -> tuple[Digests, Bools]:
     """Return P's words at D's places, and which of them are of the very rows that D has: all words where both
     counted as many tokens, else those of row groups that both have whole."""
@@ -239,7 +239,7 @@ def _field(
 
 
 def classify(
-    arrival: Arrival, views: CanonicalViews, comparison: Comparison, fetched: Mapping[int, tuple[int, Rows]]
+    arrival: ArrivedKV, views: CanonicalViews, comparison: Comparison, fetched: Mapping[int, tuple[int, Rows]]
 ) -> KVMismatch | None:
     """Name the first wrong byte and what went wrong. `fetched`: P rank -> (its tokens, its rows of the
     cache that the first wrong word is of)."""

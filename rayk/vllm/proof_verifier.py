@@ -16,7 +16,7 @@ from rayk.transfer.verify import CanonicalViews, Rows
 from rayk.types.bugs import bug
 from rayk.types.errors import TransferError
 from rayk.vllm.proof import Ticket, fetch_digests, fetch_rows, num_row_bytes
-from rayk.vllm.proof_compare import Arrival, Comparison, PeerProof, classify, compare
+from rayk.vllm.proof_compare import ArrivedKV, Comparison, PeerProof, classify, compare
 
 LOGGER = logging.getLogger("vllm.rayk")
 """A child of vLLM's own logger, whose handlers it shares."""
@@ -49,7 +49,7 @@ class Fetcher:
         self._secret, self._timeout_s = secret, timeout_s
         self._descriptions: dict[tuple[str, int, str], Mapping[str, Any]] = {}
 
-    def verify(self, arrival: Arrival) -> Comparison:
+    def verify(self, arrival: ArrivedKV) -> Comparison:
         """Fetch and compare. What does not come is unverified, with the reason."""
         start = time.monotonic()
         deadline = max(arrival.made_at + self._timeout_s, start + min(self._timeout_s, LEAST_S))
@@ -86,7 +86,7 @@ class Fetcher:
         self._descriptions[peer] = proof.description
         return proof
 
-    def _classify(self, arrival: Arrival, comparison: Comparison, proofs: Mapping[int, PeerProof]) -> None:
+    def _classify(self, arrival: ArrivedKV, comparison: Comparison, proofs: Mapping[int, PeerProof]) -> None:
         """Name what is wrong by the rows of both sides, where they are kept; else the digests' words stay."""
         if arrival.rows is None or arrival.ticket is None:
             return
@@ -211,10 +211,10 @@ class Verifier:
     """Verifies arrivals one after another in a thread, so that no step of an engine waits for the net."""
 
     def __init__(
-        self, verify: Callable[[Arrival], Comparison], counts: Counts, views: CanonicalViews
+        self, verify: Callable[[ArrivedKV], Comparison], counts: Counts, views: CanonicalViews
     ) -> None:
         self._verify, self._counts, self._views = verify, counts, views
-        self._waiting: queue.Queue[Arrival | None] = queue.Queue(MAX_WAITING)
+        self._waiting: queue.Queue[ArrivedKV | None] = queue.Queue(MAX_WAITING)
         self._lock = threading.Lock()
         self._results: OrderedDict[str, Comparison] = OrderedDict()
         self._ended: list[str] = []
@@ -225,7 +225,7 @@ class Verifier:
         self._thread = threading.Thread(target=self._run, name="rayk-verifier", daemon=True)
         self._thread.start()
 
-    def submit(self, arrival: Arrival) -> None:
+    def submit(self, arrival: ArrivedKV) -> None:
         """Have an arrival verified; `take_ended` names it when that is done."""
         row_bytes = num_row_bytes(arrival.rows)
         with self._lock:
@@ -278,7 +278,7 @@ class Verifier:
         except queue.Full:
             return  # It is a daemon.
 
-    def run(self, arrival: Arrival) -> Comparison:
+    def run(self, arrival: ArrivedKV) -> Comparison:
         """Verify an arrival now."""
         try:
             comparison = self._verify(arrival)
@@ -310,6 +310,6 @@ class Verifier:
             self._let_go(arrival)
             del arrival  # Its rows, while nothing waits.
 
-    def _let_go(self, arrival: Arrival) -> None:
+    def _let_go(self, arrival: ArrivedKV) -> None:
         with self._lock:
             self._row_bytes -= num_row_bytes(arrival.rows)

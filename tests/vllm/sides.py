@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from rayk.vllm.proof import ProofRecord, ProofRecords, Ticket, serve_records
-from rayk.vllm.proof_compare import Arrival, Comparison
+from rayk.vllm.proof_compare import ArrivedKV, Comparison
 from rayk.vllm.proof_verifier import Fetcher
 from rayk.vllm.proof_wire import ProofServer
 from tests.pd import HANG_S
@@ -35,10 +35,10 @@ class Sides:
     tables: list[list[int]]
     """D's."""
 
-    def arrival(self, rank: int, *, num_tokens: int = TOKENS, first_row: int = 0) -> Arrival:
+    def arrival(self, rank: int, *, num_tokens: int = TOKENS, first_row: int = 0) -> ArrivedKV:
         caches = self.caches[rank]
         what = self.tables, num_tokens, first_row
-        return Arrival("d", self.ticket, num_tokens, first_row, caches.digests(*what), caches.rows(*what))
+        return ArrivedKV("d", self.ticket, num_tokens, first_row, caches.digests(*what), caches.rows(*what))
 
     def verify(
         self, rank: int = 0, timeout_s: float = HANG_S, secret: bytes = SECRET, **changes

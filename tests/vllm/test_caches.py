@@ -15,7 +15,7 @@ from rayk.transfer.diagnose import first_difference
 from rayk.transfer.verify import WrongWord
 from rayk.types.errors import Unsupported
 from rayk.vllm.caches import ROWS_PER_GROUP, ProvenCaches
-from rayk.vllm.proof_compare import Arrival, PeerProof, compare
+from rayk.vllm.proof_compare import ArrivedKV, PeerProof, compare
 from tests.vllm.standins import (
     MLAAttentionSpec,
     Model,
@@ -132,7 +132,7 @@ def wrong_words(
     expected: np.ndarray, caches: ProvenCaches, ids: list[list[int]], found: np.ndarray, first_row: int = 0
 ) -> list[WrongWord]:
     """As D's worker compares them."""
-    arrival = Arrival("r", None, TOKENS, first_row, found)
+    arrival = ArrivedKV("r", None, TOKENS, first_row, found)
     proof = PeerProof(caches.description, TOKENS, expected)
     return compare(arrival, caches.views([()] * len(ids)), caches.description, {0: proof}).wrong
 

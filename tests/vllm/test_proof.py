@@ -15,7 +15,7 @@ import pytest
 from rayk.types.errors import TransferError, UserError
 from rayk.vllm import proof_verifier, proof_wire
 from rayk.vllm.proof import ProofRecord, ProofRecords, Ticket
-from rayk.vllm.proof_compare import Arrival, Comparison
+from rayk.vllm.proof_compare import ArrivedKV, Comparison
 from rayk.vllm.proof_verifier import Fetcher
 from rayk.vllm.proof_wire import ProofServer, ask
 from tests.each import each
@@ -114,13 +114,13 @@ def test_unlike_numbers_of_tokens_leave_rows_unverified_but_those_that_both_have
     with sides(HETERO, num_tokens=there) as made:
         caches = made.caches[0]
         what = made.tables, here, 0
-        arrival = Arrival("d", made.ticket, here, 0, caches.digests(*what), caches.rows(*what))
+        arrival = ArrivedKV("d", made.ticket, here, 0, caches.digests(*what), caches.rows(*what))
         found = Fetcher(caches.description, caches.all_views, SECRET, HANG_S).verify(arrival)
         # A cache of 3 layers, K and V, 2 heads: whole groups of 4 rows that both have are equal.
         assert found.num_equal == 3 * 2 * 2 * (min(there, here) // 4)
         assert (found.status, found.wrong) == ("equal" if here == 28 else "unverified", [])
         caches.change(1, "v", roll_heads)
-        wrong = Arrival("d", made.ticket, here, 0, caches.digests(*what), caches.rows(*what))
+        wrong = ArrivedKV("d", made.ticket, here, 0, caches.digests(*what), caches.rows(*what))
         found = Fetcher(caches.description, caches.all_views, SECRET, HANG_S).verify(wrong)
     assert found.status == "mismatch"
     assert found.mismatch is not None

@@ -3,7 +3,7 @@ workers, whose layers are full attention, a window, chunks and states."""
 
 from __future__ import annotations
 
-from rayk.vllm.proof_compare import Arrival, Comparison, PeerProof, compare
+from rayk.vllm.proof_compare import ArrivedKV, Comparison, PeerProof, compare
 from tests.each import each
 from tests.vllm.standins import Model, Worker
 
@@ -26,7 +26,7 @@ def compare_sides(
     consumer.write(values, ids[1])
     theirs, ours = producer.prove(), consumer.prove()
     proof = PeerProof(theirs.description, TOKENS, theirs.digests(ids[0], TOKENS))
-    arrival = Arrival("d", None, num_tokens, first_row, ours.digests(ids[1], num_tokens, first_row))
+    arrival = ArrivedKV("d", None, num_tokens, first_row, ours.digests(ids[1], num_tokens, first_row))
     return compare(arrival, ours.views([()] * len(ids[1])), ours.description, {0: proof})
 
 

@@ -10,7 +10,7 @@ import pytest
 from rayk.types.errors import KVMismatch
 from rayk.vllm import proof_verifier
 from rayk.vllm.proof import num_row_bytes
-from rayk.vllm.proof_compare import Arrival, Comparison
+from rayk.vllm.proof_compare import ArrivedKV, Comparison
 from rayk.vllm.proof_verifier import Counts, Fetcher, Verifier
 from tests.pd import HANG_S
 from tests.vllm.sides import HETERO, SECRET, roll_heads, sides, wait_for
@@ -24,7 +24,7 @@ def test_the_verifier_counts_what_it_finds_and_outlives_its_bugs() -> None:
         wrong = replace(made.arrival(1), request_id="wrong")
         fetcher = Fetcher(caches.description, caches.all_views, SECRET, HANG_S)
 
-        def verify(arrival: Arrival) -> Comparison:
+        def verify(arrival: ArrivedKV) -> Comparison:
             if arrival.request_id == "bug":
                 raise KeyError("planted")
             return fetcher.verify(arrival)
@@ -67,7 +67,7 @@ def test_rows_beyond_what_may_wait_are_only_located(monkeypatch: pytest.MonkeyPa
         fetcher = Fetcher(caches.description, caches.all_views, SECRET, HANG_S)
         may_go_on = threading.Event()
 
-        def verify(arrival: Arrival) -> Comparison:
+        def verify(arrival: ArrivedKV) -> Comparison:
             assert may_go_on.wait(HANG_S)
             return fetcher.verify(arrival)
 
