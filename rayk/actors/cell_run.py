@@ -24,13 +24,11 @@ from rayk.metrics import Meter
 from rayk.sched.dispatcher import Place
 from rayk.sched.request_describer import RequestDescriber, new_secret
 from rayk.specs import Cell
+from rayk.specs.cells import MAX_STREAMS
 from rayk.transfer.ticket import Reservation
 from rayk.types.errors import DeadlineExceeded, RaykError
 from rayk.types.request import Request, SamplingParams
 from rayk.types.rows import RequestRow, TransferRow
-
-MAX_STREAMS = 96
-"""Requests of one cell in flight at once: each holds a thread of its worker's io group while it streams."""
 
 
 class CellRun:

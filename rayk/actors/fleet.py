@@ -32,7 +32,8 @@ from rayk.sched.admission import AdmissionController, News
 from rayk.sched.dispatcher import Abort, Dispatcher, DispatchRules, FormAgain
 from rayk.sched.policies import get_policy
 from rayk.sched.policy import PlacementRequest
-from rayk.specs.serving import MAX_STREAMS, ServerSettings
+from rayk.specs.cells import MAX_STREAMS
+from rayk.specs.serving import ServerSettings
 from rayk.transfer.staging import StagingSettings
 from rayk.types.errors import EngineDied, InternalError, RoleConflict, UnknownEngine
 from rayk.types.serving import EngineState, Health

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 
 from rayk.costs.book import CostBook
 from rayk.models.config import DecoderConfig
 from rayk.simulate.arrivals import Arrival
 from rayk.simulate.deaths import EngineDeath
+from rayk.simulate.fleet import SimFleet
 from rayk.simulate.outcome import SimOutcome
 from rayk.specs.cells import Cell
+from rayk.types.errors import UserError
 
 
 def simulate_cell(
@@ -35,4 +38,26 @@ def simulate_cell(
 
     Raises UserError for what is not simulated, and where `costs` lacks an engine.
     """
-    raise NotImplementedError
+    began = time.process_time()
+    if (problem := why_not_simulated(cell, deaths)) is not None:
+        raise UserError(f"not simulated: {problem}", where=f"cell {cell.cell_id}")
+    fleet = SimFleet(cell, config, costs, repeat=repeat, seed=seed, noise=noise, strict=strict)
+    outcome = fleet.run(arrivals)
+    outcome.cpu_s = time.process_time() - began
+    return outcome
+
+
+def why_not_simulated(cell: Cell, deaths: Sequence[EngineDeath] = ()) -> str | None:
+    """Name the first thing of a cell that cannot be simulated; None: all of it can."""
+    spec = cell.spec
+    problems = {
+        cell.unsupported or "": cell.unsupported is not None,
+        "engines of vLLM": not cell.is_rayks,
+        "hand-overs (mode: disaggregated)": cell.decode is not None,
+        "faults": bool(cell.faults),
+        "engines that die": bool(deaths),
+        "pipelines (pp over 1)": any(engine.pp > 1 for engine in cell.engines),
+        "a host tier (offload)": spec.offload.settings() is not None,
+        "sampling.prompt_logprobs": cell.sampling.prompt_logprobs is not None,
+    }
+    return next((name for name, is_so in problems.items() if is_so), None)

@@ -83,6 +83,11 @@ STANDARD_AXES = (
 """Axes every row of cells.parquet has, whether or not the matrix names them."""
 
 
+MAX_STREAMS = 96
+"""Requests of one cell in flight at once, each of which holds a thread of its worker's io group while it streams. Of
+a server: on one engine, where nobody says how many. Those beyond its rows wait at its door."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
     """One configuration to run. `spec` is the cell's own spec, without a matrix."""

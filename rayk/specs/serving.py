@@ -15,9 +15,6 @@ from rayk.types.config import EngineConfig
 from rayk.types.fault_table import FailurePolicy
 from rayk.types.serving import ModelCard
 
-MAX_STREAMS = 96
-"""Requests on one engine at once, where nobody says how many: those beyond its rows wait at its door."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineEntry:

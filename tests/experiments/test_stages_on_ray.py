@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from rayk import Experiment
-from rayk.actors.cell_run import MAX_STREAMS
+from rayk.specs.cells import MAX_STREAMS
 from rayk.reports import Result
 from rayk.reports.fields import STAGES
 from rayk.reports.moves import moves

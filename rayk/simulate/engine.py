@@ -1,0 +1,185 @@
+"""Run one engine in virtual time: the real loop, leader, scheduler, block manager and hand-over, turn by turn.
+
+A turn is atomic: it runs at once when the world reaches its begin, on a clock that runs ahead, and what it causes
+elsewhere happens at the times on that clock. So what reaches an engine during a turn is seen at its next one,
+where a real engine may see it some microseconds before its turn ends: at most a step late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from rayk.engine.leader import RequestEvent, Sink
+from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
+from rayk.handover.handover import TransferHandover
+from rayk.kv.manager import KVCacheManager
+from rayk.models.config import DecoderConfig
+from rayk.models.kv_specs import engine_groups
+from rayk.parallel.shard import EngineShape
+from rayk.sched.batching import Scheduler
+from rayk.simulate.clock import Event, EventQueue, LocalClock
+from rayk.simulate.leader import SimLeader
+from rayk.simulate.outcome import SimEngineAccount
+from rayk.simulate.rank import SimRank, StepTimer
+from rayk.simulate.tokens import TokenRule
+from rayk.types.batch import ScheduledBatch
+from rayk.types.config import EngineConfig
+from rayk.types.request import Request
+from rayk.types.steps import StepRow
+
+OnStep = Callable[[StepRow], object]
+
+
+class SimEngine:
+    """One life of one engine. Implements handover.request_record.Telling."""
+
+    clock_offset_ns = 0
+
+    def __init__(
+        self,
+        world: EventQueue,
+        name: str,
+        role: str,
+        config: EngineConfig,
+        model: DecoderConfig,
+        timer: StepTimer,
+        rule: TokenRule,
+        *,
+        epoch: int = 1,
+        secret: bytes = bytes(32),
+        extension: RankExtension | None = None,
+        on_step: OnStep = id,
+    ) -> None:
+        """`secret`: of the keys of its prefix cache; equal ones make equal simulations. `on_step` gets a row of
+        each step, without its cell."""
+        self.name, self.role = name, role
+        self.account = SimEngineAccount(num_blocks=config.num_blocks)
+        self.clock = LocalClock(world)
+        manager = KVCacheManager(
+            engine_groups(config, model),
+            config.num_blocks,
+            prefix_caching=config.prefix_caching,
+            secret=secret,
+        )
+        scheduler = Scheduler(
+            manager,
+            max_batch_tokens=config.max_batch_tokens,
+            max_seqs=config.max_seqs,
+            max_positions=model.max_positions,
+            eos_token_ids=(rule.end,),
+            num_stages=config.pp,
+        )
+        self.handover = TransferHandover(engine=name, epoch=epoch, shape=EngineShape())
+        self.leader = SimLeader(
+            scheduler,
+            manager,
+            self.handover,
+            rule=rule,
+            on_post=self.wake,
+            vocab_size=model.vocab_size,
+            positions_text=model.positions_text,
+            fast_prefill=config.fast_prefill,
+            clock=self.clock,
+        )
+        self.rank: Any = SimRank(self.clock, timer, runs_ahead=runs_ahead(config))
+        self.loop = EngineLoop(
+            self.rank, extension or NoExtension(), self.leader, stats=self, clock=self.clock
+        )
+        self._world = world
+        self._on_step = on_step
+        self._next: Event | None = None  # the turn that is planned
+        self._told: list[tuple[Sink, RequestEvent]] = []
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.leader.scheduler
+
+    def submit(self, request: Request, sink: Sink, **how: Any) -> None:
+        """Run a request here from its first token, as an aggregated engine does. The sink hears of it when
+        the engine's clock says, not before."""
+        self.handover.submit(request, self.later(sink), hand_over=False, **how)
+
+    def later(self, sink: Sink) -> Sink:
+        """Return a sink that hands events on at the times on their stamps."""
+        return lambda event: self._told.append((sink, event))
+
+    def wake(self, at_ns: int = 0) -> None:
+        """Take a turn as soon as the one under way has ended, and not before `at_ns`."""
+        at_ns = max(at_ns, self.clock.end_ns)
+        if self._next is not None:
+            if self._next.at_ns <= max(at_ns, self._world.now_ns):
+                return
+            self._world.cancel(self._next)
+        self._next = self._world.at(at_ns, self._turn)
+
+    def _turn(self) -> None:
+        self._next = None
+        self.clock.begin_turn()
+        self.loop.turn()
+        self.clock.end_turn()
+        self._tell()
+        if self._next is None and self.leader.has_work:
+            self.wake()
+
+    def _tell(self) -> None:
+        """Hand on what the turn told: what has one stamp in one event."""
+        told, self._told = self._told, []
+        start = 0
+        for index in range(1, len(told) + 1):
+            if index == len(told) or told[index][1].time_ns != told[start][1].time_ns:
+                self._world.at(told[start][1].time_ns, partial(_hand_on, told[start:index]))
+                start = index
+
+    # engine.loop.TurnStats.
+
+    def stepped(self, batch: ScheduledBatch, busy_ns: int, model_ns: int) -> None:
+        """Count a step."""
+        account, scheduler, pool = self.account, self.scheduler, self.leader.manager.pool
+        account.num_steps += 1
+        account.busy_ns += busy_ns
+        account.max_waiting = max(account.max_waiting, scheduler.num_waiting)
+        account.max_blocks = max(account.max_blocks, pool.num_blocks - 1 - pool.num_free_blocks)
+        account.num_preemptions = scheduler.num_preemptions
+        account.num_prompt_tokens = scheduler.num_looked_up_tokens
+        account.num_cached_tokens = scheduler.num_found_tokens
+        features = self.rank.timer.features(batch)
+        self._on_step(
+            StepRow(
+                cell_id="",
+                repeat=0,
+                engine=self.name,
+                step=batch.step,
+                begin_ns=self.clock() - busy_ns,
+                turn_ns=busy_ns,
+                model_ns=model_ns,
+                num_requests=features.num_requests,
+                num_tokens=features.num_tokens,
+                num_logits=features.num_logits,
+                num_prefills=features.num_prefills,
+                num_pairs=features.num_pairs,
+                num_seen=features.num_seen,
+                windowed=features.windowed,
+                num_running=scheduler.num_running,
+                num_waiting=scheduler.num_waiting,
+                num_free_blocks=pool.num_free_blocks,
+                num_cached_blocks=pool.num_cached_blocks,
+            )
+        )
+
+    def turned(self) -> None:
+        """Count a turn: nothing to do."""
+
+
+def runs_ahead(config: EngineConfig) -> bool:
+    """Tell whether such an engine begins a step before it knows the tokens of the one before; see
+    EngineRank."""
+    if config.pp > 1 or config.async_scheduling == "never":
+        return False
+    return config.async_scheduling == "always" or config.device == "cuda"
+
+
+def _hand_on(told: list[tuple[Sink, RequestEvent]]) -> None:
+    for sink, event in told:
+        sink(event)

@@ -1,0 +1,103 @@
+"""Stand in for a rank: a step takes the time that a cost table says, and computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rayk.costs import EngineCosts, StepFeatures, step_features
+from rayk.costs.table import quantile
+from rayk.simulate.clock import LocalClock
+from rayk.types.batch import ScheduledBatch
+
+Slow = Callable[[int], int]
+"""Tells how long so many ns of a step take beside what else runs on the host."""
+
+
+class StepTimer:
+    """Tells what an engine's steps take."""
+
+    def __init__(
+        self,
+        costs: EngineCosts,
+        windows: Sequence[int] = (),
+        *,
+        draw: np.random.Generator | None = None,
+        strict: bool = True,
+    ) -> None:
+        """`draw`: steps vary as those measured did; None: each takes the mean."""
+        self.costs = costs
+        self.windows = tuple(windows)
+        self.num_outside_hull = 0
+        self._draw = draw
+        self._strict = strict
+
+    def features(self, batch: ScheduledBatch) -> StepFeatures:
+        return step_features(batch, self.windows)
+
+    def model_ns(self, features: StepFeatures) -> int:
+        """Tell what the step itself takes. Raises OutsideHull where it must lie inside."""
+        self.num_outside_hull += not self.costs.is_inside(features)
+        length_ns = self.costs.step_ns(features, strict=self._strict)
+        if self._draw is not None:
+            length_ns *= quantile(self.costs.table_of(features).ratios, self._draw.random())
+        return round(length_ns)
+
+    def host_ns(self, features: StepFeatures) -> int:
+        """Tell what the host takes of the step's turn beside it."""
+        return round(self.costs.turn_ns(features))
+
+
+class SimRank:
+    """Implements what EngineLoop needs of an EngineRank, which stands for all of an engine's ranks.
+
+    Without `runs_ahead` it computes before it returns. With it, as on a device, a step is queued behind the
+    one before, and whoever fetches its tokens waits for it. The host's part of a turn comes before its step.
+    """
+
+    def __init__(
+        self, clock: LocalClock, timer: StepTimer, *, runs_ahead: bool = False, slow: Slow = int
+    ) -> None:
+        self.comm: Any = SimpleNamespace(rank=0, size=1)
+        self.comms: Any = SimpleNamespace(before=None, after=None)
+        self.stage = 0
+        self.why_not_ahead = None if runs_ahead else "it computes before it returns"
+        self.timer = timer
+        self.features: StepFeatures | None = None  # of the last step
+        self.measure: Callable[[], int] = lambda: 0
+        self._clock = clock
+        self._slow = slow
+        self._free_ns = 0  # when the device is done with all that is queued
+        self._runs_ahead = runs_ahead
+
+    def step(self, batch: ScheduledBatch) -> torch.Tensor:
+        """Take the time of a step; the logits are none."""
+        self.features = features = self.timer.features(batch)
+        self._clock.advance(self.timer.host_ns(features))
+        took_ns = self._slow(self.timer.model_ns(features))
+        self._free_ns = max(self._free_ns, self._clock.end_ns) + took_ns
+        if not self._runs_ahead:
+            self._clock.wait_until(self._free_ns)
+        self.measure = lambda: took_ns
+        return torch.empty(0)
+
+    def prompt_logits(self) -> Iterator[torch.Tensor]:
+        return iter(())
+
+    def keep(self, tokens: torch.Tensor | None) -> None:
+        """Keep nothing: the next step's tokens do not matter."""
+
+    def fetch(self, tokens: torch.Tensor) -> Callable[[], list[int]]:
+        """Return what waits for the step that was queued last."""
+        del tokens
+        done_ns = self._free_ns
+
+        def wait() -> list[int]:
+            self._clock.wait_until(done_ns)
+            return []
+
+        return wait
