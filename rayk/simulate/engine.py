@@ -1,8 +1,8 @@
-"""Run one engine in virtual time: the real loop, leader, scheduler, block manager and hand-over, turn by turn.
+"""Run one engine in virtual time, turn by turn: the real loop, leader, scheduler, block manager and hand-over.
 
-A turn is atomic: it runs at once when the world reaches its begin, on a clock that runs ahead, and what it causes
-elsewhere happens at the times on that clock. So what reaches an engine during a turn is seen at its next one,
-where a real engine may see it some microseconds before its turn ends: at most a step late.
+A turn is atomic: it runs at once when the world reaches its begin, on a clock that runs ahead, and what it
+causes elsewhere happens at the times on that clock. So what reaches an engine during a turn is seen at its next
+one, where a real engine may see it some microseconds before its turn ends: at most a step late.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class SimEngine:
         extension: RankExtension | None = None,
         on_step: OnStep = id,
     ) -> None:
-        """`secret`: of the keys of its prefix cache; equal ones make equal simulations. `on_step` gets a row of
-        each step, without its cell."""
+        """`secret`: of the keys of its prefix cache; equal ones make equal simulations. `on_step` gets a
+        row of each step, without its cell."""
         self.name, self.role = name, role
         self.account = SimEngineAccount(num_blocks=config.num_blocks)
         self.clock = LocalClock(world)

@@ -51,7 +51,8 @@ class RequestFlow:
         """It has a place, and may stream."""
         fleet = self._fleet
         self._attempts.append(place)
-        fleet.rule.begin(self.row.request_id, self.arrival.num_output_tokens)
+        if (num_tokens := self.arrival.num_output_tokens or 0) < self.arrival.max_tokens and num_tokens:
+            fleet.rule.begin(self.row.request_id, num_tokens)
         limit_ns = int(fleet.cell.deadlines.request_s * 1e9)
         self._deadline = fleet.world.at(fleet.world.now_ns + limit_ns, self._time_out)
         self._attempt()

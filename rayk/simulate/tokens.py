@@ -17,10 +17,9 @@ class TokenRule:
         self._size = config.vocab_size
         self._lengths: dict[str, int] = {}
 
-    def begin(self, request_id: str, num_output_tokens: int | None) -> None:
-        """A request's output ends with so many tokens; None: at its limit."""
-        if num_output_tokens is not None:
-            self._lengths[request_id] = num_output_tokens
+    def begin(self, request_id: str, num_output_tokens: int) -> None:
+        """A request's output ends with so many tokens; without this, at its limit."""
+        self._lengths[request_id] = num_output_tokens
 
     def forget(self, request_id: str) -> None:
         self._lengths.pop(request_id, None)

@@ -1,0 +1,174 @@
+"""A real engine's decisions and a simulated one's are equal, step by step: batches, and the blocks in them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayk.costs import EngineCosts
+from rayk.engine.build import make_leader
+from rayk.engine.loop import EngineLoop, NoExtension
+from rayk.engine.rank import EngineRank
+from rayk.handover.handover import TransferHandover
+from rayk.models.families import load_config
+from rayk.oracle.tiny import HYBRID
+from rayk.parallel.local import LocalComm
+from rayk.parallel.shard import EngineShape
+from rayk.simulate.clock import EventQueue
+from rayk.simulate.engine import SimEngine
+from rayk.simulate.rank import StepTimer
+from rayk.simulate.tokens import TokenRule
+from rayk.types.batch import ScheduledBatch
+from rayk.types.config import EngineConfig
+from rayk.types.request import Request, SamplingParams
+from tests.markers import one_per
+from tests.pd import NAN_POISON
+
+STEP_NS = 1_000
+POOLS = {"qwen3": 24, "qwen3-hybrid": 40, "mamba2": 12, "falcon_h1": 24}
+"""So many blocks that some requests are preempted where they hold a block of a few tokens each."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, and the turn before which it comes."""
+
+    turn: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+
+
+class Noted(TokenRule):
+    """Gives the tokens that a real engine chose: what a prefix cache finds depends on them."""
+
+    def __init__(self, config: Any, outputs: dict[str, list[int]]) -> None:
+        super().__init__(config)
+        self._outputs = outputs
+
+    def token(self, request_id: str, number: int) -> int:
+        return self._outputs[request_id][number - 1]
+
+
+def requests(seed: int, num: int = 14) -> list[Asked]:
+    """Prompts of which some begin alike, arriving between the steps of others."""
+    draw = random.Random(seed)
+    prefixes = [tuple(draw.randrange(3, 200) for _ in range(24)) for _ in range(2)]
+    found = []
+    for _ in range(num):
+        shared = draw.choice(prefixes)[: draw.choice([0, 8, 24])]
+        own = tuple(draw.randrange(3, 200) for _ in range(draw.randrange(1, 30)))
+        found.append(Asked(draw.randrange(40), shared + own, draw.randrange(1, 14)))
+    return sorted(found, key=lambda asked: asked.turn)
+
+
+def request_of(number: int, asked: Asked) -> Request:
+    sampling = SamplingParams(max_tokens=asked.max_tokens, ignore_eos=True)
+    return Request(request_id=f"r{number}", prompt_token_ids=asked.prompt, sampling=sampling)
+
+
+class RealEngine:
+    """A real rank, loop and leader, turned by hand."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.batches: list[ScheduledBatch] = []
+        self.outputs: dict[str, list[int]] = {}
+        self.rank = EngineRank(config, LocalComm(), poison=NAN_POISON)
+        handover = TransferHandover(engine="prefill0", epoch=1, shape=EngineShape())
+        self.leader = make_leader(self.rank, handover)
+        self.handover = handover
+        self.loop = EngineLoop(self.rank, NoExtension(), self.leader)
+        step = self.rank.step
+
+        def noted(batch: ScheduledBatch) -> Any:
+            self.batches.append(batch)
+            return step(batch)
+
+        self.rank.step = noted  # type: ignore[method-assign]
+
+    def run(self, asked: Sequence[Asked]) -> None:
+        waiting, turn = list(enumerate(asked)), 0
+        while waiting or self.leader.scheduler.has_work:
+            while waiting and waiting[0][1].turn <= turn:
+                number, one = waiting.pop(0)
+                tokens = self.outputs.setdefault(f"r{number}", [])
+                take = lambda event, tokens=tokens: tokens.extend(event.token_ids)  # noqa: E731
+                self.handover.submit(request_of(number, one), take, hand_over=False)
+            num_before = len(self.batches)
+            self.loop.turn()
+            turn += 1
+            assert waiting or not self.leader.scheduler.has_work or len(self.batches) > num_before, "stuck"
+
+
+def simulated(config: EngineConfig, real: RealEngine, asked: Sequence[Asked]) -> list[ScheduledBatch]:
+    """Run the same requests through a simulated engine, each of whose turns takes STEP_NS."""
+    model = real.rank.model_config
+    world, batches = EventQueue(), []
+    rule = Noted(model, real.outputs)
+    timer = StepTimer(EngineCosts.flat(STEP_NS))
+    engine = SimEngine(world, "prefill0", "aggregated", config, model, timer, rule)
+    # Tokens end nothing here: the real engine's requests ignore its EOS.
+    engine.scheduler._eos_token_ids = frozenset()
+    step = engine.rank.step
+
+    def noted(batch: ScheduledBatch) -> Any:
+        batches.append(batch)
+        return step(batch)
+
+    engine.rank.step = noted
+    ended: list[str] = []
+    for number, one in enumerate(asked):
+        request = request_of(number, one)
+        take = lambda event: ended.append(event.request_id) if event.is_last else None  # noqa: E731
+        # An idle engine's turns take no time, so a request that comes to one begins its turns anew.
+        world.at(one.turn * STEP_NS, lambda request=request, take=take: engine.submit(request, take))
+    world.run()
+    engine.leader.check_integrity()
+    assert len(ended) == len(asked)
+    return batches
+
+
+@pytest.fixture(scope="session")
+def model_of(checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
+    def make(name: str) -> Path:
+        family, _, hybrid = name.partition("-")
+        return checkpoint(family, overrides=dict(HYBRID)) if hybrid else checkpoint(family)
+
+    return make
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("name", list(POOLS))
+@one_per()
+def test_decisions_are_equal(model_of: Callable[[str], Path], name: str, caching: bool) -> None:
+    path = model_of(name)
+    settings: dict[str, Any] = {"state_block_size": 8} if name in ("mamba2", "falcon_h1") else {}
+    config = EngineConfig(
+        model=str(path),
+        num_blocks=POOLS[name],
+        max_batch_tokens=12,
+        max_seqs=4,
+        block_size=4,
+        prefix_caching=caching,
+        **settings,
+    )
+    assert load_config(path).max_positions >= 128
+    num_preempted = num_cached = 0
+    for seed in range(4):
+        asked = requests(seed)
+        # Idle turns take no time in the simulation, so there are none: all come while others run.
+        asked = [replace(one, turn=one.turn // 2) for one in asked]
+        real = RealEngine(config)
+        real.run(asked)
+        found = simulated(config, real, asked)
+        for mine, theirs in zip(found, real.batches, strict=False):
+            assert mine == theirs
+        assert len(found) == len(real.batches)
+        num_preempted += real.leader.scheduler.num_preemptions
+        num_cached += real.leader.scheduler.num_found_tokens
+    assert num_preempted > 0
+    assert (num_cached > 0) == caching

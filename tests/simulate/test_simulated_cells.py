@@ -1,0 +1,127 @@
+"""Cells of aggregated engines in virtual time: rows, tables and the page are those of a run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayk.reports import ResultWriter, load
+from rayk.simulate import SimOutcome, cell_arrivals, cell_row, simulate_cell
+from rayk.simulate.deaths import EngineDeath
+from rayk.types.errors import UserError
+from tests.simulate.cells import BOOK, DISPATCH_NS, MODEL, STEP_NS, TOKEN_NS, sim_cell
+
+
+def simulated(prompts: list[tuple[int, ...]], *, arrivals: Any = None, **changes: Any) -> SimOutcome:
+    cell = sim_cell(**changes)
+    return simulate_cell(cell, MODEL, cell_arrivals(cell, prompts, **(arrivals or {})), BOOK)
+
+
+def test_a_request_takes_what_its_steps_take() -> None:
+    """Chunks of 8, 8 and 4 tokens, then a token a step."""
+    engine = {"max_batch_tokens": 8}
+    (row,) = simulated([tuple(range(20))], engine=engine, sampling={"max_tokens": 3}).requests
+    steps = [STEP_NS + TOKEN_NS * n for n in (8, 8, 4, 1, 1)]
+    assert row.token_times_ns == [DISPATCH_NS + sum(steps[:n]) for n in (3, 4, 5)]
+    assert row.stage_ns == {
+        "queue": 0,
+        "dispatch": DISPATCH_NS,
+        "prefill_queue": 0,
+        "prefill": sum(steps[:3]),
+        "decode": sum(steps[3:]),
+    }
+    assert (row.finish_reason, row.kv_path, row.prefill_engine) == ("length", "local", "prefill0")
+
+
+def test_an_output_ends_where_it_ended_in_the_run() -> None:
+    prompts = [(1, 2, 3), (4, 5, 6)]
+    rows = simulated(prompts, arrivals={"num_output_tokens": [2, 4]}, sampling={"max_tokens": 4}).requests
+    assert [len(row.output_token_ids) for row in rows] == [2, 4]
+    assert [row.finish_reason for row in rows] == ["stop", "length"]
+    assert rows[0].output_token_ids[-1] == MODEL.eos_token_ids[0]
+    assert MODEL.eos_token_ids[0] not in rows[1].output_token_ids
+
+
+def test_engines_share_requests_as_the_policy_says() -> None:
+    """Ten requests on three engines in turn; stages add up to latencies, and nothing is left behind."""
+    outcome = simulated(
+        [tuple(range(i, i + 30)) for i in range(10)],
+        prefill={"num_engines": 3},
+        engine={"max_batch_tokens": 16, "max_seqs": 2},
+        sampling={"max_tokens": 16},
+        arrivals={"due_ns": [i * 700_000 for i in range(10)]},
+    )
+    assert [row.prefill_engine for row in outcome.requests] == [f"prefill{i % 3}" for i in range(10)]
+    for row in outcome.requests:
+        assert sum(row.stage_ns.values()) == row.token_times_ns[-1] - row.arrival_ns
+    steps = Counter(step.engine for step in outcome.steps)
+    assert steps == {name: account.num_steps for name, account in outcome.engines.items()}
+    assert sum(step.num_tokens for step in outcome.steps) == 10 * (30 + 15)
+    assert max(account.max_waiting for account in outcome.engines.values()) > 0
+
+
+def test_no_more_requests_stream_than_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayk.simulate.fleet.MAX_STREAMS", 2)
+    rows = simulated([(1, 2, 3)] * 6).requests
+    ends = sorted(row.token_times_ns[-1] for row in rows)
+    begins = sorted(row.arrival_ns + row.stage_ns["queue"] for row in rows)
+    assert begins == [0, 0, *ends[:4]]
+
+
+def test_a_request_lasts_no_longer_than_it_may() -> None:
+    rows = simulated(
+        [(1, 2, 3), (4, 5, 6)], deadlines={"request_s": 0.01}, sampling={"max_tokens": 50}
+    ).requests
+    assert [row.finish_reason for row in rows] == ["error", "error"]
+    assert [len(row.output_token_ids) for row in rows] == [9, 9]
+
+
+def test_equal_seeds_give_equal_rows() -> None:
+    prompts = [tuple(range(i, i + 9)) for i in range(5)]
+    cell = sim_cell(arrival={"rate": 200.0})
+
+    def rows() -> SimOutcome:
+        return simulate_cell(cell, MODEL, cell_arrivals(cell, prompts), BOOK, noise=True, seed=3)
+
+    assert rows().requests == rows().requests
+    assert rows().steps == rows().steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"mode": "disaggregated", "decode": {"block_size": 4}}, "hand-overs"),
+        ({"engine": {"pp": 2}}, "pipelines"),
+        ({"offload": {"host_gib": 1}}, "a host tier"),
+    ],
+)
+def test_what_is_not_simulated_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=f"not simulated: {named}"):
+        simulated([(1, 2)], **changes)
+
+
+def test_deaths_are_refused() -> None:
+    cell = sim_cell()
+    with pytest.raises(UserError, match="engines that die"):
+        simulate_cell(cell, MODEL, [], BOOK, deaths=[EngineDeath(at_s=1, engine="prefill0")])
+
+
+def test_the_report_opens_it(tmp_path: Path) -> None:
+    cell = sim_cell()
+    outcome = simulate_cell(cell, MODEL, cell_arrivals(cell, [(1, 2, 3)] * 4), BOOK)
+    environment = {"predicted": {"costs": "costs/", "unmeasured": True, "outside_hull": 3}}
+    writer = ResultWriter(tmp_path, spec_yaml="name: plan\nmodel: m\n", environment=environment)
+    writer.write_cell(cell_row(cell, [outcome]), outcome.requests, outcome.transfers)
+    page = writer.finish().read_text()
+    writer.close()
+    assert "PREDICTED, not measured" in page
+    assert "UNMEASURED" in page
+    assert "3 steps lay outside" in page
+    assert "1 of 1 cells PREDICTED" in page
+    cells = load(tmp_path).cells
+    assert list(cells["verdict"]) == ["PREDICTED"]
+    assert bool(cells["met"].all())
+    assert cells["tpot_ms_p50"][0] == pytest.approx((STEP_NS + 4 * TOKEN_NS) / 1e6)
