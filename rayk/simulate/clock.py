@@ -42,7 +42,7 @@ class EventQueue:
         event.action = None
 
     def run(self, until_ns: int | None = None) -> None:
-        """Let everything happen that is planned, and what that plans, in order, until it is past `until_ns`."""
+        """Let everything happen that is planned up to `until_ns`, and what that plans, in order."""
         heap = self._heap
         while heap and (until_ns is None or heap[0][0] <= until_ns):
             self.now_ns, _, event = heapq.heappop(heap)

@@ -1,15 +1,15 @@
-"""Run one engine in virtual time, turn by turn: the real loop, leader, scheduler, block manager and hand-over.
+"""Run one engine in virtual time: the real loop, leader, scheduler, block manager and hand-over.
 
 A turn is atomic: it runs at once when the world reaches its begin, on a clock that runs ahead, and what it
-causes elsewhere happens at the times on that clock. So what reaches an engine during a turn is seen at its next
-one, where a real engine may see it some microseconds before its turn ends: at most a step late.
+causes elsewhere happens at the times on that clock. So what reaches an engine during a turn is seen at its
+next one, where a real engine may see it before its turn ends: at most a step late.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rayk.engine.leader import RequestEvent, Sink
 from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
@@ -28,6 +28,9 @@ from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig
 from rayk.types.request import Request
 from rayk.types.steps import StepRow
+
+if TYPE_CHECKING:
+    from rayk.engine.rank import EngineRank
 
 OnStep = Callable[[StepRow], object]
 
@@ -83,9 +86,13 @@ class SimEngine:
             fast_prefill=config.fast_prefill,
             clock=self.clock,
         )
-        self.rank: Any = SimRank(self.clock, timer, runs_ahead=runs_ahead(config))
+        self.rank = SimRank(self.clock, timer, runs_ahead=runs_ahead(config))
         self.loop = EngineLoop(
-            self.rank, extension or NoExtension(), self.leader, stats=self, clock=self.clock
+            cast("EngineRank", self.rank),
+            extension or NoExtension(),
+            self.leader,
+            stats=self,
+            clock=self.clock,
         )
         self._world = world
         self._on_step = on_step
@@ -144,7 +151,7 @@ class SimEngine:
         account.num_preemptions = scheduler.num_preemptions
         account.num_prompt_tokens = scheduler.num_looked_up_tokens
         account.num_cached_tokens = scheduler.num_found_tokens
-        features = self.rank.timer.features(batch)
+        features = self.rank.features.popleft()
         self._on_step(
             StepRow(
                 cell_id="",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -30,6 +30,8 @@ MAX_STEP_ROWS = 200_000
 SECRET = bytes(32)
 """The key of every digest: nobody guesses at prompts here, and equal runs are to be equal."""
 
+OnRow = Callable[[RequestRow], object]
+
 
 class SimFleet:
     """Implements handover.request_record.RecordLog."""
@@ -44,6 +46,7 @@ class SimFleet:
         seed: int,
         noise: bool,
         strict: bool,
+        sink: OnRow | None = None,
     ) -> None:
         self.cell, self.repeat = cell, repeat
         self.world = EventQueue()
@@ -60,6 +63,7 @@ class SimFleet:
         )
         self._describer = RequestDescriber(cell.policy, cell.policy_settings, SECRET)
         self._gaps = costs.gaps
+        self._sink = sink
         self._draw = np.random.default_rng([seed, repeat, 0]) if noise else None
         self._model, self._costs = config, costs
         self._seed, self._noise, self._strict = (seed, repeat), noise, strict
@@ -104,6 +108,8 @@ class SimFleet:
 
     def ended(self, flow: RequestFlow) -> None:
         """A request is over, and its place is free."""
+        if self._sink is not None:
+            self._sink(flow.row)
         self.dispatcher.ended((flow.name,), self.world.now_ns)
         self._num_streams -= 1
         if self._waiting:
@@ -136,7 +142,8 @@ class SimFleet:
     def _arrive(self, arrival: Arrival) -> None:
         self._await_next()
         flow = RequestFlow(self, arrival)
-        self.outcome.requests.append(flow.row)
+        if self._sink is None:
+            self.outcome.requests.append(flow.row)
         asked = self._describer.describe(
             flow.row.request_id,
             arrival.prompt,
@@ -169,7 +176,8 @@ class SimFleet:
 
     def transferred(self, rows: Sequence[TransferRow], num_kv_bytes_checked: int) -> None:
         del num_kv_bytes_checked  # none are: no bytes are moved
-        self.outcome.transfers += rows
+        if self._sink is None:
+            self.outcome.transfers += rows
 
     def captured(self, row: RequestRow, rows: list[CapturedRows]) -> None:
         """Do nothing: nobody asks for it."""

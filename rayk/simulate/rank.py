@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -67,7 +68,7 @@ class SimRank:
         self.stage = 0
         self.why_not_ahead = None if runs_ahead else "it computes before it returns"
         self.timer = timer
-        self.features: StepFeatures | None = None  # of the last step
+        self.features: deque[StepFeatures] = deque()  # of the steps that nobody has counted yet
         self.measure: Callable[[], int] = lambda: 0
         self._clock = clock
         self._slow = slow
@@ -76,7 +77,8 @@ class SimRank:
 
     def step(self, batch: ScheduledBatch) -> torch.Tensor:
         """Take the time of a step; the logits are none."""
-        self.features = features = self.timer.features(batch)
+        features = self.timer.features(batch)
+        self.features.append(features)
         self._clock.advance(self.timer.host_ns(features))
         took_ns = self._slow(self.timer.model_ns(features))
         self._free_ns = max(self._free_ns, self._clock.end_ns) + took_ns

@@ -9,7 +9,7 @@ from rayk.costs.book import CostBook
 from rayk.models.config import DecoderConfig
 from rayk.simulate.arrivals import Arrival
 from rayk.simulate.deaths import EngineDeath
-from rayk.simulate.fleet import SimFleet
+from rayk.simulate.fleet import OnRow, SimFleet
 from rayk.simulate.outcome import SimOutcome
 from rayk.specs.cells import Cell
 from rayk.types.errors import UserError
@@ -27,6 +27,7 @@ def simulate_cell(
     strict: bool = True,
     fast: bool = True,
     deaths: Sequence[EngineDeath] = (),
+    sink: OnRow | None = None,
 ) -> SimOutcome:
     """Simulate a repeat of a cell: the engines' own scheduler, leader and hand-over, over ranks that compute
     nothing and take the time that `costs` says.
@@ -34,14 +35,15 @@ def simulate_cell(
     `arrivals`: in the order of their times; read one ahead (see arrivals.cell_arrivals). `noise`: steps and
     gaps are drawn, by `seed`, from what was measured; else each takes its mean or median. `strict`: raises
     OutsideHull for a step unlike those measured; else such steps are counted. `fast`: decode steps that admit
-    and finish nobody are advanced together, which changes no result. `deaths`: engines that die.
+    and finish nobody are advanced together, which changes no result. `deaths`: engines that die. `sink`
+    gets each request's row when it is over; rows are then not kept, nor are transfers.
 
     Raises UserError for what is not simulated, and where `costs` lacks an engine.
     """
     began = time.process_time()
     if (problem := why_not_simulated(cell, deaths)) is not None:
         raise UserError(f"not simulated: {problem}", where=f"cell {cell.cell_id}")
-    fleet = SimFleet(cell, config, costs, repeat=repeat, seed=seed, noise=noise, strict=strict)
+    fleet = SimFleet(cell, config, costs, repeat=repeat, seed=seed, noise=noise, strict=strict, sink=sink)
     outcome = fleet.run(arrivals)
     outcome.cpu_s = time.process_time() - began
     return outcome

@@ -84,8 +84,8 @@ STANDARD_AXES = (
 
 
 MAX_STREAMS = 96
-"""Requests of one cell in flight at once, each of which holds a thread of its worker's io group while it streams.
-Of a server: on one engine, where nobody says how many. Those beyond its rows wait at its door."""
+"""Requests of one cell in flight at once, each of which holds a thread of its worker's io group while it
+streams. Of a server: on one engine, where nobody says how many. Those beyond its rows wait at its door."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,11 +11,11 @@ import pandas as pd
 import pytest
 
 from rayk import Experiment
-from rayk.specs.cells import MAX_STREAMS
 from rayk.reports import Result
 from rayk.reports.fields import STAGES
 from rayk.reports.moves import moves
 from rayk.reports.stages import LIMITS, limit_rows, request_parts
+from rayk.specs.cells import MAX_STREAMS
 from tests.markers import nixl, ray, thorough
 
 pytestmark = [ray, nixl, pytest.mark.timeout(240), thorough]

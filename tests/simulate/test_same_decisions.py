@@ -1,10 +1,10 @@
-"""A real engine's decisions and a simulated one's are equal, step by step: batches, and the blocks in them."""
+"""A real engine's decisions and a simulated one's are equal, step by step: batches, blocks included."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,6 @@ def simulated(config: EngineConfig, real: RealEngine, asked: Sequence[Asked]) ->
     for number, one in enumerate(asked):
         request = request_of(number, one)
         take = lambda event: ended.append(event.request_id) if event.is_last else None  # noqa: E731
-        # An idle engine's turns take no time, so a request that comes to one begins its turns anew.
         world.at(one.turn * STEP_NS, lambda request=request, take=take: engine.submit(request, take))
     world.run()
     engine.leader.check_integrity()
@@ -160,8 +159,6 @@ def test_decisions_are_equal(model_of: Callable[[str], Path], name: str, caching
     num_preempted = num_cached = 0
     for seed in range(4):
         asked = requests(seed)
-        # Idle turns take no time in the simulation, so there are none: all come while others run.
-        asked = [replace(one, turn=one.turn // 2) for one in asked]
         real = RealEngine(config)
         real.run(asked)
         found = simulated(config, real, asked)

@@ -125,3 +125,14 @@ def test_the_report_opens_it(tmp_path: Path) -> None:
     assert list(cells["verdict"]) == ["PREDICTED"]
     assert bool(cells["met"].all())
     assert cells["tpot_ms_p50"][0] == pytest.approx((STEP_NS + 4 * TOKEN_NS) / 1e6)
+
+
+def test_rows_leave_as_requests_end() -> None:
+    """A million requests need no more memory than those under way."""
+    cell = sim_cell(engine={"max_seqs": 2})
+    prompts = [(1, 2, 3), (4, 5, 6), (7, 8, 9)]
+    kept = simulate_cell(cell, MODEL, cell_arrivals(cell, prompts), BOOK)
+    left: list[Any] = []
+    outcome = simulate_cell(cell, MODEL, cell_arrivals(cell, prompts), BOOK, sink=left.append)
+    assert outcome.requests == []
+    assert sorted(left, key=lambda row: row.prompt_index) == kept.requests
