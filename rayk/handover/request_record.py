@@ -19,9 +19,6 @@ from rayk.types.errors import RaykError
 from rayk.types.rows import RequestRow, TransferRow
 from rayk.types.stage_clock import StageClock
 
-NO_MORE = EventInfo()
-"""The info of an event that has none."""
-
 
 class Telling(Protocol):
     """An engine that events come from."""
@@ -111,8 +108,11 @@ class RequestRecord:
         `retry`, if there is another attempt."""
         if event.error is not None:
             return
-        stages, info, offset_ns = self.stages, event.info or NO_MORE, engine.clock_offset_ns
+        stages, info, offset_ns = self.stages, event.info, engine.clock_offset_ns
         at_ns = event.time_ns + offset_ns
+        if info is None:
+            self._note_prefilled(event, at_ns)
+            return
         if info.submitted_ns is not None:
             stages.end("dispatch" if info.stage_ns is None else "handover", info.submitted_ns + offset_ns)
         self._note_tier(info, offset_ns)
@@ -123,10 +123,7 @@ class RequestRecord:
                 stages.lasted(stage, length_ns)
             self._computes = info.failure is not None  # the decode engine goes on by itself
             stages.end("retry" if self._computes else "notice", at_ns)
-        self._note_steps(event, offset_ns)
-        if isinstance(event.payload, TransferTicket):
-            stages.end("ticket", at_ns - max(event.payload.digest_ns, default=0))
-            stages.end("digest", at_ns)
+        self._note_steps(event, info, offset_ns)
 
     def _note_tier(self, info: EventInfo, offset_ns: int) -> None:
         """Record what the engine waited for before it queued the request."""
@@ -135,26 +132,39 @@ class RequestRecord:
             if end_ns is not None:
                 self.stages.end(stage, end_ns + offset_ns)
 
-    def _note_steps(self, event: RequestEvent, offset_ns: int) -> None:
+    def _note_steps(self, event: RequestEvent, info: EventInfo, offset_ns: int) -> None:
         """Record when the engine first computed, when the request was swapped out, and its first token."""
-        stages, info, at_ns = self.stages, event.info or NO_MORE, event.time_ns + offset_ns
+        stages, at_ns = self.stages, event.time_ns + offset_ns
         if info.first_step_ns is not None:
             self._phase = "prefill" if self._computes else "decode"
             stages.end(f"{self._phase}_queue", info.first_step_ns + offset_ns)
         if info.swap_ns is not None:
             stages.end(self._phase or "decode", at_ns - info.swap_ns)
             stages.end("swap", at_ns)
-        if event.token_ids and self._phase == "prefill":
-            stages.end("prefill", at_ns)
+        self._note_prefilled(event, at_ns)
+
+    def _note_prefilled(self, event: RequestEvent, at_ns: int) -> None:
+        """Record the first token, and the ticket with which the request leaves after it."""
+        if self._phase == "prefill" and event.token_ids:
+            self.stages.end("prefill", at_ns)
             self._phase = "decode"
+        if isinstance(event.payload, TransferTicket):
+            self.stages.end("ticket", at_ns - max(event.payload.digest_ns, default=0))
+            self.stages.end("digest", at_ns)
 
     def take(self, engine: Telling, event: RequestEvent) -> None:
         """Write an event into the row, which has none of its tokens yet."""
-        row, info = self.row, event.info or NO_MORE
+        row = self.row
         time_ns = event.time_ns + engine.clock_offset_ns
         row.output_token_ids += event.token_ids
         row.token_times_ns += [time_ns] * len(event.token_ids)
         note_sampling(row, event)
+        if event.info is not None:
+            self._take_info(engine, event, event.info, time_ns)
+        self._log.delivered(row, event)
+
+    def _take_info(self, engine: Telling, event: RequestEvent, info: EventInfo, time_ns: int) -> None:
+        row = self.row
         if info.stage_ns is not None and event.error is None:
             row.exposed_ns = time_ns - row.token_times_ns[0]
         self.moved(engine, info.transfers or (), info.num_kv_bytes_checked or 0)
@@ -171,7 +181,6 @@ class RequestRecord:
             row.num_recomputed_tokens = info.num_recomputed_tokens
         if row.num_recomputed_tokens and row.kv_path == "remote":
             row.kv_path = "recomputed"
-        self._log.delivered(row, event)
 
     def _take_offload(self, info: EventInfo) -> None:
         """Record what a host tier did for the request."""
