@@ -32,7 +32,6 @@ from rayk.sched.admission import AdmissionController, News
 from rayk.sched.dispatcher import Abort, Dispatcher, DispatchRules, FormAgain
 from rayk.sched.policies import get_policy
 from rayk.sched.policy import PlacementRequest
-from rayk.specs.cells import MAX_STREAMS
 from rayk.specs.serving import ServerSettings
 from rayk.transfer.staging import StagingSettings
 from rayk.types.errors import EngineDied, InternalError, RoleConflict, UnknownEngine
@@ -65,7 +64,7 @@ class Fleet(Deployment):
             DispatchRules(
                 hands_over=not settings.is_aggregated, max_waiting=settings.max_waiting, pauses_s=PAUSES_S
             ),
-            max_running=_max_running(settings, members),
+            max_running=_max_places(settings, members),
         )
         rules = DeploymentRules(
             transfer=settings.transfer,
@@ -164,7 +163,7 @@ class Fleet(Deployment):
             if member.state == "ready":
                 await self.connect_to_others(member, role)
             member.role = role
-            self.dispatcher.allow(_max_running(self._settings, self.members.values()))
+            self.dispatcher.allow(_max_places(self._settings, self.members.values()))
             if member.handle is not None:
                 member.handle.take_role(role)
             if member.state == "ready":
@@ -366,10 +365,5 @@ class Fleet(Deployment):
                 member.life.leader.abort.options(concurrency_group="control").remote(action.name)
 
 
-def _max_running(settings: ServerSettings, members: Iterable[Member]) -> int:
-    """Return how many requests may have a place at once."""
-    if settings.max_running is not None:
-        return settings.max_running
-    # Twice its rows: while some decode, others are prefilled and handed over.
-    rows = (m.entry.config.max_seqs for m in members if m.role != "prefill")
-    return sum(min(2 * n, MAX_STREAMS) for n in rows)
+def _max_places(settings: ServerSettings, members: Iterable[Member]) -> int:
+    return settings.max_places((m.role, m.entry.config) for m in members)

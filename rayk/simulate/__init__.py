@@ -6,7 +6,15 @@ which engines die.
 
 from rayk.simulate.arrivals import Arrival, cell_arrivals
 from rayk.simulate.deaths import EngineDeath
-from rayk.simulate.outcome import SimOutcome, cell_row
+from rayk.simulate.outcome import SimOutcome, cell_row, prediction_facts
 from rayk.simulate.run import simulate_cell
 
-__all__ = ["Arrival", "EngineDeath", "SimOutcome", "cell_arrivals", "cell_row", "simulate_cell"]
+__all__ = [
+    "Arrival",
+    "EngineDeath",
+    "SimOutcome",
+    "cell_arrivals",
+    "cell_row",
+    "prediction_facts",
+    "simulate_cell",
+]

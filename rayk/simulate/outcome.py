@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+from rayk.costs import CostBook
 from rayk.specs.cells import Cell
 from rayk.types.rows import CellRow, RequestRow, TransferRow
 from rayk.types.steps import StepRow
@@ -36,6 +39,20 @@ class SimOutcome:
     num_outside_hull: int = 0  # steps that the tables do not cover
     num_events: int = 0
     cpu_s: float = 0.0
+
+
+def prediction_facts(
+    costs: CostBook, outcomes: Iterable[SimOutcome], *, noise: bool = False
+) -> dict[str, Any]:
+    """Say, for environment.json of a simulated run, what its times were made of; reports begin with it."""
+    return {
+        "predicted": {
+            "costs": costs.folder,
+            "unmeasured": not costs.is_measured,
+            "outside_hull": sum(outcome.num_outside_hull for outcome in outcomes),
+            "noise": noise,
+        }
+    }
 
 
 def cell_row(cell: Cell, outcomes: list[SimOutcome]) -> CellRow:

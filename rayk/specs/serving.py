@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rayk.models.config import DecoderConfig
 from rayk.sched.policy import PolicySettings
 from rayk.sched.request_describer import new_secret
-from rayk.specs.cells import Cell
+from rayk.specs.cells import MAX_STREAMS, Cell
 from rayk.specs.experiment import OffloadSpec, TransferSpec
 from rayk.types.config import EngineConfig
 from rayk.types.fault_table import FailurePolicy
@@ -67,6 +67,13 @@ class ServerSettings:
         names, roles = [e.name for e in self.engines], {e.role for e in self.engines}
         assert len(set(names)) == len(names), f"engines share a name: {names}"
         assert roles in ({"aggregated"}, {"prefill", "decode"}), f"nobody does all of a request: {roles}"
+
+    def max_places(self, engines: Iterable[tuple[str, EngineConfig]]) -> int:
+        """Tell how many requests may have a place at once on these engines, each with its role of now."""
+        if self.max_running is not None:
+            return self.max_running
+        # Twice its rows: while some decode, others are prefilled and handed over.
+        return sum(min(2 * config.max_seqs, MAX_STREAMS) for role, config in engines if role != "prefill")
 
     @property
     def is_aggregated(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from rayk.simulate.clock import EventQueue
 from rayk.simulate.engine import SimEngine
 from rayk.simulate.rank import StepTimer
 from rayk.simulate.tokens import TokenRule
-from rayk.types.batch import ScheduledBatch
+from rayk.types.batch import UNKNOWN_TOKEN, ScheduledBatch
 from rayk.types.config import EngineConfig
 from rayk.types.request import Request, SamplingParams
-from tests.markers import one_per
+from tests.markers import one_per, thorough
 from tests.pd import NAN_POISON
 
 STEP_NS = 1_000
@@ -138,6 +138,25 @@ def model_of(checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
         return checkpoint(family, overrides=dict(HYBRID)) if hybrid else checkpoint(family)
 
     return make
+
+
+@thorough
+def test_decisions_of_engines_that_run_ahead_are_equal(model_of: Callable[[str], Path]) -> None:
+    """Steps are planned before the tokens of those before are known. All requests come at once."""
+    config = EngineConfig(
+        model=str(model_of("qwen3")),
+        num_blocks=POOLS["qwen3"],
+        max_batch_tokens=12,
+        max_seqs=4,
+        block_size=4,
+        prefix_caching=True,
+        async_scheduling="always",
+    )
+    asked = [replace(one, turn=0) for one in requests(5)]
+    real = RealEngine(config)
+    real.run(asked)
+    assert simulated(config, real, asked) == real.batches
+    assert any(UNKNOWN_TOKEN in share.token_ids for batch in real.batches for share in batch.requests)
 
 
 @pytest.mark.parametrize("caching", [True, False])

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rayk.costs.hull import Hull
 from rayk.reports import ResultWriter, load
-from rayk.simulate import SimOutcome, cell_arrivals, cell_row, simulate_cell
+from rayk.simulate import SimOutcome, cell_arrivals, cell_row, prediction_facts, simulate_cell
 from rayk.simulate.deaths import EngineDeath
-from rayk.types.errors import UserError
+from rayk.types.errors import OutsideHull, UserError
 from tests.simulate.cells import BOOK, DISPATCH_NS, MODEL, STEP_NS, TOKEN_NS, sim_cell
 
 
@@ -112,12 +114,15 @@ def test_deaths_are_refused() -> None:
 def test_the_report_opens_it(tmp_path: Path) -> None:
     cell = sim_cell()
     outcome = simulate_cell(cell, MODEL, cell_arrivals(cell, [(1, 2, 3)] * 4), BOOK)
-    environment = {"predicted": {"costs": "costs/", "unmeasured": True, "outside_hull": 3}}
+    outcome.num_outside_hull = 3
+    assert BOOK.any_engine is not None
+    costs = replace(BOOK, folder="costs/", any_engine=replace(BOOK.any_engine, kind="unmeasured"))
+    environment = prediction_facts(costs, [outcome])
     writer = ResultWriter(tmp_path, spec_yaml="name: plan\nmodel: m\n", environment=environment)
     writer.write_cell(cell_row(cell, [outcome]), outcome.requests, outcome.transfers)
     page = writer.finish().read_text()
     writer.close()
-    assert "PREDICTED, not measured" in page
+    assert "PREDICTED, not measured: times are those of the cost tables in costs/" in page
     assert "UNMEASURED" in page
     assert "3 steps lay outside" in page
     assert "1 of 1 cells PREDICTED" in page
@@ -125,6 +130,20 @@ def test_the_report_opens_it(tmp_path: Path) -> None:
     assert list(cells["verdict"]) == ["PREDICTED"]
     assert bool(cells["met"].all())
     assert cells["tpot_ms_p50"][0] == pytest.approx((STEP_NS + 4 * TOKEN_NS) / 1e6)
+
+
+def test_steps_outside_of_the_tables_are_refused_or_counted() -> None:
+    assert BOOK.any_engine is not None
+    table = replace(BOOK.any_engine.prefill, hull=Hull(bounds={"num_tokens": (1, 5)}))
+    book = replace(BOOK, any_engine=replace(BOOK.any_engine, prefill=table))
+    cell = sim_cell()
+    prompts = [(1, 2, 3), (4, 5, 6)]
+    with pytest.raises(OutsideHull, match="num_tokens 6 is outside of 1 to 5"):
+        simulate_cell(cell, MODEL, cell_arrivals(cell, prompts), book)
+    apart = simulate_cell(cell, MODEL, cell_arrivals(cell, prompts, due_ns=[0, 10**9]), book)
+    assert apart.num_outside_hull == 0
+    found = simulate_cell(cell, MODEL, cell_arrivals(cell, prompts), book, strict=False)
+    assert found.num_outside_hull == 1
 
 
 def test_rows_leave_as_requests_end() -> None:
