@@ -3,27 +3,52 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from rayk.engine.leader import RequestEvent
-from rayk.handover.request_record import RequestRecord, note_failure
-from rayk.sched.dispatcher import Place
+from rayk.handover.request_record import RecordLog, RequestRecord, note_failure
+from rayk.sched.dispatcher import Dispatcher, Place
 from rayk.sched.recovery import cause_of
 from rayk.simulate.arrivals import Arrival
-from rayk.simulate.clock import Event
+from rayk.simulate.clock import Event, EventQueue
+from rayk.simulate.engine import SimEngine
+from rayk.simulate.tokens import TokenRule
+from rayk.specs.cells import Cell
 from rayk.types.errors import DeadlineExceeded, RaykError
 from rayk.types.request import Request, SamplingParams
 from rayk.types.rows import RequestRow
 
-if TYPE_CHECKING:
-    from rayk.simulate.engine import SimEngine
-    from rayk.simulate.fleet import SimFleet
+
+class FlowHost(RecordLog, Protocol):
+    """What requests flow through. Implemented by simulate.fleet."""
+
+    cell: Cell
+    repeat: int
+    world: EventQueue
+    rule: TokenRule
+    dispatcher: Dispatcher
+
+    def engine(self, name: str | None) -> SimEngine:
+        """Find an engine by its name."""
+        ...
+
+    def gap_ns(self, name: str) -> int:
+        """Tell how long a gap of costs.table.GapTable lasts."""
+        ...
+
+    def abort(self, name: str) -> None:
+        """Stop an attempt, wherever it is."""
+        ...
+
+    def ended(self, flow: RequestFlow) -> None:
+        """A request is over, and its place is free."""
+        ...
 
 
 class RequestFlow:
     """A request from its arrival to its end, through all its attempts; its row says what happened."""
 
-    def __init__(self, fleet: SimFleet, arrival: Arrival) -> None:
+    def __init__(self, fleet: FlowHost, arrival: Arrival) -> None:
         cell = fleet.cell
         self.arrival = arrival
         self.row = RequestRow(
