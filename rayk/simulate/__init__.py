@@ -4,13 +4,14 @@
 which engines die.
 """
 
-from rayk.simulate.arrivals import Arrival, cell_arrivals
+from rayk.simulate.arrivals import Arrival, ArrivalSource, cell_arrivals
 from rayk.simulate.deaths import EngineDeath
 from rayk.simulate.outcome import SimOutcome, cell_row, prediction_facts
 from rayk.simulate.run import simulate_cell
 
 __all__ = [
     "Arrival",
+    "ArrivalSource",
     "EngineDeath",
     "SimOutcome",
     "cell_arrivals",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from rayk.specs.cells import Cell
 
@@ -19,6 +20,39 @@ class Arrival:
     num_output_tokens: int | None = None
     """Tokens after which it stops, which neither policies nor engines know before; None: `max_tokens`."""
     session: str | None = None
+
+
+class ArrivalSource(Protocol):
+    """Gives requests one by one; some may come only once others have ended, as the turns of a session."""
+
+    def next_due_ns(self) -> int | None:
+        """Tell when the next request comes, as far as is known; None: none does until one ends."""
+
+    def take(self) -> Arrival:
+        """Return that request."""
+
+    def ended(self, index: int, now_ns: int) -> None:
+        """The request of this index is over."""
+
+
+class InOrder:
+    """Gives requests in the order in which they come, read one ahead. Implements ArrivalSource."""
+
+    def __init__(self, arrivals: Iterable[Arrival]) -> None:
+        self._rest = iter(arrivals)
+        self._next = next(self._rest, None)
+
+    def next_due_ns(self) -> int | None:
+        return None if self._next is None else self._next.at_ns
+
+    def take(self) -> Arrival:
+        assert self._next is not None, "nobody comes"
+        taken, self._next = self._next, next(self._rest, None)
+        assert self._next is None or self._next.at_ns >= taken.at_ns, "requests are out of their order"
+        return taken
+
+    def ended(self, index: int, now_ns: int) -> None:
+        """Do nothing: nobody waits for another's end."""
 
 
 def cell_arrivals(

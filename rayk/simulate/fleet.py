@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,8 +14,8 @@ from rayk.models.config import DecoderConfig
 from rayk.sched.dispatcher import Dispatcher, DispatchRules, Place
 from rayk.sched.policies import get_policy
 from rayk.sched.request_describer import RequestDescriber
-from rayk.simulate.arrivals import Arrival
-from rayk.simulate.clock import EventQueue
+from rayk.simulate.arrivals import ArrivalSource, InOrder
+from rayk.simulate.clock import Event, EventQueue
 from rayk.simulate.engine import SimEngine
 from rayk.simulate.flow import RequestFlow
 from rayk.simulate.outcome import SimOutcome
@@ -69,16 +69,17 @@ class SimFleet:
         self._seed, self._noise, self._strict = (seed, repeat), noise, strict
         self._engines: dict[str, SimEngine] = {}
         self._timers: list[StepTimer] = []
-        self._arrivals: Iterator[Arrival] = iter(())
+        self._arrivals: ArrivalSource = InOrder(())
+        self._next: Event | None = None  # the next arrival
         self._num_streams = 0
         self._waiting: deque[tuple[RequestFlow, Place]] = deque()
         """Requests that have a place, and wait for others to stop streaming."""
         for index in range(cell.num_prefill_engines):
             self._open(f"prefill{index}")
 
-    def run(self, arrivals: Iterable[Arrival]) -> SimOutcome:
+    def run(self, arrivals: ArrivalSource) -> SimOutcome:
         """Let all requests come and end."""
-        self._arrivals = iter(arrivals)
+        self._arrivals = arrivals
         self._await_next()
         self.world.run()
         outcome = self.outcome
@@ -111,6 +112,8 @@ class SimFleet:
         if self._sink is not None:
             self._sink(flow.row)
         self.dispatcher.ended((flow.name,), self.world.now_ns)
+        self._arrivals.ended(flow.arrival.index, self.world.now_ns)
+        self._await_next()
         self._num_streams -= 1
         if self._waiting:
             self._stream(*self._waiting.popleft())
@@ -136,10 +139,16 @@ class SimFleet:
 
     def _await_next(self) -> None:
         """Plan the next arrival: never more than one, however many there are."""
-        if (arrival := next(self._arrivals, None)) is not None:
-            self.world.at(arrival.at_ns, lambda: self._arrive(arrival))
+        due_ns = self._arrivals.next_due_ns()
+        if self._next is not None:
+            if self._next.at_ns == due_ns:
+                return
+            self.world.cancel(self._next)
+        self._next = None if due_ns is None else self.world.at(due_ns, self._arrive)
 
-    def _arrive(self, arrival: Arrival) -> None:
+    def _arrive(self) -> None:
+        self._next = None
+        arrival = self._arrivals.take()
         self._await_next()
         flow = RequestFlow(self, arrival)
         if self._sink is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from rayk.costs.book import CostBook
 from rayk.models.config import DecoderConfig
-from rayk.simulate.arrivals import Arrival
+from rayk.simulate.arrivals import Arrival, ArrivalSource, InOrder
 from rayk.simulate.deaths import EngineDeath
 from rayk.simulate.fleet import OnRow, SimFleet
 from rayk.simulate.outcome import SimOutcome
@@ -18,7 +18,7 @@ from rayk.types.errors import UserError
 def simulate_cell(
     cell: Cell,
     config: DecoderConfig,
-    arrivals: Iterable[Arrival],
+    arrivals: Iterable[Arrival] | ArrivalSource,
     costs: CostBook,
     *,
     repeat: int = 0,
@@ -32,11 +32,11 @@ def simulate_cell(
     """Simulate a repeat of a cell: the engines' own scheduler, leader and hand-over, over ranks that compute
     nothing and take the time that `costs` says.
 
-    `arrivals`: in the order of their times; read one ahead (see arrivals.cell_arrivals). `noise`: steps and
-    gaps are drawn, by `seed`, from what was measured; else each takes its mean or median. `strict`: raises
-    OutsideHull for a step unlike those measured; else such steps are counted. `fast`: decode steps that admit
-    and finish nobody are advanced together, which changes no result. `deaths`: engines that die. `sink`
-    gets each request's row when it is over; rows are then not kept, nor are transfers.
+    `arrivals`: in the order of their times (see arrivals.cell_arrivals), or a source that hears of ends.
+    `noise`: steps and gaps are drawn, by `seed`, from what was measured; else each takes its mean or median.
+    `strict`: raises OutsideHull for a step unlike those measured; else such steps are counted. `fast`: decode
+    steps that admit and finish nobody are advanced together, which changes no result. `deaths`: engines that
+    die. `sink` gets each request's row when it is over; rows are then not kept, nor are transfers.
 
     Raises UserError for what is not simulated, and where `costs` lacks an engine.
     """
@@ -44,7 +44,7 @@ def simulate_cell(
     if (problem := why_not_simulated(cell, deaths)) is not None:
         raise UserError(f"not simulated: {problem}", where=f"cell {cell.cell_id}")
     fleet = SimFleet(cell, config, costs, repeat=repeat, seed=seed, noise=noise, strict=strict, sink=sink)
-    outcome = fleet.run(arrivals)
+    outcome = fleet.run(InOrder(arrivals) if isinstance(arrivals, Iterable) else arrivals)
     outcome.cpu_s = time.process_time() - began
     return outcome
 

@@ -11,7 +11,7 @@ import pytest
 
 from rayk.costs.hull import Hull
 from rayk.reports import ResultWriter, load
-from rayk.simulate import SimOutcome, cell_arrivals, cell_row, prediction_facts, simulate_cell
+from rayk.simulate import Arrival, SimOutcome, cell_arrivals, cell_row, prediction_facts, simulate_cell
 from rayk.simulate.deaths import EngineDeath
 from rayk.types.errors import OutsideHull, UserError
 from tests.simulate.cells import BOOK, DISPATCH_NS, MODEL, STEP_NS, TOKEN_NS, sim_cell
@@ -130,6 +130,37 @@ def test_the_report_opens_it(tmp_path: Path) -> None:
     assert list(cells["verdict"]) == ["PREDICTED"]
     assert bool(cells["met"].all())
     assert cells["tpot_ms_p50"][0] == pytest.approx((STEP_NS + 4 * TOKEN_NS) / 1e6)
+
+
+class Session:
+    """Turns of one session: each comes 5 ms after the end of the one before."""
+
+    def __init__(self, num_turns: int) -> None:
+        self.left = num_turns
+        self.due_ns: int | None = 0
+        self.ends_ns: list[int] = []
+
+    def next_due_ns(self) -> int | None:
+        return self.due_ns
+
+    def take(self) -> Arrival:
+        assert self.due_ns is not None
+        at_ns, self.due_ns = self.due_ns, None
+        self.left -= 1
+        return Arrival(at_ns=at_ns, index=self.left, prompt=(1, 2, 3), max_tokens=2)
+
+    def ended(self, index: int, now_ns: int) -> None:
+        assert index == self.left
+        self.ends_ns.append(now_ns)
+        self.due_ns = now_ns + 5_000_000 if self.left else None
+
+
+def test_a_request_may_come_because_another_ended() -> None:
+    session = Session(3)
+    rows = simulate_cell(sim_cell(), MODEL, session, BOOK).requests
+    took_ns = DISPATCH_NS + 2 * STEP_NS + 4 * TOKEN_NS
+    assert session.ends_ns == [n * took_ns + (n - 1) * 5_000_000 for n in (1, 2, 3)]
+    assert [row.arrival_ns for row in rows] == [n * (took_ns + 5_000_000) for n in range(3)]
 
 
 def test_steps_outside_of_the_tables_are_refused_or_counted() -> None:
