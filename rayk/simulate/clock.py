@@ -45,11 +45,13 @@ class EventQueue:
         """Let everything happen that is planned up to `until_ns`, and what that plans, in order."""
         heap = self._heap
         while heap and (until_ns is None or heap[0][0] <= until_ns):
-            self.now_ns, _, event = heapq.heappop(heap)
-            if event.action is not None:
-                self.num_events += 1
-                action, event.action = event.action, None
-                action()
+            at_ns, _, event = heapq.heappop(heap)
+            if event.action is None:
+                continue  # cancelled: no time passes for it
+            self.now_ns = at_ns
+            self.num_events += 1
+            action, event.action = event.action, None
+            action()
 
 
 class LocalClock:

@@ -57,6 +57,7 @@ def test_engines_share_requests_as_the_policy_says() -> None:
         arrivals={"due_ns": [i * 700_000 for i in range(10)]},
     )
     assert [row.prefill_engine for row in outcome.requests] == [f"prefill{i % 3}" for i in range(10)]
+    assert outcome.end_ns == max(row.token_times_ns[-1] for row in outcome.requests)
     for row in outcome.requests:
         assert sum(row.stage_ns.values()) == row.token_times_ns[-1] - row.arrival_ns
     steps = Counter(step.engine for step in outcome.steps)
