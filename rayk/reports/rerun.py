@@ -42,6 +42,8 @@ def run_needs(result: Result) -> str:
         if result.spec_yaml
         else "The run's folder has no spec.yaml any more: its matrix, settings and prompts are lost."
     ]
+    if "predicted" in result.environment:
+        texts.insert(0, "This measures what is predicted here.")
     if str(result.environment.get("git_commit") or "").endswith("+changes"):
         texts.append("The run's work tree had changes that no commit has.")
     made = _mapping(result.environment, "checkpoints")

@@ -125,6 +125,7 @@ def test_the_report_opens_it(tmp_path: Path) -> None:
     writer.close()
     assert "PREDICTED, not measured: times are those of the cost tables in costs/" in page
     assert "UNMEASURED" in page
+    assert "This measures what is predicted here" in page
     assert "3 steps lay outside" in page
     assert "1 of 1 cells PREDICTED" in page
     cells = load(tmp_path).cells
