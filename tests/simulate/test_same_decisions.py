@@ -98,10 +98,9 @@ class RealEngine:
                 tokens = self.outputs.setdefault(f"r{number}", [])
                 take = lambda event, tokens=tokens: tokens.extend(event.token_ids)  # noqa: E731
                 self.handover.submit(request_of(number, one), take, hand_over=False)
-            num_before = len(self.batches)
             self.loop.turn()
             turn += 1
-            assert waiting or not self.leader.scheduler.has_work or len(self.batches) > num_before, "stuck"
+            assert turn < 1000, "requests wait for ever"
 
 
 def simulated(config: EngineConfig, real: RealEngine, asked: Sequence[Asked]) -> list[ScheduledBatch]:
