@@ -135,6 +135,7 @@ def test_bad_input_is_told_from_the_rest():
         "UnsupportedArchitecture",
         "DiskUnavailable",
         "DeviceError",
+        "OutsideHull",
         "UnknownEngine",
         "RoleConflict",
     }
