@@ -91,6 +91,11 @@ class KVCacheManager:
         self._tables[request_id] = tables
         return tuple(updates)
 
+    def num_covered_tokens(self, request_id: str) -> int:
+        """Count the tokens that a request's tables have room for; see BlockAllocator."""
+        tables = self._tables[request_id]
+        return min(g.spec.block_size * len(t.blocks) for g, t in zip(self.groups, tables, strict=True))
+
     def match(
         self, request_id: str, token_ids: Sequence[int], max_tokens: int, cache_salt: str | None = None
     ) -> int:

@@ -331,10 +331,21 @@ class Scheduler:
         assert not any(map(self._away.precedes, self._running)), "a request ran before an earlier one"
         self.allocator.check_integrity()
 
+    def _extend(self, state: RequestState, num_tokens: int) -> BlockUpdates | None:
+        """Get blocks for `num_tokens` of a request; None if they are short. The tables of one that runs
+        change here and in `trim` alone: as long as they have room there is nothing to ask for."""
+        if num_tokens <= state.num_covered:
+            return state.no_updates
+        updates = self.allocator.extend(state.request_id, num_tokens)
+        if updates is not None:
+            state.num_covered = self.allocator.num_covered_tokens(state.request_id)
+            state.no_updates = tuple((start + len(ids), ()) for start, ids in updates)
+        return updates
+
     def _extend_or_preempt(self, state: RequestState, num_tokens: int) -> BlockUpdates | None:
         """Get blocks for `num_tokens`, preempting the latest arrivals; None when `state` itself had to go, or
         pauses while blocks are copied out or a step is in flight."""
-        while (updates := self.allocator.extend(state.request_id, num_tokens)) is None:
+        while (updates := self._extend(state, num_tokens)) is None:
             self.is_short_of_blocks = True
             if self._away.any_leaving:
                 return None
@@ -389,7 +400,7 @@ class Scheduler:
                     state.request_id, state.tokens, max_tokens, state.request.cache_salt
                 )
             num_tokens = min(len(state.tokens) - state.num_computed, budget)
-            updates = self.allocator.extend(state.request_id, state.num_computed + num_tokens)
+            updates = self._extend(state, state.num_computed + num_tokens)
             if updates is None:
                 self.is_short_of_blocks = True
                 if is_new and state.num_computed:
@@ -442,4 +453,5 @@ class Scheduler:
             self._rows.append(state.row)
             state.row = None
         state.tables_sent = False
+        state.num_covered = 0
         state.num_ahead = state.num_sampled_ahead = 0

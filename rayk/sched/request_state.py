@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rayk.types.allocator import BlockUpdates
 from rayk.types.request import FinishReason, Request, TokenLogprobs
 
 
@@ -56,6 +57,9 @@ class RequestState:
     first_info: dict[str, Any] = field(default_factory=dict)  # further news of its first token
     is_reported: bool = False  # whether a token of it was reported here
     tables_sent: bool = False  # whether the ranks hold this request's block tables (in its row)
+    # while it runs: tokens that its blocks have room for, and what there is to say of its tables up to there
+    num_covered: int = 0
+    no_updates: BlockUpdates = ()
 
     @property
     def request_id(self) -> str:

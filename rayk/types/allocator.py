@@ -15,6 +15,9 @@ class BlockAllocator(Protocol):
     def extend(self, request_id: str, num_tokens: int) -> BlockUpdates | None:
         """Make the request's tables hold `num_tokens` tokens. None (nothing changed) if blocks are short."""
 
+    def num_covered_tokens(self, request_id: str) -> int:
+        """Count the tokens that the request's tables have room for: `extend` gives nothing up to there."""
+
     def match(
         self, request_id: str, token_ids: Sequence[int], max_tokens: int, cache_salt: str | None = None
     ) -> int:
