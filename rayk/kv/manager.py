@@ -5,6 +5,7 @@ With prefix caching, full blocks are found again by their tokens; several tables
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -358,6 +359,17 @@ class KVCacheManager:
                 self.pool.free(t.blocks[t.num_trimmed : first])
                 t.blocks[t.num_trimmed : first] = [NULL_BLOCK] * (first - t.num_trimmed)
                 t.num_trimmed = first
+
+    def next_change(self, request_id: str) -> int:
+        """Return when a request's next block gets a name or is freed; see BlockAllocator."""
+        found = sys.maxsize
+        for g, t in zip(self.groups, self._tables[request_id], strict=True):
+            size = g.spec.block_size
+            if self.prefixes is not None:
+                found = min(found, (t.num_named + 1) * size)
+            if (trimmed := g.spec.dead_at((t.num_trimmed + 1) * size)) is not None:
+                found = min(found, trimmed)
+        return found
 
     def block_tables(self, request_id: str) -> tuple[tuple[int, ...], ...]:
         """List the block ids per group, nulls included."""

@@ -61,6 +61,11 @@ class KVCacheSpec(Protocol):
         """Token positions that a later token may still read once `num_tokens` are computed."""
         ...
 
+    def dead_at(self, row: int) -> int | None:
+        """Return the least number of computed tokens at which no token before `row`, above 0, is live any
+        more; None: they stay."""
+        ...
+
     @property
     def live_step(self) -> int:
         """Live rows begin at a multiple of this many positions; 0: always at the first."""
@@ -82,6 +87,9 @@ class _TokensSpec:
 
     def live_rows(self, num_tokens: int) -> range:
         return range(num_tokens)
+
+    def dead_at(self, row: int) -> int | None:
+        return None
 
     @property
     def live_step(self) -> int:
@@ -147,6 +155,9 @@ class SlidingWindowSpec(FullAttentionSpec):
         """The next token, at position num_tokens, sees keys > num_tokens - window."""
         return range(max(0, num_tokens + 1 - self.window), num_tokens)
 
+    def dead_at(self, row: int) -> int | None:
+        return row + self.window - 1
+
     @property
     def live_step(self) -> int:
         return 1
@@ -164,6 +175,10 @@ class ChunkedLocalSpec(FullAttentionSpec):
     def live_rows(self, num_tokens: int) -> range:
         """The next token, at position num_tokens, sees its chunk's keys: none where it begins a chunk."""
         return range(num_tokens - num_tokens % self.chunk, num_tokens)
+
+    def dead_at(self, row: int) -> int | None:
+        """When the first chunk begins at the row or behind it."""
+        return -(-row // self.chunk) * self.chunk
 
     @property
     def live_step(self) -> int:
@@ -219,6 +234,9 @@ class _StateSpec:
     def live_rows(self, num_tokens: int) -> range:
         """Return the position of the last token: its state covers everything before."""
         return range(max(0, num_tokens - 1), num_tokens)
+
+    def dead_at(self, row: int) -> int | None:
+        return row + 1
 
     @property
     def live_step(self) -> int:

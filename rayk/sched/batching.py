@@ -303,9 +303,9 @@ class Scheduler:
             self.num_prompt_tokens += max(0, min(stop, num_prompt) - start)
             state.advance(start, stop)
             state.num_sampled_ahead -= share.needs_logits
-            self.allocator.remember(
-                state.request_id, state.tokens, state.num_computed, state.request.cache_salt
-            )
+            is_change = state.num_computed >= state.next_change
+            if is_change:
+                self._remember(state)
             if prompt_logprobs and state.prompt_logprobs is not None:
                 state.prompt_logprobs += prompt_logprobs.get(share.request_id, ())
             if share.needs_logits:
@@ -316,8 +316,8 @@ class Scheduler:
                 self.on_computed(state)
             if state.finish_reason is not None:
                 self.remove(state.request_id)
-            else:
-                self.allocator.trim(state.request_id, state.num_computed)
+            elif is_change:
+                self._trim(state)
         for end in self._late.pop(batch.step, {}).values():
             end()
         return got_token
@@ -341,6 +341,15 @@ class Scheduler:
             state.num_covered = self.allocator.num_covered_tokens(state.request_id)
             state.no_updates = tuple((start + len(ids), ()) for start, ids in updates)
         return updates
+
+    def _remember(self, state: RequestState) -> None:
+        salt = state.request.cache_salt
+        self.allocator.remember(state.request_id, state.tokens, state.num_computed, salt)
+
+    def _trim(self, state: RequestState) -> None:
+        """Free what no later token reads, and note when there is more to do, here or in `_remember`."""
+        self.allocator.trim(state.request_id, state.num_computed)
+        state.next_change = self.allocator.next_change(state.request_id)
 
     def _extend_or_preempt(self, state: RequestState, num_tokens: int) -> BlockUpdates | None:
         """Get blocks for `num_tokens`, preempting the latest arrivals; None when `state` itself had to go, or
@@ -453,5 +462,5 @@ class Scheduler:
             self._rows.append(state.row)
             state.row = None
         state.tables_sent = False
-        state.num_covered = 0
+        state.num_covered = state.next_change = 0
         state.num_ahead = state.num_sampled_ahead = 0

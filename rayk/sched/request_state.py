@@ -60,6 +60,7 @@ class RequestState:
     # while it runs: tokens that its blocks have room for, and what there is to say of its tables up to there
     num_covered: int = 0
     no_updates: BlockUpdates = ()
+    next_change: int = 0  # computed tokens at which a block of it is to be remembered or trimmed
 
     @property
     def request_id(self) -> str:

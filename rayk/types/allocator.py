@@ -43,6 +43,9 @@ class BlockAllocator(Protocol):
     def trim(self, request_id: str, num_computed_tokens: int) -> None:
         """Free blocks that no later token reads (outside a window)."""
 
+    def next_change(self, request_id: str) -> int:
+        """Return the least number of computed tokens at which `remember` or `trim` next has anything to do."""
+
     def free(self, request_id: str) -> None: ...
 
     def check_integrity(self) -> None:

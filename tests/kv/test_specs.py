@@ -183,6 +183,13 @@ def test_the_fullest_moment_of_a_sequence(spec: KVCacheSpec):
         assert spec.fullest_at(max_tokens) == max(moments)[1]
 
 
+@each("spec", [*SPECS, sliding(1), *(chunked(n) for n in (1, 2, 7, 16, 64))], ids=ident)
+def test_a_row_is_dead_once_no_later_token_reads_it_or_one_before(spec: KVCacheSpec):
+    for row in range(1, 70):
+        moments = (n for n in range(row, 200) if spec.live_rows(n).start >= row)
+        assert spec.dead_at(row) == next(moments, None)
+
+
 def kept_blocks(spec: KVCacheSpec, num_computed: int, num_tokens: int) -> int:
     """Blocks there for `num_tokens`, but for those that `num_computed` tokens have left wholly behind."""
     kept = -(-num_tokens // spec.block_size)
