@@ -236,15 +236,18 @@ class Scheduler:
         while index < len(self._running) and budget > 0:
             state = self._running[index]
             index += 1
-            num_left = state.num_tokens - state.num_begun
+            num_begun = state.num_begun
+            num_left = state.num_tokens - num_begun
             if not self._may_go_on(state) or (num_left == 1 and num_decodes == most_decodes):
                 continue
             num_tokens = min(num_left, budget)
-            updates = self._extend_or_preempt(state, state.num_begun + num_tokens)
-            if self.needs_settling:
-                break  # those behind it would be preempted for it
-            if updates is None:
-                continue  # it pauses, or was preempted itself: then all behind it were before.
+            updates: BlockUpdates | None = state.no_updates
+            if num_begun + num_tokens > state.num_covered:
+                updates = self._extend_or_preempt(state, num_begun + num_tokens)
+                if self.needs_settling:
+                    break  # those behind it would be preempted for it
+                if updates is None:
+                    continue  # it pauses, or was preempted itself: then all behind it were before.
             scheduled.append(self._share(state, num_tokens, updates))
             states.append(state)
             budget -= num_tokens
@@ -264,9 +267,9 @@ class Scheduler:
         return -(-len(self._running) // self._num_stages)
 
     def _may_go_on(self, state: RequestState) -> bool:
-        if self._num_stages > 1 and state.num_sampled_ahead:
-            return False
-        return state.may_go_on(self.max_positions)
+        if not state.num_sampled_ahead:
+            return True
+        return self._num_stages == 1 and state.may_go_on(self.max_positions)
 
     def scheduled(self, batch: ScheduledBatch) -> list[RequestState]:
         """List the requests of a batch that was not accounted for yet, in its order, those included that
@@ -297,15 +300,7 @@ class Scheduler:
         for share, state in zip(batch.requests, self._in_flight.pop(batch.step), strict=True):
             if state.row is None:
                 continue  # aborted while the step ran, or over with the step before
-            start = share.num_computed_tokens
-            stop = start + len(share.token_ids)
-            num_prompt = len(state.request.prompt_token_ids)
-            self.num_prompt_tokens += max(0, min(stop, num_prompt) - start)
-            state.advance(start, stop)
-            state.num_sampled_ahead -= share.needs_logits
-            is_change = state.num_computed >= state.next_change
-            if is_change:
-                self._remember(state)
+            is_change = self._computed(state, share)
             if prompt_logprobs and state.prompt_logprobs is not None:
                 state.prompt_logprobs += prompt_logprobs.get(share.request_id, ())
             if share.needs_logits:
@@ -333,14 +328,26 @@ class Scheduler:
 
     def _extend(self, state: RequestState, num_tokens: int) -> BlockUpdates | None:
         """Get blocks for `num_tokens` of a request; None if they are short. The tables of one that runs
-        change here and in `trim` alone: as long as they have room there is nothing to ask for."""
-        if num_tokens <= state.num_covered:
-            return state.no_updates
+        change here and in `trim` alone: until it has more than `num_covered` there is nothing to ask for."""
         updates = self.allocator.extend(state.request_id, num_tokens)
         if updates is not None:
             state.num_covered = self.allocator.num_covered_tokens(state.request_id)
             state.no_updates = tuple((start + len(ids), ()) for start, ids in updates)
         return updates
+
+    def _computed(self, state: RequestState, share: ScheduledRequest) -> bool:
+        """Note that tokens of a request were computed; tells whether a block is full or dead with them."""
+        start = share.num_computed_tokens
+        stop = start + len(share.token_ids)
+        num_prompt = len(state.request.prompt_token_ids)
+        if start < num_prompt:
+            self.num_prompt_tokens += min(stop, num_prompt) - start
+        state.advance(start, stop)
+        state.num_sampled_ahead -= share.needs_logits
+        is_change = stop >= state.next_change
+        if is_change:
+            self._remember(state)
+        return is_change
 
     def _remember(self, state: RequestState) -> None:
         salt = state.request.cache_salt
@@ -441,13 +448,18 @@ class Scheduler:
             updates = tuple((0, table) for table in self.allocator.block_tables(state.request_id))
             state.tables_sent = True
         assert state.row is not None
-        start, end = state.num_begun, state.num_begun + num_tokens
-        known = tuple(state.tokens[start:end])
+        start = state.num_begun
+        end = start + num_tokens
+        if num_tokens == 1:  # nearly always
+            token_ids = (state.tokens[start] if start < len(state.tokens) else UNKNOWN_TOKEN,)
+        else:
+            known = tuple(state.tokens[start:end])
+            token_ids = known + (UNKNOWN_TOKEN,) * (num_tokens - len(known))
         share = ScheduledRequest(
             request_id=state.request_id,
             row=state.row,
             num_computed_tokens=start,
-            token_ids=known + (UNKNOWN_TOKEN,) * (num_tokens - len(known)),
+            token_ids=token_ids,
             new_block_ids=updates,
             num_filled_blocks=filled,
             needs_logits=end == state.num_tokens,

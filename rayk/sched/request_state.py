@@ -92,8 +92,12 @@ class RequestState:
     def advance(self, start: int, stop: int) -> None:
         """Note that tokens `start` to `stop` were computed here, and all before them exist."""
         self.num_ahead -= stop - start
-        end = min(stop, len(self.request.prompt_token_ids))
         self.num_computed = stop
+        num_prompt = len(self.request.prompt_token_ids)
+        if start >= num_prompt:
+            self.num_prompt_seen = num_prompt
+            return
+        end = min(stop, num_prompt)
         self.num_recomputed_tokens += max(0, min(end, self.num_prompt_seen) - start)
         self.num_prompt_seen = max(end, self.num_prompt_seen)
 
