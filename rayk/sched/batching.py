@@ -165,18 +165,30 @@ class Scheduler:
             self.swapper.forget(request_id)
             return away
         for queue in (self._running, self._waiting):
-            for state in queue:
-                if state.request_id == request_id:
-                    queue.remove(state)
-                    last_step = self._last_step(state) if self._num_stages > 1 else None
-                    self._release_row(state)
-                    end = then or partial(self.allocator.free, request_id)
-                    if last_step is not None and not keep_blocks:
-                        self._late.setdefault(last_step, {})[request_id] = end
-                    elif not keep_blocks:
-                        end()
-                    return state
+            found = next((state for state in queue if state.request_id == request_id), None)
+            if found is not None:
+                self._leave(queue, found, keep_blocks=keep_blocks, then=then)
+                return found
         return None
+
+    def _leave(
+        self,
+        queue: list[RequestState] | deque[RequestState],
+        state: RequestState,
+        *,
+        keep_blocks: bool = False,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        queue.remove(state)
+        last_step = self._last_step(state) if self._num_stages > 1 else None
+        self._release_row(state)
+        if keep_blocks:
+            return
+        end = then or partial(self.allocator.free, state.request_id)
+        if last_step is not None:
+            self._late.setdefault(last_step, {})[state.request_id] = end
+        else:
+            end()
 
     def _last_step(self, state: RequestState) -> int | None:
         """Find the last step in flight that computes tokens of a request."""
@@ -310,7 +322,7 @@ class Scheduler:
             if self.on_computed is not None:
                 self.on_computed(state)
             if state.finish_reason is not None:
-                self.remove(state.request_id)
+                self._leave(self._running, state)
             elif is_change:
                 self._trim(state)
         for end in self._late.pop(batch.step, {}).values():
