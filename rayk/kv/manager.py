@@ -76,10 +76,7 @@ class KVCacheManager:
         """Make the tables hold `num_tokens` tokens; see BlockAllocator. A new request's whole tables are
         reported, so that a resumed request overwrites its old ones."""
         tables = self._tables.get(request_id) or [BlockTable([]) for _ in self.groups]
-        missing = [
-            max(0, -(-num_tokens // g.spec.block_size) - len(t.blocks))
-            for g, t in zip(self.groups, tables, strict=True)
-        ]
+        missing = self._missing(tables, num_tokens)
         if sum(missing) > self.pool.num_free_blocks:
             return None
         updates = []
@@ -91,6 +88,26 @@ class KVCacheManager:
             updates.append((start, tuple(table.blocks[start:])))
         self._tables[request_id] = tables
         return tuple(updates)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Count the blocks that requests can get."""
+        return self.pool.num_free_blocks
+
+    def num_missing_blocks(self, request_id: str, num_tokens: int) -> int:
+        """Count the blocks that `extend` takes for a request that has tables."""
+        return sum(self._missing(self._tables[request_id], num_tokens))
+
+    def _missing(self, tables: Tables, num_tokens: int) -> list[int]:
+        """Count, per group, the blocks that tables lack for so many tokens."""
+        return [
+            max(0, -(-num_tokens // g.spec.block_size) - len(t.blocks))
+            for g, t in zip(self.groups, tables, strict=True)
+        ]
+
+    def max_new_blocks(self, num_tokens: int) -> int:
+        """Count the most blocks that so many more tokens of any request take."""
+        return sum(-(-num_tokens // g.spec.block_size) for g in self.groups)
 
     def num_covered_tokens(self, request_id: str) -> int:
         """Count the tokens that a request's tables have room for; see BlockAllocator."""

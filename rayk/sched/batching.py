@@ -90,6 +90,28 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def running(self) -> Sequence[RequestState]:
+        """The requests that have a row, in order of arrival."""
+        return self._running
+
+    @property
+    def is_steady(self) -> bool:
+        """Tell whether the next step is for running requests alone and nobody hears of it but through
+        `update`; the others cannot be admitted until one of these is over. For sched/quiet.py."""
+        num_running = len(self._running)
+        can_admit = self._waiting and self._rows and num_running < self.max_batch_tokens
+        is_watched = self.on_computed is not None or self.on_settled is not None
+        is_busy = self._in_flight or self._num_stages > 1 or len(self._away)
+        return 0 < num_running <= self.max_batch_tokens and not (can_admit or is_watched or is_busy)
+
+    def count_decodes(self, num_steps: int) -> None:
+        """Count steps in which every running request got a token, without `schedule` and `update`: see
+        sched/quiet.py, which does the rest."""
+        self._step += num_steps
+        self.num_output_tokens += num_steps * len(self._running)
+        self.is_short_of_blocks = self.needs_settling = False
+
+    @property
     def num_waiting(self) -> int:
         """Count requests that wait for a row or for blocks."""
         return len(self._waiting)
@@ -170,6 +192,10 @@ class Scheduler:
                 self._leave(queue, found, keep_blocks=keep_blocks, then=then)
                 return found
         return None
+
+    def finish(self, state: RequestState) -> None:
+        """Let a running request leave that has its last token."""
+        self._leave(self._running, state)
 
     def _leave(
         self,
@@ -322,9 +348,9 @@ class Scheduler:
             if self.on_computed is not None:
                 self.on_computed(state)
             if state.finish_reason is not None:
-                self._leave(self._running, state)
+                self.finish(state)
             elif is_change:
-                self._trim(state)
+                self.trim(state)
         for end in self._late.pop(batch.step, {}).values():
             end()
         return got_token
@@ -338,7 +364,7 @@ class Scheduler:
         assert not any(map(self._away.precedes, self._running)), "a request ran before an earlier one"
         self.allocator.check_integrity()
 
-    def _extend(self, state: RequestState, num_tokens: int) -> BlockUpdates | None:
+    def extend(self, state: RequestState, num_tokens: int) -> BlockUpdates | None:
         """Get blocks for `num_tokens` of a request; None if they are short. The tables of one that runs
         change here and in `trim` alone: until it has more than `num_covered` there is nothing to ask for."""
         updates = self.allocator.extend(state.request_id, num_tokens)
@@ -358,22 +384,23 @@ class Scheduler:
         state.num_sampled_ahead -= share.needs_logits
         is_change = stop >= state.next_change
         if is_change:
-            self._remember(state)
+            self.remember(state)
         return is_change
 
-    def _remember(self, state: RequestState) -> None:
+    def remember(self, state: RequestState) -> None:
+        """Let others find the blocks that a request has filled."""
         salt = state.request.cache_salt
         self.allocator.remember(state.request_id, state.tokens, state.num_computed, salt)
 
-    def _trim(self, state: RequestState) -> None:
-        """Free what no later token reads, and note when there is more to do, here or in `_remember`."""
+    def trim(self, state: RequestState) -> None:
+        """Free what no later token reads, and note when there is more to do, here or in `remember`."""
         self.allocator.trim(state.request_id, state.num_computed)
         state.next_change = self.allocator.next_change(state.request_id)
 
     def _extend_or_preempt(self, state: RequestState, num_tokens: int) -> BlockUpdates | None:
         """Get blocks for `num_tokens`, preempting the latest arrivals; None when `state` itself had to go, or
         pauses while blocks are copied out or a step is in flight."""
-        while (updates := self._extend(state, num_tokens)) is None:
+        while (updates := self.extend(state, num_tokens)) is None:
             self.is_short_of_blocks = True
             if self._away.any_leaving:
                 return None
@@ -428,7 +455,7 @@ class Scheduler:
                     state.request_id, state.tokens, max_tokens, state.request.cache_salt
                 )
             num_tokens = min(len(state.tokens) - state.num_computed, budget)
-            updates = self._extend(state, state.num_computed + num_tokens)
+            updates = self.extend(state, state.num_computed + num_tokens)
             if updates is None:
                 self.is_short_of_blocks = True
                 if is_new and state.num_computed:

@@ -109,6 +109,20 @@ class RequestState:
             return len(self.tokens) - 1
         return len(self.prompt_logprobs) - 1
 
+    def num_tokens_left(self, max_positions: int) -> int:
+        """Count the tokens that it gets yet, if none of them ends it."""
+        num_output = len(self.tokens) - len(self.request.prompt_token_ids)
+        return min(self.request.sampling.max_tokens - num_output, max_positions - len(self.tokens))
+
+    def append_all(self, tokens: list[int], max_positions: int) -> None:
+        """Take sampled tokens, of which none but the last may end the request. Nobody watches its text."""
+        assert 0 < len(tokens) <= self.num_tokens_left(max_positions), "it gets fewer tokens"
+        early, sampling = tokens[:-1], self.request.sampling
+        eos = () if sampling.ignore_eos else self.eos_token_ids
+        assert not any(token in early for token in (*eos, *sampling.stop_token_ids)), "it had ended before"
+        self.tokens += early
+        self.append(tokens[-1], max_positions)
+
     def append(self, token: int, max_positions: int) -> None:
         """Take a sampled token and decide whether the request is finished."""
         self.tokens.append(token)

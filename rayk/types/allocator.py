@@ -15,6 +15,16 @@ class BlockAllocator(Protocol):
     def extend(self, request_id: str, num_tokens: int) -> BlockUpdates | None:
         """Make the request's tables hold `num_tokens` tokens. None (nothing changed) if blocks are short."""
 
+    @property
+    def num_free_blocks(self) -> int:
+        """Count the blocks that requests can get."""
+
+    def num_missing_blocks(self, request_id: str, num_tokens: int) -> int:
+        """Count the blocks that `extend` takes."""
+
+    def max_new_blocks(self, num_tokens: int) -> int:
+        """Count the most blocks that so many more tokens of any request take."""
+
     def num_covered_tokens(self, request_id: str) -> int:
         """Count the tokens that the request's tables have room for: `extend` gives nothing up to there."""
 
@@ -44,7 +54,7 @@ class BlockAllocator(Protocol):
         """Free blocks that no later token reads (outside a window)."""
 
     def next_change(self, request_id: str) -> int:
-        """Return the least number of computed tokens at which `remember` or `trim` next has anything to do."""
+        """Return the number of computed tokens at which `remember` or `trim` next has anything to do."""
 
     def free(self, request_id: str) -> None: ...
 

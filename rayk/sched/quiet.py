@@ -1,0 +1,135 @@
+"""Take many decode steps of a scheduler at once, where they decide nothing.
+
+A step is quiet if each running request decodes one token in it, nobody is admitted or preempted and nobody
+lacks a block. Requests may end in the last of the steps that are taken at once. Blocks are handed out, named
+and freed inside, in the order in which single steps do it, so that all is afterwards as it were after as many
+calls of `schedule` and `update`. Only who gives the tokens must know them: a simulation does, an engine not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from heapq import heappop, heappush
+
+from rayk.sched.batching import Scheduler
+from rayk.sched.request_state import RequestState
+
+_EXTEND, _SETTLE = 0, 1
+"""What is due in a step: blocks for a request before it, names and ends of blocks, and of requests, after."""
+
+
+def num_quiet_steps(
+    scheduler: Scheduler, limit: int, num_left: Callable[[RequestState], int] | None = None
+) -> int:
+    """Count the quiet steps that come now, up to `limit`; 0: take a single one.
+
+    `num_left`: the tokens of a request until one ends it, if that is known to be before its `max_tokens`. The
+    count holds until the scheduler, or the blocks, are touched; so do all lower ones.
+    """
+    if limit <= 0 or not scheduler.is_steady:
+        return 0
+    found = limit
+    for state in scheduler.running:
+        if not _only_decodes(state):
+            return 0
+        found = min(found, state.num_tokens_left(scheduler.max_positions))
+        if num_left is not None:
+            found = min(found, num_left(state))
+    return _num_with_blocks(scheduler, found) if found > 0 else 0
+
+
+def advance(
+    scheduler: Scheduler, num_steps: int, tokens_of: Callable[[RequestState, int], list[int]]
+) -> list[RequestState]:
+    """Take quiet steps, no more than `num_quiet_steps` says. Returns the requests that ended with the last
+    one, in the order of the batch.
+
+    `tokens_of`: a request's next tokens, so many as asked for. Only the last may end it.
+    """
+    span = _Span(scheduler, num_steps)
+    for state in span.states:
+        state.append_all(tokens_of(state, num_steps), scheduler.max_positions)
+    scheduler.count_decodes(num_steps)
+    span.carry_out()
+    return [state for state in span.states if state.finish_reason is not None]
+
+
+def _only_decodes(state: RequestState) -> bool:
+    """Tell whether a request's next step computes its last token, one of its output, and nobody looks at what
+    comes of it before the step after."""
+    is_decode = len(state.tokens) - state.num_computed == 1
+    is_watched = state.waits_for_token or state.stop_text is not None or state.form is not None
+    return is_decode and state.num_computed >= len(state.request.prompt_token_ids) and not is_watched
+
+
+def _num_with_blocks(scheduler: Scheduler, limit: int) -> int:
+    """Count steps for which there are blocks, those aside that come free meanwhile."""
+    allocator, running = scheduler.allocator, scheduler.running
+    num_free = allocator.num_free_blocks
+    if len(running) * allocator.max_new_blocks(limit) <= num_free:
+        return limit
+
+    def num_missing(num_steps: int) -> int:
+        return sum(
+            allocator.num_missing_blocks(state.request_id, state.num_computed + num_steps)
+            for state in running
+            if state.num_computed + num_steps > state.num_covered
+        )
+
+    return bisect_right(range(1, limit + 1), num_free, key=num_missing)
+
+
+class _Span:
+    """What is due in quiet steps: by step, all that is handed out before what settles, and by place in the
+    batch, as in single steps."""
+
+    def __init__(self, scheduler: Scheduler, num_steps: int) -> None:
+        self.states = list(scheduler.running)
+        self._scheduler = scheduler
+        self._starts = [state.num_computed for state in self.states]
+        self._last = num_steps - 1
+        self._due: list[tuple[int, int, int]] = []
+        """(step, kind, index of the request)"""
+
+    def carry_out(self) -> None:
+        """Hand out, name and free blocks, once the tokens are there."""
+        for index in range(len(self.states)):
+            self._note_extend(index)
+            self._note_settle(index, 0)
+        while self._due:
+            step, kind, index = heappop(self._due)
+            num_computed = self._starts[index] + step + 1
+            if kind == _EXTEND:
+                updates = self._scheduler.extend(self.states[index], num_computed)
+                assert updates is not None, "a request lacks blocks in a quiet step"
+                self._note_extend(index)
+            else:
+                self._settle(index, step, num_computed)
+        for state, start in zip(self.states, self._starts, strict=True):
+            state.num_computed = start + self._last + 1
+            state.num_prompt_seen = len(state.request.prompt_token_ids)
+
+    def _note_extend(self, index: int) -> None:
+        step = self.states[index].num_covered - self._starts[index]
+        if step <= self._last:
+            heappush(self._due, (step, _EXTEND, index))
+
+    def _note_settle(self, index: int, begin: int) -> None:
+        state = self.states[index]
+        step = max(begin, state.next_change - self._starts[index] - 1)
+        if state.finish_reason is not None:
+            step = min(step, self._last)
+        if step <= self._last:
+            heappush(self._due, (step, _SETTLE, index))
+
+    def _settle(self, index: int, step: int, num_computed: int) -> None:
+        state = self.states[index]
+        state.num_computed = num_computed
+        if num_computed >= state.next_change:
+            self._scheduler.remember(state)
+        if step == self._last and state.finish_reason is not None:
+            self._scheduler.finish(state)
+        else:
+            self._scheduler.trim(state)
+            self._note_settle(index, step + 1)
