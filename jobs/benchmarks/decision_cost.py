@@ -1,6 +1,7 @@
 """Time what the coordinator does for one request: place it, hear of its first token, end it.
 
     python jobs/benchmarks/decision_cost.py [--decisions 400] [--rounds 5] [--out DIR] [--check]
+    python jobs/benchmarks/decision_cost.py --placements 10000000
 
 All of it as a server's fleet does it, but without Ray: the policy's decision, the loads' book, the accounts
 of fronts, the waiting room's pace, and what comes is unpickled first. So many requests are on engines
@@ -16,7 +17,11 @@ tables: prompts of other lengths, what a front spends on a prompt before (its ke
 the tokens are), and what a place in the waiting room costs.
 
 Target: every median at the coordinator under 200 us, and flat: growth below 1.5 (what there is of it are
-cache misses).
+cache misses), and with 1,000 engines not 1.5 times that of 64.
+
+With --placements, in place of all that: so many placements by each policy, the book of loads and the policy
+alone, on 1,000 engines with 5,000 requests on them; the mean in microseconds, with the first token and the
+end of a request, and the process's peak memory after a tenth of them and after all. Target: under 40 us.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import asyncio
 import itertools
 import pickle
 import random
+import resource
 import statistics
 import sys
 import time
@@ -36,6 +42,7 @@ from pathlib import Path
 
 from rayk.sched.admission import AdmissionController, News
 from rayk.sched.dispatcher import Dispatcher, DispatchRules
+from rayk.sched.loads import LoadBook
 from rayk.sched.policies import POLICIES, get_policy
 from rayk.sched.policy import PlacementRequest, PolicySettings
 from rayk.sched.request_describer import RequestDescriber, new_secret
@@ -48,7 +55,10 @@ from jobs.benchmarks.harness import Page, run
 TARGET_US = 200.0
 MAX_GROWTH = 1.5
 RUNNING = (10, 1_000, 10_000)
-ENGINES = (4, 64)
+ENGINES = (4, 64, 1_000)
+PLACEMENT_TARGET_US = 40.0
+PLACED = 5_000
+"""Requests on engines where placements alone are timed."""
 PROMPT_TOKENS = 1_024
 OTHER_PROMPTS = (64, 8_192, 16_384)
 NUM_BEGINNINGS = 100
@@ -96,6 +106,10 @@ class Requests:
         return tuple(self._draw.choices(VOCABULARY, k=num))
 
 
+def _num_ranks(engine: int) -> int:
+    return (1, 2, 4)[engine // 2 % 3]
+
+
 class Bench:
     def __init__(self, case: Case) -> None:
         self._requests = Requests(case.policy, case.num_prompt_tokens)
@@ -104,7 +118,7 @@ class Bench:
         )
         self._admission = AdmissionController(dispatcher, lambda _: None)
         for i in range(case.num_engines):
-            self._admission.open(f"engine{i}", "decode" if i % 2 else "prefill", (1, 2, 4)[i // 2 % 3])
+            self._admission.open(f"engine{i}", "decode" if i % 2 else "prefill", _num_ranks(i))
         self._running: deque[str] = deque()
         self._num_running = case.num_running
 
@@ -200,6 +214,44 @@ def growth(costs: dict[Case, Cost], case: Case) -> float:
     return costs[replace(case, num_running=RUNNING[-1])].median_us / costs[case].median_us
 
 
+def time_placements(policy: str, num: int) -> tuple[float, float, float]:
+    """(microseconds of one, MiB after a tenth of them, MiB after all)."""
+    chooser, book = get_policy(policy, SETTINGS), LoadBook()
+    for i in range(ENGINES[-1]):
+        book.add(f"engine{i}", _num_ranks(i))
+    sides = [book.of(f"engine{i}" for i in range(side, ENGINES[-1], 2)) for side in (0, 1)]
+    source = Requests(policy, PROMPT_TOKENS)
+    requests = [source.next() for _ in range(2 * PLACED)]
+    memory: list[float] = []
+    started = time.thread_time_ns()
+    for i in range(num):
+        if i >= PLACED:
+            over = book.ended(requests[(i - PLACED) % len(requests)].request_id)
+            assert over is not None
+            chooser.ended(*over)
+        asked = requests[i % len(requests)]
+        book.placed(asked, chooser.place(asked, *sides))
+        book.prefilled(asked.request_id)
+        if i + 1 in (num // 10, num):
+            memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    return (time.thread_time_ns() - started) / 1e3 / num, memory[0], memory[-1]
+
+
+def fill_placements(num: int, page: Page) -> list[str]:
+    """Time each policy alone; returns those that miss the target."""
+    found = []
+    page.head("policy", "placements", "us", "MiB after a tenth", "MiB after all")
+    for policy in POLICIES:
+        took, before, after = time_placements(policy, num)
+        page.row(policy, f"{num:,}", f"{took:.1f}", f"{before:.0f}", f"{after:.0f}")
+        if took >= PLACEMENT_TARGET_US:
+            found.append(
+                f"{policy}: {took:.1f} us a placement, the target is under {PLACEMENT_TARGET_US:g} us"
+            )
+    page.say("")
+    return found
+
+
 def add_table(page: Page, costs: dict[Case, Cost]) -> None:
     """Microseconds: median (p99)."""
     page.head("policy", "engines", "prompt", *(f"{num:,} running" for num in RUNNING), "growth", "")
@@ -213,7 +265,15 @@ def add_table(page: Page, costs: dict[Case, Cost]) -> None:
 
 
 def missed(costs: dict[Case, Cost]) -> list[str]:
-    return [line for case in costs if case.num_running == RUNNING[0] for line in _missed(costs, case)]
+    found = [line for case in costs if case.num_running == RUNNING[0] for line in _missed(costs, case)]
+    for case in (c for c in costs if c.num_engines == ENGINES[-1]):
+        by = costs[case].median_us / costs[replace(case, num_engines=ENGINES[-2])].median_us
+        if by >= MAX_GROWTH:
+            found.append(
+                f"{case.policy}, {case.num_running:,} running: {by:.2f} times as much with {ENGINES[-1]:,} "
+                f"engines as with {ENGINES[-2]}, the limit is {MAX_GROWTH:g}"
+            )
+    return found
 
 
 def _missed(costs: dict[Case, Cost], case: Case) -> list[str]:
@@ -232,6 +292,8 @@ def _missed(costs: dict[Case, Cost], case: Case) -> list[str]:
 
 def fill(options: argparse.Namespace, page: Page) -> list[str]:
     """Run every case and add the tables, in microseconds; returns the rows that miss a target."""
+    if options.placements:
+        return fill_placements(options.placements, page)
     sizes = options.decisions, options.rounds
     costs: dict[Case, Cost] = {}
     for policy, num in itertools.product(POLICIES, ENGINES):
@@ -260,7 +322,8 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
 
 
 def main() -> int:
-    return run(fill, __file__, title="What a coordinator does for one request", decisions=400, rounds=5)
+    title = "What a coordinator does for one request"
+    return run(fill, __file__, title=title, decisions=400, rounds=5, placements=0)
 
 
 if __name__ == "__main__":

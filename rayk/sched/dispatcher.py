@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from rayk.sched.loads import LoadBook
-from rayk.sched.policy import EngineLoad, Placement, PlacementRequest, Policy
+from rayk.sched.policy import EngineLoad, EngineSet, Placement, PlacementRequest, Policy
 from rayk.sched.recovery import Cause, Failure, GiveUp, Migrate, Recovery, attempt_id
 from rayk.sched.waiting_room import NS_PER_S, WaitingRoom
 from rayk.types.errors import DeadlineExceeded, EngineDied, InternalError, Overloaded, RaykError
@@ -135,7 +135,7 @@ class Dispatcher:
         """Engine -> prefill or decode, in the order in which they came."""
         self._open: set[str] = set()
         """Engines that take requests."""
-        self._takers: dict[str, list[str]] = {"prefill": [], "decode": []}
+        self._takers: dict[str, EngineSet] = {"prefill": EngineSet(), "decode": EngineSet()}
         """The same by side, in the order of `_sides`."""
         self._restarts = rules.restarts
         self._num_tries: Counter[str] = Counter()
@@ -224,7 +224,8 @@ class Dispatcher:
     def _set_open(self, engine: str, *, is_open: bool) -> None:
         (self._open.add if is_open else self._open.discard)(engine)
         for side in self._takers:
-            self._takers[side] = [n for n, s in self._sides.items() if s == side and n in self._open]
+            takers = [n for n, s in self._sides.items() if s == side and n in self._open]
+            self._takers[side] = self._loads.of(takers)
 
     def _next_life(self, engine: str) -> FormAgain | None:
         if self._restarts is not None:
@@ -359,10 +360,7 @@ class Dispatcher:
         return bool(can_go) and len(self._placed) < self._max_running
 
     def _place(self, front: str, asked: PlacementRequest) -> Place:
-        prefill, decode = (
-            self._loads.of(self._candidates("prefill")),
-            self._loads.of(self._candidates("decode")),
-        )
+        prefill, decode = self._candidates("prefill"), self._candidates("decode")
         return self._put(_Placed(front, asked, self._policy.place(asked, prefill, decode)))
 
     def _put(self, placed: _Placed) -> Place:
@@ -372,9 +370,9 @@ class Dispatcher:
         self._fronts[placed.front].requests.add(name)
         return Place(name, placed.placement)
 
-    def _candidates(self, side: str) -> list[str]:
+    def _candidates(self, side: str) -> EngineSet:
         if self._rules.places_at_once and not self._takers[side]:
-            return [n for n, s in self._sides.items() if s == side]
+            return self._loads.of(n for n, s in self._sides.items() if s == side)
         return self._takers[side]
 
     def _let_in(self, now_ns: int) -> list[Action]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from rayk.sched.policy import EngineLoad, Placement, PlacementRequest
+from rayk.sched.policy import Changes, EngineLoad, EngineSet, Placement, PlacementRequest
 
 
 class LoadBook:
@@ -14,28 +14,34 @@ class LoadBook:
         self._tiers: dict[str, str] = {}
         """Engine -> its host tier, of those that have one."""
         self._loads: dict[str, EngineLoad] = {}
+        self._changes = Changes()
         # by request id; and whether its prompt is still to be computed
         self._placed: dict[str, tuple[PlacementRequest, Placement, bool]] = {}
 
     def add(self, name: str, num_ranks: int = 1) -> EngineLoad:
         assert name not in self._loads, f"{name} is there already"
-        self._loads[name] = EngineLoad(name=name, num_ranks=num_ranks)
+        self._loads[name] = EngineLoad(name=name, num_ranks=num_ranks, tier=self._tiers.get(name, ""))
         return self._loads[name]
 
-    def of(self, names: Sequence[str]) -> list[EngineLoad]:
-        found = [self._loads[name] for name in names]
-        for load in found:
-            load.tier = self._tiers.get(load.name, "")
-        return found
+    def of(self, names: Iterable[str]) -> EngineSet:
+        """Make a set of these engines, whose loads stay up to date."""
+        return EngineSet((self._loads[name] for name in names), self._changes)
 
     def attached(self, name: str, tier: str) -> None:
         self._tiers[name] = tier
+        self._tell_tier(name)
 
     def detached(self, name: str) -> None:
         self._tiers.pop(name, None)
+        self._tell_tier(name)
 
     def tier_lost(self, tier: str) -> None:
-        self._tiers = {name: other for name, other in self._tiers.items() if other != tier}
+        for name in [name for name, other in self._tiers.items() if other == tier]:
+            self.detached(name)
+
+    def _tell_tier(self, name: str) -> None:
+        if name in self._loads:
+            self._loads[name].tier = self._tiers.get(name, "")
 
     def remove(self, name: str) -> None:
         """Forget an engine; its requests are accounted for as they end."""
@@ -69,9 +75,11 @@ class LoadBook:
         for name in {placed.prefill, placed.decode} - {None}:
             if name in self._loads:
                 self._loads[name].num_requests += sign
+                self._changes.note(name)
         decoder = placed.decode or placed.prefill
         if decoder in self._loads:
             self._loads[decoder].num_output_tokens += sign * request.max_tokens
+            self._changes.note(decoder)
         if with_prompt:
             self._count_prompt(request, placed, sign)
 
@@ -80,3 +88,4 @@ class LoadBook:
         if computer in self._loads:
             num_new = request.num_prompt_tokens - placed.num_cached_tokens - placed.num_host_tokens
             self._loads[computer].num_prompt_tokens += sign * num_new
+            self._changes.note(computer)

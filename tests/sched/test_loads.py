@@ -53,7 +53,7 @@ def test_loads_are_the_sums_over_requests(seed: int) -> None:
         else:
             ahead.discard(known)
             assert book.ended(known) == placed.pop(known, None)
-        assert book.of(NAMES) == brute(placed, ahead)
+        assert list(book.of(NAMES)) == brute(placed, ahead)
 
 
 def test_what_is_told_of_an_engine_that_is_gone_is_passed_over() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from itertools import product
@@ -14,7 +14,7 @@ import pytest
 
 from rayk.sched.loads import LoadBook
 from rayk.sched.policies import POLICIES, get_policy, heeds
-from rayk.sched.policy import EngineLoad, Placement, PlacementRequest, Policy, PolicySettings
+from rayk.sched.policy import EngineLoad, EngineSet, Placement, PlacementRequest, Policy, PolicySettings
 from rayk.sched.request_describer import RequestDescriber
 from rayk.types.errors import UserError
 from tests.each import each
@@ -42,6 +42,14 @@ def ask(
     return RequestDescriber("prefix_aware", settings, SECRET).describe(request_id, prompt, **how)
 
 
+def place(
+    policy: Policy, asked: PlacementRequest, prefill: Iterable[EngineLoad], decode: Iterable[EngineLoad]
+) -> Placement:
+    """Place a request on engines of lists, or of sets."""
+    sides = (side if isinstance(side, EngineSet) else EngineSet(side) for side in (prefill, decode))
+    return policy.place(asked, *sides)
+
+
 def loads(side: str, count: int) -> list[EngineLoad]:
     return [EngineLoad(name=f"{side}{i}", tier="host") for i in range(count)]
 
@@ -51,7 +59,7 @@ def test_round_robin_shares_equally_and_lets_every_pair_meet(num_prefill: int, n
     policy = get_policy("round_robin")
     pairs = num_prefill * num_decode
     sides = loads("p", num_prefill), loads("d", num_decode)
-    places = [policy.place(ASKED, *sides) for _ in range(2 * pairs)]
+    places = [place(policy, ASKED, *sides) for _ in range(2 * pairs)]
     assert [p.prefill for p in places] == [f"p{n % num_prefill}" for n in range(2 * pairs)]
     assert Counter(p.decode for p in places) == {f"d{n}": 2 * num_prefill for n in range(num_decode)}
     every_pair = product((e.name for e in sides[0]), (e.name for e in sides[1]))
@@ -62,14 +70,14 @@ def test_round_robin_shares_equally_and_lets_every_pair_meet(num_prefill: int, n
 @pytest.mark.parametrize("session", [None, "s"])
 def test_every_listed_policy_places_on_what_there_is(name: str, session: str | None) -> None:
     policy, asked = get_policy(name), replace(ASKED, session=session)
-    assert policy.place(asked, loads("p", 1), []) == Placement(prefill="p0", decode=None)
-    placed = policy.place(asked, loads("p", 1), loads("d", 1))
+    assert place(policy, asked, loads("p", 1), []) == Placement(prefill="p0", decode=None)
+    placed = place(policy, asked, loads("p", 1), loads("d", 1))
     assert placed.prefill in ("p0", None)
     assert placed.decode == "d0"
     policy.ended(asked, placed)
     policy.lost("d0")
     policy.lost("nobody")
-    assert policy.place(asked, loads("p", 1), loads("d", 1)).decode == "d0"
+    assert place(policy, asked, loads("p", 1), loads("d", 1)).decode == "d0"
 
 
 def test_an_unknown_policy_names_the_choices() -> None:
@@ -254,12 +262,12 @@ def test_a_prompt_that_is_cached_at_the_decode_engine_is_computed_there() -> Non
     policy = get_policy("conditional", replace(SETTINGS, local_prompt_tokens=4))
     prompt = tuple(range(40))
     sides = loads("p", 1), loads("d", 1)
-    first = policy.place(ask("a", prompt), *sides)
+    first = place(policy, ask("a", prompt), *sides)
     assert (first.prefill, first.num_cached_tokens) == ("p0", 0)
-    again = policy.place(ask("b", (*prompt, 99, 98)), *sides)
+    again = place(policy, ask("b", (*prompt, 99, 98)), *sides)
     assert (again.prefill, again.decode, again.num_cached_tokens) == (None, "d0", 40)
     policy.lost("d0")
-    after = policy.place(ask("c", prompt), *sides)
+    after = place(policy, ask("c", prompt), *sides)
     assert (after.prefill, after.num_cached_tokens) == ("p0", 39), "the prefill engine has it still"
 
 
@@ -269,11 +277,11 @@ def test_what_the_host_tier_has_is_worth_a_shorter_queue_by_its_cost(host_cost: 
     settings = PolicySettings(block_tokens=16, host_cost=host_cost, host_blocks=100)
     policy, engines = get_policy("prefix_aware", settings), loads("p", 2)
     prompt = tuple(range(80))
-    first = policy.place(ask("a", prompt[:64], settings), engines[1:], [])
+    first = place(policy, ask("a", prompt[:64], settings), engines[1:], [])
     assert first.num_host_tokens == 0, "nobody has it yet"
     engines[1].num_prompt_tokens = 16
     idle, holds = 80 - (1 - min(host_cost, 1)) * 64, 80 - 64 + 16
-    placed = policy.place(ask("b", prompt, settings), engines, [])
+    placed = place(policy, ask("b", prompt, settings), engines, [])
     assert placed.prefill == ("p0" if idle < holds else "p1")
     assert (placed.prefill == "p0") == (host_cost < 0.25)
     assert (placed.num_cached_tokens, placed.num_host_tokens) == ((0, 64) if idle < holds else (64, 0))
@@ -283,19 +291,19 @@ def test_the_tier_has_what_lost_engines_computed_and_no_more_than_it_has_room_fo
     settings = PolicySettings(block_tokens=4, index_blocks=0, host_cost=0.1, host_blocks=16)
     policy, engines = get_policy("prefix_aware", settings), loads("p", 1)
     prompt = tuple(range(12))
-    policy.place(ask("a", prompt, settings), engines, [])
+    place(policy, ask("a", prompt, settings), engines, [])
     policy.lost("p0")
-    assert policy.place(ask("b", (*prompt, 7), settings), engines, []).num_host_tokens == 12
+    assert place(policy, ask("b", (*prompt, 7), settings), engines, []).num_host_tokens == 12
     for i in range(10):
-        policy.place(ask(str(i), (50 + i,) * 8, settings), engines, [])
-    assert policy.place(ask("c", (*prompt, 7), settings), engines, []).num_host_tokens == 0
+        place(policy, ask(str(i), (50 + i,) * 8, settings), engines, [])
+    assert place(policy, ask("c", (*prompt, 7), settings), engines, []).num_host_tokens == 0
 
 
 def test_without_a_tier_nothing_is_looked_up_in_one() -> None:
     settings = PolicySettings(block_tokens=4)
     policy = get_policy("prefix_aware", settings)
-    policy.place(ask("a", tuple(range(12)), settings), loads("p", 1), [])
-    placed = policy.place(ask("b", tuple(range(13)), settings), [EngineLoad(name="p9", tier="host")], [])
+    place(policy, ask("a", tuple(range(12)), settings), loads("p", 1), [])
+    placed = place(policy, ask("b", tuple(range(13)), settings), [EngineLoad(name="p9", tier="host")], [])
     assert placed == Placement(prefill="p9", decode=None)
 
 
@@ -308,7 +316,7 @@ def test_a_tier_that_is_lost_has_nothing_and_one_of_another_node_neither(name: s
     )
 
     def num_found(engines: list[EngineLoad]) -> int:
-        placed = policy.place(ask("b", (*prompt, 7), settings), engines, [])
+        placed = place(policy, ask("b", (*prompt, 7), settings), engines, [])
         return placed.num_host_tokens
 
     assert num_found(here) == 0
@@ -327,7 +335,7 @@ def test_short_prompts_do_not_pile_up_where_others_decode() -> None:
     found = []
     for i in range(6):
         asked = ask(str(i), (i,) * 10, settings)
-        placed = policy.place(asked, book.of(["p0"]), book.of(["d0"]))
+        placed = place(policy, asked, book.of(["p0"]), book.of(["d0"]))
         book.placed(asked, placed)
         found.append(placed.prefill)
         if i == 3:
@@ -343,7 +351,7 @@ def test_shares_are_in_proportion_to_tp_sizes(name: str) -> None:
     found: Counter[str | None] = Counter()
     for i in range(400):
         asked = ask(str(i), (i,) * 10, max_tokens=7)
-        placed = policy.place(asked, book.of(["p0", "p1"]), book.of(["d0", "d1"]))
+        placed = place(policy, asked, book.of(["p0", "p1"]), book.of(["d0", "d1"]))
         book.placed(asked, placed)
         found.update([placed.prefill, placed.decode])
     assert found == {"p0": 100, "p1": 300, "d0": 100, "d1": 300}
@@ -353,7 +361,7 @@ def test_shares_are_in_proportion_to_tp_sizes(name: str) -> None:
 def test_idle_engines_that_are_alike_take_turns(name: str) -> None:
     policy = get_policy(name)
     found = Counter(
-        policy.place(ask(str(i), (i,) * 100), loads("p", 3), loads("d", 2)).prefill for i in range(30)
+        place(policy, ask(str(i), (i,) * 100), loads("p", 3), loads("d", 2)).prefill for i in range(30)
     )
     assert found == {"p0": 10, "p1": 10, "p2": 10}
 
@@ -365,7 +373,7 @@ def place_sessions(
     policy: Policy, prefill: list[EngineLoad], decode: list[EngineLoad], num: int
 ) -> list[Placement]:
     requests = (replace(ASKED, session=f"user {i}") for i in range(num))
-    return [policy.place(asked, prefill, decode) for asked in requests]
+    return [place(policy, asked, prefill, decode) for asked in requests]
 
 
 def test_a_session_stays_whatever_the_load_and_moves_only_with_its_engine() -> None:
@@ -467,7 +475,7 @@ def test_settings_of_hand_overs_say_nothing_where_there_are_none(name: str, sett
         for i in range(300):
             prompt = tuple(draw.choices((1, 2), weights=(6, 1), k=draw.randint(1, 40)))
             asked = ask(str(i), prompt, settings, max_tokens=draw.randint(1, 30))
-            placed = policy.place(asked, book.of(["p0", "p1", "p2"]), [])
+            placed = place(policy, asked, book.of(["p0", "p1", "p2"]), [])
             book.placed(asked, placed)
             if i > 20:
                 book.ended(str(i - draw.randint(1, 20)))

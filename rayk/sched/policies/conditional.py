@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from rayk.sched.policies.prefix_aware import CachedTokens, PrefixAware
-from rayk.sched.policy import EngineLoad, Placement, PlacementRequest, PolicySettings
+from rayk.sched.policy import EngineLoad, EngineSet, Placement, PlacementRequest, PolicySettings
 
 
 class Conditional:
@@ -21,9 +19,7 @@ class Conditional:
         self._settings = settings
         self._aware = PrefixAware(settings)
 
-    def place(
-        self, request: PlacementRequest, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]
-    ) -> Placement:
+    def place(self, request: PlacementRequest, prefill: EngineSet, decode: EngineSet) -> Placement:
         if not decode:
             return self._aware.place(request, prefill, decode)
         cached = self._aware.look_up(request)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from rayk.sched.policy import EngineLoad, Placement, PlacementRequest, PolicySettings
-from rayk.sched.work import Chooser, work
+from rayk.sched.policy import EngineSet, Placement, PlacementRequest, PolicySettings
+from rayk.sched.work import Chooser
 
 
 class LeastLoaded:
@@ -17,18 +15,16 @@ class LeastLoaded:
 
     def __init__(self, settings: PolicySettings) -> None:
         self._output_cost = settings.output_cost
-        self._chooser = Chooser()
+        self._chooser = Chooser(settings.output_cost)
 
-    def place(
-        self, request: PlacementRequest, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]
-    ) -> Placement:
+    def place(self, request: PlacementRequest, prefill: EngineSet, decode: EngineSet) -> Placement:
         price = self._output_cost
         prompt, output = request.num_prompt_tokens, price * request.max_tokens
         own = prompt if decode else prompt + output
-        producer = self._chooser.least(prefill, work(prefill, price, own))
+        producer = self._chooser.least(prefill, own)
         if not decode:
             return Placement(prefill=producer.name, decode=None)
-        consumer = self._chooser.least(decode, work(decode, price, output))
+        consumer = self._chooser.least(decode, output)
         return Placement(prefill=producer.name, decode=consumer.name)
 
     def ended(self, request: PlacementRequest, placed: Placement) -> None: ...

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rayk.sched.policy import EngineLoad, Placement, PlacementRequest, PolicySettings
+from rayk.sched.policy import EngineLoad, EngineSet, Placement, PlacementRequest, PolicySettings
 from rayk.sched.prefix_index import PrefixIndex
-from rayk.sched.work import Chooser, work
+from rayk.sched.work import Chooser
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,9 @@ class PrefixAware:
         self.index = PrefixIndex(settings.block_tokens, settings.index_blocks)
         self._tiers: dict[str, PrefixIndex] = {}  # what each host tier holds
         self._settings = settings
-        self._chooser = Chooser()
+        self._chooser = Chooser(settings.output_cost)
 
-    def place(
-        self, request: PlacementRequest, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]
-    ) -> Placement:
+    def place(self, request: PlacementRequest, prefill: EngineSet, decode: EngineSet) -> Placement:
         cached = self.look_up(request)
         producer = self.producer(request, prefill, cached, is_alone=not decode)
         consumer = self.consumer(request, decode, cached) if decode else None
@@ -90,23 +88,24 @@ class PrefixAware:
     def producer(
         self,
         request: PlacementRequest,
-        prefill: Sequence[EngineLoad],
+        prefill: EngineSet,
         cached: CachedTokens,
         *,
         is_alone: bool,
     ) -> EngineLoad:
         price = self._settings.output_cost
         own = request.num_prompt_tokens + (price * request.max_tokens if is_alone else 0.0)
-        spared = {e.name: self.spared(cached, e) for e in prefill} if cached.tiers else cached.here
-        return self._chooser.least(prefill, work(prefill, price, own, spared))
+        spared: Mapping[str, float] = cached.here
+        if cached.tiers:
+            know = (e for e in prefill if e.tier in cached.tiers or e.name in cached.here)
+            spared = {e.name: self.spared(cached, e) for e in know}
+        return self._chooser.least(prefill, own, spared)
 
-    def consumer(
-        self, request: PlacementRequest, decode: Sequence[EngineLoad], cached: CachedTokens
-    ) -> EngineLoad:
+    def consumer(self, request: PlacementRequest, decode: EngineSet, cached: CachedTokens) -> EngineLoad:
         price, move = self._settings.output_cost, self._settings.move_cost
         own = price * request.max_tokens + move * request.num_prompt_tokens
         spared = {name: move * num for name, num in cached.here.items()}
-        return self._chooser.least(decode, work(decode, price, own, spared))
+        return self._chooser.least(decode, own, spared)
 
     def ended(self, request: PlacementRequest, placed: Placement) -> None: ...
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import lcm
 
-from rayk.sched.policy import EngineLoad, Placement, PlacementRequest
+from rayk.sched.policy import EngineSet, Placement, PlacementRequest
 
 
 class RoundRobin:
@@ -15,9 +14,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._count = 0
 
-    def place(
-        self, request: PlacementRequest, prefill: Sequence[EngineLoad], decode: Sequence[EngineLoad]
-    ) -> Placement:
+    def place(self, request: PlacementRequest, prefill: EngineSet, decode: EngineSet) -> Placement:
         del request
         index = self._count
         self._count += 1
