@@ -1,4 +1,4 @@
-"""Time what the scheduler of one engine costs: a decode step per request, and a step that admits a request.
+"""Time what the scheduler of one engine costs: decode steps, one by one and at once, and an admission.
 
     python jobs/benchmarks/sched_cost.py [--steps 300] [--rounds 5] [--check]
 
@@ -7,6 +7,7 @@ are given. So many requests decode at once; blocks have 16 tokens. Caches: of fu
 prefix caching; full attention and a window.
 
     decode us    of a step in which every request decodes, per request
+    quiet us     the same, of 16 such steps that are taken at once, as a simulation does
     admit us     of a step that ends one request and admits another of 1,000 prompt tokens, beyond one in
                  which all decode
 
@@ -34,12 +35,15 @@ from rayk.kv.groups import KVCacheGroup
 from rayk.kv.manager import KVCacheManager
 from rayk.kv.specs import FullAttentionSpec, SlidingWindowSpec
 from rayk.sched.batching import Scheduler
+from rayk.sched.quiet import advance, num_quiet_steps
 from rayk.types.request import Request, SamplingParams
 
 TARGET_US = 5.0
 BLOCK = 16
 PROMPT_TOKENS = 1_000
 MAX_POSITIONS = 1 << 20
+SPAN = 16
+"""Steps that are taken at once."""
 BATCHES = (8, 32, 128)
 CACHES = ("full", "full, prefix caching", "full and window")
 _HEADS = (BLOCK, 8, 64, 64, "bfloat16", 8)
@@ -54,6 +58,7 @@ class Case:
 @dataclass(frozen=True)
 class Cost:
     decode_us: float
+    quiet_us: float
     admit_us: float
 
 
@@ -98,6 +103,15 @@ class Bench:
         """Microseconds of a step, the median of `num`."""
         return statistics.median(_timed(self._step) for _ in range(num))
 
+    def quiet(self, num: int) -> float:
+        """Microseconds of a step among those taken at once."""
+        return statistics.median(_timed(self._span) for _ in range(num)) / SPAN
+
+    def _span(self) -> None:
+        num_steps = num_quiet_steps(self._scheduler, SPAN)
+        assert num_steps == SPAN
+        advance(self._scheduler, num_steps, lambda _, num: [7] * num)
+
     def admit(self, num: int) -> float:
         """Microseconds of a step that admits, with the end of the request that came first."""
         found = []
@@ -121,16 +135,16 @@ def _timed(call: Callable[[], object]) -> float:
 def measure(num_steps: int, num_rounds: int) -> dict[Case, Cost]:
     cases = [Case(caches, num) for caches in CACHES for num in BATCHES]
     benches = {case: Bench(case) for case in cases}
-    decode: dict[Case, list[float]] = {case: [] for case in cases}
-    admit: dict[Case, list[float]] = {case: [] for case in cases}
+    found: dict[Case, list[tuple[float, float, float]]] = {case: [] for case in cases}
+    fewer = max(1, num_steps // 10)
     for _ in range(num_rounds):
         for case, bench in benches.items():
-            decode[case].append(bench.decode(num_steps))
-            admit[case].append(bench.admit(max(1, num_steps // 10)))
-    return {
-        case: Cost(min(decode[case]) / case.num_requests, max(0.0, min(admit[case]) - min(decode[case])))
-        for case in cases
-    }
+            found[case].append((bench.decode(num_steps), bench.quiet(fewer), bench.admit(fewer)))
+    costs = {}
+    for case in cases:
+        decode, quiet, admit = map(min, zip(*found[case], strict=True))
+        costs[case] = Cost(decode / case.num_requests, quiet / case.num_requests, max(0.0, admit - decode))
+    return costs
 
 
 def missed(costs: dict[Case, Cost]) -> list[str]:
@@ -145,13 +159,15 @@ def missed(costs: dict[Case, Cost]) -> list[str]:
 def fill(options: argparse.Namespace, page: Page) -> list[str]:
     """Run every case and add the table; returns the rows that miss the target."""
     costs = measure(options.steps, options.rounds)
-    page.head("caches", "requests", "decode us per request", "admit us", "")
+    page.head("caches", "requests", "decode us", "quiet us", "admit us", "")
     for case, cost in costs.items():
         told = "met" if cost.decode_us < TARGET_US else "MISSED"
-        page.row(case.caches, case.num_requests, f"{cost.decode_us:.2f}", f"{cost.admit_us:.0f}", told)
+        times = f"{cost.decode_us:.2f}", f"{cost.quiet_us:.2f}", f"{cost.admit_us:.0f}"
+        page.row(case.caches, case.num_requests, *times, told)
     page.say("")
-    names = ("caches", "requests", "decode_us", "admit_us")
-    page.data(names, [(c.caches, c.num_requests, cost.decode_us, cost.admit_us) for c, cost in costs.items()])
+    titles = ("caches", "requests", "decode_us", "quiet_us", "admit_us")
+    measured = costs.items()
+    page.data(titles, [(c.caches, c.num_requests, k.decode_us, k.quiet_us, k.admit_us) for c, k in measured])
     return missed(costs)
 
 
