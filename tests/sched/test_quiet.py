@@ -160,8 +160,9 @@ def fits(world: World, request: Request) -> bool:
 
 def play(draw: st.DrawFn, single: World, spans: World) -> None:
     """Do the same to both worlds, and hold them equal after every event."""
-    for number in range(draw(st.integers(3, 12))):
-        event = draw(st.sampled_from(["add", "add", "steps", "steps", "steps", "remove"]))
+    for number in range(draw(st.integers(5, 14))):
+        events = ["add", "add", "steps", "steps", "steps", "remove"] if number > 2 else ["add"]
+        event = draw(st.sampled_from(events))
         if event == "add":
             request, prefilled = draw(requests(str(number)))
             if fits(single, request):
@@ -182,7 +183,7 @@ def play(draw: st.DrawFn, single: World, spans: World) -> None:
 def played(draw: st.DrawFn) -> list[int]:
     """Play a game in two worlds; the lengths of its spans."""
     caches, num_blocks = draw(st.integers(0, len(CACHES) - 1)), draw(st.integers(20, 80))
-    limits = {"max_batch_tokens": draw(st.sampled_from([2, 8, 64])), "max_seqs": draw(st.integers(1, 5))}
+    limits = {"max_batch_tokens": draw(st.sampled_from([2, 8, 64])), "max_seqs": draw(st.integers(2, 6))}
     caching = draw(st.booleans())
     single, spans = (World(caches, num_blocks, caching=caching, limits=limits) for _ in range(2))
     play(draw, single, spans)
