@@ -282,10 +282,10 @@ class Scheduler:
             updates: BlockUpdates | None = state.no_updates
             if num_begun + num_tokens > state.num_covered:
                 updates = self._extend_or_preempt(state, num_begun + num_tokens)
-                if self.needs_settling:
-                    break  # those behind it would be preempted for it
-                if updates is None:
-                    continue  # it pauses, or was preempted itself: then all behind it were before.
+            if self.needs_settling:
+                break  # those behind it would be preempted for it
+            if updates is None:
+                continue  # it pauses, or was preempted itself: then all behind it were before.
             scheduled.append(self._share(state, num_tokens, updates))
             states.append(state)
             budget -= num_tokens
@@ -489,6 +489,7 @@ class Scheduler:
         assert state.row is not None
         start = state.num_begun
         end = start + num_tokens
+        token_ids: tuple[int, ...]
         if num_tokens == 1:  # nearly always
             token_ids = (state.tokens[start] if start < len(state.tokens) else UNKNOWN_TOKEN,)
         else:

@@ -61,6 +61,8 @@ class WorkOrder:
         self._changes = engines.changes
         self._output_cost = output_cost
         self._picked = picked
+        self._epoch = self._num_seen = 0
+        """Up to where changes were sorted in."""
         self._keys: list[_Key] = []
         """By place."""
         self._sorted: dict[int, list[_Key]] = {}
