@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an install
@@ -70,8 +71,12 @@ def make_scheduler(case: Case) -> Scheduler:
     num_blocks = 2 * len(groups) * case.num_requests * 4 * PROMPT_TOKENS // BLOCK
     caching = "prefix" in case.caches
     manager = KVCacheManager(groups, num_blocks, prefix_caching=caching, secret=b"of a benchmark")
-    limits = {"max_batch_tokens": 1 << 16, "max_seqs": case.num_requests, "max_positions": MAX_POSITIONS}
-    return Scheduler(manager, **limits)
+    return Scheduler(
+        manager,
+        max_batch_tokens=1 << 16,
+        max_seqs=case.num_requests,
+        max_positions=MAX_POSITIONS,
+    )
 
 
 class Bench:
@@ -118,7 +123,7 @@ class Bench:
         for _ in range(num):
             oldest = f"request {self._count - self._case.num_requests + 1}"
             self._add()
-            found.append(_timed(lambda first=oldest: self._replace(first)))
+            found.append(_timed(partial(self._replace, oldest)))
         return statistics.median(found)
 
     def _replace(self, request_id: str) -> None:
