@@ -96,7 +96,8 @@ class Fleet:
 def scanning(name: str) -> Any:
     """A policy that looks at every engine."""
     policy: Any = get_policy(name, SETTINGS)
-    for owner in (policy, getattr(policy, "_aware", None), getattr(policy, "_least_loaded", None)):
+    owners: list[Any] = [policy, getattr(policy, "_aware", None), getattr(policy, "_least_loaded", None)]
+    for owner in owners:
         if hasattr(owner, "_chooser"):
             owner._chooser = Scan(SETTINGS.output_cost)
     return policy
