@@ -63,8 +63,7 @@ class WorkOrder:
         self._picked = picked
         self._epoch = self._num_seen = 0
         """Up to where changes were sorted in."""
-        self._keys: list[_Key] = []
-        """By place."""
+        self._keys: list[_Key] = []  # by place
         self._sorted: dict[int, list[_Key]] = {}
         """Number of ranks -> the keys of its engines, in order."""
         self._begin()
@@ -76,9 +75,12 @@ class WorkOrder:
         best = min(self._first(ranks, keys, own) for ranks, keys in self._sorted.items())
         for name, tokens in spared.items():
             place = self._places.get(name)
-            if place is not None:
-                key = self._keys[place]
-                best = min(best, ((key[0] + own - tokens) / self._engines[place].num_ranks, *key[1:]))
+            if place is None:
+                continue
+            key = self._keys[place]
+            cost = (key[0] + own - tokens) / self._engines[place].num_ranks
+            if cost <= best[0]:
+                best = min(best, (cost, *key[1:]))
         return self._engines[best[-1]]
 
     def _first(self, ranks: int, keys: list[_Key], own: float) -> _Key:
