@@ -47,12 +47,12 @@ def advance(
 
     `tokens_of`: a request's next tokens, so many as asked for. Only the last may end it.
     """
-    span = _Span(scheduler, num_steps)
-    for state in span.states:
+    steps = _QuietSteps(scheduler, num_steps)
+    for state in steps.states:
         state.append_all(tokens_of(state, num_steps), scheduler.max_positions)
     scheduler.count_decodes(num_steps)
-    span.carry_out()
-    return [state for state in span.states if state.finish_reason is not None]
+    steps.carry_out()
+    return [state for state in steps.states if state.finish_reason is not None]
 
 
 def _only_decodes(state: RequestState) -> bool:
@@ -80,7 +80,7 @@ def _num_with_blocks(scheduler: Scheduler, limit: int) -> int:
     return bisect_right(range(1, limit + 1), num_free, key=num_missing)
 
 
-class _Span:
+class _QuietSteps:
     """What is due in quiet steps: by step, all that is handed out before what settles, and by place in the
     batch, as in single steps."""
 

@@ -53,7 +53,7 @@ def _(original, self):
 
 @SERVING.twin(
     "blocks of quiet steps are named and freed a step late",
-    "rayk.sched.quiet:_Span._note_settle",
+    "rayk.sched.quiet:_QuietSteps._note_settle",
     "sched/test_quiet.py::test_quiet_steps_taken_at_once_are_as_many_single_ones",
 )
 def _(original, self, index, begin):
