@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from rayk.costs.features import StepFeatures
 from rayk.types.errors import OutsideHull
 
 AXES = ("num_requests", "num_tokens", "num_pairs", "num_seen")
+PARTS_OF_OCTAVE = 2
+"""Sizes that round to the same half octave are of one place."""
+REACH = 2
+"""How far a step may be from a measured place on every axis, in half octaves: one octave, so that a grid
+whose sizes grow by 4 has no holes."""
+
+Place = tuple[int, ...]
+
+
+def place_of(sizes: Iterable[float]) -> Place:
+    """Round sizes to half octaves. 0 has the place below that of 1, and is in reach of it."""
+    return tuple(round(PARTS_OF_OCTAVE * math.log2(s)) if s >= 1 else -1 for s in sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hull:
-    """Bounds features, ends included. Without bounds a table holds everywhere."""
+    """Bounds features, ends included, to places that were measured and what is near them. Without bounds a
+    table holds everywhere, without places everywhere within the bounds."""
 
     bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # of AXES
+    places: tuple[tuple[int, ...], ...] = ()  # in the order of AXES
+    _is_near: dict[Place, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def why_outside(self, features: StepFeatures) -> str | None:
-        """Name the first feature that lies outside; None: all lie within."""
+        """Name the first feature that lies outside, or the nearest place; None: the step lies within."""
         for axis, (least, most) in self.bounds.items():
             value = getattr(features, axis)
             if not least <= value <= most:
                 return f"{axis} {value:,} is outside of {least:,} to {most:,}"
-        return None
+        if not self.places:
+            return None
+        sizes = [getattr(features, axis) for axis in AXES]
+        place = place_of(sizes)
+        if place not in self._is_near:
+            self._is_near[place] = any(_distance(place, other) <= REACH for other in self.places)
+        if self._is_near[place]:
+            return None
+        nearest = min(self.places, key=lambda other: _distance(place, other))
+        like = [2 ** (p / PARTS_OF_OCTAVE) if p >= 0 else 0.0 for p in nearest]
+        return f"the nearest to {_in_words(sizes)} is about {_in_words(like)}"
 
     def check(self, features: StepFeatures, where: str) -> None:
         """Raises OutsideHull for a step that lies outside."""
@@ -33,3 +59,13 @@ class Hull:
                 where=where,
                 mend="measure such steps (`rayk costs`), or --extrapolate",
             )
+
+
+def _distance(place: Place, other: Place) -> int:
+    return max(abs(a - b) for a, b in zip(place, other, strict=True))
+
+
+def _in_words(sizes: Iterable[float]) -> str:
+    return ", ".join(
+        f"{size:,.0f} {axis.removeprefix('num_')}" for axis, size in zip(AXES, sizes, strict=True)
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from rayk.types.errors import UserError
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 def as_json(value: Any) -> dict[str, Any]:
     """Return what `read` makes the same dataclass of."""
-    return {name: _plain(item) for name, item in asdict(value).items()}
+    return {f.name: _plain(getattr(value, f.name)) for f in fields(value) if f.init}
 
 
 def read(kind: type[T], values: Any, where: str) -> T:
@@ -21,6 +21,8 @@ def read(kind: type[T], values: Any, where: str) -> T:
     if not isinstance(values, Mapping):
         raise UserError(f"expected a mapping, found {type(values).__name__}", where=where)
     hints = get_type_hints(kind)
+    if is_dataclass(kind):
+        hints = {f.name: hints[f.name] for f in fields(kind) if f.init}
     if unknown := sorted(set(values) - set(hints)):
         raise UserError(f"unknown key {unknown[0]}", where=where, mend=f"keys: {', '.join(sorted(hints))}")
     if missing := sorted(_needed(kind, hints) - set(values)):
@@ -58,6 +60,8 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        return as_json(value)
     if hasattr(value, "_asdict"):
         return {name: _plain(item) for name, item in value._asdict().items()}
     if isinstance(value, Mapping):

@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ NOT_A_COST = (
     "max_positions", "stated_positions", "bos_token_id", "eos_token_ids", "pad_token_id",
 )  # fmt: skip
 """Settings of a model that no step's time depends on."""
-_TERM = re.compile(r"(one|requests|tokens|logits|prefills|pairs|seen)(?:>(\d+)|@(\d+))?")
+_TERM = re.compile(r"(one|requests|tokens|logits|prefills|pairs|seen)(?:([<>@])(\d+))?")
 
 
 class EngineKey(NamedTuple):
@@ -70,18 +71,26 @@ def engine_key(config: DecoderConfig, engine: EngineConfig) -> EngineKey:
     )
 
 
-def term_value(term: str, features: StepFeatures) -> float:
-    """Evaluate one term of a step's time: `one`, a feature, `tokens>32` (those beyond 32) or `pairs@0` (in
-    the model's first window)."""
+@lru_cache(maxsize=256)
+def _parsed(term: str) -> tuple[str, str, int]:
     match = _TERM.fullmatch(term)
     assert match is not None, term
-    name, hinge, window = match.groups()
+    name, sign, number = match.groups()
+    return name, sign or "", int(number or 0)
+
+
+def term_value(term: str, features: StepFeatures) -> float:
+    """Evaluate one term of a step's time: `one`, a feature, `tokens>32` (those beyond 32), `tokens<32` (those
+    up to 32) or `pairs@0` (in the model's first window)."""
+    name, sign, number = _parsed(term)
     if name == "one":
         return 1
-    if window is not None:
-        return features.windowed[int(window)][name == "seen"]
+    if sign == "@":
+        return features.windowed[number][name == "seen"]
     value: int = getattr(features, f"num_{name}")
-    return value if hinge is None else max(0, value - int(hinge))
+    if sign == ">":
+        return max(0, value - number)
+    return min(value, number) if sign == "<" else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rayk.engine.costs import StepCosts, peaks_of
+from rayk.costs.sheets import peaks_of
+from rayk.engine.costs import StepCosts
 from rayk.parallel.shard import engine_shape
 from rayk.parallel.timed import TimedComm
 from rayk.types.batch import ScheduledBatch

@@ -62,7 +62,16 @@ def test_decode_steps_grow_by_a_token_each():
 
 def test_terms():
     found = step_features(batch((5, 0), (1, 9)), (4,))
-    values = {"one": 1, "requests": 2, "tokens>4": 2, "tokens>32": 0, "prefills": 1, "seen": 15, "seen@0": 9}
+    values = {
+        "one": 1,
+        "requests": 2,
+        "tokens>4": 2,
+        "tokens>32": 0,
+        "tokens<4": 4,
+        "prefills": 1,
+        "seen": 15,
+        "seen@0": 9,
+    }
     assert {term: term_value(term, found) for term in values} == values
 
 

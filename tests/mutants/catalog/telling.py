@@ -143,7 +143,7 @@ def _(original, environment):
 
 @TELLING.twin(
     "utilisation is of another dtype's peak",
-    "rayk.engine.costs:peaks_of",
+    "rayk.costs.sheets:peaks_of",
     "metrics/test_engine_metrics.py::test_utilisation_is_of_a_known_devices_peak_in_its_dtype",
 )
 def _(original, device, dtype):

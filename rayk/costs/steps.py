@@ -1,0 +1,94 @@
+"""Fit what an engine's steps take to those that it recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rayk.costs.features import StepFeatures
+from rayk.costs.fit import Fitted, Floats, fit
+from rayk.costs.hull import AXES, Hull, place_of
+from rayk.costs.table import StepTable, term_value
+
+BENDS = (4, 16, 64, 256, 1024)
+"""Numbers of tokens at which the cost of one more may change, down or up."""
+_ATTENDED = ("pairs", "seen")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedStep:
+    features: StepFeatures
+    turn_ns: int
+    model_ns: int
+
+
+def step_terms(steps: Sequence[StepFeatures], *, decode: bool) -> tuple[str, ...]:
+    """Choose the terms that a class of steps can have: a bend only where there are steps on both sides."""
+    sizes = [f.num_tokens for f in steps]
+    bends = [n for n in BENDS if min(sizes) < n < max(sizes)]
+    windows = range(len(steps[0].windowed))
+    attended = [*_ATTENDED, *(f"{name}@{i}" for i in windows for name in _ATTENDED)]
+    if decode:
+        # A token each: pairs are what is seen.
+        attended = [term for term in attended if not term.startswith("pairs")]
+        return ("one", "requests", *(f"tokens{sign}{n}" for n in bends for sign in "<>"), *attended)
+    return (
+        "one",
+        "requests",
+        "prefills",
+        "logits",
+        "tokens",
+        *(f"tokens{sign}{n}" for n in bends for sign in "<>"),
+        *attended,
+    )
+
+
+def fit_steps(steps: Sequence[RecordedStep], *, decode: bool) -> tuple[StepTable, Fitted]:
+    """Fit a table to a class of steps (all decode steps, or none); needs one. Terms that nothing was put down
+    to are left out of the table."""
+    features = [step.features for step in steps]
+    assert all(f.is_decode == decode for f in features)
+    terms = step_terms(features, decode=decode)
+    found = fit(_matrix(terms, features), _times(s.model_ns for s in steps), _sizes(features))
+    used = [(t, c) for t, c in zip(terms, found.constants, strict=True) if c > 0]
+    table = StepTable(
+        terms=tuple(term for term, _ in used),
+        constants=tuple(constant for _, constant in used),
+        hull=hull_around(features),
+        residuals=found.residuals(),
+        ratios=found.ratios,
+    )
+    return table, found
+
+
+def fit_host(steps: Sequence[RecordedStep]) -> Fitted:
+    """Fit what turns take beside the forward pass: a constant, and so much per request."""
+    features = [step.features for step in steps]
+    rest = _times(max(1, s.turn_ns - s.model_ns) for s in steps)
+    return fit(_matrix(("one", "requests"), features), rest, _sizes(features))
+
+
+def hull_around(features: Sequence[StepFeatures]) -> Hull:
+    """Return the hull of measured steps. Below the smallest the reach of a place is what counts: without
+    negative constants a fit cannot be wrong by more than its constant there."""
+    distinct = set(features)
+    sizes = [[getattr(f, axis) for axis in AXES] for f in distinct]
+    return Hull(
+        bounds={axis: (0, max(row[i] for row in sizes)) for i, axis in enumerate(AXES)},
+        places=tuple(sorted(set(map(place_of, sizes)))),
+    )
+
+
+def _matrix(terms: Sequence[str], features: Sequence[StepFeatures]) -> Floats:
+    """Evaluate terms of steps: [N, K]."""
+    return np.array([[term_value(term, f) for term in terms] for f in features], dtype=float)
+
+
+def _sizes(features: Sequence[StepFeatures]) -> dict[str, Floats]:
+    return {axis: np.array([getattr(f, axis) for f in features], dtype=float) for axis in AXES}
+
+
+def _times(values: Iterator[int]) -> Floats:
+    return np.array(list(values), dtype=float)
