@@ -20,6 +20,7 @@ from rayk.actors.placement import this_node
 from rayk.actors.pool import WorkerPool
 from rayk.actors.push_flow import push_settings
 from rayk.actors.tiers import HostTiers
+from rayk.engine.record import RecordedSteps
 from rayk.handover.fault_injection import DESCRIBE, exchanged_blocks
 from rayk.handover.planted import PlantedFault
 from rayk.sched.dispatcher import Dispatcher, DispatchRules, FormAgain, Place
@@ -224,11 +225,27 @@ class CellDeployment(Deployment):
         outcome = self._outcome
         engine.facts["num_token_layers"] = status["num_token_layers"]
         outcome.ledgers[engine.name] = status["ledger"]
+        if engine.config.record_steps:
+            await self._take_steps(engine)
         if "offload" in status:
             outcome.offload[engine.name] = status["offload"]
         if leaked:
             raise EngineDied(engine.name, f"blocks leaked: {', '.join(leaked)} never ended")
         return await dissolve(engine) and not status["leases"]
+
+    async def _take_steps(self, engine: EngineHandle) -> None:
+        """Keep the engine's steps, in the time of the repeat."""
+        asked = engine.leader.recorded_steps.remote()
+        found: RecordedSteps = await engine.guard(asked, "its steps", END_S)
+        if not self._outcome.requests:
+            return
+        first = self._outcome.requests[0]
+        self._outcome.steps += found.rows(
+            cell_id=first.cell_id,
+            repeat=first.repeat,
+            engine=engine.name,
+            started_ns=first.arrival_ns - first.due_ns - engine.clock_offset_ns,
+        )
 
     async def _see_to(self, member: Member) -> None:
         try:

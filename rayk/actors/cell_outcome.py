@@ -9,6 +9,7 @@ from rayk.handover.commands import CapturedRows
 from rayk.kv.usage import Ledger
 from rayk.types.errors import RaykError
 from rayk.types.rows import RequestRow, TransferRow
+from rayk.types.steps import StepRow
 
 
 @dataclass(kw_only=True)
@@ -38,5 +39,7 @@ class CellOutcome:
     moments: dict[str, int] = field(default_factory=dict)
     """What had to be done before the first request -> when it was done, in ns of the coordinator's monotonic
     clock; in their order."""
+    steps: list[StepRow] = field(default_factory=list)
+    """The steps of engines with `record_steps` that lived until the end."""
     num_kv_bytes_checked: int = 0
     wall_ns: int = 0

@@ -34,8 +34,9 @@ from rayk.actors.tier_client import RayTier
 from rayk.actors.tokenizer import load_decoder, load_vocabulary
 from rayk.engine.build import make_leader
 from rayk.engine.leader import Leader, RequestEvent, dead_engine
-from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
+from rayk.engine.loop import EngineLoop, NoExtension, RankExtension, TurnStats
 from rayk.engine.rank import EngineRank
+from rayk.engine.record import RecordedSteps, StepRecorder, recorder
 from rayk.engine.stats import rank_stats
 from rayk.handover.engine_request import EngineRequest
 from rayk.handover.extension import CaptureExtension, TransferExtension
@@ -77,6 +78,7 @@ class Worker:
         self._handover: TransferHandover | None = None
         self._extension: RankExtension = NoExtension()
         self._meter = Meter()
+        self._recorder: StepRecorder | None = None
         self._lock = threading.Lock()
         self._line: LineThread | None = None
         self._tier: RayTier | None = None
@@ -169,7 +171,9 @@ class Worker:
             comm.close()
             self.dissolve()
             raise
-        stats = rank_stats(self._meter, self._rank, self._leader)
+        stats: TurnStats = rank_stats(self._meter, self._rank, self._leader)
+        if spec.config.record_steps and self._leader is not None:
+            stats = self._recorder = recorder(self._rank, self._leader, stats)
         if self._handover is not None:
             watch_handover(self._meter, self._handover)
         self._loop = EngineLoop(self._rank, self._extension, self._leader, on_step=self._on_step, stats=stats)
@@ -384,6 +388,11 @@ class Worker:
                 report["offload"] = handover.offloading.status()
         return report
 
+    def recorded_steps(self) -> RecordedSteps | None:
+        """Return the engine's steps so far (rank 0, of an engine with `record_steps`)."""
+        recorder = self._recorder
+        return None if recorder is None else recorder.recorded()
+
     def check_integrity(self) -> None:
         """Raise AssertionError when blocks leaked (rank 0, after its loop ended)."""
         leader = self._leader
@@ -407,7 +416,7 @@ class Worker:
             self._close_tier()
             rank, self._rank = self._rank, None
             extension, self._extension = self._extension, NoExtension()
-            self._loop = self._leader = self._handover = None
+            self._loop = self._leader = self._handover = self._recorder = None
             self._meter = Meter()  # the last one asks this engine's objects
             self._aborted.clear()
             if isinstance(extension, TransferExtension | CaptureExtension):

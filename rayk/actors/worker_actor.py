@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rayk.actors.rank_spec import RankSpec
     from rayk.engine.leader import RequestEvent
+    from rayk.engine.record import RecordedSteps
     from rayk.handover.engine_request import EngineRequest
     from rayk.handover.tier_side import TierFacts
     from rayk.lines.line import LineAddress
@@ -69,6 +70,9 @@ class WorkerActor:
 
     def status(self) -> dict[str, Any]:
         return self._worker.status()
+
+    def recorded_steps(self) -> RecordedSteps | None:
+        return self._worker.recorded_steps()
 
     def check_integrity(self) -> None:
         self._worker.check_integrity()

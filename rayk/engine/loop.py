@@ -49,8 +49,9 @@ class RankExtension(Protocol):
 class TurnStats(Protocol):
     """Counts a rank's turns. Implemented by engine.stats."""
 
-    def stepped(self, batch: ScheduledBatch, busy_ns: int, model_ns: int) -> None:
-        """Count a turn with a step, of which the forward pass took `model_ns`."""
+    def stepped(self, batch: ScheduledBatch, busy_ns: int, model_ns: int, num_commands: int) -> None:
+        """Count a turn with a step, of which the forward pass took `model_ns`; `num_commands` were carried
+        out in it."""
         ...
 
     def turned(self) -> None:
@@ -103,6 +104,7 @@ class _StepInFlight:
 
     batch: ScheduledBatch
     begun_ns: int
+    num_commands: int  # carried out in its turn
     measure: Callable[[], int]  # the forward pass, in ns
     fetch: Callable[[], StepTokens] | None  # on rank 0
 
@@ -186,7 +188,7 @@ class EngineLoop:
         if assigned:
             self._extension.blocks_assigned(assigned)
         due = self._pipeline.tick(turn.batch, turn.step_commands)
-        last, self._in_flight = self._in_flight, self._begin(due, begun_ns)
+        last, self._in_flight = self._in_flight, self._begin(due, begun_ns, len(turn.commands))
         poll = self._extension.poll()
         gathered = self._gather(turn, results, poll)
         if self._leader is not None:
@@ -215,7 +217,7 @@ class EngineLoop:
         except RaykError as error:
             return error
 
-    def _begin(self, due: Due | None, begun_ns: int) -> _StepInFlight | None:
+    def _begin(self, due: Due | None, begun_ns: int, num_commands: int) -> _StepInFlight | None:
         if due is None:
             return None
         batch = due.batch
@@ -233,7 +235,8 @@ class EngineLoop:
         if self._runs_ahead:
             self._rank.keep(pending.tokens if pending is not None else None)
         fetch = self._fetching(pending) if pending is not None else None
-        return _StepInFlight(batch, begun_ns, self._rank.measure, fetch)
+        num_commands += len(due.commands)
+        return _StepInFlight(batch, begun_ns, num_commands, self._rank.measure, fetch)
 
     def _fetching(self, pending: PendingTokens) -> Callable[[], StepTokens]:
         fetch = self._rank.fetch(pending.tokens)
@@ -258,7 +261,7 @@ class EngineLoop:
         self.times.num_computed_tokens += step.batch.num_tokens
         self.times.num_sampled_tokens += num_sampled
         if self._stats is not None:
-            self._stats.stepped(step.batch, turn_ns, model_ns)
+            self._stats.stepped(step.batch, turn_ns, model_ns, step.num_commands)
 
     def _gather(
         self, turn: Turn, results: tuple[object, ...], poll: object

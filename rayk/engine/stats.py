@@ -69,7 +69,7 @@ class StepStats:
         self._last = (0, 0, 0)
         meter.on_flush(self._report)
 
-    def stepped(self, batch: ScheduledBatch, busy_ns: int, model_ns: int) -> None:
+    def stepped(self, batch: ScheduledBatch, busy_ns: int, model_ns: int, num_commands: int = 0) -> None:
         name = phase_of(batch)
         phase = self._phases[name]
         phase.num_steps += 1

@@ -266,7 +266,8 @@ def _run_cell(
         _raise_if_full(error)
         row = _unjudged(cell, error, sum(o.wall_ns for o in outcomes))
     requests = [r for o in outcomes for r in o.requests]
-    writer.write_cell(row, requests, [t for o in outcomes for t in o.transfers])
+    transfers = [t for o in outcomes for t in o.transfers]
+    writer.write_cell(row, requests, transfers, [s for o in outcomes for s in o.steps])
     progress.end(cell.cell_id, row.verdict, row.reason)
     return [*of_twin, *outcomes][0]
 

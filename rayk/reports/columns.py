@@ -1,4 +1,4 @@
-"""Turn rows into the columns of the three tables. Rows hold nanoseconds, tables milliseconds."""
+"""Turn rows into the columns of the tables. Rows hold nanoseconds, tables milliseconds."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rayk.reports.fields import (
     MEASURED_FIELDS,
     OFFLOAD_FIELDS,
     REQUESTS,
+    STEPS,
     TEXT,
     TRANSFERS,
     kinds,
@@ -27,6 +28,7 @@ from rayk.reports.fields import (
 from rayk.reports.fields import EFFECTIVE as EFFECTIVE_MEANINGS
 from rayk.reports.fields import STAGES as STAGE_MEANINGS
 from rayk.types.rows import CellRow, RequestRow, TransferRow, moving_ns
+from rayk.types.steps import StepRow
 
 NS_PER_MS = 1e6
 NS_PER_S = 1e9
@@ -39,7 +41,14 @@ CELL_FIELDS = kinds(CELLS)  # columns of cells.parquet beside the axes, with the
 REQUEST_FIELDS = kinds(REQUESTS)
 TRANSFER_FIELDS = kinds(TRANSFERS)
 
-FIELDS = {"cells": CELL_FIELDS, "requests": REQUEST_FIELDS, "transfers": TRANSFER_FIELDS}
+STEP_FIELDS = kinds(STEPS)
+
+FIELDS = {
+    "cells": CELL_FIELDS,
+    "requests": REQUEST_FIELDS,
+    "transfers": TRANSFER_FIELDS,
+    "steps": STEP_FIELDS,
+}
 
 
 def request_record(row: RequestRow) -> dict[str, Any]:
@@ -81,6 +90,12 @@ def transfer_record(row: TransferRow) -> dict[str, Any]:
         "gb_per_s": row.bytes / row.transfer_ns if row.transfer_ns > 0 else None,
     }
     return record
+
+
+def step_record(row: StepRow) -> dict[str, Any]:
+    record: dict[str, Any] = {name: getattr(row, name) for name in STEP_FIELDS if hasattr(row, name)}
+    windowed = [list(pair) for pair in row.windowed]
+    return record | {"begin_ms": row.begin_ns / NS_PER_MS, "windowed": windowed}
 
 
 def cell_record(

@@ -8,7 +8,18 @@ import json
 import textwrap
 from collections.abc import Callable, Sequence
 
-from rayk.reports.fields import CELLS, DIVERGENCE, GROUPS, PER_KV_GROUP, REQUESTS, TOPS, TRANSFERS, Field
+from rayk.reports.fields import (
+    CELLS,
+    DIVERGENCE,
+    GROUPS,
+    PER_KV_GROUP,
+    REQUESTS,
+    STEPS,
+    TOPS,
+    TRANSFERS,
+    WINDOWED,
+    Field,
+)
 from rayk.reports.load_fields import LOAD_CELLS, LOAD_REQUESTS
 from rayk.reports.md_table import markdown_table
 
@@ -16,6 +27,7 @@ TABLES: dict[str, tuple[str, Sequence[Field]]] = {
     "cells": ("cells.parquet of a run: a row per cell; beside these, every axis under its own name", CELLS),
     "requests": ("requests.parquet of a run: a row per cell, repeat and request", REQUESTS),
     "transfers": ("transfers.parquet: a row per request, pair of ranks and KV group", TRANSFERS),
+    "steps": ("steps.parquet of a run with `record_steps`: a row per engine and step", STEPS),
     "load cells": ("cells.parquet of `rayk bench`: a row per load", LOAD_CELLS),
     "load requests": ("requests.parquet of `rayk bench`: a row per request", LOAD_REQUESTS),
 }
@@ -32,6 +44,7 @@ _TYPES = {
     str(DIVERGENCE): "{request, token_index}",
     str(GROUPS): "list of {kind, ...}",
     str(PER_KV_GROUP): "list of {kind, ...}",
+    str(WINDOWED): "lists of [pairs, seen]",
     str(TOPS): "lists of {token_id, logprob}",
 }
 

@@ -17,6 +17,7 @@ import pyarrow as pa
 INT, FLOAT, TEXT, BOOL = pa.int64(), pa.float64(), pa.string(), pa.bool_()
 INTS, FLOATS, TEXTS = pa.list_(INT), pa.list_(FLOAT), pa.list_(TEXT)
 TOPS = pa.list_(pa.list_(pa.struct([("token_id", INT), ("logprob", FLOAT)])))
+WINDOWED = pa.list_(INTS)
 DIVERGENCE = pa.struct([("request", INT), ("token_index", INT)])
 
 _COUNTS = ("num_layers", "block_size", "used_bytes", "padding_bytes", "wasted_bytes")
@@ -340,4 +341,27 @@ TRANSFERS = (
     Field("num_early_writes", INT, "writes", "of these, posted before the prompt's last layer was computed"),
     Field("retries", INT, "retries", "times it was tried again"),
     Field("verdict", TEXT, "", "OK, or what went wrong"),
+)
+
+# steps.parquet: a row per cell, repeat, engine and step, where engines record their steps
+STEPS = (
+    Field("cell_id", TEXT, "", "cell that it belongs to"),
+    Field("repeat", INT, "index", "which repeat"),
+    Field("engine", TEXT, "", "engine that computed it"),
+    Field("step", INT, "index", "which step of the engine"),
+    Field("begin_ms", FLOAT, "ms", "when its turn began, after its repeat began"),
+    Field("turn_ns", INT, "ns", "its turn, from planning to settling it; commands and sampling included"),
+    Field("model_ns", INT, "ns", "of these, the forward pass on rank 0"),
+    Field("num_commands", INT, "commands", "of hand-overs, that were carried out in its turn"),
+    Field("num_requests", INT, "requests", "that it computed tokens of"),
+    Field("num_tokens", INT, "tokens", "that it computed"),
+    Field("num_logits", INT, "tokens", "of these, those whose logits were computed"),
+    Field("num_prefills", INT, "requests", "of these, those with several tokens, or their first one"),
+    Field("num_pairs", INT, "pairs", "of a token and one that it sees, itself included"),
+    Field("num_seen", INT, "tokens", "whose KV it read, or wrote"),
+    Field("windowed", WINDOWED, "", "per window of the model, smallest first: pairs and seen within it"),
+    Field("num_running", INT, "requests", "that had a row of the engine when it was settled"),
+    Field("num_waiting", INT, "requests", "that waited for one"),
+    Field("num_free_blocks", INT, "blocks", "free then, cached ones included"),
+    Field("num_cached_blocks", INT, "blocks", "of these, those whose KV can still be found"),
 )

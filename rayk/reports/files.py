@@ -17,6 +17,8 @@ from rayk.types.errors import UserError
 from rayk.types.files import check_nesting, read_text
 
 TABLES = ("cells", "requests", "transfers")
+STEPS = "steps"
+"""A table that only runs with `record_steps` have."""
 LOCK = ".lock"
 SPEC_BYTES = 4 << 20
 MAX_SPEC_ITEMS = 100_000  # twice those of a spec that is run, whose defaults are written out: 2 s and 100 MB

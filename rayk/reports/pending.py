@@ -9,7 +9,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rayk.reports.columns import FIELDS, make_table
-from rayk.reports.files import TABLES, sync
+from rayk.reports.files import STEPS, TABLES, sync
 from rayk.types.errors import UserError
 from rayk.types.files import parse_json, read_bytes
 
@@ -33,6 +33,7 @@ class FinishedCell:
     cells: list[dict[str, Any]]  # its one row
     requests: list[dict[str, Any]]
     transfers: list[dict[str, Any]]
+    steps: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def cell_id(self) -> str:
@@ -101,7 +102,7 @@ def read_pending(folder: Path) -> list[FinishedCell]:
 def _cell(body: bytes) -> FinishedCell:
     """Parse a line. Raises ValueError."""
     found = parse_json(body)
-    if not isinstance(found, dict) or found.keys() != set(TABLES):
+    if not isinstance(found, dict) or found.keys() - {STEPS} != set(TABLES):
         raise ValueError(f"not {', '.join(TABLES)}")
     if not all(isinstance(rows, list) and all(isinstance(r, dict) for r in rows) for rows in found.values()):
         raise ValueError("not lists of rows")

@@ -12,8 +12,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rayk.reports.columns import FIELDS, cell_record, make_table, request_record, transfer_record, typed
-from rayk.reports.files import TABLES, atomic_path, make_folder, remove_leftovers, write_text
+from rayk.reports.columns import (
+    FIELDS,
+    cell_record,
+    make_table,
+    request_record,
+    step_record,
+    transfer_record,
+    typed,
+)
+from rayk.reports.files import STEPS, TABLES, atomic_path, make_folder, remove_leftovers, write_text
 from rayk.reports.folder import FACTS, PROBED, changed_facts, check_directory, read_environment
 from rayk.reports.journal import Journal
 from rayk.reports.pending import FILE as PENDING
@@ -21,13 +29,15 @@ from rayk.reports.pending import PART, FinishedCell, Pending, added, joined, rea
 from rayk.reports.schema import check_schema, stamped
 from rayk.types.errors import UserError
 from rayk.types.rows import CellRow, RequestRow, TransferRow
+from rayk.types.steps import StepRow
 
 
 class ResultWriter:
-    """Writes cells.parquet, requests.parquet, transfers.parquet, environment.json and spec.yaml. A cell is
-    finished when it stands in cells.parquet or in `pending.FILE`. Tables are replaced atomically,
-    cells.parquet last: rows that no cell names, as a killed writer leaves, are passed over. Raises UserError
-    for a folder that holds another run's tables (`folder.check_directory`)."""
+    """Writes cells.parquet, requests.parquet, transfers.parquet, steps.parquet where engines record their
+    steps, environment.json and spec.yaml. A cell is finished when it stands in cells.parquet or in
+    `pending.FILE`. Tables are replaced atomically, cells.parquet last: rows that no cell names, as a killed
+    writer leaves, are passed over. Raises UserError for a folder that holds another run's tables
+    (`folder.check_directory`)."""
 
     def __init__(
         self,
@@ -64,7 +74,11 @@ class ResultWriter:
         self._journal.note("begin", cell_id=cell_id)
 
     def write_cell(
-        self, row: CellRow, requests: Sequence[RequestRow], transfers: Sequence[TransferRow]
+        self,
+        row: CellRow,
+        requests: Sequence[RequestRow],
+        transfers: Sequence[TransferRow],
+        steps: Sequence[StepRow] = (),
     ) -> None:
         """Add a cell: it is on disk when this returns."""
         assert row.cell_id not in self.finished, f"cell {row.cell_id} is written already"
@@ -74,6 +88,7 @@ class ResultWriter:
             cells=[cell_record(row, requests, transfers)],
             requests=[request_record(r) for r in requests],
             transfers=[transfer_record(t) for t in transfers],
+            steps=[step_record(s) for s in steps],
         )
         self._new.append(cell)
         self.finished[row.cell_id] = row.verdict
@@ -91,7 +106,8 @@ class ResultWriter:
             if is_last and self._order:
                 self._tables[name] = _sorted(self._tables[name], self._order)
         self._new.clear()
-        for name in reversed(TABLES):
+        # Most runs record no steps.
+        for name in (*((STEPS,) if len(self._tables[STEPS]) else ()), *reversed(TABLES)):
             self._write(name)
         self._pending.clear()
 

@@ -11,8 +11,10 @@ import pytest
 
 from rayk.reports import ResultWriter, exit_code, headline, load
 from rayk.reports.columns import CELL_FIELDS, REQUEST_FIELDS, TRANSFER_FIELDS
+from rayk.reports.steps import read_steps
 from rayk.types.errors import UserError
 from rayk.types.rows import CellRow, RequestRow, TransferRow
+from rayk.types.steps import StepRow
 from tests.reports.synthetic import SPEC, cell_row, request_rows, transfer_rows, write_run
 
 CELL_COLUMNS = """cell_id verdict reason num_requests num_token_mismatches first_divergence checks_done
@@ -238,3 +240,43 @@ def test_headline_counts() -> None:
     assert headline(cells) == "2 of 3 PASS, 1 TIMEOUT"
     faulty = cells_with(("PASS", "PASS"), ("KV_MISMATCH", "KV_MISMATCH"))
     assert headline(faulty) == "1 of 2 PASS, 1 KV_MISMATCH, 2 of 2 as expected"
+
+
+def step_rows(cell_id: str, count: int) -> list[StepRow]:
+    sizes = {"num_requests": 2, "num_logits": 2, "num_prefills": 1, "num_pairs": 40, "num_seen": 30}
+    return [
+        StepRow(
+            cell_id=cell_id,
+            repeat=0,
+            engine="prefill0",
+            step=number,
+            begin_ns=1_500_000 * number,
+            turn_ns=900,
+            model_ns=700,
+            num_tokens=9 - number,
+            windowed=((5, 4), (9, 8)),
+            **sizes,
+        )
+        for number in range(count)
+    ]
+
+
+def test_recorded_steps_come_back_and_runs_without_have_no_table(tmp_path: Path) -> None:
+    """Two cells of three record steps; the last one is still pending when it is read, then taken over."""
+    run = writer(tmp_path)
+    sides = ("BHLNC", "BHLNC")
+    for number, count in enumerate((3, 0, 2)):
+        cell = cell_row(1, 1, sides, cell_id=str(number))
+        run.write_cell(cell, [], [], step_rows(str(number), count))
+    for _ in range(2):
+        found = read_steps(tmp_path)
+        assert found["cell_id"].tolist() == ["0"] * 3 + ["2"] * 2
+        assert found["begin_ms"].tolist() == [0.0, 1.5, 3.0, 0.0, 1.5]
+        assert [[list(pair) for pair in windows] for windows in found["windowed"]] == [[[5, 4], [9, 8]]] * 5
+        run.close()
+        run = writer(tmp_path, resume=True)
+    run.finish()
+    assert len(read_steps(tmp_path)) == 5
+    write_run(tmp_path / "other")
+    assert not (tmp_path / "other" / "steps.parquet").exists()
+    assert read_steps(tmp_path / "other").empty
