@@ -235,6 +235,13 @@ def transfer_name(transport: str, devices: str, tp: tuple[int, int], layouts: tu
     return f"{transport} {devices} {tp[0]}:{tp[1]} {layouts[0]}:{layouts[1]}"
 
 
+def read_name(prefill: EngineConfig, decode: EngineConfig) -> str:
+    """Name the reads of a decode engine from a prefill engine, as `TransferTable.reads` does; layouts as
+    the engines' settings name them."""
+    devices = prefill.device if prefill.device == decode.device else f"{prefill.device}>{decode.device}"
+    return transfer_name("nixl", devices, (prefill.tp, decode.tp), (prefill.layout, decode.layout))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTable:
     """How ranks share a host's cores, and what forming an engine takes."""

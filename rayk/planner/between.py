@@ -1,0 +1,132 @@
+"""Fit what passes between engines: gaps, reads, and what a hand-over costs the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rayk.costs.fit import nnls
+from rayk.costs.table import Gap, GapTable, LinearCost, ReadCosts, TransferTable, read_name
+from rayk.planner.recorded import RecordedCell, Row, number
+
+Floats = NDArray[np.float64]
+NUM_QUANTILES = 21
+TRIMMED_PERCENT = 1.0  # of gaps, at either end
+
+
+def fit_gaps(cells: Sequence[RecordedCell]) -> GapTable:
+    """Fit the gaps that requests' stages tell. How long a proof's word travels, and how long a place takes to
+    become free after the last token, no table tells: these stay 0."""
+    return GapTable(
+        dispatch=_gap(cells, "dispatch"),
+        handover=_gap([c for c in cells if c.cell.decode is not None], "handover"),
+    )
+
+
+def _gap(cells: Sequence[RecordedCell], stage: str) -> Gap:
+    """Fit a stage's time: a constant, and so much per request that streams meanwhile; what is left is kept
+    as quantiles around the constant."""
+    found = [pair for cell in cells for pair in _stage(cell, stage)]
+    if not found:
+        return Gap()
+    streams, ns = (np.array(values, dtype=float) for values in zip(*found, strict=True))
+    kept = ns <= np.percentile(ns, 100 - TRIMMED_PERCENT)
+    terms = np.stack([np.ones(kept.sum()), streams[kept]], axis=1)
+    per_stream = float(nnls(terms, ns[kept])[1]) if len(set(streams[kept])) > 1 else 0.0
+    rest = np.maximum(0.0, ns[kept] - per_stream * streams[kept])
+    quantiles = np.quantile(rest, np.linspace(0, 1, NUM_QUANTILES))
+    return Gap(quantiles=tuple(quantiles.tolist()), stream_ns=per_stream)
+
+
+def _stage(cell: RecordedCell, stage: str) -> list[tuple[int, float]]:
+    """Return (other requests in flight as it was due, ns) of each request that had the stage once."""
+    found = []
+    rows = [row for row in cell.requests if number(row, "e2e_ms") is not None and row["num_attempts"] == 1]
+    spans = [(row["repeat"], row["due_ms"], row["due_ms"] + row["e2e_ms"]) for row in rows]
+    for row, (repeat, due, _) in zip(rows, spans, strict=True):
+        ns = number(row, f"stage_{stage}_ns")
+        if ns is None:
+            continue
+        at = due + (number(row, "stage_queue_ns") or 0.0) / 1e6
+        others = sum(1 for r, begin, end in spans if r == repeat and begin <= at < end) - 1
+        found.append((max(0, others), ns))
+    return found
+
+
+def fit_reads(cells: Sequence[RecordedCell]) -> TransferTable:
+    """Fit pulls by kind of engine pair: posting by descriptors and bytes, waiting for the last byte likewise.
+    A rank looks for it between its engine's steps, so waits of a busy engine are longer than these; here the
+    engines are as idle as their cells left them."""
+    rows: dict[str, list[Row]] = {}
+    for cell in cells:
+        if cell.cell.decode is not None:
+            pulls = [r for r in cell.transfers if r["mode"] == "pull" and r["purpose"] == "handover"]
+            whole = [r for r in pulls if r["verdict"] == "OK" and r["bytes"]]
+            if whole:
+                rows.setdefault(read_name(cell.cell.prefill, cell.cell.decode), []).extend(whole)
+    return TransferTable(reads={name: _read(of) for name, of in rows.items()})
+
+
+def _read(rows: Sequence[Row]) -> ReadCosts:
+    num_bytes = _column(rows, "bytes")
+    merged = [number(r, "num_descriptors_merged") or r["num_descriptors"] for r in rows]
+    post = _column(rows, "post_ms") * 1e6
+    wait = np.maximum(0.0, _column(rows, "transfer_ms") * 1e6 - post)
+    descriptors = np.array(merged, dtype=float)
+    return ReadCosts(post=_linear(post, num_bytes, descriptors), wait=_linear(wait, num_bytes, descriptors))
+
+
+def hand_over_costs(cells: Sequence[RecordedCell]) -> dict[str, LinearCost]:
+    """Fit what digests cost the rank that has most of a request: the producer's before the ticket
+    (MakeTicket), the consumer's of what arrived (verify)."""
+    found = {}
+    for name, stage, rank in (
+        ("MakeTicket", "digest", "producer_rank"),
+        ("verify", "verify", "consumer_rank"),
+    ):
+        sizes, ns = [], []
+        for cell in cells:
+            moved = _bytes_by_request(cell, rank)
+            for row in cell.requests:
+                took, size = number(row, f"stage_{stage}_ns"), moved.get((row["repeat"], row["request_id"]))
+                if took is not None and size:
+                    sizes.append(float(size))
+                    ns.append(took)
+        if ns:
+            found[name] = _linear(np.array(ns), np.array(sizes), np.zeros(len(ns)))
+    return found
+
+
+def _bytes_by_request(cell: RecordedCell, rank: str) -> dict[tuple[int, str], int]:
+    """Return the most bytes that one rank had of each request that was handed over once."""
+    sums: dict[tuple[int, str], dict[int, int]] = {}
+    for row in cell.transfers:
+        if row["purpose"] == "handover" and not row["retries"]:
+            of = sums.setdefault((row["repeat"], row["request_id"]), {})
+            of[row[rank]] = of.get(row[rank], 0) + int(row["bytes"])
+    return {name: max(of.values()) for name, of in sums.items()}
+
+
+def _linear(ns: Floats, num_bytes: Floats, num_descriptors: Floats) -> LinearCost:
+    """Fit a constant, descriptors and bytes, errors relative to what transfers of a size take: those of the
+    smallest would not count else."""
+    kept = ns <= np.percentile(ns, 100 - TRIMMED_PERCENT)
+    terms = np.stack([np.ones(kept.sum()), num_descriptors[kept], num_bytes[kept]], axis=1)
+    usual = _usual(ns[kept], num_bytes[kept])
+    fixed, descriptor, byte = nnls(terms / usual[:, None], ns[kept] / usual).tolist()
+    return LinearCost(fixed_ns=fixed, descriptor_ns=descriptor, byte_ns=byte)
+
+
+def _usual(ns: Floats, num_bytes: Floats) -> Floats:
+    """Return the mean time of transfers of about the same size (a power of 2), of each."""
+    size = np.rint(np.log2(np.maximum(num_bytes, 1.0)))
+    _, of = np.unique(size, return_inverse=True)
+    of = of.reshape(-1)
+    means = np.bincount(of, ns) / np.bincount(of)
+    return np.asarray(np.maximum(means, 1.0)[of])
+
+
+def _column(rows: Sequence[Row], name: str) -> Floats:
+    return np.array([row[name] for row in rows], dtype=float)

@@ -1,0 +1,144 @@
+"""Fit a machine's cost tables to runs that recorded their steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rayk.costs.book import CostBook, Provenance
+from rayk.costs.fit import Fitted
+from rayk.costs.steps import fit_host, fit_steps
+from rayk.costs.table import EngineCosts, EngineKey, engine_key
+from rayk.planner.between import fit_gaps, fit_reads, hand_over_costs
+from rayk.planner.neighbours import fit_slow
+from rayk.planner.recorded import EngineStep, RecordedCell, RecordedRun, settled
+from rayk.types.errors import UserError
+
+MAX_ERROR = 0.10
+"""Of the places of a table, one in ten may be off by more."""
+MIN_STEPS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedClass:
+    """One table of a book, with how far it is off where it was measured."""
+
+    key: EngineKey
+    kind: str  # decode or prefill
+    fitted: Fitted
+
+    @property
+    def is_good(self) -> bool:
+        return self.fitted.error(90) <= MAX_ERROR
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedBook:
+    book: CostBook
+    classes: tuple[FittedClass, ...]
+    notes: tuple[str, ...]
+    """What the tables rest on where something better was missing."""
+
+
+def fit_runs(runs: Sequence[RecordedRun]) -> FittedBook:
+    """Fit tables of every kind of engine that the runs have steps of. Raises UserError where one has too few
+    of decode or of prefill steps."""
+    cells = [cell for run in runs for cell in run.cells]
+    notes: list[str] = []
+    engines, classes = {}, []
+    for key, of_key in _by_engine(cells).items():
+        costs, found = _fit_engine(key, of_key, notes)
+        engines[key] = costs
+        classes += found
+    host = fit_slow(cells, engines, num_cores=_num_cores(runs))
+    book = CostBook(
+        engines={key: _with_commands(key, costs, cells) for key, costs in engines.items()},
+        transfers=fit_reads(cells),
+        gaps=fit_gaps(cells),
+        host=host,
+        provenance=provenance(runs),
+    )
+    if not book.transfers.reads:
+        notes.append("no transfers were measured: no cell hands over")
+    if host.slow == 0 and not any(not cell.is_alone for cell in cells):
+        notes.append("no cell has several engines: what they cost each other is not known")
+    return FittedBook(book=book, classes=tuple(classes), notes=tuple(notes))
+
+
+def provenance(runs: Sequence[RecordedRun]) -> Provenance:
+    """Say what tables were fitted to; machine and versions are those of the first run."""
+    about = runs[0].environment
+    devices = _mapping(about, "devices")
+    names = [cell.cell.cell_id for run in runs for cell in run.cells]
+    return Provenance(
+        machine=str(about.get("platform", "")),
+        cpu=str(devices.get("cpu", "")),
+        num_cores=_num_cores(runs),
+        packages={n: str(v) for n, v in _mapping(about, "packages").items() if v is not None},
+        commit=str(about.get("git_commit") or ""),
+        date=str(about.get("started", "")),
+        runs=tuple(run.folder for run in runs),
+        cells=tuple(dict.fromkeys(names)),
+    )
+
+
+def _by_engine(cells: Iterable[RecordedCell]) -> dict[EngineKey, list[tuple[RecordedCell, EngineStep]]]:
+    found: dict[EngineKey, list[tuple[RecordedCell, EngineStep]]] = {}
+    for cell in cells:
+        keys: dict[str, EngineKey] = {}
+        for step in settled(cell):
+            if step.engine not in keys:
+                keys[step.engine] = engine_key(cell.config, cell.engine_config(step.engine))
+            found.setdefault(keys[step.engine], []).append((cell, step))
+    return found
+
+
+def _fit_engine(
+    key: EngineKey, steps: Sequence[tuple[RecordedCell, EngineStep]], notes: list[str]
+) -> tuple[EngineCosts, list[FittedClass]]:
+    """Fit an engine's two tables, to steps of cells where it was alone if there are any of the kind."""
+    tables, classes = {}, []
+    for kind, decode in (("decode", True), ("prefill", False)):
+        of_kind = [(c, s) for c, s in steps if s.recorded.features.is_decode == decode]
+        alone = [s for c, s in of_kind if c.is_alone]
+        if len(alone) < MIN_STEPS <= len(of_kind):
+            notes.append(f"{key.text}: its {kind} steps were all measured beside another engine's")
+        chosen = alone if len(alone) >= MIN_STEPS else [s for _, s in of_kind]
+        if len(chosen) < MIN_STEPS:
+            raise UserError(
+                f"{len(chosen)} {kind} steps of {key.text}, and a fit needs {MIN_STEPS}",
+                where=steps[0][0].run,
+                mend="more requests, or a run of `rayk costs`",
+            )
+        tables[kind], fitted = fit_steps([s.recorded for s in chosen], decode=decode)
+        classes.append(FittedClass(key=key, kind=kind, fitted=fitted))
+    # Commands of hand-overs have costs of their own.
+    quiet = [s.recorded for _, s in steps if not s.num_commands]
+    constant, per_request = fit_host(quiet or [s.recorded for _, s in steps]).constants
+    runs = dict.fromkeys(cell.run for cell, _ in steps)
+    return (
+        EngineCosts(
+            key=key,
+            decode=tables["decode"],
+            prefill=tables["prefill"],
+            host_ns=constant,
+            request_host_ns=per_request,
+            source=", ".join(runs),
+        ),
+        classes,
+    )
+
+
+def _with_commands(key: EngineKey, costs: EngineCosts, cells: Sequence[RecordedCell]) -> EngineCosts:
+    own = [c for c in cells if key in {engine_key(c.config, e) for e in c.cell.engines}]
+    return replace(costs, commands=hand_over_costs(own))
+
+
+def _num_cores(runs: Sequence[RecordedRun]) -> int:
+    return int(_mapping(runs[0].environment, "devices").get("num_cores", 0))
+
+
+def _mapping(of: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = of.get(name)
+    return found if isinstance(found, Mapping) else {}
