@@ -70,7 +70,7 @@ IMPORTS: Mapping[str, frozenset[str]] = {
             "types parallel kv models transfer engine sched handover offload specs costs traces explain"
             " metrics"
         ),
-        "planner": "types models sched specs costs traces simulate reports experiments",
+        "planner": "types kv models sched specs costs traces simulate reports experiments",
         "cli": "*",
     }.items()
 }

@@ -9,6 +9,7 @@ import typer
 from rayk.cli.bench import bench
 from rayk.cli.checkpoint import checkpoint
 from rayk.cli.conformance import conformance
+from rayk.cli.costs import costs
 from rayk.cli.doctor import doctor
 from rayk.cli.explain import explain
 from rayk.cli.foreign_flags import WithHints
@@ -67,6 +68,7 @@ app.command(
     "--prefill-layout LBHNC --format json"
 )(explain)
 
+app.command(epilog="Example: rayk costs checkpoints/qwen3-tiny --tp 1,2 --pairs 1:1,1:2 --out costs")(costs)
 app.command(
     epilog="Example: rayk conformance rayk.transfer:LocalConnector --only layouts --only faults.producer_dies"
 )(conformance)

@@ -1,0 +1,159 @@
+"""Plan the runs that measure a model's costs: a grid of steps, then pairs of engines, then neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from rayk.models.config import DecoderConfig
+from rayk.models.kv_specs import engine_groups
+from rayk.models.tensor_parallel import why_tp_unsupported
+from rayk.types.config import EngineConfig
+from rayk.types.errors import UserError
+
+STEP = 4
+"""Sizes of a grid grow by this: hull.REACH has no hole between two of them."""
+SHORTEST = 16  # tokens of a prompt
+OUTPUT_TOKENS = 24  # decode steps of each length
+MIN_PROMPTS = 8
+PAIR_TOKENS = (32, 256, 1024)
+PAIR_RATE = 4.0  # requests per second of a pair, so that reads meet idle engines
+PAIR_PROMPTS = 12
+NEIGHBOUR_PROMPTS = 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridRequest:
+    """What to measure of a model."""
+
+    model: str
+    tp: Sequence[int] = (1,)
+    pairs: Sequence[tuple[int, int]] = ()
+    """TP sizes of prefill and decode engines whose hand-overs are measured."""
+    device: str = "cpu"
+    dtype: str = "float32"
+    max_tokens: int = 1024  # of the longest prompt
+    max_seqs: int = 16
+    max_batch_tokens: int = 512
+    block_size: int = 16
+    has_neighbours: bool = True
+    """Whether two engines at once are measured."""
+    is_quick: bool = False
+    """Measure the smallest and the largest batch only, and one size of chunks."""
+
+
+def grid_spec(asked: GridRequest, config: DecoderConfig) -> dict[str, Any]:
+    """Return the experiment that measures it: each cell holds one size of batch at one length of prompts.
+    Raises UserError for what the model cannot do."""
+    for tp in {*asked.tp, *(n for pair in asked.pairs for n in pair)}:
+        if (why := why_tp_unsupported(config, tp)) is not None:
+            raise UserError(f"TP {tp}: {why}", where=asked.model)
+    longest = min(asked.max_tokens, config.max_positions - OUTPUT_TOKENS)
+    if longest < SHORTEST:
+        raise UserError(f"no room for prompts of {SHORTEST} tokens and their outputs", where=asked.model)
+    batches = sorted({1, asked.max_seqs}) if asked.is_quick else _grown(1, asked.max_seqs)
+    matrix = [_steps(asked, config, num, longest) for num in batches]
+    matrix += [_pair(asked, config, pair, longest) for pair in asked.pairs]
+    if asked.has_neighbours:
+        matrix.append(_neighbours(asked, config, longest))
+    return {
+        "name": "costs",
+        "model": asked.model,
+        "device": asked.device,
+        "dtype": asked.dtype,
+        "mode": "aggregated",
+        "prompts": {"random": {"count": MIN_PROMPTS, "input_tokens": [SHORTEST]}},
+        "sampling": {"max_tokens": OUTPUT_TOKENS, "ignore_eos": True},
+        # No answer is compared: a reference of every prompt would take longer than the cells.
+        "checks": ["kv_bytes"],
+        "prefill": {"block_size": asked.block_size},
+        "decode": {"block_size": asked.block_size},
+        "engine": {
+            "record_steps": True,
+            "max_seqs": asked.max_seqs,
+            "max_batch_tokens": asked.max_batch_tokens,
+            "num_blocks": _num_blocks(asked, config, asked.max_seqs, longest),
+        },
+        "matrix": matrix,
+    }
+
+
+def lengths(longest: int) -> list[int]:
+    """List the prompts' lengths of a grid."""
+    return _grown(SHORTEST, longest)
+
+
+def _grown(first: int, last: int) -> list[int]:
+    """List sizes that grow by STEP, the last one included."""
+    sizes = [first]
+    while sizes[-1] * STEP < last:
+        sizes.append(sizes[-1] * STEP)
+    return [*sizes, *([last] if last > sizes[-1] else [])]
+
+
+def _steps(asked: GridRequest, config: DecoderConfig, num: int, longest: int) -> dict[str, list[Any]]:
+    """Batches of `num` requests: of one length each, then of all lengths mixed; in chunks of each size."""
+    of_lengths = lengths(longest)
+    mixed = [of_lengths] if num > 1 and len(of_lengths) > 1 else []
+    return {
+        "engine.max_seqs": [num],
+        "engine.num_blocks": [_num_blocks(asked, config, num, longest)],
+        "prompts.random.count": [max(MIN_PROMPTS, 2 * num)],
+        "prompts.random.input_tokens": [*([n] for n in of_lengths), *mixed],
+        "engine.max_batch_tokens": _chunks(asked),
+        "prefill.tp": list(asked.tp),
+    }
+
+
+def _chunks(asked: GridRequest) -> list[int]:
+    """List token budgets; one below `max_seqs` would leave requests out of steps."""
+    small = max(asked.max_seqs, SHORTEST * STEP)
+    largest = asked.max_batch_tokens
+    return [largest] if asked.is_quick or small >= largest else [small, largest]
+
+
+def _pair(
+    asked: GridRequest, config: DecoderConfig, pair: tuple[int, int], longest: int
+) -> dict[str, list[Any]]:
+    """Hand-overs of a pair of engines that have little else to do."""
+    sizes = [n for n in PAIR_TOKENS if n <= longest] or [longest]
+    return {
+        "mode": ["disaggregated"],
+        "prefill.tp": [pair[0]],
+        "decode.tp": [pair[1]],
+        "engine.num_blocks": [_num_blocks(asked, config, asked.max_seqs, longest)],
+        "prompts.random.count": [PAIR_PROMPTS],
+        "prompts.random.input_tokens": [[n] for n in sizes],
+        "arrival.rate": [PAIR_RATE],
+        "arrival.process": ["constant"],
+    }
+
+
+def _neighbours(asked: GridRequest, config: DecoderConfig, longest: int) -> dict[str, list[Any]]:
+    """Two engines that compute at the same time."""
+    return {
+        "prefill.num_engines": [2],
+        "prefill.tp": [min(asked.tp)],
+        "engine.max_seqs": [min(4, asked.max_seqs)],
+        "engine.num_blocks": [_num_blocks(asked, config, 4, longest)],
+        "prompts.random.count": [NEIGHBOUR_PROMPTS],
+        "prompts.random.input_tokens": [[n] for n in lengths(longest)[:3]],
+    }
+
+
+def _num_blocks(asked: GridRequest, config: DecoderConfig, num: int, longest: int) -> int:
+    """Return blocks in which `num` requests of the longest prompts fit."""
+    engine = EngineConfig(
+        model=asked.model, dtype=asked.dtype, device=asked.device, block_size=asked.block_size
+    )
+    # A chunk's tokens are kept until it is computed, also where only a window's are needed after it.
+    tokens = longest + OUTPUT_TOKENS + asked.max_batch_tokens
+    of_request = sum(-(-tokens // g.spec.block_size) + 1 for g in engine_groups(engine, config))
+    return num * of_request + 1
+
+
+def every_pair(tp: Sequence[int]) -> list[tuple[int, int]]:
+    """List the pairs of TP sizes."""
+    return list(product(tp, repeat=2))
