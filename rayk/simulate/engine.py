@@ -141,7 +141,7 @@ class SimEngine:
 
     # engine.loop.TurnStats.
 
-    def stepped(self, batch: ScheduledBatch, busy_ns: int, model_ns: int) -> None:
+    def stepped(self, batch: ScheduledBatch, busy_ns: int, model_ns: int, num_commands: int) -> None:
         """Count a step."""
         account, scheduler, pool = self.account, self.scheduler, self.leader.manager.pool
         account.num_steps += 1
@@ -168,6 +168,7 @@ class SimEngine:
                 num_pairs=features.num_pairs,
                 num_seen=features.num_seen,
                 windowed=features.windowed,
+                num_commands=num_commands,
                 num_running=scheduler.num_running,
                 num_waiting=scheduler.num_waiting,
                 num_free_blocks=pool.num_free_blocks,

@@ -1,0 +1,151 @@
+"""Tables fitted to a run say what its engines took: here engines of a simulation, whose costs are planted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from rayk.costs import CostBook, EngineCosts, engine_key, step_features
+from rayk.costs.table import Gap, GapTable, StepTable
+from rayk.models.config import DecoderConfig
+from rayk.models.families import read_config
+from rayk.planner.coverage import told
+from rayk.planner.fitting import FittedBook, fit_runs
+from rayk.planner.measure import GridRequest, grid_spec
+from rayk.planner.recorded import read_run
+from rayk.reports import ResultWriter
+from rayk.simulate.arrivals import cell_arrivals
+from rayk.simulate.run import simulate_cell
+from rayk.specs import Cell, LoadedSpec, dump_spec, expand, load_spec, resolve_prompts
+from rayk.types.config import EngineConfig
+from rayk.types.errors import UserError
+from tests.conftest import CheckpointFactory
+from tests.costs.test_tables import batch
+
+DECODE = StepTable(
+    terms=("one", "requests", "seen"), constants=(2e6, 150_000.0, 300.0), ratios=(0.9, 0.95, 1.0, 1.05, 1.1)
+)
+PREFILL = StepTable(
+    terms=("one", "tokens<64", "tokens>64", "pairs"),
+    constants=(1e6, 40_000.0, 15_000.0, 20.0),
+    ratios=(0.9, 0.95, 1.0, 1.05, 1.1),
+)
+DISPATCH_NS, STREAM_NS = 900_000.0, 20_000.0
+
+
+def planted(config: DecoderConfig, engine: EngineConfig) -> CostBook:
+    key = engine_key(config, engine)
+    costs = EngineCosts(key=key, decode=DECODE, prefill=PREFILL, host_ns=250_000.0, request_host_ns=9_000.0)
+    spread = tuple(DISPATCH_NS * (0.8 + 0.04 * n) for n in range(11))
+    return CostBook(engines={key: costs}, gaps=GapTable(dispatch=Gap(quantiles=spread, stream_ns=STREAM_NS)))
+
+
+def write_run(
+    folder: Path, loaded: LoadedSpec, cells: list[Cell], book: CostBook, config: DecoderConfig
+) -> None:
+    """Simulate the cells, and write them as a run that measured them."""
+    environment = {
+        "devices": {"num_cores": 2, "cpu": "simulated"},
+        "git_commit": "abc",
+        "packages": {"rayk": "1"},
+    }
+    writer = ResultWriter(folder, spec_yaml=dump_spec(loaded.spec), environment=environment)
+    for number, cell in enumerate(cells):
+        prompts = resolve_prompts(cell.spec, config)
+        arrivals = cell_arrivals(cell, prompts)
+        found = simulate_cell(cell, config, arrivals, book, noise=True, seed=number)
+        from rayk.simulate.outcome import cell_row
+
+        row = replace(cell_row(cell, [found]), verdict="PASS")
+        writer.write_cell(row, found.requests, found.transfers, found.steps)
+    writer.finish()
+    writer.close()
+
+
+@pytest.fixture(scope="module")
+def measured(
+    checkpoint: CheckpointFactory, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[FittedBook, CostBook, DecoderConfig, EngineConfig, list[Cell]]:
+    model = checkpoint("llama")
+    config = read_config(model)
+    asked = GridRequest(
+        model=str(model),
+        max_tokens=256,
+        max_seqs=8,
+        max_batch_tokens=128,
+        has_neighbours=False,
+        is_quick=True,
+    )
+    loaded = load_spec(grid_spec(asked, config))
+    cells = expand(loaded.spec, config)
+    engine = cells[0].prefill
+    book = planted(config, engine)
+    folder = tmp_path_factory.mktemp("costs") / "run"
+    write_run(folder, loaded, cells, book, config)
+    return fit_runs([read_run(folder)]), book, config, engine, cells
+
+
+def test_planted_costs_come_out_of_a_run(measured) -> None:
+    fitted, book, config, engine, cells = measured
+    found, true = (b.find(engine_key(config, engine)) for b in (fitted.book, book))
+    for shares in (
+        [(1, 30)],
+        [(1, 200)] * 5,
+        [(1, 100)] * 8,
+        [(64, 0)],
+        [(100, 100)],
+        [(20, 0), *[(1, 60)] * 3],
+    ):
+        features = step_features(batch(*shares))
+        assert found.step_ns(features) == pytest.approx(true.step_ns(features), rel=0.04), shares
+    assert found.host_ns == pytest.approx(true.host_ns, rel=0.05)
+    assert found.request_host_ns == pytest.approx(true.request_host_ns, rel=0.1)
+    assert all(c.is_good for c in fitted.classes)
+    assert fitted.book.provenance.cells == tuple(cell.cell_id for cell in cells)
+    assert (fitted.book.provenance.num_cores, fitted.book.provenance.commit) == (2, "abc")
+
+
+def test_gaps_are_split_into_a_spread_and_what_a_stream_adds(measured) -> None:
+    fitted, *_ = measured
+    dispatch = fitted.book.gaps.dispatch
+    assert dispatch.stream_ns == pytest.approx(STREAM_NS, rel=0.5)
+    assert dispatch.ns() == pytest.approx(DISPATCH_NS, rel=0.2)
+    assert dispatch.quantiles[0] < dispatch.ns() < dispatch.quantiles[-1]
+
+
+def test_a_cell_simulated_by_the_fitted_tables_is_as_by_the_planted(measured) -> None:
+    fitted, book, config, _, cells = measured
+    cell = cells[-1]
+    prompts = resolve_prompts(cell.spec, config)
+    found = [simulate_cell(cell, config, cell_arrivals(cell, prompts), b) for b in (fitted.book, book)]
+    first, second = (
+        median((row.token_times_ns[-1] - row.arrival_ns) for row in outcome.requests) for outcome in found
+    )
+    assert first == pytest.approx(second, rel=0.03)
+
+
+def test_what_a_fit_is_worth_is_told(measured) -> None:
+    lines = list(told(measured[0]))
+    text = "\n".join(lines)
+    assert "decode steps: " in text
+    assert "prefill steps: " in text
+    assert "tokens \\ seen each" in text
+    assert "note: no transfers were measured" in text
+    assert "OVER" not in text
+
+
+def test_a_run_without_steps_is_refused(tmp_path: Path, checkpoint: CheckpointFactory) -> None:
+    model = checkpoint("llama")
+    config = read_config(model)
+    loaded = load_spec(grid_spec(GridRequest(model=str(model), max_seqs=1, max_tokens=16), config))
+    (cell, *_) = expand(loaded.spec, config)
+    writer = ResultWriter(tmp_path, spec_yaml=dump_spec(loaded.spec), environment={})
+    from rayk.types.rows import CellRow
+
+    writer.write_cell(CellRow(cell_id=cell.cell_id, axes=cell.axes, verdict="PASS"), [], [])
+    writer.finish()
+    with pytest.raises(UserError, match="record_steps=true"):
+        read_run(tmp_path)
