@@ -10,6 +10,8 @@ from rayk.costs.features import StepFeatures
 from rayk.types.errors import OutsideHull
 
 AXES = ("num_requests", "num_tokens", "num_pairs", "num_seen")
+SHAPE = ("tokens", "pairs per token", "seen per request")
+"""What places are told apart by: sums alone would call one long request like many short ones."""
 PARTS_OF_OCTAVE = 2
 """Sizes that round to the same half octave are of one place."""
 REACH = 2
@@ -24,13 +26,19 @@ def place_of(sizes: Iterable[float]) -> Place:
     return tuple(round(PARTS_OF_OCTAVE * math.log2(s)) if s >= 1 else -1 for s in sizes)
 
 
+def shape_of(features: StepFeatures) -> tuple[float, ...]:
+    """Return a step's sizes in the order of SHAPE."""
+    f = features
+    return f.num_tokens, f.num_pairs / max(1, f.num_tokens), f.num_seen / max(1, f.num_requests)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hull:
-    """Bounds features, ends included, to places that were measured and what is near them. Without bounds a
-    table holds everywhere, without places everywhere within the bounds."""
+    """Bounds features, ends included, and their shapes to places that were measured and what is near them.
+    Without bounds a table holds everywhere, without places everywhere within the bounds."""
 
     bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # of AXES
-    places: tuple[tuple[int, ...], ...] = ()  # in the order of AXES
+    places: tuple[tuple[int, ...], ...] = ()  # in the order of SHAPE
     _is_near: dict[Place, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def why_outside(self, features: StepFeatures) -> str | None:
@@ -41,15 +49,14 @@ class Hull:
                 return f"{axis} {value:,} is outside of {least:,} to {most:,}"
         if not self.places:
             return None
-        sizes = [getattr(features, axis) for axis in AXES]
-        place = place_of(sizes)
+        place = place_of(shape_of(features))
         if place not in self._is_near:
             self._is_near[place] = any(_distance(place, other) <= REACH for other in self.places)
         if self._is_near[place]:
             return None
         nearest = min(self.places, key=lambda other: _distance(place, other))
         like = [2 ** (p / PARTS_OF_OCTAVE) if p >= 0 else 0.0 for p in nearest]
-        return f"the nearest to {_in_words(sizes)} is about {_in_words(like)}"
+        return f"the nearest to {_in_words(shape_of(features))} is about {_in_words(like)}"
 
     def check(self, features: StepFeatures, where: str) -> None:
         """Raises OutsideHull for a step that lies outside."""
@@ -66,6 +73,4 @@ def _distance(place: Place, other: Place) -> int:
 
 
 def _in_words(sizes: Iterable[float]) -> str:
-    return ", ".join(
-        f"{size:,.0f} {axis.removeprefix('num_')}" for axis, size in zip(AXES, sizes, strict=True)
-    )
+    return ", ".join(f"{size:,.0f} {name}" for name, size in zip(SHAPE, sizes, strict=True))

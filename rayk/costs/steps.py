@@ -9,7 +9,7 @@ import numpy as np
 
 from rayk.costs.features import StepFeatures
 from rayk.costs.fit import Fitted, Floats, fit
-from rayk.costs.hull import AXES, Hull, place_of
+from rayk.costs.hull import AXES, Hull, place_of, shape_of
 from rayk.costs.table import StepTable, term_value
 
 BENDS = (4, 16, 64, 256, 1024)
@@ -74,10 +74,9 @@ def hull_around(features: Sequence[StepFeatures]) -> Hull:
     """Return the hull of measured steps. Below the smallest the reach of a place is what counts: without
     negative constants a fit cannot be wrong by more than its constant there."""
     distinct = set(features)
-    sizes = [[getattr(f, axis) for axis in AXES] for f in distinct]
     return Hull(
-        bounds={axis: (0, max(row[i] for row in sizes)) for i, axis in enumerate(AXES)},
-        places=tuple(sorted(set(map(place_of, sizes)))),
+        bounds={axis: (0, max(getattr(f, axis) for f in distinct)) for axis in AXES},
+        places=tuple(sorted({place_of(shape_of(f)) for f in distinct})),
     )
 
 

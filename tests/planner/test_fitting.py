@@ -18,10 +18,12 @@ from rayk.planner.measure import GridRequest, grid_spec
 from rayk.planner.recorded import read_run
 from rayk.reports import ResultWriter
 from rayk.simulate.arrivals import cell_arrivals
+from rayk.simulate.outcome import cell_row
 from rayk.simulate.run import simulate_cell
 from rayk.specs import Cell, LoadedSpec, dump_spec, expand, load_spec, resolve_prompts
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
+from rayk.types.rows import CellRow
 from tests.conftest import CheckpointFactory
 from tests.costs.test_tables import batch
 
@@ -57,8 +59,6 @@ def write_run(
         prompts = resolve_prompts(cell.spec, config)
         arrivals = cell_arrivals(cell, prompts)
         found = simulate_cell(cell, config, arrivals, book, noise=True, seed=number)
-        from rayk.simulate.outcome import cell_row
-
         row = replace(cell_row(cell, [found]), verdict="PASS")
         writer.write_cell(row, found.requests, found.transfers, found.steps)
     writer.finish()
@@ -91,14 +91,8 @@ def measured(
 def test_planted_costs_come_out_of_a_run(measured) -> None:
     fitted, book, config, engine, cells = measured
     found, true = (b.find(engine_key(config, engine)) for b in (fitted.book, book))
-    for shares in (
-        [(1, 30)],
-        [(1, 200)] * 5,
-        [(1, 100)] * 8,
-        [(64, 0)],
-        [(100, 100)],
-        [(20, 0), *[(1, 60)] * 3],
-    ):
+    decodes = [[(1, 30)], [(1, 200)] * 5, [(1, 100)] * 8]
+    for shares in (*decodes, [(64, 0)], [(100, 100)], [(20, 0), *[(1, 60)] * 3]):
         features = step_features(batch(*shares))
         assert found.step_ns(features) == pytest.approx(true.step_ns(features), rel=0.04), shares
     assert found.host_ns == pytest.approx(true.host_ns, rel=0.05)
@@ -143,8 +137,6 @@ def test_a_run_without_steps_is_refused(tmp_path: Path, checkpoint: CheckpointFa
     loaded = load_spec(grid_spec(GridRequest(model=str(model), max_seqs=1, max_tokens=16), config))
     (cell, *_) = expand(loaded.spec, config)
     writer = ResultWriter(tmp_path, spec_yaml=dump_spec(loaded.spec), environment={})
-    from rayk.types.rows import CellRow
-
     writer.write_cell(CellRow(cell_id=cell.cell_id, axes=cell.axes, verdict="PASS"), [], [])
     writer.finish()
     with pytest.raises(UserError, match="record_steps=true"):
