@@ -88,7 +88,7 @@ def measured(
     return fit_runs([read_run(folder)]), book, config, engine, cells
 
 
-def test_planted_costs_come_out_of_a_run(measured) -> None:
+def test_planted_costs_come_out_of_a_run(measured, tmp_path: Path) -> None:
     fitted, book, config, engine, cells = measured
     found, true = (b.find(engine_key(config, engine)) for b in (fitted.book, book))
     decodes = [[(1, 30)], [(1, 200)] * 5, [(1, 100)] * 8]
@@ -98,6 +98,8 @@ def test_planted_costs_come_out_of_a_run(measured) -> None:
     assert found.host_ns == pytest.approx(true.host_ns, rel=0.05)
     assert found.request_host_ns == pytest.approx(true.request_host_ns, rel=0.1)
     assert all(c.is_good for c in fitted.classes)
+    fitted.book.save(tmp_path)
+    assert replace(CostBook.load(tmp_path), folder="") == fitted.book
     assert fitted.book.provenance.cells == tuple(cell.cell_id for cell in cells)
     assert (fitted.book.provenance.num_cores, fitted.book.provenance.commit) == (2, "abc")
 

@@ -1,0 +1,146 @@
+"""What passes between engines comes out of a run's tables as it was planted in them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rayk.costs import CostBook, EngineCosts, StepFeatures
+from rayk.costs.steps import RecordedStep
+from rayk.costs.table import read_name
+from rayk.planner import neighbours
+from rayk.planner.between import fit_gaps, fit_reads, hand_over_costs
+from rayk.planner.neighbours import fit_slow
+from rayk.planner.recorded import EngineStep
+from rayk.types.config import EngineConfig
+
+DIGEST_NS, VERIFY_NS = (50_000.0, 0.25), (20_000.0, 0.5)  # once, and per byte
+POST = (8_000.0, 1_500.0, 0.01)  # once, per descriptor, per byte
+WAIT = (30_000.0, 0.0, 0.2)
+
+
+def pair_cell(tp: tuple[int, int] = (2, 1), num: int = 120) -> Any:
+    """Requests of three lengths, each handed over by two ranks to one; times vary by a tenth."""
+    rng = np.random.default_rng(2)
+    prefill, decode = (EngineConfig(model="m", tp=n, layout="BHLNC") for n in tp)
+    requests: list[dict[str, Any]] = []
+    transfers: list[dict[str, Any]] = []
+    for index in range(num):
+        size = (4096, 65536, 2**20)[index % 3]
+        name = {"repeat": 0, "request_id": f"r{index}"}
+        verified, digested = 2 * size, size
+        requests.append(
+            name
+            | {
+                "num_attempts": 1,
+                "due_ms": 100.0 * index,
+                "e2e_ms": 50.0,
+                "stage_dispatch_ns": 700_000 * rng.uniform(0.9, 1.1),
+                "stage_handover_ns": 400_000 * rng.uniform(0.9, 1.1),
+                "stage_digest_ns": DIGEST_NS[0] + DIGEST_NS[1] * digested,
+                "stage_verify_ns": VERIFY_NS[0] + VERIFY_NS[1] * verified,
+            }
+        )
+        for rank in range(2):
+            descriptors = size // 4096 + rank
+            post = (POST[0] + POST[1] * descriptors + POST[2] * size) * rng.uniform(0.95, 1.05)
+            wait = (WAIT[0] + WAIT[2] * size) * rng.uniform(0.95, 1.05)
+            transfers.append(
+                name
+                | {
+                    "purpose": "handover",
+                    "mode": "pull",
+                    "verdict": "OK",
+                    "retries": 0,
+                    "producer_rank": rank,
+                    "consumer_rank": 0,
+                    "bytes": size,
+                    "num_descriptors": 9 * descriptors,
+                    "num_descriptors_merged": descriptors,
+                    "post_ms": post / 1e6,
+                    "transfer_ms": (post + wait) / 1e6,
+                }
+            )
+    cell = SimpleNamespace(prefill=prefill, decode=decode)
+    return SimpleNamespace(cell=cell, requests=requests, transfers=transfers)
+
+
+def test_reads_are_fitted_by_descriptors_and_bytes() -> None:
+    cell = pair_cell()
+    (name,) = (reads := fit_reads([cell]).reads)
+    assert name == read_name(cell.cell.prefill, cell.cell.decode) == "nixl cpu 2:1 BHLNC:BHLNC"
+    for size, descriptors in ((4096, 1), (65536, 16), (2**20, 257)):
+        post = POST[0] + POST[1] * descriptors + POST[2] * size
+        assert reads[name].post.ns(size, descriptors) == pytest.approx(post, rel=0.03)
+        assert reads[name].wait.ns(size, descriptors) == pytest.approx(WAIT[0] + WAIT[2] * size, rel=0.03)
+
+
+def test_failed_and_pushed_transfers_are_not_fitted() -> None:
+    cell = pair_cell()
+    for row in cell.transfers:
+        row |= {"verdict": "KV_MISMATCH"} if row["consumer_rank"] else {"mode": "push"}
+    assert not fit_reads([cell]).reads
+
+
+def test_digests_cost_the_rank_that_has_most() -> None:
+    """A producer rank has half of what the one consumer rank has."""
+    found = hand_over_costs([pair_cell()])
+    for size in (4096, 2**20):
+        assert found["MakeTicket"].ns(size) == pytest.approx(DIGEST_NS[0] + DIGEST_NS[1] * size, rel=1e-3)
+        assert found["verify"].ns(2 * size) == pytest.approx(VERIFY_NS[0] + VERIFY_NS[1] * 2 * size, rel=1e-3)
+
+
+def test_gaps_of_requests_that_stream_alone_have_no_slope() -> None:
+    gaps = fit_gaps([pair_cell()])
+    assert gaps.dispatch.stream_ns == 0
+    assert gaps.dispatch.ns() == pytest.approx(700_000, rel=0.03)
+    assert gaps.handover.ns(0.9) == pytest.approx(400_000 * 1.08, rel=0.02)
+    assert gaps.release.ns() == 0
+
+
+def two_engines(slow: float, *, num_cores: int) -> Any:
+    """Two engines of one rank each: the first computes without a break, the second half of the time."""
+    engine = EngineConfig(model="m")
+    features = StepFeatures(
+        num_requests=1, num_tokens=1, num_logits=1, num_prefills=0, num_pairs=9, num_seen=9
+    )
+    steps = []
+    for index in range(200):
+        for name, is_on in (("prefill0", True), ("prefill1", index % 2 == 0)):
+            busy = 1.0 if (name == "prefill1" or index % 2 == 0) else 0.0
+            took = int(1_000_000 * (1 + slow * busy / (num_cores - 1)))
+            if is_on:
+                recorded = RecordedStep(features=features, turn_ns=took, model_ns=took)
+                steps.append(
+                    EngineStep(
+                        repeat=0, engine=name, begin_ns=3_000_000 * index, num_commands=0, recorded=recorded
+                    )
+                )
+    return SimpleNamespace(
+        is_alone=False, steps=steps, config=None, engine_config=lambda name: engine, row={}, requests=()
+    )
+
+
+@pytest.mark.parametrize("num_cores", [2, 5])
+@pytest.mark.parametrize("slow", [0.0, 0.4])
+def test_steps_beside_a_busy_neighbour_tell_how_slow_it_makes_them(
+    slow: float, num_cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = EngineCosts.flat(1_000_000)
+    monkeypatch.setattr(neighbours, "engine_key", lambda config, engine: costs.key)
+    found = fit_slow([two_engines(slow, num_cores=num_cores)], {costs.key: costs}, num_cores=num_cores)
+    assert found.slow == pytest.approx(slow, abs=0.01)
+    assert found.num_cores == num_cores
+
+
+def test_what_is_fitted_survives_the_disk(tmp_path) -> None:
+    cell = pair_cell()
+    book = CostBook(transfers=fit_reads([cell]), gaps=fit_gaps([cell]))
+    costs = EngineCosts.flat(5.0, commands=hand_over_costs([cell]))
+    book = CostBook(engines={costs.key: costs}, transfers=book.transfers, gaps=book.gaps)
+    book.save(tmp_path)
+    again = CostBook.load(tmp_path)
+    assert (again.engines, again.transfers, again.gaps) == (book.engines, book.transfers, book.gaps)

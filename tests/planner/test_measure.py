@@ -1,0 +1,76 @@
+"""The grid covers the sizes that were asked for, without holes, and its cells can run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rayk.models.config import DecoderConfig
+from rayk.models.families import read_config
+from rayk.planner.measure import GridRequest, every_pair, grid_spec, lengths
+from rayk.specs import Cell, expand, load_spec
+from rayk.specs.checks import check_cell
+from rayk.types.errors import UserError
+from tests.conftest import CheckpointFactory
+
+
+@pytest.fixture
+def model(checkpoint: CheckpointFactory) -> Path:
+    return checkpoint("llama")
+
+
+def cells_of(asked: GridRequest, config: DecoderConfig) -> list[Cell]:
+    loaded = load_spec(grid_spec(asked, config))
+    cells = expand(loaded.spec, config)
+    for cell in cells:
+        check_cell(cell, config, loaded)
+    return cells
+
+
+def test_lengths_grow_by_four_up_to_the_longest() -> None:
+    assert lengths(1024) == [16, 64, 256, 1024]
+    assert lengths(1000) == [16, 64, 256, 1000]
+    assert lengths(16) == [16]
+
+
+def test_every_size_of_batch_meets_every_length(model: Path) -> None:
+    asked = GridRequest(model=str(model), tp=(1, 2), pairs=((1, 2),), max_tokens=256, max_seqs=16)
+    cells = cells_of(asked, read_config(model))
+    alone = [c for c in cells if c.mode == "aggregated" and c.num_prefill_engines == 1]
+    prompts = {c.cell_id: c.spec.prompts.random for c in alone}
+    met = {
+        (c.prefill.max_seqs, tuple(found.input_tokens), c.prefill.max_batch_tokens, c.prefill.tp)
+        for c in alone
+        if (found := prompts[c.cell_id]) is not None
+    }
+    mixed = (16, 64, 256)
+    for num in (1, 4, 16):
+        for sizes in ((16,), (64,), (256,), *([mixed] if num > 1 else [])):
+            assert {(num, sizes, chunk, tp) for chunk in (64, 512) for tp in (1, 2)} <= met
+    assert [(c.prefill.tp, c.decode.tp) for c in cells if c.decode is not None] == [(1, 2)] * 2
+    assert [c.num_prefill_engines for c in cells if c.num_prefill_engines > 1] == [2, 2, 2]
+    assert all(c.prefill.record_steps for c in cells)
+
+
+def test_a_quick_grid_has_the_ends_of_batches_only(model: Path) -> None:
+    asked = GridRequest(model=str(model), max_tokens=256, is_quick=True, has_neighbours=False)
+    cells = cells_of(asked, read_config(model))
+    assert {c.prefill.max_seqs for c in cells} == {1, 16}
+    assert {c.prefill.max_batch_tokens for c in cells} == {512}
+
+
+def test_what_the_model_cannot_do_is_refused(model: Path) -> None:
+    config = read_config(model)
+    with pytest.raises(UserError, match="TP 3"):
+        grid_spec(GridRequest(model=str(model), pairs=((1, 3),)), config)
+    longest = max(
+        n
+        for c in cells_of(GridRequest(model=str(model), max_tokens=10**6, is_quick=True), config)
+        for n in (c.spec.prompts.random.input_tokens if c.spec.prompts.random else ())
+    )
+    assert longest == config.max_positions - 24
+
+
+def test_every_pair() -> None:
+    assert every_pair((1, 2)) == [(1, 1), (1, 2), (2, 1), (2, 2)]
