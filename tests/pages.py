@@ -63,6 +63,7 @@ RUN_BY = {
     "ray": "tests/jobs/test_job_submit.py::test_the_pages_job_runs_and_strangers_are_refused",
     "rayk bench": "tests/bench/test_bench_command.py::test_loads_leave_tables_and_a_report",
     "rayk conformance": "tests/conformance/test_kit.py::test_the_command_fails_and_leaves_tables",
+    "rayk costs": "tests/planner/test_fitting.py::test_the_command_fits_a_run_that_is_there",
     "rayk doctor": "tests/cli/test_commands.py::test_doctor_says_what_it_found",
     "rayk run": "tests/cli/test_job.py::test_all_cells_of_make_experiment_pass",
     "rayk serve": "tests/serve/test_serve_command.py"

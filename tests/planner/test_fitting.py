@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from rayk.cli.main import app
 from rayk.costs import CostBook, EngineCosts, engine_key, step_features
 from rayk.costs.table import Gap, GapTable, StepTable
 from rayk.models.config import DecoderConfig
@@ -38,6 +42,15 @@ PREFILL = StepTable(
 DISPATCH_NS, STREAM_NS = 900_000.0, 20_000.0
 
 
+class Measured(NamedTuple):
+    fitted: FittedBook
+    book: CostBook  # the planted one
+    config: DecoderConfig
+    engine: EngineConfig
+    cells: list[Cell]
+    folder: Path
+
+
 def planted(config: DecoderConfig, engine: EngineConfig) -> CostBook:
     key = engine_key(config, engine)
     costs = EngineCosts(key=key, decode=DECODE, prefill=PREFILL, host_ns=250_000.0, request_host_ns=9_000.0)
@@ -66,9 +79,7 @@ def write_run(
 
 
 @pytest.fixture(scope="module")
-def measured(
-    checkpoint: CheckpointFactory, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[FittedBook, CostBook, DecoderConfig, EngineConfig, list[Cell]]:
+def measured(checkpoint: CheckpointFactory, tmp_path_factory: pytest.TempPathFactory) -> Measured:
     model = checkpoint("llama")
     config = read_config(model)
     asked = GridRequest(
@@ -85,11 +96,11 @@ def measured(
     book = planted(config, engine)
     folder = tmp_path_factory.mktemp("costs") / "run"
     write_run(folder, loaded, cells, book, config)
-    return fit_runs([read_run(folder)]), book, config, engine, cells
+    return Measured(fit_runs([read_run(folder)]), book, config, engine, cells, folder)
 
 
-def test_planted_costs_come_out_of_a_run(measured, tmp_path: Path) -> None:
-    fitted, book, config, engine, cells = measured
+def test_planted_costs_come_out_of_a_run(measured: Measured, tmp_path: Path) -> None:
+    fitted, book, config, engine, cells, _ = measured
     found, true = (b.find(engine_key(config, engine)) for b in (fitted.book, book))
     decodes = [[(1, 30)], [(1, 200)] * 5, [(1, 100)] * 8]
     for shares in (*decodes, [(64, 0)], [(100, 100)], [(20, 0), *[(1, 60)] * 3]):
@@ -104,16 +115,15 @@ def test_planted_costs_come_out_of_a_run(measured, tmp_path: Path) -> None:
     assert (fitted.book.provenance.num_cores, fitted.book.provenance.commit) == (2, "abc")
 
 
-def test_gaps_are_split_into_a_spread_and_what_a_stream_adds(measured) -> None:
-    fitted, *_ = measured
-    dispatch = fitted.book.gaps.dispatch
+def test_gaps_are_split_into_a_spread_and_what_a_stream_adds(measured: Measured) -> None:
+    dispatch = measured.fitted.book.gaps.dispatch
     assert dispatch.stream_ns == pytest.approx(STREAM_NS, rel=0.5)
     assert dispatch.ns() == pytest.approx(DISPATCH_NS, rel=0.2)
     assert dispatch.quantiles[0] < dispatch.ns() < dispatch.quantiles[-1]
 
 
-def test_a_cell_simulated_by_the_fitted_tables_is_as_by_the_planted(measured) -> None:
-    fitted, book, config, _, cells = measured
+def test_a_cell_simulated_by_the_fitted_tables_is_as_by_the_planted(measured: Measured) -> None:
+    fitted, book, config, _, cells, _ = measured
     cell = cells[-1]
     prompts = resolve_prompts(cell.spec, config)
     found = [simulate_cell(cell, config, cell_arrivals(cell, prompts), b) for b in (fitted.book, book)]
@@ -123,8 +133,8 @@ def test_a_cell_simulated_by_the_fitted_tables_is_as_by_the_planted(measured) ->
     assert first == pytest.approx(second, rel=0.03)
 
 
-def test_what_a_fit_is_worth_is_told(measured) -> None:
-    lines = list(told(measured[0]))
+def test_what_a_fit_is_worth_is_told(measured: Measured) -> None:
+    lines = list(told(measured.fitted))
     text = "\n".join(lines)
     assert "decode steps: " in text
     assert "prefill steps: " in text
@@ -143,3 +153,53 @@ def test_a_run_without_steps_is_refused(tmp_path: Path, checkpoint: CheckpointFa
     writer.finish()
     with pytest.raises(UserError, match="record_steps=true"):
         read_run(tmp_path)
+
+
+def costs(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["costs", *map(str, arguments)])
+
+
+def test_the_command_fits_a_run_that_is_there(measured: Measured, tmp_path: Path) -> None:
+    found = costs(measured.engine.model, "--from", measured.folder, "--out", tmp_path / "costs")
+    assert found.exit_code == 0, found.output
+    assert "decode steps: " in found.stdout
+    saved = CostBook.load(tmp_path / "costs")
+    assert saved.engines == measured.fitted.book.engines
+    assert saved.is_measured
+
+
+def test_the_command_derives_tables_and_says_that_they_are_unmeasured(
+    measured: Measured, tmp_path: Path
+) -> None:
+    sheet = tmp_path / "gpu.yaml"
+    sheet.write_text("name: round\ntflops: {float32: 10}\nmemory_gb_per_s: 1000\nlink_gb_per_s: 100\n")
+    found = costs(
+        measured.engine.model,
+        "--hardware",
+        sheet,
+        "--tp",
+        "1,2",
+        "--pairs",
+        "none",
+        "--out",
+        tmp_path / "costs",
+    )
+    assert found.exit_code == 0, found.output
+    assert "UNMEASURED: 2 tables from data sheets (round)" in found.stdout
+    assert not CostBook.load(tmp_path / "costs").is_measured
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--tp", "one"], "not a list of numbers"),
+        (["--tp", "0"], "0 is no TP size"),
+        (["--pairs", "1:2:3"], "not a list of pairs"),
+        (["--from", "nowhere"], "no such run folder"),
+        (["--hardware", "nowhere.yaml"], "cannot be read"),
+    ],
+)
+def test_bad_input_exits_2(options: list[str], why: str, tmp_path: Path) -> None:
+    found = costs("model", "--out", tmp_path, *options)
+    assert found.exit_code == 2
+    assert why in found.stderr
