@@ -48,6 +48,9 @@ def fit_runs(runs: Sequence[RecordedRun]) -> FittedBook:
     notes: list[str] = []
     engines, classes = {}, []
     for key, of_key in _by_engine(cells).items():
+        if key.pp > 1:
+            notes.append(f"{key.text}: a pipeline's steps are not fitted: rank 0 sees its own stage only")
+            continue
         costs, found = _fit_engine(key, of_key, notes)
         engines[key] = costs
         classes += found

@@ -22,7 +22,8 @@ def fit_slow(
     engine alone, so the mean of its ratio where nothing else was busy need not be looked for."""
     busy, ratios = [], []
     for cell in cells:
-        if cell.is_alone or num_cores < 2:
+        keys = {engine_key(cell.config, engine) for engine in cell.cell.engines}
+        if cell.is_alone or num_cores < 2 or not keys <= engines.keys():
             continue
         for repeat in {step.repeat for step in cell.steps}:
             found = _of_repeat([s for s in settled(cell) if s.repeat == repeat], cell, engines, num_cores)

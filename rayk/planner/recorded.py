@@ -126,7 +126,7 @@ def _on_cpu(result: Result) -> bool:
     """Tell what a run took for `device: auto`."""
     nodes = result.environment.get("nodes")
     told = nodes if isinstance(nodes, list) else []
-    return not any(isinstance(node, dict) and node.get("gpus") for node in told)
+    return not any(isinstance(node, dict) and node.get("resources", {}).get("GPU") for node in told)
 
 
 def _step(row: Row) -> EngineStep:

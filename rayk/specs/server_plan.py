@@ -50,6 +50,11 @@ POOL_BYTES = 256 << 20
 """What a rank's cache takes, at most, where nobody gives a number of blocks; but DEFAULT_BLOCKS may take
 more."""
 DEFAULT_BLOCKS = 256
+OF_CELLS = {
+    "offload.keep": "a server has no cells: its host tier is there as long as it is",
+    "engine.record_steps": "a server has no cells, with which steps are written down",
+}
+"""Keys that mean nothing to a server -> why."""
 POOL_KEYS = ("engine.num_blocks", "prefill.num_blocks", "decode.num_blocks")
 
 
@@ -374,16 +379,12 @@ def _side(tp: int | None, num_engines: int | None) -> dict[str, int]:
 def _check_overrides(overrides: Sequence[str]) -> None:
     """Refuse keys that mean nothing to a server. Raises SpecError."""
     of_vllm = tuple(f".{name}" for name in ("kind", *VLLM_ONLY))
-    valid = [key for key in dotted_keys() if key.split(".")[0] in SETTABLE and key != "offload.keep"]
+    valid = [key for key in dotted_keys() if key.split(".")[0] in SETTABLE and key not in OF_CELLS]
     valid = [key for key in valid if not key.endswith(of_vllm)]
     for text in overrides:
         key = text.partition("=")[0].strip()
-        if key == "offload.keep":
-            raise SpecError(
-                problem="a server has no cells: its host tier is there as long as it is",
-                where=f"--set {text}",
-                mend="leave it out",
-            )
+        if key in OF_CELLS:
+            raise SpecError(problem=OF_CELLS[key], where=f"--set {text}", mend="leave it out")
         if key.endswith(of_vllm) and key in dotted_keys():
             raise SpecError(
                 problem="a server's engines are rayk's own",

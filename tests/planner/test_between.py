@@ -120,7 +120,13 @@ def two_engines(slow: float, *, num_cores: int) -> Any:
                     )
                 )
     return SimpleNamespace(
-        is_alone=False, steps=steps, config=None, engine_config=lambda name: engine, row={}, requests=()
+        is_alone=False,
+        cell=SimpleNamespace(engines=(engine,)),
+        steps=steps,
+        config=None,
+        engine_config=lambda name: engine,
+        row={},
+        requests=(),
     )
 
 
