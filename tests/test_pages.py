@@ -20,6 +20,8 @@ from typer.testing import CliRunner
 
 from jobs.gpu.rows import Rows
 from rayk.cli.main import app
+from rayk.costs.roofline import Hardware
+from rayk.costs.stored import read
 from rayk.specs import load_spec
 from tests import house, pages
 from tests.markers import thorough
@@ -160,15 +162,18 @@ def test_architecture_names_classes_and_methods_that_are_there() -> None:
 
 
 def test_specs_of_pages_are_specs() -> None:
-    """Whole ones as they stand, parts of one on top of a small one."""
+    """Whole ones as they stand, parts of one on top of a small one; data sheets as such."""
     small = {"name": "a", "model": "m", "prompts": {"random": {"count": 1, "input_tokens": [5]}}}
     small |= {"checks": ["kv_values"]}
     num = 0
     for page in pages.pages():
         for block in pages.blocks(page.read_text(encoding="utf-8"), "yaml"):
             part = yaml.safe_load(block)
-            load_spec(part if "model" in part else small | part)
             num += 1
+            if "tflops" in part:
+                read(Hardware, part, str(page))
+            else:
+                load_spec(part if "model" in part else small | part)
     assert num >= 8
 
 

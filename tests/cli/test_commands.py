@@ -25,7 +25,18 @@ from tests.models.released import small
 from tests.models.released_large import LLAMA_31_405B
 from tests.reports.synthetic import write_run
 
-COMMANDS = ("run", "serve", "top", "bench", "checkpoint", "report", "doctor", "explain", "costs", "conformance")
+COMMANDS = (
+    "run",
+    "serve",
+    "top",
+    "bench",
+    "checkpoint",
+    "report",
+    "doctor",
+    "explain",
+    "costs",
+    "conformance",
+)
 
 
 def invoke(*arguments: str | Path) -> Any:

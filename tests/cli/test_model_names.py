@@ -22,16 +22,17 @@ COMMANDS = {
     ("serve", "model"): ["serve", NAME],
     ("explain", "model"): ["explain", "--model", NAME],
     ("doctor", "model"): ["doctor", "--model", NAME],
+    ("costs", "model"): ["costs", NAME, "--out", "costs"],
     ("run", "spec"): ["run", "spec.yaml"],
     ("run", "overrides"): ["run", "other.yaml", "--set", f"model={NAME}"],
 }
 """Parameters by which a checkpoint is named, and a command that names one."""
 NO_CHECKPOINTS = {
     "a file that is read": "bench.trace bench.prompts bench.dataset_path checkpoint.from_gguf "
-    "conformance.python serve.dtype",
+    "conformance.python serve.dtype costs.hardware",
     "a folder or file that is written": "run.out bench.out conformance.out report.out checkpoint.directory "
-    "run.ray_token_file serve.ray_token_file",
-    "a folder of a run": "report.directories",
+    "costs.out run.ray_token_file serve.ray_token_file",
+    "a folder of a run": "report.directories costs.from_runs",
     "how clients of a server name its model": "bench.model serve.served_model_name",
     "a number or a value": "serve.max_model_len doctor.gpus doctor.tokens checkpoint.overrides "
     "checkpoint.quantise serve.tool_call_parser",

@@ -60,6 +60,10 @@ def test_a_shorter_context_and_another_name(checkpoint: Any) -> None:
         ({"max_model_len": 0}, "--max-model-len 0"),
         ({"served_model_name": "two words"}, "visible ASCII"),
         ({"served_model_name": ""}, "visible ASCII"),
+        (
+            {"overrides": ("engine.record_steps=true",)},
+            "--set engine.record_steps=true: a server has no cells",
+        ),
     ],
 )
 def test_what_is_refused(checkpoint: Any, options: dict[str, Any], message: str) -> None:
