@@ -24,6 +24,8 @@ TRIMMED = 0.01
 MIN_TRIMMED = 20  # fewer samples of a place are all kept
 ENOUGH = 64
 """Samples of a place over which more add nothing to its weight."""
+MIN_JUDGED = 4
+"""The mean of fewer samples says more of the machine's noise than of the fit."""
 QUANTILES = np.linspace(0.0, 1.0, 21)
 _ROUNDS = 2  # of trimming, the second by the better fit
 _NO_GAIN = 1e-10  # relative to the gradients' size
@@ -91,13 +93,18 @@ class Fitted:
     """Quantiles (at `QUANTILES`) of measured over fitted time, scaled so that times drawn by them have the
     fitted mean."""
 
+    @property
+    def judged(self) -> tuple[PlaceError, ...]:
+        """The places that say how far off the fit is: those with enough samples, all if none has."""
+        return tuple(p for p in self.places if p.num_samples >= MIN_JUDGED) or self.places
+
     def error(self, percent: float) -> float:
         """Return a percentile of the places' absolute errors, each place once."""
-        return float(np.percentile([abs(place.error) for place in self.places], percent))
+        return float(np.percentile([abs(place.error) for place in self.judged], percent))
 
     @property
     def worst(self) -> PlaceError:
-        return max(self.places, key=lambda place: abs(place.error))
+        return max(self.judged, key=lambda place: abs(place.error))
 
     def residuals(self) -> Residuals:
         """Sum up the errors for a table."""

@@ -38,7 +38,7 @@ def _class(found: FittedClass, table: StepTable) -> Iterator[str]:
     terms = zip(table.terms, table.constants, strict=True)
     yield "  ns = " + " + ".join(f"{constant:,.4g} {term}" for term, constant in terms)
     yield from ("  " + line for line in coverage(fit))
-    for place in sorted(fit.places, key=lambda p: -abs(p.error))[:WORST]:
+    for place in sorted(fit.judged, key=lambda p: -abs(p.error))[:WORST]:
         sizes = zip(fit.axes, place.sizes, strict=True)
         where = ", ".join(f"{size:,.0f} {axis.removeprefix('num_')}" for axis, size in sizes)
         yield f"  {place.error:+7.1%} at {where}: {place.num_samples} steps of {_us(place.mean_ns)}"
@@ -46,7 +46,8 @@ def _class(found: FittedClass, table: StepTable) -> Iterator[str]:
 
 def _errors(fit: Fitted) -> str:
     return (
-        f"{fit.num_samples:,} at {len(fit.places)} places, {fit.num_trimmed} trimmed; off by "
+        f"{fit.num_samples:,} at {len(fit.places)} places ({len(fit.judged)} of them judged), "
+        f"{fit.num_trimmed} trimmed; off by "
         f"{fit.error(50):.1%} at half of the places, {fit.error(90):.1%} at nine tenths, "
         f"{fit.worst.error:+.1%} at worst"
     )

@@ -105,6 +105,16 @@ def test_a_place_with_many_samples_does_not_outvote_the_others():
     assert told.p50 <= told.p90 <= abs(told.worst)
 
 
+def test_a_place_with_few_samples_is_fitted_but_does_not_judge():
+    tokens = np.concatenate([np.repeat([1.0, 16.0, 256.0], 30), [4096.0]])
+    terms = np.stack([np.ones(len(tokens)), tokens], axis=1)
+    ns = terms @ np.array([1000.0, 100.0])
+    ns[-1] *= 3
+    found = fit(terms, ns, {"num_tokens": tokens})
+    assert (len(found.places), len(found.judged)) == (4, 3)
+    assert found.worst.sizes != (4096.0,)
+
+
 def test_places_of_samples_are_those_of_points():
     sizes = np.array([0.0, 0.4, 1.0, 2.0, 3.0, 1000.0])
     assert [place_of((s,)) for s in sizes] == [tuple(p) for p in _places([sizes]).tolist()]
