@@ -17,6 +17,7 @@ from rayk.planner.hardware import rank_sizes, read_hardware, roofline_book
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 from tests.costs.test_tables import batch
+from tests.markers import thorough
 from tests.models.released_large import LARGE
 
 # A byte takes as long as 100 flops.
@@ -79,6 +80,7 @@ def test_ranks_share_the_work_and_pay_for_adding_up(tmp_path: Path) -> None:
     )
 
 
+@thorough
 def test_few_tokens_leave_most_experts_alone(tmp_path: Path) -> None:
     config = released("Qwen3-235B-A22B-FP8", tmp_path)
     sizes = rank_sizes(config, 1, "bfloat16")
@@ -92,6 +94,7 @@ def test_few_tokens_leave_most_experts_alone(tmp_path: Path) -> None:
     assert many - one == pytest.approx(15 * experts_ns, rel=0.01)
 
 
+@thorough
 def test_states_windows_and_latents_are_read_by_their_own_sizes(tmp_path: Path) -> None:
     hybrid = rank_sizes(released("Nemotron-H-56B", tmp_path), 1, "bfloat16")
     assert hybrid.state_bytes == 54 * (3 * (16384 + 4096) * 2 + 256 * 64 * 256 * 4)
