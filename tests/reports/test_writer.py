@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from rayk.reports import ResultWriter, exit_code, headline, load
-from rayk.reports.columns import CELL_FIELDS, REQUEST_FIELDS, TRANSFER_FIELDS
+from rayk.reports.columns import CELL_FIELDS, REQUEST_FIELDS, STEP_FIELDS, TRANSFER_FIELDS
 from rayk.reports.steps import read_steps
 from rayk.types.errors import UserError
 from rayk.types.rows import CellRow, RequestRow, TransferRow
@@ -270,6 +270,7 @@ def test_recorded_steps_come_back_and_runs_without_have_no_table(tmp_path: Path)
         run.write_cell(cell, [], [], step_rows(str(number), count))
     for _ in range(2):
         found = read_steps(tmp_path)
+        assert set(found.columns) == set(STEP_FIELDS)
         assert found["cell_id"].tolist() == ["0"] * 3 + ["2"] * 2
         assert found["begin_ms"].tolist() == [0.0, 1.5, 3.0, 0.0, 1.5]
         assert [[list(pair) for pair in windows] for windows in found["windowed"]] == [[[5, 4], [9, 8]]] * 5

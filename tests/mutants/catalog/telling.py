@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from tests.mutants.mutant import Catalog
 
 TELLING = Catalog("tests")
@@ -157,3 +159,29 @@ def _(original, device, dtype):
 )
 def _(original, request, *, is_push=False):
     return original(request)
+
+
+# Costs.
+
+
+TELLING.constant(
+    "hiccups of the machine are fitted",
+    "rayk.costs.fit:TRIMMED",
+    0.0,
+    "costs/test_fit.py::test_the_mean_of_noisy_steps_is_found_and_hiccups_leave_no_trace",
+)
+TELLING.constant(
+    "a table holds far from what was measured",
+    "rayk.costs.hull:REACH",
+    100,
+    "costs/test_hull.py::test_what_no_measured_step_is_near_is_refused",
+)
+
+
+@TELLING.twin(
+    "negative constants are cut off after a plain fit",
+    "rayk.costs.fit:nnls",
+    "costs/test_fit.py::test_nnls_is_as_good_as_the_best_set_of_terms",
+)
+def _(original, terms, values):
+    return np.maximum(np.linalg.lstsq(terms, values, rcond=None)[0], 0)
