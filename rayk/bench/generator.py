@@ -20,6 +20,7 @@ import aiohttp
 from rayk.bench.client import Observed, request_body, send
 from rayk.bench.load import Load
 from rayk.bench.prompts import Planned
+from rayk.traces.replay import Replay
 
 LEAD_S = 0.05  # from the moment that all is drawn to the schedule's start
 WATCH_S = 0.01
@@ -92,17 +93,44 @@ One = Callable[[Observed], Coroutine[None, None, None]]
 
 
 async def _open(load: Load, planned: Sequence[Planned], sent: Sent, one: One) -> None:
-    """Send each request when it is due, waiting for nothing else."""
+    """Send each request when it is due, waiting for nothing but its session's last answer."""
     del load
     sent.began_ns = time.monotonic_ns() + round(LEAD_S * NS_PER_S)
+    replay = Replay(planned)
+    has_ended = asyncio.Event()
+
+    async def turn(number: int, seen: Observed) -> None:
+        await one(seen)
+        replay.ended(number, seen.ended_ns - sent.began_ns)
+        has_ended.set()
+
     async with asyncio.TaskGroup() as group:
-        for p in planned:
-            assert p.due_ns is not None
-            seen = Observed(planned=p, due_ns=sent.began_ns + p.due_ns)
-            # Also of one that is late already, others must get their turn.
-            await asyncio.sleep(max(0, seen.due_ns - time.monotonic_ns()) / NS_PER_S)
+        while (due_ns := replay.next_due_ns()) is not None or replay.is_waiting:
+            left_s = None
+            if due_ns is not None:
+                left_s = max(0, sent.began_ns + due_ns - time.monotonic_ns()) / NS_PER_S
+            if replay.is_waiting and left_s != 0:
+                # An answer may make another request due, and earlier.
+                has_ended.clear()
+                if await _wait(has_ended, left_s):
+                    continue
+            else:
+                # Also of one that is late already, others must get their turn.
+                await asyncio.sleep(left_s or 0)
+            due_ns, number, p = replay.take()
+            seen = Observed(planned=p, due_ns=sent.began_ns + due_ns)
             sent.requests.append(seen)
-            group.create_task(one(seen))
+            group.create_task(turn(number, seen))
+
+
+async def _wait(event: asyncio.Event, timeout_s: float | None) -> bool:
+    """Wait for an event; False where it did not come in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 async def _closed(load: Load, planned: Sequence[Planned], sent: Sent, one: One) -> None:

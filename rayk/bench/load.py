@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rayk.sched.arrivals import PROCESSES
+from rayk.traces import TraceFormat
 from rayk.types.bounds import MAX_RATE, MAX_REQUESTS, MAX_SECONDS, MAX_TOKENS, MIN_RATE
 from rayk.types.errors import UserError
 from rayk.types.request import MAX_SEED
@@ -83,7 +84,8 @@ class Load:
     concurrency: int | None = None  # requests in flight of a closed load: each that ends lets the next one go
     process: str = "poisson"  # a key of sched.arrivals.PROCESSES, for an open load
     burstiness: float = 1.0
-    trace: Path | None = None  # arrivals and lengths of a trace; see trace.py
+    trace: Path | None = None  # arrivals and lengths of a trace; see rayk.traces
+    trace_format: TraceFormat | None = None  # None: told by the file
     trace_speed: float = 1.0  # how many times faster than it was recorded
     trace_block_tokens: int = 512  # what a block of 512 tokens of the trace becomes
     num_requests: int | None = None  # None: 100, or all of a trace or a file
@@ -107,7 +109,7 @@ class Load:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether requests leave at times that do not depend on answers."""
+        """Tell whether requests leave at times that do not depend on answers, but for a session's own."""
         return self.concurrency is None
 
     @property

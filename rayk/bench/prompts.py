@@ -9,8 +9,9 @@ import numpy as np
 
 from rayk.bench.load import Lengths, Load
 from rayk.bench.sharegpt import read_sharegpt
-from rayk.bench.trace import prompt_tokens, read_trace, scaled
 from rayk.sched.arrivals import due_times
+from rayk.traces import read_trace, scaled
+from rayk.traces.prompts import TracePrompts
 from rayk.types.bounds import MAX_SECONDS, MAX_TOKENS
 from rayk.types.errors import UserError
 from rayk.types.files import PROMPTS_BYTES, parse_json, read_text
@@ -23,10 +24,18 @@ MAX_DRAWN_TOKENS = 4 * MAX_TOKENS  # a load's prompts take 2.4 GB of lists then
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
     index: int
-    due_ns: int | None  # after the load's start; None: when a request in flight ends
+    # after the load's start; None: when a request in flight ends, of a session its last one
+    due_ns: int | None
     prompt: str | list[int]  # a text or token ids
     max_tokens: int
     seed: int
+    session: str | None = None  # of a trace, whose requests go one after another
+    delay_ns: int = 0  # from the end of the session's last answer
+
+    @property
+    def at_ns(self) -> int | None:
+        """Give the time as traces.replay asks for it."""
+        return self.due_ns
 
 
 def plan_requests(load: Load, token_ids: tuple[int, int]) -> list[Planned]:
@@ -131,16 +140,19 @@ def _read(line: str, where: str) -> str | list[int]:
 
 def _from_trace(load: Load, path: Path, token_ids: tuple[int, int]) -> list[Planned]:
     block = load.trace_block_tokens
-    rows = read_trace(path, limit=load.num_requests)
+    rows = read_trace(path, format=load.trace_format, limit=load.num_requests)
     num_tokens = sum(scaled(row.num_prompt_tokens, block) for row in rows)
     _check_tokens(num_tokens, "--num-requests, or a smaller --trace-block")
+    prompts = TracePrompts(block_tokens=block, token_ids=token_ids, seed=load.seed)
     return [
         Planned(
             index=i,
-            due_ns=round(row.at_ns / load.trace_speed),
-            prompt=prompt_tokens(row, index=i, block_tokens=block, token_ids=token_ids, seed=load.seed),
+            due_ns=None if row.at_ns is None else round(row.at_ns / load.trace_speed),
+            prompt=prompts.tokens(row, i),
             max_tokens=scaled(row.num_output_tokens, block),
             seed=load.seed + i,
+            session=row.session,
+            delay_ns=round(row.delay_ns / load.trace_speed),
         )
         for i, row in enumerate(rows)
     ]

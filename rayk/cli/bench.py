@@ -28,6 +28,12 @@ class ArrivalProcess(StrEnum):
     constant = "constant"
 
 
+class RecordedFormat(StrEnum):
+    mooncake = "mooncake"
+    azure = "azure"
+    agentic = "agentic"
+
+
 class Dataset(StrEnum):
     sharegpt = "sharegpt"
     random = "random"
@@ -58,7 +64,7 @@ def bench(
     max_concurrency: Annotated[str | None, typer.Option(help="vLLM's name of --concurrency.")] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(help="Arrivals, lengths and shared prefixes in Mooncake's format, JSON lines."),
+        typer.Option(help="Recorded arrivals, lengths and, where it has them, shared prefixes and sessions."),
     ] = None,
     num_requests: Annotated[
         int | None, typer.Option(help="Of each load [default: 100; all of a trace or a file].")
@@ -69,6 +75,13 @@ def bench(
     burstiness: Annotated[
         float, typer.Option(help="Of gamma: its shape. 1 is Poisson, less comes in bursts.")
     ] = 1.0,
+    trace_format: Annotated[
+        RecordedFormat | None,
+        typer.Option(
+            help="mooncake: JSON lines; agentic: with session_id and delay besides, turns wait for answers; "
+            "azure: CSV [default: told by the file]."
+        ),
+    ] = None,
     trace_speed: Annotated[float, typer.Option(help="2 sends a trace twice as fast.")] = 1.0,
     trace_block: Annotated[
         int, typer.Option(help="Tokens that a trace's blocks of 512 become; all lengths shrink alike.")
@@ -140,6 +153,7 @@ def bench(
         process=arrival.value,
         burstiness=burstiness,
         trace=trace,
+        trace_format=None if trace_format is None else trace_format.value,
         trace_speed=trace_speed,
         trace_block_tokens=trace_block,
         num_requests=num_requests,

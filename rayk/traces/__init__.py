@@ -1,1 +1,12 @@
-"""Recorded loads: when requests came, how long they were, and which prefixes they shared. Free of torch."""
+"""Recorded traffic: when requests came, how long they and their answers were, and what they shared.
+
+`record.py` says what a recorded request is; `mooncake.py` (JSON lines, also of sessions) and `azure.py` (CSV)
+parse lines; `reading.py` finds a file's format and reads it, whole or as a stream; `prompts.py` draws the
+tokens that hash ids stand for; `replay.py` says when each request is due, those of a session behind the
+answer before them. Nothing here reads a clock.
+"""
+
+from rayk.traces.reading import FORMATS, TraceFormat, read_trace, stream_trace
+from rayk.traces.record import BLOCK_TOKENS, Recorded, scaled
+
+__all__ = ["BLOCK_TOKENS", "FORMATS", "Recorded", "TraceFormat", "read_trace", "scaled", "stream_trace"]

@@ -11,7 +11,6 @@ import pytest
 from rayk.bench.load import Lengths, Load, check_load, parse_lengths, parse_slo
 from rayk.bench.prompts import plan_requests
 from rayk.bench.run import with_own_seed
-from rayk.bench.trace import Recorded, prompt_tokens, read_trace
 from rayk.sched.arrivals import due_times
 from rayk.types.errors import UserError
 
@@ -117,39 +116,6 @@ def test_a_shrunken_trace_shares_what_the_whole_one_shares(tmp_path: Path) -> No
     first, _, second, last = (list(p.prompt) for p in planned)
     assert common(first, second) == 16
     assert common(first, last) == 8
-
-
-def test_a_partial_block_is_the_start_of_the_whole_one() -> None:
-    short, whole = (
-        prompt_tokens(
-            Recorded(at_ns=0, num_prompt_tokens=count, num_output_tokens=1, hash_ids=(5, 6)),
-            index=index,
-            block_tokens=512,
-            token_ids=(0, 999),
-            seed=0,
-        )
-        for index, count in enumerate((600, 1024))
-    )
-    assert whole[:600] == short
-
-
-@pytest.mark.parametrize(
-    ("row", "says"),
-    [
-        ("nonsense", "not an object"),
-        ({"timestamp": 0, "input_length": 10}, "output_length None"),
-        ({"timestamp": -1, "input_length": 10, "output_length": 1}, "timestamp -1"),
-        ({"timestamp": 0, "input_length": 0, "output_length": 1}, "input_length 0"),
-        ({"timestamp": 0, "input_length": 10, "output_length": 1, "hash_ids": [1, 2]}, "at most 1 blocks"),
-        ({"timestamp": 0, "input_length": 10, "output_length": 1, "hash_ids": "12"}, "hash_ids"),
-        ({"timestamp": True, "input_length": 10, "output_length": 1}, "timestamp True"),
-    ],
-)
-def test_a_bad_line_of_a_trace_is_named(tmp_path: Path, row: object, says: str) -> None:
-    path = write_lines(tmp_path / "trace.jsonl", [ROWS[0], row])
-    with pytest.raises(UserError, match=says) as raised:
-        read_trace(path)
-    assert raised.value.where == f"{path}:2"
 
 
 def test_prompts_are_read_as_experiments_read_them(tmp_path: Path) -> None:

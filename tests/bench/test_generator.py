@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +73,27 @@ def test_times_are_those_of_the_server_and_tokens_are_counted_by_it() -> None:
             True,
             0,
         )
+
+
+def test_turns_of_a_session_leave_behind_its_answers(tmp_path: Path) -> None:
+    """Its second is due 30 ms after the server's answer, its third at its own time, others meanwhile."""
+    rows = [
+        {"timestamp": 0, "session_id": "a", "input_length": 8, "output_length": 3},
+        {"timestamp": 20, "input_length": 4, "output_length": 1},
+        {"delay": 30, "session_id": "a", "input_length": 12, "output_length": 2},
+        {"timestamp": 400, "session_id": "a", "input_length": 16, "output_length": 1},
+    ]
+    path = tmp_path / "agents.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    with serving(Script(ttft_s=0.05, gap_s=0.01)) as server:
+        sent = sent_to(server, trace=path)
+    first, second, third = (s for s in sent.requests if s.planned.session == "a")
+    assert second.due_ns == first.ended_ns + 30 * NS_PER_MS
+    assert third.due_ns == sent.began_ns + 400 * NS_PER_MS
+    assert all(s.outcome == OK and s.sent_ns >= s.due_ns for s in sent.requests)
+    assert second.planned.prompt[:8] == first.planned.prompt
+    other = next(s for s in sent.requests if s.planned.session is None)
+    assert other.due_ns == sent.began_ns + 20 * NS_PER_MS
 
 
 @thorough
