@@ -224,6 +224,8 @@ class CellDeployment(Deployment):
         status, leaked = await stop_loops(engine, lease_s)
         outcome = self._outcome
         engine.facts["num_token_layers"] = status["num_token_layers"]
+        if "pace" in status:
+            engine.facts["pace"] = status["pace"]
         outcome.ledgers[engine.name] = status["ledger"]
         if engine.config.record_steps:
             await self._take_steps(engine)

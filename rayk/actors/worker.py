@@ -32,9 +32,10 @@ from rayk.actors.rank_spec import RankSpec as RankSpec
 from rayk.actors.ray_metrics import make_meter
 from rayk.actors.tier_client import RayTier
 from rayk.actors.tokenizer import load_decoder, load_vocabulary
-from rayk.engine.build import make_leader
+from rayk.engine.build import make_leader, make_rank
 from rayk.engine.leader import Leader, RequestEvent, dead_engine
 from rayk.engine.loop import EngineLoop, NoExtension, RankExtension, TurnStats
+from rayk.engine.paced import PacedRank
 from rayk.engine.rank import EngineRank
 from rayk.engine.record import RecordedSteps, StepRecorder, recorder
 from rayk.engine.stats import rank_stats
@@ -149,7 +150,7 @@ class Worker:
         try:
             commit = functools.partial(commit_wrong_kv, faults=spec.faults)
             located = replace(spec.config, model=str(model_folder(spec.config.model)))
-            self._rank = EngineRank(located, timed(comm), on_loaded=commit)
+            self._rank = make_rank(located, timed(comm), on_loaded=commit)
             self._meter = make_meter(
                 spec.config.model, engine=spec.engine, role=spec.role, rank=str(spec.rank)
             )
@@ -374,6 +375,8 @@ class Worker:
             }
         if rank is not None:
             report["num_token_layers"] = rank.num_token_layers
+        if isinstance(rank, PacedRank):
+            report["pace"] = asdict(rank.pace.report())
         if leader is not None:
             report |= {
                 "num_free_blocks": leader.manager.pool.num_free_blocks,

@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from rayk.engine.leader import Handover, Leader, RequestEvent, dead_engine
 from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
+from rayk.engine.paced import PacedLeader, PacedRank, paced_poll_s
 from rayk.engine.rank import EngineRank
 from rayk.engine.stats import StepStats
 from rayk.engine.stopping import Decode, LazyDecoder
@@ -24,7 +26,14 @@ from rayk.parallel.timed import timed
 from rayk.sched.batching import Scheduler
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DeadlineExceeded, EngineDied, RaykError
+from rayk.types.paced_tokens import PacedTokens
 from rayk.types.request import FinishReason, Request, TokenLogprobs
+
+
+def make_rank(config: EngineConfig, comm: Comm, **named: Any) -> EngineRank:
+    """Make a rank that computes, or one that keeps the time of a cost table. Takes, and raises, what they
+    do."""
+    return (PacedRank if config.compute == "paced" else EngineRank)(config, comm, **named)
 
 
 def make_leader(
@@ -45,7 +54,10 @@ def make_leader(
         eos_token_ids=model.eos_token_ids,
         num_stages=config.pp,
     )
-    return Leader(
+    make: Callable[..., Leader] = Leader
+    if config.compute == "paced":
+        make = partial(PacedLeader, tokens=PacedTokens(model.vocab_size, model.eos_token_ids))
+    return make(
         scheduler,
         manager,
         handover,
@@ -54,6 +66,7 @@ def make_leader(
         decoder=LazyDecoder(load_decoder),
         grammars=Grammars(load_vocabulary, model.vocab_size, model.eos_token_ids),
         fast_prefill=config.fast_prefill,
+        poll_s=paced_poll_s(config),
     )
 
 
@@ -179,7 +192,7 @@ class ThreadEngine:
         leader: Leader | None = None
         try:
             watched = timed(comm) if self._make_stats is not None else comm
-            rank = EngineRank(self._config, watched, poison=self._poison, open_weights=self._open_weights)
+            rank = make_rank(self._config, watched, poison=self._poison, open_weights=self._open_weights)
             extension = self._make_extension(rank) if self._make_extension else NoExtension()
             if comm.rank == 0:
                 tokenizer = (self._load_decoder, self._load_vocabulary)

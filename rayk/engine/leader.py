@@ -123,14 +123,16 @@ class Leader:
         grammars: Grammars | None = None,
         fast_prefill: bool = False,
         clock: Clock = host_clock,
+        poll_s: float = BUSY_POLL_S,
     ) -> None:
         """`vocab_size`: prompts with other ids are refused; None takes all. `positions_text`: the
         scheduler's limit in words. `decoder`: for stop strings. `grammars`: for structured outputs.
         `fast_prefill`: there are no logits of prompt tokens. `clock`: what the hand-over and stamps of
-        requests go by."""
+        requests go by. `poll_s`: how often it turns while transfers are under way and no step can run."""
         self.scheduler = scheduler
         self.manager = manager
         self.clock = clock
+        self._poll_s = poll_s
         self._handover = handover
         self._vocab_size = vocab_size
         self._positions_text = positions_text or f"the model's {scheduler.max_positions} positions"
@@ -498,7 +500,8 @@ class Leader:
             return 0.0
         if not self._watching():
             return HEARTBEAT_S
-        return BUSY_POLL_S if time.monotonic() - self._last_news_s < QUICK_S else SLOW_POLL_S
+        is_quick = time.monotonic() - self._last_news_s < QUICK_S
+        return self._poll_s if is_quick else max(self._poll_s, SLOW_POLL_S)
 
     def _watching(self) -> bool:
         return self._handover is not None and self._handover.needs_gather()

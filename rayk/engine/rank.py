@@ -33,7 +33,7 @@ from rayk.models.decoder import Decoder
 from rayk.models.engine_plan import plan_engine
 from rayk.models.families import load_config
 from rayk.models.kv_specs import engine_groups
-from rayk.models.load_memory import measured
+from rayk.models.load_memory import LoadMemory, measured
 from rayk.models.loader import load_decoder
 from rayk.models.pieces import Keeping
 from rayk.models.tensor_parallel import why_shape_unsupported
@@ -95,20 +95,7 @@ class EngineRank:
         self.caches: CanonicalKVCaches = allocate(geometry, self.device, fill=self._fill)
         # which matrices stay in fp8; None where all are dequantised
         self.keeping = self._keeping()
-        load = partial(
-            load_decoder,
-            Path(config.model),
-            self.model_config,
-            comm=self.comms.tp,
-            stage=geometry.share.layers,
-            dtype=TORCH_DTYPES[config.dtype],
-            device=self.device,
-            backend=self.backends.__getitem__,
-            keeping=self.keeping,
-        )
-        self.decoder, self.load_memory = measured(
-            lambda opened: load(open_weights=opened), open_weights, self.device
-        )
+        self.decoder, self.load_memory = self._load(geometry.share.layers, open_weights)
         self.caches.bind(self.decoder.cache_owners, self.decoder.cache_readers)
         on_loaded(self.decoder)
         self._inputs = InputBuilder(
@@ -146,6 +133,25 @@ class EngineRank:
                 self._graphs = self._record_graphs(recorder)
             except CannotReplay as error:
                 self.why_no_graphs = str(error)
+
+    def _load(self, stage: range, open_weights: OpenWeights) -> tuple[Decoder, LoadMemory]:
+        load = self._loading(stage)
+        return measured(
+            lambda opened: load(device=self.device, open_weights=opened), open_weights, self.device
+        )
+
+    def _loading(self, stage: range) -> Callable[..., Decoder]:
+        """Return what loads the decoder of these layers, given `device` and `open_weights`."""
+        return partial(
+            load_decoder,
+            Path(self.config.model),
+            self.model_config,
+            comm=self.comms.tp,
+            stage=stage,
+            dtype=TORCH_DTYPES[self.config.dtype],
+            backend=self.backends.__getitem__,
+            keeping=self.keeping,
+        )
 
     def _attention_layers(self) -> list[AttentionLayer]:
         groups = {layer: g for g in self.plan.groups if g.spec.has_token_rows for layer in g.layers}

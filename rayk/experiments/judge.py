@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rayk.experiments.offloaded import offloaded
+from rayk.experiments.paced import expected_tokens, first_difference, is_paced, judge_pace
 from rayk.experiments.quantised import Tokens, Twins, compare_forced, follow, rounding_of
 from rayk.experiments.references import LayerKV, References
 from rayk.experiments.verdict import Findings, blamed, recovered, unrecovered, untraced
@@ -56,10 +57,12 @@ class CellJudge:
         self.twins = Twins()
 
     def needs_reference(self, cell: Cell) -> bool:
-        return "tokens" in cell.checks or self.needs_capture(cell)
+        return not is_paced(cell) and ("tokens" in cell.checks or self.needs_capture(cell))
 
     def prepare(self, cell: Cell, prompts: Prompts) -> None:
         """Have the reference compute what no earlier run kept."""
+        if not self.needs_reference(cell):
+            return
         if "tokens" in cell.checks and not cell.is_quantised:
             self._references(cell).outputs(prompts, cell.sampling)
         if self.needs_capture(cell) and not self._references(cell).keeps_kv(prompts):
@@ -80,7 +83,9 @@ class CellJudge:
             counts.checks_done.append("kv_values")
         # A failed request's tokens are not compared, and the table must not say that they were.
         finished = [row for o in outcomes for row in o.requests if row.error is None]
-        if "tokens" in cell.checks and finished:
+        if is_paced(cell):
+            self._check_paced(cell, prompts, outcomes, findings, counts)
+        elif "tokens" in cell.checks and finished:
             self._check_tokens(cell, prompts, finished, findings, counts)
         if "logprobs" in cell.checks and finished:
             self._check_logprobs(cell, outcomes, findings, counts)
@@ -225,6 +230,32 @@ class CellJudge:
             if not compared.near_tie:
                 counts.num_token_mismatches += 1
             findings.add(compared.verdict, compared.reason)
+
+    def _check_paced(
+        self,
+        cell: Cell,
+        prompts: Prompts,
+        outcomes: Sequence[CellOutcome],
+        findings: Findings,
+        counts: _CheckCounts,
+    ) -> None:
+        """See that engines kept their pace, and answered by the rule."""
+        measured, reason = judge_pace(outcomes)
+        counts.measured |= measured
+        if reason:
+            findings.add("OUT_OF_PACE", reason)
+        finished = [row for o in outcomes for row in o.requests if row.error is None]
+        if "tokens" not in cell.checks or not finished:
+            return
+        expected = expected_tokens(cell, self._config, prompts)
+        counts.checks_done.append("tokens")
+        counts.num_token_mismatches = 0
+        for row in finished:
+            difference = first_difference(row, expected[row.prompt_index])
+            if difference is not None:
+                counts.num_token_mismatches += 1
+                counts.first_divergence = counts.first_divergence or (row.prompt_index, difference[0])
+                findings.add("TOKEN_MISMATCH", difference[1])
 
     def _check_logprobs(
         self, cell: Cell, outcomes: Sequence[CellOutcome], findings: Findings, counts: _CheckCounts

@@ -108,7 +108,7 @@ _LOGPROBS = (
     ("max_settled_{}logprob_error", FLOAT, "nats", "largest error among those"),
 )
 
-# errors of log probabilities and KV values against the reference, and their bounds
+# errors of log probabilities and KV values against the reference, and their bounds; how pace was kept
 MEASURED_FIELDS = (
     *(
         Field(name.format(prefix), kind, unit, meaning.format(word))
@@ -116,6 +116,10 @@ MEASURED_FIELDS = (
         for name, kind, unit, meaning in _LOGPROBS
     ),
     Field("max_kv_value_error_of_bound", FLOAT, "ratio", "largest error of a KV row over its layer's bound"),
+    Field(
+        "late_p99_share", FLOAT, "ratio", "how late paced steps ended over their length: p99, worst engine"
+    ),
+    Field("machine_busy_share", FLOAT, "ratio", "of paced engines' busiest machine, all cores, while it ran"),
 )
 
 _TIER = "over all engines and repeats"

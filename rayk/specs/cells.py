@@ -401,6 +401,8 @@ def _engine_option(spec: ExperimentSpec, side: SideSpec, name: str) -> Any:
     value = getattr(side, name, None)
     if value is None:
         value = getattr(spec.engine, name)
+    if name == "costs" and value:
+        return absolute_model(value)
     if isinstance(value, dict):  # an engine has pairs, with numbers of layers as such
         return tuple(sorted((int(key) if key.isdecimal() else key, item) for key, item in value.items()))
     return tuple(value) if isinstance(value, list) else value
@@ -459,7 +461,7 @@ def why_no_groups(engines: Iterable[EngineConfig], config: DecoderConfig) -> str
 def _checks(spec: ExperimentSpec, config: DecoderConfig) -> tuple[str, ...]:
     if spec.checks is not None:
         return tuple(dict.fromkeys(spec.checks))
-    exact = resolved_dtype(spec.dtype, config) == "float32"
+    exact = resolved_dtype(spec.dtype, config) == "float32" or spec.engine.compute == "paced"
     return ("tokens" if exact else "logprobs", "kv_bytes")
 
 

@@ -16,6 +16,7 @@ from rayk.specs.engines import (
     check_division,
     check_kernel_blocks,
     check_layer_backends,
+    check_paced,
     check_pool,
     check_shape_runs,
 )
@@ -97,6 +98,7 @@ def check_cell(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
         check_vllm_cell(cell, loaded)
         return
     _check_prompt_logprobs(cell, loaded)
+    check_paced(cell, loaded)
     _check_staging(cell, loaded)
     _check_path(cell, loaded)
     check_division(cell, config, loaded)

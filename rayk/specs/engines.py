@@ -16,6 +16,7 @@ from rayk.specs.cells import Cell
 from rayk.specs.load import LoadedSpec
 from rayk.types.config import EngineConfig
 from rayk.types.errors import SpecError
+from rayk.types.paced_tokens import why_not_paced
 
 
 def check_fits_device(engine: EngineConfig, where: Callable[[str], str]) -> None:
@@ -120,6 +121,45 @@ def check_layer_backends(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) 
                     where=_where(cell, side, "layer_backends", loaded),
                     mend=f"layers with attention: {layers}" if layers else "the model has no attention",
                 )
+
+
+def check_paced(cell: Cell, loaded: LoadedSpec) -> None:
+    """Refuse engines to be paced that lack what they need, and what needs engines that compute. Raises
+    SpecError."""
+    varied = {key.rpartition(".")[2] for matrix in loaded.spec.matrix for key in matrix}
+    for side, engine in _engines(cell):
+        asked = ("costs", engine.costs != ""), ("pace", engine.pace != 1)
+        given = [name for name, is_given in asked if is_given]
+        if engine.compute == "real" and given and "compute" not in varied:
+            raise SpecError(
+                problem=f"{side}: {given[0]} is of engines that compute nothing, and these compute",
+                where=_where(cell, side, given[0], loaded),
+                mend="engine: {compute: paced}, or leave it out",
+            )
+        if engine.compute == "paced" and not engine.costs:
+            raise SpecError(
+                problem=f"{side}: compute: paced without cost tables",
+                where=_where(cell, side, "compute", loaded),
+                mend="engine: {costs: FOLDER}, which `rayk costs` writes",
+            )
+        if engine.compute == "paced" and engine.pp > 1:
+            raise SpecError(
+                problem=f"{side}: compute: paced with pp: {engine.pp}: stages do not take their turns",
+                where=_where(cell, side, "pp", loaded),
+                mend="pp: 1",
+            )
+    if cell.prefill.compute == "real":  # `engine.compute` is of both sides
+        return
+    wants = why_not_paced(cell.sampling) or ", ".join(
+        c for c in cell.checks if c in ("logprobs", "kv_values")
+    )
+    if wants:
+        section = "sampling" if why_not_paced(cell.sampling) else "checks"
+        raise SpecError(
+            problem=f"compute: paced with {wants}: there are no logits, and KV has no values",
+            where=loaded.where(section),
+            mend="checks: [tokens, kv_bytes]" if section == "checks" else f"leave out {wants}",
+        )
 
 
 def check_pool(

@@ -178,7 +178,7 @@ class CellRow:
     num_blocks_freed: int | None = None
     # still held when the cell ended; 0 unless something leaked or an engine died
     num_blocks_held: int | None = None
-    # errors and bounds of logprobs and kv_values; see reports.columns.MEASURED
+    # errors and bounds of logprobs and kv_values, how pace was kept; see reports.columns.MEASURED
     measured: dict[str, float] = field(default_factory=dict)
     # what the host tier did; see reports.columns.OFFLOADED
     offloaded: dict[str, float | str] = field(default_factory=dict)

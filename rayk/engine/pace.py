@@ -1,0 +1,120 @@
+"""Keep an engine that computes nothing to the times of a cost table, and tell how well it kept to them."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rayk.costs.features import step_features
+from rayk.costs.table import EngineCosts
+from rayk.types.batch import ScheduledBatch
+from rayk.types.clock import Clock, host_clock
+
+LOOK_NS = 200_000_000  # how often a pace looks at what the machine does
+_STAT = Path("/proc/stat")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaceReport:
+    """How one rank kept pace."""
+
+    factor: float  # engine.pace
+    num_steps: int
+    late_p50_share: float  # how late the end of a step came, of its length: the next one begins so late
+    late_p99_share: float
+    num_outside_hull: int  # steps unlike those that the tables were fitted to
+    machine_busy_share: float | None  # of all cores, whoever used them, while steps ran; None: not known
+
+
+class Pace:
+    """Waits until the time of a step is over. It sleeps, and never spins, so that many engines share a core.
+
+    A wake-up that comes late shortens the next step by as much: it ends on time again, and the mean is the
+    table's. Single-threaded.
+    """
+
+    def __init__(
+        self,
+        costs: EngineCosts,
+        *,
+        factor: float = 1.0,
+        windows: Sequence[int] = (),
+        clock: Clock = host_clock,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """`factor`: steps take so many times what the table says. `windows`: the model's."""
+        self._costs = costs
+        self._factor = factor
+        self._windows = windows
+        self._clock = clock
+        self._sleep = sleep
+        self._late_ns = 0  # by how much the last step ended too late
+        self._shares = array("d")
+        self._num_outside = 0
+        self._first_look: tuple[int, int] | None = None
+        self._last_look: tuple[int, int] | None = None
+        self._next_look_ns = 0
+
+    def hold(self, batch: ScheduledBatch, parts: Sequence[Callable[[], object]] = ()) -> None:
+        """Take a step's time. `parts` are called in order, evenly spaced in it, the last at its end."""
+        begin_ns = self._clock()
+        features = step_features(batch, self._windows)
+        self._num_outside += not self._costs.is_inside(features)
+        length_ns = max(1.0, self._factor * self._costs.step_ns(features, strict=False))
+        due_ns = begin_ns + max(0.0, length_ns - self._late_ns)
+        for number, part in enumerate(parts, start=1):
+            self._until(begin_ns + (due_ns - begin_ns) * number / len(parts))
+            part()
+        self._until(due_ns)
+        now_ns = self._clock()
+        self._late_ns = max(0, round(now_ns - due_ns))
+        self._shares.append(self._late_ns / length_ns)
+        if now_ns >= self._next_look_ns:
+            self._look(now_ns)
+
+    def report(self) -> PaceReport:
+        late = np.frombuffer(self._shares, dtype=np.float64).copy() if self._shares else np.zeros(1)
+        p50, p99 = np.percentile(late, [50, 99], method="higher")
+        return PaceReport(
+            factor=self._factor,
+            num_steps=len(self._shares),
+            late_p50_share=float(p50),
+            late_p99_share=float(p99),
+            num_outside_hull=self._num_outside,
+            machine_busy_share=busy_share(self._first_look, self._last_look),
+        )
+
+    def _until(self, due_ns: float) -> None:
+        left_ns = due_ns - self._clock()
+        if left_ns > 0:
+            self._sleep(left_ns / 1e9)
+
+    def _look(self, now_ns: int) -> None:
+        self._next_look_ns = now_ns + LOOK_NS
+        self._last_look = cpu_ticks()
+        self._first_look = self._first_look or self._last_look
+
+
+def cpu_ticks() -> tuple[int, int] | None:
+    """Return how much time all cores have been busy, and had in all, since the machine began; None where the
+    system does not tell (proc(5))."""
+    try:
+        words = _STAT.read_text(encoding="ascii").split("\n", 1)[0].split()
+        ticks = [int(word) for word in words[1:9]]  # what follows is counted in user and nice already
+    except (OSError, ValueError):
+        return None
+    if words[0] != "cpu" or len(ticks) < 5:
+        return None
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # idle, and waiting for a disk
+
+
+def busy_share(first: tuple[int, int] | None, last: tuple[int, int] | None) -> float | None:
+    """Tell how busy the cores were between two looks; None where too little passed."""
+    if first is None or last is None or last[1] <= first[1]:
+        return None
+    return (last[0] - first[0]) / (last[1] - first[1])

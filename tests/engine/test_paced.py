@@ -1,0 +1,230 @@
+"""Engines that compute nothing keep the times of a table, move real pages, and answer by a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rayk.costs.book import CostBook
+from rayk.costs.hull import Hull
+from rayk.costs.table import EngineCosts, engine_key
+from rayk.engine.build import ThreadEngine
+from rayk.engine.pace import Pace, busy_share, cpu_ticks
+from rayk.engine.paced import PacedRank, find_costs, paced_poll_s
+from rayk.models.families import load_config
+from rayk.models.load_memory import tensors_of
+from rayk.oracle.tiny import HYBRID
+from rayk.parallel.local import LocalComm
+from rayk.types.batch import ScheduledBatch, ScheduledRequest
+from rayk.types.config import EngineConfig
+from rayk.types.errors import KVMismatch, Unsupported, UserError
+from rayk.types.paced_tokens import PacedTokens
+from rayk.types.request import SamplingParams
+from tests.markers import thorough
+from tests.pd import Pair, make_request
+
+STEP_NS = 2_000_000
+PROMPTS = [list(range(5, 42)), list(range(9, 100)), [3]]
+
+
+def costs_of(folder: Path, *configs: EngineConfig, step_ns: float = STEP_NS) -> str:
+    """Write tables of steps that all take the same time, for these engines."""
+    keys = {engine_key(load_config(Path(config.model)), config) for config in configs}
+    flat = EngineCosts.flat(step_ns)
+    CostBook(engines={key: replace(flat, key=key) for key in keys}).save(folder)
+    return str(folder)
+
+
+def paced(model: Path, folder: Path, **settings: object) -> EngineConfig:
+    config = EngineConfig(model=str(model), num_blocks=64, compute="paced", **settings)  # type: ignore[arg-type]
+    return replace(config, costs=costs_of(folder, config))
+
+
+def expected(model: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+    config = load_config(model)
+    rule = PacedTokens(config.vocab_size, config.eos_token_ids)
+    return [rule.outputs(prompt, SamplingParams(max_tokens=max_tokens)) for prompt in prompts]
+
+
+def batch(*counts: int) -> ScheduledBatch:
+    """A step whose requests compute so many tokens each, as their first."""
+    requests = [
+        ScheduledRequest(
+            request_id=str(i),
+            row=i,
+            num_computed_tokens=0,
+            token_ids=(1,) * n,
+            new_block_ids=(),
+            needs_logits=True,
+        )
+        for i, n in enumerate(counts)
+    ]
+    return ScheduledBatch(step=0, requests=tuple(requests))
+
+
+class Sleeper:
+    """A clock that only sleeping moves on, each time by some more than was asked for."""
+
+    def __init__(self, *late_ns: int) -> None:
+        self.now_ns = 1_000
+        self.slept_s: list[float] = []
+        self._late_ns = list(late_ns)
+
+    def clock(self) -> int:
+        return self.now_ns
+
+    def sleep(self, seconds: float) -> None:
+        self.slept_s.append(seconds)
+        self.now_ns += round(seconds * 1e9) + (self._late_ns.pop(0) if self._late_ns else 0)
+
+
+def make_pace(sleeper: Sleeper, costs: EngineCosts, factor: float = 1.0) -> Pace:
+    return Pace(costs, factor=factor, clock=sleeper.clock, sleep=sleeper.sleep)
+
+
+def test_a_late_wake_up_shortens_the_next_step() -> None:
+    sleeper = Sleeper(500, 0, 3_000, 0)
+    pace = make_pace(sleeper, EngineCosts.flat(1_000, 10), factor=2.0)
+    ends = []
+    for count in (100, 100, 100, 100):
+        pace.hold(batch(count))
+        ends.append(sleeper.now_ns)
+    # 2 * (1,000 + 10 * 100) each: the second makes good for 500, the fourth for 3,000.
+    assert ends == [1_000 + 4_500, 1_000 + 8_000, 1_000 + 15_000, 1_000 + 16_000]
+    report = pace.report()
+    assert (report.num_steps, report.factor) == (4, 2.0)
+    assert report.late_p99_share == 3_000 / 4_000
+    assert report.late_p50_share == 500 / 4_000
+
+
+def test_layers_are_done_one_after_another_within_the_step() -> None:
+    sleeper = Sleeper()
+    pace = make_pace(sleeper, EngineCosts.flat(4_000))
+    done: list[int] = []
+    pace.hold(batch(1), [lambda: done.append(sleeper.now_ns)] * 4)
+    assert done == [2_000, 3_000, 4_000, 5_000]
+    assert sleeper.now_ns == 5_000
+
+
+def test_steps_unlike_those_measured_are_counted() -> None:
+    table = EngineCosts.flat(1_000).decode
+    costs = replace(EngineCosts.flat(1_000), prefill=replace(table, hull=Hull(bounds={"num_tokens": (1, 64)})))
+    pace = make_pace(Sleeper(), costs)
+    for count in (64, 65, 3, 500):
+        pace.hold(batch(count))
+    assert pace.report().num_outside_hull == 2
+
+
+def test_how_busy_a_machine_is() -> None:
+    first = cpu_ticks()
+    if first is not None:
+        total = sum(i * i for i in range(3_000_000))
+        share = busy_share(first, cpu_ticks())
+        assert total > 0
+        assert share is not None
+        assert 0 < share <= 1, "this process was busy"
+    assert busy_share((10, 100), (40, 200)) == 0.3
+    assert busy_share((10, 100), (10, 100)) is None
+    assert busy_share(None, (10, 100)) is None
+
+
+def test_a_paced_engine_answers_by_the_rule_and_takes_its_time(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = checkpoint("qwen3")
+    config = paced(path, tmp_path)
+    with ThreadEngine(config) as engine:
+        requests = [make_request(str(i), prompt, 9) for i, prompt in enumerate(PROMPTS)]
+        found = [done.token_ids for done in engine.generate(requests)]
+        rank, times = engine.ranks[0], engine.loops[0].times
+    assert isinstance(rank, PacedRank)
+    assert found == expected(path, PROMPTS, 9)
+    assert len({tuple(tokens) for tokens in found}) == len(PROMPTS), "each prompt has its own"
+    assert times.num_steps >= 9
+    assert times.model_ns >= times.num_steps * STEP_NS
+    assert rank.pace.report().num_steps == times.num_steps
+    assert rank.load_memory.weight_bytes == 0
+    own = rank.caches.buffer.untyped_storage().data_ptr()
+    held = [t for t in tensors_of(rank.decoder) if not t.is_meta and t.untyped_storage().data_ptr() != own]
+    assert held == [], "no weight takes memory"
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "layouts", "options"),
+    [
+        pytest.param("qwen3", (1, 1), ("BHLNC", "LBNHC"), {}, id="unlike layouts"),
+        pytest.param("qwen3", (2, 1), ("auto", "auto"), {}, id="tp 2 to 1", marks=thorough),
+        pytest.param("qwen3", (1, 2), ("auto", "auto"), {"overrides": HYBRID}, id="hybrid", marks=thorough),
+        pytest.param("deepseek_v3", (1, 2), ("auto", "auto"), {}, id="latents", marks=thorough),
+    ],
+)
+def test_real_pages_are_handed_over_and_proved(
+    checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    family: str,
+    tp: tuple[int, int],
+    layouts: tuple[str, str],
+    options: dict[str, object],
+) -> None:
+    path = checkpoint(family, **{k: dict(v) for k, v in options.items()})  # type: ignore[call-overload]
+    configs = [EngineConfig(model=str(path), tp=t, layout=x) for t, x in zip(tp, layouts, strict=True)]
+    common = {"compute": "paced", "costs": costs_of(tmp_path, *configs)}
+    with Pair.open(path, tp=tp, layouts=layouts, **common) as pair:
+        assert pair.generate(PROMPTS, max_tokens=6) == expected(path, PROMPTS, 6)
+        pair.check_all_free()
+        request = make_request("last", PROMPTS[1], 4)
+        prefilled = pair.prefill(request)
+        for rank in pair.p.engine.ranks:
+            assert len({page.numpy().tobytes() for t in rank.caches.tensors for page in t}) > 3, (
+                "pages differ"
+            )
+            rank.caches.buffer[: rank.caches.geometry.pages_bytes] ^= 1
+        done = pair.decode(request, prefilled)
+        assert isinstance(done.error, KVMismatch), "what arrives is not what was proved"
+
+
+def test_costs_of_another_device_stand_in(checkpoint: Callable[..., Path]) -> None:
+    path = checkpoint("qwen3")
+    model, config = load_config(path), EngineConfig(model=str(path))
+    key = engine_key(model, config)
+    h200 = replace(EngineCosts.flat(7), key=key._replace(device="cuda", backend="triton"))
+    book = CostBook(engines={h200.key: h200})
+    assert find_costs(book, model, config) is h200
+    with pytest.raises(UserError, match="no costs of"):
+        find_costs(book, model, replace(config, block_size=32))
+    own = replace(EngineCosts.flat(9), key=key)
+    assert find_costs(CostBook(engines={h200.key: h200, key: own}), model, config) is own
+
+
+def test_what_a_paced_engine_cannot_do_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    path = checkpoint("qwen3")
+    config = paced(path, tmp_path)
+    with ThreadEngine(config) as engine:
+        for asked in ({"logprobs": 1}, {"prompt_logprobs": 0}):
+            [done] = engine.generate([make_request("r", [1, 2], 3, **asked)])
+            assert isinstance(done.error, UserError)
+            assert next(iter(asked)) in str(done.error)
+        # The same id again, with another prompt.
+        outputs = [engine.generate([make_request("r", p, 3)])[0].token_ids for p in PROMPTS]
+    assert outputs == expected(path, PROMPTS, 3)
+    with pytest.raises(UserError, match="no cost tables"):
+        PacedRank(replace(config, costs=str(tmp_path / "none")), LocalComm())
+    with pytest.raises(Unsupported, match="pp 2"):
+        PacedRank(replace(config, pp=2), LocalComm())
+
+
+def test_paced_engines_look_after_transfers_less_often() -> None:
+    real = EngineConfig(model="m")
+    assert paced_poll_s(real) == 0.0003
+    assert paced_poll_s(replace(real, compute="paced", pace=4.0)) == 0.008
+
+
+def test_tokens_of_the_rule_end_no_request() -> None:
+    rule = PacedTokens(8, {1, 2, 7})
+    tokens = [rule.token(rule.key(range(n)), i) for n in range(20) for i in range(40)]
+    assert set(tokens) == {0, 3, 4, 5, 6}
+    stopped = rule.outputs([5], SamplingParams(max_tokens=400, stop_token_ids=(3,)))
+    assert stopped.index(3) == len(stopped) - 1
