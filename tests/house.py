@@ -49,7 +49,7 @@ IMPORTS: Mapping[str, frozenset[str]] = {
         "engine": "types grammars parallel kv kernels attention models sched metrics costs",
         "handover": "types parallel kv models transfer engine sched metrics offload",
         "reports": "types",
-        "specs": "types grammars parallel kv models sched",
+        "specs": "types grammars parallel kv models sched traces",
         "explain": "types parallel kv models transfer specs",
         "actors": "types parallel kv models transfer engine sched metrics specs offload handover lines vllm",
         "offload": "types kv transfer kernels",
