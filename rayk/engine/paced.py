@@ -54,6 +54,8 @@ class PacedRank(EngineRank):
         such an engine, and Unsupported for pipeline stages."""
         if config.pp > 1:
             raise Unsupported(f"{_WHY} with pp {config.pp}: stages do not take their turns")
+        if not config.costs:
+            raise UserError(f"{_WHY} without cost tables", mend="engine.costs: FOLDER")
         super().__init__(config, *args, **named)
         costs = find_costs(CostBook.load(config.costs), self.model_config, config)
         self.pace = Pace(costs, factor=config.pace, windows=windows_of(self.model_config))
