@@ -134,7 +134,9 @@ def rank_stats(meter: Meter, rank: EngineRank, leader: Leader | None) -> StepSta
     meter.set("rayk_engine_rank_info", 1, **{name: str(place) for name, place in places.items()})
     device = torch.cuda.get_device_name(rank.device) if rank.device.type == "cuda" else "cpu"
     comm = rank.comm if isinstance(rank.comm, TimedComm) else None
-    costs, dtype = StepCosts(rank), rank.config.dtype
+    # A rank that only keeps time multiplies nothing.
+    costs = StepCosts(rank) if rank.config.compute == "real" else None
+    dtype = rank.config.dtype
     if leader is not None:
         meter.on_flush(lambda: _report_leader(meter, leader))
     return StepStats(meter, is_leader=leader is not None, costs=costs, comm=comm, device=device, dtype=dtype)

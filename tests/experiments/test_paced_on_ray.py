@@ -1,4 +1,4 @@
-"""Paced engines as a run has them: processes on Ray, real transfers by NIXL, a verdict by how pace was kept."""
+"""Paced engines as a run has them: processes on Ray, transfers by NIXL, a verdict by how pace was kept."""
 
 from __future__ import annotations
 
