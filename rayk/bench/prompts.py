@@ -10,7 +10,7 @@ import numpy as np
 from rayk.bench.load import Lengths, Load
 from rayk.bench.sharegpt import read_sharegpt
 from rayk.sched.arrivals import due_times
-from rayk.traces import read_trace, scaled
+from rayk.traces import hastened, read_trace, scaled
 from rayk.traces.prompts import TracePrompts
 from rayk.types.bounds import MAX_SECONDS, MAX_TOKENS
 from rayk.types.errors import UserError
@@ -147,12 +147,12 @@ def _from_trace(load: Load, path: Path, token_ids: tuple[int, int]) -> list[Plan
     return [
         Planned(
             index=i,
-            due_ns=None if row.at_ns is None else round(row.at_ns / load.trace_speed),
+            due_ns=row.at_ns,
             prompt=prompts.tokens(row, i),
             max_tokens=scaled(row.num_output_tokens, block),
             seed=load.seed + i,
             session=row.session,
-            delay_ns=round(row.delay_ns / load.trace_speed),
+            delay_ns=row.delay_ns,
         )
-        for i, row in enumerate(rows)
+        for i, row in enumerate(hastened(row, load.trace_speed) for row in rows)
     ]

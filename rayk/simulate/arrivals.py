@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rayk.specs.cells import Cell
+from rayk.traces import Recorded, hastened, scaled
+from rayk.traces.prompts import TracePrompts
+from rayk.traces.replay import Replay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,42 @@ class InOrder:
 
     def ended(self, index: int, now_ns: int) -> None:
         """Do nothing: nobody waits for another's end."""
+
+
+class TraceArrivals:
+    """Gives the requests of a trace as `rayk bench` sends them, a session's turns each behind the answer
+    before. Implements ArrivalSource."""
+
+    def __init__(
+        self,
+        rows: Iterable[Recorded],
+        *,
+        block_tokens: int,
+        token_ids: tuple[int, int],
+        seed: int,
+        speed: float,
+    ) -> None:
+        """Take rows in the order of read_trace or stream_trace. `block_tokens`, `token_ids`, `seed`: see
+        TracePrompts. `speed`: how many times faster than recorded."""
+        self._replay = Replay(hastened(row, speed) for row in rows)
+        self._prompts = TracePrompts(block_tokens=block_tokens, token_ids=token_ids, seed=seed)
+        self._block_tokens = block_tokens
+
+    def next_due_ns(self) -> int | None:
+        return self._replay.next_due_ns()
+
+    def take(self) -> Arrival:
+        due_ns, number, row = self._replay.take()
+        return Arrival(
+            at_ns=due_ns,
+            index=number,
+            prompt=tuple(self._prompts.tokens(row, number)),
+            max_tokens=scaled(row.num_output_tokens, self._block_tokens),
+            session=row.session,
+        )
+
+    def ended(self, index: int, now_ns: int) -> None:
+        self._replay.ended(index, now_ns)
 
 
 def cell_arrivals(

@@ -7,6 +7,15 @@ answer before them. Nothing here reads a clock.
 """
 
 from rayk.traces.reading import FORMATS, TraceFormat, read_trace, stream_trace
-from rayk.traces.record import BLOCK_TOKENS, Recorded, scaled
+from rayk.traces.record import BLOCK_TOKENS, Recorded, hastened, scaled
 
-__all__ = ["BLOCK_TOKENS", "FORMATS", "Recorded", "TraceFormat", "read_trace", "scaled", "stream_trace"]
+__all__ = [
+    "BLOCK_TOKENS",
+    "FORMATS",
+    "Recorded",
+    "TraceFormat",
+    "hastened",
+    "read_trace",
+    "scaled",
+    "stream_trace",
+]

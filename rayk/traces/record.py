@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 from rayk.types.bounds import MAX_TOKENS
@@ -22,6 +22,12 @@ class Recorded:
     hash_ids: tuple[int, ...] = ()  # of blocks of BLOCK_TOKENS prompt tokens, from the prompt's start
     session: str | None = None  # whose turns go one after another
     delay_ns: int = 0  # from the end of the session's last answer to this turn
+
+
+def hastened(row: Recorded, speed: float) -> Recorded:
+    """Return a request that comes, and waits, at `speed` times the pace it was recorded at."""
+    at_ns = None if row.at_ns is None else round(row.at_ns / speed)
+    return replace(row, at_ns=at_ns, delay_ns=round(row.delay_ns / speed))
 
 
 def scaled(num_tokens: int, block_tokens: int) -> int:
