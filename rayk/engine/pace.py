@@ -31,7 +31,7 @@ class PaceReport:
     machine_busy_share: float | None  # of all cores, whoever used them, while steps ran; None: not known
 
 
-class Pace:
+class StepPace:
     """Waits until the time of a step is over. It sleeps, and never spins, so that many engines share a core.
 
     A wake-up that comes late shortens the next step by as much: it ends on time again, and the mean is the

@@ -21,7 +21,7 @@ from rayk.costs.book import CostBook
 from rayk.costs.features import windows_of
 from rayk.costs.table import EngineCosts, engine_key
 from rayk.engine.leader import BUSY_POLL_S, Leader
-from rayk.engine.pace import Pace
+from rayk.engine.pace import StepPace
 from rayk.engine.rank import EngineRank
 from rayk.engine.sampling import PendingTokens
 from rayk.kv.caches import CacheView
@@ -58,7 +58,7 @@ class PacedRank(EngineRank):
             raise UserError(f"{_WHY} without cost tables", mend="engine.costs: FOLDER")
         super().__init__(config, *args, **named)
         costs = find_costs(CostBook.load(config.costs), self.model_config, config)
-        self.pace = Pace(costs, factor=config.pace, windows=windows_of(self.model_config))
+        self.pace = StepPace(costs, factor=config.pace, windows=windows_of(self.model_config))
         self._pages = [
             [view for key in group.keys for view in _bytes_of(self.caches.view(*key))]
             for group in self.caches.geometry.groups

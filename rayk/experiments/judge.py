@@ -239,7 +239,7 @@ class CellJudge:
         findings: Findings,
         counts: _CheckCounts,
     ) -> None:
-        """See that engines kept their pace, and answered by the rule."""
+        """Check that engines kept their pace, and answered by the rule."""
         measured, reason = judge_pace(outcomes)
         counts.measured |= measured
         if reason:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from rayk.actors.cell_outcome import CellOutcome
 
 LATE_SHARE = 0.10
-"""More than this of a step's length late, at the 99th percentile, and steps are not those of the tables."""
+"""Steps that end later than this share of their length, at the 99th percentile, are not the tables'."""
 BUSY_SHARE = 0.70
-"""More than this of a machine's cores in use, and what runs on them waits for one another."""
+"""On a machine that is busier than this, of all its cores, what runs waits for one another."""
 
 
 def is_paced(cell: Cell) -> bool:

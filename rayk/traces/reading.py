@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -124,7 +124,7 @@ def _rows(path: Path, format: TraceFormat | None) -> Iterator[tuple[str, Recorde
             yield where, row
 
 
-def _lines(path: Path) -> Iterator[tuple[str, str]]:
+def _lines(path: Path) -> Generator[tuple[str, str], None, None]:
     """Yield lines that are not blank, with where they stand. Raises UserError."""
     number = 0
     try:

@@ -29,7 +29,7 @@ T = TypeVar("T", bound=Timed)
 
 
 @dataclass(slots=True)
-class _Session(Generic[T]):
+class _Turns(Generic[T]):
     ended_ns: int | None = None  # of the last answer; None while a turn is due or under way
     waiting: deque[tuple[int, T]] = field(default_factory=deque)
 
@@ -45,7 +45,7 @@ class Replay(Generic[T]):
     def __init__(self, rows: Iterable[T]) -> None:
         self._rows = enumerate(rows)
         self._due: list[tuple[int, int, T]] = []  # a heap by time, then number
-        self._sessions: dict[str, _Session[T]] = {}
+        self._sessions: dict[str, _Turns[T]] = {}
         self._turns: dict[int, str] = {}  # number of a turn that was handed out -> its session
         self._ahead: int | None = None  # number of the last one pulled that waits for no answer, while due
         self._num_waiting = 0
@@ -88,7 +88,7 @@ class Replay(Generic[T]):
             session = None if row.session is None else self._sessions.get(row.session)
             if session is None:
                 if row.session is not None:
-                    self._sessions[row.session] = _Session()
+                    self._sessions[row.session] = _Turns()
                 heapq.heappush(self._due, (row.at_ns or 0, number, row))
                 self._ahead = number
                 return

@@ -12,7 +12,7 @@ from rayk.costs.book import CostBook
 from rayk.costs.hull import Hull
 from rayk.costs.table import EngineCosts, engine_key
 from rayk.engine.build import ThreadEngine
-from rayk.engine.pace import Pace, busy_share, cpu_ticks
+from rayk.engine.pace import StepPace, busy_share, cpu_ticks
 from rayk.engine.paced import PacedRank, find_costs, paced_poll_s
 from rayk.models.families import load_config
 from rayk.models.load_memory import tensors_of
@@ -81,8 +81,8 @@ class Sleeper:
         self.now_ns += round(seconds * 1e9) + (self._late_ns.pop(0) if self._late_ns else 0)
 
 
-def make_pace(sleeper: Sleeper, costs: EngineCosts, factor: float = 1.0) -> Pace:
-    return Pace(costs, factor=factor, clock=sleeper.clock, sleep=sleeper.sleep)
+def make_pace(sleeper: Sleeper, costs: EngineCosts, factor: float = 1.0) -> StepPace:
+    return StepPace(costs, factor=factor, clock=sleeper.clock, sleep=sleeper.sleep)
 
 
 def test_a_late_wake_up_shortens_the_next_step() -> None:
@@ -111,7 +111,9 @@ def test_layers_are_done_one_after_another_within_the_step() -> None:
 
 def test_steps_unlike_those_measured_are_counted() -> None:
     table = EngineCosts.flat(1_000).decode
-    costs = replace(EngineCosts.flat(1_000), prefill=replace(table, hull=Hull(bounds={"num_tokens": (1, 64)})))
+    costs = replace(
+        EngineCosts.flat(1_000), prefill=replace(table, hull=Hull(bounds={"num_tokens": (1, 64)}))
+    )
     pace = make_pace(Sleeper(), costs)
     for count in (64, 65, 3, 500):
         pace.hold(batch(count))
