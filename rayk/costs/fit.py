@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,8 @@ def nnls(terms: Floats, values: Floats) -> Floats:
     num_terms = terms.shape[1]
     scale = np.sqrt((terms**2).sum(axis=0))
     scale[scale == 0] = 1.0
-    factor = np.linalg.qr(np.column_stack([terms / scale, values]), mode="r")
+    # Its type hints know one answer, that of mode "reduced".
+    factor = cast(Floats, np.linalg.qr(np.column_stack([terms / scale, values]), mode="r"))
     matrix, target = factor[:, :num_terms], factor[:, num_terms]
     found, free = np.zeros(num_terms), np.zeros(num_terms, dtype=bool)
     tolerance = _NO_GAIN * max(1.0, float(np.abs(target).max(initial=0.0)))
@@ -50,7 +52,7 @@ def nnls(terms: Floats, values: Floats) -> Floats:
             break
         free[gain.argmax()] = True
         found = _with_free(matrix, target, found, free)
-    return found / scale
+    return cast(Floats, found / scale)
 
 
 def _with_free(matrix: Floats, target: Floats, found: Floats, free: NDArray[np.bool_]) -> Floats:

@@ -64,7 +64,7 @@ class PacedRank(EngineRank):
             for group in self.caches.geometry.groups
         ]
 
-    def _load(self, stage: range, open_weights: OpenWeights) -> tuple[Decoder, LoadMemory]:
+    def _load(self, stage: range | None, open_weights: OpenWeights) -> tuple[Decoder, LoadMemory]:
         """Build the decoder from headers alone, on torch's meta device."""
         del open_weights
         decoder = self._loading(stage)(device=torch.device("meta"), open_weights=HeaderReader)

@@ -134,13 +134,13 @@ class EngineRank:
             except CannotReplay as error:
                 self.why_no_graphs = str(error)
 
-    def _load(self, stage: range, open_weights: OpenWeights) -> tuple[Decoder, LoadMemory]:
+    def _load(self, stage: range | None, open_weights: OpenWeights) -> tuple[Decoder, LoadMemory]:
         load = self._loading(stage)
         return measured(
             lambda opened: load(device=self.device, open_weights=opened), open_weights, self.device
         )
 
-    def _loading(self, stage: range) -> Callable[..., Decoder]:
+    def _loading(self, stage: range | None) -> Callable[..., Decoder]:
         """Return what loads the decoder of these layers, given `device` and `open_weights`."""
         return partial(
             load_decoder,

@@ -16,7 +16,7 @@ from rayk.planner.recorded import EngineStep, RecordedCell, RecordedRun, settled
 from rayk.types.errors import UserError
 
 MAX_ERROR = 0.10
-"""Of the places of a table, one in ten may be off by more."""
+"""It is the most by which nine places of a table in ten may be off."""
 MIN_STEPS = 20
 
 

@@ -156,4 +156,4 @@ def _num_blocks(asked: GridRequest, config: DecoderConfig, num: int, longest: in
 
 def every_pair(tp: Sequence[int]) -> list[tuple[int, int]]:
     """List the pairs of TP sizes."""
-    return list(product(tp, repeat=2))
+    return list(product(tp, tp))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from rayk.specs import Cell, expand, load_spec
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 
-Row = Mapping[str, Any]
+Row = Mapping[Hashable, Any]
 
 UNTOUCHED = 2
 """The first so many steps of an engine are left out: they touch memory that nobody has touched before."""

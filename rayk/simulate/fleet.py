@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from rayk.costs import CostBook, engine_key, windows_of
+from rayk.costs.table import Gap
 from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import CapturedRows
 from rayk.models.config import DecoderConfig
@@ -100,7 +101,8 @@ class SimFleet:
     def gap_ns(self, name: str) -> int:
         """Tell how long a gap lasts: its median, or a draw."""
         share = 0.5 if self._draw is None else float(self._draw.random())
-        return round(getattr(self._gaps, name).ns(share, self._num_streams))
+        gap: Gap = getattr(self._gaps, name)
+        return round(gap.ns(share, self._num_streams))
 
     def abort(self, name: str) -> None:
         """Stop an attempt, wherever it is."""
