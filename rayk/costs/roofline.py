@@ -41,7 +41,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attending:
+class RankAttention:
     """Layers with the same window, on one rank, added up."""
 
     window: int | None = None  # its place among the model's windows; None: all of it is seen
@@ -62,7 +62,7 @@ class RankSizes:
     expert_elements: float = 0.0  # of all experts
     expert_bytes: float = 0.0
     expert_share: float = 0.0  # of the experts that one token chooses
-    attending: Sequence[Attending] = field(default_factory=tuple)
+    attending: Sequence[RankAttention] = field(default_factory=tuple)
     state_bytes: float = 0.0  # per request
     token_bytes: float = 0.0  # of the residual stream, which all-reduces add up
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rayk.costs.book import CostBook
 from rayk.costs.features import windows_of
-from rayk.costs.roofline import Attending, Hardware, RankSizes, roofline_costs
+from rayk.costs.roofline import Hardware, RankAttention, RankSizes, roofline_costs
 from rayk.costs.stored import read
 from rayk.costs.table import Gap, GapTable, LinearCost, ReadCosts, TransferTable, engine_key, read_name
 from rayk.kv.specs import page_bytes
@@ -115,7 +115,7 @@ def _expert_elements(config: DecoderConfig) -> Iterator[float]:
             )
 
 
-def _attending(config: DecoderConfig, tp: int, dtype: str) -> Iterator[Attending]:
+def _attending(config: DecoderConfig, tp: int, dtype: str) -> Iterator[RankAttention]:
     windows = windows_of(config)
     specs = kv_cache_specs(config, block_size=1, dtype=dtype)
     found: dict[int | None, list[float]] = {}
@@ -131,7 +131,7 @@ def _attending(config: DecoderConfig, tp: int, dtype: str) -> Iterator[Attending
         sums[0] += 2 * config.num_query_heads / tp * sizes
         sums[1] += page_bytes(specs[source, "attention"]) / ranks
     for at, (flops, kv_bytes) in found.items():
-        yield Attending(window=at, pair_flops=flops, kv_bytes=kv_bytes)
+        yield RankAttention(window=at, pair_flops=flops, kv_bytes=kv_bytes)
 
 
 def _state_bytes(config: DecoderConfig, dtype: str) -> float:
