@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,26 @@ from tests.markers import one_per, thorough
 from tests.pd import NAN_POISON
 
 STEP_NS = 1_000
-POOLS = {"qwen3": 24, "qwen3-hybrid": 40, "mamba2": 12, "falcon_h1": 24}
-"""So many blocks that some requests are preempted where they hold a block of a few tokens each."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """So few blocks of an engine that requests are preempted, and the lengths of what these share."""
+
+    num_blocks: int
+    unit: int = 8
+    """Prompts begin alike for 0, 1 or 3 times as many tokens: the least that a prefix cache of the model
+    finds, or a multiple of it."""
+    settings: Mapping[str, int] = field(default_factory=dict)
+
+
+# A state is as large as the keys and values of 68 tokens of falcon_h1, so its blocks have at least so many.
+CASES = {
+    "qwen3": Case(24),
+    "qwen3-hybrid": Case(40),
+    "mamba2": Case(6, settings={"state_block_size": 8}),
+    "falcon_h1": Case(12, unit=68, settings={"state_block_size": 68, "max_batch_tokens": 48}),
+}
 
 
 @dataclass(frozen=True)
@@ -54,13 +72,13 @@ class Noted(TokenRule):
         return self._outputs[request_id][number - 1]
 
 
-def requests(seed: int, num: int = 14) -> list[Asked]:
+def requests(seed: int, unit: int = 8, num: int = 14) -> list[Asked]:
     """Prompts of which some begin alike, arriving between the steps of others."""
     draw = random.Random(seed)
-    prefixes = [tuple(draw.randrange(3, 200) for _ in range(24)) for _ in range(2)]
+    prefixes = [tuple(draw.randrange(3, 200) for _ in range(3 * unit)) for _ in range(2)]
     found = []
     for _ in range(num):
-        shared = draw.choice(prefixes)[: draw.choice([0, 8, 24])]
+        shared = draw.choice(prefixes)[: unit * draw.choice([0, 1, 3])]
         own = tuple(draw.randrange(3, 200) for _ in range(draw.randrange(1, 30)))
         found.append(Asked(draw.randrange(40), shared + own, draw.randrange(1, 14)))
     return sorted(found, key=lambda asked: asked.turn)
@@ -144,7 +162,7 @@ def test_decisions_of_engines_that_run_ahead_are_equal(model_of: Callable[[str],
     """Steps are planned before the tokens of those before are known. All requests come at once."""
     config = EngineConfig(
         model=str(model_of("qwen3")),
-        num_blocks=POOLS["qwen3"],
+        num_blocks=CASES["qwen3"].num_blocks,
         max_batch_tokens=12,
         max_seqs=4,
         block_size=4,
@@ -159,24 +177,16 @@ def test_decisions_of_engines_that_run_ahead_are_equal(model_of: Callable[[str],
 
 
 @pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("name", list(POOLS))
+@pytest.mark.parametrize("name", list(CASES))
 @one_per()
 def test_decisions_are_equal(model_of: Callable[[str], Path], name: str, caching: bool) -> None:
-    path = model_of(name)
-    settings: dict[str, Any] = {"state_block_size": 8} if name in ("mamba2", "falcon_h1") else {}
-    config = EngineConfig(
-        model=str(path),
-        num_blocks=POOLS[name],
-        max_batch_tokens=12,
-        max_seqs=4,
-        block_size=4,
-        prefix_caching=caching,
-        **settings,
-    )
-    assert load_config(path).max_positions >= 128
+    path, case = model_of(name), CASES[name]
+    sizes = {"max_batch_tokens": 12, "max_seqs": 4, "block_size": 4, **case.settings}
+    config = EngineConfig(model=str(path), num_blocks=case.num_blocks, prefix_caching=caching, **sizes)
+    assert load_config(path).max_positions >= 6 * case.unit
     num_preempted = num_cached = 0
-    for seed in range(4):
-        asked = requests(seed)
+    for seed in range(2):
+        asked = requests(seed, case.unit)
         real = RealEngine(config)
         real.run(asked)
         found = simulated(config, real, asked)
