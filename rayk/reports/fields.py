@@ -117,9 +117,9 @@ MEASURED_FIELDS = (
     ),
     Field("max_kv_value_error_of_bound", FLOAT, "ratio", "largest error of a KV row over its layer's bound"),
     Field(
-        "late_p99_share", FLOAT, "ratio", "how late paced steps ended over their length: p99, worst engine"
+        "late_p99_share", FLOAT, "share", "how late paced steps ended over their length: p99, worst engine"
     ),
-    Field("machine_busy_share", FLOAT, "ratio", "of paced engines' busiest machine, all cores, while it ran"),
+    Field("machine_busy_share", FLOAT, "share", "of paced engines' busiest machine, all cores, while it ran"),
 )
 
 _TIER = "over all engines and repeats"
