@@ -55,8 +55,9 @@ def make_leader(
         num_stages=config.pp,
     )
     make: Callable[..., Leader] = Leader
-    if config.compute == "paced":
-        make = partial(PacedLeader, tokens=PacedTokens(model.vocab_size, model.eos_token_ids))
+    if isinstance(rank, PacedRank):
+        tokens = PacedTokens(model.vocab_size, model.eos_token_ids)
+        make = partial(PacedLeader, tokens=tokens, pace=rank.pace)
     return make(
         scheduler,
         manager,

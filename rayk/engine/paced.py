@@ -58,7 +58,8 @@ class PacedRank(EngineRank):
             raise UserError(f"{_WHY} without cost tables", mend="engine.costs: FOLDER")
         super().__init__(config, *args, **named)
         costs = find_costs(CostBook.load(config.costs), self.model_config, config)
-        self.pace = StepPace(costs, factor=config.pace, windows=windows_of(self.model_config))
+        windows = windows_of(self.model_config)
+        self.pace = StepPace(costs, factor=config.pace, windows=windows, is_told=self.comm.rank == 0)
         self._pages = [
             [view for key in group.keys for view in _bytes_of(self.caches.view(*key))]
             for group in self.caches.geometry.groups
@@ -151,11 +152,19 @@ def find_costs(book: CostBook, model: DecoderConfig, config: EngineConfig) -> En
 class PacedLeader(Leader):
     """A leader whose engine has no logits: tokens follow a rule."""
 
-    def __init__(self, *args: Any, tokens: PacedTokens, **named: Any) -> None:
-        """Take arguments as Leader does."""
+    def __init__(self, *args: Any, tokens: PacedTokens, pace: StepPace, **named: Any) -> None:
+        """Take other arguments as Leader does. `pace`: rank 0's, which is told when the engine was idle."""
         super().__init__(*args, **named)
         self._tokens = tokens
+        self._pace = pace
         self._keys: dict[str, tuple[Request, int]] = {}  # of requests that run, by their ids
+
+    def wait(self) -> None:
+        """Run what was posted, and tell the pace where there was nothing to do before."""
+        is_idle = not self._busy() and self._inbox.empty()
+        super().wait()
+        if is_idle:
+            self._pace.resume()
 
     def sample(
         self, batch: ScheduledBatch, logits: torch.Tensor, prompt_logits: Iterable[torch.Tensor]

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from rayk.actors.cell_outcome import CellOutcome
 
 LATE_SHARE = 0.10
-"""Steps that end later than this share of their length, at the 99th percentile, are not the tables'."""
+"""Steps that begin or end later than this share of their length, at the 99th percentile, are not the
+tables'."""
 BUSY_SHARE = 0.70
 """On a machine that is busier than this, of all its cores, what runs waits for one another."""
 
@@ -64,7 +65,7 @@ def _reasons(measured: Mapping[str, float], worst: str, outside: int, pace: Mapp
     late, busy = measured["late_p99_share"], measured.get("machine_busy_share", 0.0)
     found = []
     if late > LATE_SHARE:
-        found.append(f"steps ended late (p99 {late:.0%} of a step, {worst}; at most {LATE_SHARE:.0%})")
+        found.append(f"steps came late (p99 {late:.0%} of a step, {worst}; at most {LATE_SHARE:.0%})")
     if busy > BUSY_SHARE:
         found.append(f"the machine was busy {busy:.0%} (at most {BUSY_SHARE:.0%})")
     if found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -96,8 +97,61 @@ def test_a_late_wake_up_shortens_the_next_step() -> None:
     assert ends == [1_000 + 4_500, 1_000 + 8_000, 1_000 + 15_000, 1_000 + 16_000]
     report = pace.report()
     assert (report.num_steps, report.factor) == (4, 2.0)
+    # The third ended late, and so the fourth began late.
     assert report.late_p99_share == 3_000 / 4_000
-    assert report.late_p50_share == 500 / 4_000
+    assert shares_of(pace) == [500 / 4_000, 500 / 4_000, 3_000 / 4_000, 3_000 / 4_000]
+
+
+def shares_of(pace: StepPace) -> list[float]:
+    return list(pace._shares)
+
+
+def test_what_a_host_takes_beyond_the_table_is_late_and_made_good_for() -> None:
+    sleeper = Sleeper()
+    pace = make_pace(sleeper, EngineCosts.flat(10_000, host_ns=300.0, request_host_ns=50.0))
+    ends, host_ns = [], (0, 400, 1_400, 100, 25_000, 400)
+    for took_ns in host_ns:
+        sleeper.now_ns += took_ns
+        pace.hold(batch(3, 4))
+        ends.append(sleeper.now_ns)
+    # A turn is to take 400 ns of the host's, the first one's included: more is late, less is waited for, and
+    # what is over a step is forgiven.
+    assert ends == [11_400, 21_800, 32_200, 42_600, 67_600, 78_000]
+    assert shares_of(pace) == [0, 0, 0.1, 0, 2.46, 0]
+
+
+def test_an_idle_engine_is_not_late() -> None:
+    sleeper = Sleeper()
+    pace = make_pace(sleeper, EngineCosts.flat(10_000))
+    pace.hold(batch(1))
+    sleeper.now_ns += 70_000
+    pace.resume()
+    sleeper.now_ns += 1_000  # from here on it is the host that takes its time
+    pace.hold(batch(1))
+    assert sleeper.now_ns == 1_000 + 10_000 + 70_000 + 10_000
+    assert shares_of(pace) == [0, 0.1]
+
+
+def test_ranks_that_nobody_tells_take_a_long_gap_for_idleness() -> None:
+    sleeper = Sleeper()
+    pace = StepPace(EngineCosts.flat(10_000), is_told=False, clock=sleeper.clock, sleep=sleeper.sleep)
+    for gap_ns in (0, 5_000, 5_001):
+        sleeper.now_ns += gap_ns
+        pace.hold(batch(1))
+    assert shares_of(pace) == [0, 0.5, 0]
+    assert sleeper.now_ns == 1_000 + 10_000 + 10_000 + 5_001 + 10_000
+
+
+def test_a_pace_tells_of_its_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rayk.engine.pace.KEPT_STEPS", 4)
+    sleeper = Sleeper(*(9_000 - i for i in range(30)))
+    pace = make_pace(sleeper, EngineCosts.flat(10_000))
+    for _ in range(30):
+        pace.hold(batch(1))
+        pace.resume()
+    assert len(shares_of(pace)) < 8
+    report = pace.report()
+    assert (report.num_steps, report.late_p99_share) == (30, 8_974 / 10_000)
 
 
 def test_layers_are_done_one_after_another_within_the_step() -> None:
@@ -140,13 +194,15 @@ def test_a_paced_engine_answers_by_the_rule_and_takes_its_time(
     config = paced(path, tmp_path)
     with ThreadEngine(config) as engine:
         requests = [make_request(str(i), prompt, 9) for i, prompt in enumerate(PROMPTS)]
+        began_ns = time.monotonic_ns()
         found = [done.token_ids for done in engine.generate(requests)]
+        took_ns = time.monotonic_ns() - began_ns
         rank, times = engine.ranks[0], engine.loops[0].times
     assert isinstance(rank, PacedRank)
     assert found == expected(path, PROMPTS, 9)
     assert len({tuple(tokens) for tokens in found}) == len(PROMPTS), "each prompt has its own"
     assert times.num_steps >= 9
-    assert times.model_ns >= times.num_steps * STEP_NS
+    assert took_ns >= times.num_steps * STEP_NS, "none is due before the one before it was"
     assert rank.pace.report().num_steps == times.num_steps
     assert rank.load_memory.weight_bytes == 0
     own = rank.caches.buffer.untyped_storage().data_ptr()
