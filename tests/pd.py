@@ -28,7 +28,7 @@ from rayk.handover.extension import TransferExtension
 from rayk.handover.handover import TransferHandover
 from rayk.handover.transfer_metrics import watch_handover
 from rayk.metrics import Meter
-from rayk.models.families import load_config
+from rayk.models.families import read_config
 from rayk.parallel.shard import EngineShape, engine_shape
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
@@ -54,7 +54,7 @@ NAN_POISON = -1
 
 def shape_of(config: EngineConfig) -> EngineShape:
     """How an engine divides its model."""
-    return engine_shape(config, load_config(Path(config.model)).num_layers)
+    return engine_shape(config, read_config(Path(config.model)).num_layers)
 
 
 def local_agents(delay_polls: int = 0) -> MakeAgent:

@@ -15,7 +15,7 @@ from rayk.actors.deployment_metrics import Losses
 from rayk.actors.engines import EngineHandle
 from rayk.actors.forming import dissolve, see_a_turn, stop_loops
 from rayk.actors.members import Member
-from rayk.actors.nodes import cell_demands, placement_of
+from rayk.actors.nodes import cell_demands, placement_of, weights_of
 from rayk.actors.placement import this_node
 from rayk.actors.pool import WorkerPool
 from rayk.actors.push_flow import push_settings
@@ -115,7 +115,8 @@ class CellDeployment(Deployment):
     async def replace_workers(self, member: Member) -> int:
         cell, num_workers = self._cell, member.entry.config.num_ranks
         await self.pool.replace_workers(member.name, num_workers)
-        await self.pool.prepare(cell_demands(cell, this_node()), placement_of(cell), cell.prefill.model)
+        demands, weights = cell_demands(cell, this_node()), weights_of(cell.prefill)
+        await self.pool.prepare(demands, placement_of(cell), weights)
         return num_workers
 
     def begun(self, engine: EngineHandle) -> None:

@@ -16,7 +16,7 @@ from rayk.actors.cell_outcome import CellOutcome
 from rayk.actors.cell_run import CellRun
 from rayk.actors.deployment_metrics import EngineNow, Losses, beating, begin_outcomes, watch_engines
 from rayk.actors.engines import EngineHandle
-from rayk.actors.nodes import cell_demands, placement_of
+from rayk.actors.nodes import cell_demands, placement_of, weights_of
 from rayk.actors.placement import this_node
 from rayk.actors.pool import WorkerPool, name_lost_nodes
 from rayk.actors.ray_metrics import make_meter
@@ -98,7 +98,9 @@ class Coordinator:
     async def _form(self, cell: Cell, outcome: CellOutcome, losses: Losses) -> CellDeployment:
         if cell.prefill.device == "cuda":
             self._vllm.free_all()
-        await self._pool.prepare(cell_demands(cell, this_node()), placement_of(cell), cell.prefill.model)
+        await self._pool.prepare(
+            cell_demands(cell, this_node()), placement_of(cell), weights_of(cell.prefill)
+        )
         outcome.moments["workers are there"] = time.monotonic_ns()
         await self._ready_tiers(cell)
         engines = CellDeployment(cell, outcome, self._pool, self._tiers, self._epochs, losses)

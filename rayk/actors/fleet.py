@@ -19,7 +19,7 @@ from rayk.actors.deployment_metrics import LOST, watch_engines, watch_places
 from rayk.actors.engines import CONTROL_S, EngineHandle
 from rayk.actors.forming import all_of, end_engine, survivors
 from rayk.actors.members import Member
-from rayk.actors.nodes import engine_demand
+from rayk.actors.nodes import engine_demand, weights_of
 from rayk.actors.placement import line_host, this_node
 from rayk.actors.pool import WorkerPool
 from rayk.actors.push_flow import push_settings
@@ -78,7 +78,8 @@ class Fleet(Deployment):
         tiers = None if offload is None else HostTiers(name, offload, dispatcher, reopens=True)
         super().__init__(members, rules, dispatcher, pool, tiers, itertools.count(1))
         demands = sorted((engine_demand(e, settings) for e in settings.engines), key=lambda a: -a.num_workers)
-        self.spares = Spares(pool, demands, settings.num_spares, settings.model.folder)
+        self._weights = weights_of(settings.engines[0].config)  # all compute, or none does
+        self.spares = Spares(pool, demands, settings.num_spares, self._weights)
         self._admission = AdmissionController(dispatcher, self._abort)
         self._is_over = asyncio.Event()
         """Requests that are still here are to end."""
@@ -102,7 +103,7 @@ class Fleet(Deployment):
     async def start(self) -> dict[str, dict[str, Any]]:
         """Form and connect all engines; returns the facts of each. Raises RaykError where that fails."""
         demands = [engine_demand(m.entry, self._settings) for m in self.members.values()]
-        await self.pool.prepare(demands, self._placement, self._settings.model.folder)
+        await self.pool.prepare(demands, self._placement, self._weights)
         await self.form_all()
         await self.connect_all()
         watches = {f"the watch over {m.name}": self.look_after(m) for m in self.members.values()}
@@ -335,8 +336,8 @@ class Fleet(Deployment):
                 engine_demand(m.entry, self._settings)
                 for m in (member, *(m for m in self.members.values() if m is not member))
             )
-            folder = self._settings.model.folder
-            await self.pool.prepare([demand], self._placement, folder, alone=True, beside=others)
+            where = self._placement, self._weights
+            await self.pool.prepare([demand], *where, alone=True, beside=others)
             return num_ranks
         alive: set[int] = set()
         if self._reuses(member.life):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from rayk.specs import Cell
 from rayk.specs.serving import EngineEntry, ServerSettings
+from rayk.types.config import EngineConfig
 from rayk.types.errors import DeviceError
 from rayk.types.model_names import hub_name
 
@@ -125,6 +126,11 @@ def placement_of(cell: Cell) -> str:
     """Return auto, pack or spread. Aggregated engines have no other side to be spread from."""
     placement: str = cell.spec.placement
     return "auto" if placement == "spread" and cell.decode is None else placement
+
+
+def weights_of(engine: EngineConfig) -> str | None:
+    """Return the model whose weights an engine's node must have; None: config.json will do."""
+    return engine.model if engine.has_weights else None
 
 
 def plan_nodes(

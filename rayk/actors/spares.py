@@ -26,7 +26,9 @@ NUM_TRIES = 4
 class Spares:
     """Keeps `count` idle workers, assigned to the engines in turn."""
 
-    def __init__(self, pool: WorkerPool, engines: Sequence[EngineDemand], count: int, model: str) -> None:
+    def __init__(
+        self, pool: WorkerPool, engines: Sequence[EngineDemand], count: int, model: str | None
+    ) -> None:
         """`engines` are sorted, the largest first."""
         self._pool = pool
         self._model = model

@@ -28,7 +28,7 @@ from rayk.handover.tier_side import TierFacts
 from rayk.handover.transfer_metrics import TIER_NAME, report_tier
 from rayk.kv.groups import KVCacheGroup
 from rayk.metrics import Meter
-from rayk.models.families import load_config
+from rayk.models.families import read_config
 from rayk.models.fingerprint import whole_weights_digest
 from rayk.models.hub import model_folder
 from rayk.models.kv_specs import tier_groups as groups_of_tier
@@ -55,7 +55,7 @@ WIRE_POLL_S = 0.002
 
 def tier_groups(config: EngineConfig, settings: OffloadSettings) -> tuple[KVCacheGroup, ...]:
     """List the KV groups of a tier behind engines like this one."""
-    return groups_of_tier(config, load_config(model_folder(config.model)), settings)
+    return groups_of_tier(config, read_config(model_folder(config.model)), settings)
 
 
 def tier_identity(config: EngineConfig, settings: OffloadSettings, like: CacheDescription) -> PageIdentity:
@@ -70,6 +70,8 @@ def disk_identity(
     """Return what pages on disk mean. They outlive the weights, of which a fingerprint takes only samples, so
     the weights count as a whole."""
     identity = identity_of(groups, like, config.dtype)
+    if not config.has_weights:
+        return identity
     return replace(
         identity, facts={**identity.facts, "weights": whole_weights_digest(model_folder(config.model))}
     )

@@ -28,7 +28,7 @@ from rayk.kv.caches import CacheView
 from rayk.models.config import DecoderConfig
 from rayk.models.decoder import Decoder
 from rayk.models.load_memory import LoadMemory
-from rayk.models.weights import HeaderReader, OpenWeights
+from rayk.models.weights import OpenWeights, ShapeReader
 from rayk.types.batch import ScheduledBatch, StepTokens
 from rayk.types.config import EngineConfig
 from rayk.types.errors import Unsupported, UserError
@@ -66,9 +66,9 @@ class PacedRank(EngineRank):
         ]
 
     def _load(self, stage: range | None, open_weights: OpenWeights) -> tuple[Decoder, LoadMemory]:
-        """Build the decoder from headers alone, on torch's meta device."""
+        """Build the decoder from config.json alone, on torch's meta device."""
         del open_weights
-        decoder = self._loading(stage)(device=torch.device("meta"), open_weights=HeaderReader)
+        decoder = self._loading(stage)(device=torch.device("meta"), open_weights=ShapeReader)
         return decoder, LoadMemory(
             weight_bytes=0, max_read_bytes=0, load_peak_bytes=0, load_device_peak_bytes=None
         )

@@ -31,7 +31,8 @@ from rayk.kv.groups import CacheKey
 from rayk.models.config import ExpertsConfig
 from rayk.models.decoder import Decoder
 from rayk.models.engine_plan import plan_engine
-from rayk.models.families import load_config
+from rayk.models.families import load_config, read_config
+from rayk.models.fingerprint import fingerprint
 from rayk.models.kv_specs import engine_groups
 from rayk.models.load_memory import LoadMemory, measured
 from rayk.models.loader import load_decoder
@@ -77,7 +78,7 @@ class EngineRank:
         self.config = config
         self.comm = comm
         self.device = torch.device(config.device)
-        self.model_config = load_config(Path(config.model))
+        self.model_config = (load_config if config.has_weights else read_config)(Path(config.model))
         if (why := why_shape_unsupported(self.model_config, config)) is not None:
             raise Unsupported(why)
         self.comms = divide(comm, engine_shape(config, self.model_config.num_layers))
@@ -328,6 +329,10 @@ class EngineRank:
         metadata_of: dict[CacheKey, Any] = {key: seen.states[i] for i, keys in states.items() for key in keys}
         attention = self.attention_groups.build(seen.attention)
         return metadata_of | {(layer, "attention"): metadata for layer, metadata in attention.items()}
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return what another engine must agree on to read this one's KV. Raises CheckpointError."""
+        return fingerprint(self.config.model if self.config.has_weights else None, self.model_config)
 
     def _why_not_ahead(self) -> str | None:
         if self.config.pp > 1:

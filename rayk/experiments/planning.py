@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from rayk.actors.environment import check_address, wanted_address
 from rayk.experiments.checkpoints import write_checkpoints
 from rayk.experiments.vllm_python import known_refusal, vllm_versions
 from rayk.models.config import DecoderConfig
-from rayk.models.families import load_config
+from rayk.models.families import load_config, read_config
 from rayk.models.headers import check_weights
 from rayk.models.hub import model_folder, pinned
 from rayk.oracle.files import input_hashes
@@ -49,6 +49,11 @@ class ExperimentPlan:
     planned_ns: int = field(default_factory=time.monotonic_ns)
     """When it was made, by the monotonic clock."""
 
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The models whose weights some engine reads."""
+        return models_with_weights(cell for cell, _ in self.cells)
+
     def on_device(self, device: str) -> ExperimentPlan:
         """Return the plan where `auto` is `device`. Raises SpecError where an engine cannot run on that."""
         cells = [(cell.on_device(device), prompts) for cell, prompts in self.cells]
@@ -73,11 +78,12 @@ def plan_experiment(
     loaded = _with_pinned_models(loaded, tell)
     spec = loaded.spec
     folders = {name: model_folder(name) for name in spec.models()}
-    configs = {name: load_config(folder) for name, folder in folders.items()}
-    for folder in folders.values():
-        check_weights(folder)
+    configs = {name: read_config(folder) for name, folder in folders.items()}
     # Of a cluster that is not this machine's it is not known yet which devices it has.
     expansion = expand_matrix(spec, configs, device=None if cluster is None else "auto")
+    for name in models_with_weights(expansion.cells):
+        load_config(folders[name])
+        check_weights(folders[name])
     cells = check_cells(expansion.cells, loaded, configs, tokenizer_loader=_load_tokenizer)
     cells = [
         (with_compared_weights(cell, configs[cell.spec.model], loaded), prompts) for cell, prompts in cells
@@ -114,6 +120,11 @@ def _with_pinned_models(loaded: LoadedSpec, tell: Callable[[str], None]) -> Load
         if hub_name(pin) is not None:
             tell(f"model {pin}: {model_folder(pin)}")
     return with_models(loaded, names)
+
+
+def models_with_weights(cells: Iterable[Cell]) -> tuple[str, ...]:
+    """List the models whose weights engines of these cells read, each once."""
+    return tuple(dict.fromkeys(cell.spec.model for cell in cells if cell.prefill.has_weights))
 
 
 def in_running_order(cells: Sequence[PlannedCell]) -> list[PlannedCell]:

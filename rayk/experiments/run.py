@@ -228,8 +228,8 @@ def _run_on_cluster(
 def _warn_of_unused(plan: ExperimentPlan, progress: Progress, notes: AnswerStore) -> None:
     """Warn of tensors in checkpoints that engines leave out. Raises CheckpointError for one that they miss,
     before Ray starts."""
-    for name, config in plan.configs.items():
-        note = note_unused(name, config, notes)
+    for name in plan.weights:
+        note = note_unused(name, plan.configs[name], notes)
         if note:
             progress.warn(note)
 
@@ -389,7 +389,7 @@ class _Runner:
 
     def _start(self) -> None:
         from rayk.actors import launch
-        from rayk.actors.nodes import largest_demands, placement_of
+        from rayk.actors.nodes import largest_demands, placement_of, weights_of
         from rayk.actors.placement import this_node
 
         name = run_name(self._title, sorted({c.spec.model for c in self._cells}))
@@ -400,7 +400,9 @@ class _Runner:
         # Engines of vLLM start with the cells that need them.
         own = [cell for cell in self._cells if not cell.vllm and (self._keep_workers or cell is first)]
         demands = largest_demands(own, this_node())
-        self._prepared = self._coordinator.prepare.remote(demands, placement_of(first), first.prefill.model)
+        self._prepared = self._coordinator.prepare.remote(
+            demands, placement_of(first), weights_of(first.prefill)
+        )
 
 
 def _metadata(loaded: LoadedSpec, writer: ResultWriter, num_left: int) -> dict[str, str]:

@@ -44,7 +44,6 @@ from rayk.handover.planted import FaultBox, PlantedFault
 from rayk.handover.pushing import PushSide
 from rayk.handover.transfer_metrics import report_news, report_totals
 from rayk.metrics import Meter
-from rayk.models.fingerprint import fingerprint
 from rayk.offload.outbox import Outbox
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.consumer import TransferOutcome, refusal
@@ -157,14 +156,13 @@ class TransferExtension:
         self._num_handovers = 0
         self._refused: list[TransferOutcome] = []
         self._mismatched: set[str] = set()
-        model = fingerprint(rank.config.model, rank.model_config)
         self._outbox = Outbox(self._agent, rank.caches, outbox_bytes) if outbox_bytes else None
         description = describe_cache(
             self._agent,
             rank.caches,
             engine=engine,
             epoch=epoch,
-            fingerprint=model,
+            fingerprint=rank.fingerprint(),
             kv_scales=rank.decoder.kv_scales,
             token_classes=token_classes,
             slot_tokens=rank.slot_tokens,

@@ -56,9 +56,9 @@ HARMLESS = frozenset((
 """Settings that do not affect the cache. All others show in the fingerprint."""
 
 
-def fingerprint(path: str | Path, config: DecoderConfig) -> dict[str, str]:
-    """Field -> value, in the order in which a handshake reports differences. Raises CheckpointError if a
-    weights file cannot be read."""
+def fingerprint(path: str | Path | None, config: DecoderConfig) -> dict[str, str]:
+    """Field -> value, in the order in which a handshake reports differences. `path`: of the weights; None:
+    the engine computes nothing, and reads none. Raises CheckpointError if a weights file cannot be read."""
     settings = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in HARMLESS | ELSEWHERE}
     mixers = {name: value for name, value in settings.items() if is_dataclass(value)}
     has_attention = any("attention" in layer.mixers for layer in config.layers)
@@ -83,7 +83,7 @@ def fingerprint(path: str | Path, config: DecoderConfig) -> dict[str, str]:
         "vocab_size": str(config.vocab_size),
         # Before the weights' hash, so that a release and its plain copy are told apart by name.
         "quantisation": "none" if config.quantisation is None else config.quantisation.text,
-        "weights": weights_digest(Path(path)),
+        "weights": "none" if path is None else weights_digest(Path(path)),
     }
 
 

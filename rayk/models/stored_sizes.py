@@ -15,27 +15,22 @@ from rayk.models.decoder import build_decoder
 from rayk.models.families import FAMILIES
 from rayk.models.formats import Fp8
 from rayk.models.pieces import Pieces
-from rayk.models.weights import HeaderReader
+from rayk.models.weights import ShapeReader
 from rayk.parallel.local import LocalComm
 
 
-class _Shapes(HeaderReader):
-    """Stands in for files: every tensor is there in the shape asked for. Remembers what was read."""
+class _Shapes(ShapeReader):
+    """Remembers what was read."""
 
     def __init__(self) -> None:
-        self._stored, self._unread = {}, set()
+        super().__init__()
         self.read_pieces: dict[tuple[str, range, range | None], tuple[int, ...]] = {}
-
-    def require(self, name: str, shape: tuple[int, ...]) -> None:
-        pass
 
     def read(
         self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
     ) -> torch.Tensor:
-        runs = (range(shape[0]) if rows is None else rows, columns)
-        first = [size if run is None else len(run) for run, size in zip(runs, shape, strict=False)]
-        piece = torch.empty((*first, *shape[2:]), device="meta")
-        self.read_pieces[name, runs[0], columns] = tuple(piece.shape)
+        piece = super().read(name, shape, rows, columns)
+        self.read_pieces[name, range(shape[0]) if rows is None else rows, columns] = tuple(piece.shape)
         return piece
 
 

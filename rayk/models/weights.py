@@ -234,6 +234,33 @@ class WeightReader:
         return self._handles[file]
 
 
+class ShapeReader(WeightReader):
+    """Stands in for files: every tensor is there in the shape asked for, without memory, on torch's meta
+    device, and none is quantised."""
+
+    def __init__(
+        self,
+        folder: str | Path = ".",
+        plain: Callable[[str], str] = str,
+        quantisation: Quantisation | None = None,
+    ) -> None:
+        """Take arguments as WeightReader does; nothing of them counts."""
+        del plain, quantisation
+        self.folder = Path(folder)
+        self._stored, self._unread, self._handles = {}, set(), {}
+        self._quantisation, self._open = None, contextlib.ExitStack()
+
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        pass
+
+    def read(
+        self, name: str, shape: tuple[int, ...], rows: range | None = None, columns: range | None = None
+    ) -> torch.Tensor:
+        runs = (range(shape[0]) if rows is None else rows, columns)
+        first = [size if run is None else len(run) for run, size in zip(runs, shape, strict=False)]
+        return torch.empty((*first, *shape[2:]), device="meta")
+
+
 class HeaderReader(WeightReader):
     """A reader of headers alone: its pieces have shapes but no memory, on torch's meta device."""
 

@@ -13,7 +13,7 @@ from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import max_request_blocks
 from rayk.kv.layout import LAYOUTS
 from rayk.models.config import DecoderConfig
-from rayk.models.families import load_config
+from rayk.models.families import load_config, read_config
 from rayk.models.headers import check_weights
 from rayk.models.hub import model_folder, pinned
 from rayk.models.kv_specs import engine_groups
@@ -145,13 +145,15 @@ def plan_server(options: ServerOptions, *, device: str | None = None, is_local: 
     options = _in_own_names(options)
     options = replace(options, model=pinned(options.model))
     folder = model_folder(options.model)
-    config = load_config(folder)
-    check_weights(folder)
+    config = read_config(folder)
     config = replace(config, max_positions=_max_model_len(options.max_model_len, config))
     _check_overrides(options.overrides)
     _check_sides(options)
     device = device or (None if is_local else "auto")
     cells = [_plan_cell(options, config, tp_sizes, device) for tp_sizes in _tp_sizes(options)]
+    if cells[0].prefill.has_weights:
+        load_config(folder)
+        check_weights(folder)
     if is_local:
         check_device(options.device, where="--device")
         check_machine(cells[0].spec.offload, lambda key: _override_of(key, options.overrides))
@@ -181,7 +183,9 @@ def plan_server(options: ServerOptions, *, device: str | None = None, is_local: 
 
 def note_unused_tensors(plan: ServerPlan) -> str:
     """Return one line on what of the checkpoint a server does not use, or nothing. Raises CheckpointError
-    where its weights are not those of its config.json. Needs torch, but not Ray."""
+    where its weights are not those of its config.json. Needs torch, but not Ray, where they are read."""
+    if not plan.settings.engines[0].config.has_weights:
+        return ""
     from rayk.models.loader import note_unused
 
     return note_unused(model_folder(plan.options.model), plan.config)

@@ -90,6 +90,11 @@ class EngineConfig(EngineOptions):
         return self.tp * self.pp
 
     @property
+    def has_weights(self) -> bool:
+        """Whether it reads its model's weights. One that computes nothing needs config.json alone."""
+        return self.compute == "real"
+
+    @property
     def parallel_text(self) -> str:
         """Say how it is divided, e.g. `TP 4, DCP 2, PP 2`."""
         return parallel_text(self.tp, self.dcp, self.dcp_interleave, self.pp)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,13 +16,13 @@ from rayk.costs.table import EngineCosts, engine_key
 from rayk.engine.build import ThreadEngine
 from rayk.engine.pace import StepPace, busy_share, cpu_ticks
 from rayk.engine.paced import PacedRank, find_costs, paced_poll_s
-from rayk.models.families import load_config
+from rayk.models.families import load_config, read_config
 from rayk.models.load_memory import tensors_of
 from rayk.oracle.tiny import HYBRID
 from rayk.parallel.local import LocalComm
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.config import EngineConfig
-from rayk.types.errors import KVMismatch, Unsupported, UserError
+from rayk.types.errors import CheckpointError, KVMismatch, Unsupported, UserError
 from rayk.types.paced_tokens import PacedTokens
 from rayk.types.request import SamplingParams
 from tests.markers import thorough
@@ -33,7 +34,7 @@ PROMPTS = [list(range(5, 42)), list(range(9, 100)), [3]]
 
 def costs_of(folder: Path, *configs: EngineConfig, step_ns: float = STEP_NS) -> str:
     """Write tables of steps that all take the same time, for these engines."""
-    keys = {engine_key(load_config(Path(config.model)), config) for config in configs}
+    keys = {engine_key(read_config(Path(config.model)), config) for config in configs}
     flat = EngineCosts.flat(step_ns)
     CostBook(engines={key: replace(flat, key=key) for key in keys}).save(folder)
     return str(folder)
@@ -45,7 +46,7 @@ def paced(model: Path, folder: Path, **settings: object) -> EngineConfig:
 
 
 def expected(model: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-    config = load_config(model)
+    config = read_config(model)
     rule = PacedTokens(config.vocab_size, config.eos_token_ids)
     return [rule.outputs(prompt, SamplingParams(max_tokens=max_tokens)) for prompt in prompts]
 
@@ -242,6 +243,22 @@ def test_real_pages_are_handed_over_and_proved(
             rank.caches.buffer[: rank.caches.geometry.pages_bytes] ^= 1
         done = pair.decode(request, prefilled)
         assert isinstance(done.error, KVMismatch), "what arrives is not what was proved"
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", pytest.param("falcon_h1", marks=thorough), pytest.param("gpt_oss", marks=thorough)]
+)
+def test_a_model_is_its_config_alone(checkpoint: Callable[..., Path], tmp_path: Path, family: str) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    shutil.copy(checkpoint(family) / "config.json", model)
+    config = EngineConfig(model=str(model))
+    with Pair.open(model, compute="paced", costs=costs_of(tmp_path / "costs", config)) as pair:
+        assert pair.generate(PROMPTS, max_tokens=4) == expected(model, PROMPTS, 4)
+        told = {side.engine.ranks[0].fingerprint()["weights"] for side in (pair.p, pair.d)}
+    assert told == {"none"}
+    with pytest.raises(CheckpointError, match="no .safetensors weights"):
+        ThreadEngine(config)
 
 
 def test_costs_of_another_device_stand_in(checkpoint: Callable[..., Path]) -> None:

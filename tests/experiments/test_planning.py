@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 from rayk.cli.main import app
 from rayk.experiments import planning
 from rayk.specs import load_spec
-from rayk.types.errors import SpecError
+from rayk.types.errors import CheckpointError, SpecError
 from tests.conftest import CheckpointFactory
 
 
@@ -70,6 +71,24 @@ def test_the_cluster_decides_what_auto_is(
     assert [cell.prefill.device for cell, _ in elsewhere.on_device("cuda").cells] == ["cuda"]
     with pytest.raises(SpecError, match=refusal):
         elsewhere.on_device("cpu")
+
+
+def test_weights_are_looked_at_where_engines_read_them(checkpoint: CheckpointFactory, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    shutil.copy(checkpoint("qwen3") / "config.json", model)
+    engine: dict[str, Any] = {"costs": "c", "compute": "paced"}
+
+    def plan(**changes: Any) -> planning.ExperimentPlan:
+        loaded = load_spec(spec(model, engine=engine, **changes))
+        return planning.plan_experiment(loaded, tmp_path / "out", tell=lambda _: None)
+
+    assert plan().weights == ()
+    with pytest.raises(CheckpointError, match="no .safetensors weights"):
+        plan(matrix={"engine.compute": ["paced", "real"]})
+    real = load_spec(spec(checkpoint("qwen3")))
+    planned = planning.plan_experiment(real, tmp_path / "out", tell=lambda _: None)
+    assert planned.weights == (str(checkpoint("qwen3")),)
 
 
 def test_planning_is_free_of_torch_and_ray() -> None:

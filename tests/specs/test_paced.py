@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +12,10 @@ import pytest
 from pydantic import ValidationError
 
 from rayk.specs import load_spec, plan_cells
+from rayk.specs.server_plan import ServerOptions, note_unused_tensors, plan_server
 from rayk.specs.traces import TraceSpec
 from rayk.traces import FORMATS
-from rayk.types.errors import SpecError
+from rayk.types.errors import CheckpointError, SpecError
 from tests.specs.models import decoder, spec
 
 PACED = {"compute": "paced", "costs": "costs"}
@@ -52,6 +56,22 @@ def test_paced_cells_check_tokens_in_any_dtype(tmp_path: Path, monkeypatch: pyte
     Path("costs").mkdir()
     (cell,) = plan(engine=PACED)
     assert cell.prefill.costs == str(tmp_path / "costs"), "workers run elsewhere"
+
+
+def test_a_paced_server_is_planned_from_a_config_alone(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    shutil.copy(checkpoint("qwen3") / "config.json", tmp_path)
+    options = ServerOptions(
+        model=str(tmp_path), num_prefill=2, num_decode=2, overrides=("engine.compute=paced", "engine.costs=c")
+    )
+    plan = plan_server(options, device="cpu")
+    assert {e.config.compute for e in plan.settings.engines} == {"paced"}
+    assert note_unused_tensors(plan) == ""
+    with pytest.raises(SpecError, match="paced without cost tables"):
+        plan_server(replace(options, overrides=options.overrides[:1]), device="cpu")
+    with pytest.raises(CheckpointError, match="no .safetensors weights"):
+        plan_server(replace(options, overrides=()), device="cpu")
 
 
 def test_computing_and_pacing_may_be_an_axis() -> None:
