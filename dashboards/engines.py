@@ -457,5 +457,23 @@ RANKS = Dashboard(
             value("rayk_model_bandwidth_utilization", "engine", "rank", how="max"),
             "percentunit",
         ),
+        Panel(
+            title="Paced steps came late",
+            help="The 99th percentile, of a step's length, and how busy the machine was meanwhile. Over 10 % "
+            "or 70 % times are not the cost tables'. Only of engines with `compute: paced`.",
+            queries=(
+                value("rayk_pace_late_share", "engine", how="max").named("{{model}}/{{engine}} late"),
+                value("rayk_pace_machine_busy_share", "engine", how="max").named("{{model}}/{{engine}} busy"),
+            ),
+            unit="percentunit",
+            width=12,
+        ),
+        Panel(
+            title="Paced steps outside the tables",
+            help="Per second: steps unlike those that the cost tables were fitted to.",
+            queries=(rate("rayk_pace_outside_steps_total", "engine").named("{{model}}/{{engine}}"),),
+            unit="ops",
+            width=12,
+        ),
     ),
 )

@@ -15,6 +15,8 @@ NOT_SHOWN: dict[str, str] = {
 
 ABSENT_ON_CPU = frozenset({"rayk_model_flops_utilization", "rayk_model_bandwidth_utilization"})
 """Metrics that a run without a GPU does not have."""
+ABSENT_UNPACED = frozenset(name for name in METRICS if name.startswith("rayk_pace_"))
+"""Metrics that engines which compute do not have."""
 ABSENT_WITHOUT_TIER = frozenset(name for name in METRICS if name.startswith("rayk_offload_"))
 """Metrics that a run without offload.host_gib does not have."""
 

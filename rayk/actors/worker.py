@@ -35,7 +35,7 @@ from rayk.actors.tokenizer import load_decoder, load_vocabulary
 from rayk.engine.build import make_leader, make_rank
 from rayk.engine.leader import Leader, RequestEvent, dead_engine
 from rayk.engine.loop import EngineLoop, NoExtension, RankExtension, TurnStats
-from rayk.engine.paced import PacedRank
+from rayk.engine.paced import PacedRank, watch_pace
 from rayk.engine.rank import EngineRank
 from rayk.engine.record import RecordedSteps, StepRecorder, recorder
 from rayk.engine.stats import rank_stats
@@ -177,6 +177,8 @@ class Worker:
             stats = self._recorder = recorder(self._rank, self._leader, stats)
         if self._handover is not None:
             watch_handover(self._meter, self._handover)
+        if isinstance(self._rank, PacedRank) and self._leader is not None:
+            watch_pace(self._meter, self._rank.pace)
         self._loop = EngineLoop(self._rank, self._extension, self._leader, on_step=self._on_step, stats=stats)
         plan = self._rank.plan
         return {

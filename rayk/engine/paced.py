@@ -25,6 +25,7 @@ from rayk.engine.pace import StepPace
 from rayk.engine.rank import EngineRank
 from rayk.engine.sampling import PendingTokens
 from rayk.kv.caches import CacheView
+from rayk.metrics import Meter
 from rayk.models.config import DecoderConfig
 from rayk.models.decoder import Decoder
 from rayk.models.load_memory import LoadMemory
@@ -136,6 +137,20 @@ def _bytes_of(view: CacheView) -> list[torch.Tensor]:
     """View what a layer keeps as uint8 [B, U, N, bytes]."""
     bundles = [view] if isinstance(view, torch.Tensor) else list(view.values())
     return [bundle.view(torch.uint8) for bundle in bundles]
+
+
+def watch_pace(meter: Meter, pace: StepPace) -> None:
+    """Let a meter of rank 0 tell how its engine keeps pace."""
+
+    def report() -> None:
+        kept = pace.report()
+        meter.total("rayk_pace_outside_steps_total", kept.num_outside_hull)
+        if kept.num_steps:
+            meter.set("rayk_pace_late_share", kept.late_p99_share)
+        if kept.machine_busy_share is not None:
+            meter.set("rayk_pace_machine_busy_share", kept.machine_busy_share)
+
+    meter.on_flush(report)
 
 
 def find_costs(book: CostBook, model: DecoderConfig, config: EngineConfig) -> EngineCosts:

@@ -177,6 +177,24 @@ _ENGINE = (
         "Of the device's dense peak in the model's dtype; absent where that is not known",
     ),
     _gauge("rayk_model_bandwidth_utilization", "1", "Of the device's peak; absent where that is not known"),
+    _gauge(
+        "rayk_pace_late_share",
+        "1",
+        "How late steps of a paced engine began or ended, of their length: the 99th percentile of its last "
+        "65,536; absent where engines compute",
+    ),
+    _gauge(
+        "rayk_pace_machine_busy_share",
+        "1",
+        "How busy all cores of a paced engine's node were while it stepped, whoever used them; absent where "
+        "engines compute",
+    ),
+    _by_leader(
+        "rayk_pace_outside_steps_total",
+        "steps",
+        "Steps of a paced engine unlike those that its cost tables were fitted to; absent where engines "
+        "compute",
+    ),
 )
 
 # Every rank tells of what came to it, or was held by it: the sum over ranks is parts of requests, and a rank

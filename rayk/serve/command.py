@@ -169,7 +169,9 @@ def _plan_in_words(settings: ServerSettings) -> str:
     engines = ", ".join(f"{e.name} ({e.config.parallel_text})" for e in settings.engines)
     number, spares = len(settings.engines), settings.num_spares
     kept = f", and {spares} spare worker{'s' if spares > 1 else ''}" if spares else ""
-    return f"forming {number} engine{'s' if number > 1 else ''}: {engines}{kept}"
+    config = settings.engines[0].config
+    paced = "" if config.has_weights else f"; they compute nothing, and keep the times of {config.costs}"
+    return f"forming {number} engine{'s' if number > 1 else ''}: {engines}{kept}{paced}"
 
 
 def _front_part(front: HttpOptions, plan: FrontPlan, *, is_shared: bool) -> Part:

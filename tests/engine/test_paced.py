@@ -15,7 +15,8 @@ from rayk.costs.hull import Hull
 from rayk.costs.table import EngineCosts, engine_key
 from rayk.engine.build import ThreadEngine
 from rayk.engine.pace import StepPace, busy_share, cpu_ticks
-from rayk.engine.paced import PacedRank, find_costs, paced_poll_s
+from rayk.engine.paced import PacedRank, find_costs, paced_poll_s, watch_pace
+from rayk.metrics import Meter
 from rayk.models.families import load_config, read_config
 from rayk.models.load_memory import tensors_of
 from rayk.oracle.tiny import HYBRID
@@ -26,6 +27,7 @@ from rayk.types.errors import CheckpointError, KVMismatch, Unsupported, UserErro
 from rayk.types.paced_tokens import PacedTokens
 from rayk.types.request import SamplingParams
 from tests.markers import thorough
+from tests.metrics.recording import Recorder
 from tests.pd import Pair, make_request
 
 STEP_NS = 2_000_000
@@ -295,6 +297,19 @@ def test_paced_engines_look_after_transfers_less_often() -> None:
     real = EngineConfig(model="m")
     assert paced_poll_s(real) == 0.0003
     assert paced_poll_s(replace(real, compute="paced", pace=4.0)) == 0.008
+
+
+def test_a_meter_tells_of_pace() -> None:
+    recorder = Recorder(model="m", engine="e", role="decode", rank="0")
+    meter = Meter(recorder)
+    pace = make_pace(Sleeper(2_500), EngineCosts.flat(10_000))
+    watch_pace(meter, pace)
+    meter.flush()
+    assert recorder.gauges == {}
+    pace.hold(batch(2))
+    meter.flush()
+    assert recorder.gauge("rayk_pace_late_share") == 0.25
+    assert recorder.sum("rayk_pace_outside_steps_total") == 0
 
 
 def test_tokens_of_the_rule_end_no_request() -> None:
