@@ -185,3 +185,71 @@ TELLING.constant(
 )
 def _(original, terms, values):
     return np.maximum(np.linalg.lstsq(terms, values, rcond=None)[0], 0)
+
+
+# Traces, and engines that keep the times of tables.
+
+
+@TELLING.twin(
+    "a session's next turn waits for no answer",
+    "rayk.traces.replay:Replay._pull",
+    "traces/test_replay.py::test_due_times_are_those_of_the_rule",
+)
+def _(original, self):
+    self._rows = ((number, replace(row, session=None)) for number, row in self._rows)
+    original(self)
+
+
+@TELLING.twin(
+    "nobody takes his time between an answer and the next question",
+    "rayk.traces.replay:Replay._follow",
+    "traces/test_replay.py::test_due_times_are_those_of_the_rule",
+)
+def _(original, self, ended_ns, number, row):
+    original(self, ended_ns, number, replace(row, delay_ns=0))
+
+
+@TELLING.twin(
+    "a paced step that begins late ends late",
+    "rayk.engine.pace:StepPace._ready_ns",
+    "engine/test_paced.py::test_a_late_wake_up_shortens_the_next_step",
+    "engine/test_paced.py::test_what_a_host_takes_beyond_the_table_is_late_and_made_good_for",
+)
+def _(original, self, begin_ns, length_ns):
+    return begin_ns
+
+
+@TELLING.twin(
+    "a paced engine that was idle has to catch up",
+    "rayk.engine.pace:StepPace.resume",
+    "engine/test_paced.py::test_an_idle_engine_is_not_late",
+)
+def _(original, self):
+    pass
+
+
+@TELLING.twin(
+    "engine.pace is left out of account",
+    "rayk.engine.pace:StepPace.__init__",
+    "engine/test_paced.py::test_a_late_wake_up_shortens_the_next_step",
+)
+def _(original, self, costs, factor=1.0, **others):
+    original(self, costs, **others)
+
+
+@TELLING.twin(
+    "pages of a paced engine are all alike",
+    "rayk.engine.paced:PacedRank._fill_blocks",
+    "engine/test_paced.py::test_real_pages_are_handed_over_and_proved[unlike layouts]",
+)
+def _(original, self, batch):
+    pass
+
+
+@TELLING.twin(
+    "paced tokens do not depend on their place",
+    "rayk.types.paced_tokens:PacedTokens.token",
+    "engine/test_paced.py::test_tokens_of_the_rule_end_no_request",
+)
+def _(original, self, key, index):
+    return original(self, key, 0)
