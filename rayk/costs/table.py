@@ -227,19 +227,30 @@ class ReadCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferTable:
-    reads: Mapping[str, ReadCosts] = field(default_factory=dict)  # by `transfer_name`
+    reads: Mapping[str, ReadCosts] = field(default_factory=dict)  # by `read_name`
 
-
-def transfer_name(transport: str, devices: str, tp: tuple[int, int], layouts: tuple[str, str]) -> str:
-    """Name what a transfer's costs depend on, e.g. `nixl cpu 2:1 BHLNC:LBHNC`."""
-    return f"{transport} {devices} {tp[0]}:{tp[1]} {layouts[0]}:{layouts[1]}"
+    def find(self, prefill: EngineConfig, decode: EngineConfig) -> ReadCosts | None:
+        """Find what a decode engine's reads from a prefill engine cost. What they move is counted apart, and
+        layouts and TP sizes matter most by that: where the very pair was not measured, take one of other
+        layouts, then one of other TP sizes, between devices of these kinds."""
+        wanted = _read_parts(prefill, decode)
+        alike = [(name.split(), costs) for name, costs in sorted(self.reads.items())]
+        for num_alike in (4, 3, 2):
+            for parts, costs in alike:
+                if tuple(parts[:num_alike]) == wanted[:num_alike]:
+                    return costs
+        return None
 
 
 def read_name(prefill: EngineConfig, decode: EngineConfig) -> str:
-    """Name the reads of a decode engine from a prefill engine, as `TransferTable.reads` does; layouts as
-    the engines' settings name them."""
+    """Name the reads of a decode engine from a prefill engine by what their costs depend on, e.g.
+    `nixl cpu 2:1 BHLNC:auto`: transport, devices, TP sizes, and layouts as the engines' settings name them."""
+    return " ".join(_read_parts(prefill, decode))
+
+
+def _read_parts(prefill: EngineConfig, decode: EngineConfig) -> tuple[str, ...]:
     devices = prefill.device if prefill.device == decode.device else f"{prefill.device}>{decode.device}"
-    return transfer_name("nixl", devices, (prefill.tp, decode.tp), (prefill.layout, decode.layout))
+    return "nixl", devices, f"{prefill.tp}:{decode.tp}", f"{prefill.layout}:{decode.layout}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from rayk.engine.leader import RequestEvent, Sink
-from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
+from rayk.engine.leader import BUSY_POLL_S, RequestEvent, Sink
+from rayk.engine.loop import EngineLoop, NoExtension
 from rayk.handover.handover import TransferHandover
 from rayk.kv.manager import KVCacheManager
 from rayk.models.config import DecoderConfig
@@ -31,6 +31,11 @@ from rayk.types.steps import StepRow
 
 if TYPE_CHECKING:
     from rayk.engine.rank import EngineRank
+    from rayk.simulate.extension import SimExtension
+    from rayk.transfer.ticket import TransferTicket
+
+POLL_NS = round(BUSY_POLL_S * 1e9)
+"""After so long an engine looks again that waits for others, and has no step to run."""
 
 OnStep = Callable[[StepRow], object]
 
@@ -52,15 +57,16 @@ class SimEngine:
         *,
         epoch: int = 1,
         secret: bytes = bytes(32),
-        extension: RankExtension | None = None,
+        join: Callable[[SimEngine], SimExtension] | None = None,
         on_step: OnStep = id,
     ) -> None:
-        """`secret`: of the keys of its prefix cache; equal ones make equal simulations. `on_step` gets a
-        row of each step, without its cell."""
-        self.name, self.role = name, role
+        """`secret`: of the keys of its prefix cache; equal ones make equal simulations. `join`: makes what
+        answers its hand-over's commands. `on_step` gets a row of each step, without its cell."""
+        self.name, self.role, self.epoch = name, role, epoch
+        self.costs = timer.costs
         self.account = SimEngineAccount(num_blocks=config.num_blocks)
         self.clock = LocalClock(world)
-        manager = KVCacheManager(
+        self.manager = manager = KVCacheManager(
             engine_groups(config, model),
             config.num_blocks,
             prefix_caching=config.prefix_caching,
@@ -87,9 +93,10 @@ class SimEngine:
             clock=self.clock,
         )
         self.rank = SimRank(self.clock, timer, runs_ahead=runs_ahead(config))
+        self.extension = None if join is None else join(self)
         self.loop = EngineLoop(
             cast("EngineRank", self.rank),
-            extension or NoExtension(),
+            self.extension or NoExtension(),
             self.leader,
             stats=self,
             clock=self.clock,
@@ -98,15 +105,22 @@ class SimEngine:
         self._on_step = on_step
         self._next: Event | None = None  # the turn that is planned
         self._told: list[tuple[Sink, RequestEvent]] = []
+        self._num_acts = 0  # steps, commands and polls with news, before the turn
 
     @property
     def scheduler(self) -> Scheduler:
         return self.leader.scheduler
 
-    def submit(self, request: Request, sink: Sink, **how: Any) -> None:
-        """Run a request here from its first token, as an aggregated engine does. The sink hears of it when
-        the engine's clock says, not before."""
-        self.handover.submit(request, self.later(sink), hand_over=False, **how)
+    def submit(self, request: Request, sink: Sink, *, hand_over: bool = False, **how: Any) -> None:
+        """Run a request here from its first token; `hand_over`: to its first token, and a ticket. The sink
+        hears of it when the engine's clock says, not before."""
+        self.handover.submit(request, self.later(sink), hand_over=hand_over, **how)
+
+    def submit_decode(
+        self, request: Request, ticket: TransferTicket, tokens: tuple[int, ...], sink: Sink, **how: Any
+    ) -> None:
+        """Fetch a request's KV, and go on behind these output tokens; see TransferHandover."""
+        self.handover.submit_decode(request, ticket, tokens, sink=self.later(sink), **how)
 
     def later(self, sink: Sink) -> Sink:
         """Return a sink that hands events on at the times on their stamps."""
@@ -129,6 +143,26 @@ class SimEngine:
         self._tell()
         if self._next is None and self.leader.has_work:
             self.wake()
+        elif self.extension is not None:
+            self._look_again(self.extension)
+
+    def _look_again(self, extension: SimExtension) -> None:
+        """Take another turn where this one did something and the hand-over is not over, as an engine without
+        a step to run does: what it did may have been waited for."""
+        num_acts = extension.num_acts + self.account.num_steps
+        has_acted, self._num_acts = num_acts != self._num_acts, num_acts
+        if has_acted and self._next is None and self.handover.needs_gather():
+            self.wake(self.clock.end_ns + POLL_NS)
+
+    def work(self, length_ns: float) -> int:
+        """Take time on every rank, once the steps before have run; return how long."""
+        return self.rank.work(length_ns)
+
+    def check_over(self) -> None:
+        """Raise AssertionError unless nothing of any request is left here."""
+        self.leader.check_integrity()
+        assert not self.leader.manager.leases, f"{self.name} has leases: {self.leader.manager.leases}"
+        assert not self.handover.needs_gather(), f"the hand-over of {self.name} waits for something"
 
     def _tell(self) -> None:
         """Hand on what the turn told: what has one stamp in one event."""

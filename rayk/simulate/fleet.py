@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -18,11 +19,14 @@ from rayk.sched.request_describer import RequestDescriber
 from rayk.simulate.arrivals import ArrivalSource, InOrder
 from rayk.simulate.clock import Event, EventQueue
 from rayk.simulate.engine import SimEngine
+from rayk.simulate.extension import SimExtension
 from rayk.simulate.flow import RequestFlow
+from rayk.simulate.network import SimNetwork
 from rayk.simulate.outcome import SimOutcome
 from rayk.simulate.rank import StepTimer
 from rayk.simulate.tokens import TokenRule
 from rayk.specs.cells import MAX_STREAMS, Cell
+from rayk.types.config import EngineConfig
 from rayk.types.rows import RequestRow, TransferRow
 from rayk.types.steps import StepRow
 
@@ -75,8 +79,16 @@ class SimFleet:
         self._num_streams = 0
         self._waiting: deque[tuple[RequestFlow, Place]] = deque()
         """Requests that have a place, and wait for others to stop streaming."""
+        self.network: SimNetwork | None = None
+        """What joins engines that hand over."""
+        if cell.decode is not None:
+            self.network = SimNetwork(self.world, cell, config, costs, partial(self.gap_ns, "release"))
+        role = "aggregated" if cell.decode is None else "prefill"
         for index in range(cell.num_prefill_engines):
-            self._open(f"prefill{index}")
+            self._open(f"prefill{index}", role, cell.prefill)
+        for index in range(cell.num_decode_engines if cell.decode is not None else 0):
+            assert cell.decode is not None
+            self._open(f"decode{index}", "decode", cell.decode)
 
     def run(self, arrivals: ArrivalSource) -> SimOutcome:
         """Let all requests come and end."""
@@ -87,6 +99,8 @@ class SimFleet:
         outcome.end_ns, outcome.num_events = self.world.now_ns, self.world.num_events
         outcome.num_outside_hull = sum(timer.num_outside_hull for timer in self._timers)
         outcome.engines = {engine.name: engine.account for engine in self._engines.values()}
+        for engine in self._engines.values():
+            engine.check_over()
         return outcome
 
     def engine(self, name: str | None) -> SimEngine:
@@ -120,8 +134,7 @@ class SimFleet:
         if self._waiting:
             self._stream(*self._waiting.popleft())
 
-    def _open(self, name: str) -> None:
-        config = self.cell.prefill
+    def _open(self, name: str, role: str, config: EngineConfig) -> None:
         draw = np.random.default_rng([*self._seed, 1 + len(self._timers)]) if self._noise else None
         costs = self._costs.find(engine_key(self._model, config))
         timer = StepTimer(costs, windows_of(self._model), draw=draw, strict=self._strict)
@@ -129,15 +142,16 @@ class SimFleet:
         self._engines[name] = SimEngine(
             self.world,
             name,
-            "aggregated",
+            role,
             config,
             self._model,
             timer,
             self.rule,
             secret=SECRET,
+            join=None if self.network is None else partial(SimExtension, network=self.network),
             on_step=self._note_step,
         )
-        self.dispatcher.open(name, "aggregated", config.num_ranks, self.world.now_ns)
+        self.dispatcher.open(name, role, config.num_ranks, self.world.now_ns)
 
     def _await_next(self) -> None:
         """Plan the next arrival: never more than one, however many there are."""

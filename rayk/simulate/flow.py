@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from rayk.simulate.clock import Event, EventQueue
 from rayk.simulate.engine import SimEngine
 from rayk.simulate.tokens import TokenRule
 from rayk.specs.cells import Cell
+from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import DeadlineExceeded, RaykError
 from rayk.types.request import Request, SamplingParams
 from rayk.types.rows import RequestRow
@@ -84,35 +86,89 @@ class RequestFlow:
 
     def _attempt(self) -> None:
         """Send the request where it was placed last."""
-        place, number = self._attempts[-1], len(self._attempts) - 1
-        engine = self._fleet.engine(place.placement.prefill or place.placement.decode)
+        place, number, row = self._attempts[-1], len(self._attempts) - 1, self.row
+        engines = place.placement
         self._record.begin(place.name, number)
-        self._record.enter(len(self.row.output_token_ids), computes=True)
-        self.row.prefill_engine = engine.name
-        gap_ns = self._fleet.gap_ns("dispatch")
-        self._fleet.world.at(self._fleet.world.now_ns + gap_ns, partial(self._submit, engine, place.name))
+        if engines.prefill is None:  # the decode engine computes the prompt itself
+            row.decode_engine, row.kv_path = engines.decode, "recomputed" if number else "local"
+            self._send(engines.decode, "whole")
+        else:
+            row.prefill_engine = engines.prefill
+            self._send(engines.prefill, "whole" if engines.decode is None else "prefill")
 
-    def _submit(self, engine: SimEngine, name: str) -> None:
-        """The request is at the engine, which goes on behind the tokens that earlier attempts delivered."""
-        request = Request(
-            request_id=name,
-            prompt_token_ids=self.arrival.prompt,
-            sampling=SamplingParams(max_tokens=self.arrival.max_tokens),
-        )
-        known = tuple(self.row.output_token_ids)
-        engine.submit(request, partial(self._hear, engine, name), output_token_ids=known)
+    def _send(self, name: str | None, mode: str) -> None:
+        """Send the request to its first engine, to end there (mode: whole) or to leave with a ticket."""
+        known = tuple(self.row.output_token_ids) if mode == "whole" else ()
+        self._record.enter(len(known), computes=True)
+        engine, request = self._fleet.engine(name), self._request()
+        sink = partial(self._hear, engine, request.request_id, mode)
+        how = {"hand_over": mode == "prefill", "output_token_ids": known}
+        self._after("dispatch", partial(engine.submit, request, sink, **how))
 
-    def _hear(self, engine: SimEngine, name: str, event: RequestEvent) -> None:
+    def _request(self) -> Request:
+        sampling = SamplingParams(max_tokens=self.arrival.max_tokens)
+        return Request(request_id=self.name, prompt_token_ids=self.arrival.prompt, sampling=sampling)
+
+    def _after(self, gap: str, action: Callable[[], object]) -> None:
+        """Do something when a gap has passed; nothing if the request, or this attempt of it, is over then."""
+        name = self.name
+
+        def act() -> None:
+            if not self._is_over and name == self.name:
+                action()
+
+        self._fleet.world.at(self._fleet.world.now_ns + self._fleet.gap_ns(gap), act)
+
+    def _hear(self, engine: SimEngine, name: str, mode: str, event: RequestEvent) -> None:
         if self._is_over or name != self.name:
             return
         self._record.hear(engine, event)
+        if event.info is not None and event.info.failure is not None:
+            self._settle()  # where its read never began, nobody releases its lease
         if event.error is not None:
+            if mode == "decode":
+                self._settle()
             self._fail(event.error)
+        elif isinstance(event.payload, TransferTicket):
+            self._decode(event.payload)
         elif event.finish_reason is not None:
-            self.row.decode_engine, self.row.kv_path = engine.name, "local"
-            if self.row.failure is not None:
-                self.row.recovered_by = self._fleet.cell.failure_policy
-            self._end()
+            self._finish(engine, mode)
+
+    def _decode(self, ticket: TransferTicket) -> None:
+        """The prompt is computed: go on where the request is to be decoded."""
+        row, fleet, name = self.row, self._fleet, self._attempts[-1].placement.decode
+        row.decode_engine, row.kv_path = name, "remote"
+        known = tuple(row.output_token_ids)
+        self._record.enter(len(known), computes=False)
+        engine, request = fleet.engine(name), self._request()
+        sink = partial(self._hear, engine, request.request_id, "decode")
+        how = {
+            "transfer_s": fleet.cell.deadlines.transfer_s,
+            "reserve_s": fleet.cell.deadlines.request_s,
+            "recompute": fleet.cell.failure_policy == "recompute",
+        }
+        self._after("handover", partial(engine.submit_decode, request, ticket, known, sink, **how))
+
+    def _settle(self) -> None:
+        """Have the engine that lent the request's blocks free them."""
+        lender, name = self._attempts[-1].placement.prefill, self.name
+        if lender is not None:
+            world = self._fleet.world
+            settle = lambda: self._fleet.engine(lender).handover.settle(name)  # noqa: E731
+            world.at(world.now_ns + self._fleet.gap_ns("release"), settle)
+
+    def _finish(self, engine: SimEngine, mode: str) -> None:
+        row, engines = self.row, self._attempts[-1].placement
+        if engines.decode is None:
+            row.decode_engine, row.kv_path = engine.name, "local"
+        elif mode == "prefill":  # its first token was its last
+            row.kv_path = "none"
+        elif mode == "whole" and len(self._attempts) > 1:
+            row.num_valid_tokens = 0
+            row.num_recomputed_tokens = max(row.num_recomputed_tokens, row.num_prompt_tokens)
+        if row.failure is not None:
+            row.recovered_by = self._fleet.cell.failure_policy
+        self._end()
 
     def _fail(self, error: RaykError) -> None:
         """Go where the dispatcher says, or end with the error."""

@@ -87,6 +87,13 @@ class SimRank:
         self.measure = lambda: took_ns
         return torch.empty(0)
 
+    def work(self, length_ns: float) -> int:
+        """Take time for something beside the steps, once those that are queued have run; return how long."""
+        self._clock.wait_until(self._free_ns)
+        took_ns = self._slow(round(length_ns))
+        self._clock.advance(took_ns)
+        return took_ns
+
     def prompt_logits(self) -> Iterator[torch.Tensor]:
         return iter(())
 

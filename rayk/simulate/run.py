@@ -55,7 +55,8 @@ def why_not_simulated(cell: Cell, deaths: Sequence[EngineDeath] = ()) -> str | N
     problems = {
         cell.unsupported or "": cell.unsupported is not None,
         "engines of vLLM": not cell.is_rayks,
-        "hand-overs (mode: disaggregated)": cell.decode is not None,
+        "pushes (transfer.mode: push)": cell.decode is not None and spec.transfer.mode == "push",
+        "KV formats that differ (kv_dtype)": cell.decode is not None and cell.is_converted,
         "faults": bool(cell.faults),
         "engines that die": bool(deaths),
         "pipelines (pp over 1)": any(engine.pp > 1 for engine in cell.engines),

@@ -176,6 +176,12 @@ class LeaseTable:
         """Leases that hold now."""
         return tuple(self._leases)
 
+    @property
+    def next_end_ns(self) -> int | None:
+        """When the first of them ends unless somebody releases or renews it; None: none is open."""
+        ends = (lease.ends_ns for lease in self._leases.values() if lease.ends_ns is not None)
+        return min(ends, default=None)
+
     def _settle(self, lease_id: str) -> None:
         lease = self._leases.get(lease_id)
         if lease is not None and lease.is_over:

@@ -96,7 +96,8 @@ def test_equal_seeds_give_equal_rows() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"mode": "disaggregated", "decode": {"block_size": 4}}, "hand-overs"),
+        ({"mode": "disaggregated", "transfer": {"mode": "push"}}, "pushes"),
+        ({"mode": "disaggregated", "decode": {"kv_dtype": "fp8_e4m3"}}, "KV formats"),
         ({"engine": {"pp": 2}}, "pipelines"),
         ({"offload": {"host_gib": 1}}, "a host tier"),
     ],

@@ -1,0 +1,368 @@
+"""Answer a simulated engine's hand-over commands as its ranks would: handover.extension over cost tables.
+
+One extension stands for all ranks of an engine, of which the slowest counts. Nothing is moved: tickets,
+posting, waiting and checks take the time that the tables say; leases are kept by the table of real ranks; and
+blocks that are handed out again while somebody reads them are missed, as by their generations.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from rayk.costs.table import EngineCosts, LinearCost
+from rayk.handover.commands import (
+    EndLease,
+    EndReads,
+    HoldTicket,
+    LetGo,
+    MakeTicket,
+    Prove,
+    RankNews,
+    ReleaseMismatch,
+    StartRead,
+    TicketPart,
+)
+from rayk.handover.receiving import DRAIN_S
+from rayk.kv.manager import KVCacheManager
+from rayk.simulate.clock import Event, LocalClock
+from rayk.simulate.network import Message, SimNetwork
+from rayk.simulate.pull import SimRead, layer_proofs, offered_blocks
+from rayk.transfer.consumer import TransferOutcome, refusal
+from rayk.transfer.lease import RENEWALS_PER_LEASE, LeaseTable, ReleaseMessage, Renewals, RenewMessage
+from rayk.transfer.ticket import TransferTicket
+from rayk.transfer.valid_prefix import LayerProof
+from rayk.types.errors import HandshakeMismatch, RaykError, TransferError
+
+FAILED_KEPT = 1024
+"""Reads that failed are kept for a proof, the last so many."""
+_FREE = LinearCost()
+_NO_DIGESTS = np.zeros(0, dtype=np.int64)
+_NO_NEWS = RankNews((), (), (), ())
+
+
+class Host(Protocol):
+    """The engine that an extension is of. Implemented by simulate.engine."""
+
+    name: str
+    epoch: int
+    clock: LocalClock
+    costs: EngineCosts
+    manager: KVCacheManager
+
+    def work(self, length_ns: float) -> int:
+        """Take time on every rank, once the steps before have run; return how long."""
+        ...
+
+    def wake(self, at_ns: int = 0) -> None:
+        """Take a turn."""
+        ...
+
+
+@dataclass(slots=True)
+class _Held:
+    """A ticket whose lease this engine needs."""
+
+    ticket: TransferTicket
+    renewals: Renewals
+    event: Event | None = None  # the next renewal
+
+
+class SimExtension:
+    """Implements engine.loop.RankExtension and simulate.network.Peer."""
+
+    def __init__(self, host: Host, network: SimNetwork) -> None:
+        self.name, self.epoch = host.name, host.epoch
+        self.num_acts = 0
+        """Commands carried out, and polls that had news."""
+        deadlines, transfer = network.cell.deadlines, network.cell.spec.transfer
+        self._lease_ns = int((deadlines.request_s + deadlines.transfer_s) * 1e9)
+        self._renewed_ns = None if transfer.lease_s is None else int(transfer.lease_s * 1e9)
+        self._host, self._network = host, network
+        self._leases = LeaseTable()
+        self._watch: Event | None = None  # of the next end of a lease
+        self._generations = [0] * host.manager.pool.num_blocks
+        self._held: dict[str, _Held] = {}
+        self._reading: dict[str, SimRead] = {}
+        self._draining: dict[str, SimRead] = {}
+        self._failed: OrderedDict[str, SimRead] = OrderedDict()
+        self._outcomes: list[TransferOutcome] = []
+        network.join(self)
+
+    # engine.loop.RankExtension.
+
+    def execute(self, command: object) -> object:
+        """Run one command; see handover.commands."""
+        self.num_acts += 1
+        self._host.work(0)  # pages are read and written when no step uses them any more
+        match command:
+            case MakeTicket():
+                return self._make_ticket(command)
+            case StartRead():
+                self._start_read(command)
+            case HoldTicket(ticket):
+                self._hold(ticket)
+            case LetGo(request_id):
+                if (held := self._held.get(request_id)) is not None:
+                    self._release(held.ticket)
+            case EndLease(lease_id):
+                self._leases.end(lease_id)
+            case EndReads(engine, epoch):
+                self.end_reads(engine, epoch)
+            case Prove():
+                return self._proofs(command)
+            case ReleaseMismatch():
+                pass  # nothing differs here
+            case _:
+                raise AssertionError(f"not simulated: {command!r}")
+        return None
+
+    def blocks_assigned(self, block_ids: Iterable[int]) -> None:
+        """Count the generations of blocks that change hands."""
+        for block in block_ids:
+            self._generations[block] += 1
+
+    def poll(self) -> RankNews | None:
+        """Go on with reads; tell what of leases and reads is over."""
+        now_ns = self._host.clock()
+        for read in list(self._reading.values()):
+            self._step(read, now_ns)
+        outcomes, self._outcomes = tuple(self._outcomes), []
+        drained = tuple(lease_id for lease_id, read in self._draining.items() if self._is_over(read, now_ns))
+        for lease_id in drained:
+            self._draining.pop(lease_id).arrived(now_ns)
+        released = tuple(self._leases.take_released())
+        expired = tuple(self._leases.expire(now_ns))
+        self._watch_leases()
+        news = RankNews(outcomes, drained, released, expired)
+        if news == _NO_NEWS:
+            return None
+        self.num_acts += 1
+        return news
+
+    def next_ns(self) -> int | None:
+        """Tell when a poll may have news, as far as is known: not before this time."""
+        times = [t for t in (self._leases.next_end_ns,) if t is not None]
+        for read in (*self._reading.values(), *self._draining.values()):
+            if read.fenced_ns is not None:
+                times.append(read.fenced_ns)
+            elif read.flow is not None:
+                times.append(min(read.deadline_ns, self._network.links.expected_ns(read.flow)))
+        return min(times, default=None)
+
+    def close(self) -> None:
+        """The engine's life is over: nobody hears of it, and nothing here is awaited."""
+        self._network.leave(self)
+        for held in self._held.values():
+            self._cancel(held.event)
+        self._cancel(self._watch)
+        for read in (*self._reading.values(), *self._draining.values()):
+            if read.flow is not None:
+                self._network.links.end(read.flow, self._network.world.now_ns)
+
+    # simulate.network.Peer.
+
+    def take(self, message: Message) -> None:
+        """A reader has news of a lease: the engine sees a release at its next poll."""
+        if isinstance(message, RenewMessage):
+            self._leases.on_renew(message, self._network.world.now_ns)
+            return
+        self._leases.on_release(message)
+        self._host.wake()
+
+    def generations(self, block_ids: Iterable[int]) -> tuple[int, ...]:
+        return tuple(map(self._generations.__getitem__, block_ids))
+
+    # The producer's part.
+
+    def _make_ticket(self, command: MakeTicket) -> TicketPart:
+        host, began_ns = self._host, self._host.clock()
+        deadline_ns = began_ns + self._lease_ns
+        self._leases.open(command.lease_id, deadline_ns, now_ns=began_ns, lease_ns=self._renewed_ns)
+        self._watch_leases()
+        generations = tuple(self.generations(table) for table in command.block_tables)
+        num_bytes = self._network.plans.lent_bytes(command.num_tokens)
+        digest_ns = host.work(self._cost("MakeTicket").ns(num_bytes))
+        return TicketPart(_NO_DIGESTS, generations, self._renewed_ns, digest_ns)
+
+    def _watch_leases(self) -> None:
+        """See to it that the engine polls when a lease may end by itself."""
+        at_ns = self._leases.next_end_ns
+        if self._watch is not None and (at_ns is None or self._watch.at_ns != at_ns):
+            self._cancel(self._watch)
+            self._watch = None
+        if self._watch is None and at_ns is not None:
+            self._watch = self._network.world.at(at_ns, self._host.wake)
+
+    # The consumer's part.
+
+    def _hold(self, ticket: TransferTicket) -> None:
+        if ticket.request_id not in self._held:
+            self._held[ticket.request_id] = _Held(ticket, Renewals(ticket.lease_ns))
+            self._renew(ticket.request_id)
+
+    def _renew(self, request_id: str) -> None:
+        """Say that a lease is still needed, now and, as real ranks do, several times within its length."""
+        held, network = self._held[request_id], self._network
+        ticket, at_ns = held.ticket, self._host.clock()
+        if ticket.lease_ns is not None and held.renewals.is_due(at_ns):
+            message = RenewMessage(ticket.lease_id, self.name, held.renewals.num_sent)
+            network.tell(at_ns, ticket.engine, ticket.epoch, message)
+            again_ns = at_ns + ticket.lease_ns // RENEWALS_PER_LEASE
+            held.event = network.world.at(again_ns, partial(self._renew, request_id))
+
+    def _release(self, ticket: TransferTicket) -> None:
+        """A lease is needed no longer."""
+        held = self._held.pop(ticket.request_id, None)
+        if held is not None:
+            self._cancel(held.event)
+        message = ReleaseMessage(ticket.lease_id, self.name, 1)
+        self._network.tell(self._host.clock(), ticket.engine, ticket.epoch, message)
+
+    def _start_read(self, command: StartRead) -> None:
+        cached = command.cached_blocks
+        self.blocks_assigned(b for table in command.block_tables for b in table if b and b not in cached)
+        try:
+            read = self._plan(command)
+        except RaykError as error:
+            self._release(command.ticket)
+            self._outcomes.append(refusal(command.ticket, error))
+            return
+        self._post(read)
+
+    def _plan(self, command: StartRead) -> SimRead:
+        """Raises HandshakeMismatch where the producer is gone, TransferError where nothing may be read."""
+        ticket, network, began_ns = command.ticket, self._network, self._host.clock()
+        if network.peer(ticket.engine, ticket.epoch) is None:
+            epoch = network.epoch(ticket.engine)
+            connected = "not connected" if epoch is None else f"{ticket.engine} epoch {epoch}"
+            raise HandshakeMismatch((("engine", f"{ticket.engine} epoch {ticket.epoch}", connected),))
+        tables = ticket.block_tables, command.block_tables
+        try:
+            rows = network.plans.rows(
+                ticket.request_id, ticket.num_tokens, *tables, first_row=command.first_row
+            )
+        except TransferError as error:
+            raise TransferError(ticket.request_id, error.reason) from error
+        read = SimRead(command, rows, began_ns, began_ns + int(command.deadline_s * 1e9))
+        read.lay_out(network.reads)
+        return read
+
+    def _post(self, read: SimRead) -> None:
+        """Post a read; where the reader copies the bytes itself, go on until all is proven."""
+        host, network = self._host, self._network
+        if network.reads_in_post or not read.moves:
+            host.work(read.post_ns + read.wait_ns)
+            read.arrived(host.clock())
+            if host.clock() >= read.deadline_ns:
+                self._fail(read, "deadline passed while reading")
+                return
+            if read.moves:
+                read.stage_ns["fence"] = host.work(self._cost("fence").ns())
+            self._check(read)
+            return
+        host.work(read.post_ns)
+        self._reading[read.ticket.request_id] = read
+        self._hold(read.ticket)
+        fixed_ns = min(network.reads.wait.fixed_ns, read.wait_ns)
+        read.flow = network.links.begin(
+            (read.ticket.engine, self.name),
+            host.clock(),
+            fixed_ns=fixed_ns,
+            shared_ns=read.wait_ns - fixed_ns,
+            on_end=host.wake,
+        )
+        read.timer = network.world.at(read.deadline_ns, host.wake)
+
+    def _step(self, read: SimRead, now_ns: int) -> None:
+        """Go on with a read under way, as far as it has come by now."""
+        if read.fenced_ns is None:
+            is_here = self._is_over(read, now_ns)
+            if is_here:
+                read.arrived(now_ns)
+            if now_ns >= read.deadline_ns:
+                self._fail(read, "deadline passed while reading", is_draining=not is_here)
+                return
+            if not is_here:
+                return
+            read.fenced_ns = now_ns + round(self._cost("fence").ns())
+            if read.fenced_ns > now_ns:
+                self._network.world.at(read.fenced_ns, self._host.wake)
+        if read.fenced_ns <= now_ns:
+            read.stage_ns["fence"] = now_ns - read.began_ns - read.stage_ns["read"]
+            self._check(read)
+
+    def _is_over(self, read: SimRead, now_ns: int) -> bool:
+        """Tell whether all that a read moves is here."""
+        assert read.flow is not None
+        if (end_ns := self._network.links.expected_ns(read.flow)) > now_ns:
+            return False
+        self._network.links.end(read.flow, end_ns)
+        return True
+
+    def _check(self, read: SimRead) -> None:
+        """All is here: compare generations, then digests."""
+        ticket, host = read.ticket, self._host
+        producer = self._network.peer(ticket.engine, ticket.epoch)
+        if producer is None:
+            self._fail(read, f"producer engine {ticket.engine} is gone")
+            return
+        blocks, generations = offered_blocks(ticket)
+        found = producer.generations(blocks)
+        if read.moves and found != generations:
+            each = zip(blocks, generations, found, strict=True)
+            lost = {block: (before, now) for block, before, now in each if before != now}
+            read.lost = frozenset(lost)
+            block, (before, now) = next(iter(lost.items()))
+            self._fail(read, f"block {block} was reused while being read (generation {before} -> {now})")
+            return
+        read.proved(host.work(self._cost("verify").ns(read.rank_bytes)))
+        self._end(read)
+        self._outcomes.append(read.outcome())
+
+    def _fail(self, read: SimRead, reason: str, *, is_draining: bool = False) -> None:
+        error = TransferError(read.ticket.request_id, reason)
+        error.producer, error.consumer = read.ticket.engine, self.name
+        self._end(read)
+        self._failed[read.ticket.request_id] = read
+        if len(self._failed) > FAILED_KEPT:
+            self._failed.popitem(last=False)
+        if is_draining:
+            self._draining[read.ticket.lease_id] = read
+            self._network.world.at(self._host.clock() + int(DRAIN_S * 1e9) + 1, self._host.wake)
+        self._outcomes.append(read.outcome(error, is_draining=is_draining))
+
+    def _end(self, read: SimRead) -> None:
+        """Nobody waits for a read any more, and its lease is needed no longer."""
+        self._reading.pop(read.ticket.request_id, None)
+        self._cancel(read.timer)
+        self._release(read.ticket)
+
+    def end_reads(self, engine: str, epoch: int) -> None:
+        """This life of a producer engine is over: what is read from it fails, and nothing of it comes."""
+        for read in list(self._reading.values()):
+            if (read.ticket.engine, read.ticket.epoch) == (engine, epoch):
+                assert read.flow is not None
+                self._network.links.end(read.flow, self._host.clock())
+                self._fail(read, f"producer engine {engine} is gone")
+
+    def _proofs(self, command: Prove) -> list[LayerProof]:
+        """Say what of a failed read arrived all the same; nothing of one that never began."""
+        read = self._failed.pop(command.ticket.request_id, None)
+        if read is None:
+            return []
+        self._host.work(self._cost("verify").ns(read.rank_bytes))
+        groups = self._host.manager.groups
+        return layer_proofs(read, groups, self._network.plans.lenders, command.first_row)
+
+    def _cost(self, name: str) -> LinearCost:
+        return self._host.costs.commands.get(name, _FREE)
+
+    def _cancel(self, event: Event | None) -> None:
+        if event is not None:
+            self._network.world.cancel(event)
