@@ -23,13 +23,13 @@ from rayk.actors.tiers import HostTiers
 from rayk.engine.record import RecordedSteps
 from rayk.handover.fault_injection import DESCRIBE, exchanged_blocks
 from rayk.handover.planted import PlantedFault
-from rayk.sched.dispatcher import Dispatcher, DispatchRules, FormAgain, Place
+from rayk.sched.dispatcher import Dispatcher, FormAgain, Place
 from rayk.sched.policies import get_policy
 from rayk.sched.recovery import attempt_id, cause_of
 from rayk.specs import Cell
 from rayk.specs.experiment import FaultSpec
 from rayk.specs.faults import CORRUPT_HANDSHAKE, committing_role, side_of
-from rayk.specs.serving import EngineEntry
+from rayk.specs.serving import EngineEntry, cell_rules
 from rayk.transfer.faults import TransferFault
 from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import Reservation
@@ -65,12 +65,7 @@ class CellDeployment(Deployment):
         restarts = frozenset(e.name for e in entries if e.name.rstrip("0123456789") in roles)
         dispatcher = Dispatcher(
             get_policy(cell.policy, cell.policy_settings),
-            DispatchRules(
-                hands_over=cell.decode is not None,
-                places_at_once=True,
-                restarts=restarts,
-                failure_policy=cell.spec.failure_policy,
-            ),
+            cell_rules(cell, restarts),
         )
         limits = cell.deadlines
         rules = DeploymentRules(

@@ -29,7 +29,7 @@ from rayk.actors.spares import Spares
 from rayk.actors.tiers import HostTiers
 from rayk.lines.line import LineAddress, LineService
 from rayk.sched.admission import AdmissionController, News
-from rayk.sched.dispatcher import Abort, Dispatcher, DispatchRules, FormAgain
+from rayk.sched.dispatcher import Abort, Dispatcher, FormAgain
 from rayk.sched.policies import get_policy
 from rayk.sched.policy import PlacementRequest
 from rayk.specs.serving import ServerSettings
@@ -38,8 +38,6 @@ from rayk.types.errors import EngineDied, InternalError, RoleConflict, UnknownEn
 from rayk.types.serving import EngineState, Health
 from rayk.types.tasks import lasting
 
-PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)
-"""Pauses before each try to form a lost engine again; the last one for all that follow."""
 SURVIVE_S = 5.0
 """How long the live ranks of a lost engine may take to be as good as new; else others take their places."""
 LOOK_S = 0.5
@@ -61,9 +59,7 @@ class Fleet(Deployment):
         members = [Member(e, e.role) for e in settings.engines]
         dispatcher = Dispatcher(
             get_policy(settings.policy, settings.policy_settings),
-            DispatchRules(
-                hands_over=not settings.is_aggregated, max_waiting=settings.max_waiting, pauses_s=PAUSES_S
-            ),
+            settings.dispatch_rules,
             max_running=_max_places(settings, members),
         )
         rules = DeploymentRules(

@@ -26,7 +26,7 @@ from rayk.engine.leader import RequestEvent
 from rayk.handover.commands import CapturedRows
 from rayk.handover.request_record import note_failure
 from rayk.sched.policy import PlacementRequest
-from rayk.sched.recovery import attempt_id, cause_of, may_ask_again
+from rayk.sched.recovery import attempt_id, may_place_again, pause_s
 from rayk.sched.request_describer import RequestDescriber
 from rayk.specs.serving import ServerSettings
 from rayk.transfer.ticket import Reservation
@@ -51,8 +51,6 @@ HEALTH_S = 5.0
 """A fleet that does not say how it is for so long is not well."""
 ROLE_S = 60.0
 """A change of roles connects engines, which takes as long as their start."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-"""Pauses before a request is placed again, doubled each time: the fleet may learn what the front saw."""
 
 
 class Router:
@@ -226,7 +224,7 @@ class Router:
                 if not stream.is_over:
                     for engine in engines:
                         engine.leader.abort.options(concurrency_group="control").remote(name)
-            await asyncio.sleep(min(FIRST_PAUSE_S * 2**number, LONGEST_PAUSE_S))
+            await asyncio.sleep(pause_s(number))
 
     async def _place(
         self, server_request: ServerRequest, asked: PlacementRequest, until: float, *, again: bool
@@ -269,11 +267,8 @@ class Router:
 
     def _may_try_again(self, error: RaykError, num_attempts: int) -> bool:
         """Return whether to ask the fleet for another place; the fleet decides where that is."""
-        # An engine is lost whoever it was, also one that the request never met, or the fleet.
-        lost = error.engine if isinstance(error, EngineDied) else ""
-        cause = cause_of(error, producer=lost, consumer="")
         settings = self._settings
-        return may_ask_again(settings.failure_policy, cause, num_attempts, settings.max_attempts)
+        return may_place_again(settings.failure_policy, error, num_attempts, settings.max_attempts)
 
 
 class _Stream:

@@ -21,6 +21,8 @@ from rayk.types.errors import (
 from rayk.types.fault_table import FAILURE_POLICIES, FailurePolicy
 
 MAX_ATTEMPTS = 3
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+"""Pauses before a server places a request again, doubled each time: its fleet may learn what the front saw."""
 
 
 @enum.unique
@@ -111,6 +113,20 @@ def may_ask_again(policy: FailurePolicy, cause: Cause, num_attempts: int, max_at
     """Tell whether a request may have another attempt after so many, wherever that may be."""
     is_final = cause in (Cause.DEADLINE, Cause.REFUSED)
     return policy != "fail" and not is_final and num_attempts < max_attempts
+
+
+def may_place_again(policy: FailurePolicy, error: RaykError, num_attempts: int, max_attempts: int) -> bool:
+    """Tell whether a server's request that met this error is to ask for another place; where that is, its
+    fleet decides."""
+    # An engine is lost whoever it was, also one that the request never met, or the fleet.
+    lost = error.engine if isinstance(error, EngineDied) else ""
+    cause = cause_of(error, producer=lost, consumer="")
+    return may_ask_again(policy, cause, num_attempts, max_attempts)
+
+
+def pause_s(number: int) -> float:
+    """Tell how long a server's request waits after its attempt of this number, from 0, before it asks again."""
+    return float(min(FIRST_PAUSE_S * 2**number, LONGEST_PAUSE_S))
 
 
 def cause_of(error: RaykError, *, producer: str, consumer: str) -> Cause:

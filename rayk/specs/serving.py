@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rayk.models.config import DecoderConfig
+from rayk.sched.dispatcher import DispatchRules
 from rayk.sched.policy import PolicySettings
 from rayk.sched.request_describer import new_secret
 from rayk.specs.cells import MAX_STREAMS, Cell
@@ -14,6 +15,9 @@ from rayk.specs.experiment import OffloadSpec, TransferSpec
 from rayk.types.config import EngineConfig
 from rayk.types.fault_table import FailurePolicy
 from rayk.types.serving import ModelCard
+
+PAUSES_S = (0.0, 0.5, 1.0, 2.0, 5.0)
+"""Pauses before each try to form a server's lost engine again; the last one for all that follow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +80,13 @@ class ServerSettings:
         return sum(min(2 * config.max_seqs, MAX_STREAMS) for role, config in engines if role != "prefill")
 
     @property
+    def dispatch_rules(self) -> DispatchRules:
+        """What its dispatcher goes by."""
+        return DispatchRules(
+            hands_over=not self.is_aggregated, max_waiting=self.max_waiting, pauses_s=PAUSES_S
+        )
+
+    @property
     def is_aggregated(self) -> bool:
         """Whether every engine does all of a request."""
         return self.engines[0].role == "aggregated"
@@ -98,6 +109,16 @@ def model_card(folder: str, config: DecoderConfig, model_id: str) -> ModelCard:
         folder=folder,
         vocab_size=config.vocab_size,
         max_positions=config.max_positions,
+    )
+
+
+def cell_rules(cell: Cell, restarts: frozenset[str]) -> DispatchRules:
+    """Return what the dispatcher of a cell goes by. `restarts`: engines that are formed again, each once."""
+    return DispatchRules(
+        hands_over=cell.decode is not None,
+        places_at_once=True,
+        restarts=restarts,
+        failure_policy=cell.spec.failure_policy,
     )
 
 

@@ -16,7 +16,6 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from rayk.actors import deployment as deployment_module
-from rayk.actors import fleet as fleet_module
 from rayk.actors import fleet_link as link_module
 from rayk.actors import launch
 from rayk.actors.cell_outcome import CellOutcome
@@ -34,6 +33,7 @@ from rayk.serve.errors import api_error
 from rayk.serve.fleet_part import FleetPart
 from rayk.serve.supervisor import Supervisor
 from rayk.specs import expand, load_spec
+from rayk.specs import serving as serving_module
 from rayk.specs.experiment import TransferSpec
 from rayk.specs.serving import EngineEntry, ServerSettings
 from rayk.types.config import EngineConfig
@@ -111,7 +111,7 @@ def test_an_engine_is_formed_again_until_a_bug_is_met_which_ends_the_server(
     monkeypatch: pytest.MonkeyPatch, last: Exception
 ) -> None:
     """And the driver, which asks how the fleet is, starts no other one."""
-    monkeypatch.setattr(fleet_module, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(serving_module, "PAUSES_S", (0.0,))
     failures: list[Exception] = [EngineDied("prefill0", "killed"), EngineDied("prefill0", "killed"), last]
     tries = []
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rayk.actors import router as router_module
 from rayk.actors.engines import WHY_S
 from rayk.actors.router import Router
 from rayk.actors.serving import Assignment
 from rayk.engine.leader import RequestEvent
 from rayk.handover.engine_request import EngineRequest
+from rayk.sched import recovery
 from rayk.specs.serving import EngineEntry, ServerSettings
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
@@ -179,7 +179,7 @@ class Fleet:
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_module, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(recovery, "FIRST_PAUSE_S", 0.0)
 
 
 def router_to(fleet: Fleet, **changes: Any) -> Router:

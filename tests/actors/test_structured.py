@@ -17,9 +17,9 @@ import pytest
 
 from jobs.stress_forms import aggregated, schema_of
 from jobs.stress_load import draw_prompts
-from rayk.actors import fleet as fleet_module
 from rayk.actors.tokenizer import load_decoder
 from rayk.actors.worker import RankSpec, Worker
+from rayk.specs import serving as serving_module
 from rayk.types.request import FinishReason
 from rayk.types.structured import StructuredOutputs
 from tests.actors import in_threads
@@ -73,7 +73,7 @@ def test_json_answers_while_ranks_are_killed_are_those_of_one_engine(
     pool = in_threads.make_pool(monkeypatch)
     plan = pool.plan = Kills()
     plan.may_be_noticed.set()
-    monkeypatch.setattr(fleet_module, "PAUSES_S", (0.0,))
+    monkeypatch.setattr(serving_module, "PAUSES_S", (0.0,))
 
     async def run() -> list[Got]:
         settings = settings_for(path, "p1 p2 d2 d1", hang_s=60.0, num_blocks=256)
