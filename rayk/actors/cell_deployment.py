@@ -29,7 +29,7 @@ from rayk.sched.recovery import attempt_id, cause_of
 from rayk.specs import Cell
 from rayk.specs.experiment import FaultSpec
 from rayk.specs.faults import CORRUPT_HANDSHAKE, committing_role, side_of
-from rayk.specs.serving import EngineEntry, cell_rules
+from rayk.specs.serving import cell_engines, cell_rules
 from rayk.transfer.faults import TransferFault
 from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import Reservation
@@ -53,14 +53,7 @@ class CellDeployment(Deployment):
         epochs: Iterator[int],
         losses: Losses,
     ) -> None:
-        role, decode = "aggregated" if cell.decode is None else "prefill", cell.decode
-        entries = [
-            EngineEntry(name=f"prefill{i}", role=role, config=cell.prefill)
-            for i in range(cell.num_prefill_engines)
-        ]
-        if decode is not None:
-            names = [f"decode{i}" for i in range(cell.num_decode_engines)]
-            entries += [EngineEntry(name=name, role="decode", config=decode) for name in names]
+        entries = cell_engines(cell)
         roles = {f.engine_role for f in cell.faults if f.kind == "restart"}
         restarts = frozenset(e.name for e in entries if e.name.rstrip("0123456789") in roles)
         dispatcher = Dispatcher(

@@ -22,7 +22,7 @@ from rayk.types.fault_table import FAILURE_POLICIES, FailurePolicy
 
 MAX_ATTEMPTS = 3
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-"""Pauses before a server places a request again, doubled each time: its fleet may learn what the front saw."""
+"""Pauses before a server's request asks again, doubled each time: its fleet may learn what the front saw."""
 
 
 @enum.unique
@@ -125,7 +125,7 @@ def may_place_again(policy: FailurePolicy, error: RaykError, num_attempts: int, 
 
 
 def pause_s(number: int) -> float:
-    """Tell how long a server's request waits after its attempt of this number, from 0, before it asks again."""
+    """Tell how long a server's request waits after attempt `number`, from 0, before it asks again."""
     return float(min(FIRST_PAUSE_S * 2**number, LONGEST_PAUSE_S))
 
 

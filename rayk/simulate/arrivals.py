@@ -23,6 +23,8 @@ class Arrival:
     num_output_tokens: int | None = None
     """Tokens after which it stops, which neither policies nor engines know before; None: `max_tokens`."""
     session: str | None = None
+    priority: int = 0  # of those that wait for a place of a server; lower ones go first
+    deadline_s: float | None = None  # it ends so long after its arrival; None: a server's own limit
 
 
 class ArrivalSource(Protocol):

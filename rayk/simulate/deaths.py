@@ -11,3 +11,5 @@ class EngineDeath:
     engine: str  # its name, e.g. prefill0
     back_s: float | None = None
     """How long until it serves again; None: as the cost table says."""
+    returns: bool = True
+    """Whether it is formed again. A cell does that once for each engine, a server always."""

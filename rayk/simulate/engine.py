@@ -26,6 +26,7 @@ from rayk.simulate.rank import SimRank, StepTimer
 from rayk.simulate.tokens import TokenRule
 from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig
+from rayk.types.errors import RaykError
 from rayk.types.request import Request
 from rayk.types.steps import StepRow
 
@@ -64,6 +65,9 @@ class SimEngine:
         answers its hand-over's commands. `on_step` gets a row of each step, without its cell."""
         self.name, self.role, self.epoch = name, role, epoch
         self.costs = timer.costs
+        self.is_dead = False
+        self.streams: dict[str, Callable[[RaykError], object]] = {}
+        """Who is to hear if it dies, by the attempt that it has."""
         self.account = SimEngineAccount(num_blocks=config.num_blocks)
         self.clock = LocalClock(world)
         self.manager = manager = KVCacheManager(
@@ -126,8 +130,16 @@ class SimEngine:
         """Return a sink that hands events on at the times on their stamps."""
         return lambda event: self._told.append((sink, event))
 
+    def die(self) -> None:
+        """Take no turn any more. What it would have told from now on is told to nobody."""
+        self.is_dead = True
+        if self._next is not None:
+            self._world.cancel(self._next)
+
     def wake(self, at_ns: int = 0) -> None:
         """Take a turn as soon as the one under way has ended, and not before `at_ns`."""
+        if self.is_dead:
+            return
         at_ns = max(at_ns, self.clock.end_ns)
         if self._next is not None:
             if self._next.at_ns <= max(at_ns, self._world.now_ns):
@@ -170,8 +182,13 @@ class SimEngine:
         start = 0
         for index in range(1, len(told) + 1):
             if index == len(told) or told[index][1].time_ns != told[start][1].time_ns:
-                self._world.at(told[start][1].time_ns, partial(_hand_on, told[start:index]))
+                self._world.at(told[start][1].time_ns, partial(self._hand_on, told[start:index]))
                 start = index
+
+    def _hand_on(self, told: list[tuple[Sink, RequestEvent]]) -> None:
+        if not self.is_dead:
+            for sink, event in told:
+                sink(event)
 
     # engine.loop.TurnStats.
 
@@ -220,8 +237,3 @@ def runs_ahead(config: EngineConfig) -> bool:
     if config.pp > 1 or config.async_scheduling == "never":
         return False
     return config.async_scheduling == "always" or config.device == "cuda"
-
-
-def _hand_on(told: list[tuple[Sink, RequestEvent]]) -> None:
-    for sink, event in told:
-        sink(event)

@@ -1,9 +1,9 @@
-"""Run the engines of one cell and place its requests, as actors.cell_run and actors.cell_deployment do."""
+"""Run simulated engines through all their lives, as actors.deployment does, and the requests on them."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -11,35 +11,54 @@ import numpy as np
 from rayk.costs import CostBook, engine_key, windows_of
 from rayk.costs.table import Gap
 from rayk.engine.leader import RequestEvent
-from rayk.handover.commands import CapturedRows
+from rayk.handover.commands import CapturedRows, EndReads
 from rayk.models.config import DecoderConfig
-from rayk.sched.dispatcher import Dispatcher, DispatchRules, Place
-from rayk.sched.policies import get_policy
-from rayk.sched.request_describer import RequestDescriber
+from rayk.sched.dispatcher import FormAgain
 from rayk.simulate.arrivals import ArrivalSource, InOrder
 from rayk.simulate.clock import Event, EventQueue
+from rayk.simulate.deaths import EngineDeath
 from rayk.simulate.engine import SimEngine
+from rayk.simulate.entry import SECRET, CellEntry, Entry, ServerEntry
 from rayk.simulate.extension import SimExtension
 from rayk.simulate.flow import RequestFlow
 from rayk.simulate.network import SimNetwork
-from rayk.simulate.outcome import SimOutcome
+from rayk.simulate.outcome import SimEngineAccount, SimOutcome
 from rayk.simulate.rank import StepTimer
 from rayk.simulate.tokens import TokenRule
-from rayk.specs.cells import MAX_STREAMS, Cell
-from rayk.types.config import EngineConfig
+from rayk.specs.cells import Cell
+from rayk.specs.serving import EngineEntry, ServerSettings, cell_engines
+from rayk.types.errors import EngineDied, RaykError, UserError
+from rayk.types.fault_table import FailurePolicy
 from rayk.types.rows import RequestRow, TransferRow
 from rayk.types.steps import StepRow
 
 MAX_STEP_ROWS = 200_000
 """Steps of a simulation that are kept: the first ones."""
-SECRET = bytes(32)
-"""The key of every digest: nobody guesses at prompts here, and equal runs are to be equal."""
+KILLED = "it was killed"
 
 OnRow = Callable[[RequestRow], object]
 
 
+@dataclass(slots=True, eq=False)
+class SimMember:
+    """One engine over all its lives."""
+
+    entry: EngineEntry
+    timer: StepTimer
+    account: SimEngineAccount
+    """Of the lives that are over."""
+    life: SimEngine | None = None
+    """None: it is dead, or being formed again."""
+    epoch: int = 0
+    """Of its current life, or of its last one."""
+    forming: Event | None = None
+    """When it takes requests again."""
+    waiting: list[Callable[[], object]] = field(default_factory=list)
+    """Who goes on once it does."""
+
+
 class SimFleet:
-    """Implements handover.request_record.RecordLog."""
+    """Implements simulate.flow.FlowHost."""
 
     def __init__(
         self,
@@ -51,44 +70,43 @@ class SimFleet:
         seed: int,
         noise: bool,
         strict: bool,
+        server: ServerSettings | None = None,
+        deaths: Sequence[EngineDeath] = (),
         sink: OnRow | None = None,
     ) -> None:
+        """`server`: the engines and rules are a server's, in place of the cell's own."""
         self.cell, self.repeat = cell, repeat
         self.world = EventQueue()
         self.rule = TokenRule(config)
         self.outcome = SimOutcome()
-        self.dispatcher = Dispatcher(
-            get_policy(cell.policy, cell.policy_settings),
-            DispatchRules(
-                hands_over=cell.decode is not None,
-                places_at_once=True,
-                restarts=frozenset(),
-                failure_policy=cell.spec.failure_policy,
-            ),
+        restarts = frozenset(death.engine for death in deaths if death.returns)
+        self.entry: Entry = (
+            CellEntry(cell, self.world, restarts) if server is None else ServerEntry(server, self.world)
         )
-        self._describer = RequestDescriber(cell.policy, cell.policy_settings, SECRET)
-        self._gaps = costs.gaps
-        self._sink = sink
-        self._draw = np.random.default_rng([seed, repeat, 0]) if noise else None
-        self._model, self._costs = config, costs
-        self._seed, self._noise, self._strict = (seed, repeat), noise, strict
-        self._engines: dict[str, SimEngine] = {}
-        self._timers: list[StepTimer] = []
-        self._arrivals: ArrivalSource = InOrder(())
-        self._next: Event | None = None  # the next arrival
-        self._num_streams = 0
-        self._waiting: deque[tuple[RequestFlow, Place]] = deque()
-        """Requests that have a place, and wait for others to stop streaming."""
+        limits = server or cell.deadlines
+        self.request_s, self.transfer_s = limits.request_s, limits.transfer_s
         self.network: SimNetwork | None = None
         """What joins engines that hand over."""
         if cell.decode is not None:
             self.network = SimNetwork(self.world, cell, config, costs, partial(self.gap_ns, "release"))
-        role = "aggregated" if cell.decode is None else "prefill"
-        for index in range(cell.num_prefill_engines):
-            self._open(f"prefill{index}", role, cell.prefill)
-        for index in range(cell.num_decode_engines if cell.decode is not None else 0):
-            assert cell.decode is not None
-            self._open(f"decode{index}", "decode", cell.decode)
+        self._gaps, self._form_s = costs.gaps, costs.host.form_s
+        self._sink = sink
+        self._draw = np.random.default_rng([seed, repeat, 0]) if noise else None
+        self._model = config
+        self._members: dict[str, SimMember] = {}
+        self._arrivals: ArrivalSource = InOrder(())
+        self._next: Event | None = None  # the next arrival
+        for entry in cell_engines(cell) if server is None else server.engines:
+            draw = np.random.default_rng([seed, repeat, 1 + len(self._members)]) if noise else None
+            found = costs.find(engine_key(config, entry.config))
+            timer = StepTimer(found, windows_of(config), draw=draw, strict=strict)
+            account = SimEngineAccount(num_blocks=entry.config.num_blocks)
+            member = self._members[entry.name] = SimMember(entry, timer, account)
+            self._form(member)
+        for death in deaths:
+            if death.engine not in self._members:
+                raise UserError(f"no engine {death.engine!r} dies", mend=f"one of {', '.join(self._members)}")
+            self.world.at(int(death.at_s * 1e9), partial(self._die, self._members[death.engine], death))
 
     def run(self, arrivals: ArrivalSource) -> SimOutcome:
         """Let all requests come and end."""
@@ -97,61 +115,126 @@ class SimFleet:
         self.world.run()
         outcome = self.outcome
         outcome.end_ns, outcome.num_events = self.world.now_ns, self.world.num_events
-        outcome.num_outside_hull = sum(timer.num_outside_hull for timer in self._timers)
-        outcome.engines = {engine.name: engine.account for engine in self._engines.values()}
-        for engine in self._engines.values():
-            engine.check_over()
+        for member in self._members.values():
+            outcome.num_outside_hull += member.timer.num_outside_hull
+            if member.life is not None:
+                member.life.check_over()
+                member.account.add(member.life.account)
+            outcome.engines[member.entry.name] = member.account
         return outcome
-
-    def engine(self, name: str | None) -> SimEngine:
-        """Find an engine by its name."""
-        assert name is not None, "a request is placed somewhere"
-        return self._engines[name]
 
     @property
     def engines(self) -> Sequence[SimEngine]:
-        return list(self._engines.values())
+        """The engines that live."""
+        return [m.life for m in self._members.values() if m.life is not None]
+
+    # simulate.flow.FlowHost.
+
+    @property
+    def failure_policy(self) -> FailurePolicy:
+        return self.entry.failure_policy
+
+    def epoch(self, name: str) -> int:
+        """Tell which life of an engine this is."""
+        return self._members[name].epoch
+
+    def find(
+        self, name: str, epoch: int, then: Callable[[SimEngine], object], fail: Callable[[RaykError], object]
+    ) -> None:
+        """Call `then` with an engine once it takes requests, or `fail` with what it died of. `epoch`: its
+        life when the request was placed."""
+        member, waits = self._members[name], self.entry.waits_for_lives
+        if member.life is not None and (waits or member.epoch == epoch):
+            then(member.life)
+        elif waits and member.forming is not None:
+            member.waiting.append(partial(self.find, name, epoch, then, fail))
+        else:
+            fail(EngineDied(name, KILLED))
 
     def gap_ns(self, name: str) -> int:
         """Tell how long a gap lasts: its median, or a draw."""
         share = 0.5 if self._draw is None else float(self._draw.random())
         gap: Gap = getattr(self._gaps, name)
-        return round(gap.ns(share, self._num_streams))
+        return round(gap.ns(share, self.entry.num_streams))
 
-    def abort(self, name: str) -> None:
-        """Stop an attempt, wherever it is."""
-        for engine in self._engines.values():
-            engine.leader.abort(name)
+    def failed(self, flow: RequestFlow, error: RaykError) -> None:
+        """An attempt failed: the request is to go on elsewhere, or to end."""
+        self.entry.failed(flow, error)
 
     def ended(self, flow: RequestFlow) -> None:
         """A request is over, and its place is free."""
         if self._sink is not None:
             self._sink(flow.row)
-        self.dispatcher.ended((flow.name,), self.world.now_ns)
+        self.entry.ended(flow)
         self._arrivals.ended(flow.arrival.index, self.world.now_ns)
         self._await_next()
-        self._num_streams -= 1
-        if self._waiting:
-            self._stream(*self._waiting.popleft())
 
-    def _open(self, name: str, role: str, config: EngineConfig) -> None:
-        draw = np.random.default_rng([*self._seed, 1 + len(self._timers)]) if self._noise else None
-        costs = self._costs.find(engine_key(self._model, config))
-        timer = StepTimer(costs, windows_of(self._model), draw=draw, strict=self._strict)
-        self._timers.append(timer)
-        self._engines[name] = SimEngine(
+    # Lives.
+
+    def _form(self, member: SimMember) -> None:
+        """Begin a life of an engine, which takes requests from now on."""
+        entry = member.entry
+        member.epoch += 1
+        member.forming = None
+        member.life = SimEngine(
             self.world,
-            name,
-            role,
-            config,
+            entry.name,
+            entry.role,
+            entry.config,
             self._model,
-            timer,
+            member.timer,
             self.rule,
+            epoch=member.epoch,
             secret=SECRET,
             join=None if self.network is None else partial(SimExtension, network=self.network),
             on_step=self._note_step,
         )
-        self.dispatcher.open(name, role, config.num_ranks, self.world.now_ns)
+        opened = self.entry.dispatcher.open(entry.name, entry.role, entry.config.num_ranks, self.world.now_ns)
+        waiting, member.waiting = member.waiting, []
+        self.entry.carry_out(opened)
+        for go_on in waiting:
+            go_on()
+
+    def _die(self, member: SimMember, death: EngineDeath) -> None:
+        """An engine dies, or is killed again while it is formed."""
+        name, lost = member.entry.name, member.life
+        dispatcher, error = self.entry.dispatcher, EngineDied(member.entry.name, KILLED)
+        if lost is None and member.forming is None:
+            return  # it is dead for good
+        member.account.num_deaths += 1
+        if lost is not None:
+            lost.die()
+            member.account.add(lost.account)
+            member.life = None
+            again = dispatcher.lost(name)
+        else:
+            assert member.forming is not None
+            self.world.cancel(member.forming)
+            member.forming = None
+            again = dispatcher.not_formed(name, error)
+        if again is not None:
+            self._form_again(member, again, death.back_s)
+        if lost is not None:
+            self._tell_death(lost, error)
+        if member.forming is None:
+            waiting, member.waiting = member.waiting, []
+            for fail in waiting:
+                fail()  # nobody returns
+
+    def _form_again(self, member: SimMember, again: FormAgain, back_s: float | None) -> None:
+        form_s = self._form_s if back_s is None else back_s
+        at_ns = self.world.now_ns + int((again.pause_s + form_s) * 1e9)
+        member.forming = self.world.at(at_ns, partial(self._form, member))
+
+    def _tell_death(self, lost: SimEngine, error: EngineDied) -> None:
+        """Whoever had something of an engine that died loses it: streams, and reads of its blocks."""
+        for fail in list(lost.streams.values()):
+            fail(error)
+        if lost.role != "aggregated":
+            for engine in self.engines:
+                engine.leader.call(EndReads(lost.name, lost.epoch))
+
+    # Requests.
 
     def _await_next(self) -> None:
         """Plan the next arrival: never more than one, however many there are."""
@@ -169,22 +252,7 @@ class SimFleet:
         flow = RequestFlow(self, arrival)
         if self._sink is None:
             self.outcome.requests.append(flow.row)
-        asked = self._describer.describe(
-            flow.row.request_id,
-            arrival.prompt,
-            max_tokens=arrival.max_tokens,
-            session=arrival.session,
-        )
-        (action,) = self.dispatcher.arrive(self.cell.cell_id, asked, self.world.now_ns)
-        assert isinstance(action, Place), action
-        if self._num_streams < MAX_STREAMS:
-            self._stream(flow, action)
-        else:
-            self._waiting.append((flow, action))
-
-    def _stream(self, flow: RequestFlow, place: Place) -> None:
-        self._num_streams += 1
-        flow.begin(place)
+        self.entry.arrive(flow)
 
     def _note_step(self, row: StepRow) -> None:
         if len(self.outcome.steps) < MAX_STEP_ROWS:
@@ -194,7 +262,7 @@ class SimFleet:
     # handover.request_record.RecordLog.
 
     def prefilled(self, attempt: str) -> None:
-        self.dispatcher.prefilled(attempt)
+        self.entry.dispatcher.prefilled(attempt)
 
     def delivered(self, row: RequestRow, event: RequestEvent) -> None:
         """Do nothing: the row has the event already."""

@@ -1,4 +1,4 @@
-"""Take one request through simulated engines, as actors.cell_run and actors.request_run take a real one."""
+"""Take one request through simulated engines, as actors.request_run takes a real one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Protocol
 
 from rayk.engine.leader import RequestEvent
 from rayk.handover.request_record import RecordLog, RequestRecord, note_failure
-from rayk.sched.dispatcher import Dispatcher, Place
-from rayk.sched.recovery import cause_of
+from rayk.sched.dispatcher import Place
+from rayk.sched.policy import Placement
 from rayk.simulate.arrivals import Arrival
 from rayk.simulate.clock import Event, EventQueue
 from rayk.simulate.engine import SimEngine
@@ -17,6 +17,7 @@ from rayk.simulate.tokens import TokenRule
 from rayk.specs.cells import Cell
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.errors import DeadlineExceeded, RaykError
+from rayk.types.fault_table import FailurePolicy
 from rayk.types.request import Request, SamplingParams
 from rayk.types.rows import RequestRow
 
@@ -28,18 +29,31 @@ class FlowHost(RecordLog, Protocol):
     repeat: int
     world: EventQueue
     rule: TokenRule
-    dispatcher: Dispatcher
+    request_s: float
+    """A request lasts no longer."""
+    transfer_s: float
+    """Nor does its hand-over."""
 
-    def engine(self, name: str | None) -> SimEngine:
-        """Find an engine by its name."""
+    @property
+    def failure_policy(self) -> FailurePolicy: ...
+
+    def epoch(self, name: str) -> int:
+        """Tell which life of an engine this is."""
+        ...
+
+    def find(
+        self, name: str, epoch: int, then: Callable[[SimEngine], object], fail: Callable[[RaykError], object]
+    ) -> None:
+        """Call `then` with an engine once it takes requests, or `fail` with what it died of. `epoch`: its
+        life when the request was placed."""
         ...
 
     def gap_ns(self, name: str) -> int:
         """Tell how long a gap of costs.table.GapTable lasts."""
         ...
 
-    def abort(self, name: str) -> None:
-        """Stop an attempt, wherever it is."""
+    def failed(self, flow: RequestFlow, error: RaykError) -> None:
+        """An attempt failed: the request is to go on elsewhere, or to end."""
         ...
 
     def ended(self, flow: RequestFlow) -> None:
@@ -63,49 +77,87 @@ class RequestFlow:
             arrival_ns=arrival.at_ns,
             due_ns=arrival.at_ns,
         )
+        self.name = self.row.request_id
+        """Of its last attempt, or of the one that it asks a place for; engines know it by this."""
+        self.place: Place | None = None  # of its last attempt
+        self.is_over = False
         self._fleet = fleet
         self._record = RequestRecord(self.row, fleet, clock=fleet.world)
-        self._attempts: list[Place] = []
+        self._epochs: dict[str, int] = {}  # of the engines of its last attempt
+        self._met: list[SimEngine] = []  # by this attempt
+        self._lender: SimEngine | None = None  # whose ticket this attempt has
         self._deadline: Event | None = None
-        self._is_over = False
+        if (num_tokens := arrival.num_output_tokens or 0) < arrival.max_tokens and num_tokens:
+            fleet.rule.begin(self.row.request_id, num_tokens)
+
+    def limit(self, limit_s: float) -> None:
+        """From now on it may last so long."""
+        at_ns = self._fleet.world.now_ns + int(limit_s * 1e9)
+        self._deadline = self._fleet.world.at(at_ns, partial(self._time_out, limit_s))
+
+    def attempt(self, place: Place, number: int) -> None:
+        """Go where it was placed, for the time of this number, from 0."""
+        fleet, engines = self._fleet, place.placement
+        self.place, self.name = place, place.name
+        self._epochs = {name: fleet.epoch(name) for name in (engines.prefill, engines.decode) if name}
+        self._met.clear()
+        self.row.num_attempts = number + 1
+        self._lender = None
+        self._record.begin(place.name, number)
+        mode = "whole" if engines.prefill is None or engines.decode is None else "prefill"
+        self._find(engines.prefill or engines.decode, partial(self._send, mode))
+
+    def end(self, error: RaykError | None = None, *, is_refused: bool = False) -> None:
+        """It is over, with an error if there is one."""
+        self.is_over = True
+        if error is not None:
+            note_failure(self.row, error)
+        if is_refused:
+            self.row.finish_reason = "refused"
+        if self._deadline is not None:
+            self._fleet.world.cancel(self._deadline)
+        self._fleet.rule.forget(self.row.request_id)
+        answered_ns = self._fleet.world.now_ns + self._fleet.gap_ns("answer")
+        self._fleet.world.at(answered_ns, partial(self._fleet.ended, self))
+
+    def abort(self) -> None:
+        """Stop what engines that this attempt met may still do for it."""
+        for engine in self._met:
+            if not engine.is_dead:
+                engine.leader.abort(self.name)
 
     @property
-    def name(self) -> str:
-        """The name of the last attempt, by which engines know it."""
-        return self._attempts[-1].name if self._attempts else self.row.request_id
+    def _engines(self) -> Placement:
+        assert self.place is not None, "it has no place"
+        return self.place.placement
 
-    def begin(self, place: Place) -> None:
-        """It has a place, and may stream."""
-        fleet = self._fleet
-        self._attempts.append(place)
-        if (num_tokens := self.arrival.num_output_tokens or 0) < self.arrival.max_tokens and num_tokens:
-            fleet.rule.begin(self.row.request_id, num_tokens)
-        limit_ns = int(fleet.cell.deadlines.request_s * 1e9)
-        self._deadline = fleet.world.at(fleet.world.now_ns + limit_ns, self._time_out)
-        self._attempt()
+    def _find(self, name: str | None, then: Callable[[SimEngine], object]) -> None:
+        """Go on with an engine of this attempt once it takes requests."""
+        assert name is not None, "a request is placed somewhere"
+        attempt = self.name
 
-    def _attempt(self) -> None:
-        """Send the request where it was placed last."""
-        place, number, row = self._attempts[-1], len(self._attempts) - 1, self.row
-        engines = place.placement
-        self._record.begin(place.name, number)
-        if engines.prefill is None:  # the decode engine computes the prompt itself
-            row.decode_engine, row.kv_path = engines.decode, "recomputed" if number else "local"
-            self._send(engines.decode, "whole")
-        else:
-            row.prefill_engine = engines.prefill
-            self._send(engines.prefill, "whole" if engines.decode is None else "prefill")
+        def found(engine: SimEngine) -> None:
+            if self._is_at(attempt):
+                self._met.append(engine)
+                then(engine)
 
-    def _send(self, name: str | None, mode: str) -> None:
+        self._fleet.find(name, self._epochs[name], found, self._fail)
+
+    def _send(self, mode: str, engine: SimEngine) -> None:
         """Send the request to its first engine, to end there (mode: whole) or to leave with a ticket."""
-        known = tuple(self.row.output_token_ids) if mode == "whole" else ()
-        self._record.enter(len(known), computes=True)
-        engine, request = self._fleet.engine(name), self._request()
-        sink = partial(self._hear, engine, request.request_id, mode)
+        row, name = self.row, self.name
+        if self._engines.prefill is None:  # the decode engine computes the prompt itself
+            row.decode_engine, row.kv_path = engine.name, "recomputed" if row.num_attempts > 1 else "local"
+        else:
+            row.prefill_engine = engine.name
+        known = tuple(row.output_token_ids) if mode == "whole" else ()
+        self._enter(engine, len(known), computes=True)
         how = {"hand_over": mode == "prefill", "output_token_ids": known}
-        self._after("dispatch", partial(engine.submit, request, sink, **how))
+        sink = partial(self._hear, engine, name, mode)
+        self._after("dispatch", partial(engine.submit, self._request(), sink, **how))
 
     def _request(self) -> Request:
+        """Return the request under the name of this attempt."""
         sampling = SamplingParams(max_tokens=self.arrival.max_tokens)
         return Request(request_id=self.name, prompt_token_ids=self.arrival.prompt, sampling=sampling)
 
@@ -114,88 +166,84 @@ class RequestFlow:
         name = self.name
 
         def act() -> None:
-            if not self._is_over and name == self.name:
+            if self._is_at(name):
                 action()
 
         self._fleet.world.at(self._fleet.world.now_ns + self._fleet.gap_ns(gap), act)
 
     def _hear(self, engine: SimEngine, name: str, mode: str, event: RequestEvent) -> None:
-        if self._is_over or name != self.name:
+        if not self._is_at(name):
             return
         self._record.hear(engine, event)
         if event.info is not None and event.info.failure is not None:
             self._settle()  # where its read never began, nobody releases its lease
         if event.error is not None:
-            if mode == "decode":
-                self._settle()
+            self._leave(engine)
             self._fail(event.error)
         elif isinstance(event.payload, TransferTicket):
-            self._decode(event.payload)
+            self._leave(engine)
+            self._lender = engine
+            self._find(self._engines.decode, partial(self._send_ticket, event.payload))
         elif event.finish_reason is not None:
+            self._leave(engine)
             self._finish(engine, mode)
 
-    def _decode(self, ticket: TransferTicket) -> None:
+    def _send_ticket(self, ticket: TransferTicket, engine: SimEngine) -> None:
         """The prompt is computed: go on where the request is to be decoded."""
-        row, fleet, name = self.row, self._fleet, self._attempts[-1].placement.decode
-        row.decode_engine, row.kv_path = name, "remote"
+        row, fleet = self.row, self._fleet
+        row.decode_engine, row.kv_path = engine.name, "remote"
         known = tuple(row.output_token_ids)
-        self._record.enter(len(known), computes=False)
-        engine, request = fleet.engine(name), self._request()
-        sink = partial(self._hear, engine, request.request_id, "decode")
+        self._enter(engine, len(known), computes=False)
+        sink = partial(self._hear, engine, self.name, "decode")
         how = {
-            "transfer_s": fleet.cell.deadlines.transfer_s,
-            "reserve_s": fleet.cell.deadlines.request_s,
-            "recompute": fleet.cell.failure_policy == "recompute",
+            "transfer_s": fleet.transfer_s,
+            "reserve_s": fleet.request_s,
+            "recompute": fleet.failure_policy == "recompute",
         }
-        self._after("handover", partial(engine.submit_decode, request, ticket, known, sink, **how))
+        self._after("handover", partial(engine.submit_decode, self._request(), ticket, known, sink, **how))
 
     def _settle(self) -> None:
         """Have the engine that lent the request's blocks free them."""
-        lender, name = self._attempts[-1].placement.prefill, self.name
-        if lender is not None:
-            world = self._fleet.world
-            settle = lambda: self._fleet.engine(lender).handover.settle(name)  # noqa: E731
-            world.at(world.now_ns + self._fleet.gap_ns("release"), settle)
+        lender, fleet = self._lender, self._fleet
+        if lender is not None and not lender.is_dead:
+            settle = partial(lender.handover.settle, self.name)
+            fleet.world.at(fleet.world.now_ns + fleet.gap_ns("release"), settle)
 
     def _finish(self, engine: SimEngine, mode: str) -> None:
-        row, engines = self.row, self._attempts[-1].placement
+        row, engines = self.row, self._engines
         if engines.decode is None:
             row.decode_engine, row.kv_path = engine.name, "local"
         elif mode == "prefill":  # its first token was its last
             row.kv_path = "none"
-        elif mode == "whole" and len(self._attempts) > 1:
+        elif mode == "whole" and row.num_attempts > 1:
             row.num_valid_tokens = 0
             row.num_recomputed_tokens = max(row.num_recomputed_tokens, row.num_prompt_tokens)
         if row.failure is not None:
-            row.recovered_by = self._fleet.cell.failure_policy
-        self._end()
+            row.recovered_by = self._fleet.failure_policy
+        self.end()
+
+    def _enter(self, engine: SimEngine, num_told: int, *, computes: bool) -> None:
+        """A stream from this engine begins behind so many output tokens. The engine's death ends the attempt."""
+        self._record.enter(num_told, computes=computes)
+        engine.streams[self.name] = self._fail
+
+    def _leave(self, engine: SimEngine) -> None:
+        """The stream from this engine is over."""
+        engine.streams.pop(self.name, None)
+
+    def _is_at(self, name: str) -> bool:
+        """Tell whether this attempt is under way."""
+        return not self.is_over and name == self.name
 
     def _fail(self, error: RaykError) -> None:
-        """Go where the dispatcher says, or end with the error."""
-        place, row = self._attempts[-1], self.row
-        engines = place.placement
-        cause = cause_of(error, producer=engines.prefill or "", consumer=engines.decode or "")
-        again = self._fleet.dispatcher.failed(place.name, cause, self._fleet.world.now_ns)
-        row.failure = row.failure or str(error)
-        if again is None:
-            note_failure(row, error)
-            self._end()
-            return
-        self._attempts.append(again)
-        row.num_attempts = len(self._attempts)
-        self._attempt()
+        """Go where the fleet says, or end with the error."""
+        self._settle()
+        self.row.failure = self.row.failure or str(error)
+        self._fleet.failed(self, error)
 
-    def _time_out(self) -> None:
-        limit_s = self._fleet.cell.deadlines.request_s
-        self._fleet.abort(self.name)
-        note_failure(self.row, DeadlineExceeded(f"request {self.row.request_id}", limit_s))
-        self._end()
-
-    def _end(self) -> None:
-        self._is_over = True
-        if self._deadline is not None:
-            self._fleet.world.cancel(self._deadline)
-        self._fleet.rule.forget(self.row.request_id)
-        self._fleet.world.at(
-            self._fleet.world.now_ns + self._fleet.gap_ns("answer"), partial(self._fleet.ended, self)
-        )
+    def _time_out(self, limit_s: float) -> None:
+        for engine in self._met:
+            self._leave(engine)
+        self.abort()
+        self._settle()
+        self.end(DeadlineExceeded(f"request {self.row.request_id}", limit_s))

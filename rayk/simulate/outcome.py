@@ -26,6 +26,13 @@ class SimEngineAccount:
     num_cached_tokens: int = 0  # of them
     num_deaths: int = 0
 
+    def add(self, life: SimEngineAccount) -> None:
+        """Add a life to those before it."""
+        for name in ("num_steps", "busy_ns", "num_preemptions", "num_prompt_tokens", "num_cached_tokens"):
+            setattr(self, name, getattr(self, name) + getattr(life, name))
+        self.max_waiting = max(self.max_waiting, life.max_waiting)
+        self.max_blocks = max(self.max_blocks, life.max_blocks)
+
 
 @dataclass(kw_only=True, slots=True)
 class SimOutcome:

@@ -12,6 +12,7 @@ from rayk.simulate.deaths import EngineDeath
 from rayk.simulate.fleet import OnRow, SimFleet
 from rayk.simulate.outcome import SimOutcome
 from rayk.specs.cells import Cell
+from rayk.specs.serving import ServerSettings
 from rayk.types.errors import UserError
 
 
@@ -26,6 +27,7 @@ def simulate_cell(
     noise: bool = False,
     strict: bool = True,
     fast: bool = True,
+    server: ServerSettings | None = None,
     deaths: Sequence[EngineDeath] = (),
     sink: OnRow | None = None,
 ) -> SimOutcome:
@@ -35,21 +37,34 @@ def simulate_cell(
     `arrivals`: in the order of their times (see arrivals.cell_arrivals), or a source that hears of ends.
     `noise`: steps and gaps are drawn, by `seed`, from what was measured; else each takes its mean or median.
     `strict`: raises OutsideHull for a step unlike those measured; else such steps are counted. `fast`: decode
-    steps that admit and finish nobody are advanced together, which changes no result. `deaths`: engines that
-    die. `sink` gets each request's row when it is over; rows are then not kept, nor are transfers.
+    steps that admit and finish nobody are advanced together, which changes no result. `server`: engines,
+    limits, policy and what becomes of lost requests are this server's, which `cell` only names the rows of.
+    `deaths`: engines that die. `sink` gets each request's row when it is over; rows are then not kept, nor
+    are transfers.
 
     Raises UserError for what is not simulated, and where `costs` lacks an engine.
     """
     began = time.process_time()
-    if (problem := why_not_simulated(cell, deaths)) is not None:
+    if (problem := why_not_simulated(cell)) is not None:
         raise UserError(f"not simulated: {problem}", where=f"cell {cell.cell_id}")
-    fleet = SimFleet(cell, config, costs, repeat=repeat, seed=seed, noise=noise, strict=strict, sink=sink)
+    fleet = SimFleet(
+        cell,
+        config,
+        costs,
+        repeat=repeat,
+        seed=seed,
+        noise=noise,
+        strict=strict,
+        server=server,
+        deaths=deaths,
+        sink=sink,
+    )
     outcome = fleet.run(InOrder(arrivals) if isinstance(arrivals, Iterable) else arrivals)
     outcome.cpu_s = time.process_time() - began
     return outcome
 
 
-def why_not_simulated(cell: Cell, deaths: Sequence[EngineDeath] = ()) -> str | None:
+def why_not_simulated(cell: Cell) -> str | None:
     """Name the first thing of a cell that cannot be simulated; None: all of it can."""
     spec = cell.spec
     problems = {
@@ -58,7 +73,6 @@ def why_not_simulated(cell: Cell, deaths: Sequence[EngineDeath] = ()) -> str | N
         "pushes (transfer.mode: push)": cell.decode is not None and spec.transfer.mode == "push",
         "KV formats that differ (kv_dtype)": cell.decode is not None and cell.is_converted,
         "faults": bool(cell.faults),
-        "engines that die": bool(deaths),
         "pipelines (pp over 1)": any(engine.pp > 1 for engine in cell.engines),
         "a host tier (offload)": spec.offload.settings() is not None,
         "sampling.prompt_logprobs": cell.sampling.prompt_logprobs is not None,

@@ -112,6 +112,19 @@ def model_card(folder: str, config: DecoderConfig, model_id: str) -> ModelCard:
     )
 
 
+def cell_engines(cell: Cell) -> list[EngineEntry]:
+    """Name a cell's engines: prefill0, ..., decode0, ..."""
+    role, decode = "aggregated" if cell.decode is None else "prefill", cell.decode
+    found = [
+        EngineEntry(name=f"prefill{i}", role=role, config=cell.prefill)
+        for i in range(cell.num_prefill_engines)
+    ]
+    if decode is not None:
+        names = [f"decode{i}" for i in range(cell.num_decode_engines)]
+        found += [EngineEntry(name=name, role="decode", config=decode) for name in names]
+    return found
+
+
 def cell_rules(cell: Cell, restarts: frozenset[str]) -> DispatchRules:
     """Return what the dispatcher of a cell goes by. `restarts`: engines that are formed again, each once."""
     return DispatchRules(

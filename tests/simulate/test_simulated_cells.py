@@ -12,7 +12,6 @@ import pytest
 from rayk.costs.hull import Hull
 from rayk.reports import ResultWriter, load
 from rayk.simulate import Arrival, SimOutcome, cell_arrivals, cell_row, prediction_facts, simulate_cell
-from rayk.simulate.deaths import EngineDeath
 from rayk.types.errors import OutsideHull, UserError
 from tests.simulate.cells import BOOK, DISPATCH_NS, MODEL, STEP_NS, TOKEN_NS, sim_cell
 
@@ -67,7 +66,7 @@ def test_engines_share_requests_as_the_policy_says() -> None:
 
 
 def test_no_more_requests_stream_than_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rayk.simulate.fleet.MAX_STREAMS", 2)
+    monkeypatch.setattr("rayk.simulate.entry.MAX_STREAMS", 2)
     rows = simulated([(1, 2, 3)] * 6).requests
     ends = sorted(row.token_times_ns[-1] for row in rows)
     begins = sorted(row.arrival_ns + row.stage_ns["queue"] for row in rows)
@@ -105,12 +104,6 @@ def test_equal_seeds_give_equal_rows() -> None:
 def test_what_is_not_simulated_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(UserError, match=f"not simulated: {named}"):
         simulated([(1, 2)], **changes)
-
-
-def test_deaths_are_refused() -> None:
-    cell = sim_cell()
-    with pytest.raises(UserError, match="engines that die"):
-        simulate_cell(cell, MODEL, [], BOOK, deaths=[EngineDeath(at_s=1, engine="prefill0")])
 
 
 def test_the_report_opens_it(tmp_path: Path) -> None:
