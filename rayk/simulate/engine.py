@@ -22,7 +22,7 @@ from rayk.sched.batching import Scheduler
 from rayk.simulate.clock import Event, EventQueue, LocalClock
 from rayk.simulate.leader import SimLeader
 from rayk.simulate.outcome import SimEngineAccount
-from rayk.simulate.rank import SimRank, StepTimer
+from rayk.simulate.rank import SimRank, Slow, StepTimer
 from rayk.simulate.tokens import TokenRule
 from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig
@@ -59,10 +59,12 @@ class SimEngine:
         epoch: int = 1,
         secret: bytes = bytes(32),
         join: Callable[[SimEngine], SimExtension] | None = None,
+        slow: Slow | None = None,
         on_step: OnStep = id,
     ) -> None:
         """`secret`: of the keys of its prefix cache; equal ones make equal simulations. `join`: makes what
-        answers its hand-over's commands. `on_step` gets a row of each step, without its cell."""
+        answers its hand-over's commands. `slow`: what its host makes of its steps. `on_step` gets a row of
+        each step, without its cell."""
         self.name, self.role, self.epoch = name, role, epoch
         self.costs = timer.costs
         self.is_dead = False
@@ -96,7 +98,7 @@ class SimEngine:
             fast_prefill=config.fast_prefill,
             clock=self.clock,
         )
-        self.rank = SimRank(self.clock, timer, runs_ahead=runs_ahead(config))
+        self.rank = SimRank(self.clock, timer, runs_ahead=runs_ahead(config), slow=slow)
         self.extension = None if join is None else join(self)
         self.loop = EngineLoop(
             cast("EngineRank", self.rank),
@@ -133,6 +135,8 @@ class SimEngine:
     def die(self) -> None:
         """Take no turn any more. What it would have told from now on is told to nobody."""
         self.is_dead = True
+        if self.extension is not None:
+            self.extension.close()
         if self._next is not None:
             self._world.cancel(self._next)
 

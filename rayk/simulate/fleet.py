@@ -22,8 +22,9 @@ from rayk.simulate.entry import SECRET, CellEntry, Entry, ServerEntry
 from rayk.simulate.extension import SimExtension
 from rayk.simulate.flow import RequestFlow
 from rayk.simulate.network import SimNetwork
+from rayk.simulate.host import SimHost
 from rayk.simulate.outcome import SimEngineAccount, SimOutcome
-from rayk.simulate.rank import StepTimer
+from rayk.simulate.rank import Slow, StepTimer
 from rayk.simulate.tokens import TokenRule
 from rayk.specs.cells import Cell
 from rayk.specs.serving import EngineEntry, ServerSettings, cell_engines
@@ -90,6 +91,8 @@ class SimFleet:
         if cell.decode is not None:
             self.network = SimNetwork(self.world, cell, config, costs, partial(self.gap_ns, "release"))
         self._gaps, self._form_s = costs.gaps, costs.host.form_s
+        self._host = SimHost(costs.host) if costs.host.num_cores and costs.host.slow else None
+        """All engines are on one machine; None: its cores are not shared."""
         self._sink = sink
         self._draw = np.random.default_rng([seed, repeat, 0]) if noise else None
         self._model = config
@@ -187,6 +190,7 @@ class SimFleet:
             epoch=member.epoch,
             secret=SECRET,
             join=None if self.network is None else partial(SimExtension, network=self.network),
+            slow=self._slow(entry),
             on_step=self._note_step,
         )
         opened = self.entry.dispatcher.open(entry.name, entry.role, entry.config.num_ranks, self.world.now_ns)
@@ -194,6 +198,12 @@ class SimFleet:
         self.entry.carry_out(opened)
         for go_on in waiting:
             go_on()
+
+    def _slow(self, entry: EngineEntry) -> Slow | None:
+        """Return what slows an engine's steps down; None: steps of a device take no core."""
+        if self._host is None or entry.config.device != "cpu":
+            return None
+        return partial(self._host.slowed, entry.name, entry.config.num_ranks)
 
     def _die(self, member: SimMember, death: EngineDeath) -> None:
         """An engine dies, or is killed again while it is formed."""
@@ -204,6 +214,8 @@ class SimFleet:
         member.account.num_deaths += 1
         if lost is not None:
             lost.die()
+            if self._host is not None:
+                self._host.died(name, self.world.now_ns)
             member.account.add(lost.account)
             member.life = None
             again = dispatcher.lost(name)

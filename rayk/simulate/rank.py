@@ -15,8 +15,8 @@ from rayk.costs.table import quantile
 from rayk.simulate.clock import LocalClock
 from rayk.types.batch import ScheduledBatch
 
-Slow = Callable[[int], int]
-"""Tells how long so many ns of a step take beside what else runs on the host."""
+Slow = Callable[[int, int], int]
+"""Tells how long a step takes beside what else runs on the host: given when it begins, and its own length."""
 
 
 class StepTimer:
@@ -61,8 +61,9 @@ class SimRank:
     """
 
     def __init__(
-        self, clock: LocalClock, timer: StepTimer, *, runs_ahead: bool = False, slow: Slow = int
+        self, clock: LocalClock, timer: StepTimer, *, runs_ahead: bool = False, slow: Slow | None = None
     ) -> None:
+        """`slow`: None: nothing else runs on its host."""
         self.comm: Any = SimpleNamespace(rank=0, size=1)
         self.comms: Any = SimpleNamespace(before=None, after=None)
         self.stage = 0
@@ -80,8 +81,10 @@ class SimRank:
         features = self.timer.features(batch)
         self.features.append(features)
         self._clock.advance(self.timer.host_ns(features))
-        took_ns = self._slow(self.timer.model_ns(features))
-        self._free_ns = max(self._free_ns, self._clock.end_ns) + took_ns
+        begin_ns, took_ns = max(self._free_ns, self._clock.end_ns), self.timer.model_ns(features)
+        if self._slow is not None:
+            took_ns = self._slow(begin_ns, took_ns)
+        self._free_ns = begin_ns + took_ns
         if not self._runs_ahead:
             self._clock.wait_until(self._free_ns)
         self.measure = lambda: took_ns
@@ -90,7 +93,9 @@ class SimRank:
     def work(self, length_ns: float) -> int:
         """Take time for something beside the steps, once those that are queued have run; return how long."""
         self._clock.wait_until(self._free_ns)
-        took_ns = self._slow(round(length_ns))
+        took_ns = round(length_ns)
+        if self._slow is not None and took_ns:
+            took_ns = self._slow(self._clock.end_ns, took_ns)
         self._clock.advance(took_ns)
         return took_ns
 
