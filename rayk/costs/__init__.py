@@ -6,16 +6,17 @@ make tables of recorded steps, `sheets` has what data sheets say of devices.
 """
 
 from rayk.costs.book import CostBook
-from rayk.costs.features import StepFeatures, grown, step_features, windows_of
+from rayk.costs.features import DecodeRun, StepFeatures, decode_run, step_features, windows_of
 from rayk.costs.table import EngineCosts, EngineKey, engine_key
 
 __all__ = [
     "CostBook",
+    "DecodeRun",
     "EngineCosts",
     "EngineKey",
     "StepFeatures",
+    "decode_run",
     "engine_key",
-    "grown",
     "step_features",
     "windows_of",
 ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rayk.models.config import DecoderConfig
 from rayk.types.batch import ScheduledBatch
@@ -60,15 +63,52 @@ def in_window(batch: ScheduledBatch, window: int) -> tuple[int, int]:
     return pairs, seen
 
 
-def grown(features: StepFeatures, num_steps: int) -> Iterator[StepFeatures]:
-    """Yield a decode step and those that follow it while the same requests decode: each sees one token more.
-    For steps in which every request sees whole windows already: what lies within them does not grow."""
-    assert features.is_decode, features
-    num = features.num_requests
-    for step in range(num_steps):
-        yield replace(
-            features, num_pairs=features.num_pairs + step * num, num_seen=features.num_seen + step * num
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeRun:
+    """What decode steps are made of that follow one another while the same requests decode: a StepFeatures
+    whose sums are arrays, of a number per step [S]."""
+
+    num_requests: int
+    num_seen: NDArray[np.int64]  # [S]
+    windowed: tuple[tuple[NDArray[np.int64], NDArray[np.int64]], ...] = ()
+    num_prefills: int = 0
+    is_decode: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_requests
+
+    @property
+    def num_logits(self) -> int:
+        return self.num_requests
+
+    @property
+    def num_pairs(self) -> NDArray[np.int64]:
+        return self.num_seen  # each request computes one token
+
+    def step(self, index: int) -> StepFeatures:
+        """Return the features of one of the steps."""
+        seen = int(self.num_seen[index])
+        return StepFeatures(
+            num_requests=self.num_requests,
+            num_tokens=self.num_requests,
+            num_logits=self.num_requests,
+            num_prefills=0,
+            num_pairs=seen,
+            num_seen=seen,
+            windowed=tuple((int(pairs[index]), int(seen[index])) for pairs, seen in self.windowed),
         )
+
+
+def decode_run(befores: Sequence[int], num_steps: int, windows: Sequence[int] = ()) -> DecodeRun:
+    """Sum up decode steps. `befores`: of each request, the tokens whose KV exists before the first one."""
+    num = len(befores)
+    seen = sum(befores) + num * np.arange(1, num_steps + 1)
+    if not windows:
+        return DecodeRun(num_requests=num, num_seen=seen)
+    each = np.array(befores)[:, None] + np.arange(1, num_steps + 1)
+    within = [np.minimum(each, window).sum(0) for window in windows]
+    return DecodeRun(num_requests=num, num_seen=seen, windowed=tuple((w, w) for w in within))
 
 
 def windows_of(config: DecoderConfig) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from rayk.costs.features import StepFeatures
+from rayk.costs.features import DecodeRun, StepFeatures
 from rayk.types.errors import OutsideHull
 
 AXES = ("num_requests", "num_tokens", "num_pairs", "num_seen")
@@ -57,6 +57,17 @@ class Hull:
         nearest = min(self.places, key=lambda other: _distance(place, other))
         like = [2 ** (p / PARTS_OF_OCTAVE) if p >= 0 else 0.0 for p in nearest]
         return f"the nearest to {_in_words(shape_of(features))} is about {_in_words(like)}"
+
+    def num_inside(self, run: DecodeRun) -> int:
+        """Count the first of these steps that lie within."""
+        num_steps = len(run.num_seen)
+        first, last = run.step(0), run.step(num_steps - 1)
+        # Sums grow from step to step, so what lies between two steps of one place is of it.
+        is_one_place = not self.places or place_of(shape_of(first)) == place_of(shape_of(last))
+        if is_one_place and self.why_outside(first) is None and self.why_outside(last) is None:
+            return num_steps
+        outside = (i for i in range(num_steps) if self.why_outside(run.step(i)) is not None)
+        return next(outside, num_steps)
 
     def check(self, features: StepFeatures, where: str) -> None:
         """Raises OutsideHull for a step that lies outside."""

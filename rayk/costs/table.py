@@ -15,7 +15,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from rayk.costs.features import StepFeatures
+import numpy as np
+from numpy.typing import NDArray
+
+from rayk.costs.features import DecodeRun, StepFeatures
 from rayk.costs.hull import Hull
 from rayk.models.config import DecoderConfig
 from rayk.types.config import EngineConfig
@@ -93,6 +96,17 @@ def term_value(term: str, features: StepFeatures) -> float:
     return min(value, number) if sign == "<" else value
 
 
+def term_values(term: str, run: DecodeRun) -> NDArray[np.float64] | float:
+    """Evaluate one term of each of the steps' times, as `term_value` does."""
+    name, sign, number = _parsed(term)
+    if name == "one":
+        return 1
+    values = run.windowed[number][name == "seen"] if sign == "@" else getattr(run, f"num_{name}")
+    if sign == ">":
+        return np.maximum(0, values - number)
+    return np.minimum(values, number) if sign == "<" else values
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Residuals:
     """How far a fit is from what it was fitted to, as shares of the measured."""
@@ -118,6 +132,13 @@ class StepTable:
         """Tell the mean time of such a step, wherever it lies."""
         terms = zip(self.terms, self.constants, strict=True)
         return sum(constant * term_value(term, features) for term, constant in terms)
+
+    def each_ns(self, run: DecodeRun) -> NDArray[np.float64]:
+        """Tell the same of steps that follow one another [S], to the last bit."""
+        found = np.zeros(len(run.num_seen))
+        for term, constant in zip(self.terms, self.constants, strict=True):
+            found += constant * term_values(term, run)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +193,7 @@ class EngineCosts:
             table.hull.check(features, self.key.text)
         return table.ns(features)
 
-    def turn_ns(self, features: StepFeatures) -> float:
+    def turn_ns(self, features: StepFeatures | DecodeRun) -> float:
         """Tell what the host takes of a turn beside its step."""
         return self.host_ns + self.request_host_ns * features.num_requests
 

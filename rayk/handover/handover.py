@@ -280,6 +280,13 @@ class TransferHandover:
         halves += [self.offloading is not None and self.offloading.is_busy]
         return any(halves) or bool(self._commands)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether turns do nothing here until a rank has news or somebody asks: nobody waits for blocks or
+        has a deadline. Reads may be under way, and leases open. For a simulation."""
+        is_waiting = bool(self._commands) or self.reservations.is_busy or self.lending.any_waiting
+        return not (is_waiting or self.receiving.any_waiting or self.offloading is not None)
+
     def absorb(self, results: tuple[tuple[object, ...], ...], polls: tuple[Any, ...]) -> None:
         """Command results in the order sent, then each rank's news."""
         for index, command in enumerate(self._sent):

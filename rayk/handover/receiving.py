@@ -118,6 +118,11 @@ class Receiving:
         return any(known)
 
     @property
+    def any_waiting(self) -> bool:
+        """Whether a turn may do something here though no rank has news: for blocks, or at a deadline."""
+        return bool(self._queued or self._draining or self._kept_until)
+
+    @property
     def num_awaited(self) -> int:
         """Requests that wait for blocks, or whose KV comes."""
         return len(self._queued) + len(self._reading)

@@ -163,6 +163,15 @@ class RequestRecord:
             self._take_info(engine, event, event.info, time_ns)
         self._log.delivered(row, event)
 
+    def took(self, engine: Telling, token_ids: Sequence[int], times_ns: Sequence[int]) -> None:
+        """Take tokens of which the engine has no more to say than when it had each: as an event of each
+        would, but that the log is not told. For who tells of many at once."""
+        row, offset_ns = self.row, engine.clock_offset_ns
+        known = max(0, len(row.output_token_ids) - self._num_told)
+        self._num_told += len(token_ids)
+        row.output_token_ids += token_ids[known:]
+        row.token_times_ns += [at_ns + offset_ns for at_ns in times_ns[known:]] if offset_ns else times_ns[known:]
+
     def _take_info(self, engine: Telling, event: RequestEvent, info: EventInfo, time_ns: int) -> None:
         row = self.row
         if info.stage_ns is not None and event.error is None:

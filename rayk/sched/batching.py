@@ -112,6 +112,11 @@ class Scheduler:
         self.is_short_of_blocks = self.needs_settling = False
 
     @property
+    def num_steps(self) -> int:
+        """Count the steps so far: the number of the last one."""
+        return self._step
+
+    @property
     def num_waiting(self) -> int:
         """Count requests that wait for a row or for blocks."""
         return len(self._waiting)

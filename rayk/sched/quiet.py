@@ -40,14 +40,18 @@ def num_quiet_steps(
 
 
 def advance(
-    scheduler: Scheduler, num_steps: int, tokens_of: Callable[[RequestState, int], list[int]]
+    scheduler: Scheduler,
+    num_steps: int,
+    tokens_of: Callable[[RequestState, int], list[int]],
+    watch: Callable[[int], object] | None = None,
 ) -> list[RequestState]:
     """Take quiet steps, no more than `num_quiet_steps` says. Returns the requests that ended with the last
     one, in the order of the batch.
 
-    `tokens_of`: a request's next tokens, so many as asked for. Only the last may end it.
+    `tokens_of`: a request's next tokens, so many as asked for. Only the last may end it. `watch`: called
+    after a step, from 0, in which blocks changed hands; the others leave the blocks as they were.
     """
-    steps = _QuietSteps(scheduler, num_steps)
+    steps = _QuietSteps(scheduler, num_steps, watch)
     for state in steps.states:
         state.append_all(tokens_of(state, num_steps), scheduler.max_positions)
     scheduler.count_decodes(num_steps)
@@ -84,9 +88,12 @@ class _QuietSteps:
     """What is due in quiet steps: by step, all that is handed out before what settles, and by place in the
     batch, as in single steps."""
 
-    def __init__(self, scheduler: Scheduler, num_steps: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, num_steps: int, watch: Callable[[int], object] | None = None
+    ) -> None:
         self.states = list(scheduler.running)
         self._scheduler = scheduler
+        self._watch = watch
         self._starts = [state.num_computed for state in self.states]
         self._last = num_steps - 1
         self._due: list[tuple[int, int, int]] = []
@@ -106,6 +113,8 @@ class _QuietSteps:
                 self._note_extend(index)
             else:
                 self._settle(index, step, num_computed)
+            if self._watch is not None and (not self._due or self._due[0][0] != step):
+                self._watch(step)
         for state, start in zip(self.states, self._starts, strict=True):
             state.num_computed = start + self._last + 1
             state.num_prompt_seen = len(state.request.prompt_token_ids)

@@ -9,33 +9,52 @@ from dataclasses import dataclass
 Action = Callable[[], object]
 
 
+TURNS = 1 << 32
+"""Added to an engine's number: the order of its turns among what happens at one time."""
+
+
 @dataclass(slots=True, eq=False)
 class Event:
-    """Something that is to happen. Events of one time happen in the order in which they were planned."""
+    """Something that is to happen."""
 
     at_ns: int
-    number: int
     action: Action | None  # None: it was cancelled
 
 
 class EventQueue:
-    """The world's clock. Calling it tells the time, in ns since the simulation began."""
+    """The world's clock. Calling it tells the time, in ns since the simulation began.
+
+    What happens at one time happens in this order: plain events, as they were planned; what engines tell, by
+    the engines' numbers; engines' turns, likewise. So it does not matter to others when an engine planned
+    what it tells: after each step, or after many.
+    """
 
     def __init__(self) -> None:
         self.now_ns = 0
         self.num_events = 0  # that happened
-        self._heap: list[tuple[int, int, Event]] = []
+        self._reached = 0  # the last order of what has happened now
+        self._heap: list[tuple[int, int, int, Event]] = []
         self._num_planned = 0
+        self._num_engines = 0
 
     def __call__(self) -> int:
         return self.now_ns
 
-    def at(self, at_ns: int, action: Action) -> Event:
-        """Plan an action, at once if its time has passed."""
+    def enlist(self) -> int:
+        """Give an engine its number, from 1: the order of what it tells. Its turns have TURNS more."""
+        self._num_engines += 1
+        return self._num_engines
+
+    def at(self, at_ns: int, action: Action, order: int = 0) -> Event:
+        """Plan an action, at once if its time has passed. `order`: 0, or that of an engine."""
         self._num_planned += 1
-        event = Event(max(at_ns, self.now_ns), self._num_planned, action)
-        heapq.heappush(self._heap, (event.at_ns, event.number, event))
+        event = Event(max(at_ns, self.now_ns), action)
+        heapq.heappush(self._heap, (event.at_ns, order, self._num_planned, event))
         return event
+
+    def is_past(self, at_ns: int, order: int) -> bool:
+        """Tell whether what has this order has happened at a time, or happens right now."""
+        return at_ns < self.now_ns or (at_ns == self.now_ns and order <= self._reached)
 
     def cancel(self, event: Event) -> None:
         """Have nothing happen at this event, which may be over."""
@@ -45,9 +64,10 @@ class EventQueue:
         """Let everything happen that is planned up to `until_ns`, and what that plans, in order."""
         heap = self._heap
         while heap and (until_ns is None or heap[0][0] <= until_ns):
-            at_ns, _, event = heapq.heappop(heap)
+            at_ns, order, _, event = heapq.heappop(heap)
             if event.action is None:
                 continue  # cancelled: no time passes for it
+            self._reached = order if at_ns > self.now_ns else max(order, self._reached)
             self.now_ns = at_ns
             self.num_events += 1
             action, event.action = event.action, None
@@ -78,6 +98,11 @@ class LocalClock:
 
     def begin_turn(self) -> None:
         self.end_ns = max(self.end_ns, self._world())
+        self._in_turn = True
+
+    def end_span(self, at_ns: int) -> None:
+        """Go on in the last of several turns, which were counted elsewhere: its step ends at this time."""
+        self.end_ns = at_ns
         self._in_turn = True
 
     def end_turn(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from rayk.costs import StepFeatures
 from rayk.engine.leader import BUSY_POLL_S, RequestEvent, Sink
 from rayk.engine.loop import EngineLoop, NoExtension
 from rayk.handover.handover import TransferHandover
@@ -19,10 +20,12 @@ from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups
 from rayk.parallel.shard import EngineShape
 from rayk.sched.batching import Scheduler
-from rayk.simulate.clock import Event, EventQueue, LocalClock
+from rayk.simulate.clock import TURNS, Event, EventQueue, LocalClock
+from rayk.simulate.late_sink import LateSink, TookTokens
 from rayk.simulate.leader import SimLeader
 from rayk.simulate.outcome import SimEngineAccount
 from rayk.simulate.rank import SimRank, Slow, StepTimer
+from rayk.simulate.spans import Span, Spans
 from rayk.simulate.tokens import TokenRule
 from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig
@@ -60,11 +63,12 @@ class SimEngine:
         secret: bytes = bytes(32),
         join: Callable[[SimEngine], SimExtension] | None = None,
         slow: Slow | None = None,
-        on_step: OnStep = id,
+        on_step: OnStep | None = None,
+        fast: bool = True,
     ) -> None:
         """`secret`: of the keys of its prefix cache; equal ones make equal simulations. `join`: makes what
         answers its hand-over's commands. `slow`: what its host makes of its steps. `on_step` gets a row of
-        each step, without its cell."""
+        each step, without its cell. `fast`: quiet steps are taken at once (see spans)."""
         self.name, self.role, self.epoch = name, role, epoch
         self.costs = timer.costs
         self.is_dead = False
@@ -107,33 +111,62 @@ class SimEngine:
             stats=self,
             clock=self.clock,
         )
+        self.on_step = on_step
         self._world = world
-        self._on_step = on_step
-        self._next: Event | None = None  # the turn that is planned
-        self._told: list[tuple[Sink, RequestEvent]] = []
+        self._order = world.enlist()
+        self._next: Event | None = None  # the turn that is planned, or the end of the span
+        self._told: list[tuple[LateSink, RequestEvent]] = []
         self._num_acts = 0  # steps, commands and polls with news, before the turn
+        is_fast = fast and slow is None and self.rank.why_not_ahead is not None
+        self._spans = Spans(self.leader, timer, rule) if is_fast else None
+        self._span: Span | None = None  # what is planned in place of a turn
 
     @property
     def scheduler(self) -> Scheduler:
         return self.leader.scheduler
 
-    def submit(self, request: Request, sink: Sink, *, hand_over: bool = False, **how: Any) -> None:
+    def submit(
+        self,
+        request: Request,
+        sink: Sink,
+        took: TookTokens | None = None,
+        *,
+        hand_over: bool = False,
+        **how: Any,
+    ) -> None:
         """Run a request here from its first token; `hand_over`: to its first token, and a ticket. The sink
-        hears of it when the engine's clock says, not before."""
-        self.handover.submit(request, self.later(sink), hand_over=hand_over, **how)
+        hears of it when the engine's clock says, not before; see `later`."""
+        self.handover.submit(request, self.later(sink, took), hand_over=hand_over, **how)
 
     def submit_decode(
-        self, request: Request, ticket: TransferTicket, tokens: tuple[int, ...], sink: Sink, **how: Any
+        self,
+        request: Request,
+        ticket: TransferTicket,
+        tokens: tuple[int, ...],
+        sink: Sink,
+        took: TookTokens | None = None,
+        **how: Any,
     ) -> None:
         """Fetch a request's KV, and go on behind these output tokens; see TransferHandover."""
-        self.handover.submit_decode(request, ticket, tokens, sink=self.later(sink), **how)
+        self.handover.submit_decode(request, ticket, tokens, sink=self.later(sink, took), **how)
 
-    def later(self, sink: Sink) -> Sink:
-        """Return a sink that hands events on at the times on their stamps."""
-        return lambda event: self._told.append((sink, event))
+    def later(self, sink: Sink, took: TookTokens | None = None) -> LateSink:
+        """Return a sink that hands events on at the times on their stamps, and before the next one, in bulk,
+        tokens of which there is no more to say: to `took`, or else as events. See `catch_up`."""
+        return LateSink(sink, took, self._told.append)
+
+    def catch_up(self, request_id: str) -> None:
+        """Tell, of a request, all that has happened before now."""
+        self.cut_span()
+        sink = self.leader.sink_of(request_id)
+        if isinstance(sink, LateSink):
+            sink.catch_up(self._world.now_ns)
 
     def die(self) -> None:
         """Take no turn any more. What it would have told from now on is told to nobody."""
+        for name in list(self.streams):
+            self.catch_up(name)
+        self.cut_span()
         self.is_dead = True
         if self.extension is not None:
             self.extension.close()
@@ -144,17 +177,23 @@ class SimEngine:
         """Take a turn as soon as the one under way has ended, and not before `at_ns`."""
         if self.is_dead:
             return
+        self.cut_span()
         at_ns = max(at_ns, self.clock.end_ns)
         if self._next is not None:
             if self._next.at_ns <= max(at_ns, self._world.now_ns):
                 return
             self._world.cancel(self._next)
-        self._next = self._world.at(at_ns, self._turn)
+        self._next = self._world.at(at_ns, self._turn, TURNS + self._order)
 
     def _turn(self) -> None:
         self._next = None
+        if self._plan_span():
+            return
         self.clock.begin_turn()
         self.loop.turn()
+        self._end_turn()
+
+    def _end_turn(self) -> None:
         self.clock.end_turn()
         self._tell()
         if self._next is None and self.leader.has_work:
@@ -180,56 +219,127 @@ class SimEngine:
         assert not self.leader.manager.leases, f"{self.name} has leases: {self.leader.manager.leases}"
         assert not self.handover.needs_gather(), f"the hand-over of {self.name} waits for something"
 
+    def _plan_span(self) -> bool:
+        """Plan quiet steps in place of a turn; tells whether there are any."""
+        if self._spans is None or not self.leader.is_quiet:
+            return False
+        until_ns = None if self.extension is None else self.extension.next_ns()
+        self._span = self._spans.plan(self._world.now_ns, until_ns)
+        if self._span is None:
+            return False
+        self._next = self._world.at(self._span.ends_ns[-1], self._end_span, self._order)
+        return True
+
+    def _end_span(self) -> None:
+        assert self._span is not None
+        self._carry_out(self._span, len(self._span.ends_ns))
+
+    def cut_span(self) -> None:
+        """Take the steps whose turns have begun, of those that are planned: something reaches the engine, or
+        somebody looks into it."""
+        if (span := self._span) is not None:
+            assert self._next is not None
+            self._world.cancel(self._next)
+            order = TURNS + self._order
+            self._carry_out(span, span.num_begun(lambda at_ns: self._world.is_past(at_ns, order)))
+
+    def _carry_out(self, span: Span, num_steps: int) -> None:
+        assert self._spans is not None
+        self._span = self._next = None
+        changes: list[tuple[int, int, int]] = []
+        pool = self.leader.manager.pool
+
+        def watch(step: int) -> None:
+            changes.append((step, pool.num_free_blocks, pool.num_cached_blocks))
+
+        watch(-1)
+        self.clock.end_span(span.ends_ns[num_steps - 1])
+        self._spans.carry_out(span, num_steps, watch)
+        self._count(num_steps, span.ends_ns[num_steps - 1] - span.begin_ns, min(c[1] for c in changes))
+        if self.on_step is not None:
+            self._write_rows(span, num_steps, changes)
+        self._end_turn()
+
     def _tell(self) -> None:
         """Hand on what the turn told: what has one stamp in one event."""
-        told, self._told = self._told, []
+        told = self._told[:]
+        self._told.clear()  # the list itself is shared
         start = 0
         for index in range(1, len(told) + 1):
             if index == len(told) or told[index][1].time_ns != told[start][1].time_ns:
-                self._world.at(told[start][1].time_ns, partial(self._hand_on, told[start:index]))
+                at_ns = told[start][1].time_ns
+                self._world.at(at_ns, partial(self._hand_on, told[start:index]), self._order)
                 start = index
 
-    def _hand_on(self, told: list[tuple[Sink, RequestEvent]]) -> None:
+    def _hand_on(self, told: list[tuple[LateSink, RequestEvent]]) -> None:
         if not self.is_dead:
             for sink, event in told:
-                sink(event)
+                sink.hand_on(event)
 
     # engine.loop.TurnStats.
 
     def stepped(self, batch: ScheduledBatch, busy_ns: int, model_ns: int, num_commands: int) -> None:
         """Count a step."""
-        account, scheduler, pool = self.account, self.scheduler, self.leader.manager.pool
-        account.num_steps += 1
+        self._count(1, busy_ns, self.leader.manager.pool.num_free_blocks)
+        features = self.rank.features.popleft()
+        if self.on_step is not None:
+            begin_ns = self.clock() - busy_ns
+            self.on_step(self._row(features, batch.step, begin_ns, busy_ns, model_ns, num_commands))
+
+    def _count(self, num_steps: int, busy_ns: int, num_free_blocks: int) -> None:
+        """Count steps, after one of which so many blocks were free, the fewest."""
+        account, scheduler = self.account, self.scheduler
+        account.num_steps += num_steps
         account.busy_ns += busy_ns
         account.max_waiting = max(account.max_waiting, scheduler.num_waiting)
-        account.max_blocks = max(account.max_blocks, pool.num_blocks - 1 - pool.num_free_blocks)
+        account.max_blocks = max(account.max_blocks, account.num_blocks - 1 - num_free_blocks)
         account.num_preemptions = scheduler.num_preemptions
         account.num_prompt_tokens = scheduler.num_looked_up_tokens
         account.num_cached_tokens = scheduler.num_found_tokens
-        features = self.rank.features.popleft()
-        self._on_step(
-            StepRow(
-                cell_id="",
-                repeat=0,
-                engine=self.name,
-                step=batch.step,
-                begin_ns=self.clock() - busy_ns,
-                turn_ns=busy_ns,
-                model_ns=model_ns,
-                num_requests=features.num_requests,
-                num_tokens=features.num_tokens,
-                num_logits=features.num_logits,
-                num_prefills=features.num_prefills,
-                num_pairs=features.num_pairs,
-                num_seen=features.num_seen,
-                windowed=features.windowed,
-                num_commands=num_commands,
-                num_running=scheduler.num_running,
-                num_waiting=scheduler.num_waiting,
-                num_free_blocks=pool.num_free_blocks,
-                num_cached_blocks=pool.num_cached_blocks,
-            )
+
+    def _row(
+        self, f: StepFeatures, step: int, begin_ns: int, turn_ns: int, model_ns: int, num_commands: int = 0
+    ) -> StepRow:
+        """Make the row of a step that ended just now."""
+        scheduler, pool = self.scheduler, self.leader.manager.pool
+        return StepRow(
+            cell_id="",
+            repeat=0,
+            engine=self.name,
+            step=step,
+            begin_ns=begin_ns,
+            turn_ns=turn_ns,
+            model_ns=model_ns,
+            num_requests=f.num_requests,
+            num_tokens=f.num_tokens,
+            num_logits=f.num_logits,
+            num_prefills=f.num_prefills,
+            num_pairs=f.num_pairs,
+            num_seen=f.num_seen,
+            windowed=f.windowed,
+            num_commands=num_commands,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_free_blocks=pool.num_free_blocks,
+            num_cached_blocks=pool.num_cached_blocks,
         )
+
+    def _write_rows(self, span: Span, num_steps: int, changes: list[tuple[int, int, int]]) -> None:
+        """Make the rows of steps that were taken at once; `changes`: (step, free blocks, cached blocks), after
+        each step in which they changed, and before all."""
+        assert self.on_step is not None
+        first, at = self.scheduler.num_steps - num_steps + 1, 0
+        for i in range(num_steps):
+            begin_ns = span.begins_ns(i)
+            row = self._row(
+                span.run.step(i), first + i, begin_ns, span.ends_ns[i] - begin_ns, span.model_ns[i]
+            )
+            if i < num_steps - 1:
+                row.num_running = row.num_requests
+            while at + 1 < len(changes) and changes[at + 1][0] <= i:
+                at += 1
+            _, row.num_free_blocks, row.num_cached_blocks = changes[at]
+            self.on_step(row)
 
     def turned(self) -> None:
         """Count a turn: nothing to do."""

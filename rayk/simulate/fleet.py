@@ -71,6 +71,7 @@ class SimFleet:
         seed: int,
         noise: bool,
         strict: bool,
+        fast: bool = True,
         server: ServerSettings | None = None,
         deaths: Sequence[EngineDeath] = (),
         sink: OnRow | None = None,
@@ -95,7 +96,7 @@ class SimFleet:
         """All engines are on one machine; None: its cores are not shared."""
         self._sink = sink
         self._draw = np.random.default_rng([seed, repeat, 0]) if noise else None
-        self._model = config
+        self._model, self._fast = config, fast
         self._members: dict[str, SimMember] = {}
         self._arrivals: ArrivalSource = InOrder(())
         self._next: Event | None = None  # the next arrival
@@ -192,6 +193,7 @@ class SimFleet:
             join=None if self.network is None else partial(SimExtension, network=self.network),
             slow=self._slow(entry),
             on_step=self._note_step,
+            fast=self._fast,
         )
         opened = self.entry.dispatcher.open(entry.name, entry.role, entry.config.num_ranks, self.world.now_ns)
         waiting, member.waiting = member.waiting, []
@@ -270,6 +272,9 @@ class SimFleet:
         if len(self.outcome.steps) < MAX_STEP_ROWS:
             row.cell_id, row.repeat = self.cell.cell_id, self.repeat
             self.outcome.steps.append(row)
+            return
+        for engine in self.engines:
+            engine.on_step = None  # nobody reads more of them
 
     # handover.request_record.RecordLog.
 

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from rayk.engine.leader import RequestEvent
+from rayk.engine.leader import RequestEvent, Sink
 from rayk.handover.request_record import RecordLog, RequestRecord, note_failure
 from rayk.sched.dispatcher import Place
 from rayk.sched.policy import Placement
 from rayk.simulate.arrivals import Arrival
 from rayk.simulate.clock import Event, EventQueue
 from rayk.simulate.engine import SimEngine
+from rayk.simulate.late_sink import TookTokens
 from rayk.simulate.tokens import TokenRule
 from rayk.specs.cells import Cell
 from rayk.transfer.ticket import TransferTicket
@@ -145,7 +146,7 @@ class RequestFlow:
 
     def _send(self, mode: str, engine: SimEngine) -> None:
         """Send the request to its first engine, to end there (mode: whole) or to leave with a ticket."""
-        row, name = self.row, self.name
+        row = self.row
         if self._engines.prefill is None:  # the decode engine computes the prompt itself
             row.decode_engine, row.kv_path = engine.name, "recomputed" if row.num_attempts > 1 else "local"
         else:
@@ -153,8 +154,17 @@ class RequestFlow:
         known = tuple(row.output_token_ids) if mode == "whole" else ()
         self._enter(engine, len(known), computes=True)
         how = {"hand_over": mode == "prefill", "output_token_ids": known}
-        sink = partial(self._hear, engine, name, mode)
-        self._after("dispatch", partial(engine.submit, self._request(), sink, **how))
+        self._after("dispatch", partial(engine.submit, self._request(), *self._sinks(engine, mode), **how))
+
+    def _sinks(self, engine: SimEngine, mode: str) -> tuple[Sink, TookTokens]:
+        """Return what hears of this attempt, and what takes its mere tokens."""
+        name = self.name
+
+        def took(token_ids: list[int], times_ns: list[int]) -> None:
+            if self._is_at(name):
+                self._record.took(engine, token_ids, times_ns)
+
+        return partial(self._hear, engine, name, mode), took
 
     def _request(self) -> Request:
         """Return the request under the name of this attempt."""
@@ -194,13 +204,13 @@ class RequestFlow:
         row.decode_engine, row.kv_path = engine.name, "remote"
         known = tuple(row.output_token_ids)
         self._enter(engine, len(known), computes=False)
-        sink = partial(self._hear, engine, self.name, "decode")
+        request, sinks = self._request(), self._sinks(engine, "decode")
         how = {
             "transfer_s": fleet.transfer_s,
             "reserve_s": fleet.request_s,
             "recompute": fleet.failure_policy == "recompute",
         }
-        self._after("handover", partial(engine.submit_decode, self._request(), ticket, known, sink, **how))
+        self._after("handover", partial(engine.submit_decode, request, ticket, known, *sinks, **how))
 
     def _settle(self) -> None:
         """Have the engine that lent the request's blocks free them."""
@@ -243,6 +253,7 @@ class RequestFlow:
 
     def _time_out(self, limit_s: float) -> None:
         for engine in self._met:
+            engine.catch_up(self.name)
             self._leave(engine)
         self.abort()
         self._settle()

@@ -7,12 +7,17 @@ from typing import Any
 
 import torch
 
-from rayk.engine.leader import Leader, RequestEvent
+from rayk.engine.leader import Leader, RequestEvent, Sink
 from rayk.engine.sampling import PendingTokens
 from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import Scheduler
+from rayk.sched.request_state import RequestState
+from rayk.simulate.late_sink import LateSink
 from rayk.simulate.tokens import TokenRule
 from rayk.types.batch import ScheduledBatch, StepTokens
+from rayk.types.request import TokenLogprobs
+
+NO_TOKENS = torch.empty(0)
 
 
 class SimLeader(Leader):
@@ -36,6 +41,16 @@ class SimLeader(Leader):
         """Whether a turn would do anything, without news from elsewhere."""
         return self._busy() or not self._inbox.empty()
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether its next turn would be for the scheduler's batch alone."""
+        is_asked = self._calls or self._stopping or not self._inbox.empty()
+        return not is_asked and (self._handover is None or self._handover.is_quiet)
+
+    def sink_of(self, request_id: str) -> Sink | None:
+        """Find who hears of a request that is here."""
+        return self._sinks.get(request_id)
+
     def post(self, action: Callable[[], None]) -> None:
         super().post(action)
         self._on_post()
@@ -54,7 +69,24 @@ class SimLeader(Leader):
             if share.needs_logits:
                 number = state.num_tokens - len(state.request.prompt_token_ids)
                 found[share.request_id] = self._rule.token(share.request_id, number)
-        return PendingTokens(tokens=torch.empty(0), finish=lambda _: StepTokens(token_ids=found))
+        return PendingTokens(tokens=NO_TOKENS, finish=lambda _: StepTokens(token_ids=found))
+
+    def _deliver(self, state: RequestState, logprobs: TokenLogprobs | None) -> None:
+        """Tell of a request's last token; at once only if there is more to say than that."""
+        sink = self._sinks.get(state.request_id)
+        is_plain = state.is_reported and state.finish_reason is None and not state.waits_for_token
+        if is_plain and isinstance(sink, LateSink):
+            sink.note(state.tokens[-1], self.clock())
+        else:
+            super()._deliver(state, logprobs)
+
+    def tell_all(self, state: RequestState, tokens: list[int], times_ns: list[int]) -> None:
+        """Tell of a request's last tokens, the last of which came now."""
+        assert state.is_reported, "its first token comes of a single step"
+        sink = self._sinks.get(state.request_id)
+        assert isinstance(sink, LateSink), "a request that runs has a sink"
+        sink.note_all(tokens[:-1], times_ns[:-1])
+        self._deliver(state, None)
 
     def emit(self, event: RequestEvent, *, ends: bool = True) -> None:
         """Stamp the event by the engine's clock."""

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
-from rayk.costs import EngineCosts, StepFeatures, step_features
+from rayk.costs import DecodeRun, EngineCosts, StepFeatures, step_features
 from rayk.costs.table import quantile
 from rayk.simulate.clock import LocalClock
 from rayk.types.batch import ScheduledBatch
 
+<<<<<<< HEAD
 Slow = Callable[[int, int], int]
 """Tells how long a step takes beside what else runs on the host: given when it begins, and its own length."""
+=======
+NO_LOGITS = torch.empty(0)
+Slow = Callable[[int], int]
+"""Tells how long so many ns of a step take beside what else runs on the host."""
+>>>>>>> 4fa6a250 (Take quiet steps of simulated engines at once, and tell mere tokens in bulk)
 
 
 class StepTimer:
@@ -35,6 +42,7 @@ class StepTimer:
         self.windows = tuple(windows)
         self.num_outside_hull = 0
         self._draw = draw
+        self._drawn: deque[float] = deque()  # for steps to come
         self._strict = strict
 
     def features(self, batch: ScheduledBatch) -> StepFeatures:
@@ -45,10 +53,26 @@ class StepTimer:
         self.num_outside_hull += not self.costs.is_inside(features)
         length_ns = self.costs.step_ns(features, strict=self._strict)
         if self._draw is not None:
-            length_ns *= quantile(self.costs.table_of(features).ratios, self._draw.random())
+            share = self._drawn.popleft() if self._drawn else self._draw.random()
+            length_ns *= quantile(self.costs.table_of(features).ratios, share)
         return round(length_ns)
 
-    def host_ns(self, features: StepFeatures) -> int:
+    def ahead(self, run: DecodeRun) -> tuple[list[int], int]:
+        """Tell what each of these steps takes, up to the first that lies outside, and what the host takes of
+        each one's turn: what `model_ns` and `host_ns` would say. `passed` says how many were taken."""
+        table = self.costs.decode
+        lengths_ns = table.each_ns(run)[: table.hull.num_inside(run)]
+        if self._draw is not None:
+            self._drawn += self._draw.random(max(0, len(lengths_ns) - len(self._drawn))).tolist()
+            lengths_ns *= [quantile(table.ratios, share) for share in islice(self._drawn, len(lengths_ns))]
+        return np.rint(lengths_ns).astype(np.int64).tolist(), self.host_ns(run)
+
+    def passed(self, num_steps: int) -> None:
+        """So many steps of those asked about last were taken."""
+        for _ in range(min(num_steps, len(self._drawn))):
+            self._drawn.popleft()
+
+    def host_ns(self, features: StepFeatures | DecodeRun) -> int:
         """Tell what the host takes of the step's turn beside it."""
         return round(self.costs.turn_ns(features))
 
@@ -88,7 +112,7 @@ class SimRank:
         if not self._runs_ahead:
             self._clock.wait_until(self._free_ns)
         self.measure = lambda: took_ns
-        return torch.empty(0)
+        return NO_LOGITS
 
     def work(self, length_ns: float) -> int:
         """Take time for something beside the steps, once those that are queued have run; return how long."""

@@ -47,18 +47,8 @@ def simulate_cell(
     began = time.process_time()
     if (problem := why_not_simulated(cell)) is not None:
         raise UserError(f"not simulated: {problem}", where=f"cell {cell.cell_id}")
-    fleet = SimFleet(
-        cell,
-        config,
-        costs,
-        repeat=repeat,
-        seed=seed,
-        noise=noise,
-        strict=strict,
-        server=server,
-        deaths=deaths,
-        sink=sink,
-    )
+    how = {"repeat": repeat, "seed": seed, "noise": noise, "strict": strict, "fast": fast}
+    fleet = SimFleet(cell, config, costs, **how, server=server, deaths=deaths, sink=sink)
     outcome = fleet.run(InOrder(arrivals) if isinstance(arrivals, Iterable) else arrivals)
     outcome.cpu_s = time.process_time() - began
     return outcome

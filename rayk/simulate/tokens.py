@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from zlib import crc32
 
 from rayk.models.config import DecoderConfig
@@ -14,7 +15,8 @@ class TokenRule:
     def __init__(self, config: DecoderConfig) -> None:
         self.end = min(config.eos_token_ids, default=config.vocab_size - 1)
         """The only token that ends an output before its limit."""
-        self._size = config.vocab_size
+        self._cycle = [t for t in range(config.vocab_size) if t != self.end]
+        """The tokens of every output, which begins somewhere in it."""
         self._lengths: dict[str, int] = {}
 
     def begin(self, request_id: str, num_output_tokens: int) -> None:
@@ -24,10 +26,24 @@ class TokenRule:
     def forget(self, request_id: str) -> None:
         self._lengths.pop(request_id, None)
 
+    def num_left(self, request_id: str, num_told: int) -> int:
+        """Count the output tokens after the first `num_told` up to the one that ends it, as far as known."""
+        num_tokens = self._lengths.get(request_id.partition("~")[0])
+        return sys.maxsize if num_tokens is None else num_tokens - num_told
+
     def token(self, request_id: str, number: int) -> int:
         """Choose the output token of this number, from 1. Attempts of one request get the same ones."""
+        (token,) = self.tokens(request_id, number, 1)
+        return token
+
+    def tokens(self, request_id: str, number: int, count: int) -> list[int]:
+        """Choose the tokens of this number and those after it."""
         request_id = request_id.partition("~")[0]
-        if number == self._lengths.get(request_id):
-            return self.end
-        token = (crc32(request_id.encode()) + 7919 * number) % (self._size - 1)
-        return token + (token >= self.end)
+        cycle = self._cycle
+        start = (crc32(request_id.encode()) + number) % len(cycle)
+        found = cycle[start : start + count]
+        while len(found) < count:
+            found += cycle[: count - len(found)]
+        if (end := self._lengths.get(request_id, 0) - number) >= 0 and end < count:
+            found[end] = self.end
+        return found

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rayk.costs import CostBook, EngineCosts, StepFeatures, grown, step_features
-from rayk.costs.hull import Hull
+from rayk.costs import CostBook, EngineCosts, StepFeatures, decode_run, step_features
+from rayk.costs.hull import Hull, place_of
 from rayk.costs.table import Gap, LinearCost, Residuals, StepTable, term_value
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.errors import OutsideHull, UserError
@@ -56,8 +56,24 @@ def test_features_are_sums_over_requests(shares):
 
 
 def test_decode_steps_grow_by_a_token_each():
-    first = step_features(batch((1, 7), (1, 3)))
-    assert list(grown(first, 3)) == [step_features(batch((1, 7 + i), (1, 3 + i))) for i in range(3)]
+    run = decode_run([7, 3], 9, (4, 12))
+    singles = [step_features(batch((1, 7 + i), (1, 3 + i)), (4, 12)) for i in range(9)]
+    assert [run.step(i) for i in range(9)] == singles
+    terms = ("one", "requests", "tokens>1", "seen", "seen>20", "pairs<25", "seen@1", "pairs@0")
+    table = StepTable(terms=terms, constants=(0.1, 1 / 3, 1e-3, 1 / 7, 3.3, 0.7, 1 / 9, 1e5))
+    assert table.each_ns(run).tolist() == [table.ns(single) for single in singles]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "seen", "num"),
+    [({}, (), 9), ({"num_seen": (0, 20)}, (), 5), ({"num_seen": (14, 99)}, (), 0), ({}, (5, 11), 9), ({}, (60,), 0)],
+)
+def test_steps_are_inside_as_long_as_each_is(bounds, seen, num):
+    """Two requests see 12, 14, ... 28 tokens; places of two tokens, each seeing so many."""
+    hull = Hull(bounds=bounds, places=tuple(place_of((2, n, n)) for n in seen))
+    run = decode_run([7, 3], 9)
+    inside = [hull.why_outside(run.step(i)) is None for i in range(9)]
+    assert hull.num_inside(run) == next((i for i, is_in in enumerate(inside) if not is_in), 9) == num
 
 
 def test_terms():

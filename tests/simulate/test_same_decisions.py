@@ -127,7 +127,7 @@ def simulated(config: EngineConfig, real: RealEngine, asked: Sequence[Asked]) ->
     world, batches = EventQueue(), []
     rule = Noted(model, real.outputs)
     timer = StepTimer(EngineCosts.flat(STEP_NS))
-    engine = SimEngine(world, "prefill0", "aggregated", config, model, timer, rule)
+    engine = SimEngine(world, "prefill0", "aggregated", config, model, timer, rule, fast=False)
     # Tokens end nothing here: the real engine's requests ignore its EOS.
     engine.scheduler._eos_token_ids = frozenset()
     step = engine.rank.step
