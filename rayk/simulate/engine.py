@@ -153,7 +153,7 @@ class SimEngine:
     def later(self, sink: Sink, took: TookTokens | None = None) -> LateSink:
         """Return a sink that hands events on at the times on their stamps, and before the next one, in bulk,
         tokens of which there is no more to say: to `took`, or else as events. See `catch_up`."""
-        return LateSink(sink, took, self._told.append)
+        return LateSink(sink, took, self._told.append, self.clock)
 
     def catch_up(self, request_id: str) -> None:
         """Tell, of a request, all that has happened before now."""

@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 
 from rayk.engine.leader import RequestEvent, Sink
+from rayk.types.clock import Clock
 
 TookTokens = Callable[[list[int], list[int]], None]
 """Takes tokens, and when each was there (ns): the same as an event of each that says nothing else."""
@@ -19,18 +20,25 @@ class LateSink:
     calls `catch_up` first.
     """
 
-    __slots__ = ("_queue", "_request_id", "_sink", "_times_ns", "_tokens", "_took")
+    __slots__ = ("_clock", "_queue", "_request_id", "_sink", "_times_ns", "_tokens", "_took")
 
     def __init__(
-        self, sink: Sink, took: TookTokens | None, queue: Callable[[tuple[LateSink, RequestEvent]], None]
+        self,
+        sink: Sink,
+        took: TookTokens | None,
+        queue: Callable[[tuple[LateSink, RequestEvent]], None],
+        clock: Clock,
     ) -> None:
-        """`took`: gets such tokens; None: the sink gets an event of each. `queue`: keeps an event until its time has come; `hand_on` is called then."""
-        self._sink, self._took, self._queue = sink, took, queue
+        """`took`: gets such tokens; None: the sink gets an event of each. `queue`: keeps an event until its
+        time has come;
+        `hand_on` is called then. `clock`: the engine's, by which events are stamped."""
+        self._sink, self._took, self._queue, self._clock = sink, took, queue, clock
         self._request_id = ""
         self._tokens: list[int] = []
         self._times_ns: list[int] = []
 
     def __call__(self, event: RequestEvent) -> None:
+        object.__setattr__(event, "time_ns", self._clock())  # nobody has seen it yet
         self._request_id = event.request_id
         self._queue((self, event))
 

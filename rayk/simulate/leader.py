@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rayk.engine.leader import Leader, RequestEvent, Sink
+from rayk.engine.leader import Leader, Sink
 from rayk.engine.sampling import PendingTokens
 from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import Scheduler
@@ -87,8 +87,3 @@ class SimLeader(Leader):
         assert isinstance(sink, LateSink), "a request that runs has a sink"
         sink.note_all(tokens[:-1], times_ns[:-1])
         self._deliver(state, None)
-
-    def emit(self, event: RequestEvent, *, ends: bool = True) -> None:
-        """Stamp the event by the engine's clock."""
-        object.__setattr__(event, "time_ns", self.clock())  # nobody has seen it yet
-        super().emit(event, ends=ends)
