@@ -282,10 +282,10 @@ class TransferHandover:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether turns do nothing here until a rank has news or somebody asks: nobody waits for blocks or
-        has a deadline. Reads may be under way, and leases open. For a simulation."""
-        is_waiting = bool(self._commands) or self.reservations.is_busy or self.lending.any_waiting
-        return not (is_waiting or self.receiving.any_waiting or self.offloading is not None)
+        """Whether turns do nothing here until a rank has news, or somebody asks: reads may be under way, but
+        nobody waits for blocks, or has a deadline here. For a simulation."""
+        is_lender = self.lending.is_open or self.reservations.is_busy or self.offloading is not None
+        return not (is_lender or self._commands or self.receiving.any_waiting)
 
     def absorb(self, results: tuple[tuple[object, ...], ...], polls: tuple[Any, ...]) -> None:
         """Command results in the order sent, then each rank's news."""

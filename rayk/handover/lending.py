@@ -55,11 +55,6 @@ class Lending:
         """Whether any lease holds."""
         return bool(self._leases)
 
-    @property
-    def any_waiting(self) -> bool:
-        """Whether a ticket waits for room."""
-        return bool(self._for_tier)
-
     def holds(self, request_id: str) -> bool:
         """Tell whether a request has a lease."""
         return request_id in self._lease_ids

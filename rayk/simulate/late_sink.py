@@ -30,8 +30,7 @@ class LateSink:
         clock: Clock,
     ) -> None:
         """`took`: gets such tokens; None: the sink gets an event of each. `queue`: keeps an event until its
-        time has come;
-        `hand_on` is called then. `clock`: the engine's, by which events are stamped."""
+        time has come; `hand_on` is called then. `clock`: the engine's, by which events are stamped."""
         self._sink, self._took, self._queue, self._clock = sink, took, queue, clock
         self._request_id = ""
         self._tokens: list[int] = []
