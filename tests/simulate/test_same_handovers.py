@@ -1,0 +1,105 @@
+"""Real engines that hand over decide as simulated ones do, turn by turn: batches, blocks, reads, leases."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayk.costs import CostBook, EngineCosts
+from rayk.costs.table import Gap, GapTable, LinearCost, ReadCosts, TransferTable, read_name
+from rayk.models.families import load_config
+from rayk.oracle.tiny import HYBRID
+from rayk.simulate import cell_arrivals
+from rayk.specs import Cell
+from rayk.types.rows import TransferRow
+from tests.markers import one_per, thorough
+from tests.simulate.cells import sim_cell
+from tests.simulate.replay import record, replay
+
+KINDS = {"qwen3": {}, "qwen3-hybrid": {}, "falcon_h1": {"state_block_size": 8}}
+
+
+def book_of(cell: Cell) -> CostBook:
+    """Steps of 1 ms, and of all else a little."""
+    assert cell.decode is not None
+    commands = {name: LinearCost(fixed_ns=40_000, byte_ns=0.2) for name in ("MakeTicket", "fence", "verify")}
+    reads = ReadCosts(post=LinearCost(fixed_ns=20_000, descriptor_ns=2_000, byte_ns=0.1), wait=LinearCost())
+    gap = lambda ns: Gap(quantiles=(0.0, ns, 3 * ns))  # noqa: E731
+    return CostBook(
+        any_engine=EngineCosts.flat(1_000_000, 10_000, commands=commands),
+        transfers=TransferTable(reads={read_name(cell.prefill, cell.decode): reads}),
+        gaps=GapTable(dispatch=gap(400_000), handover=gap(700_000), release=gap(90_000)),
+        folder="flat",
+    )
+
+
+def cell_of(path: Path, tp: tuple[int, int], **engine: Any) -> Cell:
+    settings = {"max_batch_tokens": 12, "max_seqs": 4, "prefix_caching": True, **engine}
+    return sim_cell(
+        load_config(path),
+        model=str(path),
+        mode="disaggregated",
+        prefill={"tp": tp[0]},
+        decode={"tp": tp[1], "block_size": 4, "num_blocks": 26},
+        engine=settings,
+        dtype="float32",
+        sampling={"max_tokens": 14},
+    )
+
+
+def prompts(seed: int, num: int = 14) -> list[tuple[int, ...]]:
+    """Some begin alike."""
+    draw = random.Random(seed)
+    prefixes = [tuple(draw.randrange(3, 200) for _ in range(24)) for _ in range(2)]
+    return [
+        draw.choice(prefixes)[: draw.choice([0, 8, 24])]
+        + tuple(draw.randrange(3, 200) for _ in range(draw.randrange(1, 30)))
+        for _ in range(num)
+    ]
+
+
+@pytest.fixture(scope="session")
+def model_of(checkpoint: Callable[..., Path]) -> Callable[[str], Path]:
+    def make(name: str) -> Path:
+        family, _, hybrid = name.partition("-")
+        return checkpoint(family, overrides=dict(HYBRID)) if hybrid else checkpoint(family)
+
+    return make
+
+
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("name", list(KINDS))
+@one_per()
+def test_decisions_are_equal(
+    monkeypatch: pytest.MonkeyPatch, model_of: Callable[[str], Path], name: str, tp: tuple[int, int]
+) -> None:
+    path = model_of(name)
+    cell = cell_of(path, tp, num_blocks=40, **KINDS[name])
+    model = load_config(path)
+    draw = random.Random(7)
+    found = prompts(1)
+    due = sorted(draw.randrange(30_000_000) for _ in found)
+    lengths = [draw.randrange(1, 15) for _ in found]
+    arrivals = cell_arrivals(cell, found, due_ns=due, num_output_tokens=lengths)
+    recording = record(monkeypatch, cell, model, arrivals, book_of(cell), noise=True, seed=3)
+    assert [r.error for r in recording.outcome.requests] == [None] * len(found)
+    sides = replay(recording, cell, model)
+    for side in sides.values():
+        side.turn()
+        side.leader.check_integrity()
+        assert not side.leader.manager.leases
+        side.close()
+    real = [row for side in sides.values() for row in side.transfers]
+    assert sorted(map(counted, real)) == sorted(map(counted, recording.outcome.transfers))
+
+
+def counted(row: TransferRow) -> tuple[Any, ...]:
+    """What a read's row says of bytes, not of times."""
+    names = "producer_rank consumer_rank group bytes held_bytes num_descriptors num_descriptors_merged staged"
+    names += " direct_cost_us staged_cost_us mode purpose verdict"
+    return (row.request_id, *(getattr(row, name) for name in names.split()))
