@@ -325,8 +325,8 @@ class SimEngine:
         )
 
     def _write_rows(self, span: Span, num_steps: int, changes: list[tuple[int, int, int]]) -> None:
-        """Make the rows of steps that were taken at once; `changes`: (step, free blocks, cached blocks), after
-        each step in which they changed, and before all."""
+        """Make the rows of steps that were taken at once; `changes`: (step, free blocks, cached blocks),
+        after each step in which they changed, and before all."""
         assert self.on_step is not None
         first, at = self.scheduler.num_steps - num_steps + 1, 0
         for i in range(num_steps):

@@ -21,8 +21,8 @@ from rayk.simulate.engine import SimEngine
 from rayk.simulate.entry import SECRET, CellEntry, Entry, ServerEntry
 from rayk.simulate.extension import SimExtension
 from rayk.simulate.flow import RequestFlow
-from rayk.simulate.network import SimNetwork
 from rayk.simulate.host import SimHost
+from rayk.simulate.network import SimNetwork
 from rayk.simulate.outcome import SimEngineAccount, SimOutcome
 from rayk.simulate.rank import Slow, StepTimer
 from rayk.simulate.tokens import TokenRule

@@ -233,7 +233,7 @@ class RequestFlow:
         self.end()
 
     def _enter(self, engine: SimEngine, num_told: int, *, computes: bool) -> None:
-        """A stream from this engine begins behind so many output tokens. The engine's death ends the attempt."""
+        """A stream from this engine begins behind so many output tokens; its death ends the attempt."""
         self._record.enter(num_told, computes=computes)
         engine.streams[self.name] = self._fail
 

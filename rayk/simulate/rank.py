@@ -16,14 +16,9 @@ from rayk.costs.table import quantile
 from rayk.simulate.clock import LocalClock
 from rayk.types.batch import ScheduledBatch
 
-<<<<<<< HEAD
+NO_LOGITS = torch.empty(0)
 Slow = Callable[[int, int], int]
 """Tells how long a step takes beside what else runs on the host: given when it begins, and its own length."""
-=======
-NO_LOGITS = torch.empty(0)
-Slow = Callable[[int], int]
-"""Tells how long so many ns of a step take beside what else runs on the host."""
->>>>>>> 4fa6a250 (Take quiet steps of simulated engines at once, and tell mere tokens in bulk)
 
 
 class StepTimer:

@@ -78,6 +78,4 @@ class Spans:
             self._leader.tell_all(state, tokens, times_ns)
 
     def _num_left(self, state: RequestState) -> int:
-        return self._rule.num_left(
-            state.request_id, len(state.tokens) - len(state.request.prompt_token_ids)
-        )
+        return self._rule.num_left(state.request_id, len(state.tokens) - len(state.request.prompt_token_ids))

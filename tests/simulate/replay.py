@@ -242,7 +242,7 @@ def replay(recording: Recording, cell: Cell, model: DecoderConfig) -> dict[str, 
             (request, *_), how = of
             tokens = of[0][2]
             for events in (s.events.get(request.request_id, ()) for s in sides.values()):
-                tickets |= {request.request_id: e.payload for e in events if e.payload is not None}
+                tickets |= {event.request_id: event.payload for event in events if event.payload}
             how = {key: value for key, value in how.items() if key != "sink"}
             side.handover.submit_decode(request, tickets[request.request_id], tokens, sink=side.hear, **how)
         elif what == "settle":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,16 @@ from rayk.oracle.tiny import HYBRID
 from rayk.simulate import cell_arrivals
 from rayk.specs import Cell
 from rayk.types.rows import TransferRow
-from tests.markers import one_per, thorough
+from tests.markers import one_per
 from tests.simulate.cells import sim_cell
 from tests.simulate.replay import record, replay
 
-KINDS = {"qwen3": {}, "qwen3-hybrid": {}, "falcon_h1": {"state_block_size": 8}}
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3": {"num_blocks": 26},
+    "qwen3-hybrid": {"num_blocks": 40},
+    "falcon_h1": {"num_blocks": 26, "state_block_size": 8},
+}
+"""Family -> settings of its decode engines, whose blocks are short."""
 
 
 def book_of(cell: Cell) -> CostBook:
@@ -38,15 +42,16 @@ def book_of(cell: Cell) -> CostBook:
     )
 
 
-def cell_of(path: Path, tp: tuple[int, int], **engine: Any) -> Cell:
-    settings = {"max_batch_tokens": 12, "max_seqs": 4, "prefix_caching": True, **engine}
+def cell_of(path: Path, name: str, tp: tuple[int, int]) -> Cell:
+    settings = {"max_batch_tokens": 12, "max_seqs": 4, "prefix_caching": True, "num_blocks": 40}
+    decode, states = dict(KINDS[name]), KINDS[name].get("state_block_size")
     return sim_cell(
         load_config(path),
         model=str(path),
         mode="disaggregated",
         prefill={"tp": tp[0]},
-        decode={"tp": tp[1], "block_size": 4, "num_blocks": 26},
-        engine=settings,
+        decode={"tp": tp[1], "block_size": 4, **decode},
+        engine=settings | ({"state_block_size": states} if states else {}),
         dtype="float32",
         sampling={"max_tokens": 14},
     )
@@ -79,14 +84,14 @@ def test_decisions_are_equal(
     monkeypatch: pytest.MonkeyPatch, model_of: Callable[[str], Path], name: str, tp: tuple[int, int]
 ) -> None:
     path = model_of(name)
-    cell = cell_of(path, tp, num_blocks=40, **KINDS[name])
+    cell = cell_of(path, name, tp)
     model = load_config(path)
     draw = random.Random(7)
     found = prompts(1)
     due = sorted(draw.randrange(30_000_000) for _ in found)
     lengths = [draw.randrange(1, 15) for _ in found]
     arrivals = cell_arrivals(cell, found, due_ns=due, num_output_tokens=lengths)
-    recording = record(monkeypatch, cell, model, arrivals, book_of(cell), noise=True, seed=3)
+    recording = record(monkeypatch, cell, model, arrivals, book_of(cell), noise=True, seed=3, fast=False)
     assert [r.error for r in recording.outcome.requests] == [None] * len(found)
     sides = replay(recording, cell, model)
     for side in sides.values():

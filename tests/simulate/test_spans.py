@@ -72,7 +72,9 @@ def cells(draw: st.DrawFn) -> tuple[Cell, DecoderConfig, list[Arrival], CostBook
         at_ns += every * draw(st.integers(0, 12))
         prompt = (7,) * draw(st.sampled_from([0, 8])) + tuple(range(index, index + draw(st.integers(1, 9))))
         num = draw(st.one_of(st.none(), st.integers(1, 20)))
-        arrivals.append(Arrival(at_ns=at_ns, index=index, prompt=prompt, max_tokens=30, num_output_tokens=num))
+        arrivals.append(
+            Arrival(at_ns=at_ns, index=index, prompt=prompt, max_tokens=30, num_output_tokens=num)
+        )
     flat, gap_ns = draw(st.booleans()), draw(st.sampled_from([0, 500]))
     costs = book(model, is_flat=flat, gap_ns=gap_ns, reach=draw(st.sampled_from([60, 10_000])))
     return cell, model, arrivals, costs, {"noise": draw(st.booleans()), "strict": False}
@@ -93,7 +95,8 @@ def test_a_fast_world_is_as_one_that_takes_each_step(monkeypatch: pytest.MonkeyP
     def hold_equal(drawn: Any) -> None:
         cell, model, arrivals, costs, how = drawn
         fast, slow = (
-            picture(simulate_cell(cell, model, arrivals, costs, fast=is_fast, **how)) for is_fast in (True, False)
+            picture(simulate_cell(cell, model, arrivals, costs, fast=is_fast, **how))
+            for is_fast in (True, False)
         )
         assert fast == slow
 
@@ -103,7 +106,7 @@ def test_a_fast_world_is_as_one_that_takes_each_step(monkeypatch: pytest.MonkeyP
 
 
 def test_a_step_outside_of_the_tables_is_met_where_it_comes() -> None:
-    """The tenth token would be the first of such a step: a request that ends before is none of its business."""
+    """The tenth token would be the first of such a step: a request that ends before never meets it."""
     costs = book(MODEL, is_flat=False, gap_ns=0, reach=20)
     for is_fast in (True, False):
         for num, is_outside in ((16, False), (20, True)):
