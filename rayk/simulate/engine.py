@@ -70,7 +70,7 @@ class SimEngine:
         answers its hand-over's commands. `slow`: what its host makes of its steps. `on_step` gets a row of
         each step, without its cell. `fast`: quiet steps are taken at once (see spans)."""
         self.name, self.role, self.epoch = name, role, epoch
-        self.costs = timer.costs
+        self.config, self.costs = config, timer.costs
         self.is_dead = False
         self.streams: dict[str, Callable[[RaykError], object]] = {}
         """Who is to hear if it dies, by the attempt that it has."""

@@ -32,11 +32,13 @@ from rayk.handover.receiving import DRAIN_S
 from rayk.kv.manager import KVCacheManager
 from rayk.simulate.clock import Event, LocalClock
 from rayk.simulate.network import Message, SimNetwork
+from rayk.simulate.outcome import SimEngineAccount
 from rayk.simulate.pull import SimRead, layer_proofs, offered_blocks
 from rayk.transfer.consumer import TransferOutcome, refusal
 from rayk.transfer.lease import RENEWALS_PER_LEASE, LeaseTable, ReleaseMessage, Renewals, RenewMessage
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.valid_prefix import LayerProof
+from rayk.types.config import EngineConfig
 from rayk.types.errors import HandshakeMismatch, RaykError, TransferError
 
 FAILED_KEPT = 1024
@@ -52,8 +54,11 @@ class Host(Protocol):
     name: str
     epoch: int
     clock: LocalClock
+    role: str
+    config: EngineConfig
     costs: EngineCosts
     manager: KVCacheManager
+    account: SimEngineAccount
 
     def work(self, length_ns: float) -> int:
         """Take time on every rank, once the steps before have run; return how long."""
@@ -77,12 +82,9 @@ class SimExtension:
     """Implements engine.loop.RankExtension and simulate.network.Peer."""
 
     def __init__(self, host: Host, network: SimNetwork) -> None:
-        self.name, self.epoch = host.name, host.epoch
+        self.name, self.epoch, self.config = host.name, host.epoch, host.config
         self.num_acts = 0
         """Commands carried out, and polls that had news."""
-        deadlines, transfer = network.cell.deadlines, network.cell.spec.transfer
-        self._lease_ns = int((deadlines.request_s + deadlines.transfer_s) * 1e9)
-        self._renewed_ns = None if transfer.lease_s is None else int(transfer.lease_s * 1e9)
         self._host, self._network = host, network
         self._leases = LeaseTable()
         self._watch: Event | None = None  # of the next end of a lease
@@ -92,7 +94,8 @@ class SimExtension:
         self._draining: dict[str, SimRead] = {}
         self._failed: OrderedDict[str, SimRead] = OrderedDict()
         self._outcomes: list[TransferOutcome] = []
-        network.join(self)
+        self._reads_since_ns = 0  # of those in `_reading`, if there are any
+        network.join(self, reads=host.role == "decode")
 
     # engine.loop.RankExtension.
 
@@ -182,13 +185,13 @@ class SimExtension:
 
     def _make_ticket(self, command: MakeTicket) -> TicketPart:
         host, began_ns = self._host, self._host.clock()
-        deadline_ns = began_ns + self._lease_ns
-        self._leases.open(command.lease_id, deadline_ns, now_ns=began_ns, lease_ns=self._renewed_ns)
+        deadline_ns, renewed_ns = began_ns + self._network.lease_ns, self._network.renewed_ns
+        self._leases.open(command.lease_id, deadline_ns, now_ns=began_ns, lease_ns=renewed_ns)
         self._watch_leases()
         generations = tuple(self.generations(table) for table in command.block_tables)
-        num_bytes = self._network.plans.lent_bytes(command.num_tokens)
+        num_bytes = self._network.lent_bytes(self.config, command.num_tokens)
         digest_ns = host.work(self._cost("MakeTicket").ns(num_bytes))
-        return TicketPart(_NO_DIGESTS, generations, self._renewed_ns, digest_ns)
+        return TicketPart(_NO_DIGESTS, generations, renewed_ns, digest_ns)
 
     def _watch_leases(self) -> None:
         """See to it that the engine polls when a lease may end by itself."""
@@ -238,26 +241,28 @@ class SimExtension:
     def _plan(self, command: StartRead) -> SimRead:
         """Raises HandshakeMismatch where the producer is gone, TransferError where nothing may be read."""
         ticket, network, began_ns = command.ticket, self._network, self._host.clock()
-        if network.peer(ticket.engine, ticket.epoch) is None:
+        producer = network.peer(ticket.engine, ticket.epoch)
+        if producer is None:
             epoch = network.epoch(ticket.engine)
             connected = "not connected" if epoch is None else f"{ticket.engine} epoch {epoch}"
             raise HandshakeMismatch((("engine", f"{ticket.engine} epoch {ticket.epoch}", connected),))
-        tables = ticket.block_tables, command.block_tables
+        pair, tables = (
+            network.pairing(producer.config, self.config),
+            (ticket.block_tables, command.block_tables),
+        )
         try:
-            rows = network.plans.rows(
-                ticket.request_id, ticket.num_tokens, *tables, first_row=command.first_row
-            )
+            rows = pair.plans.rows(ticket.request_id, ticket.num_tokens, *tables, first_row=command.first_row)
         except TransferError as error:
             raise TransferError(ticket.request_id, error.reason) from error
-        read = SimRead(command, rows, began_ns, began_ns + int(command.deadline_s * 1e9))
-        read.lay_out(network.reads)
+        read = SimRead(command, pair, rows, began_ns, began_ns + int(command.deadline_s * 1e9))
+        read.lay_out()
         return read
 
     def _post(self, read: SimRead) -> None:
         """Post a read; where the reader copies the bytes itself, go on until all is proven."""
         host, network = self._host, self._network
-        if network.reads_in_post or not read.moves:
-            host.work(read.post_ns + read.wait_ns)
+        if read.pair.reads_in_post or not read.moves:
+            host.account.read_ns += host.work(read.post_ns + read.wait_ns)
             read.arrived(host.clock())
             if host.clock() >= read.deadline_ns:
                 self._fail(read, "deadline passed while reading")
@@ -266,10 +271,12 @@ class SimExtension:
                 read.stage_ns["fence"] = host.work(self._cost("fence").ns())
             self._check(read)
             return
+        if not self._reading:
+            self._reads_since_ns = host.clock()
         host.work(read.post_ns)
         self._reading[read.ticket.request_id] = read
         self._hold(read.ticket)
-        fixed_ns = min(network.reads.wait.fixed_ns, read.wait_ns)
+        fixed_ns = min(read.pair.costs.wait.fixed_ns, read.wait_ns)
         read.flow = network.links.begin(
             (read.ticket.engine, self.name),
             host.clock(),
@@ -339,7 +346,9 @@ class SimExtension:
 
     def _end(self, read: SimRead) -> None:
         """Nobody waits for a read any more, and its lease is needed no longer."""
-        self._reading.pop(read.ticket.request_id, None)
+        was_there = self._reading.pop(read.ticket.request_id, None) is not None
+        if was_there and not self._reading:
+            self._host.account.read_ns += self._host.clock() - self._reads_since_ns
         self._cancel(read.timer)
         self._release(read.ticket)
 
@@ -357,8 +366,7 @@ class SimExtension:
         if read is None:
             return []
         self._host.work(self._cost("verify").ns(read.rank_bytes))
-        groups = self._host.manager.groups
-        return layer_proofs(read, groups, self._network.plans.lenders, command.first_row)
+        return layer_proofs(read, self._host.manager.groups, command.first_row)
 
     def _cost(self, name: str) -> LinearCost:
         return self._host.costs.commands.get(name, _FREE)

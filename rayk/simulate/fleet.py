@@ -89,8 +89,11 @@ class SimFleet:
         self.request_s, self.transfer_s = limits.request_s, limits.transfer_s
         self.network: SimNetwork | None = None
         """What joins engines that hand over."""
-        if cell.decode is not None:
-            self.network = SimNetwork(self.world, cell, config, costs, partial(self.gap_ns, "release"))
+        entries = cell_engines(cell) if server is None else server.engines
+        if any(entry.role == "decode" for entry in entries):
+            transfer = cell.spec.transfer if server is None else server.transfer
+            how = {"lease_s": self.request_s + self.transfer_s, "release_ns": partial(self.gap_ns, "release")}
+            self.network = SimNetwork(self.world, config, costs, transfer, **how)
         self._gaps, self._form_s = costs.gaps, costs.host.form_s
         self._host = SimHost(costs.host) if costs.host.num_cores and costs.host.slow else None
         """All engines are on one machine; None: its cores are not shared."""
@@ -100,7 +103,7 @@ class SimFleet:
         self._members: dict[str, SimMember] = {}
         self._arrivals: ArrivalSource = InOrder(())
         self._next: Event | None = None  # the next arrival
-        for entry in cell_engines(cell) if server is None else server.engines:
+        for entry in entries:
             draw = np.random.default_rng([seed, repeat, 1 + len(self._members)]) if noise else None
             found = costs.find(engine_key(config, entry.config))
             timer = StepTimer(found, windows_of(config), draw=draw, strict=strict)
@@ -119,6 +122,7 @@ class SimFleet:
         self.world.run()
         outcome = self.outcome
         outcome.end_ns, outcome.num_events = self.world.now_ns, self.world.num_events
+        outcome.reads_as_coded = self.network is not None and not self.network.is_measured
         for member in self._members.values():
             outcome.num_outside_hull += member.timer.num_outside_hull
             if member.life is not None:

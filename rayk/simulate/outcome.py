@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,8 @@ from rayk.costs import CostBook
 from rayk.specs.cells import Cell
 from rayk.types.rows import CellRow, RequestRow, TransferRow
 from rayk.types.steps import StepRow
+
+_SUMMED = ("num_steps", "busy_ns", "read_ns", "num_preemptions", "num_prompt_tokens", "num_cached_tokens")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -25,10 +27,11 @@ class SimEngineAccount:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # of them
     num_deaths: int = 0
+    read_ns: int = 0  # with reads of others' KV under way
 
     def add(self, life: SimEngineAccount) -> None:
         """Add a life to those before it."""
-        for name in ("num_steps", "busy_ns", "num_preemptions", "num_prompt_tokens", "num_cached_tokens"):
+        for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(life, name))
         self.max_waiting = max(self.max_waiting, life.max_waiting)
         self.max_blocks = max(self.max_blocks, life.max_blocks)
@@ -44,12 +47,13 @@ class SimOutcome:
     engines: dict[str, SimEngineAccount] = field(default_factory=dict)
     end_ns: int = 0  # of the last event
     num_outside_hull: int = 0  # steps that the tables do not cover
+    reads_as_coded: bool = False  # nobody measured reads between such engines: their costs are the code's
     num_events: int = 0
     cpu_s: float = 0.0
 
 
 def prediction_facts(
-    costs: CostBook, outcomes: Iterable[SimOutcome], *, noise: bool = False
+    costs: CostBook, outcomes: Sequence[SimOutcome], *, noise: bool = False
 ) -> dict[str, Any]:
     """Say, for environment.json of a simulated run, what its times were made of; reports begin with it."""
     return {
@@ -57,6 +61,7 @@ def prediction_facts(
             "costs": costs.folder,
             "unmeasured": not costs.is_measured,
             "outside_hull": sum(outcome.num_outside_hull for outcome in outcomes),
+            "reads_as_coded": any(outcome.reads_as_coded for outcome in outcomes),
             "noise": noise,
         }
     }

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from rayk.costs.table import ReadCosts
 from rayk.handover.commands import StartRead
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.groups import KVCacheGroup
 from rayk.simulate.clock import Event
 from rayk.simulate.links import Flow
+from rayk.simulate.network import Pairing
 from rayk.transfer.consumer import TransferOutcome
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.valid_prefix import LayerProof, proven_rows
@@ -23,6 +23,7 @@ class SimRead:
     """A read from its command to its outcome, and on until nothing of it is in flight."""
 
     command: StartRead
+    pair: Pairing
     rows: list[list[TransferRow]]
     """Those of each rank of the reader."""
     began_ns: int
@@ -56,9 +57,9 @@ class SimRead:
         """Bytes that come to the rank which gets most."""
         return max((sum(row.bytes for row in rank) for rank in self.rows), default=0)
 
-    def lay_out(self, costs: ReadCosts) -> None:
+    def lay_out(self) -> None:
         """Put the rows' posts one after another on each rank, and work out how long all takes."""
-        ends = []
+        ends, costs = [], self.pair.costs
         for rank in self.rows:
             at_ns, num_bytes, num_descriptors = float(self.began_ns), 0, 0
             for row in (row for row in rank if row.bytes):
@@ -113,13 +114,11 @@ def offered_blocks(ticket: TransferTicket) -> tuple[tuple[int, ...], tuple[int, 
     return tuple(block for block, _ in each), tuple(generation for _, generation in each)
 
 
-def layer_proofs(
-    read: SimRead, groups: Sequence[KVCacheGroup], lenders: Sequence[KVCacheGroup], first_row: int
-) -> list[LayerProof]:
+def layer_proofs(read: SimRead, groups: Sequence[KVCacheGroup], first_row: int) -> list[LayerProof]:
     """Say what of a failed read arrived all the same; rows before `first_row` were here. `groups`: of the
-    reader, `lenders`: of the producer, whose blocks may have been handed out again."""
+    reader."""
     ticket = read.ticket
-    homes = {key: group for group in lenders for key in group.keys}
+    homes = {key: group for group in read.pair.plans.lenders for key in group.keys}
     proofs = []
     for group in groups:
         for layer, part in group.keys:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 from rayk.costs.book import CostBook
+from rayk.kv.formats import engine_format
 from rayk.models.config import DecoderConfig
 from rayk.simulate.arrivals import Arrival, ArrivalSource, InOrder
 from rayk.simulate.deaths import EngineDeath
@@ -45,7 +46,7 @@ def simulate_cell(
     Raises UserError for what is not simulated, and where `costs` lacks an engine.
     """
     began = time.process_time()
-    if (problem := why_not_simulated(cell)) is not None:
+    if (problem := why_not_simulated(cell, server)) is not None:
         raise UserError(f"not simulated: {problem}", where=f"cell {cell.cell_id}")
     how = {"repeat": repeat, "seed": seed, "noise": noise, "strict": strict, "fast": fast}
     fleet = SimFleet(cell, config, costs, **how, server=server, deaths=deaths, sink=sink)
@@ -54,17 +55,22 @@ def simulate_cell(
     return outcome
 
 
-def why_not_simulated(cell: Cell) -> str | None:
-    """Name the first thing of a cell that cannot be simulated; None: all of it can."""
-    spec = cell.spec
+def why_not_simulated(cell: Cell, server: ServerSettings | None = None) -> str | None:
+    """Name the first thing of a cell, or of a server in its place, that cannot be simulated; None: all of it
+    can."""
+    engines = cell.engines if server is None else [entry.config for entry in server.engines]
+    formats = {engine_format(e.dtype, e.kv_dtype, e.kv_scales) for e in engines}
+    hands_over = cell.decode is not None if server is None else not server.is_aggregated
+    settings = server or cell.spec
+    transfer, offload = settings.transfer, settings.offload
     problems = {
         cell.unsupported or "": cell.unsupported is not None,
         "engines of vLLM": not cell.is_rayks,
-        "pushes (transfer.mode: push)": cell.decode is not None and spec.transfer.mode == "push",
-        "KV formats that differ (kv_dtype)": cell.decode is not None and cell.is_converted,
+        "pushes (transfer.mode: push)": hands_over and transfer.mode == "push",
+        "KV formats that differ (kv_dtype)": hands_over and len(formats) > 1,
         "faults": bool(cell.faults),
-        "pipelines (pp over 1)": any(engine.pp > 1 for engine in cell.engines),
-        "a host tier (offload)": spec.offload.settings() is not None,
+        "pipelines (pp over 1)": any(engine.pp > 1 for engine in engines),
+        "a host tier (offload)": offload.settings() is not None,
         "sampling.prompt_logprobs": cell.sampling.prompt_logprobs is not None,
     }
     return next((name for name, is_so in problems.items() if is_so), None)
