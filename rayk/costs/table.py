@@ -163,7 +163,8 @@ class EngineCosts:
     host_ns: float = 0.0  # of a turn beside its step: planning, polling, settling
     request_host_ns: float = 0.0  # the same per request of the step
     commands: Mapping[str, LinearCost] = field(default_factory=dict)
-    """What a rank does for a hand-over, by the command's class name, and `verify`; bytes are of one rank."""
+    """What a rank does for a hand-over: `MakeTicket`, by the bytes lent; `fence` and `verify`, by those read,
+    each of the rank that has most."""
     kind: str = "measured"  # or unmeasured: derived from data sheets
     source: str = ""  # which runs, or which data sheet
 
@@ -240,7 +241,8 @@ class GapTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadCosts:
-    """What a hand-over's read takes: of the reader while it posts, and until the last byte is there."""
+    """What a hand-over's read takes: of the reader while it posts each row (of a producer rank and a group),
+    and from its last post until the last byte of all its rows is there."""
 
     post: LinearCost
     wait: LinearCost
@@ -264,8 +266,8 @@ class TransferTable:
 
 
 def read_name(prefill: EngineConfig, decode: EngineConfig) -> str:
-    """Name the reads of a decode engine from a prefill engine by what their costs depend on, e.g.
-    `nixl cpu 2:1 BHLNC:auto`: transport, devices, TP sizes, and layouts as the engines' settings name them."""
+    """Name the reads of a decode engine from a prefill engine by what their costs depend on: transport,
+    devices, TP sizes, and layouts as the engines' settings name them, e.g. `nixl cpu 2:1 BHLNC:auto`."""
     return " ".join(_read_parts(prefill, decode))
 
 

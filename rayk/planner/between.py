@@ -56,39 +56,50 @@ def _stage(cell: RecordedCell, stage: str) -> list[tuple[int, float]]:
 
 
 def fit_reads(cells: Sequence[RecordedCell]) -> TransferTable:
-    """Fit pulls by kind of engine pair: posting by descriptors and bytes, waiting for the last byte likewise.
-    A rank looks for it between its engine's steps, so waits of a busy engine are longer than these; here the
-    engines are as idle as their cells left them."""
-    rows: dict[str, list[Row]] = {}
+    """Fit pulls by kind of engine pair: posting of each row by descriptors and bytes, and how long a rank
+    then waits for the last byte of all its rows likewise. A rank looks for it between its engine's steps, so
+    waits of a busy engine are longer than these; here engines are as idle as their cells left them."""
+    reads: dict[str, list[list[Row]]] = {}
     for cell in cells:
         if cell.cell.decode is not None:
             pulls = [r for r in cell.transfers if r["mode"] == "pull" and r["purpose"] == "handover"]
             whole = [r for r in pulls if r["verdict"] == "OK" and r["bytes"]]
             if whole:
-                rows.setdefault(read_name(cell.cell.prefill, cell.cell.decode), []).extend(whole)
-    return TransferTable(reads={name: _read(of) for name, of in rows.items()})
+                reads.setdefault(read_name(cell.cell.prefill, cell.cell.decode), []).append(whole)
+    return TransferTable(reads={name: _read(of) for name, of in reads.items()})
 
 
-def _read(rows: Sequence[Row]) -> ReadCosts:
+def _read(cells: Sequence[Sequence[Row]]) -> ReadCosts:
+    rows = [row for of in cells for row in of]
     num_bytes = _column(rows, "bytes")
     merged = [number(r, "num_descriptors_merged") or r["num_descriptors"] for r in rows]
-    post = _column(rows, "post_ms") * 1e6
-    wait = np.maximum(0.0, _column(rows, "transfer_ms") * 1e6 - post)
     descriptors = np.array(merged, dtype=float)
-    return ReadCosts(post=_linear(post, num_bytes, descriptors), wait=_linear(wait, num_bytes, descriptors))
+    post = _column(rows, "post_ms") * 1e6
+    # A rank posts all its rows before it looks for the first end: no row alone tells how long it waited.
+    names = [(i, r["request_id"], r["retries"], r["consumer_rank"]) for i, of in enumerate(cells) for r in of]
+    index = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    read = np.array([index[name] for name in names])
+    begin, end = np.full(len(index), np.inf), np.full(len(index), -np.inf)
+    np.minimum.at(begin, read, _column(rows, "begin_ms") * 1e6)
+    np.maximum.at(end, read, _column(rows, "end_ms") * 1e6)
+    posts, sizes, counts = (np.bincount(read, values) for values in (post, num_bytes, descriptors))
+    wait = np.maximum(0.0, end - begin - posts)
+    return ReadCosts(post=_linear(post, num_bytes, descriptors), wait=_linear(wait, sizes, counts))
 
 
 def hand_over_costs(cells: Sequence[RecordedCell]) -> dict[str, LinearCost]:
-    """Fit what digests cost the rank that has most of a request: the producer's before the ticket
-    (MakeTicket), the consumer's of what arrived (verify)."""
+    """Fit what a hand-over costs the rank that has most of a request: the producer's digests before the
+    ticket (MakeTicket), the consumer's of what arrived (verify), and how long it looks whether that is still
+    what was lent (fence)."""
     found = {}
     for name, stage, rank in (
         ("MakeTicket", "digest", "producer_rank"),
+        ("fence", "fence", "consumer_rank"),
         ("verify", "verify", "consumer_rank"),
     ):
         sizes, ns = [], []
         for cell in cells:
-            moved = _bytes_by_request(cell, rank)
+            moved = _bytes_by_request(cell, rank, with_held=name == "MakeTicket")
             for row in cell.requests:
                 took, size = number(row, f"stage_{stage}_ns"), moved.get((row["repeat"], row["request_id"]))
                 if took is not None and size:
@@ -99,13 +110,15 @@ def hand_over_costs(cells: Sequence[RecordedCell]) -> dict[str, LinearCost]:
     return found
 
 
-def _bytes_by_request(cell: RecordedCell, rank: str) -> dict[tuple[int, str], int]:
-    """Return the most bytes that one rank had of each request that was handed over once."""
+def _bytes_by_request(cell: RecordedCell, rank: str, *, with_held: bool) -> dict[tuple[int, str], int]:
+    """Return the most bytes that one rank had of each request that was handed over once; `with_held`: also of
+    those that the consumer had already."""
     sums: dict[tuple[int, str], dict[int, int]] = {}
     for row in cell.transfers:
         if row["purpose"] == "handover" and not row["retries"]:
             of = sums.setdefault((row["repeat"], row["request_id"]), {})
-            of[row[rank]] = of.get(row[rank], 0) + int(row["bytes"])
+            size = int(row["bytes"]) + (int(row["held_bytes"]) if with_held else 0)
+            of[row[rank]] = of.get(row[rank], 0) + size
     return {name: max(of.values()) for name, of in sums.items()}
 
 

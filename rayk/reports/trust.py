@@ -65,13 +65,15 @@ def doubt_text(environment: Mapping[str, Any]) -> str:
 
 
 def predicted_text(predicted: Mapping[str, Any]) -> str:
-    """Say what the times were made of: `costs`, `unmeasured`, `outside_hull` (steps), as a simulation notes
+    """Say what the times were made of: `costs`, `unmeasured`, `reads_as_coded`, `outside_hull` (steps), as a simulation notes
     them in environment.json."""
     texts = [
         f"PREDICTED, not measured: times are those of the cost tables in {predicted.get('costs') or '?'}"
     ]
     if predicted.get("unmeasured"):
         texts.append("UNMEASURED: the tables are derived from data sheets")
+    if predicted.get("reads_as_coded"):
+        texts.append("no reads between such engines were measured: they take what the code says")
     if outside := predicted.get("outside_hull"):
         texts.append(f"{outside:,} steps lay outside of what was measured, and are extrapolated")
     return "; ".join(texts) + "."

@@ -18,6 +18,7 @@ from rayk.planner.recorded import EngineStep
 from rayk.types.config import EngineConfig
 
 DIGEST_NS, VERIFY_NS = (50_000.0, 0.25), (20_000.0, 0.5)  # once, and per byte
+FENCE_NS = 45_000.0
 POST = (8_000.0, 1_500.0, 0.01)  # once, per descriptor, per byte
 WAIT = (30_000.0, 0.0, 0.2)
 
@@ -41,13 +42,17 @@ def pair_cell(tp: tuple[int, int] = (2, 1), num: int = 120) -> Any:
                 "stage_dispatch_ns": 700_000 * rng.uniform(0.9, 1.1),
                 "stage_handover_ns": 400_000 * rng.uniform(0.9, 1.1),
                 "stage_digest_ns": DIGEST_NS[0] + DIGEST_NS[1] * digested,
+                "stage_fence_ns": FENCE_NS,
                 "stage_verify_ns": VERIFY_NS[0] + VERIFY_NS[1] * verified,
             }
         )
+        posts = [
+            (POST[0] + POST[1] * (size // 4096 + rank) + POST[2] * size) * rng.uniform(0.95, 1.05)
+            for rank in range(2)
+        ]
+        wait = (WAIT[0] + WAIT[2] * 2 * size) * rng.uniform(0.95, 1.05)
         for rank in range(2):
             descriptors = size // 4096 + rank
-            post = (POST[0] + POST[1] * descriptors + POST[2] * size) * rng.uniform(0.95, 1.05)
-            wait = (WAIT[0] + WAIT[2] * size) * rng.uniform(0.95, 1.05)
             transfers.append(
                 name
                 | {
@@ -60,8 +65,10 @@ def pair_cell(tp: tuple[int, int] = (2, 1), num: int = 120) -> Any:
                     "bytes": size,
                     "num_descriptors": 9 * descriptors,
                     "num_descriptors_merged": descriptors,
-                    "post_ms": post / 1e6,
-                    "transfer_ms": (post + wait) / 1e6,
+                    "held_bytes": 0,
+                    "post_ms": posts[rank] / 1e6,
+                    "begin_ms": sum(posts[:rank]) / 1e6,
+                    "end_ms": (sum(posts) + wait) / 1e6,
                 }
             )
     cell = SimpleNamespace(prefill=prefill, decode=decode)
@@ -69,13 +76,15 @@ def pair_cell(tp: tuple[int, int] = (2, 1), num: int = 120) -> Any:
 
 
 def test_reads_are_fitted_by_descriptors_and_bytes() -> None:
+    """A rank posts two rows, and waits for both together."""
     cell = pair_cell()
     (name,) = (reads := fit_reads([cell]).reads)
     assert name == read_name(cell.cell.prefill, cell.cell.decode) == "nixl cpu 2:1 BHLNC:BHLNC"
     for size, descriptors in ((4096, 1), (65536, 16), (2**20, 257)):
         post = POST[0] + POST[1] * descriptors + POST[2] * size
         assert reads[name].post.ns(size, descriptors) == pytest.approx(post, rel=0.03)
-        assert reads[name].wait.ns(size, descriptors) == pytest.approx(WAIT[0] + WAIT[2] * size, rel=0.03)
+        wait = WAIT[0] + WAIT[2] * 2 * size
+        assert reads[name].wait.ns(2 * size, 2 * descriptors) == pytest.approx(wait, rel=0.03)
 
 
 def test_failed_and_pushed_transfers_are_not_fitted() -> None:
@@ -89,6 +98,7 @@ def test_digests_cost_the_rank_that_has_most() -> None:
     """A producer rank has half of what the one consumer rank has."""
     found = hand_over_costs([pair_cell()])
     for size in (4096, 2**20):
+        assert found["fence"].ns(2 * size) == pytest.approx(FENCE_NS, rel=1e-3)
         assert found["MakeTicket"].ns(size) == pytest.approx(DIGEST_NS[0] + DIGEST_NS[1] * size, rel=1e-3)
         assert found["verify"].ns(2 * size) == pytest.approx(VERIFY_NS[0] + VERIFY_NS[1] * 2 * size, rel=1e-3)
 
