@@ -170,7 +170,8 @@ class RequestRecord:
         known = max(0, len(row.output_token_ids) - self._num_told)
         self._num_told += len(token_ids)
         row.output_token_ids += token_ids[known:]
-        row.token_times_ns += [at_ns + offset_ns for at_ns in times_ns[known:]] if offset_ns else times_ns[known:]
+        times_ns = times_ns[known:]
+        row.token_times_ns += [at_ns + offset_ns for at_ns in times_ns] if offset_ns else times_ns
 
     def _take_info(self, engine: Telling, event: RequestEvent, info: EventInfo, time_ns: int) -> None:
         row = self.row

@@ -65,8 +65,8 @@ def doubt_text(environment: Mapping[str, Any]) -> str:
 
 
 def predicted_text(predicted: Mapping[str, Any]) -> str:
-    """Say what the times were made of: `costs`, `unmeasured`, `reads_as_coded`, `outside_hull` (steps), as a simulation notes
-    them in environment.json."""
+    """Say what the times were made of: `costs`, `unmeasured`, `reads_as_coded`, `outside_hull` (steps), as a
+    simulation notes them in environment.json."""
     texts = [
         f"PREDICTED, not measured: times are those of the cost tables in {predicted.get('costs') or '?'}"
     ]

@@ -9,48 +9,31 @@ from typing import Any
 
 import pytest
 
-from rayk.costs import CostBook, EngineCosts
-from rayk.costs.table import Gap, GapTable, LinearCost, ReadCosts, TransferTable, read_name
 from rayk.models.families import load_config
 from rayk.oracle.tiny import HYBRID
 from rayk.simulate import cell_arrivals
 from rayk.specs import Cell
 from rayk.types.rows import TransferRow
 from tests.markers import one_per
-from tests.simulate.cells import sim_cell
+from tests.simulate.cells import pair_book, pair_cell
 from tests.simulate.replay import record, replay
 
 KINDS: dict[str, dict[str, Any]] = {
-    "qwen3": {"num_blocks": 26},
-    "qwen3-hybrid": {"num_blocks": 40},
-    "falcon_h1": {"num_blocks": 26, "state_block_size": 8},
+    "qwen3": {"num_blocks": 90},
+    "qwen3-hybrid": {"num_blocks": 120},
+    "falcon_h1": {"num_blocks": 60, "state_block_size": 64},
 }
 """Family -> settings of its decode engines, whose blocks are short."""
 
 
-def book_of(cell: Cell) -> CostBook:
-    """Steps of 1 ms, and of all else a little."""
-    assert cell.decode is not None
-    commands = {name: LinearCost(fixed_ns=40_000, byte_ns=0.2) for name in ("MakeTicket", "fence", "verify")}
-    reads = ReadCosts(post=LinearCost(fixed_ns=20_000, descriptor_ns=2_000, byte_ns=0.1), wait=LinearCost())
-    gap = lambda ns: Gap(quantiles=(0.0, ns, 3 * ns))  # noqa: E731
-    return CostBook(
-        any_engine=EngineCosts.flat(1_000_000, 10_000, commands=commands),
-        transfers=TransferTable(reads={read_name(cell.prefill, cell.decode): reads}),
-        gaps=GapTable(dispatch=gap(400_000), handover=gap(700_000), release=gap(90_000)),
-        folder="flat",
-    )
-
-
 def cell_of(path: Path, name: str, tp: tuple[int, int]) -> Cell:
-    settings = {"max_batch_tokens": 12, "max_seqs": 4, "prefix_caching": True, "num_blocks": 40}
+    settings = {"max_batch_tokens": 64, "max_seqs": 4, "prefix_caching": True, "num_blocks": 60}
     decode, states = dict(KINDS[name]), KINDS[name].get("state_block_size")
-    return sim_cell(
+    return pair_cell(
         load_config(path),
         model=str(path),
-        mode="disaggregated",
-        prefill={"tp": tp[0]},
-        decode={"tp": tp[1], "block_size": 4, **decode},
+        prefill={"tp": tp[0], "block_size": 16},
+        decode={"tp": tp[1], "block_size": 8, **decode},
         engine=settings | ({"state_block_size": states} if states else {}),
         dtype="float32",
         sampling={"max_tokens": 14},
@@ -60,9 +43,9 @@ def cell_of(path: Path, name: str, tp: tuple[int, int]) -> Cell:
 def prompts(seed: int, num: int = 14) -> list[tuple[int, ...]]:
     """Some begin alike."""
     draw = random.Random(seed)
-    prefixes = [tuple(draw.randrange(3, 200) for _ in range(24)) for _ in range(2)]
+    prefixes = [tuple(draw.randrange(3, 200) for _ in range(256)) for _ in range(2)]
     return [
-        draw.choice(prefixes)[: draw.choice([0, 8, 24])]
+        draw.choice(prefixes)[: draw.choice([0, 8, 256, 256])]
         + tuple(draw.randrange(3, 200) for _ in range(draw.randrange(1, 30)))
         for _ in range(num)
     ]
@@ -91,7 +74,9 @@ def test_decisions_are_equal(
     due = sorted(draw.randrange(30_000_000) for _ in found)
     lengths = [draw.randrange(1, 15) for _ in found]
     arrivals = cell_arrivals(cell, found, due_ns=due, num_output_tokens=lengths)
-    recording = record(monkeypatch, cell, model, arrivals, book_of(cell), noise=True, seed=3, fast=False)
+    recording = record(
+        monkeypatch, cell, model, arrivals, pair_book(cell, spread=0.9), noise=True, seed=3, fast=False
+    )
     assert [r.error for r in recording.outcome.requests] == [None] * len(found)
     sides = replay(recording, cell, model)
     for side in sides.values():
@@ -100,6 +85,10 @@ def test_decisions_are_equal(
         assert not side.leader.manager.leases
         side.close()
     real = [row for side in sides.values() for row in side.transfers]
+    assert name == "falcon_h1" or any(row.held_bytes for row in real), "decode engines have prefixes"
+    assert max(row.stage_ns.get("reserve", 0) for row in recording.outcome.requests) > 2_000_000, (
+        "blocks are short"
+    )
     assert sorted(map(counted, real)) == sorted(map(counted, recording.outcome.transfers))
 
 
