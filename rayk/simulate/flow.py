@@ -88,8 +88,12 @@ class RequestFlow:
         self._met: list[SimEngine] = []  # by this attempt
         self._lender: SimEngine | None = None  # whose ticket this attempt has
         self._deadline: Event | None = None
-        if (num_tokens := arrival.num_output_tokens or 0) < arrival.max_tokens and num_tokens:
-            fleet.rule.begin(self.row.request_id, num_tokens)
+        num_tokens = arrival.num_output_tokens
+        fleet.rule.begin(
+            self.row.request_id,
+            prompt=None if cell.sampling.temperature else arrival.prompt,
+            num_output_tokens=num_tokens if num_tokens and num_tokens < arrival.max_tokens else None,
+        )
 
     def limit(self, limit_s: float) -> None:
         """From now on it may last so long."""

@@ -482,8 +482,8 @@ def expected_of(fault: FaultSpec, spec: ExperimentSpec) -> ExpectedOutcome:
     """Return what must come of a fault that the table knows, whatever the spec expects."""
     policy, num_producers = spec.failure_policy, spec.prefill.num_engines
     if spec.mode == "aggregated":
-        # Nobody else computes a lost prompt: but another engine.
-        policy = policy if policy == "migrate" and num_producers > 1 else "fail"
+        # Nobody else computes a lost prompt: but another engine, or another life of this one.
+        policy = policy if policy == "migrate" else "fail"
     named = Fault(fault.kind, fault.point, fault.engine_role)
     found = expected(named, spec.transfer.mode, policy, num_producers)
     is_lost = fault.kind in ("kill", "kill_node", "stop") and fault.engine_role == "decode"

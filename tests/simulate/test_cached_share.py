@@ -73,10 +73,10 @@ def arrivals_of(path: Path, model: Path, speed: float) -> TraceArrivals:
     return TraceArrivals(read_trace(path), block_tokens=BLOCK_TOKENS, token_ids=tokens, seed=3, speed=speed)
 
 
-def simulated(model: Path, arrivals: ArrivalSource, **changes: Any) -> list[RequestRow]:
+def simulated(model: Path, arrivals: ArrivalSource, *, fast: bool = True, **changes: Any) -> list[RequestRow]:
     config = load_config(model)
     cell = sim_cell(config, engine=POOL | changes)
-    return simulate_cell(cell, config, arrivals, BOOK).requests
+    return simulate_cell(cell, config, arrivals, BOOK, fast=fast).requests
 
 
 def asked_of(arrivals: ArrivalSource) -> Iterator[Arrival]:
@@ -130,7 +130,7 @@ def test_a_traces_cached_share_is_as_served_where_requests_overlap(
     with monkeypatch.context() as patched:
         patched.setattr(SimEngine, "submit", submitted)
         patched.setattr(EngineLoop, "turn", turned)
-        rows = simulated(model, arrivals_of(path, model, speed=1000.0))
+        rows = simulated(model, arrivals_of(path, model, speed=1000.0), fast=False)
     assert any(
         after.arrival_ns < before.token_times_ns[-1] for before, after in zip(rows, rows[1:], strict=False)
     )
