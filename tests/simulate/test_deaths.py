@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -9,13 +10,17 @@ import pytest
 
 from rayk.costs.table import HostTable
 from rayk.simulate import EngineDeath, SimOutcome, cell_arrivals, simulate_cell
+from rayk.specs import Cell
 from rayk.specs.cells import expected_of
 from rayk.specs.experiment import FaultSpec
 from rayk.specs.serving import ServerSettings, settings_of
 from rayk.types.errors import UserError
 from rayk.types.fault_table import FAILURE_POLICIES
+from rayk.types.rows import RequestRow
 from rayk.types.serving import ModelCard
+from tests.markers import one_per
 from tests.simulate.cells import BOOK, MODEL, STEP_NS, sim_cell
+from tests.simulate.test_same_handovers import book_of
 
 PROMPTS = [tuple(range(i, i + 9)) for i in range(6)]
 FORM_S = 0.2
@@ -34,6 +39,25 @@ def simulated(*deaths: EngineDeath, due_ns: list[int] | None = None, **changes: 
 def server_of(num_engines: int, **others: Any) -> ServerSettings:
     cell = sim_cell()
     return settings_of(cell, CARD, [cell.prefill] * num_engines, [], **others)
+
+
+def handed_over(
+    at_s: float, engine: str, kind: str, engines: tuple[int, int], policy: str
+) -> tuple[SimOutcome, Cell]:
+    """Simulate prefill and decode engines, of which one dies."""
+    cell = sim_cell(
+        mode="disaggregated",
+        prefill={"num_engines": engines[0]},
+        decode={"num_engines": engines[1], "block_size": 4},
+        engine={"max_batch_tokens": 16},
+        sampling={"max_tokens": 6},
+        failure_policy=policy,
+        transfer={"lease_s": 1},
+    )
+    deaths = [EngineDeath(at_s=at_s, engine=engine, returns=kind == "restart")] if kind else []
+    arrivals = cell_arrivals(cell, PROMPTS, due_ns=[i * 1_000_000 for i in range(len(PROMPTS))])
+    book = replace(book_of(cell), host=HostTable(form_s=0.02))
+    return simulate_cell(cell, MODEL, arrivals, book, deaths=deaths), cell
 
 
 def whole(outcome: SimOutcome, **changes: Any) -> None:
@@ -71,6 +95,37 @@ def test_a_death_ends_as_the_table_of_faults_says(
     if not failed:
         whole(outcome, **changes)
     assert outcome.engines["prefill0"].num_deaths == 1
+
+
+@pytest.mark.parametrize("engines", [(1, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize("kind", ["kill", "restart"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("policy", FAILURE_POLICIES)
+@one_per("policy")
+def test_deaths_at_any_time_of_hand_overs_end_as_the_table_of_faults_says(
+    policy: str, role: str, kind: str, engines: tuple[int, int]
+) -> None:
+    """No request is lost where the table promises that, and none that need not be elsewhere."""
+    num_failed = num_recovered = 0
+    as_ever, cell = handed_over(0.0, f"{role}0", "", engines, policy)
+    fault = FaultSpec(kind=kind, point="prefill" if role == "prefill" else "decode", role=role)
+    expected = expected_of(fault, cell.spec)
+    for at_s in (0.0009 * i for i in range(14)):
+        outcome, _ = handed_over(at_s, f"{role}0", kind, engines, policy)
+        for row, whole_row in zip(outcome.requests, as_ever.requests, strict=True):
+            assert row.token_times_ns == sorted(row.token_times_ns)
+            if row.error is None:
+                assert row.output_token_ids == whole_row.output_token_ids
+                num_recovered += row.recovered_by == policy
+                continue
+            num_failed += 1
+            assert row.output_token_ids == whole_row.output_token_ids[: len(row.output_token_ids)]
+            assert f"{role}0" in row.error
+    assert (num_failed == 0) == (expected.verdict == "PASS")
+    if expected.is_recovered:
+        assert num_recovered > 0
+    if policy == "fail":
+        assert num_recovered == 0
 
 
 def test_requests_of_a_cell_wait_for_the_engine_that_is_formed_again() -> None:
@@ -115,6 +170,34 @@ def test_a_servers_engine_is_formed_again_each_time_and_no_request_is_lost() -> 
         assert row.stage_ns["retry"] > 0.7e9
     assert outcome.engines["prefill0"].num_deaths == 3
     assert outcome.end_ns >= (3.0 + FORM_S) * 1e9
+
+
+def test_a_server_that_hands_over_loses_no_request() -> None:
+    """Engines of both roles die, some of them again and again; leases of the dead are nobody's."""
+    cell = sim_cell(
+        mode="disaggregated",
+        prefill={"num_engines": 2},
+        decode={"num_engines": 2, "block_size": 4},
+        engine={"max_batch_tokens": 16, "num_blocks": 24},
+        sampling={"max_tokens": 20},
+        transfer={"lease_s": 1},
+    )
+    assert cell.decode is not None
+    server = settings_of(cell, CARD, [cell.prefill] * 2, [cell.decode] * 2, failure_policy="migrate")
+    book = replace(book_of(cell), host=HostTable(form_s=0.02))
+    prompts, draw = [tuple(range(i, i + 9)) for i in range(60)], random.Random(1)
+    due_ns = [i * 500_000 for i in range(60)]
+    names = [entry.name for entry in server.engines]
+    deaths = [EngineDeath(at_s=draw.uniform(0, 0.25), engine=draw.choice(names)) for _ in range(40)]
+
+    def rows(*dying: EngineDeath) -> list[RequestRow]:
+        arrivals = cell_arrivals(cell, prompts, due_ns=due_ns)
+        return simulate_cell(cell, MODEL, arrivals, book, server=server, deaths=dying).requests
+
+    found = rows(*deaths)
+    assert [row.error for row in found] == [None] * 60
+    assert [row.output_token_ids for row in found] == [row.output_token_ids for row in rows()]
+    assert sum(row.recovered_by == "migrate" for row in found) > 20
 
 
 def test_a_server_that_fails_requests_tells_what_their_engine_died_of() -> None:
