@@ -214,9 +214,12 @@ class SimEngine:
         return self.rank.work(length_ns)
 
     def check_over(self) -> None:
-        """Raise AssertionError unless nothing of any request is left here."""
-        self.leader.check_integrity()
-        assert not self.leader.manager.leases, f"{self.name} has leases: {self.leader.manager.leases}"
+        """Raise AssertionError unless nothing of any request is left here. It takes the same time, however many
+        blocks there are."""
+        pool = self.manager.pool
+        assert not self.scheduler.has_work, f"{self.name} has requests left"
+        assert pool.num_free_blocks == pool.num_blocks - 1, f"{self.name} has not got all its blocks back"
+        assert not self.manager.leases, f"{self.name} has leases: {self.manager.leases}"
         assert not self.handover.needs_gather(), f"the hand-over of {self.name} waits for something"
 
     def _plan_span(self) -> bool:
