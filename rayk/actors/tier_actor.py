@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import queue
 import threading
@@ -24,7 +23,7 @@ from typing import Any, TypeVar
 from rayk.actors.agents import make_agent
 from rayk.actors.ray_metrics import make_meter
 from rayk.actors.stack_watch import StackWatch
-from rayk.handover.tier_side import TierFacts
+from rayk.handover.tier_side import TierFacts, facts_of
 from rayk.handover.transfer_metrics import TIER_NAME, report_tier
 from rayk.kv.groups import KVCacheGroup
 from rayk.metrics import Meter
@@ -38,8 +37,9 @@ from rayk.offload.host import HostTier
 from rayk.offload.messages import LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.offload.page_file import PageIdentity
 from rayk.offload.pages import DiskPages, identity_of
+from rayk.offload.tier_memory import TierMemory
 from rayk.transfer.agent import TransferAgent
-from rayk.transfer.handshake import CacheDescription, row_group_blocks
+from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.ticket import TransferTicket
 from rayk.types.config import EngineConfig
 from rayk.types.errors import DiskUnavailable, EngineDied, HandshakeMismatch, RaykError, UserError
@@ -287,7 +287,8 @@ def open_tier(
             why = f"{error.where}: {error.problem}"
             LOG.warning("the host tier goes on without its disk tier: %s", error)
     try:
-        return HostTier(agent, groups, like, settings, epoch=epoch, pages=pages, why_no_disk=why)
+        memory = TierMemory.open(agent, groups, like, settings, epoch=epoch, pages=pages)
+        return HostTier(memory, settings, pages=pages, why_no_disk=why)
     except OSError as error:
         if pages is not None:
             pages.close()
@@ -302,11 +303,3 @@ def _open_pages(folder: Path, identity: PageIdentity, num_bytes: int) -> DiskPag
     """Open the pages in a folder, which is made if it is missing. Raises UserError, DiskUnavailable."""
     make_folder(folder)
     return DiskPages(DiskTier(folder, identity, num_bytes))
-
-
-def facts_of(tier: HostTier) -> TierFacts:
-    groups = tier.manager.groups
-    unit_tokens = math.lcm(*(g.spec.block_size for g in groups))
-    return TierFacts(
-        epoch=tier.description.epoch, unit_tokens=unit_tokens, row_unit_tokens=row_group_blocks(groups)
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,10 +17,12 @@ from rayk.kv.specs import page_bytes, rows_per_block
 from rayk.offload.backoff import Backoff
 from rayk.offload.costs import CostModel
 from rayk.offload.messages import LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
+from rayk.transfer.handshake import row_group_blocks
 from rayk.types.errors import KVMismatch
 
 if TYPE_CHECKING:
     from rayk.engine.leader import Leader
+    from rayk.offload.host import HostTier
     from rayk.parallel.shard import EngineShape
     from rayk.transfer.ticket import TransferTicket
     from rayk.types.errors import RaykError
@@ -52,6 +55,14 @@ class TierFacts:
     epoch: int
     unit_tokens: int  # prefixes are found that are multiples of it
     row_unit_tokens: int  # what it holds of a sequence is told apart from the rest at multiples of it
+
+
+def facts_of(tier: HostTier) -> TierFacts:
+    groups = tier.manager.groups
+    unit_tokens = math.lcm(*(g.spec.block_size for g in groups))
+    return TierFacts(
+        epoch=tier.description.epoch, unit_tokens=unit_tokens, row_unit_tokens=row_group_blocks(groups)
+    )
 
 
 @dataclass(eq=False)

@@ -114,13 +114,19 @@ def _groups(
 def tier_groups(
     engine: EngineConfig, config: DecoderConfig, settings: OffloadSettings
 ) -> tuple[KVCacheGroup, ...]:
-    """Return the KV groups of a host tier behind engines like this: those of an engine with the tier's block
-    sizes, where a state is kept per attention block."""
+    """Return the KV groups of a host tier behind engines like this."""
+    return engine_groups(tier_engine(engine, config, settings), config)
+
+
+def tier_engine(engine: EngineConfig, config: DecoderConfig, settings: OffloadSettings) -> EngineConfig:
+    """Return the engine that a host tier behind engines like this is, but that it computes nothing: it has
+    the tier's block sizes and layout, and keeps a state per attention block."""
     own = {"tp": 1, "dcp": 1, "pp": 1, "pp_layers": None, "block_size": settings.block_size}
-    like = replace(engine, **own, kernel_block_size=None, kernel_block_sizes=())  # type: ignore[arg-type]
+    own |= {"device": "cpu", "layout": settings.layout, "kernel_block_size": None, "kernel_block_sizes": ()}
+    like = replace(engine, **own)  # type: ignore[arg-type]
     groups = engine_groups(like, config)
     rows = max((g.spec.block_size for g in groups if g.spec.has_token_rows), default=settings.block_size)
-    return engine_groups(replace(like, state_block_size=settings.state_block_size or rows), config)
+    return replace(like, state_block_size=settings.state_block_size or rows)
 
 
 def group_chunks(groups: Sequence[KVCacheGroup], config: DecoderConfig) -> tuple[tuple[int, ...], ...]:

@@ -13,34 +13,23 @@ from __future__ import annotations
 
 import itertools
 import logging
-import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
-from rayk.kv.caches import allocate
-from rayk.kv.groups import KVCacheGroup
-from rayk.kv.manager import FoundPrefix, KVCacheManager
-from rayk.offload.block_digests import BlockDigests
+from rayk.kv.manager import FoundPrefix
 from rayk.offload.disk import status_without
-from rayk.offload.geometry import tier_geometry
 from rayk.offload.messages import TIER, LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.offload.outbox import outbox_name
 from rayk.offload.pages import DiskPages, HostBlocks
-from rayk.transfer.agent import TransferAgent
-from rayk.transfer.connectors import layer_views
+from rayk.offload.tier_memory import TierMemory
 from rayk.transfer.consumer import TransferOutcome
-from rayk.transfer.handshake import CacheDescription, describe_cache, row_group_blocks
+from rayk.transfer.handshake import CacheDescription, row_group_blocks
 from rayk.transfer.peer_data import wrong_head
 from rayk.transfer.plan import num_turns
-from rayk.transfer.rank import TransferRank
-from rayk.transfer.staging import StagingSettings
 from rayk.transfer.ticket import TransferTicket
 from rayk.transfer.ticket_seal import is_whole, sealed
-from rayk.transfer.verify import sorted_views
 from rayk.types.errors import KVMismatch, RaykError
 from rayk.types.offload import OffloadSettings
 
@@ -81,43 +70,22 @@ class HostTier:
 
     def __init__(
         self,
-        agent: TransferAgent,
-        groups: Sequence[KVCacheGroup],
-        like: CacheDescription,
+        memory: TierMemory,
         settings: OffloadSettings,
         *,
-        epoch: int = 0,
         pages: DiskPages | None = None,
         why_no_disk: str = "",
-        staging: StagingSettings | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """`groups`: of the tier's own block sizes. `like`: `like_engine` of one whose KV is to be kept: what
-        its model and scales are. `pages`: the disk tier behind it. `why_no_disk`: why there is none where
-        there was to be one. `staging`: of what it reads. Raises UserError."""
+        """`pages`: the disk tier behind it. `why_no_disk`: why there is none where there was to be one."""
         self.settings = settings
         self._clock = clock
-        geometry = tier_geometry(groups, settings)
-        pinned = like.device.startswith("cuda")
-        self.caches = allocate(geometry, torch.device("cpu"), fill=None, pinned=pinned)
+        self.caches, self.manager = memory.caches, memory.manager
+        self.description, self.rank = memory.description, memory.rank
         self.pages = pages
         self._why_no_disk = why_no_disk
-        secret = pages.secret if pages is not None else secrets.token_bytes(32)
-        self.manager = KVCacheManager(groups, geometry.num_blocks, prefix_caching=True, secret=secret)
-        self.description = describe_cache(
-            agent,
-            self.caches,
-            engine=TIER,
-            epoch=epoch,
-            fingerprint=like.fingerprint,
-            kv_scales=like.kv_scales,
-            token_classes=like.token_classes,
-        )
-        views = sorted_views(list(layer_views(self.caches)), classes=self.description.token_classes)
-        self._digests = BlockDigests(views, geometry.num_blocks, self.description.rows_per_group)
+        self._digests = memory.digests
         self._blocks = HostBlocks(self.caches, self.manager, self._digests.find_changed_in)
-        what = agent, self.caches, views, self.description
-        self.rank = TransferRank(*what, staging=staging, clock=clock, prove=self._digests.prove)
         self._numbers = itertools.count()
         self._turns: dict[str, int] = {}  # engine -> links to it, of which each reads from other replicas
         self._reads: Counter[str] = Counter()  # engine -> stores that were read from it: the next one's turn
