@@ -237,6 +237,7 @@ class GapTable:
     handover: Gap = field(default_factory=Gap)  # from a ticket's leaving until the decode engine has it
     release: Gap = field(default_factory=Gap)  # from a proof until the producer knows
     answer: Gap = field(default_factory=Gap)  # from a request's last token until its place is free
+    tier: Gap = field(default_factory=Gap)  # an ask of a host tier, or its answer, on its way
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from rayk.simulate.tokens import TokenRule
 from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig
 from rayk.types.errors import RaykError
+from rayk.types.offload import OffloadSettings
 from rayk.types.request import Request
 from rayk.types.steps import StepRow
 
@@ -65,10 +66,12 @@ class SimEngine:
         slow: Slow | None = None,
         on_step: OnStep | None = None,
         fast: bool = True,
+        offload: OffloadSettings | None = None,
     ) -> None:
         """`secret`: of the keys of its prefix cache; equal ones make equal simulations. `join`: makes what
         answers its hand-over's commands. `slow`: what its host makes of its steps. `on_step` gets a row of
-        each step, without its cell. `fast`: quiet steps are taken at once (see spans)."""
+        each step, without its cell. `fast`: quiet steps are taken at once (see spans). `offload`: how it
+        uses a host tier."""
         self.name, self.role, self.epoch = name, role, epoch
         self.config, self.costs = config, timer.costs
         self.is_dead = False
@@ -90,7 +93,7 @@ class SimEngine:
             eos_token_ids=(rule.end,),
             num_stages=config.pp,
         )
-        self.handover = TransferHandover(engine=name, epoch=epoch, shape=EngineShape())
+        self.handover = TransferHandover(engine=name, epoch=epoch, shape=EngineShape(), offload=offload)
         self.leader = SimLeader(
             scheduler,
             manager,
@@ -214,8 +217,8 @@ class SimEngine:
         return self.rank.work(length_ns)
 
     def check_over(self) -> None:
-        """Raise AssertionError unless nothing of any request is left here. It takes the same time, however many
-        blocks there are."""
+        """Raise AssertionError unless nothing of any request is left here. It takes no longer for a larger
+        pool."""
         pool = self.manager.pool
         assert not self.scheduler.has_work, f"{self.name} has requests left"
         assert pool.num_free_blocks == pool.num_blocks - 1, f"{self.name} has not got all its blocks back"

@@ -7,8 +7,8 @@ blocks that are handed out again while somebody reads them are missed, as by the
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -21,6 +21,7 @@ from rayk.handover.commands import (
     EndReads,
     HoldTicket,
     LetGo,
+    MakeStore,
     MakeTicket,
     Prove,
     RankNews,
@@ -94,6 +95,9 @@ class SimExtension:
         self._draining: dict[str, SimRead] = {}
         self._failed: OrderedDict[str, SimRead] = OrderedDict()
         self._outcomes: list[TransferOutcome] = []
+        self._digested_ns = 0  # when the thread that digests stores is done with all
+        self._stored: deque[tuple[int, str, TicketPart]] = deque()
+        """Stores, each with when it is digested."""
         self._reads_since_ns = 0  # of those in `_reading`, if there are any
         network.join(self, reads=host.role == "decode")
 
@@ -106,6 +110,8 @@ class SimExtension:
         match command:
             case MakeTicket():
                 return self._make_ticket(command)
+            case MakeStore():
+                self._make_store(command)
             case StartRead():
                 self._start_read(command)
             case HoldTicket(ticket):
@@ -115,6 +121,12 @@ class SimExtension:
                     self._release(held.ticket)
             case EndLease(lease_id):
                 self._leases.end(lease_id)
+            case _:
+                return self._after_failure(command)
+        return None
+
+    def _after_failure(self, command: object) -> object:
+        match command:
             case EndReads(engine, epoch):
                 self.end_reads(engine, epoch)
             case Prove():
@@ -142,7 +154,7 @@ class SimExtension:
         released = tuple(self._leases.take_released())
         expired = tuple(self._leases.expire(now_ns))
         self._watch_leases()
-        news = RankNews(outcomes, drained, released, expired)
+        news = RankNews(outcomes, drained, released, expired, stored=tuple(self._take_stored(now_ns)))
         if news == _NO_NEWS:
             return None
         self.num_acts += 1
@@ -151,6 +163,7 @@ class SimExtension:
     def next_ns(self) -> int | None:
         """Tell when a poll may have news, as far as is known: not before this time."""
         times = [t for t in (self._leases.next_end_ns,) if t is not None]
+        times += [at_ns for at_ns, _, _ in self._stored]
         for read in (*self._reading.values(), *self._draining.values()):
             if read.fenced_ns is not None:
                 times.append(read.fenced_ns)
@@ -185,13 +198,36 @@ class SimExtension:
 
     def _make_ticket(self, command: MakeTicket) -> TicketPart:
         host, began_ns = self._host, self._host.clock()
-        deadline_ns, renewed_ns = began_ns + self._network.lease_ns, self._network.renewed_ns
-        self._leases.open(command.lease_id, deadline_ns, now_ns=began_ns, lease_ns=renewed_ns)
-        self._watch_leases()
+        renewed_ns = self._network.renewed_ns
+        self.lease(command.lease_id, began_ns + self._network.lease_ns, renewed_ns)
         generations = tuple(self.generations(table) for table in command.block_tables)
         num_bytes = self._network.lent_bytes(self.config, command.num_tokens)
         digest_ns = host.work(self._cost("MakeTicket").ns(num_bytes))
         return TicketPart(_NO_DIGESTS, generations, renewed_ns, digest_ns)
+
+    def lease(self, lease_id: str, deadline_ns: int, renewed_ns: int | None = None) -> None:
+        """Open a lease; `renewed_ns`: it ends if nobody renews it for so long."""
+        self._leases.open(lease_id, deadline_ns, now_ns=self._host.clock(), lease_ns=renewed_ns)
+        self._watch_leases()
+
+    def _make_store(self, command: MakeStore) -> None:
+        """Digest what a host tier is to read, on a thread beside the steps, store by store."""
+        assert command.outbox_tables is None, "outboxes are not simulated"
+        network, now_ns = self._network, self._host.clock()
+        self.lease(command.lease_id, now_ns + network.lease_ns, network.renewed_ns)
+        generations = tuple(self.generations(table) for table in command.block_tables)
+        num_bytes = network.stored_bytes(self.config, command.first_row, command.num_tokens)
+        digest_ns = round(self._cost("MakeTicket").ns(num_bytes))
+        self._digested_ns = max(now_ns, self._digested_ns) + digest_ns
+        part = TicketPart(_NO_DIGESTS, generations, network.renewed_ns, digest_ns)
+        self._stored.append((self._digested_ns, command.name, part))
+        network.world.at(self._digested_ns, self._host.wake)
+
+    def _take_stored(self, now_ns: int) -> Iterator[tuple[str, TicketPart]]:
+        """Yield the stores that are digested by now."""
+        while self._stored and self._stored[0][0] <= now_ns:
+            _, name, part = self._stored.popleft()
+            yield name, part
 
     def _watch_leases(self) -> None:
         """See to it that the engine polls when a lease may end by itself."""

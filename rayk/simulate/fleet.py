@@ -25,6 +25,7 @@ from rayk.simulate.host import SimHost
 from rayk.simulate.network import SimNetwork
 from rayk.simulate.outcome import SimEngineAccount, SimOutcome
 from rayk.simulate.rank import Slow, StepTimer
+from rayk.simulate.tier import SimTierProcess
 from rayk.simulate.tokens import TokenRule
 from rayk.specs.cells import Cell
 from rayk.specs.serving import EngineEntry, ServerSettings, cell_engines
@@ -90,13 +91,29 @@ class SimFleet:
         self.network: SimNetwork | None = None
         """What joins engines that hand over."""
         entries = cell_engines(cell) if server is None else server.engines
-        if any(entry.role == "decode" for entry in entries):
-            transfer = cell.spec.transfer if server is None else server.transfer
+        spec, first = server or cell.spec, entries[0].config
+        offload = spec.offload.settings(transfer_s=self.transfer_s, request_s=self.request_s)
+        self._offload = None if offload is None else offload.on(first.device)
+        if any(entry.role == "decode" for entry in entries) or offload is not None:
+            transfer = spec.transfer
             how = {"lease_s": self.request_s + self.transfer_s, "release_ns": partial(self.gap_ns, "release")}
             self.network = SimNetwork(self.world, config, costs, transfer, **how)
         self._gaps, self._form_s = costs.gaps, costs.host.form_s
         self._host = SimHost(costs.host) if costs.host.num_cores and costs.host.slow else None
         """All engines are on one machine; None: its cores are not shared."""
+        self._tier: SimTierProcess | None = None
+        if self._offload is not None:
+            assert self.network is not None, "engines reach it through that"
+            self._tier = SimTierProcess(
+                self.world,
+                self.network,
+                first,
+                config,
+                self._offload,
+                costs.find(engine_key(config, first)),
+                secret=SECRET,
+                gap_ns=partial(self.gap_ns, "tier"),
+            )
         self._sink = sink
         self._draw = np.random.default_rng([seed, repeat, 0]) if noise else None
         self._model, self._fast = config, fast
@@ -198,7 +215,11 @@ class SimFleet:
             slow=self._slow(entry),
             on_step=self._note_step,
             fast=self._fast,
+            offload=self._offload,
         )
+        if self._tier is not None:
+            self._tier.attach(member.life)
+            self.entry.dispatcher.attached(entry.name, self._tier.name)
         opened = self.entry.dispatcher.open(entry.name, entry.role, entry.config.num_ranks, self.world.now_ns)
         waiting, member.waiting = member.waiting, []
         self.entry.carry_out(opened)
@@ -222,6 +243,9 @@ class SimFleet:
             lost.die()
             if self._host is not None:
                 self._host.died(name, self.world.now_ns)
+            if self._tier is not None:
+                self._tier.detach(lost)
+                dispatcher.detached(name)
             member.account.add(lost.account)
             member.life = None
             again = dispatcher.lost(name)

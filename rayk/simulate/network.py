@@ -9,6 +9,7 @@ from typing import Protocol
 from rayk.costs.book import CostBook
 from rayk.costs.table import LinearCost, ReadCosts
 from rayk.models.config import DecoderConfig
+from rayk.offload.messages import TIER
 from rayk.simulate.clock import EventQueue
 from rayk.simulate.links import SimLinks
 from rayk.simulate.reads import TRANSPORT, ReadPlans
@@ -117,6 +118,11 @@ class SimNetwork:
         """Count the bytes of a request that the rank of an engine has which is read from most."""
         reader = next(iter(self._readers), None)
         return 0 if reader is None else self.pairing(prefill, reader).plans.lent_bytes(num_tokens)
+
+    def stored_bytes(self, engine: EngineConfig, first_row: int, num_tokens: int) -> int:
+        """Count the bytes of rows that a host tier reads from the rank of an engine which has most."""
+        lent = self.pairing(engine, self._peers[TIER].config).plans.lent_bytes
+        return lent(num_tokens) - (lent(first_row) if first_row else 0)
 
     def tell(self, at_ns: int, name: str, epoch: int, message: Message) -> None:
         """Send news of a lease to a life of an engine, which may be over when it comes."""

@@ -13,6 +13,7 @@ from rayk.simulate.deaths import EngineDeath
 from rayk.simulate.fleet import OnRow, SimFleet
 from rayk.simulate.outcome import SimOutcome
 from rayk.specs.cells import Cell
+from rayk.specs.experiment import OffloadSpec
 from rayk.specs.serving import ServerSettings
 from rayk.types.errors import UserError
 
@@ -70,7 +71,15 @@ def why_not_simulated(cell: Cell, server: ServerSettings | None = None) -> str |
         "KV formats that differ (kv_dtype)": hands_over and len(formats) > 1,
         "faults": bool(cell.faults),
         "pipelines (pp over 1)": any(engine.pp > 1 for engine in engines),
-        "a host tier (offload)": offload.settings() is not None,
+        "a disk tier (offload.disk_folder)": offload.disk_folder is not None,
+        "hand-overs through a host tier (transfer.path: host)": hands_over and transfer.path == "host",
+        "outboxes of a host tier (offload.outbox_mib)": has_outboxes(offload, engines[0].device),
         "sampling.prompt_logprobs": cell.sampling.prompt_logprobs is not None,
     }
     return next((name for name, is_so in problems.items() if is_so), None)
+
+
+def has_outboxes(offload: OffloadSpec, device: str) -> bool:
+    """Tell whether engines on such a device copy what they store for a host tier to read it there."""
+    settings = offload.settings()
+    return settings is not None and bool(settings.on(device).outbox_bytes)

@@ -34,7 +34,9 @@ from rayk.transfer.lease import ReleaseMessage
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.token_classes import common_classes
 from rayk.types.batch import ScheduledBatch
+from rayk.types.clock import Clock, host_clock
 from rayk.types.config import EngineConfig
+from rayk.types.offload import OffloadSettings
 from rayk.types.rows import TransferRow
 from tests.pd import NAN_POISON, shape_of
 
@@ -122,9 +124,9 @@ def record(monkeypatch: pytest.MonkeyPatch, *args: Any, **settings: Any) -> Reco
 
     begin, told = TokenRule.begin, SimExtension.take
 
-    def began(self: TokenRule, request_id: str, num_output_tokens: int) -> None:
-        found.acts.append(("", "begin", (request_id, num_output_tokens)))
-        begin(self, request_id, num_output_tokens)
+    def began(self: TokenRule, request_id: str, **how: Any) -> None:
+        found.acts.append(("", "begin", (request_id, how)))
+        begin(self, request_id, **how)
 
     with monkeypatch.context() as patched:
         patched.setattr(sim_engine, "EngineLoop", Loop)
@@ -157,12 +159,23 @@ class HeldAgent(LocalAgent):
 class RealSide:
     """One real engine, turned by hand: its ranks in threads of their own."""
 
-    def __init__(self, name: str, cell: Cell, config: EngineConfig, network: LocalNetwork, rule: TokenRule):
+    def __init__(
+        self,
+        name: str,
+        cell: Cell,
+        config: EngineConfig,
+        network: LocalNetwork,
+        rule: TokenRule,
+        *,
+        offload: OffloadSettings | None = None,
+        clock: Clock = host_clock,
+    ) -> None:
+        """`offload`: how it uses a host tier."""
         self.name, self.config = name, config
         self.events: dict[str, list[Any]] = {}
         self.transfers: list[TransferRow] = []
         self.agents: list[HeldAgent] = []
-        self.handover = TransferHandover(engine=name, epoch=1, shape=shape_of(config))
+        self.handover = TransferHandover(engine=name, epoch=1, shape=shape_of(config), offload=offload)
         num_ranks, limits = config.num_ranks, cell.deadlines
         comms = ThreadComm.make_group(num_ranks, 60.0) if num_ranks > 1 else [LocalComm()]
         self._threads = [ThreadPoolExecutor(1, f"{name}/{rank}") for rank in range(num_ranks)]
@@ -183,7 +196,7 @@ class RealSide:
         )
         limit = {"max_batch_tokens": config.max_batch_tokens, "max_seqs": config.max_seqs}
         scheduler = Scheduler(manager, **limit, max_positions=model.max_positions, eos_token_ids=(rule.end,))
-        self.leader = SimLeader(scheduler, manager, self.handover, rule=rule)
+        self.leader = SimLeader(scheduler, manager, self.handover, rule=rule, clock=clock)
         self.watched = Watched(rank, self.extensions[0], manager)
         leaders = [self.leader, *[None] * (num_ranks - 1)]
         self._loops = [EngineLoop(r, e, leader) for (r, e), leader in zip(made, leaders, strict=True)]
@@ -226,7 +239,7 @@ def replay(recording: Recording, cell: Cell, model: DecoderConfig) -> dict[str, 
     tickets: dict[str, Any] = {}
     for number, (name, what, of) in enumerate(recording.acts):
         if what == "begin":
-            rule.begin(*of)
+            rule.begin(of[0], **of[1])
             continue
         side = sides[name]
         if what == "turn":

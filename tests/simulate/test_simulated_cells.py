@@ -98,7 +98,8 @@ def test_equal_seeds_give_equal_rows() -> None:
         ({"mode": "disaggregated", "transfer": {"mode": "push"}}, "pushes"),
         ({"mode": "disaggregated", "decode": {"kv_dtype": "fp8_e4m3"}}, "KV formats"),
         ({"engine": {"pp": 2}}, "pipelines"),
-        ({"offload": {"host_gib": 1}}, "a host tier"),
+        ({"offload": {"host_gib": 1, "disk_folder": "/tmp/pages"}}, "a disk tier"),
+        ({"offload": {"host_gib": 1, "outbox_mib": 8}}, "outboxes"),
     ],
 )
 def test_what_is_not_simulated_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
