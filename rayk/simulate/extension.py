@@ -69,6 +69,10 @@ class Host(Protocol):
         """Take a turn."""
         ...
 
+    def cut_span(self) -> None:
+        """Plan anew what it does until the extension has news."""
+        ...
+
 
 @dataclass(slots=True)
 class _Held:
@@ -319,6 +323,7 @@ class SimExtension:
             fixed_ns=fixed_ns,
             shared_ns=read.wait_ns - fixed_ns,
             on_end=host.wake,
+            on_sooner=host.cut_span,
         )
         read.timer = network.world.at(read.deadline_ns, host.wake)
 

@@ -18,6 +18,7 @@ class Flow:
     since_ns: int
     left_ns: float  # as of then
     on_end: Callable[[], object]
+    on_sooner: Callable[[], object]
     num_sharing: int = 0  # itself included; 0 before it has begun to move
     end_ns: int | None = None
     event: Event | None = None
@@ -39,9 +40,11 @@ class SimLinks:
         fixed_ns: float,
         shared_ns: float,
         on_end: Callable[[], object],
+        on_sooner: Callable[[], object] = int,
     ) -> Flow:
-        """Start a read, now or later: `fixed_ns` pass, then it moves for `shared_ns` if it is alone."""
-        flow = Flow(ends, round(begin_ns + fixed_ns), shared_ns, on_end)
+        """Start a read, now or later: `fixed_ns` pass, then it moves for `shared_ns` if it is alone.
+        `on_sooner` hears that it will end sooner than `expected_ns` said."""
+        flow = Flow(ends, round(begin_ns + fixed_ns), shared_ns, on_end, on_sooner)
         flow.event = self.world.at(flow.since_ns, partial(self._enter, flow))
         return flow
 
@@ -82,12 +85,15 @@ class SimLinks:
             num_sharing = max(self.num_at(name) for name in flow.ends)
             if num_sharing == flow.num_sharing:
                 continue
+            is_sooner = num_sharing < flow.num_sharing
             if flow.num_sharing:
                 flow.left_ns = max(0.0, flow.left_ns - (now_ns - flow.since_ns) / flow.num_sharing)
             flow.since_ns, flow.num_sharing = now_ns, num_sharing
             if flow.event is not None:
                 self.world.cancel(flow.event)
             flow.event = self.world.at(self.expected_ns(flow), partial(self._finish, flow))
+            if is_sooner:
+                flow.on_sooner()
 
     def _finish(self, flow: Flow) -> None:
         flow.end_ns, flow.event = self.world.now_ns, None

@@ -66,7 +66,13 @@ def test_decode_steps_grow_by_a_token_each():
 
 @pytest.mark.parametrize(
     ("bounds", "seen", "num"),
-    [({}, (), 9), ({"num_seen": (0, 20)}, (), 5), ({"num_seen": (14, 99)}, (), 0), ({}, (5, 11), 9), ({}, (60,), 0)],
+    [
+        ({}, (), 9),
+        ({"num_seen": (0, 20)}, (), 5),
+        ({"num_seen": (14, 99)}, (), 0),
+        ({}, (5, 11), 9),
+        ({}, (60,), 0),
+    ],
 )
 def test_steps_are_inside_as_long_as_each_is(bounds, seen, num):
     """Two requests see 12, 14, ... 28 tokens; places of two tokens, each seeing so many."""

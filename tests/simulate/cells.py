@@ -21,7 +21,7 @@ POST = LinearCost(fixed_ns=10_000, descriptor_ns=2_000, byte_ns=0.25)
 WAIT = LinearCost(fixed_ns=5_000, byte_ns=0.125)
 
 
-def sim_cell(config: DecoderConfig = MODEL, *, device: str = "cpu", **changes: Any) -> Cell:
+def sim_cell(config: DecoderConfig = MODEL, device: str = "cpu", **changes: Any) -> Cell:
     """An aggregated cell of one engine; `changes` replace keys of its spec."""
     wanted = {"mode": "aggregated", "block_size": 4, **changes}
     block_size = wanted.pop("block_size")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rayk.costs import CostBook, EngineCosts
 from rayk.costs.hull import Hull
-from rayk.costs.table import Gap, GapTable, StepTable
+from rayk.costs.table import Gap, GapTable, LinearCost, ReadCosts, StepTable, TransferTable
 from rayk.models.config import DecoderConfig
 from rayk.simulate import Arrival, SimOutcome, simulate_cell
 from rayk.simulate.engine import SimEngine
@@ -28,6 +28,7 @@ def picture(outcome: SimOutcome) -> dict[str, Any]:
     """All that is told of a run."""
     return {
         "requests": outcome.requests,
+        "transfers": outcome.transfers,
         "steps": sorted(outcome.steps, key=lambda row: (row.engine, row.step)),
         "engines": outcome.engines,
         "end": outcome.end_ns,
@@ -45,8 +46,11 @@ def book(model: DecoderConfig, *, is_flat: bool, gap_ns: int, reach: int) -> Cos
         ratios = (0.8, 1.0, 1.3)
         table = StepTable(terms=terms, constants=(*constants, 0.3)[: len(terms)], hull=hull, ratios=ratios)
         costs = replace(costs, decode=table, prefill=table)
-    gaps = GapTable(dispatch=Gap(quantiles=(gap_ns,)), answer=Gap(quantiles=(gap_ns, 3 * gap_ns)))
-    return replace(BOOK, any_engine=costs, gaps=gaps)
+    gap = Gap(quantiles=(gap_ns,))
+    gaps = GapTable(dispatch=gap, handover=gap, release=gap, answer=Gap(quantiles=(gap_ns, 3 * gap_ns)))
+    wait = LinearCost(fixed_ns=gap_ns, byte_ns=3.0)
+    reads = {f"nixl {d} 1:1 auto:auto": ReadCosts(post=LinearCost(), wait=wait) for d in ("cpu", "cuda")}
+    return replace(BOOK, any_engine=costs, gaps=gaps, transfers=TransferTable(reads=reads))
 
 
 @st.composite
@@ -58,11 +62,16 @@ def cells(draw: st.DrawFn) -> tuple[Cell, DecoderConfig, list[Arrival], CostBook
         "max_seqs": draw(st.sampled_from([2, 3, 8])),
         "max_batch_tokens": draw(st.sampled_from([4, 16, 64])),
         "prefix_caching": draw(st.booleans()),
+        "async_scheduling": "never",
     }
+    num = {"num_engines": draw(st.integers(1, 3))}
+    pair = {"mode": "disaggregated", "decode": {"block_size": 4, "num_engines": draw(st.integers(1, 3))}}
     cell = sim_cell(
         model,
+        draw(st.sampled_from(["cpu", "cuda"])),
         engine=engine,
-        prefill={"num_engines": draw(st.integers(1, 3))},
+        prefill=num,
+        **draw(st.sampled_from([{}, pair])),
         deadlines={"request_s": draw(st.sampled_from([30e-6, 1.0]))},
         policy=draw(st.sampled_from(["round_robin", "least_loaded"])),
     )
