@@ -97,17 +97,20 @@ class Scheduler:
     @property
     def is_steady(self) -> bool:
         """Tell whether the next step is for running requests alone and nobody hears of it but through
-        `update`; the others cannot be admitted until one of these is over. For sched/quiet.py."""
+        `update`; the others cannot be admitted until one of these is over. One step of all that run may be
+        in flight. For sched/quiet.py."""
         num_running = len(self._running)
         can_admit = self._waiting and self._rows and num_running < self.max_batch_tokens
         is_watched = self.on_computed is not None or self.on_settled is not None
-        is_busy = self._in_flight or self._num_stages > 1 or len(self._away)
-        return 0 < num_running <= self.max_batch_tokens and not (can_admit or is_watched or is_busy)
+        is_busy = self._num_stages > 1 or len(self._away) or len(self._in_flight) > 1
+        is_other = any(states != self._running for states in self._in_flight.values())
+        return 0 < num_running <= self.max_batch_tokens and not (can_admit or is_watched or is_busy or is_other)
 
     def count_decodes(self, num_steps: int) -> None:
         """Count steps in which every running request got a token, without `schedule` and `update`: see
-        sched/quiet.py, which does the rest."""
+        sched/quiet.py, which does the rest. A step in flight is as many steps later one of the same."""
         self._step += num_steps
+        self._in_flight = {step + num_steps: states for step, states in self._in_flight.items()}
         self.num_output_tokens += num_steps * len(self._running)
         self.is_short_of_blocks = self.needs_settling = False
 

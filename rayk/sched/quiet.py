@@ -4,6 +4,9 @@ A step is quiet if each running request decodes one token in it, nobody is admit
 lacks a block. Requests may end in the last of the steps that are taken at once. Blocks are handed out, named
 and freed inside, in the order in which single steps do it, so that all is afterwards as it were after as many
 calls of `schedule` and `update`. Only who gives the tokens must know them: a simulation does, an engine not.
+
+Where each step is scheduled while the one before is in flight, one is in flight before and after, as many
+steps later (`later_batch`). Nobody ends then: who may is not in the step behind it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from heapq import heappop, heappush
 
 from rayk.sched.batching import Scheduler
 from rayk.sched.request_state import RequestState
+from rayk.types.batch import UNKNOWN_TOKEN, ScheduledBatch, ScheduledRequest
 
 _EXTEND, _SETTLE = 0, 1
 """What is due in a step: blocks for a request before it, names and ends of blocks, and of requests, after."""
@@ -29,13 +33,15 @@ def num_quiet_steps(
     """
     if limit <= 0 or not scheduler.is_steady:
         return 0
-    found = limit
+    num_ahead, max_positions = scheduler.num_in_flight, scheduler.max_positions
+    found = limit + num_ahead
     for state in scheduler.running:
-        if not _only_decodes(state):
+        if state.num_ahead != num_ahead or not _only_decodes(state):
             return 0
-        found = min(found, state.num_tokens_left(scheduler.max_positions))
+        found = min(found, state.num_tokens_left(max_positions))
         if num_left is not None:
             found = min(found, num_left(state))
+    found -= num_ahead
     return _num_with_blocks(scheduler, found) if found > 0 else 0
 
 
@@ -59,6 +65,23 @@ def advance(
     return [state for state in steps.states if state.finish_reason is not None]
 
 
+def later_batch(batch: ScheduledBatch, num_steps: int) -> ScheduledBatch:
+    """Return the batch of a decode step so many steps later, as `Scheduler.update` takes it: the requests
+    that it has are in all of them."""
+    requests = (
+        ScheduledRequest(
+            request_id=r.request_id,
+            row=r.row,
+            num_computed_tokens=r.num_computed_tokens + num_steps,
+            token_ids=(UNKNOWN_TOKEN,),
+            new_block_ids=r.new_block_ids,
+            needs_logits=True,
+        )
+        for r in batch.requests
+    )
+    return ScheduledBatch(step=batch.step + num_steps, requests=tuple(requests))
+
+
 def _only_decodes(state: RequestState) -> bool:
     """Tell whether a request's next step computes its last token, one of its output, and nobody looks at what
     comes of it before the step after."""
@@ -70,11 +93,12 @@ def _only_decodes(state: RequestState) -> bool:
 def _num_with_blocks(scheduler: Scheduler, limit: int) -> int:
     """Count steps for which there are blocks, those aside that come free meanwhile."""
     allocator, running = scheduler.allocator, scheduler.running
-    num_free = allocator.num_free_blocks
+    num_free, num_ahead = allocator.num_free_blocks, scheduler.num_in_flight
     if len(running) * allocator.max_new_blocks(limit) <= num_free:
         return limit
 
     def num_missing(num_steps: int) -> int:
+        num_steps += num_ahead
         return sum(
             allocator.num_missing_blocks(state.request_id, state.num_computed + num_steps)
             for state in running
@@ -96,6 +120,7 @@ class _QuietSteps:
         self._watch = watch
         self._starts = [state.num_computed for state in self.states]
         self._last = num_steps - 1
+        self._num_ahead = scheduler.num_in_flight
         self._due: list[tuple[int, int, int]] = []
         """(step, kind, index of the request)"""
 
@@ -108,7 +133,7 @@ class _QuietSteps:
             step, kind, index = heappop(self._due)
             num_computed = self._starts[index] + step + 1
             if kind == _EXTEND:
-                updates = self._scheduler.extend(self.states[index], num_computed)
+                updates = self._scheduler.extend(self.states[index], num_computed + self._num_ahead)
                 assert updates is not None, "a request lacks blocks in a quiet step"
                 self._note_extend(index)
             else:
@@ -120,7 +145,7 @@ class _QuietSteps:
             state.num_prompt_seen = len(state.request.prompt_token_ids)
 
     def _note_extend(self, index: int) -> None:
-        step = self.states[index].num_covered - self._starts[index]
+        step = self.states[index].num_covered - self._starts[index] - self._num_ahead
         if step <= self._last:
             heappush(self._due, (step, _EXTEND, index))
 
@@ -138,6 +163,7 @@ class _QuietSteps:
         if num_computed >= state.next_change:
             self._scheduler.remember(state)
         if step == self._last and state.finish_reason is not None:
+            assert not self._num_ahead, "it is in the step in flight"
             self._scheduler.finish(state)
         else:
             self._scheduler.trim(state)

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import Scheduler
-from rayk.sched.quiet import advance, num_quiet_steps
+from rayk.sched.quiet import advance, later_batch, num_quiet_steps
 from rayk.sched.request_state import RequestState
+from rayk.types.batch import ScheduledBatch
 from rayk.types.request import Request, SamplingParams
 from tests.kv.brute import chunked, full, sliding
 from tests.sched.world import EOS, STOP, one_layer_each, sampled_token
@@ -33,11 +34,16 @@ SALTS = (None, "one", "two")
 class World:
     """A scheduler and its blocks, driven in steps."""
 
-    def __init__(self, caches: int, num_blocks: int, *, caching: bool, limits: dict[str, int]) -> None:
+    def __init__(
+        self, caches: int, num_blocks: int, *, caching: bool, limits: dict[str, int], ahead: bool = False
+    ) -> None:
+        """`ahead`: a step is scheduled before the tokens of the one before are told."""
         groups: tuple[KVCacheGroup, ...] = CACHES[caches]
         secret = b"of this test"
         self.manager = KVCacheManager(groups, num_blocks, prefix_caching=caching, secret=secret)
         self.scheduler = Scheduler(self.manager, max_positions=MAX_POSITIONS, eos_token_ids=[EOS], **limits)
+        self.ahead = ahead
+        self.in_flight: tuple[ScheduledBatch, dict[str, int]] | None = None
         self.states: list[RequestState] = []
         self.ended: list[tuple[int, str]] = []
         """(step, request), in the order in which they ended."""
@@ -56,11 +62,19 @@ class World:
         """Take one step."""
         batch = self.scheduler.schedule()
         self.scheduler.take_admitted()
-        if batch is None:
-            return
-        sampled = {s.request_id: next(tokens_from(s)) for s in self.scheduler.scheduled(batch)}
-        got_token = self.scheduler.update(batch, sampled)
-        self.ended += [(batch.step, s.request_id) for s in got_token if s.finish_reason is not None]
+        last, self.in_flight = self.in_flight, None
+        if batch is not None:
+            self.in_flight = batch, self.sampled(batch)
+        if not self.ahead:
+            last, self.in_flight = self.in_flight, None
+        if last is not None:
+            got_token = self.scheduler.update(*last)
+            self.ended += [(last[0].step, s.request_id) for s in got_token if s.finish_reason is not None]
+
+    def sampled(self, batch: ScheduledBatch) -> dict[str, int]:
+        """What the model says after the last token that each request computes in a step just scheduled."""
+        states = self.scheduler.scheduled(batch)
+        return {s.request_id: sampled_token(s.request_id, s.num_tokens - 2) for s in states}
 
     def steps_asking(self, num_steps: int) -> None:
         """Take steps one by one, and leave nothing out that might have no effect."""
@@ -76,6 +90,9 @@ class World:
             if num:
                 self.num_spans.append(num)
                 ended = advance(self.scheduler, num, tokens_of)
+                if self.in_flight is not None:
+                    batch = later_batch(self.in_flight[0], num)
+                    self.in_flight = batch, self.sampled(batch)
                 self.ended += [(self.scheduler._step, s.request_id) for s in ended]
             else:
                 self.step()
@@ -87,6 +104,8 @@ class World:
         scheduler = {k: v for k, v in vars(self.scheduler).items() if k not in LEFT_OUT}
         for queue in ("_running", "_waiting"):
             scheduler[queue] = [s.request_id for s in scheduler[queue]]
+        in_flight = scheduler["_in_flight"].items()
+        scheduler["_in_flight"] = {step: [s.request_id for s in states] for step, states in in_flight}
         pool = vars(self.manager.pool) | {"_on_lost": None}
         pool["_blank"] = [b for b in range(self.manager.pool.num_blocks) if b in pool["_blank"]]
         pool["_oldest"] = list(pool["_oldest"])
@@ -100,6 +119,7 @@ class World:
             "names": list(prefixes.get("_names", {}).items()),
             "since": prefixes.get("_since"),
             "ended": self.ended,
+            "in flight": [] if self.in_flight is None else self.in_flight[1],
         }
 
 
@@ -184,8 +204,8 @@ def played(draw: st.DrawFn) -> list[int]:
     """Play a game in two worlds; the lengths of its spans."""
     caches, num_blocks = draw(st.integers(0, len(CACHES) - 1)), draw(st.integers(20, 80))
     limits = {"max_batch_tokens": draw(st.sampled_from([2, 8, 64])), "max_seqs": draw(st.integers(2, 6))}
-    caching = draw(st.booleans())
-    single, spans = (World(caches, num_blocks, caching=caching, limits=limits) for _ in range(2))
+    how = {"caching": draw(st.booleans()), "ahead": draw(st.booleans()), "limits": limits}
+    single, spans = (World(caches, num_blocks, **how) for _ in range(2))
     play(draw, single, spans)
     return spans.num_spans
 
@@ -209,7 +229,7 @@ def test_quiet_steps_taken_at_once_are_as_many_single_ones() -> None:
         "a prompt is being computed",
         "one can be admitted",
         "its token is looked at",
-        "a step flies",
+        "two steps fly",
     ],
 )
 def test_a_step_that_decides_something_is_taken_alone(why: str) -> None:
@@ -228,7 +248,9 @@ def test_a_step_that_decides_something_is_taken_alone(why: str) -> None:
         world.add(Request(request_id="2", prompt_token_ids=(100,), sampling=sampling), None)
     elif why == "its token is looked at":
         world.states[0].waits_for_token = True
-    elif why == "a step flies":
+    elif why == "two steps fly":
+        world.scheduler.schedule()
+        assert num_quiet_steps(world.scheduler, 99) == 18
         world.scheduler.schedule()
     assert num_quiet_steps(world.scheduler, 99) == 0
 
