@@ -104,7 +104,8 @@ class Scheduler:
         is_watched = self.on_computed is not None or self.on_settled is not None
         is_busy = self._num_stages > 1 or len(self._away) or len(self._in_flight) > 1
         is_other = any(states != self._running for states in self._in_flight.values())
-        return 0 < num_running <= self.max_batch_tokens and not (can_admit or is_watched or is_busy or is_other)
+        is_held_up = can_admit or is_watched or is_busy or is_other
+        return 0 < num_running <= self.max_batch_tokens and not is_held_up
 
     def count_decodes(self, num_steps: int) -> None:
         """Count steps in which every running request got a token, without `schedule` and `update`: see

@@ -19,8 +19,7 @@ from rayk.types.fault_table import FAILURE_POLICIES
 from rayk.types.rows import RequestRow
 from rayk.types.serving import ModelCard
 from tests.markers import one_per
-from tests.simulate.cells import BOOK, MODEL, STEP_NS, sim_cell
-from tests.simulate.test_same_handovers import book_of
+from tests.simulate.cells import BOOK, MODEL, STEP_NS, pair_book, sim_cell
 
 PROMPTS = [tuple(range(i, i + 9)) for i in range(6)]
 FORM_S = 0.2
@@ -56,7 +55,7 @@ def handed_over(
     )
     deaths = [EngineDeath(at_s=at_s, engine=engine, returns=kind == "restart")] if kind else []
     arrivals = cell_arrivals(cell, PROMPTS, due_ns=[i * 1_000_000 for i in range(len(PROMPTS))])
-    book = replace(book_of(cell), host=HostTable(form_s=0.02))
+    book = replace(pair_book(cell), host=HostTable(form_s=0.02))
     return simulate_cell(cell, MODEL, arrivals, book, deaths=deaths), cell
 
 
@@ -184,7 +183,7 @@ def test_a_server_that_hands_over_loses_no_request() -> None:
     )
     assert cell.decode is not None
     server = settings_of(cell, CARD, [cell.prefill] * 2, [cell.decode] * 2, failure_policy="migrate")
-    book = replace(book_of(cell), host=HostTable(form_s=0.02))
+    book = replace(pair_book(cell), host=HostTable(form_s=0.02))
     prompts, draw = [tuple(range(i, i + 9)) for i in range(60)], random.Random(1)
     due_ns = [i * 500_000 for i in range(60)]
     names = [entry.name for entry in server.engines]
