@@ -19,7 +19,7 @@ from rayk.types.fault_table import FAILURE_POLICIES
 from rayk.types.rows import RequestRow
 from rayk.types.serving import ModelCard
 from tests.markers import one_per
-from tests.simulate.cells import BOOK, MODEL, STEP_NS, pair_book, sim_cell
+from tests.simulate.cells import BOOK, MODEL, STEP_NS, pair_book, pair_cell, sim_cell
 
 PROMPTS = [tuple(range(i, i + 9)) for i in range(6)]
 FORM_S = 0.2
@@ -41,13 +41,13 @@ def server_of(num_engines: int, **others: Any) -> ServerSettings:
 
 
 def handed_over(
-    at_s: float, engine: str, kind: str, engines: tuple[int, int], policy: str
+    at_s: float, engine: str, kind: str, engines: tuple[int, int], policy: str, device: str
 ) -> tuple[SimOutcome, Cell]:
     """Simulate prefill and decode engines, of which one dies."""
-    cell = sim_cell(
-        mode="disaggregated",
+    cell = pair_cell(
+        device=device,
         prefill={"num_engines": engines[0]},
-        decode={"num_engines": engines[1], "block_size": 4},
+        decode={"num_engines": engines[1]},
         engine={"max_batch_tokens": 16},
         sampling={"max_tokens": 6},
         failure_policy=policy,
@@ -96,21 +96,21 @@ def test_a_death_ends_as_the_table_of_faults_says(
     assert outcome.engines["prefill0"].num_deaths == 1
 
 
-@pytest.mark.parametrize("engines", [(1, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize(("engines", "device"), [((1, 1), "cpu"), ((2, 2), "cuda")], ids=str)
 @pytest.mark.parametrize("kind", ["kill", "restart"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("policy", FAILURE_POLICIES)
 @one_per("policy")
 def test_deaths_at_any_time_of_hand_overs_end_as_the_table_of_faults_says(
-    policy: str, role: str, kind: str, engines: tuple[int, int]
+    policy: str, role: str, kind: str, engines: tuple[int, int], device: str
 ) -> None:
     """No request is lost where the table promises that, and none that need not be elsewhere."""
     num_failed = num_recovered = 0
-    as_ever, cell = handed_over(0.0, f"{role}0", "", engines, policy)
+    as_ever, cell = handed_over(0.0, f"{role}0", "", engines, policy, device)
     fault = FaultSpec(kind=kind, point="prefill" if role == "prefill" else "decode", role=role)
     expected = expected_of(fault, cell.spec)
     for at_s in (0.0009 * i for i in range(14)):
-        outcome, _ = handed_over(at_s, f"{role}0", kind, engines, policy)
+        outcome, _ = handed_over(at_s, f"{role}0", kind, engines, policy, device)
         for row, whole_row in zip(outcome.requests, as_ever.requests, strict=True):
             assert row.token_times_ns == sorted(row.token_times_ns)
             if row.error is None:
@@ -173,10 +173,9 @@ def test_a_servers_engine_is_formed_again_each_time_and_no_request_is_lost() -> 
 
 def test_a_server_that_hands_over_loses_no_request() -> None:
     """Engines of both roles die, some of them again and again; leases of the dead are nobody's."""
-    cell = sim_cell(
-        mode="disaggregated",
+    cell = pair_cell(
         prefill={"num_engines": 2},
-        decode={"num_engines": 2, "block_size": 4},
+        decode={"num_engines": 2},
         engine={"max_batch_tokens": 16, "num_blocks": 24},
         sampling={"max_tokens": 20},
         transfer={"lease_s": 1},
