@@ -101,9 +101,10 @@ def term_values(term: str, run: DecodeRun) -> NDArray[np.float64] | float:
     name, sign, number = _parsed(term)
     if name == "one":
         return 1
+    values: Any
     values = run.windowed[number][name == "seen"] if sign == "@" else getattr(run, f"num_{name}")
     if sign == ">":
-        return np.maximum(0, values - number)
+        return np.maximum(0.0, values - number)
     return np.minimum(values, number) if sign == "<" else values
 
 

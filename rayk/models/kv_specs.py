@@ -121,9 +121,8 @@ def tier_groups(
 def tier_engine(engine: EngineConfig, config: DecoderConfig, settings: OffloadSettings) -> EngineConfig:
     """Return the engine that a host tier behind engines like this is, but that it computes nothing: it has
     the tier's block sizes and layout, and keeps a state per attention block."""
-    own = {"tp": 1, "dcp": 1, "pp": 1, "pp_layers": None, "block_size": settings.block_size}
-    own |= {"device": "cpu", "layout": settings.layout, "kernel_block_size": None, "kernel_block_sizes": ()}
-    like = replace(engine, **own)  # type: ignore[arg-type]
+    whole = replace(engine, tp=1, dcp=1, pp=1, pp_layers=None, device="cpu", layout=settings.layout)
+    like = replace(whole, block_size=settings.block_size, kernel_block_size=None, kernel_block_sizes=())
     groups = engine_groups(like, config)
     rows = max((g.spec.block_size for g in groups if g.spec.has_token_rows), default=settings.block_size)
     return replace(like, state_block_size=settings.state_block_size or rows)

@@ -82,7 +82,9 @@ def _read(cells: Sequence[Sequence[Row]]) -> ReadCosts:
     begin, end = np.full(len(index), np.inf), np.full(len(index), -np.inf)
     np.minimum.at(begin, read, _column(rows, "begin_ms") * 1e6)
     np.maximum.at(end, read, _column(rows, "end_ms") * 1e6)
-    posts, sizes, counts = (np.bincount(read, values) for values in (post, num_bytes, descriptors))
+    posts, sizes, counts = (
+        np.bincount(read, values).astype(float) for values in (post, num_bytes, descriptors)
+    )
     wait = np.maximum(0.0, end - begin - posts)
     return ReadCosts(post=_linear(post, num_bytes, descriptors), wait=_linear(wait, sizes, counts))
 

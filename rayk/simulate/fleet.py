@@ -95,9 +95,14 @@ class SimFleet:
         offload = spec.offload.settings(transfer_s=self.transfer_s, request_s=self.request_s)
         self._offload = None if offload is None else offload.on(first.device)
         if any(entry.role == "decode" for entry in entries) or offload is not None:
-            transfer = spec.transfer
-            how = {"lease_s": self.request_s + self.transfer_s, "release_ns": partial(self.gap_ns, "release")}
-            self.network = SimNetwork(self.world, config, costs, transfer, **how)
+            self.network = SimNetwork(
+                self.world,
+                config,
+                costs,
+                spec.transfer,
+                lease_s=self.request_s + self.transfer_s,
+                release_ns=partial(self.gap_ns, "release"),
+            )
         self._gaps, self._form_s = costs.gaps, costs.host.form_s
         self._host = SimHost(costs.host) if costs.host.num_cores and costs.host.slow else None
         """All engines are on one machine; None: its cores are not shared."""

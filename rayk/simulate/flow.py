@@ -157,8 +157,8 @@ class RequestFlow:
             row.prefill_engine = engine.name
         known = tuple(row.output_token_ids) if mode == "whole" else ()
         self._enter(engine, len(known), computes=True)
-        how = {"hand_over": mode == "prefill", "output_token_ids": known}
-        self._after("dispatch", partial(engine.submit, self._request(), *self._sinks(engine, mode), **how))
+        submit = partial(engine.submit, self._request(), *self._sinks(engine, mode))
+        self._after("dispatch", partial(submit, hand_over=mode == "prefill", output_token_ids=known))
 
     def _sinks(self, engine: SimEngine, mode: str) -> tuple[Sink, TookTokens]:
         """Return what hears of this attempt, and what takes its mere tokens."""
@@ -208,13 +208,17 @@ class RequestFlow:
         row.decode_engine, row.kv_path = engine.name, "remote"
         known = tuple(row.output_token_ids)
         self._enter(engine, len(known), computes=False)
-        request, sinks = self._request(), self._sinks(engine, "decode")
-        how = {
-            "transfer_s": fleet.transfer_s,
-            "reserve_s": fleet.request_s,
-            "recompute": fleet.failure_policy == "recompute",
-        }
-        self._after("handover", partial(engine.submit_decode, request, ticket, known, *sinks, **how))
+        submit = partial(
+            engine.submit_decode,
+            self._request(),
+            ticket,
+            known,
+            *self._sinks(engine, "decode"),
+            transfer_s=fleet.transfer_s,
+            reserve_s=fleet.request_s,
+            recompute=fleet.failure_policy == "recompute",
+        )
+        self._after("handover", submit)
 
     def _settle(self) -> None:
         """Have the engine that lent the request's blocks free them."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from rayk.engine.leader import Leader, Sink
 from rayk.engine.sampling import PendingTokens
+from rayk.handover.handover import TransferHandover
 from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import Scheduler
 from rayk.sched.request_state import RequestState
@@ -45,7 +46,8 @@ class SimLeader(Leader):
     def is_quiet(self) -> bool:
         """Whether its next turn would be for the scheduler's batch alone."""
         is_asked = self._calls or self._stopping or not self._inbox.empty()
-        return not is_asked and (self._handover is None or self._handover.is_quiet)
+        handover = cast("TransferHandover | None", self._handover)
+        return not is_asked and (handover is None or handover.is_quiet)
 
     def sink_of(self, request_id: str) -> Sink | None:
         """Find who hears of a request that is here."""

@@ -49,8 +49,19 @@ def simulate_cell(
     began = time.process_time()
     if (problem := why_not_simulated(cell, server)) is not None:
         raise UserError(f"not simulated: {problem}", where=f"cell {cell.cell_id}")
-    how = {"repeat": repeat, "seed": seed, "noise": noise, "strict": strict, "fast": fast}
-    fleet = SimFleet(cell, config, costs, **how, server=server, deaths=deaths, sink=sink)
+    fleet = SimFleet(
+        cell,
+        config,
+        costs,
+        repeat=repeat,
+        seed=seed,
+        noise=noise,
+        strict=strict,
+        fast=fast,
+        server=server,
+        deaths=deaths,
+        sink=sink,
+    )
     outcome = fleet.run(InOrder(arrivals) if isinstance(arrivals, Iterable) else arrivals)
     outcome.cpu_s = time.process_time() - began
     return outcome

@@ -126,6 +126,9 @@ class SimTierProcess:
             self.world.cancel(self._next)
         self._next = self.world.at(at_ns, self._turn, TURNS + self._order)
 
+    def cut_span(self) -> None:
+        """Do nothing: its turns are taken singly."""
+
     def _turn(self) -> None:
         self._next = None
         self.clock.begin_turn()
