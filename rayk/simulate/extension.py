@@ -157,6 +157,7 @@ class SimExtension:
             self._draining.pop(lease_id).arrived(now_ns)
         released = tuple(self._leases.take_released())
         expired = tuple(self._leases.expire(now_ns))
+        self._host.account.num_expired_leases += len(expired)
         self._watch_leases()
         news = RankNews(outcomes, drained, released, expired, stored=tuple(self._take_stored(now_ns)))
         if news == _NO_NEWS:
@@ -268,8 +269,6 @@ class SimExtension:
         self._network.tell(self._host.clock(), ticket.engine, ticket.epoch, message)
 
     def _start_read(self, command: StartRead) -> None:
-        cached = command.cached_blocks
-        self.blocks_assigned(b for table in command.block_tables for b in table if b and b not in cached)
         try:
             read = self._plan(command)
         except RaykError as error:

@@ -11,7 +11,10 @@ from rayk.specs.cells import Cell
 from rayk.types.rows import CellRow, RequestRow, TransferRow
 from rayk.types.steps import StepRow
 
-_SUMMED = ("num_steps", "busy_ns", "read_ns", "num_preemptions", "num_prompt_tokens", "num_cached_tokens")
+_SUMMED = (
+    "num_steps", "busy_ns", "read_ns", "num_preemptions", "num_prompt_tokens", "num_cached_tokens",
+    "num_expired_leases",
+)  # fmt: skip
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,6 +30,7 @@ class SimEngineAccount:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0  # of them
     num_deaths: int = 0
+    num_expired_leases: int = 0  # that nobody released or renewed in time
     read_ns: int = 0  # with reads of others' KV under way
 
     def add(self, life: SimEngineAccount) -> None:

@@ -14,7 +14,7 @@ from rayk.engine.leader import BUSY_POLL_S
 from rayk.explain.reads import explain_reads
 from rayk.models.config import DecoderConfig
 from rayk.models.engine_plan import plan_engine
-from rayk.simulate import SimOutcome, cell_arrivals, simulate_cell
+from rayk.simulate import EngineDeath, SimOutcome, cell_arrivals, simulate_cell
 from rayk.specs import Cell
 from rayk.types.rows import TransferRow
 from tests.markers import thorough
@@ -55,7 +55,8 @@ def simulated(
 
 
 def adds_up(outcome: SimOutcome) -> None:
-    """The stages of every request that ended well are all of its time."""
+    """Stages of every request are all of its time, and readers release what they were lent."""
+    assert all(engine.num_expired_leases == 0 for engine in outcome.engines.values())
     for row in outcome.requests:
         assert row.error is None
         assert sum(row.stage_ns.values()) == row.token_times_ns[-1] - row.arrival_ns
@@ -198,8 +199,8 @@ def test_reads_of_devices_move_beside_steps_and_share_what_there_is() -> None:
     assert 0 <= one - MOVES_NS - SLOW.fixed_ns - POST.ns(20 * TOKEN_BYTES, 1) < STEP_NS
     apart = simulated([PROMPT] * 2, cell, book)  # each between two engines of its own
     assert max(read_ns(apart)) < one + STEP_NS
-    cell = device_cell()
-    together = simulated([PROMPT] * 2, cell, pair_book(cell, wait=SLOW))
+    cell = device_cell(prefill={"num_engines": 2})
+    together = simulated([PROMPT] * 2, cell, pair_book(cell, wait=SLOW))  # from two to one
     adds_up(together)
     assert min(read_ns(together)) > 1.7 * MOVES_NS
     assert max(read_ns(together)) < 2.2 * MOVES_NS + SLOW.fixed_ns
@@ -225,6 +226,17 @@ def test_a_read_that_comes_too_late_fails(policy: str) -> None:
         assert row.error is not None
         assert row.num_attempts == (3 if policy == "migrate" else 1)
         assert row.output_token_ids, "the first token was there"
+
+
+def test_nothing_arrives_of_a_read_whose_producer_dies() -> None:
+    cell = device_cell(failure_policy="recompute")
+    death = EngineDeath(at_s=0.01, engine="prefill0", returns=False)
+    outcome = simulated([PROMPT], cell, pair_book(cell, wait=SLOW), deaths=[death])
+    (row,) = outcome.requests
+    adds_up(outcome)
+    assert (row.failure or "").endswith("producer engine prefill0 is gone")
+    assert (row.recovered_by, row.num_valid_tokens, row.num_recomputed_tokens) == ("recompute", 0, 20)
+    assert row.token_times_ns[1] < MOVES_NS
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute", "migrate"])
