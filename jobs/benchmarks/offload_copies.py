@@ -28,7 +28,7 @@ from rayk.kv.layout import LAYOUTS
 from rayk.kv.specs import FullAttentionSpec
 from rayk.offload.host import HostTier
 from rayk.offload.messages import LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
-from rayk.offload.tier_memory import TierMemory
+from rayk.offload.tier_parts import TierParts
 from rayk.parallel.shard import EngineShape
 from rayk.transfer.connectors import layer_views
 from rayk.transfer.handshake import describe_cache
@@ -106,8 +106,8 @@ def measure(case: Case, mode: str = "never") -> Copies:
     )
     like = ranks[0].description
     tier_groups = _groups(case.tier_block_size)
-    memory = TierMemory.open(LocalAgent("tier", network), tier_groups, like, settings, staging=staging)
-    tier = HostTier(memory, settings)
+    parts = TierParts.open(LocalAgent("tier", network), tier_groups, like, settings, staging=staging)
+    tier = HostTier(parts, settings)
     engine = [rank.description for rank in ranks]
     tier.attach(engine)
     for one in ranks:

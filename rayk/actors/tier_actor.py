@@ -37,7 +37,7 @@ from rayk.offload.host import HostTier
 from rayk.offload.messages import LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.offload.page_file import PageIdentity
 from rayk.offload.pages import DiskPages, identity_of
-from rayk.offload.tier_memory import TierMemory
+from rayk.offload.tier_parts import TierParts
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.ticket import TransferTicket
@@ -287,8 +287,8 @@ def open_tier(
             why = f"{error.where}: {error.problem}"
             LOG.warning("the host tier goes on without its disk tier: %s", error)
     try:
-        memory = TierMemory.open(agent, groups, like, settings, epoch=epoch, pages=pages)
-        return HostTier(memory, settings, pages=pages, why_no_disk=why)
+        parts = TierParts.open(agent, groups, like, settings, epoch=epoch, pages=pages)
+        return HostTier(parts, settings, pages=pages, why_no_disk=why)
     except OSError as error:
         if pages is not None:
             pages.close()

@@ -23,7 +23,7 @@ from rayk.offload.disk import status_without
 from rayk.offload.messages import TIER, LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.offload.outbox import outbox_name
 from rayk.offload.pages import DiskPages, HostBlocks
-from rayk.offload.tier_memory import TierMemory
+from rayk.offload.tier_parts import TierParts
 from rayk.transfer.consumer import TransferOutcome
 from rayk.transfer.handshake import CacheDescription, row_group_blocks
 from rayk.transfer.peer_data import wrong_head
@@ -70,7 +70,7 @@ class HostTier:
 
     def __init__(
         self,
-        memory: TierMemory,
+        parts: TierParts,
         settings: OffloadSettings,
         *,
         pages: DiskPages | None = None,
@@ -80,11 +80,11 @@ class HostTier:
         """`pages`: the disk tier behind it. `why_no_disk`: why there is none where there was to be one."""
         self.settings = settings
         self._clock = clock
-        self.caches, self.manager = memory.caches, memory.manager
-        self.description, self.rank = memory.description, memory.rank
+        self.caches, self.manager = parts.caches, parts.manager
+        self.description, self.rank = parts.description, parts.rank
         self.pages = pages
         self._why_no_disk = why_no_disk
-        self._digests = memory.digests
+        self._digests = parts.digests
         self._blocks = HostBlocks(self.caches, self.manager, self._digests.find_changed_in)
         self._numbers = itertools.count()
         self._turns: dict[str, int] = {}  # engine -> links to it, of which each reads from other replicas

@@ -25,7 +25,7 @@ from rayk.simulate.late_sink import LateSink, TookTokens
 from rayk.simulate.leader import SimLeader
 from rayk.simulate.outcome import SimEngineAccount
 from rayk.simulate.rank import SimRank, Slow, StepTimer
-from rayk.simulate.spans import Span, Spans
+from rayk.simulate.spans import QuietSpan, QuietSpans
 from rayk.simulate.tokens import TokenRule
 from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig
@@ -121,8 +121,8 @@ class SimEngine:
         self._told: list[tuple[LateSink, RequestEvent]] = []
         self._num_acts = 0  # steps, commands and polls with news, before the turn
         is_fast = fast and slow is None and self.rank.why_not_ahead is not None
-        self._spans = Spans(self.leader, timer, rule) if is_fast else None
-        self._span: Span | None = None  # what is planned in place of a turn
+        self._spans = QuietSpans(self.leader, timer, rule) if is_fast else None
+        self._span: QuietSpan | None = None  # what is planned in place of a turn
 
     @property
     def scheduler(self) -> Scheduler:
@@ -249,7 +249,7 @@ class SimEngine:
             order = TURNS + self._order
             self._carry_out(span, span.num_begun(lambda at_ns: self._world.is_past(at_ns, order)))
 
-    def _carry_out(self, span: Span, num_steps: int) -> None:
+    def _carry_out(self, span: QuietSpan, num_steps: int) -> None:
         assert self._spans is not None
         self._span = self._next = None
         changes: list[tuple[int, int, int]] = []
@@ -330,7 +330,7 @@ class SimEngine:
             num_cached_blocks=pool.num_cached_blocks,
         )
 
-    def _write_rows(self, span: Span, num_steps: int, changes: list[tuple[int, int, int]]) -> None:
+    def _write_rows(self, span: QuietSpan, num_steps: int, changes: list[tuple[int, int, int]]) -> None:
         """Make the rows of steps that were taken at once; `changes`: (step, free blocks, cached blocks),
         after each step in which they changed, and before all."""
         assert self.on_step is not None

@@ -49,7 +49,7 @@ _NO_DIGESTS = np.zeros(0, dtype=np.int64)
 _NO_NEWS = RankNews((), (), (), ())
 
 
-class Host(Protocol):
+class ExtensionHost(Protocol):
     """The engine that an extension is of. Implemented by simulate.engine."""
 
     name: str
@@ -86,7 +86,7 @@ class _Held:
 class SimExtension:
     """Implements engine.loop.RankExtension and simulate.network.Peer."""
 
-    def __init__(self, host: Host, network: SimNetwork) -> None:
+    def __init__(self, host: ExtensionHost, network: SimNetwork) -> None:
         self.name, self.epoch, self.config = host.name, host.epoch, host.config
         self.num_acts = 0
         """Commands carried out, and polls that had news."""
@@ -235,7 +235,7 @@ class SimExtension:
             yield name, part
 
     def _watch_leases(self) -> None:
-        """See to it that the engine polls when a lease may end by itself."""
+        """Have the engine poll when a lease may end by itself."""
         at_ns = self._leases.next_end_ns
         if self._watch is not None and (at_ns is None or self._watch.at_ns != at_ns):
             self._cancel(self._watch)

@@ -48,11 +48,11 @@ class SimMember:
     entry: EngineEntry
     timer: StepTimer
     account: SimEngineAccount
-    """Of the lives that are over."""
+    """Counts what the lives that are over did."""
     life: SimEngine | None = None
     """None: it is dead, or being formed again."""
     epoch: int = 0
-    """Of its current life, or of its last one."""
+    """Counts its lives, the current one included."""
     forming: Event | None = None
     """When it takes requests again."""
     waiting: list[Callable[[], object]] = field(default_factory=list)

@@ -79,7 +79,7 @@ class RequestFlow:
             due_ns=arrival.at_ns,
         )
         self.name = self.row.request_id
-        """Of its last attempt, or of the one that it asks a place for; engines know it by this."""
+        """Names its last attempt, or the one that it asks a place for; engines know it by this."""
         self.place: Place | None = None  # of its last attempt
         self.is_over = False
         self._fleet = fleet

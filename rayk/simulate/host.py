@@ -8,7 +8,7 @@ from rayk.costs.table import HostTable
 
 
 @dataclass(slots=True)
-class _Step:
+class _BusyTime:
     """The last step of an engine."""
 
     begin_ns: float
@@ -27,7 +27,7 @@ class SimHost:
     def __init__(self, table: HostTable) -> None:
         self._num_others = table.num_cores - 1
         self._slow = table.slow
-        self._steps: dict[str, _Step] = {}
+        self._steps: dict[str, _BusyTime] = {}
         self._owed_ns: dict[str, float] = {}
 
     def slowed(self, engine: str, num_ranks: int, begin_ns: int, length_ns: int) -> int:
@@ -43,7 +43,7 @@ class SimHost:
                 break
             left_ns, at_ns = left_ns - done_ns, edge_ns
         end_ns = at_ns + left_ns / self._pace(others, at_ns)
-        step = _Step(begin_ns, end_ns, num_ranks)
+        step = _BusyTime(begin_ns, end_ns, num_ranks)
         for name, other in self._steps.items():
             if (lost_ns := self._lost_ns(other, step)) > 0:
                 self._owed_ns[name] = self._owed_ns.get(name, 0.0) + lost_ns
@@ -56,13 +56,13 @@ class SimHost:
         if (step := self._steps.get(engine)) is not None:
             step.end_ns = min(step.end_ns, now_ns)
 
-    def _pace(self, steps: list[_Step], at_ns: float, num_ranks: int = 0) -> float:
+    def _pace(self, steps: list[_BusyTime], at_ns: float, num_ranks: int = 0) -> float:
         """Tell what of a step is done in a ns, beside these steps and so many ranks more."""
         num_busy = num_ranks + sum(s.num_ranks for s in steps if s.begin_ns <= at_ns < s.end_ns)
         share = min(1.0, num_busy / self._num_others) if self._num_others else float(num_busy > 0)
         return 1 / (1 + self._slow * share)
 
-    def _lost_ns(self, step: _Step, new: _Step) -> float:
+    def _lost_ns(self, step: _BusyTime, new: _BusyTime) -> float:
         """Tell what a step under way gets done less because a new one runs beside it."""
         others = [s for s in self._steps.values() if s is not step]
         at_ns, end_ns = max(step.begin_ns, new.begin_ns), min(step.end_ns, new.end_ns)
@@ -75,6 +75,6 @@ class SimHost:
         return lost_ns
 
 
-def _edges(steps: list[_Step], after_ns: float) -> list[float]:
+def _edges(steps: list[_BusyTime], after_ns: float) -> list[float]:
     """List the times at which any of these begins or ends."""
     return sorted(at for s in steps for at in (s.begin_ns, s.end_ns) if at > after_ns)

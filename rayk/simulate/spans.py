@@ -20,11 +20,11 @@ from rayk.simulate.rank import StepTimer
 from rayk.simulate.tokens import TokenRule
 
 MAX_STEPS = 256
-"""Of a span."""
+"""A span has no more of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class QuietSpan:
     """Steps that are planned."""
 
     begin_ns: int
@@ -40,7 +40,7 @@ class Span:
         return bisect_left(range(len(self.ends_ns)), True, key=lambda i: not is_past(self.begins_ns(i)))
 
 
-class Spans:
+class QuietSpans:
     """Plans and carries out spans of one engine."""
 
     def __init__(self, leader: SimLeader, timer: StepTimer, rule: TokenRule) -> None:
@@ -48,7 +48,7 @@ class Spans:
         self._timer = timer
         self._rule = rule
 
-    def plan(self, begin_ns: int, until_ns: int | None) -> Span | None:
+    def plan(self, begin_ns: int, until_ns: int | None) -> QuietSpan | None:
         """Plan quiet steps from now on that end before `until_ns`; None: take a single step."""
         scheduler = self._leader.scheduler
         num = num_quiet_steps(scheduler, MAX_STEPS, self._num_left)
@@ -59,9 +59,11 @@ class Spans:
         ends_ns = list(accumulate((n + host_ns for n in model_ns), initial=begin_ns))[1:]
         if until_ns is not None:
             del ends_ns[bisect_left(ends_ns, until_ns) :]
-        return Span(begin_ns, run, model_ns, ends_ns) if ends_ns else None
+        return QuietSpan(begin_ns, run, model_ns, ends_ns) if ends_ns else None
 
-    def carry_out(self, span: Span, num_steps: int, watch: Callable[[int], object] | None = None) -> None:
+    def carry_out(
+        self, span: QuietSpan, num_steps: int, watch: Callable[[int], object] | None = None
+    ) -> None:
         """Take the first steps of a span, the last of which ends now; `watch` is that of sched.quiet."""
         scheduler, times_ns = self._leader.scheduler, span.ends_ns[:num_steps]
         states = list(scheduler.running)

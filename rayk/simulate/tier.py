@@ -25,7 +25,7 @@ from rayk.models.kv_specs import engine_groups, tier_engine
 from rayk.offload.geometry import tier_geometry
 from rayk.offload.host import HostTier
 from rayk.offload.messages import TIER, LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
-from rayk.offload.tier_memory import TierMemory
+from rayk.offload.tier_parts import TierParts
 from rayk.simulate.clock import TURNS, Event, EventQueue, LocalClock
 from rayk.simulate.engine import SimEngine
 from rayk.simulate.extension import SimExtension
@@ -41,7 +41,7 @@ _NO_NEWS = RankNews((), (), (), ())
 
 
 class SimTierProcess:
-    """The host tier of all engines of one machine. Implements simulate.extension.Host."""
+    """The host tier of all engines of one machine. Implements simulate.extension.ExtensionHost."""
 
     name, role, epoch = TIER, TIER, EPOCH
 
@@ -70,14 +70,14 @@ class SimTierProcess:
         self.manager = KVCacheManager(groups, geometry.num_blocks, prefix_caching=True, secret=secret)
         self.extension = SimExtension(self, network)
         self.rank = _TierRank(self.extension, self.clock)
-        memory = TierMemory(
+        parts = TierParts(
             caches=cast("Any", SimpleNamespace(geometry=geometry, is_pinned=False)),
             manager=self.manager,
             digests=cast("Any", _NoDigests()),
             rank=cast("Any", self.rank),
             description=cast("Any", SimpleNamespace(engine=TIER, epoch=EPOCH)),
         )
-        self.tier = HostTier(memory, settings, clock=self.clock)
+        self.tier = HostTier(parts, settings, clock=self.clock)
         self._model = model
         self._inbox: deque[Callable[[], object]] = deque()
         self._next: Event | None = None  # the turn that is planned
@@ -109,7 +109,7 @@ class SimTierProcess:
         self._inbox.append(action)
         self.wake()
 
-    # simulate.extension.Host.
+    # simulate.extension.ExtensionHost.
 
     def work(self, length_ns: float) -> int:
         """Take time."""

@@ -23,7 +23,7 @@ from rayk.offload.disk import DiskTier
 from rayk.offload.host import HostTier
 from rayk.offload.messages import LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
 from rayk.offload.pages import DiskPages, identity_of
-from rayk.offload.tier_memory import TierMemory
+from rayk.offload.tier_parts import TierParts
 from rayk.parallel.shard import EngineShape
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.connectors import layer_views
@@ -208,10 +208,8 @@ class BareNode:
         if self.folder is not None:
             identity = identity_of(groups, told, "float32")
             pages = DiskPages(DiskTier(self.folder, identity, self.settings.disk_bytes))
-        memory = TierMemory.open(
-            self.agent("tier"), groups, told, self.settings, pages=pages, clock=self.clock
-        )
-        tier = HostTier(memory, self.settings, pages=pages, clock=self.clock)
+        parts = TierParts.open(self.agent("tier"), groups, told, self.settings, pages=pages, clock=self.clock)
+        tier = HostTier(parts, self.settings, pages=pages, clock=self.clock)
         tier.caches.buffer[: tier.caches.geometry.pages_bytes].fill_(POISON)
         self._tier = tier
 

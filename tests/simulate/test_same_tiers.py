@@ -19,7 +19,7 @@ from rayk.models.families import load_config
 from rayk.models.kv_specs import tier_groups
 from rayk.offload.host import HostTier
 from rayk.offload.messages import LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
-from rayk.offload.tier_memory import TierMemory
+from rayk.offload.tier_parts import TierParts
 from rayk.oracle.tiny import HYBRID
 from rayk.simulate import SimOutcome, cell_arrivals, simulate_cell
 from rayk.simulate import engine as sim_engine
@@ -180,8 +180,8 @@ def replay(recording: Recording, cell: Cell, path: Path) -> dict[str, RealSide]:
     groups = tier_groups(cell.prefill, model, settings)
     agent = HeldAgent("tier", network)
     like = like_engine(next(iter(described.values())))
-    memory = TierMemory.open(agent, groups, like, settings, epoch=1, clock=clock)
-    tier, inbox = HostTier(memory, settings, clock=clock), deque()
+    parts = TierParts.open(agent, groups, like, settings, epoch=1, clock=clock)
+    tier, inbox = HostTier(parts, settings, clock=clock), deque()
     for name, side in sides.items():
         tier.attach(described[name])
         side.execute(Connect((tier.description,), described[name]))

@@ -26,7 +26,7 @@ from rayk.types.offload import OffloadSettings
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TierMemory:
+class TierParts:
     caches: CanonicalKVCaches
     manager: KVCacheManager
     digests: BlockDigests
@@ -45,7 +45,7 @@ class TierMemory:
         pages: DiskPages | None = None,
         staging: StagingSettings | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
-    ) -> TierMemory:
+    ) -> TierParts:
         """Allocate it. `groups`: of the tier's own block sizes. `like`: `like_engine` of one whose KV is to
         be kept: what its model and scales are. `pages`: the disk tier behind it, whose keys it uses.
         `staging`: of what it reads. Raises UserError."""
