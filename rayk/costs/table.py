@@ -101,11 +101,11 @@ def term_values(term: str, run: DecodeRun) -> NDArray[np.float64] | float:
     name, sign, number = _parsed(term)
     if name == "one":
         return 1
-    values: Any
-    values = run.windowed[number][name == "seen"] if sign == "@" else getattr(run, f"num_{name}")
+    counted = run.windowed[number][name == "seen"] if sign == "@" else getattr(run, f"num_{name}")
+    values = np.asarray(counted, dtype=np.float64)
     if sign == ">":
         return np.maximum(0.0, values - number)
-    return np.minimum(values, number) if sign == "<" else values
+    return np.minimum(values, float(number)) if sign == "<" else values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
