@@ -158,7 +158,8 @@ class SimExtension:
         released = tuple(self._leases.take_released())
         expired = tuple(self._leases.expire(now_ns))
         self._host.account.num_expired_leases += len(expired)
-        self._watch_leases()
+        if released or expired or self._watch is None:
+            self._watch_leases()
         news = RankNews(outcomes, drained, released, expired, stored=tuple(self._take_stored(now_ns)))
         if news == _NO_NEWS:
             return None
@@ -237,11 +238,15 @@ class SimExtension:
     def _watch_leases(self) -> None:
         """Have the engine poll when a lease may end by itself."""
         at_ns = self._leases.next_end_ns
-        if self._watch is not None and (at_ns is None or self._watch.at_ns != at_ns):
+        if self._watch is not None and self._watch.at_ns != at_ns:
             self._cancel(self._watch)
             self._watch = None
         if self._watch is None and at_ns is not None:
-            self._watch = self._network.world.at(at_ns, self._host.wake)
+            self._watch = self._network.world.at(at_ns, self._on_watch)
+
+    def _on_watch(self) -> None:
+        self._watch = None
+        self._host.wake()
 
     # The consumer's part.
 
