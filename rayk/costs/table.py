@@ -96,7 +96,7 @@ def term_value(term: str, features: StepFeatures) -> float:
     return min(value, number) if sign == "<" else value
 
 
-def term_values(term: str, run: DecodeRun) -> NDArray[np.float64] | float:
+def term_values(term: str, run: DecodeRun) -> NDArray[Any] | float:
     """Evaluate one term of each of the steps' times, as `term_value` does."""
     name, sign, number = _parsed(term)
     if name == "one":

@@ -99,7 +99,7 @@ class TurnSource(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _StepInFlight:
+class StepInFlight:
     """A step that is queued on the rank's device, and not settled."""
 
     batch: ScheduledBatch
@@ -168,7 +168,7 @@ class EngineLoop:
         self._clock = clock
         self._pipeline = Pipeline(rank)
         self._runs_ahead = rank.why_not_ahead is None
-        self._in_flight: _StepInFlight | None = None
+        self._in_flight: StepInFlight | None = None
         self._settled_ns = 0  # when the last step was settled
 
     def run(self) -> None:
@@ -204,6 +204,22 @@ class EngineLoop:
             self._stats.turned()
         return not turn.stop
 
+    @property
+    def in_flight(self) -> StepInFlight | None:
+        """The step that is queued, and not settled."""
+        return self._in_flight
+
+    def since_ns(self, step: StepInFlight) -> int:
+        """Tell since when a step's turn counts, if nothing is settled before it: beside the step before it
+        from that one's end."""
+        return max(step.begun_ns, self._settled_ns)
+
+    def go_on(self, batch: ScheduledBatch, pending: PendingTokens, *, begun_ns: int, settled_ns: int) -> None:
+        """Have this step in flight, queued in a turn that began at `begun_ns` and settled the one before at
+        `settled_ns`: whoever took the turns up to there took them without this loop. For a simulation."""
+        self._in_flight = StepInFlight(batch, begun_ns, 0, self._rank.measure, self._fetching(pending))
+        self._settled_ns = settled_ns
+
     def _share(self, turn: Turn | None) -> Turn:
         if self._comm.size == 1:
             assert turn is not None
@@ -217,7 +233,7 @@ class EngineLoop:
         except RaykError as error:
             return error
 
-    def _begin(self, due: Due | None, begun_ns: int, num_commands: int) -> _StepInFlight | None:
+    def _begin(self, due: Due | None, begun_ns: int, num_commands: int) -> StepInFlight | None:
         if due is None:
             return None
         batch = due.batch
@@ -236,13 +252,13 @@ class EngineLoop:
             self._rank.keep(pending.tokens if pending is not None else None)
         fetch = self._fetching(pending) if pending is not None else None
         num_commands += len(due.commands)
-        return _StepInFlight(batch, begun_ns, num_commands, self._rank.measure, fetch)
+        return StepInFlight(batch, begun_ns, num_commands, self._rank.measure, fetch)
 
     def _fetching(self, pending: PendingTokens) -> Callable[[], StepTokens]:
         fetch = self._rank.fetch(pending.tokens)
         return lambda: pending.finish(fetch())
 
-    def _settle(self, step: _StepInFlight | None) -> None:
+    def _settle(self, step: StepInFlight | None) -> None:
         if step is None:
             return
         num_sampled = 0
@@ -252,8 +268,7 @@ class EngineLoop:
             num_sampled = len(tokens.token_ids)
             self._leader.settle(step.batch, tokens)
         model_ns, now_ns = step.measure(), self._clock()
-        # Beside the step before it counts from that one's end.
-        turn_ns = now_ns - max(step.begun_ns, self._settled_ns)
+        turn_ns = now_ns - self.since_ns(step)
         self._settled_ns = now_ns
         self.times.num_steps += 1
         self.times.model_ns += model_ns

@@ -120,8 +120,8 @@ class SimEngine:
         self._next: Event | None = None  # the turn that is planned, or the end of the span
         self._told: list[tuple[LateSink, RequestEvent]] = []
         self._num_acts = 0  # steps, commands and polls with news, before the turn
-        is_fast = fast and slow is None and self.rank.why_not_ahead is not None
-        self._spans = QuietSpans(self.leader, timer, rule) if is_fast else None
+        is_fast = fast and slow is None
+        self._spans = QuietSpans(self.leader, self.rank, self.loop, rule) if is_fast else None
         self._span: QuietSpan | None = None  # what is planned in place of a turn
 
     @property
@@ -261,7 +261,7 @@ class SimEngine:
         watch(-1)
         self.clock.end_span(span.ends_ns[num_steps - 1])
         self._spans.carry_out(span, num_steps, watch)
-        self._count(num_steps, span.ends_ns[num_steps - 1] - span.begin_ns, min(c[1] for c in changes))
+        self._count(num_steps, span.ends_ns[num_steps - 1] - span.since_ns, min(c[1] for c in changes))
         if self.on_step is not None:
             self._write_rows(span, num_steps, changes)
         self._end_turn()
@@ -334,12 +334,12 @@ class SimEngine:
         """Make the rows of steps that were taken at once; `changes`: (step, free blocks, cached blocks),
         after each step in which they changed, and before all."""
         assert self.on_step is not None
-        first, at = self.scheduler.num_steps - num_steps + 1, 0
+        last, at = self.scheduler.num_steps - self.scheduler.num_in_flight, 0
         for i in range(num_steps):
-            begin_ns = span.begins_ns(i)
-            row = self._row(
-                span.run.step(i), first + i, begin_ns, span.ends_ns[i] - begin_ns, span.model_ns[i]
-            )
+            step = span.settled(i)
+            length_ns = step.end_ns - step.begin_ns
+            number = last - num_steps + 1 + i
+            row = self._row(step.features, number, step.begin_ns, length_ns, step.model_ns, step.num_commands)
             if i < num_steps - 1:
                 row.num_running = row.num_requests
             while at + 1 < len(changes) and changes[at + 1][0] <= i:

@@ -92,7 +92,7 @@ class SimRank:
         self.measure: Callable[[], int] = lambda: 0
         self._clock = clock
         self._slow = slow
-        self._free_ns = 0  # when the device is done with all that is queued
+        self.free_ns = 0  # when the device is done with all that is queued
         self._runs_ahead = runs_ahead
 
     def step(self, batch: ScheduledBatch) -> torch.Tensor:
@@ -100,18 +100,24 @@ class SimRank:
         features = self.timer.features(batch)
         self.features.append(features)
         self._clock.advance(self.timer.host_ns(features))
-        begin_ns, took_ns = max(self._free_ns, self._clock.end_ns), self.timer.model_ns(features)
+        begin_ns, took_ns = max(self.free_ns, self._clock.end_ns), self.timer.model_ns(features)
         if self._slow is not None:
             took_ns = self._slow(begin_ns, took_ns)
-        self._free_ns = begin_ns + took_ns
+        self.free_ns = begin_ns + took_ns
         if not self._runs_ahead:
-            self._clock.wait_until(self._free_ns)
+            self._clock.wait_until(self.free_ns)
         self.measure = lambda: took_ns
         return NO_LOGITS
 
+    def go_on(self, features: StepFeatures, took_ns: int, free_ns: int) -> None:
+        """Have this step queued, and those before it counted: whoever took them took them without this."""
+        self.features = deque([features])
+        self.measure = lambda: took_ns
+        self.free_ns = free_ns
+
     def work(self, length_ns: float) -> int:
         """Take time for something beside the steps, once those that are queued have run; return how long."""
-        self._clock.wait_until(self._free_ns)
+        self._clock.wait_until(self.free_ns)
         took_ns = round(length_ns)
         if self._slow is not None and took_ns:
             took_ns = self._slow(self._clock.end_ns, took_ns)
@@ -127,7 +133,7 @@ class SimRank:
     def fetch(self, tokens: torch.Tensor) -> Callable[[], list[int]]:
         """Return what waits for the step that was queued last."""
         del tokens
-        done_ns = self._free_ns
+        done_ns = self.free_ns
 
         def wait() -> list[int]:
             self._clock.wait_until(done_ns)

@@ -3,69 +3,141 @@
 A span is planned at the begin of a turn, and carried out when its last step ends, or when something reaches
 the engine: then the steps are taken whose turns had begun, and the next turn is as if they had been taken one
 by one. So what happens elsewhere costs nothing here.
+
+Where an engine runs ahead, a turn queues a step and settles the one before: a span's first turn settles what
+was in flight, and its last step stays in flight.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from rayk.costs import DecodeRun, decode_run
-from rayk.sched.quiet import advance, num_quiet_steps
+from rayk.costs import DecodeRun, StepFeatures, decode_run
+from rayk.engine.loop import EngineLoop, StepInFlight
+from rayk.sched.quiet import advance, later_batch, num_quiet_steps
 from rayk.sched.request_state import RequestState
 from rayk.simulate.leader import SimLeader
-from rayk.simulate.rank import StepTimer
+from rayk.simulate.rank import NO_LOGITS, SimRank
 from rayk.simulate.tokens import TokenRule
 
 MAX_STEPS = 256
 """A span has no more of them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SettledStep:
+    """One of the steps that were taken."""
+
+    features: StepFeatures
+    begin_ns: int
+    end_ns: int
+    model_ns: int
+    num_commands: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuietSpan:
-    """Steps that are planned."""
+    """Turns that are planned, one behind the other. Each queues a step of `run`, and settles that or, where
+    one was in flight before, the one before that."""
 
     begin_ns: int
+    ends_ns: list[int]  # of the turns
     run: DecodeRun
-    model_ns: list[int]
-    ends_ns: list[int]  # of their turns, each of which begins where the one before ends
+    model_ns: list[int]  # of its steps
+    free_ns: list[int]  # when the device is done with each
+    since_ns: int  # when the turn of the first step that is settled began
+    before: StepInFlight | None = None
+    before_features: StepFeatures | None = None
 
     def begins_ns(self, index: int) -> int:
         return self.ends_ns[index - 1] if index else self.begin_ns
 
     def num_begun(self, is_past: Callable[[int], bool]) -> int:
-        """Count the steps whose turns began at a time of which `is_past` is true; it is of the first."""
+        """Count the turns that began at a time of which `is_past` is true; it is of the first."""
         return bisect_left(range(len(self.ends_ns)), True, key=lambda i: not is_past(self.begins_ns(i)))
+
+    def settled(self, index: int) -> SettledStep:
+        """Describe the step that a turn settles."""
+        when = {
+            "begin_ns": self.begins_ns(index) if index else self.since_ns,
+            "end_ns": self.ends_ns[index],
+        }
+        if self.before is None:
+            return SettledStep(features=self.run.step(index), model_ns=self.model_ns[index], **when)
+        if index:
+            return SettledStep(features=self.run.step(index - 1), model_ns=self.model_ns[index - 1], **when)
+        assert self.before_features is not None
+        return SettledStep(
+            features=self.before_features,
+            model_ns=self.before.measure(),
+            num_commands=self.before.num_commands,
+            **when,
+        )
 
 
 class QuietSpans:
     """Plans and carries out spans of one engine."""
 
-    def __init__(self, leader: SimLeader, timer: StepTimer, rule: TokenRule) -> None:
-        self._leader = leader
-        self._timer = timer
+    def __init__(self, leader: SimLeader, rank: SimRank, loop: EngineLoop, rule: TokenRule) -> None:
+        self._leader, self._rank, self._loop = leader, rank, loop
+        self._timer = rank.timer
+        self._runs_ahead = rank.why_not_ahead is None
         self._rule = rule
 
     def plan(self, begin_ns: int, until_ns: int | None) -> QuietSpan | None:
-        """Plan quiet steps from now on that end before `until_ns`; None: take a single step."""
-        scheduler = self._leader.scheduler
+        """Plan quiet turns from now on that have looked around before `until_ns`; None: take a single one."""
+        scheduler, before = self._leader.scheduler, self._loop.in_flight
+        if self._runs_ahead and (before is None or not all(s.is_reported for s in scheduler.running)):
+            return None
         num = num_quiet_steps(scheduler, MAX_STEPS, self._num_left)
         if not num:
             return None
-        run = decode_run([s.num_computed for s in scheduler.running], num, self._timer.windows)
+        run = decode_run([s.num_begun for s in scheduler.running], num, self._timer.windows)
         model_ns, host_ns = self._timer.ahead(run)
-        ends_ns = list(accumulate((n + host_ns for n in model_ns), initial=begin_ns))[1:]
+        span = QuietSpan(
+            begin_ns=begin_ns,
+            ends_ns=list(accumulate((n + host_ns for n in model_ns), initial=begin_ns))[1:],
+            run=run,
+            model_ns=model_ns,
+            free_ns=[],
+            since_ns=begin_ns,
+        )
+        if before is not None:
+            span = self._beside(before, span, host_ns)
         if until_ns is not None:
-            del ends_ns[bisect_left(ends_ns, until_ns) :]
-        return QuietSpan(begin_ns, run, model_ns, ends_ns) if ends_ns else None
+            looks_ns = range(len(model_ns))
+            key = span.ends_ns.__getitem__ if before is None else lambda i: span.begins_ns(i) + host_ns
+            del span.ends_ns[bisect_left(looks_ns, until_ns, key=key) :]
+        return span if span.ends_ns else None
+
+    def _beside(self, before: StepInFlight, span: QuietSpan, host_ns: int) -> QuietSpan:
+        """Plan the same turns where this step is in flight: each queues a step, and then waits for the one
+        before."""
+        at_ns, done_ns = span.begin_ns, self._rank.free_ns
+        ends_ns, free_ns = [], []
+        for model_ns in span.model_ns:
+            queued_ns = at_ns + host_ns
+            at_ns, done_ns = max(queued_ns, done_ns), max(queued_ns, done_ns) + model_ns
+            ends_ns.append(at_ns)
+            free_ns.append(done_ns)
+        (features,) = self._rank.features
+        return replace(
+            span,
+            ends_ns=ends_ns,
+            free_ns=free_ns,
+            since_ns=self._loop.since_ns(before),
+            before=before,
+            before_features=features,
+        )
 
     def carry_out(
-        self, span: QuietSpan, num_steps: int, watch: Callable[[int], object] | None = None
+        self, span: QuietSpan, num_turns: int, watch: Callable[[int], object] | None = None
     ) -> None:
-        """Take the first steps of a span, the last of which ends now; `watch` is that of sched.quiet."""
-        scheduler, times_ns = self._leader.scheduler, span.ends_ns[:num_steps]
+        """Take the first turns of a span, the last of which ends now; `watch` is that of sched.quiet."""
+        scheduler, times_ns = self._leader.scheduler, span.ends_ns[:num_turns]
         states = list(scheduler.running)
         told: list[list[int]] = []
 
@@ -74,8 +146,14 @@ class QuietSpans:
             told.append(self._rule.tokens(state.request_id, number, num))
             return told[-1]
 
-        advance(scheduler, num_steps, tokens_of, watch)
-        self._timer.passed(num_steps)
+        advance(scheduler, num_turns, tokens_of, watch)
+        self._timer.passed(num_turns)
+        if span.before is not None:
+            last = num_turns - 1
+            self._rank.go_on(span.run.step(last), span.model_ns[last], span.free_ns[last])
+            batch = later_batch(span.before.batch, num_turns)
+            pending = self._leader.sample(batch, NO_LOGITS, ())
+            self._loop.go_on(batch, pending, begun_ns=span.begins_ns(last), settled_ns=span.ends_ns[last])
         for state, tokens in zip(states, told, strict=True):
             self._leader.tell_all(state, tokens, times_ns)
 

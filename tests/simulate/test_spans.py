@@ -62,7 +62,7 @@ def cells(draw: st.DrawFn) -> tuple[Cell, DecoderConfig, list[Arrival], CostBook
         "max_seqs": draw(st.sampled_from([2, 3, 8])),
         "max_batch_tokens": draw(st.sampled_from([4, 16, 64])),
         "prefix_caching": draw(st.booleans()),
-        "async_scheduling": "never",
+        "async_scheduling": draw(st.sampled_from(["never", "always"])),
     }
     num = {"num_engines": draw(st.integers(1, 3))}
     pair = {"mode": "disaggregated", "decode": {"block_size": 4, "num_engines": draw(st.integers(1, 3))}}
@@ -99,7 +99,7 @@ def test_a_fast_world_is_as_one_that_takes_each_step(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(SimEngine, "_carry_out", noted)
 
-    @settings(max_examples=150, deadline=None, derandomize=True)
+    @settings(max_examples=100, deadline=None, derandomize=True)
     @given(cells())
     def hold_equal(drawn: Any) -> None:
         cell, model, arrivals, costs, how = drawn
@@ -110,7 +110,7 @@ def test_a_fast_world_is_as_one_that_takes_each_step(monkeypatch: pytest.MonkeyP
         assert fast == slow
 
     hold_equal()
-    assert sum(taken > 3 for taken, _ in spans) > 300, "there were spans to take"
+    assert sum(taken > 3 for taken, _ in spans) > 200, "there were spans to take"
     assert sum(taken < planned for taken, planned in spans) > 100, "some were cut"
 
 
