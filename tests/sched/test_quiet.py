@@ -204,7 +204,7 @@ def played(draw: st.DrawFn) -> list[int]:
     """Play a game in two worlds; the lengths of its spans."""
     caches, num_blocks = draw(st.integers(0, len(CACHES) - 1)), draw(st.integers(20, 80))
     limits = {"max_batch_tokens": draw(st.sampled_from([2, 8, 64])), "max_seqs": draw(st.integers(2, 6))}
-    how = {"caching": draw(st.booleans()), "ahead": draw(st.booleans()), "limits": limits}
+    how: dict[str, Any] = {"caching": draw(st.booleans()), "ahead": draw(st.booleans()), "limits": limits}
     single, spans = (World(caches, num_blocks, **how) for _ in range(2))
     play(draw, single, spans)
     return spans.num_spans

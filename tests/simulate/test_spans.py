@@ -64,13 +64,13 @@ def cells(draw: st.DrawFn) -> tuple[Cell, DecoderConfig, list[Arrival], CostBook
         "prefix_caching": draw(st.booleans()),
         "async_scheduling": draw(st.sampled_from(["never", "always"])),
     }
-    num = {"num_engines": draw(st.integers(1, 3))}
+    prefills = {"num_engines": draw(st.integers(1, 3))}
     pair = {"mode": "disaggregated", "decode": {"block_size": 4, "num_engines": draw(st.integers(1, 3))}}
     cell = sim_cell(
         model,
         draw(st.sampled_from(["cpu", "cuda"])),
         engine=engine,
-        prefill=num,
+        prefill=prefills,
         **draw(st.sampled_from([{}, pair])),
         deadlines={"request_s": draw(st.sampled_from([30e-6, 1.0]))},
         policy=draw(st.sampled_from(["round_robin", "least_loaded"])),
