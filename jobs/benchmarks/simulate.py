@@ -29,7 +29,6 @@ import argparse
 import gc
 import random
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
