@@ -7,7 +7,8 @@ intervals, `summary.py` turns the requests of a load into numbers, `verdict.py` 
 INVALID), `run.py` runs several loads and writes the tables. Knows of servers only what HTTP tells.
 """
 
-from rayk.bench.load import Load, Slo, parse_slo
+from rayk.bench.load import Load
 from rayk.bench.run import run_bench
+from rayk.types.slo import Slo, parse_slo
 
 __all__ = ["Load", "Slo", "parse_slo", "run_bench"]

@@ -13,39 +13,9 @@ from rayk.traces import TraceFormat
 from rayk.types.bounds import MAX_RATE, MAX_REQUESTS, MAX_SECONDS, MAX_TOKENS, MIN_RATE
 from rayk.types.errors import UserError
 from rayk.types.request import MAX_SEED
+from rayk.types.slo import Slo
 
 MAX_CONCURRENCY = 1 << 16
-METRICS = ("ttft", "tpot", "itl", "e2e")  # TTFT, TPOT, ITL and E2E, as columns begin with them
-_UNITS_MS = {"ms": 1.0, "s": 1000.0, "us": 0.001}
-_TIME = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Slo:
-    """Limits in milliseconds that a good answer keeps."""
-
-    # by ttft, tpot, e2e, or `itl`, which limits every gap
-    limits_ms: Mapping[str, float] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return ",".join(f"{name}={limit:g}ms" for name, limit in self.limits_ms.items())
-
-
-def parse_slo(text: str) -> Slo:
-    """Parse `ttft=200ms,tpot=20ms`. Raises UserError."""
-    limits: dict[str, float] = {}
-    for part in filter(None, text.split(",")):
-        name, _, value = (piece.strip() for piece in part.partition("="))
-        match = _TIME.fullmatch(value)
-        if name not in METRICS or match is None or name in limits:
-            known = ", ".join(METRICS)
-            raise UserError(
-                problem=f"not an objective: {part!r}",
-                where="--slo",
-                mend=f"each of {known} once, with a time in us, ms or s: ttft=200ms,tpot=20ms",
-            )
-        limits[name] = float(match[1]) * _UNITS_MS[match[2]]
-    return Slo(limits_ms=limits)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from rayk.bench.client import OK, Observed
-from rayk.bench.load import Slo
+from rayk.types.slo import Slo
 
 NS_PER_MS = 1e6
 WARMUP, MEASURED, COOLDOWN = "warmup", "measured", "cooldown"
@@ -50,21 +50,4 @@ def request_row(seen: Observed, *, cell_id: str, phase: str, began_ns: int, slo:
         "send_lag_ms": (seen.sent_ns - seen.due_ns) / NS_PER_MS if seen.sent_ns else None,
         "ended_ms": (seen.ended_ns - began_ns) / NS_PER_MS if seen.ended_ns else None,
     }
-    return row | {"is_good": is_good(row, slo)}
-
-
-def is_good(row: dict[str, Any], slo: Slo) -> bool:
-    """Tell whether every objective was kept. An unknown value breaks its objective, but an answer of one
-    token has no TPOT, and one of one chunk no gaps."""
-    if row["outcome"] != OK:
-        return False
-    undefined = {"tpot"} if row["num_output_tokens"] == 1 else set()
-    undefined |= {"itl"} if row["itl_ms"] == [] else set()
-    for name, limit_ms in slo.limits_ms.items():
-        value = row[f"{name}_ms"]
-        if name in undefined:
-            continue
-        worst = max(value, default=None) if isinstance(value, list) else value
-        if worst is None or worst > limit_ms:
-            return False
-    return True
+    return row | {"is_good": row["outcome"] == OK and slo.is_kept(row)}

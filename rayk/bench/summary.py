@@ -10,10 +10,11 @@ import numpy as np
 
 from rayk.bench.client import OK, REFUSED, TIMEOUT, Observed
 from rayk.bench.generator import NS_PER_S, Sent
-from rayk.bench.load import METRICS, Load
+from rayk.bench.load import Load
 from rayk.bench.rows import COOLDOWN, MEASURED, WARMUP, request_row
 from rayk.bench.statistics import Estimate, mean, quantile, warmup_length
 from rayk.bench.verdict import judge
+from rayk.types.slo import METRICS
 
 NS_PER_MS = 1e6
 PERCENTILES = (50, 90, 99)

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rayk.bench.client import OK
-from rayk.bench.load import METRICS, Load
+from rayk.bench.load import Load
 from rayk.bench.rows import MEASURED
 from rayk.bench.statistics import drift, intervals_hold
+from rayk.types.slo import METRICS
 
 VALID, NOISY, INVALID = "VALID", "NOISY", "INVALID"
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rayk.bench.load import Lengths, Load, check_load, parse_lengths, parse_slo
+from rayk.bench.load import Lengths, Load, check_load, parse_lengths
 from rayk.bench.prompts import plan_requests
 from rayk.bench.run import with_own_seed
 from rayk.sched.arrivals import due_times
 from rayk.types.errors import UserError
+from rayk.types.slo import parse_slo
 
 URL = "http://127.0.0.1:1"
 

@@ -11,9 +11,10 @@ import pytest
 
 from rayk.bench.client import FAILED, OK, REFUSED, TIMEOUT, Observed
 from rayk.bench.generator import Sent
-from rayk.bench.load import Load, parse_slo
+from rayk.bench.load import Load
 from rayk.bench.prompts import Planned
 from rayk.bench.summary import find_phases, summarize
+from rayk.types.slo import parse_slo
 
 MS = 1_000_000
 URL = "http://127.0.0.1:1"

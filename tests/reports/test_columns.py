@@ -14,13 +14,14 @@ from typer.testing import CliRunner
 
 from rayk.bench.client import OK, Observed
 from rayk.bench.generator import Sent
-from rayk.bench.load import Load, parse_slo
+from rayk.bench.load import Load
 from rayk.bench.prompts import Planned
 from rayk.bench.summary import summarize
 from rayk.cli.main import app
 from rayk.reports import load
 from rayk.reports.dictionary import TABLES, columns_csv, columns_json, columns_markdown, columns_text
 from rayk.reports.load_writer import LoadWriter
+from rayk.types.slo import parse_slo
 from tests.reports.synthetic import write_run
 
 UNITS = {
