@@ -64,31 +64,31 @@ def report(
         raise UserError(
             problem="no folder of a run", where="rayk report", mend="rayk report DIR, or --columns"
         )
-    from rayk.reports.gpu_day import is_gpu_day
+    from rayk.reports.report import has_own_page
 
-    if any(map(is_gpu_day, directories)):
-        typer.echo(_write_gpu_day(directories, output_format, out))
+    if any(map(has_own_page, directories)):
+        typer.echo(_write_own_page(directories, output_format, out))
         return
     for path in _write(directories, output_format or ReportFormat.html, out):
         typer.echo(path)
 
 
-def _write_gpu_day(directories: list[Path], output_format: ReportFormat | None, out: Path | None) -> Path:
-    """Write the page of a folder of jobs/gpu_day.py, which keeps CSV and JSON itself."""
+def _write_own_page(directories: list[Path], output_format: ReportFormat | None, out: Path | None) -> Path:
+    """Write the page of a folder of neither a run nor a bench: a GPU day, a validation."""
     from rayk.reports.files import make_folder
-    from rayk.reports.gpu_day import write_gpu_day
+    from rayk.reports.report import write_html
 
     if len(directories) > 1 or output_format not in (None, ReportFormat.html) or str(out) == "-":
         raise UserError(
-            problem="a GPU day is one folder, and its report a page",
-            where="rayk report",
-            mend="rayk report DIR; gpu-day.csv and gpu-day.json are in DIR",
+            problem="not of runs to be compared or exported: its report is a page",
+            where=", ".join(map(str, directories)),
+            mend="rayk report DIR; its tables are in DIR",
         )
     (folder,) = directories
     path = folder / "report.html" if out is None else out
     path = path / "report.html" if path.is_dir() else path
     make_folder(path.parent)
-    return write_gpu_day(folder, path)
+    return write_html(folder, path)
 
 
 def _print_columns(directories: list[Path], output_format: ReportFormat | None) -> None:

@@ -80,7 +80,7 @@ def read_run(folder: str | Path) -> RecordedRun:
             where=str(folder),
             mend="run it again with --set engine.record_steps=true",
         )
-    planned = _cells(result)
+    planned = planned_cells(result)
     requests, transfers = (_by_cell(t.to_dict("records")) for t in (result.requests, result.transfers))
     cells = []
     for row in result.cells.to_dict("records"):
@@ -114,7 +114,7 @@ def settled(cell: RecordedCell) -> Iterator[EngineStep]:
             yield step
 
 
-def _cells(result: Result) -> dict[str, tuple[Cell, DecoderConfig]]:
+def planned_cells(result: Result) -> dict[str, tuple[Cell, DecoderConfig]]:
     """Expand the run's own spec: cell id -> cell, and its model."""
     spec = load_spec(parse_spec(result.spec_yaml)).spec
     configs = {name: read_config(config_file(name)[1]) for name in spec.models()}

@@ -49,7 +49,7 @@ def labels(results: list[Result]) -> list[str]:
     return [f"{name} ({i + 1})" for i, name in enumerate(names)]
 
 
-def metrics_of(results: list[Result]) -> tuple[tuple[str, str, str], ...]:
+def compared_metrics(results: list[Result]) -> tuple[tuple[str, str, str], ...]:
     return LOAD_METRICS if all(is_load(result.cells) for result in results) else METRICS
 
 
@@ -57,7 +57,7 @@ def compare(results: list[Result]) -> pd.DataFrame:
     """Join the runs' cells, a row per cell of any run, NaN where a run has none. Columns: `changed` (the
     verdict differs), `missing` (some run lacks the cell), `verdict/<run>`, `<column>/<run>`, and
     `<column>/<run>/ratio` to the first run."""
-    names, metrics = labels(results), metrics_of(results)
+    names, metrics = labels(results), compared_metrics(results)
     tables = []
     for name, result in zip(names, results, strict=True):
         columns = ["cell_id", "verdict", *(column for _, column, _ in metrics)]
@@ -143,7 +143,7 @@ def sections(results: list[Result]) -> list[TextTable]:
         note = "Not in every run: another matrix, or a run that was interrupted."
         found.append(section("Cells of some runs only", note, ["cell_id", *names], absent))
     found += paired_sections(results, names)
-    medians = _medians(table, names, metrics_of(results))
+    medians = _medians(table, names, compared_metrics(results))
     if medians:
         note = f"Median over the cells of the ratio to {names[0]}, and the middle half of the ratios."
         head = ["", *names[1:], "cells"]
@@ -236,7 +236,9 @@ def _notes(base: Result, other: Result) -> list[str]:
 def _cells(results: list[Result]) -> Section:
     names, table = labels(results), compare(results)
     metrics = [
-        m for m in metrics_of(results) if table[[f"{m[1]}/{name}" for name in names]].notna().any(axis=None)
+        m
+        for m in compared_metrics(results)
+        if table[[f"{m[1]}/{name}" for name in names]].notna().any(axis=None)
     ]
     columns = [Column("cell_id", "cell_id")]
     columns += [Column(f"verdict, {name}", f"verdict/{name}", tone=f"tone/{name}") for name in names]

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rayk.reports.html import write_page
 from rayk.reports.page import Column, Page, Plot, Section
 from rayk.reports.values import plural
 from rayk.types.errors import UserError
@@ -40,8 +39,8 @@ def is_gpu_day(folder: Path) -> bool:
     return (folder / FILE).is_file()
 
 
-def write_gpu_day(folder: Path, path: Path) -> Path:
-    """Write the page of a folder's rows. Raises UserError for a file that the job did not write."""
+def gpu_day_page(folder: Path) -> Page:
+    """Make the page of a folder's rows. Raises UserError for a file that the job did not write."""
     where = folder / FILE
     try:
         found = parse_json(read_text(where, JSON_BYTES))
@@ -49,7 +48,7 @@ def write_gpu_day(folder: Path, path: Path) -> Path:
         environment = dict(found["environment"])
         for row in rows:
             row["tone"] = TONES[row["status"]]
-        return write_page(_page(rows, environment), path)
+        return _page(rows, environment)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
             problem=f"is not what jobs/gpu_day.py writes: {error!r}", where=str(where), mend="run it again"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rayk.types.durations import parse_ms
 from rayk.types.errors import UserError
 
 METRICS = ("ttft", "tpot", "itl", "e2e")  # TTFT, TPOT, ITL and E2E, as columns begin with them
-_UNITS_MS = {"ms": 1.0, "s": 1000.0, "us": 0.001}
-_TIME = re.compile(r"(\d+(?:\.\d+)?)(us|ms|s)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,25 +36,18 @@ class Slo:
         return True
 
 
-def parse_time_ms(text: str, *, where: str) -> float:
-    """Parse `200ms`. Raises UserError."""
-    match = _TIME.fullmatch(text)
-    if match is None:
-        raise UserError(problem=f"not a time: {text!r}", where=where, mend="a number of us, ms or s: 200ms")
-    return float(match[1]) * _UNITS_MS[match[2]]
-
-
 def parse_slo(text: str, *, where: str = "--slo") -> Slo:
     """Parse `ttft=200ms,tpot=20ms`. Raises UserError."""
     limits: dict[str, float] = {}
     for part in filter(None, text.split(",")):
         name, _, value = (piece.strip() for piece in part.partition("="))
-        if name not in METRICS or _TIME.fullmatch(value) is None or name in limits:
+        limit_ms = parse_ms(value)
+        if name not in METRICS or limit_ms is None or name in limits:
             known = ", ".join(METRICS)
             raise UserError(
                 problem=f"not an objective: {part!r}",
                 where=where,
                 mend=f"each of {known} once, with a time in us, ms or s: ttft=200ms,tpot=20ms",
             )
-        limits[name] = parse_time_ms(value, where=where)
+        limits[name] = limit_ms
     return Slo(limits_ms=limits)

@@ -21,7 +21,8 @@ from jobs import gpu_day as job
 from jobs.gpu import sanitizer
 from jobs.gpu.rows import COLUMNS, Row, Rows
 from jobs.gpu.stages import Bench, Lacking, Stage
-from rayk.reports.gpu_day import is_gpu_day, write_gpu_day
+from rayk.reports.gpu_day import is_gpu_day
+from rayk.reports.report import write_html
 from rayk.types.errors import UserError
 from tests.markers import thorough
 from tests.test_bare_machine import bare_environment
@@ -60,7 +61,7 @@ def test_a_bare_machine_measures_every_stage_and_goes_on_where_it_was_left(tmp_p
     again = Rows(out).read()
     assert len(again) == len(rows)
     assert (again[-1]["item"], again[-1]["status"]) == ("digest", "measured")
-    assert write_gpu_day(out, out / "report.html").stat().st_size > 100_000
+    assert write_html(out, out / "report.html").stat().st_size > 100_000
 
 
 def stage_of(measure: Callable[[str, Bench], Iterator[Row]], items: Sequence[str] = ("a", "b", "c")) -> Stage:
@@ -214,9 +215,9 @@ def test_the_page_tells_stages_shares_and_failures(tmp_path: Path) -> None:
     plain = (tmp_path / "gpu-day.html").read_text()
     assert "62%" in plain
     assert "k&lt;b&gt;" in plain
-    page = write_gpu_day(tmp_path, tmp_path / "page.html").read_text()
+    page = write_html(tmp_path, tmp_path / "page.html").read_text()
     assert all(text in page for text in ("NVIDIA H200", "1 failed", "it broke", "62%"))
     assert json.loads((tmp_path / "gpu-day.json").read_text())["rows"][0]["commit"] == "1" * 40
     (tmp_path / "gpu-day.json").write_text('{"rows": [{"status": "odd"}], "environment": {}}')
     with pytest.raises(UserError, match="is not what jobs/gpu_day.py writes"):
-        write_gpu_day(tmp_path, tmp_path / "page.html")
+        write_html(tmp_path, tmp_path / "page.html")
