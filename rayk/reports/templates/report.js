@@ -18,6 +18,19 @@
     cell.addEventListener("blur", hide);
   });
 
+  // Where a page may not write to the clipboard, the command is selected: Ctrl+C copies it.
+  document.querySelectorAll(".command button").forEach(function (button) {
+    var command = button.previousElementSibling;
+    function select() { window.getSelection().selectAllChildren(command); }
+    button.addEventListener("click", function () {
+      if (!navigator.clipboard) { select(); return; }
+      navigator.clipboard.writeText(command.textContent).then(function () {
+        button.textContent = "Copied";
+        setTimeout(function () { button.textContent = "Copy"; }, 2000);
+      }, select);
+    });
+  });
+
   function key(row, index) {
     var cell = row.cells[index];
     var text = cell.textContent.trim(), plain = text.replace(/,/g, "");
