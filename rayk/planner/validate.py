@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rayk.reports.validation import (
     joined_validations,
     write_validation,
 )
+from rayk.reports.folder import read_environment
 from rayk.reports.values import is_null
 from rayk.simulate.arrivals import Arrival, cell_arrivals
 from rayk.simulate.outcome import SimOutcome, cell_row, prediction_facts
@@ -42,9 +44,11 @@ class ValidationPlan:
     costs: Path
     out: Path
     """Folder of the validation: its tables, page, and a run folder of each prediction."""
-    judged: Judged = Judged()
+    judged: Judged = field(default_factory=Judged)
     include_fitted: bool = False
     extrapolate: bool = False
+    skipped: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """(run, cell) -> why it is left out."""
     noise: bool = False
     """Whether steps and gaps vary as those measured did; else each takes its mean or median."""
 
@@ -131,7 +135,7 @@ class _Prediction:
             return
         cell, config = self._planned[cell_id]
         requests = self._measured.requests[self._measured.requests["cell_id"] == cell_id]
-        why = why_not_simulated(cell)
+        why = self._plan.skipped.get((str(self._measured.directory), cell_id)) or why_not_simulated(cell)
         if not row["met"] or row["verdict"] == "UNSUPPORTED":
             why = f"it ended as {row['verdict']}"
         elif why is None and requests["e2e_ms"].isna().all():
@@ -160,7 +164,10 @@ class _Prediction:
         ]
 
     def write(self, folder: Path) -> Path:
-        """Write the predicted run, whose cells have the names of those measured."""
+        """Write the predicted run, whose cells have the names of those measured, in place of an earlier
+        prediction."""
+        if "predicted" in read_environment(folder):
+            shutil.rmtree(folder)
         measured = self._measured.environment
         environment = prediction_facts(
             self._book, [outcome for _, of_cell in self.cells for outcome in of_cell], noise=self._plan.noise

@@ -154,7 +154,9 @@ def trust_text(facts: Facts) -> str:
     if validation := trust.get("validation"):
         texts.append(f"Against measured runs, {validation}.")
     else:
-        texts.append("No validation of these tables is known. A run of the plan, or of one like it, makes one:")
+        texts.append(
+            "No validation of these tables is known. A run of the plan, or of one like it, makes one:"
+        )
     return " ".join(texts)
 
 

@@ -196,7 +196,7 @@ def metric_rows(errors: pd.DataFrame) -> list[dict[str, Any]]:
         off = counted["error"].abs()
         bound = BOUNDS.get(kind.name)
         median, spread = float(off.median()), float(counted["spread"].median())
-        worst = counted.loc[off.idxmax()] if off.notna().any() else None
+        worst = _furthest(counted, off)
         rows.append(
             {
                 "metric": kind.name,
@@ -218,6 +218,13 @@ def metric_rows(errors: pd.DataFrame) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _furthest(frame: pd.DataFrame, by: pd.Series[float]) -> dict[str, Any] | None:
+    """Return the first row at the largest number; None without any number."""
+    if not by.notna().any():
+        return None
+    return {str(k): v for k, v in frame.iloc[int(np.nanargmax(by.to_numpy(float)))].to_dict().items()}
 
 
 def _counted(of_metric: pd.DataFrame, name: str) -> pd.DataFrame:
@@ -270,7 +277,8 @@ def worst_cell(found: Validation) -> Worst | None:
     counted = errors[errors["bound"].notna() & ~errors["was_fitted"] & errors["error"].notna()]
     if counted.empty:
         return None
-    row = counted.loc[(counted["error"].abs() / counted["bound"]).idxmax()]
+    row = _furthest(counted, counted["error"].abs() / counted["bound"])
+    assert row is not None
     stage = stage_off(found.stages, str(row["run"]), str(row["cell_id"]))
     return Worst(
         run=str(row["run"]),
@@ -292,7 +300,8 @@ def stage_off(stages: pd.DataFrame, run: str, cell_id: str) -> dict[str, Any]:
     if shares.empty:
         numbers = ("measured_ms", "predicted_ms", "measured_share", "predicted_share")
         return {"stage": "", **dict.fromkeys(numbers, float("nan"))}
-    row = shares.loc[(shares["predicted_share"] - shares["measured_share"]).abs().idxmax()]
+    row = _furthest(shares, (shares["predicted_share"] - shares["measured_share"]).abs())
+    assert row is not None
     return {
         name: row[name] if name == "stage" else float(row[name])
         for name in ("stage", "measured_ms", "predicted_ms", "measured_share", "predicted_share")

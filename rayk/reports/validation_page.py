@@ -54,7 +54,7 @@ WORST_CELLS = 3  # whose stages are listed
 
 def validation_page(found: Validation) -> Page:
     rows = metric_rows(found.errors)
-    cells = _cell_rows(found.errors)
+    cells = cell_rows(found.errors)
     missed = [row["title"] for row in rows if row["is_missed"]]
     worst = worst_cell(found)
     return Page(
@@ -185,10 +185,6 @@ def _command(found: Validation) -> str:
 def _sections(
     found: Validation, rows: Sequence[Mapping[str, Any]], cells: Sequence[Mapping[str, Any]]
 ) -> list[Section]:
-    shown = [
-        {**row, "missed": f"{row['num_missed']} of {row['num_cells']}" if row["bound"] else ""}
-        for row in rows
-    ]
     left_out = found.facts.get("left_out", ())
     return [
         Section(
@@ -196,11 +192,13 @@ def _sections(
             note=SCATTER,
             plots=[plot for kind in ACHIEVEMENTS if (plot := _scatter(found.errors, kind)) is not None],
         ),
-        Section(title="Errors by metric", note=f"{NOTE}\n{TAU}\n{QUEUE}", columns=ERRORS, rows=shown),
+        Section(
+            title="Errors by metric", note=f"{NOTE}\n{TAU}\n{QUEUE}", columns=ERRORS, rows=shown_metrics(rows)
+        ),
         Section(
             title="Errors by cell",
             note="In percent, signed; a cell with a star was fitted. In brackets: the measured value.",
-            columns=_cell_columns(),
+            columns=cell_columns(),
             rows=cells,
         ),
         Section(
@@ -224,7 +222,15 @@ def _sections(
     ]
 
 
-def _cell_columns() -> list[Column]:
+def shown_metrics(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Say of `metric_rows` how many cells miss the bound, as ERRORS shows it."""
+    return [
+        {**row, "missed": f"{row['num_missed']} of {row['num_cells']}" if row["bound"] else ""}
+        for row in rows
+    ]
+
+
+def cell_columns() -> list[Column]:
     return [
         Column("#", "number", "d"),
         Column("cell_id", "cell_id"),
@@ -242,7 +248,7 @@ def numbers(errors: pd.DataFrame) -> dict[tuple[str, str], int]:
     return {pair: number for number, pair in enumerate(pairs, start=1)}
 
 
-def _cell_rows(errors: pd.DataFrame) -> list[dict[str, Any]]:
+def cell_rows(errors: pd.DataFrame) -> list[dict[str, Any]]:
     found: dict[tuple[str, str], dict[str, Any]] = {}
     count = numbers(errors)
     for row in errors.to_dict("records"):
