@@ -15,6 +15,7 @@ from rayk.costs.book import CostBook
 from rayk.models.config import DecoderConfig
 from rayk.planner.recorded import planned_cells
 from rayk.reports import Result, ResultWriter, load
+from rayk.reports.folder import read_environment
 from rayk.reports.validation import (
     Judged,
     Validation,
@@ -22,7 +23,6 @@ from rayk.reports.validation import (
     joined_validations,
     write_validation,
 )
-from rayk.reports.folder import read_environment
 from rayk.reports.values import is_null
 from rayk.simulate.arrivals import Arrival, cell_arrivals
 from rayk.simulate.outcome import SimOutcome, cell_row, prediction_facts

@@ -75,9 +75,10 @@ def metrics_of(requests: pd.DataFrame, slo: Slo | None = None) -> dict[str, floa
 def num_kept(answered: pd.DataFrame, slo: Slo) -> int:
     """Count the answers that keep every limit."""
     columns = ["num_output_tokens", *(f"{name}_ms" for name in slo.limits_ms)]
-    times = answered[columns].to_dict("records")
-    lists = "itl_ms" in columns
-    return sum(slo.is_kept(row | {"itl_ms": list(row["itl_ms"])} if lists else row) for row in times)
+    rows = (dict(zip(columns, row, strict=True)) for row in answered[columns].itertuples(index=False))
+    if "itl_ms" in columns:
+        rows = (row | {"itl_ms": list(row["itl_ms"])} for row in rows)
+    return sum(slo.is_kept(row) for row in rows)
 
 
 def request_frame(rows: Iterable[RequestRow]) -> pd.DataFrame:

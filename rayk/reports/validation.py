@@ -91,7 +91,7 @@ def compare_run(measured: Result, predicted: Result, judged: Judged) -> Validati
     errors = [
         row
         for cell_id in cells
-        for row in _cell_errors(run, cell_id, *(side[cell_id] for side in sides), judged)
+        for row in _cell_errors(run, cell_id, sides[0][cell_id], sides[1][cell_id], judged)
     ]
     stages = [
         row
