@@ -7,11 +7,11 @@ Needs a quiet machine. The folder --work is continued by another call, and holds
     costs       what `rayk costs` measures of each model, and the tables fitted to it
     capacity    jobs/plan_validation.yaml, all prompts at once: requests per second in the middle of each cell
     cells       the same points at 0.5, 0.7, 0.85 and 0.95 of that, `--repeats` times each
-    again-1..2  cells beside which others used the machine, measured again
+    again-1...  cells beside which others used the machine, measured again
     validation  predictions beside measurements: report.html, and a run folder of what was predicted
 
-Before each cell the job waits until the machine is quiet, and after it looks again. A cell that never had a
-quiet machine is reported by name, without a bound; so are cells at 0.95. An answer is good if it keeps 3 times
+Before each cell the job waits until the machine is quiet (--patience), and looks again after it. A cell that
+never had a quiet machine is reported by name, without a bound; so are cells at 0.95. An answer is good if it keeps 3 times
 the median TTFT and 1.5 times the median TPOT of its own point at the lightest load.
 """
 
@@ -59,15 +59,14 @@ TRAFFIC = {8: "prefill-heavy", 40: "balanced", 96: "decode-heavy"}
 """Names of the YAML file's kinds of traffic, by their max_tokens."""
 TTFT_FACTOR, TPOT_FACTOR = 3.0, 1.5
 MIDDLE = (0.2, 0.8)  # of the answers: between them requests end as fast as they can
-ROUNDS = 2  # of measuring again
 NOTES = "busy.json"
 NOTES_BYTES = 1 << 20
 CAPACITIES = (Column("point", "name"), Column("requests/s", "rate", ",.2f"))
 
 HEAD = (
     "Predicted over measured, less 1, of cells that no table was fitted to, from their own arrivals, prompts",
-    "and lengths of answers. A bound is for half of the cells; it is missed where half are off by more than it",
-    "and than twice the spread of the repeats.",
+    "and lengths of answers. A bound is for half of the cells; it is missed where half are off by more than",
+    "it, and than twice the spread of the repeats.",
 )
 
 Point = Mapping[str, Any]
@@ -236,7 +235,7 @@ class _Job:
         """Measure all cells, then again those beside which others used the machine."""
         measured = Measured(runs=[], cells={}, skipped={}, busy={})
         left = list(wanted)
-        for number in range(ROUNDS + 1):
+        for number in range(self._asked.rounds + 1):
             folder = self.folder(f"again-{number}" if number else "cells")
             matrix = [{n: [v] for n, v in p.point.items()} | {"arrival.rate": [p.rate]} for p in left]
             ids, _, noted = self._run({**self._base, "matrix": matrix, "repeat": self._asked.repeats}, folder)
@@ -245,7 +244,7 @@ class _Job:
             measured.cells.update(of_run)
             busy = {cell: share for cell, share in noted.items() if cell in of_run}
             left = [of_run[cell] for cell in busy]
-            if not left or number == ROUNDS:
+            if not left or number == self._asked.rounds:
                 measured.busy.update(busy)
                 break
             for cell, share in busy.items():
@@ -258,7 +257,7 @@ class _Job:
         plan = plan_experiment(load_spec(spec, source=folder.name), folder, resume=True, tell=_say)
         notes = folder / NOTES
         known = parse_json(read_text(notes, NOTES_BYTES)) if notes.is_file() else {}
-        progress = QuietProgress(RunProgress())
+        progress = QuietProgress(RunProgress(), patience_s=self._asked.patience)
         try:
             with contextlib.redirect_stdout(sys.stderr), progress:
                 result = run_experiment(plan, progress=progress)
@@ -317,6 +316,8 @@ def main() -> int:
         },
         repeats=option(3, "of each cell"),
         only=option("", "points whose names hold this, such as 'llama x1 balanced'"),
+        patience=option(120.0, "seconds to wait for a quiet machine, before each cell"),
+        rounds=option(2, "of measuring cells again beside which others used the machine"),
         quick={"action": "store_true", "help": "12 cells: balanced traffic"},
         extrapolate={"action": "store_true", "help": "predict also what no table covers"},
     )

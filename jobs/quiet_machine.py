@@ -12,7 +12,6 @@ from rayk.cli.progress import RunProgress
 
 BUSY_SHARE = 0.2  # of all cores: what others may use
 PROBE_S = 1.0
-PATIENCE_S = 120.0
 
 
 def busy_share(seconds: float = PROBE_S, sleep: Callable[[float], object] = time.sleep) -> float:
@@ -32,9 +31,10 @@ def _cpu_times() -> tuple[int, int]:
 @dataclass
 class QuietProgress:
     """Implements types.progress.Progress, and is a context manager: probes the machine before and after each
-    cell, while the run has nothing to do, and waits for PATIENCE_S at most."""
+    cell, while the run has nothing to do, and waits for `patience_s` at most."""
 
     progress: RunProgress
+    patience_s: float
     probe: Callable[[], float] = busy_share
     clock: Callable[[], float] = time.monotonic
     before: dict[str, float] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class QuietProgress:
         self.progress.warn(text)
 
     def begin(self, cell_id: str) -> None:
-        until = self.clock() + PATIENCE_S
+        until = self.clock() + self.patience_s
         share = self.probe()
         if self._last:
             self.after[self._last] = share
