@@ -11,7 +11,7 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs dashboards
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment real real-all dashboards quantised releases hybrid groups shards chaos paced fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-structured serve-swap attack sweep ceiling bench-peers test test-all test-slow test-generators test-gpu gpu-day nightly shard-pairs check kernels bench mutants vllm vllm-experiment vllm-nightly clean
+.PHONY: help venv experiment real real-all dashboards quantised releases hybrid groups shards chaos paced plan-validation fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-structured serve-swap attack sweep ceiling bench-peers test test-all test-slow test-generators test-gpu gpu-day nightly shard-pairs check kernels bench mutants vllm vllm-experiment vllm-nightly clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
@@ -32,6 +32,7 @@ help:
 	@echo "make attack      a server as a stranger finds it: ports, jobs, drivers, pickles, files, requests without the key"
 	@echo "make serve-bench aggregated against disaggregated servers on equal workers: goodput, Pareto front"
 	@echo "make paced       fleets of 4 to 16 engines that keep the times of a cost table, 27 cells"
+	@echo "make plan-validation  predictions against this machine, 96 cells of two cores (75 min; ARGS=--quick: 10)"
 	@echo "make sweep       672 transfers without a model, over NIXL between Ray actors, every byte checked"
 	@echo "make ceiling     transfer rates beside bare NIXL, memcpy and Ray's own transport"
 	@echo "make bench-peers rayk beside ctranslate2, llama.cpp, vLLM and transformers on one CPU thread; builds llama.cpp (20 min)"
@@ -92,6 +93,9 @@ real real-all:
 
 paced: $(STAMP)
 	$(BIN)/python jobs/paced.py $(ARGS)
+
+plan-validation: $(STAMP)
+	$(BIN)/python jobs/plan_validation.py --record $(ARGS)
 
 sweep: $(STAMP)
 	$(BIN)/python jobs/transfer_sweep.py $(ARGS)

@@ -11,8 +11,8 @@ Needs a quiet machine. The folder --work is continued by another call, and holds
     validation  predictions beside measurements: report.html, and a run folder of what was predicted
 
 Before each cell the job waits until the machine is quiet (--patience), and looks again after it. A cell that
-never had a quiet machine is reported by name, without a bound; so are cells at 0.95. An answer is good if it keeps 3 times
-the median TTFT and 1.5 times the median TPOT of its own point at the lightest load.
+never had a quiet machine is reported by name, without a bound; so are cells at 0.95. An answer is good if it
+keeps 3 times the median TTFT and 1.5 times the median TPOT of its own point at the lightest load.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ NAMED = 3  # cells that a sentence names
 def answers(result: Result) -> list[Answer]:
     cells = result.cells
     passed = bool(len(cells)) and bool(cells["met"].astype(bool).all())
-    tone = "unmet" if not passed else "" if result.num_missing else "met"
+    told = bool(result.num_missing) or bool((cells["verdict"] == "PREDICTED").any())
+    tone = "unmet" if not passed else "" if told else "met"
     table = cost_table(result)
     cost = Answer(
         question="What did unequal TP sizes cost?",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from rayk.reports.compare_tables import TextTable, doubt_section, paired_sections, summary
+from rayk.reports.compare_tables import TextTable, as_errors, doubt_section, paired_sections, summary
 from rayk.reports.differences import differences_of
 from rayk.reports.files import atomic_path, parse_spec
 from rayk.reports.folder import FACTS, changed_facts, differences, flatten
@@ -16,7 +16,7 @@ from rayk.reports.load_page import TONES
 from rayk.reports.markdown import page_markdown
 from rayk.reports.page import Column, Page, Section
 from rayk.reports.result import Result
-from rayk.reports.trust import probe_rows
+from rayk.reports.trust import is_predicted, probe_rows
 from rayk.reports.values import plural
 from rayk.reports.verdicts import headline, tone
 
@@ -44,6 +44,8 @@ MAX_DIFFERENCES = 8  # columns with unlike values that are named per run
 
 def labels(results: list[Result]) -> list[str]:
     names = [r.directory.name if r.directory else f"run {i}" for i, r in enumerate(results)]
+    forecast = [", predicted" if is_predicted(r.environment) else "" for r in results]
+    names = [name + suffix for name, suffix in zip(names, forecast, strict=True)]
     if len(set(names)) == len(names):
         return names
     return [f"{name} ({i + 1})" for i, name in enumerate(names)]
@@ -55,8 +57,8 @@ def compared_metrics(results: list[Result]) -> tuple[tuple[str, str, str], ...]:
 
 def compare(results: list[Result]) -> pd.DataFrame:
     """Join the runs' cells, a row per cell of any run, NaN where a run has none. Columns: `changed` (the
-    verdict differs), `missing` (some run lacks the cell), `verdict/<run>`, `<column>/<run>`, and
-    `<column>/<run>/ratio` to the first run."""
+    verdict differs; PREDICTED does from none), `missing` (some run lacks the cell), `verdict/<run>`,
+    `<column>/<run>`, and `<column>/<run>/ratio` to the first run."""
     names, metrics = labels(results), compared_metrics(results)
     tables = []
     for name, result in zip(names, results, strict=True):
@@ -67,7 +69,7 @@ def compare(results: list[Result]) -> pd.DataFrame:
     order = dict.fromkeys(cell for r in results for cell in r.cells["cell_id"])
     joined = joined.reindex(list(order)).rename_axis("cell_id").reset_index()
     verdicts = joined[[f"verdict/{name}" for name in names]].fillna(ABSENT).to_numpy().tolist()
-    joined.insert(1, "changed", [len({*row} - {ABSENT}) > 1 for row in verdicts])
+    joined.insert(1, "changed", [len({*row} - {ABSENT, "PREDICTED"}) > 1 for row in verdicts])
     joined.insert(2, "missing", [ABSENT in row for row in verdicts])
     for _, column, _ in metrics:
         base = joined[f"{column}/{names[0]}"].where(lambda values: values != 0)
@@ -82,11 +84,17 @@ def compare_headline(results: list[Result]) -> str:
     noun = "load" if all(is_load(result.cells) for result in results) else "cell"
     if changed:
         text = f"{changed} of {plural(len(table), noun)} {'differs' if changed == 1 else 'differ'} in verdict"
+    elif 0 < len(_predicted(results)) < len(results) and missing < len(table):
+        text = f"{plural(len(table) - missing, noun)} measured and predicted"
     elif missing < len(table):
         text = f"{plural(len(table) - missing, noun)} in every run, equal verdicts"
     else:
         text = f"no {noun} is in every run"
     return text + (f", {missing} in some runs only" if missing else "")
+
+
+def _predicted(results: list[Result]) -> list[Result]:
+    return [result for result in results if is_predicted(result.environment)]
 
 
 def write_compare_csv(results: list[Result], path: Path) -> Path:
@@ -142,7 +150,8 @@ def sections(results: list[Result]) -> list[TextTable]:
     if absent:
         note = "Not in every run: another matrix, or a run that was interrupted."
         found.append(section("Cells of some runs only", note, ["cell_id", *names], absent))
-    found += paired_sections(results, names)
+    paired = paired_sections(results, names)
+    found += as_errors(paired) if _predicted(results) else paired
     medians = _medians(table, names, compared_metrics(results))
     if medians:
         note = f"Median over the cells of the ratio to {names[0]}, and the middle half of the ratios."
@@ -224,6 +233,8 @@ def _notes(base: Result, other: Result) -> list[str]:
         notes.append(f"other versions or another machine: {', '.join(changed)}")
     if is_load(base.cells) and is_load(other.cells):
         return notes  # whatever they measured differs
+    if _predicted([base, other]):
+        return [*notes, "predicted: what differs are errors; rayk plan --validate judges them by bounds"]
     found = differences_of(base, other)
     notes += [f"values differ: {difference}" for difference in found[:MAX_DIFFERENCES]]
     if len(found) > MAX_DIFFERENCES:

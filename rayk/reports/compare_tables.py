@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rayk.reports.intervals import MIN_VALUES
 from rayk.reports.load_fields import is_load
@@ -13,7 +13,7 @@ from rayk.reports.page import Column, Section
 from rayk.reports.paired import CELL, CONFIDENCE, FALSE_RATE, LARGE, MARGIN, SIZES, WHOLE, Change, changes
 from rayk.reports.paired_loads import estimate_changes, load_changes
 from rayk.reports.result import Result
-from rayk.reports.trust import busy, unlike
+from rayk.reports.trust import busy, doubt_text, is_predicted, unlike
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,6 +126,25 @@ def paired_sections(results: list[Result], names: list[str]) -> list[TextTable]:
     ]
 
 
+AS_ERRORS = {"regression": "predicted worse", "improvement": "predicted better", "changed": "unlike"}
+"""What findings are called where one of the runs is a prediction."""
+ERRORS_NOTE = (
+    " One of the runs is predicted: these are errors of the prediction. It has no tokens and no digests."
+)
+
+
+def as_errors(found: Sequence[TextTable]) -> list[TextTable]:
+    """Call findings what they are where a run is predicted."""
+    return [
+        replace(
+            table,
+            note=table.note + ERRORS_NOTE,
+            rows=[[*row[:-1], AS_ERRORS.get(row[-1], row[-1])] for row in table.rows],
+        )
+        for table in found
+    ]
+
+
 MARKED = ("regression", "improvement", "changed", "unsure")  # findings of cells that are shown, in this order
 
 
@@ -151,11 +170,19 @@ def _cells_section(told: RunChanges) -> TextTable:
     return TextTable(title="Cells that changed", note=note, head=HEAD, rows=texts, chips=chips)
 
 
+FINDINGS = {
+    "regression": "Worse",
+    "improvement": "Better",
+    "predicted worse": "Predicted worse than measured",
+    "predicted better": "Predicted better than measured",
+}
+
+
 def summary(found: Sequence[TextTable]) -> str:
     """Say whether any run is slower or faster than the first."""
     rows = [row for section in found if section.head == HEAD for row in section.rows]
     parts = []
-    for verdict, word in (("regression", "Worse"), ("improvement", "Better")):
+    for verdict, word in FINDINGS.items():
         told = [
             f"{row[0]} {row[1].partition(',')[0]} {row[6]} ({row[2]})" for row in rows if row[-1] == verdict
         ]
@@ -186,6 +213,9 @@ def doubt_section(results: list[Result], names: list[str]) -> list[TextTable]:
     """Say why some run's times may not be compared."""
     rows = []
     for name, result in zip(names, results, strict=True):
+        if is_predicted(result.environment):
+            rows.append([name, doubt_text(result.environment)])
+            continue
         rows += [[name, reason] for reason in busy(result.environment)]
         if result is not results[0]:
             rows += [[name, reason] for reason in unlike(results[0].environment, result.environment)]

@@ -56,9 +56,14 @@ def busy(environment: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def is_predicted(environment: Mapping[str, Any]) -> bool:
+    """Tell whether a run's times come from a simulation."""
+    return "predicted" in environment
+
+
 def doubt_text(environment: Mapping[str, Any]) -> str:
     """Say why not to take the times for measured ones, or ""."""
-    if "predicted" in environment:
+    if is_predicted(environment):
         return predicted_text(environment["predicted"])
     reasons = busy(environment)
     return f"The times are doubtful: {'; '.join(reasons)}." if reasons else ""

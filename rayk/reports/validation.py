@@ -29,6 +29,8 @@ BOUNDS = {
     "goodput_per_s": 0.15,
 }
 """The most by which half of the cells may be off, as shares of the measured."""
+FIRST_STAGES = ("queue", "dispatch", "lookup", "load", "prefill_queue", "prefill")
+"""Those that end with the first token."""
 TABLE, STAGE_TABLE, FACTS = "validation.parquet", "validation_stages.parquet", "validation.json"
 COLUMNS = {
     "run": pa.string(),
@@ -279,7 +281,7 @@ def worst_cell(found: Validation) -> Worst | None:
         return None
     row = _furthest(counted, counted["error"].abs() / counted["bound"])
     assert row is not None
-    stage = stage_off(found.stages, str(row["run"]), str(row["cell_id"]))
+    stage = stage_off(found.stages, str(row["run"]), str(row["cell_id"]), str(row["metric"]))
     return Worst(
         run=str(row["run"]),
         cell_id=str(row["cell_id"]),
@@ -290,8 +292,9 @@ def worst_cell(found: Validation) -> Worst | None:
     )
 
 
-def stage_off(stages: pd.DataFrame, run: str, cell_id: str) -> dict[str, Any]:
-    """Name the stage of a cell whose measured and predicted shares of all stages differ most."""
+def stage_off(stages: pd.DataFrame, run: str, cell_id: str, metric: str) -> dict[str, Any]:
+    """Name the stage of a cell whose measured and predicted shares of all stages differ most, among those
+    that the metric is made of."""
     of_cell = stages[(stages["run"] == run) & (stages["cell_id"] == cell_id)]
     shares = of_cell.assign(
         measured_share=of_cell["measured_ms"] / of_cell["measured_ms"].sum(),
@@ -300,7 +303,10 @@ def stage_off(stages: pd.DataFrame, run: str, cell_id: str) -> dict[str, Any]:
     if shares.empty:
         numbers = ("measured_ms", "predicted_ms", "measured_share", "predicted_share")
         return {"stage": "", **dict.fromkeys(numbers, float("nan"))}
-    row = _furthest(shares, (shares["predicted_share"] - shares["measured_share"]).abs())
+    is_first = shares["stage"].isin(FIRST_STAGES)
+    own = {"ttft": shares[is_first], "tpot": shares[~is_first]}.get(metric.partition("_")[0], shares)
+    row = _furthest(own, (own["predicted_share"] - own["measured_share"]).abs())
+    row = row or _furthest(shares, shares["measured_share"])
     assert row is not None
     return {
         name: row[name] if name == "stage" else float(row[name])

@@ -10,6 +10,7 @@ import pandas as pd
 
 from rayk.reports.achieved import ACHIEVEMENTS, Achievement
 from rayk.reports.page import Answer, Column, Page, Plot, Section
+from rayk.reports.plan_answers import shell_lines
 from rayk.reports.plots import LEGEND, PALETTE, SYMBOLS, log_axis, plain, round_values
 from rayk.reports.trust import predicted_text
 from rayk.reports.validation import Validation, Worst, metric_rows, worst_cell
@@ -49,6 +50,7 @@ STAGES = (
     "of the time differs, the model of that stage is at fault, or of what runs beside it."
 )
 QUEUE = "queue: requests that wait for room at a time, on average (Little's law)."
+LINEAR = 4.0
 WORST_CELLS = 3  # whose stages are listed
 
 
@@ -153,6 +155,32 @@ def worst_text(worst: Worst) -> str:
     )
 
 
+def validation_lines(found: Validation) -> list[str]:
+    """Say in a few lines what the page says first."""
+    lines = []
+    for row in metric_rows(found.errors):
+        if not row["num_cells"]:
+            continue
+        bound = "" if row["bound"] is None else f", bound {row['bound']:.0%}"
+        missed = " MISSED" if row["is_missed"] else ""
+        lines.append(
+            f"{row['title']}: half of {row['num_cells']:,} cells within {row['median']:.1%}{bound}{missed}"
+            f" (signed {row['signed']:+.1%}, worst {row['worst']:+.1%}, tau {row['tau']:.2f})"
+        )
+    worst = worst_cell(found)
+    left_out = found.facts.get("left_out", ())
+    return [
+        *lines,
+        *([] if worst is None else [f"worst cell: {worst_text(worst)}"]),
+        *(f"left out: {cell_id}: {why}" for cell_id, why in left_out),
+    ]
+
+
+def is_missed(found: Validation) -> bool:
+    """Tell whether any bound is."""
+    return any(row["is_missed"] for row in metric_rows(found.errors))
+
+
 def _tau_text(rows: Sequence[Mapping[str, Any]]) -> str:
     told = [f"{row['title']} {row['tau']:.2f}" for row in rows if not is_null(row["tau"])]
     return f"Kendall's tau: {', '.join(told)}; 1 is alike, 0 is chance." if told else "One cell has no order."
@@ -176,7 +204,8 @@ def _command(found: Validation) -> str:
     extras = " --include-fitted" if found.errors["was_fitted"].any() else ""
     slos = [text for text in dict.fromkeys(found.errors["slo"]) if text]
     limits = f" --slo {slos[0]}" if len(slos) == 1 else ""
-    return f"rayk plan --validate {runs} --costs {found.facts['predicted']['costs']}{limits}{extras}"
+    costs = found.facts["predicted"]["costs"]
+    return shell_lines(f"rayk plan --validate {runs} --costs {costs}{limits}{extras}")
 
 
 # --- sections -------------------------------------------------------------------------------------
@@ -284,7 +313,7 @@ def _stage_rows(found: Validation) -> list[dict[str, Any]]:
 
 
 def _scatter(errors: pd.DataFrame, kind: Achievement) -> Plot | None:
-    """Draw a metric's cells on logarithmic axes; those at 0 have no place there."""
+    """Draw a metric's cells; those at 0 have no place on logarithmic axes, and are left out."""
     of_metric = errors[errors["metric"] == kind.name]
     shown = of_metric[(of_metric["measured"] > 0) & (of_metric["predicted"] > 0)]
     if shown.empty:
@@ -297,14 +326,13 @@ def _scatter(errors: pd.DataFrame, kind: Achievement) -> Plot | None:
         lines += [(1 + bound, "dot"), (1 / (1 + bound), "dot")]
     data = [_line(low, high, factor, dash) for factor, dash in lines]
     data += _marks(shown, kind, numbers(errors))
-    axis = {"range": _log_range(low, high)}
-    ticks = round_values(low, high)
+    axes = {side: _axis(f"{side}, {kind.unit}", low, high) for side in ("measured", "predicted")}
     layout = {
         "height": 400,
         "showlegend": len(set(shown["run"])) > 1,
         "legend": LEGEND,
-        "xaxis": log_axis(f"measured, {kind.unit}", ticks) | axis,
-        "yaxis": log_axis(f"predicted, {kind.unit}", ticks) | axis,
+        "xaxis": axes["measured"],
+        "yaxis": axes["predicted"],
     }
     return Plot(id=f"against-{kind.name}", title=f"{kind.title}, {kind.unit}", data=data, layout=layout)
 
@@ -355,5 +383,10 @@ def _line(low: float, high: float, factor: float, dash: str) -> dict[str, Any]:
     }
 
 
-def _log_range(low: float, high: float) -> list[float]:
-    return [math.log10(low), math.log10(high)]
+def _axis(title: str, low: float, high: float) -> dict[str, Any]:
+    """Make an axis, linear over less than LINEAR times the lowest value: ticks of a logarithm lie too far
+    apart there."""
+    if high < LINEAR * low:
+        return {"title": {"text": title}, "range": [low, high]}
+    ends = [math.log10(low), math.log10(high)]
+    return log_axis(title, round_values(low, high)) | {"range": ends}
