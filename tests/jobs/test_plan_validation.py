@@ -144,15 +144,15 @@ def test_a_known_machine_is_predicted_within_the_bounds(
     monkeypatch.setattr(job, "SPEC", with_tiny_model(tmp_path, model))
     monkeypatch.setattr(job._Job, "_run", machine.run)
     asked = argparse.Namespace(
-        work=tmp_path, quick=True, only="x1 balanced", part=(1, 1), repeats=2, rounds=2, patience=0.0,
+        work=tmp_path, quick=True, only="P/D 1:1 balanced", part=(1, 1), repeats=2, rounds=2, patience=0.0,
         extrapolate=False,
     )  # fmt: skip
     page = Page({})
     assert job.measure(asked, page) == []
     assert machine.runs == [model.name, "capacity-quick", "cells-quick", "again-1-quick"]
     text = page.text
-    assert f"| {model.name} x1 balanced at 0.7 |" in text
-    assert f"| {model.name} x1 balanced at 0.85 |" in text
+    assert f"| {model.name} P/D 1:1 balanced at 0.7 |" in text
+    assert f"| {model.name} P/D 1:1 balanced at 0.85 |" in text
     assert "measured again: others used 70% of the cores" in text
     errors = page.tables["errors"]
     assert len({row["cell_id"] for row in errors}) == 2
