@@ -9,13 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from rayk.costs.book import CostBook
 from rayk.models.config import DecoderConfig
-from rayk.planner.recorded import planned_cells
+from rayk.planner.recorded import Row, planned_cells
 from rayk.reports import Result, ResultWriter, load
 from rayk.reports.folder import read_environment
+from rayk.reports.report import write_html
 from rayk.reports.validation import (
     Judged,
     Validation,
@@ -91,6 +90,7 @@ def validate(plan: ValidationPlan, *, tell: Told | None = None) -> Validation:
     }
     validation = joined_validations(found, facts)
     write_validation(validation, plan.out)
+    write_html(plan.out)
     return validation
 
 
@@ -126,6 +126,9 @@ class _Prediction:
         self._measured, self._book, self._plan = measured, book, plan
         self._planned = planned_cells(measured)
         self._rows = {row["cell_id"]: row for row in measured.cells.to_dict("records")}
+        self._requests: dict[str, list[Row]] = {name: [] for name in self._rows}
+        for row in measured.requests.to_dict("records"):
+            self._requests[row["cell_id"]].append(row)
 
     def add(self, cell_id: str) -> None:
         """Predict a cell, or note why it is left out."""
@@ -134,11 +137,11 @@ class _Prediction:
             self.left_out.append((cell_id, "the run's own spec has no such cell"))
             return
         cell, config = self._planned[cell_id]
-        requests = self._measured.requests[self._measured.requests["cell_id"] == cell_id]
+        requests = self._requests[cell_id]
         why = self._plan.skipped.get((str(self._measured.directory), cell_id)) or why_not_simulated(cell)
         if not row["met"] or row["verdict"] == "UNSUPPORTED":
             why = f"it ended as {row['verdict']}"
-        elif why is None and requests["e2e_ms"].isna().all():
+        elif why is None and all(is_null(request["e2e_ms"]) for request in requests):
             why = "no request was answered"
         if why is None:
             try:
@@ -148,7 +151,7 @@ class _Prediction:
         if why is not None:
             self.left_out.append((cell_id, why))
 
-    def _simulated(self, cell: Cell, config: DecoderConfig, requests: pd.DataFrame) -> list[SimOutcome]:
+    def _simulated(self, cell: Cell, config: DecoderConfig, requests: Sequence[Row]) -> list[SimOutcome]:
         book = paced_book(self._book, cell)
         run = partial(
             simulate_cell,
@@ -158,9 +161,12 @@ class _Prediction:
             noise=self._plan.noise,
             strict=not self._plan.extrapolate,
         )
+        by_repeat: dict[int, list[Row]] = {}
+        for row in requests:
+            by_repeat.setdefault(int(row["repeat"]), []).append(row)
         return [
-            run(arrivals=measured_arrivals(cell, rows), repeat=int(str(repeat)), seed=int(str(repeat)))
-            for repeat, rows in requests.groupby("repeat", sort=True)
+            run(arrivals=measured_arrivals(cell, rows), repeat=repeat, seed=repeat)
+            for repeat, rows in sorted(by_repeat.items())
         ]
 
     def write(self, folder: Path) -> Path:
@@ -197,10 +203,10 @@ def paced_book(book: CostBook, cell: Cell) -> CostBook:
     return replace(book, engines=engines, any_engine=None if whole is None else whole.scaled(engine.pace))
 
 
-def measured_arrivals(cell: Cell, requests: pd.DataFrame) -> Iterator[Arrival]:
+def measured_arrivals(cell: Cell, requests: Sequence[Row]) -> Iterator[Arrival]:
     """Yield the requests of one repeat as they were: due when they were due, each answer as long as it was.
     One that failed may go on to its limit."""
-    rows = requests.sort_values("prompt_index").to_dict("records")
+    rows = sorted(requests, key=lambda row: int(row["prompt_index"]))
     return cell_arrivals(
         cell,
         [row["prompt_token_ids"].tolist() for row in rows],
@@ -209,7 +215,7 @@ def measured_arrivals(cell: Cell, requests: pd.DataFrame) -> Iterator[Arrival]:
     )
 
 
-def _length(row: Mapping[Any, Any], limit: int) -> int:
+def _length(row: Row, limit: int) -> int:
     is_whole = is_null(row["error"]) and len(row["output_token_ids"])
     return len(row["output_token_ids"]) if is_whole else limit
 

@@ -317,10 +317,8 @@ def stage_off(stages: pd.DataFrame, run: str, cell_id: str, metric: str) -> dict
 # --- on disk --------------------------------------------------------------------------------------
 
 
-def write_validation(found: Validation, folder: str | Path) -> Path:
-    """Write the tables, the facts and the page; returns the page's path."""
-    from rayk.reports.report import write_html
-
+def write_validation(found: Validation, folder: str | Path) -> None:
+    """Write the tables and the facts."""
     folder = Path(folder)
     make_folder(folder)
     for name, frame, columns in (
@@ -331,7 +329,6 @@ def write_validation(found: Validation, folder: str | Path) -> Path:
         with atomic_path(folder / name) as path:
             pq.write_table(table, path)
     write_text(folder / FACTS, json.dumps({"version": 1, **found.facts}, indent=1, default=str) + "\n")
-    return write_html(folder)
 
 
 def is_validation(folder: str | Path) -> bool:

@@ -13,7 +13,7 @@ from rayk.reports.markdown import page_markdown
 from rayk.reports.page import Page
 from rayk.reports.plan_answers import shell_lines
 from rayk.reports.plan_page import plan_page
-from rayk.reports.report import folder_page, has_own_page
+from rayk.reports.report import folder_page, has_own_page, write_html
 from rayk.reports.validation import metric_rows, write_validation
 from rayk.reports.validation_page import validation_page
 from tests.reports.synthetic_plan import SPEC, synthetic_facts, synthetic_plans
@@ -104,7 +104,8 @@ def test_options_stand_on_lines_of_their_own() -> None:
 def test_a_validations_page_names_the_worst_cell_and_its_stage(tmp_path: Path) -> None:
     found = synthetic_validation()
     assert not any(row["is_missed"] for row in metric_rows(found.errors)), "half of the cells are well"
-    path = write_validation(found, tmp_path)
+    write_validation(found, tmp_path)
+    path = write_html(tmp_path)
     assert has_own_page(tmp_path)
     page = folder_page(tmp_path)
     how_far, worst, ranks, rests, again = page.answers
