@@ -20,6 +20,8 @@ from rayk.models.config import DecoderConfig
 from rayk.models.families import read_config
 from rayk.planner.validate import ValidationPlan, validate
 from rayk.reports import ResultWriter, load
+from rayk.reports.compare import compare, compare_markdown, compare_page, labels
+from rayk.reports.report import report_page
 from rayk.reports.validation import Judged, Validation, kendall_tau, metric_rows, read_validation, worst_cell
 from rayk.simulate import cell_arrivals, cell_row, simulate_cell
 from rayk.specs import Cell, dump_spec, expand, load_spec, resolve_prompts
@@ -144,6 +146,23 @@ def test_costs_that_are_off_are_off_by_as_much(truth: Truth, tmp_path: Path) -> 
     page = (tmp_path / "validation" / "report.html").read_text()
     assert worst.cell_id in page
     assert f"{worst.stage}: {worst.predicted_share:.0%} of the time" in page
+
+
+def test_a_run_beside_its_prediction_shows_errors_and_no_regressions(truth: Truth, tmp_path: Path) -> None:
+    found = truth.validate(truth.book(decode=1.5), tmp_path)
+    results = [load(truth.folder), load(tmp_path / "validation" / found.facts["runs"][str(truth.folder)])]
+    assert not compare(results)["changed"].any(), "PREDICTED is unlike no verdict"
+    assert labels(results) == ["run", "run, predicted"]
+    page = compare_page(results)
+    assert page.title == "6 cells measured and predicted, 1 in some runs only"
+    assert page.lead.startswith("Predicted worse than measured: ")
+    text = compare_markdown(results)
+    assert "| predicted worse |" in text
+    assert "| regression |" not in text
+    assert "values differ" not in text
+    assert "PREDICTED, not measured: times are those of the cost tables" in text
+    answer = report_page(results[1]).answers[0]
+    assert (answer.text[:8], answer.tone) == ("Unknown:", "")
 
 
 def test_the_stage_at_fault_is_named(truth: Truth, tmp_path: Path) -> None:

@@ -10,12 +10,19 @@ import pytest
 
 from rayk.reports import ResultWriter
 from rayk.reports.compare import write_compare_html
+from rayk.reports.html import write_page
+from rayk.reports.plan_answers import shell_lines
+from rayk.reports.plan_page import plan_page
 from rayk.reports.result import load
 from rayk.reports.stages import PARTS
+from rayk.reports.validation_page import validation_page
 from tests.markers import thorough
 from tests.reports.browser import CONTRAST, needs_chromium, probe
 from tests.reports.synthetic import SPEC, cell_row, request_rows, transfer_rows, write_run
 from tests.reports.synthetic_load import write_bench
+from tests.reports.synthetic_plan import SPEC as PLAN_SPEC
+from tests.reports.synthetic_plan import synthetic_facts, synthetic_plans
+from tests.reports.synthetic_validation import synthetic_validation
 
 WIDTHS = (1280, 400)
 SORT = """
@@ -139,7 +146,7 @@ COLOURS = (
 @thorough
 @needs_chromium
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-@pytest.mark.parametrize("kind", ["run", "bench", "comparison"])
+@pytest.mark.parametrize("kind", ["run", "bench", "comparison", "plan", "validation"])
 def test_every_text_can_be_read_in_either_mode(tmp_path: Path, kind: str, dark: bool) -> None:
     page = write_pages(tmp_path, kind)
     for width, seen in zip(WIDTHS, probe(page, tmp_path, WIDTHS, COLOURS, dark=dark), strict=True):
@@ -158,6 +165,10 @@ def test_every_text_can_be_read_in_either_mode(tmp_path: Path, kind: str, dark: 
 
 def write_pages(folder: Path, kind: str) -> Path:
     """A report of each kind, with as much in it as there can be."""
+    if kind == "plan":
+        return write_page(plan_page(synthetic_plans(), synthetic_facts(), PLAN_SPEC), folder / "report.html")
+    if kind == "validation":
+        return write_page(validation_page(synthetic_validation()), folder / "report.html")
     if kind == "bench":
         write_bench(folder / "a", ("poisson rate=2", "poisson rate=4"), verdict="NOISY")
         return folder / "a" / "report.html"
@@ -309,7 +320,7 @@ LAYOUT = """
 
 @thorough
 @needs_chromium
-@pytest.mark.parametrize("kind", ["run", "bench", "comparison"])
+@pytest.mark.parametrize("kind", ["run", "bench", "comparison", "plan", "validation"])
 def test_nothing_lies_on_anything_else(tmp_path: Path, kind: str) -> None:
     page = write_pages(tmp_path, kind)
     for width, seen in zip(WIDTHS, probe(page, tmp_path, WIDTHS, LAYOUT), strict=True):
@@ -346,3 +357,25 @@ def test_a_large_run_opens_without_trouble(large: Path, tmp_path: Path) -> None:
     for width, seen in zip(WIDTHS, probe(large, tmp_path, WIDTHS, script), strict=True):
         assert_sound(seen, width)
         assert seen["found"] > 300
+
+
+@thorough
+@needs_chromium
+def test_a_plans_command_is_seen_at_once_and_copied(tmp_path: Path) -> None:
+    """The answer, its uncertainty and the command are on the first screen of a wide window; a click on Copy
+    gives the clipboard the command, or where there is none selects it."""
+    page = write_pages(tmp_path, "plan")
+    script = """
+      var box = document.querySelector(".command"), button = box.querySelector("button");
+      Object.defineProperty(navigator, "clipboard", {value: undefined});
+      button.click();
+      return {
+        selected: String(window.getSelection()), bottom: box.getBoundingClientRect().bottom,
+        range: document.querySelectorAll(".answer table")[0].getBoundingClientRect().bottom
+      };
+    """
+    wide, narrow = probe(page, tmp_path, WIDTHS, script)
+    for seen in (wide, narrow):
+        assert seen["found"]["selected"].strip() == shell_lines(synthetic_facts()["command"])
+    assert wide["found"]["bottom"] < FIRST_SCREEN_PX
+    assert wide["found"]["range"] < FIRST_SCREEN_PX
