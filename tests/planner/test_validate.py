@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import pytest
+from typer import Exit
 
+from rayk.cli.validation import validate_runs
 from rayk.costs import CostBook, EngineCosts, engine_key
 from rayk.costs.book import Provenance
 from rayk.costs.hull import Hull
@@ -268,3 +270,25 @@ def test_taus_are_scipys() -> None:
     x, y = draw.integers(0, 9, 30), draw.integers(0, 9, 30)
     known: Mapping[str, float] = {"tau": float(stats.kendalltau(x, y).statistic)}
     assert kendall_tau(x.tolist(), y.tolist()) == pytest.approx(known["tau"])
+
+
+def test_the_command_prints_errors_and_exits_1_where_a_bound_is_missed(
+    truth: Truth, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: dict[str, Any] = {
+        "out": tmp_path / "found", "slo": "ttft=20ms", "include_fitted": False, "extrapolate": False
+    }  # fmt: skip
+    truth.book(decode=1.3).save(tmp_path / "off")
+    with pytest.raises(Exit) as ended:
+        validate_runs([truth.folder], costs=tmp_path / "off", **asked)
+    assert ended.value.exit_code == 1
+    told = capsys.readouterr().out
+    assert "TPOT p50: half of 6 cells within" in told
+    assert "bound 8% MISSED" in told
+    assert "worst cell: agg-tp1" in told
+    assert "left out: " in told
+    truth.book().save(tmp_path / "true")
+    validate_runs([truth.folder], costs=tmp_path / "true", **asked | {"out": tmp_path / "well"})
+    assert "MISSED" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="no cost tables"):
+        validate_runs([truth.folder], costs=None, **asked)
