@@ -13,7 +13,11 @@ from rayk.planner.recorded import RecordedCell, Row, number
 
 Floats = NDArray[np.float64]
 NUM_QUANTILES = 21
-TRIMMED_PERCENT = 1.0  # of gaps, at either end
+TRIMMED_PERCENT = 1.0  # of gaps, the longest
+MAX_RATIO = 4.0
+"""What took longer than so many times the median of its size was held up by something else. There are few
+transfers of a size, and one that waited for a core would count for all."""
+MIN_STREAMS = 3  # fewer requests at once do not tell what each of them adds
 
 
 def fit_gaps(cells: Sequence[RecordedCell]) -> GapTable:
@@ -34,25 +38,33 @@ def _gap(cells: Sequence[RecordedCell], stage: str) -> Gap:
     streams, ns = (np.array(values, dtype=float) for values in zip(*found, strict=True))
     kept = ns <= np.percentile(ns, 100 - TRIMMED_PERCENT)
     terms = np.stack([np.ones(kept.sum()), streams[kept]], axis=1)
-    per_stream = float(nnls(terms, ns[kept])[1]) if len(set(streams[kept])) > 1 else 0.0
+    per_stream = float(nnls(terms, ns[kept])[1]) if streams[kept].max() >= MIN_STREAMS else 0.0
     rest = np.maximum(0.0, ns[kept] - per_stream * streams[kept])
     quantiles = np.quantile(rest, np.linspace(0, 1, NUM_QUANTILES))
     return Gap(quantiles=tuple(quantiles.tolist()), stream_ns=per_stream)
 
 
 def _stage(cell: RecordedCell, stage: str) -> list[tuple[int, float]]:
-    """Return (other requests in flight as it was due, ns) of each request that had the stage once."""
+    """Return (requests in flight as it was placed, ns) of each request that had the stage once; of those due
+    at one moment each is placed behind the others before it."""
     found = []
     rows = [row for row in cell.requests if number(row, "e2e_ms") is not None and row["num_attempts"] == 1]
-    spans = [(row["repeat"], row["due_ms"], row["due_ms"] + row["e2e_ms"]) for row in rows]
-    for row, (repeat, due, _) in zip(rows, spans, strict=True):
+    rows.sort(key=lambda row: (row["repeat"], row["due_ms"]))
+    begins, ends = (np.array(of, dtype=float) for of in ([r["due_ms"] for r in rows], [_end(r) for r in rows]))
+    repeats = np.array([row["repeat"] for row in rows])
+    for index, row in enumerate(rows):
         ns = number(row, f"stage_{stage}_ns")
-        if ns is None:
-            continue
-        at = due + (number(row, "stage_queue_ns") or 0.0) / 1e6
-        others = sum(1 for r, begin, end in spans if r == repeat and begin <= at < end) - 1
-        found.append((max(0, others), ns))
+        if ns is not None:
+            at = begins[index] + (number(row, "stage_queue_ns") or 0.0) / 1e6
+            is_there = (repeats == repeats[index]) & (begins <= at) & (at < ends)
+            is_there[index:] &= begins[index:] != begins[index]
+            found.append((int(is_there.sum()), ns))
     return found
+
+
+def _end(row: Row) -> float:
+    """Return when a request ended, in ms like `due_ms`."""
+    return float(row["due_ms"] + row["e2e_ms"])
 
 
 def fit_reads(cells: Sequence[RecordedCell]) -> TransferTable:
@@ -127,20 +139,21 @@ def _bytes_by_request(cell: RecordedCell, rank: str, *, with_held: bool) -> dict
 def _linear(ns: Floats, num_bytes: Floats, num_descriptors: Floats) -> LinearCost:
     """Fit a constant, descriptors and bytes, errors relative to what transfers of a size take: those of the
     smallest would not count else."""
-    kept = ns <= np.percentile(ns, 100 - TRIMMED_PERCENT)
+    usual = _usual(ns, num_bytes)
+    kept = ns <= MAX_RATIO * usual
     terms = np.stack([np.ones(kept.sum()), num_descriptors[kept], num_bytes[kept]], axis=1)
-    usual = _usual(ns[kept], num_bytes[kept])
+    usual = usual[kept]
     fixed, descriptor, byte = nnls(terms / usual[:, None], ns[kept] / usual).tolist()
     return LinearCost(fixed_ns=fixed, descriptor_ns=descriptor, byte_ns=byte)
 
 
 def _usual(ns: Floats, num_bytes: Floats) -> Floats:
-    """Return the mean time of transfers of about the same size (a power of 2), of each."""
+    """Return the median time of transfers of about the same size (a power of 2), of each."""
     size = np.rint(np.log2(np.maximum(num_bytes, 1.0)))
     _, of = np.unique(size, return_inverse=True)
     of = of.reshape(-1)
-    means = np.bincount(of, ns) / np.bincount(of)
-    return np.asarray(np.maximum(means, 1.0)[of])
+    medians = np.array([np.median(ns[of == place]) for place in range(of.max() + 1)])
+    return np.asarray(np.maximum(medians, 1.0)[of])
 
 
 def _column(rows: Sequence[Row], name: str) -> Floats:

@@ -11,7 +11,7 @@ from rayk.costs.fit import Fitted
 from rayk.costs.steps import fit_host, fit_steps
 from rayk.costs.table import EngineCosts, EngineKey, engine_key
 from rayk.planner.between import fit_gaps, fit_reads, hand_over_costs
-from rayk.planner.neighbours import fit_slow
+from rayk.planner.neighbours import fit_slow, form_s
 from rayk.planner.recorded import EngineStep, RecordedCell, RecordedRun, settled
 from rayk.types.errors import UserError
 
@@ -59,7 +59,7 @@ def fit_runs(runs: Sequence[RecordedRun]) -> FittedBook:
         engines={key: _with_commands(key, costs, cells) for key, costs in engines.items()},
         transfers=fit_reads(cells),
         gaps=fit_gaps(cells),
-        host=host,
+        host=replace(host, form_s=max(form_s(run.environment) for run in runs)),
         provenance=provenance(runs),
     )
     if not book.transfers.reads:

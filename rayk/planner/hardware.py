@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rayk import costs
 from rayk.costs.book import CostBook
 from rayk.costs.features import windows_of
 from rayk.costs.roofline import Hardware, RankAttention, RankSizes, roofline_costs
@@ -23,16 +24,25 @@ from rayk.types.errors import UserError
 from rayk.types.files import read_text
 
 FILE_BYTES = 1 << 16
+_SHEETS = Path(costs.__file__).with_name("hardware")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MATRICES = {"relu2": 2}  # of an expert; 3 of other kinds
 
 
-def read_hardware(path: str | Path) -> Hardware:
-    """Read a YAML file with the fields of `costs.roofline.Hardware`. Raises UserError."""
+def known_hardware() -> list[str]:
+    """Name the data sheets that rayk brings along."""
+    return sorted(path.stem for path in _SHEETS.glob("*.yaml"))
+
+
+def read_hardware(name: str | Path) -> Hardware:
+    """Read a data sheet: one that rayk brings along, by its name, or a YAML file with the fields of
+    `costs.roofline.Hardware`. Raises UserError."""
+    path = _SHEETS / f"{str(name).lower()}.yaml" if str(name).lower() in known_hardware() else Path(name)
     try:
-        data, _ = parse_yaml(read_text(Path(path), FILE_BYTES), str(path))
+        data, _ = parse_yaml(read_text(path, FILE_BYTES), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read: {error}", where=str(path)) from error
+        mend = f"a YAML file, or one of {', '.join(known_hardware())}"
+        raise UserError(f"cannot be read: {error}", where=str(path), mend=mend) from error
     found = read(Hardware, data, str(path))
     numbers = [found.memory_gb_per_s, *found.tflops.values(), found.flops_share, found.bandwidth_share]
     if not all(number > 0 for number in numbers):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from rayk.costs import step_features, windows_of
+from rayk.costs.roofline import Hardware
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups
 from rayk.models.tensor_parallel import why_tp_unsupported
+from rayk.planner.hardware import roofline_book
+from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 
@@ -18,9 +22,21 @@ STEP = 4
 SHORTEST = 16  # tokens of a prompt
 OUTPUT_TOKENS = 24  # decode steps of each length
 MIN_PROMPTS = 8
+MIXED = 4  # prompts per place where lengths are mixed: one comes as another ends, into steps that decode
 PAIR_TOKENS = (32, 256, 1024)
-PAIR_RATE = 4.0  # requests per second of a pair, so that reads meet idle engines
 PAIR_PROMPTS = 12
+MAX_PAIR_RATE = 4.0  # requests per second
+IDLE = 2
+"""Requests of a pair come this much slower than such a machine serves them, so that reads meet idle engines."""
+USUAL = {
+    "cpu": Hardware(
+        name="a core", tflops=dict.fromkeys(("float32", "bfloat16", "float16"), 0.1), memory_gb_per_s=20.0
+    ),
+    "cuda": Hardware(
+        name="a GPU", tflops={"float32": 20.0, "bfloat16": 120.0, "float16": 120.0}, memory_gb_per_s=600.0
+    ),
+}
+PAIR_OUTPUT = 4  # tokens: what comes after a read is measured elsewhere
 NEIGHBOUR_PROMPTS = 24
 
 
@@ -54,8 +70,8 @@ def grid_spec(asked: GridRequest, config: DecoderConfig) -> dict[str, Any]:
     if longest < SHORTEST:
         raise UserError(f"no room for prompts of {SHORTEST} tokens and their outputs", where=asked.model)
     batches = sorted({1, asked.max_seqs}) if asked.is_quick else _grown(1, asked.max_seqs)
-    matrix = [_steps(asked, config, num, longest) for num in batches]
-    matrix += [_pair(asked, config, pair, longest) for pair in asked.pairs]
+    matrix = [cell for num in batches for cell in _steps(asked, config, num, longest)]
+    matrix += [cell for pair in asked.pairs for cell in _pairs(asked, config, pair, longest)]
     if asked.has_neighbours:
         matrix.append(_neighbours(asked, config, longest))
     return {
@@ -93,18 +109,25 @@ def _grown(first: int, last: int) -> list[int]:
     return [*sizes, *([last] if last > sizes[-1] else [])]
 
 
-def _steps(asked: GridRequest, config: DecoderConfig, num: int, longest: int) -> dict[str, list[Any]]:
+def _steps(
+    asked: GridRequest, config: DecoderConfig, num: int, longest: int
+) -> Iterator[dict[str, list[Any]]]:
     """Batches of `num` requests: of one length each, then of all lengths mixed; in chunks of each size."""
     of_lengths = lengths(longest)
-    mixed = [of_lengths] if num > 1 and len(of_lengths) > 1 else []
-    return {
+    alike = {
         "engine.max_seqs": [num],
         "engine.num_blocks": [_num_blocks(asked, config, num, longest)],
         "prompts.random.count": [max(MIN_PROMPTS, 2 * num)],
-        "prompts.random.input_tokens": [*([n] for n in of_lengths), *mixed],
+        "prompts.random.input_tokens": [[n] for n in of_lengths],
         "engine.max_batch_tokens": _chunks(asked),
         "prefill.tp": list(asked.tp),
     }
+    yield alike
+    if num > 1 and len(of_lengths) > 1:
+        yield alike | {
+            "prompts.random.count": [MIXED * num],
+            "prompts.random.input_tokens": [of_lengths],
+        }
 
 
 def _chunks(asked: GridRequest) -> list[int]:
@@ -114,21 +137,44 @@ def _chunks(asked: GridRequest) -> list[int]:
     return [largest] if asked.is_quick or small >= largest else [small, largest]
 
 
-def _pair(
+def _pairs(
     asked: GridRequest, config: DecoderConfig, pair: tuple[int, int], longest: int
-) -> dict[str, list[Any]]:
+) -> Iterator[dict[str, list[Any]]]:
     """Hand-overs of a pair of engines that have little else to do."""
-    sizes = [n for n in PAIR_TOKENS if n <= longest] or [longest]
-    return {
-        "mode": ["disaggregated"],
-        "prefill.tp": [pair[0]],
-        "decode.tp": [pair[1]],
-        "engine.num_blocks": [_num_blocks(asked, config, asked.max_seqs, longest)],
-        "prompts.random.count": [PAIR_PROMPTS],
-        "prompts.random.input_tokens": [[n] for n in sizes],
-        "arrival.rate": [PAIR_RATE],
-        "arrival.process": ["constant"],
-    }
+    for size in [n for n in PAIR_TOKENS if n <= longest] or [longest]:
+        yield {
+            "mode": ["disaggregated"],
+            "prefill.tp": [pair[0]],
+            "decode.tp": [pair[1]],
+            "engine.num_blocks": [_num_blocks(asked, config, asked.max_seqs, longest)],
+            "prompts.random.count": [PAIR_PROMPTS],
+            "prompts.random.input_tokens": [[size]],
+            "sampling.max_tokens": [PAIR_OUTPUT],
+            "arrival.rate": [pair_rate(asked, config, size)],
+            "arrival.process": ["constant"],
+        }
+
+
+def pair_rate(asked: GridRequest, config: DecoderConfig, num_tokens: int) -> float:
+    """Return requests per second that leave a pair of engines idle between them on a usual machine."""
+    dtype = config.dtype if asked.dtype == "auto" else asked.dtype
+    usual = USUAL[asked.device]
+    book = roofline_book(usual, config, tp=(1,), dtype=dtype, block_size=asked.block_size)
+    (costs,) = book.engines.values()
+    prompt = ScheduledRequest(
+        request_id="",
+        row=0,
+        num_computed_tokens=0,
+        token_ids=(0,) * num_tokens,
+        new_block_ids=(),
+        needs_logits=True,
+    )
+    token = replace(prompt, token_ids=(0,), num_computed_tokens=num_tokens)
+    first, later = (
+        costs.step_ns(step_features(ScheduledBatch(step=0, requests=(r,)), windows_of(config)))
+        for r in (prompt, token)
+    )
+    return round(min(MAX_PAIR_RATE, 1e9 / (IDLE * (first + PAIR_OUTPUT * later))), 3)
 
 
 def _neighbours(asked: GridRequest, config: DecoderConfig, longest: int) -> dict[str, list[Any]]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rayk.costs.table import EngineCosts, EngineKey, HostTable, engine_key
-from rayk.planner.recorded import EngineStep, RecordedCell, number, settled
+from rayk.planner.recorded import EngineStep, RecordedCell, settled
 
 Floats = NDArray[np.float64]
+FORMING = ("engines are formed", "engines are connected")  # stages of a run's start
 MAX_RATIO = 4.0  # a step that took longer than so many times the fit was held up by something else
 
 
@@ -32,7 +34,7 @@ def fit_slow(
     kept = [(b, r) for b, r in zip(busy, ratios, strict=True) if r < MAX_RATIO]
     weight = sum(b * b for b, _ in kept)
     slow = max(0.0, sum(b * (r - 1) for b, r in kept) / weight) if weight else 0.0
-    return HostTable(num_cores=num_cores, slow=slow, form_s=_form_s(cells))
+    return HostTable(num_cores=num_cores, slow=slow)
 
 
 def _of_repeat(
@@ -77,18 +79,18 @@ def _covered(spans: tuple[Floats, Floats], times: Floats) -> Floats:
     return np.interp(times, np.maximum.accumulate(knots), amounts)
 
 
-def _form_s(cells: Sequence[RecordedCell]) -> float:
-    """Estimate what forming an engine takes: what cells took beside their requests, in the median. Connecting
-    and ending are in it."""
-    rests = []
-    for cell in cells:
-        wall_s = number(cell.row, "wall_s")
-        ends_ms = [
-            (number(r, "due_ms") or 0.0) + e2e
-            for r in cell.requests
-            if (e2e := number(r, "e2e_ms")) is not None
-        ]
-        if wall_s is not None and ends_ms:
-            num_repeats = len({r["repeat"] for r in cell.requests})
-            rests.append(max(0.0, wall_s / num_repeats - max(ends_ms) / 1e3))
-    return float(np.median(rests)) if rests else 0.0
+def form_s(environment: Mapping[str, Any]) -> float:
+    """Sum up what a new life of an engine takes, by the parts of a run's start: a new process with its
+    imports (its CPU time: what it takes where a core is free), loading, connecting. 0: the run did not say."""
+    startup = environment.get("startup")
+    if not isinstance(startup, Mapping):
+        return 0.0
+    ranks = [rank for of in _values(startup, "rank_cpu_s") for rank in of]
+    stages = {stage["stage"]: float(stage["wall_s"]) for stage in startup.get("stages", ())}
+    begun = max((float(rank.get("start", 0.0)) for rank in ranks), default=0.0)
+    return begun + sum(stages.get(name, 0.0) for name in FORMING)
+
+
+def _values(of: Mapping[str, Any], name: str) -> list[Any]:
+    found = of.get(name)
+    return list(found.values()) if isinstance(found, Mapping) else []
