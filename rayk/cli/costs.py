@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,23 +24,41 @@ RUN = "run"  # folder below --out of the measured cells
 def costs(
     model: Annotated[str, typer.Argument(help="Checkpoint folder or hub id.", show_default=False)],
     out: Annotated[Path, typer.Option(help="Folder of the tables; what is measured goes to its `run`.")],
-    tp: Annotated[str, typer.Option(help="TP sizes, e.g. 1,2.")] = "1",
+    tp: Annotated[str | None, typer.Option(help="TP sizes, e.g. 1,2 [default: 1].")] = None,
     pairs: Annotated[
-        str, typer.Option(help="TP sizes of prefill and decode engines, e.g. 1:1,1:2; none: no hand-overs.")
-    ] = "1:1",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto.")] = "float32",
-    max_tokens: Annotated[int, typer.Option(min=16, help="Tokens of the longest prompt.")] = 1024,
-    max_seqs: Annotated[int, typer.Option(min=1, help="Requests of the largest batch.")] = 16,
-    max_batch_tokens: Annotated[int, typer.Option(min=16, help="Tokens of the largest step.")] = 512,
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
+        str | None,
+        typer.Option(
+            help="TP sizes of prefill and decode engines, e.g. 1:1,1:2; none: no hand-overs [default: 1:1]."
+        ),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda [default: auto].")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, float16 or auto [default: float32].")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=16, help="Tokens of the longest prompt [default: 1024].")
+    ] = None,
+    max_seqs: Annotated[
+        int | None, typer.Option(min=1, help="Requests of the largest batch [default: 16].")
+    ] = None,
+    max_batch_tokens: Annotated[
+        int | None, typer.Option(min=16, help="Tokens of the largest step [default: 512].")
+    ] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a block [default: 16].")] = None,
+    wanted: Annotated[
+        Path | None,
+        typer.Option(
+            "--for", help="Measure what the cells of this experiment need: all of the above, unless given."
+        ),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure fewer sizes.")] = False,
     from_runs: Annotated[
         list[Path] | None,
         typer.Option("--from", help="Fit to a run with engine.record_steps instead; repeatable."),
     ] = None,
     hardware: Annotated[
-        Path | None, typer.Option(help="Derive tables from data sheets in this YAML file; nothing is run.")
+        str | None,
+        typer.Option(help="Derive tables from a data sheet, a name or a YAML file; nothing is run."),
     ] = None,
     accept: Annotated[bool, typer.Option("--accept", help="Exit 0 however far off the fit is.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue what --out has measured.")] = False,
@@ -50,31 +69,47 @@ def costs(
     Exit 0: the tables are written. 1: so they are, but a tenth of the measured places is off by over 10 %.
     2: bad input, or the grid did not run.
     """
-    from rayk.planner.measure import GridRequest
-    from rayk.specs.devices import resolve_device
-
-    asked = GridRequest(
-        model=model,
-        tp=_numbers(tp, "--tp"),
-        pairs=_pairs(pairs),
-        device=resolve_device(device),
-        dtype=dtype,
-        max_tokens=max_tokens,
-        max_seqs=max_seqs,
-        max_batch_tokens=max_batch_tokens,
-        block_size=block_size,
-        is_quick=quick,
-    )
+    given = {
+        "tp": None if tp is None else _numbers(tp, "--tp"),
+        "pairs": None if pairs is None else _pairs(pairs),
+        "device": device,
+        "dtype": dtype,
+        "max_tokens": max_tokens,
+        "max_seqs": max_seqs,
+        "max_batch_tokens": max_batch_tokens,
+        "block_size": block_size,
+    }
+    asked = _asked(model, {k: v for k, v in given.items() if v is not None}, wanted, quick=quick)
     if hardware is not None:
         _derive(hardware, asked, out)
         return
-    runs = from_runs or [_measure(asked, out / RUN, address, resume=resume)]
-    fitted = _fit(runs)
+    runs = [_run_in(run) for run in from_runs or ()] or [_measure(asked, out / RUN, address, resume=resume)]
+    fitted = _fit(runs, model)
     fitted.book.save(out)
-    _print(fitted)
-    stderr().print(f"tables: {out}", markup=False)
+    _tell(fitted, out)
     if not accept and not all(found.is_good for found in fitted.classes):
         raise typer.Exit(1)
+
+
+def _asked(model: str, given: dict[str, Any], wanted: Path | None, *, quick: bool) -> GridRequest:
+    """Say what to measure: what was given, else what an experiment needs, else the usual."""
+    from rayk.planner.measure import GridRequest
+    from rayk.specs.devices import resolve_device
+
+    found: dict[str, Any] = {"pairs": ((1, 1),), "device": "auto"}
+    if wanted is not None:
+        from rayk.actors.tokenizer import load_encoder
+        from rayk.planner.wanted import wanted_by
+
+        found |= asdict(wanted_by(wanted, model, load_encoder))
+    found |= given
+    found["device"] = resolve_device(found["device"])
+    return GridRequest(model=model, is_quick=quick, **found)
+
+
+def _run_in(folder: Path) -> Path:
+    """Return a run's folder; that of tables has the run that they were fitted to below it."""
+    return folder / RUN if (folder / RUN).is_dir() else folder
 
 
 def _measure(asked: GridRequest, folder: Path, address: str | None, *, resume: bool) -> Path:
@@ -103,34 +138,40 @@ def _measure(asked: GridRequest, folder: Path, address: str | None, *, resume: b
     return folder
 
 
-def _fit(runs: list[Path]) -> FittedBook:
+def _fit(runs: list[Path], model: str) -> FittedBook:
+    """Fit tables to runs of the model. Raises UserError for runs of others."""
+    from rayk.models.families import read_config
+    from rayk.models.hub import config_file
     from rayk.planner.fitting import fit_runs
     from rayk.planner.recorded import read_run
 
-    return fit_runs([read_run(run) for run in runs])
+    return fit_runs([read_run(run).of_model(read_config(config_file(model)[1]), model) for run in runs])
 
 
-def _derive(hardware: Path, asked: GridRequest, out: Path) -> None:
+def _derive(hardware: str, asked: GridRequest, out: Path) -> None:
     """Write tables from data sheets."""
     from rayk.models.families import read_config
     from rayk.models.hub import config_file
-    from rayk.planner.hardware import read_hardware, roofline_book
+    from rayk.planner.hardware import read_hardware, roofline_book, sheet_told
 
     machine = read_hardware(hardware)
     config = read_config(config_file(asked.model)[1])
     sizes = sorted({*asked.tp, *(n for pair in asked.pairs for n in pair)})
     book = roofline_book(machine, config, tp=sizes, dtype=asked.dtype, block_size=asked.block_size)
     book.save(out)
-    stdout().print(f"UNMEASURED: {len(book.engines)} tables from data sheets ({machine.name})", markup=False)
+    for line in sheet_told(machine, config, book):
+        stdout().print(line, markup=False, highlight=False, soft_wrap=True)
     stderr().print(f"tables: {out}", markup=False)
 
 
-def _print(fitted: FittedBook) -> None:
-    from rayk.planner.coverage import told
+def _tell(fitted: FittedBook, out: Path) -> None:
+    from rayk.planner.coverage import RESIDUALS, told, write_residuals
 
     console = stdout()
     for line in told(fitted):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+    write_residuals(fitted, out)
+    stderr().print(f"tables: {out}; the error at every place: {RESIDUALS}", markup=False)
 
 
 def _numbers(text: str, where: str) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ make tables of recorded steps, `sheets` has what data sheets say of devices.
 """
 
 from rayk.costs.book import CostBook
-from rayk.costs.features import DecodeRun, StepFeatures, decode_run, step_features, windows_of
+from rayk.costs.features import DecodeRun, StepFeatures, decode_run, step_features, step_of, windows_of
 from rayk.costs.table import EngineCosts, EngineKey, engine_key
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "decode_run",
     "engine_key",
     "step_features",
+    "step_of",
     "windows_of",
 ]

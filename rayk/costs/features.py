@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayk.models.config import DecoderConfig
-from rayk.types.batch import ScheduledBatch
+from rayk.types.batch import ScheduledBatch, ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,22 @@ def step_features(batch: ScheduledBatch, windows: Sequence[int] = ()) -> StepFea
         num_seen=num_seen,
         windowed=tuple(in_window(batch, window) for window in windows),
     )
+
+
+def step_of(shares: Sequence[tuple[int, int]], windows: Sequence[int] = ()) -> StepFeatures:
+    """Sum up a step whose requests compute (n, after b others) and whose last tokens are all sampled."""
+    requests = [
+        ScheduledRequest(
+            request_id="",
+            row=row,
+            num_computed_tokens=before,
+            token_ids=(0,) * num,
+            new_block_ids=(),
+            needs_logits=True,
+        )
+        for row, (num, before) in enumerate(shares)
+    ]
+    return step_features(ScheduledBatch(step=0, requests=tuple(requests)), windows)
 
 
 def in_window(batch: ScheduledBatch, window: int) -> tuple[int, int]:

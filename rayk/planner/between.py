@@ -50,7 +50,9 @@ def _stage(cell: RecordedCell, stage: str) -> list[tuple[int, float]]:
     found = []
     rows = [row for row in cell.requests if number(row, "e2e_ms") is not None and row["num_attempts"] == 1]
     rows.sort(key=lambda row: (row["repeat"], row["due_ms"]))
-    begins, ends = (np.array(of, dtype=float) for of in ([r["due_ms"] for r in rows], [_end(r) for r in rows]))
+    begins, ends = (
+        np.array(of, dtype=float) for of in ([r["due_ms"] for r in rows], [_end(r) for r in rows])
+    )
     repeats = np.array([row["repeat"] for row in rows])
     for index, row in enumerate(rows):
         ns = number(row, f"stage_{stage}_ns")

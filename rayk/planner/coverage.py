@@ -1,60 +1,110 @@
-"""Say in words how good fitted tables are, and what they were fitted to."""
+"""Say in words how good fitted tables are, and what they were fitted to, in lines of at most 80 columns."""
 
 from __future__ import annotations
 
+import csv
+import io
+import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 
 from rayk.costs.fit import Fitted
 from rayk.costs.hull import AXES
 from rayk.costs.table import StepTable
 from rayk.planner.fitting import MAX_ERROR, FittedBook, FittedClass
+from rayk.types.files import write_atomically
 
 WORST = 5  # places that are listed
+WIDTH = 80
+RESIDUALS = "residuals.csv"
+_TERMS = {
+    "one": "a step",
+    "requests": "request",
+    "prefills": "prompt",
+    "logits": "token that is sampled",
+    "tokens": "token",
+    "pairs": "pair of tokens",
+    "seen": "token whose KV is read",
+}
+_BENDS = {"<": "the first {}", ">": "those beyond {}", "@": "in window {}"}
 
 
 def told(fitted: FittedBook) -> Iterator[str]:
-    """Yield lines: each table's constants, residuals, coverage and worst places; then the shared tables."""
+    """Yield lines: where the times are from; each table's constants, residuals, coverage and worst places;
+    then the shared tables, and what to be wary of."""
+    about = fitted.book.provenance
+    where = f"{about.cpu or 'unknown CPU'}, {about.num_cores} cores; rayk {about.commit[:8] or '?'}"
+    yield from _wrapped(f"measured on {where}; {len(about.cells)} cells, begun {about.date[:16]}")
     for found in fitted.classes:
         costs = fitted.book.engines[found.key]
+        yield ""
         yield from _class(found, costs.decode if found.kind == "decode" else costs.prefill)
+    yield ""
+    yield "Beside steps"
     for key, costs in fitted.book.engines.items():
-        yield (
-            f"{key.text}: a turn takes {_us(costs.host_ns)} beside its step, and "
-            f"{_us(costs.request_host_ns)} a request"
-        )
+        turn = f"{_time(costs.host_ns)} a turn, {_time(costs.request_host_ns)} a request"
+        yield from _wrapped(f"  host      {turn} ({key.text})")
     gaps, host = fitted.book.gaps, fitted.book.host
-    yield (
-        f"gaps: dispatch {_us(gaps.dispatch.ns())} and {_us(gaps.dispatch.stream_ns)} a stream, "
-        f"hand-over {_us(gaps.handover.ns())}"
-    )
-    yield f"neighbours: a step takes {1 + host.slow:.2f} times as long while all other cores are busy"
+    streams = f" and {_time(gaps.dispatch.stream_ns)} a stream" if gaps.dispatch.stream_ns else ""
+    yield f"  dispatch  {_time(gaps.dispatch.ns())}{streams}"
+    if fitted.book.transfers.reads:
+        yield f"  hand-over {_time(gaps.handover.ns())} on its way"
+        for name, read in fitted.book.transfers.reads.items():
+            per_mb = [cost.ns(2**20, 1) for cost in (read.post, read.wait)]
+            yield f"  a read    {_time(per_mb[0])} to post, {_time(per_mb[1])} to wait, of 1 MiB ({name})"
+    if host.slow:
+        yield f"  beside busy cores a step takes {1 + host.slow:.2f} times as long"
+    yield f"  an engine serves again {host.form_s:.1f} s after it died"
     for note in fitted.notes:
-        yield f"note: {note}"
+        yield from _wrapped(f"note: {note}")
+
+
+def write_residuals(fitted: FittedBook, folder: Path) -> None:
+    """Write the error at each place of each table: a row per place, sizes being those of its mean step."""
+    text = io.StringIO(newline="")
+    out = csv.writer(text, lineterminator="\n")
+    out.writerow(["engine", "kind", *AXES, "num_steps", "is_judged", "mean_ns", "error"])
+    for found in fitted.classes:
+        judged = set(found.fitted.judged)
+        for place in found.fitted.places:
+            sizes = [f"{size:g}" for size in place.sizes]
+            counts = [place.num_samples, int(place in judged)]
+            errors = [f"{place.mean_ns:.0f}", f"{place.error:.4f}"]
+            out.writerow([found.key.text, found.kind, *sizes, *counts, *errors])
+    write_atomically(folder / RESIDUALS, text.getvalue())
 
 
 def _class(found: FittedClass, table: StepTable) -> Iterator[str]:
     fit = found.fitted
-    yield f"{found.key.text}, {found.kind} steps: {_errors(fit)}{'' if found.is_good else _too_far()}"
-    terms = zip(table.terms, table.constants, strict=True)
-    yield "  ns = " + " + ".join(f"{constant:,.4g} {term}" for term, constant in terms)
-    yield from ("  " + line for line in coverage(fit))
-    for place in sorted(fit.judged, key=lambda p: -abs(p.error))[:WORST]:
-        sizes = zip(fit.axes, place.sizes, strict=True)
-        where = ", ".join(f"{size:,.0f} {axis.removeprefix('num_')}" for axis, size in sizes)
-        yield f"  {place.error:+7.1%} at {where}: {place.num_samples} steps of {_us(place.mean_ns)}"
-
-
-def _errors(fit: Fitted) -> str:
-    return (
-        f"{fit.num_samples:,} at {len(fit.places)} places ({len(fit.judged)} of them judged), "
-        f"{fit.num_trimmed} trimmed; off by "
-        f"{fit.error(50):.1%} at half of the places, {fit.error(90):.1%} at nine tenths, "
+    yield f"{found.key.text}: {found.kind} steps"
+    num_judged = len(fit.judged)
+    yield f"  {fit.num_samples:,} at {len(fit.places)} places, {num_judged} of these with enough to judge by"
+    errors = (
+        f"off by {fit.error(50):.1%} at half of these, {fit.error(90):.1%} at nine tenths, "
         f"{fit.worst.error:+.1%} at worst"
     )
+    yield f"  {errors}"
+    if not found.is_good:
+        yield f"  OVER {MAX_ERROR:.0%} at nine tenths: measure on a quiet machine, or --accept"
+    yield "  a step takes"
+    for term, constant in zip(table.terms, table.constants, strict=True):
+        yield f"    {_time(constant):>9} {_per(term)}"
+    yield "  steps by tokens computed (rows) and seen by each request (columns)"
+    yield from (f"  {line}" for line in coverage(fit))
+    yield "  the places that are worst"
+    for place in sorted(fit.judged, key=lambda p: -abs(p.error))[:WORST]:
+        requests, tokens, _, seen = (f"{size:,.0f}" for size in place.sizes)
+        where = f"{requests} requests, {tokens} tokens, {seen} seen"
+        yield f"   {place.error:+7.1%}  {where}: {place.num_samples} of {_time(place.mean_ns)}"
 
 
-def _too_far() -> str:
-    return f"  (OVER {MAX_ERROR:.0%}: measure on a quiet machine, or --accept)"
+def _per(term: str) -> str:
+    """Say what a term counts: `tokens>64` is each token beyond 64."""
+    for sign, words in _BENDS.items():
+        name, found, number = term.partition(sign)
+        if found:
+            return f"per {_TERMS[name]}, {words.format(number)}"
+    return "once" if term == "one" else f"per {_TERMS[term]}"
 
 
 def coverage(fit: Fitted) -> list[str]:
@@ -66,10 +116,8 @@ def coverage(fit: Fitted) -> list[str]:
         cell = _power(place.sizes[tokens]), _power(context)
         counts[cell] = counts.get(cell, 0) + place.num_samples
     rows, columns = (sorted({cell[i] for cell in counts}) for i in (0, 1))
-    head = "tokens \\ seen each" + "".join(f"{_about(c):>9}" for c in columns)
-    lines = [
-        f"{_about(r):>18}" + "".join(f"{counts.get((r, c), 0) or '.':>9}" for c in columns) for r in rows
-    ]
+    head = " " * 9 + "".join(f"{_about(c):>9}" for c in columns)
+    lines = [f"{_about(r):>9}" + "".join(f"{counts.get((r, c), 0) or '.':>9}" for c in columns) for r in rows]
     return [head, *lines]
 
 
@@ -82,5 +130,13 @@ def _about(power: int) -> str:
     return f"{4**power:,}+"
 
 
-def _us(ns: float) -> str:
-    return f"{ns / 1e3:,.0f} us" if ns >= 1e4 else f"{ns / 1e3:,.2f} us"
+def _time(ns: float) -> str:
+    """Name a time in three digits."""
+    for unit, size in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
+        if ns >= size:
+            return f"{ns / size:.3g} {unit}"
+    return f"{ns:.3g} ns"
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False, drop_whitespace=True)

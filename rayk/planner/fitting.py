@@ -13,11 +13,13 @@ from rayk.costs.table import EngineCosts, EngineKey, engine_key
 from rayk.planner.between import fit_gaps, fit_reads, hand_over_costs
 from rayk.planner.neighbours import fit_slow, form_s
 from rayk.planner.recorded import EngineStep, RecordedCell, RecordedRun, settled
+from rayk.reports.trust import busy
 from rayk.types.errors import UserError
 
 MAX_ERROR = 0.10
 """It is the most by which nine places of a table in ten may be off."""
 MIN_STEPS = 20
+MIN_MEDIAN = 0.8  # of the mean; below it the mean is that of interruptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,17 @@ class FittedClass:
     @property
     def is_good(self) -> bool:
         return self.fitted.error(90) <= MAX_ERROR
+
+    @property
+    def interrupted(self) -> str:
+        """Say so where few steps took most of the time: something else had the cores meanwhile."""
+        median = self.fitted.ratios[len(self.fitted.ratios) // 2]
+        if median >= MIN_MEDIAN:
+            return ""
+        return (
+            f"half of the {self.kind} steps of {self.key.text} took under {median:.0%} of the mean: "
+            "something else had the cores for the rest"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +75,9 @@ def fit_runs(runs: Sequence[RecordedRun]) -> FittedBook:
         host=replace(host, form_s=max(form_s(run.environment) for run in runs)),
         provenance=provenance(runs),
     )
+    for run in runs:
+        notes += [f"{run.folder}: {text}" for text in busy(run.environment)]
+    notes += [found.interrupted for found in classes if found.interrupted]
     if not book.transfers.reads:
         notes.append("no transfers were measured: no cell hands over")
     if host.slow == 0 and not any(not cell.is_alone for cell in cells):

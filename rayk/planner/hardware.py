@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rayk import costs
+import rayk.costs
 from rayk.costs.book import CostBook
-from rayk.costs.features import windows_of
+from rayk.costs.features import step_of, windows_of
 from rayk.costs.roofline import Hardware, RankAttention, RankSizes, roofline_costs
 from rayk.costs.stored import read
 from rayk.costs.table import Gap, GapTable, LinearCost, ReadCosts, TransferTable, engine_key, read_name
@@ -24,7 +24,7 @@ from rayk.types.errors import UserError
 from rayk.types.files import read_text
 
 FILE_BYTES = 1 << 16
-_SHEETS = Path(costs.__file__).with_name("hardware")
+_SHEETS = Path(rayk.costs.__file__).with_name("hardware")
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MATRICES = {"relu2": 2}  # of an expert; 3 of other kinds
 
@@ -74,6 +74,18 @@ def roofline_book(
     return CostBook(
         engines=engines, transfers=_reads(machine, configs), gaps=GapTable(dispatch=way, handover=way)
     )
+
+
+def sheet_told(machine: Hardware, config: DecoderConfig, book: CostBook) -> Iterator[str]:
+    """Yield lines: that nothing was measured, and what some steps of each engine are said to take."""
+    yield f"UNMEASURED: {len(book.engines)} tables from the data sheet of {machine.name}"
+    shares = f"{machine.flops_share:.0%} of its arithmetic, {machine.bandwidth_share:.0%} of its bandwidth"
+    yield f"taken to reach {shares}"
+    yield f"{'a step of':38}{'1 token':>10}{'64 tokens':>13}{'2,048 of a prompt':>19}"
+    steps = [step_of(shares, windows_of(config)) for shares in ([(1, 1023)], [(1, 1023)] * 64, [(2048, 0)])]
+    for key, costs in book.engines.items():
+        each = [(costs.step_ns(step) + costs.turn_ns(step)) / 1e6 for step in steps]
+        yield f"{key.text:38}{each[0]:>7,.2f} ms{each[1]:>10,.2f} ms{each[2]:>16,.2f} ms"
 
 
 def _reads(machine: Hardware, engines: Sequence[EngineConfig]) -> TransferTable:

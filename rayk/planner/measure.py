@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from rayk.costs import step_features, windows_of
+from rayk.costs import step_of, windows_of
 from rayk.costs.roofline import Hardware
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups
 from rayk.models.tensor_parallel import why_tp_unsupported
 from rayk.planner.hardware import roofline_book
-from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 
@@ -27,7 +26,7 @@ PAIR_TOKENS = (32, 256, 1024)
 PAIR_PROMPTS = 12
 MAX_PAIR_RATE = 4.0  # requests per second
 IDLE = 2
-"""Requests of a pair come this much slower than such a machine serves them, so that reads meet idle engines."""
+"""Requests of a pair come this much slower than a usual machine serves them: reads meet idle engines."""
 USUAL = {
     "cpu": Hardware(
         name="a core", tflops=dict.fromkeys(("float32", "bfloat16", "float16"), 0.1), memory_gb_per_s=20.0
@@ -161,19 +160,8 @@ def pair_rate(asked: GridRequest, config: DecoderConfig, num_tokens: int) -> flo
     usual = USUAL[asked.device]
     book = roofline_book(usual, config, tp=(1,), dtype=dtype, block_size=asked.block_size)
     (costs,) = book.engines.values()
-    prompt = ScheduledRequest(
-        request_id="",
-        row=0,
-        num_computed_tokens=0,
-        token_ids=(0,) * num_tokens,
-        new_block_ids=(),
-        needs_logits=True,
-    )
-    token = replace(prompt, token_ids=(0,), num_computed_tokens=num_tokens)
-    first, later = (
-        costs.step_ns(step_features(ScheduledBatch(step=0, requests=(r,)), windows_of(config)))
-        for r in (prompt, token)
-    )
+    windows = windows_of(config)
+    first, later = (costs.step_ns(step_of([share], windows)) for share in ((num_tokens, 0), (1, num_tokens)))
     return round(min(MAX_PAIR_RATE, 1e9 / (IDLE * (first + PAIR_OUTPUT * later))), 3)
 
 

@@ -80,8 +80,8 @@ def _covered(spans: tuple[Floats, Floats], times: Floats) -> Floats:
 
 
 def form_s(environment: Mapping[str, Any]) -> float:
-    """Sum up what a new life of an engine takes, by the parts of a run's start: a new process with its
-    imports (its CPU time: what it takes where a core is free), loading, connecting. 0: the run did not say."""
+    """Sum up what a new life of an engine takes, by the parts of a run's start: a process with its imports
+    (its CPU time: what it takes where a core is free), loading, connecting. 0: the run did not say."""
     startup = environment.get("startup")
     if not isinstance(startup, Mapping):
         return 0.0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rayk.costs.features import StepFeatures
 from rayk.costs.steps import RecordedStep
+from rayk.costs.table import engine_key
 from rayk.models.config import DecoderConfig
 from rayk.models.families import read_config
 from rayk.models.hub import config_file
@@ -65,6 +66,16 @@ class RecordedRun:
     folder: str
     environment: Mapping[str, Any]
     cells: tuple[RecordedCell, ...]
+
+    def of_model(self, config: DecoderConfig, model: str) -> RecordedRun:
+        """Keep the cells of models with these sizes. Raises UserError, naming `model`, if there are none."""
+        plain = EngineConfig(model="")
+        key = engine_key(config, plain).model
+        cells = tuple(c for c in self.cells if engine_key(c.config, plain).model == key)
+        if not cells:
+            others = ", ".join(sorted({c.cell.spec.model for c in self.cells}))
+            raise UserError(f"no cell has a model with the sizes of {model}: {others}", where=self.folder)
+        return replace(self, cells=cells)
 
 
 def read_run(folder: str | Path) -> RecordedRun:

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from rayk.costs import CostBook, StepFeatures, step_features, windows_of
+from jobs.gpu.engine import LLAMA_8B
+from rayk.costs import CostBook, StepFeatures, step_features, step_of, windows_of
 from rayk.costs.roofline import Hardware
+from rayk.costs.sheets import peaks_of
 from rayk.costs.table import engine_key, read_name
 from rayk.models.config import DecoderConfig
 from rayk.models.families import read_config
-from rayk.planner.hardware import rank_sizes, read_hardware, roofline_book
+from rayk.planner.hardware import known_hardware, rank_sizes, read_hardware, roofline_book
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 from tests.costs.test_tables import batch
@@ -139,3 +141,33 @@ def test_a_data_sheet_in_yaml_is_checked(tmp_path: Path) -> None:
         path.write_text(text + change)
         with pytest.raises(UserError, match=why):
             read_hardware(path)
+
+
+@pytest.mark.parametrize("name", known_hardware())
+def test_the_sheets_that_rayk_brings_say_what_the_table_of_devices_says(name: str) -> None:
+    devices = {
+        "h100": "NVIDIA H100 80GB HBM3",
+        "h200": "NVIDIA H200",
+        "b200": "NVIDIA B200",
+        "mi300x": "AMD Instinct MI300X",
+    }
+    sheet = read_hardware(name)
+    assert read_hardware(name.upper()) == sheet
+    for dtype in ("bfloat16", "float16", "float32"):
+        peaks = peaks_of(devices[name], dtype)
+        assert peaks is not None
+        assert sheet.tflops[dtype] == pytest.approx(peaks.flops_per_s / 1e12)
+        assert sheet.memory_gb_per_s == pytest.approx(peaks.bytes_per_s / 1e9)
+    assert sheet.memory_gb > 0
+    assert sheet.link_gb_per_s > sheet.network_gb_per_s > 0
+
+
+def test_an_h100_takes_about_what_was_measured_of_one(tmp_path: Path) -> None:
+    """jobs/benchmarks/results/gpu_day.md, engine, graphs; docs/costs.md has the predicted beside it."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    config = read_config(tmp_path)
+    book = roofline_book(read_hardware("h100"), config, tp=(1,), dtype="bfloat16", block_size=16)
+    (costs,) = book.engines.values()
+    for shares, measured_ms in (([(1, 319)], 6.393), ([(1, 319)] * 64, 8.055), ([(8192, 0)], 229.3)):
+        step = step_of(shares)
+        assert costs.step_ns(step) + costs.turn_ns(step) == pytest.approx(measured_ms * 1e6, rel=0.05)

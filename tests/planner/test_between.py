@@ -13,7 +13,7 @@ from rayk.costs.steps import RecordedStep
 from rayk.costs.table import read_name
 from rayk.planner import neighbours
 from rayk.planner.between import fit_gaps, fit_reads, hand_over_costs
-from rayk.planner.neighbours import fit_slow
+from rayk.planner.neighbours import fit_slow, form_s
 from rayk.planner.recorded import EngineStep
 from rayk.types.config import EngineConfig
 
@@ -87,6 +87,14 @@ def test_reads_are_fitted_by_descriptors_and_bytes() -> None:
         assert reads[name].wait.ns(2 * size, 2 * descriptors) == pytest.approx(wait, rel=0.03)
 
 
+def test_a_read_that_waited_for_a_core_does_not_count() -> None:
+    cell = pair_cell(num=30)
+    for row in cell.transfers[:5]:
+        row |= {"post_ms": row["post_ms"] + 20, "transfer_ms": row["transfer_ms"] + 20}
+    (found,) = fit_reads([cell]).reads.values()
+    assert found.post.ns(4096, 1) == pytest.approx(POST[0] + POST[1] + POST[2] * 4096, rel=0.05)
+
+
 def test_failed_and_pushed_transfers_are_not_fitted() -> None:
     cell = pair_cell()
     for row in cell.transfers:
@@ -109,6 +117,16 @@ def test_gaps_of_requests_that_stream_alone_have_no_slope() -> None:
     assert gaps.dispatch.ns() == pytest.approx(700_000, rel=0.03)
     assert gaps.handover.ns(0.9) == pytest.approx(400_000 * 1.08, rel=0.02)
     assert gaps.release.ns() == 0
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_engine_is_formed_anew_in_the_time_that_a_start_took(is_told: bool) -> None:
+    stages = {"waiting for the workers": 30.0, "engines are formed": 0.7, "engines are connected": 0.2}
+    startup = {
+        "stages": [{"stage": name, "wall_s": took, "cpu_s": None} for name, took in stages.items()],
+        "rank_cpu_s": {"prefill0": [{"start": 3.1, "load": 9.0}, {"start": 3.3, "load": 0.1}]},
+    }
+    assert form_s({"startup": startup} if is_told else {}) == (pytest.approx(4.2) if is_told else 0.0)
 
 
 def two_engines(slow: float, *, num_cores: int) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -16,7 +18,7 @@ from rayk.costs import CostBook, EngineCosts, engine_key, step_features
 from rayk.costs.table import Gap, GapTable, LinearCost, ReadCosts, StepTable, TransferTable, read_name
 from rayk.models.config import DecoderConfig
 from rayk.models.families import read_config
-from rayk.planner.coverage import told
+from rayk.planner.coverage import RESIDUALS, told, write_residuals
 from rayk.planner.fitting import FittedBook, fit_runs
 from rayk.planner.measure import GridRequest, grid_spec
 from rayk.planner.recorded import read_run
@@ -170,11 +172,48 @@ def test_a_cell_simulated_by_the_fitted_tables_is_as_by_the_planted(
 def test_what_a_fit_is_worth_is_told(measured: Measured) -> None:
     lines = list(told(measured.fitted))
     text = "\n".join(lines)
+<<<<<<< HEAD
     assert "decode steps: " in text
     assert "prefill steps: " in text
     assert "tokens \\ seen each" in text
     assert "no transfers were measured" not in text
+=======
+    assert "decode steps\n" in text
+    assert "prefill steps\n" in text
+    once = re.search(r"decode steps\n(?:  .*\n)+?    +([\d.]+) ms once\n", text)
+    assert once is not None, text
+    assert float(once[1]) == pytest.approx(DECODE.constants[0] / 1e6, rel=0.05)
+    assert re.search(r"^ +[\d.]+ [num]?s per token, the first 64$", text, re.MULTILINE), text
+    assert "note: no transfers were measured" in text
+>>>>>>> 3b1b3e80 (Measure what an experiment needs, take data sheets by name, and tell fits in 80 columns)
     assert "OVER" not in text
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_machine_that_was_busy_is_told_of(measured: Measured) -> None:
+    (found, *_) = measured.fitted.classes
+    assert not found.interrupted
+    few_long = (0.1,) * 15 + (2.0,) * 6
+    held_up = replace(found, fitted=replace(found.fitted, ratios=few_long))
+    assert "took under 10% of the mean" in held_up.interrupted
+
+
+def test_the_error_at_every_place_is_written(measured: Measured, tmp_path: Path) -> None:
+    write_residuals(measured.fitted, tmp_path)
+    rows = list(csv.DictReader((tmp_path / RESIDUALS).read_text().splitlines()))
+    assert len(rows) == sum(len(found.fitted.places) for found in measured.fitted.classes)
+    steps = sum(found.fitted.num_samples - found.fitted.num_trimmed for found in measured.fitted.classes)
+    assert sum(int(row["num_steps"]) for row in rows) == steps
+    judged = [abs(float(r["error"])) for r in rows if r["kind"] == "decode" and r["is_judged"] == "1"]
+    assert max(judged) == pytest.approx(abs(measured.fitted.classes[0].fitted.worst.error), abs=1e-4)
+
+
+def test_runs_of_other_models_are_not_fitted(measured: Measured, checkpoint: CheckpointFactory) -> None:
+    other = checkpoint("qwen3")
+    run = read_run(measured.folder)
+    assert run.of_model(measured.config, measured.engine.model) == run
+    with pytest.raises(UserError, match=f"no cell has a model with the sizes of {other}"):
+        run.of_model(read_config(other), str(other))
 
 
 def test_a_run_without_steps_is_refused(tmp_path: Path, checkpoint: CheckpointFactory) -> None:
@@ -194,9 +233,11 @@ def costs(*arguments: str | Path) -> Result:
 
 
 def test_the_command_fits_a_run_that_is_there(measured: Measured, tmp_path: Path) -> None:
-    found = costs(measured.engine.model, "--from", measured.folder, "--out", tmp_path / "costs")
+    of_tables = measured.folder.parent  # its `run` is the run
+    found = costs(measured.engine.model, "--from", of_tables, "--out", tmp_path / "costs")
     assert found.exit_code == 0, found.output
-    assert "decode steps: " in found.stdout
+    assert "decode steps\n" in found.stdout
+    assert (tmp_path / "costs" / RESIDUALS).is_file()
     saved = CostBook.load(tmp_path / "costs")
     assert saved.engines == measured.fitted.book.engines
     assert saved.is_measured
@@ -219,7 +260,8 @@ def test_the_command_derives_tables_and_says_that_they_are_unmeasured(
         tmp_path / "costs",
     )
     assert found.exit_code == 0, found.output
-    assert "UNMEASURED: 2 tables from data sheets (round)" in found.stdout
+    assert "UNMEASURED: 2 tables from the data sheet of round" in found.stdout
+    assert max(map(len, found.stdout.splitlines())) <= 80
     assert not CostBook.load(tmp_path / "costs").is_measured
 
 
@@ -231,6 +273,8 @@ def test_the_command_derives_tables_and_says_that_they_are_unmeasured(
         (["--pairs", "1:2:3"], "not a list of pairs"),
         (["--from", "nowhere"], "no such run folder"),
         (["--hardware", "nowhere.yaml"], "cannot be read"),
+        (["--hardware", "h300"], "one of b200, h100, h200, mi300x"),
+        (["--for", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
 def test_bad_input_exits_2(options: list[str], why: str, tmp_path: Path) -> None:

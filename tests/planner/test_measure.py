@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from rayk.models.config import DecoderConfig
 from rayk.models.families import read_config
-from rayk.planner.measure import GridRequest, every_pair, grid_spec, lengths
+from rayk.planner.measure import MAX_PAIR_RATE, GridRequest, every_pair, grid_spec, lengths, pair_rate
+from rayk.planner.wanted import Wanted, wanted_by
 from rayk.specs import Cell, expand, load_spec
 from rayk.specs.checks import check_cell
 from rayk.types.errors import UserError
 from tests.conftest import CheckpointFactory
+from tests.specs.models import spec
 
 
 @pytest.fixture
@@ -74,3 +79,57 @@ def test_what_the_model_cannot_do_is_refused(model: Path) -> None:
 
 def test_every_pair() -> None:
     assert every_pair((1, 2)) == [(1, 1), (1, 2), (2, 1), (2, 2)]
+
+
+def test_pairs_have_time_to_themselves(model: Path) -> None:
+    """A longer prompt comes later, that of a larger model later still, and none faster than is of use."""
+    small = read_config(model)
+    large = replace(small, num_layers=16 * small.num_layers, layers=small.layers * 16)
+    rates = [
+        [pair_rate(GridRequest(model=""), config, num) for num in (32, 4096)] for config in (small, large)
+    ]
+    assert rates[0][0] == MAX_PAIR_RATE
+    assert rates[0][1] > rates[1][1] > 0
+
+
+def test_a_grid_for_an_experiment_holds_its_cells(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "e.yaml"
+    asked = {
+        "prompts": {"random": {"count": 3, "input_tokens": [5, 37, 300]}},
+        "sampling": {"max_tokens": 40},
+        "engine": {"max_seqs": 5, "max_batch_tokens": 96},
+        "device": "cpu",
+    }
+    matrix = [{"mode": "aggregated", "prefill.tp": 2}, {"prefill.tp": 1, "decode.tp": 2}]
+    path.write_text(yaml.safe_dump(spec(model=str(model), matrix=matrix, **asked)))
+    found = wanted_by(path, str(model), refuse)
+    expected = Wanted(
+        tp=(1, 2),
+        pairs=((1, 2),),
+        device="cpu",
+        dtype="float32",
+        block_size=16,
+        max_tokens=340,
+        max_seqs=5,
+        max_batch_tokens=96,
+    )
+    assert found == expected
+    cells = cells_of(GridRequest(model=str(model), **asdict(found)), read_config(model))
+    assert max(n for c in cells for n in (c.spec.prompts.random.input_tokens)) == 340
+
+
+def test_an_experiment_of_other_models_or_of_unlike_engines_wants_no_grid(
+    model: Path, checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    path = tmp_path / "e.yaml"
+    other = checkpoint("qwen3")
+    path.write_text(yaml.safe_dump(spec(model=str(other))))
+    with pytest.raises(UserError, match="no cell has a model with the sizes of"):
+        wanted_by(path, str(model), refuse)
+    path.write_text(yaml.safe_dump(spec(model=str(model), matrix={"decode.block_size": [8, 16]})))
+    with pytest.raises(UserError, match="several block_size: 16, 8"):
+        wanted_by(path, str(model), refuse)
+
+
+def refuse(model: str) -> Any:
+    raise AssertionError("no prompt is a text")
