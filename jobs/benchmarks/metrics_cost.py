@@ -14,6 +14,8 @@ counted, and priced apart:
              the clock around each collective (counted, and priced apart)
     share    (calls x us/call + own us) / step us; --check: below 2 %
 
+Recording steps (engine.record_steps) is priced apart: no row has it.
+
 Whoever gathers the tokens (a cell's coordinator, a server's front: another process) tells of each request
 when it is over. Its row has that work per step of the batch: requests' calls and a flush every half second,
 folded gaps.
@@ -33,7 +35,9 @@ from collections import Counter as Counts
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -48,6 +52,7 @@ from rayk.actors.ray_private import ray_environment
 from rayk.engine.build import ThreadEngine
 from rayk.engine.leader import Leader, RequestEvent
 from rayk.engine.rank import EngineRank
+from rayk.engine.record import StepRecorder
 from rayk.engine.stats import StepStats, rank_stats
 from rayk.handover.commands import Connect, Describe
 from rayk.handover.extension import TransferExtension
@@ -61,6 +66,7 @@ from rayk.parallel.timed import TimedComm
 from rayk.reports.fields import STAGES
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.ticket import TransferTicket
+from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.config import EngineConfig
 from rayk.types.request import Request, SamplingParams
 from rayk.types.rows import RequestRow
@@ -104,6 +110,16 @@ class NoComm:
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
+
+
+class NoStats:
+    """Counts nothing. Implements engine.loop.TurnStats."""
+
+    def stepped(self, *args: object) -> None:
+        pass
+
+    def turned(self) -> None:
+        pass
 
 
 class CountedComm(TimedComm):
@@ -195,6 +211,30 @@ def price_clock() -> float:
     timed = TimedComm(plain)  # type: ignore[arg-type]
     with_clock = statistics.median(_time(lambda: timed.all_reduce(tensor)) for _ in range(10))
     return with_clock - statistics.median(_time(lambda: plain.all_reduce(tensor)) for _ in range(10))
+
+
+def price_records() -> dict[int, float]:
+    """Microseconds that recording a decode step takes, by its number of requests: the median of ten runs."""
+    pool = SimpleNamespace(num_free_blocks=9, num_cached_blocks=3)
+    scheduler = SimpleNamespace(num_running=1, num_waiting=0)
+    leader: Any = SimpleNamespace(scheduler=scheduler, manager=SimpleNamespace(pool=pool))
+    found = {}
+    for batch in BATCHES:
+        recorder = StepRecorder(leader, NoStats())
+        requests = tuple(
+            ScheduledRequest(
+                request_id=f"r{i}",
+                row=i,
+                num_computed_tokens=100,
+                token_ids=(1,),
+                new_block_ids=(),
+                needs_logits=True,
+            )
+            for i in range(batch)
+        )
+        stepped = partial(recorder.stepped, ScheduledBatch(step=1, requests=requests), 1_000_000, 900_000)
+        found[batch] = statistics.median(_time(stepped) for _ in range(10))
+    return found
 
 
 def _time(action: Callable[[], object]) -> float:
@@ -391,6 +431,8 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
     told = ", ".join(f"{us:.2f} us ({kind})" for kind, us in prices.calls.items())
     page.say("The tiny qwen3 model, CPU; microseconds of processor time.", "")
     page.say(f"A Ray call costs {told}; timing a collective {prices.clock_us:.2f} us.", "")
+    records = ", ".join(f"{us:.1f} us (of {num})" for num, us in price_records().items())
+    page.say(f"Recording a step (engine.record_steps), by its requests: {records}.", "")
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(write_checkpoint("qwen3", Path(folder) / "qwen3"), prices)
     page.head(*TITLES)

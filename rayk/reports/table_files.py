@@ -10,18 +10,24 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from rayk.reports.files import TABLES, atomic_path, make_folder
+from rayk.reports.files import STEPS, TABLES, atomic_path, make_folder
 from rayk.reports.result import Result
+from rayk.reports.steps import read_steps
 from rayk.types.errors import UserError
 
 
 def write_csv(result: Result, directory: Path) -> list[Path]:
-    """Write cells.csv, requests.csv and transfers.csv; lists and structs are JSON texts."""
+    """Write cells.csv, requests.csv and transfers.csv, and steps.csv of a run whose engines recorded them;
+    lists and structs are JSON texts."""
     paths = []
-    for name in TABLES:
+    tables = {name: getattr(result, name) for name in TABLES}
+    steps = None if result.directory is None else read_steps(result.directory)
+    if steps is not None and len(steps):
+        tables[STEPS] = steps
+    for name, table in tables.items():
         path = directory / f"{name}.csv"
         with atomic_path(path) as temporary:
-            csv_frame(getattr(result, name)).to_csv(temporary, index=False)
+            csv_frame(table).to_csv(temporary, index=False)
         paths.append(path)
     return paths
 
@@ -38,7 +44,7 @@ def csv_frame(table: pd.DataFrame) -> pd.DataFrame:
 def _csv_value(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         value = value.tolist()
-    return json.dumps(value) if isinstance(value, list | dict) else value
+    return json.dumps(value, default=np.ndarray.tolist) if isinstance(value, list | dict) else value
 
 
 def claim_folder(folder: Path, tables: Sequence[str]) -> None:

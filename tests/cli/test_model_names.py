@@ -29,7 +29,7 @@ COMMANDS = {
 """Parameters by which a checkpoint is named, and a command that names one."""
 NO_CHECKPOINTS = {
     "a file that is read": "bench.trace bench.prompts bench.dataset_path checkpoint.from_gguf "
-    "conformance.python serve.dtype costs.hardware",
+    "conformance.python serve.dtype costs.wanted",
     "a folder or file that is written": "run.out bench.out conformance.out report.out checkpoint.directory "
     "costs.out run.ray_token_file serve.ray_token_file",
     "a folder of a run": "report.directories costs.from_runs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from rayk.reports import ResultWriter, exit_code, headline, load
 from rayk.reports.columns import CELL_FIELDS, REQUEST_FIELDS, STEP_FIELDS, TRANSFER_FIELDS
 from rayk.reports.steps import read_steps
+from rayk.reports.table_files import write_csv
 from rayk.types.errors import UserError
 from rayk.types.rows import CellRow, RequestRow, TransferRow
 from rayk.types.steps import StepRow
@@ -278,6 +280,9 @@ def test_recorded_steps_come_back_and_runs_without_have_no_table(tmp_path: Path)
         run = writer(tmp_path, resume=True)
     run.finish()
     assert len(read_steps(tmp_path)) == 5
+    paths = {path.name: path for path in write_csv(load(tmp_path), tmp_path)}
+    written = pd.read_csv(paths["steps.csv"])["windowed"]
+    assert list(map(json.loads, written)) == [[[5, 4], [9, 8]]] * 5
     write_run(tmp_path / "other")
     assert not (tmp_path / "other" / "steps.parquet").exists()
     assert read_steps(tmp_path / "other").empty
