@@ -113,7 +113,7 @@ def _steps(
 ) -> Iterator[dict[str, list[Any]]]:
     """Batches of `num` requests: of one length each, then of all lengths mixed; in chunks of each size."""
     of_lengths = lengths(longest)
-    alike = {
+    alike: dict[str, list[Any]] = {
         "engine.max_seqs": [num],
         "engine.num_blocks": [_num_blocks(asked, config, num, longest)],
         "prompts.random.count": [max(MIN_PROMPTS, 2 * num)],
