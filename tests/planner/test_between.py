@@ -90,7 +90,7 @@ def test_reads_are_fitted_by_descriptors_and_bytes() -> None:
 def test_a_read_that_waited_for_a_core_does_not_count() -> None:
     cell = pair_cell(num=30)
     for row in cell.transfers[:5]:
-        row |= {"post_ms": row["post_ms"] + 20, "transfer_ms": row["transfer_ms"] + 20}
+        row |= {"post_ms": row["post_ms"] + 20, "end_ms": row["end_ms"] + 20}
     (found,) = fit_reads([cell]).reads.values()
     assert found.post.ns(4096, 1) == pytest.approx(POST[0] + POST[1] + POST[2] * 4096, rel=0.05)
 
