@@ -54,9 +54,12 @@ def test_a_grid_is_measured_fitted_and_simulated(
     with (out / "residuals.csv").open() as file:
         assert {row["kind"] for row in csv.DictReader(file)} == {"decode", "prefill"}
 
-    for cell in (found for found in run.cells if found.cell.decode is None):
+    for cell in run.cells:
         prompts = resolve_prompts(cell.cell.spec, config)
-        outcome = simulate_cell(cell.cell, config, cell_arrivals(cell.cell, prompts), book)
-        assert [len(row.output_token_ids) for row in outcome.requests] == [24] * len(prompts)
+        # When two engines' requests meet in a step depends on times: a step may be unlike all measured.
+        arrivals = cell_arrivals(cell.cell, prompts)
+        outcome = simulate_cell(cell.cell, config, arrivals, book, strict=cell.is_alone)
+        num_output = cell.cell.sampling.max_tokens
+        assert [len(row.output_token_ids) for row in outcome.requests] == [num_output] * len(prompts)
         num_measured = sum(step.recorded.features.num_tokens for step in cell.steps)
         assert sum(step.num_tokens for step in outcome.steps) == num_measured, cell.cell.cell_id
