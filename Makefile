@@ -31,7 +31,7 @@ help:
 	@echo "make serve-swap    the same of engines that swap all the time, also while their host tier is killed"
 	@echo "make attack      a server as a stranger finds it: ports, jobs, drivers, pickles, files, requests without the key"
 	@echo "make serve-bench aggregated against disaggregated servers on equal workers: goodput, Pareto front"
-	@echo "make paced       fleets of 4 to 16 engines that keep the times of a cost table, 27 cells"
+	@echo "make paced       fleets of 4 to 16 engines that keep the times of a cost table, 27 cells, beside a simulation (70 min)"
 	@echo "make plan-validation  predictions against this machine, 96 cells of two cores (75 min; ARGS=--quick: 10)"
 	@echo "make sweep       672 transfers without a model, over NIXL between Ray actors, every byte checked"
 	@echo "make ceiling     transfer rates beside bare NIXL, memcpy and Ray's own transport"
