@@ -9,6 +9,8 @@ from dataclasses import dataclass
 Action = Callable[[], object]
 
 
+MIN_CANCELLED = 1024
+"""Cancelled events are taken out when they are more than so many, and than those that are not."""
 TURNS = 1 << 32
 """Added to an engine's number: the order of its turns among what happens at one time."""
 
@@ -36,6 +38,7 @@ class EventQueue:
         self._heap: list[tuple[int, int, int, Event]] = []
         self._num_planned = 0
         self._num_engines = 0
+        self._num_cancelled = 0  # of those in the heap
 
     def __call__(self) -> int:
         return self.now_ns
@@ -58,7 +61,15 @@ class EventQueue:
 
     def cancel(self, event: Event) -> None:
         """Have nothing happen at this event, which may be over."""
+        if event.action is None:
+            return
         event.action = None
+        self._num_cancelled += 1
+        if self._num_cancelled > MIN_CANCELLED and self._num_cancelled > len(self._heap) // 2:
+            # Deadlines that nobody needs would else be kept until they come.
+            self._heap[:] = [entry for entry in self._heap if entry[-1].action is not None]
+            heapq.heapify(self._heap)
+            self._num_cancelled = 0
 
     def run(self, until_ns: int | None = None) -> None:
         """Let everything happen that is planned up to `until_ns`, and what that plans, in order."""
@@ -66,6 +77,7 @@ class EventQueue:
         while heap and (until_ns is None or heap[0][0] <= until_ns):
             at_ns, order, _, event = heapq.heappop(heap)
             if event.action is None:
+                self._num_cancelled -= 1
                 continue  # cancelled: no time passes for it
             self._reached = order if at_ns > self.now_ns else max(order, self._reached)
             self.now_ns = at_ns

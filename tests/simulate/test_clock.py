@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
-from rayk.simulate.clock import EventQueue, LocalClock
+from rayk.simulate.clock import MIN_CANCELLED, EventQueue, LocalClock
 
 
 def test_events_happen_in_order_of_their_times_and_then_of_planning() -> None:
@@ -35,6 +36,19 @@ def test_no_time_passes_for_what_is_cancelled() -> None:
     world.cancel(world.at(90, lambda: pytest.fail("it was cancelled")))
     world.run()
     assert (world.now_ns, world.num_events) == (5, 1)
+
+
+def test_cancelled_events_do_not_pile_up() -> None:
+    """As deadlines of requests that end long before."""
+    world, found = EventQueue(), []
+    for number in range(20_000):
+        world.cancel(world.at(10**9 + number, lambda: pytest.fail("it was cancelled")))
+        world.at(number, partial(found.append, number))
+        world.run(until_ns=number // 2)
+        assert len(world._heap) <= 2 * (number + 1 - len(found)) + 2 * MIN_CANCELLED
+    world.run()
+    assert found == list(range(20_000))
+    assert (world.now_ns, world.num_events) == (19_999, 20_000)
 
 
 def test_an_engine_is_ahead_of_the_world_only_in_its_turn() -> None:
