@@ -145,6 +145,9 @@ class SimFleet:
         outcome = self.outcome
         outcome.end_ns, outcome.num_events = self.world.now_ns, self.world.num_events
         outcome.reads_as_coded = self.network is not None and not self.network.is_measured
+        if self._tier is not None:
+            self._tier.check_over()
+            outcome.tiers[self._tier.name] = self._tier.tier.status()
         for member in self._members.values():
             outcome.num_outside_hull += member.timer.num_outside_hull
             if member.life is not None:

@@ -49,6 +49,7 @@ class SimOutcome:
     transfers: list[TransferRow] = field(default_factory=list)
     steps: list[StepRow] = field(default_factory=list)
     engines: dict[str, SimEngineAccount] = field(default_factory=dict)
+    tiers: dict[str, dict[str, object]] = field(default_factory=dict)  # HostTier.status of each
     end_ns: int = 0  # of the last event
     num_outside_hull: int = 0  # steps that the tables do not cover
     reads_as_coded: bool = False  # nobody measured reads between such engines: their costs are the code's

@@ -19,7 +19,18 @@ from rayk.types.fault_table import FAILURE_POLICIES
 from rayk.types.rows import RequestRow
 from rayk.types.serving import ModelCard
 from tests.markers import one_per
-from tests.simulate.cells import BOOK, MODEL, STEP_NS, pair_book, pair_cell, sim_cell
+from tests.simulate.cells import (
+    BOOK,
+    DISPATCH_NS,
+    HANDOVER_NS,
+    MODEL,
+    RELEASE_NS,
+    STEP_NS,
+    TOKEN_NS,
+    pair_book,
+    pair_cell,
+    sim_cell,
+)
 
 PROMPTS = [tuple(range(i, i + 9)) for i in range(6)]
 FORM_S = 0.2
@@ -169,6 +180,34 @@ def test_a_servers_engine_is_formed_again_each_time_and_no_request_is_lost() -> 
         assert row.stage_ns["retry"] > 0.7e9
     assert outcome.engines["prefill0"].num_deaths == 3
     assert outcome.end_ns >= (3.0 + FORM_S) * 1e9
+
+
+def test_requests_that_lost_their_engine_wait_where_there_is_no_room_for_others() -> None:
+    cell = sim_cell(sampling={"max_tokens": 12})
+    server = server_of(1, failure_policy="migrate", max_running=6, max_waiting=0)
+    deaths = [EngineDeath(at_s=DEATH_S, engine="prefill0", back_s=3.0)]
+    prompts, due_ns = [*PROMPTS, (1, 2, 3)], [0] * 6 + [1_000_000_000]
+    arrivals = cell_arrivals(cell, prompts, due_ns=due_ns)
+    *lost, late = simulate_cell(cell, MODEL, arrivals, FORMING, server=server, deaths=deaths).requests
+    assert [row.error for row in lost] == [None] * 6
+    assert late.finish_reason == "refused"
+
+
+def test_blocks_lent_to_an_engine_that_died_come_free_at_once() -> None:
+    """The prefill engine has blocks for one prompt; the second one waits for those of the first."""
+    cell = pair_cell(
+        prefill={"num_blocks": 4},
+        decode={"num_engines": 2},
+        sampling={"max_tokens": 3},
+        transfer={"lease_s": 9},
+    )
+    died_s = (DISPATCH_NS + STEP_NS + 9 * TOKEN_NS + HANDOVER_NS) / 1e9
+    deaths = [EngineDeath(at_s=died_s, engine="decode0", returns=False)]
+    arrivals = cell_arrivals(cell, PROMPTS[:2])
+    first, second = simulate_cell(cell, MODEL, arrivals, pair_book(cell), deaths=deaths).requests
+    assert first.error == "engine decode0 died: it was killed"
+    assert second.error is None
+    assert 0 < second.token_times_ns[0] - died_s * 1e9 < RELEASE_NS + 3 * STEP_NS
 
 
 def test_a_server_that_hands_over_loses_no_request() -> None:

@@ -106,3 +106,20 @@ def test_a_small_tier_forgets_what_was_used_longest_ago() -> None:
 
     assert loaded(0.01) == [0] * 10 + [20] * 10
     assert loaded(0.00008) == [0] * 20, "each was forgotten before it came again"
+
+
+def test_a_tier_reads_only_what_it_has_not() -> None:
+    """Of the second prompt the first 256 tokens, a row group, are there: digests are of no less."""
+    text = tuple(i % 200 for i in range(480))
+    cell = tier_cell(engine={"num_blocks": 200}, sampling={"max_tokens": 1}, offload={"load": "never"})
+
+    def stored_bytes(*prompts: tuple[int, ...]) -> int:
+        due_ns = [i * 100_000_000 for i in range(len(prompts))]
+        found = simulated(cell, due_ns, prompts=prompts).tiers["host"]
+        assert found["stores"] == len(prompts)
+        return int(str(found["stored_bytes"]))
+
+    row_bytes, rest = divmod(stored_bytes(text[:300]), 300)
+    assert rest == 0
+    assert stored_bytes(text[:300], text) == (300 + 480 - 256) * row_bytes
+    assert stored_bytes(text[:300], text[:300]) == 300 * row_bytes
