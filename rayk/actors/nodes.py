@@ -73,14 +73,18 @@ class EngineDemand:
 
 FORM_S = 120.0
 """Deadline for starting workers and forming an engine (imports, weights)."""
+FEW_WORKERS = 8
+WORKER_S = 5.0
+"""How much longer the start may take for each worker beyond FEW_WORKERS: they may share two cores."""
 FETCH_S = 3600.0
 """How much longer the start may take where nodes fetch a model of the hub first."""
 
 
-def start_limit_s(model: str | None) -> float:
-    """Return the deadline for workers that can read `model`, in seconds."""
+def start_limit_s(model: str | None, demands: Sequence[EngineDemand] = ()) -> float:
+    """Return the deadline for these workers, which can read `model`, in seconds."""
     fetches = model is not None and hub_name(model) is not None
-    return FORM_S + (FETCH_S if fetches else 0)
+    num_more = max(0, sum(demand.num_workers for demand in demands) - FEW_WORKERS)
+    return FORM_S + num_more * WORKER_S + (FETCH_S if fetches else 0)
 
 
 def worker_resources(device: str, gpus_per_worker: float) -> dict[str, float]:

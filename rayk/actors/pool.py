@@ -125,14 +125,15 @@ class WorkerPool:
         nodes cannot hold them, CheckpointError when a node has no such model, EngineDied when workers do not
         start, DeadlineExceeded.
         """
+        limit_s = start_limit_s(model, demands)
         async with self._preparing:
             try:
-                async with asyncio.timeout(start_limit_s(model)):
+                async with asyncio.timeout(limit_s):
                     return await self._prepare(demands, how, model, alone, beside)
             except TimeoutError:
                 for name in [n for n, s in self._slots_of(demands).items() if s.is_asked]:
                     self._free(name)  # others start in their place
-                raise DeadlineExceeded(self._waiting_for, start_limit_s(model), busy()) from None
+                raise DeadlineExceeded(self._waiting_for, limit_s, busy()) from None
             finally:  # also when the cell's deadline cancels this
                 for name in [n for n, s in self._slots_of(demands).items() if s.node is None or s.hangs]:
                     self._free(name)

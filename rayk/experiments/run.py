@@ -329,9 +329,9 @@ class _Runner:
         start."""
         import ray
 
-        from rayk.actors.nodes import start_limit_s
+        from rayk.actors.nodes import start_limit_s, weights_of
 
-        limit_s = start_limit_s(self._cells[0].prefill.model) + GRACE_S
+        limit_s = start_limit_s(weights_of(self._cells[0].prefill), self._demands) + GRACE_S
         mend = "rayk on every node, and room for an engine's workers on one; see `rayk doctor`"
         try:
             pids: dict[str, int] = ray.get(self._prepared, timeout=limit_s)
@@ -399,9 +399,9 @@ class _Runner:
         first = self._cells[0]
         # Engines of vLLM start with the cells that need them.
         own = [cell for cell in self._cells if not cell.vllm and (self._keep_workers or cell is first)]
-        demands = largest_demands(own, this_node())
+        self._demands = largest_demands(own, this_node())
         self._prepared = self._coordinator.prepare.remote(
-            demands, placement_of(first), weights_of(first.prefill)
+            self._demands, placement_of(first), weights_of(first.prefill)
         )
 
 

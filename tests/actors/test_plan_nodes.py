@@ -7,7 +7,16 @@ import random
 
 import pytest
 
-from rayk.actors.nodes import EngineDemand, Node, matches, plan_nodes
+from rayk.actors.nodes import (
+    FETCH_S,
+    FORM_S,
+    WORKER_S,
+    EngineDemand,
+    Node,
+    matches,
+    plan_nodes,
+    start_limit_s,
+)
 from rayk.types.errors import DeviceError
 from tests.each import each
 from tests.markers import thorough
@@ -141,3 +150,10 @@ def test_many_engines_on_many_nodes_are_planned_at_once():
 )
 def test_labels_are_read_as_ray_reads_them(selector, labels, expected):
     assert matches({"rack": selector}, labels) is expected
+
+
+def test_many_workers_may_take_longer_to_start() -> None:
+    few, many = [demand("prefill0", 8)], [demand(f"decode{i}", 2) for i in range(12)]
+    assert start_limit_s(None, few) == start_limit_s("a folder") == FORM_S
+    assert start_limit_s(None, many) == FORM_S + 16 * WORKER_S
+    assert start_limit_s("org/model", many) == FORM_S + 16 * WORKER_S + FETCH_S
