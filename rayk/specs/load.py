@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -12,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
-from rayk.specs.experiment import AXES, MAX_CELLS, ExperimentSpec, dotted_keys, section_model
+from rayk.specs.experiment import AXES, MAX_CELLS, ExperimentSpec, dotted_keys
 from rayk.specs.marks import Marks, parse_scalar, parse_yaml
 from rayk.specs.marks import Path as KeyPath
-from rayk.types.errors import SpecError, shortened
+from rayk.specs.refusals import first_refusal, refusal, section_keys, shown, unknown_key
+from rayk.types.errors import SpecError
 from rayk.types.files import read_text
 
 SPEC_BYTES = 1 << 20
-SHOWN_CHARACTERS = 200  # of a value that is refused
 LIST_KEYS = (
     *("checks", "faults", "prompts.random.input_tokens", "sampling.stop_token_ids", "sampling.stop"),
     *(f"{section}.pp_layers" for section in ("engine", "prefill", "decode")),
@@ -111,6 +110,11 @@ def renew_spec(text: str) -> str:
 def _read(spec: str | Path | Mapping[str, Any] | ExperimentSpec, source: str) -> tuple[dict[str, Any], Marks]:
     if isinstance(spec, ExperimentSpec):
         return spec.model_dump(), Marks(source=source)
+    return read_spec_data(spec, source)
+
+
+def read_spec_data(spec: str | Path | Mapping[str, Any], source: str) -> tuple[dict[str, Any], Marks]:
+    """Read a file, which names what has no name, or copy a mapping. Raises SpecError."""
     if isinstance(spec, Mapping):
         return copy.deepcopy(dict(spec)), Marks(source=source)
     path = Path(spec)
@@ -128,15 +132,20 @@ def _read(spec: str | Path | Mapping[str, Any] | ExperimentSpec, source: str) ->
 # --- overrides ------------------------------------------------------------------------------------
 
 
-def _override(data: dict[str, Any], marks: Marks, text: str) -> None:
+def parse_override(text: str) -> tuple[str, Any, str]:
+    """Parse KEY=VALUE: the key, its value, and the place that messages name. Raises SpecError."""
     key, equals, raw = text.partition("=")
     key, where = key.strip(), f"--set {text}"
     if not equals or not key:
         raise SpecError(problem="not of the form KEY=VALUE", where=where)
     try:
-        value = parse_scalar(raw)
+        return key, parse_scalar(raw), where
     except ValueError as error:
         raise SpecError(problem=f"the value is {error}", where=where) from error
+
+
+def _override(data: dict[str, Any], marks: Marks, text: str) -> None:
+    key, value, where = parse_override(text)
     if key.startswith("matrix."):
         key = key.removeprefix("matrix.")
         _set_axis(data, marks, key, value, where)
@@ -167,10 +176,22 @@ def _set_axis(data: dict[str, Any], marks: Marks, key: str, value: Any, where: s
 
 
 def _set_base(data: dict[str, Any], marks: Marks, key: str, value: Any, where: str) -> None:
-    if key not in set(dotted_keys()) and key not in _section_keys():
-        raise _unknown_key(key, sorted(dotted_keys()), where)
     if key == "prompts.file" and isinstance(data.get("prompts"), dict):
         data["prompts"].pop("random", None)  # one source of prompts replaces the other
+    set_key(data, marks, key, value, where)
+
+
+def set_key(
+    data: dict[str, Any],
+    marks: Marks,
+    key: str,
+    value: Any,
+    where: str,
+    grammar: type[BaseModel] = ExperimentSpec,
+) -> None:
+    """Set a dotted key of a file's data. Raises SpecError where the file has no such key."""
+    if key not in set(dotted_keys(grammar)) and key not in section_keys(grammar):
+        raise unknown_key(key, sorted(dotted_keys(grammar)), where, grammar=grammar)
     *sections, leaf = key.split(".")
     target = data
     for name in sections:
@@ -179,10 +200,6 @@ def _set_base(data: dict[str, Any], marks: Marks, key: str, value: Any, where: s
         target = target[name]
     target[leaf] = value
     marks.overrides[tuple(key.split("."))] = where
-
-
-def _section_keys() -> set[str]:
-    return {key.rpartition(".")[0] for key in dotted_keys() if "." in key}
 
 
 # --- matrix and exclude ---------------------------------------------------------------------------
@@ -194,7 +211,7 @@ def _normalise_matrix(data: dict[str, Any], marks: Marks) -> None:
     for path, matrix in _matrices(data):
         if not isinstance(matrix, dict):
             raise SpecError(
-                problem=f"matrix must map axes to values, got {_shown(matrix)}", where=marks.where(path)
+                problem=f"matrix must map axes to values, got {shown(matrix)}", where=marks.where(path)
             )
         axes: dict[str, list[Any]] = {}
         for key, value in matrix.items():
@@ -210,7 +227,7 @@ def _check_axis(key: str, value: Any, where: str) -> None:
         if value in ([], None):
             raise SpecError(problem=f"axis {key} is empty", where=where, mend="give it a value")
         return
-    if key in _section_keys() and isinstance(value, dict):
+    if key in section_keys() and isinstance(value, dict):
         names = ", ".join(f"{key}.{name}" for name in value)
         raise SpecError(
             problem=f"matrix key {key!r} is a section, not an axis", where=where, mend=f"write {names}"
@@ -255,7 +272,7 @@ def _validate_value(spec: ExperimentSpec, key: str, value: Any, where: str) -> N
     except ValidationError as error:
         first = error.errors()[0]
         loc = ".".join(str(p) for p in first["loc"]) or key
-        raise _explain(first, loc, where) from error
+        raise refusal(first, loc, where) from error
 
 
 def apply_point(spec: ExperimentSpec, point: Mapping[str, Any]) -> ExperimentSpec:
@@ -279,74 +296,10 @@ def _validate(data: dict[str, Any], marks: Marks) -> ExperimentSpec:
     try:
         return ExperimentSpec.model_validate(data)
     except ValidationError as error:
-        # Unknown keys first: a misspelt key also makes a required one look missing.
-        errors = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
-        first = errors[0]
-        raise _explain(first, ".".join(map(str, first["loc"])), marks.where(first["loc"])) from error
-
-
-def _explain(error: Any, key: str, where: str) -> SpecError:
-    """Tell one pydantic error as a sentence."""
-    if error["type"] == "extra_forbidden":
-        *sections, name = map(str, error["loc"])
-        if not sections and name in AXES:
-            return SpecError(problem=f"dotted key {name!r} outside `matrix`", where=where, mend=_nested(name))
-        return _unknown_key(name, _keys_of(error["loc"][:-1]), where, section=".".join(sections))
-    # pydantic also names the member of a union ("constrained-float"): no key of ours.
-    key = ".".join(part for part in key.split(".") if part.isidentifier() or part.isdigit())
-    if error["type"] == "missing":
-        return SpecError(problem=f"{key} is missing", where=where, mend=f"add `{key}:`")
-    if error["type"] == "value_error":
-        return SpecError(problem=f"{key}: {error['ctx']['error']}", where=where)
-    message = error["msg"].replace("Input should", "must").replace("List should", "must")
-    message = message.replace("Value should", "must").replace("Dictionary should", "must")
-    message = message.replace(" after validation, not 0", "")
-    message = message.replace("String should", "must").replace(
-        "valid dictionary or instance of", "section like"
-    )
-    mend = ""
-    if error["type"] == "literal_error":
-        choices = [c.strip(" '") for c in error["ctx"]["expected"].replace(" or ", ",").split(",")]
-        close = difflib.get_close_matches(str(error["input"])[:SHOWN_CHARACTERS], choices, n=1)
-        mend = f"did you mean {close[0]!r}?" if close else ""
-        message = message.replace("must be", "must be one of")
-    return SpecError(problem=f"{key} {message}, got {_shown(error['input'])}", where=where, mend=mend)
-
-
-def _shown(value: Any) -> str:
-    """Return a refused value as a message names it."""
-    return shortened(repr(value), SHOWN_CHARACTERS)
-
-
-def _nested(key: str) -> str:
-    section, _, leaf = key.rpartition(".")
-    return f"write `{section}: {{{leaf}: ...}}`, or put it in `matrix`"
-
-
-def _keys_of(path: Sequence[str | int]) -> list[str]:
-    """List the valid keys of the section at `path`."""
-    model: Any = ExperimentSpec
-    for name in path:
-        if name not in model.model_fields:
-            continue  # the place in a list, or the key of a mapping
-        annotation = model.model_fields[name].annotation
-        model = section_model(annotation) or section_model(annotation.__args__[-1])
-        assert model is not None, path
-    return list(model.model_fields)
+        raise first_refusal(error, marks) from error
 
 
 def _unknown_axis(key: str, where: str) -> SpecError:
     if key in set(dotted_keys()):
         return SpecError(problem=f"{key} cannot be an axis", where=where, mend=f"write `{key}:` at the top")
-    return _unknown_key(key, AXES, where, what="axis")
-
-
-def _unknown_key(
-    key: str, valid: Sequence[str], where: str, *, section: str = "", what: str = "key"
-) -> SpecError:
-    # First `tp` for `prefill.tp`, or a key put in the wrong section; then misspellings.
-    close = [k for k in dotted_keys() if k.rpartition(".")[2] == key.rpartition(".")[2]][:1]
-    close = close or difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-    mend = f"did you mean {close[0]!r}?" if close else f"valid: {', '.join(valid)}"
-    inside = f" in {section!r}" if section else ""
-    return SpecError(problem=f"unknown {what} {key!r}{inside}", where=where, mend=mend)
+    return unknown_key(key, AXES, where, what="axis")
