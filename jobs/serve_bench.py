@@ -29,10 +29,10 @@ from jobs.benchmarks.harness import Page, option, run
 from jobs.serve_goodput import ALL, figures, goodput_table, shown
 from jobs.serving import serving
 from rayk.bench import Load, parse_slo, run_bench
-from rayk.bench.load import parse_lengths
 from rayk.cli.guard import run_guarded
 from rayk.oracle.checkpoint import write_checkpoint
 from rayk.reports.table_files import write_tables
+from rayk.traces.drawn import parse_lengths
 from rayk.types.errors import DeadlineExceeded, UserError
 
 TINY = Path("checkpoints/qwen3-tiny")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,36 +9,13 @@ from typing import Any
 
 from rayk.sched.arrivals import PROCESSES
 from rayk.traces import TraceFormat
+from rayk.traces.drawn import Lengths
 from rayk.types.bounds import MAX_RATE, MAX_REQUESTS, MAX_SECONDS, MAX_TOKENS, MIN_RATE
 from rayk.types.errors import UserError
 from rayk.types.request import MAX_SEED
 from rayk.types.slo import Slo
 
 MAX_CONCURRENCY = 1 << 16
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Lengths:
-    """Numbers of tokens: `values` in turn, or uniform between two ends."""
-
-    values: tuple[int, ...] = ()
-    uniform: tuple[int, int] | None = None
-
-    def __str__(self) -> str:
-        return ",".join(map(str, self.values)) if self.uniform is None else "-".join(map(str, self.uniform))
-
-
-def parse_lengths(text: str, *, where: str) -> Lengths:
-    """Parse `128`, `5,37,300` (in turn) or `64-256` (uniform, both ends included). Raises UserError."""
-    match = re.fullmatch(r"(\d{1,8})-(\d{1,8})", text.strip())
-    if match and 0 < int(match[1]) <= int(match[2]) <= MAX_TOKENS:
-        return Lengths(uniform=(int(match[1]), int(match[2])))
-    parts = [part.strip() for part in text.split(",")]
-    if match or not all(re.fullmatch(r"\d{1,8}", p) and 0 < int(p) <= MAX_TOKENS for p in parts):
-        raise UserError(
-            problem=f"not a number of tokens: {text!r}", where=where, mend="128, 5,37,300 (in turn) or 64-256"
-        )
-    return Lengths(values=tuple(map(int, parts)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

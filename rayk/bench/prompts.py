@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from rayk.bench.load import Lengths, Load
+from rayk.bench.load import Load
 from rayk.bench.sharegpt import read_sharegpt
 from rayk.sched.arrivals import due_times
 from rayk.traces import hastened, read_trace, scaled
+from rayk.traces.drawn import Lengths, draw_prompts, input_lengths, output_lengths
 from rayk.traces.prompts import TracePrompts
 from rayk.types.bounds import MAX_SECONDS, MAX_TOKENS
 from rayk.types.errors import UserError
@@ -69,7 +69,7 @@ def _planned(load: Load, token_ids: tuple[int, int]) -> list[Planned]:
     else:
         count = load.num_requests or NUM_REQUESTS
         prompts = list(random_prompts(load, count, token_ids))
-    max_tokens = draw_lengths(output_tokens, count, [load.seed, 5])
+    max_tokens = output_lengths(output_tokens, count, load.seed)
     due: list[int] | list[None] = [None] * count
     if load.rate is not None:
         due = due_times(
@@ -82,18 +82,17 @@ def _planned(load: Load, token_ids: tuple[int, int]) -> list[Planned]:
     ]
 
 
-def random_prompts(load: Load, count: int, token_ids: tuple[int, int]) -> list[list[int]]:
-    """Draw uniform token ids; each prompt begins with one of `num_prefixes` shared stretches, in turn."""
-    low, high = token_ids
-    draw = np.random.default_rng([load.seed, 4])
-    lengths = draw_lengths(load.input_tokens, count, [load.seed, 6])
+def random_prompts(load: Load, count: int, token_ids: tuple[int, int]) -> Iterator[list[int]]:
+    """Draw prompts as traces.drawn does. Raises UserError for more tokens than are drawn before a load."""
+    lengths = input_lengths(load.input_tokens, count, load.seed)
     _check_tokens(sum(lengths), "--num-requests, or fewer --input-tokens")
-    prefixes = draw.integers(low, high + 1, (load.num_prefixes, load.prefix_tokens)).tolist()
-    found = []
-    for i, length in enumerate(lengths):
-        shared: list[int] = prefixes[i % load.num_prefixes][:length]
-        found.append([*shared, *draw.integers(low, high + 1, length - len(shared)).tolist()])
-    return found
+    return draw_prompts(
+        lengths,
+        token_ids,
+        prefix_tokens=load.prefix_tokens,
+        num_prefixes=load.num_prefixes,
+        seed=load.seed,
+    )
 
 
 def _check_tokens(count: int, mend: str) -> None:
@@ -101,14 +100,6 @@ def _check_tokens(count: int, mend: str) -> None:
     if count > MAX_DRAWN_TOKENS:
         problem = f"{count:,} tokens of prompts, and at most {MAX_DRAWN_TOKENS:,} are drawn before a load"
         raise UserError(problem, mend=f"fewer {mend}")
-
-
-def draw_lengths(lengths: Lengths, count: int, seed: list[int]) -> list[int]:
-    if lengths.uniform is None:
-        return [lengths.values[i % len(lengths.values)] for i in range(count)]
-    low, high = lengths.uniform
-    drawn: list[int] = np.random.default_rng(seed).integers(low, high + 1, count).tolist()
-    return drawn
 
 
 def read_prompts(path: Path) -> list[str | list[int]]:

@@ -142,7 +142,8 @@ def bench(
     Exit 0: every load is VALID or NOISY. 1: some is INVALID (the generator did not keep up, requests failed,
     answers were not as asked). 2: bad input, or no server. 130: interrupted; what was measured is on disk.
     """
-    from rayk.bench.load import Load, parse_lengths
+    from rayk.bench.load import Load
+    from rayk.traces.drawn import parse_lengths
     from rayk.types.slo import parse_slo
 
     answers = None if output_tokens is None else parse_lengths(output_tokens, where="--output-tokens")

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rayk.bench.load import Lengths, Load, check_load, parse_lengths
+from rayk.bench.load import Load, check_load
 from rayk.bench.prompts import plan_requests
 from rayk.bench.run import with_own_seed
 from rayk.sched.arrivals import due_times
+from rayk.traces.drawn import Lengths, parse_lengths
 from rayk.types.errors import UserError
 from rayk.types.slo import parse_slo
 

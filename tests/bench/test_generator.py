@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 
 from rayk.bench.client import ABORTED, FAILED, OK, REFUSED, TIMEOUT, EventLines, Observed, take_event
 from rayk.bench.generator import Sent, allow_files, drive
-from rayk.bench.load import Lengths, Load, Slo
+from rayk.bench.load import Load
 from rayk.bench.prompts import Planned, plan_requests
 from rayk.bench.rows import request_row
 from rayk.reports.columns import make_table
 from rayk.reports.load_fields import LOAD_REQUEST_FIELDS
+from rayk.traces.drawn import Lengths
+from rayk.types.slo import Slo
 from tests.bench.fake_server import FakeServer, Script, serving
 from tests.markers import thorough
 
