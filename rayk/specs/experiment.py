@@ -115,6 +115,7 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
 Cost = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
 Shape = Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=MIN_RATE, le=MAX_RATE, allow_inf_nan=False)]
 BLOCK_SIZE = 16
 """Block size of rayk's engines, where nobody says."""
 MAX_GIB = 1 << 20
@@ -127,7 +128,7 @@ MAX_CELLS = 10_000
 NOT_AXES = ("name", "checkpoints", "matrix", "exclude", "repeat")
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     """A single item where a list is expected stands for a list of one."""
     return value if isinstance(value, list) or value is None else [value]
 
@@ -178,7 +179,7 @@ class RandomPrompts(StrictModel):
     are one of `num_prefixes` stretches, in turn, as those of `rayk bench`."""
 
     count: Requests = 8
-    input_tokens: Annotated[list[PositiveInt], BeforeValidator(_as_list), Field(min_length=1)] = Field(
+    input_tokens: Annotated[list[PositiveInt], BeforeValidator(as_list), Field(min_length=1)] = Field(
         default_factory=lambda: [5, 37, 300]
     )
     prefix_tokens: Count = 0
@@ -229,7 +230,7 @@ class SamplingSpec(StrictModel):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list)] = Field(
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(as_list)] = Field(
         default_factory=list
     )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -254,7 +255,7 @@ def _checked(hint: Any) -> Any:
 
 
 Stages = Annotated[list[PositiveInt], Field(min_length=1, max_length=MAX_ENGINES)]
-_LISTS: dict[str, Any] = {"pp_layers": Annotated[Stages | None, BeforeValidator(_as_list)]}
+_LISTS: dict[str, Any] = {"pp_layers": Annotated[Stages | None, BeforeValidator(as_list)]}
 """Types of the engine options that a spec gives as lists."""
 _MAPPINGS: dict[str, Any] = {
     "kernel_block_sizes": KernelBlockSizes,
@@ -396,7 +397,7 @@ class ArrivalSpec(StrictModel):
     """When requests arrive; see sched.arrivals. Times depend on these, the prompts' number and the repeat
     alone: they are the same in every cell."""
 
-    rate: Annotated[float, Field(ge=MIN_RATE, le=MAX_RATE, allow_inf_nan=False)] | None = None
+    rate: Rate | None = None
     """Requests per second on average; None: all arrive at once."""
     process: Process = "poisson"
     burstiness: Shape = 1.0
@@ -496,16 +497,16 @@ class ExperimentSpec(StrictModel):
     arrival: ArrivalSpec = ArrivalSpec()
     gpus_per_worker: Annotated[float, Field(gt=0, le=MAX_ENGINES)] | Literal["auto"] = 1.0
     """GPUs of one worker; auto: a whole one, or the share at which the largest cell fits the cluster."""
-    matrix: Annotated[list[dict[str, list[Any]]], BeforeValidator(_as_list)] = Field(default_factory=list)
-    exclude: Annotated[list[dict[str, Any]], BeforeValidator(_as_list), Field(max_length=MAX_ITEMS)] = Field(
+    matrix: Annotated[list[dict[str, list[Any]]], BeforeValidator(as_list)] = Field(default_factory=list)
+    exclude: Annotated[list[dict[str, Any]], BeforeValidator(as_list), Field(max_length=MAX_ITEMS)] = Field(
         default_factory=list
     )
     repeat: Annotated[int, Field(ge=1, le=MAX_ITEMS)] = 1
-    checks: Annotated[list[Check], BeforeValidator(_as_list), Field(min_length=1)] | None = None
+    checks: Annotated[list[Check], BeforeValidator(as_list), Field(min_length=1)] | None = None
     """None: tokens and kv_bytes in float32, logprobs and kv_bytes in other dtypes."""
     deadlines: Deadlines = Deadlines()
     failure_policy: Literal["fail", "recompute", "migrate"] = "fail"
-    faults: Annotated[list[FaultSpec], BeforeValidator(_as_list), Field(max_length=MAX_ITEMS)] = Field(
+    faults: Annotated[list[FaultSpec], BeforeValidator(as_list), Field(max_length=MAX_ITEMS)] = Field(
         default_factory=list
     )
 
@@ -522,7 +523,7 @@ class ExperimentSpec(StrictModel):
         points = [m for m in (matrix if isinstance(matrix, list) else [matrix]) if isinstance(m, dict)]
         kinds = [v for m in points for key, v in m.items() if str(key).endswith(".kind")]
         names_vllm = "vllm" in (shared, *map(_kind, sides.values())) or any(
-            "vllm" in _as_list(v) for v in kinds
+            "vllm" in as_list(v) for v in kinds
         )
         for side, given in sides.items():
             if not isinstance(given, dict):

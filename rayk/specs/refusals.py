@@ -82,10 +82,16 @@ def keys_of(path: Sequence[str | int], grammar: Grammar = ExperimentSpec) -> lis
     for name in path:
         if name not in model.model_fields:
             continue  # the place in a list, or the key of a mapping
-        annotation = model.model_fields[name].annotation
-        model = section_model(annotation) or section_model(annotation.__args__[-1])
+        model = _model_within(model.model_fields[name].annotation)
         assert model is not None, path
     return list(model.model_fields)
+
+
+def _model_within(annotation: Any) -> Grammar | None:
+    """Find the model of a section, or that of a list's or a mapping's items."""
+    found = section_model(annotation)
+    inner = (_model_within(part) for part in getattr(annotation, "__args__", ()))
+    return found or next((model for model in inner if model is not None), None)
 
 
 def section_keys(grammar: Grammar = ExperimentSpec) -> set[str]:
