@@ -134,21 +134,17 @@ def _plan(model: str, config: DecoderConfig, gpu: str, tp: int, pp: int, tokens:
     plain = EngineConfig(
         model=model, tp=tp, pp=pp, pp_layers=pp_layers, dtype=config.dtype, device="cuda", num_blocks=2
     )
-    shape = engine_shape(plain, config.num_layers)
-    # The last rank of a stage has the larger share of all that is dealt out unevenly
-    # (parallel.shard.shard_range).
-    weights = [
-        held_bytes(config, tp, tp - 1, keeps_fp8=gpu in MULTIPLIES_FP8, stage=shape.share(rank).layers)
-        for rank in (shape.rank_of(stage, tp - 1) for stage in range(pp))
-    ]
+    room = int(GPU_GB[gpu] * 10**9 * USED_SHARE)
+    weights = stage_weights(plain, config, keeps_fp8=gpu in MULTIPLIES_FP8)
     for dcp in dict.fromkeys((1, valid_dcp_sizes(config, tp)[-1])):
-        yield _fill(replace(plain, dcp=dcp), config, GPU_GB[gpu] * 10**9, weights, tokens)
+        yield plan_size(replace(plain, dcp=dcp), config, room, weights, tokens=tokens)
 
 
-def _fill(
-    engine: EngineConfig, config: DecoderConfig, memory: int, weights: Sequence[int], tokens: int
+def plan_size(
+    engine: EngineConfig, config: DecoderConfig, room: int, weights: Sequence[int], *, tokens: int
 ) -> SizePlan:
-    """Count what KV has room for beside the weights of each stage, on GPUs of so many bytes."""
+    """Count what KV has room for beside the weights of each stage, in `room` bytes of every rank; requests
+    are of `tokens`. The model must be able to have the engine's TP."""
     plan = plan_engine(engine, config)
     # One id is a block on every rank: the stage with the least room bounds them.
     blocks = [0] * engine.pp
@@ -156,13 +152,11 @@ def _fill(
         stage = rank.shape.share(rank.rank).stage
         blocks[stage] = max(blocks[stage], rank.block_bytes)
     num_blocks = min(
-        max(0, int(memory * USED_SHARE) - held) // block
-        for held, block in zip(weights, blocks, strict=True)
-        if block
+        max(0, room - held) // block for held, block in zip(weights, blocks, strict=True) if block
     )
     request_blocks = _request_blocks(plan.groups, tokens)
     requests = num_blocks // request_blocks
-    if max(weights) > memory * USED_SHARE:
+    if max(weights) > room:
         reason = "the weights do not fit"
     elif not requests:
         reason = f"no room for a request of {tokens} tokens"
@@ -182,6 +176,19 @@ def _fill(
         num_requests=requests,
         num_tokens=requests * tokens,
     )
+
+
+def stage_weights(engine: EngineConfig, config: DecoderConfig, *, keeps_fp8: bool) -> list[int]:
+    """Count the bytes of each stage's weights, on the rank that holds most."""
+    shape = engine_shape(engine, config.num_layers)
+    # The last rank of a stage has the larger share of all that is dealt out unevenly
+    # (parallel.shard.shard_range).
+    last = engine.tp - 1
+    ranks = (shape.rank_of(stage, last) for stage in range(engine.pp))
+    return [
+        held_bytes(config, engine.tp, last, keeps_fp8=keeps_fp8, stage=shape.share(rank).layers)
+        for rank in ranks
+    ]
 
 
 def _request_blocks(groups: Sequence[KVCacheGroup], tokens: int) -> int:

@@ -7,6 +7,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rayk.kv.geometry import plan_rank
@@ -29,7 +30,7 @@ from rayk.specs.serving import ServerSettings, model_card, settings_of
 from rayk.specs.vllm_engines import VLLM_ONLY
 from rayk.types.config import EngineConfig
 from rayk.types.errors import SpecError, Unsupported
-from rayk.types.model_names import hub_name
+from rayk.types.model_names import hub_name, short_name
 
 SETTABLE = (
     "engine",
@@ -113,6 +114,8 @@ class ServerPlan:
     options: ServerOptions
     config: DecoderConfig
     settings: ServerSettings
+    cell: Cell
+    """The experiment's cell that has the server's policy, and its first engines."""
 
     def on_device(self, device: str) -> ServerSettings:
         """Return the settings where `auto` is `device`. Raises SpecError where an engine cannot run on
@@ -146,12 +149,36 @@ def plan_server(options: ServerOptions, *, device: str | None = None, is_local: 
     options = replace(options, model=pinned(options.model))
     folder = model_folder(options.model)
     config = read_config(folder)
+    name = hub_name(options.model)
+    model = options.model if name is not None else str(folder.resolve())
+    model_id = folder.resolve().name if name is None else name.repo
+    device = device or (None if is_local else "auto")
+    return _planned(options, config, (model, model_id), folder, device=device, is_local=is_local)
+
+
+def plan_server_of(options: ServerOptions, config: DecoderConfig, *, device: str) -> ServerPlan:
+    """Plan a server elsewhere, of a model whose config alone is known. Raises like `plan_server`."""
+    options = _in_own_names(options)
+    names = options.model, short_name(options.model)
+    return _planned(options, config, names, None, device=device, is_local=False)
+
+
+def _planned(
+    options: ServerOptions,
+    config: DecoderConfig,
+    names: tuple[str, str],
+    folder: Path | None,
+    *,
+    device: str | None,
+    is_local: bool,
+) -> ServerPlan:
+    """`names`: the model's own, and the one that clients use if nobody says. `folder`: of its weights, which
+    must be there if engines compute; None: nobody looks."""
     config = replace(config, max_positions=_max_model_len(options.max_model_len, config))
     _check_overrides(options.overrides)
     _check_sides(options)
-    device = device or (None if is_local else "auto")
     cells = [_plan_cell(options, config, tp_sizes, device) for tp_sizes in _tp_sizes(options)]
-    if cells[0].prefill.has_weights:
+    if folder is not None and cells[0].prefill.has_weights:
         load_config(folder)
         check_weights(folder)
     if is_local:
@@ -165,9 +192,7 @@ def plan_server(options: ServerOptions, *, device: str | None = None, is_local: 
     prefill, decode = (_with_pools(side, config, options.overrides) for side in (prefill, decode))
     if is_local:
         check_pools((*prefill, *decode), config, "the engines")
-    name = hub_name(options.model)
-    model = options.model if name is not None else str(folder.resolve())
-    model_id = folder.resolve().name if name is None else name.repo
+    model, model_id = names
     card = model_card(model, config, options.served_model_name or model_id)
     settings = settings_of(
         cells[0],
@@ -178,7 +203,7 @@ def plan_server(options: ServerOptions, *, device: str | None = None, is_local: 
         request_s=options.request_s,
         num_spares=options.num_spares,
     )
-    return ServerPlan(options=options, config=config, settings=settings)
+    return ServerPlan(options=options, config=config, settings=settings, cell=cells[0])
 
 
 def note_unused_tensors(plan: ServerPlan) -> str:
