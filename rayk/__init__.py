@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rayk.experiments import Experiment
+    from rayk.planner.plan import Plan
     from rayk.reports import Result, load
     from rayk.serve.llm import LLM
     from rayk.types import EngineConfig, Request, SamplingParams, StructuredOutputs
@@ -18,6 +19,7 @@ _HOMES = {
     "EngineConfig": "rayk.types",
     "Experiment": "rayk.experiments",
     "LLM": "rayk.serve.llm",
+    "Plan": "rayk.planner.plan",
     "Request": "rayk.types",
     "Result": "rayk.reports",
     "SamplingParams": "rayk.types",
@@ -29,6 +31,7 @@ __all__ = [
     "LLM",
     "EngineConfig",
     "Experiment",
+    "Plan",
     "Request",
     "Result",
     "SamplingParams",

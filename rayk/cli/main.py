@@ -13,6 +13,7 @@ from rayk.cli.costs import costs
 from rayk.cli.doctor import doctor
 from rayk.cli.explain import explain
 from rayk.cli.foreign_flags import WithHints
+from rayk.cli.plan import plan
 from rayk.cli.report import report
 from rayk.cli.run import run
 from rayk.cli.serve import serve
@@ -69,6 +70,7 @@ app.command(
 )(explain)
 
 app.command(epilog="Example: rayk costs checkpoints/qwen3-tiny --tp 1,2 --pairs 1:1,1:2 --out costs")(costs)
+app.command(epilog="Example: rayk plan jobs/plan.yaml --set traffic.rate=20")(plan)
 app.command(
     epilog="Example: rayk conformance rayk.transfer:LocalConnector --only layouts --only faults.producer_dies"
 )(conformance)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
@@ -19,6 +20,9 @@ from rich.text import Text
 
 from rayk.cli.guard import stderr
 from rayk.types.waiting import Waiting
+
+if TYPE_CHECKING:
+    from rayk.planner.trial import TrialResult
 
 STYLES = {"PASS": "green", "NEAR_TIE": "yellow", "UNSUPPORTED": "dim", "PREDICTED": "cyan"}
 
@@ -117,3 +121,39 @@ class RunProgress:
             return ""
         left_s = (time.monotonic() - self._first_began) / self._num_here * num_left
         return f", ETA {timedelta(seconds=round(left_s))}"
+
+
+class SearchBar:
+    """Implements planner.search.SearchProgress as a context manager: a bar on a terminal, elsewhere a line
+    for each stage."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or stderr()
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[last]}", markup=False),
+            TimeElapsedColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+            transient=True,
+            refresh_per_second=4,
+        )
+        self._task = self._bar.add_task("estimating", total=None, last="")
+
+    def __enter__(self) -> SearchBar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def stage(self, text: str, num_trials: int) -> None:
+        self._bar.reset(self._task, description=text, total=num_trials, last="")
+        if not self.console.is_terminal:
+            self.console.print(f"{text}: {num_trials} simulations", markup=False)
+
+    def done(self, result: TrialResult) -> None:
+        told = "outside of the tables" if result.refusal else f"{result.good_share:.0%} good"
+        self._bar.update(self._task, advance=1, last=f"{result.trial.candidate.plan_id}: {told}"[:48])

@@ -71,12 +71,17 @@ def in_window(batch: ScheduledBatch, window: int) -> tuple[int, int]:
     """Count (pairs of a token and one it sees, itself included; KV tokens read) within a window."""
     pairs = seen = 0
     for r in batch.requests:
-        n, before = len(r.token_ids), r.num_computed_tokens
-        # The first tokens may see less than a window.
-        num_short = min(n, max(0, window - before))
-        pairs += num_short * before + num_short * (num_short + 1) // 2 + (n - num_short) * window
-        seen += min(before, window - 1) + n
+        more = seen_in_window(len(r.token_ids), r.num_computed_tokens, window)
+        pairs, seen = pairs + more[0], seen + more[1]
     return pairs, seen
+
+
+def seen_in_window(num_tokens: int, num_before: int, window: int) -> tuple[int, int]:
+    """Count the same of one request that computes `num_tokens` behind `num_before` others."""
+    # The first tokens may see less than a window.
+    num_short = min(num_tokens, max(0, window - num_before))
+    pairs = num_short * num_before + num_short * (num_short + 1) // 2 + (num_tokens - num_short) * window
+    return pairs, min(num_before, window - 1) + num_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

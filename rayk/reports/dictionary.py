@@ -22,12 +22,14 @@ from rayk.reports.fields import (
 )
 from rayk.reports.load_fields import LOAD_CELLS, LOAD_REQUESTS
 from rayk.reports.md_table import markdown_table
+from rayk.reports.plans import PLANS
 
 TABLES: dict[str, tuple[str, Sequence[Field]]] = {
     "cells": ("cells.parquet of a run: a row per cell; beside these, every axis under its own name", CELLS),
     "requests": ("requests.parquet of a run: a row per cell, repeat and request", REQUESTS),
     "transfers": ("transfers.parquet: a row per request, pair of ranks and KV group", TRANSFERS),
     "steps": ("steps.parquet of a run with `record_steps`: a row per engine and step", STEPS),
+    "plans": ("plans.parquet of `rayk plan`: a row per plan that was simulated", PLANS),
     "load cells": ("cells.parquet of `rayk bench`: a row per load", LOAD_CELLS),
     "load requests": ("requests.parquet of `rayk bench`: a row per request", LOAD_REQUESTS),
 }

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rayk.reports.files import read_spec
 from rayk.reports.gpu_day import gpu_day_page, is_gpu_day
 from rayk.reports.html import write_page
 from rayk.reports.load_fields import is_load
 from rayk.reports.load_page import load_page
 from rayk.reports.markdown import page_markdown
 from rayk.reports.page import Page
+from rayk.reports.plan_page import plan_page
+from rayk.reports.plans import is_plan, read_plans
 from rayk.reports.result import Result, load
 from rayk.reports.run_page import run_page
 from rayk.reports.validation import is_validation, read_validation
@@ -21,8 +24,8 @@ def report_page(result: Result) -> Page:
 
 
 def has_own_page(folder: str | Path) -> bool:
-    """Tell whether a folder is of neither a run nor a bench: of a GPU day or a validation."""
-    return is_gpu_day(Path(folder)) or is_validation(folder)
+    """Tell whether a folder is of neither a run nor a bench: of a GPU day, a validation or a plan."""
+    return is_gpu_day(Path(folder)) or is_validation(folder) or is_plan(folder)
 
 
 def folder_page(folder: str | Path) -> Page:
@@ -31,6 +34,9 @@ def folder_page(folder: str | Path) -> Page:
         return gpu_day_page(Path(folder))
     if is_validation(folder):
         return validation_page(read_validation(folder))
+    if is_plan(folder):
+        plans = read_plans(folder)
+        return plan_page(plans.frame, plans.facts, read_spec(Path(folder) / "spec.yaml"))
     return report_page(load(folder))
 
 

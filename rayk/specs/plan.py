@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
@@ -43,6 +43,7 @@ from rayk.types.errors import UserError
 
 NUM_REQUESTS = 2000
 Mode = Literal["aggregated", "disaggregated"]
+MODES: tuple[Mode, ...] = get_args(Mode)
 Objective = Literal["auto", "fewest_gpus", "max_rate"]
 
 
@@ -172,7 +173,7 @@ class SloSpec(StrictModel):
 class SearchSpec(StrictModel):
     """What is tried. Lists of choices; None: what the planner thinks worth a try."""
 
-    mode: Choices[Mode] = Field(default_factory=lambda: ["aggregated", "disaggregated"])
+    mode: Choices[Mode] = Field(default_factory=lambda: list(MODES))
     tp: Choices[Engines] | None = None
     """Of engines of either side, as far as the model can; None: powers of 2 that fit a node."""
     prefill_tp: Choices[Engines] | None = None

@@ -392,6 +392,7 @@ def _as_spec(options: ServerOptions, prefill_tp: int | None, decode_tp: int | No
         "decode": _side(decode_tp, _num_engines(options.decode_tp, options.num_decode)),
         "prompts": {"random": {"count": 1, "input_tokens": [1]}},
         "sampling": {"max_tokens": 1},
+        "checks": ["kv_bytes"],  # logprobs, which other checks ask for, are no server's
     }
 
 

@@ -1,0 +1,345 @@
+"""Search plans: by estimate first, then by simulations that grow longer as fewer plans are left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Protocol
+
+from rayk.planner.candidates import Candidate, Space
+from rayk.planner.front import RateSearch
+from rayk.planner.pool import TrialPool
+from rayk.planner.trial import Trial, TrialResult
+from rayk.types.errors import OutsideHull
+
+SCREEN_REQUESTS = 200
+RATE_REQUESTS = 600
+PER_ENGINE = 12  # requests of the shortest simulation, for each engine: all of them have something to do
+STAND_IN_ENGINES = 24
+"""A larger fleet is tried by one of so many engines; what is confirmed is the fleet itself."""
+STEADY = 4
+"""A simulation lasts so many times as long as a request may."""
+PATIENCE, SHORT_PATIENCE = 20, 6
+"""It lasts so many times as long as a request may wait for its first token, too: where 1/20 more comes than
+engines take, the last requests wait too long then. Those that only sort plans out are shorter."""
+MAX_SIMULATED = 200_000
+SAME = 1 - 1e-9  # rates that differ by no more are one
+SLACK = 0.9  # share of the asked rate that a plan's estimate must reach to be simulated
+WIDTH = 6  # plans of one size that are simulated
+MAX_SIZES = 10  # numbers of GPUs that are tried first, where there are more
+FINALISTS = 4
+MAX_RUNS = 6  # of one search for a highest rate
+SCREEN_SHARE, RATE_SHARE, CONFIRM_SHARE = 0.35, 0.75, 0.6
+"""Shares of the budget at whose end the simulations of a stage end."""
+
+
+class SearchProgress(Protocol):
+    """Told what a search does: stages, each of so many simulations, and each one that is done."""
+
+    def stage(self, text: str, num_trials: int) -> None: ...
+
+    def done(self, result: TrialResult) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class PlanTrials:
+    """What is known of one plan."""
+
+    candidate: Candidate
+    result: TrialResult  # the one that counts: of the most requests
+    max_rate: float | None = None
+    """The highest rate that keeps the SLO, as far as it was looked for."""
+    beyond: TrialResult | None = None
+    """What came of the lowest rate that does not keep it."""
+    ranged: list[tuple[str, TrialResult]] = field(default_factory=list)  # what was changed, and its result
+
+
+class Search:
+    """Looks for plans of a spec: `found` has all that were simulated, by plan."""
+
+    def __init__(
+        self, space: Space, pool: TrialPool, progress: SearchProgress, *, rate: float | None
+    ) -> None:
+        """`rate`: that is asked for; None: the highest is looked for."""
+        self.spec = space.spec
+        self.found: dict[str, PlanTrials] = {}
+        self.notes: list[str] = []
+        self.num_candidates = 0
+        self.num_estimated_away = 0
+        self.num_bisected = 0
+        self._space, self._pool, self._progress = space, pool, progress
+        self.asked = rate
+        self.goal = "max_rate"
+        self._good = space.spec.slo.good
+        self._seed = space.spec.traffic.seed
+        self._most = space.spec.traffic.num_requests
+        self._patience_s = space.spec.slo.limits_ms.get("ttft", 0.0) / 1e3
+
+    def run(self) -> PlanTrials:
+        """Search, and return the best plan. Raises OutsideHull where all plans take steps that the tables do
+        not cover."""
+        candidates = [c for family in self._space.families for c in self._space.counts(family)]
+        self.num_candidates = len(candidates)
+        able = [c for c in candidates if self.asked is not None and c.bound >= SLACK * self.asked]
+        if able and self.asked is not None and self.spec.resolved_objective == "fewest_gpus":
+            self.num_estimated_away = len(candidates) - len(able)
+            best = self._fewest(able, self.asked)
+        else:
+            if self.asked is not None and not able:
+                self.notes.append(
+                    "no plan takes the rate, by the estimate: the highest rates were looked for"
+                )
+            best = self._highest(candidates)
+        if best.result.refusal:
+            raise OutsideHull(
+                problem=f"every plan takes steps unlike those measured: {best.result.refusal}",
+                where=self.spec.costs or "",
+                mend="measure such steps (`rayk costs`), or --extrapolate",
+            )
+        return best
+
+    def keeps(self, result: TrialResult) -> bool:
+        """Tell whether enough requests of a simulation were good."""
+        return not result.refusal and result.good_share >= self._good
+
+    def is_met(self, result: TrialResult) -> bool:
+        """Tell whether they were, at the rate that is asked for or a higher one."""
+        return self.keeps(result) and (self.asked is None or result.trial.rate >= SAME * self.asked)
+
+    # The fewest GPUs that keep the SLO at the asked rate.
+
+    def _fewest(self, able: Sequence[Candidate], rate: float) -> PlanTrials:
+        self.goal = "fewest_gpus"
+        sizes = sorted({c.num_gpus for c in able})
+        met_at = self._least_size(able, sizes, rate)
+        self._add_for_front(able, [n for n in sizes if met_at is None or n > met_at], rate)
+        self._add_policies(rate)
+        finalists = self._confirmed(self._by_rank()[:FINALISTS], rate)
+        while not any(self.is_met(p.result) for p in finalists):
+            # Long simulations show what short ones did not: go on to those that are next.
+            rest = [p for p in self._by_rank() if self.is_met(p.result) and p not in finalists]
+            if not rest or self._pool.is_late(CONFIRM_SHARE):
+                break
+            finalists = self._confirmed(rest[:FINALISTS], rate)
+        kept = [p for p in finalists if self.is_met(p.result)] or finalists[:1]
+        self._bisect(kept[:FINALISTS], self._num(RATE_REQUESTS))
+        return min(finalists, key=self.rank)
+
+    def _least_size(self, able: Sequence[Candidate], sizes: Sequence[int], rate: float) -> int | None:
+        """Find the fewest GPUs on which some plan keeps the SLO in a short simulation: from few to many, then
+        between the last two sizes."""
+        failed = 0
+        for num in _thinned(sizes):
+            if not self._any_met(able, num, rate):
+                failed = num
+                if self._pool.is_late(SCREEN_SHARE):
+                    return None
+                continue
+            between = [n for n in sizes if failed < n < num]
+            while between:
+                middle = between[len(between) // 2]
+                if self._any_met(able, middle, rate):
+                    num, between = middle, [n for n in between if n < middle]
+                else:
+                    between = [n for n in between if n > middle]
+            return num
+        return None
+
+    def _any_met(self, able: Sequence[Candidate], num_gpus: int, rate: float) -> bool:
+        chosen = _diverse((c for c in able if c.num_gpus == num_gpus), key=lambda c: -c.bound, num=WIDTH)
+        return any(self.is_met(p.result) for p in self._screen(chosen, rate))
+
+    def _add_for_front(self, able: Sequence[Candidate], sizes: Sequence[int], rate: float) -> None:
+        """Simulate plans on more GPUs, whose users wait less for each token."""
+        chosen = [
+            c
+            for num in _thinned(sizes)[:MAX_SIZES]
+            for c in _diverse(
+                (c for c in able if c.num_gpus == num), key=lambda c: c.family.rates.tpot_ms, num=2
+            )
+        ]
+        self._screen(chosen, rate)
+
+    def _add_policies(self, rate: float) -> None:
+        """Try the other policies with the plans that are best so far."""
+        others = self.spec.search.policy[1:]
+        best = [p.candidate for p in self._by_rank()[:2]]
+        self._screen([replace(c, policy=name) for c in best for name in others], rate)
+
+    # The highest rate that keeps the SLO.
+
+    def _highest(self, candidates: Sequence[Candidate]) -> PlanTrials:
+        most = max(c.bound for c in candidates)
+        able = [c for c in candidates if c.bound >= 0.6 * most]
+        self.num_estimated_away = len(candidates) - len(able)
+        chosen = dict.fromkeys(_diverse(able, key=lambda c: -c.bound, num=2 * WIDTH))
+        chosen |= dict.fromkeys(_diverse(candidates, key=lambda c: -c.bound / c.num_gpus, num=WIDTH))
+        chosen |= dict.fromkeys(_diverse(able, key=lambda c: c.family.rates.tpot_ms, num=WIDTH // 2))
+        plans = [
+            PlanTrials(candidate=c, result=TrialResult(trial=self._trial(c, c.bound, 1))) for c in chosen
+        ]
+        short = self._num(SCREEN_REQUESTS)
+        is_short = short < self._most
+        runs = 4 if is_short else MAX_RUNS
+        self._bisect(plans, short, start=lambda p: 0.8 * p.candidate.bound, max_runs=runs)
+        plans.sort(key=lambda p: -(p.max_rate or 0.0))
+        others = [
+            PlanTrials(candidate=replace(p.candidate, policy=name), result=p.result, max_rate=p.max_rate)
+            for p in plans[:2]
+            for name in self.spec.search.policy[1:]
+        ]
+        finalists = [p for p in plans if p.max_rate][:FINALISTS] + others
+        self._bisect(finalists if is_short else others, self._most)
+        plans += others
+        self.found = {p.candidate.plan_id: p for p in plans if p.result.num_requests or p.result.refusal}
+        return min(finalists or plans[:1], key=self.rank)
+
+    def rank(self, plan: PlanTrials) -> tuple[bool, float, float, float]:
+        """Order plans, the best first: those that keep the SLO, then by the fewest GPUs or the highest rate,
+        whichever is looked for."""
+        keeps = self.keeps(plan.result)
+        size = float(plan.candidate.num_gpus)
+        highest = -(plan.max_rate or 0.0)
+        if self.goal == "max_rate":
+            return not keeps, highest, size, -plan.result.good_share
+        tail = highest if keeps else -plan.result.good_share
+        return not keeps, size if keeps else 0.0, tail, -plan.candidate.bound
+
+    def _by_rank(self) -> list[PlanTrials]:
+        return sorted(self.found.values(), key=self.rank)
+
+    # Simulations.
+
+    def _screen(self, candidates: Sequence[Candidate], rate: float) -> list[PlanTrials]:
+        new = [c for c in candidates if c.plan_id not in self.found]
+        trials = [self._trial(c, rate, SCREEN_REQUESTS) for c in new]
+        sizes = sorted({c.num_gpus for c in new})
+        text = f"trying {'-'.join(map(str, dict.fromkeys(sizes[:1] + sizes[-1:])))} GPUs"
+        self._simulate(text, trials, SCREEN_SHARE)
+        return [p for c in candidates if (p := self.found.get(c.plan_id)) is not None]
+
+    def _confirmed(self, plans: Sequence[PlanTrials], rate: float) -> list[PlanTrials]:
+        """Simulate plans with all requests."""
+        trials = [self._trial(p.candidate, rate, self._most) for p in plans]
+        self._simulate("confirming", trials, CONFIRM_SHARE)
+        return list(plans)
+
+    def _simulate(self, text: str, trials: Sequence[Trial], share: float) -> None:
+        if not trials:
+            return
+        self._progress.stage(text, len(trials))
+        for result in self._pool.run(trials, share=share, on_result=self._progress.done):
+            candidate = result.trial.candidate
+            plan = self.found.setdefault(candidate.plan_id, PlanTrials(candidate=candidate, result=result))
+            plan.result = result
+
+    def _bisect(
+        self,
+        plans: Sequence[PlanTrials],
+        num_requests: int,
+        *,
+        start: Callable[[PlanTrials], float] | None = None,
+        max_runs: int = MAX_RUNS,
+    ) -> None:
+        """Find each plan's highest rate, all plans side by side."""
+        begin = start or (lambda p: p.max_rate or p.result.trial.rate)
+        searches = [
+            (plan, RateSearch(begin(plan), ceiling=plan.candidate.bound / SLACK, max_runs=max_runs))
+            for plan in plans
+        ]
+        self.num_bisected += len(plans)
+        for number in range(1, max_runs + 1):
+            live = [
+                (p, s, rate)
+                for p, s in searches
+                if (rate := s.next_rate) is not None and not _is_beaten(p, s, searches)
+            ]
+            if not live:
+                break
+            self._progress.stage(f"looking for the highest rates, {number} of {max_runs}", len(live))
+            trials = [self._trial(p.candidate, rate, num_requests) for p, _, rate in live]
+            results = self._pool.run(trials, share=RATE_SHARE, on_result=self._progress.done)
+            for (plan, search, _), result in zip(live, results, strict=False):
+                keeps = self.keeps(result)
+                search.note(keeps=keeps)
+                self._keep(plan, result, keeps=keeps)
+            if len(results) < len(live):
+                break
+        for plan, search in searches:
+            plan.max_rate = search.low or plan.max_rate
+
+    def _keep(self, plan: PlanTrials, result: TrialResult, *, keeps: bool) -> None:
+        """Keep of a plan the result at its highest rate, where that is looked for, and the one beyond it."""
+        if not keeps and (plan.beyond is None or result.trial.rate < plan.beyond.trial.rate):
+            plan.beyond = result
+        is_first = not plan.result.num_requests and not plan.result.refusal
+        if self.goal == "max_rate" and (is_first or (keeps and result.trial.rate >= plan.result.trial.rate)):
+            plan.result = result
+
+    def base_name(self, plan: PlanTrials) -> str:
+        """Say at which rate a plan's result holds."""
+        at_asked = self.asked is not None and abs(plan.result.trial.rate / self.asked - 1) <= 1 - SAME
+        return "as asked" if at_asked else "at its highest rate"
+
+    def vary(self, plan: PlanTrials) -> None:
+        """Simulate a plan under more and less traffic, with other costs, and from other seeds."""
+        base = self._trial(plan.candidate, plan.result.trial.rate, self._most)
+        changes = {
+            "traffic -20 %": replace(base, rate=0.8 * base.rate),
+            "traffic +20 %": replace(base, rate=1.2 * base.rate),
+            "costs -10 %": replace(base, slowed=0.9),
+            "costs +10 %": replace(base, slowed=1.1),
+            "seed 1": replace(base, seed=base.seed + 1),
+            "seed 2": replace(base, seed=base.seed + 2),
+        }
+        self._progress.stage("varying the best plan", len(changes))
+        results = self._pool.run(list(changes.values()), on_result=self._progress.done)
+        plan.ranged = list(zip(changes, results, strict=False))
+        if len(results) < len(changes):
+            left = ", ".join(list(changes)[len(results) :])
+            self.notes.append(f"the budget ended before these were tried: {left}")
+
+    def _trial(self, candidate: Candidate, rate: float, num_requests: int) -> Trial:
+        """Make a trial of so many requests; one that is not of all of them may take a smaller fleet."""
+        stand_in = candidate.shrunk(STAND_IN_ENGINES) if num_requests < self._most else None
+        trial = Trial(candidate=candidate, rate=rate, num_requests=1, seed=self._seed, stand_in=stand_in)
+        simulated, part = trial.simulated
+        engines = simulated.num_prefill + simulated.num_decode
+        patience = SHORT_PATIENCE if num_requests == SCREEN_REQUESTS else PATIENCE
+        lasts_s = max(STEADY * candidate.family.rates.e2e_s, patience * self._patience_s)
+        num = max(num_requests, PER_ENGINE * engines, round(part * rate * lasts_s))
+        return replace(trial, num_requests=min(num, MAX_SIMULATED))
+
+    def _num(self, num_requests: int) -> int:
+        return min(self._most, num_requests)
+
+
+def _is_beaten(plan: PlanTrials, search: RateSearch, all: Sequence[tuple[PlanTrials, RateSearch]]) -> bool:
+    """Tell whether some other plan is known to keep more than this one can, in all and per GPU."""
+    if search.high is None:
+        return False
+    per_gpu = search.high / plan.candidate.num_gpus
+    return any(o.low >= search.high and o.low / p.candidate.num_gpus >= per_gpu for p, o in all)
+
+
+def _thinned(sizes: Sequence[int]) -> list[int]:
+    """Choose sizes, the first and the last among them, that grow by about the same factor."""
+    if len(sizes) <= MAX_SIZES:
+        return list(sizes)
+    growth = (sizes[-1] / sizes[0]) ** (1 / (MAX_SIZES - 1))
+    wanted = (sizes[0] * growth**n for n in range(MAX_SIZES))
+    return list(dict.fromkeys(min(sizes, key=lambda size: abs(size - want)) for want in wanted))
+
+
+def _diverse(
+    candidates: Iterable[Candidate], *, key: Callable[[Candidate], float], num: int
+) -> list[Candidate]:
+    """Choose the best by `key`, of each shape of engines one before any has a second."""
+    turns: dict[tuple[str, int, int | None], list[Candidate]] = {}
+    for c in sorted(candidates, key=lambda c: (key(c), c.plan_id)):
+        f = c.family
+        turns.setdefault((f.mode, f.prefill_tp, f.decode_tp), []).append(c)
+    rounds = max(map(len, turns.values()), default=0)
+    dealt = (of[n] for n in range(rounds) for of in turns.values() if n < len(of))
+    return list(islice(dealt, num))

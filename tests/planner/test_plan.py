@@ -1,0 +1,282 @@
+"""Searches whose best plan is known by how the costs were made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from rayk.costs.book import CostBook
+from rayk.costs.hull import Hull
+from rayk.planner.command import check_engines, planned_server
+from rayk.planner.front import on_front
+from rayk.planner.plan import Plan, PlanResult
+from rayk.planner.trial import PlanWorld, Trial, run_trial
+from rayk.reports.plans import read_plans
+from rayk.reports.report import write_html
+from rayk.types.errors import OutsideHull, SpecError, UserError
+from tests.planner.plans import book, make_plan, plan_spec
+
+DECODE_BOUND = book(decode={"one": 5.0, "requests": 5.0}, prefill={"one": 2.0, "tokens": 0.02})
+PREFILL_BOUND = book(decode={"one": 1.0}, prefill={"one": 2.0, "tokens": 0.5})
+EVEN = book(decode={"one": 2.0, "requests": 1.0}, prefill={"one": 2.0, "tokens": 0.2})
+ONLY_PD = {"mode": "disaggregated"}
+
+
+def best_of(found: PlanResult) -> dict[str, Any]:
+    best = {str(name): value for name, value in found.plans.iloc[0].to_dict().items()}
+    assert best["is_best"]
+    assert found.best == best["plan_id"]
+    return best
+
+
+def test_expensive_decode_steps_get_more_decode_engines(tmp_path: Path) -> None:
+    found = make_plan(tmp_path, DECODE_BOUND, search=ONLY_PD).run()
+    best = best_of(found)
+    assert (best["prefill_engines"], best["decode_engines"]) == (1, 3)
+    assert best["limit"] == "decode"
+    assert found.is_met
+
+
+@pytest.mark.thorough
+def test_expensive_prompts_get_more_prefill_engines(tmp_path: Path) -> None:
+    best = best_of(make_plan(tmp_path, PREFILL_BOUND, search=ONLY_PD).run())
+    assert (best["prefill_engines"], best["decode_engines"]) == (3, 1)
+    assert best["limit"] == "prefill"
+
+
+@pytest.mark.thorough
+def test_long_prompts_go_apart_where_they_would_hold_tokens_up(tmp_path: Path) -> None:
+    """A prompt of 66 ms between two tokens breaks a TPOT of 8 ms that engines apart keep; without that limit
+    fewer aggregated engines, which move no KV, do."""
+    asked: dict[str, Any] = {
+        "traffic": {"input_tokens": 128, "output_tokens": 4, "rate": 8},
+        "search": {"max_batch_tokens": 128},
+    }
+    tight = make_plan(tmp_path, PREFILL_BOUND, slo={"ttft": "400ms", "tpot": "8ms"}, **asked).run()
+    assert best_of(tight)["mode"] == "disaggregated"
+    loose = make_plan(tmp_path, PREFILL_BOUND, slo={"ttft": "400ms", "tpot": "400ms"}, **asked).run()
+    assert best_of(loose)["mode"] == "aggregated"
+    assert best_of(loose)["num_gpus"] < best_of(tight)["num_gpus"]
+
+
+@pytest.mark.thorough
+def test_engines_whose_blocks_are_short_get_a_higher_tp(tmp_path: Path) -> None:
+    """A token keeps 1,024 bytes of KV, and the weights leave two engines of TP 1 room for one request each,
+    where one engine of TP 2 has room for many: its weights are half as large on each rank."""
+    many: dict[str, Any] = {
+        "search": {"tp": [1, 2], "mode": "aggregated", "num_blocks": "auto"},
+        "cpu": {"slots": 2},
+    }
+    roomy = make_plan(tmp_path, DECODE_BOUND, **many).run()
+    assert best_of(roomy)["prefill_tp"] == 1
+    weights = 570_000  # bytes at TP 1, in float32
+    short = {**many, "cpu": {"slots": 2, "memory_gib": (weights + 3 * 16 * 1024 + 4096) / 2**30}}
+    found = make_plan(tmp_path, DECODE_BOUND, **short).run()
+    best = best_of(found)
+    assert best["prefill_tp"] == 2, found.plans[["plan_id", "max_rate", "prefill_num_blocks"]]
+
+
+@pytest.mark.thorough
+def test_the_fewest_gpus_that_keep_up_are_what_all_plans_simulated_say(tmp_path: Path) -> None:
+    """Every plan of the space is simulated by itself: none with fewer GPUs keeps the SLO."""
+    plan = make_plan(
+        tmp_path,
+        EVEN,
+        traffic={"rate": 120, "process": "poisson", "num_requests": 60},
+        search={"mode": ["aggregated"], "max_seqs": [2, 4]},
+    )
+    found = plan.run()
+    best = best_of(found)
+    assert found.is_met
+    world = PlanWorld(spec=plan.spec, config=plan.config, costs=plan.costs)
+    kept = {}
+    for family in plan.space.families:
+        for candidate in plan.space.counts(family):
+            result = run_trial(world, Trial(candidate=candidate, rate=120, num_requests=60))
+            if result.good_share >= 0.9:
+                kept[candidate.plan_id] = candidate.num_gpus
+    assert best["plan_id"] in kept
+    assert best["num_gpus"] == min(kept.values())
+    front = found.front
+    assert not front.empty
+    assert front["met"].all()
+
+
+@pytest.mark.thorough
+def test_the_highest_rate_is_where_a_dense_scan_finds_it(tmp_path: Path) -> None:
+    plan = make_plan(
+        tmp_path, EVEN, search={"mode": "aggregated", "num_prefill": 2}, traffic={"process": "poisson"}
+    )
+    best = best_of(plan.run())
+    (candidate,) = [c for f in plan.space.families for c in plan.space.counts(f)]
+    world = PlanWorld(spec=plan.spec, config=plan.config, costs=plan.costs)
+    num = round(best["num_requests"] / 0.9)  # a tenth is the warm-up, and not counted
+
+    def good(rate: float) -> float:
+        return run_trial(world, Trial(candidate=candidate, rate=rate, num_requests=num)).good_share
+
+    scanned = [best["max_rate"] * (0.9 + 0.02 * n) for n in range(11)]
+    kept = [rate for rate in scanned if good(rate) >= 0.9]
+    assert kept == scanned[: len(kept)]
+    assert 0 < len(kept) < len(scanned)
+    assert max(kept) == pytest.approx(best["max_rate"], rel=0.05)
+    assert best["good_share"] >= 0.9
+
+
+@pytest.mark.thorough
+def test_equal_seeds_find_equal_plans_on_any_number_of_processes(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {
+        "traffic": {"rate": 30, "process": "poisson", "num_requests": 20},
+        "search": {"mode": ["aggregated"], "num_prefill": 1},
+    }
+    one = make_plan(tmp_path, EVEN, **asked).run()
+    other = make_plan(tmp_path, EVEN, num_jobs=2, **asked).run()
+    assert one.plans.equals(other.plans)
+    timed = {"search"}
+    assert {k: v for k, v in one.facts.items() if k not in timed} == {
+        k: v for k, v in other.facts.items() if k not in timed
+    }
+    asked["traffic"]["seed"] = 5
+    assert not one.plans["ttft_ms_p90"].equals(make_plan(tmp_path, EVEN, **asked).run().plans["ttft_ms_p90"])
+
+
+def bounded(most: int) -> CostBook:
+    """Make a book that was measured up to so many tokens a step."""
+    return book(decode={"one": 2.0}, prefill={"one": 2.0}, hull=Hull(bounds={"num_tokens": (1, most)}))
+
+
+def test_steps_that_nobody_measured_are_refused_unless_told(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {
+        "traffic": {"rate": 10, "num_requests": 10},
+        "search": {"mode": "aggregated", "num_prefill": 1},
+    }
+    assert make_plan(tmp_path, bounded(64), **asked).run().facts["trust"]["num_outside_hull"] == 0
+    with pytest.raises(OutsideHull, match="num_tokens 32 is outside of 1 to 16"):
+        make_plan(tmp_path, bounded(16), **asked).run()
+    found = make_plan(tmp_path, bounded(16), extrapolates=True, **asked).run()
+    assert found.facts["trust"]["num_outside_hull"] >= 9
+    assert best_of(found)["outside_hull"] > 0
+
+
+def test_only_plans_outside_of_the_tables_are_left_out(tmp_path: Path) -> None:
+    """Steps of 16 tokens were measured, of 32 were not: the plan with small chunks is predicted."""
+    asked: dict[str, Any] = {
+        "traffic": {"rate": 10, "num_requests": 10},
+        "search": {"mode": "aggregated", "num_prefill": 1, "max_batch_tokens": [16, 64]},
+    }
+    found = make_plan(tmp_path, bounded(16), **asked).run()
+    assert best_of(found)["max_batch_tokens"] == 16
+    (other,) = found.plans[~found.plans["is_best"]].to_dict("records")
+    assert "outside of what was measured" in other["why_not"]
+    assert "1 of 2 plans" in found.facts["trust"]["doubts"][0]
+
+
+def test_a_plan_s_folder_is_read_back_and_has_a_page(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    plan = make_plan(
+        tmp_path,
+        EVEN,
+        traffic={"rate": 30, "num_requests": 20},
+        search={"mode": "aggregated", "num_prefill": [1, 2]},
+    )
+    found = plan.run(out)
+    back = read_plans(out)
+    pd.testing.assert_frame_equal(back.frame, found.plans)
+    assert {k: v for k, v in back.facts.items() if k != "version"} == found.facts
+    page = (out / "report.html").read_text()
+    assert "What should I start?" in page
+    write_html(out)
+    with pytest.raises(UserError, match="a plan is here"):
+        plan.run(out)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"traffic": {"rate": 1e6}}, "no plan takes the rate, by the estimate"),
+        ({"slo": {"ttft": "1ms"}}, "a prompt alone takes"),
+        ({"search": {"tp": [3]}}, "TP 3"),
+        ({"cpu": {"slots": 4, "memory_gib": 1e-6}}, "weights do not fit"),
+        ({"traffic": {"input_tokens": 5000}}, "4,096 positions"),
+    ],
+)
+def test_what_cannot_be_is_said(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    """Of a rate that is too high the best is told all the same; of the others there is none."""
+    changes.setdefault("search", {})
+    changes["search"] = {"mode": "aggregated", **changes["search"]}
+    if "rate" in changes.get("traffic", {}):
+        found = make_plan(tmp_path, EVEN, **changes).run()
+        assert not found.is_met
+        assert any(said in note for note in found.facts["search"]["notes"])
+        return
+    with pytest.raises(UserError, match=said):
+        make_plan(tmp_path, EVEN, **changes).run()
+
+
+def test_a_command_starts_the_engines_that_were_simulated(tmp_path: Path) -> None:
+    plan = make_plan(
+        tmp_path,
+        EVEN,
+        search={
+            "tp": [1, 2],
+            "mode": ["aggregated", "disaggregated"],
+            "block_size": [16, 32],
+            "max_seqs": [3, 4],
+        },
+        engine={"prefix_caching": True, "kernel_block_sizes": {"full": 16}},
+        transfer={"staging": "never"},
+        policy_settings={"output_cost": 2.0},
+    )
+    tried = 0
+    for family in plan.space.families:
+        for candidate in list(plan.space.counts(family))[:3]:
+            server = planned_server(plan.spec, candidate, plan.config)
+            check_engines(server.settings, candidate)
+            engines = [e.config for e in server.settings.engines]
+            assert all(e.prefix_caching and e.kernel_block_sizes == (("full", 16),) for e in engines)
+            assert server.settings.policy_settings.output_cost == 2.0
+            tried += 1
+    assert tried > 20
+    other = plan.space.of(candidate.family, candidate.num_prefill + 1, candidate.num_decode)
+    with pytest.raises(AssertionError):
+        check_engines(server.settings, other)
+
+
+def test_traces_and_sessions_are_planned(tmp_path: Path) -> None:
+    """Sessions of a trace, whose turns begin with the turn before: a prefix cache finds them."""
+    lines = [
+        {
+            "session_id": f"s{n % 3}",
+            "timestamp": 40 * n,
+            "input_length": 64 + 32 * (n // 3),
+            "output_length": 4,
+        }
+        for n in range(12)
+    ]
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    spec = plan_spec(tmp_path, search={"mode": "aggregated", "num_prefill": 1, "num_blocks": 512})
+    spec["traffic"] = {"trace": {"file": str(trace)}}
+    spec["engine"] = {"prefix_caching": True}
+    found = Plan(spec, costs=EVEN).run()
+    assert best_of(found)["cached_share"] > 0.3
+    assert found.facts["rate"] == pytest.approx(12 / 0.44)
+    spec["traffic"]["rate"] = 3
+    with pytest.raises(SpecError, match="a trace has it"):
+        Plan(spec, costs=EVEN)
+
+
+def test_the_front_is_what_brute_force_says() -> None:
+    draw = Random(0)
+    for _ in range(200):
+        points = [(draw.randrange(6), draw.randrange(6)) for _ in range(draw.randrange(1, 12))]
+
+        def is_beaten(p: tuple[int, int], points: list[tuple[int, int]] = points) -> bool:
+            return any(q != p and q[0] >= p[0] and q[1] >= p[1] for q in points)
+
+        assert on_front(points) == [not is_beaten(p) for p in points]
