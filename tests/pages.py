@@ -65,6 +65,7 @@ RUN_BY = {
     "rayk conformance": "tests/conformance/test_kit.py::test_the_command_fails_and_leaves_tables",
     "rayk costs": "tests/planner/test_fitting.py::test_the_command_fits_a_run_that_is_there",
     "rayk doctor": "tests/cli/test_commands.py::test_doctor_says_what_it_found",
+    "rayk plan": "tests/cli/test_plan_command.py::test_the_answer_stands_before_the_tables",
     "rayk run": "tests/cli/test_job.py::test_all_cells_of_make_experiment_pass",
     "rayk serve": "tests/serve/test_serve_command.py"
     "::test_a_server_on_ray_serve_answers_drains_and_leaves_nothing",

@@ -121,9 +121,9 @@ def refuse_mixed(is_mixed: bool) -> None:
 
 def convert(file: Path, directory: Path, dtype: str, max_shard_size: str | None) -> None:
     """Convert a GGUF file, tell memory before and after, and print the folder's path. Raises UserError."""
-    from rayk.oracle.from_gguf import Plan, convert_gguf  # imports torch and transformers
+    from rayk.oracle.from_gguf import GgufPlan, convert_gguf  # imports torch and transformers
 
-    def tell(plan: Plan) -> None:
+    def tell(plan: GgufPlan) -> None:
         types = ", ".join(f"{count} {kind}" for kind, count in plan.types)
         stderr().print(
             f"{plan.architecture}: {plan.num_parameters:,} parameters in tensors of {types}, dequantised and "

@@ -14,7 +14,7 @@ from rayk.types.errors import UserError
 
 if TYPE_CHECKING:
     from rayk.cli.progress import SearchBar
-    from rayk.planner.plan import PlanResult
+    from rayk.reports.plans import PlanResult
 
 BUDGET_S = 120.0
 
@@ -95,7 +95,7 @@ def plan(
     from rayk.planner.plan import Plan
 
     asked = Plan(spec, given, extrapolates=extrapolate, num_jobs=jobs, budget_s=budget_s)
-    folder = out or asked.loaded.default_folder()
+    folder = out or asked.inputs.loaded.default_folder()
     with _progress() as bar:
         found = asked.run(folder, progress=bar)
     show(found)

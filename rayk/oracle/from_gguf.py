@@ -33,7 +33,7 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 
 
 @dataclass(frozen=True)
-class Plan:
+class GgufPlan:
     """What a file holds and what its conversion needs."""
 
     architecture: str
@@ -53,7 +53,7 @@ def convert_gguf(
     dtype: str = "bfloat16",
     max_shard_size: str | None = None,
     judge: Judge | None = None,
-    tell: Callable[[Plan], None] | None = None,
+    tell: Callable[[GgufPlan], None] | None = None,
 ) -> int:
     """Write `directory` (config, tokenizer, safetensors) and return the process's peak memory in bytes.
 
@@ -88,7 +88,7 @@ def convert_gguf(
     if tell is not None:
         item_bytes = 4 if dtype == "float32" else 2
         (name,) = cast(list[str], values["architectures"])
-        tell(Plan(name, types, num_parameters, num_parameters * item_bytes, path.stat().st_size))
+        tell(GgufPlan(name, types, num_parameters, num_parameters * item_bytes, path.stat().st_size))
     del reader  # it maps the file
     with replaced_folder(target, marker=".") as scratch, no_progress_bars():
         model = _dequantised(path, config, dtype)

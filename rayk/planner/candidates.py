@@ -33,7 +33,7 @@ CHOICES: dict[str, dict[str, list[int]]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class PlanFamily:
     """Plans that differ in how many engines they have, and in their policy."""
 
     mode: str
@@ -55,7 +55,7 @@ class Family:
 class Candidate:
     """One plan: what would be started."""
 
-    family: Family
+    family: PlanFamily
     num_prefill: int
     num_decode: int = 0
     policy: str
@@ -128,7 +128,7 @@ class Space:
         self._weights: dict[int, list[int]] = {}
 
     @cached_property
-    def families(self) -> list[Family]:
+    def families(self) -> list[PlanFamily]:
         """List kinds of plans of which some request can be good. Raises UserError where there is none, with
         the first reason."""
         found = [family for family in self._families() if not family.rates.why_not]
@@ -140,7 +140,7 @@ class Space:
             )
         return found
 
-    def of(self, family: Family, num_prefill: int, num_decode: int = 0) -> Candidate:
+    def of(self, family: PlanFamily, num_prefill: int, num_decode: int = 0) -> Candidate:
         return Candidate(
             family=family,
             num_prefill=num_prefill,
@@ -148,7 +148,7 @@ class Space:
             policy=self.spec.search.policy[0],
         )
 
-    def counts(self, family: Family) -> Iterator[Candidate]:
+    def counts(self, family: PlanFamily) -> Iterator[Candidate]:
         """Yield a family's plans that the machine holds."""
         search, machine = self.spec.search, self.machine
         prefill = search.num_prefill or range(1, machine.num_gpus // family.prefill_tp + 1)
@@ -162,7 +162,7 @@ class Space:
                 if machine.holds([(family.prefill_tp, num), (family.decode_tp, num_decode)]):
                     yield self.of(family, num, num_decode)
 
-    def _useful(self, family: Family, num_prefill: int) -> Sequence[int]:
+    def _useful(self, family: PlanFamily, num_prefill: int) -> Sequence[int]:
         """List how many decode engines beside so many prefill engines are worth a try: around those that
         keep up with them, by the estimate, which may be off by half in either direction."""
         assert family.decode_tp is not None
@@ -173,7 +173,7 @@ class Space:
             return [room] if room >= 1 else []
         return sorted({round(n) for n in np.linspace(low, high, min(12, high - low + 1))})
 
-    def _families(self) -> Iterator[Family]:
+    def _families(self) -> Iterator[PlanFamily]:
         search, spec = self.spec.search, self.spec
         usual = CHOICES[spec.device]
         chunks = self._choices("max_batch_tokens", usual)
@@ -205,7 +205,7 @@ class Space:
         mode: str,
         sides: dict[tuple[str, int], tuple[EngineSide, int]],
         settings: tuple[int, int, int],
-    ) -> Iterator[Family]:
+    ) -> Iterator[PlanFamily]:
         block_size, chunk, num_rows = settings
         limits = self.spec.slo.limits_ms
         common: dict[str, Any] = {
@@ -220,12 +220,12 @@ class Space:
             if mode == "aggregated":
                 rates = rates_of(side, None, self._profile, limits)
                 yield self._noted(
-                    Family(**common, prefill_tp=tp, prefill_blocks=blocks, rates=rates), f"TP {tp}"
+                    PlanFamily(**common, prefill_tp=tp, prefill_blocks=blocks, rates=rates), f"TP {tp}"
                 )
                 continue
             for decode_tp, (decode_side, decode_blocks) in decode.items():
                 rates = rates_of(side, decode_side, self._profile, limits)
-                family = Family(
+                family = PlanFamily(
                     **common,
                     prefill_tp=tp,
                     decode_tp=decode_tp,
@@ -235,7 +235,7 @@ class Space:
                 )
                 yield self._noted(family, f"TP {tp} to TP {decode_tp}")
 
-    def _noted(self, family: Family, name: str) -> Family:
+    def _noted(self, family: PlanFamily, name: str) -> PlanFamily:
         if family.rates.why_not:
             self.refused.setdefault(f"{family.mode} {name}", f"{family.mode} {name}: {family.rates.why_not}")
         return family

@@ -30,7 +30,7 @@ WIDTH = 6  # plans of one size that are simulated
 MAX_SIZES = 10  # numbers of GPUs that are tried first, where there are more
 FINALISTS = 4
 MAX_RUNS = 6  # of one search for a highest rate
-SCREEN_SHARE, RATE_SHARE, CONFIRM_SHARE = 0.35, 0.75, 0.6
+SCREEN_SHARE, CONFIRM_SHARE, RATE_SHARE = 0.3, 0.45, 0.65
 """Shares of the budget at whose end the simulations of a stage end."""
 
 

@@ -14,7 +14,7 @@ from rayk.planner.trial import TrialResult
 from rayk.planner.why import limit_of, why_not, why_of
 
 if TYPE_CHECKING:
-    from rayk.planner.plan import Plan
+    from rayk.planner.inputs import PlanInputs
     from rayk.planner.pool import TrialPool
 
 RANGED = ("ttft_ms_p50", "ttft_ms_p90", "tpot_ms_p50", "tpot_ms_p90", "good_share")
@@ -106,7 +106,7 @@ def _likely(plan: PlanTrials) -> list[tuple[str, TrialResult]]:
 
 
 def plan_facts(
-    search: Search, best: PlanTrials, plan: Plan, pool: TrialPool, rows: list[dict[str, Any]]
+    search: Search, best: PlanTrials, plan: PlanInputs, pool: TrialPool, rows: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Make what plan.json holds."""
     spec = plan.spec
@@ -124,16 +124,17 @@ def plan_facts(
         "traffic": traffic_text(plan),
         "met": search.is_met(best.result),
         "best": best.candidate.plan_id,
-        "best_text": f"{best.candidate.text}: {best.candidate.num_gpus} {_unit(plan)}",
+        "best_text": f"{best.candidate.text}: {_size(plan, best.candidate.num_gpus)}",
         "command": server.command,
         "limit": limit_of(best).name,
+        "max_rate_below": None if best.beyond is None else best.beyond.trial.rate,
         "why": why_of(best, rate=rate, good=spec.slo.good),
         "next_best": _next_best(search, best, plan),
         "range": _range(best),
         "sensitivity": [
             {
                 "change": name,
-                "met": search.is_met(r),
+                "met": search.keeps(r),
                 "outside": r.refusal,
                 **numbers_of(r, best.candidate.num_gpus),
             }
@@ -154,11 +155,12 @@ def plan_facts(
     }
 
 
-def _unit(plan: Plan) -> str:
-    return "GPUs" if plan.spec.device == "cuda" else "CPU slots"
+def _size(plan: PlanInputs, num: int) -> str:
+    unit = "GPU" if plan.spec.device == "cuda" else "CPU slot"
+    return f"{num} {unit}{'s' if num != 1 else ''}"
 
 
-def traffic_text(plan: Plan) -> str:
+def traffic_text(plan: PlanInputs) -> str:
     """Say in one line what comes."""
     spec = plan.spec.traffic
     if spec.trace is not None:
@@ -168,7 +170,7 @@ def traffic_text(plan: Plan) -> str:
     return f"{rate}, {spec.process} arrivals, {plan.profile.text}{sessions}"
 
 
-def _budget_note(pool: TrialPool, plan: Plan) -> list[str]:
+def _budget_note(pool: TrialPool, plan: PlanInputs) -> list[str]:
     if not pool.num_left_out:
         return []
     return [
@@ -177,7 +179,7 @@ def _budget_note(pool: TrialPool, plan: Plan) -> list[str]:
     ]
 
 
-def _next_best(search: Search, best: PlanTrials, plan: Plan) -> dict[str, Any] | None:
+def _next_best(search: Search, best: PlanTrials, plan: PlanInputs) -> dict[str, Any] | None:
     """Say what the plan of other engines that comes next costs."""
     spec = plan.spec
 
@@ -192,7 +194,7 @@ def _next_best(search: Search, best: PlanTrials, plan: Plan) -> dict[str, Any] |
     told = why_not(found, best, good=spec.slo.good, fewest=search.goal == "fewest_gpus")
     return {
         "plan_id": found.candidate.plan_id,
-        "text": f"{found.candidate.text}: {found.candidate.num_gpus} {_unit(plan)}",
+        "text": f"{found.candidate.text}: {_size(plan, found.candidate.num_gpus)}",
         "costs": told,
         "command": command_of(server_options(spec, found.candidate)),
     }
@@ -208,7 +210,7 @@ def _range(best: PlanTrials) -> dict[str, list[float | None]]:
     return found
 
 
-def trust_of(best: PlanTrials, plan: Plan, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def trust_of(best: PlanTrials, plan: PlanInputs, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Say what predictions rest on, and what to doubt."""
     outside, steps = best.result.num_outside_hull, best.result.num_steps
     measured = plan.costs.is_measured

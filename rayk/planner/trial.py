@@ -20,7 +20,7 @@ from rayk.types.rows import RequestRow
 from rayk.types.slo import Slo
 
 if TYPE_CHECKING:
-    from rayk.simulate import SimEngineAccount
+    from rayk.simulate.outcome import SimEngineAccount
 
 WARM_UP = 10
 """One request of so many, the first ones, is not counted: queues and batches have not filled up yet."""
@@ -105,7 +105,7 @@ def run_trial(world: PlanWorld, trial: Trial) -> TrialResult:
     costs = world.costs if trial.slowed == 1.0 else slowed_book(world.costs, trial.slowed)
     traffic = world.traffic
     num = traffic.count(trial.num_requests)
-    seen = _Seen(num // WARM_UP)
+    seen = _CountedRequests(num // WARM_UP)
     try:
         outcome = simulate_cell(
             server.cell,
@@ -148,7 +148,7 @@ def _share_of_time(accounts: Sequence[SimEngineAccount] | None, name: str, end_n
     return float(sum(getattr(a, name) for a in accounts) / (len(accounts) * max(1, end_ns)))
 
 
-class _Seen:
+class _CountedRequests:
     """Keeps of each request what sums need."""
 
     def __init__(self, num_first: int) -> None:

@@ -81,7 +81,7 @@ def _side(candidate: Candidate, side: str) -> str:
 def why_of(plan: PlanTrials, *, rate: float | None, good: float) -> list[str]:
     """Say in sentences why a plan is the best, and what it comes to."""
     result, candidate = plan.result, plan.candidate
-    told = [f"{candidate.text}: {candidate.num_gpus} GPUs."]
+    told = []
     shares = [f"{side} engines compute {share:.0%} of the time" for side, share in result.busy.items()]
     if candidate.family.is_aggregated:
         shares = [f"engines compute {result.busy.get('prefill', 0.0):.0%} of the time"]

@@ -16,6 +16,7 @@ from rayk.reports.terminal import terminal_table
 from rayk.reports.values import format_value, is_null
 
 MOST_PLANS = 10
+NEAR = 1.06  # a highest rate is found where one so much higher is known to be too high
 RANGE = (
     Column("at the asked rate", "name"),
     Column("low", "low"),
@@ -75,6 +76,9 @@ def _good(best: Mapping[str, Any], facts: Facts) -> str:
     if not is_null(best["max_rate"]) and facts.get("rate"):
         text += f"; the SLO holds up to {best['max_rate']:,.4g} requests/s"
         text += f", {best['max_rate'] / facts['rate']:.2f} times what is asked"
+        below = facts.get("max_rate_below")
+        if below is None or below > NEAR * best["max_rate"]:
+            text += " (at least" + ("" if below is None else f", and not to {below:,.4g}") + ")"
     return text + "."
 
 

@@ -74,17 +74,45 @@ PLAN_FIELDS = kinds(PLANS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plans:
-    """What a folder of `rayk plan` holds."""
+class PlanResult:
+    """What a search for a plan came to."""
 
-    frame: pd.DataFrame  # PLANS, the best first
-    facts: Mapping[str, Any]  # plan.json
+    plans: pd.DataFrame
+    """A row per plan that was simulated, the best first: columns of PLANS, as `rayk report --columns` tells
+    them."""
+    facts: Mapping[str, Any]
+    """What plan.json holds: the best plan, why, its range and sensitivity, and how far to trust it."""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the best plan keeps the SLO."""
+        return bool(self.facts["met"])
+
+    @property
+    def best(self) -> str:
+        """The best plan's `plan_id`."""
+        return str(self.facts["best"])
+
+    @property
+    def command(self) -> str:
+        """The `rayk serve` command that starts it."""
+        return str(self.facts["command"])
+
+    @property
+    def why(self) -> Sequence[str]:
+        return tuple(self.facts["why"])
+
+    @property
+    def front(self) -> pd.DataFrame:
+        """The plans that no other beats in both goodput per GPU and interactivity."""
+        found: pd.DataFrame = self.plans[self.plans["on_front"]]
+        return found
 
 
-def plan_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Make a table of PLANS."""
+def plan_result(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> PlanResult:
+    """Make a result of rows of PLANS."""
     found: pd.DataFrame = _table(rows).to_pandas()
-    return found
+    return PlanResult(plans=found, facts=facts)
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
@@ -116,7 +144,7 @@ def is_plan(folder: str | Path) -> bool:
     return (Path(folder) / FACTS).is_file()
 
 
-def read_plans(folder: str | Path) -> Plans:
+def read_plans(folder: str | Path) -> PlanResult:
     """Read what `write_plans` wrote. Raises UserError."""
     path = Path(folder)
     try:
@@ -127,4 +155,4 @@ def read_plans(folder: str | Path) -> Plans:
     if not isinstance(facts, dict) or facts.get("version") != VERSION:
         raise UserError(f"not a plan of version {VERSION}", where=str(path / FACTS))
     found: pd.DataFrame = table.to_pandas()
-    return Plans(frame=found, facts=facts)
+    return PlanResult(plans=found, facts=facts)

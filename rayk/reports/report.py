@@ -35,8 +35,8 @@ def folder_page(folder: str | Path) -> Page:
     if is_validation(folder):
         return validation_page(read_validation(folder))
     if is_plan(folder):
-        plans = read_plans(folder)
-        return plan_page(plans.frame, plans.facts, read_spec(Path(folder) / "spec.yaml"))
+        found = read_plans(folder)
+        return plan_page(found.plans, found.facts, read_spec(Path(folder) / "spec.yaml"))
     return report_page(load(folder))
 
 

@@ -120,7 +120,7 @@ class TrafficSpec(StrictModel):
     num_prefixes: Requests = 1
     num_sessions: Requests | None = None
     num_requests: Requests = NUM_REQUESTS
-    """Of one simulation that counts; those that only sort plans out are shorter."""
+    """How many a simulation that counts has at least; those that only sort plans out are shorter."""
     seed: Seed = 0
     trace: TraceSpec | None = None
     """Recorded traffic in place of all that is drawn."""
@@ -175,9 +175,9 @@ class SearchSpec(StrictModel):
 
     mode: Choices[Mode] = Field(default_factory=lambda: list(MODES))
     tp: Choices[Engines] | None = None
-    """Of engines of either side, as far as the model can; None: powers of 2 that fit a node."""
+    """TP of engines of either side; None: the powers of 2 that fit a node and the model can have."""
     prefill_tp: Choices[Engines] | None = None
-    """Of prefill engines, in place of `tp`."""
+    """TP of prefill engines, in place of `tp`; likewise `decode_tp`."""
     decode_tp: Choices[Engines] | None = None
     num_prefill: Choices[Engines] | None = None
     """Prefill engines, or aggregated ones."""
@@ -187,7 +187,7 @@ class SearchSpec(StrictModel):
     policy: Choices[Policy] = Field(default_factory=lambda: ["least_loaded"])
     block_size: Choices[PositiveInt] = Field(default_factory=lambda: [16])
     num_blocks: PositiveInt | Literal["auto"] = "auto"
-    """Of every engine; auto: what memory holds beside the weights."""
+    """Blocks of every engine; auto: what memory holds beside the weights."""
 
 
 class PlanSpec(StrictModel):

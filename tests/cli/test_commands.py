@@ -35,6 +35,7 @@ COMMANDS = (
     "doctor",
     "explain",
     "costs",
+    "plan",
     "conformance",
 )
 

@@ -14,9 +14,10 @@ from rayk.costs.book import CostBook
 from rayk.costs.hull import Hull
 from rayk.planner.command import check_engines, planned_server
 from rayk.planner.front import on_front
-from rayk.planner.plan import Plan, PlanResult
+from rayk.planner.plan import Plan
 from rayk.planner.trial import PlanWorld, Trial, run_trial
-from rayk.reports.plans import read_plans
+from rayk.reports.plan_text import plan_texts
+from rayk.reports.plans import PlanResult, read_plans
 from rayk.reports.report import write_html
 from rayk.types.errors import OutsideHull, SpecError, UserError
 from tests.planner.plans import book, make_plan, plan_spec
@@ -93,10 +94,10 @@ def test_the_fewest_gpus_that_keep_up_are_what_all_plans_simulated_say(tmp_path:
     found = plan.run()
     best = best_of(found)
     assert found.is_met
-    world = PlanWorld(spec=plan.spec, config=plan.config, costs=plan.costs)
+    world = PlanWorld(spec=plan.inputs.spec, config=plan.inputs.config, costs=plan.inputs.costs)
     kept = {}
-    for family in plan.space.families:
-        for candidate in plan.space.counts(family):
+    for family in plan.inputs.space.families:
+        for candidate in plan.inputs.space.counts(family):
             result = run_trial(world, Trial(candidate=candidate, rate=120, num_requests=60))
             if result.good_share >= 0.9:
                 kept[candidate.plan_id] = candidate.num_gpus
@@ -113,8 +114,8 @@ def test_the_highest_rate_is_where_a_dense_scan_finds_it(tmp_path: Path) -> None
         tmp_path, EVEN, search={"mode": "aggregated", "num_prefill": 2}, traffic={"process": "poisson"}
     )
     best = best_of(plan.run())
-    (candidate,) = [c for f in plan.space.families for c in plan.space.counts(f)]
-    world = PlanWorld(spec=plan.spec, config=plan.config, costs=plan.costs)
+    (candidate,) = [c for f in plan.inputs.space.families for c in plan.inputs.space.counts(f)]
+    world = PlanWorld(spec=plan.inputs.spec, config=plan.inputs.config, costs=plan.inputs.costs)
     num = round(best["num_requests"] / 0.9)  # a tenth is the warm-up, and not counted
 
     def good(rate: float) -> float:
@@ -176,6 +177,31 @@ def test_only_plans_outside_of_the_tables_are_left_out(tmp_path: Path) -> None:
     assert "1 of 2 plans" in found.facts["trust"]["doubts"][0]
 
 
+def test_a_data_sheet_marks_all_that_comes_of_it(tmp_path: Path) -> None:
+    """TP that needs a link, memory and peaks come from a sheet, and nothing that follows passes for
+    measured."""
+    sheet = tmp_path / "small.yaml"
+    sheet.write_text(
+        "name: small\ntflops: {float32: 0.01}\nmemory_gb_per_s: 1\nmemory_gb: 0.01\nlink_gb_per_s: 1\n"
+    )
+    spec = plan_spec(tmp_path, search={"mode": ["aggregated"], "num_blocks": "auto"})
+    del spec["cpu"], spec["costs"]
+    spec |= {"gpus": "2xsmall", "hardware": str(sheet)}
+    spec["traffic"] |= {"rate": 5, "num_requests": 10}
+    found = Plan(spec).run(tmp_path / "out")
+    assert found.facts["trust"]["unmeasured"]
+    assert found.plans["unmeasured"].all()
+    assert best_of(found)["num_gpus"] == 1
+    assert found.facts["best_text"].endswith("1 GPU")
+    assert "UNMEASURED" in (tmp_path / "out" / "report.html").read_text()
+    lines = [line for _, line in plan_texts(found.plans, found.facts)]
+    assert "UNMEASURED" in lines[0]
+    spec["gpus"] = "2xnobody_knows"
+    sheet.write_text(sheet.read_text().replace("memory_gb: 0.01\n", ""))
+    with pytest.raises(SpecError, match="the memory of NOBODY_KNOWS is not known"):
+        Plan(spec)
+
+
 def test_a_plan_s_folder_is_read_back_and_has_a_page(tmp_path: Path) -> None:
     out = tmp_path / "out"
     plan = make_plan(
@@ -186,7 +212,7 @@ def test_a_plan_s_folder_is_read_back_and_has_a_page(tmp_path: Path) -> None:
     )
     found = plan.run(out)
     back = read_plans(out)
-    pd.testing.assert_frame_equal(back.frame, found.plans)
+    pd.testing.assert_frame_equal(back.plans, found.plans)
     assert {k: v for k, v in back.facts.items() if k != "version"} == found.facts
     page = (out / "report.html").read_text()
     assert "What should I start?" in page
@@ -233,16 +259,16 @@ def test_a_command_starts_the_engines_that_were_simulated(tmp_path: Path) -> Non
         policy_settings={"output_cost": 2.0},
     )
     tried = 0
-    for family in plan.space.families:
-        for candidate in list(plan.space.counts(family))[:3]:
-            server = planned_server(plan.spec, candidate, plan.config)
+    for family in plan.inputs.space.families:
+        for candidate in list(plan.inputs.space.counts(family))[:3]:
+            server = planned_server(plan.inputs.spec, candidate, plan.inputs.config)
             check_engines(server.settings, candidate)
             engines = [e.config for e in server.settings.engines]
             assert all(e.prefix_caching and e.kernel_block_sizes == (("full", 16),) for e in engines)
             assert server.settings.policy_settings.output_cost == 2.0
             tried += 1
     assert tried > 20
-    other = plan.space.of(candidate.family, candidate.num_prefill + 1, candidate.num_decode)
+    other = plan.inputs.space.of(candidate.family, candidate.num_prefill + 1, candidate.num_decode)
     with pytest.raises(AssertionError):
         check_engines(server.settings, other)
 
