@@ -1,6 +1,6 @@
 """Fit non-negative constants to what was measured: ns = constants . terms.
 
-Samples are gathered at places (see hull.place_of): the fit is of a place's mean, errors are relative to it, a
+Samples are gathered at places (see hull.place_of): the fit is of a place's mean, errors are relative, a
 place that was measured a thousand times counts little more than one measured often enough, and the extreme
 samples of a place are left out, so that a hiccup of the machine does not set its mean. N is the number of
 samples, K of terms, G of places.
@@ -28,6 +28,8 @@ ENOUGH = 64
 MIN_JUDGED = 4
 """The mean of fewer samples says more of the machine's noise than of the fit."""
 QUANTILES = np.linspace(0.0, 1.0, 21)
+_WEIGHTED = 4  # fits of means, each weighted by the one before it
+_LEAST = 0.1  # of a mean that is measured: less of it is not believed of a fit in between
 _ROUNDS = 2  # of trimming, the second by the better fit
 _NO_GAIN = 1e-10  # relative to the gradients' size
 
@@ -157,12 +159,18 @@ def _means(values: Floats, of_sample: NDArray[np.intp], counts: Floats) -> Float
 
 
 def _fit_means(terms: Floats, ns: Floats, of_sample: NDArray[np.intp]) -> Floats:
+    """Fit the places' means, errors relative to what is fitted: relative to the measured, a mean that is low
+    by chance would count for more than one that is high."""
     counts = np.bincount(of_sample).astype(float)
     is_there = counts > 0
     means = _means(ns, of_sample, counts)[is_there]
-    columns = [_means(column, of_sample, counts)[is_there] for column in terms.T]
-    weights = np.sqrt(np.minimum(counts[is_there], ENOUGH)) / means
-    return nnls(np.stack(columns, axis=1) * weights[:, None], means * weights)
+    matrix = np.stack([_means(column, of_sample, counts)[is_there] for column in terms.T], axis=1)
+    sizes = means
+    for _ in range(_WEIGHTED):
+        weights = np.sqrt(np.minimum(counts[is_there], ENOUGH)) / sizes
+        found = nnls(matrix * weights[:, None], means * weights)
+        sizes = np.maximum(matrix @ found, _LEAST * means)
+    return found
 
 
 def _typical(ratios: Floats, of_sample: NDArray[np.intp]) -> NDArray[np.bool_]:

@@ -118,3 +118,12 @@ def test_a_place_with_few_samples_is_fitted_but_does_not_judge():
 def test_places_of_samples_are_those_of_points():
     sizes = np.array([0.0, 0.4, 1.0, 2.0, 3.0, 1000.0])
     assert [place_of((s,)) for s in sizes] == [tuple(p) for p in _places([sizes]).tolist()]
+
+
+def test_means_that_are_low_by_chance_do_not_pull_a_fit_down():
+    """Places of one sample each, a half at a fifth of the mean, the others as far above it."""
+    sizes = np.arange(1.0, 201.0) * 1000
+    terms = np.stack([np.ones(200), sizes], axis=1)
+    noise = np.where(np.arange(200) % 2, 0.2, 1.8)
+    found = fit(terms, (50_000 + 3 * sizes) * noise, {"num_tokens": sizes, "num_seen": sizes % 17_000})
+    assert found.constants[0] + 100_000 * found.constants[1] == pytest.approx(350_000, rel=0.1)
