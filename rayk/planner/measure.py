@@ -25,9 +25,10 @@ MIXED = 4  # prompts per place where lengths are mixed: one comes as another end
 PAIR_TOKENS = (32, 256, 1024)
 PAIR_PROMPTS = 12
 MAX_PAIR_RATE = 4.0  # requests per second
+JOINED = 2.5  # requests that are there at once, on such a machine, where they come one by one
 IDLE = 2
 """Requests of a pair come this much slower than a usual machine serves them: reads meet idle engines."""
-USUAL = {
+USUAL = {  # machines whose speed is guessed, to say how fast requests come
     "cpu": Hardware(
         name="a core", tflops=dict.fromkeys(("float32", "bfloat16", "float16"), 0.1), memory_gb_per_s=20.0
     ),
@@ -70,6 +71,8 @@ def grid_spec(asked: GridRequest, config: DecoderConfig) -> dict[str, Any]:
         raise UserError(f"no room for prompts of {SHORTEST} tokens and their outputs", where=asked.model)
     batches = sorted({1, asked.max_seqs}) if asked.is_quick else _grown(1, asked.max_seqs)
     matrix = [cell for num in batches for cell in _steps(asked, config, num, longest)]
+    if asked.max_seqs > 1:
+        matrix.append(_joining(asked, config, longest))
     matrix += [cell for pair in asked.pairs for cell in _pairs(asked, config, pair, longest)]
     if asked.has_neighbours:
         matrix.append(_neighbours(asked, config, longest))
@@ -156,13 +159,34 @@ def _pairs(
 
 def pair_rate(asked: GridRequest, config: DecoderConfig, num_tokens: int) -> float:
     """Return requests per second that leave a pair of engines idle between them on a usual machine."""
+    return min(MAX_PAIR_RATE, _rate(asked, config, num_tokens, PAIR_OUTPUT, 1 / IDLE))
+
+
+def _rate(
+    asked: GridRequest, config: DecoderConfig, num_tokens: int, num_output: int, num_at_once: float
+) -> float:
+    """Return requests per second of which so many are there at once, on a usual machine."""
     dtype = config.dtype if asked.dtype == "auto" else asked.dtype
     usual = USUAL[asked.device]
     book = roofline_book(usual, config, tp=(1,), dtype=dtype, block_size=asked.block_size)
     (costs,) = book.engines.values()
-    windows = windows_of(config)
-    first, later = (costs.step_ns(step_of([share], windows)) for share in ((num_tokens, 0), (1, num_tokens)))
-    return round(min(MAX_PAIR_RATE, 1e9 / (IDLE * (first + PAIR_OUTPUT * later))), 3)
+    steps = [step_of([share], windows_of(config)) for share in ((num_tokens, 0), (1, num_tokens))]
+    first, later = (costs.step_ns(step) + costs.turn_ns(step) for step in steps)
+    return round(1e9 * num_at_once / (first + num_output * later), 3)
+
+
+def _joining(asked: GridRequest, config: DecoderConfig, longest: int) -> dict[str, list[Any]]:
+    """Short prompts that come one by one into steps that decode others."""
+    short = lengths(longest)[:2]
+    return {
+        "engine.max_seqs": [asked.max_seqs],
+        "engine.num_blocks": [_num_blocks(asked, config, asked.max_seqs, longest)],
+        "prompts.random.count": [max(MIN_PROMPTS, MIXED * asked.max_seqs)],
+        "prompts.random.input_tokens": [short],
+        "arrival.rate": [_rate(asked, config, max(short), OUTPUT_TOKENS, JOINED)],
+        "arrival.process": ["poisson"],
+        "prefill.tp": list(asked.tp),
+    }
 
 
 def _neighbours(asked: GridRequest, config: DecoderConfig, longest: int) -> dict[str, list[Any]]:

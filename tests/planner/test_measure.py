@@ -9,14 +9,20 @@ from typing import Any
 import pytest
 import yaml
 
+from rayk.costs import CostBook, StepFeatures, engine_key
+from rayk.costs.steps import hull_around
 from rayk.models.config import DecoderConfig
 from rayk.models.families import read_config
-from rayk.planner.measure import MAX_PAIR_RATE, GridRequest, every_pair, grid_spec, lengths, pair_rate
+from rayk.planner.hardware import roofline_book
+from rayk.planner.measure import MAX_PAIR_RATE, USUAL, GridRequest, every_pair, grid_spec, lengths, pair_rate
 from rayk.planner.wanted import Wanted, wanted_by
-from rayk.specs import Cell, expand, load_spec
+from rayk.simulate.arrivals import cell_arrivals
+from rayk.simulate.run import simulate_cell
+from rayk.specs import Cell, expand, load_spec, resolve_prompts
 from rayk.specs.checks import check_cell
 from rayk.types.errors import UserError
 from tests.conftest import CheckpointFactory
+from tests.markers import thorough
 from tests.specs.models import spec
 
 
@@ -133,3 +139,36 @@ def test_an_experiment_of_other_models_or_of_unlike_engines_wants_no_grid(
 
 def refuse(model: str) -> Any:
     raise AssertionError("no prompt is a text")
+
+
+@thorough
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_traffic_of_the_measured_sizes_lies_within_the_hull(model: Path, factor: float) -> None:
+    """A grid is simulated on a machine so many times as slow as the usual one; then loads from one request at
+    a time up to more than the engine can do."""
+    config = read_config(model)
+    asked = GridRequest(
+        model=str(model), max_tokens=336, max_seqs=8, max_batch_tokens=256, has_neighbours=False
+    )
+    book = roofline_book(USUAL["cpu"], config, tp=(1,), dtype="float32", block_size=16)
+    (usual,) = book.engines.values()
+
+    def steps_of(cell: Cell) -> list[StepFeatures]:
+        key = engine_key(config, cell.prefill)
+        costs = CostBook(engines={key: replace(usual, key=key).scaled(factor)})
+        prompts = resolve_prompts(cell.spec, config)
+        rows = simulate_cell(cell, config, cell_arrivals(cell, prompts), costs).steps
+        return [StepFeatures(**{name: getattr(row, name) for name in StepFeatures.__slots__}) for row in rows]
+
+    measured = [step for cell in cells_of(asked, config) for step in steps_of(cell)]
+    hulls = [hull_around([step for step in measured if step.is_decode == kind]) for kind in (False, True)]
+    for lengths_, num_output in (([192, 320, 256], 8), ([96, 160, 128], 40), ([24, 48, 32], 96)):
+        loads = {
+            "prompts": {"random": {"count": 60, "input_tokens": lengths_}},
+            "sampling": {"max_tokens": num_output, "ignore_eos": True},
+            "engine": {"max_seqs": 8, "max_batch_tokens": 256, "num_blocks": 300},
+            "matrix": [{"mode": "aggregated", "arrival.rate": rate} for rate in (1.0, 4.0, 16.0, 64.0)],
+        }
+        for cell in expand(load_spec(spec(model=str(model), **loads)).spec, config):
+            outside = [hulls[step.is_decode].why_outside(step) for step in steps_of(cell)]
+            assert not any(outside), (cell.cell_id, [why for why in outside if why])
