@@ -37,14 +37,15 @@ class FreeRuns:
         """Add the ids from `start` on, none of which may be present."""
         self._is_in[start : start + count] = b"\1" * count
         self._num_in += count
-        stop = start + count
+        joined = stop = start + count
         if self._is_in[stop]:
-            after = self._longest[self._num_leaves + stop]
-            self._set(stop, 0)
-            stop += after
+            stop += self._longest[self._num_leaves + stop]
         if start and self._is_in[start - 1]:
             start = self._start_of[start - 1]
+        # The longer one first: what it is joined with is then seldom the most of anything.
         self._set(start, stop - start)
+        if stop > joined:
+            self._set(joined, 0)
         self._start_of[stop - 1] = start
 
     def add_all(self, blocks: Iterable[int]) -> None:
@@ -66,12 +67,13 @@ class FreeRuns:
         stop = first + self._longest[self._num_leaves + first]
         self._is_in[start : start + count] = bytes(count)
         self._num_in -= count
-        self._set(first, start - first)
-        if start > first:
-            self._start_of[start - 1] = first
+        # What is left first: the run is then seldom the only one of its length, so that little changes.
         if stop > start + count:
             self._set(start + count, stop - start - count)
             self._start_of[stop - 1] = start + count
+        self._set(first, start - first)
+        if start > first:
+            self._start_of[start - 1] = first
 
     def first(self, count: int) -> int | None:
         """Start of the first run of at least `count` ids, or None."""
@@ -97,10 +99,11 @@ class FreeRuns:
         """Set the length of the run that starts here; 0 if none does any more."""
         longest = self._longest
         node = self._num_leaves + start
-        longest[node] = length
+        longest[node] = most = length
         while node > 1:
+            if (beside := longest[node ^ 1]) > most:
+                most = beside
             node >>= 1
-            most = max(longest[2 * node], longest[2 * node + 1])
             if longest[node] == most:
                 return
             longest[node] = most

@@ -56,6 +56,7 @@ class KVCacheManager:
     ) -> None:
         """`secret` is the one of PrefixKeys."""
         self.groups = tuple(groups)
+        self._block_sizes = tuple(g.spec.block_size for g in groups)
         self.prefixes = CachedPrefixes(groups, secret) if prefix_caching else None
         self.pool = BlockPool(num_blocks, self.prefixes.forget if self.prefixes is not None else None)
         self._keys: dict[str, PrefixKeys] = {}
@@ -79,13 +80,15 @@ class KVCacheManager:
         missing = self._missing(tables, num_tokens)
         if sum(missing) > self.pool.num_free_blocks:
             return None
-        updates = []
+        updates: list[tuple[int, tuple[int, ...]]] = []
         for index, (table, count) in enumerate(zip(tables, missing, strict=True)):
             start = len(table.blocks)
+            fresh: list[int] = []
             if count:
-                table.blocks += self.pool.allocate(count, after=table.blocks[-1] if start else None)
-                self._usage.hold(index, table.blocks[start:])
-            updates.append((start, tuple(table.blocks[start:])))
+                fresh = self.pool.allocate(count, after=table.blocks[-1] if start else None)
+                table.blocks += fresh
+                self._usage.hold_fresh(index, fresh)
+            updates.append((start, tuple(fresh)))
         self._tables[request_id] = tables
         return tuple(updates)
 
@@ -100,10 +103,8 @@ class KVCacheManager:
 
     def _missing(self, tables: Tables, num_tokens: int) -> list[int]:
         """Count, per group, the blocks that tables lack for so many tokens."""
-        return [
-            max(0, -(-num_tokens // g.spec.block_size) - len(t.blocks))
-            for g, t in zip(self.groups, tables, strict=True)
-        ]
+        sizes = zip(self._block_sizes, tables, strict=True)
+        return [max(0, -(-num_tokens // size) - len(t.blocks)) for size, t in sizes]
 
     def max_new_blocks(self, num_tokens: int) -> int:
         """Count the most blocks that so many more tokens of any request take."""
@@ -112,7 +113,7 @@ class KVCacheManager:
     def num_covered_tokens(self, request_id: str) -> int:
         """Count the tokens that a request's tables have room for; see BlockAllocator."""
         tables = self._tables[request_id]
-        return min(g.spec.block_size * len(t.blocks) for g, t in zip(self.groups, tables, strict=True))
+        return min([size * len(t.blocks) for size, t in zip(self._block_sizes, tables, strict=True)])
 
     def match(
         self, request_id: str, token_ids: Sequence[int], max_tokens: int, cache_salt: str | None = None

@@ -46,6 +46,12 @@ class BlockUsage:
             if not before and block in other:
                 self._num_both[group] += 1
 
+    def hold_fresh(self, group: int, blocks: Iterable[int]) -> None:
+        """The same of blocks that were just handed out: they are in a request's table, and in no other."""
+        used = self._used[group]
+        for block in blocks:
+            used[block] = 1
+
     def drop(self, group: int, blocks: Iterable[int], *, leased: bool = False) -> None:
         """Count that these blocks are in one table fewer."""
         here, other = self._sides(group, leased)

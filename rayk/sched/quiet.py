@@ -38,9 +38,10 @@ def num_quiet_steps(
     for state in scheduler.running:
         if state.num_ahead != num_ahead or not _only_decodes(state):
             return 0
-        found = min(found, state.num_tokens_left(max_positions))
-        if num_left is not None:
-            found = min(found, num_left(state))
+        if (num := state.num_tokens_left(max_positions)) < found:
+            found = num
+        if num_left is not None and (num := num_left(state)) < found:
+            found = num
     found -= num_ahead
     return _num_with_blocks(scheduler, found) if found > 0 else 0
 
@@ -87,7 +88,7 @@ def _only_decodes(state: RequestState) -> bool:
     comes of it before the step after."""
     is_decode = len(state.tokens) - state.num_computed == 1
     is_watched = state.waits_for_token or state.stop_text is not None or state.form is not None
-    return is_decode and state.num_computed >= len(state.request.prompt_token_ids) and not is_watched
+    return is_decode and not is_watched and state.num_computed >= len(state.request.prompt_token_ids)
 
 
 def _num_with_blocks(scheduler: Scheduler, limit: int) -> int:
@@ -126,9 +127,12 @@ class _QuietSteps:
 
     def carry_out(self) -> None:
         """Hand out, name and free blocks, once the tokens are there."""
-        for index in range(len(self.states)):
-            self._note_extend(index)
-            self._note_settle(index, 0)
+        for index, (state, start) in enumerate(zip(self.states, self._starts, strict=True)):
+            end = start + self._last + 1  # computed tokens after the last step
+            if state.num_covered < end + self._num_ahead:
+                self._note_extend(index)
+            if state.next_change <= end or state.finish_reason is not None:
+                self._note_settle(index, 0)
         while self._due:
             step, kind, index = heappop(self._due)
             num_computed = self._starts[index] + step + 1

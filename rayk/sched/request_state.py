@@ -118,8 +118,10 @@ class RequestState:
         """Take sampled tokens, of which none but the last may end the request. Nobody watches its text."""
         assert 0 < len(tokens) <= self.num_tokens_left(max_positions), "it gets fewer tokens"
         early, sampling = tokens[:-1], self.request.sampling
-        eos = () if sampling.ignore_eos else self.eos_token_ids
-        assert not any(token in early for token in (*eos, *sampling.stop_token_ids)), "it had ended before"
+        assert sampling.ignore_eos or self.eos_token_ids.isdisjoint(early), "it had ended before"
+        assert not sampling.stop_token_ids or not set(sampling.stop_token_ids) & {*early}, (
+            "it had ended before"
+        )
         self.tokens += early
         self.append(tokens[-1], max_positions)
 

@@ -66,16 +66,17 @@ class SimLeader(Leader):
     ) -> PendingTokens:
         """Choose tokens by the rule: a request's next one, those in flight counted."""
         del logits, prompt_logits
-        found = {}
+        found, outputs = {}, self._rule.output
         for share, state in zip(batch.requests, self.scheduler.scheduled(batch), strict=True):
             if share.needs_logits:
-                number = state.num_tokens - len(state.request.prompt_token_ids)
-                found[share.request_id] = self._rule.token(share.request_id, number)
+                name = share.request_id
+                number = len(state.tokens) + state.num_sampled_ahead - len(state.request.prompt_token_ids)
+                (found[name],) = outputs(name).tokens(number, 1)
         return PendingTokens(tokens=NO_TOKENS, finish=lambda _: StepTokens(token_ids=found))
 
     def _deliver(self, state: RequestState, logprobs: TokenLogprobs | None) -> None:
         """Tell of a request's last token; at once only if there is more to say than that."""
-        sink = self._sinks.get(state.request_id)
+        sink = self._sinks.get(state.request.request_id)
         is_plain = state.is_reported and state.finish_reason is None and not state.waits_for_token
         if is_plain and isinstance(sink, LateSink):
             sink.note(state.tokens[-1], self.clock())
@@ -85,7 +86,10 @@ class SimLeader(Leader):
     def tell_all(self, state: RequestState, tokens: list[int], times_ns: list[int]) -> None:
         """Tell of a request's last tokens, the last of which came now."""
         assert state.is_reported, "its first token comes of a single step"
-        sink = self._sinks.get(state.request_id)
+        sink = self._sinks.get(state.request.request_id)
         assert isinstance(sink, LateSink), "a request that runs has a sink"
-        sink.note_all(tokens[:-1], times_ns[:-1])
-        self._deliver(state, None)
+        if state.finish_reason is None:
+            sink.note_all(tokens, times_ns)
+        else:
+            sink.note_all(tokens[:-1], times_ns[:-1])
+            self._deliver(state, None)

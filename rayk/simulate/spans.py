@@ -138,12 +138,13 @@ class QuietSpans:
     ) -> None:
         """Take the first turns of a span, the last of which ends now; `watch` is that of sched.quiet."""
         scheduler, times_ns = self._leader.scheduler, span.ends_ns[:num_turns]
-        states = list(scheduler.running)
+        states, outputs = list(scheduler.running), self._rule.output
         told: list[list[int]] = []
 
         def tokens_of(state: RequestState, num: int) -> list[int]:
-            number = len(state.tokens) - len(state.request.prompt_token_ids) + 1
-            told.append(self._rule.tokens(state.request_id, number, num))
+            request = state.request
+            number = len(state.tokens) - len(request.prompt_token_ids) + 1
+            told.append(outputs(request.request_id).tokens(number, num))
             return told[-1]
 
         advance(scheduler, num_turns, tokens_of, watch)
@@ -158,4 +159,6 @@ class QuietSpans:
             self._leader.tell_all(state, tokens, times_ns)
 
     def _num_left(self, state: RequestState) -> int:
-        return self._rule.num_left(state.request_id, len(state.tokens) - len(state.request.prompt_token_ids))
+        request = state.request
+        num_told = len(state.tokens) - len(request.prompt_token_ids)
+        return self._rule.output(request.request_id).length - num_told

@@ -10,6 +10,31 @@ from zlib import crc32
 from rayk.models.config import DecoderConfig
 
 
+class SimOutput:
+    """The tokens of one request's output."""
+
+    __slots__ = ("_cycle", "_end", "_start", "length", "names")
+
+    def __init__(self, cycle: list[int], end: int, start: int, length: int | None) -> None:
+        """It goes through `cycle` from `start` on, and ends with `end` after `length` tokens if that is
+        known."""
+        self._cycle, self._end, self._start = cycle, end, start
+        self.length = sys.maxsize if length is None else length
+        self.names: list[str] = []
+        """The attempts that asked for it."""
+
+    def tokens(self, number: int, count: int) -> list[int]:
+        """List the tokens of this number, from 1, and those after it."""
+        cycle = self._cycle
+        start = (self._start + number) % len(cycle)
+        found = cycle[start : start + count]
+        while len(found) < count:
+            found += cycle[: count - len(found)]
+        if 0 <= (end := self.length - number) < count:
+            found[end] = self._end
+        return found
+
+
 class TokenRule:
     """Tells a request's n-th output token. Outputs of two requests differ where those of real ones would, so
     that a prefix cache keeps and finds as much of them."""
@@ -19,42 +44,37 @@ class TokenRule:
         """The only token that ends an output before its limit."""
         self._cycle = [t for t in range(config.vocab_size) if t != self.end]
         """The tokens of every output, which begins somewhere in it."""
-        self._lengths: dict[str, int] = {}
-        self._starts: dict[str, int] = {}
+        self._outputs: dict[str, SimOutput] = {}
+        """They are kept by the names of requests and of their attempts."""
 
     def begin(
         self, request_id: str, *, prompt: Sequence[int] | None = None, num_output_tokens: int | None = None
     ) -> None:
         """A request comes, whose output ends with so many tokens; None: at its limit. `prompt`: requests of
         one prompt get the same tokens, as of a model that draws none."""
-        if prompt is not None:
-            self._starts[request_id] = crc32(array("q", prompt))
-        if num_output_tokens is not None:
-            self._lengths[request_id] = num_output_tokens
+        start = crc32(request_id.encode() if prompt is None else array("q", prompt))
+        self._outputs[request_id] = SimOutput(self._cycle, self.end, start, num_output_tokens)
 
     def forget(self, request_id: str) -> None:
-        self._lengths.pop(request_id, None)
-        self._starts.pop(request_id, None)
+        """A request is over."""
+        found = self._outputs.pop(request_id, None)
+        for name in found.names if found is not None else ():
+            del self._outputs[name]
 
-    def num_left(self, request_id: str, num_told: int) -> int:
-        """Count the output tokens after the first `num_told` up to the one that ends it, as far as known."""
-        num_tokens = self._lengths.get(request_id.partition("~")[0])
-        return sys.maxsize if num_tokens is None else num_tokens - num_told
+    def output(self, request_id: str) -> SimOutput:
+        """Find a request's output, by its name or that of one of its attempts, which get the same."""
+        found = self._outputs.get(request_id)
+        if found is None:
+            name = request_id.partition("~")[0]
+            if name not in self._outputs:
+                self.begin(name)
+            found = self._outputs[name]
+            if name != request_id:
+                found.names.append(request_id)
+                self._outputs[request_id] = found
+        return found
 
     def token(self, request_id: str, number: int) -> int:
-        """Choose the output token of this number, from 1. Attempts of one request get the same ones."""
-        (token,) = self.tokens(request_id, number, 1)
+        """Choose the output token of this number, from 1."""
+        (token,) = self.output(request_id).tokens(number, 1)
         return token
-
-    def tokens(self, request_id: str, number: int, count: int) -> list[int]:
-        """Choose the tokens of this number and those after it."""
-        request_id = request_id.partition("~")[0]
-        cycle = self._cycle
-        first = self._starts.get(request_id)
-        start = ((crc32(request_id.encode()) if first is None else first) + number) % len(cycle)
-        found = cycle[start : start + count]
-        while len(found) < count:
-            found += cycle[: count - len(found)]
-        if (end := self._lengths.get(request_id, 0) - number) >= 0 and end < count:
-            found[end] = self.end
-        return found

@@ -33,9 +33,9 @@ def check_request(prompt: Sequence[int], sampling: SamplingParams, model: ModelC
 
 
 def outside_vocabulary(prompt: Sequence[int], vocab_size: int) -> UserError | None:
-    outside = next((t for t in prompt if not 0 <= t < vocab_size), None)
-    if outside is None:
+    if not prompt or (min(prompt) >= 0 and max(prompt) < vocab_size):
         return None
+    outside = next(t for t in prompt if not 0 <= t < vocab_size)
     return UserError(f"token id {outside} is outside the vocabulary of {vocab_size}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rayk.types.request import TokenLogprobs
@@ -29,11 +29,11 @@ class ScheduledRequest:
     prompt_logits: tuple[int, int] = (0, 0)
     """[start, stop) in `token_ids`: tokens whose logits tell how likely the prompt's next token was."""
 
-    def fresh_blocks(self) -> Iterator[int]:
-        """Yield the blocks handed out for this step: nothing in them is anybody's."""
+    def fresh_blocks(self) -> list[int]:
+        """List the blocks handed out for this step: nothing in them is anybody's."""
         num_filled = self.num_filled_blocks or (0,) * len(self.new_block_ids)
-        for (_, ids), filled in zip(self.new_block_ids, num_filled, strict=True):
-            yield from (block for block in ids[filled:] if block)
+        pairs = zip(self.new_block_ids, num_filled, strict=True)
+        return [block for (_, ids), filled in pairs if ids for block in ids[filled:] if block]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,11 @@ class ScheduledBatch:
 
     def fresh_blocks(self) -> tuple[int, ...]:
         """List the blocks handed out for this step."""
-        return tuple(block for r in self.requests for block in r.fresh_blocks())
+        found: list[int] = []
+        for r in self.requests:
+            if any(ids for _, ids in r.new_block_ids):  # most requests of a decode step get none
+                found += r.fresh_blocks()
+        return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
