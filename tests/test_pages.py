@@ -23,6 +23,7 @@ from rayk.cli.main import app
 from rayk.costs.roofline import Hardware
 from rayk.costs.stored import read
 from rayk.specs import load_spec
+from rayk.specs.plan import load_plan
 from tests import house, pages
 from tests.markers import thorough
 from tests.pages import ROOT, Command
@@ -162,7 +163,7 @@ def test_architecture_names_classes_and_methods_that_are_there() -> None:
 
 
 def test_specs_of_pages_are_specs() -> None:
-    """Whole ones as they stand, parts of one on top of a small one; data sheets as such."""
+    """Whole ones as they stand, parts of one on top of a small one; data sheets and plans as such."""
     small = {"name": "a", "model": "m", "prompts": {"random": {"count": 1, "input_tokens": [5]}}}
     small |= {"checks": ["kv_values"]}
     num = 0
@@ -172,6 +173,8 @@ def test_specs_of_pages_are_specs() -> None:
             num += 1
             if "tflops" in part:
                 read(Hardware, part, str(page))
+            elif "slo" in part:
+                load_plan(part)
             else:
                 load_spec(part if "model" in part else small | part)
     assert num >= 8

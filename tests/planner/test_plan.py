@@ -20,6 +20,7 @@ from rayk.reports.plan_text import plan_texts
 from rayk.reports.plans import PlanResult, read_plans
 from rayk.reports.report import write_html
 from rayk.types.errors import OutsideHull, SpecError, UserError
+from tests.house import ROOT
 from tests.planner.plans import book, make_plan, plan_spec
 
 DECODE_BOUND = book(decode={"one": 5.0, "requests": 5.0}, prefill={"one": 2.0, "tokens": 0.02})
@@ -200,6 +201,17 @@ def test_a_data_sheet_marks_all_that_comes_of_it(tmp_path: Path) -> None:
     sheet.write_text(sheet.read_text().replace("memory_gb: 0.01\n", ""))
     with pytest.raises(SpecError, match="the memory of NOBODY_KNOWS is not known"):
         Plan(spec)
+
+
+def test_the_example_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a released model's config and a data sheet: engines of every TP asked for, on one node of 8."""
+    monkeypatch.chdir(ROOT)
+    inputs = Plan("jobs/plan.yaml").inputs
+    assert inputs.machine.nodes == (8,)
+    tried = {(f.mode, f.prefill_tp, f.decode_tp) for f in inputs.space.families}
+    assert tried == {("aggregated", tp, None) for tp in (1, 2, 4)} | {
+        ("disaggregated", p, d) for p in (1, 2, 4) for d in (1, 2, 4)
+    }
 
 
 def test_a_plan_s_folder_is_read_back_and_has_a_page(tmp_path: Path) -> None:
