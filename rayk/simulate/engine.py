@@ -354,6 +354,6 @@ class SimEngine:
 def runs_ahead(config: EngineConfig) -> bool:
     """Tell whether such an engine begins a step before it knows the tokens of the one before; see
     EngineRank."""
-    if config.pp > 1 or config.async_scheduling == "never":
+    if config.pp > 1 or config.async_scheduling == "never" or config.compute == "paced":
         return False
     return config.async_scheduling == "always" or config.device == "cuda"

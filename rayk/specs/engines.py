@@ -148,6 +148,12 @@ def check_paced(cell: Cell, loaded: LoadedSpec) -> None:
                 where=_where(cell, side, "pp", loaded),
                 mend="pp: 1",
             )
+        if engine.compute == "paced" and engine.async_scheduling == "always":
+            raise SpecError(
+                problem=f"{side}: compute: paced with async_scheduling: always: steps follow their tokens",
+                where=_where(cell, side, "async_scheduling", loaded),
+                mend="async_scheduling: auto",
+            )
     if cell.prefill.compute == "real":  # `engine.compute` is of both sides
         return
     wants = why_not_paced(cell.sampling) or ", ".join(

@@ -21,6 +21,7 @@ from rayk.models.families import load_config, read_config
 from rayk.models.load_memory import tensors_of
 from rayk.oracle.tiny import HYBRID
 from rayk.parallel.local import LocalComm
+from rayk.simulate.engine import runs_ahead
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.config import EngineConfig
 from rayk.types.errors import CheckpointError, KVMismatch, Unsupported, UserError
@@ -291,6 +292,15 @@ def test_what_a_paced_engine_cannot_do_is_refused(checkpoint: Callable[..., Path
         PacedRank(replace(config, costs=str(tmp_path / "none")), LocalComm())
     with pytest.raises(Unsupported, match="pp 2"):
         PacedRank(replace(config, pp=2), LocalComm())
+
+
+def test_simulated_paced_engines_wait_for_tokens_too(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """As PacedRank does, on any device."""
+    config = EngineConfig(model="m", device="cuda")
+    assert runs_ahead(config)
+    assert not runs_ahead(replace(config, compute="paced"))
+    rank = PacedRank(paced(checkpoint("qwen3"), tmp_path), LocalComm())
+    assert rank.why_not_ahead == "engine.compute: paced"
 
 
 def test_paced_engines_look_after_transfers_less_often() -> None:

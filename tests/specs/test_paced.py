@@ -32,6 +32,7 @@ def plan(**changes: Any) -> Any:
         ({"engine": {"costs": "c"}}, "costs is of engines that compute nothing", "compute: paced"),
         ({"engine": {"pace": 2.0}}, "pace is of engines that compute nothing", "compute: paced"),
         ({"engine": PACED | {"pp": 2}}, "paced with pp: 2", "pp: 1"),
+        ({"engine": PACED | {"async_scheduling": "always"}}, "paced with async_scheduling: always", "auto"),
         (
             {"engine": PACED, "checks": ["tokens", "kv_values"]},
             "paced with kv_values",
