@@ -48,7 +48,7 @@ def costs(
     wanted: Annotated[
         Path | None,
         typer.Option(
-            "--for", help="Measure what the cells of this experiment need: all of the above, unless given."
+            "--for", help="Measure what this experiment or plan needs: all of the above, unless given."
         ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure fewer sizes.")] = False,

@@ -174,29 +174,32 @@ class Space:
         return sorted({round(n) for n in np.linspace(low, high, min(12, high - low + 1))})
 
     def _families(self) -> Iterator[PlanFamily]:
-        search, spec = self.spec.search, self.spec
-        usual = CHOICES[spec.device]
-        chunks = self._choices("max_batch_tokens", usual)
-        rows = self._choices("max_seqs", usual)
+        search = self.spec.search
+        chunks, rows = self.choices("max_batch_tokens"), self.choices("max_seqs")
         for block_size, chunk, num_rows in product(search.block_size, chunks, rows):
             sides: dict[tuple[str, int], tuple[EngineSide, int]] = {}
-            of_role = {"prefill": search.prefill_tp, "decode": search.decode_tp}
-            for role, sizes in of_role.items():
-                for tp in sizes or search.tp or self._sizes():
+            for role in ("prefill", "decode"):
+                for tp in self.tp_sizes(role):
                     found = self._side(tp, block_size, chunk, num_rows)
                     if found is not None:
                         sides[role, tp] = found
             for mode in search.mode:
                 yield from self._of_mode(mode, sides, (block_size, chunk, num_rows))
 
-    def _choices(self, name: str, usual: dict[str, list[int]]) -> list[int]:
+    def choices(self, name: str) -> list[int]:
+        """List what is tried of `max_batch_tokens` or `max_seqs`."""
         own: list[int] | None = getattr(self.spec.search, name)
         if own is None and name in self.spec.engine.model_fields_set:
             own = [getattr(self.spec.engine, name)]
-        return own or usual[name]
+        return own or CHOICES[self.spec.device][name]
 
-    def _sizes(self) -> list[int]:
-        """List powers of 2 up to the largest node; those that the model cannot have are left out quietly."""
+    def tp_sizes(self, role: str) -> Sequence[int]:
+        """List the TP sizes of prefill or of decode engines: where nobody says, powers of 2 up to the largest
+        node; those that the model cannot have are left out quietly."""
+        search = self.spec.search
+        asked = (search.prefill_tp if role == "prefill" else search.decode_tp) or search.tp
+        if asked:
+            return asked
         sizes = [2**n for n in range(self.machine.largest.bit_length()) if 2**n <= self.machine.largest]
         return [tp for tp in sizes if why_tp_unsupported(self.config, tp) is None]
 

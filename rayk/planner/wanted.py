@@ -1,25 +1,38 @@
-"""Find out what to measure from an experiment whose cells are to be predicted."""
+"""Find out what to measure from an experiment or a plan whose engines are to be predicted."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
+from rayk.costs.book import CostBook
 from rayk.costs.table import engine_key
 from rayk.models.config import DecoderConfig
 from rayk.models.families import read_config
 from rayk.models.hub import config_file
+from rayk.planner.candidates import Space
+from rayk.planner.machine import machine_of
+from rayk.planner.traffic import Traffic
 from rayk.specs import Cell, expand, load_spec
+from rayk.specs.cells import resolved_dtype
+from rayk.specs.load import read_spec_data
+from rayk.specs.plan import load_plan
 from rayk.specs.prompts import TokenizerLoader, resolve_prompts
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 
 _PLAIN = EngineConfig(model="")
+ALIKE = ("device", "dtype", "block_size")
+"""Settings of which a grid has one, and it can have any."""
+PLAIN = ("pp", "dcp", "kv_dtype", "layout", "attention_backend")
+"""Settings that a grid leaves as they are by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """What tables must hold so that somebody's cells lie within them."""
+    """What tables must hold so that somebody's engines lie within them."""
 
     tp: tuple[int, ...]
     pairs: tuple[tuple[int, int], ...]
@@ -32,28 +45,74 @@ class Wanted:
 
 
 def wanted_by(spec: Path, model: str, tokenizer_loader: TokenizerLoader) -> Wanted:
-    """Read an experiment and say what its cells of the model need. Raises UserError where there are none, and
-    where their engines differ in what a grid has one of."""
+    """Read an experiment, or a plan (it has an `slo`), and say what its engines of the model need. Raises
+    UserError where there are none, and where their engines differ in what a grid has one of."""
+    sizes = read_config(config_file(model)[1])
+    if "slo" in read_spec_data(spec, str(spec))[0]:
+        return _by_plan(spec, model, sizes)
     loaded = load_spec(spec)
     configs = {name: read_config(config_file(name)[1]) for name in loaded.spec.models()}
-    sizes = read_config(config_file(model)[1])
     cells = [c for c in expand(loaded.spec, configs) if _is_of(configs[c.spec.model], sizes)]
     if not cells:
-        raise UserError(f"no cell has a model with the sizes of {model}", where=str(spec))
-    engines = [engine for cell in cells for engine in cell.engines]
-    one = {name: {getattr(engine, name) for engine in engines} for name in ("device", "dtype", "block_size")}
-    for name, values in one.items():
+        raise _no_such(spec, model)
+    pairs = {(c.prefill.tp, c.decode.tp) for c in cells if c.decode is not None}
+    longest = max(_longest(cell, sizes, tokenizer_loader) for cell in cells)
+    return _summed([engine for cell in cells for engine in cell.engines], pairs, longest, str(spec))
+
+
+def _by_plan(path: Path, model: str, sizes: DecoderConfig) -> Wanted:
+    loaded = load_plan(path)
+    spec = loaded.spec
+    config = read_config(config_file(spec.model)[1])
+    if not _is_of(config, sizes):
+        raise _no_such(path, model)
+    config = replace(config, dtype=resolved_dtype(spec.dtype, config))
+    traffic = Traffic(spec.traffic, vocab_size=config.vocab_size, has_prefixes=False)
+    profile = traffic.profile(spec.slo.good)
+    space = Space(spec, config, machine_of(loaded, None), CostBook(), profile)
+    prefill, decode = (space.tp_sizes(role) for role in ("prefill", "decode"))
+    pairs = set(product(prefill, decode)) if "disaggregated" in spec.search.mode else set()
+    alone = prefill if "aggregated" in spec.search.mode else ()
+    settings = product(spec.search.block_size, space.choices("max_batch_tokens"), space.choices("max_seqs"))
+    engines = [
+        space.engine(tp, *setting)
+        for setting in settings
+        for tp in {*alone, *(size for pair in pairs for size in pair)}
+    ]
+    return _summed(engines, pairs, profile.most_tokens, str(path))
+
+
+def _no_such(spec: Path, model: str) -> UserError:
+    return UserError(f"no engine of a model with the sizes of {model}", where=str(spec))
+
+
+def _summed(
+    engines: Iterable[EngineConfig], pairs: Iterable[tuple[int, int]], longest: int, where: str
+) -> Wanted:
+    engines = list(engines)
+    for name in PLAIN:
+        if any(getattr(engine, name) != getattr(_PLAIN, name) for engine in engines):
+            raise UserError(
+                f"a grid leaves {name} at {getattr(_PLAIN, name)}, and engines here do not",
+                where=where,
+                mend="an experiment of such engines with --set engine.record_steps=true, and --from",
+            )
+    for name in ALIKE:
+        values = sorted({str(getattr(engine, name)) for engine in engines})
         if len(values) > 1:
-            told = ", ".join(sorted(map(str, values)))
-            mend = f"measure once for each, with its own --out and --{name.replace('_', '-')}"
-            raise UserError(f"engines with several {name}: {told}", where=str(spec), mend=mend)
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"engines with several {name}: {', '.join(values)}",
+                where=where,
+                mend=f"one grid for each, by {option} and without --for",
+            )
     return Wanted(
         tp=tuple(sorted({engine.tp for engine in engines})),
-        pairs=tuple(sorted({(c.prefill.tp, c.decode.tp) for c in cells if c.decode is not None})),
-        device=one["device"].pop(),
-        dtype=one["dtype"].pop(),
-        block_size=one["block_size"].pop(),
-        max_tokens=max(_longest(cell, sizes, tokenizer_loader) for cell in cells),
+        pairs=tuple(sorted(pairs)),
+        device=engines[0].device,
+        dtype=engines[0].dtype,
+        block_size=engines[0].block_size,
+        max_tokens=longest,
         max_seqs=max(engine.max_seqs for engine in engines),
         max_batch_tokens=max(engine.max_batch_tokens for engine in engines),
     )

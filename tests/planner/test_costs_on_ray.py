@@ -56,9 +56,10 @@ def test_a_grid_is_measured_fitted_and_simulated(
 
     for cell in run.cells:
         prompts = resolve_prompts(cell.cell.spec, config)
-        # When two engines' requests meet in a step depends on times: a step may be unlike all measured.
         arrivals = cell_arrivals(cell.cell, prompts)
-        outcome = simulate_cell(cell.cell, config, arrivals, book, strict=cell.is_alone)
+        outcome = simulate_cell(cell.cell, config, arrivals, book, strict=False)
+        # Which requests meet in a step depends on times: of so few sizes some steps are unlike all measured.
+        assert outcome.num_outside_hull <= len(outcome.steps) / 4
         num_output = cell.cell.sampling.max_tokens
         assert [len(row.output_token_ids) for row in outcome.requests] == [num_output] * len(prompts)
         num_measured = sum(step.recorded.features.num_tokens for step in cell.steps)

@@ -130,11 +130,48 @@ def test_an_experiment_of_other_models_or_of_unlike_engines_wants_no_grid(
     path = tmp_path / "e.yaml"
     other = checkpoint("qwen3")
     path.write_text(yaml.safe_dump(spec(model=str(other))))
-    with pytest.raises(UserError, match="no cell has a model with the sizes of"):
+    with pytest.raises(UserError, match="no engine of a model with the sizes of"):
         wanted_by(path, str(model), refuse)
     path.write_text(yaml.safe_dump(spec(model=str(model), matrix={"decode.block_size": [8, 16]})))
     with pytest.raises(UserError, match="several block_size: 16, 8"):
         wanted_by(path, str(model), refuse)
+
+
+def test_settings_that_no_grid_has_are_refused(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "e.yaml"
+    path.write_text(yaml.safe_dump(spec(model=str(model), matrix={"decode.layout": ["LHBNC"]})))
+    with pytest.raises(UserError, match="leaves layout at auto"):
+        wanted_by(path, str(model), refuse)
+
+
+def test_a_grid_for_a_plan_has_all_that_it_may_try(
+    model: Path, checkpoint: CheckpointFactory, tmp_path: Path
+) -> None:
+    path = tmp_path / "plan.yaml"
+    plan = {
+        "model": str(model),
+        "dtype": "float32",
+        "cpu": {"slots": 4},
+        "costs": str(tmp_path / "not there yet"),
+        "traffic": {"input_tokens": "100-200", "output_tokens": "50"},
+        "slo": {"ttft": "1s"},
+        "search": {"decode_tp": [1, 2], "max_seqs": [6], "block_size": [8]},
+    }
+    path.write_text(yaml.safe_dump(plan))
+    expected = Wanted(
+        tp=(1, 2, 4),
+        pairs=((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (4, 2)),
+        device="cpu",
+        dtype="float32",
+        block_size=8,
+        max_tokens=250,
+        max_seqs=6,
+        max_batch_tokens=1024,
+    )
+    assert wanted_by(path, str(model), refuse) == expected
+    other = checkpoint("qwen3")
+    with pytest.raises(UserError, match="no engine of a model with the sizes of"):
+        wanted_by(path, str(other), refuse)
 
 
 def refuse(model: str) -> Any:
