@@ -200,12 +200,12 @@ def _rests_on(found: Validation) -> str:
 
 
 def _command(found: Validation) -> str:
-    runs = " ".join(found.facts.get("runs", {}))
+    runs = " ".join(f"--validate {run}" for run in found.facts.get("runs", {}))
     extras = " --include-fitted" if found.errors["was_fitted"].any() else ""
     slos = [text for text in dict.fromkeys(found.errors["slo"]) if text]
     limits = f" --slo {slos[0]}" if len(slos) == 1 else ""
     costs = found.facts["predicted"]["costs"]
-    return shell_lines(f"rayk plan --validate {runs} --costs {costs}{limits}{extras}")
+    return shell_lines(f"rayk plan {runs} --costs {costs}{limits}{extras}")
 
 
 # --- sections -------------------------------------------------------------------------------------

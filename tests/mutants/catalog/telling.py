@@ -253,3 +253,60 @@ def _(original, self, batch):
 )
 def _(original, self, key, index):
     return original(self, key, 0)
+
+
+# Validation.
+
+
+@TELLING.twin(
+    "errors have the wrong sign",
+    "rayk.reports.validation:share_off",
+    "planner/test_validate.py::test_costs_that_are_off_are_off_by_as_much",
+)
+def _(original, predicted, measured):
+    return -original(predicted, measured)
+
+
+@TELLING.twin(
+    "a prediction is not told when requests were due",
+    "rayk.planner.validate:measured_arrivals",
+    "planner/test_validate.py::test_true_costs_predict_every_cell_and_its_requests_to_the_ns",
+)
+def _(original, cell, requests):
+    return original(cell, [row | {"due_ms": 0.0} for row in requests])
+
+
+@TELLING.twin(
+    "a prediction's answers go on to their limit",
+    "rayk.planner.validate:_length",
+    "planner/test_validate.py::test_true_costs_predict_every_cell_and_its_requests_to_the_ns",
+)
+def _(original, row, limit):
+    return limit
+
+
+@TELLING.twin(
+    "the spread of repeats excuses nothing",
+    "rayk.reports.validation:_misses",
+    "planner/test_validate.py::test_a_bound_is_missed_beyond_the_spread_only",
+)
+def _(original, error, spread, bound):
+    return original(error, 0.0, bound)
+
+
+@TELLING.twin(
+    "waiting counts for no queue",
+    "rayk.reports.achieved:metrics_of",
+    "reports/test_achieved.py::test_the_queue_is_littles",
+)
+def _(original, requests, slo=None):
+    return original(requests, slo) | {"mean_waiting": 0.0}
+
+
+@TELLING.twin(
+    "cells beside which others computed are not measured again",
+    "jobs.quiet_machine:QuietProgress.busy",
+    "jobs/test_plan_validation.py::test_cells_wait_for_a_quiet_machine_and_busy_ones_are_noted",
+)
+def _(original, self):
+    return {}
