@@ -1,4 +1,4 @@
-"""Bugs of simulated hand-overs."""
+"""Bugs of simulated engines, of what joins them, and of whoever sends them requests."""
 
 from __future__ import annotations
 
@@ -69,3 +69,79 @@ def _(original, self, extension):
 )
 def _(original, self, request_id, plan, num_tokens, tables, first_row):
     return original(self, request_id, plan, num_tokens, tables, 0)
+
+
+@SIMULATING.twin(
+    "a dead engine tells the end of its last turn",
+    "rayk.simulate.engine:SimEngine._hand_on",
+    "test_deaths.py::test_a_server_that_hands_over_loses_no_request",
+)
+def _(original, self, told):
+    was_dead, self.is_dead = self.is_dead, False
+    original(self, told)
+    self.is_dead = was_dead
+
+
+@SIMULATING.twin(
+    "no engine that died is formed again",
+    "rayk.simulate.fleet:SimFleet._form_again",
+    "test_deaths.py::test_requests_of_a_cell_wait_for_the_engine_that_is_formed_again",
+)
+def _(original, self, member, again, back_s):
+    pass
+
+
+@SIMULATING.twin(
+    "blocks of a request whose decode engine died are kept until their lease ends",
+    "rayk.simulate.flow:RequestFlow._settle",
+    "test_deaths.py::test_blocks_lent_to_an_engine_that_died_come_free_at_once",
+)
+def _(original, self):
+    pass
+
+
+@SIMULATING.twin(
+    "a request whose time is over is ended once more by the waiting room",
+    "rayk.simulate.entry:ServerEntry.carry_out",
+    "test_servers.py::test_requests_end_when_their_time_is_over_wherever_they_are",
+)
+def _(original, self, actions):
+    for flow, _ in self._asking.values():
+        flow.is_over = False
+    original(self, actions)
+
+
+@SIMULATING.twin(
+    "a step under way loses nothing to one that begins beside it",
+    "rayk.simulate.host:SimHost._lost_ns",
+    "test_neighbours.py::test_steps_that_overlap_take_as_long_as_cores_allow",
+)
+def _(original, self, step, new):
+    return 0.0
+
+
+@SIMULATING.twin(
+    "a host tier does not give back what it does not read",
+    "rayk.simulate.tier:_TierRank.let_go",
+    "test_same_tiers.py::test_what_is_stored_loaded_and_swapped_is_equal[qwen3-1]",
+)
+def _(original, self, request_id):
+    pass
+
+
+@SIMULATING.twin(
+    "a host tier reads what it has once more",
+    "rayk.simulate.tier:_TierRank.start",
+    "test_tiers.py::test_a_tier_reads_only_what_it_has_not",
+)
+def _(original, self, ticket, tables, deadline_ns, first_row):
+    original(self, ticket, tables, deadline_ns, 0)
+
+
+@SIMULATING.twin(
+    "equal prompts get outputs of their own",
+    "rayk.simulate.tokens:TokenRule.begin",
+    "test_cached_share.py::test_a_traces_cached_share_is_as_served_one_after_another",
+)
+def _(original, self, request_id, *, prompt=None, num_output_tokens=None):
+    original(self, request_id, num_output_tokens=num_output_tokens)
