@@ -72,9 +72,13 @@ class Candidate:
             return self.num_prefill * rates.prefill
         return min(self.num_prefill * rates.prefill, self.num_decode * rates.decode)
 
+    @property
+    def num_engines(self) -> int:
+        return self.num_prefill + self.num_decode
+
     def shrunk(self, most: int) -> Candidate | None:
         """Return a fleet of at most so many engines in about the same ratio; None: it is no larger."""
-        total = self.num_prefill + self.num_decode
+        total = self.num_engines
         if total <= most:
             return None
         if not self.num_decode:

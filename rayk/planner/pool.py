@@ -47,6 +47,11 @@ class TrialPool:
     def spent_s(self) -> float:
         return self._clock() - self._began
 
+    @property
+    def left_s(self) -> float:
+        """Seconds of the budget that are left."""
+        return self._budget_s - self.spent_s
+
     def is_late(self, share: float) -> bool:
         """Tell whether so much of the budget is over."""
         return self.spent_s > share * self._budget_s

@@ -17,7 +17,7 @@ SCREEN_REQUESTS = 200
 RATE_REQUESTS = 600
 PER_ENGINE = 12  # requests of the shortest simulation, for each engine: all of them have something to do
 STAND_IN_ENGINES = 24
-"""A larger fleet is tried by one of so many engines; what is confirmed is the fleet itself."""
+"""A larger fleet is tried by one of so many engines; the best one is simulated as it is, too."""
 STEADY = 4
 """A simulation lasts so many times as long as a request may."""
 PATIENCE, SHORT_PATIENCE = 20, 6
@@ -91,12 +91,34 @@ class Search:
                     "no plan takes the rate, by the estimate: the highest rates were looked for"
                 )
             best = self._highest(candidates)
+        best = self._as_it_is(best)
         if best.result.refusal:
             raise OutsideHull(
                 problem=f"every plan takes steps unlike those measured: {best.result.refusal}",
                 where=self.spec.costs or "",
                 mend="measure such steps (`rayk costs`), or --extrapolate",
             )
+        return best
+
+    def _as_it_is(self, best: PlanTrials) -> PlanTrials:
+        """Simulate a fleet of which only a smaller one was, and go on to the next best where it does not keep
+        what that did; not where it would take longer than the budget has left."""
+        ranked = [best, *(p for p in self._by_rank() if p is not best)]
+        for plan in ranked[:FINALISTS]:
+            if plan.result.trial.stand_in is None or not self.keeps(plan.result):
+                return plan
+            trial = self._trial(plan.candidate, plan.result.trial.rate, self._most, whole=True)
+            takes_s = trial.num_requests * plan.result.cpu_s / max(1, plan.result.trial.num_requests)
+            if takes_s > self._pool.left_s:
+                self.notes.append(
+                    f"simulated by a smaller fleet in the same ratio: {plan.candidate.num_engines} engines "
+                    f"would take about {takes_s:,.0f} s (--budget-s)"
+                )
+                return plan
+            self._progress.stage("simulating the whole fleet", 1)
+            (plan.result,) = self._pool.run([trial], on_result=self._progress.done)
+            if self.keeps(plan.result):
+                return plan
         return best
 
     def keeps(self, result: TrialResult) -> bool:
@@ -300,15 +322,14 @@ class Search:
             left = ", ".join(list(changes)[len(results) :])
             self.notes.append(f"the budget ended before these were tried: {left}")
 
-    def _trial(self, candidate: Candidate, rate: float, num_requests: int) -> Trial:
-        """Make a trial of so many requests; one that is not of all of them may take a smaller fleet."""
-        stand_in = candidate.shrunk(STAND_IN_ENGINES) if num_requests < self._most else None
+    def _trial(self, candidate: Candidate, rate: float, num_requests: int, *, whole: bool = False) -> Trial:
+        """Make a trial of at least so many requests, of a large fleet by a smaller one unless `whole`."""
+        stand_in = None if whole else candidate.shrunk(STAND_IN_ENGINES)
         trial = Trial(candidate=candidate, rate=rate, num_requests=1, seed=self._seed, stand_in=stand_in)
         simulated, part = trial.simulated
-        engines = simulated.num_prefill + simulated.num_decode
         patience = SHORT_PATIENCE if num_requests == SCREEN_REQUESTS else PATIENCE
         lasts_s = max(STEADY * candidate.family.rates.e2e_s, patience * self._patience_s)
-        num = max(num_requests, PER_ENGINE * engines, round(part * rate * lasts_s))
+        num = max(num_requests, PER_ENGINE * simulated.num_engines, round(part * rate * lasts_s))
         return replace(trial, num_requests=min(num, MAX_SIMULATED))
 
     def _num(self, num_requests: int) -> int:

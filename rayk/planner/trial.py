@@ -88,6 +88,7 @@ class TrialResult:
     cached_share: float = 0.0  # of prompt tokens
     num_steps: int = 0
     num_outside_hull: int = 0
+    cpu_s: float = 0.0  # that the simulation took
 
     @property
     def goodput(self) -> float:
@@ -138,6 +139,7 @@ def run_trial(world: PlanWorld, trial: Trial) -> TrialResult:
         cached_share=sum(a.num_cached_tokens for a in accounts.values()) / max(1, prompt_tokens),
         num_steps=sum(a.num_steps for a in accounts.values()),
         num_outside_hull=outcome.num_outside_hull,
+        cpu_s=outcome.cpu_s,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -212,6 +213,35 @@ def test_the_example_can_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried == {("aggregated", tp, None) for tp in (1, 2, 4)} | {
         ("disaggregated", p, d) for p in (1, 2, 4) for d in (1, 2, 4)
     }
+
+
+@pytest.mark.thorough
+def test_a_large_fleet_is_tried_by_a_smaller_one_and_then_as_it_is(tmp_path: Path) -> None:
+    """Numbers of requests tell which fleet was simulated: 12 for each engine of it."""
+    asked: dict[str, Any] = {
+        "cpu": {"slots": 30},
+        "traffic": {"rate": 100, "num_requests": 20},
+        "search": {"mode": "aggregated", "num_prefill": 30},
+    }
+    plan = make_plan(tmp_path, EVEN, **asked)
+    (family,) = plan.inputs.space.families
+    fleet = plan.inputs.space.of(family, 30)
+    stand_in = fleet.shrunk(24)
+    assert stand_in is not None
+    assert stand_in.num_engines == 24
+    pair = plan.inputs.space.of(family, 200, 100).shrunk(24)
+    assert pair is not None
+    assert (pair.num_prefill, pair.num_decode) == (8, 4)
+    found = plan.run()
+    assert found.is_met
+    assert best_of(found)["num_requests"] == 0.9 * 12 * 30  # not of the 24 that stood in for them
+    assert found.facts["sensitivity"][1]["num_requests"] == 12 * 24 - 12 * 24 // 10
+    assert not any("smaller fleet" in note for note in found.facts["search"]["notes"])
+    world = PlanWorld(spec=plan.inputs.spec, config=plan.inputs.config, costs=plan.inputs.costs)
+    trial = Trial(candidate=fleet, rate=1200, num_requests=240, stand_in=stand_in)
+    small, whole = run_trial(world, trial), run_trial(world, replace(trial, stand_in=None, num_requests=300))
+    assert small.ttft_ms[0] == pytest.approx(whole.ttft_ms[0], rel=0.1)
+    assert small.output_tokens_per_s == pytest.approx(whole.output_tokens_per_s, rel=0.1)
 
 
 def test_a_plan_s_folder_is_read_back_and_has_a_page(tmp_path: Path) -> None:
