@@ -145,3 +145,53 @@ def _(original, self, ticket, tables, deadline_ns, first_row):
 )
 def _(original, self, request_id, *, prompt=None, num_output_tokens=None):
     original(self, request_id, num_output_tokens=num_output_tokens)
+
+
+# Quiet steps that are taken at once.
+
+FAST = "test_spans.py::test_a_fast_world_is_as_one_that_takes_each_step"
+
+
+@SIMULATING.twin(
+    "a span that is cut takes a turn that had not begun",
+    "rayk.simulate.spans:QuietSpan.num_begun",
+    FAST,
+)
+def _(original, self, is_past):
+    return min(len(self.ends_ns), original(self, is_past) + 1)
+
+
+@SIMULATING.twin(
+    "a span goes on though a read has ended",
+    "rayk.simulate.spans:QuietSpans.plan",
+    FAST,
+)
+def _(original, self, begin_ns, until_ns):
+    return original(self, begin_ns, None)
+
+
+@SIMULATING.twin(
+    "a step in flight after a span ends a moment late",
+    "rayk.simulate.rank:SimRank.go_on",
+    FAST,
+)
+def _(original, self, features, took_ns, free_ns):
+    original(self, features, took_ns, free_ns + 1)
+
+
+@SIMULATING.twin(
+    "mere tokens of many steps are told as of one",
+    "rayk.simulate.late_sink:LateSink.note_all",
+    FAST,
+)
+def _(original, self, tokens, times_ns):
+    original(self, tokens, times_ns[-1:] * len(tokens))
+
+
+@SIMULATING.twin(
+    "what is drawn for steps that were not taken is drawn anew",
+    "rayk.simulate.rank:StepTimer.passed",
+    FAST,
+)
+def _(original, self, num_steps):
+    original(self, len(self._drawn))
