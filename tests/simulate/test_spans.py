@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from rayk.costs import CostBook, EngineCosts
@@ -99,7 +99,8 @@ def test_a_fast_world_is_as_one_that_takes_each_step(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(SimEngine, "_carry_out", noted)
 
-    @settings(max_examples=100, deadline=None, derandomize=True)
+    # A failing cell is small as it is, and each that is tried to make it smaller takes two simulations.
+    @settings(max_examples=100, deadline=None, derandomize=True, phases=[Phase.generate])
     @given(cells())
     def hold_equal(drawn: Any) -> None:
         cell, model, arrivals, costs, how = drawn
