@@ -11,7 +11,7 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs dashboards
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment real real-all dashboards quantised releases hybrid groups shards chaos paced plan-validation fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-structured serve-swap attack sweep ceiling bench-peers test test-all test-slow test-generators test-gpu gpu-day nightly shard-pairs check kernels bench mutants vllm vllm-experiment vllm-nightly clean
+.PHONY: help venv experiment real real-all dashboards quantised releases hybrid groups shards chaos paced plan plan-validation fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-structured serve-swap attack sweep ceiling bench-peers test test-all test-slow test-generators test-gpu gpu-day nightly shard-pairs check kernels bench mutants vllm vllm-experiment vllm-nightly clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
@@ -32,6 +32,7 @@ help:
 	@echo "make attack      a server as a stranger finds it: ports, jobs, drivers, pickles, files, requests without the key"
 	@echo "make serve-bench aggregated against disaggregated servers on equal workers: goodput, Pareto front"
 	@echo "make paced       fleets of 4 to 16 engines that keep the times of a cost table, 27 cells, beside a simulation (70 min)"
+	@echo "make plan        which engines Qwen3-8B needs on 8 H200, predicted from a data sheet: jobs/plan.yaml; ARGS='--set KEY=VALUE'"
 	@echo "make plan-validation  predictions against this machine, 96 cells of two cores (75 min; ARGS=--quick: 10)"
 	@echo "make sweep       672 transfers without a model, over NIXL between Ray actors, every byte checked"
 	@echo "make ceiling     transfer rates beside bare NIXL, memcpy and Ray's own transport"
@@ -93,6 +94,9 @@ real real-all:
 
 paced: $(STAMP)
 	$(BIN)/python jobs/paced.py $(ARGS)
+
+plan: $(STAMP)
+	$(BIN)/rayk plan jobs/plan.yaml $(ARGS)
 
 plan-validation: $(STAMP)
 	$(BIN)/python jobs/plan_validation.py --record $(ARGS)

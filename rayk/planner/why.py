@@ -107,7 +107,7 @@ def why_not(plan: PlanTrials, best: PlanTrials, *, good: float, fewest: bool) ->
     if fewest and more > 0:
         return f"{more} more GPU{'s' if more > 1 else ''}"
     if plan.max_rate is None:
-        return "in a short simulation as good as the best, but others were likelier to have room"
+        return "as good in a short simulation; not simulated at length"
     if best.max_rate is not None and plan.max_rate < best.max_rate:
         return f"keeps the SLO up to {plan.max_rate:,.3g} requests/s, the best up to {best.max_rate:,.3g}"
     return f"{more} more GPUs at the same rate" if more > 0 else "as good as the best"
