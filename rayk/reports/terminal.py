@@ -31,6 +31,9 @@ class _Capped:
         self._text = text
         self._num_lines = num_lines
 
+    def __str__(self) -> str:
+        return self._text.plain
+
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement.get(console, options, self._text)
 

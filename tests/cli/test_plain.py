@@ -13,7 +13,9 @@ from rich.text import Text
 from rayk.cli.plain import plain_lines, print_table
 from rayk.reports import load, verdict_table
 from rayk.reports.load_page import load_tables
+from rayk.reports.plan_text import plan_tables
 from tests.reports.synthetic import write_run
+from tests.reports.synthetic_plan import synthetic_facts, synthetic_plans
 from tests.reports.test_columns import write_load
 
 
@@ -60,3 +62,11 @@ def test_every_cell_of_a_run_is_one_line_with_its_whole_reason(tmp_path: Path) -
 def test_a_loads_tables_too(tmp_path: Path) -> None:
     for table in load_tables(load(write_load(tmp_path / "load")).cells):
         assert any(line.startswith("poisson rate=100") for line in plain_lines(table))
+
+
+def test_every_plan_is_one_line_with_all_that_speaks_against_it() -> None:
+    plans = synthetic_plans()
+    *_, tried = plan_tables(plans, synthetic_facts())
+    _, _, *rows = plain_lines(tried)
+    assert len(rows) == len(plans)
+    assert all(reason in row for row, reason in zip(rows, plans["why_not"], strict=True))
