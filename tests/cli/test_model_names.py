@@ -23,19 +23,27 @@ COMMANDS = {
     ("explain", "model"): ["explain", "--model", NAME],
     ("doctor", "model"): ["doctor", "--model", NAME],
     ("costs", "model"): ["costs", NAME, "--out", "costs"],
+    ("plan", "spec"): ["plan", "plan.yaml"],
     ("run", "spec"): ["run", "spec.yaml"],
     ("run", "overrides"): ["run", "other.yaml", "--set", f"model={NAME}"],
 }
 """Parameters by which a checkpoint is named, and a command that names one."""
 NO_CHECKPOINTS = {
-    "a file that is read": "bench.trace bench.prompts bench.dataset_path checkpoint.from_gguf "
-    "conformance.python serve.dtype costs.wanted",
+    "a file or a folder of tables that is read": "bench.trace bench.prompts bench.dataset_path "
+    "checkpoint.from_gguf "
+    "conformance.python serve.dtype costs.wanted plan.costs plan.hardware",
     "a folder or file that is written": "run.out bench.out conformance.out report.out checkpoint.directory "
-    "costs.out run.ray_token_file serve.ray_token_file",
-    "a folder of a run": "report.directories costs.from_runs",
+    "costs.out plan.out run.ray_token_file serve.ray_token_file",
+    "a folder of a run": "report.directories costs.from_runs plan.validate",
     "how clients of a server name its model": "bench.model serve.served_model_name",
     "a number or a value": "serve.max_model_len doctor.gpus doctor.tokens checkpoint.overrides "
     "checkpoint.quantise serve.tool_call_parser",
+}
+PLAN = {
+    "gpus": "1xH200",
+    "hardware": "h200",
+    "traffic": {"rate": 1, "input_tokens": 8, "output_tokens": 8},
+    "slo": {"ttft": "1s"},
 }
 SPEC = {"prompts": {"random": {"count": 1, "input_tokens": [5]}}}
 
@@ -72,6 +80,7 @@ def nothing_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     for file, model in (("spec.yaml", NAME), ("other.yaml", "checkpoints/other")):
         Path(file).write_text(yaml.safe_dump(SPEC | {"model": model}))
+    Path("plan.yaml").write_text(yaml.safe_dump(PLAN | {"model": NAME}))
 
 
 @pytest.mark.usefixtures("nothing_here")
