@@ -94,7 +94,7 @@ def in_lines(command: str, width: int) -> str:
     """Break a command over lines that a shell reads as one."""
     parts: list[str] = []
     for word in map(shlex.quote, shlex.split(command)):
-        if word.startswith("--") or not parts or parts[-1] == "rayk":
+        if word.startswith("--") or not parts or parts[-1] == "rayk serve":
             parts.append(word)
         else:
             parts[-1] += f" {word}"
