@@ -215,12 +215,14 @@ class VllmEngine:
 
     async def _words(self, find: Callable[[str], str], num_logged: int) -> str:
         """Find words in what vLLM logged after so many characters; its log may lag behind its answers."""
-        until = time.monotonic() + LAST_WORDS_S
+        until, before = time.monotonic() + LAST_WORDS_S, ""
         while True:
             new = min(self._num_logged - num_logged, len(self._log))
             words = find(self._log[len(self._log) - new :])
-            if words or time.monotonic() > until:
+            # What is logged comes line by line: all is there when no more comes.
+            if (words and words == before) or time.monotonic() > until:
                 return words
+            before = words
             await asyncio.sleep(WORDS_POLL_S)
 
     async def _read_answers(self, stream: asyncio.StreamReader, to_driver: asyncio.StreamWriter) -> None:

@@ -82,7 +82,9 @@ def why_of(plan: PlanTrials, *, rate: float | None, good: float) -> list[str]:
     """Say in sentences why a plan is the best, and what it comes to."""
     result, candidate = plan.result, plan.candidate
     told = []
-    shares = [f"{side.title()} engines compute {share:.0%} of the time" for side, share in result.busy.items()]
+    shares = [
+        f"{side.title()} engines compute {share:.0%} of the time" for side, share in result.busy.items()
+    ]
     if candidate.family.is_aggregated:
         shares = [f"Engines compute {result.busy.get('prefill', 0.0):.0%} of the time"]
     blocks = ", ".join(f"{share:.0%}" for share in result.kv_peak.values())
