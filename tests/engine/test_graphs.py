@@ -339,7 +339,7 @@ def test_a_planted_fault_is_in_what_a_worker_records(
 
     monkeypatch.setattr(wrong, "forward", counted)
     recorder = Again()
-    monkeypatch.setattr(worker_module, "EngineRank", functools.partial(EngineRank, recorder=recorder))
+    monkeypatch.setattr("rayk.engine.build.EngineRank", functools.partial(EngineRank, recorder=recorder))
     config = EngineConfig(
         model=str(checkpoint("llama")), attention_backend="reference", num_blocks=64, max_seqs=4
     )

@@ -108,7 +108,7 @@ def test_workers_that_never_come_are_a_message(
         raise ray.exceptions.GetTimeoutError(f"{timeout} s")
 
     monkeypatch.setattr(ray, "get", get)
-    cells = [SimpleNamespace(prefill=SimpleNamespace(model=model))]
-    runner: Any = SimpleNamespace(_prepared="a reference", _cells=cells)
+    cells = [SimpleNamespace(prefill=SimpleNamespace(model=model, has_weights=True))]
+    runner: Any = SimpleNamespace(_prepared="a reference", _cells=cells, _demands=())
     with pytest.raises(DeviceError, match=rf"no word of them within {limit_s} s(.|\n)*mend: .*rayk doctor"):
         run_module._Runner.ready(runner)
