@@ -83,27 +83,32 @@ def run(
         planned = plan_cells(loaded, {str(model): load_config(str(model))})
         (cell,), _ = launch.fit_cells([c for c, _ in planned])
         coordinator = launch.start_coordinator("rayk/coordinator/metrics", keep_workers=True)
+        samples: list[Sample] = []
+        places: dict[tuple[str, str], Sample] = {}
+
+        def look() -> None:
+            """Scrape; what is no longer told of where ranks stand stays: Ray forgets the gauges of engines
+            that have ended within a report or two."""
+            scraped = scrape()
+            infos = [s for s in scraped if s.name == "ray_rayk_engine_rank_info"]
+            places.update({(s.labels["engine"], s.labels["rank"]): s for s in infos})
+            samples[:] = [*(s for s in scraped if s not in infos), *places.values()]
+
+        def all_told() -> bool:
+            time.sleep(0.2)
+            look()
+            # Ray may collect in the midst of a report, which begins with steps and ends with their times.
+            tokens, told, steps, timed = (total(samples, name) for name in AWAITED)
+            return (tokens, told, timed) == (num_tokens, len(outcome.requests), steps) and len(places) == 3
+
         try:
-            outcome = ray_.get(
-                coordinator.run_cell.remote(cell, planned[0][1], 0, capture=False), timeout=200
-            )
+            running = coordinator.run_cell.remote(cell, planned[0][1], 0, capture=False)
+            until = time.monotonic() + 200
+            while not ray_.wait([running], timeout=0.2)[0]:
+                assert time.monotonic() < until
+                look()
+            outcome = ray_.get(running)
             num_tokens = sum(len(r.output_token_ids) for r in outcome.requests)
-
-            samples: list[Sample] = []
-            places: dict[tuple[str, str], Sample] = {}
-
-            def all_told() -> bool:
-                time.sleep(0.2)
-                scraped = scrape()
-                # The engines have ended: Ray forgets their gauges within a report or two.
-                infos = [s for s in scraped if s.name == "ray_rayk_engine_rank_info"]
-                places.update({(s.labels["engine"], s.labels["rank"]): s for s in infos})
-                samples[:] = [*(s for s in scraped if s not in infos), *places.values()]
-                # Ray may collect in the midst of a report, which begins with steps and ends with their times.
-                tokens, told, steps, timed = (total(samples, name) for name in AWAITED)
-                return (tokens, told, timed) == (num_tokens, len(outcome.requests), steps) and len(
-                    places
-                ) == 3
 
             def awaited() -> str:
                 return str({name: total(samples, name) for name in AWAITED})
