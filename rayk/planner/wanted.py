@@ -47,8 +47,9 @@ class Wanted:
 def wanted_by(spec: Path, model: str, tokenizer_loader: TokenizerLoader) -> Wanted:
     """Read an experiment, or a plan (it has an `slo`), and say what its engines of the model need. Raises
     UserError where there are none, and where their engines differ in what a grid has one of."""
+    is_plan = "slo" in read_spec_data(spec, str(spec))[0]
     sizes = read_config(config_file(model)[1])
-    if "slo" in read_spec_data(spec, str(spec))[0]:
+    if is_plan:
         return _by_plan(spec, model, sizes)
     loaded = load_spec(spec)
     configs = {name: read_config(config_file(name)[1]) for name in loaded.spec.models()}
