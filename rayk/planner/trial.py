@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -217,12 +217,7 @@ def slowed_book(book: CostBook, factor: float) -> CostBook:
                 for name, r in book.transfers.reads.items()
             }
         ),
-        gaps=GapTable(
-            dispatch=_slowed_gap(book.gaps.dispatch, factor),
-            handover=_slowed_gap(book.gaps.handover, factor),
-            release=_slowed_gap(book.gaps.release, factor),
-            answer=_slowed_gap(book.gaps.answer, factor),
-        ),
+        gaps=GapTable(**{f.name: _slowed_gap(getattr(book.gaps, f.name), factor) for f in fields(GapTable)}),
     )
 
 
