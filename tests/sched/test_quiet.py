@@ -86,7 +86,9 @@ class World:
     def steps(self, num_steps: int) -> None:
         """Take steps, the quiet ones at once."""
         while num_steps > 0:
-            num = num_quiet_steps(self.scheduler, num_steps, num_left)
+            # As many are in flight afterwards as before: an engine that runs ahead takes a single one first.
+            is_behind = self.ahead and self.in_flight is None
+            num = 0 if is_behind else num_quiet_steps(self.scheduler, num_steps, num_left)
             if num:
                 self.num_spans.append(num)
                 ended = advance(self.scheduler, num, tokens_of)
