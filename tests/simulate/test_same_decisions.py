@@ -22,7 +22,7 @@ from rayk.parallel.shard import EngineShape
 from rayk.simulate.clock import EventQueue
 from rayk.simulate.engine import SimEngine
 from rayk.simulate.rank import StepTimer
-from rayk.simulate.tokens import TokenRule
+from rayk.simulate.tokens import SimOutput, TokenRule
 from rayk.types.batch import UNKNOWN_TOKEN, ScheduledBatch
 from rayk.types.config import EngineConfig
 from rayk.types.request import Request, SamplingParams
@@ -61,15 +61,26 @@ class Asked:
     max_tokens: int
 
 
+class NotedOutput(SimOutput):
+    """The tokens that a real engine chose, as they come to be known."""
+
+    def __init__(self, chosen: list[int], end: int) -> None:
+        super().__init__([], end, 0, None)
+        self._chosen = chosen
+
+    def tokens(self, number: int, count: int) -> list[int]:
+        return self._chosen[number - 1 : number - 1 + count]
+
+
 class Noted(TokenRule):
     """Gives the tokens that a real engine chose: what a prefix cache finds depends on them."""
 
     def __init__(self, config: Any, outputs: dict[str, list[int]]) -> None:
         super().__init__(config)
-        self._outputs = outputs
+        self._chosen = outputs
 
-    def token(self, request_id: str, number: int) -> int:
-        return self._outputs[request_id][number - 1]
+    def output(self, request_id: str) -> SimOutput:
+        return NotedOutput(self._chosen[request_id], self.end)
 
 
 def requests(seed: int, unit: int = 8, num: int = 14) -> list[Asked]:
