@@ -73,8 +73,3 @@ class TokenRule:
                 found.names.append(request_id)
                 self._outputs[request_id] = found
         return found
-
-    def token(self, request_id: str, number: int) -> int:
-        """Choose the output token of this number, from 1."""
-        (token,) = self.output(request_id).tokens(number, 1)
-        return token
