@@ -333,7 +333,8 @@ class SimEngine:
     def _write_rows(self, span: QuietSpan, num_steps: int, changes: list[tuple[int, int, int]]) -> None:
         """Make the rows of steps that were taken at once; `changes`: (step, free blocks, cached blocks),
         after each step in which they changed, and before all."""
-        assert self.on_step is not None
+        on_step = self.on_step  # who gets them may have enough before the last
+        assert on_step is not None
         last, at = self.scheduler.num_steps - self.scheduler.num_in_flight, 0
         for i in range(num_steps):
             step = span.settled(i)
@@ -345,7 +346,7 @@ class SimEngine:
             while at + 1 < len(changes) and changes[at + 1][0] <= i:
                 at += 1
             _, row.num_free_blocks, row.num_cached_blocks = changes[at]
-            self.on_step(row)
+            on_step(row)
 
     def turned(self) -> None:
         """Count a turn: nothing to do."""

@@ -65,6 +65,16 @@ def test_engines_share_requests_as_the_policy_says() -> None:
     assert max(account.max_waiting for account in outcome.engines.values()) > 0
 
 
+def test_the_first_steps_are_kept_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are taken at once are written at once, some of them in vain."""
+    how: dict[str, Any] = {"prefill": {"num_engines": 2}, "sampling": {"max_tokens": 30}}
+    prompts = [(1, 2, 3), (4, 5, 6, 7)]
+    steps = simulated(prompts, **how).steps
+    assert len(steps) == 60
+    monkeypatch.setattr("rayk.simulate.fleet.MAX_STEP_ROWS", 10)
+    assert simulated(prompts, **how).steps == steps[:10]
+
+
 def test_no_more_requests_stream_than_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rayk.simulate.entry.MAX_STREAMS", 2)
     rows = simulated([(1, 2, 3)] * 6).requests
