@@ -22,7 +22,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 
 from jobs.benchmarks.harness import Page, option, part, run
 from jobs.quiet_machine import QuietProgress
+from rayk.actors.tokenizer import load_encoder
 from rayk.cli.guard import run_guarded
 from rayk.cli.progress import RunProgress
 from rayk.experiments.planning import plan_experiment
@@ -42,8 +43,10 @@ from rayk.planner.fitting import fit_runs
 from rayk.planner.measure import GridRequest, grid_spec
 from rayk.planner.recorded import read_run
 from rayk.planner.validate import ValidationPlan, validate
+from rayk.planner.wanted import wanted_by
 from rayk.reports import Result, load
 from rayk.reports.page import Column
+from rayk.reports.trust import predicted_text
 from rayk.reports.validation import Judged, Validation, metric_rows, worst_cell
 from rayk.reports.validation_page import ERRORS, cell_columns, cell_rows, shown_metrics, worst_text
 from rayk.specs import ExperimentSpec, load_spec
@@ -143,7 +146,7 @@ def measure(asked: argparse.Namespace, page: Page) -> list[str]:
                 | measured.busy.keys(),
             ),
             skipped=measured.skipped,
-            extrapolate=asked.extrapolate,
+            extrapolate=asked.extrapolate or asked.quick,
         ),
         tell=lambda number, total, cell_id: _say(f"predicting {number + 1} of {total}: {cell_id}"),
     )
@@ -205,16 +208,16 @@ class _Job:
         plan_experiment(self._spec, self.folder("plan"), tell=_say)  # writes the checkpoints
         runs = []
         for model in dict.fromkeys(point["model"] for point in all_points):
-            asked = GridRequest(
-                model=model,
+            wanted = replace(
+                wanted_by(SPEC, model, load_encoder),
                 tp=(1, 2) if "TP 2" in kinds else (1,),
                 pairs=((1, 1),) if "P/D 1:1" in kinds else (),
+            )
+            asked = GridRequest(
+                model=model,
                 has_neighbours=bool(kinds & {"x2", "P/D 1:1"}),
-                device="cpu",
-                max_tokens=384,
-                max_seqs=8,
-                max_batch_tokens=256,
                 is_quick=self._asked.quick,
+                **asdict(wanted),
             )
             folder = self.costs / Path(model).name
             self._run(grid_spec(asked, read_config(config_file(model)[1])), folder)
@@ -283,6 +286,7 @@ def tell(page: Page, found: Validation, measured: Measured, capacities: list[dic
     rows = metric_rows(found.errors)
     page.say(*HEAD, "")
     page.section("Errors by metric", ERRORS, shown_metrics(rows))
+    page.say(predicted_text(found.facts["predicted"]), "")
     worst = worst_cell(found)
     if worst is not None:
         text = worst_text(worst).replace(worst.cell_id, names[worst.cell_id])
@@ -318,7 +322,10 @@ def main() -> int:
         only=option("", "points whose names hold this, such as 'llama x1 balanced'"),
         patience=option(120.0, "seconds to wait for a quiet machine, before each cell"),
         rounds=option(2, "of measuring cells again beside which others used the machine"),
-        quick={"action": "store_true", "help": "12 cells: balanced traffic"},
+        quick={
+            "action": "store_true",
+            "help": "12 cells of balanced traffic, coarser tables, steps beyond them extrapolated",
+        },
         extrapolate={"action": "store_true", "help": "predict also what no table covers"},
     )
 
