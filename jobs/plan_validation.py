@@ -5,14 +5,17 @@
 Needs a quiet machine. The folder --work is continued by another call, and holds:
 
     costs       what `rayk costs` measures of each model, and the tables fitted to it
-    capacity    jobs/plan_validation.yaml, all prompts at once: requests per second in the middle of each cell
-    cells       the same points at 0.5, 0.7, 0.85 and 0.95 of that, `--repeats` times each
-    again-1...  cells beside which others used the machine, measured again
-    validation  predictions beside measurements: report.html, and a run folder of what was predicted
+    groups      a folder for each model and configuration: what the points of jobs/plan_validation.yaml can
+                take (capacity: all prompts at once), and the same at 0.5, 0.7, 0.85 and 0.95 of that (cells),
+                `--repeats` times each
+    validation  predictions beside measurements: report.html, and run folders of what was predicted
 
-Before each cell the job waits until the machine is quiet (--patience), and looks again after it. A cell that
-never had a quiet machine is reported by name, without a bound; so are cells at 0.95. An answer is good if it
-keeps 3 times the median TTFT and 1.5 times the median TPOT of its own point at the lightest load.
+Before each cell the job waits until the machine is quiet (--patience), and looks again after it. Cells beside
+which others used the machine are measured again (--rounds); one that never had a quiet machine is reported by
+name, without a bound, and so are cells at 0.95. An answer is good if it keeps 3 times the median TTFT and 1.5
+times the median TPOT of its own point at the lightest load.
+
+--part measures every Nth group. The page is of all groups that are there, whichever call measured them.
 """
 
 from __future__ import annotations
@@ -21,8 +24,8 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -44,12 +47,12 @@ from rayk.planner.measure import GridRequest, grid_spec
 from rayk.planner.recorded import read_run
 from rayk.planner.validate import ValidationPlan, validate
 from rayk.planner.wanted import wanted_by
-from rayk.reports import Result, load
+from rayk.reports import load
 from rayk.reports.page import Column
 from rayk.reports.trust import predicted_text
 from rayk.reports.validation import Judged, Validation, metric_rows, worst_cell
 from rayk.reports.validation_page import ERRORS, cell_columns, cell_rows, shown_metrics, worst_text
-from rayk.specs import ExperimentSpec, load_spec
+from rayk.specs import load_spec
 from rayk.types.files import parse_json, read_text, write_atomically
 from rayk.types.slo import Slo
 
@@ -62,7 +65,7 @@ TRAFFIC = {8: "prefill-heavy", 40: "balanced", 96: "decode-heavy"}
 """Names of the YAML file's kinds of traffic, by their max_tokens."""
 TTFT_FACTOR, TPOT_FACTOR = 3.0, 1.5
 MIDDLE = (0.2, 0.8)  # of the answers: between them requests end as fast as they can
-NOTES = "busy.json"
+NOTES, DONE = "busy.json", "done.json"
 NOTES_BYTES = 1 << 20
 CAPACITIES = (Column("point", "name"), Column("requests/s", "rate", ",.2f"))
 
@@ -82,20 +85,24 @@ class LoadedPoint:
 
     point: Point
     share: float
-    rate: float  # requests per second
+    capacity: float  # requests per second
+
+    @property
+    def rate(self) -> float:
+        return round(self.share * self.capacity, 3)
+
+    @property
+    def name_of_point(self) -> str:
+        return name_of(self.point)
 
     @property
     def name(self) -> str:
-        return f"{name_of(self.point)} at {self.share:g}"
+        return f"{self.name_of_point} at {self.share:g}"
 
 
-def points(spec: ExperimentSpec) -> list[Point]:
-    """List the points of a matrix, in the order of its cells."""
-    return [
-        dict(zip(matrix, values, strict=True))
-        for matrix in spec.matrix
-        for values in product(*matrix.values())
-    ]
+def points(matrix: Sequence[Mapping[str, Sequence[Any]]]) -> list[Point]:
+    """List the points of a spec's matrix, in the order of its cells."""
+    return [dict(zip(of, values, strict=True)) for of in matrix for values in product(*of.values())]
 
 
 def configuration(point: Point) -> str:
@@ -111,78 +118,101 @@ def name_of(point: Point) -> str:
     return f"{model} {configuration(point)} {TRAFFIC[point['sampling.max_tokens']]}"
 
 
-def chosen(
-    of: Sequence[Point], *, quick: bool, only: str, piece: tuple[int, int]
-) -> Iterator[tuple[Point, Sequence[float]]]:
-    """Yield the points of a part, and the rates of each."""
-    kept: list[tuple[Point, Sequence[float]]] = []
-    for point in (p for p in of if only in name_of(p)):
-        if not quick:
-            kept.append((point, RATES))
-        elif TRAFFIC[point["sampling.max_tokens"]] == "balanced":
-            kept.append((point, QUICK_RATES[configuration(point)]))
-    number, parts = piece
-    yield from kept[number - 1 :: parts]
+def grouped(of: Sequence[Point], *, quick: bool, only: str) -> dict[str, list[tuple[Point, Sequence[float]]]]:
+    """Group points by model and configuration, each with the loads at which it is measured."""
+    groups: dict[str, list[tuple[Point, Sequence[float]]]] = {}
+    for point in of:
+        kind = TRAFFIC[point["sampling.max_tokens"]]
+        if only not in name_of(point) or (quick and kind != "balanced"):
+            continue
+        rates = QUICK_RATES[configuration(point)] if quick else RATES
+        groups.setdefault(name_of(point).removesuffix(f" {kind}"), []).append((point, rates))
+    return groups
 
 
 def measure(asked: argparse.Namespace, page: Page) -> list[str]:
     job = _Job(asked)
     job.measure_costs()
-    rates = job.capacities()
-    wanted = [
-        LoadedPoint(point=point, share=share, rate=round(share * rates[index], 3))
-        for index, (point, of) in enumerate(job.points)
-        for share in of
-    ]
-    measured = job.measure_cells(wanted)
+    number, parts = asked.part
+    for name in list(job.groups)[number - 1 :: parts]:
+        job.measure_group(name)
+    measured = job.measured()
     found = validate(
         ValidationPlan(
-            runs=measured.runs,
+            runs=[Path(run) for run in measured.runs],
             costs=job.costs,
             out=job.folder("validation"),
-            judged=Judged(
-                slos=measured.slos(),
-                unbound={c for c, loaded in measured.cells.items() if loaded.share >= UNBOUND}
-                | measured.busy.keys(),
-            ),
-            skipped=measured.skipped,
+            judged=Judged(slos=measured.slos(), unbound=measured.unbound()),
+            skipped=measured.skipped(),
             extrapolate=asked.extrapolate or asked.quick,
         ),
         tell=lambda number, total, cell_id: _say(f"predicting {number + 1} of {total}: {cell_id}"),
     )
-    named = [{"name": name_of(p), "rate": rate} for (p, _), rate in zip(job.points, rates, strict=True)]
-    return tell(page, found, measured, named)
+    return tell(page, found, measured, [name for name in job.groups if name not in measured.groups])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
+class QuietRuns:
+    """A run, and the runs in which those of its cells were measured again that had no quiet machine."""
+
+    runs: list[str] = field(default_factory=list)
+    cells: dict[str, int] = field(default_factory=dict)
+    """Cell -> number of its point."""
+    again: list[tuple[str, str, str]] = field(default_factory=list)
+    """Run, cell, and why a later run has it."""
+    busy: dict[str, float] = field(default_factory=dict)
+    """Cells that never had a quiet machine, and how busy it was."""
+
+    def requests(self) -> dict[str, Any]:
+        """Read each cell's requests, of the run that counts."""
+        found: dict[str, Any] = {}
+        for run_folder in self.runs:
+            found |= dict(iter(load(run_folder).requests.groupby("cell_id", sort=False)))
+        return found
+
+
+@dataclass(kw_only=True)
 class Measured:
-    """What was measured, and beside what."""
+    """The loaded cells that are there."""
 
-    runs: list[Path]
-    cells: dict[str, LoadedPoint]
-    skipped: dict[tuple[str, str], str]
-    """(run, cell) -> why a later run has the cell."""
-    busy: dict[str, float]
-    """Cells that never had a quiet machine."""
+    groups: list[str] = field(default_factory=list)
+    runs: list[str] = field(default_factory=list)
+    cells: dict[str, LoadedPoint] = field(default_factory=dict)
+    again: list[tuple[str, str, str]] = field(default_factory=list)
+    busy: dict[str, float] = field(default_factory=dict)
+    capacities: list[tuple[str, float]] = field(default_factory=list)
+    """Name of a point, and requests per second."""
+
+    def add(self, group: str, runs: QuietRuns, cells: Mapping[str, LoadedPoint]) -> None:
+        self.groups.append(group)
+        self.runs += runs.runs
+        self.cells.update(cells)
+        self.again += runs.again
+        self.busy |= runs.busy
+        for loaded in cells.values():
+            capacity = loaded.name_of_point, loaded.capacity
+            self.capacities += [capacity] if capacity not in self.capacities else []
+
+    def skipped(self) -> dict[tuple[str, str], str]:
+        return {(run_folder, cell): why for run_folder, cell, why in self.again}
+
+    def unbound(self) -> set[str]:
+        return {c for c, loaded in self.cells.items() if loaded.share >= UNBOUND} | self.busy.keys()
 
     def slos(self) -> dict[str, Slo]:
         """Limit each point's cells by the medians of its lightest load."""
-        requests: dict[str, Any] = {}
-        for folder in self.runs:  # a later run's cells replace an earlier one's
-            requests |= dict(iter(load(folder).requests.groupby("cell_id", sort=False)))
-        lightest: dict[str, str] = {}
+        requests = QuietRuns(runs=self.runs).requests()
+        limits: dict[str, Slo] = {}
         for cell_id, loaded in sorted(self.cells.items(), key=lambda item: item[1].share):
-            lightest.setdefault(name_of(loaded.point), cell_id)
-        limits = {}
-        for name, cell_id in lightest.items():
-            medians = requests[cell_id][["ttft_ms", "tpot_ms"]].median()
-            limits[name] = Slo(
-                limits_ms={
-                    "ttft": round(TTFT_FACTOR * float(medians["ttft_ms"]), 1),
-                    "tpot": round(TPOT_FACTOR * float(medians["tpot_ms"]), 2),
-                }
-            )
-        return {cell_id: limits[name_of(loaded.point)] for cell_id, loaded in self.cells.items()}
+            if loaded.name_of_point not in limits:
+                medians = requests[cell_id][["ttft_ms", "tpot_ms"]].median()
+                limits[loaded.name_of_point] = Slo(
+                    limits_ms={
+                        "ttft": round(TTFT_FACTOR * float(medians["ttft_ms"]), 1),
+                        "tpot": round(TPOT_FACTOR * float(medians["tpot_ms"]), 2),
+                    }
+                )
+        return {cell_id: limits[loaded.name_of_point] for cell_id, loaded in self.cells.items()}
 
 
 class _Job:
@@ -190,24 +220,20 @@ class _Job:
         self._asked = asked
         self._spec = load_spec(SPEC)
         self._base = self._spec.spec.model_dump(mode="json", exclude_unset=True)
-        self.costs = self.folder("costs", of_part=False)
-        self.points = list(
-            chosen(points(self._spec.spec), quick=asked.quick, only=asked.only, piece=asked.part)
-        )
+        self.groups = grouped(points(self._base["matrix"]), quick=asked.quick, only=asked.only)
+        self.costs = self.folder("costs")
 
-    def folder(self, what: str, *, of_part: bool = True) -> Path:
-        number, of = self._asked.part
-        piece = f"-{number}-of-{of}" if of_part and of > 1 else ""
-        found: Path = self._asked.work / f"{what}{'-quick' if self._asked.quick else ''}{piece}"
+    def folder(self, what: str) -> Path:
+        found: Path = self._asked.work / f"{what}{'-quick' if self._asked.quick else ''}"
         return found
 
     def measure_costs(self) -> None:
-        """Measure the models, and fit their tables."""
-        all_points = [p for p in points(self._spec.spec) if self._asked.only in name_of(p)]
-        kinds = {configuration(point) for point in all_points}
+        """Measure the models, and fit their tables to cells that had a quiet machine."""
         plan_experiment(self._spec, self.folder("plan"), tell=_say)  # writes the checkpoints
-        runs = []
-        for model in dict.fromkeys(point["model"] for point in all_points):
+        kinds = {configuration(point) for of in self.groups.values() for point, _ in of}
+        models = dict.fromkeys(point["model"] for of in self.groups.values() for point, _ in of)
+        recorded = []
+        for model in models:
             wanted = replace(
                 wanted_by(SPEC, model, load_encoder),
                 tp=(1, 2) if "TP 2" in kinds else (1,),
@@ -219,55 +245,88 @@ class _Job:
                 is_quick=self._asked.quick,
                 **asdict(wanted),
             )
-            folder = self.costs / Path(model).name
-            self._run(grid_spec(asked, read_config(config_file(model)[1])), folder)
-            runs.append(read_run(folder))
-        fitted = fit_runs(runs)
+            grid = grid_spec(asked, read_config(config_file(model)[1]))
+            found = self._run_quietly(grid, points(grid["matrix"]), self.costs / Path(model).name)
+            again = {(run_folder, cell) for run_folder, cell, _ in found.again}
+            for run_folder in found.runs:
+                of_run = read_run(run_folder)
+                kept = tuple(c for c in of_run.cells if (run_folder, c.cell.cell_id) not in again)
+                recorded.append(replace(of_run, cells=kept))
+        fitted = fit_runs(recorded)
         for line in told(fitted):
             _say(line)
         fitted.book.save(self.costs)
 
-    def capacities(self) -> list[float]:
-        """Measure how many requests per second each point can take."""
-        matrix = [{name: [value] for name, value in point.items()} for point, _ in self.points]
-        ids, result, _ = self._run({**self._base, "matrix": matrix}, self.folder("capacity"))
-        found = dict(iter(result.requests.groupby("cell_id", sort=False)))
-        return [_middle_rate(found[cell_id]) for cell_id in ids]
+    def measure_group(self, name: str) -> None:
+        """Measure what a group's points can take, then the same at shares of that."""
+        of, folder = self.groups[name], self._group_folder(name)
+        found = self._run_quietly(self._base, [point for point, _ in of], folder / "capacity")
+        requests = found.requests()
+        rates = {number: _middle_rate(requests[cell]) for cell, number in found.cells.items()}
+        wanted = [
+            LoadedPoint(point=point, share=share, capacity=rates[number])
+            for number, (point, shares) in enumerate(of)
+            for share in shares
+        ]
+        loaded = self._run_quietly(
+            {**self._base, "repeat": self._asked.repeats},
+            [{**w.point, "arrival.rate": w.rate} for w in wanted],
+            folder / "cells",
+        )
+        cells = {cell: asdict(wanted[number]) for cell, number in loaded.cells.items()}
+        text = json.dumps({"runs": asdict(loaded), "cells": cells}, indent=1)
+        write_atomically(folder / DONE, text + "\n")
 
-    def measure_cells(self, wanted: Sequence[LoadedPoint]) -> Measured:
-        """Measure all cells, then again those beside which others used the machine."""
-        measured = Measured(runs=[], cells={}, skipped={}, busy={})
-        left = list(wanted)
+    def measured(self) -> Measured:
+        """Read the groups that are whole, whichever call measured them."""
+        found = Measured()
+        for name in self.groups:
+            path = self._group_folder(name) / DONE
+            if path.is_file():
+                told_of = parse_json(read_text(path, NOTES_BYTES))
+                runs = QuietRuns(**told_of["runs"])
+                found.add(name, runs, {c: LoadedPoint(**point) for c, point in told_of["cells"].items()})
+        return found
+
+    def _group_folder(self, name: str) -> Path:
+        return self.folder("groups") / name.replace("/", "").replace(" ", "-").replace(":", "-")
+
+    def _run_quietly(self, spec: Mapping[str, Any], of: Sequence[Point], folder: Path) -> QuietRuns:
+        """Run the points, then those again beside which others used the machine."""
+        found = QuietRuns()
+        left = list(range(len(of)))
         for number in range(self._asked.rounds + 1):
-            folder = self.folder(f"again-{number}" if number else "cells")
-            matrix = [{n: [v] for n, v in p.point.items()} | {"arrival.rate": [p.rate]} for p in left]
-            ids, _, noted = self._run({**self._base, "matrix": matrix, "repeat": self._asked.repeats}, folder)
+            at = folder.with_name(f"{folder.name}-again-{number}") if number else folder
+            matrix = [{name: [value] for name, value in of[index].items()} for index in left]
+            ids, noted = self._run({**spec, "matrix": matrix}, at)
             of_run = dict(zip(ids, left, strict=True))
-            measured.runs.append(folder)
-            measured.cells.update(of_run)
+            found.runs.append(str(at))
+            found.cells |= of_run
             busy = {cell: share for cell, share in noted.items() if cell in of_run}
-            left = [of_run[cell] for cell in busy]
-            if not left or number == self._asked.rounds:
-                measured.busy.update(busy)
+            if not busy or number == self._asked.rounds:
+                found.busy = busy
                 break
-            for cell, share in busy.items():
-                measured.skipped[str(folder), cell] = f"measured again: others used {share:.0%} of the cores"
-        return measured
+            found.again += [
+                (str(at), cell, f"measured again: others used {share:.0%} of the cores")
+                for cell, share in busy.items()
+            ]
+            left = [of_run[cell] for cell in busy]
+        return found
 
-    def _run(self, spec: Mapping[str, Any], folder: Path) -> tuple[list[str], Result, dict[str, float]]:
-        """Run what is left of a spec. Returns the cells' ids in their order, the tables, and the cells beside
-        which the machine was busy, in this call or an earlier one."""
+    def _run(self, spec: Mapping[str, Any], folder: Path) -> tuple[list[str], dict[str, float]]:
+        """Run what is left of a spec. Returns the cells' ids in their order, and the cells beside which the
+        machine was busy, in this call or an earlier one."""
         plan = plan_experiment(load_spec(spec, source=folder.name), folder, resume=True, tell=_say)
         notes = folder / NOTES
         known = parse_json(read_text(notes, NOTES_BYTES)) if notes.is_file() else {}
         progress = QuietProgress(RunProgress(), patience_s=self._asked.patience)
         try:
             with contextlib.redirect_stdout(sys.stderr), progress:
-                result = run_experiment(plan, progress=progress)
+                run_experiment(plan, progress=progress)
         finally:
             known |= progress.busy()
             write_atomically(notes, json.dumps(known, indent=1) + "\n")
-        return [cell.cell_id for cell, _ in plan.cells], result, known
+        return [cell.cell_id for cell, _ in plan.cells], known
 
 
 def _middle_rate(requests: Any) -> float:
@@ -280,8 +339,8 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def tell(page: Page, found: Validation, measured: Measured, capacities: list[dict[str, Any]]) -> list[str]:
-    """Fill the page; returns the bounds that are missed."""
+def tell(page: Page, found: Validation, measured: Measured, missing: Sequence[str]) -> list[str]:
+    """Fill the page; returns the bounds that are missed. `missing`: groups that nobody measured yet."""
     names = {cell_id: loaded.name for cell_id, loaded in measured.cells.items()}
     rows = metric_rows(found.errors)
     page.say(*HEAD, "")
@@ -293,7 +352,10 @@ def tell(page: Page, found: Validation, measured: Measured, capacities: list[dic
         page.say(f"Worst cell: {text}", "")
     of_cells = [row | {"cell_id": names[row["cell_id"]]} for row in cell_rows(found.errors)]
     page.section("Errors by cell, %", cell_columns(), of_cells)
-    page.section("Capacity", CAPACITIES, capacities)
+    rates = [{"name": name, "rate": rate} for name, rate in measured.capacities]
+    page.section("Capacity", CAPACITIES, rates)
+    if missing:
+        page.say(f"Not measured yet: {', '.join(missing)}.")
     for cell_id, share in measured.busy.items():
         page.say(f"Without a bound: {names[cell_id]}: others used {share:.0%} of the cores beside it.")
     for cell_id, why in found.facts["left_out"]:
@@ -316,7 +378,7 @@ def main() -> int:
             "type": part,
             "default": "1/1",
             "metavar": "K/N",
-            "help": "the Kth of N parts of the points",
+            "help": "the Kth of N parts of the groups",
         },
         repeats=option(3, "of each cell"),
         only=option("", "points whose names hold this, such as 'llama x1 balanced'"),

@@ -18,7 +18,7 @@ from rayk.cli.progress import RunProgress
 from rayk.costs import CostBook, EngineCosts
 from rayk.costs.table import Gap, GapTable, StepTable
 from rayk.experiments.planning import plan_experiment
-from rayk.reports import Result, ResultWriter, load
+from rayk.reports import ResultWriter
 from rayk.simulate import cell_arrivals, cell_row, simulate_cell
 from rayk.specs import load_spec
 from tests.conftest import CheckpointFactory
@@ -27,25 +27,25 @@ from tests.markers import thorough
 
 @pytest.fixture(scope="module")
 def all_points() -> list[job.Point]:
-    return job.points(load_spec(job.SPEC).spec)
+    return job.points(load_spec(job.SPEC).spec.matrix)
 
 
 def test_the_cells_are_those_that_must_be_shown(all_points: list[job.Point]) -> None:
     """Four configurations of two models under three kinds of traffic, at four loads; 12 in the quick form."""
-    whole = list(job.chosen(all_points, quick=False, only="", piece=(1, 1)))
-    assert sum(len(rates) for _, rates in whole) == 96
+    whole = job.grouped(all_points, quick=False, only="")
+    assert [len(of) for of in whole.values()] == [3] * 8
+    assert sum(len(rates) for of in whole.values() for _, rates in of) == 96
     assert len({job.name_of(point) for point in all_points}) == 24
     kinds = Counter(job.configuration(point) for point in all_points)
     assert kinds == {"x1": 6, "x2": 6, "TP 2": 6, "P/D 1:1": 6}
-    quick = list(job.chosen(all_points, quick=True, only="", piece=(1, 1)))
-    assert sum(len(rates) for _, rates in quick) == 12
-    assert {job.configuration(point) for point, _ in quick} == kinds.keys()
-    parts = [list(job.chosen(all_points, quick=False, only="", piece=(n, 5))) for n in range(1, 6)]
-    assert sorted(job.name_of(p) for part in parts for p, _ in part) == sorted(map(job.name_of, all_points))
-    only = list(job.chosen(all_points, quick=False, only="hybrid TP 2", piece=(1, 1)))
-    assert [job.name_of(point) for point, _ in only] == [
+    quick = job.grouped(all_points, quick=True, only="")
+    assert quick.keys() == whole.keys()
+    assert sum(len(rates) for of in quick.values() for _, rates in of) == 12
+    only = job.grouped(all_points, quick=False, only="hybrid TP 2")
+    assert [job.name_of(point) for point, _ in only.pop("hybrid TP 2")] == [
         f"hybrid TP 2 {kind}" for kind in ("prefill-heavy", "balanced", "decode-heavy")
     ]
+    assert not only
 
 
 def test_cells_wait_for_a_quiet_machine_and_busy_ones_are_noted() -> None:
@@ -92,6 +92,9 @@ TRUTH = CostBook(
 )
 
 
+KINDS = ("requests", "transfers", "steps")
+
+
 class SimulatedMachine:
     """Stands in for `_Job._run`: cells take what TRUTH says. In the first run of loaded cells others use the
     machine beside one of them."""
@@ -99,7 +102,7 @@ class SimulatedMachine:
     def __init__(self) -> None:
         self.runs: list[str] = []
 
-    def run(self, spec: dict[str, Any], folder: Path) -> tuple[list[str], Result, dict[str, float]]:
+    def run(self, spec: dict[str, Any], folder: Path) -> tuple[list[str], dict[str, float]]:
         plan = plan_experiment(load_spec(spec), folder, tell=str)
         writer = ResultWriter(folder, spec_yaml=plan.yaml, environment={"devices": {"num_cores": 2}})
         for number, (cell, prompts) in enumerate(plan.cells):
@@ -115,14 +118,13 @@ class SimulatedMachine:
                 for repeat in range(cell.repeat)
             ]
             row = replace(cell_row(cell, found), verdict="PASS")
-            writer.write_cell(
-                row, [r for f in found for r in f.requests], [], [s for f in found for s in f.steps]
-            )
+            rows = ([row for f in found for row in getattr(f, kind)] for kind in KINDS)
+            writer.write_cell(row, *rows)
         writer.finish()
         writer.close()
         ids = [cell.cell_id for cell, _ in plan.cells]
         self.runs.append(folder.name)
-        return ids, load(folder), {ids[0]: 0.7} if folder.name.startswith("cells") else {}
+        return ids, {ids[0]: 0.7} if folder.name == "cells" else {}
 
 
 def with_tiny_model(folder: Path, model: Path) -> Path:
@@ -149,7 +151,8 @@ def test_a_known_machine_is_predicted_within_the_bounds(
     )  # fmt: skip
     page = Page({})
     assert job.measure(asked, page) == []
-    assert machine.runs == [model.name, "capacity-quick", "cells-quick", "again-1-quick"]
+    assert machine.runs == [model.name, "capacity", "cells", "cells-again-1"]
+    assert job._Job(asked).measured().groups == [f"{model.name} P/D 1:1"], "another call finds it"
     text = page.text
     assert f"| {model.name} P/D 1:1 balanced at 0.7 |" in text
     assert f"| {model.name} P/D 1:1 balanced at 0.85 |" in text
