@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class EngineStep:
     repeat: int
     engine: str
     begin_ns: int  # after the repeat began
-    num_commands: int
+    num_commands: int  # in its turn
     recorded: RecordedStep
 
 
@@ -107,12 +108,34 @@ def read_run(folder: str | Path) -> RecordedRun:
                 row=row,
                 requests=tuple(requests.get(name, ())),
                 transfers=tuple(transfers.get(name, ())),
-                steps=tuple(steps[name]),
+                steps=tuple(steps[name] if cell.decode else until_next(steps[name])),
             )
         )
     if not cells:
         raise UserError("no cell of this run that recorded its steps ended well", where=str(folder))
     return RecordedRun(folder=str(folder), environment=result.environment, cells=tuple(cells))
+
+
+def until_next(steps: Sequence[EngineStep]) -> list[EngineStep]:
+    """Let turns of aggregated engines last until the next one begins, where they went on without a pause: a
+    request decodes in it that had been there before. What an engine does between its turns is a part of them,
+    then: it counts its step, and hears what was posted. (Where requests are handed over, one that decodes
+    may have come just now.)"""
+    following: dict[tuple[int, str, int], EngineStep] = {}
+    for before, step in pairwise(sorted(steps, key=lambda s: (s.repeat, s.engine, s.begin_ns))):
+        if (before.repeat, before.engine) == (step.repeat, step.engine):
+            following[before.repeat, before.engine, before.begin_ns] = step
+    return [_lasting(step, following.get((step.repeat, step.engine, step.begin_ns))) for step in steps]
+
+
+def _lasting(step: EngineStep, following: EngineStep | None) -> EngineStep:
+    if following is None or step.num_commands or following.num_commands:
+        return step
+    features = following.recorded.features
+    length_ns = following.begin_ns - step.begin_ns
+    if features.num_requests == features.num_prefills or length_ns < step.recorded.turn_ns:
+        return step
+    return replace(step, recorded=replace(step.recorded, turn_ns=length_ns))
 
 
 def settled(cell: RecordedCell) -> Iterator[EngineStep]:
