@@ -15,7 +15,7 @@ from rayk.types.files import parse_json, read_text, write_atomically
 
 VERSION = 1
 FILE_BYTES = 4 << 20
-SHARED = ("transfers", "gaps", "host", "provenance")
+SHARED = ("transfers", "gaps", "host", "provenance", "validated")
 """Files that are of no one engine."""
 
 T = TypeVar("T")
@@ -36,12 +36,24 @@ class Provenance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Validated:
+    """How far predictions from the tables were off when they were last held against runs."""
+
+    num_cells: int = 0  # 0: they never were
+    within: Mapping[str, float] = field(default_factory=dict)
+    """Metric -> the share of the measured by which half of the cells were off at the most."""
+    date: str = ""
+    folder: str = ""  # of the validation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CostBook:
     engines: Mapping[EngineKey, EngineCosts] = field(default_factory=dict)
     transfers: TransferTable = field(default_factory=TransferTable)
     gaps: GapTable = field(default_factory=GapTable)
     host: HostTable = field(default_factory=HostTable)
     provenance: Provenance = field(default_factory=Provenance)
+    validated: Validated = field(default_factory=Validated)
     any_engine: EngineCosts | None = None
     """In place of `engines`, the costs of every engine: for tests."""
     folder: str = ""  # where it was read from
@@ -82,6 +94,7 @@ class CostBook:
             gaps=_read_or_new(GapTable, folder / "gaps.json"),
             host=_read_or_new(HostTable, folder / "host.json"),
             provenance=_read_or_new(Provenance, folder / "provenance.json"),
+            validated=_read_or_new(Validated, folder / "validated.json"),
             folder=str(path),
         )
 
@@ -94,6 +107,11 @@ class CostBook:
             _write(getattr(self, name), folder / f"{name}.json")
         for key, costs in self.engines.items():
             _write(costs, folder / f"{key.file_name}.json")
+
+
+def note_validation(folder: str | Path, found: Validated) -> None:
+    """Keep with a folder's tables how far they were off. Raises OSError."""
+    _write(found, Path(folder) / "validated.json")
 
 
 def _num_alike(key: EngineKey, other: EngineKey) -> int:

@@ -12,6 +12,7 @@ from rayk.planner.front import on_front
 from rayk.planner.search import PlanTrials, Search
 from rayk.planner.trial import TrialResult
 from rayk.planner.why import limit_of, why_not, why_of
+from rayk.reports.validation import within_text
 
 if TYPE_CHECKING:
     from rayk.planner.inputs import PlanInputs
@@ -221,6 +222,7 @@ def trust_of(best: PlanTrials, plan: PlanInputs, rows: list[dict[str, Any]]) -> 
             f"{refused} of {len(rows)} plans take steps unlike those measured, and were not predicted "
             "(--extrapolate)."
         )
+    validated = plan.costs.validated
     sources = sorted({costs.source for costs in plan.costs.engines.values() if costs.source})
     return {
         "costs": plan.costs.folder,
@@ -231,4 +233,7 @@ def trust_of(best: PlanTrials, plan: PlanInputs, rows: list[dict[str, Any]]) -> 
         "num_steps": steps,
         "extrapolated": plan.extrapolates,
         "doubts": doubts,
+        "validation": within_text(validated.num_cells, validated.within, validated.date)
+        if validated.num_cells
+        else "",
     }

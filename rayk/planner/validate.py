@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rayk.costs.book import CostBook
+from rayk.costs.book import CostBook, Validated, note_validation
 from rayk.models.config import DecoderConfig
 from rayk.planner.recorded import Row, planned_cells
 from rayk.reports import Result, ResultWriter, load
@@ -20,6 +21,7 @@ from rayk.reports.validation import (
     Validation,
     compare_run,
     joined_validations,
+    metric_rows,
     write_validation,
 )
 from rayk.reports.values import is_null
@@ -91,6 +93,9 @@ def validate(plan: ValidationPlan, *, tell: Told | None = None) -> Validation:
     validation = joined_validations(found, facts)
     write_validation(validation, plan.out)
     write_html(plan.out)
+    # Tables may lie where nobody may write: then plans do not know of it.
+    with suppress(OSError):
+        note_validation(plan.costs, _validated(validation, results[0], plan.out))
     return validation
 
 
@@ -218,6 +223,17 @@ def measured_arrivals(cell: Cell, requests: Sequence[Row]) -> Iterator[Arrival]:
 def _length(row: Row, limit: int) -> int:
     is_whole = is_null(row["error"]) and len(row["output_token_ids"])
     return len(row["output_token_ids"]) if is_whole else limit
+
+
+def _validated(found: Validation, measured: Result, out: Path) -> Validated:
+    """Sum up for plans how far the tables are off, in cells that count."""
+    rows = [row for row in metric_rows(found.errors) if row["bound"] is not None and row["num_cells"]]
+    return Validated(
+        num_cells=max((row["num_cells"] for row in rows), default=0),
+        within={row["metric"]: row["median"] for row in rows},
+        date=str(measured.environment.get("started", ""))[:10],
+        folder=str(out),
+    )
 
 
 def _provenance(book: CostBook) -> dict[str, Any]:

@@ -222,6 +222,13 @@ def metric_rows(errors: pd.DataFrame) -> list[dict[str, Any]]:
     return rows
 
 
+def within_text(num_cells: int, within: Mapping[str, float], date: str) -> str:
+    """Say in words what metric_rows found, e.g. for a plan that rests on the same tables."""
+    titles = {kind.name: kind.title for kind in ACHIEVEMENTS}
+    told = ", ".join(f"{share:.1%} ({titles[name]})" for name, share in within.items() if name in titles)
+    return f"half of {num_cells:,} cells were off by at most {told}" + (f", on {date}" if date else "")
+
+
 def _furthest(frame: pd.DataFrame, by: pd.Series[float]) -> dict[str, Any] | None:
     """Return the first row at the largest number; None without any number."""
     if not by.notna().any():

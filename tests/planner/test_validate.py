@@ -24,7 +24,15 @@ from rayk.planner.validate import ValidationPlan, validate
 from rayk.reports import ResultWriter, load
 from rayk.reports.compare import compare, compare_markdown, compare_page, labels
 from rayk.reports.report import report_page
-from rayk.reports.validation import Judged, Validation, kendall_tau, metric_rows, read_validation, worst_cell
+from rayk.reports.validation import (
+    Judged,
+    Validation,
+    kendall_tau,
+    metric_rows,
+    read_validation,
+    within_text,
+    worst_cell,
+)
 from rayk.simulate import cell_arrivals, cell_row, simulate_cell
 from rayk.specs import Cell, dump_spec, expand, load_spec, resolve_prompts
 from rayk.types.errors import UserError
@@ -165,6 +173,20 @@ def test_a_run_beside_its_prediction_shows_errors_and_no_regressions(truth: Trut
     assert "PREDICTED, not measured: times are those of the cost tables" in text
     answer = report_page(results[1]).answers[0]
     assert (answer.text[:8], answer.tone) == ("Unknown:", "")
+
+
+def test_tables_know_how_far_they_were_off(truth: Truth, tmp_path: Path) -> None:
+    """Until they are fitted anew."""
+    found = truth.validate(truth.book(decode=1.2), tmp_path)
+    rows = {row["metric"]: row["median"] for row in metric_rows(found.errors) if row["bound"]}
+    book = CostBook.load(tmp_path / "costs")
+    assert book.validated.num_cells == 6
+    assert book.validated.within == rows
+    assert within_text(6, {"tpot_ms_p50": 0.123}, "2026-11-28") == (
+        "half of 6 cells were off by at most 12.3% (TPOT p50), on 2026-11-28"
+    )
+    truth.book().save(tmp_path / "costs")
+    assert CostBook.load(tmp_path / "costs").validated.num_cells == 0
 
 
 def test_the_stage_at_fault_is_named(truth: Truth, tmp_path: Path) -> None:
