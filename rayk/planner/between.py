@@ -17,6 +17,7 @@ TRIMMED_PERCENT = 1.0  # of gaps, the longest
 MAX_RATIO = 4.0
 """What took longer than so many times the median of its size was held up by something else. There are few
 transfers of a size, and one that waited for a core would count for all."""
+MIN_REQUESTS = 40  # that came one by one, and suffice
 MIN_STREAMS = 3  # fewer requests at once do not tell what each of them adds
 
 
@@ -32,7 +33,7 @@ def fit_gaps(cells: Sequence[RecordedCell]) -> GapTable:
 def _gap(cells: Sequence[RecordedCell], stage: str) -> Gap:
     """Fit a stage's time: a constant, and so much per request that streams meanwhile; what is left is kept
     as quantiles around the constant."""
-    found = [pair for cell in cells for pair in _stage(cell, stage)]
+    found = [pair for cell in _one_by_one(cells) for pair in _stage(cell, stage)]
     if not found:
         return Gap()
     streams, ns = (np.array(values, dtype=float) for values in zip(*found, strict=True))
@@ -42,6 +43,13 @@ def _gap(cells: Sequence[RecordedCell], stage: str) -> Gap:
     rest = np.maximum(0.0, ns[kept] - per_stream * streams[kept])
     quantiles = np.quantile(rest, np.linspace(0, 1, NUM_QUANTILES))
     return Gap(quantiles=tuple(quantiles.tolist()), stream_ns=per_stream)
+
+
+def _one_by_one(cells: Sequence[RecordedCell]) -> Sequence[RecordedCell]:
+    """Keep the cells whose requests come one by one, if there are enough: those of a burst wait for each
+    other on their way, which is no gap of theirs."""
+    alone = [c for c in cells if len({(r["repeat"], r["due_ms"]) for r in c.requests}) == len(c.requests)]
+    return alone if sum(len(cell.requests) for cell in alone) >= MIN_REQUESTS else cells
 
 
 def _stage(cell: RecordedCell, stage: str) -> list[tuple[int, float]]:

@@ -178,3 +178,20 @@ def test_what_is_fitted_survives_the_disk(tmp_path) -> None:
     book.save(tmp_path)
     again = CostBook.load(tmp_path)
     assert (again.engines, again.transfers, again.gaps) == (book.engines, book.transfers, book.gaps)
+
+
+def test_a_bursts_requests_do_not_stretch_the_gaps_of_others() -> None:
+    """In a burst each waits for those before it. Gaps of requests that come one by one tell how long a way
+    is, if there are enough of them."""
+    cell = pair_cell()
+    waits = [
+        row
+        | {"due_ms": 0.0, "repeat": 1 + index // 10, "stage_dispatch_ns": 700_000.0 + 900_000 * (index % 10)}
+        for index, row in enumerate(cell.requests)
+    ]
+    burst = SimpleNamespace(cell=cell.cell, requests=waits, transfers=[])
+    gap = fit_gaps([cell, burst]).dispatch
+    assert gap.ns() == pytest.approx(700_000, rel=0.05)
+    assert gap.stream_ns == 0
+    few = SimpleNamespace(cell=cell.cell, requests=cell.requests[:8], transfers=[])
+    assert fit_gaps([few, burst]).dispatch.stream_ns > 500_000, "of nothing else is anything known"
