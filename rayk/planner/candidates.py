@@ -149,7 +149,7 @@ class Space:
             family=family,
             num_prefill=num_prefill,
             num_decode=num_decode,
-            policy=self.spec.search.policy[0],
+            policy=self.spec.policies[0],
         )
 
     def counts(self, family: PlanFamily) -> Iterator[Candidate]:
@@ -258,15 +258,23 @@ class Space:
         if (why := why_tp_unsupported(self.config, tp)) is not None:
             self.refused[name] = f"{name}: {why}"
             return None
-        engine = self.engine(tp, block_size, max_batch_tokens, max_seqs)
+        engine = engine_of(
+            self.spec,
+            self.config,
+            tp=tp,
+            block_size=block_size,
+            max_batch_tokens=max_batch_tokens,
+            max_seqs=max_seqs,
+        )
         if tp not in self._weights:
             self._weights[tp] = stage_weights(engine, self.config, keeps_fp8=self.machine.keeps_fp8)
         tokens = self._profile.most_tokens
         room, weights = self.machine.rank_bytes, self._weights[tp]
         size = plan_size(engine, self.config, room, weights, tokens=tokens)
         given = self._num_blocks
-        if size.reason:
-            self.refused[name] = f"{name}: {size.reason}"
+        if size.reason or (given or 0) > size.num_blocks:
+            why = size.reason or f"{given:,} blocks, and memory holds {size.num_blocks:,}"
+            self.refused[name] = f"{name}: {why}"
             return None
         try:
             costs = self.costs.find(engine_key(self.config, engine))
@@ -297,21 +305,14 @@ class Space:
             runs_ahead=runs_ahead(engine),
         )
 
-    def engine(self, tp: int, block_size: int, max_batch_tokens: int, max_seqs: int) -> EngineConfig:
-        """Make the settings of an engine, before its blocks are counted."""
-        given: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name in self.spec.engine.model_fields_set
-            if name in EngineConfig.__dataclass_fields__
-            and not isinstance(value := getattr(self.spec.engine, name), dict)
-        }
-        own: dict[str, Any] = {
-            "tp": tp,
-            "dtype": self.config.dtype,
-            "device": self.spec.device,
-            "kv_dtype": self.spec.kv_dtype,
-            "block_size": block_size,
-            "max_batch_tokens": max_batch_tokens,
-            "max_seqs": max_seqs,
-        }
-        return replace(EngineConfig(model=self.spec.model), **(given | own))
+
+def engine_of(spec: PlanSpec, config: DecoderConfig, **sizes: Any) -> EngineConfig:
+    """Make an engine with a plan's settings, and fields of EngineConfig that a search says."""
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name in spec.engine.model_fields_set
+        if name in EngineConfig.__dataclass_fields__
+        and not isinstance(value := getattr(spec.engine, name), dict)
+    }
+    own = {"dtype": config.dtype, "device": spec.device, "kv_dtype": spec.kv_dtype}
+    return replace(EngineConfig(model=spec.model), **(given | own | sizes))

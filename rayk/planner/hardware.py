@@ -13,6 +13,7 @@ from rayk.costs.features import step_of, windows_of
 from rayk.costs.roofline import Hardware, RankAttention, RankSizes, roofline_costs
 from rayk.costs.stored import read
 from rayk.costs.table import Gap, GapTable, LinearCost, ReadCosts, TransferTable, engine_key, read_name
+from rayk.kv.formats import engine_format
 from rayk.kv.specs import page_bytes
 from rayk.models.config import DecoderConfig, ExpertsConfig
 from rayk.models.kv_specs import kv_cache_specs
@@ -51,10 +52,17 @@ def read_hardware(name: str | Path) -> Hardware:
 
 
 def roofline_book(
-    machine: Hardware, config: DecoderConfig, *, tp: Sequence[int], dtype: str, block_size: int
+    machine: Hardware,
+    config: DecoderConfig,
+    *,
+    tp: Sequence[int],
+    dtype: str,
+    block_size: int,
+    like: EngineConfig | None = None,
 ) -> CostBook:
-    """Derive tables of a model's engines at each TP size that it can have. Raises UserError for a dtype of
-    which the machine's peak is not given, and where links between ranks are needed and not given."""
+    """Derive tables of a model's engines at each TP size that it can have; `like`: with these settings
+    otherwise. Raises UserError for a dtype of which the machine's peak is not given, and where links between
+    ranks are needed and not given."""
     dtype = config.dtype if dtype == "auto" else dtype
     if dtype not in machine.tflops:
         known = ", ".join(machine.tflops)
@@ -63,11 +71,16 @@ def roofline_book(
     sizes = [n for n in tp if why_tp_unsupported(config, n) is None]
     if max(sizes, default=1) > 1 and not machine.link_gb_per_s:
         raise UserError(f"{machine.name}: link_gb_per_s is needed for TP {max(sizes)}")
-    plain = EngineConfig(model="", dtype=dtype, device="cuda", block_size=block_size)
+    plain = replace(like or EngineConfig(model="", device="cuda"), dtype=dtype, block_size=block_size)
+    kept_as = engine_format(dtype, plain.kv_dtype, plain.kv_scales)
     configs = [replace(plain, tp=n) for n in sizes]
     keys = {engine_key(config, engine): engine for engine in configs}
     engines = {
-        key: roofline_costs(machine, key, rank_sizes(config, e.tp, dtype, keeps_fp8=machine.keeps_fp8))
+        key: roofline_costs(
+            machine,
+            key,
+            rank_sizes(config, e.tp, dtype, keeps_fp8=machine.keeps_fp8, kept_as=kept_as),
+        )
         for key, e in keys.items()
     }
     way = Gap(quantiles=(machine.dispatch_us * 1e3,))
@@ -96,8 +109,11 @@ def _reads(machine: Hardware, engines: Sequence[EngineConfig]) -> TransferTable:
     return TransferTable(reads={read_name(p, d): costs for p in engines for d in engines})
 
 
-def rank_sizes(config: DecoderConfig, tp: int, dtype: str, *, keeps_fp8: bool = False) -> RankSizes:
-    """Count what rank 0 holds and reads, from a model's config alone; embeddings are looked up, not read."""
+def rank_sizes(
+    config: DecoderConfig, tp: int, dtype: str, *, keeps_fp8: bool = False, kept_as: str | None = None
+) -> RankSizes:
+    """Count what rank 0 holds and reads, from a model's config alone; embeddings are looked up, not read.
+    `kept_as`: the format of KV (kv.formats); None: `dtype`."""
     item = _ITEM_BYTES[dtype]
     plain = replace(config, dtype=dtype)
     held = held_bytes(plain, tp, 0, keeps_fp8=keeps_fp8)
@@ -122,7 +138,7 @@ def rank_sizes(config: DecoderConfig, tp: int, dtype: str, *, keeps_fp8: bool = 
         expert_elements=experts,
         expert_bytes=experts * item * shrunk,
         expert_share=math.fsum(chosen) / len(chosen) if chosen else 0.0,
-        attending=tuple(_attending(config, tp, dtype)),
+        attending=tuple(_attending(config, tp, kept_as or dtype)),
         state_bytes=_state_bytes(config, dtype) / tp,
         token_bytes=config.hidden_size * item,
     )

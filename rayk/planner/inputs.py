@@ -13,7 +13,7 @@ from rayk.models.config import DecoderConfig
 from rayk.models.families import read_config
 from rayk.models.hub import config_file
 from rayk.models.tensor_parallel import why_tp_unsupported
-from rayk.planner.candidates import Space
+from rayk.planner.candidates import Space, engine_of
 from rayk.planner.hardware import read_hardware, roofline_book
 from rayk.planner.machine import PlanMachine, machine_of
 from rayk.planner.traffic import Profile, Traffic, check_fits
@@ -88,8 +88,9 @@ def _read_costs(
     asked = {*(search.tp or []), *(search.prefill_tp or []), *(search.decode_tp or [])}
     sizes = sorted(asked | {2**n for n in range(machine.largest.bit_length())})
     sizes = [tp for tp in sizes if tp <= machine.largest and why_tp_unsupported(config, tp) is None]
+    like = engine_of(spec, config)
     books = [
-        roofline_book(hardware, config, tp=sizes, dtype=config.dtype, block_size=size)
+        roofline_book(hardware, config, tp=sizes, dtype=config.dtype, block_size=size, like=like)
         for size in search.block_size
     ]
     engines = {key: costs for book in books for key, costs in book.engines.items()}

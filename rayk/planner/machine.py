@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rayk.costs.roofline import Hardware
 from rayk.models.memory_plan import GPU_GB, MULTIPLIES_FP8, USED_SHARE
@@ -31,13 +32,16 @@ class PlanMachine:
         return max(self.nodes)
 
     def holds(self, engines: Sequence[tuple[int, int]]) -> bool:
-        """Tell whether engines, as pairs of (TP, how many), fit so that each lies within one node."""
+        """Tell whether engines, as pairs of (TP, how many), fit so that each lies within one node.
+
+        The largest are placed first; where sizes do not divide each other, more may fit.
+        """
         if sum(tp * num for tp, num in engines) > self.num_gpus:
             return False
-        sizes = sorted({tp for tp, num in engines if num}, reverse=True)
-        chain = [*sizes[::-1], *sorted(set(self.nodes))]
-        if all(b % a == 0 for a, b in zip(chain, chain[1:], strict=False) if b >= a):
-            return max(sizes, default=0) <= self.largest
+        sizes = sorted({tp for tp, num in engines if num})
+        divides = all(b % a == 0 for a, b in pairwise(sizes))
+        if not sizes or (divides and all(node % sizes[-1] == 0 for node in self.nodes)):
+            return True  # no node has a rest that nobody can use
         free = list(self.nodes)
         for tp, num in sorted(engines, reverse=True):
             for _ in range(num):

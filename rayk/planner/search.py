@@ -185,7 +185,7 @@ class Search:
 
     def _add_policies(self, rate: float) -> None:
         """Try the other policies with the plans that are best so far."""
-        others = self.spec.search.policy[1:]
+        others = self.spec.policies[1:]
         best = [p.candidate for p in self._by_rank()[:2]]
         self._screen([replace(c, policy=name) for c in best for name in others], rate)
 
@@ -209,7 +209,7 @@ class Search:
         others = [
             PlanTrials(candidate=replace(p.candidate, policy=name), result=p.result, max_rate=p.max_rate)
             for p in plans[:2]
-            for name in self.spec.search.policy[1:]
+            for name in self.spec.policies[1:]
         ]
         finalists = [p for p in plans if p.max_rate][:FINALISTS] + others
         self._bisect(finalists if is_short else others, self._most)

@@ -184,7 +184,8 @@ class SearchSpec(StrictModel):
     num_decode: Choices[Engines] | None = None
     max_batch_tokens: Choices[PositiveInt] | None = None
     max_seqs: Choices[PositiveInt] | None = None
-    policy: Choices[Policy] = Field(default_factory=lambda: ["least_loaded"])
+    policy: Choices[Policy] | None = None
+    """None: least_loaded; with a prefix cache prefix_aware, too, and with sessions session_affinity."""
     block_size: Choices[PositiveInt] = Field(default_factory=lambda: [16])
     num_blocks: PositiveInt | Literal["auto"] = "auto"
     """Blocks of every engine; auto: what memory holds beside the weights."""
@@ -231,6 +232,15 @@ class PlanSpec(StrictModel):
         if self.objective == "fewest_gpus" and self.traffic.rate is None and self.traffic.trace is None:
             raise ValueError("objective: fewest_gpus needs traffic.rate, or a trace")
         return self
+
+    @property
+    def policies(self) -> list[str]:
+        """The policies to try, the likeliest first."""
+        if self.search.policy is not None:
+            return self.search.policy
+        has_sessions = self.traffic.num_sessions is not None or self.traffic.trace is not None
+        found = ["least_loaded"] + ["prefix_aware"] * bool(self.engine.prefix_caching)
+        return found + ["session_affinity"] * (has_sessions and bool(self.engine.prefix_caching))
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:

@@ -15,11 +15,13 @@ from rayk.costs.book import CostBook
 from rayk.costs.hull import Hull
 from rayk.planner.command import check_engines, planned_server
 from rayk.planner.front import on_front
+from rayk.planner.machine import PlanMachine
 from rayk.planner.plan import Plan
 from rayk.planner.trial import PlanWorld, Trial, run_trial
 from rayk.reports.plan_text import plan_texts
 from rayk.reports.plans import PlanResult, read_plans
 from rayk.reports.report import write_html
+from rayk.specs.plan import load_plan
 from rayk.types.errors import OutsideHull, SpecError, UserError
 from tests.house import ROOT
 from tests.planner.plans import book, make_plan, plan_spec
@@ -337,6 +339,35 @@ def test_traces_and_sessions_are_planned(tmp_path: Path) -> None:
     spec["traffic"]["rate"] = 3
     with pytest.raises(SpecError, match="a trace has it"):
         Plan(spec, costs=EVEN)
+
+
+def test_engines_stay_within_nodes_as_brute_force_places_them() -> None:
+    draw = Random(1)
+    for _ in range(300):
+        nodes = tuple(draw.choice([1, 2, 4, 6, 8]) for _ in range(draw.randrange(1, 4)))
+        engines = [(draw.choice([1, 2, 4, 8]), draw.randrange(0, 4)) for _ in range(2)]
+        ranks = [tp for tp, num in engines for _ in range(num)]
+
+        def fits(left: list[int], free: list[int]) -> bool:
+            if not left:
+                return True
+            return any(
+                fits(left[1:], [f - left[0] * (i == n) for i, f in enumerate(free)])
+                for n in range(len(free))
+                if free[n] >= left[0]
+            )
+
+        machine = PlanMachine(name="", nodes=nodes, rank_bytes=0)
+        assert machine.holds(engines) == fits(sorted(ranks, reverse=True), list(nodes)), (nodes, engines)
+
+
+def test_policies_go_with_what_engines_keep(tmp_path: Path) -> None:
+    asked = plan_spec(tmp_path)
+    assert load_plan(asked).spec.policies == ["least_loaded"]
+    asked["engine"] = {"prefix_caching": True}
+    assert load_plan(asked).spec.policies == ["least_loaded", "prefix_aware"]
+    asked["traffic"] |= {"num_sessions": 4}
+    assert load_plan(asked).spec.policies == ["least_loaded", "prefix_aware", "session_affinity"]
 
 
 def test_the_front_is_what_brute_force_says() -> None:
