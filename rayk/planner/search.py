@@ -25,6 +25,7 @@ PATIENCE, SHORT_PATIENCE = 20, 6
 engines take, the last requests wait too long then. Those that only sort plans out are shorter."""
 MAX_SIMULATED = 200_000
 SAME = 1 - 1e-9  # rates that differ by no more are one
+LOWER = 0.05  # of its rate, by which a whole fleet is tried again where it keeps less than a smaller one
 SLACK = 0.9  # share of the asked rate that a plan's estimate must reach to be simulated
 WIDTH = 6  # plans of one size that are simulated
 MAX_SIZES = 10  # numbers of GPUs that are tried first, where there are more
@@ -74,7 +75,8 @@ class Search:
         self._good = space.spec.slo.good
         self._seed = space.spec.traffic.seed
         self._most = space.spec.traffic.num_requests
-        self._patience_s = space.spec.slo.limits_ms.get("ttft", 0.0) / 1e3
+        limits_ms = space.spec.slo.limits_ms
+        self._patience_s = min(limits_ms[name] for name in ("ttft", "e2e") if name in limits_ms) / 1e3
 
     def run(self) -> PlanTrials:
         """Search, and return the best plan. Raises OutsideHull where all plans take steps that the tables do
@@ -101,13 +103,18 @@ class Search:
         return best
 
     def _as_it_is(self, best: PlanTrials) -> PlanTrials:
-        """Simulate a fleet of which only a smaller one was, and go on to the next best where it does not keep
-        what that did; not where it would take longer than the budget has left."""
-        ranked = [best, *(p for p in self._by_rank() if p is not best)]
-        for plan in ranked[:FINALISTS]:
-            if plan.result.trial.stand_in is None or not self.keeps(plan.result):
+        """Simulate a fleet of which only a smaller one was. Where it does not keep what that did, the next
+        best is tried, or a lower rate if the highest is looked for; nothing that would take longer than the
+        budget has left."""
+        others = [p for p in self._by_rank() if p is not best]
+        tried = [(plan, 1.0) for plan in [best, *others][:FINALISTS]]
+        if self.goal == "max_rate":
+            tried = [(best, 1 - LOWER * n) for n in range(FINALISTS)]
+        for plan, part in tried:
+            if plan.result.trial.stand_in is None or not (part < 1 or self.keeps(plan.result)):
                 return plan
-            trial = self._trial(plan.candidate, plan.result.trial.rate, self._most, whole=True)
+            rate = plan.result.trial.rate
+            trial = replace(self._trial(plan.candidate, rate, self._most, whole=True), rate=part * rate)
             takes_s = trial.num_requests * plan.result.cpu_s / max(1, plan.result.trial.num_requests)
             if takes_s > self._pool.left_s:
                 self.notes.append(
@@ -116,8 +123,11 @@ class Search:
                 )
                 return plan
             self._progress.stage("simulating the whole fleet", 1)
-            (plan.result,) = self._pool.run([trial], on_result=self._progress.done)
-            if self.keeps(plan.result):
+            (result,) = self._pool.run([trial], on_result=self._progress.done)
+            if self.keeps(result) or self.goal == "fewest_gpus":
+                plan.result = result
+            if self.keeps(result):
+                plan.max_rate = max(part * (plan.max_rate or 0.0), result.trial.rate)
                 return plan
         return best
 
@@ -137,16 +147,30 @@ class Search:
         met_at = self._least_size(able, sizes, rate)
         self._add_for_front(able, [n for n in sizes if met_at is None or n > met_at], rate)
         self._add_policies(rate)
-        finalists = self._confirmed(self._by_rank()[:FINALISTS], rate)
+        finalists = self._confirmed(self._leaders(self._by_rank()), rate)
         while not any(self.is_met(p.result) for p in finalists):
             # Long simulations show what short ones did not: go on to those that are next.
             rest = [p for p in self._by_rank() if self.is_met(p.result) and p not in finalists]
             if not rest or self._pool.is_late(CONFIRM_SHARE):
                 break
-            finalists = self._confirmed(rest[:FINALISTS], rate)
+            finalists = self._confirmed(self._leaders(rest), rate)
         kept = [p for p in finalists if self.is_met(p.result)] or finalists[:1]
         self._bisect(kept[:FINALISTS], self._num(RATE_REQUESTS))
         return min(finalists, key=self.rank)
+
+    def _leaders(self, ranked: Sequence[PlanTrials]) -> list[PlanTrials]:
+        """Choose finalists: of the first one's size as many shapes of engines as there are, then others."""
+        first = ranked[0]
+        alike = [
+            p
+            for p in ranked
+            if self.keeps(p.result) == self.keeps(first.result)
+            and p.candidate.num_gpus == first.candidate.num_gpus
+        ]
+        places = {p.candidate.plan_id: n for n, p in enumerate(alike)}
+        shapes = _diverse((p.candidate for p in alike), key=lambda c: places[c.plan_id], num=FINALISTS)
+        chosen = [self.found[c.plan_id] for c in shapes]
+        return [*chosen, *(p for p in ranked if p not in chosen)][:FINALISTS]
 
     def _least_size(self, able: Sequence[Candidate], sizes: Sequence[int], rate: float) -> int | None:
         """Find the fewest GPUs on which some plan keeps the SLO in a short simulation: from few to many, then
@@ -203,8 +227,8 @@ class Search:
         ]
         short = self._num(SCREEN_REQUESTS)
         is_short = short < self._most
-        runs = 4 if is_short else MAX_RUNS
-        self._bisect(plans, short, start=lambda p: 0.8 * p.candidate.bound, max_runs=runs)
+        how = {"max_runs": 4, "patience": SHORT_PATIENCE} if is_short else {}
+        self._bisect(plans, short, start=lambda p: 0.8 * p.candidate.bound, **how)
         plans.sort(key=lambda p: -(p.max_rate or 0.0))
         others = [
             PlanTrials(candidate=replace(p.candidate, policy=name), result=p.result, max_rate=p.max_rate)
@@ -235,7 +259,7 @@ class Search:
 
     def _screen(self, candidates: Sequence[Candidate], rate: float) -> list[PlanTrials]:
         new = [c for c in candidates if c.plan_id not in self.found]
-        trials = [self._trial(c, rate, SCREEN_REQUESTS) for c in new]
+        trials = [self._trial(c, rate, self._num(SCREEN_REQUESTS), patience=SHORT_PATIENCE) for c in new]
         sizes = sorted({c.num_gpus for c in new})
         text = f"trying {'-'.join(map(str, dict.fromkeys(sizes[:1] + sizes[-1:])))} GPUs"
         self._simulate(text, trials, SCREEN_SHARE)
@@ -263,6 +287,7 @@ class Search:
         *,
         start: Callable[[PlanTrials], float] | None = None,
         max_runs: int = MAX_RUNS,
+        patience: int = PATIENCE,
     ) -> None:
         """Find each plan's highest rate, all plans side by side."""
         begin = start or (lambda p: p.max_rate or p.result.trial.rate)
@@ -280,7 +305,7 @@ class Search:
             if not live:
                 break
             self._progress.stage(f"looking for the highest rates, {number} of {max_runs}", len(live))
-            trials = [self._trial(p.candidate, rate, num_requests) for p, _, rate in live]
+            trials = [self._trial(p.candidate, rate, num_requests, patience=patience) for p, _, rate in live]
             results = self._pool.run(trials, share=RATE_SHARE, on_result=self._progress.done)
             for (plan, search, _), result in zip(live, results, strict=False):
                 keeps = self.keeps(result)
@@ -322,12 +347,19 @@ class Search:
             left = ", ".join(list(changes)[len(results) :])
             self.notes.append(f"the budget ended before these were tried: {left}")
 
-    def _trial(self, candidate: Candidate, rate: float, num_requests: int, *, whole: bool = False) -> Trial:
+    def _trial(
+        self,
+        candidate: Candidate,
+        rate: float,
+        num_requests: int,
+        *,
+        patience: int = PATIENCE,
+        whole: bool = False,
+    ) -> Trial:
         """Make a trial of at least so many requests, of a large fleet by a smaller one unless `whole`."""
         stand_in = None if whole else candidate.shrunk(STAND_IN_ENGINES)
         trial = Trial(candidate=candidate, rate=rate, num_requests=1, seed=self._seed, stand_in=stand_in)
         simulated, part = trial.simulated
-        patience = SHORT_PATIENCE if num_requests == SCREEN_REQUESTS else PATIENCE
         lasts_s = max(STEADY * candidate.family.rates.e2e_s, patience * self._patience_s)
         num = max(num_requests, PER_ENGINE * simulated.num_engines, round(part * rate * lasts_s))
         return replace(trial, num_requests=min(num, MAX_SIMULATED))
@@ -336,12 +368,12 @@ class Search:
         return min(self._most, num_requests)
 
 
-def _is_beaten(plan: PlanTrials, search: RateSearch, all: Sequence[tuple[PlanTrials, RateSearch]]) -> bool:
+def _is_beaten(plan: PlanTrials, search: RateSearch, others: Sequence[tuple[PlanTrials, RateSearch]]) -> bool:
     """Tell whether some other plan is known to keep more than this one can, in all and per GPU."""
     if search.high is None:
         return False
     per_gpu = search.high / plan.candidate.num_gpus
-    return any(o.low >= search.high and o.low / p.candidate.num_gpus >= per_gpu for p, o in all)
+    return any(o.low >= search.high and o.low / p.candidate.num_gpus >= per_gpu for p, o in others)
 
 
 def _thinned(sizes: Sequence[int]) -> list[int]:

@@ -154,8 +154,8 @@ class SloSpec(StrictModel):
 
     @model_validator(mode="after")
     def _some_limit(self) -> SloSpec:
-        if not self.limits_ms:
-            raise ValueError("give a limit: `ttft: 500ms`, `tpot: 50ms` or `e2e: 10s`")
+        if self.ttft is None and self.e2e is None:
+            raise ValueError("give `ttft: 500ms` or `e2e: 10s`: else requests may wait for ever")
         return self
 
     @property
