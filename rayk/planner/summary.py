@@ -12,6 +12,7 @@ from rayk.planner.front import on_front
 from rayk.planner.search import PlanTrials, Search
 from rayk.planner.trial import TrialResult
 from rayk.planner.why import limit_of, why_not, why_of
+from rayk.reports.environment import git_commit, package_versions
 from rayk.reports.validation import within_text
 
 if TYPE_CHECKING:
@@ -153,6 +154,7 @@ def plan_facts(
             "budget_s": plan.budget_s,
             "notes": [*search.notes, *_budget_note(pool, plan), *plan.refused],
         },
+        "environment": {"packages": package_versions(), "git_commit": git_commit()},
     }
 
 
