@@ -218,6 +218,10 @@ def trust_of(best: PlanTrials, plan: PlanInputs, rows: list[dict[str, Any]]) -> 
     outside, steps = best.result.num_outside_hull, best.result.num_steps
     measured = plan.costs.is_measured
     doubts = []
+    if best.result.reads_as_coded:
+        doubts.append(
+            "Reads between these engines were not measured: the code's own estimate stands for them."
+        )
     refused = sum(row["why_not"].startswith("outside of what was measured") for row in rows)
     if refused:
         doubts.append(

@@ -88,6 +88,7 @@ class TrialResult:
     cached_share: float = 0.0  # of prompt tokens
     num_steps: int = 0
     num_outside_hull: int = 0
+    reads_as_coded: bool = False  # reads between such engines were not measured
     cpu_s: float = 0.0  # that the simulation took
 
     @property
@@ -139,6 +140,7 @@ def run_trial(world: PlanWorld, trial: Trial) -> TrialResult:
         cached_share=sum(a.num_cached_tokens for a in accounts.values()) / max(1, prompt_tokens),
         num_steps=sum(a.num_steps for a in accounts.values()),
         num_outside_hull=outcome.num_outside_hull,
+        reads_as_coded=outcome.reads_as_coded,
         cpu_s=outcome.cpu_s,
     )
 
