@@ -61,6 +61,8 @@ class Hull:
     def num_inside(self, run: DecodeRun) -> int:
         """Count the first of these steps that lie within."""
         num_steps = len(run.num_seen)
+        if not self.bounds and not self.places:
+            return num_steps
         first, last = run.step(0), run.step(num_steps - 1)
         # Sums grow from step to step, so what lies between two steps of one place is of it.
         is_one_place = not self.places or place_of(shape_of(first)) == place_of(shape_of(last))

@@ -36,7 +36,12 @@ def num_quiet_steps(
     num_ahead, max_positions = scheduler.num_in_flight, scheduler.max_positions
     found = limit + num_ahead
     for state in scheduler.running:
-        if state.num_ahead != num_ahead or not _only_decodes(state):
+        # Its next step computes its last token, and nobody looks at what comes of it before the step after.
+        if len(state.tokens) - state.num_computed != 1 or state.num_ahead != num_ahead:
+            return 0
+        if state.waits_for_token or state.stop_text is not None or state.form is not None:
+            return 0
+        if state.num_computed < len(state.request.prompt_token_ids):
             return 0
         if (num := state.num_tokens_left(max_positions)) < found:
             found = num
@@ -81,14 +86,6 @@ def later_batch(batch: ScheduledBatch, num_steps: int) -> ScheduledBatch:
         for r in batch.requests
     )
     return ScheduledBatch(step=batch.step + num_steps, requests=tuple(requests))
-
-
-def _only_decodes(state: RequestState) -> bool:
-    """Tell whether a request's next step computes its last token, one of its output, and nobody looks at what
-    comes of it before the step after."""
-    is_decode = len(state.tokens) - state.num_computed == 1
-    is_watched = state.waits_for_token or state.stop_text is not None or state.form is not None
-    return is_decode and not is_watched and state.num_computed >= len(state.request.prompt_token_ids)
 
 
 def _num_with_blocks(scheduler: Scheduler, limit: int) -> int:
@@ -146,7 +143,6 @@ class _QuietSteps:
                 self._watch(step)
         for state, start in zip(self.states, self._starts, strict=True):
             state.num_computed = start + self._last + 1
-            state.num_prompt_seen = len(state.request.prompt_token_ids)
 
     def _note_extend(self, index: int) -> None:
         step = self.states[index].num_covered - self._starts[index] - self._num_ahead

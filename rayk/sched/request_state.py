@@ -8,6 +8,8 @@ from typing import Any, Protocol
 from rayk.types.allocator import BlockUpdates
 from rayk.types.request import FinishReason, Request, TokenLogprobs
 
+_NO_TOKENS: frozenset[int] = frozenset()
+
 
 class StopText(Protocol):
     """Watches one request's output for its stop strings."""
@@ -116,14 +118,19 @@ class RequestState:
 
     def append_all(self, tokens: list[int], max_positions: int) -> None:
         """Take sampled tokens, of which none but the last may end the request. Nobody watches its text."""
-        assert 0 < len(tokens) <= self.num_tokens_left(max_positions), "it gets fewer tokens"
-        early, sampling = tokens[:-1], self.request.sampling
-        assert sampling.ignore_eos or self.eos_token_ids.isdisjoint(early), "it had ended before"
-        assert not sampling.stop_token_ids or not set(sampling.stop_token_ids) & {*early}, (
-            "it had ended before"
-        )
-        self.tokens += early
-        self.append(tokens[-1], max_positions)
+        request = self.request
+        sampling, last = request.sampling, tokens[-1]
+        ends = _NO_TOKENS if sampling.ignore_eos else self.eos_token_ids
+        if sampling.stop_token_ids:
+            ends = ends.union(sampling.stop_token_ids)
+        num_left = sampling.max_tokens - len(self.tokens) + len(request.prompt_token_ids) - len(tokens)
+        assert num_left >= 0, "it gets fewer tokens"
+        assert ends.isdisjoint(tokens[:-1]), "it had ended before"
+        if num_left and last not in ends and len(self.tokens) + len(tokens) < max_positions:
+            self.tokens += tokens
+            return
+        self.tokens += tokens[:-1]
+        self.append(last, max_positions)
 
     def append(self, token: int, max_positions: int) -> None:
         """Take a sampled token and decide whether the request is finished."""

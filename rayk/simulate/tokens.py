@@ -9,6 +9,9 @@ from zlib import crc32
 
 from rayk.models.config import DecoderConfig
 
+PROMPTS_KEPT = 4096
+"""Of so many prompts it is known where their output begins."""
+
 
 class SimOutput:
     """The tokens of one request's output."""
@@ -46,14 +49,24 @@ class TokenRule:
         """The tokens of every output, which begins somewhere in it."""
         self._outputs: dict[str, SimOutput] = {}
         """They are kept by the names of requests and of their attempts."""
+        self._begins: dict[int, tuple[Sequence[int], int]] = {}
+        """By its id, a prompt that many requests may share, and where its output begins."""
 
     def begin(
         self, request_id: str, *, prompt: Sequence[int] | None = None, num_output_tokens: int | None = None
     ) -> None:
         """A request comes, whose output ends with so many tokens; None: at its limit. `prompt`: requests of
         one prompt get the same tokens, as of a model that draws none."""
-        start = crc32(request_id.encode() if prompt is None else array("q", prompt))
+        start = crc32(request_id.encode()) if prompt is None else self._begin_of(prompt)
         self._outputs[request_id] = SimOutput(self._cycle, self.end, start, num_output_tokens)
+
+    def _begin_of(self, prompt: Sequence[int]) -> int:
+        known = self._begins.get(id(prompt))
+        if known is None:
+            if len(self._begins) >= PROMPTS_KEPT:
+                self._begins.clear()
+            known = self._begins[id(prompt)] = prompt, crc32(array("q", prompt))
+        return known[1]
 
     def forget(self, request_id: str) -> None:
         """A request is over."""
