@@ -63,7 +63,8 @@ class FreeRuns:
     def remove(self, start: int, count: int) -> None:
         """Remove the ids from `start` on, all of which must be present."""
         # Callers that continue their own ids, or ask `first`, start at the beginning of a run.
-        first = self._is_in.rfind(0, 0, start) + 1
+        is_first = start == 0 or not self._is_in[start - 1]
+        first = start if is_first else self._is_in.rfind(0, 0, start) + 1
         stop = first + self._longest[self._num_leaves + first]
         self._is_in[start : start + count] = bytes(count)
         self._num_in -= count
@@ -85,6 +86,13 @@ class FreeRuns:
             if self._longest[node] < count:
                 node += 1
         return node - self._num_leaves
+
+    def take(self, wanted: int | None) -> int:
+        """Remove and return this id if it is here, else the lowest; there is one."""
+        found = wanted if wanted is not None and self._is_in[wanted] else self.first(1)
+        assert found is not None, "none is left"
+        self.remove(found, 1)
+        return found
 
     def take_lowest(self, count: int) -> list[int]:
         """Remove and return the lowest `count` ids, or all if there are fewer."""

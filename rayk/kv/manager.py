@@ -81,13 +81,15 @@ class KVCacheManager:
         if sum(missing) > self.pool.num_free_blocks:
             return None
         updates: list[tuple[int, tuple[int, ...]]] = []
-        for index, (table, count) in enumerate(zip(tables, missing, strict=True)):
-            start = len(table.blocks)
-            fresh: list[int] = []
-            if count:
-                fresh = self.pool.allocate(count, after=table.blocks[-1] if start else None)
-                table.blocks += fresh
-                self._usage.hold_fresh(index, fresh)
+        for index, count in enumerate(missing):
+            blocks = tables[index].blocks
+            start = len(blocks)
+            if not count:
+                updates.append((start, ()))
+                continue
+            fresh = self.pool.allocate(count, after=blocks[-1] if start else None)
+            blocks += fresh
+            self._usage.hold_fresh(index, fresh)
             updates.append((start, tuple(fresh)))
         self._tables[request_id] = tables
         return tuple(updates)
@@ -97,9 +99,15 @@ class KVCacheManager:
         """Count the blocks that requests can get."""
         return self.pool.num_free_blocks
 
+    @property
+    def finds_prefixes(self) -> bool:
+        """Whether `match` may give anything."""
+        return self.prefixes is not None
+
     def num_missing_blocks(self, request_id: str, num_tokens: int) -> int:
-        """Count the blocks that `extend` takes for a request that has tables."""
-        return sum(self._missing(self._tables[request_id], num_tokens))
+        """Count the blocks that `extend` takes."""
+        tables = self._tables.get(request_id) or [BlockTable([]) for _ in self.groups]
+        return sum(self._missing(tables, num_tokens))
 
     def _missing(self, tables: Tables, num_tokens: int) -> list[int]:
         """Count, per group, the blocks that tables lack for so many tokens."""

@@ -112,7 +112,8 @@ class CachedPrefixes:
         if self._blocks[group].setdefault(key, block) != block:
             return False
         self._names[block] = group, key
-        self._since[block] = tuple(map(min, self._since.get(block, since), since))
+        known = self._since.get(block)
+        self._since[block] = since if known is None else tuple(map(min, known, since))
         return True
 
     def outdone(self, group: int, key: bytes, since: Since) -> int | None:

@@ -100,12 +100,30 @@ class Scheduler:
         `update`; the others cannot be admitted until one of these is over. One step of all that run may be
         in flight. For sched/quiet.py."""
         num_running = len(self._running)
-        can_admit = self._waiting and self._rows and num_running < self.max_batch_tokens
+        can_admit = self._has_room and not self.is_head_short
         is_watched = self.on_computed is not None or self.on_settled is not None
         is_busy = self._num_stages > 1 or len(self._away) or len(self._in_flight) > 1
         is_other = any(states != self._running for states in self._in_flight.values())
         is_held_up = can_admit or is_watched or is_busy or is_other
         return 0 < num_running <= self.max_batch_tokens and not is_held_up
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether a step has a row and a token left for the first that waits."""
+        return bool(self._waiting and self._rows) and len(self._running) < self.max_batch_tokens
+
+    @property
+    def is_head_short(self) -> bool:
+        """Tell whether the first that waits, which there is room for, lacks blocks beside requests that
+        decode. Steps ask for them again and again; where a prefix may be found that is not without effect,
+        and this is false."""
+        if not self._has_room or self.allocator.finds_prefixes:
+            return False
+        state, budget = self._waiting[0], self.max_batch_tokens - len(self._running)
+        num_tokens = state.num_computed + min(len(state.tokens) - state.num_computed, budget)
+        return (
+            self.allocator.num_missing_blocks(state.request_id, num_tokens) > self.allocator.num_free_blocks
+        )
 
     def count_decodes(self, num_steps: int) -> None:
         """Count steps in which every running request got a token, without `schedule` and `update`: see
@@ -113,7 +131,7 @@ class Scheduler:
         self._step += num_steps
         self._in_flight = {step + num_steps: states for step, states in self._in_flight.items()}
         self.num_output_tokens += num_steps * len(self._running)
-        self.is_short_of_blocks = self.needs_settling = False
+        self.is_short_of_blocks, self.needs_settling = self.is_head_short, False
 
     @property
     def num_steps(self) -> int:

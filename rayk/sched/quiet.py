@@ -1,9 +1,10 @@
 """Take many decode steps of a scheduler at once, where they decide nothing.
 
-A step is quiet if each running request decodes one token in it, nobody is admitted or preempted and nobody
-lacks a block. Requests may end in the last of the steps that are taken at once. Blocks are handed out, named
-and freed inside, in the order in which single steps do it, so that all is afterwards as it were after as many
-calls of `schedule` and `update`. Only who gives the tokens must know them: a simulation does, an engine not.
+A step is quiet if each running request decodes one token in it, nobody is admitted or preempted and none of
+them lacks a block. Requests may end in the last of the steps that are taken at once. Blocks are handed out,
+named and freed inside, in the order in which single steps do it, so that all is afterwards as it were after
+as many calls of `schedule` and `update`. Only who gives the tokens must know them: a simulation does, an
+engine not.
 
 Where each step is scheduled while the one before is in flight, one is in flight before and after, as many
 steps later (`later_batch`). Nobody ends then: who may is not in the step behind it.
@@ -47,6 +48,9 @@ def num_quiet_steps(
             found = num
         if num_left is not None and (num := num_left(state)) < found:
             found = num
+    if scheduler.is_head_short:  # a block that is freed in a step may be what it lacks
+        changes = (state.next_change - state.num_computed for state in scheduler.running)
+        found = min(found, num_ahead + min(changes))
     found -= num_ahead
     return _num_with_blocks(scheduler, found) if found > 0 else 0
 

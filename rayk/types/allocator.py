@@ -19,6 +19,10 @@ class BlockAllocator(Protocol):
     def num_free_blocks(self) -> int:
         """Count the blocks that requests can get."""
 
+    @property
+    def finds_prefixes(self) -> bool:
+        """Whether `match` may give anything."""
+
     def num_missing_blocks(self, request_id: str, num_tokens: int) -> int:
         """Count the blocks that `extend` takes."""
 

@@ -272,6 +272,23 @@ def test_steps_are_quiet_as_long_as_there_are_blocks() -> None:
     assert world.scheduler.num_preemptions == 1
 
 
+@pytest.mark.parametrize(("caches", "caching", "num"), [(0, False, 19), (3, False, 3), (0, True, 0)])
+def test_steps_are_quiet_while_who_waits_lacks_blocks(caches: int, caching: bool, num: int) -> None:
+    """Until one ends that has 19 tokens left, or a window leaves a block behind: tokens 0 to 3 are seen by
+    none from 10 on. Where a prefix may be found, to ask is not without effect."""
+    world = World(caches, 10, caching=caching, limits={"max_batch_tokens": 64, "max_seqs": 2})
+    sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+    world.add(Request(request_id="1", prompt_token_ids=(100,) * 7, sampling=sampling), None)
+    world.step()
+    waiting = Request(request_id="2", prompt_token_ids=(101,) * 36, sampling=sampling)
+    world.add(waiting, None)
+    assert num_quiet_steps(world.scheduler, 99) == num
+    if num:
+        world.steps(num)
+        assert world.num_spans == [num]
+        assert world.scheduler.is_short_of_blocks
+
+
 def test_a_token_that_ends_a_request_before_the_last_step_is_refused() -> None:
     world = World(0, 80, caching=False, limits={"max_batch_tokens": 8, "max_seqs": 2})
     world.add(Request(request_id="1", prompt_token_ids=(100,), sampling=SamplingParams(max_tokens=9)), None)
