@@ -1,7 +1,7 @@
 """Time how fast the simulator gets through requests, and what memory it needs.
 
-    python jobs/benchmarks/simulate.py [--requests 1000000] [--engines 64] [--slow-requests 20000] [--record]
-    python jobs/benchmarks/simulate.py --shapes fleet
+    python jobs/benchmarks/simulate.py [--requests 20000] [--engines 64] [--shapes pairs,fleet]
+    python jobs/benchmarks/simulate.py --requests 1000000 --slow-requests 50000 --shapes engines
 
 A server's requests, of 500 to 1,500 prompt tokens and 100 to 300 output tokens, come at random to engines of
 an 8B model's size: 10 a second and engine, of which about 24 run at once there. Steps take what a table says
@@ -12,7 +12,7 @@ Shapes:
     caching      the same, whose prompts share one of 100 beginnings of 512 tokens, with prefix caching
     ahead        the same as `engines`, of those that begin a step before they know the last one's tokens
     pairs        as many engines, half of which prefill for the others
-    fleet        1,000 aggregated ones, and 100,000 requests
+    fleet        1,000 aggregated ones, and 100,000 requests at most
 
     us           of processor time per request, quiet steps taken at once
     single us    the same where every step is taken by itself, over --slow-requests
@@ -220,9 +220,9 @@ def main() -> int:
         fill,
         __file__,
         title="How fast the simulator is",
-        requests=option(1_000_000, "simulated in each shape"),
+        requests=option(20_000, "simulated in each shape"),
         engines=option(64, "of each shape but `fleet`"),
-        slow_requests=option(20_000, "simulated step by step; 0: none"),
+        slow_requests=option(2_000, "simulated step by step; 0: none"),
         shapes=option("engines,caching,ahead,pairs,fleet", "those that are run"),
     )
 
