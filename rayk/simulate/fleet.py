@@ -221,7 +221,7 @@ class SimFleet:
             secret=SECRET,
             join=None if self.network is None else partial(SimExtension, network=self.network),
             slow=self._slow(entry),
-            on_step=self._note_step,
+            on_step=self._note_step if self._sink is None else None,
             fast=self._fast,
             offload=self._offload,
         )

@@ -44,7 +44,7 @@ def simulate_cell(
     steps that admit and finish nobody are advanced together, which changes no result. `server`: engines,
     limits, policy and what becomes of lost requests are this server's, which `cell` only names the rows of.
     `deaths`: engines that die. `sink` gets each request's row when it is over; rows are then not kept, nor
-    are transfers.
+    are those of transfers and steps.
 
     Raises UserError for what is not simulated, and where `costs` lacks an engine.
     """

@@ -9,7 +9,7 @@ from zlib import crc32
 
 from rayk.models.config import DecoderConfig
 
-PROMPTS_KEPT = 4096
+PROMPTS_KEPT = 1024
 """Of so many prompts it is known where their output begins."""
 
 

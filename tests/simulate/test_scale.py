@@ -11,9 +11,11 @@ import pytest
 
 from rayk.sched.request_state import RequestState
 from rayk.simulate import Arrival, simulate_cell
+from rayk.simulate.clock import MIN_CANCELLED, Event
 from rayk.simulate.flow import RequestFlow
 from rayk.simulate.late_sink import LateSink
 from rayk.simulate.summary import Summary
+from rayk.simulate.tokens import SimOutput
 from rayk.specs.serving import settings_of
 from rayk.types.rows import RequestRow
 from tests.markers import one_per
@@ -22,7 +24,7 @@ from tests.simulate.test_servers import CARD
 
 NUM_REQUESTS = 2_000
 NUM_ENGINES = 8
-LIVING = (RequestRow, RequestFlow, RequestState, LateSink)
+LIVING = (RequestRow, RequestFlow, RequestState, LateSink, SimOutput)
 
 
 class Coming:
@@ -51,7 +53,7 @@ class Ends(Summary):
     def __init__(self, coming: Coming) -> None:
         super().__init__()
         self.told: list[tuple[Any, ...]] = []
-        self.most_under_way = 0
+        self.most_under_way = self.most_events = 0
         self.living: list[dict[type, int]] = []
         self._coming = coming
 
@@ -65,6 +67,7 @@ class Ends(Summary):
             gc.collect()
             there = [type(o) for o in gc.get_objects()]
             self.living.append({kind: there.count(kind) for kind in LIVING})
+            self.most_events = max(self.most_events, there.count(Event))
 
 
 @pytest.mark.parametrize("pairs", [False, True])
@@ -82,7 +85,7 @@ def test_memory_is_for_what_is_under_way(pairs: bool) -> None:
         outcome = simulate_cell(
             cell, MODEL, iter(coming), BOOK, server=server, fast=is_fast, sink=ends[is_fast]
         )
-        assert outcome.requests == outcome.transfers == []
+        assert outcome.requests == outcome.transfers == outcome.steps == []
     fast, slow = ends[True], ends[False]
     assert fast.told == slow.told
     assert fast.num_requests == NUM_REQUESTS
@@ -90,5 +93,6 @@ def test_memory_is_for_what_is_under_way(pairs: bool) -> None:
     assert fast.most_under_way < 200
     for living in fast.living:
         assert 0 < max(living.values()) <= 2 * fast.most_under_way, living
+    assert fast.most_events < 2 * MIN_CANCELLED + 10 * fast.most_under_way
     assert fast.percentile("tpot_ms", 50) > STEP_NS / 1e6
     assert fast.percentile("ttft_ms", 50) < fast.percentile("e2e_ms", 50)
