@@ -139,6 +139,8 @@ class Leader:
         self._decoder = decoder or LazyDecoder(None)
         self._grammars = grammars or Grammars(None, vocab_size or 0)
         self._fast_prefill = fast_prefill
+        self._last_sampling: SamplingParams | None = None
+        """The last that were found to be in range."""
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._sinks: dict[str, Sink] = {}
         self._calls: list[tuple[object, Future[list[object]]]] = []
@@ -171,9 +173,18 @@ class Leader:
 
     def prepare(self, request: Request) -> None:
         """Do what takes long for a request that comes, on the caller's thread, not the loop's."""
-        if bad_sampling(request.sampling) is None:  # `open` says what is wrong to the sink
+        if self._bad_sampling(request.sampling) is None:  # `open` says what is wrong to the sink
             with contextlib.suppress(UserError):
                 self._make_ready(request.sampling)
+
+    def _bad_sampling(self, sampling: SamplingParams) -> UserError | None:
+        """Find the first parameter that is out of its range. Many requests may share those of the last."""
+        if sampling is self._last_sampling:
+            return None
+        error = bad_sampling(sampling)
+        if error is None:
+            self._last_sampling = sampling
+        return error
 
     def _make_ready(self, sampling: SamplingParams) -> None:
         """Load what the request's output is watched with. Raises UserError."""
@@ -462,7 +473,7 @@ class Leader:
         """Find what would otherwise end the engine, or be ignored."""
         if not request.prompt_token_ids:
             return UserError(f"request {request.request_id} has an empty prompt")
-        error = bad_sampling(request.sampling)
+        error = self._bad_sampling(request.sampling)
         if error is None:
             try:
                 self._make_ready(request.sampling)

@@ -96,15 +96,16 @@ class BlockPool:
     def free(self, block_ids: Iterable[int]) -> None:
         """Drop a reference of each block; null blocks are skipped. Of cached blocks the last are reused
         first, since the beginning of a sequence is shared more often."""
-        blank = []
+        references, kept, blank = self._references, self._kept, []
         for block in reversed(tuple(block_ids)):
             if block == NULL_BLOCK:
                 continue
-            assert self._references[block] > 0, f"block {block} freed twice"
-            self._references[block] -= 1
-            if self._references[block]:
+            left = references[block] - 1
+            assert left >= 0, f"block {block} freed twice"
+            references[block] = left
+            if left:
                 continue
-            if self._kept[block]:
+            if kept[block]:
                 self._oldest[block] = None
             else:
                 blank.append(block)

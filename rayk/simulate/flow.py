@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Protocol
 
 from rayk.engine.leader import RequestEvent, Sink
@@ -172,8 +172,12 @@ class RequestFlow:
 
     def _request(self) -> Request:
         """Return the request under the name of this attempt."""
-        sampling = SamplingParams(max_tokens=self.arrival.max_tokens)
-        return Request(request_id=self.name, prompt_token_ids=self.arrival.prompt, sampling=sampling)
+        arrival = self.arrival
+        return Request(
+            request_id=self.name,
+            prompt_token_ids=arrival.prompt,
+            sampling=_sampling_of(arrival.max_tokens),
+        )
 
     def _after(self, gap: str, action: Callable[[], object]) -> None:
         """Do something when a gap has passed; nothing if the request, or this attempt of it, is over then."""
@@ -266,3 +270,9 @@ class RequestFlow:
         self.abort()
         self._settle()
         self.end(DeadlineExceeded(f"request {self.row.request_id}", limit_s))
+
+
+@lru_cache(maxsize=256)
+def _sampling_of(max_tokens: int) -> SamplingParams:
+    """Return what all requests of such a limit share."""
+    return SamplingParams(max_tokens=max_tokens)
