@@ -282,8 +282,8 @@ class TransferHandover:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether turns do nothing here until a rank has news, or somebody asks: reads may be under way, but
-        nobody waits for blocks, or has a deadline here. For a simulation."""
+        """Whether turns do nothing here until a rank has news, somebody asks, a block comes free, or it is
+        time for `receiving.give_up_ns`. Reads may be under way. For a simulation."""
         is_lender = self.lending.is_open or self.reservations.is_busy or self.offloading is not None
         return not (is_lender or self._commands or self.receiving.any_waiting)
 

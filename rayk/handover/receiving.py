@@ -21,7 +21,7 @@ from rayk.engine.leader import RequestEvent
 from rayk.handover.arrival_times import arrival_stages
 from rayk.handover.commands import BlockTables, HoldTicket, LetGo, Prove, ReleaseMismatch, StartRead
 from rayk.handover.rank_answers import RankAnswers
-from rayk.handover.reservations import reserve_blocks
+from rayk.handover.reservations import may_reserve, reserve_blocks
 from rayk.kv.manager import LocalPrefix
 from rayk.transfer.handshake import row_group_blocks
 from rayk.transfer.valid_prefix import longest_valid_prefix
@@ -119,8 +119,26 @@ class Receiving:
 
     @property
     def any_waiting(self) -> bool:
-        """Whether a turn may do something here though no rank has news: for blocks, or at a deadline."""
-        return bool(self._queued or self._draining or self._kept_until)
+        """Whether a turn may do something here though no rank has news and no block comes free: at another
+        deadline than `give_up_ns`, or because there are blocks."""
+        has_blocks = bool(self._queued) and not self._lacks_blocks
+        return has_blocks or bool(self._draining or self._kept_until)
+
+    @property
+    def give_up_ns(self) -> int | None:
+        """The last moment at which nobody in the queue has waited too long; None: nobody waits for blocks."""
+        return min((i.submitted_ns + int(i.reserve_s * 1e9) for i in self._queued), default=None)
+
+    @property
+    def _lacks_blocks(self) -> bool:
+        """Whether the first in the queue asks in vain for blocks until some come free. Where a prefix may be
+        found, to ask is not without effect, and this is false."""
+        assert self.leader is not None
+        manager, head = self.leader.manager, self._queued[0]
+        is_new = any(not incoming.is_announced for incoming in self._queued)
+        if manager.finds_prefixes or is_new or head.ticket.first_row:
+            return False
+        return not may_reserve(self.leader, manager.num_live_blocks(head.ticket.num_tokens))
 
     @property
     def num_awaited(self) -> int:

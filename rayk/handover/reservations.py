@@ -243,12 +243,18 @@ def reserve_blocks(
 
     Requests that are here already have come first: each keeps a block per group to go on with.
     """
-    scheduler, manager = leader.scheduler, leader.manager
+    manager = leader.manager
     updates = manager.reserve_live(key, num_tokens, local_prefix)
     if updates is None:
         return None
-    num_here = scheduler.num_running + scheduler.num_waiting
-    if manager.pool.num_free_blocks < num_here * len(manager.groups):
+    if not may_reserve(leader, 0):
         manager.unreserve(key)
         return None
     return tuple(ids for _, ids in updates)
+
+
+def may_reserve(leader: Leader, num_blocks: int) -> bool:
+    """Tell whether so many blocks may be set aside: enough are left for the requests that are here."""
+    scheduler, manager = leader.scheduler, leader.manager
+    num_here = scheduler.num_running + scheduler.num_waiting
+    return manager.pool.num_free_blocks - num_blocks >= num_here * len(manager.groups)

@@ -118,6 +118,13 @@ class KVCacheManager:
         """Count the most blocks that so many more tokens of any request take."""
         return sum(-(-num_tokens // g.spec.block_size) for g in self.groups)
 
+    def num_live_blocks(self, num_tokens: int) -> int:
+        """Count the blocks that `reserve_live` takes for so many tokens, none of which is here."""
+        specs = [g.spec for g in self.groups]
+        return sum(
+            -(-num_tokens // s.block_size) - s.live_rows(num_tokens).start // s.block_size for s in specs
+        )
+
     def num_covered_tokens(self, request_id: str) -> int:
         """Count the tokens that a request's tables have room for; see BlockAllocator."""
         tables = self._tables[request_id]

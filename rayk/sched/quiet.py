@@ -25,11 +25,16 @@ _EXTEND, _SETTLE = 0, 1
 
 
 def num_quiet_steps(
-    scheduler: Scheduler, limit: int, num_left: Callable[[RequestState], int] | None = None
+    scheduler: Scheduler,
+    limit: int,
+    num_left: Callable[[RequestState], int] | None = None,
+    *,
+    until_freed: bool = False,
 ) -> int:
     """Count the quiet steps that come now, up to `limit`; 0: take a single one.
 
-    `num_left`: the tokens of a request until one ends it, if that is known to be before its `max_tokens`. The
+    `num_left`: the tokens of a request until one ends it, if that is known to be before its `max_tokens`.
+    `until_freed`: somebody waits for blocks, and none may come free before the last of the steps ends. The
     count holds until the scheduler, or the blocks, are touched; so do all lower ones.
     """
     if limit <= 0 or not scheduler.is_steady:
@@ -48,7 +53,7 @@ def num_quiet_steps(
             found = num
         if num_left is not None and (num := num_left(state)) < found:
             found = num
-    if scheduler.is_head_short:  # a block that is freed in a step may be what it lacks
+    if until_freed or scheduler.is_head_short:  # a block that is freed in a step may be what it lacks
         changes = (state.next_change - state.num_computed for state in scheduler.running)
         found = min(found, num_ahead + min(changes))
     found -= num_ahead

@@ -230,7 +230,8 @@ class SimEngine:
         if self._spans is None or not self.leader.is_quiet:
             return False
         until_ns = None if self.extension is None else self.extension.next_ns()
-        self._span = self._spans.plan(self._world.now_ns, until_ns)
+        give_up_ns = self.handover.receiving.give_up_ns
+        self._span = self._spans.plan(self._world.now_ns, until_ns, give_up_ns)
         if self._span is None:
             return False
         self._next = self._world.at(self._span.ends_ns[-1], self._end_span, self._order)

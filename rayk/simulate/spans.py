@@ -87,12 +87,13 @@ class QuietSpans:
         self._runs_ahead = rank.why_not_ahead is None
         self._rule = rule
 
-    def plan(self, begin_ns: int, until_ns: int | None) -> QuietSpan | None:
-        """Plan quiet turns from now on that have looked around before `until_ns`; None: take a single one."""
+    def plan(self, begin_ns: int, until_ns: int | None, give_up_ns: int | None = None) -> QuietSpan | None:
+        """Plan quiet turns from now on that have looked for news before `until_ns`; None: take a single one.
+        `give_up_ns`: somebody waits for blocks, and none of the turns may begin later than this."""
         scheduler, before = self._leader.scheduler, self._loop.in_flight
         if self._runs_ahead and (before is None or not all(s.is_reported for s in scheduler.running)):
             return None
-        num = num_quiet_steps(scheduler, MAX_STEPS, self._num_left)
+        num = num_quiet_steps(scheduler, MAX_STEPS, self._num_left, until_freed=give_up_ns is not None)
         if not num:
             return None
         run = decode_run([s.num_begun for s in scheduler.running], num, self._timer.windows)
@@ -111,6 +112,8 @@ class QuietSpans:
             looks_ns = range(len(model_ns))
             key = span.ends_ns.__getitem__ if before is None else lambda i: span.begins_ns(i) + host_ns
             del span.ends_ns[bisect_left(looks_ns, until_ns, key=key) :]
+        if give_up_ns is not None:
+            del span.ends_ns[span.num_begun(lambda at_ns: at_ns <= give_up_ns) :]
         return span if span.ends_ns else None
 
     def _beside(self, before: StepInFlight, span: QuietSpan, host_ns: int) -> QuietSpan:
