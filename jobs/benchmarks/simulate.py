@@ -1,7 +1,7 @@
 """Time how fast the simulator gets through requests, and what memory it needs.
 
     python jobs/benchmarks/simulate.py [--requests 20000] [--engines 64] [--shapes pairs,fleet]
-    python jobs/benchmarks/simulate.py --requests 1000000 --slow-requests 50000 --shapes engines
+    python jobs/benchmarks/simulate.py --requests 1000000 --slow-requests 20000 --record
 
 A server's requests, of 500 to 1,500 prompt tokens and 100 to 300 output tokens, come at random to engines of
 an 8B model's size: 10 a second and engine, of which about 24 run at once there. Steps take what a table says
@@ -12,7 +12,9 @@ Shapes:
     caching      the same, whose prompts share one of 100 beginnings of 512 tokens, with prefix caching
     ahead        the same as `engines`, of those that begin a step before they know the last one's tokens
     pairs        as many engines, half of which prefill for the others
-    fleet        1,000 aggregated ones, and 100,000 requests at most
+    fleet        1,000 aggregated ones
+
+The last four get 100,000 requests at most.
 
     us           of processor time per request, quiet steps taken at once
     single us    the same where every step is taken by itself, over --slow-requests
@@ -51,7 +53,8 @@ RATE = 10.0
 """Requests a second and engine."""
 PROMPTS, OUTPUTS = (500, 1_500), (100, 300)
 BEGINNINGS, BEGINNING_TOKENS = 100, 512
-FLEET_ENGINES, FLEET_REQUESTS = 1_000, 100_000
+FLEET_ENGINES = 1_000
+OTHER_REQUESTS = 100_000
 MODEL = DecoderConfig(
     architecture="Qwen3ForCausalLM",
     family="qwen3",
@@ -95,12 +98,13 @@ class Shape:
 
 
 def shapes(num_engines: int, num_requests: int) -> list[Shape]:
+    fewer = min(OTHER_REQUESTS, num_requests)
     return [
         Shape("engines", num_engines, num_requests),
-        Shape("caching", num_engines, num_requests, caching=True),
-        Shape("ahead", num_engines, num_requests, ahead=True),
-        Shape("pairs", num_engines, num_requests, pairs=True),
-        Shape("fleet", FLEET_ENGINES, min(FLEET_REQUESTS, num_requests)),
+        Shape("caching", num_engines, fewer, caching=True),
+        Shape("ahead", num_engines, fewer, ahead=True),
+        Shape("pairs", num_engines, fewer, pairs=True),
+        Shape("fleet", FLEET_ENGINES, fewer),
     ]
 
 

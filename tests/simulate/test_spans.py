@@ -133,3 +133,23 @@ def test_a_lonely_request_takes_few_events() -> None:
     arrivals = [Arrival(at_ns=0, index=0, prompt=(1, 2, 3), max_tokens=200)]
     fast, slow = (simulate_cell(sim_cell(), MODEL, arrivals, BOOK, fast=f) for f in (True, False))
     assert fast.num_events < 15 < 200 < slow.num_events
+
+
+def test_steps_are_taken_at_once_while_reads_wait_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode engine with blocks for three requests of ten: the others wait until one ends."""
+    pair = {"mode": "disaggregated", "decode": {"block_size": 4}}
+    cell = sim_cell(engine={"num_blocks": 24, "max_seqs": 8}, **pair)
+    arrivals = [
+        Arrival(at_ns=0, index=i, prompt=tuple(range(i, i + 9)), max_tokens=24 + i % 3) for i in range(10)
+    ]
+    waiting: list[int] = []
+    carry_out = SimEngine._carry_out
+
+    def noted(self: SimEngine, span: Any, num_steps: int) -> None:
+        waiting.extend([self.handover.receiving.num_awaited] * num_steps)
+        carry_out(self, span, num_steps)
+
+    monkeypatch.setattr(SimEngine, "_carry_out", noted)
+    fast, slow = (picture(simulate_cell(cell, MODEL, arrivals, BOOK, fast=f)) for f in (True, False))
+    assert fast == slow
+    assert sum(num > 0 for num in waiting) > 20
