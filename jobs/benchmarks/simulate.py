@@ -4,7 +4,7 @@
     python jobs/benchmarks/simulate.py --requests 1000000 --slow-requests 20000 --record
 
 A server's requests, of 500 to 1,500 prompt tokens and 100 to 300 output tokens, come at random to engines of
-an 8B model's size: 10 a second and engine, of which about 24 run at once there. Steps take what a table says
+an 8B model's size: 10 a second and engine, of which about 17 run at once there. Steps take what a table says
 that is made up here. Nothing is left out but computing: each engine's own scheduler, blocks and leader run.
 Shapes:
 

@@ -301,9 +301,10 @@ class Scheduler:
         while index < len(self._running) and budget > 0:
             state = self._running[index]
             index += 1
-            num_begun = state.num_begun
-            num_left = state.num_tokens - num_begun
-            if not self._may_go_on(state) or (num_left == 1 and num_decodes == most_decodes):
+            num_begun = state.num_computed + state.num_ahead
+            num_left = len(state.tokens) + state.num_sampled_ahead - num_begun
+            may_go_on = not state.num_sampled_ahead or self._may_go_on(state)
+            if not may_go_on or (num_left == 1 and num_decodes == most_decodes):
                 continue
             num_tokens = min(num_left, budget)
             updates: BlockUpdates | None = state.no_updates
@@ -332,8 +333,7 @@ class Scheduler:
         return -(-len(self._running) // self._num_stages)
 
     def _may_go_on(self, state: RequestState) -> bool:
-        if not state.num_sampled_ahead:
-            return True
+        """Tell whether more of a request may be computed though a step in flight samples its next token."""
         return self._num_stages == 1 and state.may_go_on(self.max_positions)
 
     def scheduled(self, batch: ScheduledBatch) -> list[RequestState]:
@@ -514,7 +514,7 @@ class Scheduler:
             updates = tuple((0, table) for table in self.allocator.block_tables(state.request_id))
             state.tables_sent = True
         assert state.row is not None
-        start = state.num_begun
+        start = state.num_computed + state.num_ahead
         end = start + num_tokens
         token_ids: tuple[int, ...]
         if num_tokens == 1:  # nearly always
@@ -529,8 +529,8 @@ class Scheduler:
             token_ids=token_ids,
             new_block_ids=updates,
             num_filled_blocks=filled,
-            needs_logits=end == state.num_tokens,
-            prompt_logits=state.prompt_logits(num_tokens),
+            needs_logits=end == len(state.tokens) + state.num_sampled_ahead,
+            prompt_logits=(0, 0) if state.prompt_logprobs is None else state.prompt_logits(num_tokens),
         )
         state.num_ahead += num_tokens
         state.num_sampled_ahead += share.needs_logits
