@@ -90,7 +90,11 @@ def term_value(term: str, features: StepFeatures) -> float:
         return 1
     if sign == "@":
         return features.windowed[number][name == "seen"]
-    value: int = getattr(features, f"num_{name}")
+    return _cut(getattr(features, f"num_{name}"), sign, number)
+
+
+def _cut(value: int, sign: str, number: int) -> int:
+    """Return what of a feature a term with a limit counts."""
     if sign == ">":
         return max(0, value - number)
     return min(value, number) if sign == "<" else value
@@ -102,6 +106,8 @@ def term_values(term: str, run: DecodeRun) -> NDArray[Any] | float:
     if name == "one":
         return 1
     counted = run.windowed[number][name == "seen"] if sign == "@" else getattr(run, f"num_{name}")
+    if isinstance(counted, int):  # the same of each step
+        return float(_cut(counted, sign, number))
     values = np.asarray(counted, dtype=np.float64)
     if sign == ">":
         return np.maximum(0.0, values - number)
@@ -136,10 +142,10 @@ class StepTable:
 
     def each_ns(self, run: DecodeRun) -> NDArray[np.float64]:
         """Tell the same of steps that follow one another [S], to the last bit."""
-        found = np.zeros(len(run.num_seen))
+        found: NDArray[Any] | float = 0.0
         for term, constant in zip(self.terms, self.constants, strict=True):
-            found += constant * term_values(term, run)
-        return found
+            found = found + constant * term_values(term, run)
+        return np.broadcast_to(np.asarray(found, dtype=np.float64), len(run.num_seen)).copy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -481,7 +481,10 @@ class Leader:
                 error = missing
         if error is not None or self._vocab_size is None:
             return error
-        return outside_vocabulary(request.prompt_token_ids, self._vocab_size)
+        return self._outside_vocabulary(request.prompt_token_ids, self._vocab_size)
+
+    def _outside_vocabulary(self, prompt: Sequence[int], vocab_size: int) -> UserError | None:
+        return outside_vocabulary(prompt, vocab_size)
 
     def _too_long(self, request: Request, max_tokens: int) -> UserError | None:
         num_tokens = len(request.prompt_token_ids) + request.sampling.max_tokens

@@ -56,7 +56,7 @@ class KVCacheManager:
     ) -> None:
         """`secret` is the one of PrefixKeys."""
         self.groups = tuple(groups)
-        self._block_sizes = tuple(g.spec.block_size for g in groups)
+        self.block_sizes = tuple(g.spec.block_size for g in groups)
         self.prefixes = CachedPrefixes(groups, secret) if prefix_caching else None
         self.pool = BlockPool(num_blocks, self.prefixes.forget if self.prefixes is not None else None)
         self._keys: dict[str, PrefixKeys] = {}
@@ -66,7 +66,7 @@ class KVCacheManager:
         self._reserved: dict[str, int] = {}
         """Requests with reserved tables -> number of blocks reserved."""
         self._num_leased = self._num_freed = 0
-        self._usage = BlockUsage(len(groups))
+        self._usage = BlockUsage(len(groups), num_blocks)
 
     @property
     def ledger(self) -> Ledger:
@@ -111,7 +111,7 @@ class KVCacheManager:
 
     def _missing(self, tables: Tables, num_tokens: int) -> list[int]:
         """Count, per group, the blocks that tables lack for so many tokens."""
-        sizes = zip(self._block_sizes, tables, strict=True)
+        sizes = zip(self.block_sizes, tables, strict=True)
         return [max(0, -(-num_tokens // size) - len(t.blocks)) for size, t in sizes]
 
     def max_new_blocks(self, num_tokens: int) -> int:
@@ -124,11 +124,6 @@ class KVCacheManager:
         return sum(
             -(-num_tokens // s.block_size) - s.live_rows(num_tokens).start // s.block_size for s in specs
         )
-
-    def num_covered_tokens(self, request_id: str) -> int:
-        """Count the tokens that a request's tables have room for; see BlockAllocator."""
-        tables = self._tables[request_id]
-        return min([size * len(t.blocks) for size, t in zip(self._block_sizes, tables, strict=True)])
 
     def match(
         self, request_id: str, token_ids: Sequence[int], max_tokens: int, cache_salt: str | None = None

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import mul
 
 from rayk.sched.request_state import RequestState, max_cached_tokens
 from rayk.sched.swapping import AwayRequests, Swapper
@@ -394,10 +395,11 @@ class Scheduler:
     def extend(self, state: RequestState, num_tokens: int) -> BlockUpdates | None:
         """Get blocks for `num_tokens` of a request; None if they are short. The tables of one that runs
         change here and in `trim` alone: until it has more than `num_covered` there is nothing to ask for."""
-        updates = self.allocator.extend(state.request_id, num_tokens)
+        updates = self.allocator.extend(state.request.request_id, num_tokens)
         if updates is not None:
-            state.num_covered = self.allocator.num_covered_tokens(state.request_id)
-            state.no_updates = tuple((start + len(ids), ()) for start, ids in updates)
+            ends = [start + len(ids) for start, ids in updates]
+            state.num_covered = min(map(mul, ends, self.allocator.block_sizes))
+            state.no_updates = tuple([(end, ()) for end in ends])
         return updates
 
     def _computed(self, state: RequestState, share: ScheduledRequest) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from rayk.sched.request_state import RequestState
 from rayk.simulate.late_sink import LateSink
 from rayk.simulate.tokens import TokenRule
 from rayk.types.batch import ScheduledBatch, StepTokens
+from rayk.types.errors import UserError
 from rayk.types.request import TokenLogprobs
 
 NO_TOKENS = torch.empty(0)
@@ -48,6 +49,10 @@ class SimLeader(Leader):
         is_asked = self._calls or self._stopping or not self._inbox.empty()
         handover = cast("TransferHandover | None", self._handover)
         return not is_asked and (handover is None or handover.is_quiet)
+
+    def _outside_vocabulary(self, prompt: Sequence[int], vocab_size: int) -> UserError | None:
+        """Look once at a prompt that many requests share."""
+        return None if self._rule.knows(prompt) else super()._outside_vocabulary(prompt, vocab_size)
 
     def sink_of(self, request_id: str) -> Sink | None:
         """Find who hears of a request that is here."""

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from zlib import crc32
 
 from rayk.models.config import DecoderConfig
+from rayk.types.admission import outside_vocabulary
 
 PROMPTS_KEPT = 1024
-"""Of so many prompts it is known where their output begins."""
+"""So many prompts are known, the last ones."""
 
 
 class SimOutput:
@@ -49,8 +50,10 @@ class TokenRule:
         """The tokens of every output, which begins somewhere in it."""
         self._outputs: dict[str, SimOutput] = {}
         """They are kept by the names of requests and of their attempts."""
-        self._begins: dict[int, tuple[Sequence[int], int]] = {}
-        """By its id, a prompt that many requests may share, and where its output begins."""
+        self._vocab_size = config.vocab_size
+        self._prompts: dict[int, tuple[Sequence[int], int, bool]] = {}
+        """By its id, a prompt that many requests may share, where its output begins, and whether its tokens
+        are of the vocabulary."""
 
     def begin(
         self, request_id: str, *, prompt: Sequence[int] | None = None, num_output_tokens: int | None = None
@@ -61,12 +64,18 @@ class TokenRule:
         self._outputs[request_id] = SimOutput(self._cycle, self.end, start, num_output_tokens)
 
     def _begin_of(self, prompt: Sequence[int]) -> int:
-        known = self._begins.get(id(prompt))
+        known = self._prompts.get(id(prompt))
         if known is None:
-            if len(self._begins) >= PROMPTS_KEPT:
-                self._begins.clear()
-            known = self._begins[id(prompt)] = prompt, crc32(array("q", prompt))
+            if len(self._prompts) >= PROMPTS_KEPT:
+                self._prompts.clear()
+            is_inside = outside_vocabulary(prompt, self._vocab_size) is None
+            known = self._prompts[id(prompt)] = prompt, crc32(array("q", prompt)), is_inside
         return known[1]
+
+    def knows(self, prompt: Sequence[int]) -> bool:
+        """Tell whether this very prompt was looked at, and has tokens of the vocabulary alone."""
+        known = self._prompts.get(id(prompt))
+        return known is not None and known[2]
 
     def forget(self, request_id: str) -> None:
         """A request is over."""

@@ -16,6 +16,10 @@ class BlockAllocator(Protocol):
         """Make the request's tables hold `num_tokens` tokens. None (nothing changed) if blocks are short."""
 
     @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens of a block of each KV group."""
+
+    @property
     def num_free_blocks(self) -> int:
         """Count the blocks that requests can get."""
 
@@ -28,9 +32,6 @@ class BlockAllocator(Protocol):
 
     def max_new_blocks(self, num_tokens: int) -> int:
         """Count the most blocks that so many more tokens of any request take."""
-
-    def num_covered_tokens(self, request_id: str) -> int:
-        """Count the tokens that the request's tables have room for: `extend` gives nothing up to there."""
 
     def match(
         self, request_id: str, token_ids: Sequence[int], max_tokens: int, cache_salt: str | None = None
