@@ -145,7 +145,7 @@ class StepTable:
         found: NDArray[Any] | float = 0.0
         for term, constant in zip(self.terms, self.constants, strict=True):
             found = found + constant * term_values(term, run)
-        return np.broadcast_to(np.asarray(found, dtype=np.float64), len(run.num_seen)).copy()
+        return found if isinstance(found, np.ndarray) else np.full(len(run.num_seen), found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
