@@ -137,7 +137,7 @@ def test_a_lonely_request_takes_few_events() -> None:
 
 def test_steps_are_taken_at_once_while_reads_wait_for_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode engine with blocks for three requests of ten: the others wait until one ends."""
-    pair = {"mode": "disaggregated", "decode": {"block_size": 4}}
+    pair: dict[str, Any] = {"mode": "disaggregated", "decode": {"block_size": 4}}
     cell = sim_cell(engine={"num_blocks": 24, "max_seqs": 8}, **pair)
     arrivals = [
         Arrival(at_ns=0, index=i, prompt=tuple(range(i, i + 9)), max_tokens=24 + i % 3) for i in range(10)
