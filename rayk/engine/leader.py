@@ -89,6 +89,11 @@ class Handover(Protocol):
         """List what ranks must know before they compute this step, which they execute just before; without
         results."""
 
+    @property
+    def has_commands(self) -> bool:
+        """Whether `commands` has something for the ranks, so that the next turn should come at once."""
+        ...
+
     def needs_gather(self) -> bool:
         """Tell whether polls of all ranks matter now."""
 
@@ -506,7 +511,8 @@ class Leader:
 
     def _busy(self) -> bool:
         runnable = self.scheduler.has_work and not self._stalled
-        return bool(runnable or self.scheduler.num_in_flight or self._calls or self._stopping)
+        asked = self._calls or self._stopping or (self._handover is not None and self._handover.has_commands)
+        return bool(runnable or self.scheduler.num_in_flight or asked)
 
     def _patience(self) -> float:
         """Choose the seconds to wait for something to do."""

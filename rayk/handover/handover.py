@@ -274,11 +274,16 @@ class TransferHandover:
             self.offloading.stepping(batch)
         return self.pushing.step_commands(batch)
 
+    @property
+    def has_commands(self) -> bool:
+        """Whether the ranks are to do something, such as to write a ticket: it is not to wait for a poll."""
+        return bool(self._commands)
+
     def needs_gather(self) -> bool:
         """While a lease, a reservation or a read is open, every rank's news counts."""
         halves = [self.lending.is_open, self.receiving.is_busy, self.reservations.is_busy]
         halves += [self.offloading is not None and self.offloading.is_busy]
-        return any(halves) or bool(self._commands)
+        return any(halves) or self.has_commands
 
     @property
     def is_quiet(self) -> bool:

@@ -10,7 +10,6 @@ import pytest
 
 from rayk.costs import CostBook
 from rayk.costs.table import LinearCost
-from rayk.engine.leader import BUSY_POLL_S
 from rayk.explain.reads import explain_reads
 from rayk.models.config import DecoderConfig
 from rayk.models.engine_plan import plan_engine
@@ -34,7 +33,6 @@ from tests.simulate.cells import (
 )
 from tests.specs.models import decoder
 
-POLL_NS = round(BUSY_POLL_S * 1e9)
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 """Layers, K and V, heads, elements of 4 bytes."""
 WINDOWED = decoder((None, 12, 12))
@@ -80,7 +78,7 @@ def test_a_hand_over_takes_what_its_parts_take() -> None:
         "dispatch": DISPATCH_NS,
         "prefill_queue": 0,
         "prefill": prefill,
-        "ticket": POLL_NS,  # an engine without a step to run looks for commands so often
+        "ticket": 0,  # commands are carried out at once
         "digest": DIGEST.ns(moved.bytes),
         "handover": HANDOVER_NS,
         "notice": 0,

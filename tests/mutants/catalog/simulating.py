@@ -54,9 +54,9 @@ def _(original, self, request_id):
 
 
 @SIMULATING.twin(
-    "an engine without a step to run does not look for commands",
+    "an engine without a step to run does not look whether a ticket's blocks are free",
     "rayk.simulate.engine:SimEngine._look_again",
-    "test_pairs.py::test_a_hand_over_takes_what_its_parts_take",
+    "test_pairs.py::test_a_lease_that_is_renewed_holds_while_its_ticket_waits_for_blocks",
 )
 def _(original, self, extension):
     pass
