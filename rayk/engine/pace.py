@@ -17,6 +17,7 @@ from rayk.types.clock import Clock, host_clock
 
 LOOK_NS = 200_000_000  # how often a pace looks at what the machine does
 KEPT_STEPS = 1 << 16  # a pace tells of so many of its last steps
+TOLD_STEPS = 1 << 11  # and of so many of the latest among them one by one
 IDLE_SHARE = 0.5  # a gap of over this share of a step is idleness, where nobody tells of it
 _STAT = Path("/proc/stat")
 
@@ -29,6 +30,7 @@ class PaceReport:
     num_steps: int
     late_p50_share: float  # how late steps began, or ended where that is worse, of their length
     late_p99_share: float
+    worst_shares: tuple[float, ...]  # how late the latest steps came, the worst first
     num_outside_hull: int  # steps unlike those that the tables were fitted to
     machine_busy_share: float | None  # of all cores, whoever used them, while steps ran; None: not known
 
@@ -111,11 +113,13 @@ class StepPace:
         # A slice is a copy: an array whose buffer is in use cannot grow, and the loop's thread goes on.
         late = np.frombuffer(self._shares[-KEPT_STEPS:] or array("d", [0.0]), dtype=np.float64)
         p50, p99 = np.percentile(late, [50, 99], method="higher")
+        worst = np.sort(late)[: -TOLD_STEPS - 1 : -1]
         return PaceReport(
             factor=self._factor,
             num_steps=self._num_steps,
             late_p50_share=float(p50),
             late_p99_share=float(p99),
+            worst_shares=tuple(worst.tolist()),
             num_outside_hull=self._num_outside,
             machine_busy_share=busy_share(self._first_look, self._last_look),
         )

@@ -116,7 +116,7 @@ MEASURED_FIELDS = (
         for name, kind, unit, meaning in _LOGPROBS
     ),
     Field("max_kv_value_error_of_bound", FLOAT, "ratio", "largest error of a KV row over its layer's bound"),
-    Field("late_p99_share", FLOAT, "share", "how late paced steps came over their length: p99, worst engine"),
+    Field("late_p99_share", FLOAT, "share", "how late paced steps came over their length: p99, all engines"),
     Field("machine_busy_share", FLOAT, "share", "of paced engines' busiest machine, all cores, while it ran"),
 )
 

@@ -156,6 +156,7 @@ def test_a_pace_tells_of_its_last_steps(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(shares_of(pace)) < 8
     report = pace.report()
     assert (report.num_steps, report.late_p99_share) == (30, 8_974 / 10_000)
+    assert report.worst_shares == (0.8974, 0.8973, 0.8972, 0.8971)
 
 
 def test_layers_are_done_one_after_another_within_the_step() -> None:

@@ -6,11 +6,12 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rayk.actors.cell_outcome import CellOutcome
 from rayk.experiments.judge import CellJudge
-from rayk.experiments.paced import expected_tokens, judge_pace
+from rayk.experiments.paced import expected_tokens, judge_pace, late_p99_share
 from rayk.specs import Cell, load_spec, plan_cells
 from rayk.types.rows import CellRow, RequestRow
 from tests.specs.models import decoder, spec
@@ -25,7 +26,10 @@ def paced_cell() -> Cell:
 
 
 def pace(**changes: Any) -> dict[str, Any]:
+    """Of an engine with 100 steps, of which two came as late as its 99th percentile."""
+    late = changes.get("late_p99_share", 0.05)
     kept = {
+        "worst_shares": [late, late, *[0.01] * 98],
         "factor": 1.0,
         "num_steps": 100,
         "late_p50_share": 0.01,
@@ -58,7 +62,7 @@ def outcome(*paces: dict[str, Any], tokens: dict[int, list[int]] | None = None) 
     [
         ([pace()], ""),
         ([pace(late_p99_share=0.1, machine_busy_share=0.7)], ""),
-        ([pace(), pace(late_p99_share=0.31)], r"p99 31% of a step, prefill1.*engine.pace: 3.1 would do"),
+        ([pace(), pace(late_p99_share=0.31)], r"p99 31% of a step, most at prefill1.*engine.pace: 3.1 would"),
         ([pace(machine_busy_share=0.9, factor=2.0)], r"busy 90%.*engine.pace: 2.6 would do"),
         ([pace(late_p99_share=0.2, machine_busy_share=0.98)], r"p99 20%.*busy 98%.*engine.pace: 2 would do"),
         ([pace(num_outside_hull=3), pace(num_outside_hull=1200)], "^1,203 steps are unlike"),
@@ -73,6 +77,18 @@ def test_why_times_are_none(paces: list[dict[str, Any]], reason: str) -> None:
     if paces:
         assert measured["late_p99_share"] == max(p["late_p99_share"] for p in paces)
         assert measured["machine_busy_share"] == max(p["machine_busy_share"] for p in paces)
+
+
+def test_lateness_is_that_of_all_steps() -> None:
+    """As numpy finds it among all of them, whichever engine took them."""
+    rng = np.random.default_rng(5)
+    for num_engines in (1, 2, 7):
+        shares = [rng.exponential(0.03, int(rng.integers(1, 400))) for _ in range(num_engines)]
+        paces = [{"num_steps": len(s), "worst_shares": sorted(s, reverse=True)[:50]} for s in shares]
+        whole = float(np.percentile(np.concatenate(shares), 99, method="higher"))
+        assert late_p99_share(paces) == whole
+    one_hiccup = [pace(worst_shares=[2.0, *[0.01] * 99]), *[pace(worst_shares=[0.01] * 100)] * 3]
+    assert late_p99_share(one_hiccup) == 0.01, "a step among 400"
 
 
 def test_a_machine_that_does_not_tell_is_no_busy_one() -> None:
