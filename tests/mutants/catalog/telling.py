@@ -171,6 +171,18 @@ TELLING.constant(
     "costs/test_fit.py::test_the_mean_of_noisy_steps_is_found_and_hiccups_leave_no_trace",
 )
 TELLING.constant(
+    "what is low by chance pulls a fit down",
+    "rayk.costs.fit:_WEIGHTED",
+    1,
+    "costs/test_fit.py::test_means_that_are_low_by_chance_do_not_pull_a_fit_down",
+)
+TELLING.constant(
+    "a read that waited for a core counts like others",
+    "rayk.planner.between:MAX_RATIO",
+    1e9,
+    "planner/test_between.py::test_a_read_that_waited_for_a_core_does_not_count",
+)
+TELLING.constant(
     "a table holds far from what was measured",
     "rayk.costs.hull:REACH",
     100,
