@@ -4,7 +4,7 @@
     python jobs/benchmarks/simulate.py --requests 1000000 --slow-requests 20000 --record
 
 A server's requests, of 500 to 1,500 prompt tokens and 100 to 300 output tokens, come at random to engines of
-an 8B model's size: 6 a second and engine, of which about 8 run at once there. Steps take what a table says
+an 8B model's size: 10 a second and engine, of which about 24 run at once there. Steps take what a table says
 that is made up here. Nothing is left out but computing: each engine's own scheduler, blocks and leader run.
 Shapes:
 
@@ -49,7 +49,7 @@ from rayk.specs.serving import ServerSettings, model_card, settings_of
 from rayk.types.rows import RequestRow
 
 TARGET_US, SINGLE_TARGET_US = 600.0, 3_600.0
-RATE = 6.0
+RATE = 10.0
 """Requests a second and engine."""
 PROMPTS, OUTPUTS = (500, 1_500), (100, 300)
 BEGINNINGS, BEGINNING_TOKENS = 100, 512

@@ -12,7 +12,7 @@ from rayk.costs.table import engine_key
 from rayk.models.config import DecoderConfig
 from rayk.models.families import read_config
 from rayk.models.hub import config_file
-from rayk.planner.candidates import Space
+from rayk.planner.candidates import Space, engine_of
 from rayk.planner.machine import machine_of
 from rayk.planner.traffic import Traffic
 from rayk.specs import Cell, expand, load_spec
@@ -76,8 +76,8 @@ def _by_plan(path: Path, model: str, sizes: DecoderConfig) -> Wanted:
     alone = prefill if "aggregated" in spec.search.mode else ()
     settings = product(spec.search.block_size, space.choices("max_batch_tokens"), space.choices("max_seqs"))
     engines = [
-        space.engine(tp, *setting)
-        for setting in settings
+        engine_of(spec, config, tp=tp, block_size=block_size, max_batch_tokens=tokens, max_seqs=seqs)
+        for block_size, tokens, seqs in settings
         for tp in {*alone, *(size for pair in pairs for size in pair)}
     ]
     return _summed(engines, pairs, profile.most_tokens, str(path))

@@ -65,6 +65,8 @@ def plan_texts(plans: pd.DataFrame, facts: Facts, *, width: int = 78) -> Iterato
     yield "", "\n" + in_lines(str(facts["command"]), width) + "\n"
     yield "", _wrapped(f"How good: {_good(best, facts)}", width)
     yield "", _wrapped(f"What limits it: {best['limit_text']}", width)
+    if validation := trust.get("validation"):
+        yield "", _wrapped(f"How far off: against measured runs, {validation}.", width)
     if (following := facts.get("next_best")) is not None:
         yield "", _wrapped(f"Next best: {following['text']}: {following['costs']}.", width)
     for line in (*trust.get("doubts", ()), *facts.get("search", {}).get("notes", ())):

@@ -85,7 +85,7 @@ def test_memory_is_for_what_is_under_way(pairs: bool) -> None:
         outcome = simulate_cell(
             cell, MODEL, iter(coming), BOOK, server=server, fast=is_fast, sink=ends[is_fast]
         )
-        assert not (outcome.requests or outcome.transfers or outcome.steps)
+        assert [outcome.requests, outcome.transfers, outcome.steps] == [[], [], []]
     fast, slow = ends[True], ends[False]
     assert fast.told == slow.told
     assert fast.num_requests == NUM_REQUESTS
