@@ -31,9 +31,9 @@ class BlockUsage:
 
     def __init__(self, num_groups: int, num_blocks: int) -> None:
         self._used = [array("i", bytes(4 * num_blocks)) for _ in range(num_groups)]
-        """By block, the number of requests' tables that contain it."""
+        """Counts, for each block, the requests whose table contains it."""
         self._leased = [array("i", bytes(4 * num_blocks)) for _ in range(num_groups)]
-        """By block, the number of leases' tables that contain it."""
+        """Counts, for each block, the leases whose table contains it."""
         self._num_used, self._num_leased, self._num_both = ([0] * num_groups for _ in range(3))
 
     def hold(self, group: int, blocks: Iterable[int], *, leased: bool = False) -> None:
