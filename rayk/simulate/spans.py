@@ -91,7 +91,9 @@ class QuietSpans:
         """Plan quiet turns from now on that have looked for news before `until_ns`; None: take a single one.
         `give_up_ns`: somebody waits for blocks, and none of the turns may begin later than this."""
         scheduler, before = self._leader.scheduler, self._loop.in_flight
-        if self._runs_ahead and (before is None or not all(s.is_reported for s in scheduler.running)):
+        if self._runs_ahead and before is None:
+            return None
+        if not all(state.is_reported for state in scheduler.running):  # more is told with a first token
             return None
         num = num_quiet_steps(scheduler, MAX_STEPS, self._num_left, until_freed=give_up_ns is not None)
         if not num:
