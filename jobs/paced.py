@@ -123,7 +123,7 @@ class FleetJob:
         limits = {name: asked.pace * seconds for name, seconds in self._base["deadlines"].items()}
         engine = self._base["engine"] | {"costs": str(self._tables), "pace": asked.pace}
         self._base |= {"deadlines": limits, "engine": engine}
-        chosen = [point for point in points(spec) if asked.only in name_of(point)]
+        chosen = [point for point in points(spec.matrix) if asked.only in name_of(point)]
         number, parts = asked.part
         each = -(-len(chosen) // parts)
         self.own = chosen[(number - 1) * each : number * each]
