@@ -79,7 +79,6 @@ class LoadBook:
         decoder = placed.decode or placed.prefill
         if decoder in self._loads:
             self._loads[decoder].num_output_tokens += sign * request.max_tokens
-            self._changes.note(decoder)
         if with_prompt:
             self._count_prompt(request, placed, sign)
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 from rayk.sched.policy import EngineLoad, EngineSet
 
-NOTHING: Mapping[str, float] = {}
+Spared = Sequence[tuple[float, Collection[str]]]
+"""What a request does not add (never less than 0), and the names of engines where it does not; no engine is
+in two of them."""
 _Key = tuple[float, int, int, int]
 """(work, requests, last pick, place in the set): less goes first."""
+_NOBODY: _Key = (math.inf, 0, 0, -1)
 
 
 def work(engine: EngineLoad, output_cost: float) -> float:
@@ -34,9 +37,9 @@ class Chooser:
         """Engine -> its last pick."""
         self._orders: WeakKeyDictionary[EngineSet, WorkOrder] = WeakKeyDictionary()
 
-    def least(self, engines: EngineSet, own: float, spared: Mapping[str, float] = NOTHING) -> EngineLoad:
-        """Pick the engine of least (work + own - spared) / ranks. `own` is what the request adds; `spared`,
-        by engine name, is what it does not add there, never less than 0."""
+    def least(self, engines: EngineSet, own: float, spared: Spared = ()) -> EngineLoad:
+        """Pick the engine of least (work + own - spared) / ranks. `own` is what the request adds; names in
+        `spared` may be of engines elsewhere."""
         order = self._orders.get(engines)
         if order is None:
             order = self._orders[engines] = WorkOrder(engines, self._output_cost, self._picked)
@@ -65,35 +68,49 @@ class WorkOrder:
         """Up to where changes were sorted in."""
         self._keys: list[_Key] = []  # by place
         self._sorted: dict[int, list[_Key]] = {}
-        """Number of ranks -> the keys of its engines, in order."""
+        """Number of ranks, the largest first, who cost least -> the keys of its engines, in order."""
         self._begin()
 
-    def least(self, own: float, spared: Mapping[str, float]) -> EngineLoad:
+    def least(self, own: float, spared: Spared) -> EngineLoad:
         """Find the engine of least (work + own - spared) / ranks; among equals the first by the rest of its
         key."""
         self._catch_up()
-        best = min(self._first(ranks, keys, own) for ranks, keys in self._sorted.items())
-        for name, tokens in spared.items():
+        # One that is spared something counts as if it were not, so never too little.
+        best = self._better(_NOBODY, own, 0.0, self._places)
+        for tokens, engines in spared:
+            best = self._better(best, own, tokens, engines)
+        return self._engines[best[-1]]
+
+    def _better(self, best: _Key, own: float, spared: float, engines: Collection[str]) -> _Key:
+        """Find the best of engines that are spared as much, unless `best` is better; a key of either has the
+        cost in place of the work. Engines are passed in order of their work for as long as these are not more
+        than those to choose from."""
+        num_left = len(engines)
+        for ranks, keys in self._sorted.items():
+            index = 0
+            while index < len(keys) and (cost := (keys[index][0] + own - spared) / ranks) <= best[0]:
+                if not num_left:
+                    return self._best_of(engines, own, spared, best)
+                num_left -= 1
+                key = keys[index]
+                index += 1
+                if self._engines[key[-1]].name in engines:
+                    best = min(best, (cost, *key[1:]))
+                    # Different work may come to the same cost, rounded.
+                    index = bisect_right(keys, (key[0], math.inf), index)
+        return best
+
+    def _best_of(self, engines: Collection[str], own: float, spared: float, best: _Key) -> _Key:
+        """Find the same by a look at each."""
+        for name in engines:
             place = self._places.get(name)
             if place is None:
                 continue
             key = self._keys[place]
-            cost = (key[0] + own - tokens) / self._engines[place].num_ranks
+            cost = (key[0] + own - spared) / self._engines[place].num_ranks
             if cost <= best[0]:
                 best = min(best, (cost, *key[1:]))
-        return self._engines[best[-1]]
-
-    def _first(self, ranks: int, keys: list[_Key], own: float) -> _Key:
-        """Find the best of the engines of as many ranks; its key has the cost in place of the work. One that
-        is spared something counts as if it were not, so never too little."""
-        cost = (keys[0][0] + own) / ranks
-        ties, index = keys[0][1:], 0
-        # Different work may come to the same cost, rounded.
-        while (index := bisect_right(keys, (keys[index][0], math.inf))) < len(keys):
-            if (keys[index][0] + own) / ranks != cost:
-                break
-            ties = min(ties, keys[index][1:])
-        return (cost, *ties)
+        return best
 
     def _catch_up(self) -> None:
         """Sort in what has changed."""
@@ -102,12 +119,11 @@ class WorkOrder:
             self._begin()
         elif self._num_seen < len(names):
             for name in dict.fromkeys(names[self._num_seen :]):
-                self._sort_in(self._places.get(name))
+                if (place := self._places.get(name)) is not None:  # else it is of another set
+                    self._sort_in(place)
             self._num_seen = len(names)
 
-    def _sort_in(self, place: int | None) -> None:
-        if place is None:
-            return  # an engine of another set
+    def _sort_in(self, place: int) -> None:
         before, now = self._keys[place], self._key(place)
         if before != now:
             keys = self._sorted[self._engines[place].num_ranks]
@@ -118,9 +134,10 @@ class WorkOrder:
     def _begin(self) -> None:
         self._epoch, self._num_seen = self._changes.epoch, len(self._changes.names)
         self._keys = [self._key(place) for place in range(len(self._engines))]
-        self._sorted = {}
+        sizes = sorted({engine.num_ranks for engine in self._engines}, reverse=True)
+        self._sorted = {ranks: [] for ranks in sizes}
         for engine, key in zip(self._engines, self._keys, strict=True):
-            self._sorted.setdefault(engine.num_ranks, []).append(key)
+            self._sorted[engine.num_ranks].append(key)
         for keys in self._sorted.values():
             keys.sort()
 

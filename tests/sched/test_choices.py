@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from rayk.sched.policies import get_policy
 from rayk.sched.policies.session_affinity import SessionAffinity, _lot, _seed
 from rayk.sched.policy import EngineLoad, EngineSet, Placement, PlacementRequest, PolicySettings
 from rayk.sched.request_describer import RequestDescriber
+from rayk.sched.work import Spared
 
 SETTINGS = PolicySettings(
     output_cost=0.1, move_cost=0.3, block_tokens=4, host_cost=0.4, host_blocks=4096, local_prompt_tokens=9
@@ -29,9 +29,10 @@ class Scan:
         self._picks = 0
         self._picked: dict[str, int] = {}
 
-    def least(self, engines: EngineSet, own: float, spared: Mapping[str, float] = {}) -> EngineLoad:
+    def least(self, engines: EngineSet, own: float, spared: Spared = ()) -> EngineLoad:
+        tokens = {name: num for num, names in spared for name in names}
         costs = [
-            (e.num_prompt_tokens + self._output_cost * e.num_output_tokens + own - spared.get(e.name, 0.0))
+            (e.num_prompt_tokens + self._output_cost * e.num_output_tokens + own - tokens.get(e.name, 0.0))
             / e.num_ranks
             for e in engines
         ]

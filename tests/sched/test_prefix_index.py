@@ -9,7 +9,7 @@ from hashlib import blake2b
 import pytest
 
 from rayk.sched.policies import POLICIES
-from rayk.sched.policy import PolicySettings, PrefixKeys
+from rayk.sched.policy import EngineLoad, EngineSet, PolicySettings, PrefixKeys
 from rayk.sched.prefix_index import PrefixIndex
 from rayk.sched.request_describer import RequestDescriber, new_secret, prefix_keys
 
@@ -21,6 +21,14 @@ Tokens = tuple[int, ...]
 
 def keys_of(prompt: Tokens) -> PrefixKeys:
     return prefix_keys(prompt, BLOCK, SECRET)
+
+
+def num_cached(index: PrefixIndex, prompt: Tokens) -> dict[str, int]:
+    """Count the tokens that each engine holds."""
+    found = index.look_up(keys_of(prompt), len(prompt))
+    names = [name for held in found for name in held.engines]
+    assert len(set(names)) == len(names) == sum(len(held.engines) for held in found)
+    return {name: held.num_tokens for held in found for name in held.engines}
 
 
 def blocks_of(prompt: Tokens) -> list[Tokens]:
@@ -78,14 +86,12 @@ def test_the_index_knows_what_a_search_through_all_prompts_finds(seed: int) -> N
             engines = draw.sample(NAMES, draw.randint(1, 2))
             index.put(keys_of(prompt), engines)
             brute.put(prompt, engines)
-            num_cached = index.num_cached_tokens(keys_of(prompt))
+            num_held = num_cached(index, prompt)
             num_tokens = min(len(blocks_of(prompt)), max_blocks // 2) * BLOCK
-            assert all(num_cached.get(name, 0) >= num_tokens for name in engines), (
-                "it was given them just now"
-            )
+            assert all(num_held.get(name, 0) >= num_tokens for name in engines), "it was given them just now"
         assert len(index) == len(brute.entries) <= max_blocks
         asked = some_prompt(draw)
-        assert index.num_cached_tokens(keys_of(asked)) == brute.num_cached(asked)
+        assert num_cached(index, asked) == brute.num_cached(asked)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -102,7 +108,7 @@ def test_what_was_used_last_is_remembered(seed: int) -> None:
             num_blocks += len(other) // BLOCK
             if num_blocks > max_blocks // 2 - longest:
                 break
-            assert index.num_cached_tokens(keys_of(other)) == {"p0": len(other)}
+            assert num_cached(index, other) == {"p0": len(other)}
         assert len(index) <= max_blocks
 
 
@@ -156,18 +162,37 @@ def test_prompts_are_digested_for_policies_that_heed_it(policy: str) -> None:
 
 def test_an_index_of_nothing_holds_nothing() -> None:
     index = PrefixIndex(BLOCK, 0)
-    keys = keys_of(tuple(range(100)))
-    index.put(keys, ["p0"])
-    assert index.num_cached_tokens(keys) == {}
+    prompt = tuple(range(100))
+    index.put(keys_of(prompt), ["p0"])
+    assert num_cached(index, prompt) == {}
     assert len(index) == 0
 
 
 def test_engines_that_come_and_go_leave_nothing_behind() -> None:
-    index = PrefixIndex(BLOCK, 100)
-    keys = keys_of(tuple(range(8)))
+    index, prompt = PrefixIndex(BLOCK, 100), tuple(range(8))
     for i in range(500):
-        index.put(keys, [f"engine{i}", "stays"])
-        assert index.num_cached_tokens(keys) == {f"engine{i}": 8, "stays": 8}
+        index.put(keys_of(prompt), [f"engine{i}", "stays"])
+        assert num_cached(index, prompt) == {f"engine{i}": 8, "stays": 8}
         index.forget(f"engine{i}")
-    assert index.num_cached_tokens(keys) == {"stays": 8}
+    assert num_cached(index, prompt) == {"stays": 8}
     assert max(index._young.values()) < 4, "bits are used again"
+
+
+def test_a_set_s_holders_are_those_of_its_engines_whenever_these_came() -> None:
+    """Sets share engines and outlive some of them."""
+    draw, index = random.Random(0), PrefixIndex(BLOCK, 10_000)
+    sets = [EngineSet(EngineLoad(name=n) for n in draw.sample(NAMES, k=3)) for _ in range(6)]
+    prompts = [some_prompt(draw) + (1,) * BLOCK for _ in range(8)]
+    for _ in range(300):
+        if draw.random() < 0.2:
+            index.forget(draw.choice(NAMES))
+        index.put(keys_of(draw.choice(prompts)), [draw.choice(NAMES)])
+        engines = draw.choice(sets)
+        found = index.look_up(keys_of(draw.choice(prompts)), draw.randint(0, 30))
+        among = index.among(engines, found)
+        expected = {name: num for num, names in found for name in names if name in engines.places}
+        assert {name: num for num, names in among for name in names} == expected
+        assert [name for name in NAMES for _, names in among if name in names] == sorted(
+            expected, key=NAMES.index
+        )
+        assert sum(len(names) for _, names in among) == len(expected)

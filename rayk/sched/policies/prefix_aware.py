@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rayk.sched.policy import EngineLoad, EngineSet, Placement, PlacementRequest, PolicySettings
-from rayk.sched.prefix_index import PrefixIndex
-from rayk.sched.work import Chooser
+from rayk.sched.prefix_index import HeldPrefix, PrefixIndex, num_held
+from rayk.sched.work import Chooser, Spared
 
 
 @dataclass(frozen=True, slots=True)
 class CachedTokens:
     """Prompt tokens that somebody has. The last one is always computed, for its logits."""
 
-    here: Mapping[str, int]  # in engines' own caches, by name
+    here: Sequence[HeldPrefix]  # in engines' own caches
     tiers: Mapping[str, int]  # in host tiers, by name
 
     def num_host_tokens(self, engine: EngineLoad) -> int:
-        return max(0, self.tiers.get(engine.tier, 0) - self.here.get(engine.name, 0))
+        return max(0, self.tiers.get(engine.tier, 0) - num_held(self.here, engine.name))
 
 
 class PrefixAware:
@@ -61,7 +62,7 @@ class PrefixAware:
         return Placement(
             prefill=None if producer is None else producer.name,
             decode=None if consumer is None else consumer.name,
-            num_cached_tokens=cached.here.get(engines[0].name, 0),
+            num_cached_tokens=num_held(cached.here, engines[0].name),
             num_host_tokens=cached.num_host_tokens(engines[0]),
         )
 
@@ -73,17 +74,16 @@ class PrefixAware:
     def look_up(self, request: PlacementRequest) -> CachedTokens:
         """Find what need not be computed of a prompt, and where."""
         most, keys = request.num_prompt_tokens - 1, request.prefix_keys
-        here = {name: min(num, most) for name, num in self.index.num_cached_tokens(keys).items()}
+        here = self.index.look_up(keys, most)
         if self._settings.host_cost >= 1:
             return CachedTokens(here, {})
-        found = {name: tier.num_cached_tokens(keys).get(name, 0) for name, tier in self._tiers.items()}
-        return CachedTokens(here, {name: min(num, most) for name, num in found.items() if num})
+        found = {name: num_held(tier.look_up(keys, most), name) for name, tier in self._tiers.items()}
+        return CachedTokens(here, {name: num for name, num in found.items() if num})
 
     def spared(self, cached: CachedTokens, engine: EngineLoad) -> float:
         """Count the prompt tokens computed that an engine is spared."""
-        return cached.here.get(engine.name, 0) + (1 - self._settings.host_cost) * cached.num_host_tokens(
-            engine
-        )
+        in_tier = (1 - self._settings.host_cost) * cached.num_host_tokens(engine)
+        return num_held(cached.here, engine.name) + in_tier
 
     def producer(
         self,
@@ -95,16 +95,23 @@ class PrefixAware:
     ) -> EngineLoad:
         price = self._settings.output_cost
         own = request.num_prompt_tokens + (price * request.max_tokens if is_alone else 0.0)
-        spared: Mapping[str, float] = cached.here
-        if cached.tiers:
-            know = (e for e in prefill if e.tier in cached.tiers or e.name in cached.here)
-            spared = {e.name: self.spared(cached, e) for e in know}
-        return self._chooser.least(prefill, own, spared)
+        return self._chooser.least(prefill, own, self._spared(prefill, cached))
+
+    def _spared(self, prefill: EngineSet, cached: CachedTokens) -> Spared:
+        here = self.index.among(prefill, cached.here)
+        if not cached.tiers:
+            return here
+        hold = {name for _, names in here for name in names}
+        spared = defaultdict[float, set[str]](set)
+        for engine in prefill:
+            if engine.tier in cached.tiers or engine.name in hold:
+                spared[self.spared(cached, engine)].add(engine.name)
+        return list(spared.items())
 
     def consumer(self, request: PlacementRequest, decode: EngineSet, cached: CachedTokens) -> EngineLoad:
         price, move = self._settings.output_cost, self._settings.move_cost
         own = price * request.max_tokens + move * request.num_prompt_tokens
-        spared = {name: move * num for name, num in cached.here.items()}
+        spared = [(move * num, names) for num, names in self.index.among(decode, cached.here)]
         return self._chooser.least(decode, own, spared)
 
     def ended(self, request: PlacementRequest, placed: Placement) -> None: ...

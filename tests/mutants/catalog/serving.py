@@ -52,6 +52,27 @@ def _(original, self):
 
 
 @SERVING.twin(
+    "of engines that hold a prefix only those are met who have less to do than most",
+    "rayk.sched.work:WorkOrder._best_of",
+    "sched/test_choices.py::test_kept_orders_choose_as_a_scan_does",
+)
+def _(original, self, engines, own, spared, best):
+    return best
+
+
+@SERVING.twin(
+    "engines that had held no prefix when a set was first looked at hold none later",
+    "rayk.sched.prefix_index:PrefixIndex._bit",
+    "sched/test_prefix_index.py::test_a_set_s_holders_are_those_of_its_engines_whenever_these_came",
+)
+def _(original, self, engine):
+    kept = dict(self._masks)
+    bit = original(self, engine)
+    self._masks.update(kept)
+    return bit
+
+
+@SERVING.twin(
     "blocks of quiet steps are named and freed a step late",
     "rayk.sched.quiet:_QuietSteps._note_settle",
     "sched/test_quiet.py::test_quiet_steps_taken_at_once_are_as_many_single_ones",
