@@ -25,7 +25,8 @@ from rayk.types.errors import UserError
 Row = Mapping[Hashable, Any]
 
 UNTOUCHED = 2
-"""The first so many steps of an engine are left out: they touch memory that nobody has touched before."""
+"""The first so many steps of an engine are left out: they touch memory that nobody has touched before. So is
+its first decode step of each size of batch, for which kernels are chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,12 +140,17 @@ def _lasting(step: EngineStep, following: EngineStep | None) -> EngineStep:
 
 
 def settled(cell: RecordedCell) -> Iterator[EngineStep]:
-    """Yield a cell's steps but the first of each engine (UNTOUCHED)."""
+    """Yield a cell's steps but the first of each engine, and of each size (UNTOUCHED)."""
     seen: dict[tuple[int, str], int] = {}
+    sizes: set[tuple[str, int]] = set()
     for step in cell.steps:
-        life = step.repeat, step.engine
+        life, features = (step.repeat, step.engine), step.recorded.features
         seen[life] = seen.get(life, 0) + 1
-        if seen[life] > UNTOUCHED:
+        size = step.engine, features.num_requests
+        is_first = features.is_decode and size not in sizes
+        if is_first:
+            sizes.add(size)
+        if seen[life] > UNTOUCHED and not is_first:
             yield step
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 from rayk.costs.features import StepFeatures
 from rayk.costs.steps import RecordedStep
-from rayk.planner.recorded import EngineStep, until_next
+from rayk.planner.recorded import EngineStep, RecordedCell, settled, until_next
 
 
 def step(
@@ -49,3 +50,14 @@ def test_engines_and_repeats_go_on_by_themselves() -> None:
 def test_steps_that_overlap_last_as_long_as_was_told() -> None:
     """An engine that runs ahead begins a turn before the last one's step is over."""
     assert lengths(step(0), step(60), step(150)) == [100, 100, 100]
+
+
+def test_first_steps_are_left_out_and_the_first_of_each_size_of_batch() -> None:
+    """Kernels are chosen for a batch of a size as the first one comes. Prompts have any number of tokens."""
+    sizes = [3, 3, 3, 2, 2, 3, 1]
+    steps = [step(100 * i, requests=size) for i, size in enumerate(sizes)]
+    steps += [step(900, requests=9, prefills=9), step(950, requests=2, repeat=1)]
+    steps += [step(1000 + i, requests=2, repeat=1) for i in range(2)]
+    steps += [step(2000 + i, requests=2, engine="prefill1") for i in range(3)]
+    cell = cast(RecordedCell, SimpleNamespace(steps=steps))
+    assert [s.begin_ns for s in settled(cell)] == [200, 400, 500, 900, 1001, 2002]
