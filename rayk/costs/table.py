@@ -289,5 +289,13 @@ class HostTable:
     """How ranks share a host's cores, and what forming an engine takes."""
 
     num_cores: int = 0  # 0: not shared
-    slow: float = 0.0  # a step beside busy ranks on all other cores takes 1 + slow times as long
+    slow: float = 0.0  # a step beside busy ranks on all other cores takes so much of its time more
+    token_ns: float = 0.0
+    """CPU time of other processes, and of a rank's own threads, that passes a token on."""
     form_s: float = 0.0  # until an engine that died serves again
+
+    def stretch(self, num_beside: int, demand: float) -> float:
+        """Tell how many times as long a step takes beside so many ranks of other engines, which keep caches
+        and memory busy, where all together ask for `demand` cores."""
+        share = min(1.0, num_beside / (self.num_cores - 1)) if self.num_cores > 1 else 1.0
+        return max(1.0, demand / self.num_cores) + self.slow * share

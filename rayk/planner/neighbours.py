@@ -3,38 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rayk.costs.fit import nnls
 from rayk.costs.table import EngineCosts, EngineKey, HostTable, engine_key
 from rayk.planner.recorded import EngineStep, RecordedCell, settled
 
 Floats = NDArray[np.float64]
 FORMING = ("engines are formed", "engines are connected")  # stages of a run's start
-MAX_RATIO = 4.0  # a step that took longer than so many times the fit was held up by something else
+MAX_RATIO = 8.0  # a step that took longer than so many times the fit was held up by something else
 
 
 def fit_slow(
     cells: Sequence[RecordedCell], engines: Mapping[EngineKey, EngineCosts], *, num_cores: int
 ) -> HostTable:
-    """Fit `slow` to cells with several engines: measured over fitted time is 1 + slow * busy, where busy is
-    the share of the other cores that other engines' steps kept busy during the step. A step's fit is of its
-    engine alone, so the mean of its ratio where nothing else was busy need not be looked for."""
-    busy, ratios = [], []
+    """Fit what steps lose in cells with several engines (a step's fit is of its engine alone): `slow` by the
+    share of the other cores that other engines' steps keep busy, and, where all cores are taken, what passing
+    the tokens of that time on takes of them. Errors weigh by the step's length: it is the time that counts.
+    """
+    found: list[_Lost] = []
     for cell in cells:
         keys = {engine_key(cell.config, engine) for engine in cell.cell.engines}
         if cell.is_alone or num_cores < 2 or not keys <= engines.keys():
             continue
         for repeat in {step.repeat for step in cell.steps}:
-            found = _of_repeat([s for s in settled(cell) if s.repeat == repeat], cell, engines, num_cores)
-            busy += [b for b, _ in found]
-            ratios += [r for _, r in found]
-    kept = [(b, r) for b, r in zip(busy, ratios, strict=True) if r < MAX_RATIO]
-    weight = sum(b * b for b, _ in kept)
-    slow = max(0.0, sum(b * (r - 1) for b, r in kept) / weight) if weight else 0.0
-    return HostTable(num_cores=num_cores, slow=slow)
+            found += _of_repeat([s for s in settled(cell) if s.repeat == repeat], cell, engines, num_cores)
+    kept = [lost for lost in found if lost.measured_ns < MAX_RATIO * lost.fitted_ns]
+    if not kept:
+        return HostTable(num_cores=num_cores)
+    fitted, measured, over, share, tokens = np.array([astuple(lost) for lost in kept]).T
+    terms = np.stack([share * fitted, tokens / num_cores], axis=1)
+    weights = 1 / np.sqrt(fitted)
+    slow, token_ns = nnls(terms * weights[:, None], (measured - (1 + over) * fitted) * weights).tolist()
+    return HostTable(num_cores=num_cores, slow=slow, token_ns=token_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lost:
+    """A step beside those of other engines."""
+
+    fitted_ns: float
+    measured_ns: float
+    over: float  # ranks that no core was left for, by cores
+    share: float  # of the other cores, that was busy
+    tokens: float  # of all engines, that came of it while all cores were taken
+
+
+class _Turns:
+    """An engine's turns, in their order."""
+
+    def __init__(self, steps: Sequence[EngineStep], num_ranks: int) -> None:
+        self.steps = sorted(steps, key=lambda step: step.begin_ns)
+        self.num_ranks = num_ranks
+        self.begins = np.array([step.begin_ns for step in self.steps], dtype=float)
+        self.ends = self.begins + [step.recorded.turn_ns for step in self.steps]
+        self.tokens = np.array([step.recorded.features.num_logits for step in self.steps], dtype=float)
+
+    def during(self, other: _Turns, amounts: Floats) -> Floats:
+        """Tell what of another engine's turns, each of which has so much, passed in each of these."""
+        knots = np.stack([other.begins, np.maximum(other.ends, other.begins)], axis=1).ravel()
+        done = np.cumsum(amounts)
+        passed = np.stack([done - amounts, done], axis=1).ravel()
+        knots = np.maximum.accumulate(knots)
+        return np.interp(self.ends, knots, passed) - np.interp(self.begins, knots, passed)
 
 
 def _of_repeat(
@@ -42,41 +77,38 @@ def _of_repeat(
     cell: RecordedCell,
     engines: Mapping[EngineKey, EngineCosts],
     num_cores: int,
-) -> list[tuple[float, float]]:
-    """Return (busy, measured over fitted) of each step."""
+) -> list[_Lost]:
     by_engine: dict[str, list[EngineStep]] = {}
     for step in steps:
         by_engine.setdefault(step.engine, []).append(step)
-    spans = {name: _spans(of) for name, of in by_engine.items()}
+    turns = {n: _Turns(of, cell.engine_config(n).num_ranks) for n, of in by_engine.items()}
+    num_ranks = sum(of.num_ranks for of in turns.values())
     found = []
-    for name, of in by_engine.items():
+    for name, own in turns.items():
         costs = engines[engine_key(cell.config, cell.engine_config(name))]
-        begins, ends = spans[name]
-        busy = np.zeros(len(of))
-        for other in by_engine.keys() - {name}:
-            covered = _covered(spans[other], ends) - _covered(spans[other], begins)
-            busy += cell.engine_config(other).num_ranks * covered / np.maximum(ends - begins, 1.0)
-        shares = np.minimum(1.0, busy / (num_cores - 1))
-        fitted = [costs.step_ns(step.recorded.features, strict=False) for step in of]
-        ratios = [s.recorded.model_ns / max(1.0, f) for s, f in zip(of, fitted, strict=True)]
-        found += list(zip(shares.tolist(), ratios, strict=True))
+        others = [of for other, of in turns.items() if other != name]
+        lengths = np.maximum(own.ends - own.begins, 1.0)
+        busy, tokens = np.zeros(len(lengths)), np.zeros(len(lengths))
+        for other in others:
+            busy += other.num_ranks * own.during(other, other.ends - other.begins) / lengths
+            tokens += own.during(other, other.tokens)
+        beside = busy / max(1, num_ranks - own.num_ranks)
+        taken = float(num_ranks >= num_cores)
+        for i, step in enumerate(own.steps):
+            recorded = step.recorded
+            found.append(
+                _Lost(
+                    fitted_ns=max(1.0, costs.step_ns(recorded.features, strict=False)),
+                    measured_ns=recorded.model_ns,
+                    over=beside[i] * max(0.0, num_ranks / num_cores - 1),
+                    share=min(1.0, busy[i] / (num_cores - 1)),
+                    tokens=taken
+                    * (tokens[i] + own.tokens[i] * beside[i])
+                    * recorded.model_ns
+                    / max(1, recorded.turn_ns),
+                )
+            )
     return found
-
-
-def _spans(steps: Sequence[EngineStep]) -> tuple[Floats, Floats]:
-    """Return when an engine's steps began and ended, in their order."""
-    ordered = sorted(steps, key=lambda step: step.begin_ns)
-    begins = np.array([step.begin_ns for step in ordered], dtype=float)
-    return begins, begins + np.array([step.recorded.turn_ns for step in ordered], dtype=float)
-
-
-def _covered(spans: tuple[Floats, Floats], times: Floats) -> Floats:
-    """Return for how long an engine had computed by each of the times."""
-    begins, ends = spans
-    knots = np.stack([begins, np.maximum(ends, begins)], axis=1).ravel()
-    done = np.cumsum(ends - begins)
-    amounts = np.stack([done - (ends - begins), done], axis=1).ravel()
-    return np.interp(times, np.maximum.accumulate(knots), amounts)
 
 
 def form_s(environment: Mapping[str, Any]) -> float:

@@ -199,13 +199,19 @@ class _Prediction:
 
 
 def paced_book(book: CostBook, cell: Cell) -> CostBook:
-    """Slow the tables down as a cell's paced engines are; those of engines that compute stay."""
+    """Slow the tables down as a cell's paced engines are, which take no cores; those of engines that compute
+    stay."""
     engine = cell.spec.engine
     if engine.compute != "paced":
         return book
     engines = {key: costs.scaled(engine.pace) for key, costs in book.engines.items()}
     whole = book.any_engine
-    return replace(book, engines=engines, any_engine=None if whole is None else whole.scaled(engine.pace))
+    return replace(
+        book,
+        engines=engines,
+        any_engine=None if whole is None else whole.scaled(engine.pace),
+        host=replace(book.host, num_cores=0),
+    )
 
 
 def measured_arrivals(cell: Cell, requests: Sequence[Row]) -> Iterator[Arrival]:

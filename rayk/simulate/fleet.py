@@ -21,7 +21,7 @@ from rayk.simulate.engine import SimEngine
 from rayk.simulate.entry import SECRET, CellEntry, Entry, ServerEntry
 from rayk.simulate.extension import SimExtension
 from rayk.simulate.flow import RequestFlow
-from rayk.simulate.host import SimHost
+from rayk.simulate.host import HostShare, SimHost
 from rayk.simulate.network import SimNetwork
 from rayk.simulate.outcome import SimEngineAccount, SimOutcome
 from rayk.simulate.rank import Slow, StepTimer
@@ -104,7 +104,7 @@ class SimFleet:
                 release_ns=partial(self.gap_ns, "release"),
             )
         self._gaps, self._form_s = costs.gaps, costs.host.form_s
-        self._host = SimHost(costs.host) if costs.host.num_cores and costs.host.slow else None
+        self._host = SimHost(costs.host) if costs.host.num_cores and len(entries) > 1 else None
         """All engines are on one machine; None: its cores are not shared."""
         self._tier: SimTierProcess | None = None
         if self._offload is not None:
@@ -238,7 +238,7 @@ class SimFleet:
         """Return what slows an engine's steps down; None: steps of a device take no core."""
         if self._host is None or entry.config.device != "cpu":
             return None
-        return partial(self._host.slowed, entry.name, entry.config.num_ranks)
+        return HostShare(self._host, entry.name, entry.config.num_ranks)
 
     def _die(self, member: SimMember, death: EngineDeath) -> None:
         """An engine dies, or is killed again while it is formed."""

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,8 +17,19 @@ from rayk.simulate.clock import LocalClock
 from rayk.types.batch import ScheduledBatch
 
 NO_LOGITS = torch.empty(0)
-Slow = Callable[[int, int], int]
-"""Tells how long a step takes beside what else runs on the host: given when it begins, and its own length."""
+
+
+class Slow(Protocol):
+    """Tells how long something takes beside what else runs on the host, given when it begins and what it
+    takes alone. Implemented by simulate.host."""
+
+    def step(self, begin_ns: int, length_ns: int, num_tokens: int) -> int:
+        """Tell it of a step that comes to so many tokens, its turn included."""
+        ...
+
+    def work(self, begin_ns: int, length_ns: int) -> int:
+        """Tell it of something beside the steps."""
+        ...
 
 
 class StepTimer:
@@ -99,11 +110,14 @@ class SimRank:
         """Take the time of a step; the logits are none."""
         features = self.timer.features(batch)
         self.features.append(features)
-        self._clock.advance(self.timer.host_ns(features))
-        begin_ns, took_ns = max(self.free_ns, self._clock.end_ns), self.timer.model_ns(features)
+        host_ns, took_ns = self.timer.host_ns(features), self.timer.model_ns(features)
         if self._slow is not None:
-            took_ns = self._slow(begin_ns, took_ns)
-        self.free_ns = begin_ns + took_ns
+            begin_ns, alone_ns = max(self._clock.end_ns, self.free_ns - host_ns), host_ns + took_ns
+            turn_ns = self._slow.step(begin_ns, alone_ns, features.num_logits)
+            host_ns = round(host_ns * turn_ns / max(1, alone_ns))
+            took_ns = turn_ns - host_ns
+        self._clock.advance(host_ns)
+        self.free_ns = max(self.free_ns, self._clock.end_ns) + took_ns
         if not self._runs_ahead:
             self._clock.wait_until(self.free_ns)
         self.measure = lambda: took_ns
@@ -120,7 +134,7 @@ class SimRank:
         self._clock.wait_until(self.free_ns)
         took_ns = round(length_ns)
         if self._slow is not None and took_ns:
-            took_ns = self._slow(self._clock.end_ns, took_ns)
+            took_ns = self._slow.work(self._clock.end_ns, took_ns)
         self._clock.advance(took_ns)
         return took_ns
 

@@ -129,24 +129,32 @@ def test_an_engine_is_formed_anew_in_the_time_that_a_start_took(is_told: bool) -
     assert form_s({"startup": startup} if is_told else {}) == (pytest.approx(4.2) if is_told else 0.0)
 
 
-def two_engines(slow: float, *, num_cores: int) -> Any:
-    """Two engines of one rank each: the first computes without a break, the second half of the time."""
+def two_engines(slow: float, token_ns: float, *, num_cores: int) -> Any:
+    """Two engines of one rank each: the first computes without a break, the second half of the time. A step
+    of the second comes to 0, 3 or 6 tokens, one of the first to 1."""
     engine = EngineConfig(model="m")
-    features = StepFeatures(
-        num_requests=1, num_tokens=1, num_logits=1, num_prefills=0, num_pairs=9, num_seen=9
-    )
     steps = []
     for index in range(200):
-        for name, is_on in (("prefill0", True), ("prefill1", index % 2 == 0)):
-            busy = 1.0 if (name == "prefill1" or index % 2 == 0) else 0.0
-            took = int(1_000_000 * (1 + slow * busy / (num_cores - 1)))
-            if is_on:
-                recorded = RecordedStep(features=features, turn_ns=took, model_ns=took)
-                steps.append(
-                    EngineStep(
-                        repeat=0, engine=name, begin_ns=3_000_000 * index, num_commands=0, recorded=recorded
-                    )
+        both, tokens = index % 2 == 0, {"prefill0": 1, "prefill1": index % 3 * 3}
+        took = 1_000_000.0
+        if both:
+            took += slow * took / (num_cores - 1)
+            took += token_ns * sum(tokens.values()) / num_cores if num_cores == 2 else 0.0
+        for name in ("prefill0", "prefill1") if both else ("prefill0",):
+            features = StepFeatures(
+                num_requests=9,
+                num_tokens=9,
+                num_logits=tokens[name],
+                num_prefills=0 if name == "prefill0" else 9,
+                num_pairs=9,
+                num_seen=9,
+            )
+            recorded = RecordedStep(features=features, turn_ns=round(took), model_ns=round(took))
+            steps.append(
+                EngineStep(
+                    repeat=0, engine=name, begin_ns=3_000_000 * index, num_commands=0, recorded=recorded
                 )
+            )
     return SimpleNamespace(
         is_alone=False,
         cell=SimpleNamespace(engines=(engine,)),
@@ -158,15 +166,18 @@ def two_engines(slow: float, *, num_cores: int) -> Any:
     )
 
 
+@pytest.mark.parametrize(("slow", "token_ns"), [(0.0, 0.0), (0.4, 0.0), (0.0, 9e4), (0.1, 5e4)])
 @pytest.mark.parametrize("num_cores", [2, 5])
-@pytest.mark.parametrize("slow", [0.0, 0.4])
-def test_steps_beside_a_busy_neighbour_tell_how_slow_it_makes_them(
-    slow: float, num_cores: int, monkeypatch: pytest.MonkeyPatch
+def test_steps_beside_a_busy_neighbour_tell_what_it_takes_of_them(
+    slow: float, token_ns: float, num_cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where a core is free, tokens are passed on there."""
     costs = EngineCosts.flat(1_000_000)
     monkeypatch.setattr(neighbours, "engine_key", lambda config, engine: costs.key)
-    found = fit_slow([two_engines(slow, num_cores=num_cores)], {costs.key: costs}, num_cores=num_cores)
+    cell = two_engines(slow, token_ns, num_cores=num_cores)
+    found = fit_slow([cell], {costs.key: costs}, num_cores=num_cores)
     assert found.slow == pytest.approx(slow, abs=0.01)
+    assert found.token_ns == pytest.approx(token_ns if num_cores == 2 else 0.0, rel=0.02, abs=1e3)
     assert found.num_cores == num_cores
 
 

@@ -17,7 +17,7 @@ from rayk.cli.validation import validate_runs
 from rayk.costs import CostBook, EngineCosts, engine_key
 from rayk.costs.book import Provenance
 from rayk.costs.hull import Hull
-from rayk.costs.table import Gap, GapTable, StepTable
+from rayk.costs.table import Gap, GapTable, HostTable, StepTable
 from rayk.models.config import DecoderConfig
 from rayk.models.families import read_config
 from rayk.planner.validate import ValidationPlan, validate
@@ -261,8 +261,9 @@ def test_paced_engines_are_predicted_at_their_pace(truth: Truth) -> None:
     )
     book = truth.book()
     (key,) = book.engines
-    slow = paced_book(book, replace(cell, spec=spec)).engines[key]
-    assert slow.decode.constants == (4 * DECODE_NS,)
+    paced = paced_book(replace(book, host=HostTable(num_cores=2, slow=0.5)), replace(cell, spec=spec))
+    assert paced.engines[key].decode.constants == (4 * DECODE_NS,)
+    assert paced.host.num_cores == 0, "they sleep, and take no core"
     assert paced_book(book, cell) is book
 
 

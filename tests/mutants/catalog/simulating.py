@@ -121,6 +121,15 @@ def _(original, self, step, new):
 
 
 @SIMULATING.twin(
+    "a hand-over's digest pays for what the step before it lost",
+    "rayk.simulate.host:SimHost.work",
+    "test_pairs.py::test_what_steps_lose_to_neighbours_is_not_booked_to_hand_overs",
+)
+def _(original, self, engine, num_ranks, begin_ns, length_ns):
+    return self.step(engine, num_ranks, begin_ns, length_ns, 0)
+
+
+@SIMULATING.twin(
     "a host tier does not give back what it does not read",
     "rayk.simulate.tier:_TierRank.let_go",
     "test_same_tiers.py::test_what_is_stored_loaded_and_swapped_is_equal[qwen3-1]",
