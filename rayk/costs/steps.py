@@ -64,10 +64,11 @@ def fit_steps(steps: Sequence[RecordedStep], *, decode: bool) -> tuple[StepTable
 
 
 def fit_host(steps: Sequence[RecordedStep]) -> Fitted:
-    """Fit what turns take beside the forward pass: a constant, and so much per request."""
+    """Fit what turns take beside the forward pass: a constant, so much per request, and for each whose prompt
+    is computed."""
     features = [step.features for step in steps]
     rest = _times(max(1, s.turn_ns - s.model_ns) for s in steps)
-    return fit(_matrix(("one", "requests"), features), rest, _sizes(features))
+    return fit(_matrix(("one", "requests", "prefills"), features), rest, _sizes(features))
 
 
 def hull_around(features: Sequence[StepFeatures]) -> Hull:

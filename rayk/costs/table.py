@@ -169,9 +169,10 @@ class EngineCosts:
     prefill: StepTable  # any step in which some request computes more than a token, or its first
     host_ns: float = 0.0  # of a turn beside its step: planning, polling, settling
     request_host_ns: float = 0.0  # the same per request of the step
+    prefill_host_ns: float = 0.0  # and for each whose prompt it computes
     commands: Mapping[str, LinearCost] = field(default_factory=dict)
-    """What a rank does for a hand-over: `MakeTicket`, by the bytes lent; `fence` and `verify`, by those read,
-    each of the rank that has most."""
+    """What a rank does for a hand-over: `each`, of a turn for any command; `MakeTicket`, by the bytes lent;
+    `fence` and `verify`, by those read, each of the rank that has most."""
     kind: str = "measured"  # or unmeasured: derived from data sheets
     source: str = ""  # which runs, or which data sheet
 
@@ -203,7 +204,8 @@ class EngineCosts:
 
     def turn_ns(self, features: StepFeatures | DecodeRun) -> float:
         """Tell what the host takes of a turn beside its step."""
-        return self.host_ns + self.request_host_ns * features.num_requests
+        prompts_ns = self.prefill_host_ns * features.num_prefills
+        return self.host_ns + self.request_host_ns * features.num_requests + prompts_ns
 
     def scaled(self, factor: float) -> EngineCosts:
         """Return the costs of an engine so many times as slow at steps."""

@@ -131,6 +131,11 @@ def hand_over_costs(cells: Sequence[RecordedCell]) -> dict[str, LinearCost]:
                     ns.append(took)
         if ns:
             found[name] = _linear(np.array(ns), np.array(sizes), np.zeros(len(ns)))
+    # Who is alone waits for no step: from its first token to its ticket a turn passes, for the command.
+    pairs = [cell for cell in cells if cell.cell.decode is not None]
+    alone = [ns for cell in pairs for streams, ns in _stage(cell, "ticket") if not streams]
+    if alone:
+        found["each"] = LinearCost(fixed_ns=float(np.median(alone)))
     return found
 
 

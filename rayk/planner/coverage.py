@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rayk.costs.fit import Fitted
 from rayk.costs.hull import AXES
-from rayk.costs.table import StepTable
+from rayk.costs.table import Gap, StepTable
 from rayk.planner.fitting import MAX_ERROR, FittedBook, FittedClass
 from rayk.types.files import write_atomically
 
@@ -42,21 +42,27 @@ def told(fitted: FittedBook) -> Iterator[str]:
     yield ""
     yield "Beside steps"
     for key, costs in fitted.book.engines.items():
-        turn = f"{_time(costs.host_ns)} a turn, {_time(costs.request_host_ns)} a request"
+        each = f"{_time(costs.request_host_ns)} a request, {_time(costs.prefill_host_ns)} a prompt"
+        turn = f"{_time(costs.host_ns)} a turn, {each}"
         yield from _wrapped(f"  host      {turn} ({key.text})")
     gaps, host = fitted.book.gaps, fitted.book.host
-    streams = f" and {_time(gaps.dispatch.stream_ns)} a stream" if gaps.dispatch.stream_ns else ""
-    yield f"  dispatch  {_time(gaps.dispatch.ns())}{streams}"
+    yield f"  dispatch  {_gap(gaps.dispatch)}"
     if fitted.book.transfers.reads:
-        yield f"  hand-over {_time(gaps.handover.ns())} on its way"
+        yield f"  hand-over {_gap(gaps.handover)}, on its way"
         for name, read in fitted.book.transfers.reads.items():
             per_mb = [cost.ns(2**20, 1) for cost in (read.post, read.wait)]
             yield f"  a read    {_time(per_mb[0])} to post, {_time(per_mb[1])} to wait, of 1 MiB ({name})"
     if host.slow:
         yield f"  beside busy cores a step takes {1 + host.slow:.2f} times as long"
+    if host.token_ns:
+        yield f"  a token   {_time(host.token_ns)} of a core, beside the steps, to pass it on"
     yield f"  an engine serves again {host.form_s:.1f} s after it died"
     for note in fitted.notes:
         yield from _wrapped(f"note: {note}")
+
+
+def _gap(gap: Gap) -> str:
+    return _time(gap.ns()) + (f" and {_time(gap.stream_ns)} a stream" if gap.stream_ns else "")
 
 
 def write_residuals(fitted: FittedBook, folder: Path) -> None:

@@ -80,7 +80,7 @@ def fit_runs(runs: Sequence[RecordedRun]) -> FittedBook:
     notes += [found.interrupted for found in classes if found.interrupted]
     if not book.transfers.reads:
         notes.append("no transfers were measured: no cell hands over")
-    if host.slow == 0 and not any(not cell.is_alone for cell in cells):
+    if all(cell.is_alone for cell in cells):
         notes.append("no cell has several engines: what they cost each other is not known")
     return FittedBook(book=book, classes=tuple(classes), notes=tuple(notes))
 
@@ -132,9 +132,11 @@ def _fit_engine(
             )
         tables[kind], fitted = fit_steps([s.recorded for s in chosen], decode=decode)
         classes.append(FittedClass(key=key, kind=kind, fitted=fitted))
-    # Commands of hand-overs have costs of their own.
-    quiet = [s.recorded for _, s in steps if not s.num_commands]
-    constant, per_request = fit_host(quiet or [s.recorded for _, s in steps]).constants
+    # Commands of hand-overs have costs of their own, and so have neighbours.
+    quiet = [(c, s.recorded) for c, s in steps if not s.num_commands]
+    alone = [step for cell, step in quiet if cell.is_alone]
+    turns = alone or [step for _, step in quiet] or [s.recorded for _, s in steps]
+    constant, per_request, per_prompt = fit_host(turns).constants
     runs = dict.fromkeys(cell.run for cell, _ in steps)
     return (
         EngineCosts(
@@ -143,6 +145,7 @@ def _fit_engine(
             prefill=tables["prefill"],
             host_ns=constant,
             request_host_ns=per_request,
+            prefill_host_ns=per_prompt,
             source=", ".join(runs),
         ),
         classes,

@@ -230,6 +230,7 @@ def slowed_engine(costs: EngineCosts, factor: float) -> EngineCosts:
         costs.scaled(factor),
         host_ns=costs.host_ns * factor,
         request_host_ns=costs.request_host_ns * factor,
+        prefill_host_ns=costs.prefill_host_ns * factor,
         commands={name: _slowed_linear(cost, factor) for name, cost in costs.commands.items()},
     )
 

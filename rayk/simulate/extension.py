@@ -110,7 +110,8 @@ class SimExtension:
     def execute(self, command: object) -> object:
         """Run one command; see handover.commands."""
         self.num_acts += 1
-        self._host.work(0)  # pages are read and written when no step uses them any more
+        # Pages are read and written when no step uses them any more.
+        self._host.work(self._cost("each").ns())
         match command:
             case MakeTicket():
                 return self._make_ticket(command)

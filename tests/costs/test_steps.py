@@ -27,7 +27,7 @@ def decode(requests: int, context: int) -> StepFeatures:
 
 
 def recorded(features: StepFeatures, ns: float, noise: float) -> RecordedStep:
-    host = 100_000 + 7_000 * features.num_requests
+    host = 100_000 + 7_000 * features.num_requests + 300_000 * features.num_prefills
     return RecordedStep(features=features, turn_ns=int(ns * noise) + host, model_ns=int(ns * noise))
 
 
@@ -69,7 +69,8 @@ def test_a_prefill_table_bends_where_the_cost_of_a_token_changes():
 
 
 def test_what_the_host_takes_is_fitted_apart():
-    assert fit_host(decodes()).constants == pytest.approx((100_000, 7_000), rel=1e-3)
+    found = fit_host([*decodes(), *prefills()])
+    assert found.constants == pytest.approx((100_000, 7_000, 300_000), rel=1e-3)
 
 
 def test_there_is_no_bend_where_there_are_no_steps():

@@ -15,12 +15,22 @@ from typer.testing import CliRunner
 
 from rayk.cli.main import app
 from rayk.costs import CostBook, EngineCosts, engine_key, step_features
-from rayk.costs.table import Gap, GapTable, LinearCost, ReadCosts, StepTable, TransferTable, read_name
+from rayk.costs.table import (
+    Gap,
+    GapTable,
+    HostTable,
+    LinearCost,
+    ReadCosts,
+    StepTable,
+    TransferTable,
+    read_name,
+)
 from rayk.models.config import DecoderConfig
 from rayk.models.families import read_config
 from rayk.planner.coverage import RESIDUALS, told, write_residuals
 from rayk.planner.fitting import FittedBook, fit_runs
 from rayk.planner.measure import GridRequest, grid_spec
+from rayk.planner.neighbours import fit_slow
 from rayk.planner.recorded import read_run
 from rayk.reports import ResultWriter
 from rayk.simulate.arrivals import cell_arrivals
@@ -43,6 +53,7 @@ PREFILL = StepTable(
 )
 DISPATCH_NS, STREAM_NS, HANDOVER_NS = 900_000.0, 20_000.0, 600_000.0
 COMMANDS = {
+    "each": LinearCost(fixed_ns=70_000.0),
     "MakeTicket": LinearCost(fixed_ns=80_000.0, byte_ns=1.5),
     "fence": LinearCost(fixed_ns=30_000.0),
     "verify": LinearCost(fixed_ns=60_000.0, byte_ns=1.2),
@@ -64,7 +75,7 @@ class Measured(NamedTuple):
 
 def planted(config: DecoderConfig, engine: EngineConfig) -> CostBook:
     key = engine_key(config, engine)
-    hosts = {"host_ns": 250_000.0, "request_host_ns": 9_000.0}
+    hosts = {"host_ns": 250_000.0, "request_host_ns": 9_000.0, "prefill_host_ns": 120_000.0}
     costs = EngineCosts(key=key, decode=DECODE, prefill=PREFILL, commands=COMMANDS, **hosts)
     spreads = [tuple(ns * (0.8 + 0.04 * n) for n in range(11)) for ns in (DISPATCH_NS, HANDOVER_NS)]
     gaps = GapTable(
@@ -125,6 +136,7 @@ def test_planted_costs_come_out_of_a_run(measured: Measured, tmp_path: Path) -> 
         assert found.step_ns(features) == pytest.approx(true.step_ns(features), rel=0.04), shares
     assert found.host_ns == pytest.approx(true.host_ns, rel=0.05)
     assert found.request_host_ns == pytest.approx(true.request_host_ns, rel=0.1)
+    assert found.prefill_host_ns == pytest.approx(true.prefill_host_ns, rel=0.1)
     assert all(c.is_good for c in fitted.classes)
     fitted.book.save(tmp_path)
     assert replace(CostBook.load(tmp_path), folder="") == fitted.book
@@ -153,6 +165,21 @@ def test_what_hand_overs_cost_comes_out(measured: Measured) -> None:
         for name, planted_cost in COMMANDS.items():
             assert costs.commands[name].ns(size) == pytest.approx(planted_cost.ns(size), rel=0.02), name
     assert len({row["bytes"] for row in moved}) > 1
+
+
+def test_what_neighbours_take_comes_out_of_a_run(measured: Measured, tmp_path: Path) -> None:
+    """A simulated step pays in its next one for who came later: some of that is nobody's, of 24 requests."""
+    _, book, config, engine, _, _ = measured
+    asked = GridRequest(
+        model=engine.model, max_tokens=256, max_seqs=8, max_batch_tokens=128, pairs=((1, 1),), is_quick=True
+    )
+    loaded = load_spec(grid_spec(asked, config))
+    cells = [cell for cell in expand(loaded.spec, config) if len(cell.all_engines) > 1]
+    host = HostTable(num_cores=2, slow=0.1, token_ns=400_000.0)
+    write_run(tmp_path / "run", loaded, cells, replace(book, host=host), config)
+    found = fit_slow(read_run(tmp_path / "run").cells, book.engines, num_cores=2)
+    assert found.slow == pytest.approx(host.slow, abs=0.03)
+    assert found.token_ns == pytest.approx(host.token_ns, rel=0.2)
 
 
 @pytest.mark.parametrize("of_pair", [False, True])

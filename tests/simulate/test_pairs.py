@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rayk.costs import CostBook
-from rayk.costs.table import LinearCost
+from rayk.costs.table import HostTable, LinearCost
 from rayk.explain.reads import explain_reads
 from rayk.models.config import DecoderConfig
 from rayk.models.engine_plan import plan_engine
@@ -95,6 +96,29 @@ def test_a_hand_over_takes_what_its_parts_take() -> None:
     assert (moved.post_ns, moved.transfer_ns) == (post, read)
     assert moved.digest_ns == DIGEST.ns(moved.bytes) + VERIFY.ns(moved.bytes)
     assert outcome.engines["decode0"].read_ns == read
+
+
+def test_a_turn_for_a_command_comes_before_what_the_command_takes() -> None:
+    book, each = pair_book(cell := pair_cell(sampling={"max_tokens": 3})), 40_000
+    assert book.any_engine is not None
+    commands = {**book.any_engine.commands, "each": LinearCost(fixed_ns=each)}
+    slower = replace(book, any_engine=replace(book.any_engine, commands=commands))
+    rows = [simulated([tuple(range(20))], cell, b).requests[0] for b in (book, slower)]
+    more = {stage: ns - rows[0].stage_ns[stage] for stage, ns in rows[1].stage_ns.items()}
+    assert {stage: ns for stage, ns in more.items() if ns} == {"ticket": each, "reserve": each}
+
+
+def test_what_steps_lose_to_neighbours_is_not_booked_to_hand_overs() -> None:
+    """A digest is slowed down while it lasts. It does not pay for the step before it."""
+    cell = pair_cell(sampling={"max_tokens": 30})
+    book = replace(pair_book(cell), host=HostTable(num_cores=2, slow=0.5))
+    prompts, due_ns = [tuple(range(i, i + 40)) for i in range(12)], [3_000_000 * i for i in range(12)]
+    outcome, alone = (simulated(prompts, cell, b, due_ns=due_ns) for b in (book, None))
+    for row, moved in zip(outcome.requests, outcome.transfers, strict=True):
+        assert row.stage_ns["digest"] <= 1.5 * DIGEST.ns(moved.bytes) + 1
+    lasted = [sum(row.stage_ns["prefill"] for row in of.requests) for of in (outcome, alone)]
+    assert lasted[0] > 1.2 * lasted[1], "it is steps that take longer"
+    adds_up(outcome)
 
 
 @pytest.mark.parametrize(
