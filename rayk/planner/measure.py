@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from statistics import fmean
 from typing import Any
 
 from rayk.costs import step_of, windows_of
@@ -25,6 +26,7 @@ MIXED = 4  # prompts per place where lengths are mixed: one comes as another end
 PAIR_TOKENS = (32, 256, 1024)
 PAIR_PROMPTS = 12
 MAX_PAIR_RATE = 4.0  # requests per second
+LOADED_PROMPTS = 48
 JOINED = 2.5  # requests that are there at once, on such a machine, where they come one by one
 IDLE = 2
 """Requests of a pair come this much slower than a usual machine serves them: reads meet idle engines."""
@@ -142,19 +144,28 @@ def _chunks(asked: GridRequest) -> list[int]:
 def _pairs(
     asked: GridRequest, config: DecoderConfig, pair: tuple[int, int], longest: int
 ) -> Iterator[dict[str, list[Any]]]:
-    """Hand-overs of a pair of engines that have little else to do."""
+    """Hand-overs of a pair of engines: where they have little else to do, then where both are busy."""
+    engines = {
+        "mode": ["disaggregated"],
+        "prefill.tp": [pair[0]],
+        "decode.tp": [pair[1]],
+        "engine.num_blocks": [_num_blocks(asked, config, asked.max_seqs, longest)],
+    }
     for size in [n for n in PAIR_TOKENS if n <= longest] or [longest]:
-        yield {
-            "mode": ["disaggregated"],
-            "prefill.tp": [pair[0]],
-            "decode.tp": [pair[1]],
-            "engine.num_blocks": [_num_blocks(asked, config, asked.max_seqs, longest)],
+        yield engines | {
             "prompts.random.count": [PAIR_PROMPTS],
             "prompts.random.input_tokens": [[size]],
             "sampling.max_tokens": [PAIR_OUTPUT],
             "arrival.rate": [pair_rate(asked, config, size)],
             "arrival.process": ["constant"],
         }
+    sizes = lengths(longest)[:3]
+    yield engines | {
+        "prompts.random.count": [LOADED_PROMPTS],
+        "prompts.random.input_tokens": [sizes],
+        "arrival.rate": [_rate(asked, config, round(fmean(sizes)), OUTPUT_TOKENS, JOINED)],
+        "arrival.process": ["poisson"],
+    }
 
 
 def pair_rate(asked: GridRequest, config: DecoderConfig, num_tokens: int) -> float:

@@ -36,7 +36,7 @@ def test_a_grid_is_measured_fitted_and_simulated(
     assert {("aggregated", 1), ("aggregated", 2), ("disaggregated", 1)} == set(modes), "no cell failed"
     assert book.is_measured
     assert book.provenance.cells == tuple(cell.cell.cell_id for cell in run.cells)
-    (pair,) = (cell for cell in run.cells if cell.cell.decode is not None)
+    pair = next(cell for cell in run.cells if cell.cell.decode is not None)
     costs = book.find(engine_key(config, pair.cell.prefill))
     assert {"MakeTicket", "verify"} <= costs.commands.keys()
     read = book.transfers.reads[read_name(pair.cell.prefill, pair.cell.decode)]

@@ -59,7 +59,9 @@ def test_every_size_of_batch_meets_every_length(model: Path) -> None:
     for num in (1, 4, 16):
         for sizes in ((16,), (64,), (256,), *([mixed] if num > 1 else [])):
             assert {(num, sizes, chunk, tp) for chunk in (64, 512) for tp in (1, 2)} <= met
-    assert [(c.prefill.tp, c.decode.tp) for c in cells if c.decode is not None] == [(1, 2)] * 2
+    pairs = [c for c in cells if c.decode is not None]
+    assert [(c.prefill.tp, c.decode.tp) for c in pairs] == [(1, 2)] * 3
+    assert [c.sampling.max_tokens for c in pairs] == [4, 4, 24], "the last one is busy"
     assert [c.num_prefill_engines for c in cells if c.num_prefill_engines > 1] == [2, 2, 2]
     assert all(c.prefill.record_steps for c in cells)
 
