@@ -134,8 +134,8 @@ def _fit_engine(
         classes.append(FittedClass(key=key, kind=kind, fitted=fitted))
     # Commands of hand-overs have costs of their own, and so have neighbours.
     quiet = [(c, s.recorded) for c, s in steps if not s.num_commands]
-    alone = [step for cell, step in quiet if cell.is_alone]
-    turns = alone or [step for _, step in quiet] or [s.recorded for _, s in steps]
+    by_itself = [recorded for cell, recorded in quiet if cell.is_alone]
+    turns = by_itself or [recorded for _, recorded in quiet] or [s.recorded for _, s in steps]
     constant, per_request, per_prompt = fit_host(turns).constants
     runs = dict.fromkeys(cell.run for cell, _ in steps)
     return (

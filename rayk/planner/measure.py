@@ -145,7 +145,7 @@ def _pairs(
     asked: GridRequest, config: DecoderConfig, pair: tuple[int, int], longest: int
 ) -> Iterator[dict[str, list[Any]]]:
     """Hand-overs of a pair of engines: where they have little else to do, then where both are busy."""
-    engines = {
+    engines: dict[str, list[Any]] = {
         "mode": ["disaggregated"],
         "prefill.tp": [pair[0]],
         "decode.tp": [pair[1]],

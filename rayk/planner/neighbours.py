@@ -53,7 +53,7 @@ class _Lost:
     tokens: float  # of all engines, that came of it while all cores were taken
 
 
-class _Turns:
+class _EngineTurns:
     """An engine's turns, in their order."""
 
     def __init__(self, steps: Sequence[EngineStep], num_ranks: int) -> None:
@@ -63,13 +63,13 @@ class _Turns:
         self.ends = self.begins + [step.recorded.turn_ns for step in self.steps]
         self.tokens = np.array([step.recorded.features.num_logits for step in self.steps], dtype=float)
 
-    def during(self, other: _Turns, amounts: Floats) -> Floats:
+    def during(self, other: _EngineTurns, amounts: Floats) -> Floats:
         """Tell what of another engine's turns, each of which has so much, passed in each of these."""
         knots = np.stack([other.begins, np.maximum(other.ends, other.begins)], axis=1).ravel()
         done = np.cumsum(amounts)
         passed = np.stack([done - amounts, done], axis=1).ravel()
         knots = np.maximum.accumulate(knots)
-        return np.interp(self.ends, knots, passed) - np.interp(self.begins, knots, passed)
+        return np.asarray(np.interp(self.ends, knots, passed) - np.interp(self.begins, knots, passed))
 
 
 def _of_repeat(
@@ -81,7 +81,7 @@ def _of_repeat(
     by_engine: dict[str, list[EngineStep]] = {}
     for step in steps:
         by_engine.setdefault(step.engine, []).append(step)
-    turns = {n: _Turns(of, cell.engine_config(n).num_ranks) for n, of in by_engine.items()}
+    turns = {n: _EngineTurns(of, cell.engine_config(n).num_ranks) for n, of in by_engine.items()}
     num_ranks = sum(of.num_ranks for of in turns.values())
     found = []
     for name, own in turns.items():
