@@ -25,6 +25,7 @@ from rayk.types.bounds import MAX_BLOCKS
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 
+MAX_REASONS = 4  # that a message gives
 CHOICES: dict[str, dict[str, list[int]]] = {
     "cuda": {"max_batch_tokens": [2048, 8192], "max_seqs": [32, MAX_STREAMS]},
     "cpu": {"max_batch_tokens": [256, 1024], "max_seqs": [4, 16]},
@@ -134,13 +135,13 @@ class Space:
     @cached_property
     def families(self) -> list[PlanFamily]:
         """List kinds of plans of which some request can be good. Raises UserError where there is none, with
-        the first reason."""
+        the first reasons."""
         found = [family for family in self._families() if not family.rates.why_not]
         if not found:
             reasons = list(dict.fromkeys(self.refused.values()))
             raise UserError(
-                f"no plan is possible: {reasons[0] if reasons else 'nothing is left to try'}",
-                mend="; or: ".join(reasons[1:4]),
+                f"no plan is possible: {'; '.join(reasons[:MAX_REASONS]) or 'nothing is left to try'}",
+                mend="wider limits in `slo`, more of `gpus`, or other choices in `search`",
             )
         return found
 

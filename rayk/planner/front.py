@@ -40,18 +40,18 @@ class RateSearch:
         """The lowest that is known not to."""
         self._rate = start
         self._ceiling, self._precision = ceiling, precision
-        self._num_left = max_runs
+        self.num_runs, self._max_runs = 0, max_runs
 
     @property
     def next_rate(self) -> float | None:
         """The rate to try next; None: it is found, or tried often enough."""
         high = self._ceiling if self.high is None else self.high
         near = self.low and high <= self.low * (1 + self._precision)
-        return None if near or not self._num_left else self._rate
+        return None if near or self.num_runs >= self._max_runs else self._rate
 
     def note(self, *, keeps: bool) -> None:
         """Say what became of `next_rate`."""
-        self._num_left -= 1
+        self.num_runs += 1
         if keeps:
             self.low = self._rate
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import rayk.costs
@@ -45,9 +45,14 @@ def read_hardware(name: str | Path) -> Hardware:
         mend = f"a YAML file, or one of {', '.join(known_hardware())}"
         raise UserError(f"cannot be read: {error}", where=str(path), mend=mend) from error
     found = read(Hardware, data, str(path))
-    numbers = [found.memory_gb_per_s, *found.tflops.values(), found.flops_share, found.bandwidth_share]
-    if not all(number > 0 for number in numbers):
+    shares = [found.flops_share, found.bandwidth_share]
+    if not all(number > 0 for number in (found.memory_gb_per_s, *found.tflops.values(), *shares)):
         raise UserError("peaks and their shares must be over 0", where=str(path))
+    if max(shares) > 1:
+        raise UserError("shares of peaks must be at most 1", where=str(path))
+    for name in (f.name for f in fields(Hardware) if f.type == "float"):
+        if not 0 <= getattr(found, name) < math.inf:
+            raise UserError(f"{name} must be a number from 0 on", where=str(path))
     return found
 
 

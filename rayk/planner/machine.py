@@ -54,7 +54,7 @@ class PlanMachine:
 
 def machine_of(loaded: LoadedPlan, hardware: Hardware | None) -> PlanMachine:
     """Read what a spec names. `hardware`: a data sheet, whose memory counts where it tells it. Raises
-    SpecError for a GPU of which neither tells the memory."""
+    SpecError for a GPU of which neither tells the memory, and for a data sheet of other GPUs."""
     spec = loaded.spec
     if spec.cpu is not None:
         return PlanMachine(
@@ -78,6 +78,12 @@ def machine_of(loaded: LoadedPlan, hardware: Hardware | None) -> PlanMachine:
             mend="one plan for each kind",
         )
     ((kind, key),) = kinds.items()
+    if hardware is not None and kind not in hardware.name.upper():
+        raise SpecError(
+            f"GPUs are {kind}, and the data sheet is of {hardware.name}",
+            where=loaded.where(key),
+            mend="a data sheet of such GPUs, or GPUs of that sheet",
+        )
     gigabytes = (hardware.memory_gb if hardware is not None else 0.0) or GPU_GB.get(kind, 0)
     if not gigabytes:
         raise SpecError(

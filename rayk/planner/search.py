@@ -25,7 +25,8 @@ PATIENCE, SHORT_PATIENCE = 20, 6
 engines take, the last requests wait too long then. Those that only sort plans out are shorter."""
 MAX_SIMULATED = 200_000
 SAME = 1 - 1e-9  # rates that differ by no more are one
-LOWER = 0.05  # of its rate, by which a whole fleet is tried again where it keeps less than a smaller one
+WHOLE_PARTS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.5)
+"""Parts of the highest rate of a smaller fleet at which a whole one is tried, until one is kept."""
 SLACK = 0.9  # share of the asked rate that a plan's estimate must reach to be simulated
 WIDTH = 6  # plans of one size that are simulated
 MAX_SIZES = 10  # numbers of GPUs that are tried first, where there are more
@@ -106,30 +107,54 @@ class Search:
         """Simulate a fleet of which only a smaller one was. Where it does not keep what that did, the next
         best is tried, or a lower rate if the highest is looked for; nothing that would take longer than the
         budget has left."""
-        others = [p for p in self._by_rank() if p is not best]
-        tried = [(plan, 1.0) for plan in [best, *others][:FINALISTS]]
         if self.goal == "max_rate":
-            tried = [(best, 1 - LOWER * n) for n in range(FINALISTS)]
-        for plan, part in tried:
-            if plan.result.trial.stand_in is None or not (part < 1 or self.keeps(plan.result)):
+            self._find_whole_rate(best)
+            return best
+        others = [p for p in self._by_rank() if p is not best]
+        tried = []
+        for plan in [best, *others][:FINALISTS]:
+            tried.append(plan)
+            if not self.keeps(plan.result):
+                break
+            if (result := self._whole(plan, plan.result.trial.rate)) is None:
                 return plan
-            rate = plan.result.trial.rate
-            trial = replace(self._trial(plan.candidate, rate, self._most, whole=True), rate=part * rate)
-            takes_s = trial.num_requests * plan.result.cpu_s / max(1, plan.result.trial.num_requests)
-            if takes_s > self._pool.left_s:
-                self.notes.append(
-                    f"simulated by a smaller fleet in the same ratio: {plan.candidate.num_engines} engines "
-                    f"would take about {takes_s:,.0f} s (--budget-s)"
-                )
-                return plan
-            self._progress.stage("simulating the whole fleet", 1)
-            (result,) = self._pool.run([trial], on_result=self._progress.done)
-            if self.keeps(result) or self.goal == "fewest_gpus":
-                plan.result = result
+            plan.result = result
             if self.keeps(result):
-                plan.max_rate = max(part * (plan.max_rate or 0.0), result.trial.rate)
+                plan.max_rate = max(plan.max_rate or 0.0, result.trial.rate)
                 return plan
-        return best
+        return min(tried, key=self.rank)
+
+    def _find_whole_rate(self, plan: PlanTrials) -> None:
+        """Lower a plan's highest rate, which a smaller fleet kept, until the whole fleet keeps it, too."""
+        highest = plan.result.trial.rate
+        if not self.keeps(plan.result):
+            return
+        for part in WHOLE_PARTS:
+            if (result := self._whole(plan, part * highest)) is None:
+                return
+            self._keep(plan, result, keeps=self.keeps(result), is_first=part == WHOLE_PARTS[0])
+            if self.keeps(result):
+                plan.max_rate = result.trial.rate
+                return
+        plan.max_rate = None
+
+    def _whole(self, plan: PlanTrials, rate: float) -> TrialResult | None:
+        """Simulate a fleet as it is; None where no smaller one stood for it, or for lack of time, which is
+        noted."""
+        known = plan.result
+        if known.trial.stand_in is None and known.trial.rate == rate:
+            return None
+        trial = self._trial(plan.candidate, rate, self._most, whole=True)
+        takes_s = trial.num_requests * known.cpu_s / max(1, known.trial.num_requests)
+        if takes_s > self._pool.left_s:
+            self.notes.append(
+                f"simulated by a smaller fleet in the same ratio: {plan.candidate.num_engines} engines "
+                f"would take about {takes_s:,.0f} s (--budget-s)"
+            )
+            return None
+        self._progress.stage("simulating the whole fleet", 1)
+        (result,) = self._pool.run([trial], on_result=self._progress.done)
+        return result
 
     def keeps(self, result: TrialResult) -> bool:
         """Tell whether enough requests of a simulation were good."""
@@ -222,24 +247,30 @@ class Search:
         chosen = dict.fromkeys(_diverse(able, key=lambda c: -c.bound, num=2 * WIDTH))
         chosen |= dict.fromkeys(_diverse(candidates, key=lambda c: -c.bound / c.num_gpus, num=WIDTH))
         chosen |= dict.fromkeys(_diverse(able, key=lambda c: c.family.rates.tpot_ms, num=WIDTH // 2))
-        plans = [
-            PlanTrials(candidate=c, result=TrialResult(trial=self._trial(c, c.bound, 1))) for c in chosen
-        ]
+        plans = [self._untried(c) for c in chosen]
         short = self._num(SCREEN_REQUESTS)
         is_short = short < self._most
         how = {"max_runs": 4, "patience": SHORT_PATIENCE} if is_short else {}
         self._bisect(plans, short, start=lambda p: 0.8 * p.candidate.bound, **how)
         plans.sort(key=lambda p: -(p.max_rate or 0.0))
-        others = [
-            PlanTrials(candidate=replace(p.candidate, policy=name), result=p.result, max_rate=p.max_rate)
-            for p in plans[:2]
-            for name in self.spec.policies[1:]
-        ]
+        likely = {p.candidate.plan_id: p.max_rate for p in plans if p.max_rate}
+        others = []
+        for plan in plans[:2]:
+            for name in self.spec.policies[1:]:
+                others.append(self._untried(replace(plan.candidate, policy=name)))
+                likely[others[-1].candidate.plan_id] = plan.max_rate or 0.8 * plan.candidate.bound
         finalists = [p for p in plans if p.max_rate][:FINALISTS] + others
-        self._bisect(finalists if is_short else others, self._most)
+        self._bisect(
+            finalists if is_short else others, self._most, start=lambda p: likely[p.candidate.plan_id]
+        )
         plans += others
         self.found = {p.candidate.plan_id: p for p in plans if p.result.num_requests or p.result.refusal}
         return min(finalists or plans[:1], key=self.rank)
+
+    def _untried(self, candidate: Candidate) -> PlanTrials:
+        """Begin with a plan of which nothing is known."""
+        trial = self._trial(candidate, candidate.bound, 1)
+        return PlanTrials(candidate=candidate, result=TrialResult(trial=trial))
 
     def rank(self, plan: PlanTrials) -> tuple[bool, float, float, float]:
         """Order plans, the best first: those that keep the SLO, then by the fewest GPUs or the highest rate,
@@ -289,12 +320,17 @@ class Search:
         max_runs: int = MAX_RUNS,
         patience: int = PATIENCE,
     ) -> None:
-        """Find each plan's highest rate, all plans side by side."""
-        begin = start or (lambda p: p.max_rate or p.result.trial.rate)
-        searches = [
-            (plan, RateSearch(begin(plan), ceiling=plan.candidate.bound / SLACK, max_runs=max_runs))
-            for plan in plans
-        ]
+        """Find each plan's highest rate, all plans side by side: from `start`, or from the rate of what is
+        known of it, which is not tried again."""
+        searches = []
+        for plan in plans:
+            begin = plan.result.trial.rate if start is None else start(plan)
+            search = RateSearch(begin, ceiling=plan.candidate.bound / SLACK, max_runs=max_runs)
+            if start is None:
+                keeps = self.keeps(plan.result)
+                self._keep(plan, plan.result, keeps=keeps, is_first=False)
+                search.note(keeps=keeps)
+            searches.append((plan, search))
         self.num_bisected += len(plans)
         for number in range(1, max_runs + 1):
             live = [
@@ -309,19 +345,25 @@ class Search:
             results = self._pool.run(trials, share=RATE_SHARE, on_result=self._progress.done)
             for (plan, search, _), result in zip(live, results, strict=False):
                 keeps = self.keeps(result)
+                self._keep(plan, result, keeps=keeps, is_first=start is not None and not search.num_runs)
                 search.note(keeps=keeps)
-                self._keep(plan, result, keeps=keeps)
             if len(results) < len(live):
                 break
         for plan, search in searches:
-            plan.max_rate = search.low or plan.max_rate
+            if search.num_runs:
+                plan.max_rate = search.low or None
 
-    def _keep(self, plan: PlanTrials, result: TrialResult, *, keeps: bool) -> None:
-        """Keep of a plan the result at its highest rate, where that is looked for, and the one beyond it."""
+    def _keep(self, plan: PlanTrials, result: TrialResult, *, keeps: bool, is_first: bool) -> None:
+        """Keep of a plan the result at its highest rate, where that is looked for, and the one beyond it.
+        `is_first`: of longer simulations than those before, which count no more."""
+        if is_first:
+            plan.beyond = None
         if not keeps and (plan.beyond is None or result.trial.rate < plan.beyond.trial.rate):
             plan.beyond = result
-        is_first = not plan.result.num_requests and not plan.result.refusal
-        if self.goal == "max_rate" and (is_first or (keeps and result.trial.rate >= plan.result.trial.rate)):
+        if self.goal != "max_rate":
+            return
+        is_better = result.trial.rate >= plan.result.trial.rate or not self.keeps(plan.result)
+        if is_first or (is_better if keeps else not self.keeps(plan.result)):
             plan.result = result
 
     def base_name(self, plan: PlanTrials) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayk.costs.stored import as_json
@@ -228,6 +229,8 @@ def trust_of(best: PlanTrials, plan: PlanInputs, rows: list[dict[str, Any]]) -> 
             f"{refused} of {len(rows)} plans take steps unlike those measured, and were not predicted "
             "(--extrapolate)."
         )
+    if Path(plan.spec.model).name == "config.json":
+        doubts.append("The model was read from its config alone: the command needs its weights beside it.")
     validated = plan.costs.validated
     sources = sorted({costs.source for costs in plan.costs.engines.values() if costs.source})
     return {

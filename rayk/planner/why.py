@@ -36,9 +36,7 @@ def limit_of(plan: PlanTrials) -> Limit:
     broken = max(at.missed, key=lambda name: at.missed[name], default=None)
     if broken is None or not at.missed[broken]:
         return Limit(name="none", text="No request misses a limit, as far as was tried.")
-    missed = f"Beyond {at.trial.rate:,.3g} requests/s {at.missed[broken]:.0%} miss {broken.upper()}"
-    if plan.beyond is None:
-        missed = f"At {at.trial.rate:,.3g} requests/s {at.missed[broken]:.0%} miss {broken.upper()}"
+    missed = f"At {at.trial.rate:,.3g} requests/s {at.missed[broken]:.0%} miss {broken.upper()}"
     name, because = _cause(plan.candidate, at, broken)
     return Limit(name=name, text=f"{missed}: {because}.")
 

@@ -3,6 +3,7 @@ best costs, and how far to trust that."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,7 +62,7 @@ def plan_answers(plans: pd.DataFrame, facts: Facts) -> list[Answer]:
             question="How far may I trust it?",
             text=trust_text(facts),
             tone=_trust_tone(facts),
-            command="" if facts.get("trust", {}).get("validation") else _validate_command(facts),
+            command=_trust_command(facts),
         ),
     ]
 
@@ -134,8 +135,15 @@ def shell_lines(command: str) -> str:
     return " \\\n  --".join([first, *options])
 
 
-def _validate_command(facts: Facts) -> str:
-    return f"rayk plan --validate RUN --costs {facts.get('trust', {}).get('costs') or 'DIR'}"
+def _trust_command(facts: Facts) -> str:
+    """Give the command that makes the answer more trustworthy: tables, or a validation of them."""
+    trust = facts.get("trust", {})
+    if trust.get("unmeasured"):
+        model = str(facts.get("model") or "MODEL").removesuffix("/config.json")
+        return f"rayk costs {shlex.quote(model)} --for spec.yaml --out costs"
+    return (
+        "" if trust.get("validation") else f"rayk plan --validate RUN --costs {trust.get('costs') or 'DIR'}"
+    )
 
 
 def trust_text(facts: Facts) -> str:
@@ -153,6 +161,8 @@ def trust_text(facts: Facts) -> str:
     texts += [str(doubt) for doubt in trust.get("doubts", ())]
     if validation := trust.get("validation"):
         texts.append(f"Against measured runs, {validation}.")
+    elif trust.get("unmeasured"):
+        texts.append("Tables measured on such a machine take their place, and spec.yaml is beside this page:")
     else:
         texts.append(
             "No validation of these tables is known. A run of the plan, or of one like it, makes one:"

@@ -30,9 +30,9 @@ PLANS = (
     Column("", "why_not", is_under_first=True),
 )
 PLANS_NOTE = (
-    "Best first, all at the same rate; green plans keep the objective. Times in ms. Goodput counts requests "
-    "that keep it. Highest rate: at which the objective is still kept, of the best few. Busy: the share of "
-    "time in steps."
+    "Best first, all at the rate that is asked for, or each at its highest where none is; green plans keep "
+    "the objective. Times in ms. Goodput counts requests that keep it. Highest rate: at which the objective "
+    "is still kept, of the best few. Busy: the share of time in steps."
 )
 SENSITIVITY = (
     Column("what if", "change"),

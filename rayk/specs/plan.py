@@ -77,7 +77,7 @@ def _check_time(text: str) -> str:
 
 
 def _check_gpus(text: str) -> str:
-    if not re.fullmatch(r"(?:[1-9]\d{0,4}x)?\w+", text):
+    if not re.fullmatch(r"(?:[1-9]\d{0,4}x)?[A-Za-z]\w*", text):
         raise ValueError(f"{text!r} is no number of GPUs: e.g. 8xH200")
     return text
 

@@ -137,7 +137,12 @@ def test_a_data_sheet_in_yaml_is_checked(tmp_path: Path) -> None:
         options = {"tp": (1,), "dtype": "bfloat16", "block_size": 16} | asked
         with pytest.raises(UserError, match=why):
             roofline_book(found, config, **options)
-    for change, why in (("launch_ms: 1\n", "unknown key launch_ms"), ("flops_share: 0\n", "over 0")):
+    for change, why in (
+        ("launch_ms: 1\n", "unknown key launch_ms"),
+        ("flops_share: 0\n", "over 0"),
+        ("bandwidth_share: 75\n", "at most 1"),
+        ("turn_us: -500\n", "turn_us must be a number from 0 on"),
+    ):
         path.write_text(text + change)
         with pytest.raises(UserError, match=why):
             read_hardware(path)

@@ -200,9 +200,14 @@ def test_a_data_sheet_marks_all_that_comes_of_it(tmp_path: Path) -> None:
     assert "UNMEASURED" in (tmp_path / "out" / "report.html").read_text()
     lines = [line for _, line in plan_texts(found.plans, found.facts)]
     assert "UNMEASURED" in lines[0]
-    spec["gpus"] = "2xnobody_knows"
+    for gpus, why in (
+        ("2xH100", "GPUs are H100, and the data sheet is of small"),
+        ("0xsmall", "no number of GPUs"),
+    ):
+        with pytest.raises(SpecError, match=why):
+            Plan(spec | {"gpus": gpus})
     sheet.write_text(sheet.read_text().replace("memory_gb: 0.01\n", ""))
-    with pytest.raises(SpecError, match="the memory of NOBODY_KNOWS is not known"):
+    with pytest.raises(SpecError, match="the memory of SMALL is not known"):
         Plan(spec)
 
 
