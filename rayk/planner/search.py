@@ -234,9 +234,14 @@ class Search:
 
     def _add_policies(self, rate: float) -> None:
         """Try the other policies with the plans that are best so far."""
-        others = self.spec.policies[1:]
-        best = [p.candidate for p in self._by_rank()[:2]]
-        self._screen([replace(c, policy=name) for c in best for name in others], rate)
+        self._screen([c for p in self._by_rank()[:2] for c in self._of_other_policies(p.candidate)], rate)
+
+    def _of_other_policies(self, candidate: Candidate) -> list[Candidate]:
+        """List the same plan under the other policies; a policy chooses nothing among engines of which each
+        side has one."""
+        if max(candidate.num_prefill, candidate.num_decode) == 1 and "conditional" not in self.spec.policies:
+            return []
+        return [replace(candidate, policy=name) for name in self.spec.policies if name != candidate.policy]
 
     # The highest rate that keeps the SLO.
 
@@ -256,8 +261,8 @@ class Search:
         likely = {p.candidate.plan_id: p.max_rate for p in plans if p.max_rate}
         others = []
         for plan in plans[:2]:
-            for name in self.spec.policies[1:]:
-                others.append(self._untried(replace(plan.candidate, policy=name)))
+            for candidate in self._of_other_policies(plan.candidate):
+                others.append(self._untried(candidate))
                 likely[others[-1].candidate.plan_id] = plan.max_rate or 0.8 * plan.candidate.bound
         finalists = [p for p in plans if p.max_rate][:FINALISTS] + others
         self._bisect(
@@ -372,16 +377,17 @@ class Search:
         return "as asked" if at_asked else "at its highest rate"
 
     def vary(self, plan: PlanTrials) -> None:
-        """Simulate a plan under more and less traffic, with other costs, and from other seeds."""
+        """Simulate a plan under more and less traffic, with other costs, and, where traffic is drawn, from
+        other seeds."""
         base = self._trial(plan.candidate, plan.result.trial.rate, self._most)
         changes = {
             "traffic -20 %": replace(base, rate=0.8 * base.rate),
             "traffic +20 %": replace(base, rate=1.2 * base.rate),
             "costs -10 %": replace(base, slowed=0.9),
             "costs +10 %": replace(base, slowed=1.1),
-            "seed 1": replace(base, seed=base.seed + 1),
-            "seed 2": replace(base, seed=base.seed + 2),
         }
+        if self.spec.traffic.trace is None:  # what was recorded is the same from every seed
+            changes |= {f"seed {n}": replace(base, seed=base.seed + n) for n in (1, 2)}
         self._progress.stage("varying the best plan", len(changes))
         results = self._pool.run(list(changes.values()), on_result=self._progress.done)
         plan.ranged = list(zip(changes, results, strict=False))

@@ -25,8 +25,8 @@ NUMBERS = {
 }
 """What `facts["range"]` has: how it is called and written."""
 RANGE_NOTE = (
-    "From the lowest to the highest over other seeds of the same traffic and over costs 10 % lower and "
-    "higher. Errors of the tables themselves come on top: rayk plan --validate measures those."
+    "From the lowest to the highest over {}. Errors of the tables themselves come on top: "
+    "rayk plan --validate measures those."
 )
 
 
@@ -43,7 +43,7 @@ def plan_answers(plans: pd.DataFrame, facts: Facts) -> list[Answer]:
             question="How good will it be?",
             text=_good_text(best, facts),
             table=_range_table(facts),
-            note=RANGE_NOTE,
+            note=RANGE_NOTE.format(varied_text(facts)),
             is_answered=best is not None,
         ),
         Answer(
@@ -108,6 +108,12 @@ def _range_table(facts: Facts) -> list[list[str]]:
         )
         rows.append([title, low, value, high, format_value(limit, spec)])
     return [["", "low", "expected", "high", "objective"], *rows] if rows else []
+
+
+def varied_text(facts: Facts) -> str:
+    """Say over what the range of each number is: recorded traffic has no other seeds."""
+    has_seeds = any(str(row["change"]).startswith("seed") for row in facts.get("sensitivity", ()))
+    return "other seeds and costs +-10 %" if has_seeds else "costs +-10 %"
 
 
 def _limit_text(best: Mapping[str, Any] | None) -> str:

@@ -11,7 +11,7 @@ import pandas as pd
 from rich.table import Table
 
 from rayk.reports.page import Column
-from rayk.reports.plan_answers import NUMBERS, Facts, best_plan, outside_share, slo_text
+from rayk.reports.plan_answers import NUMBERS, Facts, best_plan, outside_share, slo_text, varied_text
 from rayk.reports.terminal import terminal_table
 from rayk.reports.values import format_value, is_null
 
@@ -77,7 +77,7 @@ def _good(best: Mapping[str, Any], facts: Facts) -> str:
     text = f"{best['good_share']:.1%} of requests are good at {best['rate']:,.4g} requests/s"
     found = facts.get("range", {}).get("good_share")
     if found and not is_null(found[0]) and found[0] != found[2]:
-        text += f" ({found[0]:.1%} to {found[2]:.1%} with other seeds and costs +-10 %)"
+        text += f" ({found[0]:.1%} to {found[2]:.1%} with {varied_text(facts)})"
     if not is_null(best["max_rate"]) and facts.get("rate"):
         text += f"; the SLO holds up to {best['max_rate']:,.4g} requests/s"
         text += f", {best['max_rate'] / facts['rate']:.2f} times what is asked"
@@ -112,7 +112,7 @@ def plan_tables(plans: pd.DataFrame, facts: Facts, *, width: int | None = None) 
     """Yield tables: the range of each number, what if, and the plans that come first."""
     ranges = list(_ranges(facts))
     if ranges:
-        yield terminal_table("How sure: other seeds, costs +-10 %", RANGE, ranges, width=width)
+        yield terminal_table(f"How sure: {varied_text(facts)}", RANGE, ranges, width=width)
     changes = [_change(row) for row in facts.get("sensitivity", ())]
     if changes:
         yield terminal_table("What if", SENSITIVITY, changes, width=width)

@@ -341,6 +341,12 @@ def test_traces_and_sessions_are_planned(tmp_path: Path) -> None:
     found = Plan(spec, costs=EVEN).run()
     assert best_of(found)["cached_share"] > 0.3
     assert found.facts["rate"] == pytest.approx(12 / 0.44)
+    assert [row["change"][:5] for row in found.facts["sensitivity"]] == [
+        "as as",
+        *["traff"] * 2,
+        *["costs"] * 2,
+    ]
+    assert set(found.plans["policy"]) == {"least_loaded"}, "one engine leaves a policy nothing to choose"
     spec["traffic"]["rate"] = 3
     with pytest.raises(SpecError, match="a trace has it"):
         Plan(spec, costs=EVEN)
