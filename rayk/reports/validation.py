@@ -190,7 +190,8 @@ def _cell_stages(
 
 def metric_rows(errors: pd.DataFrame) -> list[dict[str, Any]]:
     """Sum up each metric over the cells that count: those with a bound, of metrics without any all, less
-    those that were fitted. Taus are over all cells."""
+    those that were fitted. Taus are over all cells. `is_unsure`: off by more than the bound, and by no more
+    than repeats differ."""
     rows = []
     for kind in ACHIEVEMENTS:
         of_metric = errors[errors["metric"] == kind.name]
@@ -210,6 +211,7 @@ def metric_rows(errors: pd.DataFrame) -> list[dict[str, Any]]:
                 "spread": spread,
                 "bound": bound,
                 "is_missed": bound is not None and _misses(median, spread, bound),
+                "is_unsure": bound is not None and bound < median and not _misses(median, spread, bound),
                 "num_missed": int(counted["is_missed"].sum()),
                 "worst": None if worst is None else float(worst["error"]),
                 "worst_cell": "" if worst is None else str(worst["cell_id"]),

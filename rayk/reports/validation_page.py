@@ -80,6 +80,8 @@ def validation_page(found: Validation) -> Page:
 def _title(rows: Sequence[Mapping[str, Any]], missed: Sequence[str]) -> str:
     if missed:
         return f"{', '.join(missed)}: predictions are further off than the bound"
+    if unsure := [row["title"] for row in rows if row["is_unsure"]]:
+        return f"{', '.join(unsure)}: repeats differ too much to tell"
     judged = [row for row in rows if row["bound"] is not None and row["num_cells"]]
     return "Predictions are within their bounds" if judged else "No cell counts for a bound"
 
@@ -94,7 +96,7 @@ def _lead(found: Validation, cells: Sequence[Mapping[str, Any]]) -> str:
 
 def _chips(found: Validation, rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     chips = [
-        ("unmet" if row["is_missed"] else "met", f"{row['title']} {row['median']:.1%} of {row['bound']:.0%}")
+        (_tone(row), f"{row['title']} {row['median']:.1%} of {row['bound']:.0%}{_unsure(row)}")
         for row in rows
         if row["bound"] is not None and row["num_cells"]
     ]
@@ -112,7 +114,10 @@ def _answers(
     found: Validation, rows: Sequence[Mapping[str, Any]], missed: Sequence[str], worst: Worst | None
 ) -> list[Answer]:
     judged = [row for row in rows if row["bound"] is not None and row["num_cells"]]
-    far = "; ".join(f"{row['title']} {row['median']:.1%} (bound {row['bound']:.0%})" for row in judged)
+    far = "; ".join(
+        f"{row['title']} {row['median']:.1%} (bound {row['bound']:.0%}{_unsure(row)})" for row in judged
+    )
+    is_unsure = any(row["is_unsure"] for row in rows)
     table = [
         ["", *(row["title"] for row in rows)],
         ["half are within", *(format_value(row["median"], ".1%") for row in rows)],
@@ -123,7 +128,7 @@ def _answers(
         Answer(
             question="How far off are predictions?",
             text=f"Half of the cells are within {far}." if judged else "No cell counts for a bound.",
-            tone="unmet" if missed else "met" if judged else "",
+            tone="unmet" if missed else "met" if judged and not is_unsure else "",
             table=table,
             note=QUEUE,
         ),
@@ -140,6 +145,16 @@ def _answers(
             command=_command(found),
         ),
     ]
+
+
+def _tone(row: Mapping[str, Any]) -> str:
+    """Tell how a metric fares; of one that is neither kept nor missed, nothing."""
+    return "unmet" if row["is_missed"] else "" if row["is_unsure"] else "met"
+
+
+def _unsure(row: Mapping[str, Any]) -> str:
+    """Say of an error over its bound why that is not missed."""
+    return f", but repeats differ by {row['spread']:.0%}" if row["is_unsure"] else ""
 
 
 def worst_text(worst: Worst) -> str:
@@ -162,7 +177,7 @@ def validation_lines(found: Validation) -> list[str]:
         if not row["num_cells"]:
             continue
         bound = "" if row["bound"] is None else f", bound {row['bound']:.0%}"
-        missed = " MISSED" if row["is_missed"] else ""
+        missed = " MISSED" if row["is_missed"] else _unsure(row)
         lines.append(
             f"{row['title']}: half of {row['num_cells']:,} cells within {row['median']:.1%}{bound}{missed}"
             f" (signed {row['signed']:+.1%}, worst {row['worst']:+.1%}, tau {row['tau']:.2f})"

@@ -15,7 +15,7 @@ from rayk.reports.plan_answers import shell_lines
 from rayk.reports.plan_page import plan_page
 from rayk.reports.report import folder_page, has_own_page, write_html
 from rayk.reports.validation import metric_rows, write_validation
-from rayk.reports.validation_page import validation_page
+from rayk.reports.validation_page import validation_lines, validation_page
 from tests.reports.synthetic_plan import SPEC, synthetic_facts, synthetic_plans
 from tests.reports.synthetic_validation import BAD, synthetic_validation
 
@@ -137,6 +137,17 @@ def test_a_bound_that_is_missed_is_in_the_title(missed: bool) -> None:
     assert page.title.startswith(expected)
     assert page.answers[0].tone == ("unmet" if missed else "met")
     assert ("unmet", "UNMEASURED tables") in page.chips
+
+
+def test_an_error_no_larger_than_repeats_differ_is_neither_kept_nor_missed() -> None:
+    found = synthetic_validation()
+    late = found.errors["metric"] == "tpot_ms_p90"
+    found.errors.loc[late, "error"], found.errors.loc[late, "spread"] = 0.3, 0.2
+    page = validation_page(found)
+    assert page.title == "TPOT p90: repeats differ too much to tell"
+    assert page.answers[0].tone == ""
+    assert ("", "TPOT p90 30.0% of 8%, but repeats differ by 20%") in page.chips
+    assert any("bound 8%, but repeats differ by 20% (signed" in line for line in validation_lines(found))
 
 
 def test_marks_are_numbered_as_in_the_table() -> None:

@@ -54,3 +54,31 @@ def _(original, best, plan, rows):
 )
 def _(original, self, result):
     return not result.refusal
+
+
+@PLANNING.twin(
+    "the host takes as long where all costs are higher",
+    "rayk.planner.trial:slowed_engine",
+    "test_by_hand.py::test_a_lone_request_takes_the_sum_of_its_stages_and_all_of_them_grow_with_costs",
+)
+def _(original, costs, factor):
+    return replace(original(costs, factor), host_ns=costs.host_ns)
+
+
+@PLANNING.twin(
+    "a last chunk is thought to be free where it shares its step",
+    "rayk.planner.estimate:EngineSide.prompt_ns",
+    "test_by_hand.py::test_a_long_prompt_is_estimated_by_its_chunks",
+)
+def _(original, self, num_tokens, num_cached=0.0, *, alone=False):
+    whole = num_tokens - (0 if alone else num_tokens % self.max_batch_tokens)
+    return original(self, whole, num_cached, alone=alone)
+
+
+@PLANNING.twin(
+    "blocks that prompts share are looked for from their ends",
+    "rayk.planner.traffic:_shared_tokens",
+    "test_by_hand.py::test_what_a_trace_shares_is_counted_in_blocks",
+)
+def _(original, rows, block_tokens):
+    return original([replace(row, hash_ids=row.hash_ids[::-1]) for row in rows], block_tokens)
