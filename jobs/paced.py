@@ -161,7 +161,7 @@ class FleetJob:
         CostBook(
             engines=engines,
             transfers=fit_reads(cells),
-            gaps=fit_gaps(cells),
+            gaps=fit_gaps(cells, num_cores=0),  # paced engines sleep
             provenance=provenance(found),
         ).save(self.costs)
 

@@ -218,14 +218,18 @@ class EngineCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """A time between processes, as evenly spaced quantiles, and what each stream under way adds."""
+    """A time between processes, as evenly spaced quantiles, and what each stream under way adds: the first
+    ones more, which take the cores."""
 
     quantiles: tuple[float, ...] = (0.0,)  # ns
     stream_ns: float = 0.0
+    core_ns: float = 0.0  # what each of the first `num_cores` adds beside that
+    num_cores: int = 0
 
     def ns(self, share: float = 0.5, num_streams: int = 0) -> float:
         """Tell the quantile at `share` (0.5: the median) while so many requests stream."""
-        return quantile(self.quantiles, share) + self.stream_ns * num_streams
+        taken_ns = self.core_ns * min(num_streams, self.num_cores)
+        return quantile(self.quantiles, share) + taken_ns + self.stream_ns * num_streams
 
 
 def quantile(values: Sequence[float], share: float) -> float:

@@ -21,28 +21,33 @@ MIN_REQUESTS = 40  # that came one by one, and suffice
 MIN_STREAMS = 3  # fewer requests at once do not tell what each of them adds
 
 
-def fit_gaps(cells: Sequence[RecordedCell]) -> GapTable:
+def fit_gaps(cells: Sequence[RecordedCell], *, num_cores: int) -> GapTable:
     """Fit the gaps that requests' stages tell. How long a proof's word travels, and how long a place takes to
     become free after the last token, no table tells: these stay 0."""
     return GapTable(
-        dispatch=_gap(cells, "dispatch"),
-        handover=_gap([c for c in cells if c.cell.decode is not None], "handover"),
+        dispatch=_gap(cells, "dispatch", num_cores),
+        handover=_gap([c for c in cells if c.cell.decode is not None], "handover", num_cores),
     )
 
 
-def _gap(cells: Sequence[RecordedCell], stage: str) -> Gap:
-    """Fit a stage's time: a constant, and so much per request that streams meanwhile; what is left is kept
-    as quantiles around the constant."""
+def _gap(cells: Sequence[RecordedCell], stage: str, num_cores: int) -> Gap:
+    """Fit a stage's time: a constant, and so much per request that streams meanwhile, and for each that takes
+    a core; what is left is kept as quantiles around the constant."""
     found = [pair for cell in _one_by_one(cells) for pair in _stage(cell, stage)]
     if not found:
         return Gap()
     streams, ns = (np.array(values, dtype=float) for values in zip(*found, strict=True))
     kept = ns <= np.percentile(ns, 100 - TRIMMED_PERCENT)
-    terms = np.stack([np.ones(kept.sum()), streams[kept]], axis=1)
-    per_stream = float(nnls(terms, ns[kept])[1]) if streams[kept].max() >= MIN_STREAMS else 0.0
-    rest = np.maximum(0.0, ns[kept] - per_stream * streams[kept])
+    streams, ns = streams[kept], ns[kept]
+    taking = np.minimum(streams, num_cores)
+    per_stream = per_core = 0.0
+    if streams.max() >= MIN_STREAMS:
+        _, per_stream, per_core = nnls(np.stack([np.ones(len(ns)), streams, taking], axis=1), ns).tolist()
+    rest = np.maximum(0.0, ns - per_stream * streams - per_core * taking)
     quantiles = np.quantile(rest, np.linspace(0, 1, NUM_QUANTILES))
-    return Gap(quantiles=tuple(quantiles.tolist()), stream_ns=per_stream)
+    return Gap(
+        quantiles=tuple(quantiles.tolist()), stream_ns=per_stream, core_ns=per_core, num_cores=num_cores
+    )
 
 
 def _one_by_one(cells: Sequence[RecordedCell]) -> Sequence[RecordedCell]:

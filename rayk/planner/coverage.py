@@ -62,7 +62,9 @@ def told(fitted: FittedBook) -> Iterator[str]:
 
 
 def _gap(gap: Gap) -> str:
-    return _time(gap.ns()) + (f" and {_time(gap.stream_ns)} a stream" if gap.stream_ns else "")
+    streams = f" and {_time(gap.stream_ns)} a stream" if gap.stream_ns else ""
+    cores = f" and {_time(gap.core_ns)} a core that is taken" if gap.core_ns else ""
+    return _time(gap.ns()) + streams + cores
 
 
 def write_residuals(fitted: FittedBook, folder: Path) -> None:

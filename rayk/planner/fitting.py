@@ -71,7 +71,7 @@ def fit_runs(runs: Sequence[RecordedRun]) -> FittedBook:
     book = CostBook(
         engines={key: _with_commands(key, costs, cells) for key, costs in engines.items()},
         transfers=fit_reads(cells),
-        gaps=fit_gaps(cells),
+        gaps=fit_gaps(cells, num_cores=_num_cores(runs)),
         host=replace(host, form_s=max(form_s(run.environment) for run in runs)),
         provenance=provenance(runs),
     )

@@ -244,4 +244,9 @@ def _slowed_linear(cost: LinearCost, factor: float) -> LinearCost:
 
 
 def _slowed_gap(gap: Gap, factor: float) -> Gap:
-    return Gap(quantiles=tuple(q * factor for q in gap.quantiles), stream_ns=gap.stream_ns * factor)
+    return replace(
+        gap,
+        quantiles=tuple(q * factor for q in gap.quantiles),
+        stream_ns=gap.stream_ns * factor,
+        core_ns=gap.core_ns * factor,
+    )

@@ -126,6 +126,7 @@ def test_a_gap_is_read_off_its_quantiles():
     gap = Gap(quantiles=(1.0, 2.0, 6.0), stream_ns=10)
     assert [gap.ns(share) for share in (0, 0.25, 0.5, 0.75, 1)] == [1, 1.5, 2, 4, 6]
     assert gap.ns(num_streams=3) == 32
+    assert [replace(gap, core_ns=5, num_cores=2).ns(num_streams=n) for n in (0, 1, 3)] == [2, 17, 42]
 
 
 def test_a_book_comes_back_from_disk(tmp_path: Path):

@@ -112,7 +112,7 @@ def test_digests_cost_the_rank_that_has_most() -> None:
 
 
 def test_gaps_of_requests_that_stream_alone_have_no_slope() -> None:
-    gaps = fit_gaps([pair_cell()])
+    gaps = fit_gaps([pair_cell()], num_cores=2)
     assert gaps.dispatch.stream_ns == 0
     assert gaps.dispatch.ns() == pytest.approx(700_000, rel=0.03)
     assert gaps.handover.ns(0.9) == pytest.approx(400_000 * 1.08, rel=0.02)
@@ -183,7 +183,7 @@ def test_steps_beside_a_busy_neighbour_tell_what_it_takes_of_them(
 
 def test_what_is_fitted_survives_the_disk(tmp_path) -> None:
     cell = pair_cell()
-    book = CostBook(transfers=fit_reads([cell]), gaps=fit_gaps([cell]))
+    book = CostBook(transfers=fit_reads([cell]), gaps=fit_gaps([cell], num_cores=2))
     costs = EngineCosts.flat(5.0, commands=hand_over_costs([cell]))
     book = CostBook(engines={costs.key: costs}, transfers=book.transfers, gaps=book.gaps)
     book.save(tmp_path)
@@ -201,8 +201,26 @@ def test_a_bursts_requests_do_not_stretch_the_gaps_of_others() -> None:
         for index, row in enumerate(cell.requests)
     ]
     burst = SimpleNamespace(cell=cell.cell, requests=waits, transfers=[])
-    gap = fit_gaps([cell, burst]).dispatch
+    gap = fit_gaps([cell, burst], num_cores=2).dispatch
     assert gap.ns() == pytest.approx(700_000, rel=0.05)
     assert gap.stream_ns == 0
     few = SimpleNamespace(cell=cell.cell, requests=cell.requests[:8], transfers=[])
-    assert fit_gaps([few, burst]).dispatch.stream_ns > 500_000, "of nothing else is anything known"
+    assert fit_gaps([few, burst], num_cores=2).dispatch.stream_ns > 500_000, (
+        "of nothing else is anything known"
+    )
+
+
+def test_streams_that_take_a_core_add_more_than_others() -> None:
+    """Requests come together by up to nine, 20 ms apart; those before them stream yet."""
+    cell = pair_cell()
+    planted, rows = (400_000.0, 50_000.0, 3_000_000.0), []
+    for index, row in enumerate(cell.requests):
+        streams = index % 9
+        ns = planted[0] + planted[1] * streams + planted[2] * min(streams, 2)
+        due_ms = 10_000.0 * (index // 9) + 20.0 * streams
+        rows.append(row | {"due_ms": due_ms, "e2e_ms": 500.0, "stage_handover_ns": ns})
+    busy = SimpleNamespace(cell=cell.cell, requests=rows, transfers=[])
+    gap = fit_gaps([busy], num_cores=2).handover
+    assert (gap.ns(), gap.stream_ns, gap.core_ns) == pytest.approx(planted, rel=1e-3)
+    many = fit_gaps([busy], num_cores=64).handover
+    assert many.ns(num_streams=8) == pytest.approx(gap.ns(num_streams=8), rel=0.2)
