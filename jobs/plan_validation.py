@@ -163,12 +163,13 @@ class QuietRuns:
     busy: dict[str, float] = field(default_factory=dict)
     """Cells that never had a quiet machine, and how busy it was."""
 
-    def requests(self) -> dict[str, Any]:
-        """Read each cell's requests, of the run that counts."""
-        found: dict[str, Any] = {}
-        for run_folder in self.runs:
-            found |= dict(iter(load(run_folder).requests.groupby("cell_id", sort=False)))
-        return found
+
+def requests_of(runs: Sequence[str]) -> dict[str, Any]:
+    """Read each cell's requests, of the last run that has it: that one counts."""
+    found: dict[str, Any] = {}
+    for run_folder in runs:
+        found |= dict(iter(load(run_folder).requests.groupby("cell_id", sort=False)))
+    return found
 
 
 @dataclass(kw_only=True)
@@ -180,8 +181,8 @@ class Measured:
     cells: dict[str, LoadedPoint] = field(default_factory=dict)
     again: list[tuple[str, str, str]] = field(default_factory=list)
     busy: dict[str, float] = field(default_factory=dict)
-    capacities: list[tuple[str, float]] = field(default_factory=list)
-    """Name of a point, and requests per second."""
+    capacities: dict[str, float] = field(default_factory=dict)
+    """Name of a point -> requests per second."""
 
     def add(self, group: str, runs: QuietRuns, cells: Mapping[str, LoadedPoint]) -> None:
         self.groups.append(group)
@@ -189,9 +190,7 @@ class Measured:
         self.cells.update(cells)
         self.again += runs.again
         self.busy |= runs.busy
-        for loaded in cells.values():
-            capacity = loaded.name_of_point, loaded.capacity
-            self.capacities += [capacity] if capacity not in self.capacities else []
+        self.capacities |= {loaded.name_of_point: loaded.capacity for loaded in cells.values()}
 
     def skipped(self) -> dict[tuple[str, str], str]:
         return {(run_folder, cell): why for run_folder, cell, why in self.again}
@@ -201,7 +200,7 @@ class Measured:
 
     def slos(self) -> dict[str, Slo]:
         """Limit each point's cells by the medians of its lightest load."""
-        requests = QuietRuns(runs=self.runs).requests()
+        requests = requests_of(self.runs)
         limits: dict[str, Slo] = {}
         for cell_id, loaded in sorted(self.cells.items(), key=lambda item: item[1].share):
             if loaded.name_of_point not in limits:
@@ -261,7 +260,7 @@ class _Job:
         """Measure what a group's points can take, then the same at shares of that."""
         of, folder = self.groups[name], self._group_folder(name)
         found = self._run_quietly(self._base, [point for point, _ in of], folder / "capacity")
-        requests = found.requests()
+        requests = requests_of(found.runs)
         rates = {number: _middle_rate(requests[cell]) for cell, number in found.cells.items()}
         wanted = [
             LoadedPoint(point=point, share=share, capacity=rates[number])
@@ -352,7 +351,7 @@ def tell(page: Page, found: Validation, measured: Measured, missing: Sequence[st
         page.say(f"Worst cell: {text}", "")
     of_cells = [row | {"cell_id": names[row["cell_id"]]} for row in cell_rows(found.errors)]
     page.section("Errors by cell, %", cell_columns(), of_cells)
-    rates = [{"name": name, "rate": rate} for name, rate in measured.capacities]
+    rates = [{"name": name, "rate": rate} for name, rate in measured.capacities.items()]
     page.section("Capacity", CAPACITIES, rates)
     if missing:
         page.say(f"Not measured yet: {', '.join(missing)}.")
