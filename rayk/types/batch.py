@@ -28,6 +28,8 @@ class ScheduledRequest:
     engine. Empty: none."""
     prompt_logits: tuple[int, int] = (0, 0)
     """[start, stop) in `token_ids`: tokens whose logits tell how likely the prompt's next token was."""
+    num_drafts: int = 0
+    """The last so many of `token_ids` are proposed: they count if sampling comes to them."""
 
     def fresh_blocks(self) -> list[int]:
         """List the blocks handed out for this step: nothing in them is anybody's."""

@@ -9,6 +9,7 @@ MAX_REQUESTS = 1_000_000
 MAX_BLOCKS = 1 << 22
 MAX_ENGINES = 1 << 12  # and ranks of one
 MAX_SECONDS = 1e8
+MAX_DRAFTS = 32  # tokens that a drafter proposes at once
 MAX_PACE = 1000  # times slower than a cost table says
 MIN_RATE, MAX_RATE = 1e-6, 1e9  # per second
 

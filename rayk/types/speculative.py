@@ -1,0 +1,32 @@
+"""Settings of speculative decoding: who proposes tokens, how many, and when a proposal counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from rayk.types.bounds import MAX_DRAFTS, Between, OneOf
+
+METHODS = ("ngram", "draft", "eagle3", "mtp")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeculativeConfig:
+    """A drafter proposes tokens after a request's last one, and a step of the model computes them all."""
+
+    method: Annotated[str, OneOf(METHODS)]
+    """ngram: what followed the same tokens earlier in the request; draft: a smaller model; eagle3: a head that
+    takes hidden states of the model; mtp: the multi-token prediction layers of the model's own checkpoint."""
+    model: str | None = None
+    """Checkpoint of a draft model or an EAGLE-3 head."""
+    num_tokens: Annotated[int, Between(1, MAX_DRAFTS)] = 3
+    """Tokens that are proposed at most, one after the other."""
+    accept: Annotated[str, OneOf(("match", "rejection"))] = "match"
+    """match: a proposal counts if it is the token that the engine would have drawn without drafts. rejection:
+    the drafter draws, and its draws are kept as often as the model's distribution allows."""
+    tp: Annotated[int, Between(1, 64)] | None = None
+    """Ranks that share the drafter: 1 or as many as share the model; None: 1, each rank has all of it."""
+    prompt_lookup_max: Annotated[int, Between(1, 64)] = 4
+    """ngram: the longest run of last tokens that is looked for."""
+    prompt_lookup_min: Annotated[int, Between(1, 64)] = 2
+    """ngram: the shortest."""
