@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from rayk.types.bounds import MAX_DRAFTS, Between, OneOf
@@ -15,8 +15,9 @@ class SpeculativeConfig:
     """A drafter proposes tokens after a request's last one, and a step of the model computes them all."""
 
     method: Annotated[str, OneOf(METHODS)]
-    """ngram: what followed the same tokens earlier in the request; draft: a smaller model; eagle3: a head that
-    takes hidden states of the model; mtp: the multi-token prediction layers of the model's own checkpoint."""
+    """ngram: what followed the same tokens earlier in the request; draft: a smaller model; eagle3: a head
+    that takes hidden states of the model; mtp: the multi-token prediction layers of the model's own
+    checkpoint."""
     model: str | None = None
     """Checkpoint of a draft model or an EAGLE-3 head."""
     num_tokens: Annotated[int, Between(1, MAX_DRAFTS)] = 3
@@ -30,3 +31,42 @@ class SpeculativeConfig:
     """ngram: the longest run of last tokens that is looked for."""
     prompt_lookup_min: Annotated[int, Between(1, 64)] = 2
     """ngram: the shortest."""
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Counts drafts of an engine or of a request. Filled by the scheduler, as steps are accounted for.
+
+    A draft is what is proposed at once: one to `num_tokens` tokens, of which the first so many are accepted.
+    """
+
+    drafted_at: list[int] = field(default_factory=list)
+    """By position in the draft: how many tokens were proposed there."""
+    accepted_at: list[int] = field(default_factory=list)
+    """By position: how many of these the model agreed to, those included that an end of the request cut."""
+
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        """Count one draft."""
+        assert 0 <= num_accepted <= num_drafted, (num_accepted, num_drafted)
+        missing = [0] * (num_drafted - len(self.drafted_at))
+        self.drafted_at += missing
+        self.accepted_at += missing
+        for position in range(num_drafted):
+            self.drafted_at[position] += 1
+        for position in range(num_accepted):
+            self.accepted_at[position] += 1
+
+    @property
+    def num_drafts(self) -> int:
+        """Count the steps of a request that had a draft."""
+        return self.drafted_at[0] if self.drafted_at else 0
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Count the tokens proposed."""
+        return sum(self.drafted_at)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Count the proposed tokens that the model agreed to."""
+        return sum(self.accepted_at)
