@@ -36,7 +36,7 @@ def step_features(batch: ScheduledBatch, windows: Sequence[int] = ()) -> StepFea
     for r in batch.requests:
         n, before = len(r.token_ids), r.num_computed_tokens
         num_tokens += n
-        num_logits += r.needs_logits + r.prompt_logits[1] - r.prompt_logits[0]
+        num_logits += r.num_logits + r.prompt_logits[1] - r.prompt_logits[0]
         num_prefills += n > 1 or not before
         num_pairs += n * before + n * (n + 1) // 2
         num_seen += before + n

@@ -14,6 +14,7 @@ from rayk.engine.leader import Handover, Leader, RequestEvent, dead_engine
 from rayk.engine.loop import EngineLoop, NoExtension, RankExtension
 from rayk.engine.paced import PacedLeader, PacedRank, paced_poll_s
 from rayk.engine.rank import EngineRank
+from rayk.engine.speculation import make_drafting
 from rayk.engine.stats import StepStats
 from rayk.engine.stopping import Decode, LazyDecoder
 from rayk.engine.warm_up import WARM_UP_S
@@ -53,6 +54,7 @@ def make_leader(
         max_positions=model.max_positions,
         eos_token_ids=model.eos_token_ids,
         num_stages=config.pp,
+        drafting=make_drafting(config, manager, max_positions=model.max_positions),
     )
     make: Callable[..., Leader] = Leader
     if isinstance(rank, PacedRank):
@@ -67,6 +69,7 @@ def make_leader(
         decoder=LazyDecoder(load_decoder),
         grammars=Grammars(load_vocabulary, model.vocab_size, model.eos_token_ids),
         fast_prefill=config.fast_prefill,
+        rejects=config.speculative is not None and config.speculative.accept == "rejection",
         poll_s=paced_poll_s(config),
     )
 

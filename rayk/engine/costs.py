@@ -58,7 +58,7 @@ class StepCosts:
         for r in batch.requests:
             n, before = len(r.token_ids), r.num_computed_tokens
             num_tokens += n
-            num_logits += r.needs_logits + r.prompt_logits[1] - r.prompt_logits[0]
+            num_logits += r.num_logits + r.prompt_logits[1] - r.prompt_logits[0]
             pairs += n * before + n * (n + 1) // 2
             seen += before + n
         read = self._linear_bytes + (self._head_bytes if num_logits else 0)

@@ -33,6 +33,9 @@ class Row:
     params: SamplingParams  # with a seed where tokens are drawn
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+    drafted: int | None = None  # the proposed token, where it is verified by rejection
+    # what the drafter drew it from, float32 logits [V]; None: it was sure of it
+    draft_logits: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A scheduled batch as one int32 array: what rank 0 broadcasts each step.
 
 Layout: [step, num_requests, num_groups], then per request
-[row, num_computed_tokens, num_tokens, needs_logits, start and stop of prompt_logits],
+[row, num_computed_tokens, num_tokens, num_logits, start and stop of prompt_logits],
 per group [start, num_ids, num_filled, ids...], token ids.
 Request ids stay on rank 0: peers know rows only.
 """
@@ -18,7 +18,7 @@ def encode_batch(batch: ScheduledBatch) -> bytes:
     num_groups = len(batch.requests[0].new_block_ids) if batch.requests else 0
     words = [batch.step, len(batch.requests), num_groups]
     for r in batch.requests:
-        words += (r.row, r.num_computed_tokens, len(r.token_ids), int(r.needs_logits), *r.prompt_logits)
+        words += (r.row, r.num_computed_tokens, len(r.token_ids), r.num_logits, *r.prompt_logits)
         filled = r.num_filled_blocks or (0,) * num_groups
         for (start, ids), num_filled in zip(r.new_block_ids, filled, strict=True):
             words += (start, len(ids), num_filled, *ids)
@@ -33,7 +33,7 @@ def decode_batch(payload: bytes) -> ScheduledBatch:
     at = 3
     requests = []
     for _ in range(num_requests):
-        row, num_computed, num_tokens, needs_logits, start, stop = words[at : at + 6]
+        row, num_computed, num_tokens, num_logits, start, stop = words[at : at + 6]
         prompt_logits = (start, stop)
         at += 6
         updates, filled = [], []
@@ -52,8 +52,9 @@ def decode_batch(payload: bytes) -> ScheduledBatch:
                 token_ids=token_ids,
                 new_block_ids=tuple(updates),
                 num_filled_blocks=tuple(filled) if any(filled) else (),
-                needs_logits=bool(needs_logits),
+                needs_logits=num_logits > 0,
                 prompt_logits=prompt_logits,
+                num_drafts=max(0, num_logits - 1),
             )
         )
     assert at == len(words), "header has trailing words"

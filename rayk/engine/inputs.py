@@ -36,10 +36,10 @@ class ModelInputs:
 
     token_ids: torch.Tensor  # int64 [T]; -1 - row for a token that the row's last step samples
     positions: torch.Tensor  # int64 [T]
-    logits_index: torch.Tensor  # int64 [requests that need logits]: packed index of their last token
+    logits_index: torch.Tensor  # int64 [tokens whose logits are sampled]: their packed index
     metadata: tuple[GroupMetadata, ...]  # per KV group
     logits_index_host: np.ndarray  # `logits_index`, which stays on the host
-    sampled_rows: torch.Tensor  # int64 [requests that need logits]: their rows
+    sampled_rows: torch.Tensor  # int64 [tokens whose logits are sampled]: the rows of their requests
     num_unknown: int = 0  # negative `token_ids`
     # int64: packed index of every token of the batch's `prompt_logits`
     prompt_index: torch.Tensor | None = None
@@ -139,7 +139,11 @@ class InputBuilder:
             token_ids[unknown] = -1 - step.rows[step.request_of[unknown]]
             num_unknown = len(unknown)
         logits_index, sampled_rows = step.last_tokens, step.rows
-        if not all(r.needs_logits for r in batch.requests):
+        if step.max_query_len > 1 and any(r.num_drafts for r in batch.requests):
+            counts = np.array([r.num_logits for r in batch.requests])
+            logits_index = last_ones(step.last_tokens, counts)
+            sampled_rows = np.repeat(step.rows, counts)
+        elif not all(r.needs_logits for r in batch.requests):
             needs = np.array([r.needs_logits for r in batch.requests], dtype=bool)
             logits_index, sampled_rows = logits_index[needs], sampled_rows[needs]
         sizes = {g.block_size for g in self._groups if _is_state(g)}
@@ -290,6 +294,12 @@ class InputBuilder:
             segment_ends_cpu=cuts.ends,
             max_query_len=step.max_query_len,
         )
+
+
+def last_ones(last_tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """List packed indices, int64: of each request the last `counts` tokens, given its very last one [R]."""
+    ends = np.cumsum(counts)
+    return np.repeat(last_tokens + 1 - ends, counts) + np.arange(ends[-1])
 
 
 def to_kernel_blocks(block_ids: tuple[int, ...] | list[int], ratio: int) -> np.ndarray:

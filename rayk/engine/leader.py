@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -127,13 +127,15 @@ class Leader:
         decoder: LazyDecoder | None = None,
         grammars: Grammars | None = None,
         fast_prefill: bool = False,
+        rejects: bool = False,
         clock: Clock = host_clock,
         poll_s: float = BUSY_POLL_S,
     ) -> None:
         """`vocab_size`: prompts with other ids are refused; None takes all. `positions_text`: the
         scheduler's limit in words. `decoder`: for stop strings. `grammars`: for structured outputs.
-        `fast_prefill`: there are no logits of prompt tokens. `clock`: what the hand-over and stamps of
-        requests go by. `poll_s`: how often it turns while transfers are under way and no step can run."""
+        `fast_prefill`: there are no logits of prompt tokens. `rejects`: drafts are verified by rejection.
+        `clock`: what the hand-over and stamps of requests go by. `poll_s`: how often it turns while transfers
+        are under way and no step can run."""
         self.scheduler = scheduler
         self.manager = manager
         self.clock = clock
@@ -144,6 +146,7 @@ class Leader:
         self._decoder = decoder or LazyDecoder(None)
         self._grammars = grammars or Grammars(None, vocab_size or 0)
         self._fast_prefill = fast_prefill
+        self._rejects = rejects
         self._last_sampling: SamplingParams | None = None
         """The last that were found to be in range."""
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -269,9 +272,11 @@ class Leader:
         self._num_handover_commands = len(own)
         self._calls_of_turn, self._calls = self._calls, []
         commands = (*own, *(command for command, _ in self._calls_of_turn))
+        drafting = self.scheduler.drafting
         self._stalled = batch is None and self.scheduler.has_work
         return Turn(
             batch=batch,
+            rollbacks=() if drafting is None else drafting.take_rollbacks(),
             commands=commands,
             step_commands=step_commands,
             gather=bool(commands) or self._watching(),
@@ -282,7 +287,8 @@ class Leader:
         self, batch: ScheduledBatch, logits: torch.Tensor, prompt_logits: Iterable[torch.Tensor]
     ) -> PendingTokens:
         """Choose the step's tokens by each request's sampling parameters."""
-        return sample_step(batch, self.scheduler.scheduled(batch), logits, prompt_logits)
+        states = self.scheduler.scheduled(batch)
+        return sample_step(batch, states, logits, prompt_logits, rejects=self._rejects)
 
     def absorb(self, turn: Turn, result: TurnResult) -> None:
         """Hand results to whoever asked."""
@@ -295,8 +301,9 @@ class Leader:
     def settle(self, batch: ScheduledBatch, tokens: StepTokens) -> None:
         """Hand a step's tokens to sinks and finished requests out."""
         if tokens.not_finite:
-            self._fail_not_finite(batch, tokens.not_finite)
-        for state in self.scheduler.update(batch, tokens.token_ids, tokens.prompt_logprobs):
+            self._fail_not_finite(batch, tokens)
+        sampled = tokens.token_ids, tokens.prompt_logprobs, tokens.accepted
+        for state in self.scheduler.update(batch, *sampled):
             if isinstance(state.form, OutputGrammar) and state.form.error is not None:
                 self._fail_form(state, state.form.error)
             else:
@@ -404,7 +411,8 @@ class Leader:
         if not handed:
             self.scheduler.remove(request_id)
 
-    def _deliver(self, state: RequestState, logprobs: TokenLogprobs | None) -> None:
+    def _deliver(self, state: RequestState, logprobs: Sequence[TokenLogprobs] | None) -> None:
+        """Tell of the tokens that a request just got."""
         is_handed_over = self._handover is not None and self._handover.takes(state)
         state.waits_for_token = False
         info = begin_times(state)
@@ -416,12 +424,15 @@ class Leader:
                 info["num_cached_tokens"] = state.num_cached_tokens
             if state.request.sampling.temperature:
                 info["seed"] = state.request.sampling.seed
+            if state.drafts is not None:
+                info["drafted_at"] = tuple(state.drafts.drafted_at)
+                info["accepted_at"] = tuple(state.drafts.accepted_at)
         prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, None
         self.emit(
             RequestEvent(
                 request_id=state.request_id,
-                token_ids=(state.tokens[-1],),
-                logprobs=None if logprobs is None else (logprobs,),
+                token_ids=tuple(state.tokens[-state.num_new :]),
+                logprobs=None if logprobs is None else tuple(logprobs[: state.num_new]),
                 prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
                 finish_reason=state.finish_reason,
                 stop_reason=state.stop_reason,
@@ -429,11 +440,14 @@ class Leader:
             )
         )
 
-    def _fail_not_finite(self, batch: ScheduledBatch, request_ids: Collection[str]) -> None:
+    def _fail_not_finite(self, batch: ScheduledBatch, tokens: StepTokens) -> None:
         """End the requests whose logits are not finite, and keep nothing of them."""
         for share, state in zip(batch.requests, self.scheduler.scheduled(batch), strict=True):
-            request_id, num_tokens = share.request_id, share.num_computed_tokens + len(share.token_ids)
-            if request_id not in request_ids or state.row is None:
+            request_id = share.request_id
+            num_tokens = share.num_computed_tokens + len(share.token_ids)
+            if share.num_drafts:
+                num_tokens += len(tokens.accepted.get(request_id, ())) - share.num_drafts
+            if request_id not in tokens.not_finite or state.row is None:
                 continue  # aborted while the step ran
             self.forget(state)
             error = NotFiniteError(request_id, f"logits at token {num_tokens - 1} are")
@@ -510,7 +524,9 @@ class Leader:
         return None
 
     def _busy(self) -> bool:
+        drafting = self.scheduler.drafting
         runnable = self.scheduler.has_work and not self._stalled
+        runnable = runnable or (drafting is not None and drafting.has_rollbacks)
         asked = self._calls or self._stopping or (self._handover is not None and self._handover.has_commands)
         return bool(runnable or self.scheduler.num_in_flight or asked)
 

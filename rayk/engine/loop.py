@@ -1,4 +1,5 @@
-"""Run an engine's turns on every rank. A turn is commands, at most one model step, and a poll.
+"""Run an engine's turns on every rank. A turn is roll-backs of states, commands, at most one model step,
+and a poll.
 
 Rank 0's leader decides a turn, the header is broadcast, all ranks carry it out; where the leader asked
 for it, command results and polls are gathered back to rank 0. An idle engine turns slowly: that is the
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rayk.engine.header import decode_batch, encode_batch
 from rayk.engine.pipeline import Due, Pipeline
-from rayk.types.batch import ScheduledBatch, StepTokens
+from rayk.types.batch import Rollback, ScheduledBatch, StepTokens
 from rayk.types.clock import Clock, host_clock
 from rayk.types.errors import RaykError
 
@@ -62,6 +63,8 @@ class TurnStats(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class Turn:
     batch: ScheduledBatch | None = None
+    rollbacks: tuple[Rollback, ...] = ()
+    """Before all else: states of drafts that the last step of these rows did not accept."""
     commands: tuple[object, ...] = ()
     step_commands: tuple[object, ...] = ()
     """Executed on each rank just before it computes the batch; without results."""
@@ -123,21 +126,22 @@ class LoopTimes:
 
 
 def encode_turn(turn: Turn) -> bytes:
-    """Write flags, the batch as int32, then (rarely) pickled commands and step commands."""
+    """Write flags, the batch as int32, then (rarely) pickled roll-backs and commands."""
     batch = encode_batch(turn.batch) if turn.batch is not None else b""
-    both = turn.commands, turn.step_commands
-    flags = int(turn.gather) | int(turn.stop) << 1 | int(any(both)) << 2
-    commands = pickle.dumps(both) if any(both) else b""
-    return _PREFIX.pack(flags, len(batch)) + batch + commands
+    others = turn.commands, turn.step_commands, turn.rollbacks
+    flags = int(turn.gather) | int(turn.stop) << 1 | int(any(others)) << 2
+    pickled = pickle.dumps(others) if any(others) else b""
+    return _PREFIX.pack(flags, len(batch)) + batch + pickled
 
 
 def decode_turn(payload: bytes) -> Turn:
     """Invert `encode_turn`, request ids aside."""
     flags, size = _PREFIX.unpack_from(payload)
     body = payload[_PREFIX.size :]
-    commands, step_commands = pickle.loads(body[size:]) if flags & 4 else ((), ())
+    commands, step_commands, rollbacks = pickle.loads(body[size:]) if flags & 4 else ((), (), ())
     return Turn(
         batch=decode_batch(body[:size]) if size else None,
+        rollbacks=rollbacks,
         commands=commands,
         step_commands=step_commands,
         gather=bool(flags & 1),
@@ -182,6 +186,8 @@ class EngineLoop:
             self._leader.wait()
         begun_ns = self._clock()
         turn = self._share(self._leader.plan() if self._leader is not None else None)
+        if turn.rollbacks:
+            self._rank.roll_back(turn.rollbacks)
         results = tuple(self._execute(command) for command in turn.commands)
         # At once on every rank: before any of them writes.
         assigned = turn.batch.fresh_blocks() if turn.batch is not None else ()
@@ -266,6 +272,8 @@ class EngineLoop:
             assert self._leader is not None
             tokens = step.fetch()
             num_sampled = len(tokens.token_ids)
+            if tokens.accepted:
+                num_sampled += sum(map(len, tokens.accepted.values()))
             self._leader.settle(step.batch, tokens)
         model_ns, now_ns = step.measure(), self._clock()
         turn_ns = now_ns - self.since_ns(step)

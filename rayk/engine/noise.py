@@ -19,10 +19,10 @@ _START = 0x7261796B64726177
 _BITS = 52  # per uniform: (2^52 - 1/2) / 2^52 is the largest float64 of this form that is below 1
 
 
-def draw_key(seed: int, index: int) -> int:
+def draw_key(seed: int, index: int, *stream: int) -> int:
     """Mix the splitmix64 state (int64) from which output token `index` of a request with this seed is
-    drawn."""
-    return signed(_mixed(seed, index))
+    drawn. `stream`: which other decision about this token; none for the draw itself."""
+    return signed(_mixed(seed, index, *stream))
 
 
 def random_bits(keys: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

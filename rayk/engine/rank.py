@@ -5,7 +5,7 @@ Legend: R requests of the batch, T packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from rayk.engine.fence import make_fence
 from rayk.engine.graphs import CudaRecorder, DecodeGraphs, Recorder, StepViews
 from rayk.engine.inputs import InputBuilder, ModelInputs
 from rayk.engine.replays import MAX_ROWS, CallRecorder
+from rayk.engine.speculation import check_speculative
 from rayk.engine.staging import Fetching, HostBuffers
 from rayk.engine.warm_up import run_warm_up, warm_up_batches
 from rayk.kernels.quantise import QuantisedKV
@@ -42,7 +43,7 @@ from rayk.models.weights import OpenWeights, WeightReader
 from rayk.parallel.comm import Comm
 from rayk.parallel.groups import divide
 from rayk.parallel.shard import TokenShard, engine_shape
-from rayk.types.batch import ScheduledBatch
+from rayk.types.batch import Rollback, ScheduledBatch
 from rayk.types.config import EngineConfig
 from rayk.types.errors import Unsupported
 
@@ -84,6 +85,7 @@ class EngineRank:
         self.comms = divide(comm, engine_shape(config, self.model_config.num_layers))
         self.backends = LayerBackends(config, self.model_config, self.comms.dcp)
         groups = engine_groups(config, self.model_config)
+        check_speculative(config, self.model_config, groups)
         self.plan = plan_engine(config, self.model_config, self.backends.vetoes(groups))
         geometry = self.plan.ranks[comm.rank]
         self.stage = geometry.share.stage
@@ -116,7 +118,7 @@ class EngineRank:
         # measures the last step's forward pass, inputs and metadata aside, in ns; waits for it
         self.measure: Callable[[], int] = self.fence.step_ns
         self._staging = HostBuffers(self.device, self.fence.mark)
-        self._fetching = Fetching(self.device, self.fence.mark, config.max_seqs)
+        self._fetching = Fetching(self.device, self.fence.mark, config.max_seqs * (1 + self.max_drafts))
         # whether steps are begun before the tokens of the one before are known; None where they are
         self.why_not_ahead = self._why_not_ahead()
         self._last_tokens = torch.zeros(config.max_seqs, dtype=torch.int64, device=self.device)  # by row
@@ -182,6 +184,11 @@ class EngineRank:
         return self._inputs.tokens
 
     @property
+    def max_drafts(self) -> int:
+        """Most drafts of a request in a step."""
+        return 0 if self.config.speculative is None else self.config.speculative.num_tokens
+
+    @property
     def graph_sizes(self) -> tuple[int, ...]:
         return () if self._graphs is None else self._graphs.sizes
 
@@ -197,9 +204,9 @@ class EngineRank:
 
     @torch.inference_mode()
     def step(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Compute the batch's tokens and store their KV. Returns float32 logits [requests that need logits,
-        vocab], valid until the next step, and none [0, vocab] on stages that are not the last. On a GPU this
-        returns before the kernels have run."""
+        """Compute the batch's tokens and store their KV. Returns float32 logits [batch.num_logits, vocab], of
+        requests in their order and of each one's last tokens in theirs, valid until the next step; none
+        [0, vocab] on stages that are not the last. On a GPU this returns before the kernels have run."""
         self._prompt_hidden = None
         if self._graphs is not None and self._graphs.fits(batch):
             self._inputs.update_tables(batch)
@@ -218,8 +225,10 @@ class EngineRank:
 
     def _num_wanted(self, batch: ScheduledBatch) -> int | None:
         """Count the tokens that the layers of `fast_prefill_layers` compute; None: all of them."""
-        num_wanted = sum(r.needs_logits for r in batch.requests)
-        return num_wanted if self.fast_prefill_layers and num_wanted < batch.num_tokens else None
+        if not self.fast_prefill_layers:
+            return None
+        num_wanted = batch.num_logits
+        return num_wanted if num_wanted < batch.num_tokens else None
 
     def empty_incoming(self, batch: ScheduledBatch) -> tuple[torch.Tensor, ...]:
         """Make room for what the stage before makes of a step; nothing on the first stage."""
@@ -246,6 +255,10 @@ class EngineRank:
         if num_unknown:
             kept = self._last_tokens[(-1 - token_ids).clamp(min=0)]
             token_ids.copy_(torch.where(token_ids < 0, kept, token_ids))
+
+    def roll_back(self, rollbacks: Sequence[Rollback]) -> None:
+        """Bring recurrent states back to those after the accepted tokens of their rows' last step."""
+        assert not rollbacks, "an engine with recurrent states does not speculate"
 
     def fetch(self, tokens: torch.Tensor) -> Callable[[], list[int]]:
         """Queue the copy of a step's tokens to the host; returns what waits for it."""
@@ -337,6 +350,8 @@ class EngineRank:
     def _why_not_ahead(self) -> str | None:
         if self.config.pp > 1:
             return f"pp {self.config.pp}: steps overlap by stages"
+        if self.config.speculative is not None:
+            return "speculative: drafts come of known tokens"
         match self.config.async_scheduling:
             case "never":
                 return "engine.async_scheduling: never"

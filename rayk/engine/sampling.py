@@ -17,6 +17,8 @@ import torch
 
 from rayk.engine.filters import NEVER, DrawNumbers, Row, candidates, forbid, penalise, scaled
 from rayk.engine.noise import draw_key, gumbel, near_gumbel
+from rayk.engine.rejecting import verify
+from rayk.engine.verifying import DraftRows
 from rayk.grammars import OutputGrammar
 from rayk.kernels.best_tokens import NO_TOKEN, are_finite, best_tokens
 from rayk.kernels.uploads import uploaded
@@ -88,7 +90,8 @@ def draw(rows: Sequence[Row], scores: torch.Tensor, *, narrow: bool) -> torch.Te
     exact = left.gather(1, places).double() - left.amax(-1, keepdim=True)
     exact /= numbers.temperatures
     best = exact.add_(gumbel(numbers.keys.squeeze(1), contenders)).argmax(-1)
-    return contenders.gather(1, best.unsqueeze(1)).squeeze(1)
+    chosen = contenders.gather(1, best.unsqueeze(1)).squeeze(1)
+    return chosen if all(row.drafted is None for row in rows) else verify(rows, left, ids, numbers, chosen)
 
 
 def score_tokens(
@@ -137,13 +140,20 @@ def sample_step(
     states: Sequence[RequestState],
     logits: torch.Tensor,
     prompt_logits: Iterable[torch.Tensor],
+    *,
+    rejects: bool = False,
 ) -> PendingTokens:
     """Sample a step, without waiting for the device. `states` are in the batch's order. `logits` is float32,
-    a row per request that needs logits; what a request's structured outputs forbid becomes -inf in it, which
-    the host works out while the device computes them. `prompt_logits` has the rows of the batch's
-    `prompt_logits`, in any number of pieces, and is used up; these are waited for."""
+    a row per token whose logits are sampled; what a request's structured outputs forbid becomes -inf in it,
+    which the host works out while the device computes them. `prompt_logits` has the rows of the batch's
+    `prompt_logits`, in any number of pieces, and is used up; these are waited for. `rejects`: drafts
+    are verified by rejection."""
     prompt_logprobs, not_finite = _score_prompts(batch, states, prompt_logits)
     sampling = [s for s, share in zip(states, batch.requests, strict=True) if share.needs_logits]
+    drafted = None
+    if logits.shape[0] != len(sampling):
+        drafted = DraftRows.of(batch, states)
+        sampling = drafted.states
     assert logits.shape[0] == len(sampling), (logits.shape, len(sampling))
     # One wait for the device tells both tokens and rows that are not finite.
     forms = {i: s.form for i, s in enumerate(sampling) if isinstance(s.form, OutputGrammar)}
@@ -152,14 +162,19 @@ def sample_step(
     else:
         finite = are_finite(logits)
         if forms:
-            forbid(logits, list(forms), [form.mask() for form in forms.values()])
-        rows = [Row(s.request.sampling, s.request.prompt_token_ids, _output_tokens(s)) for s in sampling]
+            masks = [form.mask() for form in forms.values()] if drafted is None else drafted.masks()
+            forbid(logits, list(forms), masks)
+        rows = _rows(sampling) if drafted is None else drafted.rows(rejects=rejects)
         chosen = torch.where(finite, _sample(rows, logits), NO_TOKEN)
 
     def finish(tokens: list[int]) -> StepTokens:
-        return _finish(sampling, logits, tokens, prompt_logprobs, not_finite)
+        return _finish(sampling, drafted, logits, tokens, prompt_logprobs, not_finite)
 
     return PendingTokens(tokens=chosen, finish=finish)
+
+
+def _rows(sampling: Sequence[RequestState]) -> list[Row]:
+    return [Row(s.request.sampling, s.request.prompt_token_ids, _output_tokens(s)) for s in sampling]
 
 
 def _output_tokens(state: RequestState) -> list[int]:
@@ -169,26 +184,28 @@ def _output_tokens(state: RequestState) -> list[int]:
 
 def _finish(
     sampling: Sequence[RequestState],
+    drafted: DraftRows | None,
     logits: torch.Tensor,
     tokens: list[int],
     prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]],
     not_finite: Collection[str],
 ) -> StepTokens:
+    """Say what came of a step. `sampling`: the request of each row."""
+    kept = range(len(sampling)) if drafted is None else drafted.kept(tokens)
+    accepted = {} if drafted is None else drafted.accepted(tokens, kept)
     names = [s.request_id for s in sampling]
-    bad = {*not_finite, *(name for name, token in zip(names, tokens, strict=True) if token == NO_TOKEN)}
-    reported = [
-        i
-        for i, s in enumerate(sampling)
-        if s.request.sampling.logprobs is not None and s.request_id not in bad
-    ]
-    logprobs: dict[str, TokenLogprobs] = {}
+    bad = {*not_finite, *(names[i] for i in kept if tokens[i] == NO_TOKEN)}
+    reported = [i for i in kept if sampling[i].request.sampling.logprobs is not None and names[i] not in bad]
+    logprobs: dict[str, list[TokenLogprobs]] = {}
     if reported:
         num_top = [sampling[i].request.sampling.logprobs or 0 for i in reported]
         rows = logits.index_select(0, uploaded(reported, torch.int64, logits.device))
         scored = score_tokens(rows, [tokens[i] for i in reported], num_top)
-        logprobs = {names[i]: s for i, s in zip(reported, scored, strict=True)}
+        for i, told in zip(reported, scored, strict=True):
+            logprobs.setdefault(names[i], []).append(told)
     return StepTokens(
-        token_ids={n: t for n, t in zip(names, tokens, strict=True) if n not in bad},
+        token_ids={names[i]: tokens[i] for i in kept if names[i] not in bad and names[i] not in accepted},
+        accepted=accepted,
         not_finite=frozenset(bad),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,

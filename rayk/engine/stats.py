@@ -34,8 +34,11 @@ class _PhaseSteps:
 
 
 def phase_of(batch: ScheduledBatch) -> str:
-    """Say prefill, decode or mixed. One token behind others counts as decode, also where it ends a prompt."""
-    num_decoding = sum(1 for r in batch.requests if len(r.token_ids) == 1 and r.num_computed_tokens)
+    """Say prefill, decode or mixed. One token behind others counts as decode, also where it ends a prompt,
+    and drafts with it."""
+    num_decoding = sum(
+        1 for r in batch.requests if len(r.token_ids) == 1 + r.num_drafts and r.num_computed_tokens
+    )
     if not num_decoding:
         return "prefill"
     return "decode" if num_decoding == len(batch.requests) else "mixed"

@@ -43,6 +43,19 @@ class OutputGrammar:
                 words[:] = -1
         return words
 
+    def masks(self, draft: Sequence[int]) -> list[np.ndarray]:
+        """Return `mask` before each token of a draft and behind the last one, if it were the output's. Behind
+        one that does not fit, or completes the output, nothing is looked at: all may follow."""
+        masks = [self.mask()]
+        ahead = OutputGrammar(self._matcher.deep_copy(), self._vocab_size) if draft else self
+        for token in draft:
+            fits = masks[-1][token // _BITS] >> (token % _BITS) & 1
+            if not fits or ahead.feed(token):
+                break
+            masks.append(ahead.mask())
+        anything = np.full_like(masks[0], -1)
+        return masks + [anything] * (1 + len(draft) - len(masks))
+
     def feed(self, token_id: int) -> bool:
         """Take the output's next token; tells whether the output is complete with it: nothing may follow."""
         if self.error is None and not self._matcher.is_stopped():

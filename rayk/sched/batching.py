@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import mul
 
+from rayk.sched.drafting import Drafting
 from rayk.sched.request_state import RequestState, max_cached_tokens
 from rayk.sched.swapping import AwayRequests, Swapper
 from rayk.types.allocator import BlockAllocator, BlockUpdates
@@ -50,6 +51,7 @@ class Scheduler:
         max_positions: int,
         eos_token_ids: Iterable[int] = (),
         num_stages: int = 1,
+        drafting: Drafting | None = None,
     ) -> None:
         assert max_batch_tokens >= 1
         assert max_seqs >= 1
@@ -60,6 +62,7 @@ class Scheduler:
         # called with the number of each finished step
         self.on_settled: Callable[[int], None] | None = None
         self.swapper: Swapper | None = None  # takes KV of preempted requests; None: they are computed again
+        self.drafting = drafting  # None: nothing is proposed
         self.max_batch_tokens = max_batch_tokens
         self.max_positions = max_positions
         self.num_preemptions = 0
@@ -104,7 +107,8 @@ class Scheduler:
         can_admit = self._has_room and not self.is_head_short
         is_watched = self.on_computed is not None or self.on_settled is not None
         is_busy = self._num_stages > 1 or len(self._away) or len(self._in_flight) > 1
-        is_other = any(states != self._running for states in self._in_flight.values())
+        is_other = self.drafting is not None
+        is_other |= any(states != self._running for states in self._in_flight.values())
         is_held_up = can_admit or is_watched or is_busy or is_other
         return 0 < num_running <= self.max_batch_tokens and not is_held_up
 
@@ -321,12 +325,20 @@ class Scheduler:
             num_decodes += num_left == 1
         if not (self.is_short_of_blocks and self._running):
             # Else a preempted request would come back at once, only to be preempted again.
-            self._admit(scheduled, states, budget)
+            budget = self._admit(scheduled, states, budget)
         if not scheduled:
             return None
+        if self.drafting is not None:
+            self.drafting.add(scheduled, states, budget, self._num_spare_blocks(), self.extend)
         self._step += 1
         self._in_flight[self._step] = states
         return ScheduledBatch(step=self._step, requests=tuple(scheduled))
+
+    def _num_spare_blocks(self) -> int:
+        """Count the blocks that nobody needs in this step, nor those that run in the next one."""
+        if self.is_short_of_blocks:
+            return 0
+        return self.allocator.num_free_blocks - len(self._running) * self.allocator.max_new_blocks(1)
 
     def _most_decodes(self) -> int:
         """Count the running requests of which a step computes one token: the others are for the steps that
@@ -335,7 +347,8 @@ class Scheduler:
 
     def _may_go_on(self, state: RequestState) -> bool:
         """Tell whether more of a request may be computed though a step in flight samples its next token."""
-        return self._num_stages == 1 and state.may_go_on(self.max_positions)
+        is_known = self._num_stages > 1 or self.drafting is not None  # its next token, before it goes on
+        return not is_known and state.may_go_on(self.max_positions)
 
     def scheduled(self, batch: ScheduledBatch) -> list[RequestState]:
         """List the requests of a batch that was not accounted for yet, in its order, those included that
@@ -357,21 +370,25 @@ class Scheduler:
         batch: ScheduledBatch,
         sampled: Mapping[str, int],
         prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] | None = None,
+        accepted: Mapping[str, Sequence[int]] | None = None,
     ) -> list[RequestState]:
-        """Account for a finished step, in the order of steps. Returns the requests that got a token; finished
-        ones have left."""
+        """Account for a finished step, in the order of steps. `accepted`: what requests with drafts
+        got. Returns the requests that got a token; finished ones have left."""
         got_token: list[RequestState] = []
         if self.on_settled is not None:
             self.on_settled(batch.step)
         for share, state in zip(batch.requests, self._in_flight.pop(batch.step), strict=True):
             if state.row is None:
                 continue  # aborted while the step ran, or over with the step before
-            is_change = self._computed(state, share)
+            num_rejected = self._take_verified(state, share, accepted) if share.num_drafts else 0
+            is_change = self._computed(state, share, num_rejected)
             if prompt_logprobs and state.prompt_logprobs is not None:
                 state.prompt_logprobs += prompt_logprobs.get(share.request_id, ())
             if share.needs_logits:
-                state.append(sampled[share.request_id], self.max_positions)
-                self.num_output_tokens += 1
+                if not share.num_drafts:
+                    state.num_new = 1
+                    state.append(sampled[share.request_id], self.max_positions)
+                    self.num_output_tokens += 1
                 got_token.append(state)
             if self.on_computed is not None:
                 self.on_computed(state)
@@ -379,9 +396,23 @@ class Scheduler:
                 self.finish(state)
             elif is_change:
                 self.trim(state)
-        for end in self._late.pop(batch.step, {}).values():
-            end()
+        self._end_late(batch.step)
         return got_token
+
+    def _end_late(self, step: int) -> None:
+        """End requests that were removed while stages worked on their last step."""
+        for end in self._late.pop(step, {}).values():
+            end()
+
+    def _take_verified(
+        self, state: RequestState, share: ScheduledRequest, accepted: Mapping[str, Sequence[int]] | None
+    ) -> int:
+        """Give a request what its draft came to; returns how many tokens were computed in vain."""
+        assert self.drafting is not None
+        assert accepted is not None, "a step with drafts was not verified"
+        num_vain = self.drafting.settle(state, share, accepted[share.request_id])
+        self.num_output_tokens += state.num_new
+        return num_vain
 
     def check_integrity(self) -> None:
         rows = [state.row for state in self._running] + self._rows
@@ -402,10 +433,10 @@ class Scheduler:
             state.no_updates = tuple([(end, ()) for end in ends])
         return updates
 
-    def _computed(self, state: RequestState, share: ScheduledRequest) -> bool:
+    def _computed(self, state: RequestState, share: ScheduledRequest, num_rejected: int = 0) -> bool:
         """Note that tokens of a request were computed; tells whether a block is full or dead with them."""
         start = share.num_computed_tokens
-        stop = start + len(share.token_ids)
+        stop = start + len(share.token_ids) - num_rejected
         num_prompt = len(state.request.prompt_token_ids)
         if start < num_prompt:
             self.num_prompt_tokens += min(stop, num_prompt) - start
@@ -471,8 +502,8 @@ class Scheduler:
         later = (i for i, other in enumerate(self._waiting) if other.arrival > state.arrival)
         self._waiting.insert(next(later, len(self._waiting)), state)
 
-    def _admit(self, scheduled: list[ScheduledRequest], states: list[RequestState], budget: int) -> None:
-        """Start waiting requests while rows, tokens and blocks last."""
+    def _admit(self, scheduled: list[ScheduledRequest], states: list[RequestState], budget: int) -> int:
+        """Start waiting requests while rows, tokens and blocks last; returns the tokens that are left."""
         while self._waiting and self._rows and budget > 0:
             state = self._waiting[0]
             if self._away.precedes(state):
@@ -508,6 +539,7 @@ class Scheduler:
             scheduled.append(self._share(state, num_tokens, updates))
             states.append(state)
             budget -= num_tokens
+        return budget
 
     def _share(self, state: RequestState, num_tokens: int, updates: BlockUpdates) -> ScheduledRequest:
         filled: tuple[int, ...] = ()

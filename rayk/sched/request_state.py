@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from rayk.sched.ngram import NgramIndex
 from rayk.types.allocator import BlockUpdates
 from rayk.types.request import FinishReason, Request, TokenLogprobs
+from rayk.types.speculative import DraftCounts
 
 _NO_TOKENS: frozenset[int] = frozenset()
 
@@ -63,6 +66,9 @@ class RequestState:
     num_covered: int = 0
     no_updates: BlockUpdates = ()
     next_change: int = 0  # computed tokens at which a block of it is to be remembered or trimmed
+    lookup: NgramIndex | None = None  # where its tokens were seen before, if the drafter of the engine asks
+    drafts: DraftCounts | None = None  # None: nothing was proposed for it here
+    num_new: int = 1  # tokens that it got at once, when it last got any
 
     @property
     def request_id(self) -> str:
@@ -131,6 +137,17 @@ class RequestState:
             return
         self.tokens += tokens[:-1]
         self.append(last, max_positions)
+
+    def append_until_end(self, tokens: Sequence[int], max_positions: int) -> int:
+        """Take sampled tokens, any of which may end the request: none after that is taken. Returns how many
+        were taken."""
+        self.num_new = 0
+        for token in tokens:
+            self.append(token, max_positions)
+            self.num_new += 1
+            if self.finish_reason is not None:
+                break
+        return self.num_new
 
     def append(self, token: int, max_positions: int) -> None:
         """Take a sampled token and decide whether the request is finished."""

@@ -79,7 +79,7 @@ class SimLeader(Leader):
                 (found[name],) = outputs(name).tokens(number, 1)
         return PendingTokens(tokens=NO_TOKENS, finish=lambda _: StepTokens(token_ids=found))
 
-    def _deliver(self, state: RequestState, logprobs: TokenLogprobs | None) -> None:
+    def _deliver(self, state: RequestState, logprobs: Sequence[TokenLogprobs] | None) -> None:
         """Tell of a request's last token; at once only if there is more to say than that."""
         sink = self._sinks.get(state.request.request_id)
         is_plain = state.is_reported and state.finish_reason is None and not state.waits_for_token

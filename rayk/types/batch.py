@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rayk.types.request import TokenLogprobs
 
 UNKNOWN_TOKEN = -1
 """Stands for a token that the step before this one samples: ranks have it, the scheduler does not yet."""
+
+
+class Rollback(NamedTuple):
+    """Tells ranks to bring the recurrent states of a row back to those in the middle of its last step."""
+
+    row: int
+    num_kept: int  # the first so many tokens of that step
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +39,11 @@ class ScheduledRequest:
     num_drafts: int = 0
     """The last so many of `token_ids` are proposed: they count if sampling comes to them."""
 
+    @property
+    def num_logits(self) -> int:
+        """Count the last tokens whose logits are sampled."""
+        return 1 + self.num_drafts if self.needs_logits else 0
+
     def fresh_blocks(self) -> list[int]:
         """List the blocks handed out for this step: nothing in them is anybody's."""
         num_filled = self.num_filled_blocks or (0,) * len(self.new_block_ids)
@@ -47,6 +60,11 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         return sum(len(r.token_ids) for r in self.requests)
 
+    @property
+    def num_logits(self) -> int:
+        """Count the tokens whose logits are sampled."""
+        return sum(r.num_logits for r in self.requests)
+
     def fresh_blocks(self) -> tuple[int, ...]:
         """List the blocks handed out for this step."""
         found: list[int] = []
@@ -60,8 +78,11 @@ class ScheduledBatch:
 class StepTokens:
     """Holds what a step came to, by request id. Filled by the sampler."""
 
-    token_ids: Mapping[str, int]  # for requests that needed logits and got finite ones
+    token_ids: Mapping[str, int]  # for requests without drafts that needed logits and got finite ones
+    # for requests with drafts: those that were accepted, and the token after them
+    accepted: Mapping[str, Sequence[int]] = field(default_factory=dict)
     not_finite: frozenset[str] = frozenset()  # those whose logits were not
-    logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)  # for these tokens, where asked for
+    # for these tokens, in order, where asked for
+    logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
     # for the tokens of `prompt_logits`, in order
     prompt_logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from rayk.types.bounds import MAX_BLOCKS, MAX_ENGINES, MAX_PACE, MAX_TOKENS, Between, OneOf
+from rayk.types.speculative import SpeculativeConfig
 
 Positive = Annotated[int, Between(1, MAX_TOKENS)]
 Backend = Annotated[str, OneOf(("auto", "reference", "cpu", "cpu-torch", "triton"))]
@@ -83,6 +84,7 @@ class EngineConfig(EngineOptions):
     block_size: int = 16
     kv_dtype: str = "auto"  # auto (as `dtype`), fp8_e4m3 or nvfp4
     kv_scales: str = "tensor"  # fp8: tensor (one per layer and side of the cache) or token_head
+    speculative: SpeculativeConfig | None = None  # None: every token is computed by itself
 
     @property
     def num_ranks(self) -> int:

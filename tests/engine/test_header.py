@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rayk.engine.header import decode_batch, encode_batch
 from rayk.engine.loop import Turn, decode_turn, encode_turn
-from rayk.types.batch import ScheduledBatch, ScheduledRequest
+from rayk.types.batch import Rollback, ScheduledBatch, ScheduledRequest
 
 INT32 = st.integers(0, 2**31 - 1)
 
@@ -33,7 +33,8 @@ def batches(draw: st.DrawFn) -> ScheduledBatch:
                 token_ids=draw(st.lists(INT32, min_size=1, max_size=9).map(tuple)),
                 new_block_ids=tuple((draw(INT32), draw(ids)) for _ in range(num_groups)),
                 num_filled_blocks=draw(counts_per_group),
-                needs_logits=draw(st.booleans()),
+                needs_logits=(needs_logits := draw(st.booleans())),
+                num_drafts=draw(st.integers(0, 32)) if needs_logits else 0,
                 prompt_logits=(draw(INT32), draw(INT32)),
             )
             for row in rows
@@ -60,6 +61,7 @@ def test_a_batch_survives_the_header(batch: ScheduledBatch) -> None:
     st.none() | batches(),
     st.lists(st.text(max_size=3) | INT32, max_size=3).map(tuple),
     st.lists(st.text(max_size=3) | INT32, max_size=3).map(tuple),
+    st.lists(st.tuples(INT32, st.integers(1, 32)).map(lambda pair: Rollback(*pair)), max_size=3).map(tuple),
     st.booleans(),
     st.booleans(),
 )
@@ -67,9 +69,11 @@ def test_a_turn_survives_the_broadcast(
     batch: ScheduledBatch | None,
     commands: tuple[object, ...],
     step_commands: tuple[object, ...],
+    rollbacks: tuple[Rollback, ...],
     gather: bool,
     stop: bool,
 ) -> None:
-    turn = Turn(batch=batch, commands=commands, step_commands=step_commands, gather=gather, stop=stop)
+    orders = {"commands": commands, "step_commands": step_commands, "rollbacks": rollbacks}
+    turn = Turn(batch=batch, gather=gather, stop=stop, **orders)
     expected = replace(turn, batch=None if batch is None else without_ids(batch))
     assert decode_turn(encode_turn(turn)) == expected

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import Scheduler
+from rayk.sched.drafting import Drafting
 from rayk.sched.request_state import RequestState
 from rayk.types.batch import UNKNOWN_TOKEN, ScheduledBatch
 from rayk.types.request import FinishReason, Request, SamplingParams
@@ -17,6 +18,7 @@ from tests.sched.world import (
     BLOCK,
     EOS,
     GROUPS,
+    STATE_BLOCKS,
     STOP,
     World,
     expected_output,
@@ -30,6 +32,23 @@ Step = tuple[ScheduledBatch, dict[str, int], dict[str, list[int]]]
 """A step, the tokens that it samples, and the blocks that it writes for each request."""
 
 
+class Guesses:
+    """A drafter that is right, wrong or without an idea, by request and position."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    def propose(self, state: RequestState, num_tokens: int) -> list[int]:
+        assert 0 < num_tokens <= self.num_tokens
+        start, guessed = len(state.tokens), []
+        for position in range(start, start + num_tokens):
+            mood = (int(state.request_id) * 31 + position * 17 + position**2) % 7
+            if mood == 0:
+                break
+            guessed.append((sampled_token(state.request_id, position - 1) + (mood == 1)) % 11)
+        return guessed
+
+
 class SchedulerWalk(RuleBasedStateMachine):
     """Requests come new, or prefilled after a read; leave by ending, by abort, or handed over to a lease."""
 
@@ -39,11 +58,22 @@ class SchedulerWalk(RuleBasedStateMachine):
         max_seqs=st.integers(1, 4),
         num_stages=st.sampled_from([1, 1, 2, 4]),
         runs_ahead=st.booleans(),
+        num_drafts=st.sampled_from([0, 0, 1, 3, 6]),
     )
     def begin(
-        self, num_blocks: int, max_batch_tokens: int, max_seqs: int, num_stages: int, runs_ahead: bool
+        self,
+        num_blocks: int,
+        max_batch_tokens: int,
+        max_seqs: int,
+        num_stages: int,
+        runs_ahead: bool,
+        num_drafts: int,
     ) -> None:
         self.manager = KVCacheManager(GROUPS, num_blocks)
+        self.drafting: Drafting | None = None
+        if num_drafts:
+            limits = {"max_positions": MAX_POSITIONS, "state_block_sizes": STATE_BLOCKS}
+            self.drafting = Drafting(Guesses(num_drafts), self.manager, **limits)
         self.scheduler = Scheduler(
             self.manager,
             max_batch_tokens=max_batch_tokens,
@@ -51,6 +81,7 @@ class SchedulerWalk(RuleBasedStateMachine):
             max_positions=MAX_POSITIONS,
             eos_token_ids=[EOS],
             num_stages=num_stages,
+            drafting=self.drafting,
         )
         self.max_seqs = max_seqs
         self.world = World(self.manager)
@@ -144,8 +175,8 @@ class SchedulerWalk(RuleBasedStateMachine):
             self.hand_over(leaves[0].request_id)
 
     def may_go_on(self, state: RequestState) -> bool:
-        """Later stages tell the token that a stage would have to compute next."""
-        is_unknown = self.num_stages > 1 and state.num_sampled_ahead > 0
+        """Later stages tell the token that a stage would have to compute next; drafts follow known ones."""
+        is_unknown = (self.num_stages > 1 or self.drafting is not None) and state.num_sampled_ahead > 0
         return state.may_go_on(MAX_POSITIONS) and not is_unknown
 
     def written_blocks(self, batch: ScheduledBatch) -> dict[str, list[int]]:
@@ -171,7 +202,11 @@ class SchedulerWalk(RuleBasedStateMachine):
             self.check_not_reused(written)
         shares = zip(batch.requests, self.scheduler.scheduled(batch), strict=True)
         expected = [s for r, s in shares if r.needs_logits and self.states.get(r.request_id) is s]
-        got_token = self.scheduler.update(batch, sampled)
+        got_token = self.scheduler.update(batch, sampled, None, self.world.accepted(batch))
+        if self.drafting is not None:
+            assert self.drafting.has_rollbacks <= any(r.num_drafts for r in batch.requests)
+            self.world.roll_back(self.drafting.take_rollbacks())
+        self.check_progress(batch)
         assert list(map(id, got_token)) == list(map(id, expected))
         for state in got_token:
             if state.finish_reason is not None:
@@ -180,6 +215,14 @@ class SchedulerWalk(RuleBasedStateMachine):
                 assert (state.output_token_ids, state.finish_reason) == ended
                 assert state.num_recomputed_tokens == self.world.num_recomputed(state.request)
         return got_token
+
+    def check_progress(self, batch: ScheduledBatch) -> None:
+        """A request is computed as far as its tokens are known, the last one aside, and never beyond."""
+        for share in batch.requests:
+            state = self.states.get(share.request_id)
+            if state is not None and share.num_drafts and state.row == share.row:
+                assert state.num_computed == len(state.tokens) - 1
+                assert state.num_new <= 1 + share.num_drafts
 
     def check_idle(self) -> None:
         """Nothing runs: blocks must be lacking, and only others can hold them."""
@@ -211,8 +254,13 @@ class SchedulerWalk(RuleBasedStateMachine):
             # Its own token is counted, too.
             num_unknown = state.num_sampled_ahead - share.needs_logits
             tokens = state.tokens + [UNKNOWN_TOKEN] * num_unknown
-            end = share.num_computed_tokens + len(share.token_ids)
-            assert list(share.token_ids) == tokens[share.num_computed_tokens : end]
+            end = share.num_computed_tokens + len(share.token_ids) - share.num_drafts
+            known = share.token_ids[: len(share.token_ids) - share.num_drafts]
+            assert list(known) == tokens[share.num_computed_tokens : end]
+            if share.num_drafts:
+                assert share.needs_logits
+                assert len(known) == 1, "chunks carry no drafts"
+                assert share.num_drafts < state.num_tokens_left(MAX_POSITIONS)
             assert share.needs_logits == (end == len(tokens))
 
     def check_order(self, ids: list[str], able: list[str]) -> None:

@@ -8,11 +8,12 @@ computed twice shows at once.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.manager import KVCacheManager
 from rayk.kv.specs import KVCacheSpec, Mamba2Spec
-from rayk.types.batch import ScheduledBatch, ScheduledRequest
+from rayk.types.batch import Rollback, ScheduledBatch, ScheduledRequest
 from rayk.types.request import FinishReason, Request
 from tests.kv.brute import full, sliding
 
@@ -73,6 +74,8 @@ class World:
         """Tokens of each request whose KV exists; absent or 0 after a preemption."""
         self.prompt_computed: dict[str, Counter[int]] = {}
         """How often each prompt token of each request was computed, here and elsewhere."""
+        self.last_steps: dict[int, ScheduledRequest] = {}
+        """What each row computed last."""
 
     def prefill(self, request: Request, num_tokens: int) -> None:
         """Another engine's KV of the live rows arrives in the request's blocks."""
@@ -100,13 +103,49 @@ class World:
         for share in batch.requests:
             self._write(share)
         for share in batch.requests:
-            for position in self._positions(share):
+            for position in self._positions(share)[: len(share.token_ids) - self._num_vain(share)]:
                 self._read(share, position)
+            self.num_computed[share.request_id] -= self._num_vain(share)
         return {
             share.request_id: sampled_token(share.request_id, self._positions(share)[-1])
             for share in batch.requests
-            if share.needs_logits
+            if share.needs_logits and not share.num_drafts
         }
+
+    @staticmethod
+    def accepted(batch: ScheduledBatch) -> dict[str, list[int]]:
+        """What the model makes of drafts: its tokens up to the first that was not proposed."""
+        found = {}
+        for share in (r for r in batch.requests if r.num_drafts):
+            last = share.num_computed_tokens + len(share.token_ids) - share.num_drafts - 1
+            drafts = share.token_ids[len(share.token_ids) - share.num_drafts :]
+            tokens = [sampled_token(share.request_id, last)]
+            for position, draft in enumerate(drafts, start=last + 1):
+                if tokens[-1] != draft:
+                    break
+                tokens.append(sampled_token(share.request_id, position))
+            found[share.request_id] = tokens
+        return found
+
+    def _num_vain(self, share: ScheduledRequest) -> int:
+        """How many of its last tokens the model did not agree to."""
+        if not share.num_drafts:
+            return 0
+        accepted = self.accepted(ScheduledBatch(step=0, requests=(share,)))
+        return 1 + share.num_drafts - len(accepted[share.request_id])
+
+    def roll_back(self, rollbacks: Sequence[Rollback]) -> None:
+        """Bring the states of these rows back to those after so many tokens of their last steps."""
+        for row, num_kept in rollbacks:
+            share = self.last_steps[row]
+            positions = self._positions(share)
+            for group, size in enumerate(STATE_BLOCKS, start=len(WINDOWS)):
+                (index,) = {position // size for position in positions}
+                block, last = self.rows[row][group][index], num_kept - 1
+                assert 0 <= last < len(positions) - 1, "there is nothing to roll back"
+                was = (share.request_id, positions[-1], share.token_ids[-1])
+                assert self.memory[group, block, 0] == was, "the state is another one already"
+                self.memory[group, block, 0] = (share.request_id, positions[last], share.token_ids[last])
 
     def _update_tables(self, share: ScheduledRequest) -> None:
         tables = self.rows.setdefault(share.row, [[] for _ in GROUPS])
@@ -130,6 +169,7 @@ class World:
                 slot = position % size if group < len(WINDOWS) else 0
                 self.memory[group, block, slot] = (share.request_id, position, token)
         self.num_computed[share.request_id] = positions[-1] + 1
+        self.last_steps[share.row] = share
         self.prompt_computed.setdefault(share.request_id, Counter()).update(positions)
 
     def num_recomputed(self, request: Request) -> int:
@@ -160,6 +200,9 @@ class World:
                 found = self.memory.get((group, block, key % BLOCK))
                 assert found is not None, f"{share.request_id}: token {key} was never written"
                 assert found[:2] == (share.request_id, key), f"token {key} is overwritten: {found}"
+                is_generated = 0 <= found[2] < 100
+                told = sampled_token(share.request_id, key - 1) if is_generated else found[2]
+                assert found[2] == told, f"token {key} is not the request's: {found}"
 
     @staticmethod
     def _positions(share: ScheduledRequest) -> range:

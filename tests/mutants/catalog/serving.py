@@ -117,6 +117,97 @@ def _(original, self):
     return original(self) + 1
 
 
+# Drafts.
+
+
+@SERVING.twin(
+    "one rejected token too many is accepted",
+    "rayk.engine.verifying:DraftRows.kept",
+    "engine/test_speculative.py::test_rows_count_up_to_the_first_that_differs",
+    "engine/test_speculative.py::test_tokens_are_transformers",
+)
+def _(original, self, tokens):
+    kept = set(original(self, tokens))
+    return sorted(kept | {row + 1 for row in kept if row + 1 < len(tokens)})
+
+
+@SERVING.twin(
+    "tokens computed in vain count as computed",
+    "rayk.sched.batching:Scheduler._computed",
+    "sched/test_drafting.py::test_a_step_gives_what_was_accepted_and_one_more",
+    "sched/test_drafting.py::test_rejected_tokens_are_never_found_in_the_prefix_cache",
+    "engine/test_speculative.py::test_tokens_are_transformers",
+)
+def _(original, self, state, share, num_rejected=0):
+    state.num_ahead += num_rejected
+    return original(self, state, share, 0)
+
+
+@SERVING.twin(
+    "a drafted row is drawn as if the tokens before it were not there",
+    "rayk.engine.verifying:DraftRows.rows",
+    "engine/test_drafted_sampling.py::test_penalties_count_accepted_tokens",
+    "engine/test_drafted_sampling.py::test_a_seed_gives_the_tokens_that_it_gives_without_drafts",
+)
+def _(original, self, *, rejects):
+    rows = original(self, rejects=rejects)
+    return [replace(r, output_token_ids=s.output_token_ids) for r, s in zip(rows, self.states, strict=True)]
+
+
+@SERVING.twin(
+    "drafts take tokens of requests behind them",
+    "rayk.sched.drafting:Drafting.add",
+    "sched/test_drafting.py::test_others_tokens_come_first",
+)
+def _(original, self, scheduled, states, num_tokens, num_blocks, extend):
+    original(self, scheduled, states, 64, num_blocks, extend)
+
+
+@SERVING.twin(
+    "drafts take blocks that running requests need next",
+    "rayk.sched.batching:Scheduler._num_spare_blocks",
+    "sched/test_drafting.py::test_drafts_take_no_block_that_a_running_request_may_need",
+)
+def _(original, self):
+    return self.allocator.num_free_blocks
+
+
+@SERVING.twin(
+    "all of a draft's states are rolled back to the first token",
+    "rayk.sched.drafting:Rollback",
+    "sched/test_drafting.py::test_states_are_rolled_back_and_drafts_end_with_their_blocks",
+)
+def _(original, row, num_kept):
+    return original(row, 1)
+
+
+@SERVING.twin(
+    "a kept proposal is kept once too often in twenty draws",
+    "rayk.engine.rejecting:_uniform",
+    "engine/test_rejecting.py::test_a_sure_drafter_changes_no_distribution",
+)
+def _(original, rows, stream, device):
+    return original(rows, stream, device) * 0.8
+
+
+@SERVING.twin(
+    "what takes a rejected token's place may be that token",
+    "rayk.engine.rejecting:_draft_probabilities",
+    "engine/test_rejecting.py::test_a_sure_drafter_changes_no_distribution",
+)
+def _(original, rows, ids, drafted):
+    return original(rows, ids, drafted) * 0.9
+
+
+@SERVING.twin(
+    "the mask behind a draft is that before it",
+    "rayk.grammars.compiled:OutputGrammar.masks",
+    "engine/test_drafted_sampling.py::test_forms_hold_inside_drafts",
+)
+def _(original, self, draft):
+    return [self.mask()] * (1 + len(draft))
+
+
 # Specs.
 
 

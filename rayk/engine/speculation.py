@@ -1,0 +1,58 @@
+"""Set up what an engine's `speculative` settings ask for, and refuse what it cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rayk.kv.groups import KVCacheGroup
+from rayk.models.config import DecoderConfig
+from rayk.sched.drafting import Drafting, NgramDrafter
+from rayk.types.allocator import BlockAllocator
+from rayk.types.bounds import MAX_DRAFTS
+from rayk.types.config import EngineConfig
+from rayk.types.errors import Unsupported, UserError
+from rayk.types.speculative import METHODS, SpeculativeConfig
+
+
+def make_drafting(config: EngineConfig, allocator: BlockAllocator, *, max_positions: int) -> Drafting | None:
+    """Make what adds drafts to the engine's steps; None where it does not speculate."""
+    wanted = config.speculative
+    if wanted is None:
+        return None
+    assert wanted.method == "ngram", "others are refused"
+    drafter = NgramDrafter(wanted.num_tokens, wanted.prompt_lookup_min, wanted.prompt_lookup_max)
+    return Drafting(drafter, allocator, max_positions=max_positions)
+
+
+def check_speculative(config: EngineConfig, model: DecoderConfig, groups: Sequence[KVCacheGroup]) -> None:
+    """Refuse `speculative` settings that make no sense, or that this engine cannot follow. Raises UserError
+    and Unsupported."""
+    wanted = config.speculative
+    if wanted is None:
+        return
+    problem = _problem(wanted)
+    if problem is not None:
+        raise problem
+    if wanted.method != "ngram":
+        raise Unsupported(f"speculative.method: {wanted.method}; of drafters there is ngram")
+    if config.compute == "paced":
+        raise Unsupported("speculative with engine.compute: paced, which has no logits to verify drafts by")
+    if any(not group.spec.has_token_rows for group in groups):
+        raise Unsupported(f"speculative: {model.family} has recurrent layers; states are not rolled back")
+
+
+def _problem(wanted: SpeculativeConfig) -> UserError | None:
+    where = "speculative"
+    if wanted.method not in METHODS:
+        return UserError(f"method: {wanted.method}", where, f"one of {', '.join(METHODS)}")
+    if not 1 <= wanted.num_tokens <= MAX_DRAFTS:
+        return UserError(f"num_tokens: {wanted.num_tokens}", where, f"1 to {MAX_DRAFTS}")
+    if wanted.method != "ngram":
+        return None
+    if wanted.model is not None:
+        return UserError(f"model: {wanted.model}, and ngram has none", where, "leave it out")
+    if not 1 <= wanted.prompt_lookup_min <= wanted.prompt_lookup_max:
+        shortest, longest = wanted.prompt_lookup_min, wanted.prompt_lookup_max
+        problem = f"prompt_lookup_min: {shortest}, prompt_lookup_max: {longest}"
+        return UserError(problem, where, "1 <= prompt_lookup_min <= prompt_lookup_max")
+    return None

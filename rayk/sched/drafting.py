@@ -1,0 +1,145 @@
+"""Drafts: tokens that are proposed after a request's last one, and computed with it in one step.
+
+A step of 1 + d tokens gives as many tokens as the model agrees to, and one more. What was computed beyond is
+overwritten by the next step; a recurrent state is rolled back. Drafts take what the other requests of a step
+leave, tokens and blocks: nobody waits, or is preempted, for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from rayk.sched.ngram import NgramIndex
+from rayk.sched.request_state import RequestState
+from rayk.types.allocator import BlockAllocator, BlockUpdates
+from rayk.types.batch import Rollback, ScheduledRequest
+from rayk.types.speculative import DraftCounts
+
+
+class Drafter(Protocol):
+    """Proposes the tokens after a request's last one, which is known."""
+
+    @property
+    def num_tokens(self) -> int:
+        """The most tokens that it proposes at once."""
+
+    def propose(self, state: RequestState, num_tokens: int) -> Sequence[int]:
+        """Propose up to so many tokens, one after the other; none where it knows none. UNKNOWN_TOKEN stands
+        for one that the ranks propose when they compute the step."""
+
+
+class NgramDrafter:
+    """Proposes what followed the same tokens earlier in the request."""
+
+    def __init__(self, num_tokens: int, shortest: int, longest: int) -> None:
+        """Take the limits of SpeculativeConfig."""
+        self.num_tokens = num_tokens
+        self._shortest, self._longest = shortest, longest
+
+    def propose(self, state: RequestState, num_tokens: int) -> Sequence[int]:
+        if state.lookup is None:
+            state.lookup = NgramIndex(state.tokens, self._shortest, self._longest)
+        return state.lookup.propose(state.tokens, num_tokens)
+
+
+class Drafting:
+    """Adds drafts to the steps of one scheduler, and accounts for them."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        allocator: BlockAllocator,
+        *,
+        max_positions: int,
+        state_block_sizes: Sequence[int] = (),
+    ) -> None:
+        """`state_block_sizes`: of the KV groups that keep recurrent states."""
+        self.counts = DraftCounts()
+        """Of all requests."""
+        self._drafter = drafter
+        self._allocator = allocator
+        self._max_positions = max_positions
+        self._state_block_sizes = tuple(state_block_sizes)
+        self._rollbacks: list[Rollback] = []
+
+    @property
+    def has_rollbacks(self) -> bool:
+        """Whether states of tokens that were not accepted stand in blocks."""
+        return bool(self._rollbacks)
+
+    def take_rollbacks(self) -> tuple[Rollback, ...]:
+        """List what ranks are to do about such states before anything else, since the last call."""
+        rollbacks, self._rollbacks = tuple(self._rollbacks), []
+        return rollbacks
+
+    def add(
+        self,
+        scheduled: list[ScheduledRequest],
+        states: Sequence[RequestState],
+        num_tokens: int,
+        num_blocks: int,
+        extend: Callable[[RequestState, int], BlockUpdates | None],
+    ) -> None:
+        """Add drafts to a step's requests, first come, first served, as far as the step has room for so many
+        tokens and there are so many blocks to spare. `extend`: the scheduler's."""
+        for index, state in enumerate(states):
+            if num_tokens <= 0:
+                return
+            share = scheduled[index]
+            limit = min(self._drafter.num_tokens, num_tokens, self._most_drafts(state, share))
+            drafts = tuple(self._drafter.propose(state, limit)) if limit > 0 else ()
+            if not drafts:
+                continue
+            stop = share.num_computed_tokens + 1
+            end, updates = stop + len(drafts), share.new_block_ids
+            if end > state.num_covered:
+                num_missing = self._allocator.num_missing_blocks(state.request_id, end)
+                if num_missing <= num_blocks:
+                    more = extend(state, end)
+                    assert more is not None, "there are blocks to spare"
+                    updates, num_blocks = _joined(updates, more), num_blocks - num_missing
+                else:
+                    drafts = drafts[: max(0, state.num_covered - stop)]
+            if drafts:
+                token_ids = share.token_ids + drafts
+                scheduled[index] = replace(
+                    share, token_ids=token_ids, new_block_ids=updates, num_drafts=len(drafts)
+                )
+                state.num_ahead += len(drafts)
+                num_tokens -= len(drafts)
+
+    def _most_drafts(self, state: RequestState, share: ScheduledRequest) -> int:
+        """Count the tokens that a step may compute behind a request's last one: none unless that is known,
+        and all that is left of it to compute."""
+        stop = share.num_computed_tokens + 1
+        is_decode = share.needs_logits and stop == len(state.tokens) and len(share.token_ids) == 1
+        if not is_decode or stop <= len(state.request.prompt_token_ids) or state.waits_for_token:
+            return 0
+        # A block of states is left with that after its last token.
+        to_borders = [-stop % size for size in self._state_block_sizes]
+        return min([state.num_tokens_left(self._max_positions) - 1, *to_borders])
+
+    def settle(self, state: RequestState, share: ScheduledRequest, tokens: Sequence[int]) -> int:
+        """Give a request the drafts that were accepted and the token after them, up to its end. Returns how
+        many tokens were computed in vain."""
+        assert state.row is not None
+        num_drafts = share.num_drafts
+        assert 1 <= len(tokens) <= 1 + num_drafts, (tokens, num_drafts)
+        num_kept = state.append_until_end(tokens, self._max_positions)
+        num_vain = 1 + num_drafts - num_kept
+        state.num_ahead -= num_vain
+        if state.drafts is None:
+            state.drafts = DraftCounts()
+        for counts in (self.counts, state.drafts):
+            counts.add(num_drafts, len(tokens) - 1)
+        if num_vain and self._state_block_sizes:
+            self._rollbacks.append(Rollback(state.row, num_kept))
+        return num_vain
+
+
+def _joined(first: BlockUpdates, more: BlockUpdates) -> BlockUpdates:
+    """Join the updates of two extensions, one after the other."""
+    pairs = zip(first, more, strict=True)
+    return tuple((start, ids + more_ids) for (start, ids), (_, more_ids) in pairs)

@@ -1,0 +1,251 @@
+"""Drafts take what others leave, count as far as they are accepted, and leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rayk.kv.manager import KVCacheManager
+from rayk.sched.batching import Scheduler
+from rayk.sched.drafting import Drafting
+from rayk.sched.quiet import num_quiet_steps
+from rayk.sched.request_state import RequestState
+from rayk.types.batch import Rollback, ScheduledBatch
+from rayk.types.request import FinishReason, Request, SamplingParams
+from rayk.types.speculative import DraftCounts
+from tests.kv.brute import full
+from tests.sched.world import BLOCK, one_layer_each, state
+
+TOKEN = 5
+"""What the model always says."""
+EOS = 90
+
+
+class Says:
+    """A drafter that says the same every time."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = list(tokens)
+        self.num_tokens = len(tokens)
+
+    def propose(self, state: RequestState, num_tokens: int) -> list[int]:
+        return self.tokens[:num_tokens]
+
+
+def make(num_blocks: int, drafts: Sequence[int], **changes: Any) -> Scheduler:
+    """One group with blocks of 4 tokens, `num_blocks` usable ones."""
+    caching = changes.pop("prefix_caching", False)
+    manager = KVCacheManager(one_layer_each(full(BLOCK)), num_blocks + 1, prefix_caching=caching)
+    limits = {"max_batch_tokens": 64, "max_seqs": 4, "max_positions": 100} | changes
+    drafting = Drafting(Says(*drafts), manager, max_positions=limits["max_positions"])
+    return Scheduler(manager, drafting=drafting, **limits)
+
+
+def request(request_id: str, num_prompt: int, max_tokens: int = 20, **sampling: Any) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(range(10, 10 + num_prompt)),
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+    )
+
+
+def plan(scheduler: Scheduler) -> ScheduledBatch:
+    batch = scheduler.schedule()
+    assert batch is not None
+    return batch
+
+
+def settle(scheduler: Scheduler, batch: ScheduledBatch, model: int = TOKEN) -> list[RequestState]:
+    """Account for a step of a model that always says `model`."""
+    accepted: dict[str, list[int]] = {}
+    for share in (r for r in batch.requests if r.num_drafts):
+        drafts = share.token_ids[1:]
+        agreed = next((i for i, d in enumerate(drafts) if d != model), len(drafts))
+        accepted[share.request_id] = [model] * (agreed + 1)
+    sampled = {r.request_id: model for r in batch.requests if r.needs_logits and not r.num_drafts}
+    done = scheduler.update(batch, sampled, None, accepted)
+    scheduler.check_integrity()
+    return done
+
+
+def sizes(batch: ScheduledBatch) -> list[tuple[str, int, int]]:
+    """Who is in a step, with how many tokens, and how many of them proposed."""
+    return [(r.request_id, len(r.token_ids), r.num_drafts) for r in batch.requests]
+
+
+def test_a_step_gives_what_was_accepted_and_one_more() -> None:
+    scheduler = make(20, [TOKEN, TOKEN, 6])
+    drafted = scheduler.add(request("a", 6))
+    first = plan(scheduler)
+    assert sizes(first) == [("a", 6, 0)], "the first token is not known"
+    settle(scheduler, first)
+    batch = plan(scheduler)
+    assert sizes(batch) == [("a", 4, 3)]
+    assert batch.requests[0].token_ids == (TOKEN, TOKEN, TOKEN, 6)
+    assert batch.requests[0].num_logits == batch.num_logits == 4
+    assert settle(scheduler, batch) == [drafted]
+    assert (drafted.output_token_ids, drafted.num_new) == ([TOKEN] * 4, 3)
+    assert drafted.num_computed == 9, "not the rejected one"
+    assert scheduler.num_output_tokens == 4
+    assert drafted.drafts == scheduler.drafting.counts == DraftCounts([1, 1, 1], [1, 1, 0])  # type: ignore[union-attr]
+    assert plan(scheduler).requests[0].num_computed_tokens == 9, "it is overwritten"
+
+
+def test_counts_by_position() -> None:
+    counts = DraftCounts()
+    for num_drafted, num_accepted in ((2, 0), (3, 3), (1, 1)):
+        counts.add(num_drafted, num_accepted)
+    assert (counts.drafted_at, counts.accepted_at) == ([3, 2, 1], [2, 1, 1])
+    assert (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens) == (3, 6, 4)
+    assert (DraftCounts().num_drafts, DraftCounts().num_accepted_tokens) == (0, 0)
+
+
+def test_others_tokens_come_first() -> None:
+    """A step of 10: two that decode, a chunk of a prompt, and no more than is left for drafts."""
+    scheduler = make(40, [TOKEN] * 4, max_batch_tokens=10)
+    scheduler.add(request("a", 2))
+    scheduler.add(request("b", 2))
+    settle(scheduler, plan(scheduler))
+    scheduler.add(request("c", 11))
+    steps = []
+    for _ in range(3):
+        batch = plan(scheduler)
+        steps.append(sizes(batch))
+        settle(scheduler, batch)
+    assert steps == [
+        [("a", 1, 0), ("b", 1, 0), ("c", 8, 0)],
+        [("a", 5, 4), ("b", 2, 1), ("c", 3, 0)],
+        [("a", 5, 4), ("b", 4, 3), ("c", 1, 0)],
+    ]
+
+
+@pytest.mark.parametrize(("num_blocks", "expected"), [(3, 1), (4, 4)])
+def test_drafts_take_no_block_that_a_running_request_may_need(num_blocks: int, expected: int) -> None:
+    """Blocks of 4; the prompt has 6 tokens: one slot is left behind the first output token. The last of 3
+    blocks may be needed in the next step."""
+    scheduler = make(num_blocks, [TOKEN] * 5)
+    scheduler.add(request("a", 6, 6))
+    settle(scheduler, plan(scheduler))
+    batch = plan(scheduler)
+    assert batch.requests[0].num_drafts == expected
+    settle(scheduler, batch)
+
+
+def test_nobody_is_preempted_for_a_draft() -> None:
+    """As many steps and preemptions of the others as blocks allow, whatever is proposed."""
+    scheduler = make(8, [6, 6, 6])
+    scheduler.add(request("a", 8, 8))
+    scheduler.add(request("b", 8, 8))
+    while scheduler.has_work:
+        batch = plan(scheduler)
+        settle(scheduler, batch)
+    assert scheduler.num_preemptions == 0
+    assert scheduler.allocator.num_free_blocks == 8
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "sampling", "drafts", "output", "reason"),
+    [
+        (3, {}, [TOKEN] * 6, 3, FinishReason.LENGTH),
+        (20, {"stop_token_ids": (TOKEN,), "ignore_eos": True}, [TOKEN] * 6, 1, FinishReason.STOP),
+    ],
+)
+def test_it_ends_where_it_would_have_ended(
+    max_tokens: int, sampling: dict[str, Any], drafts: list[int], output: int, reason: FinishReason
+) -> None:
+    scheduler = make(20, drafts)
+    drafted = scheduler.add(request("a", 4, max_tokens, **sampling))
+    while scheduler.has_work:
+        batch = plan(scheduler)
+        assert all(r.num_drafts < max_tokens for r in batch.requests)
+        settle(scheduler, batch)
+    assert (len(drafted.output_token_ids), drafted.finish_reason) == (output, reason)
+    assert drafted.num_computed == len(drafted.tokens) - 1
+
+
+def test_what_follows_the_end_inside_a_draft_is_cut() -> None:
+    scheduler = make(20, [TOKEN, EOS, TOKEN, TOKEN], eos_token_ids=[EOS])
+    drafted = scheduler.add(request("a", 4))
+    settle(scheduler, plan(scheduler))
+    batch = plan(scheduler)
+    assert scheduler.update(batch, {}, None, {"a": [TOKEN, EOS, TOKEN, TOKEN, TOKEN]}) == [drafted]
+    assert (drafted.output_token_ids, drafted.num_new) == ([TOKEN, TOKEN, EOS], 2)
+    assert drafted.finish_reason is FinishReason.STOP
+    assert drafted.num_computed == 4 + 2, "all but the last token"
+    assert drafted.drafts == DraftCounts([1] * 4, [1] * 4), "the model agreed to all"
+    assert scheduler.allocator.num_free_blocks == 20
+
+
+def test_positions_end_drafts() -> None:
+    scheduler = make(20, [TOKEN] * 6, max_positions=10)
+    drafted = scheduler.add(request("a", 5, 50))
+    while scheduler.has_work:
+        batch = plan(scheduler)
+        assert all(r.num_computed_tokens + len(r.token_ids) < 10 for r in batch.requests)
+        settle(scheduler, batch)
+    assert len(drafted.tokens) == 10
+
+
+def test_rejected_tokens_are_never_found_in_the_prefix_cache() -> None:
+    scheduler = make(20, [6, 6, 6, 6], prefix_caching=True)
+    scheduler.add(request("a", 7, 6))
+    while scheduler.has_work:
+        settle(scheduler, plan(scheduler))
+    prompt = request("a", 7).prompt_token_ids
+
+    def found(output: list[int]) -> int:
+        tokens = [*prompt, *output, 0, 0, 0, 0, 0]
+        num_found = scheduler.allocator.match("probe", tokens, len(tokens) - 1)
+        scheduler.allocator.free("probe")
+        return num_found
+
+    assert found([TOKEN] * 5) == 12
+    assert found([6, 6, 6, 6, 6]) == 4
+    assert found([TOKEN, 6, 6, 6, 6]) == 8
+
+
+def test_states_are_rolled_back_and_drafts_end_with_their_blocks() -> None:
+    """A state every 5 tokens: steps end at 10, 15, ... at the latest."""
+    manager = KVCacheManager(one_layer_each(full(BLOCK), state(5)), 60)
+    drafting = Drafting(Says(TOKEN, 6, TOKEN), manager, max_positions=100, state_block_sizes=[5])
+    limits = {"max_batch_tokens": 64, "max_seqs": 2, "max_positions": 100}
+    scheduler = Scheduler(manager, drafting=drafting, **limits)
+    scheduler.add(request("a", 6, 20))
+    settle(scheduler, plan(scheduler))
+    seen = []
+    while scheduler.has_work:
+        batch = plan(scheduler)
+        (share,) = batch.requests
+        start = share.num_computed_tokens
+        assert start // 5 == (start + len(share.token_ids) - 1) // 5
+        settle(scheduler, batch)
+        seen.append((start, share.num_drafts, drafting.take_rollbacks()))
+    assert seen[:4] == [
+        (6, 3, (Rollback(share.row, 2),)),
+        (8, 1, ()),
+        (10, 3, (Rollback(share.row, 2),)),
+        (12, 2, (Rollback(share.row, 2),)),
+    ]
+    assert not drafting.has_rollbacks
+
+
+def test_an_abort_in_flight_leaves_nothing() -> None:
+    scheduler = make(20, [6, 6, 6])
+    scheduler.add(request("a", 6))
+    settle(scheduler, plan(scheduler))
+    batch = plan(scheduler)
+    scheduler.remove("a")
+    assert settle(scheduler, batch) == []
+    assert scheduler.allocator.num_free_blocks == 20
+    assert not scheduler.drafting.has_rollbacks  # type: ignore[union-attr]
+
+
+def test_steps_with_drafts_are_not_taken_at_once() -> None:
+    quiet = make(40, [TOKEN])
+    quiet.add(request("a", 6))
+    settle(quiet, plan(quiet))
+    assert num_quiet_steps(quiet, 16) == 0
+    quiet.drafting = None
+    assert num_quiet_steps(quiet, 16) > 0
