@@ -41,7 +41,7 @@ class EventInfo:
     num_cached_tokens: int | None = None
     seed: int | None = None
     drafted_at: Sequence[int] | None = None
-    """By position in drafts: the tokens that were proposed for it on this engine; see DraftCounts."""
+    """How many tokens were proposed for it on this engine, by position in drafts; see DraftCounts."""
     accepted_at: Sequence[int] | None = None
     num_host_tokens: int | None = None
     num_disk_tokens: int | None = None

@@ -29,9 +29,9 @@ class DraftRows:
     """The rows of a step in which requests have drafts."""
 
     states: list[RequestState]
-    """Of each row."""
+    """The request of each row."""
     drafts: list[tuple[int, ...]]
-    """Of each request that needs logits, in the batch's order; empty for one without."""
+    """What was proposed for each request that needs logits, in the order of the batch; empty for none."""
 
     @classmethod
     def of(cls, batch: ScheduledBatch, states: Sequence[RequestState]) -> DraftRows:

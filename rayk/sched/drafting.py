@@ -57,7 +57,7 @@ class Drafting:
     ) -> None:
         """`state_block_sizes`: of the KV groups that keep recurrent states."""
         self.counts = DraftCounts()
-        """Of all requests."""
+        """Counts the drafts of all requests."""
         self._drafter = drafter
         self._allocator = allocator
         self._max_positions = max_positions

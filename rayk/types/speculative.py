@@ -41,9 +41,9 @@ class DraftCounts:
     """
 
     drafted_at: list[int] = field(default_factory=list)
-    """By position in the draft: how many tokens were proposed there."""
+    """How many tokens were proposed, by position in the draft."""
     accepted_at: list[int] = field(default_factory=list)
-    """By position: how many of these the model agreed to, those included that an end of the request cut."""
+    """How many of these the model agreed to, those included that an end of the request cut."""
 
     def add(self, num_drafted: int, num_accepted: int) -> None:
         """Count one draft."""
