@@ -154,6 +154,8 @@ TORCH_FREE = (
     "rayk.explain",
     "rayk.models.engine_plan",
     "rayk.models.families",
+    "rayk.models.drafters.config",
+    "rayk.models.drafters.refusals",
     "rayk.models.config",
     "rayk.models.headers",
     "rayk.models.kv_specs",

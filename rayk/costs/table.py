@@ -25,6 +25,7 @@ from rayk.types.config import EngineConfig
 
 NOT_A_COST = (
     "max_positions", "stated_positions", "bos_token_id", "eos_token_ids", "pad_token_id",
+    "mtp_layers",
 )  # fmt: skip
 """Settings of a model that no step's time depends on."""
 _TERM = re.compile(r"(one|requests|tokens|logits|prefills|pairs|seen)(?:([<>@])(\d+))?")

@@ -32,6 +32,8 @@ class Build:
     stand side by side and share one sum."""
     stage: range | None = None
     """Layers of the rank's pipeline stage; None: all."""
+    attention_input_size: int | None = None
+    """Elements of what queries, keys and values are projected from; None: those of a hidden state."""
 
     @property
     def layers(self) -> range:

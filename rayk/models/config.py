@@ -321,6 +321,9 @@ class DecoderConfig:
     dtype: str
     """The checkpoint's dtype, e.g. bfloat16."""
     layers: tuple[LayerConfig, ...]
+    mtp_layers: tuple[LayerConfig, ...] = ()
+    """Multi-token prediction layers that config.json states: a drafter's (models.drafters). The model itself
+    does not use them, and its weights may lack them."""
     quantisation: Quantisation | None = None
     """How the release quantises its weights; None: not at all."""
     block: str = "sequential"

@@ -59,6 +59,11 @@ class Decoder:
         }
         self.num_token_layers = 0
         """Tokens of the last `forward`, summed over the layers that computed them."""
+        self.taps: tuple[int, ...] = ()
+        """Layers, `num_layers` for the end: `forward` keeps the residual stream before each in `tapped`, for
+        a drafter. Only of a model in one stage, with one stream."""
+        self.tapped: torch.Tensor | None = None
+        """[T, len(taps) * hidden] of the last `forward`, in the weights' dtype, by `taps`' order."""
         self._embedding = embedding
         self._streams: Any = streams
         self._final_norm = final_norm
@@ -71,6 +76,18 @@ class Decoder:
     def num_head_weights(self) -> int:
         """Elements of the rank's share of the output matrix, 0 where it has none."""
         return 0 if self._lm_head is None else self._lm_head.weight.numel()
+
+    @property
+    def embedding(self) -> VocabEmbedding:
+        """The token embedding, of the first stage."""
+        assert self._embedding is not None, "on the first stage"
+        return self._embedding
+
+    @property
+    def lm_head(self) -> LmHead:
+        """The output head, of the last stage."""
+        assert self._lm_head is not None, "on the last stage"
+        return self._lm_head
 
     @property
     def weight_itemsize(self) -> int:
@@ -166,7 +183,10 @@ class Decoder:
                 positions = positions[wanted]
         places = self._placing.at(positions)
         self.num_token_layers = 0
+        streams: dict[int, torch.Tensor] = {}
         for index, layer in zip(self.stage, self.layers, strict=True):
+            if index in self.taps:
+                streams[index] = x
             if index == first_fast:
                 assert wanted is not None
                 x, positions = self._streams.select(x, wanted), positions[wanted]
@@ -177,7 +197,15 @@ class Decoder:
             x = layer.forward(x, places[index], self._metadata_of(index, metadata))
             if on_layer is not None:
                 on_layer(index)
+        if self.taps:
+            self._keep_tapped({**streams, self.config.num_layers: x})
         return x
+
+    def _keep_tapped(self, streams: Mapping[int, torch.Tensor]) -> None:
+        """Keep the streams [T, hidden] before the tapped layers."""
+        assert self.is_first, "of a model in one stage"
+        assert self.is_last, "of a model in one stage"
+        self.tapped = torch.cat([streams[index].to(self._dtype) for index in self.taps], dim=-1)
 
     def received_shapes(self, num_tokens: int, num_wanted: int | None = None) -> tuple[tuple[int, ...], ...]:
         """Shapes of `received`, for T tokens of which M are `wanted` (None: all); their dtype is
@@ -197,8 +225,7 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> float32 [R, vocab] on every rank of the last stage."""
-        assert self._lm_head is not None
-        return self._lm_head.forward(hidden)
+        return self.lm_head.forward(hidden)
 
 
 def build_decoder(build: Build) -> Decoder:

@@ -49,6 +49,7 @@ ELSEWHERE = frozenset((
 """Settings with fields of their own."""
 HARMLESS = frozenset((
     "family", "dtype", "max_positions", "stated_positions",
+    "mtp_layers",  # they read what the model computes, and add nothing to it
     # Used after the last layer, where nothing is cached.
     "tie_embeddings", "logit_scale", "final_soft_cap",
     "bos_token_id", "eos_token_ids", "pad_token_id",

@@ -8,6 +8,9 @@
  trials.py       results of earlier searches
  routing.py      how near routers come to another choice, and routers that never come near
  text.py         a text fed to a transformers model piece by piece, with its cache
+ mtp.py          multi-token prediction layers: transformers' own, and random ones
+ eagle3.py       EAGLE-3 heads of transformers' llama modules, and the writer of random ones
+ drafting.py     what these propose, computed over the whole text
  sharing.py      a cache through which layers of a transformers model share keys and values
  quantised.py    rounding of keys and values to a quantised format, apart from rayk's kernels
  following.py    a reference that takes over what an engine stored, where that is a legal rounding

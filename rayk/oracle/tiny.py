@@ -178,6 +178,11 @@ HYBRID: Mapping[str, Any] = MappingProxyType(
 )
 """Overrides that make qwen2 or qwen3 hybrid: full attention in layers 0 and 1, sliding above."""
 
+MTP_KEY = "num_nextn_predict_layers"
+"""config.json's number of multi-token prediction layers."""
+MTP_FAMILIES = ("deepseek_v3", "qwen3_next")
+"""Families that may have them (oracle.mtp)."""
+
 ADDS_BOS = frozenset({"cohere2", "gemma2", "gemma3", "gemma3n", "llama", "mistral"})
 """Families whose tokenizers prepend the BOS token by default."""
 
@@ -220,6 +225,8 @@ def make_config(family: str, values: Mapping[str, Any]) -> Any:
     known = {*config_class().to_dict(), *FAMILIES[family], *_OLD_ROPE_KEYS, *_OTHER_OLD_KEYS}
     if family not in HYBRIDS and not known & _SHARING_KEYS:
         known |= _SHARING_KEYS
+    if family in MTP_FAMILIES:
+        known.add(MTP_KEY)
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(key, sorted(known), n=1)

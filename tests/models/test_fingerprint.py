@@ -211,7 +211,7 @@ def test_every_setting_shows_but_for_those_that_change_nothing_cached(saved: Che
         if not differing(before, fingerprint(saved.path, dataclasses.replace(config, **changes))):
             unseen.add(field.name)
     assert unseen == {
-        *("family", "dtype", "max_positions", "stated_positions"),
+        *("family", "dtype", "max_positions", "stated_positions", "mtp_layers"),
         *("tie_embeddings", "logit_scale", "final_soft_cap"),
         *("bos_token_id", "eos_token_ids", "pad_token_id"),
     }

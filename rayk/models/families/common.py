@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from rayk.models.config import DecoderConfig, ExpertsConfig, LayerConfig, MlpConfig, NormConfig, RopeConfig
@@ -48,6 +48,8 @@ class WeightNames:
     lm_head: str = "lm_head.weight"
     layer: Mapping[str, str] = field(default_factory=lambda: LLAMA_LAYER)
     """The decoder's name of a layer's parameter -> name on disk."""
+    first_layer: int = 0
+    """Number on disk of the decoder's layer 0."""
     around: Mapping[str, str] = field(default_factory=dict)
     """Further parameters outside the layers; `{s}` is a stream's index, counted without the first."""
     nested: tuple[tuple[str, str], ...] = ()
@@ -60,7 +62,7 @@ class WeightNames:
     """
 
     def in_layer(self, index: int, parameter: str) -> str:
-        return self.layer[parameter].format(i=index)
+        return self.layer[parameter].format(i=self.first_layer + index)
 
     def of_expert(self, index: int, expert: int, parameter: str) -> str:
         return self.in_layer(index, parameter).format(e=expert)
@@ -71,6 +73,24 @@ class WeightNames:
             if stored.startswith(prefix):
                 return ours + stored.removeprefix(prefix)
         return stored
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MtpNames:
+    """Names on disk of multi-token prediction layers.
+
+    Beside a layer's own, each has the parameters embedding_norm, hidden_norm (of its inputs), join (the
+    projection of both) and output_norm; embedding and output head are the model's.
+    """
+
+    weights: WeightNames
+    numbered_on: bool
+    """Their numbers continue those of the model's layers; otherwise they begin at 0, and there is one, whose
+    further parameters have no number."""
+
+    def after(self, num_layers: int) -> WeightNames:
+        """Return the names in a model of so many layers, by the layer's number among these."""
+        return replace(self.weights, first_layer=num_layers) if self.numbered_on else self.weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +106,8 @@ class Family:
     """config.json, completed by `defaults` -> DecoderConfig. Raises CheckpointError and
     UnsupportedArchitecture."""
     weights: WeightNames = WeightNames()
+    mtp: MtpNames | None = None
+    """Names of multi-token prediction layers; None: its checkpoints have none."""
 
 
 def parse_llama_like(

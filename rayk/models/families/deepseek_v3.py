@@ -20,6 +20,7 @@ DEFAULTS = {
     "n_shared_experts": 1,
     "moe_intermediate_size": 2048,
     "first_k_dense_replace": 3,
+    "num_nextn_predict_layers": 1,
 }
 # What released files say of routing and transformers does not read: it has this one way.
 _ONLY = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
@@ -53,7 +54,9 @@ def parse(raw: RawConfig) -> DecoderConfig:
     if num_dense < num_layers:
         mlps[num_dense:] = [_experts(raw)] * (num_layers - num_dense)
     layers = tuple(LayerConfig(mixer="mla", rope=rope, mlp=mlp) for mlp in mlps)
-    return replace(config, layers=layers, mla=_mla(raw, rope, head_size))
+    # They are like the last layer (transformers/configuration_utils.py:1633).
+    num_mtp = raw.whole("num_nextn_predict_layers", 0) if num_dense < num_layers else 0
+    return replace(config, layers=layers, mtp_layers=layers[-1:] * num_mtp, mla=_mla(raw, rope, head_size))
 
 
 def _mla(raw: RawConfig, rope: RopeConfig, head_size: int) -> MlaConfig:
@@ -100,6 +103,22 @@ _ATTENTION = {
     "kv_up": "kv_b_proj",
 }
 _MLP = "model.layers.{i}.mlp"
+_LAYER = {
+    **common.LLAMA_LAYER,
+    **{
+        f"{ours}.{part}": f"model.layers.{{i}}.self_attn.{stored}.{part}"
+        for ours, stored in _ATTENTION.items()
+        for part in ("weight", "bias")
+    },
+    **experts.single_names(_MLP, router="gate"),
+    **experts.shared_names(f"{_MLP}.shared_experts"),
+}
+_MTP = {
+    "embedding_norm.weight": "model.layers.{i}.enorm.weight",
+    "hidden_norm.weight": "model.layers.{i}.hnorm.weight",
+    "join.weight": "model.layers.{i}.eh_proj.weight",
+    "output_norm.weight": "model.layers.{i}.shared_head.norm.weight",
+}
 
 FAMILY = common.Family(
     name="deepseek_v3",
@@ -108,17 +127,6 @@ FAMILY = common.Family(
     model_types=("deepseek_v3", "kimi_k2"),
     defaults=DEFAULTS,
     parse=parse,
-    weights=common.WeightNames(
-        layer={
-            **common.LLAMA_LAYER,
-            **{
-                f"{ours}.{part}": f"model.layers.{{i}}.self_attn.{stored}.{part}"
-                for ours, stored in _ATTENTION.items()
-                for part in ("weight", "bias")
-            },
-            **experts.single_names(_MLP, router="gate"),
-            **experts.shared_names(f"{_MLP}.shared_experts"),
-        },
-        experts="single",
-    ),
+    weights=common.WeightNames(layer=_LAYER, experts="single"),
+    mtp=common.MtpNames(weights=common.WeightNames(layer=_LAYER | _MTP, experts="single"), numbered_on=True),
 )

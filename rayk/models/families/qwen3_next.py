@@ -24,6 +24,8 @@ DEFAULTS = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
     "num_experts": 512,
+    # Its config class has no such key; released checkpoints have one layer, and vLLM assumes it.
+    "num_nextn_predict_layers": 1,
 }
 _MIXERS = {hybrid.RECURRENT: "gdn", hybrid.ATTENTION: "attention"}
 
@@ -45,6 +47,8 @@ def parse(raw: RawConfig) -> DecoderConfig:
     return replace(
         config,
         layers=tuple(replace(layer, mlp=mlp) for layer, mlp in zip(layers, mlps, strict=True)),
+        # Its MTP layer attends, and has the feed-forward half that a layer 0 has.
+        mtp_layers=(replace(config.layers[0], mlp=mlps[0]),) * raw.whole("num_nextn_predict_layers", 0),
         qk_norm=True,
         attention_gate=True,
         gdn=_gdn(raw, norm.eps),
@@ -102,20 +106,31 @@ _GDN = {
     "gdn_out.weight": "out_proj.weight",
 }
 _MLP = "model.layers.{i}.mlp"
+_LAYER = {
+    **common.LLAMA_LAYER,
+    **{ours: f"model.layers.{{i}}.linear_attn.{stored}" for ours, stored in _GDN.items()},
+    **experts.single_names(_MLP, router="gate"),
+    **experts.shared_names(f"{_MLP}.shared_expert"),
+    "shared_sigmoid.weight": f"{_MLP}.shared_expert_gate.weight",
+}
+_MTP = {
+    "embedding_norm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "hidden_norm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "join.weight": "mtp.fc.weight",
+    "output_norm.weight": "mtp.norm.weight",
+}
 
 FAMILY = common.Family(
     name="qwen3_next",
     architectures=("Qwen3NextForCausalLM",),
     defaults=DEFAULTS,
     parse=parse,
-    weights=common.WeightNames(
-        layer={
-            **common.LLAMA_LAYER,
-            **{ours: f"model.layers.{{i}}.linear_attn.{stored}" for ours, stored in _GDN.items()},
-            **experts.single_names(_MLP, router="gate"),
-            **experts.shared_names(f"{_MLP}.shared_expert"),
-            "shared_sigmoid.weight": f"{_MLP}.shared_expert_gate.weight",
-        },
-        experts="single",
+    weights=common.WeightNames(layer=_LAYER, experts="single"),
+    mtp=common.MtpNames(
+        weights=common.WeightNames(
+            layer={name: stored.replace("model.", "mtp.", 1) for name, stored in _LAYER.items()} | _MTP,
+            experts="single",
+        ),
+        numbered_on=False,
     ),
 )

@@ -176,7 +176,7 @@ def build_attention(build: Build, index: int) -> Attention:
     )
     out = Rows("o", config.num_query_heads * size_v, head_rows(q_heads, size_v))
     weights = AttentionWeights(
-        qkv=build.linear(index, parts, bias=config.qkv_bias),
+        qkv=build.linear(index, parts, bias=config.qkv_bias, num_inputs=build.attention_input_size),
         out=build.row_parallel(index, out, bias=config.o_bias),
         qk_norm=_qk_norm(build, index, len(q_heads), len(made)) if config.qk_norm else None,
         turned_norm=_turned_norm(config, index),

@@ -27,10 +27,11 @@ class VocabEmbedding:
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """[T] -> [T, hidden], the same on every rank: one rank has an id's row, the others add zeros."""
-        found = self._look_up(token_ids)
+        found = self.look_up(token_ids)
         return found if self._scale == 1.0 else found * self._scale
 
-    def _look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def look_up(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, hidden] as stored, without the scale; otherwise like `forward`."""
         if self._comm.size == 1:
             return self.weight.index_select(0, token_ids)
         local = token_ids - self.rows.start

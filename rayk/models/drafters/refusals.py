@@ -1,0 +1,59 @@
+"""Which engines cannot speculate as they are asked to, and what would do. Free of torch."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from rayk.models.config import DecoderConfig
+from rayk.types.config import EngineConfig
+from rayk.types.errors import UserError
+from rayk.types.speculative import SpeculativeConfig
+
+WHERE = "speculative"
+_DEFAULTS = {field.name: field.default for field in fields(SpeculativeConfig)}
+
+
+def refuse_speculative(speculative: SpeculativeConfig, engine: EngineConfig, target: DecoderConfig) -> None:
+    """Raise UserError for settings that do not belong together. config.drafter_of looks into folders."""
+    method = speculative.method
+    if method == "ngram":
+        _refuse_ngram(speculative)
+        return
+    for name in ("prompt_lookup_max", "prompt_lookup_min"):
+        if getattr(speculative, name) != _DEFAULTS[name]:
+            raise UserError(
+                f"{name} is for method ngram, not {method}", where=WHERE, mend=f"leave {name} out"
+            )
+    if method == "mtp" and speculative.model is not None:
+        raise UserError(
+            "method mtp takes the layers of the model's own checkpoint", where=WHERE, mend="leave `model` out"
+        )
+    for setting, size in (("pp", engine.pp), ("dcp", engine.dcp)):
+        if size > 1:
+            raise UserError(
+                f"method {method} with {setting}: {size}: a drafter computes on ranks that have all layers "
+                "and all tokens",
+                where=WHERE,
+                mend=f"{setting}: 1, or method: ngram",
+            )
+    if method != "draft" and engine.fast_prefill and target.fast_prefill_layers:
+        raise UserError(
+            f"method {method} with fast_prefill: layers {target.fast_prefill_layers.start} and on compute no "
+            "hidden states of most of a prompt's tokens",
+            where=WHERE,
+            mend="fast_prefill: false, or method: ngram or draft",
+        )
+
+
+def _refuse_ngram(speculative: SpeculativeConfig) -> None:
+    if speculative.model is not None:
+        raise UserError("method ngram has no model", where=WHERE, mend="leave `model` out")
+    if speculative.tp is not None:
+        raise UserError("method ngram has nothing on ranks", where=WHERE, mend="leave `tp` out")
+    least, most = speculative.prompt_lookup_min, speculative.prompt_lookup_max
+    if least > most:
+        raise UserError(
+            f"prompt_lookup_min {least} is more than prompt_lookup_max {most}",
+            where=WHERE,
+            mend=f"prompt_lookup_min: at most {most}",
+        )
