@@ -18,6 +18,7 @@ from rayk.reports.values import format_bytes
 from rayk.specs.marks import parse_scalar
 from rayk.types.errors import UserError
 
+HEAD = "eagle3"
 _QUOTED = re.compile(r"`(\w+)")  # a config's key in a message, or the first of nested ones
 
 
@@ -26,7 +27,8 @@ def checkpoint(
     family: Annotated[
         str | None,
         typer.Argument(
-            help=f"{', '.join(sorted(FAMILIES)[:-1])} or {max(FAMILIES)}; left out with --from-gguf.",
+            help=f"{', '.join(sorted(FAMILIES)[:-1])} or {max(FAMILIES)}; {HEAD}: a head that drafts for the "
+            "model --for; left out with --from-gguf.",
             show_default=False,
         ),
     ] = None,
@@ -38,6 +40,10 @@ def checkpoint(
             help="Convert this GGUF file, its weights dequantised, to the new folder DIRECTORY, the only "
             'argument then. Needs pip install "rayk[gguf]".',
         ),
+    ] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option("--for", metavar="MODEL", help=f"The checkpoint that an {HEAD} head drafts for."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
     layers: Annotated[int | None, typer.Option(min=1, help="Number of layers.")] = None,
@@ -73,12 +79,16 @@ def checkpoint(
     values that rayk cannot serve.
     """
     if from_gguf is not None:
-        given = (directory, layers, tie, quantise)
+        given = (directory, layers, tie, quantise, model)
         refuse_mixed(any(value is not None for value in given) or seed != 0 or bool(overrides) or force)
         convert(from_gguf, Path(_given(family)), dtype or "bfloat16", max_shard_size)
         return
     family, directory = _given(family), Path(_given(directory))
     values = parse_overrides(overrides or [])
+    if family == HEAD or model is not None:
+        refuse_no_head(family, model, any(v is not None for v in (layers, tie, quantise, max_shard_size)))
+        write_head(directory, _given(model), seed, values, dtype or "float32", force=force)
+        return
     if layers is not None:
         values["num_hidden_layers"] = layers
     if quantise is not None:
@@ -101,6 +111,31 @@ def checkpoint(
         judge=parse_config,  # what explain and run would refuse is not written
     )
     typer.echo(path)
+
+
+def refuse_no_head(family: str, model: Path | None, is_mixed: bool) -> None:
+    """Refuse --for of another family than a head, a head without it, and what no head has (UserError)."""
+    usage = f"rayk checkpoint {HEAD} DIR --for MODEL"
+    if family != HEAD:
+        raise UserError(f"{family} is a model, which drafts for none", where="--for", mend=usage)
+    if model is None:
+        raise UserError(f"an {HEAD} head drafts for a model", where=HEAD, mend=usage)
+    if is_mixed:
+        raise UserError(
+            "a head has one layer, its own output matrix and one file",
+            where=HEAD,
+            mend=f"{usage} [--seed N] [--dtype D] [--set KEY=VALUE]... [--force]",
+        )
+
+
+def write_head(
+    directory: Path, model: str, seed: int, values: Mapping[str, Any], dtype: str, *, force: bool
+) -> None:
+    """Write a random EAGLE-3 head for `model` and print the folder's path. Raises UserError."""
+    stderr().print(f"writing a tiny {HEAD} head for {model} to {directory}", markup=False)
+    from rayk.oracle.eagle3 import write_eagle3  # imports torch and transformers
+
+    typer.echo(write_eagle3(directory, model, seed=seed, overrides=values, dtype=dtype, force=force))
 
 
 def _given(argument: str | Path | None) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from rayk.oracle.files import file_digests, is_whole, replaced_folder
 from rayk.oracle.quiet import no_progress_bars
 from rayk.oracle.release_formats import release_format
-from rayk.oracle.tiny import ADDS_BOS, FAMILIES, family_values, make_config
+from rayk.oracle.tiny import ADDS_BOS, FAMILIES, MTP_KEY, family_values, make_config
 from rayk.oracle.tokenizer import SPECIAL_TOKENS, build_tokenizer
 from rayk.oracle.trials import TRIALS, trial_key
 from rayk.types.errors import UserError
@@ -59,7 +59,8 @@ def write_checkpoint(
     A checkpoint of the same family with other settings, from another release of transformers, or with missing
     files is written again. One whose files somebody changed is refused, unless `force`.
 
-     overrides:      values of the family's config class, by its names (see tiny.HYBRID).
+     overrides:      values of the family's config class, by its names (see tiny.HYBRID). With
+                     num_nextn_predict_layers, deepseek_v3 and qwen3_next get random layers of that kind.
      max_shard_size: e.g. "100KB": several weight files and a model.safetensors.index.json.
      tie:            whether lm_head shares the embeddings; None keeps the family's setting.
      dtype:          of the weights on disk; their greedy output is promised in float32.
@@ -81,6 +82,10 @@ def write_checkpoint(
     if tie is not None:
         values["tie_word_embeddings"] = tie
     require_form(dtype, max_shard_size)
+    if quantise is not None and values.get(MTP_KEY):
+        raise UserError(
+            f"{MTP_KEY} with quantised weights", where=f"{family}, {quantise}", mend="one or the other"
+        )
     parameters = {
         "format": _FORMAT,
         "family": family,
@@ -181,6 +186,7 @@ def _write(folder: Path, parameters: Mapping[str, Any], judge: Judge | None) -> 
     import transformers
 
     from rayk.oracle.draw import probe_prompts, search
+    from rayk.oracle.mtp import add_mtp
     from rayk.oracle.packing import PACKERS, Packed
     from rayk.oracle.text import FedText
 
@@ -218,6 +224,8 @@ def _write(folder: Path, parameters: Mapping[str, Any], judge: Judge | None) -> 
         model.to(dtype).save_pretrained(folder, **({} if size is None else {"max_shard_size": size}))
     if packed is not None:
         packed.replace(folder)
+    if values.get(MTP_KEY):
+        add_mtp(folder, model, values[MTP_KEY], seed=parameters["seed"], dtype=dtype)
     tokenizer.save_pretrained(folder)
     notes = {
         "parameters": parameters,

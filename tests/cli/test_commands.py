@@ -317,6 +317,23 @@ def test_checkpoint_mistakes_exit_2(tmp_path: Path) -> None:
     assert not (tmp_path / "m").exists()
 
 
+def test_checkpoint_writes_a_head_for_a_model(model: Path, tmp_path: Path) -> None:
+    written = invoke("checkpoint", "eagle3", tmp_path / "h", "--for", model, "--set", "draft_vocab_size=40")
+    assert written.exit_code == 0, written.stderr
+    assert written.stdout.strip() == str(tmp_path / "h")
+    assert json.loads((tmp_path / "h" / "config.json").read_text())["draft_vocab_size"] == 40
+    for arguments, words in (
+        (("eagle3", tmp_path / "g"), "--for MODEL"),
+        (("eagle3", tmp_path / "g", "--for", model, "--layers", "2"), "one layer"),
+        (("llama", tmp_path / "g", "--for", model), "drafts for none"),
+        (("eagle3", tmp_path / "g", "--for", tmp_path), "no model to write a head for"),
+    ):
+        refused = invoke("checkpoint", *arguments)
+        assert refused.exit_code == 2
+        assert words in " ".join(refused.stderr.split())
+    assert not (tmp_path / "g").exists()
+
+
 @pytest.mark.parametrize(
     ("family", "value", "problem"),
     [
