@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rayk.models.config import DecoderConfig
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
 
@@ -84,14 +81,14 @@ def seen_in_window(num_tokens: int, num_before: int, window: int) -> tuple[int, 
     return pairs, min(num_before, window - 1) + num_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class DecodeRun:
     """What decode steps are made of that follow one another while the same requests decode: a StepFeatures
-    whose sums are arrays, of a number per step [S]."""
+    whose sums are sequences, of a number per step. No arrays: most runs are of a few steps."""
 
     num_requests: int
-    num_seen: NDArray[np.int64]  # [S]
-    windowed: tuple[tuple[NDArray[np.int64], NDArray[np.int64]], ...] = ()
+    num_seen: range
+    windowed: tuple[tuple[Sequence[int], Sequence[int]], ...] = ()
     num_prefills: int = 0
     is_decode: bool = True
 
@@ -104,32 +101,46 @@ class DecodeRun:
         return self.num_requests
 
     @property
-    def num_pairs(self) -> NDArray[np.int64]:
+    def num_pairs(self) -> range:
         return self.num_seen  # each request computes one token
 
     def step(self, index: int) -> StepFeatures:
         """Return the features of one of the steps."""
-        seen = int(self.num_seen[index])
         return StepFeatures(
             num_requests=self.num_requests,
             num_tokens=self.num_requests,
             num_logits=self.num_requests,
             num_prefills=0,
-            num_pairs=seen,
-            num_seen=seen,
-            windowed=tuple((int(pairs[index]), int(seen[index])) for pairs, seen in self.windowed),
+            num_pairs=self.num_seen[index],
+            num_seen=self.num_seen[index],
+            windowed=tuple((pairs[index], seen[index]) for pairs, seen in self.windowed),
         )
 
 
 def decode_run(befores: Sequence[int], num_steps: int, windows: Sequence[int] = ()) -> DecodeRun:
-    """Sum up decode steps. `befores`: of each request, the tokens whose KV exists before the first one."""
+    """Sum up decode steps. `befores`: of each request, at least one, the tokens whose KV exists before the
+    first step."""
     num = len(befores)
-    seen = sum(befores) + num * np.arange(1, num_steps + 1)
-    if not windows:
-        return DecodeRun(num_requests=num, num_seen=seen)
-    each = np.array(befores)[:, None] + np.arange(1, num_steps + 1)
-    within = [np.minimum(each, window).sum(0) for window in windows]
-    return DecodeRun(num_requests=num, num_seen=seen, windowed=tuple((w, w) for w in within))
+    first = sum(befores) + num
+    within = [_seen_each(befores, num_steps, window) for window in windows]
+    return DecodeRun(
+        num_requests=num,
+        num_seen=range(first, first + num * num_steps, num),
+        windowed=tuple((seen, seen) for seen in within),
+    )
+
+
+def _seen_each(befores: Sequence[int], num_steps: int, window: int) -> list[int]:
+    """Sum up, for each step, the tokens that requests see within a window: one more of each that has not
+    filled it."""
+    left = sorted(max(0, window - before) for before in befores)  # steps until each has
+    seen, num_full, found = sum(min(before, window) for before in befores), 0, []
+    for step in range(1, num_steps + 1):
+        while num_full < len(left) and left[num_full] < step:
+            num_full += 1
+        seen += len(left) - num_full
+        found.append(seen)
+    return found
 
 
 def windows_of(config: DecoderConfig) -> tuple[int, ...]:

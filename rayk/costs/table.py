@@ -12,11 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from rayk.costs.features import DecodeRun, StepFeatures
 from rayk.costs.hull import Hull
@@ -101,18 +97,16 @@ def _cut(value: int, sign: str, number: int) -> int:
     return min(value, number) if sign == "<" else value
 
 
-def term_values(term: str, run: DecodeRun) -> NDArray[Any] | float:
-    """Evaluate one term of each of the steps' times, as `term_value` does."""
+def term_values(term: str, run: DecodeRun) -> Sequence[int] | int:
+    """Evaluate one term of each of the steps' times, as `term_value` does; a number: the same of each."""
     name, sign, number = _parsed(term)
     if name == "one":
         return 1
-    counted = run.windowed[number][name == "seen"] if sign == "@" else getattr(run, f"num_{name}")
-    if isinstance(counted, int):  # the same of each step
-        return float(_cut(counted, sign, number))
-    values = np.asarray(counted, dtype=np.float64)
-    if sign == ">":
-        return np.maximum(0.0, values - number)
-    return np.minimum(values, float(number)) if sign == "<" else values
+    values: Sequence[int] | int
+    values = run.windowed[number][name == "seen"] if sign == "@" else getattr(run, f"num_{name}")
+    if isinstance(values, int):
+        return _cut(values, sign, number)
+    return [_cut(value, sign, number) for value in values] if sign in ("<", ">") else values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,15 +132,26 @@ class StepTable:
 
     def ns(self, features: StepFeatures) -> float:
         """Tell the mean time of such a step, wherever it lies."""
-        terms = zip(self.terms, self.constants, strict=True)
-        return sum(constant * term_value(term, features) for term, constant in terms)
-
-    def each_ns(self, run: DecodeRun) -> NDArray[np.float64]:
-        """Tell the same of steps that follow one another [S], to the last bit."""
-        found: NDArray[Any] | float = 0.0
+        found = 0.0
         for term, constant in zip(self.terms, self.constants, strict=True):
-            found = found + constant * term_values(term, run)
-        return found if isinstance(found, np.ndarray) else np.full(len(run.num_seen), found)
+            found += constant * term_value(term, features)
+        return found
+
+    def each_ns(self, run: DecodeRun) -> list[float]:
+        """Tell the same of steps that follow one another, to the last bit: terms are added in this order."""
+        same = 0.0  # what the terms so far come to, as long as that is the same of each step
+        found: list[float] | None = None
+        for term, constant in zip(self.terms, self.constants, strict=True):
+            values = term_values(term, run)
+            if not isinstance(values, int):
+                before = [same] * len(values) if found is None else found
+                found = [ns + constant * value for ns, value in zip(before, values, strict=True)]
+            elif found is None:
+                same += constant * values
+            else:
+                more = constant * values
+                found = [ns + more for ns in found]
+        return [same] * len(run.num_seen) if found is None else found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +244,7 @@ def quantile(values: Sequence[float], share: float) -> float:
         return values[0]
     place = share * (len(values) - 1)
     below = min(int(place), len(values) - 2)
-    low, high = list(pairwise(values))[below]
+    low, high = values[below], values[below + 1]
     return low + (place - below) * (high - low)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -67,11 +66,13 @@ class StepTimer:
         """Tell what each of these steps takes, up to the first that lies outside, and what the host takes of
         each one's turn: what `model_ns` and `host_ns` would say. `passed` says how many were taken."""
         table = self.costs.decode
-        lengths_ns = table.each_ns(run)[: table.hull.num_inside(run)]
+        lengths_ns = table.each_ns(run)
+        del lengths_ns[table.hull.num_inside(run) :]
         if self._draw is not None:
             self._drawn += self._draw.random(max(0, len(lengths_ns) - len(self._drawn))).tolist()
-            lengths_ns *= [quantile(table.ratios, share) for share in islice(self._drawn, len(lengths_ns))]
-        return np.rint(lengths_ns).astype(np.int64).tolist(), self.host_ns(run)
+            drawn = zip(lengths_ns, self._drawn, strict=False)  # some may be left for steps to come
+            lengths_ns = [ns * quantile(table.ratios, share) for ns, share in drawn]
+        return list(map(round, lengths_ns)), self.host_ns(run)
 
     def passed(self, num_steps: int) -> None:
         """So many steps of those asked about last were taken."""

@@ -55,13 +55,14 @@ def test_features_are_sums_over_requests(shares):
     assert found.is_decode == all(n == 1 and b > 0 for n, b in shares)
 
 
-def test_decode_steps_grow_by_a_token_each():
-    run = decode_run([7, 3], 9, (4, 12))
-    singles = [step_features(batch((1, 7 + i), (1, 3 + i)), (4, 12)) for i in range(9)]
+@pytest.mark.parametrize("befores", [[7, 3], [11, 1, 4, 40, 3, 12]])
+def test_decode_steps_grow_by_a_token_each(befores):
+    run = decode_run(befores, 9, (4, 12))
+    singles = [step_features(batch(*[(1, before + i) for before in befores]), (4, 12)) for i in range(9)]
     assert [run.step(i) for i in range(9)] == singles
     terms = ("one", "requests", "tokens>1", "seen", "seen>20", "pairs<25", "seen@1", "pairs@0")
     table = StepTable(terms=terms, constants=(0.1, 1 / 3, 1e-3, 1 / 7, 3.3, 0.7, 1 / 9, 1e5))
-    assert table.each_ns(run).tolist() == [table.ns(single) for single in singles]
+    assert table.each_ns(run) == [table.ns(single) for single in singles]
 
 
 @pytest.mark.parametrize(
