@@ -115,7 +115,8 @@ class Bench:
     def _span(self) -> None:
         num_steps = num_quiet_steps(self._scheduler, SPAN)
         assert num_steps == SPAN
-        advance(self._scheduler, num_steps, lambda _, num: [7] * num)
+        tokens = [[7] * num_steps for _ in self._scheduler.running]
+        advance(self._scheduler, num_steps, tokens)
 
     def admit(self, num: int) -> float:
         """Microseconds of a step that admits, with the end of the request that came first."""

@@ -190,7 +190,7 @@ class PacedLeader(Leader):
         for share, state in zip(batch.requests, self.scheduler.scheduled(batch), strict=True):
             if not share.needs_logits:
                 continue
-            index = len(state.tokens) - len(state.request.prompt_token_ids)
+            index = len(state.tokens) - state.num_prompt
             found[share.request_id] = self._tokens.token(self._key(state.request), index)
         if len(self._keys) > 4 * len(batch.requests) + 64:
             self._keys = {name: self._keys[name] for name in found}

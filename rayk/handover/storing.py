@@ -79,7 +79,7 @@ class Storing:
     def _offer(self, state: RequestState) -> None:
         side = self._side
         num_tokens, is_over = state.num_computed, state.finish_reason is not None
-        asked, num_prompt = self._asked.get(state.request_id, 0), len(state.request.prompt_token_ids)
+        asked, num_prompt = self._asked.get(state.request_id, 0), state.num_prompt
         is_new = num_tokens - asked >= side.settings.store_tokens
         is_prompt = asked < self._whole(num_prompt) and num_prompt <= num_tokens
         whole = self._whole(num_tokens)

@@ -98,13 +98,12 @@ class Scheduler:
         """The requests that have a row, in order of arrival."""
         return self._running
 
-    @property
-    def is_steady(self) -> bool:
+    def is_steady(self, *, is_head_short: bool) -> bool:
         """Tell whether the next step is for running requests alone and nobody hears of it but through
         `update`; the others cannot be admitted until one of these is over. One step of all that run may be
         in flight. For sched/quiet.py."""
         num_running = len(self._running)
-        can_admit = self._has_room and not self.is_head_short
+        can_admit = self._has_room and not is_head_short
         is_watched = self.on_computed is not None or self.on_settled is not None
         is_busy = self._num_stages > 1 or len(self._away) or len(self._in_flight) > 1
         is_other = self.drafting is not None
@@ -174,7 +173,8 @@ class Scheduler:
 
     def add(self, request: Request) -> RequestState:
         """Queue a new request."""
-        state = RequestState(request, self._eos_token_ids, list(request.prompt_token_ids))
+        prompt = list(request.prompt_token_ids)
+        state = RequestState(request, self._eos_token_ids, prompt, len(prompt))
         state.num_cached_tokens = 0
         state.arrival = self._num_arrivals
         self._num_arrivals += 1
@@ -437,7 +437,7 @@ class Scheduler:
         """Note that tokens of a request were computed; tells whether a block is full or dead with them."""
         start = share.num_computed_tokens
         stop = start + len(share.token_ids) - num_rejected
-        num_prompt = len(state.request.prompt_token_ids)
+        num_prompt = state.num_prompt
         if start < num_prompt:
             self.num_prompt_tokens += min(stop, num_prompt) - start
         state.advance(start, stop)
@@ -528,9 +528,8 @@ class Scheduler:
                 break
             self._waiting.popleft()
             if state.num_cached_tokens is not None and not state.was_admitted:
-                num_prompt = len(state.request.prompt_token_ids)
-                state.num_cached_tokens = min(state.num_computed, num_prompt)
-                self.num_looked_up_tokens += num_prompt
+                state.num_cached_tokens = min(state.num_computed, state.num_prompt)
+                self.num_looked_up_tokens += state.num_prompt
                 self.num_found_tokens += state.num_cached_tokens
             state.was_admitted = True
             state.row = self._rows.pop()

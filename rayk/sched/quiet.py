@@ -13,7 +13,7 @@ steps later (`later_batch`). Nobody ends then: who may is not in the step behind
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 
 from rayk.sched.batching import Scheduler
@@ -24,20 +24,16 @@ _EXTEND, _SETTLE = 0, 1
 """What is due in a step: blocks for a request before it, names and ends of blocks, and of requests, after."""
 
 
-def num_quiet_steps(
-    scheduler: Scheduler,
-    limit: int,
-    num_left: Callable[[RequestState], int] | None = None,
-    *,
-    until_freed: bool = False,
-) -> int:
+def num_quiet_steps(scheduler: Scheduler, limit: int, *, until_freed: bool = False) -> int:
     """Count the quiet steps that come now, up to `limit`; 0: take a single one.
 
-    `num_left`: the tokens of a request until one ends it, if that is known to be before its `max_tokens`.
-    `until_freed`: somebody waits for blocks, and none may come free before the last of the steps ends. The
-    count holds until the scheduler, or the blocks, are touched; so do all lower ones.
+    `limit`: where something ends a request before its `max_tokens`, which is not known here, the last of so
+    many steps must be the one. `until_freed`: somebody waits for blocks, and none may come free before the
+    last of the steps ends. The count holds until the scheduler, or the blocks, are touched; so do all lower
+    ones.
     """
-    if limit <= 0 or not scheduler.is_steady:
+    is_head_short = scheduler.is_head_short
+    if limit <= 0 or not scheduler.is_steady(is_head_short=is_head_short):
         return 0
     num_ahead, max_positions = scheduler.num_in_flight, scheduler.max_positions
     found = limit + num_ahead
@@ -47,37 +43,30 @@ def num_quiet_steps(
             return 0
         if state.waits_for_token or state.stop_text is not None or state.form is not None:
             return 0
-        if state.num_computed < len(state.request.prompt_token_ids):
+        if state.num_computed < state.num_prompt:
             return 0
         if (num := state.num_tokens_left(max_positions)) < found:
             found = num
-        if num_left is not None and (num := num_left(state)) < found:
-            found = num
-    if until_freed or scheduler.is_head_short:  # a block that is freed in a step may be what it lacks
-        changes = (state.next_change - state.num_computed for state in scheduler.running)
-        found = min(found, num_ahead + min(changes))
     found -= num_ahead
+    if until_freed or is_head_short:  # a block that is freed in a step may be what it lacks
+        found = min(found, *(state.next_change - state.num_computed for state in scheduler.running))
     return _num_with_blocks(scheduler, found) if found > 0 else 0
 
 
 def advance(
     scheduler: Scheduler,
     num_steps: int,
-    tokens_of: Callable[[RequestState, int], list[int]],
+    tokens: Sequence[list[int]],
     watch: Callable[[int], object] | None = None,
 ) -> list[RequestState]:
     """Take quiet steps, no more than `num_quiet_steps` says. Returns the requests that ended with the last
     one, in the order of the batch.
 
-    `tokens_of`: a request's next tokens, so many as asked for. Only the last may end it. `watch`: called
+    `tokens`: of each running request, in order, those of the steps. Only the last may end it. `watch`: called
     after a step, from 0, in which blocks changed hands; the others leave the blocks as they were.
     """
-    steps = _QuietSteps(scheduler, num_steps, watch)
-    for state in steps.states:
-        state.append_all(tokens_of(state, num_steps), scheduler.max_positions)
     scheduler.count_decodes(num_steps)
-    steps.carry_out()
-    return [state for state in steps.states if state.finish_reason is not None]
+    return _QuietSteps(scheduler, num_steps, watch).carry_out(tokens)
 
 
 def later_batch(batch: ScheduledBatch, num_steps: int) -> ScheduledBatch:
@@ -122,58 +111,62 @@ class _QuietSteps:
     def __init__(
         self, scheduler: Scheduler, num_steps: int, watch: Callable[[int], object] | None = None
     ) -> None:
-        self.states = list(scheduler.running)
+        self._states = list(scheduler.running)
         self._scheduler = scheduler
         self._watch = watch
-        self._starts = [state.num_computed for state in self.states]
-        self._last = num_steps - 1
+        self._starts = [state.num_computed for state in self._states]
+        self._num_steps = num_steps
         self._num_ahead = scheduler.num_in_flight
         self._due: list[tuple[int, int, int]] = []
         """(step, kind, index of the request)"""
 
-    def carry_out(self) -> None:
-        """Hand out, name and free blocks, once the tokens are there."""
-        for index, (state, start) in enumerate(zip(self.states, self._starts, strict=True)):
-            end = start + self._last + 1  # computed tokens after the last step
-            if state.num_covered < end + self._num_ahead:
+    def carry_out(self, tokens: Sequence[list[int]]) -> list[RequestState]:
+        """Give each request its tokens, and hand out, name and free blocks. Returns those that ended."""
+        num_steps, max_positions, ended = self._num_steps, self._scheduler.max_positions, []
+        for index, (state, new) in enumerate(zip(self._states, tokens, strict=True)):
+            state.append_all(new, max_positions)
+            state.num_computed += num_steps
+            if state.num_covered < state.num_computed + self._num_ahead:
                 self._note_extend(index)
-            if state.next_change <= end or state.finish_reason is not None:
+            if state.finish_reason is not None:
+                ended.append(state)
+            if state.next_change <= state.num_computed or state.finish_reason is not None:
                 self._note_settle(index, 0)
         while self._due:
             step, kind, index = heappop(self._due)
             num_computed = self._starts[index] + step + 1
             if kind == _EXTEND:
-                updates = self._scheduler.extend(self.states[index], num_computed + self._num_ahead)
+                updates = self._scheduler.extend(self._states[index], num_computed + self._num_ahead)
                 assert updates is not None, "a request lacks blocks in a quiet step"
                 self._note_extend(index)
             else:
                 self._settle(index, step, num_computed)
             if self._watch is not None and (not self._due or self._due[0][0] != step):
                 self._watch(step)
-        for state, start in zip(self.states, self._starts, strict=True):
-            state.num_computed = start + self._last + 1
+        return ended
 
     def _note_extend(self, index: int) -> None:
-        step = self.states[index].num_covered - self._starts[index] - self._num_ahead
-        if step <= self._last:
+        step = self._states[index].num_covered - self._starts[index] - self._num_ahead
+        if step < self._num_steps:
             heappush(self._due, (step, _EXTEND, index))
 
     def _note_settle(self, index: int, begin: int) -> None:
-        state = self.states[index]
+        state = self._states[index]
         step = max(begin, state.next_change - self._starts[index] - 1)
         if state.finish_reason is not None:
-            step = min(step, self._last)
-        if step <= self._last:
+            step = min(step, self._num_steps - 1)
+        if step < self._num_steps:
             heappush(self._due, (step, _SETTLE, index))
 
     def _settle(self, index: int, step: int, num_computed: int) -> None:
-        state = self.states[index]
-        state.num_computed = num_computed
+        state = self._states[index]
+        end, state.num_computed = state.num_computed, num_computed
         if num_computed >= state.next_change:
             self._scheduler.remember(state)
-        if step == self._last and state.finish_reason is not None:
+        if step == self._num_steps - 1 and state.finish_reason is not None:
             assert not self._num_ahead, "it is in the step in flight"
             self._scheduler.finish(state)
         else:
             self._scheduler.trim(state)
             self._note_settle(index, step + 1)
+        state.num_computed = end

@@ -34,7 +34,8 @@ class RequestState:
 
     request: Request
     eos_token_ids: frozenset[int]
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int]  # of the prompt, then of the output
+    num_prompt: int  # of them
     num_computed: int = 0
     # tokens after these that steps in flight compute, and tokens that they sample: see Scheduler
     num_ahead: int = 0
@@ -76,7 +77,7 @@ class RequestState:
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self.tokens[len(self.request.prompt_token_ids) :]
+        return self.tokens[self.num_prompt :]
 
     @property
     def num_begun(self) -> int:
@@ -93,7 +94,7 @@ class RequestState:
         last, as far as one can tell."""
         if not self.num_sampled_ahead:
             return True
-        num_output = self.num_tokens - len(self.request.prompt_token_ids)
+        num_output = self.num_tokens - self.num_prompt
         is_last = num_output >= self.request.sampling.max_tokens or self.num_tokens >= max_positions
         return not (self.waits_for_token or is_last)
 
@@ -101,7 +102,7 @@ class RequestState:
         """Note that tokens `start` to `stop` were computed here, and all before them exist."""
         self.num_ahead -= stop - start
         self.num_computed = stop
-        num_prompt = len(self.request.prompt_token_ids)
+        num_prompt = self.num_prompt
         if start >= num_prompt:
             self.num_prompt_seen = num_prompt
             return
@@ -113,30 +114,29 @@ class RequestState:
     def max_cached_tokens(self) -> int:
         """Count first tokens that need no computing if their KV is there: the last one's logits are sampled,
         and logits of prompt tokens may still have to be told."""
-        if self.prompt_logprobs is None or len(self.prompt_logprobs) == len(self.request.prompt_token_ids):
+        if self.prompt_logprobs is None or len(self.prompt_logprobs) == self.num_prompt:
             return len(self.tokens) - 1
         return len(self.prompt_logprobs) - 1
 
     def num_tokens_left(self, max_positions: int) -> int:
         """Count the tokens that it gets yet, if none of them ends it."""
-        num_output = len(self.tokens) - len(self.request.prompt_token_ids)
-        return min(self.request.sampling.max_tokens - num_output, max_positions - len(self.tokens))
+        most = self.num_prompt + self.request.sampling.max_tokens
+        return min(most, max_positions) - len(self.tokens)
 
     def append_all(self, tokens: list[int], max_positions: int) -> None:
         """Take sampled tokens, of which none but the last may end the request. Nobody watches its text."""
-        request = self.request
-        sampling, last = request.sampling, tokens[-1]
+        sampling, num_tokens = self.request.sampling, len(self.tokens) + len(tokens)
         ends = _NO_TOKENS if sampling.ignore_eos else self.eos_token_ids
         if sampling.stop_token_ids:
             ends = ends.union(sampling.stop_token_ids)
-        num_left = sampling.max_tokens - len(self.tokens) + len(request.prompt_token_ids) - len(tokens)
-        assert num_left >= 0, "it gets fewer tokens"
-        assert ends.isdisjoint(tokens[:-1]), "it had ended before"
-        if num_left and last not in ends and len(self.tokens) + len(tokens) < max_positions:
+        most = min(self.num_prompt + sampling.max_tokens, max_positions)
+        if num_tokens < most and ends.isdisjoint(tokens):
             self.tokens += tokens
             return
+        assert num_tokens <= most, "it gets fewer tokens"
+        assert ends.isdisjoint(tokens[:-1]), "it had ended before"
         self.tokens += tokens[:-1]
-        self.append(last, max_positions)
+        self.append(tokens[-1], max_positions)
 
     def append_until_end(self, tokens: Sequence[int], max_positions: int) -> int:
         """Take sampled tokens, any of which may end the request: none after that is taken. Returns how many
@@ -153,7 +153,7 @@ class RequestState:
         """Take a sampled token and decide whether the request is finished."""
         self.tokens.append(token)
         sampling = self.request.sampling
-        num_output = len(self.tokens) - len(self.request.prompt_token_ids)
+        num_output = len(self.tokens) - self.num_prompt
         stop_string = self.stop_text.feed(token) if self.stop_text is not None else None
         is_complete = self.form is not None and self.form.feed(token)
         if token in self.eos_token_ids and not sampling.ignore_eos:
@@ -173,7 +173,7 @@ class RequestState:
             return (0, 0)
         # Logits of position i are about token i + 1; after a preemption some are known already.
         start = max(0, len(self.prompt_logprobs) - 1 - self.num_begun)
-        stop = min(num_tokens, len(self.request.prompt_token_ids) - 1 - self.num_begun)
+        stop = min(num_tokens, self.num_prompt - 1 - self.num_begun)
         return (start, stop) if start < stop else (0, 0)
 
 

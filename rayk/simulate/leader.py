@@ -75,7 +75,7 @@ class SimLeader(Leader):
         for share, state in zip(batch.requests, self.scheduler.scheduled(batch), strict=True):
             if share.needs_logits:
                 name = share.request_id
-                number = len(state.tokens) + state.num_sampled_ahead - len(state.request.prompt_token_ids)
+                number = len(state.tokens) + state.num_sampled_ahead - state.num_prompt
                 (found[name],) = outputs(name).tokens(number, 1)
         return PendingTokens(tokens=NO_TOKENS, finish=lambda _: StepTokens(token_ids=found))
 

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from rayk.costs import DecodeRun, StepFeatures, decode_run
 from rayk.engine.loop import EngineLoop, StepInFlight
 from rayk.sched.quiet import advance, later_batch, num_quiet_steps
-from rayk.sched.request_state import RequestState
 from rayk.simulate.leader import SimLeader
 from rayk.simulate.rank import NO_LOGITS, SimRank
-from rayk.simulate.tokens import TokenRule
+from rayk.simulate.tokens import SimOutput, TokenRule
 
 MAX_STEPS = 256
 """A span has no more of them."""
@@ -38,7 +37,7 @@ class SettledStep:
     num_commands: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class QuietSpan:
     """Turns that are planned, one behind the other. Each queues a step of `run`, and settles that or, where
     one was in flight before, the one before that."""
@@ -47,8 +46,10 @@ class QuietSpan:
     ends_ns: list[int]  # of the turns
     run: DecodeRun
     model_ns: list[int]  # of its steps
-    free_ns: list[int]  # when the device is done with each
+    outputs: list[SimOutput]  # of the requests that run, in their order
     since_ns: int  # when the turn of the first step that is settled began
+    free_ns: list[int] = field(default_factory=list)
+    """When the device is done with each of the steps, where one was in flight before."""
     before: StepInFlight | None = None
     before_features: StepFeatures | None = None
 
@@ -93,23 +94,31 @@ class QuietSpans:
         scheduler, before = self._leader.scheduler, self._loop.in_flight
         if self._runs_ahead and before is None:
             return None
-        if not all(state.is_reported for state in scheduler.running):  # more is told with a first token
-            return None
-        num = num_quiet_steps(scheduler, MAX_STEPS, self._num_left, until_freed=give_up_ns is not None)
+        limit, outputs, befores = MAX_STEPS, [], []
+        for state in scheduler.running:
+            if not state.is_reported:  # more is told with a first token
+                return None
+            output = self._rule.output(state.request.request_id)
+            num_left = output.length + state.num_prompt - len(state.tokens) - state.num_ahead
+            if num_left < limit:
+                limit = num_left
+            outputs.append(output)
+            befores.append(state.num_computed + state.num_ahead)
+        num = num_quiet_steps(scheduler, limit, until_freed=give_up_ns is not None)
         if not num:
             return None
-        run = decode_run([s.num_begun for s in scheduler.running], num, self._timer.windows)
+        run = decode_run(befores, num, self._timer.windows)
         model_ns, host_ns = self._timer.ahead(run)
         span = QuietSpan(
             begin_ns=begin_ns,
             ends_ns=list(accumulate((n + host_ns for n in model_ns), initial=begin_ns))[1:],
             run=run,
             model_ns=model_ns,
-            free_ns=[],
+            outputs=outputs,
             since_ns=begin_ns,
         )
         if before is not None:
-            span = self._beside(before, span, host_ns)
+            self._put_beside(before, span, host_ns)
         if until_ns is not None:
             looks_ns = range(len(model_ns))
             key = span.ends_ns.__getitem__ if before is None else lambda i: span.begins_ns(i) + host_ns
@@ -118,41 +127,31 @@ class QuietSpans:
             del span.ends_ns[span.num_begun(lambda at_ns: at_ns <= give_up_ns) :]
         return span if span.ends_ns else None
 
-    def _beside(self, before: StepInFlight, span: QuietSpan, host_ns: int) -> QuietSpan:
+    def _put_beside(self, before: StepInFlight, span: QuietSpan, host_ns: int) -> None:
         """Plan the same turns where this step is in flight: each queues a step, and then waits for the one
         before."""
         at_ns, done_ns = span.begin_ns, self._rank.free_ns
-        ends_ns, free_ns = [], []
+        span.ends_ns.clear()
         for model_ns in span.model_ns:
             queued_ns = at_ns + host_ns
             at_ns, done_ns = max(queued_ns, done_ns), max(queued_ns, done_ns) + model_ns
-            ends_ns.append(at_ns)
-            free_ns.append(done_ns)
-        (features,) = self._rank.features
-        return replace(
-            span,
-            ends_ns=ends_ns,
-            free_ns=free_ns,
-            since_ns=self._loop.since_ns(before),
-            before=before,
-            before_features=features,
-        )
+            span.ends_ns.append(at_ns)
+            span.free_ns.append(done_ns)
+        span.since_ns = self._loop.since_ns(before)
+        span.before = before
+        (span.before_features,) = self._rank.features
 
     def carry_out(
         self, span: QuietSpan, num_turns: int, watch: Callable[[int], object] | None = None
     ) -> None:
         """Take the first turns of a span, the last of which ends now; `watch` is that of sched.quiet."""
         scheduler, times_ns = self._leader.scheduler, span.ends_ns[:num_turns]
-        states, outputs = list(scheduler.running), self._rule.output
-        told: list[list[int]] = []
-
-        def tokens_of(state: RequestState, num: int) -> list[int]:
-            request = state.request
-            number = len(state.tokens) - len(request.prompt_token_ids) + 1
-            told.append(outputs(request.request_id).tokens(number, num))
-            return told[-1]
-
-        advance(scheduler, num_turns, tokens_of, watch)
+        states = list(scheduler.running)
+        tokens = [
+            output.tokens(len(state.tokens) - state.num_prompt + 1, num_turns)
+            for state, output in zip(states, span.outputs, strict=True)
+        ]
+        advance(scheduler, num_turns, tokens, watch)
         self._timer.passed(num_turns)
         if span.before is not None:
             last = num_turns - 1
@@ -160,10 +159,5 @@ class QuietSpans:
             batch = later_batch(span.before.batch, num_turns)
             pending = self._leader.sample(batch, NO_LOGITS, ())
             self._loop.go_on(batch, pending, begun_ns=span.begins_ns(last), settled_ns=span.ends_ns[last])
-        for state, tokens in zip(states, told, strict=True):
-            self._leader.tell_all(state, tokens, times_ns)
-
-    def _num_left(self, state: RequestState) -> int:
-        request = state.request
-        num_told = len(state.tokens) - len(request.prompt_token_ids)
-        return self._rule.output(request.request_id).length - num_told
+        for state, new in zip(states, tokens, strict=True):
+            self._leader.tell_all(state, new, times_ns)

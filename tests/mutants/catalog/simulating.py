@@ -175,8 +175,8 @@ def _(original, self, is_past):
     "rayk.simulate.spans:QuietSpans.plan",
     FAST,
 )
-def _(original, self, begin_ns, until_ns):
-    return original(self, begin_ns, None)
+def _(original, self, begin_ns, until_ns, give_up_ns):
+    return original(self, begin_ns, None, give_up_ns)
 
 
 @SIMULATING.twin(
