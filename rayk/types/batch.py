@@ -19,9 +19,10 @@ class Rollback(NamedTuple):
     num_kept: int  # the first so many tokens of that step
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class ScheduledRequest:
-    """One request's share of a step. Filled by the scheduler."""
+    """One request's share of a step. Filled by the scheduler, and changed by nobody afterwards. Not frozen:
+    a step makes one for each of its requests, and would take three times as long for it."""
 
     request_id: str
     row: int  # persistent row of the engine's block tables, 0 .. max_seqs - 1
