@@ -76,7 +76,7 @@ class SimLeader(Leader):
             if share.needs_logits:
                 name = share.request_id
                 number = len(state.tokens) + state.num_sampled_ahead - state.num_prompt
-                (found[name],) = outputs(name).tokens(number, 1)
+                found[name] = outputs(name).token(number)
         return PendingTokens(tokens=NO_TOKENS, finish=lambda _: StepTokens(token_ids=found))
 
     def _deliver(self, state: RequestState, logprobs: Sequence[TokenLogprobs] | None) -> None:

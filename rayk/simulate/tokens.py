@@ -27,6 +27,10 @@ class SimOutput:
         self.names: list[str] = []
         """The attempts that asked for it."""
 
+    def token(self, number: int) -> int:
+        """Tell the token of this number, from 1."""
+        return self._end if number == self.length else self._cycle[(self._start + number) % len(self._cycle)]
+
     def tokens(self, number: int, count: int) -> list[int]:
         """List the tokens of this number, from 1, and those after it."""
         cycle = self._cycle

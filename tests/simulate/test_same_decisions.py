@@ -68,6 +68,9 @@ class NotedOutput(SimOutput):
         super().__init__([], end, 0, None)
         self._chosen = chosen
 
+    def token(self, number: int) -> int:
+        return self._chosen[number - 1]
+
     def tokens(self, number: int, count: int) -> list[int]:
         return self._chosen[number - 1 : number - 1 + count]
 
