@@ -50,23 +50,32 @@ class Hull:
         if not self.places:
             return None
         place = place_of(shape_of(features))
-        if place not in self._is_near:
-            self._is_near[place] = any(_distance(place, other) <= REACH for other in self.places)
-        if self._is_near[place]:
+        if self._reaches(place):
             return None
         nearest = min(self.places, key=lambda other: _distance(place, other))
         like = [2 ** (p / PARTS_OF_OCTAVE) if p >= 0 else 0.0 for p in nearest]
         return f"the nearest to {_in_words(shape_of(features))} is about {_in_words(like)}"
+
+    def _reaches(self, place: Place) -> bool:
+        """Tell whether a measured place is near."""
+        if place not in self._is_near:
+            self._is_near[place] = any(_distance(place, other) <= REACH for other in self.places)
+        return self._is_near[place]
 
     def num_inside(self, run: DecodeRun) -> int:
         """Count the first of these steps that lie within."""
         num_steps = len(run.num_seen)
         if not self.bounds and not self.places:
             return num_steps
-        first, last = run.step(0), run.step(num_steps - 1)
         # Sums grow from step to step, so what lies between two steps of one place is of it.
-        is_one_place = not self.places or place_of(shape_of(first)) == place_of(shape_of(last))
-        if is_one_place and self.why_outside(first) is None and self.why_outside(last) is None:
+        ends = run.step(0), run.step(num_steps - 1)
+        places = {place_of(shape_of(step)) for step in ends} if self.places else set()
+        is_bounded = all(
+            least <= getattr(step, axis) <= most
+            for step in ends
+            for axis, (least, most) in self.bounds.items()
+        )
+        if is_bounded and len(places) < 2 and all(map(self._reaches, places)):
             return num_steps
         outside = (i for i in range(num_steps) if self.why_outside(run.step(i)) is not None)
         return next(outside, num_steps)

@@ -55,8 +55,9 @@ class StepTimer:
 
     def model_ns(self, features: StepFeatures) -> int:
         """Tell what the step itself takes. Raises OutsideHull where it must lie inside."""
-        self.num_outside_hull += not self.costs.is_inside(features)
-        length_ns = self.costs.step_ns(features, strict=self._strict)
+        is_outside = not self.costs.is_inside(features)
+        self.num_outside_hull += is_outside
+        length_ns = self.costs.step_ns(features, strict=self._strict and is_outside)
         if self._draw is not None:
             share = self._drawn.popleft() if self._drawn else self._draw.random()
             length_ns *= quantile(self.costs.table_of(features).ratios, share)
