@@ -82,10 +82,13 @@ class PrefixIndex:
         """Find who holds how many of a prompt's first `most` tokens: each engine once, with the longest
         prefix that it holds; engines that hold none are left out."""
         young, old = self._young, self._old
-        holders, num_blocks = self._all_bits, 0
+        holders, num_blocks, last = self._all_bits, 0, -1
         found: list[HeldPrefix] = []
         for num_blocks, key in enumerate(keys):
             known = young.get(key) or old.get(key, 0)
+            if known == last:
+                continue  # mostly the very number of the prefix before
+            last = known
             if holders & known != holders:
                 self._note(holders & ~known, num_blocks, most, found)
                 holders &= known
@@ -101,7 +104,8 @@ class PrefixIndex:
     def among(self, engines: EngineSet, prompt: Sequence[HeldPrefix]) -> list[HeldPrefix]:
         """Keep of those that hold a prompt the ones in a set."""
         mask = self._mask_of(engines)
-        return [HeldPrefix(num, Holders(self, held.mask & mask)) for num, held in prompt if held.mask & mask]
+        found = ((num_tokens, held.mask & mask) for num_tokens, held in prompt)
+        return [HeldPrefix(num_tokens, Holders(self, here)) for num_tokens, here in found if here]
 
     def _mask_of(self, engines: EngineSet) -> int:
         mask = self._masks.get(engines)
@@ -120,12 +124,15 @@ class PrefixIndex:
         for name in engines:
             mask |= self._bit(name)
         young, old = self._young, self._old
+        last, both = -1, mask
         for num_known, key in enumerate(keys):
             known = young.get(key) or old.get(key, 0)
             if not known:
                 young.update(dict.fromkeys(keys[num_known:], mask))
                 return
-            young[key] = known | mask
+            if known != last:  # one number for all: where there are many engines it is large
+                last, both = known, known | mask
+            young[key] = both
 
     def forget(self, engine: str) -> None:
         """Forget an engine. Costs as much as the index is long: engines do not die often."""

@@ -84,8 +84,11 @@ class WorkOrder:
     def _better(self, best: _Key, own: float, spared: float, engines: Collection[str]) -> _Key:
         """Find the best of engines that are spared as much, unless `best` is better; a key of either has the
         cost in place of the work. Engines are passed in order of their work for as long as these are not more
-        than those to choose from."""
+        than those to choose from. Where these are k of n, about n / k are passed before one of them is met:
+        where that is more than k, each of them is looked at instead."""
         num_left = len(engines)
+        if num_left * num_left < len(self._engines):
+            return self._best_of(engines, own, spared, best)
         for ranks, keys in self._sorted.items():
             index = 0
             while index < len(keys) and (cost := (keys[index][0] + own - spared) / ranks) <= best[0]:
