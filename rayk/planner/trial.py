@@ -96,6 +96,18 @@ class TrialResult:
         """Good requests per second."""
         return self.good_share * self.trial.rate
 
+    def told_of(self, trial: Trial) -> TrialResult:
+        """Return what another trial comes to that is the same simulation."""
+        before, now = self.trial.simulated[1], trial.simulated[1]
+        return replace(self, trial=trial, output_tokens_per_s=self.output_tokens_per_s * (before / now))
+
+
+def simulation_of(world: PlanWorld, trial: Trial) -> tuple[object, ...]:
+    """Name what a trial simulates: of two with one name the second need not be run. See `told_of`."""
+    candidate, part = trial.simulated
+    num_requests = world.traffic.count(trial.num_requests)
+    return candidate.plan_id, part * trial.rate, num_requests, trial.seed, trial.slowed
+
 
 def run_trial(world: PlanWorld, trial: Trial) -> TrialResult:
     """Simulate. Steps outside the tables end it, unless the world extrapolates."""
