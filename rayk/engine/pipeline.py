@@ -36,12 +36,17 @@ class Pipeline:
         self._rank = rank
         self._coming: deque[Due | None] = deque([None] * rank.stage)
 
-    @torch.inference_mode()
     def tick(self, batch: ScheduledBatch | None, commands: tuple[object, ...] = ()) -> Due | None:
         """Take the turn's batch, exchange with the stages beside this one, and return the step that is due,
         whose input the rank then has."""
         self._coming.append(None if batch is None else Due(batch, commands))
         due = self._coming.popleft()
+        if self._rank.comms.before is not None or self._rank.comms.after is not None:
+            self._exchange(due)
+        return due
+
+    @torch.inference_mode()
+    def _exchange(self, due: Due | None) -> None:
         rank, comms = self._rank, self._rank.comms
         # Both sides know the shapes from the batch. Nothing crosses of a step that has no token left.
         if due is not None and comms.before is not None:
@@ -54,4 +59,3 @@ class Pipeline:
                 if x.numel():
                     comms.after.broadcast(x.contiguous())
             rank.outgoing = ()
-        return due

@@ -70,8 +70,10 @@ class ScheduledBatch:
         """List the blocks handed out for this step."""
         found: list[int] = []
         for r in self.requests:
-            if any(ids for _, ids in r.new_block_ids):  # most requests of a decode step get none
-                found += r.fresh_blocks()
+            for _, ids in r.new_block_ids:
+                if ids:  # most requests of a decode step get none
+                    found += r.fresh_blocks()
+                    break
         return tuple(found)
 
 
