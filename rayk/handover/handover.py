@@ -281,9 +281,9 @@ class TransferHandover:
 
     def needs_gather(self) -> bool:
         """While a lease, a reservation or a read is open, every rank's news counts."""
-        halves = [self.lending.is_open, self.receiving.is_busy, self.reservations.is_busy]
-        halves += [self.offloading is not None and self.offloading.is_busy]
-        return any(halves) or self.has_commands
+        is_moving = self.lending.is_open or self.receiving.is_busy or self.reservations.is_busy
+        is_moving = is_moving or (self.offloading is not None and self.offloading.is_busy)
+        return is_moving or self.has_commands
 
     @property
     def is_quiet(self) -> bool:

@@ -107,15 +107,8 @@ class Receiving:
     @property
     def is_busy(self) -> bool:
         """Whether anything is on its way, drains or is kept."""
-        known = (
-            self._reading,
-            self._draining,
-            self._queued,
-            self._kept_until,
-            self._proving,
-            self._abandoned,
-        )
-        return any(known)
+        under_way = self._reading or self._draining or self._proving
+        return bool(under_way or self._queued or self._kept_until or self._abandoned)
 
     @property
     def any_waiting(self) -> bool:
@@ -175,6 +168,8 @@ class Receiving:
 
     def turn(self) -> None:
         """Called before each turn, it forgets what is kept too long, gives up late requests, starts reads."""
+        if not self.is_busy:
+            return
         assert self.leader is not None
         now = self.leader.clock()
         for request_id in [r for r, until in self._kept_until.items() if until <= now]:

@@ -107,6 +107,8 @@ class Reservations:
 
     def turn(self) -> None:
         """Called before each turn, it gives up what waited too long and reserves what blocks allow."""
+        if not self.is_busy:
+            return
         assert self.leader is not None
         now = self.leader.clock()
         for open_reservation in [r for r in self._open.values() if r.until_ns <= now]:

@@ -164,9 +164,9 @@ class Dispatcher:
     @property
     def next_deadline_ns(self) -> int | None:
         """When `expire` has something to do; None: nobody waits."""
-        deadlines: Iterable[int | None] = (
-            waiting_room.next_deadline_ns for waiting_room in self._waiting_rooms
-        )
+        if not self.num_waiting:
+            return None
+        deadlines = [waiting_room.next_deadline_ns for waiting_room in self._waiting_rooms]
         return min((d for d in deadlines if d is not None), default=None)
 
     def load(self, engine: str) -> EngineLoad:
@@ -321,7 +321,10 @@ class Dispatcher:
 
     def heard(self, front: str, now_ns: int) -> None:
         """A front gave a sign of life."""
-        self._fronts.setdefault(front, _FrontState(now_ns)).heard_ns = now_ns
+        if front in self._fronts:
+            self._fronts[front].heard_ns = now_ns
+        else:
+            self._fronts[front] = _FrontState(now_ns)
 
     def connected(self, front: str) -> None:
         """A front made a connection, maybe while an older one is about to be missed."""
@@ -378,7 +381,7 @@ class Dispatcher:
     def _let_in(self, now_ns: int) -> list[Action]:
         """Whoever waits and there is room for."""
         actions: list[Action] = []
-        while self._has_room:
+        while self.num_waiting and self._has_room:
             waiting = next(
                 (w for waiting_room in self._waiting_rooms if (w := waiting_room.pop(now_ns)) is not None),
                 None,
