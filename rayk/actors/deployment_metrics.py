@@ -36,14 +36,13 @@ def report_request(meter: Meter, row: RequestRow) -> None:
     """Report how a request ended and, if it has all its tokens, its times and each gap between them. A row
     without an end is of a request that nobody waited for any more."""
     meter.add("rayk_request_outcomes_total", finish_reason=row.finish_reason or "abort")
-    times = row.token_times_ns
-    if row.finish_reason not in ("stop", "length") or not times:
+    if row.finish_reason not in ("stop", "length") or row.ttft_ns is None or row.e2e_ns is None:
         return
-    meter.observe("rayk_ttft_seconds", (times[0] - row.arrival_ns) / 1e9)
-    meter.observe("rayk_e2e_seconds", (times[-1] - row.arrival_ns) / 1e9)
-    if len(times) > 1:
-        meter.observe("rayk_tpot_seconds", (times[-1] - times[0]) / (len(times) - 1) / 1e9)
-        gaps = ((after - before) / 1e9 for before, after in pairwise(times))
+    meter.observe("rayk_ttft_seconds", row.ttft_ns / 1e9)
+    meter.observe("rayk_e2e_seconds", row.e2e_ns / 1e9)
+    if row.tpot_ns is not None:
+        meter.observe("rayk_tpot_seconds", row.tpot_ns / 1e9)
+        gaps = ((after - before) / 1e9 for before, after in pairwise(row.token_times_ns))
         meter.observe_all("rayk_itl_seconds", gaps)
     for name, stages in STAGES.items():
         if stages[-1] in row.stage_ns:

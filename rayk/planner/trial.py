@@ -178,14 +178,13 @@ class _CountedRequests:
         self.num_output_tokens += len(row.output_token_ids)
         if row.prompt_index < self._num_first:
             return
-        times, count = row.token_times_ns, len(row.output_token_ids)
-        answered = row.error is None and bool(times)
+        is_answered = row.error is None
         self._rows.append(
             {
-                "num_output_tokens": count,
-                "ttft_ms": (times[0] - row.arrival_ns) / 1e6 if answered else None,
-                "tpot_ms": (times[-1] - times[0]) / 1e6 / (count - 1) if answered and count > 1 else None,
-                "e2e_ms": (times[-1] - row.arrival_ns) / 1e6 if answered else None,
+                "num_output_tokens": len(row.output_token_ids),
+                "ttft_ms": _ms(row.ttft_ns) if is_answered else None,
+                "tpot_ms": _ms(row.tpot_ns) if is_answered else None,
+                "e2e_ms": _ms(row.e2e_ns) if is_answered else None,
                 "queue_ms": sum(row.stage_ns.get(s, 0) for s in ("queue", "dispatch", "prefill_queue")) / 1e6,
             }
         )
@@ -209,6 +208,10 @@ class _CountedRequests:
             "missed": missed,
             "stages_ms": {stage: ms / num for stage, ms in self._stages.items()},
         }
+
+
+def _ms(length_ns: float | None) -> float | None:
+    return None if length_ns is None else length_ns / 1e6
 
 
 def _percentiles(rows: list[dict[str, Any]], name: str) -> tuple[float, float]:

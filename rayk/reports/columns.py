@@ -52,24 +52,27 @@ FIELDS = {
 
 
 def request_record(row: RequestRow) -> dict[str, Any]:
-    times = row.token_times_ns
-    gaps_ms = [(b - a) / NS_PER_MS for a, b in pairwise(times)]
+    gaps_ms = [(b - a) / NS_PER_MS for a, b in pairwise(row.token_times_ns)]
     record: dict[str, Any] = {name: getattr(row, name) for name in REQUEST_FIELDS if hasattr(row, name)}
     record |= {
         "output_top_logprobs": _tops(row.output_top_logprobs),
         "prompt_top_logprobs": _tops(row.prompt_top_logprobs),
         "due_ms": row.due_ns / NS_PER_MS,
-        "ttft_ms": (times[0] - row.arrival_ns) / NS_PER_MS if times else None,
-        "tpot_ms": sum(gaps_ms) / len(gaps_ms) if gaps_ms else None,
+        "ttft_ms": _ms(row.ttft_ns),
+        "tpot_ms": _ms(row.tpot_ns),
         "itl_ms": gaps_ms,
-        "e2e_ms": (times[-1] - row.arrival_ns) / NS_PER_MS if times else None,
-        "exposed_ms": None if row.exposed_ns is None else row.exposed_ns / NS_PER_MS,
+        "e2e_ms": _ms(row.e2e_ns),
+        "exposed_ms": _ms(row.exposed_ns),
         "load_ms": row.load_ns / NS_PER_MS if row.load_ns else None,
         "swap_ms": row.swap_ns / NS_PER_MS if row.swap_ns else None,
     }
     for stage in dict.fromkeys((*STAGES, *row.stage_ns)):
         record[f"stage_{stage}_ns"] = row.stage_ns.get(stage)
     return record
+
+
+def _ms(length_ns: float | None) -> float | None:
+    return None if length_ns is None else length_ns / NS_PER_MS
 
 
 def _tops(tops: Sequence[Sequence[tuple[int, float]] | None] | None) -> list[Any] | None:
@@ -85,8 +88,8 @@ def transfer_record(row: TransferRow) -> dict[str, Any]:
             f"{part}_ms": getattr(row, f"{part}_ns") / NS_PER_MS
             for part in ("post", "transfer", "repack", "convert", "digest")
         },
-        "begin_ms": None if row.begin_ns is None else row.begin_ns / NS_PER_MS,
-        "end_ms": None if row.end_ns is None else row.end_ns / NS_PER_MS,
+        "begin_ms": _ms(row.begin_ns),
+        "end_ms": _ms(row.end_ns),
         "gb_per_s": row.bytes / row.transfer_ns if row.transfer_ns > 0 else None,
     }
     return record

@@ -29,14 +29,13 @@ class Summary:
         self.num_prompt_tokens += row.num_prompt_tokens
         self.num_cached_tokens += row.num_cached_tokens
         self.num_attempts += row.num_attempts
-        times_ns = row.token_times_ns
-        if row.error is not None or not times_ns:
+        if row.error is not None or (ttft_ns := row.ttft_ns) is None or (e2e_ns := row.e2e_ns) is None:
             return
-        self.num_output_tokens += len(times_ns)
-        self._ttft_ms.append((times_ns[0] - row.arrival_ns) / 1e6)
-        self._e2e_ms.append((times_ns[-1] - row.arrival_ns) / 1e6)
-        if len(times_ns) > 1:
-            self._tpot_ms.append((times_ns[-1] - times_ns[0]) / (len(times_ns) - 1) / 1e6)
+        self.num_output_tokens += len(row.token_times_ns)
+        self._ttft_ms.append(ttft_ns / 1e6)
+        self._e2e_ms.append(e2e_ns / 1e6)
+        if (tpot_ns := row.tpot_ns) is not None:
+            self._tpot_ms.append(tpot_ns / 1e6)
 
     def percentile(self, name: str, percent: float) -> float:
         """Return a percentile of ttft_ms, tpot_ms or e2e_ms; NaN where there is none."""

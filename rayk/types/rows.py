@@ -56,6 +56,22 @@ class RequestRow:
     recovered_by: str | None = None  # recompute or migrate: how a request whose hand-over failed was saved
     num_valid_tokens: int | None = None  # prompt tokens of a recomputed request whose proven KV was kept
 
+    @property
+    def ttft_ns(self) -> int | None:
+        """TTFT: how long after it was due the first token was there; None: there is none."""
+        return self.token_times_ns[0] - self.arrival_ns if self.token_times_ns else None
+
+    @property
+    def tpot_ns(self) -> float | None:
+        """TPOT: the mean time from token to token; None: there are fewer than two."""
+        num_gaps = len(self.token_times_ns) - 1
+        return (self.token_times_ns[-1] - self.token_times_ns[0]) / num_gaps if num_gaps > 0 else None
+
+    @property
+    def e2e_ns(self) -> int | None:
+        """E2E: how long after it was due the last token was there; None: there is none."""
+        return self.token_times_ns[-1] - self.arrival_ns if self.token_times_ns else None
+
 
 @dataclass(kw_only=True, slots=True)
 class TransferRow:
