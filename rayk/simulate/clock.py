@@ -55,9 +55,9 @@ class EventQueue:
         heapq.heappush(self._heap, (event.at_ns, order, self._num_planned, event))
         return event
 
-    def is_past(self, at_ns: int, order: int) -> bool:
-        """Tell whether what has this order has happened at a time, or happens right now."""
-        return at_ns < self.now_ns or (at_ns == self.now_ns and order <= self._reached)
+    def has_reached(self, order: int) -> bool:
+        """Tell whether what has this order has happened at the time that it is, or happens right now."""
+        return order <= self._reached
 
     def cancel(self, event: Event) -> None:
         """Have nothing happen at this event, which may be over."""

@@ -247,8 +247,8 @@ class SimEngine:
         if (span := self._span) is not None:
             assert self._next is not None
             self._world.cancel(self._next)
-            order = TURNS + self._order
-            self._carry_out(span, span.num_begun(lambda at_ns: self._world.is_past(at_ns, order)))
+            is_over = self._world.has_reached(TURNS + self._order)
+            self._carry_out(span, span.num_begun(self._world.now_ns, is_over=is_over))
 
     def _carry_out(self, span: QuietSpan, num_steps: int) -> None:
         assert self._spans is not None

@@ -10,7 +10,7 @@ was in flight, and its last step stays in flight.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -56,9 +56,10 @@ class QuietSpan:
     def begins_ns(self, index: int) -> int:
         return self.ends_ns[index - 1] if index else self.begin_ns
 
-    def num_begun(self, is_past: Callable[[int], bool]) -> int:
-        """Count the turns that began at a time of which `is_past` is true; it is of the first."""
-        return bisect_left(range(len(self.ends_ns)), True, key=lambda i: not is_past(self.begins_ns(i)))
+    def num_begun(self, at_ns: int, *, is_over: bool = True) -> int:
+        """Count the turns that began up to a time; `is_over`: those at that very time have begun, too."""
+        begins_ns = [self.begin_ns, *self.ends_ns[:-1]]
+        return bisect_right(begins_ns, at_ns) if is_over else bisect_left(begins_ns, at_ns)
 
     def settled(self, index: int) -> SettledStep:
         """Describe the step that a turn settles."""
@@ -124,7 +125,7 @@ class QuietSpans:
             key = span.ends_ns.__getitem__ if before is None else lambda i: span.begins_ns(i) + host_ns
             del span.ends_ns[bisect_left(looks_ns, until_ns, key=key) :]
         if give_up_ns is not None:
-            del span.ends_ns[span.num_begun(lambda at_ns: at_ns <= give_up_ns) :]
+            del span.ends_ns[span.num_begun(give_up_ns) :]
         return span if span.ends_ns else None
 
     def _put_beside(self, before: StepInFlight, span: QuietSpan, host_ns: int) -> None:

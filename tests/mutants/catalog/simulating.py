@@ -166,8 +166,8 @@ FAST = "test_spans.py::test_a_fast_world_is_as_one_that_takes_each_step"
     "rayk.simulate.spans:QuietSpan.num_begun",
     FAST,
 )
-def _(original, self, is_past):
-    return min(len(self.ends_ns), original(self, is_past) + 1)
+def _(original, self, at_ns, *, is_over=True):
+    return min(len(self.ends_ns), original(self, at_ns, is_over=is_over) + 1)
 
 
 @SIMULATING.twin(
