@@ -11,8 +11,8 @@ The folder of --out gets config.json and model.safetensors as vLLM reads them, a
 Acceptance is measured on texts of the same kind, and on prompts of --also, that the head did not learn from.
 Where the model wrote a text it drafts k tokens, goes on behind the first that the text has not, and so forth.
 `accepted` is accepted tokens / drafted tokens; `position j` the share of drafts of which j tokens or more
-were accepted. Beside the head stands a table of each token's most frequent successor in the texts learned from;
-`seen before` is the share of drafts whose right first token, with the four before it, is in these texts.
+were accepted. Beside the head stands a table of each token's most frequent successor in the texts learned
+from; `seen before` is the share of drafts whose right first token, with the four before, is in these texts.
 
 Exit status 1, with --check, if not over half of the first tokens are accepted, and 2 for a model that such
 heads do not fit.
@@ -288,8 +288,9 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
     learned, held_out = texts[: options.texts], texts[options.texts :]
     num_tokens = sum(len(text.token_ids) for text in learned)
     page.say(
-        f"Model `{options.model.name}`. It wrote {len(learned):,} texts of {num_tokens:,} tokens to learn "
-        f"from, behind {options.prompts} prompts, half greedily, half at temperature {options.temperature:g}.",
+        f"Model `{options.model.name}`. It wrote {len(learned):,} texts of {num_tokens:,} tokens to "
+        f"learn from, behind {options.prompts} prompts, half greedily, half at temperature "
+        f"{options.temperature:g}.",
         "",
     )
     recipe = Recipe(

@@ -85,7 +85,7 @@ HOMES: Mapping[str, tuple[str, ...]] = {
     "pandas": ("rayk/reports/",),
     "pyarrow": ("rayk/reports/",),
     "plotly": ("rayk/reports/",),
-    "transformers": ("rayk/oracle/", "rayk/serve/", "rayk/actors/", "jobs/benchmarks/"),
+    "transformers": ("rayk/oracle/", "rayk/serve/", "rayk/actors/", "jobs/benchmarks/", "jobs/draft_"),
     "huggingface_hub": ("rayk/models/hub.py", "rayk/oracle/"),
     "tokenizers": ("rayk/oracle/", "rayk/serve/", "rayk/actors/"),
     "pydantic": ("rayk/specs/", "rayk/serve/"),

@@ -1,4 +1,4 @@
-"""jobs/train_draft.py: a head's steps beside transformers' own layers, its file, texts, training and tallies."""
+"""jobs/train_draft.py: a head's steps beside transformers' layers, its file, texts, training and tallies."""
 
 from __future__ import annotations
 
