@@ -14,7 +14,7 @@ import transformers
 from rayk.attention import CommonAttentionMetadata, get_backend
 from rayk.models.decoder import Decoder
 from rayk.models.drafters.config import DrafterConfig, drafter_of, drafter_specs
-from rayk.models.drafters.drafter import Drafter
+from rayk.models.drafters.drafter import RankDrafter
 from rayk.models.drafters.loader import load_drafter
 from rayk.models.layers.attention import Attention
 from rayk.parallel.comm import Comm
@@ -37,7 +37,7 @@ def find(checkpoint: Checkpoint, engine_tp: int = 1, **settings: Any) -> Drafter
     return drafter_of(speculative, checkpoint.config, engine_of(checkpoint.path, engine_tp))
 
 
-def load_both(checkpoint: Checkpoint, config: DrafterConfig, comm: Comm) -> tuple[Decoder, Drafter]:
+def load_both(checkpoint: Checkpoint, config: DrafterConfig, comm: Comm) -> tuple[Decoder, RankDrafter]:
     """One rank's model and drafter on the CPU."""
     decoder = load(checkpoint, comm)
     drafter = load_drafter(
@@ -95,7 +95,7 @@ class Fed:
 class PagedDrafter:
     """Runs rows of several requests through a drafter."""
 
-    def __init__(self, drafter: Drafter, num_requests: int, max_tokens: int = 128) -> None:
+    def __init__(self, drafter: RankDrafter, num_requests: int, max_tokens: int = 128) -> None:
         self.drafter = drafter
         self.block_table = Paged._table(num_requests, max_tokens, BLOCK_SIZE)
         specs = drafter_specs(drafter.config, engine_of(drafter.config.path))

@@ -2,7 +2,7 @@
 
  config.py      DrafterConfig: the drafter of a SpeculativeConfig, its layers and their KV; free of torch
  refusals.py    which engines and models cannot have one, and what would do; free of torch
- drafter.py     Drafter: what an engine calls
+ drafter.py     RankDrafter: what an engine calls
  draft_model.py a smaller model of the same vocabulary
  eagle3.py      a head that takes three hidden states of the model
  mtp.py         multi-token prediction layers of the model's own checkpoint

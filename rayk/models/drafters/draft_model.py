@@ -13,7 +13,7 @@ from rayk.models.drafters.config import DrafterConfig
 
 
 class DraftModel:
-    """Drafts with a whole decoder of its own, as Drafter says."""
+    """Drafts with a whole decoder of its own, as RankDrafter says."""
 
     def __init__(self, config: DrafterConfig, decoder: Decoder) -> None:
         self.config = config

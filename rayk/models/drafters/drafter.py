@@ -16,7 +16,7 @@ from rayk.kv.groups import CacheKey
 from rayk.models.drafters.config import DrafterConfig
 
 
-class Drafter(Protocol):
+class RankDrafter(Protocol):
     """One rank's share. All ranks of the engine call each method in the same order, with equal arguments, and
     get the same bits.
 

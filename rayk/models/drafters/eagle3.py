@@ -45,7 +45,7 @@ class HeadWeights:
 
 
 class Eagle3:
-    """Drafts as Drafter says. What `forward` returns is the residual stream, which the next row takes in
+    """Drafts as RankDrafter says. What `forward` returns is the residual stream, which the next row takes in
     place of the model's hidden states; `logits` norm it."""
 
     def __init__(self, config: DrafterConfig, weights: HeadWeights, placing: Placing) -> None:

@@ -11,7 +11,7 @@ from rayk.models.build import Build
 from rayk.models.decoder import Decoder
 from rayk.models.drafters.config import DrafterConfig
 from rayk.models.drafters.draft_model import DraftModel
-from rayk.models.drafters.drafter import Drafter
+from rayk.models.drafters.drafter import RankDrafter
 from rayk.models.drafters.eagle3 import build_eagle3
 from rayk.models.drafters.mtp import build_mtp
 from rayk.models.drafters.reading import FiniteReader
@@ -31,7 +31,7 @@ def load_drafter(
     device: torch.device,
     backend_for: Callable[[int], AttentionBackend],
     open_weights: OpenWeights = FiniteReader,
-) -> Drafter:
+) -> RankDrafter:
     """Load the drafter of rank `comm.rank` of the engine whose model is `target`, and tell that which hidden
     states to keep.
 

@@ -38,8 +38,8 @@ class MtpLayer:
 
 
 class Mtp:
-    """Drafts as Drafter says. What `forward` returns is normed: logits and the next depth take it as it is,
-    as they take the model's own hidden states."""
+    """Drafts as RankDrafter says. What `forward` returns is normed: logits and the next depth take it as it
+    is, as they take the model's own hidden states."""
 
     def __init__(
         self,
