@@ -380,16 +380,18 @@ class Scheduler:
         for share, state in zip(batch.requests, self._in_flight.pop(batch.step), strict=True):
             if state.row is None:
                 continue  # aborted while the step ran, or over with the step before
-            num_rejected = self._take_verified(state, share, accepted) if share.num_drafts else 0
-            is_change = self._computed(state, share, num_rejected)
-            if prompt_logprobs and state.prompt_logprobs is not None:
-                state.prompt_logprobs += prompt_logprobs.get(share.request_id, ())
-            if share.needs_logits:
-                if not share.num_drafts:
+            if share.num_drafts:
+                is_change = self._take_verified(state, share, accepted)
+                got_token.append(state)
+            else:
+                is_change = self._computed(state, share, len(share.token_ids))
+                if prompt_logprobs and state.prompt_logprobs is not None:
+                    state.prompt_logprobs += prompt_logprobs.get(share.request_id, ())
+                if share.needs_logits:
                     state.num_new = 1
                     state.append(sampled[share.request_id], self.max_positions)
                     self.num_output_tokens += 1
-                got_token.append(state)
+                    got_token.append(state)
             if self.on_computed is not None:
                 self.on_computed(state)
             if state.finish_reason is not None:
@@ -406,13 +408,13 @@ class Scheduler:
 
     def _take_verified(
         self, state: RequestState, share: ScheduledRequest, accepted: Mapping[str, Sequence[int]] | None
-    ) -> int:
-        """Give a request what its draft came to; returns how many tokens were computed in vain."""
+    ) -> bool:
+        """Give a request what its draft came to; returns what `_computed` does."""
         assert self.drafting is not None
         assert accepted is not None, "a step with drafts was not verified"
         num_vain = self.drafting.settle(state, share, accepted[share.request_id])
         self.num_output_tokens += state.num_new
-        return num_vain
+        return self._computed(state, share, len(share.token_ids) - num_vain)
 
     def check_integrity(self) -> None:
         rows = [state.row for state in self._running] + self._rows
@@ -433,10 +435,11 @@ class Scheduler:
             state.no_updates = tuple([(end, ()) for end in ends])
         return updates
 
-    def _computed(self, state: RequestState, share: ScheduledRequest, num_rejected: int = 0) -> bool:
-        """Note that tokens of a request were computed; tells whether a block is full or dead with them."""
+    def _computed(self, state: RequestState, share: ScheduledRequest, num_tokens: int) -> bool:
+        """Note that its first `num_tokens` tokens of a step were computed; tells whether a block is full, or
+        dead, with them."""
         start = share.num_computed_tokens
-        stop = start + len(share.token_ids) - num_rejected
+        stop = start + num_tokens
         num_prompt = state.num_prompt
         if start < num_prompt:
             self.num_prompt_tokens += min(stop, num_prompt) - start

@@ -115,7 +115,7 @@ class Drafting:
         and all that is left of it to compute."""
         stop = share.num_computed_tokens + 1
         is_decode = share.needs_logits and stop == len(state.tokens) and len(share.token_ids) == 1
-        if not is_decode or stop <= len(state.request.prompt_token_ids) or state.waits_for_token:
+        if not is_decode or stop <= state.num_prompt or state.waits_for_token:
             return 0
         # A block of states is left with that after its last token.
         to_borders = [-stop % size for size in self._state_block_sizes]

@@ -138,9 +138,9 @@ def _(original, self, tokens):
     "sched/test_drafting.py::test_rejected_tokens_are_never_found_in_the_prefix_cache",
     "engine/test_speculative.py::test_tokens_are_transformers",
 )
-def _(original, self, state, share, num_rejected=0):
-    state.num_ahead += num_rejected
-    return original(self, state, share, 0)
+def _(original, self, state, share, num_tokens):
+    state.num_ahead += len(share.token_ids) - num_tokens
+    return original(self, state, share, len(share.token_ids))
 
 
 @SERVING.twin(
