@@ -20,14 +20,13 @@ from typing import Any, NoReturn
 
 from rayk.types.errors import CheckpointError
 from rayk.types.files import write_atomically
-from rayk.types.model_names import HubName, hub_name
+from rayk.types.model_names import CONFIG, HubName, hub_name
 from rayk.types.noted_hashes import file_sha256
 
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Weights and their index, configs, and the files of every kind of tokenizer."""
 UNWANTED = ("*/*", "consolidated*", "*.bin.index.json")
 """Copies in other formats: in folders of their own, or the same weights under the maker's names."""
-CONFIG = "config.json"
 QUANT_CONFIG = "hf_quant_config.json"
 """Where nvidia-modelopt's older exports alone say how weights are stored."""
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")

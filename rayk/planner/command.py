@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rayk.models.config import DecoderConfig
@@ -14,6 +13,7 @@ from rayk.specs.cells import Cell
 from rayk.specs.plan import PlanSpec
 from rayk.specs.server_plan import ServerOptions, plan_server_of
 from rayk.specs.serving import ServerSettings
+from rayk.types.model_names import weights_name
 
 SEARCHED = ("max_batch_tokens", "max_seqs", "num_blocks")
 """Engine options that a candidate says."""
@@ -43,7 +43,7 @@ def server_options(spec: PlanSpec, candidate: Candidate) -> ServerOptions:
     if f.decode_tp is not None:
         sides |= {"decode_tp": f.decode_tp, "num_decode": candidate.num_decode}
     return ServerOptions(
-        model=served_model(spec.model),
+        model=weights_name(spec.model),
         mode=f.mode,
         dtype=spec.dtype,
         device=spec.device,
@@ -51,12 +51,6 @@ def server_options(spec: PlanSpec, candidate: Candidate) -> ServerOptions:
         overrides=tuple(f"{key}={_written(value)}" for key, value in _overrides(spec, candidate).items()),
         **sides,
     )
-
-
-def served_model(model: str) -> str:
-    """Name what is served where a plan may have been made of config.json alone."""
-    path = Path(model)
-    return str(path.parent) if path.name == "config.json" else model
 
 
 def _overrides(spec: PlanSpec, candidate: Candidate) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rayk.costs.stored import as_json
@@ -15,6 +14,7 @@ from rayk.planner.trial import TrialResult
 from rayk.planner.why import limit_of, why_not, why_of
 from rayk.reports.environment import git_commit, package_versions
 from rayk.reports.validation import within_text
+from rayk.types.model_names import weights_name
 
 if TYPE_CHECKING:
     from rayk.planner.inputs import PlanInputs
@@ -229,7 +229,7 @@ def trust_of(best: PlanTrials, plan: PlanInputs, rows: list[dict[str, Any]]) -> 
             f"{refused} of {len(rows)} plans take steps unlike those measured, and were not predicted "
             "(--extrapolate)."
         )
-    if Path(plan.spec.model).name == "config.json":
+    if weights_name(plan.spec.model) != plan.spec.model:
         doubts.append("The model was read from its config alone: the command needs its weights beside it.")
     validated = plan.costs.validated
     sources = sorted({costs.source for costs in plan.costs.engines.values() if costs.source})

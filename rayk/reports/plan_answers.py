@@ -11,6 +11,7 @@ import pandas as pd
 
 from rayk.reports.page import Answer
 from rayk.reports.values import format_value, is_null
+from rayk.types.model_names import weights_name
 
 Facts = Mapping[str, Any]
 """What plan.json holds."""
@@ -145,7 +146,7 @@ def _trust_command(facts: Facts) -> str:
     """Give the command that makes the answer more trustworthy: tables, or a validation of them."""
     trust = facts.get("trust", {})
     if trust.get("unmeasured"):
-        model = str(facts.get("model") or "MODEL").removesuffix("/config.json")
+        model = weights_name(str(facts.get("model") or "MODEL"))
         return f"rayk costs {shlex.quote(model)} --for spec.yaml --out costs"
     return (
         "" if trust.get("validation") else f"rayk plan --validate RUN --costs {trust.get('costs') or 'DIR'}"

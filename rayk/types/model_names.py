@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+CONFIG = "config.json"
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@(?P<revision>[\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHOWN = 8  # digits of a commit that tell it apart for people
@@ -51,3 +52,9 @@ def short_name(model: str) -> str:
     revision = found["revision"]
     shown = revision[:_SHOWN] if _COMMIT.fullmatch(revision) else revision.replace("/", "-")
     return f"{Path(found['repo']).name}@{shown}"
+
+
+def weights_name(model: str) -> str:
+    """Name what has a model's weights: the folder, where its config.json is named, as plans may."""
+    path = Path(model)
+    return str(path.parent) if path.name == CONFIG else model
