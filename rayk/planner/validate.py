@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -84,18 +83,19 @@ def validate(plan: ValidationPlan, *, tell: Told | None = None) -> Validation:
     if not found:
         whys = "; ".join(f"{cell_id}: {why}" for cell_id, why in left_out[:3])
         raise UserError(f"no cell can be predicted: {whys}", where=", ".join(map(str, plan.runs)))
-    facts = prediction_facts(book, outcomes, noise=plan.noise) | {
+    facts: dict[str, Any] = prediction_facts(book, outcomes, noise=plan.noise) | {
         "runs": runs,
         "left_out": left_out,
         "provenance": _provenance(book),
         "environment": results[0].environment,
     }
     validation = joined_validations(found, facts)
+    try:
+        note_validation(plan.costs, _validated(validation, results[0], plan.out))
+    except OSError as error:  # tables may lie where nobody may write
+        facts["not_noted"] = error.strerror or str(error)
     write_validation(validation, plan.out)
     write_html(plan.out)
-    # Tables may lie where nobody may write: then plans do not know of it.
-    with suppress(OSError):
-        note_validation(plan.costs, _validated(validation, results[0], plan.out))
     return validation
 
 

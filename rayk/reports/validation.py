@@ -65,7 +65,7 @@ class Validation:
     stages: pd.DataFrame
     facts: Mapping[str, Any] = field(default_factory=dict)
     """`costs`, `unmeasured`, `outside_hull` (steps), `runs` (folder of a measured run -> of its prediction),
-    `left_out` (cell, why), `environment`."""
+    `left_out` (cell, why), `environment`; `not_noted`, why it could not be kept with the tables, if so."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -188,7 +188,13 @@ def validation_lines(found: Validation) -> list[str]:
         *lines,
         *([] if worst is None else [f"worst cell: {worst_text(worst)}"]),
         *(f"left out: {cell_id}: {why}" for cell_id, why in left_out),
+        *_not_noted(found),
     ]
+
+
+def _not_noted(found: Validation) -> list[str]:
+    why = found.facts.get("not_noted")
+    return [f"Plans will not tell of this: it could not be kept with the tables ({why})."] if why else []
 
 
 def is_missed(found: Validation) -> bool:
@@ -211,7 +217,7 @@ def _rests_on(found: Validation) -> str:
         texts.append("Cells that the tables were fitted to are marked, and count for no bound.")
     if left_out := found.facts.get("left_out"):
         texts.append(f"{plural(len(left_out), 'cell')} could not be predicted (below).")
-    return " ".join(texts)
+    return " ".join([*texts, *_not_noted(found)])
 
 
 def _command(found: Validation) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -33,6 +34,7 @@ from rayk.reports.validation import (
     within_text,
     worst_cell,
 )
+from rayk.reports.validation_page import validation_lines
 from rayk.simulate import cell_arrivals, cell_row, simulate_cell
 from rayk.specs import Cell, dump_spec, expand, load_spec, resolve_prompts
 from rayk.types.errors import UserError
@@ -189,6 +191,21 @@ def test_tables_know_how_far_they_were_off(truth: Truth, tmp_path: Path) -> None
     assert CostBook.load(tmp_path / "costs").validated.num_cells == 0
 
 
+def test_tables_that_cannot_be_written_to_are_told_of(truth: Truth, tmp_path: Path) -> None:
+    costs, out = tmp_path / "costs", tmp_path / "validation"
+    truth.book(decode=1.2).save(costs)
+    (costs / "validated.json").unlink()
+    (costs / "validated.json").mkdir()  # refused to root as well, who may write into any folder
+    found = validate(ValidationPlan(runs=[truth.folder], costs=costs, out=out))
+    told = "Plans will not tell of this: it could not be kept with the tables (Is a directory)."
+    assert validation_lines(found)[-1] == told
+    assert told in html.unescape((out / "report.html").read_text())
+    assert validation_lines(read_validation(out))[-1] == told
+    (costs / "validated.json").rmdir()
+    found = validate(ValidationPlan(runs=[truth.folder], costs=costs, out=out))
+    assert told not in validation_lines(found)
+
+
 def test_the_stage_at_fault_is_named(truth: Truth, tmp_path: Path) -> None:
     found = truth.validate(truth.book(dispatch=20), tmp_path)
     worst = worst_cell(found)
@@ -261,7 +278,7 @@ def test_paced_engines_are_predicted_at_their_pace(truth: Truth) -> None:
     )
     book = truth.book()
     (key,) = book.engines
-    paced = paced_book(replace(book, host=HostTable(num_cores=2, slow=0.5)), replace(cell, spec=spec))
+    paced = paced_book(replace(book, host=HostTable(num_cores=2)), replace(cell, spec=spec))
     assert paced.engines[key].decode.constants == (4 * DECODE_NS,)
     assert paced.host.num_cores == 0, "they sleep, and take no core"
     assert paced_book(book, cell) is book
