@@ -1,8 +1,9 @@
 """What an engine's work takes: tables that a simulation and paced engines go by. Free of torch.
 
 `features` says what a step is made of, `table` what it takes (an engine's `EngineCosts`), `book` keeps the
-tables of a machine, `hull` says where a table holds, `stored` writes tables down as JSON. `fit` and `steps`
-make tables of recorded steps, `sheets` has what data sheets say of devices.
+tables of a machine, `hull` says where a table holds, `losses` what steps lose beside others, `stored` writes
+tables down as JSON. `fit` and `steps` make tables of recorded steps, `sheets` has what data sheets say of
+devices.
 """
 
 from rayk.costs.book import CostBook

@@ -13,7 +13,8 @@ from rayk.costs.table import EngineCosts, EngineKey, GapTable, HostTable, Transf
 from rayk.types.errors import UserError
 from rayk.types.files import parse_json, read_text, write_atomically
 
-VERSION = 1
+VERSION = 2
+"""Of the files. Those of version 1 told of a host, and not of each engine, what steps lose to neighbours."""
 FILE_BYTES = 4 << 20
 SHARED = ("transfers", "gaps", "host", "provenance", "validated")
 """Files that are of no one engine."""
@@ -136,6 +137,14 @@ def _read(kind: type[T], path: Path) -> T:
         values = parse_json(read_text(path, FILE_BYTES))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot be read: {error}", where=str(path)) from error
-    if not isinstance(values, dict) or values.pop("version", None) != VERSION:
-        raise UserError(f"not a cost table of version {VERSION}", where=str(path))
+    version = values.pop("version", None) if isinstance(values, dict) else None
+    if version is None:
+        raise UserError("not a cost table", where=str(path))
+    if version != VERSION:
+        folder = path.parent
+        raise UserError(
+            f"a cost table of version {version!r:.20}, and this rayk reads version {VERSION}",
+            where=str(path),
+            mend=f"measure anew, or fit what was measured: `rayk costs MODEL --from {folder} --out {folder}`",
+        )
     return read(kind, values, str(path))

@@ -1,7 +1,7 @@
 """Keep what an engine's work takes, and tell what a step takes.
 
 A `CostBook` (see book) has the tables of a machine (or of several alike): of each kind of engine its
-`EngineCosts`, and what its engines have in common, transfers, gaps between them, and how cores are shared.
+`EngineCosts`, and what its engines have in common: transfers, gaps between them, and the host.
 Times are nanoseconds.
 """
 
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from rayk.costs.features import DecodeRun, StepFeatures
 from rayk.costs.hull import Hull
+from rayk.costs.losses import NO_LOSSES, Losses
 from rayk.models.config import DecoderConfig
 from rayk.types.config import EngineConfig
 
@@ -179,6 +180,8 @@ class EngineCosts:
     commands: Mapping[str, LinearCost] = field(default_factory=dict)
     """What a rank does for a hand-over: `each`, of a turn for any command; `MakeTicket`, by the bytes lent;
     `fence` and `verify`, by those read, each of the rank that has most."""
+    losses: Losses = NO_LOSSES
+    """What its steps lose beside those of other engines on the same host."""
     kind: str = "measured"  # or unmeasured: derived from data sheets
     source: str = ""  # which runs, or which data sheet
 
@@ -229,12 +232,12 @@ class Gap:
 
     quantiles: tuple[float, ...] = (0.0,)  # ns
     stream_ns: float = 0.0
-    core_ns: float = 0.0  # what each of the first `num_cores` adds beside that
-    num_cores: int = 0
+    core_ns: float = 0.0  # what each of the first adds beside that, as many as the host has cores
 
-    def ns(self, share: float = 0.5, num_streams: int = 0) -> float:
-        """Tell the quantile at `share` (0.5: the median) while so many requests stream."""
-        taken_ns = self.core_ns * min(num_streams, self.num_cores)
+    def ns(self, share: float = 0.5, num_streams: int = 0, *, num_cores: int = 0) -> float:
+        """Tell the quantile at `share` (0.5: the median) while so many requests stream. `num_cores`: those of
+        the host that its engines take."""
+        taken_ns = self.core_ns * min(num_streams, num_cores)
         return quantile(self.quantiles, share) + taken_ns + self.stream_ns * num_streams
 
 
@@ -298,16 +301,8 @@ def _read_parts(prefill: EngineConfig, decode: EngineConfig) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTable:
-    """How ranks share a host's cores, and what forming an engine takes."""
+    """What the engines of a host share, and what forming one takes. What their steps lose to each other is
+    each engine's own (`EngineCosts.losses`)."""
 
     num_cores: int = 0  # 0: not shared
-    slow: float = 0.0  # a step beside busy ranks on all other cores takes so much of its time more
-    token_ns: float = 0.0
-    """CPU time of other processes, and of a rank's own threads, that passes a token on."""
     form_s: float = 0.0  # until an engine that died serves again
-
-    def stretch(self, num_beside: int, demand: float) -> float:
-        """Tell how many times as long a step takes beside so many ranks of other engines, which keep caches
-        and memory busy, where all together ask for `demand` cores."""
-        share = min(1.0, num_beside / (self.num_cores - 1)) if self.num_cores > 1 else 1.0
-        return max(1.0, demand / self.num_cores) + self.slow * share

@@ -45,9 +45,7 @@ def _gap(cells: Sequence[RecordedCell], stage: str, num_cores: int) -> Gap:
         _, per_stream, per_core = nnls(np.stack([np.ones(len(ns)), streams, taking], axis=1), ns).tolist()
     rest = np.maximum(0.0, ns - per_stream * streams - per_core * taking)
     quantiles = np.quantile(rest, np.linspace(0, 1, NUM_QUANTILES))
-    return Gap(
-        quantiles=tuple(quantiles.tolist()), stream_ns=per_stream, core_ns=per_core, num_cores=num_cores
-    )
+    return Gap(quantiles=tuple(quantiles.tolist()), stream_ns=per_stream, core_ns=per_core)
 
 
 def _one_by_one(cells: Sequence[RecordedCell]) -> Sequence[RecordedCell]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rayk.costs.fit import Fitted
 from rayk.costs.hull import AXES
+from rayk.costs.losses import NO_LOSSES, Losses
 from rayk.costs.table import Gap, StepTable
 from rayk.planner.fitting import MAX_ERROR, FittedBook, FittedClass
 from rayk.types.files import write_atomically
@@ -52,10 +53,9 @@ def told(fitted: FittedBook) -> Iterator[str]:
         for name, read in fitted.book.transfers.reads.items():
             per_mb = [cost.ns(2**20, 1) for cost in (read.post, read.wait)]
             yield f"  a read    {_time(per_mb[0])} to post, {_time(per_mb[1])} to wait, of 1 MiB ({name})"
-    if host.slow:
-        yield f"  beside busy cores a step takes {1 + host.slow:.2f} times as long"
-    if host.token_ns:
-        yield f"  a token   {_time(host.token_ns)} of a core, beside the steps, to pass it on"
+    for key, costs in fitted.book.engines.items():
+        if costs.losses != NO_LOSSES:
+            yield from _wrapped(f"  beside    {_losses(costs.losses)} ({key.text})")
     yield f"  an engine serves again {host.form_s:.1f} s after it died"
     for note in fitted.notes:
         yield from _wrapped(f"note: {note}")
@@ -65,6 +65,15 @@ def _gap(gap: Gap) -> str:
     streams = f" and {_time(gap.stream_ns)} a stream" if gap.stream_ns else ""
     cores = f" and {_time(gap.core_ns)} a core that is taken" if gap.core_ns else ""
     return _time(gap.ns()) + streams + cores
+
+
+def _losses(of: Losses) -> str:
+    """Say how many times as long steps take beside neighbours on all other cores."""
+    return (
+        f"prefill steps take {1 + of.prefill_beside_prefill:.2f} and {1 + of.prefill_beside_decode:.2f} "
+        "times as long beside prefill and decode steps of others, decode steps "
+        f"{1 + of.decode_beside_prefill:.2f} and {1 + of.decode_beside_decode:.2f}"
+    )
 
 
 def write_residuals(fitted: FittedBook, folder: Path) -> None:

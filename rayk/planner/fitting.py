@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rayk.costs.book import CostBook, Provenance
 from rayk.costs.fit import Fitted
 from rayk.costs.steps import fit_host, fit_steps
-from rayk.costs.table import EngineCosts, EngineKey, engine_key
+from rayk.costs.table import EngineCosts, EngineKey, HostTable, engine_key
 from rayk.planner.between import fit_gaps, fit_reads, hand_over_costs
-from rayk.planner.neighbours import fit_slow, form_s
+from rayk.planner.neighbours import FittedLosses, fit_losses, form_s
 from rayk.planner.recorded import EngineStep, RecordedCell, RecordedRun, settled
 from rayk.reports.trust import busy
 from rayk.types.errors import UserError
@@ -67,12 +67,15 @@ def fit_runs(runs: Sequence[RecordedRun]) -> FittedBook:
         costs, found = _fit_engine(key, of_key, notes)
         engines[key] = costs
         classes += found
-    host = fit_slow(cells, engines, num_cores=_num_cores(runs))
+    beside = fit_losses(cells, engines, num_cores=_num_cores(runs))
     book = CostBook(
-        engines={key: _with_commands(key, costs, cells) for key, costs in engines.items()},
+        engines={
+            key: replace(_with_commands(key, costs, cells), losses=beside.losses[key])
+            for key, costs in engines.items()
+        },
         transfers=fit_reads(cells),
         gaps=fit_gaps(cells, num_cores=_num_cores(runs)),
-        host=replace(host, form_s=max(form_s(run.environment) for run in runs)),
+        host=HostTable(num_cores=_num_cores(runs), form_s=max(form_s(run.environment) for run in runs)),
         provenance=provenance(runs),
     )
     for run in runs:
@@ -82,7 +85,16 @@ def fit_runs(runs: Sequence[RecordedRun]) -> FittedBook:
         notes.append("no transfers were measured: no cell hands over")
     if all(cell.is_alone for cell in cells):
         notes.append("no cell has several engines: what they cost each other is not known")
+    else:
+        notes += _unknown_losses(beside)
     return FittedBook(book=book, classes=tuple(classes), notes=tuple(notes))
+
+
+def _unknown_losses(beside: FittedLosses) -> Iterator[str]:
+    for key, names in beside.unknown.items():
+        if names and key.device == "cpu":
+            of = ", ".join(name.replace("_", " ") for name in names)
+            yield f"{key.text}: too few steps tell what it loses to neighbours, which counts as 0: {of}"
 
 
 def provenance(runs: Sequence[RecordedRun]) -> Provenance:

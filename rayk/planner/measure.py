@@ -39,7 +39,8 @@ USUAL = {  # machines whose speed is guessed, to say how fast requests come
     ),
 }
 PAIR_OUTPUT = 4  # tokens: what comes after a read is measured elsewhere
-NEIGHBOUR_PROMPTS = 24
+NEIGHBOUR_PROMPTS = 72
+"""Each of an engine's classes of steps is to meet each of its neighbour's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

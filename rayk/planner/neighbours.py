@@ -2,113 +2,182 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rayk.costs.fit import nnls
-from rayk.costs.table import EngineCosts, EngineKey, HostTable, engine_key
+from rayk.costs.losses import Crowding, Losses, crowding
+from rayk.costs.table import EngineCosts, EngineKey, engine_key
 from rayk.planner.recorded import EngineStep, RecordedCell, settled
 
 Floats = NDArray[np.float64]
 FORMING = ("engines are formed", "engines are connected")  # stages of a run's start
+CLASSES = ("prefill", "decode")
 MAX_RATIO = 8.0  # a step that took longer than so many times the fit was held up by something else
-
-
-def fit_slow(
-    cells: Sequence[RecordedCell], engines: Mapping[EngineKey, EngineCosts], *, num_cores: int
-) -> HostTable:
-    """Fit what steps lose in cells with several engines (a step's fit is of its engine alone): `slow` by the
-    share of the other cores that other engines' steps keep busy, and, where all cores are taken, what passing
-    the tokens of that time on takes of them. Errors weigh by the step's length: it is the time that counts.
-    """
-    found: list[_Lost] = []
-    for cell in cells:
-        keys = {engine_key(cell.config, engine) for engine in cell.cell.engines}
-        if cell.is_alone or num_cores < 2 or not keys <= engines.keys():
-            continue
-        for repeat in {step.repeat for step in cell.steps}:
-            found += _of_repeat([s for s in settled(cell) if s.repeat == repeat], cell, engines, num_cores)
-    kept = [lost for lost in found if lost.measured_ns < MAX_RATIO * lost.fitted_ns]
-    if not kept:
-        return HostTable(num_cores=num_cores)
-    fitted, measured, over, share, tokens = np.array([astuple(lost) for lost in kept]).T
-    terms = np.stack([share * fitted, tokens / num_cores], axis=1)
-    weights = 1 / np.sqrt(fitted)
-    slow, token_ns = nnls(terms * weights[:, None], (measured - (1 + over) * fitted) * weights).tolist()
-    return HostTable(num_cores=num_cores, slow=slow, token_ns=token_ns)
+MIN_STEPS = 20
+"""Of a class, beside another for the whole of them: fewer do not tell what that costs."""
+_ROUNDS = 30  # of a fit: each is better than the one before, and few suffice
+_NO_CHANGE = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class _Lost:
-    """A step beside those of other engines."""
+class FittedLosses:
+    """What engines' steps lose to neighbours."""
 
-    fitted_ns: float
+    losses: Mapping[EngineKey, Losses] = field(default_factory=dict)
+    unknown: Mapping[EngineKey, Sequence[str]] = field(default_factory=dict)
+    """Names of those (fields of Losses) that too few steps tell of: they are 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StepBeside:
+    """A step of a cell with several engines."""
+
+    fitted_ns: float  # alone
     measured_ns: float
-    over: float  # ranks that no core was left for, by cores
-    share: float  # of the other cores, that was busy
-    tokens: float  # of all engines, that came of it while all cores were taken
+    met: tuple[tuple[Crowding, float], ...]
+    """What its turn met while others computed, and for which share of it."""
 
 
-class _EngineTurns:
-    """An engine's turns, in their order."""
+def fit_losses(
+    cells: Sequence[RecordedCell], engines: Mapping[EngineKey, EngineCosts], *, num_cores: int
+) -> FittedLosses:
+    """Fit what each class of an engine's steps loses beside each class of other engines' steps, to cells with
+    several engines; `engines` have what steps take alone. Steps of devices take no core, and lose nothing.
+    Errors weigh by the step's length: it is the time that counts."""
+    found: dict[tuple[EngineKey, str], list[_StepBeside]] = {}
+    for cell in cells:
+        keys = {engine_key(cell.config, engine) for engine in cell.cell.engines}
+        if cell.is_alone or not num_cores or not keys <= engines.keys():
+            continue
+        for key, kind, step in _steps_beside(cell, engines, num_cores):
+            if key.device == "cpu" and step.measured_ns < MAX_RATIO * step.fitted_ns:
+                found.setdefault((key, kind), []).append(step)
+    losses, unknown = {}, {}
+    for key in engines:
+        known: dict[str, float] = {}
+        for kind in CLASSES:
+            known |= _fit(found.get((key, kind), ()), kind)
+        losses[key] = Losses(**known)
+        unknown[key] = [name for name in Losses.__slots__ if name not in known]
+    return FittedLosses(losses, unknown)
 
-    def __init__(self, steps: Sequence[EngineStep], num_ranks: int) -> None:
-        self.steps = sorted(steps, key=lambda step: step.begin_ns)
-        self.num_ranks = num_ranks
-        self.begins = np.array([step.begin_ns for step in self.steps], dtype=float)
-        self.ends = self.begins + [step.recorded.turn_ns for step in self.steps]
-        self.tokens = np.array([step.recorded.features.num_logits for step in self.steps], dtype=float)
 
-    def during(self, other: _EngineTurns, amounts: Floats) -> Floats:
-        """Tell what of another engine's turns, each of which has so much, passed in each of these."""
-        knots = np.stack([other.begins, np.maximum(other.ends, other.begins)], axis=1).ravel()
-        done = np.cumsum(amounts)
-        passed = np.stack([done - amounts, done], axis=1).ravel()
-        knots = np.maximum.accumulate(knots)
-        return np.asarray(np.interp(self.ends, knots, passed) - np.interp(self.begins, knots, passed))
+def _fit(steps: Sequence[_StepBeside], kind: str) -> dict[str, float]:
+    """Fit what steps of one class lose beside each class, those that enough steps tell of, by their names.
+
+    A step is done when its pace, over the time that it took, adds up to what it takes alone. That is not
+    linear where it ran beside others for a part of it: rounds of linear fits, each from the one before.
+    """
+    states = sorted({state for step in steps for state, _ in step.met})
+    if not states:
+        return {}
+    index = {state: number for number, state in enumerate(states)}
+    shares = np.zeros((len(steps), len(states)))  # [N, M]: of each step's time, in each state
+    for row, step in enumerate(steps):
+        for state, share in step.met:
+            shares[row, index[state]] = share
+    fitted, measured = (np.array([getattr(s, name) for s in steps]) for name in ("fitted_ns", "measured_ns"))
+    names, busy = [], []
+    for other in CLASSES:
+        of_other = np.array([getattr(state, other) for state in states])
+        if shares[:, of_other > 0].sum() >= MIN_STEPS:
+            names.append(f"{kind}_beside_{other}")
+            busy.append(of_other)
+    if not names:
+        return {}
+    beside, weights = np.stack(busy, axis=1), 1 / np.sqrt(fitted)
+    found = np.zeros(len(names))
+    for _ in range(_ROUNDS):
+        losses = Losses(**dict(zip(names, found.tolist(), strict=True)))
+        stretch = np.array([losses.stretch(state, is_decode=kind == "decode") for state in states])
+        pace = 1 - shares @ (1 - 1 / stretch)
+        slopes = (fitted / pace**2)[:, None] * (shares @ (beside / (stretch**2)[:, None]))
+        wanted = measured - fitted / pace + slopes @ found
+        before, found = found, np.minimum(nnls(slopes * weights[:, None], wanted * weights), MAX_RATIO)
+        if np.abs(found - before).max() < _NO_CHANGE:
+            break
+    return dict(zip(names, found.tolist(), strict=True))
 
 
-def _of_repeat(
-    steps: Sequence[EngineStep],
-    cell: RecordedCell,
-    engines: Mapping[EngineKey, EngineCosts],
-    num_cores: int,
-) -> list[_Lost]:
-    by_engine: dict[str, list[EngineStep]] = {}
+def _steps_beside(
+    cell: RecordedCell, engines: Mapping[EngineKey, EngineCosts], num_cores: int
+) -> Iterator[tuple[EngineKey, str, _StepBeside]]:
+    """Yield a cell's settled steps: (engine, class, step)."""
+    whole, own = _by_engine(cell.steps), _by_engine(settled(cell))
+    for (repeat, name), steps in own.items():
+        config = cell.engine_config(name)
+        key = engine_key(cell.config, config)
+        others = [
+            _Turns.of(of, cell.engine_config(other).num_ranks)
+            for (of_repeat, other), of in whole.items()
+            if of_repeat == repeat and other != name
+        ]
+        met = _met(_Turns.of(steps, config.num_ranks), others, num_cores)
+        for step, meets in zip(steps, met, strict=True):
+            features = step.recorded.features
+            fitted_ns = max(1.0, engines[key].step_ns(features, strict=False))
+            yield key, CLASSES[features.is_decode], _StepBeside(fitted_ns, step.recorded.model_ns, meets)
+
+
+def _by_engine(steps: Iterable[EngineStep]) -> dict[tuple[int, str], list[EngineStep]]:
+    found: dict[tuple[int, str], list[EngineStep]] = {}
     for step in steps:
-        by_engine.setdefault(step.engine, []).append(step)
-    turns = {n: _EngineTurns(of, cell.engine_config(n).num_ranks) for n, of in by_engine.items()}
-    num_ranks = sum(of.num_ranks for of in turns.values())
-    found = []
-    for name, own in turns.items():
-        costs = engines[engine_key(cell.config, cell.engine_config(name))]
-        others = [of for other, of in turns.items() if other != name]
-        lengths = np.maximum(own.ends - own.begins, 1.0)
-        busy, tokens = np.zeros(len(lengths)), np.zeros(len(lengths))
-        for other in others:
-            busy += other.num_ranks * own.during(other, other.ends - other.begins) / lengths
-            tokens += own.during(other, other.tokens)
-        beside = busy / max(1, num_ranks - own.num_ranks)
-        taken = float(num_ranks >= num_cores)
-        for i, step in enumerate(own.steps):
-            recorded = step.recorded
-            found.append(
-                _Lost(
-                    fitted_ns=max(1.0, costs.step_ns(recorded.features, strict=False)),
-                    measured_ns=recorded.model_ns,
-                    over=beside[i] * max(0.0, num_ranks / num_cores - 1),
-                    share=min(1.0, busy[i] / (num_cores - 1)),
-                    tokens=taken
-                    * (tokens[i] + own.tokens[i] * beside[i])
-                    * recorded.model_ns
-                    / max(1, recorded.turn_ns),
-                )
-            )
+        found.setdefault((step.repeat, step.engine), []).append(step)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """Turns of an engine [S]."""
+
+    begins_ns: Floats
+    ends_ns: Floats
+    is_decode: NDArray[np.bool_]
+    num_ranks: int
+
+    @classmethod
+    def of(cls, steps: Sequence[EngineStep], num_ranks: int) -> _Turns:
+        begins = np.array([step.begin_ns for step in steps], dtype=float)
+        lengths = np.array([max(1, step.recorded.turn_ns) for step in steps], dtype=float)
+        is_decode = np.array([step.recorded.features.is_decode for step in steps])
+        return cls(begins, begins + lengths, is_decode, num_ranks)
+
+    def busy(self, edges_ns: Floats, *, is_decode: bool) -> NDArray[np.int64]:
+        """Count the ranks that a class of the turns keeps busy between each two edges, among which are the
+        turns' begins and ends: [E] -> [E - 1]."""
+        changes = np.zeros(len(edges_ns), dtype=np.int64)
+        chosen = self.is_decode == is_decode
+        np.add.at(changes, np.searchsorted(edges_ns, self.begins_ns[chosen]), self.num_ranks)
+        np.subtract.at(changes, np.searchsorted(edges_ns, self.ends_ns[chosen]), self.num_ranks)
+        return np.cumsum(changes)[:-1]
+
+
+def _met(own: _Turns, others: Sequence[_Turns], num_cores: int) -> list[tuple[tuple[Crowding, float], ...]]:
+    """Tell what each turn meets while others compute, and for which share of its time each."""
+    if not others:
+        return [()] * len(own.begins_ns)
+    edges = np.unique(np.concatenate([at for of in others for at in (of.begins_ns, of.ends_ns)]))
+    prefill, decode = (
+        np.sum([of.busy(edges, is_decode=kind) for of in others], axis=0) for kind in (False, True)
+    )
+    ranks, of_interval = np.unique(np.stack([prefill, decode]), axis=1, return_inverse=True)
+    of_interval = of_interval.reshape(-1)
+    met: list[list[tuple[Crowding, float]]] = [[] for _ in own.begins_ns]
+    for number, (num_prefill, num_decode) in enumerate(ranks.T.tolist()):
+        if not num_prefill + num_decode:
+            continue
+        state = crowding(num_cores, own.num_ranks, prefill=num_prefill, decode=num_decode)
+        passed = np.concatenate([[0.0], np.cumsum(np.diff(edges) * (of_interval == number))])
+        during = np.interp(own.ends_ns, edges, passed) - np.interp(own.begins_ns, edges, passed)
+        shares = during / (own.ends_ns - own.begins_ns)
+        for index in np.flatnonzero(shares > 0):
+            met[index].append((state, float(shares[index])))
+    return [tuple(of) for of in met]
 
 
 def form_s(environment: Mapping[str, Any]) -> float:

@@ -234,7 +234,6 @@ def slowed_book(book: CostBook, factor: float) -> CostBook:
                 for name, r in book.transfers.reads.items()
             }
         ),
-        host=replace(book.host, token_ns=book.host.token_ns * factor),
         gaps=GapTable(**{f.name: _slowed_gap(getattr(book.gaps, f.name), factor) for f in fields(GapTable)}),
     )
 

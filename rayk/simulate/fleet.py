@@ -104,7 +104,8 @@ class SimFleet:
                 release_ns=partial(self.gap_ns, "release"),
             )
         self._gaps, self._form_s = costs.gaps, costs.host.form_s
-        self._host = SimHost(costs.host) if costs.host.num_cores and len(entries) > 1 else None
+        self._num_cores = costs.host.num_cores
+        self._host = SimHost(self._num_cores) if self._num_cores and len(entries) > 1 else None
         """All engines are on one machine; None: its cores are not shared."""
         self._tier: SimTierProcess | None = None
         if self._offload is not None:
@@ -188,7 +189,7 @@ class SimFleet:
         """Tell how long a gap lasts: its median, or a draw."""
         share = 0.5 if self._draw is None else float(self._draw.random())
         gap: Gap = getattr(self._gaps, name)
-        return round(gap.ns(share, self.entry.num_streams))
+        return round(gap.ns(share, self.entry.num_streams, num_cores=self._num_cores))
 
     def failed(self, flow: RequestFlow, error: RaykError) -> None:
         """An attempt failed: the request is to go on elsewhere, or to end."""
@@ -220,7 +221,7 @@ class SimFleet:
             epoch=member.epoch,
             secret=SECRET,
             join=None if self.network is None else partial(SimExtension, network=self.network),
-            slow=self._slow(entry),
+            slow=self._slow(member),
             on_step=self._note_step if self._sink is None else None,
             fast=self._fast,
             offload=self._offload,
@@ -234,11 +235,12 @@ class SimFleet:
         for go_on in waiting:
             go_on()
 
-    def _slow(self, entry: EngineEntry) -> Slow | None:
+    def _slow(self, member: SimMember) -> Slow | None:
         """Return what slows an engine's steps down; None: steps of a device take no core."""
+        entry = member.entry
         if self._host is None or entry.config.device != "cpu":
             return None
-        return HostShare(self._host, entry.name, entry.config.num_ranks)
+        return HostShare(self._host, entry.name, entry.config.num_ranks, member.timer.costs.losses)
 
     def _die(self, member: SimMember, death: EngineDeath) -> None:
         """An engine dies, or is killed again while it is formed."""

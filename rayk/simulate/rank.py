@@ -22,8 +22,8 @@ class Slow(Protocol):
     """Tells how long something takes beside what else runs on the host, given when it begins and what it
     takes alone. Implemented by simulate.host."""
 
-    def step(self, begin_ns: int, length_ns: int, num_tokens: int) -> int:
-        """Tell it of a step that comes to so many tokens, its turn included."""
+    def step(self, begin_ns: int, length_ns: int, *, is_decode: bool) -> int:
+        """Tell it of a step, its turn included."""
         ...
 
     def work(self, begin_ns: int, length_ns: int) -> int:
@@ -115,7 +115,7 @@ class SimRank:
         host_ns, took_ns = self.timer.host_ns(features), self.timer.model_ns(features)
         if self._slow is not None:
             begin_ns, alone_ns = max(self._clock.end_ns, self.free_ns - host_ns), host_ns + took_ns
-            turn_ns = self._slow.step(begin_ns, alone_ns, features.num_logits)
+            turn_ns = self._slow.step(begin_ns, alone_ns, is_decode=features.is_decode)
             host_ns = round(host_ns * turn_ns / max(1, alone_ns))
             took_ns = turn_ns - host_ns
         self._clock.advance(host_ns)

@@ -9,6 +9,7 @@ import pytest
 
 from rayk.costs import CostBook, EngineCosts, StepFeatures, decode_run, step_features
 from rayk.costs.hull import Hull, place_of
+from rayk.costs.losses import Losses
 from rayk.costs.table import Gap, LinearCost, Residuals, StepTable, term_value
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.errors import OutsideHull, UserError
@@ -110,6 +111,7 @@ COSTS = EngineCosts(
     prefill=StepTable(terms=("one", "tokens"), constants=(2e6, 1e4)),
     host_ns=3.0,
     commands={"MakeTicket": LinearCost(fixed_ns=5, byte_ns=0.5)},
+    losses=Losses(prefill_beside_decode=0.35, decode_beside_decode=0.6),
 )
 
 
@@ -127,7 +129,9 @@ def test_a_gap_is_read_off_its_quantiles():
     gap = Gap(quantiles=(1.0, 2.0, 6.0), stream_ns=10)
     assert [gap.ns(share) for share in (0, 0.25, 0.5, 0.75, 1)] == [1, 1.5, 2, 4, 6]
     assert gap.ns(num_streams=3) == 32
-    assert [replace(gap, core_ns=5, num_cores=2).ns(num_streams=n) for n in (0, 1, 3)] == [2, 17, 42]
+    shared = replace(gap, core_ns=5)
+    assert [shared.ns(num_streams=n, num_cores=2) for n in (0, 1, 3)] == [2, 17, 42]
+    assert shared.ns(num_streams=3) == 32, "no core is taken"
 
 
 def test_a_book_comes_back_from_disk(tmp_path: Path):
@@ -142,6 +146,21 @@ def test_a_book_comes_back_from_disk(tmp_path: Path):
         CostBook.load(tmp_path)
     with pytest.raises(UserError, match="no cost tables"):
         CostBook.load(tmp_path / "none")
+
+
+def test_a_book_of_an_older_version_is_refused(tmp_path: Path):
+    """Version 1 told of a host what its steps lose to neighbours; so its engines' files lack it."""
+    CostBook(engines={COSTS.key: COSTS}).save(tmp_path)
+    for name, text, why in (
+        ("host.json", '{"version": 1, "num_cores": 2, "slow": 0.4}', "version 1, .*version 2"),
+        ("gaps.json", "{}", "not a cost table"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(UserError, match=why) as refused:
+            CostBook.load(tmp_path)
+        (tmp_path / name).unlink()
+        assert refused.value.where == str(tmp_path / name)
+        assert ("rayk costs MODEL --from" in refused.value.mend) == ("version" in text)
 
 
 def test_a_flat_book_has_costs_of_every_engine():

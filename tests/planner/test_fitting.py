@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from rayk.cli.main import app
 from rayk.costs import CostBook, EngineCosts, engine_key, step_features
+from rayk.costs.losses import Losses
 from rayk.costs.table import (
     Gap,
     GapTable,
@@ -30,7 +31,7 @@ from rayk.models.families import read_config
 from rayk.planner.coverage import RESIDUALS, told, write_residuals
 from rayk.planner.fitting import FittedBook, fit_runs
 from rayk.planner.measure import GridRequest, grid_spec
-from rayk.planner.neighbours import fit_slow
+from rayk.planner.neighbours import fit_losses
 from rayk.planner.recorded import read_run
 from rayk.reports import ResultWriter
 from rayk.simulate.arrivals import cell_arrivals
@@ -168,18 +169,51 @@ def test_what_hand_overs_cost_comes_out(measured: Measured) -> None:
 
 
 def test_what_neighbours_take_comes_out_of_a_run(measured: Measured, tmp_path: Path) -> None:
-    """A simulated step pays in its next one for who came later: some of that is nobody's, of 24 requests."""
+    """A simulated step pays in its next one for what was not as foreseen: that blurs it."""
     _, book, config, engine, _, _ = measured
     asked = GridRequest(
         model=engine.model, max_tokens=256, max_seqs=8, max_batch_tokens=128, pairs=((1, 1),), is_quick=True
     )
     loaded = load_spec(grid_spec(asked, config))
     cells = [cell for cell in expand(loaded.spec, config) if len(cell.all_engines) > 1]
-    host = HostTable(num_cores=2, slow=0.1, token_ns=400_000.0)
-    write_run(tmp_path / "run", loaded, cells, replace(book, host=host), config)
-    found = fit_slow(read_run(tmp_path / "run").cells, book.engines, num_cores=2)
-    assert found.slow == pytest.approx(host.slow, abs=0.03)
-    assert found.token_ns == pytest.approx(host.token_ns, rel=0.2)
+    (key,) = book.engines
+    losses = Losses(
+        prefill_beside_prefill=0.1,
+        prefill_beside_decode=0.35,
+        decode_beside_prefill=0.2,
+        decode_beside_decode=0.6,
+    )
+    engines = {key: replace(book.engines[key], losses=losses)}
+    beside = replace(book, engines=engines, host=HostTable(num_cores=2))
+    write_run(tmp_path / "run", loaded, cells, beside, config)
+    found = fit_losses(read_run(tmp_path / "run").cells, book.engines, num_cores=2)
+    assert not found.unknown[key]
+    for name in Losses.__slots__:
+        assert getattr(found.losses[key], name) == pytest.approx(getattr(losses, name), abs=0.05), name
+
+
+def test_a_book_has_what_each_engine_loses(measured: Measured, tmp_path: Path) -> None:
+    """And it is told."""
+    _, book, config, engine, _, folder = measured
+    asked = GridRequest(model=engine.model, max_tokens=256, max_seqs=8, max_batch_tokens=128, is_quick=True)
+    loaded = load_spec(grid_spec(asked, config))
+    beside = [cell for cell in expand(loaded.spec, config) if len(cell.all_engines) > 1]
+    losses = Losses(**dict.fromkeys(Losses.__slots__, 0.5))
+    engines = {key: replace(costs, losses=losses) for key, costs in book.engines.items()}
+    planted_book = replace(book, engines=engines, host=HostTable(num_cores=2))
+    write_run(tmp_path / "run", loaded, beside, planted_book, config)
+    alone = read_run(folder)
+    alone = replace(alone, cells=tuple(cell for cell in alone.cells if cell.is_alone))
+    fitted = fit_runs([alone, read_run(tmp_path / "run")])
+    (costs,) = fitted.book.engines.values()
+    for name in Losses.__slots__:
+        assert getattr(costs.losses, name) == pytest.approx(0.5, abs=0.1), name
+    assert fitted.book.host == HostTable(num_cores=2)
+    lines = list(told(fitted))
+    text = " ".join(" ".join(lines).split())
+    assert re.search(r"decode steps 1\.[45]\d and 1\.[45]\d \(llama", text), text
+    assert max(map(len, lines)) <= 80
+    assert "to neighbours" not in text
 
 
 @pytest.mark.parametrize("of_pair", [False, True])

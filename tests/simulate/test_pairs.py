@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rayk.costs import CostBook
+from rayk.costs.losses import Losses
 from rayk.costs.table import HostTable, LinearCost
 from rayk.explain.reads import explain_reads
 from rayk.models.config import DecoderConfig
@@ -111,7 +112,10 @@ def test_a_turn_for_a_command_comes_before_what_the_command_takes() -> None:
 def test_what_steps_lose_to_neighbours_is_not_booked_to_hand_overs() -> None:
     """A digest is slowed down while it lasts. It does not pay for the step before it."""
     cell = pair_cell(sampling={"max_tokens": 30})
-    book = replace(pair_book(cell), host=HostTable(num_cores=2, slow=0.5))
+    book = pair_book(cell)
+    assert book.any_engine is not None
+    losses = Losses(**dict.fromkeys(Losses.__slots__, 0.5))
+    book = replace(book, any_engine=replace(book.any_engine, losses=losses), host=HostTable(num_cores=2))
     prompts, due_ns = [tuple(range(i, i + 40)) for i in range(12)], [3_000_000 * i for i in range(12)]
     outcome, alone = (simulated(prompts, cell, b, due_ns=due_ns) for b in (book, None))
     for row, moved in zip(outcome.requests, outcome.transfers, strict=True):

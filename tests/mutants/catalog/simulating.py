@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.mutants.mutant import Catalog
 
 SIMULATING = Catalog("tests/simulate")
@@ -112,12 +114,12 @@ def _(original, self, actions):
 
 
 @SIMULATING.twin(
-    "a step under way loses nothing to one that begins beside it",
-    "rayk.simulate.host:SimHost._lost_ns",
+    "a step loses nothing to what begins beside it later",
+    "rayk.simulate.host:SimHost._settle",
     "test_neighbours.py::test_steps_that_overlap_take_as_long_as_cores_allow",
 )
-def _(original, self, step, new):
-    return 0.0
+def _(original, self, engine):
+    self._last.pop(engine, None)
 
 
 @SIMULATING.twin(
@@ -126,7 +128,22 @@ def _(original, self, step, new):
     "test_pairs.py::test_what_steps_lose_to_neighbours_is_not_booked_to_hand_overs",
 )
 def _(original, self, engine, num_ranks, begin_ns, length_ns):
-    return self.step(engine, num_ranks, begin_ns, length_ns, 0)
+    owed_ns = round(self._owed_ns.pop(engine, 0.0))
+    return original(self, engine, num_ranks, begin_ns, length_ns + owed_ns)
+
+
+@SIMULATING.twin(
+    "a step loses by the class of its neighbour, and beside its own",
+    "rayk.costs.losses:Losses.stretch",
+    "test_neighbours.py::test_two_engines_are_worked_out_by_hand",
+)
+def _(original, self, met, *, is_decode):
+    swapped = replace(
+        self,
+        prefill_beside_decode=self.decode_beside_prefill,
+        decode_beside_prefill=self.prefill_beside_decode,
+    )
+    return original(swapped, met, is_decode=is_decode)
 
 
 @SIMULATING.twin(

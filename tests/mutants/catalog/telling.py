@@ -199,6 +199,25 @@ def _(original, terms, values):
     return np.maximum(np.linalg.lstsq(terms, values, rcond=None)[0], 0)
 
 
+@TELLING.twin(
+    "what steps lose beside prefill steps is fitted beside decode steps",
+    "rayk.planner.neighbours:_Turns.busy",
+    "planner/test_neighbours.py::test_planted_losses_come_out_of_records[0]",
+)
+def _(original, self, edges_ns, *, is_decode):
+    return original(self, edges_ns, is_decode=not is_decode)
+
+
+@TELLING.twin(
+    "the fit takes a step that met a neighbour for a part of its time for one that met it all along",
+    "rayk.planner.neighbours:_met",
+    "planner/test_neighbours.py::test_planted_losses_come_out_of_records[0]",
+)
+def _(original, own, others, num_cores):
+    met = original(own, others, num_cores)
+    return [tuple((state, 1.0 / len(of)) for state, _ in of) for of in met]
+
+
 # Traces, and engines that keep the times of tables.
 
 
