@@ -6,8 +6,8 @@ Needs a quiet machine. The folder --work is continued by another call, and holds
 
     costs       what `rayk costs` measures of each model, and the tables fitted to it
     groups      a folder for each model and configuration: what the points of jobs/plan_validation.yaml can
-                take (capacity: all prompts at once), and the same at 0.5, 0.7, 0.85 and 0.95 of that (cells),
-                `--repeats` times each
+                take (capacity: all prompts at once), the same at 0.5, 0.7 and 0.85 of that, `--repeats` times
+                each (cells), and once at 0.95 (unbound)
     validation  predictions beside measurements: report.html, and run folders of what was predicted
 
 Before each cell the job waits until the machine is quiet (--patience), and looks again after it. Cells beside
@@ -133,6 +133,8 @@ def grouped(of: Sequence[Point], *, quick: bool, only: str) -> dict[str, list[tu
 def measure(asked: argparse.Namespace, page: Page) -> list[str]:
     job = _Job(asked)
     job.measure_costs()
+    if asked.quick:
+        page.name = "plan_validation_quick"
     number, parts = asked.part
     for name in list(job.groups)[number - 1 :: parts]:
         job.measure_group(name)
@@ -162,6 +164,13 @@ class QuietRuns:
     """Run, cell, and why a later run has it."""
     busy: dict[str, float] = field(default_factory=dict)
     """Cells that never had a quiet machine, and how busy it was."""
+
+    def add(self, others: QuietRuns) -> None:
+        """Put other cells beside these."""
+        self.runs += others.runs
+        self.cells |= others.cells
+        self.again += others.again
+        self.busy |= others.busy
 
 
 def requests_of(runs: Sequence[str]) -> dict[str, Any]:
@@ -267,13 +276,20 @@ class _Job:
             for number, (point, shares) in enumerate(of)
             for share in shares
         ]
-        loaded = self._run_quietly(
-            {**self._base, "repeat": self._asked.repeats},
-            [{**w.point, "arrival.rate": w.rate} for w in wanted],
-            folder / "cells",
-        )
-        cells = {cell: asdict(wanted[number]) for cell, number in loaded.cells.items()}
-        text = json.dumps({"runs": asdict(loaded), "cells": cells}, indent=1)
+        runs = QuietRuns()
+        cells: dict[str, Any] = {}
+        for at, repeats, is_bound in (("cells", self._asked.repeats, True), ("unbound", 1, False)):
+            chosen = [w for w in wanted if (w.share < UNBOUND) == is_bound]
+            if not chosen:
+                continue
+            loaded = self._run_quietly(
+                {**self._base, "repeat": repeats},
+                [{**w.point, "arrival.rate": w.rate} for w in chosen],
+                folder / at,
+            )
+            runs.add(loaded)
+            cells |= {cell: asdict(chosen[number]) for cell, number in loaded.cells.items()}
+        text = json.dumps({"runs": asdict(runs), "cells": cells}, indent=1)
         write_atomically(folder / DONE, text + "\n")
 
     def measured(self) -> Measured:
