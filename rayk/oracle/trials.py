@@ -32,6 +32,7 @@ TRIALS: Mapping[str, int] = {
     "d8e9b38a43f6": 5,  # deepseek_v3
     "b5912e9120bd": 26,  # deepseek_v3
     "afe99498f6be": 51,  # deepseek_v3
+    "89ff04d74a1b": 51,  # deepseek_v3 with an MTP layer
     "a476a18ef85f": 2,  # falcon_h1
     "3bf5f252c464": 3,  # falcon_h1
     "bc46682ae3f7": 6,  # falcon_h1

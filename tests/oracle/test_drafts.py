@@ -19,11 +19,13 @@ from rayk.types.config import EngineConfig
 from rayk.types.errors import CheckpointError, UserError
 from rayk.types.speculative import SpeculativeConfig
 from tests.conftest import CheckpointFactory
+from tests.markers import one_per
 
 MTP = {"num_nextn_predict_layers": 1}
 
 
-@pytest.mark.parametrize(("family", "max_shard_size"), [("deepseek_v3", "100KB"), ("qwen3_next", None)])
+@one_per()
+@pytest.mark.parametrize(("family", "max_shard_size"), [("qwen3_next", None), ("deepseek_v3", "100KB")])
 def test_layers_that_predict_further_are_written(
     tmp_path: Path, family: str, max_shard_size: str | None
 ) -> None:
