@@ -5,6 +5,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 
+NEAR = 4096
+"""The lowest id is looked for among so many first ones before it is in the tree, which takes longer."""
+
 
 class FreeRuns:
     """A set of ids below `num_ids`, empty at first, that finds the first run of a given length without a
@@ -89,9 +92,32 @@ class FreeRuns:
 
     def take(self, wanted: int | None) -> int:
         """Remove and return this id if it is here, else the lowest; there is one."""
-        found = wanted if wanted is not None and self._is_in[wanted] else self.first(1)
-        assert found is not None, "none is left"
-        self.remove(found, 1)
+        found = wanted
+        if found is None or not self._is_in[found]:
+            found = self._lowest()
+        if found and self._is_in[found - 1]:
+            self.remove(found, 1)
+            return found
+        # The first of a run, nearly always: the run begins one later. Neighbours share the nodes above them.
+        leaf = self._num_leaves + found
+        num_left = self._longest[leaf] - 1
+        self._is_in[found] = 0
+        self._num_in -= 1
+        if num_left:
+            self._start_of[found + num_left] = found + 1
+            if not found % 2:
+                self._longest[leaf] = 0
+            self._set(found + 1, num_left)
+        if found % 2 or not num_left:
+            self._set(found, 0)
+        return found
+
+    def _lowest(self) -> int:
+        found = self._is_in.find(1, 0, NEAR)
+        if found < 0:
+            first = self.first(1)
+            assert first is not None, "none is left"
+            return first
         return found
 
     def take_lowest(self, count: int) -> list[int]:
