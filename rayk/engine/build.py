@@ -54,7 +54,7 @@ def make_leader(
         max_positions=model.max_positions,
         eos_token_ids=model.eos_token_ids,
         num_stages=config.pp,
-        drafting=make_drafting(config, manager, max_positions=model.max_positions),
+        drafting=make_drafting(config, manager),
     )
     make: Callable[..., Leader] = Leader
     if isinstance(rank, PacedRank):

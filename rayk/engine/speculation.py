@@ -14,14 +14,14 @@ from rayk.types.errors import Unsupported, UserError
 from rayk.types.speculative import METHODS, SpeculativeConfig
 
 
-def make_drafting(config: EngineConfig, allocator: BlockAllocator, *, max_positions: int) -> Drafting | None:
+def make_drafting(config: EngineConfig, allocator: BlockAllocator) -> Drafting | None:
     """Make what adds drafts to the engine's steps; None where it does not speculate."""
     wanted = config.speculative
     if wanted is None:
         return None
     assert wanted.method == "ngram", "others are refused"
     drafter = NgramDrafter(wanted.num_tokens, wanted.prompt_lookup_min, wanted.prompt_lookup_max)
-    return Drafting(drafter, allocator, max_positions=max_positions)
+    return Drafting(drafter, allocator)
 
 
 def check_speculative(config: EngineConfig, model: DecoderConfig, groups: Sequence[KVCacheGroup]) -> None:

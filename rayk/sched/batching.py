@@ -30,6 +30,8 @@ from rayk.types.allocator import BlockAllocator, BlockUpdates
 from rayk.types.batch import UNKNOWN_TOKEN, ScheduledBatch, ScheduledRequest
 from rayk.types.request import Request, TokenLogprobs
 
+_NO_TOKENS: frozenset[int] = frozenset()
+
 
 class Scheduler:
     """Decides each step's batch. First come, first served; the latest arrival is preempted first.
@@ -173,12 +175,14 @@ class Scheduler:
 
     def add(self, request: Request) -> RequestState:
         """Queue a new request."""
-        prompt = list(request.prompt_token_ids)
-        state = RequestState(request, self._eos_token_ids, prompt, len(prompt))
+        prompt, sampling = list(request.prompt_token_ids), request.sampling
+        eos = _NO_TOKENS if sampling.ignore_eos else self._eos_token_ids
+        most = min(len(prompt) + sampling.max_tokens, self.max_positions)
+        state = RequestState(request, eos, prompt, len(prompt), most)
         state.num_cached_tokens = 0
         state.arrival = self._num_arrivals
         self._num_arrivals += 1
-        if request.sampling.prompt_logprobs is not None:
+        if sampling.prompt_logprobs is not None:
             state.prompt_logprobs = [None]
         self._waiting.append(state)
         return state
@@ -348,7 +352,7 @@ class Scheduler:
     def _may_go_on(self, state: RequestState) -> bool:
         """Tell whether more of a request may be computed though a step in flight samples its next token."""
         is_known = self._num_stages > 1 or self.drafting is not None  # its next token, before it goes on
-        return not is_known and state.may_go_on(self.max_positions)
+        return not is_known and state.may_go_on
 
     def scheduled(self, batch: ScheduledBatch) -> list[RequestState]:
         """List the requests of a batch that was not accounted for yet, in its order, those included that
@@ -389,7 +393,7 @@ class Scheduler:
                     state.prompt_logprobs += prompt_logprobs.get(share.request_id, ())
                 if share.needs_logits:
                     state.num_new = 1
-                    state.append(sampled[share.request_id], self.max_positions)
+                    state.append(sampled[share.request_id])
                     self.num_output_tokens += 1
                     got_token.append(state)
             if self.on_computed is not None:

@@ -52,7 +52,6 @@ class Drafting:
         drafter: Drafter,
         allocator: BlockAllocator,
         *,
-        max_positions: int,
         state_block_sizes: Sequence[int] = (),
     ) -> None:
         """`state_block_sizes`: of the KV groups that keep recurrent states."""
@@ -60,7 +59,6 @@ class Drafting:
         """Counts the drafts of all requests."""
         self._drafter = drafter
         self._allocator = allocator
-        self._max_positions = max_positions
         self._state_block_sizes = tuple(state_block_sizes)
         self._rollbacks: list[Rollback] = []
 
@@ -119,7 +117,7 @@ class Drafting:
             return 0
         # A block of states is left with that after its last token.
         to_borders = [-stop % size for size in self._state_block_sizes]
-        return min([state.num_tokens_left(self._max_positions) - 1, *to_borders])
+        return min([state.num_tokens_left - 1, *to_borders])
 
     def settle(self, state: RequestState, share: ScheduledRequest, tokens: Sequence[int]) -> int:
         """Give a request the drafts that were accepted and the token after them, up to its end. Returns how
@@ -127,7 +125,7 @@ class Drafting:
         assert state.row is not None
         num_drafts = share.num_drafts
         assert 1 <= len(tokens) <= 1 + num_drafts, (tokens, num_drafts)
-        num_kept = state.append_until_end(tokens, self._max_positions)
+        num_kept = state.append_until_end(tokens)
         num_vain = 1 + num_drafts - num_kept
         state.num_ahead -= num_vain
         if state.drafts is None:

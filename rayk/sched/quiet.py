@@ -35,7 +35,7 @@ def num_quiet_steps(scheduler: Scheduler, limit: int, *, until_freed: bool = Fal
     is_head_short = scheduler.is_head_short
     if limit <= 0 or not scheduler.is_steady(is_head_short=is_head_short):
         return 0
-    num_ahead, max_positions = scheduler.num_in_flight, scheduler.max_positions
+    num_ahead = scheduler.num_in_flight
     found = limit + num_ahead
     for state in scheduler.running:
         # Its next step computes its last token, and nobody looks at what comes of it before the step after.
@@ -45,7 +45,7 @@ def num_quiet_steps(scheduler: Scheduler, limit: int, *, until_freed: bool = Fal
             return 0
         if state.num_computed < state.num_prompt:
             return 0
-        if (num := state.num_tokens_left(max_positions)) < found:
+        if (num := state.num_tokens_left) < found:
             found = num
     found -= num_ahead
     if until_freed or is_head_short:  # a block that is freed in a step may be what it lacks
@@ -122,9 +122,9 @@ class _QuietSteps:
 
     def carry_out(self, tokens: Sequence[list[int]]) -> list[RequestState]:
         """Give each request its tokens, and hand out, name and free blocks. Returns those that ended."""
-        num_steps, max_positions, ended = self._num_steps, self._scheduler.max_positions, []
+        num_steps, ended = self._num_steps, []
         for index, (state, new) in enumerate(zip(self._states, tokens, strict=True)):
-            state.append_all(new, max_positions)
+            state.append_all(new)
             state.num_computed += num_steps
             if state.num_covered < state.num_computed + self._num_ahead:
                 self._note_extend(index)

@@ -11,8 +11,6 @@ from rayk.types.allocator import BlockUpdates
 from rayk.types.request import FinishReason, Request, TokenLogprobs
 from rayk.types.speculative import DraftCounts
 
-_NO_TOKENS: frozenset[int] = frozenset()
-
 
 class StopText(Protocol):
     """Watches one request's output for its stop strings."""
@@ -33,9 +31,10 @@ class RequestState:
     """A request inside one engine. Filled and changed by the Scheduler only."""
 
     request: Request
-    eos_token_ids: frozenset[int]
+    eos_token_ids: frozenset[int]  # that end it
     tokens: list[int]  # of the prompt, then of the output
     num_prompt: int  # of them
+    most_tokens: int  # with so many it is over, whatever they are
     num_computed: int = 0
     # tokens after these that steps in flight compute, and tokens that they sample: see Scheduler
     num_ahead: int = 0
@@ -89,14 +88,13 @@ class RequestState:
         """Count the tokens, those included that a step in flight samples."""
         return len(self.tokens) + self.num_sampled_ahead
 
-    def may_go_on(self, max_positions: int) -> bool:
+    @property
+    def may_go_on(self) -> bool:
         """Tell whether more is to be computed before the tokens in flight are known: not where they are the
         last, as far as one can tell."""
         if not self.num_sampled_ahead:
             return True
-        num_output = self.num_tokens - self.num_prompt
-        is_last = num_output >= self.request.sampling.max_tokens or self.num_tokens >= max_positions
-        return not (self.waits_for_token or is_last)
+        return not self.waits_for_token and self.num_tokens < self.most_tokens
 
     def advance(self, start: int, stop: int) -> None:
         """Note that tokens `start` to `stop` were computed here, and all before them exist."""
@@ -118,53 +116,50 @@ class RequestState:
             return len(self.tokens) - 1
         return len(self.prompt_logprobs) - 1
 
-    def num_tokens_left(self, max_positions: int) -> int:
+    @property
+    def num_tokens_left(self) -> int:
         """Count the tokens that it gets yet, if none of them ends it."""
-        most = self.num_prompt + self.request.sampling.max_tokens
-        return min(most, max_positions) - len(self.tokens)
+        return self.most_tokens - len(self.tokens)
 
-    def append_all(self, tokens: list[int], max_positions: int) -> None:
+    def append_all(self, tokens: list[int]) -> None:
         """Take sampled tokens, of which none but the last may end the request. Nobody watches its text."""
-        sampling, num_tokens = self.request.sampling, len(self.tokens) + len(tokens)
-        ends = _NO_TOKENS if sampling.ignore_eos else self.eos_token_ids
-        if sampling.stop_token_ids:
-            ends = ends.union(sampling.stop_token_ids)
-        most = min(self.num_prompt + sampling.max_tokens, max_positions)
-        if num_tokens < most and ends.isdisjoint(tokens):
+        ends, stops = self.eos_token_ids, self.request.sampling.stop_token_ids
+        if stops:
+            ends = ends.union(stops)
+        num_tokens = len(self.tokens) + len(tokens)
+        if num_tokens < self.most_tokens and ends.isdisjoint(tokens):
             self.tokens += tokens
             return
-        assert num_tokens <= most, "it gets fewer tokens"
+        assert num_tokens <= self.most_tokens, "it gets fewer tokens"
         assert ends.isdisjoint(tokens[:-1]), "it had ended before"
         self.tokens += tokens[:-1]
-        self.append(tokens[-1], max_positions)
+        self.append(tokens[-1])
 
-    def append_until_end(self, tokens: Sequence[int], max_positions: int) -> int:
+    def append_until_end(self, tokens: Sequence[int]) -> int:
         """Take sampled tokens, any of which may end the request: none after that is taken. Returns how many
         were taken."""
         self.num_new = 0
         for token in tokens:
-            self.append(token, max_positions)
+            self.append(token)
             self.num_new += 1
             if self.finish_reason is not None:
                 break
         return self.num_new
 
-    def append(self, token: int, max_positions: int) -> None:
+    def append(self, token: int) -> None:
         """Take a sampled token and decide whether the request is finished."""
         self.tokens.append(token)
-        sampling = self.request.sampling
-        num_output = len(self.tokens) - self.num_prompt
         stop_string = self.stop_text.feed(token) if self.stop_text is not None else None
         is_complete = self.form is not None and self.form.feed(token)
-        if token in self.eos_token_ids and not sampling.ignore_eos:
+        if token in self.eos_token_ids:
             self.finish_reason = FinishReason.STOP
-        elif token in sampling.stop_token_ids:
+        elif token in self.request.sampling.stop_token_ids:
             self.finish_reason, self.stop_reason = FinishReason.STOP, token
         elif stop_string is not None:
             self.finish_reason, self.stop_reason = FinishReason.STOP, stop_string
         elif is_complete:
             self.finish_reason = FinishReason.STOP
-        elif num_output >= sampling.max_tokens or len(self.tokens) >= max_positions:
+        elif len(self.tokens) >= self.most_tokens:
             self.finish_reason = FinishReason.LENGTH
 
     def prompt_logits(self, num_tokens: int) -> tuple[int, int]:

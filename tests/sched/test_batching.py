@@ -72,8 +72,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         self.manager = KVCacheManager(GROUPS, num_blocks)
         self.drafting: Drafting | None = None
         if num_drafts:
-            limits = {"max_positions": MAX_POSITIONS, "state_block_sizes": STATE_BLOCKS}
-            self.drafting = Drafting(Guesses(num_drafts), self.manager, **limits)
+            self.drafting = Drafting(Guesses(num_drafts), self.manager, state_block_sizes=STATE_BLOCKS)
         self.scheduler = Scheduler(
             self.manager,
             max_batch_tokens=max_batch_tokens,
@@ -177,7 +176,7 @@ class SchedulerWalk(RuleBasedStateMachine):
     def may_go_on(self, state: RequestState) -> bool:
         """Later stages tell the token that a stage would have to compute next; drafts follow known ones."""
         is_unknown = (self.num_stages > 1 or self.drafting is not None) and state.num_sampled_ahead > 0
-        return state.may_go_on(MAX_POSITIONS) and not is_unknown
+        return state.may_go_on and not is_unknown
 
     def written_blocks(self, batch: ScheduledBatch) -> dict[str, list[int]]:
         """Blocks of each request that a step writes."""
@@ -260,7 +259,7 @@ class SchedulerWalk(RuleBasedStateMachine):
             if share.num_drafts:
                 assert share.needs_logits
                 assert len(known) == 1, "chunks carry no drafts"
-                assert share.num_drafts < state.num_tokens_left(MAX_POSITIONS)
+                assert share.num_drafts < state.num_tokens_left
             assert share.needs_logits == (end == len(tokens))
 
     def check_order(self, ids: list[str], able: list[str]) -> None:

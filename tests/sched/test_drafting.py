@@ -39,7 +39,7 @@ def make(num_blocks: int, drafts: Sequence[int], **changes: Any) -> Scheduler:
     caching = changes.pop("prefix_caching", False)
     manager = KVCacheManager(one_layer_each(full(BLOCK)), num_blocks + 1, prefix_caching=caching)
     limits = {"max_batch_tokens": 64, "max_seqs": 4, "max_positions": 100} | changes
-    drafting = Drafting(Says(*drafts), manager, max_positions=limits["max_positions"])
+    drafting = Drafting(Says(*drafts), manager)
     return Scheduler(manager, drafting=drafting, **limits)
 
 
@@ -209,7 +209,7 @@ def test_rejected_tokens_are_never_found_in_the_prefix_cache() -> None:
 def test_states_are_rolled_back_and_drafts_end_with_their_blocks() -> None:
     """A state every 5 tokens: steps end at 10, 15, ... at the latest."""
     manager = KVCacheManager(one_layer_each(full(BLOCK), state(5)), 60)
-    drafting = Drafting(Says(TOKEN, 6, TOKEN), manager, max_positions=100, state_block_sizes=[5])
+    drafting = Drafting(Says(TOKEN, 6, TOKEN), manager, state_block_sizes=[5])
     limits = {"max_batch_tokens": 64, "max_seqs": 2, "max_positions": 100}
     scheduler = Scheduler(manager, drafting=drafting, **limits)
     scheduler.add(request("a", 6, 20))
