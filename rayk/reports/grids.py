@@ -23,6 +23,7 @@ SHORT = {
     "TRANSFER_ERROR": "transfer",
     "ENGINE_ERROR": "engine",
     "TIMEOUT": "timeout",
+    "DRAFT_MISMATCH": "drafts",
     "TOKEN_MISMATCH": "tokens",
     "OUT_OF_PACE": "out of pace",
     "PREDICTED": "predicted",

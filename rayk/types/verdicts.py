@@ -21,6 +21,7 @@ Verdict = Literal[
     "TRANSFER_ERROR",
     "ENGINE_ERROR",
     "TIMEOUT",
+    "DRAFT_MISMATCH",
     "TOKEN_MISMATCH",
     "OUT_OF_PACE",
     "NEAR_TIE",
@@ -31,6 +32,7 @@ Verdict = Literal[
 VERDICTS: tuple[str, ...] = get_args(Verdict)
 """Gravest first. ENGINE_ERROR: an engine died or refused work, and no transfer was to blame.
 NOT_FINITE: NaN or infinity in logits or KV.
+DRAFT_MISMATCH: a drafter proposed other tokens than in the aggregated run.
 OUT_OF_PACE: engines that wait in place of computing were late, so the times are none. PREDICTED: simulated;
 nothing was computed, moved or compared."""
 
