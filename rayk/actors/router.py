@@ -318,6 +318,8 @@ class _Stream:
                 finish_reason=finish_reason,
                 stop_reason=event.stop_reason,
                 num_cached_tokens=row.num_cached_tokens if self.is_over else None,
+                num_drafted=sum(row.drafted_by_position) if self.is_over else 0,
+                num_accepted=sum(row.accepted_by_position) if self.is_over else 0,
             )
         )
 

@@ -38,7 +38,7 @@ class Observed:
     chunk_tokens: list[int] = field(default_factory=list)  # tokens of each chunk, where the server says so
     output_token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
-    # prompt_tokens, completion_tokens, cached_tokens, as far as told
+    # prompt_tokens, completion_tokens, cached_tokens, accepted_tokens, rejected_tokens, as far as told
     usage: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -182,6 +182,12 @@ def _counts(usage: dict[str, Any]) -> dict[str, Any]:
     if "prompt_tokens_details" in counts:
         cached = counts["prompt_tokens_details"].get("cached_tokens")
         found["cached_tokens"] = None if cached is None else int(cached)
+    details = counts.get("completion_tokens_details") or {}
+    for name in ("accepted", "rejected"):
+        # Servers without drafts tell 0 of both, or nothing.
+        number = details.get(f"{name}_prediction_tokens")
+        if number is not None:
+            found[f"{name}_tokens"] = int(number)
     return found
 
 

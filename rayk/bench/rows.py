@@ -32,6 +32,7 @@ def request_row(seen: Observed, *, cell_id: str, phase: str, began_ns: int, slo:
         "error": seen.error,
         "num_prompt_tokens": seen.usage.get("prompt_tokens"),
         "num_cached_tokens": seen.usage.get("cached_tokens"),
+        **_drafted(seen.usage),
         "ttft_ms": (times[0] - seen.due_ns) / NS_PER_MS if times else None,
         "tpot_ms": (times[-1] - times[0]) / NS_PER_MS / (count - 1)
         if times and count and count > 1
@@ -51,3 +52,16 @@ def request_row(seen: Observed, *, cell_id: str, phase: str, began_ns: int, slo:
         "ended_ms": (seen.ended_ns - began_ns) / NS_PER_MS if seen.ended_ns else None,
     }
     return row | {"is_good": row["outcome"] == OK and slo.is_kept(row)}
+
+
+def _drafted(usage: dict[str, Any]) -> dict[str, Any]:
+    """Count what the server proposed to itself; null where it does not say, or proposed nothing."""
+    accepted, rejected = usage.get("accepted_tokens"), usage.get("rejected_tokens")
+    num_drafted = (accepted or 0) + (rejected or 0)
+    if accepted is None or rejected is None or not num_drafted:
+        return {"num_drafted": None, "num_accepted": None, "acceptance_rate": None}
+    return {
+        "num_drafted": num_drafted,
+        "num_accepted": accepted,
+        "acceptance_rate": accepted / num_drafted,
+    }

@@ -109,7 +109,20 @@ def _tokens(measured: Sequence[dict[str, Any]]) -> dict[str, Any]:
     counted = [row for row in answered if row["num_output_tokens"] is not None]
     num_chunks = sum(row["num_chunks"] for row in counted)
     per_chunk = sum(row["num_output_tokens"] for row in counted) / num_chunks if num_chunks else None
-    return sums | {"tokens_per_chunk": per_chunk}
+    return sums | {"tokens_per_chunk": per_chunk} | _drafted(answered)
+
+
+def _drafted(answered: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Count what the server proposed to itself for these answers; None where no answer tells."""
+    told = [row for row in answered if row["num_drafted"] is not None]
+    if not told:
+        return dict.fromkeys(("num_drafted", "num_accepted", "acceptance_rate"))
+    num_drafted, num_accepted = (sum(row[name] for row in told) for name in ("num_drafted", "num_accepted"))
+    return {
+        "num_drafted": num_drafted,
+        "num_accepted": num_accepted,
+        "acceptance_rate": num_accepted / num_drafted,
+    }
 
 
 def _rates(sent: Sent, phases: Sequence[str], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Protocol
 
 from rayk.engine.event_info import EventInfo
@@ -183,6 +184,8 @@ class RequestRecord:
             row.num_valid_tokens = info.num_valid_tokens
             row.num_attempts += 1
         self._take_offload(info)
+        row.drafted_by_position = _summed(row.drafted_by_position, info.drafted_at or ())
+        row.accepted_by_position = _summed(row.accepted_by_position, info.accepted_at or ())
         if info.captured is not None:
             self._log.captured(row, list(info.captured))
         if info.num_cached_tokens is not None:
@@ -213,6 +216,11 @@ class RequestRecord:
             transfer.shift(engine.clock_offset_ns - row.arrival_ns)
         if transfers or num_checked:
             self._log.transferred(transfers, num_checked)
+
+
+def _summed(first: Sequence[int], second: Sequence[int]) -> list[int]:
+    """Add counts by position; the shorter has none at the last ones."""
+    return [a + b for a, b in zip_longest(first, second, fillvalue=0)]
 
 
 def note_sampling(row: RequestRow, event: RequestEvent) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import pyarrow as pa
 from rayk.reports.fields import (
     BOOL,
     CELLS,
+    DRAFT_FIELDS,
     FLOAT,
     INT,
     LOADED,
@@ -36,6 +37,7 @@ STAGES = tuple(STAGE_MEANINGS)  # stages every request row has a column for
 EFFECTIVE = tuple(f"{side}.{fact}" for side in ("prefill", "decode") for fact in EFFECTIVE_MEANINGS)
 MEASURED = tuple(field.name for field in MEASURED_FIELDS)
 OFFLOADED = tuple(field.name for field in OFFLOAD_FIELDS)  # columns of what a cell's host tier did
+DRAFTED = tuple(field.name for field in DRAFT_FIELDS)  # columns of what was proposed and accepted
 
 CELL_FIELDS = kinds(CELLS)  # columns of cells.parquet beside the axes, with their types
 REQUEST_FIELDS = kinds(REQUESTS)
@@ -65,6 +67,7 @@ def request_record(row: RequestRow) -> dict[str, Any]:
         "exposed_ms": _ms(row.exposed_ns),
         "load_ms": row.load_ns / NS_PER_MS if row.load_ns else None,
         "swap_ms": row.swap_ns / NS_PER_MS if row.swap_ns else None,
+        **_drafted([row]),
     }
     for stage in dict.fromkeys((*STAGES, *row.stage_ns)):
         record[f"stage_{stage}_ns"] = row.stage_ns.get(stage)
@@ -130,6 +133,7 @@ def cell_record(
         **{name: row.measured.get(name) for name in MEASURED},
         **{name: row.offloaded.get(name) for name in OFFLOADED},
         "host_relayed_bytes": relayed if row.offloaded else None,
+        **_drafted(requests),
         "num_requests": len(requests),
         "transfer_bytes": num_bytes if transfers else None,
         "held_bytes": sum(t.held_bytes for t in transfers) if transfers else None,
@@ -146,6 +150,29 @@ def cell_record(
         "wall_s": row.wall_ns / NS_PER_S if row.wall_ns else None,
     }
     return record | _latencies(requests)
+
+
+def _drafted(requests: Sequence[RequestRow]) -> dict[str, Any]:
+    """Fill the columns of drafts, of a request or of a cell; null where nothing was proposed."""
+    proposed, accepted = (
+        [sum(counts) for counts in zip_longest(*(getattr(r, name) for r in requests), fillvalue=0)]
+        for name in ("drafted_by_position", "accepted_by_position")
+    )
+    if not proposed:
+        return dict.fromkeys(DRAFTED)
+    # The tokens of one step have one time.
+    told = [r.token_times_ns for r in requests if r.token_times_ns]
+    num_steps, num_later = (sum(len(kind(times)) - 1 for times in told) for kind in (set, list))
+    return {
+        "num_drafts": proposed[0],
+        "num_drafted": sum(proposed),
+        "num_accepted": sum(accepted),
+        "drafted_by_position": proposed,
+        "accepted_by_position": accepted,
+        "acceptance_rate": sum(accepted) / sum(proposed),
+        "num_decode_steps": num_steps,
+        "tokens_per_step": num_later / num_steps if num_steps else None,
+    }
 
 
 def _loaded(memory: Mapping[str, Sequence[Mapping[str, int | None]]]) -> dict[str, Any]:
@@ -286,4 +313,5 @@ def incidental_columns(table: str, columns: Iterable[str]) -> list[str]:
     run left: two runs of one spec may differ in them."""
     fields = FIELDS[table]
     # An axis such as deadlines.cell_s is a setting, not a measurement.
-    return [c for c in columns if _INCIDENTAL.search(c) and (c in fields or c.startswith("stage_"))]
+    is_incidental = {c for c in columns if _INCIDENTAL.search(c)} | {*DRAFTED}
+    return [c for c in columns if c in is_incidental and (c in fields or c.startswith("stage_"))]

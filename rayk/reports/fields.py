@@ -153,6 +153,18 @@ OFFLOAD_FIELDS = (
     Field("offload_note", TEXT, "", "why the host tier or its disk was off or lost, and what failed there"),
 )
 
+# what was proposed, of a request or of all of a cell; null where nothing was
+DRAFT_FIELDS = (
+    Field("num_drafts", INT, "drafts", "steps of a request that computed proposed tokens, too"),
+    Field("num_drafted", INT, "tokens", "tokens that were proposed"),
+    Field("num_accepted", INT, "tokens", "of these, what the model agreed to, also beyond a stop"),
+    Field("drafted_by_position", INTS, "tokens", "proposed, by position in the draft"),
+    Field("accepted_by_position", INTS, "tokens", "of these, accepted"),
+    Field("acceptance_rate", FLOAT, "share", "of the proposed tokens, those accepted"),
+    Field("num_decode_steps", INT, "steps", "that gave a request tokens after its first, drafts or not"),
+    Field("tokens_per_step", FLOAT, "tokens", "tokens after the first over these steps"),
+)
+
 _KV_WASTE = "bytes that a request of 4096 tokens holds and does not need, before TP"
 _KV_GROUPS = (
     "of the same request by KV group: kind, num_layers, block_size, used_bytes (rows of live tokens), "
@@ -234,6 +246,7 @@ CELLS = (
     Field("num_disk_tokens", INT, "tokens", "up to the last block of a prompt that came from disk, added up"),
     Field("num_swaps", INT, "preemptions", "preemptions after which KV was swapped out to the host tier"),
     *OFFLOAD_FIELDS,
+    *DRAFT_FIELDS,
     Field("num_descriptors", INT, "descriptors", "of hand-overs, before neighbours are merged"),
     Field("num_descriptors_merged", INT, "descriptors", "left when consecutive blocks go as one"),
     Field("num_staged", INT, "transfers", "transfers that went through a staging buffer"),
@@ -280,6 +293,7 @@ REQUESTS = (
     ),
     Field("swap_ms", FLOAT, "ms", "how long it was away for that and came back; null where it never was"),
     Field("offload_failure", TEXT, "", "why what the host tier offered was not loaded, but computed"),
+    *DRAFT_FIELDS,
     Field("num_recomputed_tokens", INT, "tokens", "prompt tokens computed a second time"),
     Field("prefill_engine", TEXT, "", "engine that computed the prompt"),
     Field("decode_engine", TEXT, "", "engine that generated the answer"),

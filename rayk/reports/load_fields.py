@@ -23,6 +23,9 @@ ENDS = {"": "", "_low": "lower end of its 95% interval", "_high": "upper end of 
 _RUN_CELLS = {field.name: field for field in CELLS}
 _RUN_REQUESTS = {field.name: field for field in REQUESTS}
 
+# what servers that draft tell of it, in usage.completion_tokens_details
+DRAFTED = ("num_drafted", "num_accepted", "acceptance_rate")
+
 
 def _percentile(metric: str, statistic: str, end: str) -> Field:
     text = f"{STATISTICS[statistic]}: {METRICS[metric]}" if not end else ENDS[end]
@@ -54,6 +57,7 @@ LOAD_CELLS = (
     Field("num_prompt_tokens", INT, "tokens", "of answers that tell of prompt and cached tokens"),
     Field("num_cached_tokens", INT, "tokens", "of these, found in the server's prefix caches"),
     Field("tokens_per_chunk", FLOAT, "tokens", "output tokens over chunks that carry tokens"),
+    *(_RUN_CELLS[name] for name in DRAFTED),
     Field("window_s", FLOAT, "s", "the measured window; what follows is of it"),
     Field("offered_per_s", FLOAT, "requests/s", "requests due in the window"),
     Field("answered_per_s", FLOAT, "requests/s", "answers that ended in the window"),
@@ -86,6 +90,7 @@ LOAD_REQUESTS = (
             "error",
             "num_prompt_tokens",
             "num_cached_tokens",
+            *DRAFTED,
             "ttft_ms",
             "tpot_ms",
             "itl_ms",

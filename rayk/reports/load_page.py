@@ -47,6 +47,7 @@ REQUESTS = (
     Column("timed out", "num_timeouts", ",d"),
     Column("cached %", "cached_percent", ".1f"),
     Column("tokens/chunk", "tokens_per_chunk", ".2f"),
+    Column("accepted %", "accepted_percent", ".1f"),
 )
 LATENCIES = (
     Column("cell_id", "cell_id"),
@@ -78,6 +79,7 @@ def rate_rows(cells: pd.DataFrame) -> list[dict[str, Any]]:
             "cpu_percent": _times(cell["generator_cpu_share"], 100),
             "cached_percent": _cached_percent(cell),
             "tokens_per_chunk": _times(cell.get("tokens_per_chunk"), 1),
+            "accepted_percent": _times(cell.get("acceptance_rate"), 100),
         }
         for cell in cells.to_dict(orient="records")
     ]
@@ -183,7 +185,8 @@ def load_page(result: Result) -> Page:
             ),
             Section(
                 title="Requests",
-                note="Of those measured; cached are prompt tokens that the server says it had. One mark per "
+                note="Of those measured; cached are prompt tokens that the server says it had, accepted are "
+                "of the tokens that it proposed to itself. One mark per "
                 "request, where it was due; hollow ones are warm-up and cool-down.",
                 columns=request_columns(rates),
                 rows=rates,

@@ -124,7 +124,9 @@ def _of(cells: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
 def _complete(name: str, table: pd.DataFrame) -> pd.DataFrame:
     lacking = [column for column in FIELDS[name] if column not in table]
     nothing = {c: pa.nulls(len(table), FIELDS[name][c]).to_pandas().set_axis(table.index) for c in lacking}
-    table = table.assign(**nothing)
+    if nothing:
+        # All at once: pandas warns of tables that got a hundred columns one by one.
+        table = pd.concat([table, pd.DataFrame(nothing)], axis=1)
     if "expected_verdict" in lacking:
         table["expected_verdict"] = "PASS"
     if "met" in lacking:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 
-from rayk.reports import divided, host_tier, loading, memory, side_by_side, staging
+from rayk.reports import divided, drafts, host_tier, loading, memory, side_by_side, staging
 from rayk.reports.answers import answers
 from rayk.reports.files import parse_spec
 from rayk.reports.grids import verdict_grids
@@ -48,6 +48,7 @@ def run_page(result: Result) -> Page:
         Section(title="Requests, stage by stage", note=WATERFALL, waterfall=waterfall_data(result)),
         Section(title="Throughput against speed", note=PARETO, plots=pareto_plot(cells)),
         _tier(result),
+        _drafts(result),
         Section(
             title="Where KV memory goes",
             note=memory.memory_note(result),
@@ -221,6 +222,14 @@ def _tier(result: Result) -> Section:
     told = _told(host_tier.COLUMNS, rows, host_tier.COLUMNS)
     plots = host_tier.tier_plot(rows)
     return Section(title="Host tier", id="tier", note=host_tier.NOTE, plots=plots, columns=told, rows=rows)
+
+
+def _drafts(result: Result) -> Section:
+    rows = drafts.draft_rows(result)
+    told = _told(drafts.COLUMNS, rows, drafts.COLUMNS)
+    return Section(
+        title="Drafts", id="drafts", note=drafts.NOTE, plots=drafts.draft_plot(rows), columns=told, rows=rows
+    )
 
 
 def _cells(cells: pd.DataFrame) -> Section:

@@ -83,6 +83,8 @@ COLUMNS = (
     Column("fast layers", "num_fast_prefill_layers", "d"),
     Column("cached tokens", "num_cached_tokens", ",d"),
     Column("held MiB", "held_bytes", "MiB"),
+    Column("accepted", "acceptance_rate", ".0%"),
+    Column("tokens/step", "tokens_per_step", ".2f"),
     Column("GB/s", "transfer_gb_per_s", ".3g"),
     Column("TTFT ms", "ttft_ms_p50", ".1f"),
     Column("TPOT ms", "tpot_ms_p50", ".1f"),
@@ -96,15 +98,16 @@ def has_fast_prefill(cells: pd.DataFrame) -> bool:
 
 
 def shown_columns(cells: pd.DataFrame) -> list[Column]:
-    """Drop the columns of fast prefill, prefix caches, cut kernel blocks and refusals where no cell has
-    any."""
+    """Drop the columns of fast prefill, prefix caches, cut kernel blocks, drafts and refusals where no cell
+    has any."""
     untold: set[str] = set()
     if not has_fast_prefill(cells):
         untold |= {"num_token_layers", "num_fast_prefill_layers"}
     if not cells["min_cut_kernel_block_size"].notna().any():
         untold.add("min_cut_kernel_block_size")
-    if not cells["refused_by"].notna().any():
-        untold.add("refused_by")
+    untold |= {
+        name for name in ("refused_by", "acceptance_rate", "tokens_per_step") if not cells[name].notna().any()
+    }
     for column in ("num_cached_tokens", "held_bytes"):
         if not cells[column].fillna(0).gt(0).any():
             untold.add(column)
@@ -123,6 +126,8 @@ DROPPED_FIRST = (
     "fast layers",
     "token-layers",
     "held MiB",
+    "tokens/step",
+    "accepted",
     "TTFT ms",
     "KV bytes",
     "cached tokens",

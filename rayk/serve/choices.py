@@ -16,6 +16,7 @@ from rayk.types.request import FinishReason, TokenLogprobs
 from rayk.types.serving import Completer, Delta, ServerRequest
 
 FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+DRAFTED = ("num_drafted", "num_accepted")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +59,8 @@ class Choice:
     """False: the client asked about the prompt alone (max_tokens 0)."""
     num_tokens: int = 0
     num_cached_tokens: int | None = None
+    num_drafted: int = 0
+    num_accepted: int = 0
     _detokenizer: Detokenizer | None = None
     _withheld: str = ""
     """Text that may be the beginning of a stop string."""
@@ -79,6 +82,7 @@ class Choice:
             if reason is None:
                 raise ApiError(503, "the request was aborted", SERVER, code="aborted", retry_after_s=1)
             self.num_cached_tokens = delta.num_cached_tokens
+            self.num_drafted, self.num_accepted = delta.num_drafted, delta.num_accepted
         is_first, self._is_first = self._is_first, False
         common: dict[str, Any] = {"prompt_logprobs": delta.prompt_logprobs, "is_first": is_first}
         if not self.wants_output:
@@ -167,12 +171,19 @@ class Choices:
         num_output = sum(c.num_tokens for c in self.each)
         firsts = self.each[:: len(self.each) // len(self.prompts)]
         cached = [c.num_cached_tokens for c in firsts if c.num_cached_tokens is not None]
-        return {
+        usage: Usage = {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
             "prompt_tokens_details": {"cached_tokens": sum(cached)} if cached else None,
         }
+        num_drafted, num_accepted = (sum(getattr(c, name) for c in self.each) for name in DRAFTED)
+        if num_drafted:
+            usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": num_accepted,
+                "rejected_prediction_tokens": num_drafted - num_accepted,
+            }
+        return usage
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:

@@ -32,6 +32,14 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: int
 
 
+class CompletionTokensDetails(TypedDict):
+    """What became of tokens that were proposed for the answer. Accepted ones may exceed those in it: a stop
+    may cut the last."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(TypedDict):
     """Tokens read and written."""
 
@@ -39,6 +47,8 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
+    """Where engines drafted."""
 
 
 class AnswerHead(TypedDict):

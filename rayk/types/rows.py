@@ -50,6 +50,10 @@ class RequestRow:
     load_ns: int = 0  # from the question to the host tier until its rows were here, proven
     num_swaps: int = 0  # preemptions after which KV was swapped out, in place of computing it again
     swap_ns: int = 0  # time away for that, added up
+    drafted_by_position: list[int] = field(default_factory=list)
+    """How many tokens were proposed at each position of drafts, on all engines; empty where none were."""
+    accepted_by_position: list[int] = field(default_factory=list)
+    """How many of these the model agreed to, those included that the end of the request cut."""
     offload_failure: str | None = None  # why what the host tier had offered was computed instead
     num_attempts: int = 1  # times the prompt was placed
     failure: str | None = None  # why the first failed attempt failed, also where the request was saved

@@ -36,6 +36,10 @@ class Delta:
     """The stop string or token id behind finish_reason stop; None for the model's own EOS."""
     num_cached_tokens: int | None = None
     """Prompt tokens whose KV was in a prefix cache, told with the last token."""
+    num_drafted: int = 0
+    """Tokens that were proposed for the output, likewise; 0 where engines draft nothing."""
+    num_accepted: int = 0
+    """How many of these the model agreed to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

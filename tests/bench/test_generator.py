@@ -308,7 +308,8 @@ def test_events_of_several_lines_are_joined() -> None:
 
 
 NAMES = ("choices", "usage", "token_ids", "delta", "text", "content", "finish_reason")
-COUNTED = ("completion_tokens", "prompt_tokens", "prompt_tokens_details", "cached_tokens")
+DRAFTED = ("completion_tokens_details", "accepted_prediction_tokens", "rejected_prediction_tokens")
+COUNTED = ("completion_tokens", "prompt_tokens", "prompt_tokens_details", "cached_tokens", *DRAFTED)
 PLAIN = st.none() | st.booleans() | st.integers(-5, 5) | st.floats(width=16) | st.text(max_size=3)
 SHAPES = st.recursive(
     PLAIN,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from rayk.bench.client import FAILED, OK, REFUSED, TIMEOUT, Observed
@@ -14,6 +15,7 @@ from rayk.bench.generator import Sent
 from rayk.bench.load import Load
 from rayk.bench.prompts import Planned
 from rayk.bench.summary import find_phases, summarize
+from rayk.reports.load_page import rate_rows
 from rayk.types.slo import parse_slo
 
 MS = 1_000_000
@@ -159,6 +161,21 @@ def test_cached_tokens_are_told_of_what_was_measured() -> None:
     fail(sent.requests[21])
     cell, _ = summarize(load_of(warmup=10, cooldown=10), "fake", sent)
     assert (cell["num_prompt_tokens"], cell["num_cached_tokens"]) == (3 * 38, 19)
+
+
+def test_drafts_are_told_of_what_was_measured_and_answered() -> None:
+    sent = steady(60)
+    cell, rows = summarize(load_of(), "fake", sent)
+    assert (cell["num_drafted"], cell["acceptance_rate"], rows[0]["num_accepted"]) == (None, None, None)
+    for seen in sent.requests:
+        seen.usage = {"completion_tokens": 5, "accepted_tokens": 3, "rejected_tokens": 1}
+    sent.requests[20].usage = {"completion_tokens": 5, "accepted_tokens": 0, "rejected_tokens": 0}
+    fail(sent.requests[21])
+    cell, rows = summarize(load_of(warmup=10, cooldown=10), "fake", sent)
+    assert (cell["num_drafted"], cell["num_accepted"]) == (4 * 38, 3 * 38)
+    assert cell["acceptance_rate"] == rows[0]["acceptance_rate"] == 0.75
+    assert rows[20]["num_drafted"] is None, "servers of others tell 0 where nothing is proposed"
+    assert rate_rows(pd.DataFrame([cell]))[0]["accepted_percent"] == 75.0
 
 
 def test_small_samples_have_no_high_percentiles() -> None:

@@ -17,7 +17,14 @@ import pytest
 import yaml
 
 from rayk.reports import ResultWriter, load
-from rayk.reports.columns import CELL_FIELDS, OFFLOADED, REQUEST_FIELDS, TRANSFER_FIELDS, incidental_columns
+from rayk.reports.columns import (
+    CELL_FIELDS,
+    DRAFTED,
+    OFFLOADED,
+    REQUEST_FIELDS,
+    TRANSFER_FIELDS,
+    incidental_columns,
+)
 from rayk.reports.files import locked, remove_leftovers
 from rayk.reports.folder import check_directory, differences
 from rayk.reports.journal import Journal, read_journal
@@ -245,7 +252,7 @@ def test_columns_of_times_are_known(tmp_path: Path) -> None:
         c
         for c in result.cells.columns
         if c.endswith(("_ms_p50", "_ms_p99", "_per_s", "wall_s", ".node", "digest_percent", "_peak_bytes"))
-        or c in OFFLOADED
+        or c in (*OFFLOADED, *DRAFTED)
         or c in ("num_host_tokens", "num_disk_tokens", "num_swaps", "reference_kept_since")
     ]
     found = incidental_columns("requests", result.requests.columns)

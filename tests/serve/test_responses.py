@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -16,7 +17,9 @@ from rayk.serve.responses import (
     HealthAnswer,
     ModelsAnswer,
 )
-from tests.serve.test_guard import PLAIN, ask, running, scripted
+from rayk.types.request import FinishReason
+from rayk.types.serving import Delta, ServerRequest
+from tests.serve.test_guard import PLAIN, ask, client_of, running, scripted
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
@@ -47,3 +50,36 @@ def test_answers_and_chunks_are_of_their_types() -> None:
         assert_is(ask(url, "POST", "/v1/completions", {})[1], ErrorBody)
         assert_is(ask(url, "GET", "/v1/models")[1], ModelsAnswer)
         assert_is(ask(url, "GET", "/health")[1], HealthAnswer)
+
+
+def test_usage_tells_of_drafts_where_there_were_any() -> None:
+    """By the names that OpenAI gives predicted outputs: its client reads them."""
+
+    async def drafted(_: ServerRequest) -> AsyncIterator[Delta]:
+        yield Delta(token_ids=(70,))
+        yield Delta(
+            token_ids=(71,),
+            finish_reason=FinishReason.LENGTH,
+            num_cached_tokens=0,
+            num_drafted=5,
+            num_accepted=3,
+        )
+
+    with running(scripted(drafted)) as url:
+        done = client_of(url).completions.create(**PLAIN | {"n": 2})
+        assert done.usage is not None
+        details = done.usage.completion_tokens_details
+        assert details is not None
+        assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (6, 4)
+        assert_is(ask(url, "POST", "/v1/completions", PLAIN)[1], CompletionAnswer)
+        _, events, _ = ask(
+            url,
+            "POST",
+            "/v1/completions",
+            {**PLAIN, "stream": True, "stream_options": {"include_usage": True}},
+        )
+        told = [json.loads(event.removeprefix(b"data: ")) for event in events.strip().split(b"\n\n")[:-1]]
+        (usage,) = (part["usage"] for part in told if part.get("usage"))
+        assert usage["completion_tokens_details"]["accepted_prediction_tokens"] == 3
+    with running(scripted()) as url:
+        assert "completion_tokens_details" not in ask(url, "POST", "/v1/completions", PLAIN)[1]["usage"]
