@@ -15,7 +15,7 @@ import urllib.request
 from dataclasses import dataclass
 
 from dashboards.queries import VARIABLES, Query, exported
-from dashboards.table import ABSENT_ON_CPU, ABSENT_UNPACED, ABSENT_WITHOUT_TIER, DASHBOARDS
+from dashboards.table import ABSENT_ON_CPU, ABSENT_UNDRAFTED, ABSENT_UNPACED, ABSENT_WITHOUT_TIER, DASHBOARDS
 from rayk.metrics import METRICS, MetricKind
 
 RATE_S = 20
@@ -114,7 +114,7 @@ def main(arguments: list[str]) -> int:
     except OSError as error:
         print(f"no Prometheus answers at {prometheus.url}: {error}", file=sys.stderr)
         return 2
-    may_lack = ABSENT_ON_CPU | ABSENT_UNPACED | ABSENT_WITHOUT_TIER
+    may_lack = ABSENT_ON_CPU | ABSENT_UNPACED | ABSENT_UNDRAFTED | ABSENT_WITHOUT_TIER
     bad = [a for a in answers if a.error or (not a.num_series and not a.query.metrics <= may_lack)]
     for answer in answers:
         if answer.is_quiet:

@@ -100,6 +100,37 @@ OVERVIEW = Dashboard(
             ),
         ),
         Panel(
+            title="Drafts accepted",
+            help="Share of the proposed tokens that the model agreed to. Only of engines that draft.",
+            queries=(
+                ratio(
+                    rate("rayk_spec_decode_num_accepted_tokens_total", "engine"),
+                    rate("rayk_spec_decode_num_draft_tokens_total", "engine"),
+                ).named("{{model}}/{{engine}}"),
+            ),
+            unit="percentunit",
+        ),
+        Panel(
+            title="Tokens accepted per draft",
+            help="A step with a draft gives so many tokens, and one more. Drafts that never help cost time.",
+            queries=(
+                ratio(
+                    rate("rayk_spec_decode_num_accepted_tokens_total", "engine"),
+                    rate("rayk_spec_decode_num_drafts_total", "engine"),
+                ).named("{{model}}/{{engine}}"),
+            ),
+        ),
+        Panel(
+            title="Drafted tokens accepted, by position",
+            help="Per second, by position in the draft: where the last ones are near 0, propose fewer.",
+            queries=(
+                rate("rayk_spec_decode_num_accepted_tokens_per_pos_total", "engine", "position").named(
+                    "{{model}}/{{engine}} {{position}}"
+                ),
+            ),
+            unit="ops",
+        ),
+        Panel(
             title="HTTP requests",
             help="Of a server's front, by path and status; 499: the client went before the answer. A stream "
             "that broke off has the status of its error.",

@@ -17,6 +17,8 @@ ABSENT_ON_CPU = frozenset({"rayk_model_flops_utilization", "rayk_model_bandwidth
 """Metrics that a run without a GPU does not have."""
 ABSENT_UNPACED = frozenset(name for name in METRICS if name.startswith("rayk_pace_"))
 """Metrics that engines which compute do not have."""
+ABSENT_UNDRAFTED = frozenset(name for name in METRICS if name.startswith("rayk_spec_decode_"))
+"""Metrics that engines which draft nothing do not have."""
 ABSENT_WITHOUT_TIER = frozenset(name for name in METRICS if name.startswith("rayk_offload_"))
 """Metrics that a run without offload.host_gib does not have."""
 

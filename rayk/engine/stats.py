@@ -142,6 +142,9 @@ def rank_stats(meter: Meter, rank: EngineRank, leader: Leader | None) -> StepSta
     dtype = rank.config.dtype
     if leader is not None:
         meter.on_flush(lambda: _report_leader(meter, leader))
+        if rank.config.speculative is not None:
+            num_positions = rank.config.speculative.num_tokens
+            meter.on_flush(lambda: _report_drafts(meter, leader, num_positions))
     return StepStats(meter, is_leader=leader is not None, costs=costs, comm=comm, device=device, dtype=dtype)
 
 
@@ -166,3 +169,16 @@ def _report_leader(meter: Meter, leader: Leader) -> None:
     num_taken = counts["pool"]["used"] + counts["pool"]["leased"]
     meter.set("rayk_kv_pool_blocks", num_blocks)
     meter.set("rayk_kv_cache_usage_perc", num_taken / num_blocks)
+
+
+def _report_drafts(meter: Meter, leader: Leader, num_positions: int) -> None:
+    drafting = leader.scheduler.drafting
+    assert drafting is not None, "an engine whose settings say so drafts"
+    counts, total = drafting.counts, meter.total
+    total("rayk_spec_decode_num_drafts_total", counts.num_drafts)
+    total("rayk_spec_decode_num_draft_tokens_total", counts.num_draft_tokens)
+    total("rayk_spec_decode_num_accepted_tokens_total", counts.num_accepted_tokens)
+    by_position = dict.fromkeys(range(num_positions), 0) | dict(enumerate(counts.accepted_at))
+    for position, number in by_position.items():
+        name = "rayk_spec_decode_num_accepted_tokens_per_pos_total"
+        total(name, number, position=str(position))

@@ -19,6 +19,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from rayk.types.bounds import MAX_DRAFTS
 from rayk.types.verdicts import VERDICTS
 
 _TENTHS = (0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.3, 0.5, 0.75, 0.8)
@@ -46,6 +47,7 @@ LABEL_VALUES: dict[str, frozenset[str]] = {
     "finish_reason": frozenset({"stop", "length", "abort", "error", "handed_over", "refused"}),
     "move": frozenset({"store", "load", "swap"}),
     "outcome": frozenset({"written", "read", "evicted", "dropped", "bad"}),
+    "position": frozenset(map(str, range(MAX_DRAFTS))),
     "reason": frozenset(
         {"TRANSFER_ERROR", "KV_MISMATCH", "NOT_FINITE", "TIMEOUT", "UNSUPPORTED", "ENGINE_ERROR"}
     ),
@@ -139,6 +141,22 @@ _ENGINE = (
     ),
     _counter("rayk_prompt_tokens_total", "tokens", "Prompt tokens computed, recomputed ones included"),
     _counter("rayk_generation_tokens_total", "tokens", "Tokens sampled"),
+    _by_leader(
+        "rayk_spec_decode_num_drafts_total",
+        "drafts",
+        "Steps of a request that computed proposed tokens, too; absent where engines draft nothing, like the "
+        "next three",
+    ),
+    _by_leader("rayk_spec_decode_num_draft_tokens_total", "tokens", "Tokens that were proposed"),
+    _by_leader(
+        "rayk_spec_decode_num_accepted_tokens_total", "tokens", "Of these, those that the model agreed to"
+    ),
+    _by_leader(
+        "rayk_spec_decode_num_accepted_tokens_per_pos_total",
+        "tokens",
+        "The same by position in the draft, from 0",
+        "position",
+    ),
     _counter("rayk_num_preemptions_total", "requests", "Requests preempted for want of blocks"),
     _counter("rayk_prefix_cache_queries_total", "tokens", "Prompt tokens looked for in the prefix cache"),
     _counter("rayk_prefix_cache_hits_total", "tokens", "Of these, found"),

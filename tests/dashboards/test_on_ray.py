@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dashboards import check, tools
-from dashboards.table import ABSENT_ON_CPU, ABSENT_UNPACED, DASHBOARDS
+from dashboards.table import ABSENT_ON_CPU, ABSENT_UNDRAFTED, ABSENT_UNPACED, DASHBOARDS
 from rayk import load
 from tests.conftest import CheckpointFactory
 from tests.dashboards.watching import complete, fired, post, run_spec, serving, targets_of, until, watched
@@ -166,7 +166,7 @@ def test_no_query_is_an_error(seen: Seen) -> None:
 
 
 def test_every_panel_has_data(seen: Seen) -> None:
-    may_lack = ABSENT_ON_CPU | ABSENT_UNPACED
+    may_lack = ABSENT_ON_CPU | ABSENT_UNPACED | ABSENT_UNDRAFTED
     empty = [a.where for a in seen.answers if not a.num_series and not a.query.metrics & may_lack]
     assert empty == []
 
@@ -178,7 +178,7 @@ def test_quiet_panels_are_those_of_what_did_not_happen(seen: Seen) -> None:
 
 def test_every_metric_is_reported(seen: Seen) -> None:
     """Also those of what did not happen: they stand at 0."""
-    assert seen.unreported == ABSENT_ON_CPU | ABSENT_UNPACED
+    assert seen.unreported == ABSENT_ON_CPU | ABSENT_UNPACED | ABSENT_UNDRAFTED
 
 
 def test_the_request_that_read_wrong_bytes_is_the_one_error(seen: Seen) -> None:

@@ -17,6 +17,7 @@ from rayk.engine.stats import StepStats, phase_of
 from rayk.metrics import LABEL_VALUES, METRICS, Meter
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.rows import TransferRow
+from rayk.types.speculative import SpeculativeConfig
 from tests.handover.cases import NUM_TOKENS, Model
 from tests.markers import one_per, thorough
 from tests.metrics.recording import Recorder
@@ -139,6 +140,33 @@ def endings(recorder: Recorder, **counted: int) -> dict[tuple[tuple[str, str], .
         tuple(sorted((recorder.known | {"finish_reason": reason}).items())): counted.get(reason, 0)
         for reason in reasons
     }
+
+
+def test_drafts_are_counted_as_their_request_tells_of_them(qwen3: Model) -> None:
+    recorders, make_meter = recorded()
+    drafts = SpeculativeConfig(method="ngram", num_tokens=3, prompt_lookup_min=1)
+    with Pair.open(qwen3.path, make_meter=make_meter, speculative=drafts) as pair:
+        request = make_request("r", [7, 8, 9] * 10, NUM_TOKENS)
+        flush(pair)
+        d, prefix = recorders["d", 0], "rayk_spec_decode_num_"
+        by_position = f"{prefix}accepted_tokens_per_pos_total"
+        assert {d.sum(by_position, position=str(n)) for n in range(3)} == {0}
+        assert len(d.counters[by_position]) == 3, "they are there before the first is accepted"
+        decoded = pair.decode(request, pair.prefill(request))
+        flush(pair)
+        drafted, accepted = decoded.info["drafted_at"], decoded.info["accepted_at"]
+        # A prompt that says the same ten times has what follows its last token.
+        assert drafted[0] >= 1
+        assert d.sum(f"{prefix}drafts_total") == drafted[0]
+        assert d.sum(f"{prefix}draft_tokens_total") == sum(drafted)
+        assert d.sum(f"{prefix}accepted_tokens_total") == sum(accepted)
+        assert [d.sum(by_position, position=str(n)) for n in range(len(accepted))] == list(accepted)
+        assert recorders["p", 0].sum(f"{prefix}drafts_total") == 0, "one token is nothing to draft for"
+        steps = d.sum("rayk_steps_total", phase="decode")
+        assert steps == NUM_TOKENS - 1 - sum(accepted), "a step with drafts is no prefill"
+    with Pair.open(qwen3.path, make_meter=make_meter) as pair:
+        flush(pair)
+        assert not [n for n in recorders["d", 0].counters if n.startswith(prefix)]
 
 
 def test_blocks_add_up_to_the_pool_while_leased_and_after(qwen3: Model) -> None:
