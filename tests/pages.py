@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from rayk.specs.experiment import EngineSettings, ExperimentSpec, OffloadSpec, SideSpec, TransferSpec
+from rayk.specs.speculative import SpeculativeSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -237,7 +238,8 @@ def check_commands(root: Path = ROOT) -> list[str]:
 def check_keys(root: Path = ROOT) -> list[str]:
     """Keys of specs that their page lacks, and keys of engines that it says may stand elsewhere."""
     texts = {
-        name: (root / f"docs/{name}.md").read_text(encoding="utf-8") for name in ("experiments", "transfers")
+        name: (root / f"docs/{name}.md").read_text(encoding="utf-8")
+        for name in ("experiments", "transfers", "speculative")
     }
     texts["offload"] = "\n".join(blocks((root / "docs/offload.md").read_text(encoding="utf-8"), "yaml"))
     violations = []
@@ -245,6 +247,7 @@ def check_keys(root: Path = ROOT) -> list[str]:
         "experiments": ExperimentSpec,
         "transfers": TransferSpec,
         "offload": OffloadSpec,
+        "speculative": SpeculativeSpec,
     }.items():
         for key in model.model_fields:
             if not re.search(rf"`{key}`|^ +{key}: ", texts[page], re.MULTILINE):

@@ -29,13 +29,14 @@ class Format(enum.StrEnum):
 
 def _axis_options() -> list[inspect.Parameter]:
     """Make `--prefill-X` and `--decode-X` for every axis that the spec's grammar gives a side."""
-    from rayk.specs.experiment import BLOCK_SIZE, SideSpec
+    from rayk.specs.experiment import BLOCK_SIZE, SideSpec, section_model
 
     options = []
     for side in SIDES:
         for name, field in SideSpec.model_fields.items():
             annotation = str(field.annotation)
-            is_plain = "dict" not in annotation and "list" not in annotation
+            is_pairs = "dict" in annotation or section_model(field.annotation) is not None
+            is_plain = not is_pairs and "list" not in annotation
             is_number = is_plain and re.search(r"\bint\b", annotation)
             kind = int if is_number else bool if "bool" in annotation else str
             default = field.get_default(call_default_factory=True)
@@ -46,7 +47,7 @@ def _axis_options() -> list[inspect.Parameter]:
                 if default is None
                 else default or "none"
             )
-            form = "" if is_plain else " as KEY=VALUE,.." if "dict" in annotation else " as N,N,.."
+            form = "" if is_plain else " as KEY=VALUE,.." if is_pairs else " as N,N,.."
             text = f"{side} engine's {name}{form} [default: {default}]"
             hint = Annotated[kind | None, typer.Option(help=text, show_default=False)]  # type: ignore[valid-type]
             options.append(
@@ -94,6 +95,13 @@ def _explain(
     kv_scales: Annotated[
         str, typer.Option(help="Scales of both engines' fp8: tensor or token_head.")
     ] = "tensor",
+    speculative: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUE,..",
+            help="How both engines draft: method=ngram,num_tokens=4 [default: they do not].",
+        ),
+    ] = None,
     transfer_mode: Annotated[
         str, typer.Option(metavar="pull|push", help="The decode engine reads, or the prefill engine writes.")
     ] = "pull",
@@ -136,6 +144,7 @@ def _explain(
         "dtype": dtype,
         "kv_dtype": kv_dtype,
         "kv_scales": kv_scales,
+        "speculative": None if speculative is None else _pairs(speculative),
         "transfer": {"mode": transfer_mode, "staging": staging},
     }
     for name in SIDES:
@@ -143,6 +152,10 @@ def _explain(
         settings[name] = {k: _value(k, v) for k, v in values.items() if v is not None}
     kinds = {settings[name].get("kind", engine) for name in SIDES}
     if kinds != {"rayk"}:
+        if any(given.get("speculative") for given in (settings, *(settings[name] for name in SIDES))):
+            raise UserError(
+                "drafts of vLLM's engines have no place in the proof", mend="leave speculative out"
+            )
         settings["engine"] = {"kind": engine}
         _explain_vllm(str(model), settings, num_tokens, output_format, byte is not None or find is not None)
         return
@@ -183,14 +196,18 @@ def _explain_vllm(
 
 def _value(name: str, value: Any) -> Any:
     """Convert an axis for the spec: mappings are given as KEY=VALUE,.. in text, lists as N,N,.."""
-    from rayk.specs.experiment import SideSpec
+    from rayk.specs.experiment import SideSpec, section_model
 
     annotation = str(SideSpec.model_fields[name].annotation)
+    is_section = section_model(SideSpec.model_fields[name].annotation) is not None
     if "list" in annotation:
         return [int(text) if text.strip().isdecimal() else text for text in value.split(",")]
-    if "dict" not in annotation:
-        return value
-    pairs = [part.partition("=") for part in value.split(",")]
+    return _pairs(value) if is_section or "dict" in annotation else value
+
+
+def _pairs(given: str) -> dict[str, Any]:
+    """Read KEY=VALUE,..; numbers are numbers."""
+    pairs = [part.partition("=") for part in given.split(",")]
     return {key.strip(): int(text) if text.strip().isdigit() else text.strip() for key, _, text in pairs}
 
 

@@ -160,6 +160,15 @@ def serve(
     cp_kv_cache_interleave_size: Annotated[
         int | None, typer.Option(min=1, help="vLLM's name of --set engine.dcp_interleave=N, likewise.")
     ] = None,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="How engines draft, by vLLM's names, for both sides: "
+            '{"method": "ngram", "num_speculative_tokens": 4}; --set decode.speculative.method=none and its '
+            "like say it for one.",
+        ),
+    ] = None,
     drain_timeout: Annotated[
         float, typer.Option(min=0, max=MAX_SECONDS, help="Seconds that running requests get to end.")
     ] = 60.0,
@@ -204,6 +213,7 @@ def serve(
         pipeline_parallel_size=pipeline_parallel_size,
         decode_context_parallel_size=decode_context_parallel_size,
         cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
+        speculative_config=speculative_config,
     )
     # Bad input is refused in a second: this needs neither torch nor Ray.
     cluster = wanted_address(address)

@@ -85,7 +85,7 @@ class EngineRank:
         self.comms = divide(comm, engine_shape(config, self.model_config.num_layers))
         self.backends = LayerBackends(config, self.model_config, self.comms.dcp)
         groups = engine_groups(config, self.model_config)
-        check_speculative(config, self.model_config, groups)
+        check_speculative(config, self.model_config)
         self.plan = plan_engine(config, self.model_config, self.backends.vetoes(groups))
         geometry = self.plan.ranks[comm.rank]
         self.stage = geometry.share.stage

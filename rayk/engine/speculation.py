@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from rayk.kv.groups import KVCacheGroup
 from rayk.models.config import DecoderConfig
+from rayk.models.drafters.refusals import why_no_drafts
 from rayk.sched.drafting import Drafting, NgramDrafter
 from rayk.types.allocator import BlockAllocator
 from rayk.types.bounds import MAX_DRAFTS
@@ -24,7 +22,7 @@ def make_drafting(config: EngineConfig, allocator: BlockAllocator) -> Drafting |
     return Drafting(drafter, allocator)
 
 
-def check_speculative(config: EngineConfig, model: DecoderConfig, groups: Sequence[KVCacheGroup]) -> None:
+def check_speculative(config: EngineConfig, model: DecoderConfig) -> None:
     """Refuse `speculative` settings that make no sense, or that this engine cannot follow. Raises UserError
     and Unsupported."""
     wanted = config.speculative
@@ -33,12 +31,9 @@ def check_speculative(config: EngineConfig, model: DecoderConfig, groups: Sequen
     problem = _problem(wanted)
     if problem is not None:
         raise problem
-    if wanted.method != "ngram":
-        raise Unsupported(f"speculative.method: {wanted.method}; of drafters there is ngram")
-    if config.compute == "paced":
-        raise Unsupported("speculative with engine.compute: paced, which has no logits to verify drafts by")
-    if any(not group.spec.has_token_rows for group in groups):
-        raise Unsupported(f"speculative: {model.family} has recurrent layers; states are not rolled back")
+    why = why_no_drafts(config, model)
+    if why is not None:
+        raise Unsupported(why)
 
 
 def _problem(wanted: SpeculativeConfig) -> UserError | None:

@@ -26,6 +26,7 @@ from rayk.reports import Result, ResultWriter, collect_environment, load
 from rayk.reports.environment import copy_ceiling
 from rayk.reports.files import locked
 from rayk.specs import Cell, ExperimentSpec, LoadedSpec, load_spec, renew_spec
+from rayk.specs.speculative_checks import idle_drafts
 from rayk.types.errors import DeadlineExceeded, DeviceError, RaykError, UserError
 from rayk.types.progress import Progress
 from rayk.types.rows import CellRow
@@ -101,6 +102,8 @@ def run_experiment(
     for i in plan.idle_rules:
         where = plan.loaded.marks.where(("exclude", i))
         progress.warn(f"{where}: this exclude rule matches no cell: {spec.exclude[i]}")
+    for note in idle_drafts(cell for cell, _ in plan.cells):
+        progress.warn(note)
     if untested(plan.vllm_versions):
         progress.warn(untested(plan.vllm_versions))
     of_vllm = {"vllm": dict(plan.vllm_versions)} if plan.vllm_versions else {}

@@ -153,6 +153,7 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
     if num_tokens is None:
         notes += _length_note(tokens, config, producer)
     notes += _dtype_note(cell.prefill, config)
+    notes += _drafts_note({"prefill": cell.prefill, "decode": cell.decode})
     try:
         reads = explain_reads(producer, consumer, tokens, cell.spec.transfer)
     except TransferError as error:
@@ -278,6 +279,22 @@ def _dtype_note(engine: EngineConfig, config: DecoderConfig) -> list[str]:
     if engine.kv_dtype != "auto" or engine.dtype == config.dtype:
         return []
     return [f"KV counts in {engine.dtype}, and the model is in {config.dtype}: --dtype auto counts in that"]
+
+
+def _drafts_note(engines: Mapping[str, EngineConfig]) -> list[str]:
+    """Say who proposes tokens, and what of it moves."""
+    drafting = {
+        side: drafts for side, engine in engines.items() if (drafts := engine.speculative) is not None
+    }
+    alike = len(drafting) == len(engines) and len(set(drafting.values())) == 1
+    whose = {"both engines": next(iter(drafting.values()))} if alike else drafting
+    return [
+        f"{side}: up to {drafts.num_tokens} tokens are proposed at once, what followed the last "
+        f"{drafts.prompt_lookup_max} to {drafts.prompt_lookup_min} tokens earlier in the request "
+        f"({drafts.method}): that keeps no KV, and hands nothing over"
+        for side, drafts in whose.items()
+        if drafts.method == "ngram"
+    ]
 
 
 def _border_notes(consumer: EnginePlan, config: DecoderConfig, num_tokens: int) -> list[str]:

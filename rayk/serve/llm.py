@@ -45,6 +45,10 @@ class Output:
     """The stop string or token id behind `stop`; None: the model's own end."""
     logprobs: tuple[TokenLogprobs, ...] | None
     """One per token, if asked for."""
+    num_drafted: int = 0
+    """Tokens that were proposed for it; 0 where engines draft nothing."""
+    num_accepted: int = 0
+    """How many of these the model agreed to, those included that a stop cut."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,6 +124,7 @@ class LLM:
         pipeline_parallel_size: int | None = None,
         decode_context_parallel_size: int | None = None,
         cp_kv_cache_interleave_size: int | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
     ) -> None:
         options = ServerOptions(
             model=str(model),
@@ -144,6 +149,7 @@ class LLM:
             pipeline_parallel_size=pipeline_parallel_size,
             decode_context_parallel_size=decode_context_parallel_size,
             cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
+            speculative_config=speculative_config,
         )
         plan = plan_server(options, is_local=wanted_address(address) is None)
         note = note_unused_tensors(plan)
@@ -293,6 +299,8 @@ class LLM:
             finish_reason=str(last.finish_reason),
             stop_reason=last.stop_reason,
             logprobs=None if params.logprobs is None else tuple(itertools.chain.from_iterable(logprobs)),
+            num_drafted=last.num_drafted,
+            num_accepted=last.num_accepted,
         )
 
     def _decoded(self, tokens: Sequence[int], stop: Sequence[str]) -> str | None:

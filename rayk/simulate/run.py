@@ -99,6 +99,7 @@ def why_not_simulated(cell: Cell, server: ServerSettings | None = None) -> str |
         "KV formats that differ (kv_dtype)": hands_over and len(formats) > 1,
         "faults": bool(cell.faults),
         "pipelines (pp over 1)": any(engine.pp > 1 for engine in engines),
+        "drafts (speculative.method)": any(engine.speculative is not None for engine in engines),
         "a disk tier (offload.disk_folder)": offload.disk_folder is not None,
         "hand-overs through a host tier (transfer.path: host)": hands_over and transfer.path == "host",
         "outboxes of a host tier (offload.outbox_mib)": has_outboxes(offload, engines[0].device),

@@ -18,6 +18,7 @@ from rayk.kv.kernel_blocks import kernel_block_sizes
 from rayk.kv.layout import resolve_layout
 from rayk.kv.specs import page_bytes
 from rayk.models.config import DecoderConfig
+from rayk.models.drafters.refusals import why_no_drafts
 from rayk.models.kv_specs import engine_groups, group_chunks
 from rayk.models.tensor_parallel import bad_division, why_tp_unsupported
 from rayk.sched.arrivals import due_times
@@ -26,6 +27,7 @@ from rayk.sched.policy import PolicySettings
 from rayk.specs.devices import resolve_device
 from rayk.specs.experiment import BLOCK_SIZE, Deadlines, ExperimentSpec, FaultSpec, SamplingSpec, SideSpec
 from rayk.specs.load import LIST_KEYS, apply_point
+from rayk.specs.speculative import NONE, axes_given, axis_value, drafts_of, is_key
 from rayk.specs.vllm_engines import (
     NO_HANDSHAKE,
     PROVES_TP,
@@ -39,6 +41,7 @@ from rayk.types.errors import LayoutVetoed, SpecError, Unsupported
 from rayk.types.fault_table import KINDS, OTHERS, POINTS, REQUEST_POINTS, ExpectedOutcome, Fault, expected
 from rayk.types.model_names import short_name
 from rayk.types.request import SamplingParams
+from rayk.types.speculative import SpeculativeConfig
 from rayk.types.structured import StructuredOutputs
 from rayk.types.verdicts import VERDICTS
 
@@ -268,7 +271,7 @@ def axis_names(spec: ExperimentSpec) -> tuple[str, ...]:
     kinds = [f"{side}.kind" for side in ("prefill", "decode") if getattr(spec, side).kind is not None]
     if spec.engine.kind != "rayk" or kinds:
         kinds.insert(0, "engine.kind")
-    return tuple(dict.fromkeys((*STANDARD_AXES, *kinds, *added)))
+    return tuple(dict.fromkeys((*STANDARD_AXES, *kinds, *axes_given(spec), *added)))
 
 
 def resolved_dtype(name: str, config: DecoderConfig) -> str:
@@ -293,6 +296,8 @@ def _matches(cell: Cell, rule: dict[str, Any]) -> bool:
             options = [_plain_faults(FaultSpec.model_validate(fault) for fault in named)]
         absent = _is_unheeded(key, cell.spec)
         found = cell.axes[key] if key in cell.axes else None if absent else _axis_value(cell.spec, key)
+        if is_key(key) and key.endswith(".method"):
+            found, options = found or NONE, [option or NONE for option in options]
         if found not in options:
             return False
     return bool(rule)
@@ -392,8 +397,16 @@ def _engine(spec: ExperimentSpec, name: str, config: DecoderConfig, device: str 
         block_size=side.block_size or BLOCK_SIZE,
         kv_dtype=side.kv_dtype or spec.kv_dtype,
         kv_scales=side.kv_scales or spec.kv_scales,
+        speculative=None if is_vllms else _drafts(spec, name),
         **{name: _engine_option(spec, side, name) for name in heeded},
     )
+
+
+def _drafts(spec: ExperimentSpec, side: str) -> SpeculativeConfig | None:
+    drafts = drafts_of(spec, side)
+    if drafts is None or drafts.model is None:
+        return drafts
+    return replace(drafts, model=absolute_model(drafts.model))
 
 
 def _engine_option(spec: ExperimentSpec, side: SideSpec, name: str) -> Any:
@@ -433,7 +446,7 @@ def _refusal(
         bad = bad_division(config, engine)
         if bad is not None:  # `specs.engines.check_division` refuses the spec
             return "model", f"{side}: {bad.problem}" if decode else bad.problem
-        why = why_no_groups((engine,), config)
+        why = why_no_drafts(engine, config) or why_no_groups((engine,), config)
         if why:
             return "rayk", f"{side}: {why}" if decode else why
         if engine.layout != "auto":
@@ -496,6 +509,8 @@ def expected_of(fault: FaultSpec, spec: ExperimentSpec) -> ExpectedOutcome:
 
 
 def _axis_value(spec: ExperimentSpec, name: str) -> Any:
+    if is_key(name):
+        return axis_value(spec, name)
     value: Any = spec
     for part in name.split("."):
         value = getattr(value, part) if value is not None else None
@@ -537,7 +552,8 @@ def cell_id(axes: dict[str, Any]) -> str:
         parts += layouts
     for name, value in axes.items():
         side, _, leaf = name.partition(".")
-        inherits = side in ("prefill", "decode") and leaf in _OF_BOTH and leaf in axes
+        is_both = leaf in _OF_BOTH or is_key(leaf)
+        inherits = side in ("prefill", "decode") and is_both and leaf in axes
         default = axes[leaf] if inherits else _axis_value(_DEFAULTS, name)
         if name in _IN_NAME or value is None or value == default:
             continue

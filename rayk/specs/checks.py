@@ -24,6 +24,7 @@ from rayk.specs.faults import check_fault, check_fits_model
 from rayk.specs.host_tier import check_heeded
 from rayk.specs.load import LoadedSpec
 from rayk.specs.prompts import TokenizerLoader, check_token_ids, resolve_prompts
+from rayk.specs.speculative_checks import check_drafts, check_drafts_heeded
 from rayk.specs.vllm_checks import check_kinds, check_vllm_cell, check_vllm_prompts
 from rayk.types.bounds import MAX_REQUESTS, MAX_TOKENS
 from rayk.types.config import EngineConfig
@@ -52,6 +53,7 @@ def check_cells(
     """List cells of a spec with their prompts, once all is checked. Raises UserError."""
     check_heeded(cells, loaded)
     check_kinds(cells, loaded)
+    check_drafts_heeded(cells, loaded)
     planned = []
     prompts_of: dict[tuple[str, str], list[list[int]]] = {}
     if tokenizer_loader is not None:
@@ -99,6 +101,7 @@ def check_cell(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
         return
     _check_prompt_logprobs(cell, loaded)
     check_paced(cell, loaded)
+    check_drafts(cell, config, loaded)
     _check_staging(cell, loaded)
     _check_path(cell, loaded)
     check_division(cell, config, loaded)

@@ -17,7 +17,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     create_model,
     model_validator,
@@ -29,6 +28,8 @@ from rayk.models.families import FAMILIES
 from rayk.sched.arrivals import PROCESSES
 from rayk.sched.policies import POLICIES
 from rayk.sched.policy import PolicySettings
+from rayk.specs.grammar import ModelPath, StrictModel, checked
+from rayk.specs.speculative import SideSpeculative, SpeculativeSpec
 from rayk.types.bounds import (
     MAX_ENGINES,
     MAX_RATE,
@@ -36,8 +37,6 @@ from rayk.types.bounds import (
     MAX_SECONDS,
     MAX_TOKENS,
     MIN_RATE,
-    Between,
-    OneOf,
 )
 from rayk.types.config import BOTH_SIDES, Backend, EngineOptions
 from rayk.types.offload import OffloadSettings
@@ -110,7 +109,6 @@ PositiveInt = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Requests = Annotated[int, Field(ge=1, le=MAX_REQUESTS)]
 Engines = Annotated[int, Field(ge=1, le=MAX_ENGINES)]
-ModelPath = Annotated[str, Field(min_length=1, max_length=4096)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False)]
 Cost = Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
@@ -133,6 +131,11 @@ def as_list(value: Any) -> Any:
     return value if isinstance(value, list) or value is None else [value]
 
 
+def or_nothing(value: Any) -> Any:
+    """Where a section is expected null stands for one that says nothing."""
+    return {} if value is None else value
+
+
 def _layer_numbers(value: Any) -> Any:
     """List keys as text, as JSON has them; layers of a mapping in ascending order."""
     if not isinstance(value, dict):
@@ -146,12 +149,6 @@ def _layer_numbers(value: Any) -> Any:
 GroupKind = Literal["full", "sliding", "chunked", "mla"]
 """KV groups whose blocks have a row per token, which kernels may cut."""
 KernelBlockSizes = dict[GroupKind, PositiveInt]
-
-
-class StrictModel(BaseModel):
-    """Base of every spec model: unknown keys and wrong types are errors, values do not change."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
 class CheckpointSpec(StrictModel):
@@ -242,24 +239,12 @@ class SamplingSpec(StrictModel):
     """The form that every output must have: one of json (a schema), json_object, regex, choice, grammar."""
 
 
-def _checked(hint: Any) -> Any:
-    """Return a type whose bounds, which are marks of types.bounds, pydantic checks."""
-    if get_origin(hint) in (Union, UnionType):
-        return Union[tuple(map(_checked, get_args(hint)))]  # noqa: UP007 - of a tuple
-    for mark in getattr(hint, "__metadata__", ()):
-        if isinstance(mark, OneOf):
-            return Literal[mark.names]
-        if isinstance(mark, Between):
-            return Annotated[get_args(hint)[0], Field(ge=mark.least, le=mark.most)]
-    return hint
-
-
 Stages = Annotated[list[PositiveInt], Field(min_length=1, max_length=MAX_ENGINES)]
 _LISTS: dict[str, Any] = {"pp_layers": Annotated[Stages | None, BeforeValidator(as_list)]}
 """Types of the engine options that a spec gives as lists."""
 _MAPPINGS: dict[str, Any] = {
     "kernel_block_sizes": KernelBlockSizes,
-    "layer_backends": Annotated[dict[str, _checked(Backend)], BeforeValidator(_layer_numbers)],  # type: ignore[misc]
+    "layer_backends": Annotated[dict[str, checked(Backend)], BeforeValidator(_layer_numbers)],  # type: ignore[misc]
 }
 """Types of the engine options that a spec gives as mappings."""
 
@@ -271,7 +256,7 @@ def _option_fields(*, of_side: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for option in fields(EngineOptions):
         hint = hints[option.name]
-        kind = _MAPPINGS.get(option.name) or _LISTS.get(option.name) or _checked(hint)
+        kind = _MAPPINGS.get(option.name) or _LISTS.get(option.name) or checked(hint)
         if not of_side:
             found[option.name] = kind, {} if option.name in _MAPPINGS else option.default
         elif BOTH_SIDES not in getattr(hint, "__metadata__", ()):
@@ -306,6 +291,7 @@ class _SideFields(StrictModel):
     """None: BLOCK_SIZE, and vLLM's engines choose their own."""
     kv_dtype: KVDtype | None = None
     kv_scales: KVScales | None = None
+    speculative: SideSpeculative | None = None
     num_engines: Engines = 1
     node_labels: dict[str, str] = Field(default_factory=dict)
     """Labels of the nodes its engines may be on, in the words of Ray's label selectors: v, !v, in(a, b)."""
@@ -486,6 +472,7 @@ class ExperimentSpec(StrictModel):
     kv_dtype: KVDtype = "auto"
     kv_scales: KVScales = "tensor"
     """Scales of fp8 caches: one per layer and side of the cache (tensor), or one per token and head."""
+    speculative: Annotated[SpeculativeSpec, BeforeValidator(or_nothing)] = SpeculativeSpec()
     transfer: TransferSpec = TransferSpec()
     offload: OffloadSpec = OffloadSpec()
     engine: EngineSettings = EngineSettings()

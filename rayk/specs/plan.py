@@ -19,7 +19,6 @@ from rayk.specs.experiment import (
     Engines,
     EngineSettings,
     KVDtype,
-    ModelPath,
     Policy,
     PolicySpec,
     PositiveInt,
@@ -28,10 +27,10 @@ from rayk.specs.experiment import (
     Requests,
     Seed,
     Shape,
-    StrictModel,
     TransferSpec,
     as_list,
 )
+from rayk.specs.grammar import ModelPath, StrictModel
 from rayk.specs.load import parse_override, read_spec_data, set_key
 from rayk.specs.marks import Marks
 from rayk.specs.refusals import first_refusal

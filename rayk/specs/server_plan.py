@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import bisect
 import difflib
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from rayk.specs.experiment import dotted_keys
 from rayk.specs.host_tier import check_machine, check_pools
 from rayk.specs.load import load_spec
 from rayk.specs.serving import ServerSettings, model_card, settings_of
+from rayk.specs.vllm_drafts import draft_settings
 from rayk.specs.vllm_engines import VLLM_ONLY
 from rayk.types.config import EngineConfig
 from rayk.types.errors import SpecError, Unsupported
@@ -39,6 +41,7 @@ SETTABLE = (
     "transfer",
     "offload",
     "policy_settings",
+    "speculative",
     "kv_dtype",
     "kv_scales",
     "placement",
@@ -97,6 +100,8 @@ class ServerOptions:
     """Stages of all engines, whatever the mode; likewise the next two."""
     decode_context_parallel_size: int | None = None
     cp_kv_cache_interleave_size: int | None = None
+    speculative_config: str | Mapping[str, Any] | None = None
+    """JSON, or what it stands for: of engines of both sides."""
 
     @property
     def resolved_mode(self) -> str:
@@ -244,17 +249,22 @@ def _in_own_names(options: ServerOptions) -> ServerOptions:
         mode = options.mode or "aggregated"
         decode_tp = tp if mode == "disaggregated" else None
         options = replace(options, mode=mode, prefill_tp=tp, decode_tp=decode_tp)
-    given = {"kv_dtype": _kv_dtype(options.kv_cache_dtype)}
+    given: dict[str, Any] = {"kv_dtype": _kv_dtype(options.kv_cache_dtype)}
+    if options.speculative_config is not None:
+        drafts = draft_settings(options.speculative_config)
+        given |= {f"speculative.{key}": value for key, value in drafts.items()}
     given |= {key: getattr(options, name) for name, key in _KEY_OF.items()}
     sizes = dict.fromkeys(_KEY_OF)
     mode = options.mode or options.resolved_mode
     options = replace(options, mode=mode, kv_cache_dtype="auto", tensor_parallel_size=None, **sizes)  # type: ignore[arg-type]
+    options = replace(options, speculative_config=None)
     for key, value in given.items():
         twice = [text for text in options.overrides if text.partition("=")[0].strip() == key]
         if value is not None and twice:
             raise SpecError(f"{key} is given twice", where=f"--set {twice[0]}", mend="give it once")
         if value is not None:
-            options = replace(options, overrides=(*options.overrides, f"{key}={value}"))
+            text = value if isinstance(value, str) else json.dumps(value)
+            options = replace(options, overrides=(*options.overrides, f"{key}={text}"))
     return options
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rayk.specs.experiment import StrictModel
+from rayk.specs.grammar import StrictModel
 from rayk.traces import BLOCK_TOKENS, TraceFormat
 from rayk.types.bounds import MAX_REQUESTS
 

@@ -31,6 +31,7 @@ SHARED_OPTIONS = ("prefix_caching", "pp", "pp_layers", "dcp", "dcp_interleave")
 RAYK_ONLY = (
     *(f"engine.{option.name}" for option in fields(EngineOptions) if option.name not in SHARED_OPTIONS),
     "kv_scales",
+    "speculative",
     "policy",
     "failure_policy",
     "policy_settings",
@@ -48,7 +49,7 @@ def is_unheeded(name: str, kinds: Sequence[str]) -> bool:
     if section in ("engine", "prefill", "decode") and leaf in VLLM_ONLY:
         return "vllm" not in kinds
     if section in ("prefill", "decode"):
-        name = leaf if leaf == "kv_scales" else f"engine.{leaf}"
+        name = leaf if leaf == "kv_scales" or leaf.startswith("speculative.") else f"engine.{leaf}"
     return "rayk" not in kinds and any(name == key or name.startswith(f"{key}.") for key in RAYK_ONLY)
 
 

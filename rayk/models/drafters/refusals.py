@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import fields
 
 from rayk.models.config import DecoderConfig
+from rayk.models.kv_specs import kv_cache_specs
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 from rayk.types.speculative import SpeculativeConfig
 
 WHERE = "speculative"
+BUILT = ("ngram",)
+"""Methods that engines can follow."""
 _DEFAULTS = {field.name: field.default for field in fields(SpeculativeConfig)}
 
 
@@ -57,3 +60,19 @@ def _refuse_ngram(speculative: SpeculativeConfig) -> None:
             where=WHERE,
             mend=f"prompt_lookup_min: at most {most}",
         )
+
+
+def why_no_drafts(engine: EngineConfig, target: DecoderConfig) -> str | None:
+    """Say what of the engine's settings no engine can follow yet; None: it can, or is not to draft. Specs,
+    `rayk explain`, servers and engines refuse by this alone."""
+    wanted = engine.speculative
+    if wanted is None:
+        return None
+    if wanted.method not in BUILT:
+        return f"speculative.method: {wanted.method}; of drafters there is {', '.join(BUILT)}"
+    if engine.compute == "paced":
+        return "speculative with engine.compute: paced, which has no logits to verify drafts by"
+    specs = kv_cache_specs(target, block_size=1, dtype="float32").values()
+    if not all(spec.has_token_rows for spec in specs):
+        return f"speculative: {target.family} has recurrent layers; states are not rolled back"
+    return None
