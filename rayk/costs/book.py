@@ -14,7 +14,7 @@ from rayk.types.errors import UserError
 from rayk.types.files import parse_json, read_text, write_atomically
 
 VERSION = 2
-"""Of the files. Those of version 1 told of a host, and not of each engine, what steps lose to neighbours."""
+"""Files of version 1 tell of a host, and not of each engine, what steps lose to neighbours."""
 FILE_BYTES = 4 << 20
 SHARED = ("transfers", "gaps", "host", "provenance", "validated")
 """Files that are of no one engine."""

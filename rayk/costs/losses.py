@@ -28,7 +28,7 @@ def crowding(num_cores: int, num_ranks: int, *, prefill: int, decode: int) -> Cr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Losses:
+class StepLosses:
     """How much more time a class of an engine's steps takes while steps of other engines keep all other cores
     busy, as shares of what it takes alone: 0.4 is 1.4 times as long.
 
@@ -50,4 +50,4 @@ class Losses:
         return 1 + met.over + lost
 
 
-NO_LOSSES = Losses()
+NO_LOSSES = StepLosses()

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from rayk.costs.features import DecodeRun, StepFeatures
 from rayk.costs.hull import Hull
-from rayk.costs.losses import NO_LOSSES, Losses
+from rayk.costs.losses import NO_LOSSES, StepLosses
 from rayk.models.config import DecoderConfig
 from rayk.types.config import EngineConfig
 
@@ -180,7 +180,7 @@ class EngineCosts:
     commands: Mapping[str, LinearCost] = field(default_factory=dict)
     """What a rank does for a hand-over: `each`, of a turn for any command; `MakeTicket`, by the bytes lent;
     `fence` and `verify`, by those read, each of the rank that has most."""
-    losses: Losses = NO_LOSSES
+    losses: StepLosses = NO_LOSSES
     """What its steps lose beside those of other engines on the same host."""
     kind: str = "measured"  # or unmeasured: derived from data sheets
     source: str = ""  # which runs, or which data sheet

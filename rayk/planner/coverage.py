@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rayk.costs.fit import Fitted
 from rayk.costs.hull import AXES
-from rayk.costs.losses import NO_LOSSES, Losses
+from rayk.costs.losses import NO_LOSSES, StepLosses
 from rayk.costs.table import Gap, StepTable
 from rayk.planner.fitting import MAX_ERROR, FittedBook, FittedClass
 from rayk.types.files import write_atomically
@@ -67,7 +67,7 @@ def _gap(gap: Gap) -> str:
     return _time(gap.ns()) + streams + cores
 
 
-def _losses(of: Losses) -> str:
+def _losses(of: StepLosses) -> str:
     """Say how many times as long steps take beside neighbours on all other cores."""
     return (
         f"prefill steps take {1 + of.prefill_beside_prefill:.2f} and {1 + of.prefill_beside_decode:.2f} "

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rayk.costs.fit import nnls
-from rayk.costs.losses import Crowding, Losses, crowding
+from rayk.costs.losses import Crowding, StepLosses, crowding
 from rayk.costs.table import EngineCosts, EngineKey, engine_key
 from rayk.planner.recorded import EngineStep, RecordedCell, settled
 
@@ -19,7 +19,7 @@ FORMING = ("engines are formed", "engines are connected")  # stages of a run's s
 CLASSES = ("prefill", "decode")
 MAX_RATIO = 8.0  # a step that took longer than so many times the fit was held up by something else
 MIN_STEPS = 20
-"""Of a class, beside another for the whole of them: fewer do not tell what that costs."""
+"""Fewer steps of a class, each beside another class for all of its time, do not tell what that costs."""
 _ROUNDS = 30  # of a fit: each is better than the one before, and few suffice
 _NO_CHANGE = 1e-6
 
@@ -28,9 +28,9 @@ _NO_CHANGE = 1e-6
 class FittedLosses:
     """What engines' steps lose to neighbours."""
 
-    losses: Mapping[EngineKey, Losses] = field(default_factory=dict)
+    losses: Mapping[EngineKey, StepLosses] = field(default_factory=dict)
     unknown: Mapping[EngineKey, Sequence[str]] = field(default_factory=dict)
-    """Names of those (fields of Losses) that too few steps tell of: they are 0."""
+    """Names of those (fields of StepLosses) that too few steps tell of: they are 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ def fit_losses(
         known: dict[str, float] = {}
         for kind in CLASSES:
             known |= _fit(found.get((key, kind), ()), kind)
-        losses[key] = Losses(**known)
-        unknown[key] = [name for name in Losses.__slots__ if name not in known]
+        losses[key] = StepLosses(**known)
+        unknown[key] = [name for name in StepLosses.__slots__ if name not in known]
     return FittedLosses(losses, unknown)
 
 
@@ -93,7 +93,7 @@ def _fit(steps: Sequence[_StepBeside], kind: str) -> dict[str, float]:
     beside, weights = np.stack(busy, axis=1), 1 / np.sqrt(fitted)
     found = np.zeros(len(names))
     for _ in range(_ROUNDS):
-        losses = Losses(**dict(zip(names, found.tolist(), strict=True)))
+        losses = StepLosses(**dict(zip(names, found.tolist(), strict=True)))
         stretch = np.array([losses.stretch(state, is_decode=kind == "decode") for state in states])
         pace = 1 - shares @ (1 - 1 / stretch)
         slopes = (fitted / pace**2)[:, None] * (shares @ (beside / (stretch**2)[:, None]))
@@ -113,11 +113,11 @@ def _steps_beside(
         config = cell.engine_config(name)
         key = engine_key(cell.config, config)
         others = [
-            _Turns.of(of, cell.engine_config(other).num_ranks)
+            _EngineTurns.of(of, cell.engine_config(other).num_ranks)
             for (of_repeat, other), of in whole.items()
             if of_repeat == repeat and other != name
         ]
-        met = _met(_Turns.of(steps, config.num_ranks), others, num_cores)
+        met = _met(_EngineTurns.of(steps, config.num_ranks), others, num_cores)
         for step, meets in zip(steps, met, strict=True):
             features = step.recorded.features
             fitted_ns = max(1.0, engines[key].step_ns(features, strict=False))
@@ -132,7 +132,7 @@ def _by_engine(steps: Iterable[EngineStep]) -> dict[tuple[int, str], list[Engine
 
 
 @dataclass(frozen=True, slots=True)
-class _Turns:
+class _EngineTurns:
     """Turns of an engine [S]."""
 
     begins_ns: Floats
@@ -141,7 +141,7 @@ class _Turns:
     num_ranks: int
 
     @classmethod
-    def of(cls, steps: Sequence[EngineStep], num_ranks: int) -> _Turns:
+    def of(cls, steps: Sequence[EngineStep], num_ranks: int) -> _EngineTurns:
         begins = np.array([step.begin_ns for step in steps], dtype=float)
         lengths = np.array([max(1, step.recorded.turn_ns) for step in steps], dtype=float)
         is_decode = np.array([step.recorded.features.is_decode for step in steps])
@@ -157,7 +157,9 @@ class _Turns:
         return np.cumsum(changes)[:-1]
 
 
-def _met(own: _Turns, others: Sequence[_Turns], num_cores: int) -> list[tuple[tuple[Crowding, float], ...]]:
+def _met(
+    own: _EngineTurns, others: Sequence[_EngineTurns], num_cores: int
+) -> list[tuple[tuple[Crowding, float], ...]]:
     """Tell what each turn meets while others compute, and for which share of its time each."""
     if not others:
         return [()] * len(own.begins_ns)

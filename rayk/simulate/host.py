@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from rayk.costs.losses import NO_LOSSES, Losses, crowding
+from rayk.costs.losses import NO_LOSSES, StepLosses, crowding
 
 MOST_GIVEN_BACK = 0.5
-"""Of a step's time: the rest of what an engine lost too little of is for its next ones."""
+"""A step gets shorter by at most so much of its time, where the one before it took longer than it had to."""
 
 
 @dataclass(slots=True, eq=False)
@@ -19,7 +19,7 @@ class _BusyTime:
     alone_ns: float  # what it takes where nothing runs beside it
     num_ranks: int  # each keeps a core busy
     is_decode: bool  # what others lose beside it is that of such a step
-    losses: Losses  # what it loses itself
+    losses: StepLosses  # what it loses itself
     end_ns: float = 0.0
     beside: list[_BusyTime] = field(default_factory=list)
     """What others do at some time between its begin and its end, as far as they have begun it."""
@@ -58,7 +58,14 @@ class SimHost:
         self._owed_ns: dict[str, float] = {}  # negative: it lost less than it was told
 
     def step(
-        self, engine: str, num_ranks: int, begin_ns: int, length_ns: int, *, is_decode: bool, losses: Losses
+        self,
+        engine: str,
+        num_ranks: int,
+        begin_ns: int,
+        length_ns: int,
+        *,
+        is_decode: bool,
+        losses: StepLosses,
     ) -> int:
         """Tell how long a step takes that takes this long alone. It begins now, or soon. `losses`: those of
         the engine."""
@@ -112,7 +119,7 @@ class HostShare:
     host: SimHost
     engine: str
     num_ranks: int
-    losses: Losses
+    losses: StepLosses
 
     def step(self, begin_ns: int, length_ns: int, *, is_decode: bool) -> int:
         return self.host.step(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rayk.costs.losses import Crowding, Losses, crowding
+from rayk.costs.losses import Crowding, StepLosses, crowding
 
-LOSSES = Losses(
+LOSSES = StepLosses(
     prefill_beside_prefill=0.1,
     prefill_beside_decode=0.2,
     decode_beside_prefill=0.4,

@@ -9,7 +9,7 @@ import pytest
 
 from rayk.costs import CostBook, EngineCosts, StepFeatures, decode_run, step_features
 from rayk.costs.hull import Hull, place_of
-from rayk.costs.losses import Losses
+from rayk.costs.losses import StepLosses
 from rayk.costs.table import Gap, LinearCost, Residuals, StepTable, term_value
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.errors import OutsideHull, UserError
@@ -111,7 +111,7 @@ COSTS = EngineCosts(
     prefill=StepTable(terms=("one", "tokens"), constants=(2e6, 1e4)),
     host_ns=3.0,
     commands={"MakeTicket": LinearCost(fixed_ns=5, byte_ns=0.5)},
-    losses=Losses(prefill_beside_decode=0.35, decode_beside_decode=0.6),
+    losses=StepLosses(prefill_beside_decode=0.35, decode_beside_decode=0.6),
 )
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from rayk.cli.main import app
 from rayk.costs import CostBook, EngineCosts, engine_key, step_features
-from rayk.costs.losses import Losses
+from rayk.costs.losses import StepLosses
 from rayk.costs.table import (
     Gap,
     GapTable,
@@ -177,7 +177,7 @@ def test_what_neighbours_take_comes_out_of_a_run(measured: Measured, tmp_path: P
     loaded = load_spec(grid_spec(asked, config))
     cells = [cell for cell in expand(loaded.spec, config) if len(cell.all_engines) > 1]
     (key,) = book.engines
-    losses = Losses(
+    losses = StepLosses(
         prefill_beside_prefill=0.1,
         prefill_beside_decode=0.35,
         decode_beside_prefill=0.2,
@@ -188,7 +188,7 @@ def test_what_neighbours_take_comes_out_of_a_run(measured: Measured, tmp_path: P
     write_run(tmp_path / "run", loaded, cells, beside, config)
     found = fit_losses(read_run(tmp_path / "run").cells, book.engines, num_cores=2)
     assert not found.unknown[key]
-    for name in Losses.__slots__:
+    for name in StepLosses.__slots__:
         assert getattr(found.losses[key], name) == pytest.approx(getattr(losses, name), abs=0.05), name
 
 
@@ -198,7 +198,7 @@ def test_a_book_has_what_each_engine_loses(measured: Measured, tmp_path: Path) -
     asked = GridRequest(model=engine.model, max_tokens=256, max_seqs=8, max_batch_tokens=128, is_quick=True)
     loaded = load_spec(grid_spec(asked, config))
     beside = [cell for cell in expand(loaded.spec, config) if len(cell.all_engines) > 1]
-    losses = Losses(**dict.fromkeys(Losses.__slots__, 0.5))
+    losses = StepLosses(**dict.fromkeys(StepLosses.__slots__, 0.5))
     engines = {key: replace(costs, losses=losses) for key, costs in book.engines.items()}
     planted_book = replace(book, engines=engines, host=HostTable(num_cores=2))
     write_run(tmp_path / "run", loaded, beside, planted_book, config)
@@ -206,7 +206,7 @@ def test_a_book_has_what_each_engine_loses(measured: Measured, tmp_path: Path) -
     alone = replace(alone, cells=tuple(cell for cell in alone.cells if cell.is_alone))
     fitted = fit_runs([alone, read_run(tmp_path / "run")])
     (costs,) = fitted.book.engines.values()
-    for name in Losses.__slots__:
+    for name in StepLosses.__slots__:
         assert getattr(costs.losses, name) == pytest.approx(0.5, abs=0.1), name
     assert fitted.book.host == HostTable(num_cores=2)
     lines = list(told(fitted))

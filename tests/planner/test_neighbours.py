@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rayk.costs import EngineCosts, StepFeatures
-from rayk.costs.losses import Losses
+from rayk.costs.losses import StepLosses
 from rayk.costs.steps import RecordedStep
 from rayk.planner import neighbours
 from rayk.planner.neighbours import fit_losses, form_s
@@ -138,8 +138,8 @@ def planted(kind: str) -> dict[str, float]:
     return {f"{NAMES[own]}_beside_{NAMES[other]}": loss for (own, other), loss in LOSS[kind].items()}
 
 
-def as_dict(losses: Losses) -> dict[str, float]:
-    return {name: getattr(losses, name) for name in Losses.__slots__}
+def as_dict(losses: StepLosses) -> dict[str, float]:
+    return {name: getattr(losses, name) for name in StepLosses.__slots__}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -162,7 +162,7 @@ def test_times_that_scatter_tell_the_same(engines: Mapping[Any, EngineCosts]) ->
     found = fit_losses(cells, engines, num_cores=2)
     (key, other) = engines
     assert as_dict(found.losses[key]) == pytest.approx(planted("hybrid"), abs=0.03)
-    assert found.losses[other] == Losses(), "no engine of the kind is there"
+    assert found.losses[other] == StepLosses(), "no engine of the kind is there"
     assert len(found.unknown[other]) == 4
 
 
@@ -178,7 +178,7 @@ def test_what_too_few_steps_tell_of_is_named(
     found = fit_losses([recorded(pair)], engines, num_cores=2)
     key = next(iter(engines))
     known = {f"{NAMES[a]}_beside_{NAMES[b]}" for a, b in ((first, second), (second, first))}
-    assert set(Losses.__slots__) - set(found.unknown[key]) == known
+    assert set(StepLosses.__slots__) - set(found.unknown[key]) == known
     for name, loss in planted("llama").items():
         assert getattr(found.losses[key], name) == pytest.approx(loss if name in known else 0, abs=1e-3)
 
@@ -207,7 +207,7 @@ def test_steps_of_devices_take_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = drawn(0, ("llama", "llama"))
     run_beside(*pair)
     found = fit_losses([recorded(pair)], {costs.key: costs}, num_cores=2)
-    assert found.losses[costs.key] == Losses()
+    assert found.losses[costs.key] == StepLosses()
 
 
 @pytest.mark.parametrize("is_told", [True, False])

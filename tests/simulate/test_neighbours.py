@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rayk.costs import CostBook
-from rayk.costs.losses import NO_LOSSES, Losses
+from rayk.costs.losses import NO_LOSSES, StepLosses
 from rayk.costs.table import HostTable
 from rayk.simulate import SimOutcome, cell_arrivals, simulate_cell
 from rayk.simulate.host import HostShare, SimHost
@@ -18,12 +18,12 @@ from tests.simulate.cells import BOOK, MODEL, pair_book, pair_cell, sim_cell
 
 NAMES = {False: "prefill", True: "decode"}
 SLOW = 0.4
-ALL_ALIKE = Losses(**dict.fromkeys(Losses.__slots__, SLOW))
+ALL_ALIKE = StepLosses(**dict.fromkeys(StepLosses.__slots__, SLOW))
 
 
-def losing(own: str, other: str, share: float) -> Losses:
-    """Losses of one class of steps beside one other, and none beside."""
-    return Losses(**{f"{own}_beside_{other}": share})
+def losing(own: str, other: str, share: float) -> StepLosses:
+    """StepLosses of one class of steps beside one other, and none beside."""
+    return StepLosses(**{f"{own}_beside_{other}": share})
 
 
 @dataclass
@@ -38,8 +38,8 @@ class Engine:
     """(a decode step, beside a decode step) -> share of its time."""
 
     @property
-    def losses(self) -> Losses:
-        return Losses(**{f"{NAMES[a]}_beside_{NAMES[b]}": share for (a, b), share in self.lost.items()})
+    def losses(self) -> StepLosses:
+        return StepLosses(**{f"{NAMES[a]}_beside_{NAMES[b]}": share for (a, b), share in self.lost.items()})
 
 
 def drawn(seed: int, num_engines: int) -> list[Engine]:
@@ -112,9 +112,9 @@ def test_two_engines_are_worked_out_by_hand() -> None:
     """A's prefill steps take 1.5 times as long beside decode steps, B's decode steps twice as long beside
     prefill steps; what else they have must not count."""
     host = SimHost(2)
-    junk = dict.fromkeys(Losses.__slots__, 7.0)
-    a = HostShare(host, "a", 1, Losses(**junk | {"prefill_beside_decode": 0.5}))
-    b = HostShare(host, "b", 1, Losses(**junk | {"decode_beside_prefill": 1.0}))
+    junk = dict.fromkeys(StepLosses.__slots__, 7.0)
+    a = HostShare(host, "a", 1, StepLosses(**junk | {"prefill_beside_decode": 0.5}))
+    b = HostShare(host, "b", 1, StepLosses(**junk | {"decode_beside_prefill": 1.0}))
     assert a.step(0, 120, is_decode=False) == 120, "nobody is there yet"
     assert b.step(0, 120, is_decode=True) == 240, "all of it beside A, which goes on"
     # A did 80 of its 120 beside B: 40 are due, and 60.
@@ -186,14 +186,14 @@ def test_work_beside_steps_waits_for_a_core_and_counts_as_the_step_before_it() -
         assert host.step("b", 1, 100, 100, is_decode=True, losses=losses) == (100 if is_decode else 140)
 
 
-def with_losses(book: CostBook, losses: Losses, num_cores: int = 2) -> CostBook:
+def with_losses(book: CostBook, losses: StepLosses, num_cores: int = 2) -> CostBook:
     assert book.any_engine is not None
     return replace(
         book, any_engine=replace(book.any_engine, losses=losses), host=HostTable(num_cores=num_cores)
     )
 
 
-def simulated(losses: Losses, num_cores: int = 2, **changes: Any) -> SimOutcome:
+def simulated(losses: StepLosses, num_cores: int = 2, **changes: Any) -> SimOutcome:
     cell = sim_cell(prefill={"num_engines": 2}, sampling={"max_tokens": 30}, **changes)
     prompts = [tuple(range(i, i + 5)) for i in range(4)]
     return simulate_cell(cell, MODEL, cell_arrivals(cell, prompts), with_losses(BOOK, losses, num_cores))

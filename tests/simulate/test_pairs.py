@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rayk.costs import CostBook
-from rayk.costs.losses import Losses
+from rayk.costs.losses import StepLosses
 from rayk.costs.table import HostTable, LinearCost
 from rayk.explain.reads import explain_reads
 from rayk.models.config import DecoderConfig
@@ -114,7 +114,7 @@ def test_what_steps_lose_to_neighbours_is_not_booked_to_hand_overs() -> None:
     cell = pair_cell(sampling={"max_tokens": 30})
     book = pair_book(cell)
     assert book.any_engine is not None
-    losses = Losses(**dict.fromkeys(Losses.__slots__, 0.5))
+    losses = StepLosses(**dict.fromkeys(StepLosses.__slots__, 0.5))
     book = replace(book, any_engine=replace(book.any_engine, losses=losses), host=HostTable(num_cores=2))
     prompts, due_ns = [tuple(range(i, i + 40)) for i in range(12)], [3_000_000 * i for i in range(12)]
     outcome, alone = (simulated(prompts, cell, b, due_ns=due_ns) for b in (book, None))

@@ -134,7 +134,7 @@ def _(original, self, engine, num_ranks, begin_ns, length_ns):
 
 @SIMULATING.twin(
     "a step loses by the class of its neighbour, and beside its own",
-    "rayk.costs.losses:Losses.stretch",
+    "rayk.costs.losses:StepLosses.stretch",
     "test_neighbours.py::test_two_engines_are_worked_out_by_hand",
 )
 def _(original, self, met, *, is_decode):

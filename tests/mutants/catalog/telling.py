@@ -201,7 +201,7 @@ def _(original, terms, values):
 
 @TELLING.twin(
     "what steps lose beside prefill steps is fitted beside decode steps",
-    "rayk.planner.neighbours:_Turns.busy",
+    "rayk.planner.neighbours:_EngineTurns.busy",
     "planner/test_neighbours.py::test_planted_losses_come_out_of_records[0]",
 )
 def _(original, self, edges_ns, *, is_decode):
