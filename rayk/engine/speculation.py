@@ -9,7 +9,7 @@ from rayk.types.allocator import BlockAllocator
 from rayk.types.bounds import MAX_DRAFTS
 from rayk.types.config import EngineConfig
 from rayk.types.errors import Unsupported, UserError
-from rayk.types.speculative import METHODS, SpeculativeConfig
+from rayk.types.speculative import ACCEPTS, METHODS, SpeculativeConfig
 
 
 def make_drafting(config: EngineConfig, allocator: BlockAllocator) -> Drafting | None:
@@ -40,6 +40,8 @@ def _problem(wanted: SpeculativeConfig) -> UserError | None:
     where = "speculative"
     if wanted.method not in METHODS:
         return UserError(f"method: {wanted.method}", where, f"one of {', '.join(METHODS)}")
+    if wanted.accept not in ACCEPTS:
+        return UserError(f"accept: {wanted.accept}", where, f"one of {', '.join(ACCEPTS)}")
     if not 1 <= wanted.num_tokens <= MAX_DRAFTS:
         return UserError(f"num_tokens: {wanted.num_tokens}", where, f"1 to {MAX_DRAFTS}")
     if wanted.method != "ngram":

@@ -8,6 +8,7 @@ from typing import Annotated
 from rayk.types.bounds import MAX_DRAFTS, Between, OneOf
 
 METHODS = ("ngram", "draft", "eagle3", "mtp")
+ACCEPTS = ("match", "rejection")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +23,7 @@ class SpeculativeConfig:
     """Checkpoint of a draft model or an EAGLE-3 head."""
     num_tokens: Annotated[int, Between(1, MAX_DRAFTS)] = 3
     """Tokens that are proposed at most, one after the other."""
-    accept: Annotated[str, OneOf(("match", "rejection"))] = "match"
+    accept: Annotated[str, OneOf(ACCEPTS)] = "match"
     """match: a proposal counts if it is the token that the engine would have drawn without drafts. rejection:
     the drafter draws, and its draws are kept as often as the model's distribution allows."""
     tp: Annotated[int, Between(1, 64)] | None = None

@@ -255,6 +255,7 @@ def test_a_row_that_is_not_finite_counts_only_where_drafts_come_to_it(
         ({"prompt_lookup_min": 5}, {}, UserError, "prompt_lookup_min <= prompt_lookup_max"),
         ({"prompt_lookup_min": 0}, {}, UserError, "prompt_lookup_min <= prompt_lookup_max"),
         ({"method": "medusa"}, {}, UserError, "one of ngram"),
+        ({"accept": "typical"}, {}, UserError, "one of match, rejection"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(
