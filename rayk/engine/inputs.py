@@ -15,6 +15,7 @@ from rayk.attention.metadata import CommonAttentionMetadata, TokenShardMetadata
 from rayk.kernels.segments import NO_SLOT, Segments
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.geometry import GroupGeometry, RankGeometry
+from rayk.kv.riders import of_groups
 from rayk.parallel.shard import WHOLE, TokenShard
 from rayk.types.batch import UNKNOWN_TOKEN, ScheduledBatch
 
@@ -116,6 +117,7 @@ class InputBuilder:
 
     def __init__(self, geometry: RankGeometry, *, max_seqs: int, max_positions: int) -> None:
         self._groups = geometry.groups
+        self._kv_groups = tuple(g.group for g in geometry.groups)
         # of each KV group, the tokens that get slots here; also what digests take a rank's rows for
         self.tokens: tuple[TokenShard, ...] = tuple(g.tokens for g in geometry.groups)
         self._tables = [np.zeros((max_seqs, _table_width(g, max_positions)), np.int32) for g in self._groups]
@@ -202,7 +204,10 @@ class InputBuilder:
     def update_tables(self, batch: ScheduledBatch) -> None:
         """Put the batch's new blocks in."""
         for request in batch.requests:
-            for g, table, (start, ids) in zip(self._groups, self._tables, request.new_block_ids, strict=True):
+            updates = request.new_block_ids
+            if len(updates) < len(self._kv_groups):  # those that ride have none of their own
+                updates = of_groups(self._kv_groups, updates)
+            for g, table, (start, ids) in zip(self._groups, self._tables, updates, strict=True):
                 if ids:
                     kernel_ids = to_kernel_blocks(ids, g.kernel_blocks_per_block)
                     at = start * g.kernel_blocks_per_block

@@ -5,7 +5,7 @@ Legend: R requests of the batch, T packed tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from rayk.kernels.replay import CannotReplay
 from rayk.kernels.replay import why_no_native as why_no_replay
 from rayk.kernels.scaled_matmul import multiplies_e4m3
 from rayk.kernels.segments import Segments
-from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, allocate
+from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, OwnsCache, allocate
 from rayk.kv.groups import CacheKey
 from rayk.models.config import ExpertsConfig
 from rayk.models.decoder import Decoder
@@ -177,6 +177,11 @@ class EngineRank:
                 )
             )
         return found
+
+    @property
+    def cache_owners(self) -> Mapping[CacheKey, OwnsCache]:
+        """Return every layer part that keeps a cache here."""
+        return self.decoder.cache_owners
 
     @property
     def slot_tokens(self) -> tuple[TokenShard, ...]:

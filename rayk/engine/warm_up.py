@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rayk.kv.groups import KVCacheGroup
+from rayk.kv.riders import tabled
 from rayk.parallel.comm import Comm, patient
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
 
@@ -49,7 +50,7 @@ def _batch(groups: Sequence[KVCacheGroup], step: Sequence[tuple[int, int]]) -> S
             num_computed_tokens=computed,
             token_ids=(0,) * tokens,
             new_block_ids=tuple(
-                (0, (_BLOCK,) * -(-(computed + tokens) // group.spec.block_size)) for group in groups
+                (0, (_BLOCK,) * -(-(computed + tokens) // group.spec.block_size)) for group in tabled(groups)
             ),
             needs_logits=True,
         )

@@ -294,6 +294,7 @@ def _mismatch(
         f"the prefill engine's cache differs from the reference's by {_how_far(errors, limit)}: "
         f"{name_culprit(wrong, *others)}",
         unit_name=wrong.fields[name].unit_name,
+        draft_layer=group.draft_number(wrong.layer),
     )
 
 

@@ -55,6 +55,8 @@ def strips(explanation: Explanation) -> list[Strip]:
     found = []
     for index, group in enumerate(explanation.sides["decode"].groups):
         reads = [r for r in explanation.reads if r.group == index]
+        if group.rides is not None and not reads:
+            continue  # left out: the producer may have no such layer
         for kind in group.units[0]:
             fields = f", {', '.join(kind.fields)}" if len(group.units[0]) > 1 else ""
             name = f"KV group {index}: {group.kind}"

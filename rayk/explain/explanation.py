@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rayk.explain.places import counted, find_coordinate, name_byte
@@ -24,6 +25,7 @@ from rayk.explain.reads import (
 from rayk.kv.formats import engine_format
 from rayk.kv.geometry import RankGeometry
 from rayk.kv.groups import measure_waste, waste_tokens, wasted_bytes
+from rayk.kv.riders import Riders
 from rayk.kv.specs import page_bytes
 from rayk.models.config import DecoderConfig
 from rayk.models.engine_plan import EnginePlan, plan_engine
@@ -35,10 +37,12 @@ from rayk.models.tensor_parallel import why_shape_unsupported
 from rayk.parallel.shard import TokenShard
 from rayk.specs import Cell, expand, load_spec
 from rayk.specs.checks import check_cell
+from rayk.transfer.drafts import left_out
 from rayk.types.config import EngineConfig, parallel_text
 from rayk.types.errors import SpecError, TransferError, UserError
 
 DEFAULT_TOKENS = 1024
+NO_RIDERS: Mapping[str, Riders] = MappingProxyType({})
 FP8_IS = {
     "auto": "fp8 is kept where a GPU multiplies it and no check compares values",
     "kept": "fp8 is kept, but for the matrices that docs/gpu.md names",
@@ -75,6 +79,8 @@ class Group:
     units: tuple[tuple[Units, ...], ...]  # by rank
     rank_layers: tuple[tuple[int, ...], ...]  # by rank, those of `layers` that it keeps
     tokens: tuple[TokenShard, ...]  # by rank, whose rows it keeps
+    rides: int | None = None  # the group whose blocks these layers of a drafter share
+    draft_layers: tuple[int, ...] = ()  # which of the drafter's layers they are
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +132,7 @@ class Explanation:
     reads: tuple[Read, ...] = ()
     transfer: Transfer | None = None
     conversion: FormatChange | None = None  # None where both sides keep one format
+    left_out: tuple[str, ...] = ()  # draft layers of either side that do not move, and why
     sharing: tuple[Sharing, ...] = ()
     fast_prefill: FastPrefill | None = None
     notes: tuple[str, ...] = ()  # sentences on numbers that may surprise
@@ -135,9 +142,15 @@ class Explanation:
         return asdict(self)
 
 
-def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | None = None) -> Explanation:
-    """Explain the engines that `settings` (a spec's mapping) describes. What is not possible is an answer;
-    bad input raises UserError."""
+def explain_pair(
+    model: str,
+    settings: Mapping[str, Any],
+    *,
+    num_tokens: int | None = None,
+    riders: Mapping[str, Riders] = NO_RIDERS,
+) -> Explanation:
+    """Explain the engines that `settings` (a spec's mapping) describes. `riders`: what the drafter of a side
+    keeps. What is not possible is an answer; bad input raises UserError."""
     name, file = config_file(model)
     config = read_config(file)
     cell, refused = _cell(model, settings, config)
@@ -147,7 +160,8 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
     intended = num_tokens or min(DEFAULT_TOKENS, config.max_positions)
     if refused:
         return Explanation(supported=False, reason=refused, num_tokens=intended, **about)
-    producer, consumer = plan_engine(cell.prefill, config), plan_engine(cell.decode, config)
+    producer = plan_engine(cell.prefill, config, riders=riders.get("prefill"))
+    consumer = plan_engine(cell.decode, config, riders=riders.get("decode"))
     tokens = _num_tokens(num_tokens, config, producer, consumer)
     notes = _weights_note(config, {"prefill": cell.prefill, "decode": cell.decode})
     if num_tokens is None:
@@ -167,6 +181,7 @@ def explain_pair(model: str, settings: Mapping[str, Any], *, num_tokens: int | N
         reads=tuple(reads),
         transfer=explain_transfer(producer, consumer, cell.spec.transfer),
         conversion=explain_conversion(producer, consumer, reads, tokens),
+        left_out=tuple(left_out(producer.ranks[0], consumer.ranks[0]).values()),
         sharing=tuple(Sharing(layer=n, uses=source) for n, source in _sources(config).items()),
         fast_prefill=_fast_prefill(cell, config, tokens),
         notes=(*notes, *_border_notes(consumer, config, tokens)),
@@ -337,7 +352,7 @@ def _num_tokens(asked: int | None, config: DecoderConfig, producer: EnginePlan, 
 
 def _num_blocks(rank: RankGeometry, num_tokens: int) -> int:
     """Count blocks of a sequence if every group kept all of it."""
-    return sum(-(-num_tokens // g.block_size) for g in rank.groups)
+    return sum(-(-num_tokens // g.block_size) for g in rank.groups if g.group.rides is None)
 
 
 def _capacity_tokens(rank: RankGeometry) -> int:
@@ -369,14 +384,15 @@ def _side(plan: EnginePlan, config: DecoderConfig) -> Side:
 def _group(ranks: Sequence[RankGeometry], index: int, wasted: int, config: DecoderConfig) -> Group:
     shares = [rank.groups[index] for rank in ranks]
     first = shares[0]
-    sources = _sources(config).items() if first.group.spec.has_token_rows else ()
+    has_rows, is_draft = first.group.spec.has_token_rows, first.group.rides is not None
+    sources = _sources(config).items() if has_rows else ()
     (chunks,) = group_chunks([first.group], config)
     return Group(
         kind=first.group.spec.kind,
         layers=first.group.layers,
         readers=tuple(n for n, source in sources if source in first.group.layers),
         chunks=chunks,
-        sights=_sights(first.group.layers, config) if first.group.spec.has_token_rows else (),
+        sights=_sights(first.group.layers, config) if has_rows and not is_draft else (),
         num_positions=first.group.num_positions,
         block_size=first.block_size,
         covers_request=first.block_size >= config.max_positions,
@@ -385,12 +401,14 @@ def _group(ranks: Sequence[RankGeometry], index: int, wasted: int, config: Decod
         page_bytes=page_bytes(first.group.spec),
         wasted_bytes_per_block=wasted,
         unused_bytes_per_block=tuple(
-            rank.block_bytes - len(share.layers) * share.page_bytes
+            rank.region_of(index).block_bytes - len(share.layers) * share.page_bytes
             for rank, share in zip(ranks, shares, strict=True)
         ),
         units=tuple(units_of(share, {f.field.name: f.units for f in share.fields}) for share in shares),
         rank_layers=tuple(share.layers for share in shares),
         tokens=tuple(share.tokens for share in shares),
+        rides=first.group.rides,
+        draft_layers=tuple(n - first.group.first_draft for n in first.group.layers) if is_draft else (),
     )
 
 

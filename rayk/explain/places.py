@@ -23,6 +23,8 @@ def name_byte(rank: RankGeometry, byte: int, sources: Mapping[int, int]) -> list
     for c in rank.describe(byte):
         spec, field = groups[c.group].group.spec, groups[c.group].field(c.field).field
         cache = {"kind": spec.kind, "part": spec.part, "has_token_rows": spec.has_token_rows}
+        draft = groups[c.group].group.draft_number(c.layer)
+        cache |= {} if draft is None else {"draft_layer": draft}
         users = [n for n, source in sources.items() if source == c.layer and spec.has_token_rows]
         found.append(asdict(c) | cache | {"unit_name": field.unit_name, "used_by": users})
     return found

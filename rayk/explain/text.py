@@ -45,6 +45,8 @@ def remarks(explanation: Explanation) -> Iterator[str]:
         yield conversion_text(explanation.conversion)
     if explanation.transfer is not None:
         yield transfer_text(explanation.transfer)
+    for text in explanation.left_out:
+        yield f"left out: {text}"
     if explanation.sharing:
         yield sharing_text(explanation.sharing)
     fast = explanation.fast_prefill
@@ -119,8 +121,11 @@ def side_lines(explanation: Explanation) -> list[tuple[str, list[str]]]:
 
 
 def _group_text(group: Group, sharing: Sequence[Sharing]) -> str:
+    layers = counted("layer", group.layers)
+    if group.rides is not None:
+        layers = f"draft {counted('layer', group.draft_layers)} on the blocks of KV group {group.rides}"
     texts = [
-        f"{group.kind}, {counted('layer', group.layers)}" + _uses_text(group, sharing),
+        f"{group.kind}, {layers}" + _uses_text(group, sharing),
         "one block per request" if group.covers_request else f"blocks of {group.block_size:,} tokens",
         f"pages of {group.page_bytes:,} bytes before TP",
     ]

@@ -73,6 +73,8 @@ class MakeTicket:
     attempt: int = 0
     outbox_tables: BlockTables | None = None
     """Blocks of the outbox to copy them to, where a host tier is to read them; see MakeStore."""
+    draft_row: int = 0
+    """Rows of draft layers before it lack, as a TransferTicket says."""
 
 
 @dataclass(frozen=True, slots=True)

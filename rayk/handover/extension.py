@@ -63,7 +63,7 @@ from rayk.types.errors import KVMismatch, NotFiniteError, RaykError
 def layer_views(rank: EngineRank) -> list[LayerView]:
     """Return what a rank's layers show of their bound caches, with the unit ids their weights were cut for
     and the tokens that its steps compute slots for: the geometry, of which maps are made, has no say."""
-    owners = rank.decoder.cache_owners
+    owners = rank.cache_owners
     return [
         make_layer_view(layer, kept.group, owners[layer, part].field_views(), tokens)
         for kept, tokens in zip(rank.caches.geometry.groups, rank.slot_tokens, strict=True)

@@ -239,7 +239,7 @@ class TransferHandover:
         if state.finish_reason is not None:
             self.pushing.end(request_id, "it ended where it was prefilled")
             return False
-        tables = self.leader.manager.block_tables(request_id)
+        tables = self.leader.manager.group_tables(request_id)
         if hand_over and self.offloading is not None:
             self.offloading.storing.left(request_id)
         if capture:
@@ -311,7 +311,7 @@ class TransferHandover:
         self._hand_over.pop(request_id, None)
         self._capture.discard(request_id)
         self.pushing.end(request_id, "its logits are not finite")
-        tables = self.leader.manager.block_tables(request_id)
+        tables = self.leader.manager.group_tables(request_id)
         self.leader.manager.lease(request_id, lease_id)
         self._look_into(error, Inspect(request_id, lease_id, num_tokens, tables))
 

@@ -73,7 +73,8 @@ class Lending:
         self.leader.scheduler.remove(request_id, keep_blocks=True)
         self.leader.manager.lease(request_id, lease_id)
         self._leases[lease_id] = RankAnswers(self._num_ranks)
-        return MakeTicket(request_id, lease_id, num_tokens, tables)
+        draft_row = self.leader.manager.first_draft_row(lease_id)
+        return MakeTicket(request_id, lease_id, num_tokens, tables, draft_row=draft_row)
 
     def wait_for_room(self, command: MakeTicket) -> None:
         """A host tier is to read the ticket's blocks: `turn` returns it when outboxes have room."""
@@ -138,6 +139,7 @@ class Lending:
             lease_ns=answers[0].lease_ns,
             reservation_id=command.reservation_id,
             attempt=command.attempt,
+            draft_row=command.draft_row,
         )
         self.leader.emit(RequestEvent(request_id=command.request_id, payload=ticket))
 

@@ -169,6 +169,7 @@ class Offloading:
             max_tokens=wanted,
             num_local_tokens=num_local_tokens,
             min_tokens=gain,
+            drafts=manager.has_riders,
         )
         side.tier.load(ask, lambda answer: self._found(looking, answer))
         return True

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from rayk.handover.commands import BlockTables
 from rayk.kv.block_pool import NULL_BLOCK, BlockPool
 from rayk.kv.groups import KVCacheGroup
+from rayk.kv.riders import of_groups, tabled
 
 
 class OutboxRoom:
@@ -14,7 +15,9 @@ class OutboxRoom:
 
     def __init__(self, groups: Sequence[KVCacheGroup], num_blocks: int) -> None:
         """`num_blocks`: of each outbox, null block included."""
-        self._groups = groups
+        self._all_groups = groups
+        self._groups = tabled(groups)
+        """Those that have block tables, which come first."""
         self.pool = BlockPool(num_blocks)
 
     @property
@@ -24,7 +27,7 @@ class OutboxRoom:
 
     def num_needed(self, tables: BlockTables, rows: range) -> int:
         """Count the blocks of tables that hold any of these rows."""
-        parts = (t[_places(g, t, rows)] for g, t in zip(self._groups, tables, strict=True))
+        parts = (t[_places(g, t, rows)] for g, t in zip(self._groups, tables, strict=False))
         return sum(len(part) - part.count(NULL_BLOCK) for part in parts)
 
     def can_hold(self, rows: range) -> bool:
@@ -49,15 +52,15 @@ class OutboxRoom:
         OutOfBlocks where there are too few."""
         free = iter(self.pool.allocate(self.num_needed(tables, rows)))
         found = []
-        for g, table in zip(self._groups, tables, strict=True):
+        for g, table in zip(self._groups, tables, strict=False):
             places, taken = _places(g, table, rows), [NULL_BLOCK] * len(table)
             taken[places] = [NULL_BLOCK if b == NULL_BLOCK else next(free) for b in table[places]]
             found.append(tuple(taken))
-        return tuple(found)
+        return of_groups(self._all_groups, found)
 
     def give_back(self, tables: BlockTables) -> None:
         """Nobody reads these blocks any more."""
-        for table in tables:
+        for _, table in zip(self._groups, tables, strict=False):
             self.pool.free(table)
 
 

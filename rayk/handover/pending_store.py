@@ -27,6 +27,7 @@ class PendingStore:
     on_free: Callable[[PendingStore], None] | None = None  # told once its blocks are free
     is_urgent: bool = False  # somebody waits for its blocks: it is not dropped, and goes first
     first_row: int = 0
+    draft_row: int = 0  # the first that is present in draft layers
     outbox_tables: BlockTables | None = None  # the blocks of outboxes that it holds
     has_left: bool = False  # its own blocks are free
     began_ns: int = 0
@@ -40,4 +41,4 @@ class PendingStore:
     @property
     def num_blocks(self) -> int:
         """Blocks of the engine that it holds, maybe with others."""
-        return 0 if self.has_left else sum(b != NULL_BLOCK for table in self.tables for b in table)
+        return 0 if self.has_left else len({b for t in self.tables for b in t} - {NULL_BLOCK})

@@ -50,7 +50,7 @@ class Pushing:
                 attempt=states[share.request_id].num_preemptions,
                 start=self._first_row(share, states[share.request_id].num_preemptions),
                 stop=share.num_computed_tokens + len(share.token_ids),
-                block_tables=self.leader.manager.block_tables(share.request_id),
+                block_tables=self.leader.manager.group_tables(share.request_id),
             )
             for share in batch.requests
             if share.request_id in self._requests

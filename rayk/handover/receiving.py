@@ -12,7 +12,7 @@ ranks prove what arrived all the same, and the prompt is computed from the longe
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +103,8 @@ class Receiving:
         """Failed and drained; the ranks say what arrived."""
         self._abandoned: dict[str, Incoming] = {}
         """Lease that holds blocks which reads in flight were left -> whose they were."""
+        self._without_drafts: set[str] = set()
+        """Engines of whose KV the last that came had no rows of draft layers."""
 
     @property
     def is_busy(self) -> bool:
@@ -261,7 +263,9 @@ class Receiving:
             manager = self.leader.manager
             unit = row_group_blocks(manager.groups)
             salt = incoming.request.cache_salt
-            local_prefix = manager.find_local_prefix(request_id, token_ids, num_tokens, unit, salt)
+            drafts = incoming.ticket.engine not in self._without_drafts
+            where = token_ids, num_tokens, unit, salt
+            local_prefix = manager.find_local_prefix(request_id, *where, drafts=drafts)
             if local_prefix.num_tokens < incoming.ticket.first_row:
                 self._come_to_nothing(incoming)
                 continue
@@ -303,6 +307,8 @@ class Receiving:
             "stage_ns": arrival_stages(outcomes, incoming.taken_ns, incoming.started_ns, self.leader.clock()),
             "num_kv_bytes_checked": sum(o.num_bytes_checked for o in outcomes),
         }
+        if error is None and not incoming.aborted:
+            self._note_drafts(incoming, outcomes)
         if error is None and not incoming.aborted and incoming.arrived is not None:
             incoming.arrived(incoming.ticket.num_tokens, None, info)
             return
@@ -327,6 +333,17 @@ class Receiving:
             self.let_go(request_id)
         self._on_drained(incoming)
         self.leader.emit(RequestEvent(request_id=request_id, error=error, info=EventInfo(**info)))
+
+    def _note_drafts(self, incoming: Incoming, outcomes: Sequence[TransferOutcome]) -> None:
+        """What came lacks rows of draft layers, where these were left out or the producer lacked them."""
+        assert self.leader is not None
+        manager, ticket = self.leader.manager, incoming.ticket
+        if not manager.has_riders:
+            return
+        are_left_out = any(outcome.left_out for outcome in outcomes)
+        (self._without_drafts.add if are_left_out else self._without_drafts.discard)(ticket.engine)
+        first = ticket.num_tokens if are_left_out else ticket.draft_row
+        manager.lack_drafts(incoming.request.request_id, first)
 
     def _count(self, error: RaykError | None) -> None:
         """Here the ranks' verdicts on a request meet: no rank alone knows how many requests failed."""
@@ -359,8 +376,15 @@ class Receiving:
         if incoming is None:
             return
         assert self.leader is not None
-        groups, proofs = self.leader.manager.groups, [[] if isinstance(a, RaykError) else a for a in answers]
-        self._go_on(incoming, longest_valid_prefix(groups, proofs, command.ticket.num_tokens))
+        manager, num_tokens = self.leader.manager, command.ticket.num_tokens
+        proofs = [[] if isinstance(a, RaykError) else a for a in answers]
+        num_valid = longest_valid_prefix(manager.groups, proofs, num_tokens)
+        if manager.has_riders and not incoming.aborted:
+            # Rows of draft layers alone never make it shorter.
+            are_there = longest_valid_prefix(manager.all_groups, proofs, num_tokens) >= num_valid
+            first = command.ticket.draft_row if are_there else num_valid
+            manager.lack_drafts(incoming.request.request_id, first)
+        self._go_on(incoming, num_valid)
 
     def _abandon(self, incoming: Incoming) -> None:
         """Reads in flight do not end: they keep the blocks, the request gets others."""

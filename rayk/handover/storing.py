@@ -283,7 +283,8 @@ class Storing:
         if tables is None:
             return None
         what = name, request_id, num_tokens, tables, tuple(state.tokens[:num_tokens]), side.num_ranks
-        return PendingStore(*what, cache_salt=state.request.cache_salt)
+        draft_row = side.leader.manager.first_draft_row(name)
+        return PendingStore(*what, cache_salt=state.request.cache_salt, draft_row=draft_row)
 
     def _rows_of(self, store: PendingStore) -> range:
         """Return the rows of a store that the tier is not known to have: whole row groups."""
@@ -330,6 +331,7 @@ class Storing:
             num_tokens=store.num_tokens,
             block_tables=tables,
             first_row=store.first_row,
+            draft_row=store.draft_row,
         )
         ask = StoreRequest(
             ticket=ticket,

@@ -81,12 +81,13 @@ class Swapping:
             return False
         side.counts["swaps"] += 1
         manager, name = side.leader.manager, side.new_name("swap", request_id)
-        tables = manager.block_tables(request_id)
+        tables = manager.group_tables(request_id)
         manager.lease(request_id, name)
         self._swapped[request_id] = _Swapped(state, name, self._side.leader.clock())
         what = name, request_id, num_tokens, tables, tuple(state.tokens[:num_tokens]), side.num_ranks
         salt = state.request.cache_salt
-        store = PendingStore(*what, cache_salt=salt, on_kept=self._kept, on_free=self._freed)
+        draft_row = manager.first_draft_row(name)
+        store = PendingStore(*what, salt, on_kept=self._kept, on_free=self._freed, draft_row=draft_row)
         self._storing.put(store, parts)
         return True
 

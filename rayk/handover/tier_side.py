@@ -105,7 +105,7 @@ class TierSide:
         """Set whom this belongs to, or what the tier is. Raises UserError for too small an outbox."""
         self._leader, self._facts = leader or self._leader, facts or self._facts
         if leader is not None and self.settings.outbox_bytes:
-            groups, num_blocks = leader.manager.groups, leader.manager.pool.num_blocks
+            groups, num_blocks = leader.manager.all_groups, leader.manager.pool.num_blocks
             there = num_outbox_blocks(groups, self.shape, num_blocks, self.settings.outbox_bytes)
             self.outbox = OutboxRoom(groups, there)
         self.costs.max_step_tokens = self.leader.scheduler.max_batch_tokens
@@ -141,7 +141,7 @@ class TierSide:
     def bytes_of(self, num_tokens: int, first_row: int) -> int:
         """Canonical bytes of the live rows of a sequence from a row on: what moves, replicas aside."""
         total = 0
-        for g in self.leader.manager.groups:
+        for g in self.leader.manager.all_groups:
             row_bytes = page_bytes(g.spec) * len(g.layers) // rows_per_block(g.spec)
             live = g.spec.live_rows(num_tokens)
             total += row_bytes * len(range(max(live.start, first_row), live.stop))

@@ -28,7 +28,8 @@ def live_part(group: KVCacheGroup, table: BlockTable, num_tokens: int) -> BlockT
     """Return the part of a table that is live after `num_tokens` tokens; None if some of these rows are
     missing or will be overwritten."""
     size = group.spec.block_size
-    starts = [lane.live_rows(num_tokens).start for lane in group.lanes]
+    # Where rows of draft layers lack, the rest goes without them.
+    starts = [lane.live_rows(num_tokens).start for lane in group.own_lanes]
     stop = -(-num_tokens // size)
     # At a chunk's end nothing is live, even if the last block has room.
     first = min(starts) // size if min(starts) < num_tokens else stop
@@ -37,8 +38,8 @@ def live_part(group: KVCacheGroup, table: BlockTable, num_tokens: int) -> BlockT
         return None
     if not group.spec.has_token_rows and num_tokens % size:
         return None
-    since = table.since or (0,) * len(starts)
-    if any(start < min(row, num_tokens) for row, start in zip(since, starts, strict=True)):
+    since = table.since or (0,) * len(group.lanes)
+    if any(start < min(row, num_tokens) for row, start in zip(since, starts, strict=False)):
         return None
     return BlockTable([NULL_BLOCK] * first + blocks, first, stop, table.since)
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from rayk.kv.geometry import GENERATION_BYTES, FieldGeometry, GroupGeometry, RankGeometry
+from rayk.kv.geometry import GENERATION_BYTES, FieldGeometry, GroupGeometry, RankGeometry, Region
 from rayk.kv.groups import CacheKey
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -78,7 +78,7 @@ class BlockReference:
 class CanonicalKVCaches:
     """What a connector, the offload tier and the planner receive.
 
-    `tensors`: int8 [num_blocks, bytes] (rows may be strided), together covering all pages exactly once.
+    `tensors`: int8 [num_blocks, bytes] (rows may be strided), together covering all regions exactly once.
     `references[g]`: which bytes of row b of which tensors hold block b of group g; one for layouts with
     blocks outermost.
     """
@@ -162,7 +162,7 @@ def allocate(
     if fill is not None:
         buffer.fill_(fill)
     buffer[geometry.pages_bytes :] = 0
-    tensors, references = _tensors(buffer[: geometry.pages_bytes], geometry)
+    tensors, references = _tensors(buffer, geometry)
     return CanonicalKVCaches(buffer, geometry, tensors, references)
 
 
@@ -203,34 +203,44 @@ class _HostMemory(mmap.mmap):
 
 
 def _tensors(
-    pages: torch.Tensor, geometry: RankGeometry
+    buffer: torch.Tensor, geometry: RankGeometry
 ) -> tuple[tuple[torch.Tensor, ...], tuple[tuple[BlockReference, ...], ...]]:
-    """Return the tensors that cover the pages, and each group's references."""
-    blocks = geometry.num_blocks
-    if geometry.layout.block_outermost:
-        # One tensor holds whole blocks of every group.
-        whole = pages.view(blocks, geometry.block_bytes)
-        return (whole,), tuple((BlockReference(0, 0, geometry.block_bytes),) for _ in geometry.groups)
-    sizes = list(_tensor_sizes(geometry))
-    parts = torch.split(pages, [size * blocks for size, _ in sizes])
-    references = tuple(
-        tuple(
-            BlockReference(i, 0, size)
-            for i, (size, position) in enumerate(sizes)
-            if position is None or position < len(g.layers)
-        )
-        for g in geometry.groups
-    )
-    return tuple(part.view(blocks, -1) for part in parts), references
+    """Return the tensors that cover the pages, region after region, and each group's references."""
+    tensors: list[torch.Tensor] = []
+    references: list[tuple[BlockReference, ...]] = []
+    for region in geometry.regions:
+        pages, first = _pages(buffer, geometry, region), len(tensors)
+        if geometry.layout.block_outermost:
+            # One tensor holds whole blocks of every group.
+            tensors.append(pages.view(geometry.num_blocks, region.block_bytes))
+            references += [(BlockReference(first, 0, region.block_bytes),) for _ in region.groups]
+            continue
+        sizes = list(_tensor_sizes(geometry, region))
+        parts = torch.split(pages, [size * geometry.num_blocks for size, _ in sizes])
+        tensors += (part.view(geometry.num_blocks, -1) for part in parts)
+        references += [
+            tuple(
+                BlockReference(first + i, 0, size)
+                for i, (size, position) in enumerate(sizes)
+                if position is None or position < len(geometry.groups[g].layers)
+            )
+            for g in region.groups
+        ]
+    return tuple(tensors), tuple(references)
 
 
-def _tensor_sizes(geometry: RankGeometry) -> Iterator[tuple[int, int | None]]:
+def _pages(buffer: torch.Tensor, geometry: RankGeometry, region: Region) -> torch.Tensor:
+    """Return the bytes of a region, int8 [num_blocks * region.block_bytes]."""
+    return buffer[region.offset : region.offset + geometry.num_blocks * region.block_bytes]
+
+
+def _tensor_sizes(geometry: RankGeometry, region: Region) -> Iterator[tuple[int, int | None]]:
     """Yield (bytes of a block, position of the layer it belongs to or None for all) for every index of the
     axes outside B, in order. Padding positions come last."""
-    first, around = geometry.groups[0], geometry.layout.around_blocks
+    first, around = geometry.groups[region.groups[0]], geometry.layout.around_blocks
     positions = first.num_positions
     if around == "L":
-        yield from ((geometry.block_bytes // positions, position) for position in range(positions))
+        yield from ((region.block_bytes // positions, position) for position in range(positions))
         return
     # All groups have the first one's bundles here, inside each layer or around all layers.
     outer, inner = ("L", around[1:]) if around[0] == "L" else ("", around)
@@ -264,6 +274,8 @@ def _bundle_view(
         group.kernel_block_size,
         content // itemsize,
     )
-    # The generation table's tail may not fill an element: view only the pages.
-    pages = buffer[: geometry.pages_bytes].view(dtype)
-    return torch.as_strided(pages, shape, (*(s // itemsize for s in strides), 1), offset // itemsize)
+    # What lies behind a region may not fill an element: view its pages alone. Elements count from the first
+    # byte of the storage.
+    pages = _pages(buffer, geometry, geometry.region_of(group.group.index)).view(dtype)
+    start = pages.storage_offset() + (offset - geometry.region_of(group.group.index).offset) // itemsize
+    return torch.as_strided(pages, shape, (*(s // itemsize for s in strides), 1), start)

@@ -6,7 +6,9 @@ The address of a field's row is affine:
 
 `block` is a *kernel* block (a manager's block is `kernel_blocks_per_block` consecutive ones), `slot` the
 place of a global unit in the rank's shard, and `row` the row inside the kernel block: a token slot, or 0 for
-a state. All groups of a rank share one buffer and one pool of block ids.
+a state. All groups of a rank share one buffer and one pool of block ids. Groups that ride on another
+(kv.riders) lie behind all others, each laid out in a region of its own: kernel blocks cut a block into equal
+parts, so that nothing fits between blocks.
 
 Fields of one bundle interleave in the content of each (unit, row). Bundles of a group follow each other just
 outside the first of the axes H, N of the layout: BLHNC becomes B L [bundle] H N C, BHLNC B [bundle] H L N C.
@@ -15,7 +17,7 @@ outside the first of the axes H, N of the layout: BLHNC becomes B L [bundle] H N
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
 from math import lcm
@@ -28,6 +30,7 @@ from rayk.kv.groups import CacheKey, KVCacheGroup
 from rayk.kv.layout import KVCacheLayout
 from rayk.kv.specs import KVCacheSpec, rows_per_block
 from rayk.parallel.shard import WHOLE, EngineShape, RankShare, TokenShard
+from rayk.types.errors import Unsupported
 
 Ints = npt.NDArray[np.int64]
 
@@ -37,6 +40,8 @@ ALONE = EngineShape()
 """An engine of one rank."""
 BUNDLE_ALIGNMENT = 16
 """Each bundle and page of a group with several bundles starts at a multiple of this, a GPU's widest load."""
+REGION_ALIGNMENT = 64
+"""Each region starts at a multiple of this, a cache line, which any element size divides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +153,19 @@ class GroupGeometry:
 
 
 @dataclass(frozen=True, slots=True)
+class Region:
+    """Pages of some groups, of which a block id means the same bytes in each: those of a model, or of one
+    rider."""
+
+    groups: range
+    """Indices of the groups."""
+    offset: int
+    """First byte in the rank's buffer."""
+    block_bytes: int
+    """Bytes of one manager's block over all positions, padding included."""
+
+
+@dataclass(frozen=True, slots=True)
 class RankGeometry:
     """Everything one rank allocates: what transfer plans and `rayk explain` are computed from."""
 
@@ -157,8 +175,8 @@ class RankGeometry:
     """In the engine."""
     layout: KVCacheLayout
     num_blocks: int
-    block_bytes: int
-    """Bytes of one manager's block over all positions, padding included."""
+    regions: tuple[Region, ...]
+    """In the order of groups and of memory: the model's groups together, then each rider by itself."""
     groups: tuple[GroupGeometry, ...]
 
     @property
@@ -180,8 +198,19 @@ class RankGeometry:
         return self.share.tp_rank
 
     @property
+    def block_bytes(self) -> int:
+        """Bytes of one manager's block over all positions, padding and riders included."""
+        return sum(region.block_bytes for region in self.regions)
+
+    @property
     def pages_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+        """End of the last region."""
+        last = self.regions[-1]
+        return last.offset + self.num_blocks * last.block_bytes
+
+    def region_of(self, group: int) -> Region:
+        """Return the region in which a group lies."""
+        return next(region for region in self.regions if group in region.groups)
 
     @property
     def generations_offset(self) -> int:
@@ -212,28 +241,57 @@ def plan_rank(
     (None: equal to them). Where blocks are outermost, groups with different pages each use a block in their
     own way; elsewhere they are padded to the largest page, and the layout must accept them (`layout_veto`).
     Raises Unsupported if the TP size does not fit the model, or a block does not hold whole turns of the
-    ranks that share its tokens.
+    ranks that share its tokens, or for a drafter's layers beside stages of the model's.
     """
     assert num_blocks >= 2, "a null block and at least one other"
+    num_own = sum(g.rides is None for g in groups)
+    assert all(g.rides is None for g in groups[:num_own]), "riders come last"
+    if num_own < len(groups) and shape.pp > 1:
+        raise Unsupported(
+            f"a drafter's layers and pipeline stages: {shape.pp} stages "
+            "(mend: pp: 1, or speculative.method ngram)"
+        )
+    sizes: Sequence[int | None] = kernel_block_sizes or [None] * len(groups)
+    parts = [range(num_own), *(range(i, i + 1) for i in range(num_own, len(groups)))]
+    regions: list[Region] = []
+    placed: list[GroupGeometry] = []
+    offset = 0
+    for part in parts:
+        laid_out, positions = _lay_out_together(
+            [groups[i] for i in part], layout, shape, rank, num_blocks, [sizes[i] for i in part]
+        )
+        # Bytes per index of the block axis, equal for all groups: whole blocks, or pages inside a layer.
+        step = max(one.step for one in laid_out)
+        # Every group divides it into kernel blocks, which must start at whole elements. A stage may keep
+        # nothing.
+        alignment = lcm(*(one.ratio * one.alignment for one in laid_out))
+        step = _round_up(max(step, 1), alignment)
+        placed += (one.place(step, offset) for one in laid_out)
+        regions.append(Region(part, offset, step if layout.block_outermost else step * positions))
+        offset = _round_up(offset + num_blocks * regions[-1].block_bytes, REGION_ALIGNMENT)
+    return RankGeometry(shape, rank, layout, num_blocks, tuple(regions), tuple(placed))
+
+
+def _lay_out_together(
+    groups: Sequence[KVCacheGroup],
+    layout: KVCacheLayout,
+    shape: EngineShape,
+    rank: int,
+    num_blocks: int,
+    kernel_block_sizes: Sequence[int | None],
+) -> tuple[list[_Share], int]:
+    """Lay out the groups of one region, each by itself; also returns the positions of its blocks."""
     positions = groups[0].num_positions
     assert all(g.num_positions == positions for g in groups), "groups have the same positions"
     share = shape.share(rank)
     held = [tuple(n for n in g.layers if share.layers is None or n in share.layers) for g in groups]
     if share.layers is not None:
         positions = max(1, *map(len, held))
-    sizes: Sequence[int | None] = kernel_block_sizes or [None] * len(groups)
     laid_out = [
-        _lay_out(g, layout, share, layers, positions, tp=shape.tp, num_blocks=num_blocks, kernel_block_size=n)
-        for g, layers, n in zip(groups, held, sizes, strict=True)
+        _lay_out(g, layout, shape, share, layers, positions, num_blocks=num_blocks, kernel_block_size=size)
+        for g, layers, size in zip(groups, held, kernel_block_sizes, strict=True)
     ]
-    # Bytes per index of the block axis, equal for all groups: whole blocks, or pages inside a layer.
-    step = max(one.step for one in laid_out)
-    # Every group divides it into kernel blocks, which must start at whole elements. A stage may keep nothing.
-    alignment = lcm(*(one.ratio * one.alignment for one in laid_out))
-    step = _round_up(max(step, 1), alignment)
-    placed = tuple(one.place(step) for one in laid_out)
-    block_bytes = step if layout.block_outermost else step * positions
-    return RankGeometry(shape, rank, layout, num_blocks, block_bytes, placed)
+    return laid_out, positions
 
 
 def layout_veto(
@@ -251,6 +309,10 @@ def layout_veto(
     """
     if not {"H", "N"} & set(layout.around_blocks):
         return None
+    # What rides has a region of its own.
+    if kernel_block_sizes:
+        kernel_block_sizes = [n for g, n in zip(groups, kernel_block_sizes, strict=True) if g.rides is None]
+    groups = [g for g in groups if g.rides is None]
     unlike = [_difference(groups[0], other, dcp) for other in groups[1:]]
     is_padded = len(_bundles(groups[0].spec.fields())) > 1
     if "N" in layout.around_blocks or is_padded:
@@ -273,10 +335,11 @@ def canonical_page(group: KVCacheGroup) -> GroupGeometry:
 
     It is the geometry of an imaginary rank that holds everything, in BHLNC order, without padding positions.
     """
-    real = KVCacheGroup(group.index, group.spec, group.layers, len(group.layers))
+    real = replace(group, num_positions=len(group.layers), seen=(), carries=None)
     order, alone = KVCacheLayout("BHLNC"), ALONE.share(0)
-    share = _lay_out(real, order, alone, real.layers, real.num_positions, tp=1, num_blocks=1, is_packed=True)
-    return share.place(share.step)
+    layers = real.layers
+    share = _lay_out(real, order, ALONE, alone, layers, len(layers), num_blocks=1, is_packed=True)
+    return share.place(share.step, 0)
 
 
 @lru_cache(maxsize=1024)
@@ -367,8 +430,9 @@ class _Share:
     step: int
     """Bytes of one manager's block at one index of the axes outside B."""
 
-    def place(self, step: int) -> GroupGeometry:
-        """Return the group in a pool with this step; padding goes to the end of each kernel block."""
+    def place(self, step: int, start: int) -> GroupGeometry:
+        """Return the group in a region that starts there, with this step; padding goes to the end of each
+        kernel block."""
         outer = dict(self.outer)
         if "B" in outer:
             outer["B"] = step // self.ratio
@@ -378,7 +442,7 @@ class _Share:
             assert step == self.step, "vetoed by layout_veto"
         laid_out = []
         for bundle in self.bundles:
-            offset, strides = bundle.offset, outer | bundle.strides
+            offset, strides = start + bundle.offset, outer | bundle.strides
             for f in bundle.fields:
                 axes = (strides[axis] for axis in "LBHN")
                 laid_out.append(FieldGeometry(f, bundle.units, offset, *axes))
@@ -399,17 +463,19 @@ class _Share:
 def _lay_out(
     group: KVCacheGroup,
     layout: KVCacheLayout,
+    shape: EngineShape,
     share: RankShare,
     layers: tuple[int, ...],
     positions: int,
     *,
-    tp: int,
     num_blocks: int,
     kernel_block_size: int | None = None,
     is_packed: bool = False,
 ) -> _Share:
-    """Lay out those layers of one group that a rank of `tp` keeps; `is_packed` switches alignment off."""
-    tokens = share.tokens if group.spec.has_token_rows else WHOLE
+    """Lay out those layers of one group that a rank keeps; `is_packed` switches alignment off. A drafter's
+    layers have all tokens on each rank."""
+    tokens = share.tokens if group.spec.has_token_rows and group.rides is None else WHOLE
+    tp, tp_rank = shape.unit_share(share.tp_rank, is_draft=group.rides is not None)
     rows = len(_held_rows(group.spec, tokens))
     kernel_block_size = kernel_block_size or rows
     assert rows % kernel_block_size == 0, f"kernel block size {kernel_block_size} does not divide {rows}"
@@ -426,8 +492,8 @@ def _lay_out(
     bundles: list[_Bundle] = []
     size = 0
     for members in fields:
-        units = members[0].shard(tp, share.tp_rank)
-        assert all(f.shard(tp, share.tp_rank) == units for f in members), "fields of one bundle share units"
+        units = members[0].shard(tp, tp_rank)
+        assert all(f.shard(tp, tp_rank) == units for f in members), "fields of one bundle share units"
         content = sum(f.row_bytes for f in members)
         strides, used = _strides(axes[cut:], sizes | {"H": len(units)}, content, padding)
         bundles.append(_Bundle(members, units, size, strides))

@@ -48,6 +48,16 @@ class KVCacheGroup:
     seen: tuple[KVCacheSpec, ...] = ()
     """By position, the spec of the rows that the layer can see, where the group keeps more (a window among
     full attention); empty if `spec` holds for all."""
+    rides: int | None = None
+    """Index of the group whose block table and block ids it shares, with page memory of its own for each id:
+    layers of a drafter ride on a group of the model. None: it has a block table of its own."""
+    first_draft: int = 0
+    """The layer that is draft layer 0, of groups that ride."""
+    drafter: str = ""
+    """Names the drafter whose layers they are, of groups that ride."""
+    carries: KVCacheSpec | None = None
+    """What tells the rows that groups riding on this one can see, which may lack where its own are present.
+    Filled by riders.tabled, for whoever keeps block tables."""
 
     @property
     def keys(self) -> tuple[CacheKey, ...]:
@@ -55,8 +65,23 @@ class KVCacheGroup:
 
     @property
     def lanes(self) -> tuple[KVCacheSpec, ...]:
-        """The distinct specs by which its layers see rows; a row may be present for one lane only."""
+        """The distinct specs by which its layers see rows, and last that of groups which ride on it: a row
+        may be present for one lane only."""
+        return (*self.own_lanes, *(() if self.carries is None else (self.carries,)))
+
+    @property
+    def own_lanes(self) -> tuple[KVCacheSpec, ...]:
+        """The lanes of its own layers."""
         return tuple(dict.fromkeys(self.seen)) or (self.spec,)
+
+    def name_of(self, layer: int) -> str:
+        """Name a layer in messages: `layer 3`, or `draft layer 0`."""
+        draft = self.draft_number(layer)
+        return f"layer {layer}" if draft is None else f"draft layer {draft}"
+
+    def draft_number(self, layer: int) -> int | None:
+        """Return which of a drafter's layers it is; None of the model's own."""
+        return None if self.rides is None else layer - self.first_draft
 
     def seen_by(self, layer: int) -> KVCacheSpec:
         """Return the spec of the rows that later tokens may still read in this layer."""
@@ -98,7 +123,8 @@ class GroupMemory:
 def max_request_blocks(groups: Sequence[KVCacheGroup], num_tokens: int, max_batch_tokens: int) -> int:
     """Most blocks that one request of `num_tokens` holds at a time, with chunks of at most
     `max_batch_tokens`."""
-    return sum(max_live_blocks(g.spec, num_tokens, max_batch_tokens) for g in groups)
+    own = (g for g in groups if g.rides is None)
+    return sum(max_live_blocks(g.spec, num_tokens, max_batch_tokens) for g in own)
 
 
 def group_layers(
@@ -183,17 +209,18 @@ def measure_waste(groups: Sequence[KVCacheGroup], num_tokens: int = REFERENCE_TO
 def measure_groups(
     groups: Sequence[KVCacheGroup], num_tokens: int = REFERENCE_TOKENS
 ) -> tuple[GroupMemory, ...]:
-    """Return what each group holds of a request of `num_tokens`, at its fullest."""
+    """Return what each group holds of a request of `num_tokens`, at its fullest. Blocks of other groups than
+    the one that carries them have pages of riders too, which are padding."""
     found = []
-    for g, padding in zip(groups, wasted_bytes(groups), strict=True):
+    num_blocks = [num_kept_blocks(g.spec, g.spec.fullest_at(num_tokens)) for g in groups]
+    num_owned = sum(n for g, n in zip(groups, num_blocks, strict=True) if g.rides is None)
+    for g, padding, blocks in zip(groups, wasted_bytes(groups), num_blocks, strict=True):
         fullest = g.spec.fullest_at(num_tokens)
-        blocks = num_kept_blocks(g.spec, fullest)
         page = page_bytes(g.spec)
         used = len(g.spec.live_rows(fullest)) * len(g.layers) * (page // rows_per_block(g.spec))
         waste = blocks * len(g.layers) * page - used
-        found.append(
-            GroupMemory(g.spec.kind, len(g.layers), g.spec.block_size, used, blocks * padding, waste)
-        )
+        unused = blocks * padding if g.rides is None else (num_owned - blocks) * len(g.layers) * page
+        found.append(GroupMemory(g.spec.kind, len(g.layers), g.spec.block_size, used, unused, waste))
     return tuple(found)
 
 
@@ -203,9 +230,13 @@ def waste_tokens(max_positions: int) -> int:
 
 
 def wasted_bytes(groups: Sequence[KVCacheGroup]) -> tuple[int, ...]:
-    """Per group, the canonical bytes of each block that no layer uses: padding positions and pages."""
-    page = max((page_bytes(g.spec) for g in groups), default=0)
-    return tuple(g.num_positions * page - len(g.layers) * page_bytes(g.spec) for g in groups)
+    """Per group, the canonical bytes of each block that no layer uses: padding positions and pages. A rider
+    has none."""
+    page = max((page_bytes(g.spec) for g in groups if g.rides is None), default=0)
+    return tuple(
+        0 if g.rides is not None else g.num_positions * page - len(g.layers) * page_bytes(g.spec)
+        for g in groups
+    )
 
 
 def _grow(spec: KVCacheSpec, target_bytes: int) -> KVCacheSpec:

@@ -35,7 +35,8 @@ def kernel_block_sizes(
     """
     sizes = []
     for g, lengths in zip(groups, chunks or [()] * len(groups), strict=True):
-        rows = rows_per_block(g.spec) // (dcp if g.spec.has_token_rows else 1)
+        # A drafter has all tokens on each rank.
+        rows = rows_per_block(g.spec) // (dcp if g.spec.has_token_rows and g.rides is None else 1)
         size = by_kind.get(g.spec.kind) or default or gcd(rows, *(lengths if dcp == 1 else ()))
         sizes.append(size if g.spec.has_token_rows else rows)
     return tuple(sizes)
@@ -55,7 +56,10 @@ def bad_kernel_blocks(
     model. `block_size`: tokens of a block before it grew. With `dcp`, blocks are one rank's, and chunks
     do not count.
     """
-    blocks = {g.spec.kind: g.spec.block_size // dcp for g in groups if g.spec.has_token_rows}
+    blocks = {g.spec.kind: g.spec.block_size for g in groups if g.rides is not None}
+    blocks |= {
+        g.spec.kind: g.spec.block_size // dcp for g in groups if g.spec.has_token_rows and g.rides is None
+    }
     for kind in by_kind:
         if kind not in blocks:
             return BadKernelBlocks(

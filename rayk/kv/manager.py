@@ -14,6 +14,7 @@ from rayk.kv.block_pool import NULL_BLOCK, BlockPool
 from rayk.kv.block_tables import BlockTable, live_part, num_real, since_in
 from rayk.kv.groups import KVCacheGroup, max_request_blocks
 from rayk.kv.prefix_cache import CachedPrefixes, Elsewhere, PrefixKeys, Since
+from rayk.kv.riders import of_groups, tabled
 from rayk.kv.specs import KVCacheSpec
 from rayk.kv.usage import BlockUsage, Ledger, Tables
 from rayk.types.allocator import BlockUpdates
@@ -27,6 +28,8 @@ class LocalPrefix:
     """The live rows of this many leading tokens are here."""
     blocks: tuple[tuple[int, ...], ...]
     """Per group, the blocks that hold them, from the first live one on."""
+    drafts: bool = True
+    """Whether these hold rows of draft layers, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +58,14 @@ class KVCacheManager:
         secret: bytes | None = None,
     ) -> None:
         """`secret` is the one of PrefixKeys."""
-        self.groups = tuple(groups)
-        self.block_sizes = tuple(g.spec.block_size for g in groups)
-        self.prefixes = CachedPrefixes(groups, secret) if prefix_caching else None
+        self.all_groups = tuple(groups)
+        """Riders too."""
+        self.groups = tabled(groups)
+        """Those that have block tables."""
+        self.block_sizes = tuple(g.spec.block_size for g in self.groups)
+        self.prefixes = CachedPrefixes(self.groups, secret) if prefix_caching else None
+        self.num_undrafted_tokens = 0
+        """Tokens of cached prefixes that were computed once more, since rows of draft layers were lacking."""
         self.pool = BlockPool(num_blocks, self.prefixes.forget if self.prefixes is not None else None)
         self._keys: dict[str, PrefixKeys] = {}
         """Prefix keys of current requests, as far as they were needed."""
@@ -66,7 +74,7 @@ class KVCacheManager:
         self._reserved: dict[str, int] = {}
         """Requests with reserved tables -> number of blocks reserved."""
         self._num_leased = self._num_freed = 0
-        self._usage = BlockUsage(len(groups), num_blocks)
+        self._usage = BlockUsage(len(self.groups), num_blocks)
 
     @property
     def ledger(self) -> Ledger:
@@ -98,6 +106,11 @@ class KVCacheManager:
     def num_free_blocks(self) -> int:
         """Count the blocks that requests can get."""
         return self.pool.num_free_blocks
+
+    @property
+    def has_riders(self) -> bool:
+        """Whether a drafter keeps rows beside those of the model."""
+        return len(self.groups) < len(self.all_groups)
 
     @property
     def finds_prefixes(self) -> bool:
@@ -135,6 +148,9 @@ class KVCacheManager:
         keys = self.prefix_keys(request_id, token_ids, max_tokens, cache_salt)
         unit = self.prefixes.unit_tokens
         num_tokens = self.prefixes.longest(keys, max_tokens, unit, _live_rows)
+        if self.has_riders:
+            undrafted = self.prefixes.longest(keys, max_tokens, unit, _live_rows, drafts=False)
+            self.num_undrafted_tokens += undrafted - num_tokens
         if not num_tokens:
             return 0
         tables = []
@@ -202,9 +218,12 @@ class KVCacheManager:
         num_tokens: int,
         unit_tokens: int,
         cache_salt: str | None = None,
+        *,
+        drafts: bool = True,
     ) -> LocalPrefix:
         """Return the cached part of a sequence of `num_tokens` tokens that will come from elsewhere: its live
-        rows before a multiple of `unit_tokens`."""
+        rows before a multiple of `unit_tokens`. `drafts`: those of draft layers count, since theirs will
+        come, too."""
         nothing = LocalPrefix(0, tuple(() for _ in self.groups))
         if self.prefixes is None:
             return nothing
@@ -219,15 +238,16 @@ class KVCacheManager:
             return range(first, n) if n % g.spec.block_size == 0 else None
 
         keys = self.prefix_keys(request_id, token_ids, num_tokens, cache_salt)
-        num_found = self.prefixes.longest(keys, num_tokens, unit_tokens, needed, unseen)
+        num_found = self.prefixes.longest(keys, num_tokens, unit_tokens, needed, unseen, drafts=drafts)
         if not num_found:
             return nothing
         blocks = []
         for g in self.groups:
-            of_lanes = [r for lane in g.lanes if (r := needed(g, lane, num_found))]
+            lanes = g.lanes if drafts else g.own_lanes
+            of_lanes = [r for lane in lanes if (r := needed(g, lane, num_found))]
             longest = min(of_lanes, key=lambda r: r.start, default=range(0))
             blocks.append(self.prefixes.blocks(g.index, keys, longest))
-        return LocalPrefix(num_found, tuple(map(tuple, blocks)))
+        return LocalPrefix(num_found, tuple(map(tuple, blocks)), drafts)
 
     def find_prefix(
         self,
@@ -237,9 +257,11 @@ class KVCacheManager:
         num_local_tokens: int = 0,
         elsewhere: Elsewhere | None = None,
         cache_salt: str | None = None,
+        *,
+        drafts: bool = True,
     ) -> FoundPrefix:
         """Return the longest usable prefix whose blocks are here or `elsewhere`: a multiple of `unit_tokens`,
-        up to `max_tokens`. Changes nothing.
+        up to `max_tokens`. Changes nothing. Without `drafts`, rows of draft layers may lack.
 
         `num_local_tokens`: the caller already has the live rows of this many leading tokens; only longer
         prefixes count.
@@ -258,17 +280,17 @@ class KVCacheManager:
 
         keys = self.prefix_keys(request_id, token_ids, max_tokens, cache_salt)
         while True:
-            found = self._find(keys, max_tokens, num_local_tokens, there)
+            found = self._find(keys, max_tokens, num_local_tokens, there, drafts=drafts)
             if found is None:
                 return nothing
-            lacking = self._lacking(found, num_local_tokens)
+            lacking = self._lacking(found, num_local_tokens, drafts=drafts)
             if not lacking:
                 return found
             # One lane has its rows here, another elsewhere, and no block has both.
             answers |= dict.fromkeys(lacking)
 
     def _find(
-        self, keys: PrefixKeys, max_tokens: int, num_local_tokens: int, there: Elsewhere
+        self, keys: PrefixKeys, max_tokens: int, num_local_tokens: int, there: Elsewhere, *, drafts: bool
     ) -> FoundPrefix | None:
         """Return one attempt of find_prefix; None if nothing is found."""
         assert self.prefixes is not None
@@ -277,7 +299,7 @@ class KVCacheManager:
             return range(max(_live_rows(g, lane, n).start, num_local_tokens), n)
 
         unit = self.prefixes.unit_tokens
-        num_tokens = self.prefixes.longest(keys, max_tokens, unit, needed, elsewhere=there)
+        num_tokens = self.prefixes.longest(keys, max_tokens, unit, needed, elsewhere=there, drafts=drafts)
         if num_tokens <= num_local_tokens:
             return None
         tables: list[tuple[int, ...]] = []
@@ -285,7 +307,7 @@ class KVCacheManager:
         for g in self.groups:
             size = g.spec.block_size
             found: dict[int, set[int]] = {}
-            for number, lane in enumerate(g.lanes):
+            for number, lane in enumerate(g.lanes if drafts else g.own_lanes):
                 rows = needed(g, lane, num_tokens)
                 blocks = self.prefixes.blocks(g.index, keys, rows, number, there)
                 for index, block in enumerate(blocks, rows.start // size):
@@ -297,13 +319,13 @@ class KVCacheManager:
         since = tuple(there(group, key) or () for group, _, key in missing)
         return FoundPrefix(num_tokens, tuple(tables), tuple(missing), since)
 
-    def _lacking(self, found: FoundPrefix, num_local_tokens: int) -> list[tuple[int, bytes]]:
+    def _lacking(self, found: FoundPrefix, num_local_tokens: int, *, drafts: bool) -> list[tuple[int, bytes]]:
         """Missing blocks that have too few rows elsewhere for some lane."""
         lacking = []
         for (group, index, key), since in zip(found.missing, found.since, strict=True):
             g = self.groups[group]
             start = index * g.spec.block_size
-            for lane, first in zip(g.lanes, since, strict=bool(since)):
+            for lane, first in zip(g.lanes if drafts else g.own_lanes, since, strict=False):
                 row = max(_live_rows(g, lane, found.num_tokens).start, num_local_tokens, start)
                 if first > row and row < min(start + g.spec.block_size, found.num_tokens):
                     lacking.append((group, key))
@@ -312,7 +334,8 @@ class KVCacheManager:
 
     def adopt(self, name: str, found: FoundPrefix) -> tuple[tuple[int, ...], ...] | None:
         """Make tables for a prefix that `find_prefix` just returned: cached blocks are shared, missing ones
-        allocated where `found.missing` says. None, with nothing changed, if blocks are short.
+        allocated where `found.missing` says. Returns the table of each group, as `group_tables` does; None,
+        with nothing changed, if blocks are short.
 
         The caller bumps the generations of the fresh blocks, fills them as `found.since` says, and then calls
         `remember(name, token_ids, found.num_tokens)`, which makes them findable. If it could fill only some,
@@ -337,14 +360,14 @@ class KVCacheManager:
             since = self.prefixes.since(g.index, blocks, filled)
             made.append(BlockTable(blocks, first, first, since, filled))
         self._take(name, made)
-        return self.block_tables(name)
+        return self.group_tables(name)
 
     def reserve_live(
         self, request_id: str, num_tokens: int, local_prefix: LocalPrefix | None = None
     ) -> BlockUpdates | None:
         """Make tables for a request whose first `num_tokens` tokens arrive from elsewhere; only live blocks
-        are allocated. `local_prefix` (from `find_local_prefix` just now) need not arrive. None, with nothing
-        changed, if blocks are short.
+        are allocated. `local_prefix` (from `find_local_prefix` just now) need not arrive. Returns the whole
+        table of each group, riders too; None, with nothing changed, if blocks are short.
         """
         assert request_id not in self._tables, f"{request_id} has blocks already"
         tables, needed = [], 0
@@ -355,7 +378,9 @@ class KVCacheManager:
             if here and local_prefix:
                 # In a group that keeps all rows, layers with windows may need only later ones.
                 first = local_prefix.num_tokens // g.spec.block_size - len(here)
-            since = tuple(lane.live_rows(num_tokens).start for lane in g.lanes)
+            since = tuple(lane.live_rows(num_tokens).start for lane in g.own_lanes)
+            if g.carries is not None:
+                since += (0 if local_prefix is None or local_prefix.drafts else num_tokens,)
             num_named = min(since) // g.spec.block_size
             tables.append(BlockTable([NULL_BLOCK] * first + list(here), first, num_named, since))
             needed += -(-num_tokens // g.spec.block_size) - first - len(here)
@@ -369,7 +394,23 @@ class KVCacheManager:
         self._take(request_id, tables)
         self._reserved[request_id] = needed
         self._num_leased += needed
-        return tuple((0, tuple(t.blocks)) for t in tables)
+        return tuple((0, table) for table in self.group_tables(request_id))
+
+    def lack_drafts(self, request_id: str, num_tokens: int) -> None:
+        """Rows of draft layers did not arrive with the first `num_tokens` tokens: nobody will find them, and
+        the drafter goes on without them."""
+        if not num_tokens:
+            return
+        for g, t in zip(self.groups, self._tables[request_id], strict=True):
+            if g.carries is not None:
+                since = t.since or (0,) * len(g.lanes)
+                t.since = (*since[:-1], max(since[-1], num_tokens))
+
+    def first_draft_row(self, name: str) -> int:
+        """Return the first row of a request, or lease, that is present in draft layers; 0: all are."""
+        tables = self._tables.get(name) or self._leases.get(name) or []
+        found = (t.since[-1] for g, t in zip(self.groups, tables, strict=False) if g.carries and t.since)
+        return max(found, default=0)
 
     def rename(self, old_id: str, new_id: str) -> None:
         """Move tables that were reserved under one name to another."""
@@ -400,8 +441,12 @@ class KVCacheManager:
         return found
 
     def block_tables(self, request_id: str) -> tuple[tuple[int, ...], ...]:
-        """List the block ids per group, nulls included."""
+        """List the block ids per group that has a block table, nulls included."""
         return tuple(tuple(t.blocks) for t in self._tables[request_id])
+
+    def group_tables(self, request_id: str) -> tuple[tuple[int, ...], ...]:
+        """List the same per group: a rider has the table of the group on which it rides."""
+        return of_groups(self.all_groups, self.block_tables(request_id))
 
     def free(self, request_id: str) -> None:
         """Give back what the request holds; an unknown request holds nothing."""
@@ -427,7 +472,8 @@ class KVCacheManager:
         self, request_id: str, lease_id: str, num_tokens: int
     ) -> tuple[tuple[int, ...], ...] | None:
         """Lease the live rows of a request's first `num_tokens` computed tokens while the request goes on; it
-        may be freed independently. Returns the lease's tables, null before the first live block.
+        may be freed independently. Returns the lease's tables by group, riders too: null before the first
+        live block. Rows of draft layers may lack, see `first_draft_row`.
 
         None, with nothing changed, if some of these rows are missing (trimmed, or never received), or if a
         state is not its block's last, since the request will overwrite it.
@@ -445,7 +491,7 @@ class KVCacheManager:
             self._usage.hold(index, part.blocks, leased=True)
         self._leases[lease_id] = shared
         self._num_leased += num_real(shared)
-        return tuple(tuple(part.blocks) for part in shared)
+        return of_groups(self.all_groups, tuple(tuple(part.blocks) for part in shared))
 
     def release(self, lease_id: str) -> None:
         """End a lease, so that its blocks may be reused. An unknown lease is already over."""

@@ -109,7 +109,9 @@ def block_strides(group: GroupGeometry, addresses: Ints) -> Ints:
     starts = np.array([bundle[0].offset for bundle in group.bundles], dtype=np.int64)
     steps = np.array([bundle[0].block_stride * ratio for bundle in group.bundles], dtype=np.int64)
     layer = group.fields[0].layer_stride
-    inside = addresses % layer if layer > starts[-1] else addresses
+    # They count from the start of the region.
+    inside, starts = addresses - starts[0], starts - starts[0]
+    inside = inside % layer if layer > starts[-1] else inside
     found: Ints = steps[np.searchsorted(starts, inside, side="right") - 1]
     return found
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rayk.kv.geometry import RankGeometry, plan_rank
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.layout import KVCacheLayout
+from rayk.kv.riders import tabled
 from rayk.parallel.shard import EngineShape
 from rayk.types.errors import UserError
 
@@ -19,7 +20,7 @@ def num_outbox_blocks(
     every rank as fit into `num_bytes` on the one with the largest. Raises UserError where that is less than
     one of each group."""
     ranks = (_outbox_rank(groups, shape, rank, 2) for rank in range(shape.num_ranks))
-    block_bytes, least = max(rank.block_bytes for rank in ranks), 1 + len(groups)
+    block_bytes, least = max(rank.block_bytes for rank in ranks), 1 + len(tabled(groups))
     if num_bytes < least * block_bytes:
         raise UserError(
             f"an outbox of {num_bytes:,} bytes has no room for {least} blocks, one of each group and the "

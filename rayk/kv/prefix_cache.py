@@ -7,7 +7,8 @@ are live at n are cached: all of full attention, the last window, the current ch
 the state.
 
 A block from elsewhere may hold only its last rows, and different ones for layers that see different rows (the
-group's lanes). It has the same key, with the position from which each lane's rows are present.
+group's lanes). It has the same key, with the position from which each lane's rows are present. Draft layers
+that ride on a group are a lane of it: a block may hold the model's rows and none of theirs.
 """
 
 from __future__ import annotations
@@ -190,15 +191,21 @@ class CachedPrefixes:
         needed: NeededRows,
         nothing_until: Callable[[KVCacheSpec], int] = lambda lane: 0,
         elsewhere: Elsewhere | None = None,
+        *,
+        drafts: bool = True,
     ) -> int:
         """Return the largest multiple of `unit_tokens`, up to `max_tokens`, at which all needed rows are
-        cached or `elsewhere`.
+        cached or `elsewhere`; without `drafts`, those of draft layers may lack.
 
         `keys` must reach that far. A longer prefix wants all rows of a shorter one except some at the
         beginning. `nothing_until(lane)`: a prefix of at most this many tokens wants no row.
         """
         found: dict[tuple[int, int], range] = {}
-        lanes = [(g, lane, index) for g in self._groups for index, lane in enumerate(g.lanes)]
+        lanes = [
+            (g, lane, index)
+            for g in self._groups
+            for index, lane in enumerate(g.lanes if drafts else g.own_lanes)
+        ]
         n = max_tokens // unit_tokens * unit_tokens
         while n > 0:
             shorter = n

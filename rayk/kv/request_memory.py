@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rayk.kv.groups import KVCacheGroup, measure_groups
 from rayk.kv.specs import num_kept_blocks
+from rayk.parallel.shard import EngineShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,17 @@ class RequestMemory:
 
 
 def measure_request_memory(
-    groups: Sequence[KVCacheGroup], tp_size: int, lengths: Sequence[int], dcp: int = 1
+    groups: Sequence[KVCacheGroup],
+    tp_size: int,
+    lengths: Sequence[int],
+    dcp: int = 1,
+    draft_tp: int = 1,
 ) -> list[RequestMemory]:
     """Per group, the memory of requests that computed `lengths` tokens, on ranks of which `dcp` deal the
-    tokens of heads they share (blocks of `groups` count them all). Raises Unsupported if TP does not divide
-    the fields' readers."""
-    copies = [_replicated_bytes(group, tp_size, dcp) for group in groups]
+    tokens of heads they share (blocks of `groups` count them all), and each `draft_tp` share the units of a
+    drafter. Raises Unsupported if TP does not divide the fields' readers."""
+    shape = EngineShape(tp_size, dcp, draft_tp=draft_tp)
+    copies = [_replicated_bytes(group, shape) for group in groups]
     sums = [[0, 0, 0, 0] for _ in groups]
     for length, count in Counter(lengths).items():
         for group, extra, total, memory in zip(
@@ -47,12 +53,13 @@ def measure_request_memory(
     ]
 
 
-def _replicated_bytes(group: KVCacheGroup, tp_size: int, dcp: int) -> int:
+def _replicated_bytes(group: KVCacheGroup, shape: EngineShape) -> int:
     """Sum the replicated bytes of one block over all ranks."""
-    more = 0
+    more, is_draft = 0, group.rides is not None
     # A unit's ranks keep a block's rows between them, one copy per run of `dcp`; states are not dealt.
-    dealt = dcp if group.spec.has_token_rows else 1
+    dealt = shape.dcp if group.spec.has_token_rows and not is_draft else 1
+    shares = [shape.unit_share(rank, is_draft=is_draft) for rank in range(shape.tp)]
     for field in group.spec.fields():
-        units = sum(len(field.shard(tp_size, rank)) for rank in range(tp_size)) // dealt
+        units = sum(len(field.shard(*share)) for share in shares) // dealt
         more += (units - field.units) * field.unit_bytes
     return more * len(group.layers)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rayk.kv.geometry import RankGeometry, layout_veto, plan_rank
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.kernel_blocks import bad_kernel_blocks, kernel_block_sizes
 from rayk.kv.layout import KVCacheLayout, LayoutResolution, Veto, resolve_layout
+from rayk.kv.riders import Riders
 from rayk.kv.specs import KVCacheSpec
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups, group_chunks
 from rayk.parallel.shard import engine_shape
 from rayk.types.config import EngineConfig
-from rayk.types.errors import UserError
+from rayk.types.errors import Unsupported, UserError
 
 SpecVeto = Callable[[str, KVCacheSpec], str | None]
 """(layout name, spec) -> why a party cannot serve layers of this spec in the layout, or None."""
@@ -33,7 +34,12 @@ class EnginePlan:
 
 
 def plan_engine(
-    config: EngineConfig, model: DecoderConfig, parties: Sequence[tuple[str, SpecVeto]] = ()
+    config: EngineConfig,
+    model: DecoderConfig,
+    parties: Sequence[tuple[str, SpecVeto]] = (),
+    *,
+    riders: Riders | None = None,
+    draft_tp: int = 1,
 ) -> EnginePlan:
     """Choose groups by canonical sizes, the layout nobody vetoes, and each rank's geometry.
 
@@ -41,9 +47,15 @@ def plan_engine(
     (whose kernels read any layout by its strides); the groups' own veto is added here. Raises Unsupported for
     a size that the model cannot be divided by, LayoutVetoed if no layout is left, UserError for kernel blocks
     that do not divide a group's blocks or its layers' chunks, or name a group that does not exist.
+
+    `riders`: what the layers of a drafter keep, whose units each `draft_tp` ranks share; parties are asked
+    about their specs, too. Raises Unsupported where they cannot ride.
     """
     shape = engine_shape(config, model.num_layers)
-    groups = engine_groups(config, model)
+    if config.tp % draft_tp:
+        raise Unsupported(f"a drafter on TP {draft_tp} beside TP {config.tp} (mend: speculative.tp: 1)")
+    shape = replace(shape, draft_tp=draft_tp)
+    groups = engine_groups(config, model, riders)
     kernel_blocks = _kernel_blocks(groups, config, group_chunks(groups, model))
     resolution = resolve_layout(
         config.layout,

@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from rayk.kv.formats import engine_format
 from rayk.kv.groups import CacheKey, KVCacheGroup, group_layers
+from rayk.kv.riders import Riders, add_riders
 from rayk.kv.specs import (
     ChunkedLocalSpec,
     FullAttentionSpec,
@@ -80,12 +81,15 @@ def engine_specs(engine: EngineConfig, config: DecoderConfig) -> dict[CacheKey, 
     )
 
 
-def engine_groups(engine: EngineConfig, config: DecoderConfig) -> tuple[KVCacheGroup, ...]:
+def engine_groups(
+    engine: EngineConfig, config: DecoderConfig, riders: Riders | None = None
+) -> tuple[KVCacheGroup, ...]:
     """Group the engine's KV specs, with grown blocks; of all its layers and tokens, whichever rank keeps
-    them."""
+    them. Behind them those of its drafter's layers. Raises Unsupported where these cannot ride."""
     kept_as = engine_format(engine.dtype, engine.kv_dtype, engine.kv_scales)
     sizes = (engine.block_size, engine.state_block_size)
-    return _groups(config, kept_as, engine.dtype, *sizes, hybrid_kv=engine.hybrid_kv, dcp=engine.dcp)
+    groups = _groups(config, kept_as, engine.dtype, *sizes, hybrid_kv=engine.hybrid_kv, dcp=engine.dcp)
+    return groups if riders is None else add_riders(groups, riders)
 
 
 @lru_cache(maxsize=1024)
@@ -112,10 +116,10 @@ def _groups(
 
 
 def tier_groups(
-    engine: EngineConfig, config: DecoderConfig, settings: OffloadSettings
+    engine: EngineConfig, config: DecoderConfig, settings: OffloadSettings, riders: Riders | None = None
 ) -> tuple[KVCacheGroup, ...]:
-    """Return the KV groups of a host tier behind engines like this."""
-    return engine_groups(tier_engine(engine, config, settings), config)
+    """Return the KV groups of a host tier behind engines like this, of which some have this drafter."""
+    return engine_groups(tier_engine(engine, config, settings), config, riders)
 
 
 def tier_engine(engine: EngineConfig, config: DecoderConfig, settings: OffloadSettings) -> EngineConfig:
@@ -133,7 +137,10 @@ def group_chunks(groups: Sequence[KVCacheGroup], config: DecoderConfig) -> tuple
 
     The groups' specs cannot tell: without hybrid_kv, chunked layers lie in groups that keep every token.
     """
-    found = ({config.layers[n].chunk for n in g.layers if g.spec.has_token_rows} for g in groups)
+    found = (
+        {config.layers[n].chunk for n in g.layers if g.spec.has_token_rows and g.rides is None}
+        for g in groups
+    )
     return tuple(tuple(sorted(n for n in chunks if n is not None)) for chunks in found)
 
 

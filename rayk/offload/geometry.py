@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rayk.kv.geometry import RankGeometry, plan_rank
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.layout import KVCacheLayout
+from rayk.kv.riders import tabled
 from rayk.types.errors import UserError
 from rayk.types.offload import OffloadSettings
 
@@ -16,7 +17,7 @@ def tier_geometry(groups: Sequence[KVCacheGroup], settings: OffloadSettings) -> 
     fit."""
     layout = KVCacheLayout(settings.layout)
     block_bytes = plan_rank(groups, layout, num_blocks=2).block_bytes
-    num_blocks, least = settings.host_bytes // block_bytes, 1 + len(groups)
+    num_blocks, least = settings.host_bytes // block_bytes, 1 + len(tabled(groups))
     if num_blocks < least:
         raise UserError(
             f"a host tier of {settings.host_bytes:,} bytes has no room for {least} blocks, one of each group "

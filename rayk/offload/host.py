@@ -156,7 +156,9 @@ class HostTier:
             self._stored(storing)
             return
         unit = row_group_blocks(self.manager.groups)
-        local_prefix = self.manager.find_local_prefix(name, tokens, num_tokens, unit, ask.cache_salt)
+        drafts = not self.rank.plan(ticket.engine).left_out
+        where = tokens, num_tokens, unit, ask.cache_salt
+        local_prefix = self.manager.find_local_prefix(name, *where, drafts=drafts)
         if local_prefix.num_tokens < ticket.first_row:
             self.manager.free(name)
             self._refuse(storing, f"the first {ticket.first_row} tokens are not here any more")
@@ -190,7 +192,9 @@ class HostTier:
 
     def _has_all(self, ask: StoreRequest) -> bool:
         name, num_tokens = ask.ticket.request_id, ask.ticket.num_tokens
-        found = self.manager.find_prefix(name, ask.token_ids, num_tokens, cache_salt=ask.cache_salt)
+        drafts = not (self.rank.plan(ask.ticket.engine).left_out or ask.ticket.draft_row)
+        salt = ask.cache_salt
+        found = self.manager.find_prefix(name, ask.token_ids, num_tokens, cache_salt=salt, drafts=drafts)
         if found.num_tokens < num_tokens or self.manager.adopt(name, found) is None:
             return False
         changed = self._write(ask, num_tokens)
@@ -259,6 +263,10 @@ class HostTier:
                 self.manager.free(outcome.request_id)
             self._stored(storing, outcome)
             return
+        ticket = storing.ask.ticket
+        self.manager.lack_drafts(
+            ticket.request_id, ticket.num_tokens if outcome.left_out else ticket.draft_row
+        )
         self._keep(storing)
         self._stored(storing, outcome)
 
@@ -293,7 +301,7 @@ class HostTier:
         ask, name = loading.ask, self._name_of(loading.ask)
         elsewhere = self.pages.since if self.pages is not None and self.pages.is_readable else None
         what = ask.token_ids, ask.max_tokens, ask.num_local_tokens, elsewhere, ask.cache_salt
-        found = self.manager.find_prefix(name, *what)
+        found = self.manager.find_prefix(name, *what, drafts=ask.drafts)
         if found.num_tokens < ask.num_local_tokens + ask.min_tokens:
             self.manager.free(name)
             self._miss(loading)
@@ -309,7 +317,7 @@ class HostTier:
     def _fetch(self, loading: _RunningLoad, name: str, found: FoundPrefix) -> None:
         """Bring pages from disk into the blocks that were allocated for them."""
         assert self.pages is not None
-        tables = self.manager.block_tables(name)
+        tables = self.manager.group_tables(name)
         places = [(group, key, tables[group][index]) for group, index, key in found.missing]
         self._hand_out([block for _, _, block in places])
         self._loading[name] = loading
@@ -341,7 +349,7 @@ class HostTier:
             keys = self.manager.prefix_keys(name, ask.token_ids, num_tokens, ask.cache_salt)
             self.pages.touch(self.manager.groups, keys, num_tokens)
         lease_id = f"{TIER}/{self.description.epoch}/{next(self._numbers)}/{loading.ask.request_id}"
-        tables = self.manager.block_tables(name)
+        tables, draft_row = self.manager.group_tables(name), self.manager.first_draft_row(name)
         self.manager.lease(name, lease_id)
         now = self._clock()
         self.rank.lease(lease_id, now + int(self.settings.lease_s * 1e9))
@@ -354,7 +362,8 @@ class HostTier:
             block_tables=tables,
             digests=[digests],
         )
-        ticket = replace(ticket, digest_ns=(self._clock() - now,), first_row=first_row)
+        times = (self._clock() - now,)
+        ticket = replace(ticket, digest_ns=times, first_row=first_row, draft_row=draft_row)
         self.counts["hits"] += 1
         self.counts["lent_tokens"] += num_tokens - first_row
         self.counts["disk_hits"] += bool(loading.num_disk_tokens)

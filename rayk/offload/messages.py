@@ -54,6 +54,7 @@ class LoadRequest:
     """The engine has the live rows of so many first ones: a whole number of row groups. They are not
     offered."""
     min_tokens: int = 1  # nothing is offered that has fewer rows than this behind those
+    drafts: bool = True  # rows of draft layers count, where the tier keeps some: the engine has a drafter
     kept_as: str | None = None
     """What a store kept by name: all of it, in place of what is found by tokens. It is gone from there."""
 

@@ -20,7 +20,7 @@ import torch
 from rayk.kernels.copy_runs import RunTable, copy_runs, make_run_table
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.caches import CanonicalKVCaches, allocate, empty_bytes
-from rayk.kv.geometry import GroupGeometry
+from rayk.kv.geometry import GroupGeometry, Region
 from rayk.kv.maps import block_strides, match_rows
 from rayk.kv.outbox import outbox_geometry
 from rayk.transfer.agent import TransferAgent
@@ -51,10 +51,13 @@ class Outbox:
         pinned = self._device.type == "cuda"
         self.caches = allocate(geometry, torch.device("cpu"), fill=None, pinned=pinned)
         self._base_address = agent.register(self.caches.buffer)
-        pairs = zip(caches.geometry.groups, geometry.groups, strict=True)
-        self._tables = [_run_table(own, there, self._device) for own, there in pairs]
-        self._chunk_blocks = max(1, CHUNK_BYTES // geometry.block_bytes)
-        self._chunk = empty_bytes(self._chunk_blocks * geometry.block_bytes, self._device)
+        self._tables = [
+            _run_table(own, there, geometry.region_of(index), self._device)
+            for index, (own, there) in enumerate(zip(caches.geometry.groups, geometry.groups, strict=True))
+        ]
+        most_bytes = max(region.block_bytes for region in geometry.regions)
+        self._chunk_blocks = max(1, CHUNK_BYTES // most_bytes)
+        self._chunk = empty_bytes(self._chunk_blocks * most_bytes, self._device)
         self._own_stream = own_stream(self._device)
         self._lock = threading.Lock()
         """Stores are copied by another thread than what is handed over."""
@@ -89,30 +92,31 @@ class Outbox:
     def copy(self, own_tables: BlockTables, tables: BlockTables) -> None:
         """Queue the copy of the rank's own blocks to those of the outbox that stand at the same places of
         its tables; where these have null blocks nothing is copied. In the current stream."""
-        for runs, own, there in zip(self._tables, own_tables, tables, strict=True):
-            to = np.asarray(there, dtype=np.int64)
+        for index, (runs, own, there) in enumerate(zip(self._tables, own_tables, tables, strict=True)):
+            region, to = self.caches.geometry.region_of(index), np.asarray(there, dtype=np.int64)
             chosen = np.flatnonzero(to != NULL_BLOCK)
             source, to = np.asarray(own, dtype=np.int64)[chosen], to[chosen]
             assert np.all(source != NULL_BLOCK), "a null block holds nothing to be copied"
             for first in range(0, len(to), self._chunk_blocks):
                 part = slice(first, first + self._chunk_blocks)
                 with self._lock:
-                    self._copy(runs, source[part], to[part])
+                    self._copy(runs, region, source[part], to[part])
 
-    def _copy(self, runs: RunTable, source: Ints, to: Ints) -> None:
+    def _copy(self, runs: RunTable, region: Region, source: Ints, to: Ints) -> None:
         copy_runs(self._own.buffer, self._chunk, runs, source, np.arange(len(source), dtype=np.int64))
-        size = self.caches.geometry.block_bytes
+        size = region.block_bytes
         for first, stop in _consecutive(to):
-            there = self.caches.buffer[int(to[first]) * size :][: (stop - first) * size]
+            there = self.caches.buffer[region.offset + int(to[first]) * size :][: (stop - first) * size]
             there.copy_(self._chunk[first * size : stop * size], non_blocking=True)
 
 
-def _run_table(own: GroupGeometry, there: GroupGeometry, device: torch.device) -> RunTable:
-    """Make the table of a group's runs from one of the rank's own blocks to one of the outbox."""
+def _run_table(own: GroupGeometry, there: GroupGeometry, region: Region, device: torch.device) -> RunTable:
+    """Make the table of a group's runs from one of the rank's own blocks to one of the outbox, counted from
+    the start of its region there."""
     units = {f.field.name: f.units for f in own.fields}
     runs = match_rows(own, there, units, source_row=0, destination_row=0, num_rows=own.block_rows)
     strides = block_strides(own, runs.source), block_strides(there, runs.destination)
-    return make_run_table(runs.source, runs.destination, runs.lengths, *strides, device)
+    return make_run_table(runs.source, runs.destination - region.offset, runs.lengths, *strides, device)
 
 
 def _consecutive(blocks: Ints) -> Iterator[tuple[int, int]]:

@@ -1,8 +1,9 @@
 """Between the host tier's blocks and pages on disk: which of a sequence's blocks become pages, and back.
 
 A page is a block of one group as its canonical page: packed, without the padding of the tier's own blocks, so
-that tiers of any layout read it. Of layers with windows a block may hold its last rows only; the page's name
-then says from which on, by lane.
+that tiers of any layout read it. Behind it lie those of the groups that ride on it: a block has one page. Of
+layers with windows a block may hold its last rows only, and of draft layers none; the page's name then says
+from which on, by lane.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from rayk.kv.groups import KVCacheGroup
 from rayk.kv.manager import KVCacheManager
 from rayk.kv.maps import Runs, block_strides, page_map
 from rayk.kv.prefix_cache import PrefixKeys, Since
+from rayk.kv.riders import of_groups
+from rayk.kv.specs import page_bytes
 from rayk.offload.disk import DiskTier
 from rayk.offload.page_file import PageIdentity, PageName
 from rayk.transfer.handshake import CacheDescription
@@ -44,9 +47,23 @@ def identity_of(groups: Sequence[KVCacheGroup], like: CacheDescription, dtype: s
         )
         seen = ", ".join(lane.kind for lane in g.lanes)
         layers = ",".join(map(str, g.layers))
-        facts[f"group.{g.index}"] = f"layers {layers}; {g.spec.block_size} tokens; {seen}; {fields}"
-    sizes = tuple(sum(f.canonical_bytes for f in g.spec.fields()) * len(g.layers) for g in groups)
-    return PageIdentity(facts=facts, page_bytes=sizes)
+        fact = f"layers {layers}; {g.spec.block_size} tokens; {seen}; {fields}"
+        if g.rides is not None:
+            names = ", ".join(map(g.name_of, g.layers))
+            fact = f"{names} of drafter {g.drafter or 'unnamed'}, on group {g.rides}; {fact}"
+        facts[f"group.{g.index}"] = fact
+    return PageIdentity(
+        facts=facts,
+        page_bytes=tuple(
+            sum(
+                page_bytes(part.spec) * len(part.layers)
+                for part in groups
+                if g.index in (part.index, part.rides)
+            )
+            for g in groups
+            if g.rides is None
+        ),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +80,8 @@ class _PageCandidate:
     """A block of a sequence that can be a page."""
 
     end: int  # tokens of the sequence up to its end
-    geometry: GroupGeometry
+    group: KVCacheGroup
+    """The group, with what rides on it, as the tier's manager knows it."""
     name: PageName
     block: int
     is_fresh: bool  # whether its content was proven just now
@@ -115,7 +133,7 @@ class DiskPages:
         missing = [page for page in missing if not self._disk.is_coming(page.name)]
         chosen = missing[: self._disk.admit([page.name for page in missing], there)]
         contents = [
-            (page.block, page.name, gather(host.caches, page.geometry, page.block)) for page in chosen
+            (page.block, page.name, gather(host.caches, page.group.index, page.block)) for page in chosen
         ]
         # Of what is in memory after it was copied: nothing can come between.
         changed = _changed_of(host, chosen)
@@ -166,7 +184,6 @@ class DiskPages:
     ) -> None:
         """Fill blocks with their pages. `done`: those that are damaged or gone, in words, and bytes read."""
         names = [PageName(group, key, self._known.get((group, key), ())) for group, key, _ in places]
-        groups = caches.geometry.groups
         sizes = [self._disk.identity.page_bytes[group] for group, _, _ in places]
         pages = [np.empty(size, dtype=np.uint8) for size in sizes]
 
@@ -177,7 +194,7 @@ class DiskPages:
                     if self._known.get((group, key)) == name.since:
                         del self._known[group, key]
                 else:
-                    scatter(caches, groups[group], block, page)
+                    scatter(caches, group, block, page)
             done(
                 [_text(name) for name in bad],
                 sum(sizes) - sum(p.nbytes for p, n in zip(pages, names, strict=True) if n in gone),
@@ -218,20 +235,23 @@ def _pages_of(
     """Yield the sequence's pages, as far as its blocks can be found by name."""
     prefixes = host.manager.prefixes
     assert prefixes is not None
-    for g, table in zip(host.caches.geometry.groups, host.manager.block_tables(name), strict=True):
-        live = tuple(lane.live_rows(num_tokens).start for lane in g.group.lanes)
-        for index, own in enumerate(table[: num_tokens // g.block_size]):
-            end = (index + 1) * g.block_size
-            block = prefixes.find(g.group.index, keys[end])
+    # Rows of draft layers are not counted from the block tables alone: they may lack.
+    drafted = host.manager.first_draft_row(name)
+    for g, table in zip(host.manager.groups, host.manager.block_tables(name), strict=True):
+        size, live = g.spec.block_size, tuple(lane.live_rows(num_tokens).start for lane in g.own_lanes)
+        live += () if g.carries is None else (drafted,)
+        for index, own in enumerate(table[: num_tokens // size]):
+            end = (index + 1) * size
+            block = prefixes.find(g.index, keys[end])
             if own == NULL_BLOCK or block is None:
                 continue
-            rows, is_fresh = prefixes.since_of(block), end - g.block_size >= num_known_tokens
+            rows, is_fresh = prefixes.since_of(block), end - size >= num_known_tokens
             # Another block of the same name may have been there before: what is proven just now is better.
-            if own != block and is_fresh and _covers(of_own := since_in(g.group, index, live), rows):
+            if own != block and is_fresh and _covers(of_own := since_in(g, index, live), rows):
                 block, rows = own, of_own
             since = rows if any(rows) else ()
             yield _PageCandidate(
-                end, g, PageName(g.group.index, keys[end], since), block, is_fresh and block == own
+                end, g, PageName(g.index, keys[end], since), block, is_fresh and block == own
             )
 
 
@@ -240,10 +260,10 @@ def _changed_of(host: HostBlocks, pages: Sequence[_PageCandidate]) -> Collection
     doubted = [page for page in pages if not page.is_fresh]
     if not doubted:
         return ()
-    tables = [[NULL_BLOCK] * (doubted[-1].end // g.block_size) for g in host.caches.geometry.groups]
+    tables = [[NULL_BLOCK] * (doubted[-1].end // g.spec.block_size) for g in host.manager.groups]
     for page in doubted:
-        tables[page.name.group][page.end // page.geometry.block_size - 1] = page.block
-    return host.find_changed(tables)
+        tables[page.name.group][page.end // page.group.spec.block_size - 1] = page.block
+    return host.find_changed(of_groups(host.manager.all_groups, tables))
 
 
 def _covers(known: Since, wanted: Since) -> bool:
@@ -251,22 +271,35 @@ def _covers(known: Since, wanted: Since) -> bool:
     return not any(known) or (any(wanted) and all(a <= b for a, b in zip(known, wanted, strict=True)))
 
 
-def gather(caches: CanonicalKVCaches, group: GroupGeometry, block: int) -> Bytes:
-    """Gather a block's canonical page: a copy, uint8 [page bytes]."""
-    runs, strides = _map(group)
-    page = np.empty(runs.num_bytes, dtype=np.uint8)
+def gather(caches: CanonicalKVCaches, group: int, block: int) -> Bytes:
+    """Gather a block's canonical page, those of riders behind it: a copy, uint8 [page bytes]."""
+    parts = []
     buffer = caches.buffer.view(torch.uint8).numpy()
-    for source, to, length in zip(runs.source + block * strides, runs.destination, runs.lengths, strict=True):
-        page[to : to + length] = buffer[source : source + length]
-    return page
+    for geometry in _parts(caches, group):
+        runs, strides = _map(geometry)
+        page = np.empty(runs.num_bytes, dtype=np.uint8)
+        starts = runs.source + block * strides
+        for source, to, length in zip(starts, runs.destination, runs.lengths, strict=True):
+            page[to : to + length] = buffer[source : source + length]
+        parts.append(page)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def scatter(caches: CanonicalKVCaches, group: GroupGeometry, block: int, page: Bytes) -> None:
-    """Fill a block from its canonical page."""
-    runs, strides = _map(group)
+def scatter(caches: CanonicalKVCaches, group: int, block: int, page: Bytes) -> None:
+    """Fill a block, and those of riders, from its canonical page."""
     buffer = caches.buffer.view(torch.uint8).numpy()
-    for source, to, length in zip(runs.source + block * strides, runs.destination, runs.lengths, strict=True):
-        buffer[source : source + length] = page[to : to + length]
+    first = 0
+    for geometry in _parts(caches, group):
+        runs, strides = _map(geometry)
+        part, first = page[first : first + runs.num_bytes], first + runs.num_bytes
+        starts = runs.source + block * strides
+        for source, to, length in zip(starts, runs.destination, runs.lengths, strict=True):
+            buffer[source : source + length] = part[to : to + length]
+
+
+def _parts(caches: CanonicalKVCaches, group: int) -> list[GroupGeometry]:
+    """Return a group and those that ride on it."""
+    return [g for g in caches.geometry.groups if group in (g.group.index, g.group.rides)]
 
 
 @lru_cache(maxsize=64)

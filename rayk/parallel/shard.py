@@ -263,9 +263,13 @@ class EngineShape:
     dcp_interleave: int = 1
     stages: tuple[int, ...] = ()
     """Layers of each stage, first to last (`split_layers`); () is one stage."""
+    draft_tp: int = 1
+    """Ranks over which units of a drafter's layers are divided: each run of so many holds all of them."""
 
     def __post_init__(self) -> None:
         assert 1 <= self.dcp <= self.tp, self
+        assert self.draft_tp >= 1, self
+        assert self.tp % self.draft_tp == 0, self
         assert self.dcp_interleave >= 1, self
         assert min(self.stages, default=1) >= 1, self
 
@@ -280,6 +284,11 @@ class EngineShape:
     def rank_of(self, stage: int, tp_rank: int) -> int:
         """Return the rank in the engine. The last stage comes first: rank 0, which leads, samples tokens."""
         return (self.pp - 1 - stage) * self.tp + tp_rank
+
+    def unit_share(self, tp_rank: int, *, is_draft: bool) -> tuple[int, int]:
+        """Return (ranks, place among them): how many share the units of the model's layers, or a drafter's,
+        and which of these shares a rank holds."""
+        return (self.draft_tp, tp_rank % self.draft_tp) if is_draft else (self.tp, tp_rank)
 
     def share(self, rank: int) -> RankShare:
         """Say what a rank of the engine holds."""

@@ -355,6 +355,7 @@ TRANSFERS = (
     Field("num_layers_per_write", INT, "layers", "layers that one write of a push brings"),
     Field("num_writes", INT, "writes", "writes of a push"),
     Field("num_early_writes", INT, "writes", "of these, posted before the prompt's last layer was computed"),
+    Field("left_out", TEXT, "", "draft layers that one side has and that did not move, and why"),
     Field("retries", INT, "retries", "times it was tried again"),
     Field("verdict", TEXT, "", "OK, or what went wrong"),
 )

@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from rayk.kv.caches import CanonicalKVCaches
+from rayk.parallel.shard import WHOLE
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.connector import BaseConnector, Finished, KVRequest, Mode
 from rayk.transfer.handshake import CacheDescription, describe_cache
@@ -39,7 +40,8 @@ def layer_views(caches: CanonicalKVCaches) -> Iterator[LayerView]:
             units = {f.field.name: f.units for f in geometry.fields}
             bound = caches.view(layer, group.spec.part)
             fields = field_views(group, bound, units)
-            yield make_layer_view(layer, group, fields, caches.geometry.share.tokens)
+            tokens = caches.geometry.share.tokens if group.rides is None else WHOLE
+            yield make_layer_view(layer, group, fields, tokens)
 
 
 class RankConnector(BaseConnector):

@@ -58,6 +58,8 @@ class TransferOutcome:
     did."""
     num_bytes_checked: int = 0
     """Bytes whose digests were compared."""
+    left_out: tuple[str, ...] = ()
+    """Draft layers of either side that did not move, and why."""
 
     @property
     def ok(self) -> bool:
@@ -369,6 +371,7 @@ class Consumption:
             verdict = "KV_MISMATCH"
         for row in self._data.rows:
             row.verdict = verdict
+            row.left_out = "; ".join(self.link.plan.left_out)
         if self.pushed is not None:
             self.pushed.stop()
         self.outcome = TransferOutcome(
@@ -381,6 +384,7 @@ class Consumption:
             is_draining=is_draining,
             wrong_words=tuple(self._wrong),
             num_bytes_checked=checked,
+            left_out=self.link.plan.left_out,
         )
 
     def _stage(self, name: str) -> None:

@@ -223,12 +223,12 @@ class Converting:
         self.wire.give_back(self.wire_tables)
 
 
-def begin_converting(queued: Queued, own: CanonicalViews, own_scales: Scales) -> Converting:
+def begin_converting(queued: Queued, own_scales: Scales) -> Converting:
     """Return what makes rows of the own views of those that arrive in the wire cache, for a request that has
     room there."""
-    wire = queued.link.wire
+    link, wire = queued.link, queued.link.wire
     assert wire is not None, "nothing is converted"
-    conversion = Conversion(wire.views, own, engine_scales(queued.link.producers), own_scales)
+    conversion = Conversion(link.views, link.own_views, engine_scales(link.producers), own_scales)
     return Converting(conversion, wire, queued.wire_tables, queued.block_tables, queued.first_row)
 
 

@@ -142,6 +142,7 @@ def first_difference(
         unit_name=page_field.unit_name,
         found_rows=_foreign_rows(difference) if _is_foreign(classification) else (),
         is_tail=_is_tail(difference),
+        draft_layer=view.group.draft_number(view.layer),
     )
 
 

@@ -53,12 +53,13 @@ def _readers(
     field: PageField, unit: int, tokens: TokenShard, group: GroupGeometry, consumer: RankGeometry
 ) -> Sequence[int]:
     """List the ranks of the consumer's stage that have a unit and some of these tokens, ascending."""
-    shares = map(consumer.shape.share, range(consumer.num_ranks))
+    shape, is_draft = consumer.shape, group.group.rides is not None
+    shares = map(shape.share, range(consumer.num_ranks))
     return [
         share.rank
         for share in shares
         if share.stage == consumer.share.stage
-        and unit in field.shard(consumer.tp_size, share.tp_rank)
+        and unit in field.shard(*shape.unit_share(share.tp_rank, is_draft=is_draft))
         and _meet(tokens, WHOLE if group.tokens == WHOLE else share.tokens)
     ]
 

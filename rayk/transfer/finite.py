@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +11,7 @@ from rayk.transfer.layer_view import LayerView
 from rayk.transfer.verify import CHUNK_ROWS
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
 class NotFinitePlace:
     """Ordered as values follow from each other: by layer, then token."""
 
@@ -20,9 +20,12 @@ class NotFinitePlace:
     field: str
     unit: int
     unit_name: str
+    name: str = dataclasses.field(default="", compare=False)
+    """The layer's, where it is not its number's."""
 
     def __str__(self) -> str:
-        return f"layer {self.layer}, {self.field}, {self.unit_name} {self.unit}, token {self.token}"
+        layer = self.name or f"layer {self.layer}"
+        return f"{layer}, {self.field}, {self.unit_name} {self.unit}, token {self.token}"
 
 
 def first_not_finite(
@@ -44,17 +47,17 @@ def _first_in(
     rows = (torch.split(column, CHUNK_ROWS) for column in view.places(block_table, num_tokens, first_row))
     for block_ids, in_block, positions in zip(*rows, strict=True):
         places = []
-        for field, page_field in zip(view.fields, view.group.spec.fields(), strict=True):
-            if not field.view.dtype.is_floating_point:
+        for seen, page_field in zip(view.fields, view.group.spec.fields(), strict=True):
+            if not seen.view.dtype.is_floating_point:
                 continue
-            values = field.view[block_ids, :, in_block].float()  # [rows, units, elements]
+            values = seen.view[block_ids, :, in_block].float()  # [rows, units, elements]
             bad = (~values.isfinite()).any(-1).nonzero()
             if len(bad):
                 row, unit = bad[0].tolist()
                 token = int(positions[row])
-                places.append(
-                    NotFinitePlace(view.layer, token, field.name, field.units[unit], page_field.unit_name)
-                )
+                what = seen.name, seen.units[unit], page_field.unit_name
+                name = view.group.name_of(view.layer)
+                places.append(NotFinitePlace(view.layer, token, *what, name))
         if places:
             return min(places)
     return None

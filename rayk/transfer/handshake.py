@@ -20,10 +20,12 @@ from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import KVCacheSpec
 from rayk.parallel.shard import WHOLE, EngineShape, Ranges, Stripe, TokenShard
 from rayk.transfer.agent import TransferAgent
+from rayk.transfer.drafts import left_out
+from rayk.transfer.meaning import Facts, differences, kept_as, meaning
 from rayk.transfer.token_classes import ONE_CLASS, TokenClasses
 from rayk.types.errors import HandshakeMismatch
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 DIGEST_VERSION = 3
 ROWS_PER_GROUP = 256
 """Token rows that one digest word covers."""
@@ -35,8 +37,6 @@ MAX_READERS = 1 << 16
 """Readers of a field, such as query heads: which of its units a rank holds is told by reader."""
 MAX_BLOCKS = 1 << 31
 """Descriptors are counted in int32."""
-Facts = dict[str, str]
-"""Name -> value of what must agree."""
 
 
 def row_group_blocks(groups: Sequence[KVCacheGroup]) -> int:
@@ -122,11 +122,11 @@ def check(
     `can_convert(ours, theirs)`: whether rows as the producer keeps them can be made rows of the consumer's;
     asked only of layers whose formats differ.
     """
-    differing = _differences(_facts(producer), _facts(consumer))
+    differing = differences(_facts(producer), _facts(consumer))
     differing += _layer_differences(producer.geometry, consumer.geometry, can_convert)
     differing += _scale_differences(producer, consumer)
     # After the layers that come of them.
-    differing += _differences(_digest_facts(producer), _digest_facts(consumer))
+    differing += differences(_digest_facts(producer), _digest_facts(consumer))
     if differing:
         raise HandshakeMismatch(tuple(differing))
 
@@ -185,9 +185,30 @@ def _impossible(rank: RankGeometry) -> Iterator[tuple[str, str, str]]:
     if type(rank.rank) is not int or not 0 <= rank.rank < rank.num_ranks:
         yield "rank", str(rank.rank), f"0 .. {rank.num_ranks - 1}"
         return
+    if not _are_regions(rank):
+        yield "regions", str(rank.regions), "the model's groups, then each that rides"
+        return
     for index, group in enumerate(rank.groups):
         for name, found, allowed in _impossible_group(rank, group):
             yield f"{name} group {index}", found, allowed
+
+
+def _are_regions(rank: RankGeometry) -> bool:
+    """Tell whether groups that ride come last, on groups with tables, and regions have bytes of their own."""
+    groups, end = [g.group for g in rank.groups], 0
+    num_own = sum(g.rides is None for g in groups)
+    parts = [range(num_own), *(range(i, i + 1) for i in range(num_own, len(groups)))]
+    if [region.groups for region in rank.regions] != parts:
+        return False
+    for region in rank.regions:
+        if not (type(region.offset) is type(region.block_bytes) is int and end <= region.offset):
+            return False
+        end = region.offset + rank.num_blocks * max(1, region.block_bytes)
+    if any(g.rides is not None for g in groups[:num_own]):
+        return False
+    carriers = [groups[int(g.rides or 0)] for g in groups[num_own:] if g.rides in range(num_own)]
+    sizes = [g.spec.block_size for g in groups[num_own:]]
+    return [g.spec.block_size for g in carriers if g.spec.has_token_rows] == sizes
 
 
 def _impossible_group(rank: RankGeometry, group: GroupGeometry) -> Iterator[tuple[str, str, str]]:
@@ -222,20 +243,23 @@ def _impossible_fields(rank: RankGeometry, group: GroupGeometry) -> Iterator[tup
         yield "fields of", str(found), str(list(wanted))
         return
     for f in group.fields:
-        units = _units_of(rank, f.field)
+        is_draft = group.group.rides is not None
+        units = _units_of(rank, f.field, is_draft=is_draft)
         if units is None:
-            allowed = f"at most {MAX_READERS}, that TP {rank.tp_size} and {f.field.units} units divide"
+            tp_size = rank.shape.draft_tp if is_draft else rank.tp_size
+            allowed = f"at most {MAX_READERS}, that TP {tp_size} and {f.field.units} units divide"
             yield f"{f.field.reader_name} of {f.field.name} in", str(f.field.readers), allowed
         elif f.units != units:
             yield f"units of {f.field.name} in", str(f.units), str(units)
 
 
-def _units_of(rank: RankGeometry, field: PageField) -> tuple[int, ...] | None:
+def _units_of(rank: RankGeometry, field: PageField, *, is_draft: bool) -> tuple[int, ...] | None:
     """List the units of a field that a rank holds; None where its engine cannot divide them."""
     is_bounded = 1 <= field.units <= field.readers <= MAX_READERS
-    if not is_bounded or field.readers % field.units or field.readers % rank.tp_size:
+    tp_size, tp_rank = rank.shape.unit_share(rank.tp_rank, is_draft=is_draft)
+    if not is_bounded or field.readers % field.units or field.readers % tp_size:
         return None
-    return field.shard(rank.tp_size, rank.tp_rank)
+    return field.shard(tp_size, tp_rank)
 
 
 def _impossible_slots(rank: CacheDescription) -> Iterator[tuple[str, str, str]]:
@@ -257,11 +281,12 @@ def _is_shape(shape: EngineShape) -> bool:
     """Tell whether an engine can be divided like this: a class checks nothing of what comes pickled."""
     if not isinstance(shape, EngineShape) or type(shape.stages) is not tuple:
         return False
-    numbers = shape.tp, shape.dcp, shape.dcp_interleave, *shape.stages
+    numbers = shape.tp, shape.dcp, shape.dcp_interleave, shape.draft_tp, *shape.stages
     if not all(type(n) is int and 1 <= n <= MAX_BLOCK_ROWS for n in numbers):
         return False
     is_short = shape.dcp * shape.dcp_interleave <= MAX_BLOCK_ROWS
-    return is_short and shape.dcp <= shape.tp and shape.num_ranks <= MAX_RANKS
+    is_divided = shape.dcp <= shape.tp and shape.tp % shape.draft_tp == 0
+    return is_short and is_divided and shape.num_ranks <= MAX_RANKS
 
 
 def _layers_of(rank: RankGeometry, group: GroupGeometry) -> tuple[int, ...]:
@@ -293,13 +318,6 @@ def _block_sizes(rank: RankGeometry) -> tuple[int, ...]:
     return tuple(g.block_size for g in rank.groups)
 
 
-def _differences(ours: Facts, theirs: Facts) -> list[tuple[str, str, str]]:
-    """Return (name, ours, theirs) of what differs, most telling first."""
-    names = [*ours, *(name for name in theirs if name not in ours)]
-    pairs = ((name, ours.get(name, "absent"), theirs.get(name, "absent")) for name in names)
-    return [(name, a, b) for name, a, b in pairs if a != b]
-
-
 def _facts(description: CacheDescription) -> Facts:
     model = {f"model.{name}": value for name, value in description.fingerprint.items()}
     versions = {"protocol_version": str(description.protocol_version), "transport": description.transport}
@@ -325,14 +343,17 @@ def _layer_differences(
         for side in (producer, consumer)
     ]
     found: dict[tuple[str, str, str, str], list[int]] = {}
+    out = left_out(producer, consumer)
     for part, layer in sorted({*kept[0], *kept[1]}):
+        if (layer, part) in out:
+            continue
         ours, theirs = (side.get((part, layer)) for side in kept)
         if ours is None or theirs is None:
             here, there = ("absent" if group is None else "kept" for group in (ours, theirs))
             found.setdefault((part, "cache", here, there), []).append(layer)
             continue
-        differing = _differences(_meaning(ours.seen_by(layer)), _meaning(theirs.seen_by(layer)))
-        formats = _differences(_format(ours.spec), _format(theirs.spec))
+        differing = differences(meaning(ours.seen_by(layer)), meaning(theirs.seen_by(layer)))
+        formats = differences(kept_as(ours.spec), kept_as(theirs.spec))
         if formats and not can_convert(ours.spec, theirs.spec):
             differing += formats
         for name, here, there in differing:
@@ -362,27 +383,16 @@ def _scale_differences(producer: CacheDescription, consumer: CacheDescription) -
         }
         for side in (producer, consumer)
     ]
+    out = {layer for layer, _ in left_out(producer.geometry, consumer.geometry)}
     facts = [
         {
             f"layer {layer}.attention.kv_scales": f"k {k!r}, v {v!r}"
             for layer, (k, v) in sorted(side.kv_scales.items())
-            if formats[0].get(layer) == formats[1].get(layer)
+            if formats[0].get(layer) == formats[1].get(layer) and layer not in out
         }
         for side in (producer, consumer)
     ]
-    return _differences(*facts)
-
-
-def _meaning(spec: KVCacheSpec) -> Facts:
-    """Say what of a layer is live. That tells windows and chunks apart whatever the kind of spec, but not at
-    the very end of so many tokens, where chunks of many sizes have nothing."""
-    live = spec.live_rows(spec.fullest_at(1_000_000))
-    return {"kind": spec.kind, "live_rows(1000000)": str(live)}
-
-
-def _format(spec: KVCacheSpec) -> Facts:
-    """Say how a layer keeps it: what its bytes mean, whatever the layout."""
-    return {"kv_dtype": spec.dtype} | {f.name: _describe_field(f) for f in spec.fields()}
+    return differences(*facts)
 
 
 def _layers(layers: Sequence[int]) -> str:
@@ -394,12 +404,6 @@ def _layers(layers: Sequence[int]) -> str:
         else:
             runs.append([layer])
     return f"layer{'s' if len(layers) > 1 else ''} " + ", ".join("-".join(map(str, run)) for run in runs)
-
-
-def _describe_field(field: PageField) -> str:
-    """Return what its bytes mean, whatever the layout. Rows per block may differ where a row is a token."""
-    taps = f", {field.taps} taps" if field.taps else ""
-    return f"{field.units} units x {field.row_bytes} bytes of {field.dtype}{taps}"
 
 
 def _device_name(device: torch.device) -> str:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
 from rayk.kv.geometry import GENERATION_BYTES
 from rayk.transfer.agent import DescriptorList, Handle, TransferAgent
+from rayk.transfer.drafts import left_out
 from rayk.transfer.handshake import CacheDescription
 from rayk.transfer.plan import Pattern, PatternKey, TransferPlan, plan_transfer, release_senders
 from rayk.transfer.stretches import Stretches
+from rayk.transfer.verify import CanonicalViews
 from rayk.transfer.wire import WireCache
 
 PREPARED_PER_READ = 32
@@ -123,6 +125,10 @@ class ProducerLink:
     """Producer rank -> its generation table, one descriptor per block; ours is the landing memory."""
     num_releases: dict[int, int]
     """Producer rank this rank must release -> how many consumer ranks do."""
+    own_views: CanonicalViews
+    """The rank's own, of what moves."""
+    views: CanonicalViews
+    """Where that arrives: those, or the wire cache's."""
     wire: WireCache | None = None
     """Where rows arrive that are converted; None where both engines keep the same format."""
     num_unsent: dict[int, int] = field(default_factory=dict)
@@ -152,19 +158,23 @@ def make_link(
     consumers: Sequence[CacheDescription],
     me: CacheDescription,
     *,
+    views: CanonicalViews,
     wire: WireCache | None = None,
     num_unsent: dict[int, int] | None = None,
     turn: int = 0,
 ) -> ProducerLink:
     """Add the producer's ranks as peers and prepare the first pattern of each read: all there is where the
-    blocks of both engines are alike. Reads go into `wire` where there is one. `num_unsent`: what to count
-    in. `turn`: see `plan_transfer`."""
+    blocks of both engines are alike. Reads go into `wire` where there is one. `views`: the rank's own.
+    `num_unsent`: what to count in. `turn`: see `plan_transfer`."""
     geometries = [p.geometry for p in producers]
+    out, theirs_kept = left_out(geometries[0], me.geometry), [g.group for g in geometries[0].groups]
+    own_views = views.without(out.keys(), theirs_kept)
     if wire is not None:
         me = wire.description
     theirs = wire.consumers if wire else [c.geometry for c in consumers]
     senders = release_senders(geometries, theirs, turn)
-    plan = plan_transfer(geometries, me.geometry, turn)
+    # A wire cache has no room for what is left out, whatever the reason.
+    plan = replace(plan_transfer(geometries, me.geometry, turn), left_out=tuple(out.values()))
     num_releases = {rank: len(s) for rank, s in enumerate(senders) if me.geometry.rank in s}
     for rank in sorted({*plan.producer_ranks, *num_releases}):
         agent.add_peer(producers[rank].agent_name, producers[rank].agent_metadata)
@@ -179,6 +189,8 @@ def make_link(
         prepared,
         fences,
         num_releases,
+        own_views,
+        own_views if wire is None else wire.views.without(out.keys(), theirs_kept),
         wire,
         {} if num_unsent is None else num_unsent,
     )

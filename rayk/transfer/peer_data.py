@@ -62,7 +62,8 @@ def wrong_head(ticket: TransferTicket) -> str | None:
     names = ticket.request_id, ticket.lease_id, ticket.engine, ticket.reservation_id or ""
     if not all(isinstance(name, str) for name in names):
         return "its ticket lacks a name"
-    if not all(map(is_count, (ticket.epoch, ticket.num_tokens, ticket.first_row, ticket.attempt))):
+    numbers = ticket.epoch, ticket.num_tokens, ticket.first_row, ticket.attempt, ticket.draft_row
+    if not all(map(is_count, numbers)):
         return "its ticket lacks a number"
     return None
 

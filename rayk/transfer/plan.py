@@ -29,7 +29,9 @@ from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.geometry import GroupGeometry, RankGeometry
 from rayk.kv.groups import BLOCK_COST_BYTES, REFERENCE_BLOCK_SIZE
 from rayk.kv.maps import Runs, block_strides, match_rows
+from rayk.kv.riders import of_groups
 from rayk.kv.specs import KVCacheSpec
+from rayk.transfer.drafts import left_out
 from rayk.transfer.election import elect
 from rayk.transfer.segments import CopySegments, Kind, shared_segments
 from rayk.transfer.tables import checked_tables, real_blocks
@@ -227,6 +229,8 @@ class TransferPlan:
     producers: tuple[RankGeometry, ...]
     consumer: RankGeometry
     reads: tuple[UnitReads, ...]
+    left_out: tuple[str, ...] = ()
+    """Draft layers of either side that do not move, and why."""
 
     def pattern(self, key: PatternKey) -> Pattern:
         """Return the pattern of this name: made on first use, and kept while it is among those used last."""
@@ -470,11 +474,12 @@ def plan_transfer(producers: Sequence[RankGeometry], consumer: RankGeometry, tur
     `turn`, which counts from 0 on and on, the next replica is read: see `num_turns`."""
     assert [p.rank for p in producers] == list(range(len(producers))), "producers in rank order"
     homes = {key: index for index, g in enumerate(producers[0].groups) for key in g.group.keys}
+    out = left_out(producers[0], consumer)
     reads: list[UnitReads] = []
     for index, group in enumerate(consumer.groups):
         together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         """(source group, producer ranks of a stage) -> layers that they have."""
-        for layer, part in group.keys:
+        for layer, part in (key for key in group.keys if key not in out):
             home = homes.get((layer, part))
             stage = () if home is None else tuple(p.rank for p in producers if layer in p.groups[home].layers)
             if home is None or not stage:
@@ -487,7 +492,7 @@ def plan_transfer(producers: Sequence[RankGeometry], consumer: RankGeometry, tur
                 UnitReads(rank, source_group, index, tuple(layers), units) for rank, units in elected.items()
             ]
     reads.sort(key=lambda r: (r.producer_rank, r.group, r.source_group))
-    return TransferPlan(tuple(producers), consumer, tuple(reads))
+    return TransferPlan(tuple(producers), consumer, tuple(reads), tuple(out.values()))
 
 
 def plan_pushes(
@@ -531,12 +536,12 @@ def consecutive_tables(rank: RankGeometry, num_tokens: int) -> list[list[int]]:
     """Block tables of a sequence alone in an engine: ids from 1 on, nulls where no row is live."""
     tables: list[list[int]] = []
     next_block = NULL_BLOCK + 1
-    for group in rank.groups:
+    for group in (g for g in rank.groups if g.group.rides is None):
         first = group.group.spec.live_rows(num_tokens).start // group.block_size
         count = -(-num_tokens // group.block_size) - first
         tables.append([NULL_BLOCK] * first + list(range(next_block, next_block + count)))
         next_block += count
-    return tables
+    return list(of_groups([g.group for g in rank.groups], tables))
 
 
 def _key(read: UnitReads, source_row: int, destination_row: int, num_rows: int) -> PatternKey:

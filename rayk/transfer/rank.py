@@ -27,6 +27,7 @@ from rayk.transfer.lease import LeaseTable, ReleaseMessage, RenewMessage
 from rayk.transfer.link import Landing, ProducerLink, make_link
 from rayk.transfer.links import Links
 from rayk.transfer.locate import FoundRows, find_rows
+from rayk.transfer.meaning import can_convert
 from rayk.transfer.measuring import Measurements
 from rayk.transfer.peer_data import Peers, check_ticket, wrong_lease
 from rayk.transfer.plan import TransferPlan
@@ -48,7 +49,6 @@ from rayk.transfer.verify import (
 )
 from rayk.transfer.waiting import WaitingTicket
 from rayk.transfer.wire import wire_cache_for
-from rayk.transfer.wire_geometry import can_convert
 from rayk.transfer.wire_queue import FOREVER_NS, BlockTables, Queued, WireQueue
 from rayk.types.bugs import bug
 from rayk.types.errors import HandshakeMismatch, KVMismatch, RaykError, TransferError
@@ -143,6 +143,7 @@ class TransferRank:
                 producers,
                 consumers,
                 me,
+                views=self._views,
                 wire=wire,
                 num_unsent=self.num_unsent,
                 turn=turn,
@@ -247,8 +248,7 @@ class TransferRank:
         connected = "not connected" if link is None else f"{link.engine} epoch {link.epoch}"
         if link is None or link.epoch != ticket.epoch:
             raise HandshakeMismatch((("engine", f"{ticket.engine} epoch {ticket.epoch}", connected),))
-        views = self._views if link.wire is None else link.wire.views
-        check_ticket(ticket, link.producers, self.description, views, tables, first_row)
+        check_ticket(ticket, link.producers, self.description, link.views, tables, first_row)
         if link.wire is None:
             self._begin(ticket, link, tables, deadline_ns, first_row)
             return
@@ -290,7 +290,7 @@ class TransferRank:
                     self._refused.append(refusal(ticket, error))
 
     def _begin_converting(self, queued: Queued, ticket: TransferTicket) -> None:
-        converting = begin_converting(queued, self._views, self.description.kv_scales)
+        converting = begin_converting(queued, self.description.kv_scales)
         at = queued.wire_tables, queued.deadline_ns, queued.first_row
         try:
             self._begin(ticket, queued.link, *at, converting)
@@ -321,7 +321,7 @@ class TransferRank:
             landing=self._landing,
             staging=self._staging,
             buffer=wire.caches.buffer if wire is not None else self._caches.buffer,
-            views=wire.views if wire is not None else self._views,
+            views=link.views,
             converting=converting,
             prove=self._prove if wire is None else None,
             rows_per_group=self.description.rows_per_group,
@@ -452,7 +452,7 @@ class TransferRank:
         link = self._links.get(ticket.engine)
         if link is None or link.wire is not None:
             return []
-        return layer_proofs(self._views, ticket, consumer_block_tables, link, self.description, first_row)
+        return layer_proofs(link.views, ticket, consumer_block_tables, link, self.description, first_row)
 
     def end_reads(self, engine: str, epoch: int) -> None:
         """This life of a producer engine is over: what is read from it fails (see the next `poll`)."""

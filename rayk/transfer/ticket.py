@@ -39,6 +39,8 @@ class TransferTicket:
     """Where the KV is pushed to; None: the consumer reads it."""
     attempt: int = 0
     """Which attempt to push it is whole: one that was preempted began again."""
+    draft_row: int = 0
+    """Rows of draft layers before it lack: a drafter goes on without them, whatever their bytes."""
     seal: str = ""
     """Says that all of it is as it was written, see transfer.seal; empty: nobody sealed it."""
 

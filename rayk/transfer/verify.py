@@ -7,7 +7,7 @@ lies on one rank of either side for each unit (`TokenClasses`): where no side de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Self
@@ -18,7 +18,7 @@ import torch
 
 from rayk.kernels.digest import DigestedViews, RowPlaces, host_digests
 from rayk.kernels.digest.views import NUM_LOCATED
-from rayk.kv.groups import KVCacheGroup
+from rayk.kv.groups import CacheKey, KVCacheGroup
 from rayk.transfer.digest_words import (
     DigestedCache,
     Ints,
@@ -134,6 +134,16 @@ class CanonicalViews(tuple[LayerView, ...]):
             return tuple(groups[i] for i in of_kind), locate(groups)
 
         return of_request
+
+    def without(self, keys: Collection[CacheKey], groups: Iterable[KVCacheGroup]) -> CanonicalViews:
+        """Return the views but those of these caches, whose words a producer's digests have where they are
+        among its `groups`. Layers that may lack come last, and no other word lies elsewhere then."""
+        if not keys:
+            return self
+        theirs = [cache for cache in caches_of(groups) if cache.key in keys]
+        caches = sorted([*(c for c in self.caches if c.key not in keys), *theirs], key=lambda c: c.key)
+        views = [v for v in self if (v.layer, v.group.spec.part) not in keys]
+        return CanonicalViews(views, caches, self.classes)
 
 
 def sorted_views(
@@ -260,6 +270,7 @@ def digest_mismatch(
         f"digests differ for {len(wrong)} of the rank's words; first {tokens}",
         num_bytes_checked(views, num_tokens, first_row),
         unit_name=view.group.spec.fields()[first.field_index].unit_name,
+        draft_layer=view.group.draft_number(first.layer),
     )
 
 

@@ -20,9 +20,10 @@ from rayk.kv.formats import FORMATS
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.specs import with_dtype
 from rayk.transfer.convert import Conversion
+from rayk.transfer.meaning import can_convert
 from rayk.transfer.verify import CanonicalViews, compute_digests
 from rayk.transfer.wire import views_like
-from rayk.transfer.wire_geometry import can_convert, wire_geometry
+from rayk.transfer.wire_geometry import wire_geometry
 from rayk.types.errors import Unsupported
 
 Launches = Iterator[tuple[str, Callable[[], object]]]

@@ -15,6 +15,7 @@ from rayk.kv.block_pool import NULL_BLOCK, BlockPool
 from rayk.kv.caches import TORCH_DTYPES, CacheView, CanonicalKVCaches, FieldView, allocate
 from rayk.kv.geometry import RankGeometry
 from rayk.kv.groups import KVCacheGroup
+from rayk.kv.riders import of_groups
 from rayk.kv.specs import num_kept_blocks
 from rayk.transfer.agent import TransferAgent
 from rayk.transfer.handshake import CacheDescription, engine_scales
@@ -65,11 +66,11 @@ class WireCache:
             first = g.spec.live_rows(num_tokens).start // g.spec.block_size
             blocks = self._pool.allocate(num_kept_blocks(g.spec, num_tokens))
             tables.append([NULL_BLOCK] * first + blocks)
-        return tables
+        return list(of_groups([g.group for g in self.caches.geometry.groups], tables))
 
     def give_back(self, tables: Sequence[Sequence[int]]) -> None:
         """Nothing arrives in these blocks any more, and nobody reads them."""
-        for table in tables:
+        for _, table in zip(self._groups, tables, strict=False):
             self._pool.free([b for b in table if b != NULL_BLOCK])
         self._settle()
 
@@ -91,7 +92,8 @@ class WireCache:
 
     @property
     def _groups(self) -> list[KVCacheGroup]:
-        return [g.group for g in self.caches.geometry.groups]
+        """Those that have block tables, which come first."""
+        return [g.group for g in self.caches.geometry.groups if g.group.rides is None]
 
 
 def wire_cache_for(

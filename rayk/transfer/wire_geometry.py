@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 from math import ceil, lcm
 
-from rayk.kv.formats import FORMATS
 from rayk.kv.geometry import RankGeometry, layout_veto, plan_rank
 from rayk.kv.groups import KVCacheGroup
 from rayk.kv.layout import KVCacheLayout
-from rayk.kv.specs import KVCacheSpec, num_kept_blocks, with_block_size
+from rayk.kv.specs import num_kept_blocks, with_block_size
+from rayk.transfer.drafts import left_out
 
 MIN_WIRE_BYTES = 256 << 20
 WIRE_SHARE = 8
@@ -18,20 +18,11 @@ WIRE_SHARE = 8
 never more than the longest request that the rank can hold needs."""
 
 
-def can_convert(ours: KVCacheSpec, theirs: KVCacheSpec) -> bool:
-    """Tell whether a producer's rows of one spec can be made a consumer's of another: keys and values, or
-    latents, of as many elements, in any two formats."""
-    if not ours.has_token_rows or not theirs.has_token_rows:
-        return False
-    if ours.dtype not in FORMATS or theirs.dtype not in FORMATS:
-        return False
-    return _elements(ours) == _elements(theirs)
-
-
 def needs_conversion(producer: RankGeometry, consumer: RankGeometry) -> bool:
     """Tell whether any layer's format differs."""
+    out = left_out(producer, consumer)
     ours, theirs = (
-        {key: group.group.spec.fields() for group in side.groups for key in group.group.keys}
+        {key: g.group.spec.fields() for g in side.groups for key in g.group.keys if key not in out}
         for side in (producer, consumer)
     )
     return any(
@@ -41,16 +32,12 @@ def needs_conversion(producer: RankGeometry, consumer: RankGeometry) -> bool:
     )
 
 
-def _elements(spec: KVCacheSpec) -> dict[str, int]:
-    """Count the elements of a head by side, whatever scales lie beside them."""
-    kv_format = FORMATS[spec.dtype]
-    return {f.name: kv_format.elements(f.row_bytes) for f in spec.fields() if not f.name.endswith("_scale")}
-
-
 def wire_geometry(producer: RankGeometry, consumer: RankGeometry, num_blocks: int) -> RankGeometry:
     """Blocks and layout are the producer's, as far as can be: with as many ranks, a block is one run. Where
     the consumer deals tokens a block covers whole turns of its deal, too."""
-    groups = [_of_whole_turns(g.group, consumer.share.tokens.period) for g in producer.groups]
+    out = left_out(producer, consumer)
+    kept = [g for g in producer.groups if not out.keys() & {*g.group.keys}]
+    groups = [_of_whole_turns(g.group, consumer.share.tokens.period) for g in kept]
     is_dealt_alike, layout = _deal(producer) == _deal(consumer), producer.layout
     # Blocks that are dealt unlike may fill up unlike: only blocks that lie by themselves can be padded.
     if not is_dealt_alike and layout_veto(groups, layout, dcp=consumer.shape.dcp) is not None:
@@ -61,7 +48,7 @@ def wire_geometry(producer: RankGeometry, consumer: RankGeometry, num_blocks: in
         shape=consumer.shape,
         rank=consumer.rank,
         num_blocks=num_blocks,
-        kernel_block_sizes=[g.kernel_block_size for g in producer.groups] if is_dealt_alike else None,
+        kernel_block_sizes=[g.kernel_block_size for g in kept] if is_dealt_alike else None,
     )
 
 
@@ -81,10 +68,11 @@ def _of_whole_turns(group: KVCacheGroup, period: int) -> KVCacheGroup:
 def num_wire_blocks(producer: RankGeometry, consumer: RankGeometry) -> int:
     """Count the blocks that the wire caches of a pair of engines can have for this rank of the consumer, null
     block included."""
-    growing = [g.group.spec for g in consumer.groups if g.group.spec.has_token_rows]
+    own = [g for g in consumer.groups if g.group.rides is None]
+    growing = [g.group.spec for g in own if g.group.spec.has_token_rows]
     per_token = sum(1 / spec.block_size for spec in growing)
     num_tokens = ceil((consumer.num_blocks - 1) / per_token) if growing else 1
     like = wire_geometry(producer, consumer, 2)
-    needed = sum(num_kept_blocks(g.group.spec, num_tokens) for g in like.groups)
+    needed = sum(num_kept_blocks(g.group.spec, num_tokens) for g in like.groups if g.group.rides is None)
     allowed = max(MIN_WIRE_BYTES, consumer.pages_bytes // WIRE_SHARE) // like.block_bytes
     return 1 + max(1, min(needed, allowed))

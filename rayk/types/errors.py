@@ -208,10 +208,12 @@ class KVMismatch(RaykError):
     """A few rows from `token` on as found, if nothing here explains them: the producer may know whose they
     are."""
     is_tail: bool = False  # all rows of the sequence from `token` on are wrong, and none before
+    draft_layer: int | None = None  # which of a drafter's layers `layer` is; None of the model's own
 
     def __str__(self) -> str:
+        layer = f"layer {self.layer}" if self.draft_layer is None else f"draft layer {self.draft_layer}"
         return (
-            f"KV of {self.request_id} differs: layer {self.layer}, group {self.group}, "
+            f"KV of {self.request_id} differs: {layer}, group {self.group}, "
             f"{self.field}, {self.unit_name} {self.head}, token {self.token}: {self.classification}"
         )
 

@@ -116,6 +116,7 @@ class TransferRow:
     num_layers_per_write: int | None = None
     num_writes: int | None = None  # None for pulls
     num_early_writes: int | None = None  # those posted before the prompt's last layer was computed
+    left_out: str = ""  # draft layers that one side has and that did not move, and why
     retries: int = 0
     verdict: str = "OK"
 

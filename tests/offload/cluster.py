@@ -19,6 +19,8 @@ from rayk.kv.caches import FieldView, allocate
 from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import KVCacheGroup, group_layers
 from rayk.kv.layout import LAYOUTS
+from rayk.kv.riders import Riders, add_riders
+from rayk.kv.specs import FullAttentionSpec, MlaSpec
 from rayk.offload.disk import DiskTier
 from rayk.offload.host import HostTier
 from rayk.offload.messages import LoadAnswer, LoadRequest, StoreAnswer, StoreRequest
@@ -40,8 +42,13 @@ from tests.transfer.cluster import FINGERPRINT, POISON, Engine, Shape, Values
 from tests.transfer.families import Specs
 
 Tables = list[list[int]]
-OF_NODE = ("wrap", "delay_polls", "clock", "folder", "device", "token_classes")
+OF_NODE = ("wrap", "delay_polls", "clock", "folder", "device", "token_classes", "drafter")
 """What `open_node` takes that is no setting of the tier."""
+DRAFTS: Specs = {
+    (900, "attention"): FullAttentionSpec(16, 4, 6, 2, "bfloat16", 8),
+    (901, "attention"): MlaSpec(16, 6, 2, "float32", 8),
+}
+"""What every drafter keeps; only its name tells it from another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +63,9 @@ class Kind:
     block_size: int = 16
     state_block_size: int = 4096
     num_blocks: int = 40
+    drafter: str = ""
+    """Empty: there is none."""
+    draft_tp: int = 1
 
     def __str__(self) -> str:
         dealt = f"-dcp{self.dcp}x{self.dcp_interleave}" if self.dcp > 1 else ""
@@ -64,7 +74,7 @@ class Kind:
 
     @property
     def engine(self) -> EngineShape:
-        return EngineShape(self.tp, self.dcp, self.dcp_interleave, self.stages)
+        return EngineShape(self.tp, self.dcp, self.dcp_interleave, self.stages, self.draft_tp)
 
     def shape(self, make: MakeSpecs) -> Shape:
         return _Shape(
@@ -74,6 +84,9 @@ class Kind:
             block_sizes=(self.block_size,) * 2,
             state_block_sizes=(self.state_block_size,) * 2,
             num_blocks=(self.num_blocks,) * 2,
+            drafts=(DRAFTS if self.drafter else {},) * 2,
+            drafters=(self.drafter,) * 2,
+            draft_tp=(self.draft_tp,) * 2,
         )
 
 
@@ -85,10 +98,10 @@ class _Shape(Shape):
         return self.make(self.block_sizes[side], self.state_block_sizes[side])
 
 
-def random_values(make: MakeSpecs, num_tokens: int, seed: int = 0) -> Values:
+def random_values(make: MakeSpecs, num_tokens: int, seed: int = 0, *, drafts: bool = False) -> Values:
     """Bytes of all live rows, whatever they mean: a position's are the same in a longer sequence."""
     content = {}
-    for (layer, part), spec in make(16, 16).items():
+    for (layer, part), spec in (make(16, 16) | (DRAFTS if drafts else {})).items():
         live = spec.live_rows(num_tokens)
         for index, f in enumerate(spec.fields()):
             rng = np.random.default_rng([seed, layer, index, part == "state"])
@@ -109,7 +122,8 @@ class ByteEngine(Engine):
             whole = bound if isinstance(bound, torch.Tensor) else bound[f.bundle]
             start, starts[f.bundle] = starts[f.bundle], starts[f.bundle] + f.row_bytes
             view = whole.view(torch.uint8)[..., start : start + f.row_bytes]
-            views.append(FieldView(f.name, view, tuple(self.units(f, rank))))
+            is_draft = group.rides is not None
+            views.append(FieldView(f.name, view, tuple(self.units(f, rank, is_draft=is_draft))))
         return views
 
     @property
@@ -151,6 +165,8 @@ class BareNode:
     """Of the engines' caches."""
     token_classes: TokenClasses = ONE_CLASS
     """Of all engines that will be added."""
+    drafter: str = ""
+    """Of the tier; empty: it keeps no draft layers."""
     network: LocalNetwork = field(default_factory=LocalNetwork)
     engines: dict[str, ByteEngine] = field(default_factory=dict)
     _tier: HostTier | None = None
@@ -170,7 +186,7 @@ class BareNode:
         shape = kind.shape(self.make)
         engine = ByteEngine(shape, 0)
         engine.name = name
-        groups = group_layers(shape.specs(0), dcp=kind.dcp)
+        groups = shape.groups(0)
         for rank in range(kind.engine.num_ranks):
             geometry = plan_rank(
                 groups,
@@ -203,6 +219,8 @@ class BareNode:
         groups = group_layers(self.make(size, 1 << 40))
         rows = max((g.spec.block_size for g in groups if g.spec.has_token_rows), default=size)
         groups = group_layers(self.make(size, self.settings.state_block_size or rows))
+        if self.drafter:
+            groups = add_riders(groups, Riders(DRAFTS, drafter=self.drafter))
         pages = None
         told = like.descriptions[0]
         if self.folder is not None:
@@ -232,7 +250,12 @@ class BareNode:
     # Stores.
 
     def ticket(
-        self, engine: ByteEngine, tables: Tables, num_tokens: int, first_row: int = 0
+        self,
+        engine: ByteEngine,
+        tables: Tables,
+        num_tokens: int,
+        first_row: int = 0,
+        draft_row: int = 0,
     ) -> TransferTicket:
         """Of blocks that hold a request's rows, under a lease of their own."""
         name = f"{engine.name}/store{next(self._ids)}"
@@ -242,7 +265,7 @@ class BareNode:
         ticket = engine.ranks[0].make_ticket(
             request_id=name, lease_id=name, num_tokens=num_tokens, block_tables=tables, digests=digests
         )
-        return sealed(replace(ticket, first_row=first_row))
+        return sealed(replace(ticket, first_row=first_row, draft_row=draft_row))
 
     def begin_store(
         self, engine: ByteEngine, ticket: TransferTicket, tokens: Sequence[int], **how: Any
@@ -351,6 +374,8 @@ def open_node(family: str | MakeSpecs, *, num_blocks: int = 64, **changes: Any) 
     settings = OffloadSettings(host_bytes=1, **changes)
     size = settings.block_size
     groups = group_layers(make(size, settings.state_block_size or size))
+    if own.get("drafter"):
+        groups = add_riders(groups, DRAFTS)
     one = plan_rank(groups, LAYOUTS[settings.layout], num_blocks=2).block_bytes
     return BareNode(make, replace(settings, host_bytes=num_blocks * one), **own)
 

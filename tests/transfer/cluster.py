@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import KVCacheGroup, group_layers
 from rayk.kv.kernel_blocks import kernel_block_sizes
 from rayk.kv.layout import LAYOUTS
+from rayk.kv.riders import Riders, add_riders
 from rayk.kv.specs import FullAttentionSpec, SlidingWindowSpec
 from rayk.parallel.shard import EngineShape
 from rayk.transfer.agent import TransferAgent
@@ -56,9 +57,18 @@ class Shape:
     num_blocks: tuple[int, int] = (40, 50)
     shapes: tuple[EngineShape, EngineShape] | None = None
     """Instead of `tp`, where tokens or layers are divided. Block sizes are then those of one rank."""
+    drafts: tuple[Specs, Specs] = field(default_factory=lambda: ({}, {}))
+    """What a drafter of either side keeps; {}: it has none."""
+    drafters: tuple[str, str] = ("", "")
+    draft_tp: tuple[int, int] = (1, 1)
 
     def engine(self, side: int) -> EngineShape:
-        return EngineShape(self.tp[side]) if self.shapes is None else self.shapes[side]
+        made = EngineShape(self.tp[side]) if self.shapes is None else self.shapes[side]
+        return replace(made, draft_tp=self.draft_tp[side])
+
+    def groups(self, side: int) -> tuple[KVCacheGroup, ...]:
+        groups = group_layers(self.specs(side), dcp=self.engine(side).dcp)
+        return add_riders(groups, Riders(self.drafts[side], drafter=self.drafters[side]))
 
     def specs(self, side: int) -> Specs:
         if self.family is not None:
@@ -75,7 +85,7 @@ class Shape:
         """The caches' content, all elements different by chance."""
         generator = torch.Generator().manual_seed(seed)
         content = {}
-        for (layer, part), spec in self.specs(0).items():
+        for (layer, part), spec in (self.specs(0) | self.drafts[1] | self.drafts[0]).items():
             live = spec.live_rows(num_tokens)
             for f in spec.fields():
                 shape = (f.units, len(live), f.row_bytes // ITEMSIZE[f.dtype])
@@ -109,9 +119,9 @@ class Engine:
     def descriptions(self) -> list[CacheDescription]:
         return [r.description for r in self.ranks]
 
-    def units(self, field: PageField, rank: int) -> list[int]:
+    def units(self, field: PageField, rank: int, *, is_draft: bool = False) -> list[int]:
         """Global ids of the units of a field that a rank holds."""
-        tp = self.shape.engine(self.side).tp
+        tp = self.shape.draft_tp[self.side] if is_draft else self.shape.engine(self.side).tp
         return brute_shard(field.units, tp, rank % tp, field.readers)
 
     def layers(self, rank: int, group: KVCacheGroup) -> list[int]:
@@ -163,13 +173,14 @@ class Engine:
             stop = start + f.row_bytes // ITEMSIZE[f.dtype]
             view = bound[..., start:stop] if isinstance(bound, torch.Tensor) else bound[f.name]
             start = stop
-            views.append(FieldView(f.name, view, tuple(self.units(f, rank))))
+            is_draft = group.rides is not None
+            views.append(FieldView(f.name, view, tuple(self.units(f, rank, is_draft=is_draft))))
         return views
 
     def slots(self, tables: list[list[int]], values: Values):
         """(rank, field's view, kernel blocks, rows in them, right content [row, unit, element]) of all."""
         for rank in range(len(self.caches)):
-            for group in self.groups():
+            for group in (g for g in self.groups() if g.layers[0] in {n for n, _, _ in values.content}):
                 blocks, rows = self.places(group, tables[group.index], values.num_tokens, rank)
                 live = group.spec.live_rows(values.num_tokens)
                 mine = [i for i, token in enumerate(live) if self.holds(rank, group, token)]
@@ -231,7 +242,7 @@ def make_caches(shape: Shape, side: int, poison: int = POISON) -> Engine:
     """An engine's memory alone."""
     engine = Engine(shape, side)
     of = shape.engine(side)
-    groups = group_layers(shape.specs(side), dcp=of.dcp)
+    groups = shape.groups(side)
     for rank in range(of.num_ranks):
         geometry = plan_rank(
             groups,

@@ -427,7 +427,8 @@ def told(pair: Pair, **changes: Any) -> list[Any]:
 def unchecked(**changes: Any) -> EngineShape:
     """A shape as it comes out of a pickle: without a look at its numbers."""
     made = object.__new__(EngineShape)
-    for name, value in ({"tp": 1, "dcp": 1, "dcp_interleave": 1, "stages": ()} | changes).items():
+    whole = {"tp": 1, "dcp": 1, "dcp_interleave": 1, "stages": (), "draft_tp": 1}
+    for name, value in (whole | changes).items():
         object.__setattr__(made, name, value)
     return made
 
@@ -453,6 +454,8 @@ def unchecked(**changes: Any) -> EngineShape:
         ({"rank_shape": EngineShape(5)}, "query heads of k in group 0"),
         ({"rank_shape": EngineShape(2**13)}, "shape"),
         ({"rank_shape": unchecked(tp=0)}, "shape"),
+        ({"rank_shape": unchecked(draft_tp=2)}, "shape"),
+        ({"rank_shape": unchecked(draft_tp=0)}, "shape"),
         ({"rank_shape": unchecked(tp="1")}, "shape"),
         ({"rank_shape": unchecked(dcp=2)}, "shape"),
         ({"rank_shape": unchecked(tp=8, dcp=8, dcp_interleave=2**20)}, "shape"),
