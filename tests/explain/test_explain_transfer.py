@@ -129,3 +129,22 @@ def test_notes_say_what_becomes_of_weights_in_fp8(model: Path, tmp_path: Path) -
     unlike = said(*kept, "--decode-weights", "dequantised")
     assert "(prefill: fp8 is kept, but for" in unlike
     assert "decode: fp8 too: engine.weights)" in unlike
+
+
+def test_drafters_are_named_and_move_nothing(model: Path) -> None:
+    plain = explain(model)
+    found = explain(model, "--speculative", "method=ngram,num_tokens=4")
+    (note,) = set(found["notes"]) - set(plain["notes"])
+    assert note.startswith("both engines: up to 4 tokens are proposed at once")
+    assert (found["reads"], found["sides"]) == (plain["reads"], plain["sides"])
+    own = explain(model, "--decode-speculative", "method=ngram,prompt_lookup_max=3")
+    (note,) = set(own["notes"]) - set(plain["notes"])
+    assert note.startswith("decode: up to 3 tokens")
+    assert "last 3 to 2 tokens" in note
+    for wrong, code, told in (
+        (("--speculative", "method=mtp"), 1, "speculative.method: mtp; of drafters there is ngram"),
+        (("--speculative", "method=n-gram"), 2, "did you mean 'ngram'?"),
+        (("--engine", "vllm", "--decode-speculative", "method=ngram"), 2, "no place in the proof"),
+    ):
+        result = invoke("--model", model, *wrong)
+        assert (result.exit_code, told in " ".join(result.output.split())) == (code, True), result.output
