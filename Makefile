@@ -97,7 +97,8 @@ real real-all:
 train-draft: $(STAMP) $(REAL_MODEL)/config.json
 	$(BIN)/rayk checkpoint llama checkpoints/llama-tiny
 	$(BIN)/python jobs/draft_taught.py --model checkpoints/llama-tiny --out checkpoints/llama-taught
-	$(BIN)/python jobs/train_draft.py --check --model checkpoints/llama-taught --out checkpoints/llama-taught-eagle3 $(ARGS)
+	$(BIN)/python jobs/train_draft.py --check --model checkpoints/llama-taught --out checkpoints/llama-taught-eagle3 \
+		--texts 480 --minutes 2 --learning-rate 0.003 $(ARGS)
 	$(BIN)/python jobs/train_draft.py --check --model $(REAL_MODEL) --out $(REAL_MODEL)-eagle3 --prompts chat \
 		--also jobs/real_prompts.jsonl $(ARGS)
 
