@@ -16,6 +16,7 @@ from rayk.kernels.segments import NO_SLOT, Segments
 from rayk.kv.block_pool import NULL_BLOCK
 from rayk.kv.geometry import GroupGeometry, RankGeometry
 from rayk.kv.riders import of_groups
+from rayk.kv.scratch import StateScratch
 from rayk.parallel.shard import WHOLE, TokenShard
 from rayk.types.batch import UNKNOWN_TOKEN, ScheduledBatch
 
@@ -62,6 +63,7 @@ class _Step:
     host_starts: tuple[int, ...]
     host_seq_lens: tuple[int, ...]
     max_query_len: int  # most tokens of one request
+    drafts: np.ndarray | None  # [R] int64, the drafts of each request; None where nobody has any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,20 +106,31 @@ class _Cuts:
 
     rows: np.ndarray  # [S] int64, the row of the block tables of each segment's request
     blocks: np.ndarray  # [S] int64, the column in which it ends
+    # [S] int64: after how many drafts it ends, if its state goes to the scratch, else -1; None: to blocks all
+    kept: np.ndarray | None
     # [R] int64, the column of each request's state before this step; 0 where it has none
     last_blocks: np.ndarray
     shared_starts: torch.Tensor
     shared_ends: torch.Tensor
     starts: tuple[int, ...]
     ends: tuple[int, ...]
+    longest_run: int  # see Segments
 
 
 class InputBuilder:
     """Keeps the block tables of every row and builds a step's inputs from the scheduler's deltas."""
 
-    def __init__(self, geometry: RankGeometry, *, max_seqs: int, max_positions: int) -> None:
+    def __init__(
+        self,
+        geometry: RankGeometry,
+        *,
+        max_seqs: int,
+        max_positions: int,
+        scratch: StateScratch | None = None,
+    ) -> None:
         self._groups = geometry.groups
         self._kv_groups = tuple(g.group for g in geometry.groups)
+        self._scratch = scratch
         # of each KV group, the tokens that get slots here; also what digests take a rank's rows for
         self.tokens: tuple[TokenShard, ...] = tuple(g.tokens for g in geometry.groups)
         self._tables = [np.zeros((max_seqs, _table_width(g, max_positions)), np.int32) for g in self._groups]
@@ -159,7 +172,7 @@ class InputBuilder:
             num_unknown=num_unknown,
             prompt_index=self._prompt_index(batch, step.starts),
             metadata=tuple(
-                self._segments(table, step, cuts[g.block_size])
+                self._segments(g.group.index, table, step, cuts[g.block_size])
                 if _is_state(g)
                 else self._attention(g, table, step)
                 if tokens == WHOLE
@@ -189,6 +202,7 @@ class InputBuilder:
             host_starts=packed.host_starts,
             host_seq_lens=tuple(seq_lens.tolist()),
             max_query_len=most,
+            drafts=None if most == 1 else _drafts(batch),
         )
 
     def _prompt_index(self, batch: ScheduledBatch, starts: np.ndarray) -> torch.Tensor | None:
@@ -264,6 +278,8 @@ class InputBuilder:
     def _cuts(self, size: int, step: _Step) -> _Cuts:
         """Cut a segment per block that the step touches: each block ends up with the state at its last
         token."""
+        if step.drafts is not None:
+            return _draft_cuts(size, step, step.drafts)
         first = step.computed // size
         counts = (step.seq_lens - 1) // size - first + 1
         segment_starts = np.zeros(len(counts) + 1, dtype=np.int32)
@@ -275,15 +291,21 @@ class InputBuilder:
         return _Cuts(
             rows=step.rows[request_of],
             blocks=blocks,
+            kept=None,
             last_blocks=np.maximum(step.computed - 1, 0) // size,
             shared_starts=_tensor(segment_starts),
             shared_ends=_tensor(ends),
             starts=tuple(segment_starts.tolist()),
             ends=tuple(ends.tolist()),
+            longest_run=_longest_run(step, counts),
         )
 
-    def _segments(self, table: np.ndarray, step: _Step, cuts: _Cuts) -> Segments:
+    def _segments(self, group: int, table: np.ndarray, step: _Step, cuts: _Cuts) -> Segments:
         writes = table[cuts.rows, cuts.blocks].astype(np.int64)
+        if cuts.kept is not None:
+            assert self._scratch is not None, "an engine that speculates has a scratch for states"
+            drafts = np.flatnonzero(cuts.kept >= 0)
+            writes[drafts] = self._scratch.blocks(group, cuts.rows[drafts], cuts.kept[drafts])
         found = table[step.rows, cuts.last_blocks]
         reads = np.where(step.computed > 0, found, NO_SLOT).astype(np.int64)
         assert not np.any(writes == NULL_BLOCK), "a state is to be kept in a block that nobody gave"
@@ -298,7 +320,55 @@ class InputBuilder:
             segment_start_loc_cpu=cuts.starts,
             segment_ends_cpu=cuts.ends,
             max_query_len=step.max_query_len,
+            longest_run=cuts.longest_run,
         )
+
+
+def _drafts(batch: ScheduledBatch) -> np.ndarray | None:
+    """Count each request's drafts, int64 [R]; None if nobody has any."""
+    drafted = [r for r in batch.requests if r.num_drafts]
+    if not drafted:
+        return None
+    for r in drafted:
+        assert r.needs_logits, "drafts are there to be judged"
+        assert r.num_drafts < len(r.token_ids), "drafts follow a token that is known"
+        assert UNKNOWN_TOKEN not in r.token_ids[-r.num_drafts :], "drafts are known when a step begins"
+    return np.array([r.num_drafts for r in batch.requests], dtype=np.int64)
+
+
+def _draft_cuts(size: int, step: _Step, drafts: np.ndarray) -> _Cuts:
+    """Cut a step in which some requests have drafts: their last known token and each draft end a segment,
+    too. What is no block's last state goes to the scratch."""
+    counts = np.diff(step.starts)
+    # How many drafts a token has behind it: 0 for a request's last known one, less for those before.
+    behind = np.arange(len(step.positions)) - (step.last_tokens - drafts)[step.request_of]
+    is_kept = (step.positions + 1) % size == 0
+    is_kept[step.last_tokens] = True
+    is_end = is_kept | ((behind >= 0) & (drafts > 0)[step.request_of])
+    tokens = np.flatnonzero(is_end)
+    request_of = step.request_of[tokens]
+    num_segments = np.bincount(request_of, minlength=len(counts))
+    starts = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(num_segments, out=starts[1:])
+    ends = (tokens + 1).astype(np.int32)
+    return _Cuts(
+        rows=step.rows[request_of],
+        blocks=step.positions[tokens] // size,
+        kept=np.where(is_kept[tokens], -1, behind[tokens]),
+        last_blocks=np.maximum(step.computed - 1, 0) // size,
+        shared_starts=_tensor(starts),
+        shared_ends=_tensor(ends),
+        starts=tuple(starts.tolist()),
+        ends=tuple(ends.tolist()),
+        longest_run=_longest_run(step, num_segments),
+    )
+
+
+def _longest_run(step: _Step, num_segments: np.ndarray) -> int:
+    if step.max_query_len == 1:
+        return 0
+    counts = np.diff(step.starts)
+    return int(counts[counts != num_segments].max(initial=0))
 
 
 def last_ones(last_tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:

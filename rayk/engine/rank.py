@@ -19,6 +19,7 @@ from rayk.engine.fence import make_fence
 from rayk.engine.graphs import CudaRecorder, DecodeGraphs, Recorder, StepViews
 from rayk.engine.inputs import InputBuilder, ModelInputs
 from rayk.engine.replays import MAX_ROWS, CallRecorder
+from rayk.engine.rollback import StateRollback
 from rayk.engine.speculation import check_speculative
 from rayk.engine.staging import Fetching, HostBuffers
 from rayk.engine.warm_up import run_warm_up, warm_up_batches
@@ -85,7 +86,7 @@ class EngineRank:
         self.comms = divide(comm, engine_shape(config, self.model_config.num_layers))
         self.backends = LayerBackends(config, self.model_config, self.comms.dcp)
         groups = engine_groups(config, self.model_config)
-        check_speculative(config, self.model_config)
+        check_speculative(config)
         self.plan = plan_engine(config, self.model_config, self.backends.vetoes(groups))
         geometry = self.plan.ranks[comm.rank]
         self.stage = geometry.share.stage
@@ -105,7 +106,11 @@ class EngineRank:
             geometry,
             max_seqs=config.max_seqs,
             max_positions=self.model_config.max_positions,
+            scratch=self.plan.scratch,
         )
+        self._rollback: StateRollback | None = None
+        if self.plan.scratch is not None:
+            self._rollback = StateRollback(self.plan.scratch, self._inputs.tables, self.caches)
         # they compute only the tokens whose logits are wanted
         self.fast_prefill_layers = self.model_config.fast_prefill_layers if config.fast_prefill else range(0)
         # tokens computed, summed over the layers that computed them, without padding
@@ -213,6 +218,8 @@ class EngineRank:
         requests in their order and of each one's last tokens in theirs, valid until the next step; none
         [0, vocab] on stages that are not the last. On a GPU this returns before the kernels have run."""
         self._prompt_hidden = None
+        if self._rollback is not None:
+            self._rollback.note(batch)
         if self._graphs is not None and self._graphs.fits(batch):
             self._inputs.update_tables(batch)
             self.fence.begin()
@@ -227,6 +234,17 @@ class EngineRank:
             logits = self._eager(inputs, seen, fast=fast)
         self.measure = self.fence.end()
         return logits
+
+    @torch.inference_mode()
+    def roll_back(self, rollbacks: Sequence[Rollback]) -> None:
+        """Bring recurrent states back to those after the accepted tokens of their rows' last step, before
+        anything else computes or reads them. What else a cache holds of rejected tokens is overwritten by
+        those that come in their place. On a GPU this returns before it is done, as a step does.
+        AssertionError for a row without drafts in its last step."""
+        if self._rollback is not None and rollbacks:
+            self.fence.begin()
+            self._rollback.run(rollbacks)
+            self.fence.end()
 
     def _num_wanted(self, batch: ScheduledBatch) -> int | None:
         """Count the tokens that the layers of `fast_prefill_layers` compute; None: all of them."""
@@ -261,10 +279,6 @@ class EngineRank:
             kept = self._last_tokens[(-1 - token_ids).clamp(min=0)]
             token_ids.copy_(torch.where(token_ids < 0, kept, token_ids))
 
-    def roll_back(self, rollbacks: Sequence[Rollback]) -> None:
-        """Bring recurrent states back to those after the accepted tokens of their rows' last step."""
-        assert not rollbacks, "an engine with recurrent states does not speculate"
-
     def fetch(self, tokens: torch.Tensor) -> Callable[[], list[int]]:
         """Queue the copy of a step's tokens to the host; returns what waits for it."""
         return self._fetching.begin(tokens)
@@ -277,6 +291,7 @@ class EngineRank:
             max_seqs=self.config.max_seqs,
             max_batch_tokens=self.config.max_batch_tokens,
             max_positions=self.model_config.max_positions,
+            max_drafts=self.max_drafts,
         )
         run_warm_up(((what, partial(self._warm_up_step, batch)) for what, batch in batches), self.comm)
         self.fence.wait()
@@ -321,7 +336,7 @@ class EngineRank:
         if self.on_layer is not None:
             for layer in self.decoder.stage:
                 self.on_layer(layer)
-        self.num_token_layers += len(batch.requests) * self._recorded_layers
+        self.num_token_layers += batch.num_tokens * self._recorded_layers
         return logits
 
     def _see(self, inputs: ModelInputs, logits_index: np.ndarray | None) -> StepViews:
@@ -421,7 +436,11 @@ class EngineRank:
         return DecodeGraphs(
             decode,
             recorder or (CallRecorder() if on_cpu else CudaRecorder(self.device)),
-            sizes=range(1, min(self.config.max_seqs, MAX_ROWS) + 1) if on_cpu else None,
+            sizes=range(1, min(self.config.max_seqs * (1 + self.max_drafts), MAX_ROWS) + 1)
+            if on_cpu
+            else None,
+            max_drafts=self.max_drafts,
+            scratch=self.plan.scratch,
             tables=self._inputs.tables,
             views=self.attention_groups.views,
             max_seqs=self.config.max_seqs,

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from rayk.models.config import DecoderConfig
+from rayk.kv.manager import KVCacheManager
 from rayk.models.drafters.refusals import why_no_drafts
 from rayk.sched.drafting import Drafting, NgramDrafter
-from rayk.types.allocator import BlockAllocator
 from rayk.types.bounds import MAX_DRAFTS
 from rayk.types.config import EngineConfig
 from rayk.types.errors import Unsupported, UserError
 from rayk.types.speculative import ACCEPTS, METHODS, SpeculativeConfig
 
 
-def make_drafting(config: EngineConfig, allocator: BlockAllocator) -> Drafting | None:
+def make_drafting(config: EngineConfig, manager: KVCacheManager) -> Drafting | None:
     """Make what adds drafts to the engine's steps; None where it does not speculate."""
     wanted = config.speculative
     if wanted is None:
         return None
     assert wanted.method == "ngram", "others are refused"
     drafter = NgramDrafter(wanted.num_tokens, wanted.prompt_lookup_min, wanted.prompt_lookup_max)
-    return Drafting(drafter, allocator)
+    states = [g.spec.block_size for g in manager.groups if not g.spec.has_token_rows]
+    return Drafting(drafter, manager, state_block_sizes=states)
 
 
-def check_speculative(config: EngineConfig, model: DecoderConfig) -> None:
+def check_speculative(config: EngineConfig) -> None:
     """Refuse `speculative` settings that make no sense, or that this engine cannot follow. Raises UserError
     and Unsupported."""
     wanted = config.speculative
@@ -31,7 +31,7 @@ def check_speculative(config: EngineConfig, model: DecoderConfig) -> None:
     problem = _problem(wanted)
     if problem is not None:
         raise problem
-    why = why_no_drafts(config, model)
+    why = why_no_drafts(config)
     if why is not None:
         raise Unsupported(why)
 

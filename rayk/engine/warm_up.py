@@ -3,7 +3,8 @@
 A kernel is compiled when it is first launched, for 1 to 20 seconds, and again for arguments of another form.
 What changes from step to step is no part of the form (`do_not_specialize`), but tiles are, which some kernels
 choose by the number of tokens. So prefills of all powers of two meet them all, with a decode step of one long
-request, whose keys are split, and one of many short ones.
+request, whose keys are split, and one of many short ones; and where drafts are proposed the same two with
+as many drafts as there may be.
 """
 
 from __future__ import annotations
@@ -24,7 +25,12 @@ _BLOCK = 1
 
 
 def warm_up_batches(
-    groups: Sequence[KVCacheGroup], *, max_seqs: int, max_batch_tokens: int, max_positions: int
+    groups: Sequence[KVCacheGroup],
+    *,
+    max_seqs: int,
+    max_batch_tokens: int,
+    max_positions: int,
+    max_drafts: int = 0,
 ) -> Iterator[tuple[str, ScheduledBatch]]:
     """Yield (what it is, the step)."""
     tokens, longest = min(max_batch_tokens, max_positions), max_positions - 1
@@ -39,10 +45,19 @@ def warm_up_batches(
     yield f"decode after {longest} tokens", _batch(groups, [(longest, 1)])
     rows = min(max_seqs, max_batch_tokens)
     yield f"decode of {rows} requests", _batch(groups, [(later, 1)] * rows)
+    drafts = min(max_drafts, tokens - 1)
+    if drafts > 0:
+        start = max(0, longest - drafts)
+        yield f"{drafts} drafts after {start} tokens", _batch(groups, [(start, 1 + drafts)], drafts)
+        rows = min(max_seqs, max_batch_tokens // (1 + drafts))
+        start = min(later, start)
+        yield f"{drafts} drafts of {rows} requests", _batch(groups, [(start, 1 + drafts)] * rows, drafts)
 
 
-def _batch(groups: Sequence[KVCacheGroup], step: Sequence[tuple[int, int]]) -> ScheduledBatch:
-    """Make a step of requests that have (computed tokens, tokens to compute)."""
+def _batch(
+    groups: Sequence[KVCacheGroup], step: Sequence[tuple[int, int]], num_drafts: int = 0
+) -> ScheduledBatch:
+    """Make a step of requests that have (computed tokens, tokens to compute, so many of them drafts)."""
     requests = tuple(
         ScheduledRequest(
             request_id=f"warm-up {row}",
@@ -53,6 +68,7 @@ def _batch(groups: Sequence[KVCacheGroup], step: Sequence[tuple[int, int]]) -> S
                 (0, (_BLOCK,) * -(-(computed + tokens) // group.spec.block_size)) for group in tabled(groups)
             ),
             needs_logits=True,
+            num_drafts=num_drafts,
         )
         for row, (computed, tokens) in enumerate(step)
     )

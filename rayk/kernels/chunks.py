@@ -14,16 +14,16 @@ def chunk_tokens(bounds, i_c, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def segments_of(
-    query_start_loc, segment_start_loc, i_r, LEAST: tl.constexpr = 0, MOST: tl.constexpr = 2**31 - 1
-):
-    """First segment of a request and end of its segments; it has none here unless its tokens are LEAST to
-    MOST."""
+def segments_of(query_start_loc, segment_start_loc, i_r, TAKES: tl.constexpr):
+    """First segment of a request and end of its segments; it has none here unless it goes as TAKES says: in
+    `steps` token by token, in `runs`, or `any` way."""
     first = tl.load(segment_start_loc + i_r)
     last = tl.load(segment_start_loc + i_r + 1)
     num_tokens = tl.load(query_start_loc + i_r + 1) - tl.load(query_start_loc + i_r)
-    if (num_tokens < LEAST) | (num_tokens > MOST):
-        last = first
+    if TAKES == "steps":
+        last = tl.where(num_tokens == last - first, last, first)
+    if TAKES == "runs":
+        last = tl.where(num_tokens == last - first, first, last)
     return first, last
 
 

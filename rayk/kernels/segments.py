@@ -5,8 +5,11 @@ segment ends with the request's last token, others where a block of the state ca
 first axis of the state views. A request reads its state from one slot and writes it to another (the same one
 if nobody else reads it), so that a shared state never changes.
 
+A request whose every token ends a segment goes token by token: in decode steps, and where the state after
+each token is kept because the tokens are drafts. Others go by runs, a chunk of tokens at once.
+
 The host has copies of a batch's shape but not of the slots: a recorded decode step replays the same shape
-with new slots.
+with new slots. Where the shape is new, too, the host has no copies, and every request goes token by token.
 
 R requests, S segments, T packed tokens.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,8 +27,6 @@ from rayk.kernels.uploads import sent
 
 NO_SLOT = -1
 """A read slot of -1 starts from zero; a write slot of -1 keeps no state."""
-ANY_LENGTH = 2**31 - 1
-"""Limit of tokens that no request exceeds."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,10 @@ class Segments:
     segment_ends_cpu: tuple[int, ...]
     max_query_len: int
     """Most tokens of one request in this step."""
-    _chunks: dict[int, Chunks] = field(default_factory=dict, init=False, repr=False, compare=False)
+    longest_run: int
+    """Most tokens of a request that goes by runs; 0: every request goes token by token."""
+    derived: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What kernels make of the host's numbers, once for all layers of the step."""
 
     @property
     def num_requests(self) -> int:
@@ -78,29 +83,37 @@ class Segments:
         return self.max_query_len == 1
 
     @property
-    def has_singles(self) -> bool:
-        """Whether some request has one token."""
-        starts = self.query_start_loc_cpu
-        return any(stop - start == 1 for start, stop in zip(starts, starts[1:], strict=False))
+    def has_stepwise(self) -> bool:
+        """Whether some request goes token by token."""
+        return any(map(int.__eq__, *self._counts()))
+
+    def _counts(self) -> tuple[list[int], list[int]]:
+        """Count each request's tokens, and its segments."""
+        tokens, segments = (
+            [stop - start for start, stop in pairwise(starts)]
+            for starts in (self.query_start_loc_cpu, self.segment_start_loc_cpu)
+        )
+        return tokens, segments
 
     def chunks(self, size: int) -> Chunks:
-        """Cut the segments of all requests with more than one token into chunks of up to `size` tokens. All
-        layers of a step share them."""
-        if size not in self._chunks:
+        """Cut the segments of all requests that go by runs into chunks of up to `size` tokens. All layers of
+        a step share them."""
+        if size not in self.derived:
             bounds: list[tuple[int, int]] = []
             first: list[int] = []
+            ends = iter(self.segment_ends_cpu)
             start = 0
-            for r in range(self.num_requests):
-                is_single = self.query_start_loc_cpu[r + 1] - self.query_start_loc_cpu[r] == 1
-                for end in self.segment_ends_cpu[slice(*self.segment_start_loc_cpu[r : r + 2])]:
+            for num_tokens, num_segments in zip(*self._counts(), strict=True):
+                for _, end in zip(range(num_segments), ends, strict=False):
                     first.append(len(bounds))
-                    if not is_single:
+                    if num_segments < num_tokens:
                         bounds += [(at, min(at + size, end)) for at in range(start, end, size)]
                     start = end
             device = self.segment_ends.device
             both = (sent(torch.tensor(rows, dtype=torch.int32), device) for rows in (bounds, first))
-            self._chunks[size] = Chunks(*both)
-        return self._chunks[size]
+            self.derived[size] = Chunks(*both)
+        chunks: Chunks = self.derived[size]
+        return chunks
 
     @classmethod
     def from_host(
@@ -140,4 +153,7 @@ class Segments:
             segment_start_loc_cpu=tuple(segment_starts),
             segment_ends_cpu=tuple(flat_ends),
             max_query_len=max(query_lens),
+            longest_run=max(
+                (n for n, cuts in zip(query_lens, ends, strict=True) if len(cuts) < n), default=0
+            ),
         )

@@ -5,7 +5,7 @@ A state view is [B, ...] with any stride in B: states are gathered from it and s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +63,7 @@ class Walk:
 
 def walks(segments: Segments) -> Iterator[Walk]:
     """Yield one Walk per request of a step."""
+    assert segments.query_start_loc_cpu, "the host does not know how long this step's requests are"
     ends, slots = segments.segment_ends_cpu, segments.write_slots.tolist()
     reads = segments.read_slots.tolist()
     for r in range(segments.num_requests):
@@ -72,29 +73,53 @@ def walks(segments: Segments) -> Iterator[Walk]:
         yield Walk(start, stop, reads[r], pairs)
 
 
-@dataclass(frozen=True)
-class Singles:
-    """The S requests of a step that have one token."""
+Tokens = torch.Tensor | slice
+"""Packed indices of tokens: [S] int64, or a slice if they are the whole step."""
 
-    tokens: torch.Tensor | slice
-    """Packed indices of the tokens: [S] int64, or a slice if they are the whole step."""
+
+@dataclass(frozen=True)
+class Stepwise:
+    """The S requests of a step that go token by token, those with most tokens first."""
+
     read_slots: torch.Tensor
     """[S] int64"""
-    write_slots: torch.Tensor
-    """[S] int64"""
+    turns: tuple[tuple[Tokens, torch.Tensor], ...]
+    """The next token of each request that has one left, which are the first ones, and their write slots."""
+
+    def run(self, state: torch.Tensor, step: Callable[[Tokens, torch.Tensor], torch.Tensor]) -> None:
+        """Take the states through all tokens, one token of every request at once. `step` takes tokens and
+        the states before them, [n, ...] in the view's dtype, which it may change, and returns those after
+        them."""
+        states = read_states(state, self.read_slots)
+        for tokens, write_slots in self.turns:
+            states = step(tokens, states[: len(write_slots)])
+            write_states(state, write_slots, states)
 
 
-def split_singles(segments: Segments) -> tuple[Singles | None, list[Walk]]:
-    """Split off the requests with one token, which can run together."""
+def split_stepwise(segments: Segments) -> tuple[Stepwise | None, list[Walk]]:
+    """Split off the requests that go token by token, which can run together."""
     if segments.is_single_step:
-        return Singles(slice(None), segments.read_slots, segments.write_slots), []
-    single, longer = [], []
+        return Stepwise(segments.read_slots, ((slice(None), segments.write_slots),)), []
+    if "stepwise" not in segments.derived:
+        segments.derived["stepwise"] = _split(segments)
+    found: tuple[Stepwise | None, list[Walk]] = segments.derived["stepwise"]
+    return found
+
+
+def _split(segments: Segments) -> tuple[Stepwise | None, list[Walk]]:
+    stepwise, longer = [], []
     for r, walk in enumerate(walks(segments)):
-        if walk.stop - walk.start > 1:
+        num_tokens = walk.stop - walk.start
+        if len(walk.segments) < num_tokens:
             longer.append(walk)
         else:
-            single.append((walk.start, r, segments.segment_start_loc_cpu[r]))
-    if not single:
+            stepwise.append((num_tokens, walk.start, r, segments.segment_start_loc_cpu[r]))
+    if not stepwise:
         return None, longer
-    tokens, requests, firsts = torch.tensor(single, device=segments.read_slots.device).T
-    return Singles(tokens, segments.read_slots[requests], segments.write_slots[firsts]), longer
+    stepwise.sort(key=lambda request: -request[0])
+    counts, starts, requests, firsts = torch.tensor(stepwise, device=segments.read_slots.device).T
+    turns = []
+    for n in range(stepwise[0][0]):
+        left = int((counts > n).sum())
+        turns.append((starts[:left] + n, segments.write_slots[firsts[:left] + n]))
+    return Stepwise(segments.read_slots[requests], tuple(turns)), longer

@@ -10,6 +10,7 @@ from rayk.kv.groups import KVCacheGroup
 from rayk.kv.kernel_blocks import bad_kernel_blocks, kernel_block_sizes
 from rayk.kv.layout import KVCacheLayout, LayoutResolution, Veto, resolve_layout
 from rayk.kv.riders import Riders
+from rayk.kv.scratch import StateScratch, plan_scratch
 from rayk.kv.specs import KVCacheSpec
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups, group_chunks
@@ -26,6 +27,9 @@ class EnginePlan:
     groups: tuple[KVCacheGroup, ...]
     resolution: LayoutResolution
     ranks: tuple[RankGeometry, ...]
+    """Their blocks are the pool's, and behind them those of `scratch`."""
+    scratch: StateScratch | None = None
+    """None for engines without drafts or states."""
 
     @property
     def kernel_block_sizes(self) -> tuple[int, ...]:
@@ -64,18 +68,24 @@ def plan_engine(
             *((name, _for_every_spec(veto, groups)) for name, veto in parties),
         ],
     )
+    scratch = plan_scratch(
+        groups,
+        num_blocks=config.num_blocks,
+        max_seqs=config.max_seqs,
+        num_drafts=0 if config.speculative is None else config.speculative.num_tokens,
+    )
     ranks = tuple(
         plan_rank(
             groups,
             resolution.layout,
             shape=shape,
             rank=rank,
-            num_blocks=config.num_blocks,
+            num_blocks=config.num_blocks + (0 if scratch is None else scratch.num_blocks),
             kernel_block_sizes=kernel_blocks,
         )
         for rank in range(shape.num_ranks)
     )
-    return EnginePlan(groups, resolution, ranks)
+    return EnginePlan(groups, resolution, ranks, scratch)
 
 
 def _kernel_blocks(

@@ -154,6 +154,8 @@ def plan_size(
     num_blocks = min(
         max(0, room - held) // block for held, block in zip(weights, blocks, strict=True) if block
     )
+    if plan.scratch is not None:
+        num_blocks = max(0, num_blocks - plan.scratch.num_blocks)
     request_blocks = _request_blocks(plan.groups, tokens)
     requests = num_blocks // request_blocks
     if max(weights) > room:

@@ -446,7 +446,7 @@ def _refusal(
         bad = bad_division(config, engine)
         if bad is not None:  # `specs.engines.check_division` refuses the spec
             return "model", f"{side}: {bad.problem}" if decode else bad.problem
-        why = why_no_drafts(engine, config) or why_no_groups((engine,), config)
+        why = why_no_drafts(engine) or why_no_groups((engine,), config)
         if why:
             return "rayk", f"{side}: {why}" if decode else why
         if engine.layout != "auto":

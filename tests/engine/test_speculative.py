@@ -28,6 +28,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("deepseek_v3", {}),
     "gemma3n": ("gemma3n", {}),
     "mamba2": ("mamba2", {}),
+    "jamba": ("jamba", {}),
+    "qwen3_next": ("qwen3_next", {}),
+    "falcon_h1": ("falcon_h1", {}),
 }
 
 
@@ -79,6 +82,11 @@ def num_drafted_and_accepted(engine: ThreadEngine) -> tuple[int, int]:
         ("deepseek_v3", {}),
         ("deepseek_v3", {"tp": 2}),
         ("gemma3n", {"fast_prefill": True}),
+        ("mamba2", {}),
+        ("jamba", {"tp": 2}),
+        ("qwen3_next", {}),
+        ("qwen3_next", {"tp": 2, "state_block_size": 24}),
+        ("falcon_h1", {"pp": 2}),
     ],
 )
 def test_tokens_are_transformers(
@@ -104,11 +112,11 @@ def test_tokens_are_transformers(
         assert num_steps[0] < num_steps[1], "accepted drafts save steps"
 
 
-@pytest.mark.parametrize("num_blocks", [22, 26])
+@pytest.mark.parametrize(("model", "num_blocks"), [("llama", 22), ("llama", 26), ("qwen3_next", 30)])
 def test_preempted_requests_give_the_same_tokens(
-    answers: Callable[[str], Answers], monkeypatch: pytest.MonkeyPatch, num_blocks: int
+    answers: Callable[[str], Answers], monkeypatch: pytest.MonkeyPatch, model: str, num_blocks: int
 ) -> None:
-    found = answers("llama")
+    found = answers(model)
     Prophet(foreseen(found, 3)).plant(monkeypatch)
     with engine_of(found, speculative=NGRAM, num_blocks=num_blocks, max_batch_tokens=64) as engine:
         done = ask(engine, found, 3)
@@ -267,11 +275,6 @@ def test_settings_that_make_no_sense_are_refused(
 ) -> None:
     with pytest.raises(error, match=match):
         engine_of(answers("llama"), speculative=replace(NGRAM, **changes), **more)
-
-
-def test_recurrent_layers_are_refused(answers: Callable[[str], Answers]) -> None:
-    with pytest.raises(Unsupported, match="recurrent layers"):
-        engine_of(answers("mamba2"), speculative=NGRAM)
 
 
 def test_rows_count_up_to_the_first_that_differs() -> None:

@@ -6,7 +6,7 @@ slots, steps or segments. Whatever no sequence owns holds NaN (bytes 0xFF), bloc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -289,15 +289,27 @@ class World:
         self.pool = self.buffer.view(dtype).as_strided(shape, strides, 8)
         self.free = torch.randperm(num_slots, generator=self.generator).tolist()
 
-    def step(self, work: Sequence[tuple[int, int]], *, fork: bool = False, keep: str = "all") -> None:
+    def step(
+        self,
+        work: Sequence[tuple[int, int]],
+        *,
+        fork: bool = False,
+        keep: str = "all",
+        count: Mapping[int, int] | None = None,
+    ) -> None:
         """Compute the next n tokens of sequences, (sequence, n) each, in one call.
 
         fork: a state is written elsewhere than it was read, in the same block too. keep: which states of a
-        sequence are written: all, the last or none.
+        sequence are written: all, the last or none. count: of these sequences the first so many tokens
+        count; the others are drafts that do not, all of whose inputs are NaN. Each state has a slot.
         """
         ends, write_slots, reads = [], [], [self.slots[s] for s, _ in work]
+        count = count or {}
         for s, n in work:
-            cuts, slots = self._cut(s, n, fork=fork, keep=keep)
+            if s in count:
+                cuts, slots = list(range(1, n + 1)), [self.free.pop() for _ in range(n)]
+            else:
+                cuts, slots = self._cut(s, n, fork=fork, keep=keep)
             ends.append(cuts)
             write_slots.append(slots)
         segments = Segments.from_host(
@@ -307,13 +319,20 @@ class World:
             write_slots=write_slots,
             device=self.device,
         )
-        pieces = [{k: v[self.done[s] : self.done[s] + n] for k, v in self.tokens[s].items()} for s, n in work]
+        pieces = [self._inputs(s, n, count.get(s, n)) for s, n in work]
         tokens = {k: torch.cat([p[k] for p in pieces]).to(self.device) for k in pieces[0]}
         constants = {k: v.to(self.device) for k, v in self.constants.items()}
         before = self.buffer.clone()
         out = self.op.call(tokens, constants, self.pool, segments, self.impl)
         assert out.dtype == self.dtype
-        self._collect(work, out.cpu(), ends, write_slots, before)
+        self._collect(work, out.cpu(), ends, write_slots, before, count)
+
+    def _inputs(self, s: int, n: int, num_counting: int) -> Tensors:
+        inputs = {k: v[self.done[s] : self.done[s] + num_counting] for k, v in self.tokens[s].items()}
+        return {
+            k: torch.cat([v, v.new_full((n - num_counting, *v.shape[1:]), float("nan"))])
+            for k, v in inputs.items()
+        }
 
     def _cut(self, s: int, n: int, *, fork: bool, keep: str) -> tuple[list[int], list[int]]:
         done, size = self.done[s], self.block_size
@@ -330,24 +349,29 @@ class World:
         ends: list[list[int]],
         write_slots: list[list[int]],
         before: Tensor,
+        count: Mapping[int, int],
     ) -> None:
-        """Note outputs and states; everything but the slots that were to be written is as before."""
+        """Note outputs and states of what counts; everything but the slots that were to be written is as
+        before."""
         kept = before.view(self.pool.dtype).as_strided(self.pool.shape, self.pool.stride(), 8)
         for (s, n), own, cuts, slots in zip(
             work, out.split([n for _, n in work]), ends, write_slots, strict=True
         ):
-            self.outs[s].append(own)
+            num_counting = count.get(s, n)
+            self.outs[s].append(own[:num_counting])
             for cut, slot in zip(cuts, slots, strict=True):
                 if slot != NO_SLOT:
-                    self.states.append((s, self.done[s] + cut - 1, self.pool[slot].cpu().clone()))
                     kept[slot] = self.pool[slot]
-            self.done[s] += n
+                if slot != NO_SLOT and cut <= num_counting:
+                    self.states.append((s, self.done[s] + cut - 1, self.pool[slot].cpu().clone()))
+            self.done[s] += num_counting
         assert torch.equal(self.buffer, before), f"{self.op.name} wrote where it should not"
         for (s, _), slots in zip(work, write_slots, strict=True):
-            if self.slots[s] != slots[-1] and self.slots[s] != NO_SLOT:
+            last = slots[count.get(s, 0) - 1]
+            if self.slots[s] != last and self.slots[s] != NO_SLOT:
                 self._poison(self.slots[s])
-            self.slots[s] = slots[-1]
-            for slot in set(slots[:-1]) - {NO_SLOT}:
+            self.slots[s] = last
+            for slot in set(slots) - {NO_SLOT, last}:
                 self._poison(slot)
 
     def _poison(self, slot: int) -> None:

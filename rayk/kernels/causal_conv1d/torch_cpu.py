@@ -1,12 +1,15 @@
-"""causal_conv1d on a CPU: W multiply-adds over tiles of tokens; requests with one token run together."""
+"""causal_conv1d on a CPU: W multiply-adds over tiles of tokens; requests that go token by token run
+together."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from rayk.kernels.segments import NO_SLOT, Segments
-from rayk.kernels.states import Singles, read_states, split_singles, write_states
+from rayk.kernels.states import Tokens, read_states, split_stepwise
 
 TILE_ELEMENTS = 1 << 17
 """Elements of [tokens, C] in float32: half a MiB, which stays in a core's cache."""
@@ -25,9 +28,9 @@ def causal_conv1d_torch(
     by_tap = weight.float().T.contiguous()  # [W, C]
     start = torch.zeros(num_channels) if bias is None else bias.float()
     y = torch.empty(x.shape)
-    singles, walks = split_singles(segments)
-    if singles is not None:
-        _step(y, singles, x, by_tap, start, state)
+    stepwise, walks = split_stepwise(segments)
+    if stepwise is not None:
+        stepwise.run(state, partial(_step, y, x, by_tap, start))
     tile = max(1, TILE_ELEMENTS // num_channels)
     for walk in walks:
         taps = read_states(state, torch.tensor([walk.read_slot])).reshape(num_channels, width - 1)
@@ -46,22 +49,22 @@ def causal_conv1d_torch(
 
 def _step(
     y: torch.Tensor,
-    singles: Singles,
     x: torch.Tensor,
     by_tap: torch.Tensor,
     start: torch.Tensor,
-    state: torch.Tensor,
-) -> None:
-    """Fill y for requests with one token, before the activation."""
+    tokens: Tokens,
+    states: torch.Tensor,
+) -> torch.Tensor:
+    """Fill y for one token of each request, before the activation; return the taps after them."""
     num_taps, num_channels = len(by_tap) - 1, by_tap.shape[1]
-    newest = x[singles.tokens]
-    taps = read_states(state, singles.read_slots).reshape(-1, num_channels, num_taps)
-    y[singles.tokens] = _weigh([*taps.float().unbind(2), newest.float()], by_tap, start)
+    newest = x[tokens]
+    taps = states.reshape(-1, num_channels, num_taps)
+    y[tokens] = _weigh([*taps.float().unbind(2), newest.float()], by_tap, start)
     # Every tap moves one place towards the oldest: a shift of the whole row, then the newest on top.
     kept = torch.empty_like(taps)
     kept.view(len(taps), -1)[:, :-1] = taps.view(len(taps), -1)[:, 1:]
     kept[:, :, -1] = newest
-    write_states(state, singles.write_slots, kept.view(-1, *state.shape[1:]))
+    return kept.view(states.shape)
 
 
 def _weigh(columns: list[torch.Tensor], by_tap: torch.Tensor, start: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from rayk.kernels.gated_delta_rule.triton import (
     gated_delta_tokens_kernel,
 )
 from rayk.kernels.interpreter import INTERPRETED, launching
-from rayk.kernels.segments import ANY_LENGTH, Segments
+from rayk.kernels.segments import Segments
 from rayk.kernels.target import current_target
 
 MAX_KEY_SIZE = 256
@@ -35,7 +35,7 @@ def gated_delta_rule_triton(
     scale: float,
     tiles: DeltaTiles | None = None,
 ) -> torch.Tensor:
-    """Of a step of single tokens, use only the tensors and the maximum of `segments`. `tiles` is for
+    """Of a step that goes token by token, use only the tensors and the maxima of `segments`. `tiles` is for
     tests."""
     num_tokens, num_heads, value_size = v.shape
     key_size = k.shape[-1]
@@ -44,7 +44,7 @@ def gated_delta_rule_triton(
     out_dtype = torch.float32 if INTERPRETED else v.dtype
     out = torch.empty(num_tokens, num_heads, value_size, dtype=out_dtype, device=v.device)
     padded_v = max(16, triton.next_power_of_2(value_size))
-    by_token = segments.is_single_step or v.dtype == torch.float32
+    by_token = not segments.longest_run or v.dtype == torch.float32
     tiles = tiles or choose_tiles(
         current_target(),
         key_size=key_size,
@@ -64,11 +64,11 @@ def gated_delta_rule_triton(
         "stride_b": state.stride(0),
         "stride_h": state.stride(1),
     }
-    by_chunks = tiles.tokens > 1 and not segments.is_single_step
+    by_chunks = tiles.tokens > 1 and segments.longest_run > 0
     with launching():
         if by_chunks:
             _run_chunks(common, slots, q, v, g, beta, out, segments, scale=scale, tiles=tiles)
-        if not by_chunks or segments.has_singles:
+        if not by_chunks or segments.has_stepwise:
             values = min(tiles.values, 32 if key_size <= 128 else 16)
             padded_k = max(16, triton.next_power_of_2(key_size))
             grid = (len(segments.read_slots), num_heads, triton.cdiv(value_size, values))
@@ -84,7 +84,7 @@ def gated_delta_rule_triton(
                 scale=float(scale),
                 PADDED_K=padded_k,
                 TILE_V=values,
-                LONGEST=1 if by_chunks else ANY_LENGTH,
+                TAKES="steps" if by_chunks else "any",
                 # Threads with two elements of a small state each would be so many that registers spill.
                 num_warps=min(4, padded_k * values // 128),
                 num_stages=1,
@@ -105,7 +105,7 @@ def _run_chunks(
     scale: float,
     tiles: DeltaTiles,
 ) -> None:
-    """Fill the rows of out of requests with more than one token."""
+    """Fill the rows of out of requests that go by runs."""
     num_tokens, num_heads, value_size = v.shape
     key_size = common["KEY_SIZE"]
     assert key_size == triton.next_power_of_2(key_size) >= 16, key_size

@@ -1,4 +1,4 @@
-"""The gated delta rule for CPUs: requests with one token run together, longer ones by chunks.
+"""The gated delta rule for CPUs: requests that go token by token run together, others by chunks.
 
 Within a chunk of C tokens the C updates of the state are one linear system (the UT transform,
 arXiv:2412.06464 section 3.3). With cumulative decay G_i = exp(g_1 + .. + g_i) and token i's change u_i:
@@ -12,13 +12,14 @@ before S is known, for many chunks at once; the state then goes through the chun
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from rayk.kernels.gated_delta_rule.reference import unit_length
 from rayk.kernels.segments import NO_SLOT, Segments
-from rayk.kernels.states import Walk, read_states, split_singles, write_states
+from rayk.kernels.states import Tokens, Walk, read_states, split_stepwise
 
 CHUNK_TOKENS = 64
 _CHUNKS_AT_ONCE = 16
@@ -40,11 +41,9 @@ def gated_delta_rule_torch(
     """Compute in float32."""
     batch = _Batch(unit_length(q.float()).mul_(scale), unit_length(k.float()), v, g, beta, key_index)
     out = torch.empty(v.shape, dtype=v.dtype)
-    single, longer = split_singles(segments)
-    if single is not None:
-        memory = read_states(state, single.read_slots)
-        out[single.tokens] = _step(batch, single.tokens, memory).to(v.dtype)
-        write_states(state, single.write_slots, memory)
+    stepwise, longer = split_stepwise(segments)
+    if stepwise is not None:
+        stepwise.run(state, partial(_step, batch, out))
     for walk in longer:
         _scan(batch, state, walk, out)
     return out
@@ -63,8 +62,8 @@ class _Batch:
     key_index: torch.Tensor
 
 
-def _step(batch: _Batch, tokens: torch.Tensor | slice, memory: torch.Tensor) -> torch.Tensor:
-    """Run one token of each request, updating memory [R, Hv, Dk, Dv]. Returns [R, Hv, Dv] float32."""
+def _step(batch: _Batch, out: torch.Tensor, tokens: Tokens, memory: torch.Tensor) -> torch.Tensor:
+    """Run one token of each request, filling its row of out; return memory [R, Hv, Dk, Dv] after them."""
     q, k = (x[tokens][:, batch.key_index].unsqueeze(-2) for x in (batch.q, batch.k))  # [R, Hv, 1, Dk]
     v, beta = batch.v[tokens].float().unsqueeze(-2), batch.beta[tokens, :, None, None]
     memory.mul_(batch.g[tokens, :, None, None].exp())
@@ -72,7 +71,8 @@ def _step(batch: _Batch, tokens: torch.Tensor | slice, memory: torch.Tensor) -> 
     torch.baddbmm(
         memory.flatten(0, 1), k.mT.flatten(0, 1), change.flatten(0, 1), out=memory.view(-1, *memory.shape[2:])
     )
-    return (q @ memory).squeeze(-2)
+    out[tokens] = (q @ memory).squeeze(-2).to(out.dtype)
+    return memory
 
 
 def _scan(batch: _Batch, state: torch.Tensor, walk: Walk, out: torch.Tensor) -> None:

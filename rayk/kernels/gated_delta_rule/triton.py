@@ -207,7 +207,7 @@ def gated_delta_states_kernel(
     p_state = state + i_h * stride_h + o_tile
     read_slot = tl.load(read_slots + i_r)
     b_state = tl.load(p_state + read_slot * stride_b, mask=m_v & (read_slot >= 0), other=0.0)
-    first, last = segments_of(query_start_loc, segment_start_loc, i_r, LEAST=2)
+    first, last = segments_of(query_start_loc, segment_start_loc, i_r, "runs")
     for i_segment in range(first, last):
         start, end = segment_tokens(query_start_loc + i_r, segment_ends + i_segment, i_segment > first)
         first_chunk = tl.load(first_chunks + i_segment)
@@ -330,9 +330,9 @@ def gated_delta_tokens_kernel(
     VALUE_SIZE: tl.constexpr,
     PADDED_K: tl.constexpr,
     TILE_V: tl.constexpr,
-    LONGEST: tl.constexpr,
+    TAKES: tl.constexpr,
 ):
-    """Go token by token, where a request has at most LONGEST. Grid: (requests, value heads, value tiles)."""
+    """Go token by token, requests that TAKES says. Grid: (requests, value heads, value tiles)."""
     i_r = tl.program_id(0)
     i_h = tl.program_id(1).to(tl.int64)
     i_key = tl.load(key_index + i_h)
@@ -344,7 +344,7 @@ def gated_delta_tokens_kernel(
     p_state = state + i_h * stride_h + o_k[:, None] * VALUE_SIZE + o_v[None, :]
     read_slot = tl.load(read_slots + i_r)
     b_state = tl.load(p_state + read_slot * stride_b, mask=m_state & (read_slot >= 0), other=0.0)
-    first, last = segments_of(query_start_loc, segment_start_loc, i_r, MOST=LONGEST)
+    first, last = segments_of(query_start_loc, segment_start_loc, i_r, TAKES)
     for i_segment in range(first, last):
         start, end = segment_tokens(query_start_loc + i_r, segment_ends + i_segment, i_segment > first)
         for i_t in range(start.to(tl.int64), end.to(tl.int64)):

@@ -11,7 +11,7 @@ import torch
 import triton
 
 from rayk.kernels.interpreter import INTERPRETED, launching
-from rayk.kernels.segments import ANY_LENGTH, Segments
+from rayk.kernels.segments import Segments
 from rayk.kernels.selective_scan.triton import (
     selective_scan_chunk_kernel,
     selective_scan_kernel,
@@ -78,7 +78,7 @@ def selective_scan_triton(
     padded_c = triton.next_power_of_2(num_channels)
     tile_c = min(max(1, TILE_ELEMENTS // padded_n), padded_c)
     num_tiles, num_requests = triton.cdiv(num_channels, tile_c), len(segments.read_slots)
-    by_chunks = segments.max_query_len > chunk_tokens
+    by_chunks = segments.longest_run > chunk_tokens
     with launching():
         if by_chunks:
             chunks = segments.chunks(chunk_tokens)
@@ -105,8 +105,8 @@ def selective_scan_triton(
                 num_warps=1,
             )
             selective_scan_chunk_kernel[chunk_grid](**of_chunks, FROM_ZERO=False, num_warps=1)
-        if not by_chunks or segments.has_singles:
+        if not by_chunks or segments.has_stepwise:
             selective_scan_kernel[num_requests, num_tiles](
-                **tokens, **slots, **sizes, TILE_C=tile_c, LONGEST=1 if by_chunks else ANY_LENGTH, num_warps=1
+                **tokens, **slots, **sizes, TILE_C=tile_c, TAKES="steps" if by_chunks else "any", num_warps=1
             )
     return out.to(x.dtype)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from rayk.kernels.segments import NO_SLOT, Segments
-from rayk.kernels.states import Singles, read_states, split_singles, write_states
+from rayk.kernels.states import Tokens, read_states, split_stepwise
 
 TILE_ELEMENTS = 1 << 17
 """Elements of [tokens, C, N] in float32: a tile's decays and states, half a MiB each, fit a core's cache."""
@@ -28,9 +30,9 @@ def selective_scan_torch(
     dt = F.softplus(dt.float() + dt_bias)
     dt_x, b, c = dt * x_f, b.float(), c.float()
     y = torch.empty_like(dt)
-    singles, walks = split_singles(segments)
-    if singles is not None:
-        _step(y, singles, dt, dt_x, a, b, c, state)
+    stepwise, walks = split_stepwise(segments)
+    if stepwise is not None:
+        stepwise.run(state, partial(_step, y, dt, dt_x, a, b, c))
     tile = max(1, TILE_ELEMENTS // a.numel())
     for walk in walks:
         h = read_states(state, torch.tensor([walk.read_slot])).reshape(a.shape)
@@ -45,21 +47,20 @@ def selective_scan_torch(
 
 def _step(
     y: torch.Tensor,
-    singles: Singles,
     dt: torch.Tensor,
     dt_x: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
     c: torch.Tensor,
-    state: torch.Tensor,
-) -> None:
-    """Fill y for requests with one token, without d and z."""
-    at = singles.tokens
-    h = read_states(state, singles.read_slots).reshape(-1, *a.shape)  # [R, C, N]
+    at: Tokens,
+    states: torch.Tensor,
+) -> torch.Tensor:
+    """Fill y for one token of each request, without d and z; return the states after them."""
+    h = states.view(-1, *a.shape)  # [R, C, N]
     h *= (dt[at].unsqueeze(2) * a).exp_()
     h.addcmul_(dt_x[at].unsqueeze(2), b[at].unsqueeze(1))
     y[at] = (h @ c[at].unsqueeze(2)).squeeze(2)
-    write_states(state, singles.write_slots, h.view(-1, *state.shape[1:]))
+    return states
 
 
 def _scan(

@@ -61,12 +61,13 @@ def selective_scan_kernel(
     PADDED_N: tl.constexpr,
     TILE_C: tl.constexpr,
     HAS_Z: tl.constexpr,
-    LONGEST: tl.constexpr,
+    TAKES: tl.constexpr,
 ):
-    """Go token by token, where a request has at most LONGEST. CHANNELS channels per unit. Grid: (requests,
-    channel tiles)."""
+    """Go token by token, requests that TAKES says. CHANNELS channels per unit. Grid: (requests, channel
+    tiles)."""
     i_r = tl.program_id(0)
-    if tl.load(query_start_loc + i_r + 1) - tl.load(query_start_loc + i_r) > LONGEST:
+    first, last = segments_of(query_start_loc, segment_start_loc, i_r, TAKES)
+    if first == last:
         return
     o_c = tl.program_id(1) * TILE_C + tl.arange(0, TILE_C)
     o_n = tl.arange(0, PADDED_N)
@@ -84,7 +85,7 @@ def selective_scan_kernel(
 
     i_t = tl.load(query_start_loc + i_r).to(tl.int64)
     stop = tl.load(query_start_loc + i_r + 1)
-    i_s = tl.load(segment_start_loc + i_r)
+    i_s = first
     end = tl.load(segment_ends + i_s)
     strides = (x_stride_t, dt_stride_t, b_stride_t, c_stride_t, z_stride_t)
     b_x, b_dt, b_b, b_c, b_z = _load_token(x, dt, b, c, z, i_t, o_c, o_n, m_c, m_n, strides, HAS_Z)
@@ -212,7 +213,7 @@ def selective_scan_states_kernel(
     slot = tl.load(read_slots + i_r)
     b_h = tl.load(p_unit + slot * stride_b, mask=m_state & (slot >= 0), other=0.0)
     o_tile = o_n[:, None] * num_channels + o_c[None, :]
-    first, last = segments_of(query_start_loc, segment_start_loc, i_r, LEAST=2)
+    first, last = segments_of(query_start_loc, segment_start_loc, i_r, "runs")
     for i_s in range(first, last):
         start, end = segment_tokens(query_start_loc + i_r, segment_ends + i_s, i_s > first)
         first_chunk = tl.load(first_chunks + i_s)

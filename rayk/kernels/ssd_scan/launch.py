@@ -1,7 +1,8 @@
 """ssd_scan on a GPU: chooses the kernel and its tiles.
 
-A step of one token each is a walk, whose grid depends on no data, so that a CUDA graph can capture it.
-Float32 steps walk too, since tensor cores would keep only some bits. Other batches go by chunks.
+Requests that go token by token walk; the grid of a step of these alone depends on no data, so that a CUDA
+graph can capture it. Float32 steps walk too, since tensor cores would keep only some bits. Others go by
+chunks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import triton
 
 from rayk.kernels.interpreter import INTERPRETED, launching
-from rayk.kernels.segments import ANY_LENGTH, Segments
+from rayk.kernels.segments import Segments
 from rayk.kernels.ssd_scan.triton import (
     ssd_decay_kernel,
     ssd_output_kernel,
@@ -48,7 +49,9 @@ def ssd_scan_triton(
     out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
     if len(x) == 0:
         return out.to(x.dtype)
-    if tiles is None and not segments.is_single_step and x.dtype != torch.float32:
+    if not segments.longest_run:
+        tiles = None
+    elif tiles is None and x.dtype != torch.float32:
         tiles = choose_chunk_tiles(current_target(), x.shape[1], x.shape[2], b.shape[2])
     arguments = {
         "x": x,
@@ -78,8 +81,8 @@ def ssd_scan_triton(
     with launching():
         if tiles is not None:
             _run_chunks(arguments, slots, out, segments, tiles)
-        if tiles is None or segments.has_singles:
-            _walk(arguments | slots, out, longest=1 if tiles else ANY_LENGTH)
+        if tiles is None or segments.has_stepwise:
+            _walk(arguments | slots, out, takes="steps" if tiles else "any")
     return out.to(x.dtype)
 
 
@@ -128,14 +131,12 @@ def choose_chunk_tiles(target: Target, num_heads: int, head_size: int, state_siz
     return ChunkTiles(channels, states, 64, output_channels, output_states, num_warps, stages=3)
 
 
-def _walk(arguments: dict[str, Any], out: torch.Tensor, *, longest: int) -> None:
+def _walk(arguments: dict[str, Any], out: torch.Tensor, *, takes: str) -> None:
     head_size = arguments["HEAD"]
     padded_n = triton.next_power_of_2(arguments["STATE"])
     tile_p = min(max(1, WALK_ELEMENTS // padded_n), triton.next_power_of_2(head_size))
     grid = (len(arguments["read_slots"]), arguments["HEADS"], triton.cdiv(head_size, tile_p))
-    ssd_walk_kernel[grid](
-        **arguments, out=out, PADDED_N=padded_n, TILE_P=tile_p, LONGEST=longest, num_warps=4
-    )
+    ssd_walk_kernel[grid](**arguments, out=out, PADDED_N=padded_n, TILE_P=tile_p, TAKES=takes, num_warps=4)
 
 
 def _run_chunks(
@@ -145,7 +146,7 @@ def _run_chunks(
     segments: Segments,
     tiles: ChunkTiles,
 ) -> None:
-    """Fill the rows of out of requests with more than one token."""
+    """Fill the rows of out of requests that go by runs."""
     x = arguments["x"]
     num_tokens, num_heads, head_size = x.shape
     state_size = arguments["STATE"]

@@ -1,4 +1,5 @@
-"""ssd_scan on a CPU: matrix products over chunks of tokens; requests with one token run together.
+"""ssd_scan on a CPU: matrix products over chunks of tokens; requests that go token by
+token run together.
 
 Inside a chunk, y_i = sum over j <= i of (c_i . b_j) exp(cum_i - cum_j) dt_j x_j, cum being the running sum of
 dt a; the state from before the chunk adds exp(cum_i) h c_i (arXiv:2405.21060, section 6).
@@ -6,11 +7,13 @@ dt a; the state from before the chunk adds exp(cum_i) h c_i (arXiv:2405.21060, s
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 
 from rayk.kernels.segments import NO_SLOT, Segments
-from rayk.kernels.states import Singles, read_states, split_singles, write_states
+from rayk.kernels.states import Tokens, read_states, split_stepwise
 
 CHUNK_TOKENS = 64
 """At head_size 64 and state size 128, a chunk costs as many products inside it as with the state."""
@@ -33,9 +36,9 @@ def ssd_scan_torch(
     log_decay = dt * a
     dt_x = dt.unsqueeze(2) * x_f
     y = torch.empty_like(dt_x)
-    singles, walks = split_singles(segments)
-    if singles is not None:
-        _step(y, singles, log_decay, dt_x, b, c, group_index, state)
+    stepwise, walks = split_stepwise(segments)
+    if stepwise is not None:
+        stepwise.run(state, partial(_step, y, log_decay, dt_x, b, c, group_index))
     for walk in walks:
         h = read_states(state, torch.tensor([walk.read_slot]))[0]
         for start, stop, slot in walk.chunks(CHUNK_TOKENS):
@@ -48,21 +51,19 @@ def ssd_scan_torch(
 
 def _step(
     y: torch.Tensor,
-    singles: Singles,
     log_decay: torch.Tensor,
     dt_x: torch.Tensor,
     b: torch.Tensor,
     c: torch.Tensor,
     group_index: torch.Tensor,
-    state: torch.Tensor,
-) -> None:
-    """Fill y for requests with one token, without d x."""
-    at = singles.tokens
-    h = read_states(state, singles.read_slots)  # [R, H, P, N]
+    at: Tokens,
+    h: torch.Tensor,
+) -> torch.Tensor:
+    """Fill y for one token of each request, without d x; return the states [R, H, P, N] after them."""
     h *= log_decay[at].exp()[:, :, None, None]
     h.addcmul_(dt_x[at].unsqueeze(3), b[at][:, group_index].unsqueeze(2))
     y[at] = (h @ c[at][:, group_index].unsqueeze(3)).squeeze(3)
-    write_states(state, singles.write_slots, h)
+    return h
 
 
 def _chunk(

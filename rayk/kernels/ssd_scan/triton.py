@@ -61,11 +61,12 @@ def ssd_walk_kernel(
     STATE: tl.constexpr,
     PADDED_N: tl.constexpr,
     TILE_P: tl.constexpr,
-    LONGEST: tl.constexpr,
+    TAKES: tl.constexpr,
 ):
-    """Go token by token, where a request has at most LONGEST. Grid: (requests, heads, channel tiles)."""
+    """Go token by token, requests that TAKES says. Grid: (requests, heads, channel tiles)."""
     i_r = tl.program_id(0)
-    if tl.load(query_start_loc + i_r + 1) - tl.load(query_start_loc + i_r) > LONGEST:
+    first, last = segments_of(query_start_loc, segment_start_loc, i_r, TAKES)
+    if first == last:
         return
     i_h = tl.program_id(1).to(tl.int64)
     o_p = tl.program_id(2) * TILE_P + tl.arange(0, TILE_P)
@@ -88,7 +89,7 @@ def ssd_walk_kernel(
     strides = (x_stride_t, dt_stride_t, b_stride_t, c_stride_t)
     i_t = tl.load(query_start_loc + i_r).to(tl.int64)
     stop = tl.load(query_start_loc + i_r + 1)
-    i_s = tl.load(segment_start_loc + i_r)
+    i_s = first
     end = tl.load(segment_ends + i_s)
     b_x, b_dt, b_b, b_c = _load_token(x, dt, b, c, i_t, o_p, o_n, m_p, m_n, strides)
     while i_t < stop:
@@ -197,7 +198,7 @@ def ssd_states_kernel(
     b_h = tl.load(p_state + slot * stride_b, mask=m_state & (slot >= 0), other=0.0)
     x += i_h * x_stride_h
     b += i_g * b_stride_g
-    first, last = segments_of(query_start_loc, segment_start_loc, i_r, LEAST=2)
+    first, last = segments_of(query_start_loc, segment_start_loc, i_r, "runs")
     for i_s in range(first, last):
         start, end = segment_tokens(query_start_loc + i_r, segment_ends + i_s, i_s > first)
         first_chunk = tl.load(first_chunks + i_s)

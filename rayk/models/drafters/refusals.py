@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 
 from rayk.models.config import DecoderConfig
-from rayk.models.kv_specs import kv_cache_specs
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 from rayk.types.speculative import SpeculativeConfig
@@ -62,7 +61,7 @@ def _refuse_ngram(speculative: SpeculativeConfig) -> None:
         )
 
 
-def why_no_drafts(engine: EngineConfig, target: DecoderConfig) -> str | None:
+def why_no_drafts(engine: EngineConfig) -> str | None:
     """Say what of the engine's settings no engine can follow yet; None: it can, or is not to draft. Specs,
     `rayk explain`, servers and engines refuse by this alone."""
     wanted = engine.speculative
@@ -72,7 +71,4 @@ def why_no_drafts(engine: EngineConfig, target: DecoderConfig) -> str | None:
         return f"speculative.method: {wanted.method}; of drafters there is {', '.join(BUILT)}"
     if engine.compute == "paced":
         return "speculative with engine.compute: paced, which has no logits to verify drafts by"
-    specs = kv_cache_specs(target, block_size=1, dtype="float32").values()
-    if not all(spec.has_token_rows for spec in specs):
-        return f"speculative: {target.family} has recurrent layers; states are not rolled back"
     return None
