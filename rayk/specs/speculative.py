@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_type_hints
 
@@ -134,8 +134,3 @@ def axes_given(spec: DraftingSpec) -> Iterator[str]:
         is_given = section is not None and (section.method is not None or (side and section.num_tokens))
         if is_given:
             yield from (f"{side}.{SECTION}.{leaf}".lstrip(".") for leaf in ("method", "num_tokens"))
-
-
-def models_of(drafts: Sequence[SpeculativeConfig | None]) -> tuple[str, ...]:
-    """List the checkpoints of drafters, each once."""
-    return tuple(dict.fromkeys(d.model for d in drafts if d is not None and d.model is not None))
