@@ -35,7 +35,7 @@ import torch
 from rayk.attention.groups import AttentionView
 from rayk.attention.metadata import CommonAttentionMetadata
 from rayk.engine.inputs import BlockTables
-from rayk.engine.rows import Rows, padded_starts, rows_of
+from rayk.engine.rows import StepRows, padded_starts, rows_of
 from rayk.engine.staging import HostBuffers, Layout, Mark
 from rayk.kernels.segments import NO_SLOT, Segments
 from rayk.kv.scratch import StateScratch
@@ -237,7 +237,7 @@ class DecodeGraphs:
         width: int = self._tables_of(view).ids.shape[1]
         return min(width, -(-self._most_keys[view] // self._tables_of(view).block_size))
 
-    def _fill(self, arrays: Mapping[Hashable, np.ndarray], batch: ScheduledBatch, step: Rows) -> int:
+    def _fill(self, arrays: Mapping[Hashable, np.ndarray], batch: ScheduledBatch, step: StepRows) -> int:
         """Put a step in; the rows from T on become padding. Returns the number of unknown tokens."""
 
         def put(name: Hashable, values: Sequence[int] | np.ndarray, padding: int) -> None:
@@ -271,7 +271,7 @@ class DecodeGraphs:
             self._fill_view(arrays["seq_lens", view], arrays["table", view], view, rows, positions)
         return num_unknown
 
-    def _slots_of_states(self, group: int, step: Rows) -> tuple[np.ndarray, np.ndarray]:
+    def _slots_of_states(self, group: int, step: StepRows) -> tuple[np.ndarray, np.ndarray]:
         """Return where the state before each request [R] is, and where the one after each row [T] goes."""
         table = self._tables[group]
         rows, positions = step.rows, step.positions

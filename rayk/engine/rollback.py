@@ -38,8 +38,8 @@ class StateRollback:
             ]
             for group in scratch.groups
         }
+        # by row: tokens before its last step, tokens of that, and how many of these were drafts
         self._steps: dict[int, tuple[int, int, int]] = {}
-        """By row: tokens before its last step, tokens of that, and how many of these were drafts."""
 
     def note(self, batch: ScheduledBatch) -> None:
         """Learn what a step computes."""

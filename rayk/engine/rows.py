@@ -14,7 +14,7 @@ from rayk.types.batch import ScheduledRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StepRows:
     """A step's rows, in the order of its tokens."""
 
     rows: np.ndarray
@@ -25,17 +25,17 @@ class Rows:
     """[R + 1]: where each request's rows start; None if each request has one."""
 
 
-def rows_of(requests: Sequence[ScheduledRequest], *, has_drafts: bool) -> Rows:
+def rows_of(requests: Sequence[ScheduledRequest], *, has_drafts: bool) -> StepRows:
     """List the tokens of requests that compute their last known token, and their drafts if any has some."""
     rows = np.array([r.row for r in requests])
     positions = np.array([r.num_computed_tokens for r in requests])
     if not has_drafts:
-        return Rows(rows, positions)
+        return StepRows(rows, positions)
     counts = np.array([len(r.token_ids) for r in requests])
     starts = np.zeros(len(requests) + 1, dtype=np.int64)
     np.cumsum(counts, out=starts[1:])
     offsets = np.arange(starts[-1]) - np.repeat(starts[:-1], counts)
-    return Rows(np.repeat(rows, counts), np.repeat(positions, counts) + offsets, starts)
+    return StepRows(np.repeat(rows, counts), np.repeat(positions, counts) + offsets, starts)
 
 
 def padded_starts(starts: np.ndarray, num_rows: int) -> np.ndarray:

@@ -24,7 +24,7 @@ class StateScratch:
     """The scratch of one engine, the same on every rank. Made by `plan_scratch`."""
 
     first_block: int
-    """As many as the pool has: its ids end there."""
+    """The pool's ids end before it."""
     max_seqs: int
     num_tokens: int
     """States of a row in each group: those after the last known token and after all drafts but the last."""
