@@ -159,7 +159,7 @@ def test_the_last_position_ends_a_request_without_a_step_too_many(model: Model) 
     turns = Turns(model.path)
     turns.submit(make_request("r", model.prompts[1], NUM_TOKENS))
     turns.loop.turn()
-    turns.leader.scheduler.max_positions = len(model.prompts[1]) + 5
+    turns.leader.scheduler.running[0].most_tokens = len(model.prompts[1]) + 5
     turns.finish()
     assert (turns.tokens("r"), turns.end("r")) == (model.expected[1][:5], FinishReason.LENGTH)
     assert len(turns.shares("r")) == 5
