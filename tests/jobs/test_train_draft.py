@@ -1,4 +1,4 @@
-"""jobs/train_draft.py: a head's steps beside transformers' layers, its file, texts, training and tallies."""
+"""jobs/train_draft.py: a head's steps beside the oracle's, its file, texts, training and tallies."""
 
 from __future__ import annotations
 
@@ -17,14 +17,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
 
 from jobs import draft_acceptance, draft_head, draft_text
+from rayk.oracle.eagle3 import Eagle3Head
 from rayk.types.errors import CheckpointError, UserError
 from tests.conftest import CheckpointFactory
 
@@ -73,70 +68,27 @@ def head(drawn: None) -> draft_head.Head:
 # --- the head -----------------------------------------------------------------------------------------
 
 
-class OneByOne:
-    """A head as one sequence of rows, computed anew for each token, by transformers' modules and the file."""
-
-    def __init__(self, folder: Path) -> None:
-        values = json.loads((folder / "config.json").read_text())
-        self.tensors = load_file(folder / "model.safetensors")
-        config = LlamaConfig(**values, attn_implementation="eager")
-        self.attention = LlamaAttention(config, 0)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            rows = self.tensors[f"midlayer.self_attn.{name}.weight"].shape[0]
-            setattr(self.attention, name, nn.Linear(2 * config.hidden_size, rows, bias=False))
-        self._load(self.attention, "midlayer.self_attn.")
-        self.mlp = self._load(LlamaMLP(config), "midlayer.mlp.")
-        self.norms = {
-            name: self._load(LlamaRMSNorm(config.hidden_size, config.rms_norm_eps), f"{name}.")
-            for name in (
-                *(f"midlayer.{n}" for n in ("input_layernorm", "hidden_norm", "post_attention_layernorm")),
-                "norm",
-            )
-        }
-        self.rotary = LlamaRotaryEmbedding(config)
-
-    def _load(self, module: nn.Module, prefix: str) -> nn.Module:
-        found = {k.removeprefix(prefix): v for k, v in self.tensors.items() if k.startswith(prefix)}
-        module.load_state_dict(found)
-        return module.eval()
-
-    def last(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """What the layer computes in the last of rows [R, H]."""
-        x = torch.cat(
-            [self.norms["midlayer.input_layernorm"](embeddings), self.norms["midlayer.hidden_norm"](hidden)],
-            -1,
-        )[None]
-        size = x.shape[1]
-        mask = torch.full((size, size), -torch.inf).triu(1)[None, None]
-        attended, _ = self.attention(
-            hidden_states=x,
-            position_embeddings=self.rotary(x, torch.arange(size)[None]),
-            attention_mask=mask,
-        )
-        hidden = hidden + attended[0]
-        return (hidden + self.mlp(self.norms["midlayer.post_attention_layernorm"](hidden)))[-1]
-
-    def draft(
-        self, states: Tensor, tokens: Sequence[int], embed: nn.Embedding, given: Sequence[int | None]
-    ) -> tuple[list[Tensor], list[int]]:
-        """Draft behind `tokens`, which lie one behind the states [R, 3 H]; a step takes what is `given`, or
-        else its own token. Returns outputs and tokens by step."""
-        hidden, fed = states @ self.tensors["fc.weight"].T, list(tokens)
-        outputs, drafted = [], []
-        for token in given:
-            outputs.append(self.last(embed(torch.tensor(fed)), hidden))
-            best = int((self.norms["norm"](outputs[-1]) @ self.tensors["lm_head.weight"].T).argmax())
-            drafted.append(best + int(self.tensors["d2t"][best]))
-            hidden = torch.cat([hidden, outputs[-1][None]])
-            fed.append(drafted[-1] if token is None else token)
-        return outputs, drafted
+def one_by_one(
+    oracle: Eagle3Head, states: Tensor, tokens: Sequence[int], given: Sequence[int | None]
+) -> tuple[list[Tensor], list[int]]:
+    """Draft behind `tokens`, which lie one behind the states [R, 3 H], every row anew for each of them; a
+    step takes what is `given`, or else its own token. Returns outputs and tokens by step."""
+    hidden, fed = oracle.fc(states), list(tokens)
+    outputs, drafted = [], []
+    for token in given:
+        outputs.append(oracle.rows(torch.tensor(fed), hidden)[-1])
+        drafted.append(int(oracle.logits(outputs[-1][None])[0].argmax()))
+        hidden = torch.cat([hidden, outputs[-1][None]])
+        fed.append(drafted[-1] if token is None else token)
+    return outputs, drafted
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["drafting", "the text's tokens"])
 def test_steps_are_those_of_drafts_one_by_one(head: Any, tmp_path: Path, own: bool) -> None:
-    """From every row of two texts at once, against one draft after the other."""
+    """From every row of two texts at once, against one draft after the other by the oracle, from the file."""
     draft_head.save_head(head, draft_head.head_config(TARGET, len(DRAFT_IDS)), tmp_path)
-    slow, embed = OneByOne(tmp_path), nn.Embedding(VOCAB, TARGET.hidden_size)
+    embed = nn.Embedding(VOCAB, TARGET.hidden_size)
+    oracle = Eagle3Head.read(tmp_path, embed.weight)
     states, tokens = torch.randn(2, 9, 3 * TARGET.hidden_size), torch.randint(VOCAB, (2, 9))
     num_steps, drafts = 4, Counter[int]()
     with torch.no_grad():
@@ -146,7 +98,7 @@ def test_steps_are_those_of_drafts_one_by_one(head: Any, tmp_path: Path, own: bo
             for row in range(9 - num_steps + 1):
                 ids = tokens[text].tolist()
                 given = [None] * num_steps if own else [*ids[row + 1 :], 0][:num_steps]
-                outputs, drafted = slow.draft(states[text, : row + 1], ids[: row + 1], embed, given)
+                outputs, drafted = one_by_one(oracle, states[text, : row + 1], ids[: row + 1], given)
                 for s, right in enumerate(outputs):
                     torch.testing.assert_close(steps[s][text, row + s], right, rtol=1e-4, atol=1e-5)
                 assert [int(best[s][text, row + s]) for s in range(num_steps)] == drafted
