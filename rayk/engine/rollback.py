@@ -31,12 +31,14 @@ class StateRollback:
         """`tables`: each KV group's, which steps keep up to date."""
         self._scratch = scratch
         self._tables = tuple(tables)
+        # A pipeline's stage may have no layer of a group, and in some layouts nothing of it in memory then.
         self._pages = {
             group: [
                 _in_words(caches.tensors[at.tensor][:, at.offset : at.offset + at.num_bytes])
                 for at in caches.references[group]
             ]
             for group in scratch.groups
+            if caches.references[group]
         }
         # by row: tokens before its last step, tokens of that, and how many of these were drafts
         self._steps: dict[int, tuple[int, int, int]] = {}

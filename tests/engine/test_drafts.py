@@ -10,15 +10,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rayk.engine.inputs import InputBuilder
 from rayk.engine.rollback import StateRollback
 from rayk.kernels.segments import Segments
+from rayk.kv.caches import allocate
+from rayk.models.engine_plan import plan_engine
+from rayk.models.families import read_config
 from rayk.oracle.checkpoint import read_marker
 from rayk.oracle.text import FedText
-from rayk.types.batch import Rollback
+from rayk.types.batch import Rollback, ScheduledBatch, ScheduledRequest
+from rayk.types.config import EngineConfig
+from tests.drafts import NGRAM
 from tests.engine.by_hand import ByHand, Share
 from tests.helpers import assert_matches
 from tests.markers import one_per, thorough
@@ -261,3 +268,44 @@ def test_engines_that_do_not_speculate_have_no_scratch(models: Callable[[str], M
     groups = len(drafting.plan.groups)
     assert drafting.caches.geometry.num_blocks == drafting.config.num_blocks + 3 * 2 * groups
     assert ByHand(models("llama").path, num_drafts=2).ranks[0].plan.scratch is None
+
+
+def test_a_stage_without_states_has_none_to_take_back(models: Callable[[str], Model]) -> None:
+    """In a layout with layers outermost nothing of a group is in the memory of a stage that has none of its
+    layers. Of jamba's first three layers the one in the middle has attention."""
+    path = models("jamba").path
+    config = EngineConfig(
+        model=str(path),
+        pp=3,
+        pp_layers=(1, 1, 4),
+        layout="LBHNC",
+        num_blocks=8,
+        max_seqs=2,
+        speculative=NGRAM,
+    )
+    plan = plan_engine(config, read_config(path))
+    assert plan.scratch is not None
+    for rank, has_states in enumerate((True, False, True)):
+        geometry = plan.ranks[rank]
+        caches = allocate(geometry, torch.device("cpu"), fill=1)
+        inputs = InputBuilder(geometry, max_seqs=2, max_positions=64, scratch=plan.scratch)
+        for table in inputs.tables:
+            table.ids[0] = 1
+        for group in plan.scratch.groups:
+            source = int(plan.scratch.blocks(group, np.array([0]), np.array([1]))[0])
+            for at in caches.references[group]:
+                caches.tensors[at.tensor][source, at.offset : at.offset + at.num_bytes] = 2
+        rollback = StateRollback(plan.scratch, inputs.tables, caches)
+        share = ScheduledRequest(
+            request_id="r",
+            row=0,
+            num_computed_tokens=5,
+            token_ids=(1, 2, 3, 4),
+            new_block_ids=(),
+            needs_logits=True,
+            num_drafts=3,
+        )
+        rollback.note(ScheduledBatch(step=1, requests=(share,)))
+        rollback.run([Rollback(0, 2)])
+        blocks = [tensor[1] for tensor in caches.tensors]
+        assert any(bool((block == 2).any()) for block in blocks) == has_states
