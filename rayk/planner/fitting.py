@@ -56,9 +56,9 @@ class FittedBook:
 
 def fit_runs(runs: Sequence[RecordedRun]) -> FittedBook:
     """Fit tables of every kind of engine that the runs have steps of. Raises UserError where one has too few
-    of decode or of prefill steps."""
+    of decode or of prefill steps, or all engines draft."""
+    runs, notes = _without_drafts(runs)
     cells = [cell for run in runs for cell in run.cells]
-    notes: list[str] = []
     engines, classes = {}, []
     for key, of_key in _by_engine(cells).items():
         if key.pp > 1:
@@ -88,6 +88,29 @@ def fit_runs(runs: Sequence[RecordedRun]) -> FittedBook:
     else:
         notes += _unknown_losses(beside)
     return FittedBook(book=book, classes=tuple(classes), notes=tuple(notes))
+
+
+def _without_drafts(runs: Sequence[RecordedRun]) -> tuple[list[RecordedRun], list[str]]:
+    """Leave out cells in which an engine drafts, and say so: its steps of several tokens would count as
+    prefills of the engine without drafts, whose tables it would share."""
+    found, notes = [], []
+    for run in runs:
+        drafting = [cell.cell.cell_id for cell in run.cells if _drafts(cell)]
+        kept = tuple(cell for cell in run.cells if not _drafts(cell))
+        notes += [f"{name}: steps with drafts are not fitted" for name in drafting]
+        if kept:
+            found.append(replace(run, cells=kept))
+    if not found:
+        raise UserError(
+            "engines draft in every cell, and steps with drafts are not fitted",
+            where=", ".join(run.folder for run in runs),
+            mend="a run with cells of speculative.method: none",
+        )
+    return found, notes
+
+
+def _drafts(cell: RecordedCell) -> bool:
+    return any(engine.speculative is not None for engine in cell.cell.engines)
 
 
 def _unknown_losses(beside: FittedLosses) -> Iterator[str]:

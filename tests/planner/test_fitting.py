@@ -41,6 +41,7 @@ from rayk.specs import Cell, LoadedSpec, dump_spec, expand, load_spec, resolve_p
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 from rayk.types.rows import CellRow
+from rayk.types.speculative import SpeculativeConfig
 from tests.conftest import CheckpointFactory
 from tests.costs.test_tables import batch
 
@@ -268,6 +269,24 @@ def test_runs_of_other_models_are_not_fitted(measured: Measured, checkpoint: Che
     assert run.of_model(measured.config, measured.engine.model) == run
     with pytest.raises(UserError, match=f"no cell has a model with the sizes of {other}"):
         run.of_model(read_config(other), str(other))
+
+
+def test_steps_of_engines_that_draft_are_left_out(measured: Measured) -> None:
+    """Their tables would be those of the engine without drafts."""
+    run = read_run(measured.folder)
+    drafting = SpeculativeConfig(method="ngram")
+    drafted = tuple(
+        replace(c, cell=replace(c.cell, prefill=replace(c.cell.prefill, speculative=drafting)))
+        for c in run.cells
+    )
+    fitted = fit_runs([run, replace(run, cells=drafted)])
+    assert fitted.book == measured.fitted.book
+    cells = [cell.cell_id for cell in measured.cells]
+    assert [note for note in fitted.notes if "drafts" in note] == [
+        f"{name}: steps with drafts are not fitted" for name in cells
+    ]
+    with pytest.raises(UserError, match="engines draft in every cell"):
+        fit_runs([replace(run, cells=drafted)])
 
 
 def test_a_run_without_steps_is_refused(tmp_path: Path, checkpoint: CheckpointFactory) -> None:
