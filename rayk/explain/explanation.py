@@ -285,7 +285,7 @@ def _length_note(num_tokens: int, config: DecoderConfig, producer: EnginePlan) -
         return []
     why = f"the model has {config.max_positions:,} positions"
     if num_tokens < config.max_positions:
-        num_blocks = producer.ranks[0].num_blocks
+        num_blocks = producer.num_blocks
         why = f"--num-blocks {num_blocks:,} hold no more, if every KV group keeps all of a sequence"
     return [f"{num_tokens:,} tokens instead of the default {DEFAULT_TOKENS:,}: {why}"]
 
@@ -328,12 +328,12 @@ def _border_notes(consumer: EnginePlan, config: DecoderConfig, num_tokens: int) 
 
 def _num_tokens(asked: int | None, config: DecoderConfig, producer: EnginePlan, consumer: EnginePlan) -> int:
     """Choose the sequence's tokens: as asked, else as many as fit up to 1024."""
-    ranks = {"prefill": producer.ranks[0], "decode": consumer.ranks[0]}
-    capacity = {side: _capacity_tokens(rank) for side, rank in ranks.items()}
+    plans = {"prefill": producer, "decode": consumer}
+    capacity = {side: _capacity_tokens(plan) for side, plan in plans.items()}
     if asked is None:
         return min(DEFAULT_TOKENS, config.max_positions, *capacity.values())
     problem = mend = ""
-    num_blocks = producer.ranks[0].num_blocks
+    num_blocks = producer.num_blocks
     most = min(config.max_positions, *capacity.values())
     if asked > config.max_positions:
         problem = f"at most {config.positions_text}"
@@ -342,7 +342,7 @@ def _num_tokens(asked: int | None, config: DecoderConfig, producer: EnginePlan, 
             mend = f"--num-tokens {most} or fewer, which is what --num-blocks {num_blocks} hold"
     elif asked > most:
         small = [f"the {side} pool holds {tokens}" for side, tokens in capacity.items() if asked > tokens]
-        blocks = 1 + max(_num_blocks(rank, asked) for rank in ranks.values())
+        blocks = 1 + max(_num_blocks(plan.ranks[0], asked) for plan in plans.values())
         problem = f"{' and '.join(small)} in --num-blocks {num_blocks}"
         mend = f"--num-blocks {blocks} or more, or --num-tokens {most} or fewer"
     if problem:
@@ -355,10 +355,11 @@ def _num_blocks(rank: RankGeometry, num_tokens: int) -> int:
     return sum(-(-num_tokens // g.block_size) for g in rank.groups if g.group.rides is None)
 
 
-def _capacity_tokens(rank: RankGeometry) -> int:
+def _capacity_tokens(plan: EnginePlan) -> int:
     """Count tokens of one sequence that fit if every group kept all of them (block 0 is the null block)."""
-    most = (rank.num_blocks - 1) * max(g.block_size for g in rank.groups)
-    return bisect_right(range(most + 1), rank.num_blocks - 1, key=partial(_num_blocks, rank)) - 1
+    rank, num_blocks = plan.ranks[0], plan.num_blocks
+    most = (num_blocks - 1) * max(g.block_size for g in rank.groups)
+    return bisect_right(range(most + 1), num_blocks - 1, key=partial(_num_blocks, rank)) - 1
 
 
 def _side(plan: EnginePlan, config: DecoderConfig) -> Side:

@@ -32,6 +32,11 @@ class EnginePlan:
     """None for engines without drafts or states."""
 
     @property
+    def num_blocks(self) -> int:
+        """Count the pool's blocks, the null block among them."""
+        return self.ranks[0].num_blocks if self.scratch is None else self.scratch.first_block
+
+    @property
     def kernel_block_sizes(self) -> tuple[int, ...]:
         """Tokens of a kernel block per group; state kernels take whole blocks."""
         return tuple(g.kernel_block_size * g.tokens_per_row for g in self.ranks[0].groups)

@@ -291,6 +291,12 @@ def test_a_refusal_tells_the_tokens_that_were_asked_for(checkpoint: CheckpointFa
             "700 tokens: the prefill pool holds 640 and the decode pool holds 640 in --num-blocks 10\n"
             "  mend: --num-blocks 11 or more, or --num-tokens 640 or fewer\n",
         ),
+        # What drafts need behind the pool is no place for tokens.
+        (
+            ("700", "--num-blocks", "10", "--speculative", "method=ngram,num_tokens=4"),
+            "700 tokens: the prefill pool holds 640 and the decode pool holds 640 in --num-blocks 10\n"
+            "  mend: --num-blocks 11 or more, or --num-tokens 640 or fewer\n",
+        ),
         (
             ("700", "--num-blocks", "11", "--decode-state-block-size", "80"),
             "700 tokens: the decode pool holds 400 in --num-blocks 11\n"
