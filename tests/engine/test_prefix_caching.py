@@ -138,7 +138,9 @@ def test_many_requests_in_a_small_pool(model: str, seed: int, answers: Callable[
         output, wanted = states[name].output_token_ids, expected[index][turn:]
         is_whole = states[name].finish_reason is FinishReason.LENGTH
         assert output == (wanted if is_whole else wanted[: len(output)])
-    assert sum(s.num_cached_tokens or 0 for s in states.values()) > 0
+    # At any admission: in so small a pool it may only be those that come back who find something.
+    shares = [r for batch in engine.batches for r in batch.requests if r.num_filled_blocks]
+    assert any(r.num_computed_tokens for r in shares), "nothing was found again"
 
 
 def test_what_tells_of_the_prompt_is_computed(answers: Callable[[str], Answers]) -> None:
