@@ -42,8 +42,12 @@ def checkpoint(
         ),
     ] = None,
     model: Annotated[
-        Path | None,
-        typer.Option("--for", metavar="MODEL", help=f"The checkpoint that an {HEAD} head drafts for."),
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="MODEL",
+            help=f"Checkpoint folder or hub id of the model that an {HEAD} head drafts for.",
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0,
     layers: Annotated[int | None, typer.Option(min=1, help="Number of layers.")] = None,
@@ -113,7 +117,7 @@ def checkpoint(
     typer.echo(path)
 
 
-def refuse_no_head(family: str, model: Path | None, is_mixed: bool) -> None:
+def refuse_no_head(family: str, model: str | None, is_mixed: bool) -> None:
     """Refuse --for of another family than a head, a head without it, and what no head has (UserError)."""
     usage = f"rayk checkpoint {HEAD} DIR --for MODEL"
     if family != HEAD:
@@ -133,9 +137,11 @@ def write_head(
 ) -> None:
     """Write a random EAGLE-3 head for `model` and print the folder's path. Raises UserError."""
     stderr().print(f"writing a tiny {HEAD} head for {model} to {directory}", markup=False)
+    from rayk.models.hub import config_file
     from rayk.oracle.eagle3 import write_eagle3  # imports torch and transformers
 
-    typer.echo(write_eagle3(directory, model, seed=seed, overrides=values, dtype=dtype, force=force))
+    target = config_file(model)[1]
+    typer.echo(write_eagle3(directory, target, seed=seed, overrides=values, dtype=dtype, force=force))
 
 
 def _given(argument: str | Path | None) -> str:

@@ -116,7 +116,8 @@ def write_eagle3(
     dtype: str = "float32",
     force: bool = False,
 ) -> Path:
-    """Write a random head for the model in the folder `target`, unless `directory` already holds it.
+    """Write a random head for the model in the folder `target`, or of this config.json, unless `directory`
+    already holds it.
 
     overrides: values of its config.json; `draft_vocab_size` (default: a quarter of the vocabulary) tokens are
     drawn from the model's. The folder appears whole or not at all. Returns its path. Raises CheckpointError
@@ -193,7 +194,7 @@ def _write(folder: Path, parameters: Mapping[str, Any]) -> None:
 
 def _values(target: Path) -> dict[str, Any]:
     """Take the sizes of the model's hidden states and vocabulary, and debug sizes of its own for the rest."""
-    file = target / "config.json"
+    file = target if target.is_file() else target / "config.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
         found = {**found.get("text_config", {}), **found}

@@ -25,6 +25,7 @@ COMMANDS = {
     ("costs", "model"): ["costs", NAME, "--out", "costs"],
     ("plan", "spec"): ["plan", "plan.yaml"],
     ("run", "spec"): ["run", "spec.yaml"],
+    ("checkpoint", "model"): ["checkpoint", "eagle3", "head", "--for", NAME],
     ("run", "overrides"): ["run", "other.yaml", "--set", f"model={NAME}"],
 }
 """Parameters by which a checkpoint is named, and a command that names one."""
@@ -36,8 +37,8 @@ NO_CHECKPOINTS = {
     "costs.out plan.out run.ray_token_file serve.ray_token_file",
     "a folder of a run": "report.directories costs.from_runs plan.validate",
     "how clients of a server name its model": "bench.model serve.served_model_name",
-    "a number or a value": "serve.max_model_len doctor.gpus doctor.tokens checkpoint.overrides "
-    "checkpoint.quantise serve.tool_call_parser",
+    "a number or a value": "checkpoint.family serve.max_model_len doctor.gpus doctor.tokens "
+    "checkpoint.overrides checkpoint.quantise serve.tool_call_parser",
 }
 PLAN = {
     "gpus": "1xH200",
