@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from rayk.kv.manager import KVCacheManager
-from rayk.models.drafters.refusals import why_no_drafts
+from rayk.models.drafters.refusals import refuse_settings, why_no_drafts
 from rayk.sched.drafting import Drafting, NgramDrafter
-from rayk.types.bounds import MAX_DRAFTS
 from rayk.types.config import EngineConfig
-from rayk.types.errors import Unsupported, UserError
-from rayk.types.speculative import ACCEPTS, METHODS, SpeculativeConfig
+from rayk.types.errors import Unsupported
 
 
 def make_drafting(config: EngineConfig, manager: KVCacheManager) -> Drafting | None:
@@ -28,28 +26,7 @@ def check_speculative(config: EngineConfig) -> None:
     wanted = config.speculative
     if wanted is None:
         return
-    problem = _problem(wanted)
-    if problem is not None:
-        raise problem
+    refuse_settings(wanted)
     why = why_no_drafts(config)
     if why is not None:
         raise Unsupported(why)
-
-
-def _problem(wanted: SpeculativeConfig) -> UserError | None:
-    where = "speculative"
-    if wanted.method not in METHODS:
-        return UserError(f"method: {wanted.method}", where, f"one of {', '.join(METHODS)}")
-    if wanted.accept not in ACCEPTS:
-        return UserError(f"accept: {wanted.accept}", where, f"one of {', '.join(ACCEPTS)}")
-    if not 1 <= wanted.num_tokens <= MAX_DRAFTS:
-        return UserError(f"num_tokens: {wanted.num_tokens}", where, f"1 to {MAX_DRAFTS}")
-    if wanted.method != "ngram":
-        return None
-    if wanted.model is not None:
-        return UserError(f"model: {wanted.model}, and ngram has none", where, "leave it out")
-    if not 1 <= wanted.prompt_lookup_min <= wanted.prompt_lookup_max:
-        shortest, longest = wanted.prompt_lookup_min, wanted.prompt_lookup_max
-        problem = f"prompt_lookup_min: {shortest}, prompt_lookup_max: {longest}"
-        return UserError(problem, where, "1 <= prompt_lookup_min <= prompt_lookup_max")
-    return None

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import fields
 
 from rayk.models.config import DecoderConfig
+from rayk.types.bounds import MAX_DRAFTS
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
-from rayk.types.speculative import SpeculativeConfig
+from rayk.types.speculative import ACCEPTS, METHODS, SpeculativeConfig
 
 WHERE = "speculative"
 BUILT = ("ngram",)
@@ -16,10 +17,11 @@ _DEFAULTS = {field.name: field.default for field in fields(SpeculativeConfig)}
 
 
 def refuse_speculative(speculative: SpeculativeConfig, engine: EngineConfig, target: DecoderConfig) -> None:
-    """Raise UserError for settings that do not belong together. config.drafter_of looks into folders."""
+    """Raise UserError for settings that do not belong together, or not to this engine and model.
+    config.drafter_of looks into folders."""
+    refuse_settings(speculative)
     method = speculative.method
     if method == "ngram":
-        _refuse_ngram(speculative)
         return
     for name in ("prompt_lookup_max", "prompt_lookup_min"):
         if getattr(speculative, name) != _DEFAULTS[name]:
@@ -47,17 +49,29 @@ def refuse_speculative(speculative: SpeculativeConfig, engine: EngineConfig, tar
         )
 
 
+def refuse_settings(speculative: SpeculativeConfig) -> None:
+    """Raise UserError for what is wrong whatever the engine and the model are."""
+    for name, known in (("method", METHODS), ("accept", ACCEPTS)):
+        if (value := getattr(speculative, name)) not in known:
+            raise UserError(f"{name}: {value}", where=WHERE, mend=f"one of {', '.join(known)}")
+    if not 1 <= speculative.num_tokens <= MAX_DRAFTS:
+        raise UserError(f"num_tokens: {speculative.num_tokens}", where=WHERE, mend=f"1 to {MAX_DRAFTS}")
+    if speculative.method == "ngram":
+        _refuse_ngram(speculative)
+
+
 def _refuse_ngram(speculative: SpeculativeConfig) -> None:
     if speculative.model is not None:
-        raise UserError("method ngram has no model", where=WHERE, mend="leave `model` out")
+        raise UserError("method ngram has no model", where=WHERE, mend="leave `model` out: ngram has none")
     if speculative.tp is not None:
         raise UserError("method ngram has nothing on ranks", where=WHERE, mend="leave `tp` out")
     least, most = speculative.prompt_lookup_min, speculative.prompt_lookup_max
-    if least > most:
+    if not 1 <= least <= most:
+        bound = f"more than prompt_lookup_max {most}" if least > most else "less than 1"
         raise UserError(
-            f"prompt_lookup_min {least} is more than prompt_lookup_max {most}",
+            f"prompt_lookup_min {least} is {bound}",
             where=WHERE,
-            mend=f"prompt_lookup_min: at most {most}",
+            mend=f"prompt_lookup_min: at most {most}; 1 <= prompt_lookup_min <= prompt_lookup_max",
         )
 
 
