@@ -27,10 +27,9 @@ from transformers.models.llama.modeling_llama import (
     repeat_kv,
 )
 
+from rayk.models.families.eagle3 import ARCHITECTURES, LAYERS_KEY, NUM_STREAMS, default_taps
 from rayk.types.errors import CheckpointError, UserError
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
-LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 # B texts, R rows, H hidden size, Q query heads, K KV heads, D head size, V draft vocabulary, W 2 H
@@ -45,7 +44,7 @@ def default_layers(num_layers: int) -> tuple[int, int, int]:
     """
     if num_layers < 3:
         raise UserError(f"a model of {num_layers} layers", mend="an EAGLE-3 head takes the inputs of three")
-    low, middle, high = 2, num_layers // 2, num_layers - 3
+    low, middle, high = default_taps(num_layers)
     return (low, middle, high) if low < middle < high else (num_layers - 3, num_layers - 2, num_layers - 1)
 
 
@@ -56,7 +55,7 @@ def head_config(target: Any, draft_vocab: int) -> dict[str, Any]:
     """
     rope = target.rope_parameters or {}
     return {
-        "architectures": [ARCHITECTURE],
+        "architectures": [ARCHITECTURES[0]],
         "model_type": "llama",
         "num_hidden_layers": 1,
         "hidden_size": target.hidden_size,
@@ -150,7 +149,7 @@ class Head(nn.Module):
         """
         super().__init__()
         config = LlamaConfig(**values)
-        self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(NUM_STREAMS * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = Midlayer(config)
         self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, len(target_ids), bias=False)

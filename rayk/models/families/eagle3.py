@@ -15,6 +15,8 @@ from rayk.models.families.raw import RawConfig, read_json
 from rayk.types.errors import CheckpointError, UnsupportedArchitecture
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
+"""Of a head's config.json: the layers whose hidden states it takes."""
 NUM_STREAMS = 3
 """Hidden states of the model that a head takes per token."""
 
@@ -49,7 +51,7 @@ class Eagle3Config:
     """The layer's residual stream begins as the normed hidden state."""
 
 
-def default_taps(num_layers: int) -> tuple[int, ...]:
+def default_taps(num_layers: int) -> tuple[int, int, int]:
     """Choose the layers as vLLM and SGLang do where a head does not say."""
     return 2, num_layers // 2, num_layers - 3
 
@@ -108,9 +110,8 @@ def _parse(raw: RawConfig) -> Eagle3Config:
 def _taps(raw: RawConfig, eagle: dict[str, object]) -> tuple[int, ...] | None:
     """Read the layers; beside `eagle_config` they are those that take a stream, as vLLM counts, within it
     those that return it, as SGLang does."""
-    key = "eagle_aux_hidden_state_layer_ids"
     for values, offset in ((raw.values, 0), (eagle, 1)):
-        found = values.get(key)
+        found = values.get(LAYERS_KEY)
         if found in (None, []):
             continue
         if (
@@ -118,6 +119,8 @@ def _taps(raw: RawConfig, eagle: dict[str, object]) -> tuple[int, ...] | None:
             or len(found) != NUM_STREAMS
             or not all(isinstance(i, int) and not isinstance(i, bool) and i + offset >= 0 for i in found)
         ):
-            raise CheckpointError(f"`{key}` must list {NUM_STREAMS} layers, not {found!r}", where=raw.where)
+            raise CheckpointError(
+                f"`{LAYERS_KEY}` must list {NUM_STREAMS} layers, not {found!r}", where=raw.where
+            )
         return tuple(i + offset for i in found)
     return None
