@@ -123,7 +123,7 @@ class EngineRank:
         # measures the last step's forward pass, inputs and metadata aside, in ns; waits for it
         self.measure: Callable[[], int] = self.fence.step_ns
         self._staging = HostBuffers(self.device, self.fence.mark)
-        self._fetching = Fetching(self.device, self.fence.mark, config.max_seqs * (1 + self.max_drafts))
+        self._fetching = Fetching(self.device, self.fence.mark, config.max_seqs * (1 + config.max_drafts))
         # whether steps are begun before the tokens of the one before are known; None where they are
         self.why_not_ahead = self._why_not_ahead()
         self._last_tokens = torch.zeros(config.max_seqs, dtype=torch.int64, device=self.device)  # by row
@@ -192,11 +192,6 @@ class EngineRank:
     def slot_tokens(self) -> tuple[TokenShard, ...]:
         """List the tokens of each KV group that steps of this rank compute slots for."""
         return self._inputs.tokens
-
-    @property
-    def max_drafts(self) -> int:
-        """Most drafts of a request in a step."""
-        return 0 if self.config.speculative is None else self.config.speculative.num_tokens
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:
@@ -291,7 +286,7 @@ class EngineRank:
             max_seqs=self.config.max_seqs,
             max_batch_tokens=self.config.max_batch_tokens,
             max_positions=self.model_config.max_positions,
-            max_drafts=self.max_drafts,
+            max_drafts=self.config.max_drafts,
         )
         run_warm_up(((what, partial(self._warm_up_step, batch)) for what, batch in batches), self.comm)
         self.fence.wait()
@@ -436,10 +431,10 @@ class EngineRank:
         return DecodeGraphs(
             decode,
             recorder or (CallRecorder() if on_cpu else CudaRecorder(self.device)),
-            sizes=range(1, min(self.config.max_seqs * (1 + self.max_drafts), MAX_ROWS) + 1)
+            sizes=range(1, min(self.config.max_seqs * (1 + self.config.max_drafts), MAX_ROWS) + 1)
             if on_cpu
             else None,
-            max_drafts=self.max_drafts,
+            max_drafts=self.config.max_drafts,
             scratch=self.plan.scratch,
             tables=self._inputs.tables,
             views=self.attention_groups.views,

@@ -77,7 +77,7 @@ def plan_engine(
         groups,
         num_blocks=config.num_blocks,
         max_seqs=config.max_seqs,
-        num_drafts=0 if config.speculative is None else config.speculative.num_tokens,
+        num_drafts=config.max_drafts,
     )
     ranks = tuple(
         plan_rank(

@@ -92,6 +92,11 @@ class EngineConfig(EngineOptions):
         return self.tp * self.pp
 
     @property
+    def max_drafts(self) -> int:
+        """Most drafts of a request in a step."""
+        return 0 if self.speculative is None else self.speculative.num_tokens
+
+    @property
     def has_weights(self) -> bool:
         """Whether it reads its model's weights. One that computes nothing needs config.json alone."""
         return self.compute == "real"
