@@ -16,7 +16,7 @@ from rayk.types.errors import CheckpointError, UnsupportedArchitecture
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
-"""Of a head's config.json: the layers whose hidden states it takes."""
+"""The key of a head's config.json that lists the layers whose hidden states it takes."""
 NUM_STREAMS = 3
 """Hidden states of the model that a head takes per token."""
 
