@@ -37,9 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # works without
 
 from jobs.benchmarks.harness import Page, above_zero, option, run
 from jobs.draft_acceptance import LONGEST, Tally, head_drafter, known_runs, successor_drafter, tallies
-from jobs.draft_head import WEIGHTS, Head, frequent_ids, head_config, load_head, save_head
+from jobs.draft_head import Head, frequent_ids, head_config
 from jobs.draft_text import SOURCES, Prompt, Seen, Target, Text, Wanted, answers, written_texts
 from rayk.cli.guard import run_guarded
+from rayk.oracle.eagle3 import WEIGHTS
 from rayk.types.errors import UserError
 from rayk.types.files import parse_json
 
@@ -70,8 +71,6 @@ class Recipe:
 @dataclass(frozen=True)
 class Distilled:
     head: Head
-    values: dict[str, Any]
-    """Its config.json."""
     covered: float
     """Share of the model's tokens that are in the draft vocabulary."""
     losses: list[float]
@@ -134,7 +133,7 @@ def loss_of(head: Head, target: Target, batch: Batch, num_steps: int) -> Tensor:
         counts = batch.counts_BR.clone()
         counts[:, :step] = False
         right = (batch.final_BRH[counts] @ rows.T - batch.log_sum_BR[counts][:, None]).exp()
-        found = head.logits(hidden[counts]).log_softmax(-1)
+        found = head.own_logits(hidden[counts]).log_softmax(-1)
         total = total - DECAY**step * (right * found).sum(-1).mean()
         weights += DECAY**step
     return total / weights
@@ -217,12 +216,11 @@ def distil(
     if size > vocab_size:
         raise UserError(f"{size} of {vocab_size} tokens", where="--draft-vocab", mend="fewer")
     ids, covered = frequent_ids(own, vocab_size, size)
-    values = head_config(target.config, size)
-    head = new_head(target, values, ids, recipe.seed)
+    head = new_head(target, head_config(target.config, size), ids, recipe.seed)
     seen = [target.look(text) for text in texts]
     began = time.process_time()
     losses = train(head, target, seen, recipe, tell)
-    return Distilled(head.eval(), values, covered, losses, time.process_time() - began)
+    return Distilled(head.eval(), covered, losses, time.process_time() - began)
 
 
 # --- the page ---------------------------------------------------------------------------------------
@@ -302,7 +300,7 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
         seed=options.seed,
     )
     done = distil(target, learned, options.draft_vocab, recipe, lambda line: print(line, file=sys.stderr))
-    save_head(done.head, done.values, options.out)
+    done.head.save(options.out)
     weights_mb = (options.out / WEIGHTS).stat().st_size / 1e6
     page.say(f"{done.about(target)} Its file has {weights_mb:.1f} MB.", "")
     by_kind = {
@@ -314,7 +312,7 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
         by_kind["greedy, --also"] = list(
             answers(target, also_prompts(options.also, target), wanted, [0.0], draw)
         )
-    first = add_acceptance(page, load_head(options.out), target, learned, by_kind)
+    first = add_acceptance(page, Head.read(options.out), target, learned, by_kind)
     return [] if first > LIMIT else [f"position 1, greedy: {first:.3f} are accepted, the limit is {LIMIT:g}"]
 
 

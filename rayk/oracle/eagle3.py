@@ -1,19 +1,21 @@
-"""EAGLE-3 heads apart from rayk's: transformers' llama modules around two inputs, without a cache; and the
-writer of random ones for a checkpoint.
+"""EAGLE-3 heads apart from rayk's: transformers' llama modules around two inputs, without a cache; their
+files; and the writer of random ones for a checkpoint.
 
-They are as SpecForge and vLLM have them (vllm/model_executor/models/llama_eagle3.py). Shapes: T tokens of a
-text, V the model's vocabulary.
+They are as SpecForge and vLLM have them (vllm/model_executor/models/llama_eagle3.py): a folder with
+config.json and model.safetensors, mostly without embeddings, which are then the model's. Shapes: T tokens of
+a text, V the model's vocabulary, D the draft vocabulary.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -30,10 +32,13 @@ _OWN_KEYS = (
 """Keys of a head's config.json that llama's lacks."""
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 NUM_STREAMS = 3
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
-class _MidLayer(nn.Module):
-    def __init__(self, config: Any) -> None:
+class MidLayer(nn.Module):
+    """A head's one decoder layer, whose attention reads twice its width: an embedding and a hidden state."""
+
+    def __init__(self, config: Any, *, norm_before_residual: bool) -> None:
         from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm
 
         super().__init__()
@@ -47,6 +52,21 @@ class _MidLayer(nn.Module):
         self.hidden_norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
         self.input_layernorm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
+        self._norm_before_residual = norm_before_residual
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        hidden: torch.Tensor,
+        attend: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Compute the residual stream [..., hidden] of rows [..., hidden]. `attend`: `self_attn` of
+        [..., 2 hidden], over whichever rows each of them sees."""
+        normed = self.hidden_norm(hidden)
+        mixed = attend(torch.cat([self.input_layernorm(embeddings), normed], dim=-1))
+        x = (normed if self._norm_before_residual else hidden) + mixed
+        found: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return found
 
 
 class Eagle3Head(nn.Module):
@@ -54,53 +74,91 @@ class Eagle3Head(nn.Module):
 
     depths = 1
     d2t: torch.Tensor
+    t2d: torch.Tensor
 
-    def __init__(self, values: Mapping[str, Any], *, has_embedding: bool = False) -> None:
-        """`values`: of its config.json."""
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        target_ids: torch.Tensor | None = None,
+        *,
+        has_embedding: bool = False,
+    ) -> None:
+        """
+        values:      of its config.json.
+        target_ids:  [D], the model's ids of the draft vocabulary, ascending; None: the first ones.
+        """
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
         super().__init__()
         kept = {k: v for k, v in values.items() if k not in (*_OWN_KEYS, "architectures", "model_type")}
+        self.values = dict(values)
         self.config = LlamaConfig(**kept, attn_implementation="eager")
         size, vocab = self.config.hidden_size, values.get("draft_vocab_size", values["vocab_size"])
         taken = values.get("target_hidden_size") or size
         self.fc = nn.Linear(NUM_STREAMS * taken, size, bias=False)
-        self.midlayer = _MidLayer(self.config)
+        self.midlayer = MidLayer(self.config, norm_before_residual=bool(values.get("norm_before_residual")))
         self.norm = LlamaRMSNorm(size, eps=self.config.rms_norm_eps)
         self.lm_head = nn.Linear(size, vocab, bias=False)
         self.rotary = LlamaRotaryEmbedding(self.config)
         self.embed_tokens = nn.Embedding(self.config.vocab_size, size) if has_embedding else None
-        self.register_buffer("d2t", torch.zeros(vocab, dtype=torch.int64))
+        ids = torch.arange(vocab) if target_ids is None else target_ids
+        self.register_buffer("d2t", ids - torch.arange(vocab))
         self.register_buffer("t2d", torch.zeros(self.config.vocab_size, dtype=torch.bool))
-        self._norm_before_residual = bool(values.get("norm_before_residual"))
+        self.t2d[ids] = True
 
     @classmethod
-    def read(cls, folder: Path, embedding: torch.Tensor) -> Eagle3Head:
-        """Read a head in float32. `embedding` [V, hidden]: the model's, if the head has none."""
-        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        tensors = load_file(folder / "model.safetensors")
-        tensors.setdefault("embed_tokens.weight", embedding.detach())
-        head = cls(values, has_embedding=True)
-        head.load_state_dict(tensors)
+    def read(cls, folder: Path, embedding: torch.Tensor | None = None) -> Self:
+        """Read a head in float32. Raises CheckpointError if it is not whole.
+
+        embedding:  [V, hidden], the model's, which the head takes if its file has none.
+        """
+        try:
+            values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+            tensors = load_file(folder / WEIGHTS)
+            if embedding is not None:
+                tensors.setdefault("embed_tokens.weight", embedding.detach())
+            head = cls(values, has_embedding="embed_tokens.weight" in tensors)
+            head.load_state_dict(tensors)
+        except (OSError, LookupError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(f"no EAGLE-3 head: {error}", where=str(folder)) from error
         return head.float().eval()
+
+    def save(self, folder: Path) -> None:
+        """Write config.json and model.safetensors into a folder."""
+        (folder / CONFIG).write_text(f"{json.dumps(self.values, indent=2)}\n", encoding="utf-8")
+        tensors = {name: tensor.detach().contiguous() for name, tensor in self.state_dict().items()}
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+    @property
+    def target_ids(self) -> torch.Tensor:
+        """The model's ids of the draft vocabulary, [D]."""
+        return torch.arange(len(self.d2t)) + self.d2t
 
     def rows(self, token_ids: torch.Tensor, hidden: torch.Tensor, depth: int = 0) -> torch.Tensor:
         """Compute the residual stream [T, hidden] of a whole text's rows, as WholeDrafter says."""
         assert self.embed_tokens is not None
-        layer, count = self.midlayer, len(token_ids)
-        normed = layer.hidden_norm(hidden)
-        both = torch.cat([layer.input_layernorm(self.embed_tokens(token_ids)), normed], dim=-1)
-        turn = self.rotary(both[None], position_ids=torch.arange(count)[None])
-        mask = torch.full((count, count), -torch.inf, dtype=both.dtype).triu(1)
-        mixed, _ = layer.self_attn(both[None], position_embeddings=turn, attention_mask=mask[None, None])
-        x = (normed if self._norm_before_residual else hidden) + mixed[0]
-        found: torch.Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
+        count = len(token_ids)
+
+        def attend(both: torch.Tensor) -> torch.Tensor:
+            turn = self.rotary(both[None], position_ids=torch.arange(count)[None])
+            mask = torch.full((count, count), -torch.inf, dtype=both.dtype).triu(1)
+            found: tuple[torch.Tensor, Any] = self.midlayer.self_attn(
+                both[None], position_embeddings=turn, attention_mask=mask[None, None]
+            )
+            return found[0][0]
+
+        found: torch.Tensor = self.midlayer(self.embed_tokens(token_ids), hidden, attend)
+        return found
+
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [..., D] of a residual stream [..., hidden], over the draft vocabulary."""
+        found: torch.Tensor = self.lm_head(self.norm(hidden))
         return found
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [T, V]: of each of its tokens at the id that the model knows it by."""
-        own: torch.Tensor = self.lm_head(self.norm(hidden))
+        own = self.own_logits(hidden)
         found = own.new_full((len(own), self.config.vocab_size), -torch.inf)
         for number, offset in enumerate(self.d2t.tolist()):
             found[:, number + offset] = own[:, number]
@@ -169,21 +227,17 @@ def _write(folder: Path, parameters: Mapping[str, Any]) -> None:
         near = difflib.get_close_matches(key, sorted(known), n=1)
         mend = f"did you mean {near[0]!r}?" if near else "see a head's config.json"
         raise UserError(f"unknown config key {key!r}", where=FAMILY, mend=mend)
+    generator = torch.Generator().manual_seed(seed)
+    about = {"architectures": [ARCHITECTURE], "model_type": "llama", "dtype": parameters["dtype"]}
     try:
-        head = Eagle3Head(values)
+        ids = torch.randperm(vocab, generator=generator)[:drafts].sort().values
+        head = Eagle3Head({**about, **values}, ids)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         problem = f"transformers cannot build it: {' '.join(str(error).split())}"
         raise UserError(problem, where=FAMILY, mend="choose other values") from error
     dtype = getattr(torch, parameters["dtype"])
     draw_weights(head, seed=seed, trial=0, dtype=dtype)
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randperm(vocab, generator=generator)[:drafts].sort().values
-    tensors = {name: p.detach().to(dtype).contiguous() for name, p in head.named_parameters()}
-    tensors["d2t"] = ids - torch.arange(drafts)
-    tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, value=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {"architectures": [ARCHITECTURE], "model_type": "llama", "dtype": parameters["dtype"], **values}
-    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    head.to(dtype).save(folder)
     notes = {
         "parameters": parameters,
         "num_parameters": sum(p.numel() for p in head.parameters()),

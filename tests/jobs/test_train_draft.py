@@ -86,7 +86,7 @@ def one_by_one(
 @pytest.mark.parametrize("own", [True, False], ids=["drafting", "the text's tokens"])
 def test_steps_are_those_of_drafts_one_by_one(head: Any, tmp_path: Path, own: bool) -> None:
     """From every row of two texts at once, against one draft after the other by the oracle, from the file."""
-    draft_head.save_head(head, draft_head.head_config(TARGET, len(DRAFT_IDS)), tmp_path)
+    head.save(tmp_path)
     embed = nn.Embedding(VOCAB, TARGET.hidden_size)
     oracle = Eagle3Head.read(tmp_path, embed.weight)
     states, tokens = torch.randn(2, 9, 3 * TARGET.hidden_size), torch.randint(VOCAB, (2, 9))
@@ -108,8 +108,7 @@ def test_steps_are_those_of_drafts_one_by_one(head: Any, tmp_path: Path, own: bo
 
 
 def test_the_file_has_the_names_and_shapes_of_the_public_format(head: Any, tmp_path: Path) -> None:
-    values = draft_head.head_config(TARGET, len(DRAFT_IDS))
-    draft_head.save_head(head, values, tmp_path)
+    head.save(tmp_path)
     found = {name: (tuple(t.shape), t.dtype) for name, t in load_file(tmp_path / "model.safetensors").items()}
     hidden, wide, inner, queries, keys = 24, 48, 35, 32, 16
     shapes = {
@@ -138,15 +137,15 @@ def test_the_file_has_the_names_and_shapes_of_the_public_format(head: Any, tmp_p
 
 
 def test_a_loaded_head_is_the_saved_one(head: Any, tmp_path: Path) -> None:
-    draft_head.save_head(head, draft_head.head_config(TARGET, len(DRAFT_IDS)), tmp_path)
-    loaded = draft_head.load_head(tmp_path)
+    head.save(tmp_path)
+    loaded = draft_head.Head.read(tmp_path)
     assert loaded.target_ids.tolist() == DRAFT_IDS
     assert loaded.t2d.nonzero()[:, 0].tolist() == DRAFT_IDS
     for name, tensor in head.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
     (tmp_path / "model.safetensors").write_bytes(b"no weights")
     with pytest.raises(CheckpointError, match="no EAGLE-3 head"):
-        draft_head.load_head(tmp_path)
+        draft_head.Head.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +292,7 @@ def test_the_loss_by_hand(job: Any) -> None:
         log_sum = (final @ lm_head.T).logsumexp(-1)
         seen.append(draft_text.Seen(text, torch.zeros(len(final), dtype=torch.long), final, final, log_sum))
     steps = torch.randn(2, 2, 4, 3, generator=draw)  # step, text, row, draft token
-    head = SimpleNamespace(target_ids=ids, unroll=lambda *_: iter(steps), logits=lambda hidden: hidden)
+    head = SimpleNamespace(target_ids=ids, unroll=lambda *_: iter(steps), own_logits=lambda hidden: hidden)
     target = SimpleNamespace(lm_head=lm_head, embed=None)
     found = job.loss_of(head, target, job.batch_of(seen), 2)
     by_step = []
@@ -352,7 +351,7 @@ def test_a_head_is_trained_saved_and_measured(
     assert page in told
     first, last = (float(word) for word in page.partition("loss ")[2].split(" nats")[0].split(" to "))
     assert last < first
-    head = draft_head.load_head(out)
+    head = draft_head.Head.read(out)
     assert len(head.d2t) == 100
     rows = [line.split("|")[1:-1] for line in page.splitlines() if "| head |" in line]
     assert [(row[0].strip(), int(row[2])) for row in rows] == [
