@@ -11,15 +11,18 @@
 
 namespace {
 
-constexpr int kPanel = 32;          // outputs of a panel: two vectors
+constexpr int kPanel = 32;          // outputs of a panel
+constexpr int kVectors = kPanel / kLanes;
 constexpr int64_t kDepth = 512;     // products that are summed before their sum is added up
 constexpr int64_t kRowsKept = 96;   // rows of x that stay in the cache while all panels pass
 constexpr int64_t kMinParallel = 1 << 16;  // products per output row below which threads cost more than they bring
-#ifdef __AVX512F__
-constexpr int kMaxRows = 12;  // 24 of 32 registers hold sums
-#else
-constexpr int kMaxRows = 3;
-#endif
+constexpr int kSums = kRegisters * 3 / 4;  // registers that hold sums
+constexpr int kMaxRows = kSums / 2;
+
+// Vectors of a panel that are summed at once for so many rows.
+constexpr int at_once(int num_rows, int vectors = kVectors) {
+    return vectors <= 2 || num_rows * vectors <= kSums ? vectors : at_once(num_rows, vectors / 2);
+}
 
 // A step of K: one float32, or a pair of bfloat16, of each of the 32 outputs.
 template <class T>
@@ -29,17 +32,14 @@ struct Step {
 
 inline Floats times(float a, Floats w, Floats sum) { return sum + a * w; }
 
-struct Pairs {
-    Words bits;  // two bfloat16 of sixteen outputs, the earlier one low
-};
-
-inline Floats times(uint32_t a, Pairs w, Floats sum) {
+// `a` and each lane of w: two bfloat16, the earlier one low.
+inline Floats times(uint32_t a, Words w, Floats sum) {
 #ifdef __AVX512BF16__
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a), (__m512bh)w.bits);
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a), (__m512bh)w);
 #else
     const Floats low = splat(widen(BFloat16{static_cast<uint16_t>(a)}));
     const Floats high = splat(widen(BFloat16{static_cast<uint16_t>(a >> 16)}));
-    return sum + low * (Floats)(w.bits << 16) + high * (Floats)(w.bits & 0xffff0000u);
+    return sum + low * (Floats)(w << 16) + high * (Floats)(w & 0xffff0000u);
 #endif
 }
 
@@ -50,35 +50,35 @@ inline uint32_t value_at(const BFloat16* x, int64_t step) {
     return pair;
 }
 inline Floats weights_at(const float* w) { return load(w); }
-inline Pairs weights_at(const BFloat16* w) {
-    Pairs p;
-    memcpy(&p, w, sizeof p);
-    return p;
+inline Words weights_at(const BFloat16* w) {
+    Words pairs;
+    memcpy(&pairs, w, sizeof pairs);
+    return pairs;
 }
 
-// The sums of M rows and one panel: [M, 2 vectors].
-template <int M, class T>
-inline void multiply(const T* x, int64_t stride, const T* panel, int64_t num_steps, Floats (*total)[2]) {
+// The sums of M rows and V vectors of a panel.
+template <int M, int V, class T>
+inline void multiply(const T* x, int64_t stride, const T* panel, int64_t num_steps, Floats (*total)[V]) {
     constexpr int64_t kWidth = kPanel * Step<T>::kDeep;  // elements of a step
-    for (int m = 0; m < M; ++m) total[m][0] = total[m][1] = splat(0.0f);
+    for (int m = 0; m < M; ++m)
+        for (int v = 0; v < V; ++v) total[m][v] = splat(0.0f);
     for (int64_t first = 0; first < num_steps; first += kDepth) {
         const int64_t end = std::min(num_steps, first + kDepth);
-        Floats sums[M][2];
-        for (int m = 0; m < M; ++m) sums[m][0] = sums[m][1] = splat(0.0f);
+        Floats sums[M][V];
+        for (int m = 0; m < M; ++m)
+            for (int v = 0; v < V; ++v) sums[m][v] = splat(0.0f);
         for (int64_t step = first; step < end; ++step) {
             const T* at = panel + step * kWidth;
-            const auto low = weights_at(at), high = weights_at(at + kWidth / 2);
+            decltype(weights_at(at)) w[V];
+            for (int v = 0; v < V; ++v) w[v] = weights_at(at + v * kLanes * Step<T>::kDeep);
 #pragma GCC unroll 16
             for (int m = 0; m < M; ++m) {
                 const auto a = value_at(x + m * stride, step);
-                sums[m][0] = times(a, low, sums[m][0]);
-                sums[m][1] = times(a, high, sums[m][1]);
+                for (int v = 0; v < V; ++v) sums[m][v] = times(a, w[v], sums[m][v]);
             }
         }
-        for (int m = 0; m < M; ++m) {
-            total[m][0] += sums[m][0];
-            total[m][1] += sums[m][1];
-        }
+        for (int m = 0; m < M; ++m)
+            for (int v = 0; v < V; ++v) total[m][v] += sums[m][v];
     }
 }
 
@@ -90,20 +90,23 @@ inline void tile(int num_rows, const T* x, int64_t stride, const T* panel, int64
         if (num_rows < M)
             return tile<T, M - 1>(num_rows, x, stride, panel, num_steps, bias, out, out_stride, num_outputs);
     }
-    Floats total[M][2];
-    multiply<M>(x, stride, panel, num_steps, total);
-    for (int m = 0; m < M; ++m)
-        for (int half = 0; half < 2; ++half) {
-            const int first = half * kLanes, n = std::min(kLanes, num_outputs - first);
-            if (n <= 0) continue;
-            Floats v = total[m][half];
-            if (bias) v += n == kLanes ? load(bias + first) : load(bias + first, n);
-            T* to = out + m * out_stride + first;
-            if (n == kLanes)
-                store(to, v);
-            else
-                store(to, v, n);
-        }
+    constexpr int V = at_once(M);
+    for (int begin = 0; begin < num_outputs; begin += V * kLanes) {
+        Floats total[M][V];
+        multiply<M, V>(x, stride, panel + begin * Step<T>::kDeep, num_steps, total);
+        for (int m = 0; m < M; ++m)
+            for (int v = 0; v < V; ++v) {
+                const int first = begin + v * kLanes, n = std::min(kLanes, num_outputs - first);
+                if (n <= 0) continue;
+                Floats result = total[m][v];
+                if (bias) result += n == kLanes ? load(bias + first) : load(bias + first, n);
+                T* to = out + m * out_stride + first;
+                if (n == kLanes)
+                    store(to, result);
+                else
+                    store(to, result, n);
+            }
+    }
 }
 
 template <class T>

@@ -134,10 +134,11 @@ inline void accumulate(float* out, int ldo, const float* p, int ldp, const float
 template <class T, int R>
 void accumulate_rows(float* out, int ldo, int num_vectors, const float* p, int ldp, const float* shrink,
                      const T* const* rows, int offset, int num_rows, const T* const* next) {
-    for (int c = 0; c < num_vectors; c += 4) {
+    constexpr int kAtOnce = kRegisters / 8;  // with four rows their sums fill half of the registers
+    for (int c = 0; c < num_vectors; c += kAtOnce) {
         float* o = out + c * kLanes;
         int off = offset + c * kLanes;
-        switch (num_vectors - c < 4 ? num_vectors - c : 4) {
+        switch (num_vectors - c < kAtOnce ? num_vectors - c : kAtOnce) {
             case 4: accumulate<T, R, 4>(o, ldo, p, ldp, shrink, rows, off, num_rows, next); break;
             case 3: accumulate<T, R, 3>(o, ldo, p, ldp, shrink, rows, off, num_rows, next); break;
             case 2: accumulate<T, R, 2>(o, ldo, p, ldp, shrink, rows, off, num_rows, next); break;
@@ -163,35 +164,20 @@ void multiply(float* out, int ldo, int num_vectors, const float* p, int ldp, con
     }
 }
 
-// One halving step for two accumulators: [a folded in half | b folded in half].
-inline Floats fold8(Floats a, Floats b) {
-    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-}
-// The same for vectors that hold two accumulators of 8 lanes, then four of 4, then eight of 2.
-inline Floats fold4(Floats a, Floats b) {
-    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-           __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-}
-inline Floats fold2(Floats a, Floats b) {
-    return __builtin_shufflevector(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-           __builtin_shufflevector(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-}
-inline Floats fold1(Floats a, Floats b) {
-    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-}
-
-// Lane i of the result is the sum of v[i].
+// Lane i of the result is the sum of v[i], of 2 * width vectors: two by two they are folded in half, and lie
+// side by side.
+template <int width = kLanes / 2>
 inline Floats sums(const Floats* v) {
-    Floats a[8], b[4], c[2];
-    for (int i = 0; i < 8; ++i) a[i] = fold8(v[2 * i], v[2 * i + 1]);
-    for (int i = 0; i < 4; ++i) b[i] = fold4(a[2 * i], a[2 * i + 1]);
-    for (int i = 0; i < 2; ++i) c[i] = fold2(b[2 * i], b[2 * i + 1]);
-    return fold1(c[0], c[1]);
+    Floats folded[width];
+    for (int i = 0; i < width; ++i)
+        folded[i] = runs<width, 0>(v[2 * i], v[2 * i + 1]) + runs<width, 1>(v[2 * i], v[2 * i + 1]);
+    if constexpr (width > 1)
+        return sums<width / 2>(folded);
+    else
+        return folded[0];
 }
 
-// scores[R][num_rows] = q[R] . rows; 16 dot products at a time share one reduction.
+// scores[R][num_rows] = q[R] . rows; kLanes dot products at a time share one reduction.
 template <class T, int R>
 void dots(float* scores, const float* q, int ldq, int head_k, const T* const* rows, int num_rows,
           const T* const* next) {

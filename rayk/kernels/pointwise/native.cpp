@@ -169,15 +169,14 @@ inline void take_pairs(const T* p, int n, Floats& even, Floats& odd) {
     T some[2 * kLanes] = {};
     memcpy(some, p, 2 * n * sizeof(T));
     const Floats a = load(some), b = load(some + kLanes);
-    even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    even = runs<1, 0>(a, b);
+    odd = runs<1, 1>(a, b);
 }
 template <class T>
 inline void give_pairs(T* p, Floats even, Floats odd, int n) {
     T some[2 * kLanes];
-    store(some, __builtin_shufflevector(even, odd, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23));
-    store(some + kLanes,
-          __builtin_shufflevector(even, odd, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31));
+    store(some, zipped<0>(even, odd));
+    store(some + kLanes, zipped<1>(even, odd));
     memcpy(p, some, 2 * n * sizeof(T));
 }
 
