@@ -16,8 +16,8 @@ def make_drafting(config: EngineConfig, manager: KVCacheManager) -> Drafting | N
         return None
     assert wanted.method == "ngram", "others are refused"
     drafter = NgramDrafter(wanted.num_tokens, wanted.prompt_lookup_min, wanted.prompt_lookup_max)
-    states = [g.spec.block_size for g in manager.groups if not g.spec.has_token_rows]
-    return Drafting(drafter, manager, state_block_sizes=states)
+    has_states = any(not g.spec.has_token_rows for g in manager.groups)
+    return Drafting(drafter, manager, has_states=has_states)
 
 
 def check_speculative(config: EngineConfig) -> None:

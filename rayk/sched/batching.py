@@ -243,6 +243,8 @@ class Scheduler:
     ) -> None:
         queue.remove(state)
         last_step = self._last_step(state) if self._num_stages > 1 else None
+        if self.drafting is not None and not keep_blocks and then is None:
+            self.drafting.forget(state.row)
         self._release_row(state)
         if keep_blocks:
             return

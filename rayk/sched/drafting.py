@@ -52,15 +52,15 @@ class Drafting:
         drafter: Drafter,
         allocator: BlockAllocator,
         *,
-        state_block_sizes: Sequence[int] = (),
+        has_states: bool = False,
     ) -> None:
-        """`state_block_sizes`: of the KV groups that keep recurrent states."""
+        """`has_states`: whether some KV groups keep recurrent states."""
         self.counts = DraftCounts()
         """Counts the drafts of all requests."""
         self._drafter = drafter
         self._allocator = allocator
-        self._state_block_sizes = tuple(state_block_sizes)
-        self._rollbacks: list[Rollback] = []
+        self._has_states = has_states
+        self._rollbacks: dict[int, Rollback] = {}  # by row
 
     @property
     def has_rollbacks(self) -> bool:
@@ -69,7 +69,7 @@ class Drafting:
 
     def take_rollbacks(self) -> tuple[Rollback, ...]:
         """List what ranks are to do about such states before anything else, since the last call."""
-        rollbacks, self._rollbacks = tuple(self._rollbacks), []
+        rollbacks, self._rollbacks = tuple(self._rollbacks.values()), {}
         return rollbacks
 
     def add(
@@ -115,9 +115,7 @@ class Drafting:
         is_decode = share.needs_logits and stop == len(state.tokens) and len(share.token_ids) == 1
         if not is_decode or stop <= state.num_prompt or state.waits_for_token:
             return 0
-        # A block of states is left with that after its last token.
-        to_borders = [-stop % size for size in self._state_block_sizes]
-        return min([state.num_tokens_left - 1, *to_borders])
+        return state.num_tokens_left - 1
 
     def settle(self, state: RequestState, share: ScheduledRequest, tokens: Sequence[int]) -> int:
         """Give a request the drafts that were accepted and the token after them, up to its end. Returns how
@@ -132,9 +130,19 @@ class Drafting:
             state.drafts = DraftCounts()
         for counts in (self.counts, state.drafts):
             counts.add(num_drafts, len(tokens) - 1)
-        if num_vain and self._state_block_sizes:
-            self._rollbacks.append(Rollback(state.row, num_kept))
+        if num_vain:
+            self._take_back(state.row, num_kept)
         return num_vain
+
+    def _take_back(self, row: int, num_kept: int) -> None:
+        if self._has_states:
+            self._rollbacks[row] = Rollback(row, num_kept)
+
+    def forget(self, row: int | None) -> None:
+        """Of a request that leaves: nobody reads its blocks any more, and others may have them before ranks
+        hear of it. `row`: its own, if it has one."""
+        if row is not None:
+            self._rollbacks.pop(row, None)
 
 
 def _joined(first: BlockUpdates, more: BlockUpdates) -> BlockUpdates:

@@ -18,7 +18,6 @@ from tests.sched.world import (
     BLOCK,
     EOS,
     GROUPS,
-    STATE_BLOCKS,
     STOP,
     World,
     expected_output,
@@ -72,7 +71,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         self.manager = KVCacheManager(GROUPS, num_blocks)
         self.drafting: Drafting | None = None
         if num_drafts:
-            self.drafting = Drafting(Guesses(num_drafts), self.manager, state_block_sizes=STATE_BLOCKS)
+            self.drafting = Drafting(Guesses(num_drafts), self.manager, has_states=True)
         self.scheduler = Scheduler(
             self.manager,
             max_batch_tokens=max_batch_tokens,

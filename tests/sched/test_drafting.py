@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rayk.kv.groups import max_request_blocks
 from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import Scheduler
 from rayk.sched.drafting import Drafting
@@ -37,11 +38,13 @@ class Says:
 
 
 def make(num_blocks: int, drafts: Sequence[int], **changes: Any) -> Scheduler:
-    """One group with blocks of 4 tokens, `num_blocks` usable ones."""
-    caching = changes.pop("prefix_caching", False)
-    manager = KVCacheManager(one_layer_each(full(BLOCK)), num_blocks + 1, prefix_caching=caching)
+    """One group of attention with blocks of 4 tokens, and of states with blocks of so many; `num_blocks`
+    usable ones."""
+    caching, states = changes.pop("prefix_caching", False), changes.pop("states", ())
+    groups = one_layer_each(full(BLOCK), *map(state, states))
+    manager = KVCacheManager(groups, num_blocks + 1, prefix_caching=caching)
     limits = {"max_batch_tokens": 64, "max_seqs": 4, "max_positions": 100} | changes
-    drafting = Drafting(Says(*drafts), manager)
+    drafting = Drafting(Says(*drafts), manager, has_states=bool(states))
     return Scheduler(manager, drafting=drafting, **limits)
 
 
@@ -135,13 +138,17 @@ def test_drafts_take_no_block_that_a_running_request_may_need(num_blocks: int, e
     settle(scheduler, batch)
 
 
-@pytest.mark.parametrize("num_blocks", [4, 5, 6])
-def test_nobody_is_preempted_for_a_draft(num_blocks: int) -> None:
+@pytest.mark.parametrize("num_more", [0, 1, 2, 5])
+@pytest.mark.parametrize("states", [[], [1], [2], [3, 1]], ids=str)
+def test_nobody_is_preempted_for_a_draft(states: list[int], num_more: int) -> None:
     """Drafts that are all wrong change nothing: as many preemptions and steps as without any. (Right ones
     bring a request to its next block sooner, perhaps before another has ended.)"""
 
+    groups = one_layer_each(full(BLOCK), *map(state, states))
+    num_blocks = max_request_blocks(groups, 15, 8) + num_more
+
     def course(drafts: list[int], *sizes: tuple[int, int]) -> tuple[int, int]:
-        scheduler = make(num_blocks, drafts)
+        scheduler = make(num_blocks, drafts, states=states, max_batch_tokens=8)
         for name, (num_prompt, max_tokens) in zip("ab", sizes, strict=True):
             scheduler.add(request(name, num_prompt, max_tokens))
         while scheduler.has_work:
@@ -215,29 +222,46 @@ def test_rejected_tokens_are_never_found_in_the_prefix_cache() -> None:
     assert found([TOKEN, 6, 6, 6, 6]) == 8
 
 
-def test_states_are_rolled_back_and_drafts_end_with_their_blocks() -> None:
-    """A state every 5 tokens: steps end at 10, 15, ... at the latest."""
-    manager = KVCacheManager(one_layer_each(full(BLOCK), state(5)), 60)
-    drafting = Drafting(Says(TOKEN, 6, TOKEN), manager, state_block_sizes=[5])
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_states_are_rolled_back_where_drafts_cross_their_blocks_too(size: int) -> None:
+    """Of three drafts the first counts: every step keeps two tokens, wherever blocks of states end. The state
+    that the next step goes on from is there, and those before it are not."""
+    manager = KVCacheManager(one_layer_each(full(BLOCK), state(size)), 60)
+    drafting = Drafting(Says(TOKEN, WRONG, TOKEN), manager, has_states=True)
     limits = {"max_batch_tokens": 64, "max_seqs": 2, "max_positions": 100}
     scheduler = Scheduler(manager, drafting=drafting, **limits)
-    scheduler.add(request("a", 6, 20))
+    drafted = scheduler.add(request("a", 6, 20))
     settle(scheduler, plan(scheduler))
     seen = []
-    while scheduler.has_work:
+    while drafted.num_tokens_left > 4:
         batch = plan(scheduler)
         (share,) = batch.requests
-        start = share.num_computed_tokens
-        assert start // 5 == (start + len(share.token_ids) - 1) // 5
         settle(scheduler, batch)
-        seen.append((start, share.num_drafts, drafting.take_rollbacks()))
-    assert seen[:4] == [
-        (6, 3, (Rollback(share.row, 2),)),
-        (8, 1, ()),
-        (10, 3, (Rollback(share.row, 2),)),
-        (12, 2, (Rollback(share.row, 2),)),
-    ]
-    assert not drafting.has_rollbacks
+        seen.append((share.num_computed_tokens, share.num_drafts))
+        assert drafting.take_rollbacks() == (Rollback(share.row, 2),)
+        _, table = manager.block_tables("a")
+        last = (share.num_computed_tokens + 1) // size
+        assert table[last] != 0 == sum(table[:last])
+    assert seen == [(start, 3) for start in range(6, 22, 2)]
+    while scheduler.has_work:
+        settle(scheduler, plan(scheduler))
+    assert not drafting.has_rollbacks, "of a request that is over"
+
+
+def test_nobody_goes_back_in_blocks_that_others_may_have() -> None:
+    """A request that is gone when ranks next hear of anything; one that was handed over with its blocks is
+    taken back."""
+    for keep_blocks in (False, True):
+        manager = KVCacheManager(one_layer_each(full(BLOCK), state(5)), 60)
+        drafting = Drafting(Says(WRONG), manager, has_states=True)
+        scheduler = Scheduler(manager, drafting=drafting, max_batch_tokens=64, max_seqs=2, max_positions=100)
+        scheduler.add(request("a", 6))
+        settle(scheduler, plan(scheduler))
+        batch = plan(scheduler)
+        settle(scheduler, batch)
+        scheduler.remove("a", keep_blocks=keep_blocks)
+        kept = (Rollback(batch.requests[0].row, 1),)
+        assert drafting.take_rollbacks() == (kept if keep_blocks else ())
 
 
 def test_an_abort_in_flight_leaves_nothing() -> None:

@@ -139,11 +139,14 @@ class World:
         for row, num_kept in rollbacks:
             share = self.last_steps[row]
             positions = self._positions(share)
+            assert 1 <= num_kept < len(positions), "there is nothing to roll back"
+            last = num_kept - 1
             for group, size in enumerate(STATE_BLOCKS, start=len(WINDOWS)):
-                (index,) = {position // size for position in positions}
-                block, last = self.rows[row][group][index], num_kept - 1
-                assert 0 <= last < len(positions) - 1, "there is nothing to roll back"
-                was = (share.request_id, positions[-1], share.token_ids[-1])
+                column = positions[last] // size
+                block = self.rows[row][group][column]
+                # What the step left in that block, perhaps before it went on to others.
+                at = min(positions[-1], (column + 1) * size - 1) - positions[0]
+                was = (share.request_id, positions[at], share.token_ids[at])
                 assert self.memory[group, block, 0] == was, "the state is another one already"
                 self.memory[group, block, 0] = (share.request_id, positions[last], share.token_ids[last])
 
