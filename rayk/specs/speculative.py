@@ -9,21 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_type_hints
 from pydantic import create_model
 
 from rayk.specs.grammar import ModelPath, StrictModel, checked
-from rayk.types.speculative import METHODS, SpeculativeConfig
+from rayk.types.speculative import HEEDED, HEEDED_BY_ALL, METHODS, SpeculativeConfig
 
 SECTION = "speculative"
 SIDES = ("prefill", "decode")
 NONE = "none"
 """Method of engines that draft nothing: what no method is, and how a side says so where the spec has one."""
-_OF_ALL = ("num_tokens", "accept")
-HEEDED = {
-    "ngram": (*_OF_ALL, "prompt_lookup_max", "prompt_lookup_min"),
-    "draft": (*_OF_ALL, "model", "tp"),
-    "eagle3": (*_OF_ALL, "model", "tp"),
-    "mtp": (*_OF_ALL, "tp"),
-}
-"""Method -> the settings that its drafters heed."""
-assert tuple(HEEDED) == METHODS, "every method heeds something"
 
 
 def _fields(*, of_side: bool) -> dict[str, Any]:
@@ -94,7 +85,7 @@ def _values(spec: DraftingSpec, side: str) -> dict[str, Any]:
     method = own.get("method") or shared["method"] or NONE
     if method != (shared["method"] or NONE):
         defaults = SpeculativeSpec().model_dump()
-        shared = {key: shared[key] if key in _OF_ALL else defaults[key] for key in KEYS}
+        shared = {key: shared[key] if key in HEEDED_BY_ALL else defaults[key] for key in KEYS}
     return shared | {key: value for key, value in own.items() if value is not None} | {"method": method}
 
 

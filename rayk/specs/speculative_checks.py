@@ -9,9 +9,9 @@ from rayk.models.config import DecoderConfig
 from rayk.models.drafters.refusals import refuse_speculative
 from rayk.specs.cells import Cell
 from rayk.specs.load import LoadedSpec
-from rayk.specs.speculative import HEEDED, KEYS, NONE, SECTION, SIDES, SpeculativeSpec, axis_value
+from rayk.specs.speculative import KEYS, NONE, SECTION, SIDES, SpeculativeSpec, axis_value
 from rayk.types.errors import SpecError, UserError
-from rayk.types.speculative import METHODS
+from rayk.types.speculative import HEEDED, METHODS
 
 _NEEDS_MODEL = {"draft": "a smaller model's folder", "eagle3": "an EAGLE-3 head's folder"}
 

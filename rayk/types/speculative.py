@@ -9,6 +9,15 @@ from rayk.types.bounds import MAX_DRAFTS, Between, OneOf
 
 METHODS = ("ngram", "draft", "eagle3", "mtp")
 ACCEPTS = ("match", "rejection")
+HEEDED_BY_ALL = ("num_tokens", "accept")
+HEEDED = {
+    "ngram": (*HEEDED_BY_ALL, "prompt_lookup_max", "prompt_lookup_min"),
+    "draft": (*HEEDED_BY_ALL, "model", "tp"),
+    "eagle3": (*HEEDED_BY_ALL, "model", "tp"),
+    "mtp": (*HEEDED_BY_ALL, "tp"),
+}
+"""Method -> the settings that its drafters heed."""
+assert tuple(HEEDED) == METHODS, "every method heeds something"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,7 @@ import torch
 
 from rayk.engine.build import RequestResult, ThreadEngine
 from rayk.engine.verifying import DraftRows
-from rayk.types.errors import RaykError, Unsupported, UserError
+from rayk.types.errors import RaykError, UserError
 from rayk.types.request import FinishReason
 from rayk.types.speculative import SpeculativeConfig
 from tests.answers import NUM_TOKENS, Answers, make_answers
@@ -256,7 +256,7 @@ def test_a_row_that_is_not_finite_counts_only_where_drafts_come_to_it(
 @pytest.mark.parametrize(
     ("changes", "more", "error", "match"),
     [
-        ({"method": "draft", "model": "x"}, {}, Unsupported, "ngram"),
+        ({"method": "draft", "model": "x"}, {}, UserError, "prompt_lookup_max is for method ngram"),
         ({"model": "x"}, {}, UserError, "ngram has none"),
         ({"num_tokens": 0}, {}, UserError, "1 to 32"),
         ({"num_tokens": 33}, {}, UserError, "1 to 32"),

@@ -316,9 +316,14 @@ ALONE = EngineConfig(model="m")
         ({"method": "draft"}, {"tp": 2, "dcp": 2}, "dcp: 2", "dcp: 1, or method: ngram"),
         ({"method": "mtp", "prompt_lookup_max": 5}, {}, "prompt_lookup_max is for method ngram", "leave"),
         ({"method": "draft", "prompt_lookup_min": 1}, {}, "prompt_lookup_min is for method ngram", "leave"),
-        ({"method": "mtp", "model": "x"}, {}, "the model's own checkpoint", "leave `model` out"),
-        ({"method": "ngram", "model": "x"}, {}, "method ngram has no model", "leave `model` out"),
-        ({"method": "ngram", "tp": 1}, {}, "nothing on ranks", "leave `tp` out"),
+        ({"method": "mtp", "model": "x"}, {}, "model is for method draft or eagle3", "leave `model` out"),
+        (
+            {"method": "ngram", "model": "x"},
+            {},
+            "model is for method draft or eagle3, not ngram",
+            "leave `model` out",
+        ),
+        ({"method": "ngram", "tp": 1}, {}, "tp is for method draft or eagle3 or mtp", "leave `tp` out"),
         ({"method": "ngram", "prompt_lookup_min": 6}, {}, "prompt_lookup_min 6 is more than", "at most 4"),
     ],
 )

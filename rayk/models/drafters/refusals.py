@@ -8,7 +8,7 @@ from rayk.models.config import DecoderConfig
 from rayk.types.bounds import MAX_DRAFTS
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
-from rayk.types.speculative import ACCEPTS, METHODS, SpeculativeConfig
+from rayk.types.speculative import ACCEPTS, HEEDED, METHODS, SpeculativeConfig
 
 WHERE = "speculative"
 BUILT = ("ngram",)
@@ -23,15 +23,6 @@ def refuse_speculative(speculative: SpeculativeConfig, engine: EngineConfig, tar
     method = speculative.method
     if method == "ngram":
         return
-    for name in ("prompt_lookup_max", "prompt_lookup_min"):
-        if getattr(speculative, name) != _DEFAULTS[name]:
-            raise UserError(
-                f"{name} is for method ngram, not {method}", where=WHERE, mend=f"leave {name} out"
-            )
-    if method == "mtp" and speculative.model is not None:
-        raise UserError(
-            "method mtp takes the layers of the model's own checkpoint", where=WHERE, mend="leave `model` out"
-        )
     for setting, size in (("pp", engine.pp), ("dcp", engine.dcp)):
         if size > 1:
             raise UserError(
@@ -56,15 +47,7 @@ def refuse_settings(speculative: SpeculativeConfig) -> None:
             raise UserError(f"{name}: {value}", where=WHERE, mend=f"one of {', '.join(known)}")
     if not 1 <= speculative.num_tokens <= MAX_DRAFTS:
         raise UserError(f"num_tokens: {speculative.num_tokens}", where=WHERE, mend=f"1 to {MAX_DRAFTS}")
-    if speculative.method == "ngram":
-        _refuse_ngram(speculative)
-
-
-def _refuse_ngram(speculative: SpeculativeConfig) -> None:
-    if speculative.model is not None:
-        raise UserError("method ngram has no model", where=WHERE, mend="leave `model` out: ngram has none")
-    if speculative.tp is not None:
-        raise UserError("method ngram has nothing on ranks", where=WHERE, mend="leave `tp` out")
+    _refuse_unheeded(speculative)
     least, most = speculative.prompt_lookup_min, speculative.prompt_lookup_max
     if not 1 <= least <= most:
         bound = f"more than prompt_lookup_max {most}" if least > most else "less than 1"
@@ -72,6 +55,19 @@ def _refuse_ngram(speculative: SpeculativeConfig) -> None:
             f"prompt_lookup_min {least} is {bound}",
             where=WHERE,
             mend=f"prompt_lookup_min: at most {most}; 1 <= prompt_lookup_min <= prompt_lookup_max",
+        )
+
+
+def _refuse_unheeded(speculative: SpeculativeConfig) -> None:
+    method = speculative.method
+    for name, default in _DEFAULTS.items():
+        if name == "method" or name in HEEDED[method] or getattr(speculative, name) == default:
+            continue
+        takes = " or ".join(other for other in METHODS if name in HEEDED[other])
+        raise UserError(
+            f"{name} is for method {takes}, not {method}",
+            where=WHERE,
+            mend=f"leave `{name}` out: {method} has none",
         )
 
 
