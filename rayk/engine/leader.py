@@ -444,11 +444,11 @@ class Leader:
         """End the requests whose logits are not finite, and keep nothing of them."""
         for share, state in zip(batch.requests, self.scheduler.scheduled(batch), strict=True):
             request_id = share.request_id
-            num_tokens = share.num_computed_tokens + len(share.token_ids)
-            if share.num_drafts:
-                num_tokens += len(tokens.accepted.get(request_id, ())) - share.num_drafts
+            num_tokens = share.num_computed_tokens + len(share.token_ids) - share.num_drafts
             if request_id not in tokens.not_finite or state.row is None:
                 continue  # aborted while the step ran
+            if self.scheduler.drafting is not None:
+                self.scheduler.drafting.reject(state, share)  # its states are looked at
             self.forget(state)
             error = NotFiniteError(request_id, f"logits at token {num_tokens - 1} are")
             # Of a prompt whose logits are told, stages may still compute the tokens behind this one.

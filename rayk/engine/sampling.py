@@ -194,8 +194,11 @@ def _finish(
     kept = range(len(sampling)) if drafted is None else drafted.kept(tokens)
     accepted = {} if drafted is None else drafted.accepted(tokens, kept)
     names = [s.request_id for s in sampling]
-    bad = {*not_finite, *(names[i] for i in kept if tokens[i] == NO_TOKEN)}
-    reported = [i for i in kept if sampling[i].request.sampling.logprobs is not None and names[i] not in bad]
+    # Behind accepted tokens a bad row is left for the next step, which comes to it if they do not end the
+    # request.
+    bad = {*not_finite, *(names[i] for i in kept if tokens[i] == NO_TOKEN and not accepted.get(names[i]))}
+    asked = [i for i in kept if sampling[i].request.sampling.logprobs is not None]
+    reported = [i for i in asked if tokens[i] != NO_TOKEN and names[i] not in bad]
     logprobs: dict[str, list[TokenLogprobs]] = {}
     if reported:
         num_top = [sampling[i].request.sampling.logprobs or 0 for i in reported]

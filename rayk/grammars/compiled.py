@@ -62,6 +62,19 @@ class OutputGrammar:
             self._matcher.consume_token(token_id)
         return not self._has_error() and self._matcher.is_stopped()
 
+    def num_taken(self, token_ids: Sequence[int]) -> int:
+        """Count the first of these tokens that the output could take, each after a look at what may come, as
+        where it is sampled by itself; one at least, whose error then shows when it is fed."""
+        ahead = OutputGrammar(self._matcher.deep_copy(), self._vocab_size)
+        for index, token in enumerate(token_ids):
+            ahead.mask()
+            is_complete = ahead.feed(token)
+            if ahead.error is not None:
+                return max(1, index)
+            if is_complete:
+                break
+        return len(token_ids)
+
     def _has_error(self) -> bool:
         if self.error is None and self._matcher.is_error():
             self.error = in_words(self._matcher.get_error())

@@ -134,6 +134,12 @@ class Drafting:
             self._take_back(state.row, num_kept)
         return num_vain
 
+    def reject(self, state: RequestState, share: ScheduledRequest) -> None:
+        """Take a request back to its last known token, which gave no other."""
+        if share.num_drafts:
+            assert state.row is not None
+            self._take_back(state.row, len(share.token_ids) - share.num_drafts)
+
     def _take_back(self, row: int, num_kept: int) -> None:
         if self._has_states:
             self._rollbacks[row] = Rollback(row, num_kept)

@@ -25,6 +25,9 @@ class OutputForm(Protocol):
     def feed(self, token_id: int) -> bool:
         """Take the next output token; tells whether the output is complete with it."""
 
+    def num_taken(self, token_ids: Sequence[int]) -> int:
+        """Count the first of these tokens that the output could take before it cannot go on; at least one."""
+
 
 @dataclass(slots=True, eq=False)
 class RequestState:
@@ -136,8 +139,10 @@ class RequestState:
         self.append(tokens[-1])
 
     def append_until_end(self, tokens: Sequence[int]) -> int:
-        """Take sampled tokens, any of which may end the request: none after that is taken. Returns how many
-        were taken."""
+        """Take sampled tokens, any of which may end the request: none after that is taken. Nor is one that
+        its form fails at, but for the first: a later step comes to it. Returns how many were taken."""
+        if self.form is not None and len(tokens) > 1:
+            tokens = tokens[: self.form.num_taken(tokens)]
         self.num_new = 0
         for token in tokens:
             self.append(token)

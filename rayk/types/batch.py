@@ -82,9 +82,10 @@ class StepTokens:
     """Holds what a step came to, by request id. Filled by the sampler."""
 
     token_ids: Mapping[str, int]  # for requests without drafts that needed logits and got finite ones
-    # for requests with drafts: those that were accepted, and the token after them
+    # for requests with drafts: those that were accepted, and the token after them unless its logits are not
+    # finite, which the next step finds again
     accepted: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    not_finite: frozenset[str] = frozenset()  # those whose logits were not
+    not_finite: frozenset[str] = frozenset()  # those whose logits were not, and that got no token
     # for these tokens, in order, where asked for
     logprobs: Mapping[str, Sequence[TokenLogprobs]] = field(default_factory=dict)
     # for the tokens of `prompt_logits`, in order

@@ -12,7 +12,8 @@ import torch
 
 from rayk.engine.build import RequestResult, ThreadEngine
 from rayk.engine.verifying import DraftRows
-from rayk.types.errors import RaykError, UserError
+from rayk.types.batch import Rollback, ScheduledBatch
+from rayk.types.errors import NotFiniteError, RaykError, UserError
 from rayk.types.request import FinishReason
 from rayk.types.speculative import SpeculativeConfig
 from tests.answers import NUM_TOKENS, Answers, make_answers
@@ -223,34 +224,85 @@ def test_an_abort_between_verify_steps(
     assert turns.tokens("kept") == found.expected[1]
 
 
-def test_a_row_that_is_not_finite_counts_only_where_drafts_come_to_it(
+def spoil_at(turns: Turns, position: int, *, drafts_only: bool = False) -> None:
+    """The logits behind the token at this position are NaN, in every step or only where it is a draft."""
+    step = turns.rank.step
+
+    def spoilt(batch: ScheduledBatch) -> torch.Tensor:
+        logits, row = step(batch), 0
+        for share in batch.requests:
+            first = share.num_computed_tokens + len(share.token_ids) - share.num_logits
+            at = position - first
+            if drafts_only <= at < share.num_logits:
+                with torch.inference_mode():
+                    logits[row + at] = float("nan")
+            row += share.num_logits
+        return logits
+
+    turns.rank.step = spoilt  # type: ignore[method-assign]
+
+
+def test_a_row_that_is_not_finite_is_what_it_would_be_without_drafts(
+    answers: Callable[[str], Answers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was accepted before it is told, with its log probabilities, and an end before it is an end."""
+    found = answers("llama")
+    prompt, expected = found.prompts[1], found.expected[1]
+    bad = len(prompt) + 3
+    Prophet(dict.fromkeys(("fails", "ends"), expected), err_every=0).plant(monkeypatch)
+    for speculative in (None, NGRAM):
+        turns = Turns(found.path, speculative=speculative, async_scheduling="auto")
+        turns.leader.scheduler._eos_token_ids = frozenset([expected[3]])
+        spoil_at(turns, bad)
+        turns.submit(
+            make_request("fails", prompt, 10, logprobs=1),
+            make_request("ends", prompt, 10, ignore_eos=False, logprobs=1),
+        )
+        turns.finish()
+        for name, num_told in (("fails", 4), ("ends", expected.index(expected[3]) + 1)):
+            assert turns.tokens(name) == expected[:num_told]
+            told = [one for event in turns.events[name] for one in event.logprobs or ()]
+            assert [one.token_id for one in told] == expected[:num_told]
+        error = turns.events["fails"][-1].error
+        assert isinstance(error, NotFiniteError)
+        assert error.what == f"logits at token {bad} are"
+        assert turns.end("ends") is FinishReason.STOP
+        assert (len(turns.events["fails"]) < 5) == (speculative is not None), "drafts were accepted"
+
+
+def test_a_row_that_is_not_finite_is_nothing_behind_a_rejected_draft(
     answers: Callable[[str], Answers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = answers("llama")
-    right, wrong = found.expected[1], list(map(other_than, found.expected[1]))
-    for name, drafts in (("right", right), ("wrong", wrong)):
-        Prophet({name: drafts}, err_every=0).plant(monkeypatch)
-        turns = Turns(found.path, speculative=NGRAM, async_scheduling="auto")
-        step = turns.rank.step
+    prompt, expected = found.prompts[1], found.expected[1]
+    Prophet({"r": list(map(other_than, expected))}, err_every=0).plant(monkeypatch)
+    turns = Turns(found.path, speculative=NGRAM, async_scheduling="auto")
+    spoil_at(turns, len(prompt) + 3, drafts_only=True)
+    turns.submit(make_request("r", prompt, 10))
+    turns.finish()
+    assert turns.events["r"][-1].error is None
+    assert turns.tokens("r") == expected[:10]
 
-        def spoilt(batch: Any, step: Any = step) -> Any:
-            logits = step(batch)
-            if len(logits) > 2:
-                with torch.inference_mode():
-                    logits[2] = float("nan")
-            return logits
 
-        turns.rank.step = spoilt  # type: ignore[method-assign]
-        turns.submit(make_request(name, found.prompts[1], 10))
-        turns.finish()
-        error = turns.events[name][-1].error
-        if name == "wrong":
-            assert error is None
-            assert turns.tokens(name) == right[:10]
-        else:
-            assert error is not None
-            # Behind the prompt's 37 and one more, two drafts count before it.
-            assert "logits at token 39 are" in str(error)
+def test_states_of_a_request_that_fails_are_those_of_its_last_token(
+    answers: Callable[[str], Answers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks for what was not finite does not find it in drafts."""
+    found = answers("mamba2")
+    prompt, expected = found.prompts[1], found.expected[1]
+    Prophet({"r": expected}, err_every=0).plant(monkeypatch)
+    turns = Turns(found.path, speculative=NGRAM, async_scheduling="auto")
+    spoil_at(turns, len(prompt) + 3)
+    taken_back, roll_back = [], turns.rank.roll_back
+    turns.rank.roll_back = lambda rollbacks: (taken_back.append(tuple(rollbacks)), roll_back(rollbacks))  # type: ignore[method-assign]
+    turns.submit(make_request("r", prompt, 10))
+    turns.finish()
+    assert turns.tokens("r") == expected[:4]
+    assert isinstance(turns.events["r"][-1].error, NotFiniteError)
+    (_, first, last) = turns.shares("r")
+    assert (len(first), len(last)) == (5, 5)
+    row = turns.batches[-1].requests[0].row
+    assert taken_back == [(Rollback(row, 3),), (Rollback(row, 1),)]
 
 
 @pytest.mark.parametrize(

@@ -313,6 +313,25 @@ def test_hostile_descriptions_take_bounded_time_and_memory(name: str) -> None:
     assert done.stdout.decode().split()[0] in ("taken", "refused")
 
 
+def test_tokens_are_taken_up_to_one_that_the_output_fails_at() -> None:
+    """Of byte tokens, each of which is looked for as if it were sampled by itself; the output stays where it
+    was. What comes after its end is for others to cut."""
+    grammars, tokens = vocabulary("bytes")
+    a, b, x = (tokens.index(text) for text in (b"a", b"b", b"x"))
+    output = grammars.begin(StructuredOutputs(regex="ab{2}"))
+    for token_ids, num_taken in (
+        ([a, b, b], 3),
+        ([a, b, x], 2),
+        ([a, x, b], 1),
+        ([x, a], 1),
+        ([a, b, b, x, x], 5),
+        ([a], 1),
+    ):
+        assert output.num_taken(token_ids) == num_taken
+        assert output.error is None
+        assert allowed(output) == [a]
+
+
 def test_a_machine_without_the_library_says_what_to_install() -> None:
     script = (
         "import sys; sys.modules['llguidance'] = None\n"

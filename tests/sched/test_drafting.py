@@ -194,6 +194,34 @@ def test_what_follows_the_end_inside_a_draft_is_cut() -> None:
     assert scheduler.allocator.num_free_blocks == 20
 
 
+class Fragile:
+    """The form of an output that cannot go on after so many tokens: it fails at the next one."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.left = num_tokens
+        self.error: str | None = None
+
+    def feed(self, token_id: int) -> bool:
+        self.left -= 1
+        self.error = "too complex" if self.left < 0 else None
+        return False
+
+    def num_taken(self, token_ids: Sequence[int]) -> int:
+        return max(1, min(self.left, len(token_ids)))
+
+
+def test_a_form_fails_at_the_token_that_it_would_fail_at_without_drafts() -> None:
+    """Tokens before it are told, and it is the first of a later step."""
+    scheduler = make(20, [TOKEN] * 4)
+    drafted = scheduler.add(request("a", 6))
+    drafted.form = form = Fragile(8)
+    outputs = []
+    while form.error is None:
+        (state,) = settle(scheduler, plan(scheduler))
+        outputs.append((state.num_new, len(state.output_token_ids), form.error))
+    assert outputs == [(1, 1, None), (5, 6, None), (2, 8, None), (1, 9, "too complex")]
+
+
 def test_positions_end_drafts() -> None:
     scheduler = make(20, [TOKEN] * 6, max_positions=10)
     drafted = scheduler.add(request("a", 5, 50))
