@@ -139,6 +139,7 @@ class DecodeGraphs:
         max_seqs: int,
         max_positions: int,
         device: torch.device,
+        max_tokens: int | None = None,
         mark: Mark = lambda: lambda: None,
         sizes: Sequence[int] | None = None,
         max_drafts: int = 0,
@@ -147,8 +148,10 @@ class DecodeGraphs:
         """Record every size of `graph_sizes`; or of `sizes`, ascending, the largest, and others at their
         first step. `tables` are each KV group's, up to date when a step is replayed. `views` are those that
         layers have. `mark`: see HostBuffers. `max_drafts`: of a request; where there are states, `scratch` is
-        for those after them."""
+        for those after them. `max_tokens`: of any step; None: a step may have the most of every request."""
         max_rows = max_seqs * (1 + max_drafts)
+        if max_tokens is not None:
+            max_rows, max_seqs = min(max_rows, max_tokens), min(max_seqs, max_tokens)
         self.sizes = tuple(sizes or graph_sizes(max_rows if scratch is None else max_seqs))
         self.chained_sizes = () if scratch is None else graph_sizes(max_rows)
         """Numbers of rows of steps with drafts, where states go from row to row."""

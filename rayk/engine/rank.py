@@ -428,12 +428,13 @@ class EngineRank:
             return self.decoder.logits(hidden)
 
         on_cpu = recorder is None and self.device.type == "cpu"
+        config = self.config
+        most_rows = min(MAX_ROWS, config.max_batch_tokens, config.max_seqs * (1 + config.max_drafts))
         return DecodeGraphs(
             decode,
             recorder or (CallRecorder() if on_cpu else CudaRecorder(self.device)),
-            sizes=range(1, min(self.config.max_seqs * (1 + self.config.max_drafts), MAX_ROWS) + 1)
-            if on_cpu
-            else None,
+            sizes=range(1, most_rows + 1) if on_cpu else None,
+            max_tokens=self.config.max_batch_tokens,
             max_drafts=self.config.max_drafts,
             scratch=self.plan.scratch,
             tables=self._inputs.tables,

@@ -51,7 +51,10 @@ def batch_of(*requests: tuple[int, int, tuple[int, ...]]) -> ScheduledBatch:
 
 
 def make_graphs(
-    forward: Callable[..., torch.Tensor], tables: tuple[BlockTables, ...], scratch: StateScratch | None
+    forward: Callable[..., torch.Tensor],
+    tables: tuple[BlockTables, ...],
+    scratch: StateScratch | None,
+    max_tokens: int | None = None,
 ) -> DecodeGraphs:
     group = next(i for i, table in enumerate(tables) if not table.is_state)
     return DecodeGraphs(
@@ -63,6 +66,7 @@ def make_graphs(
         max_positions=64,
         device=torch.device("cpu"),
         max_drafts=2,
+        max_tokens=max_tokens,
         scratch=scratch,
     )
 
@@ -168,6 +172,21 @@ def test_states_go_where_those_of_eager_steps_do(size: int) -> None:
         assert (found.longest_run, found.max_query_len) == (0, 3)
     replay(graphs, batch_of((1, 4, (1,))))
     assert seen[-1].is_single_step, "without drafts they are what they were"
+
+
+def test_no_step_is_larger_than_a_batch_may_be() -> None:
+    ids = np.arange(1, 13, dtype=np.int32).reshape(3, 4)
+    tables = BlockTables(ids, 16), BlockTables(ids, 16, is_state=True)
+    for max_tokens, attention, states, chained in (
+        (7, (1, 2, 4, 7), (1, 2, 3), (1, 2, 4, 7)),
+        (2, (1, 2), (1, 2), (1, 2)),
+        (100, (1, 2, 4, 8, 9), (1, 2, 3), (1, 2, 4, 8, 9)),
+    ):
+        graphs = make_graphs(lambda ids, *_: ids[:, None].float(), tables[:1], None, max_tokens)
+        assert (graphs.sizes, graphs.chained_sizes) == (attention, ())
+        scratch = StateScratch(50, 3, 2, (1,))
+        graphs = make_graphs(lambda ids, *_: ids[:, None].float(), tables, scratch, max_tokens)
+        assert (graphs.sizes, graphs.chained_sizes) == (states, chained)
 
 
 def test_starts_of_padding() -> None:
