@@ -114,8 +114,8 @@ def _named(rank: RankGeometry, coordinate: _GivenCoordinate, sources: Mapping[in
     if layer not in layers:
         others = f", and {numbers(sorted(sources))} use their pages" if sources else ""
         raise UserError(f"layer {layer}: the layers that keep something are {numbers(layers)}{others}")
-    if coordinate.block >= rank.num_blocks:
-        raise UserError(f"block {coordinate.block}: the pool has blocks 0-{rank.num_blocks - 1}")
+    if coordinate.block >= rank.num_pool_blocks:
+        raise UserError(f"block {coordinate.block}: the pool has blocks 0-{rank.num_pool_blocks - 1}")
     found = [(g, f) for g in rank.groups if layer in g.group.layers for f in g.fields]
     if coordinate.group is not None:
         groups = numbers(sorted({g.group.index for g, _ in found}))

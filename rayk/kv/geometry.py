@@ -175,9 +175,17 @@ class RankGeometry:
     """In the engine."""
     layout: KVCacheLayout
     num_blocks: int
+    """Those of the pool, and those of a scratch behind it."""
     regions: tuple[Region, ...]
     """In the order of groups and of memory: the model's groups together, then each rider by itself."""
     groups: tuple[GroupGeometry, ...]
+    num_scratch_blocks: int = 0
+    """The last so many blocks are in no block table: see kv.scratch."""
+
+    @property
+    def num_pool_blocks(self) -> int:
+        """Count the blocks that tables may name, the null block among them."""
+        return self.num_blocks - self.num_scratch_blocks
 
     @property
     def share(self) -> RankShare:
@@ -234,8 +242,11 @@ def plan_rank(
     shape: EngineShape = ALONE,
     rank: int = 0,
     kernel_block_sizes: Sequence[int] | None = None,
+    num_scratch_blocks: int = 0,
 ) -> RankGeometry:
     """Lay out all groups of one rank, of an engine of this shape, in one buffer.
+
+    `num_scratch_blocks`: the last so many of `num_blocks` are the scratch's.
 
     `kernel_block_sizes`: rows of a kernel block per group, each a divisor of the rows of a rank's block
     (None: equal to them). Where blocks are outermost, groups with different pages each use a block in their
@@ -269,7 +280,7 @@ def plan_rank(
         placed += (one.place(step, offset) for one in laid_out)
         regions.append(Region(part, offset, step if layout.block_outermost else step * positions))
         offset = _round_up(offset + num_blocks * regions[-1].block_bytes, REGION_ALIGNMENT)
-    return RankGeometry(shape, rank, layout, num_blocks, tuple(regions), tuple(placed))
+    return RankGeometry(shape, rank, layout, num_blocks, tuple(regions), tuple(placed), num_scratch_blocks)
 
 
 def _lay_out_together(

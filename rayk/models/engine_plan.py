@@ -79,14 +79,16 @@ def plan_engine(
         max_seqs=config.max_seqs,
         num_drafts=config.max_drafts,
     )
+    num_scratch_blocks = 0 if scratch is None else scratch.num_blocks
     ranks = tuple(
         plan_rank(
             groups,
             resolution.layout,
             shape=shape,
             rank=rank,
-            num_blocks=config.num_blocks + (0 if scratch is None else scratch.num_blocks),
+            num_blocks=config.num_blocks + num_scratch_blocks,
             kernel_block_sizes=kernel_blocks,
+            num_scratch_blocks=num_scratch_blocks,
         )
         for rank in range(shape.num_ranks)
     )

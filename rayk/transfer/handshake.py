@@ -166,6 +166,7 @@ def check_engine(descriptions: Sequence[CacheDescription]) -> None:
                 ("engine", first.engine, other.engine),
                 ("epoch", first.epoch, other.epoch),
                 ("num_blocks", first.geometry.num_blocks, other.geometry.num_blocks),
+                ("num_pool_blocks", first.geometry.num_pool_blocks, other.geometry.num_pool_blocks),
                 ("shape", first.geometry.shape, other.geometry.shape),
                 ("tokens of blocks", _block_sizes(first.geometry), _block_sizes(other.geometry)),
             )
@@ -179,6 +180,9 @@ def _impossible(rank: RankGeometry) -> Iterator[tuple[str, str, str]]:
     """Yield (name, found, allowed) of what would be planned with, or read outside of the rank's pages."""
     if not 2 <= rank.num_blocks <= MAX_BLOCKS:
         yield "num_blocks", str(rank.num_blocks), f"2 .. {MAX_BLOCKS}"
+    num_scratch, most = rank.num_scratch_blocks, rank.num_blocks - 2
+    if type(num_scratch) is not int or not 0 <= num_scratch <= most:
+        yield "num_scratch_blocks", str(num_scratch), f"0 .. {most}"
     if not _is_shape(rank.shape):
         yield "shape", str(rank.shape), f"at most {MAX_RANKS} ranks, dcp of at most tp"
         return

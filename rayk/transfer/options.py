@@ -88,5 +88,5 @@ def choose_layers(
 def _most_tokens(geometry: RankGeometry) -> int:
     """Estimate the tokens of a sequence alone in the engine, roughly: so many fit."""
     num_tables = sum(g.group.rides is None for g in geometry.groups)
-    per_group = max(1, (geometry.num_blocks - 1) // num_tables)
+    per_group = max(1, (geometry.num_pool_blocks - 1) // num_tables)
     return per_group * min(g.block_size for g in geometry.groups)

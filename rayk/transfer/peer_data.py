@@ -96,7 +96,7 @@ def check_ticket(
         wrong = f"its ticket is of {ticket.num_tokens} tokens, there are blocks for {num_here}"
     if wrong is None and first_row < ticket.first_row:
         wrong = f"rows {first_row} to {ticket.first_row - 1} are neither here nor offered"
-    wrong = wrong or _wrong_parts(ticket, len(producers), producers[0].geometry.num_blocks)
+    wrong = wrong or _wrong_parts(ticket, len(producers), producers[0].geometry.num_pool_blocks)
     if wrong is None:
         words = views.words(ticket.num_tokens, me.rows_per_group)[1].num_in_all
         digests, shape = ticket.digests, (len(producers), words)
@@ -146,7 +146,7 @@ def wrong_reservation(reservation: Reservation, consumers: Sequence[CacheDescrip
         (
             why
             for t, c in zip(tables, consumers, strict=False)
-            if (why := _wrong_ids(t, c.geometry.num_blocks))
+            if (why := _wrong_ids(t, c.geometry.num_pool_blocks))
         ),
         None,
     )

@@ -71,7 +71,7 @@ def num_wire_blocks(producer: RankGeometry, consumer: RankGeometry) -> int:
     own = [g for g in consumer.groups if g.group.rides is None]
     growing = [g.group.spec for g in own if g.group.spec.has_token_rows]
     per_token = sum(1 / spec.block_size for spec in growing)
-    num_tokens = ceil((consumer.num_blocks - 1) / per_token) if growing else 1
+    num_tokens = ceil((consumer.num_pool_blocks - 1) / per_token) if growing else 1
     like = wire_geometry(producer, consumer, 2)
     needed = sum(num_kept_blocks(g.group.spec, num_tokens) for g in like.groups if g.group.rides is None)
     allowed = max(MIN_WIRE_BYTES, consumer.pages_bytes // WIRE_SHARE) // like.block_bytes

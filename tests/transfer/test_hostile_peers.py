@@ -31,7 +31,7 @@ from rayk.transfer.handshake import check_engine
 from rayk.transfer.lease import ReleaseMessage, RenewMessage
 from rayk.transfer.local_agent import LocalAgent, LocalNetwork
 from rayk.transfer.nixl_agent import NixlAgent
-from rayk.transfer.peer_data import wrong_reservation
+from rayk.transfer.peer_data import check_ticket, wrong_reservation
 from rayk.transfer.plan import plan_transfer
 from rayk.transfer.push_messages import (
     ArrivedMessage,
@@ -424,6 +424,23 @@ def told(pair: Pair, **changes: Any) -> list[Any]:
     return [replace(known, geometry=replace(known.geometry, groups=(other,), **parts["rank"]))]
 
 
+def test_blocks_behind_the_pool_are_nobodys():
+    """An engine that speculates keeps states there between steps: no ticket and no reservation names them."""
+    pair, ticket = ready()
+    (rank,) = pair.consumer.ranks
+    num_blocks = pair.producer.descriptions[0].geometry.num_blocks
+
+    def ends_at(num_pool_blocks: int) -> list[Any]:
+        return told(pair, rank_num_scratch_blocks=num_blocks - num_pool_blocks)
+
+    link = rank._links["p"]
+    check_ticket(ticket, ends_at(8), rank.description, link.views, OWN, 0)
+    with pytest.raises(TransferError, match="there are 0 .. 6"):
+        check_ticket(ticket, ends_at(7), rank.description, link.views, OWN, 0)
+    assert wrong_reservation(RESERVATION, ends_at(4)) is None
+    assert "there are 0 .. 2" in str(wrong_reservation(RESERVATION, ends_at(3)))
+
+
 def unchecked(**changes: Any) -> EngineShape:
     """A shape as it comes out of a pickle: without a look at its numbers."""
     made = object.__new__(EngineShape)
@@ -441,6 +458,9 @@ def unchecked(**changes: Any) -> EngineShape:
         ({"group_kernel_block_size": 3}, "rows of a kernel block in group 0"),
         ({"rank_num_blocks": 2**40}, "num_blocks"),
         ({"rank_num_blocks": 0}, "num_blocks"),
+        ({"rank_num_scratch_blocks": 39}, "num_scratch_blocks"),
+        ({"rank_num_scratch_blocks": -1}, "num_scratch_blocks"),
+        ({"rank_num_scratch_blocks": "1"}, "num_scratch_blocks"),
         ({"field_offset": -8}, "end of k in group 0"),
         ({"field_block_stride": 2**20}, "end of k in group 0"),
         ({"field_units": (0,)}, "units of k in group 0"),
