@@ -142,9 +142,8 @@ def rank_stats(meter: Meter, rank: EngineRank, leader: Leader | None) -> StepSta
     dtype = rank.config.dtype
     if leader is not None:
         meter.on_flush(lambda: _report_leader(meter, leader))
-        if rank.config.speculative is not None:
-            num_positions = rank.config.speculative.num_tokens
-            meter.on_flush(lambda: _report_drafts(meter, leader, num_positions))
+        if rank.config.max_drafts:
+            meter.on_flush(lambda: _report_drafts(meter, leader, rank.config.max_drafts))
     return StepStats(meter, is_leader=leader is not None, costs=costs, comm=comm, device=device, dtype=dtype)
 
 
