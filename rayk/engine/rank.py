@@ -41,7 +41,7 @@ from rayk.models.loader import load_decoder
 from rayk.models.pieces import Keeping
 from rayk.models.tensor_parallel import why_shape_unsupported
 from rayk.models.weights import OpenWeights, WeightReader
-from rayk.parallel.comm import Comm
+from rayk.parallel.comm import Comm, queues_on_device
 from rayk.parallel.groups import divide
 from rayk.parallel.shard import TokenShard, engine_shape
 from rayk.types.batch import Rollback, ScheduledBatch
@@ -400,7 +400,7 @@ class EngineRank:
                 return f"attention backend {backend.name} works from the host"
         if self.device.type == "cpu" and (why_not := self._why_no_calls()):
             return why_not
-        if self.comm.size > 1 and self.comm.name != "nccl":
+        if self.comm.size > 1 and not queues_on_device(self.comm):
             return f"comm {self.comm.name} goes through the host"
         return None
 

@@ -19,7 +19,7 @@ class Comm(Protocol):
     rank: int
     size: int
     name: str
-    """local, threads, shm, gloo or nccl, as recorded in the results."""
+    """local, threads, shm, gloo, nccl or nccl+symmetric, as recorded in the results."""
 
     @property
     def timeout_s(self) -> float:
@@ -64,6 +64,11 @@ class Comm(Protocol):
     def close(self) -> None:
         """Release memory, sockets and groups, those of parts too. Safe to call twice."""
         ...
+
+
+def queues_on_device(comm: Comm) -> bool:
+    """Tell whether collectives are kernels on the device's stream, which no host waits for."""
+    return comm.name.startswith("nccl")
 
 
 @contextlib.contextmanager

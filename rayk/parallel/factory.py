@@ -13,6 +13,7 @@ import torch.distributed as dist
 from rayk.parallel.comm import Comm
 from rayk.parallel.local import LocalComm
 from rayk.parallel.shm import ShmComm, why_no_shm
+from rayk.parallel.symmetric import CudaMemory
 from rayk.parallel.torch_group import TorchComm, open_store
 from rayk.types.errors import DeviceError, UserError
 
@@ -41,8 +42,9 @@ def make_comm(
      secret: known only to the ranks, against strangers on sockets that any user may connect to.
      device: of the rank's tensors. A CUDA device must be the rank's own ("cuda:1").
 
-    "auto" takes shm for CPU ranks of one host, NCCL for ranks with a GPU each, else gloo. Raises UserError
-    and DeviceError for an impossible kind, CommError if the ranks do not meet.
+    "auto" takes shm for CPU ranks of one host, NCCL for ranks with a GPU each, with small sums through memory
+    that all have mapped where that is possible, else gloo; "nccl" is NCCL alone. Raises UserError and
+    DeviceError for an impossible kind, CommError if the ranks do not meet.
     """
     device = torch.device(device)
     if kind not in KINDS:
@@ -77,8 +79,13 @@ def _choose(
     reason = _why_no_shm(places) if first_choice == "shm" else _why_no_nccl(places)
     if reason is None and first_choice == "shm":
         return MadeComm(ShmComm(rank, size, address, timeout_s), None)
-    kind = "gloo" if reason is not None else "nccl"
-    return MadeComm(TorchComm(kind, rank, size, address, timeout_s, store=store, secret=secret), reason)
+    if reason is not None:
+        return MadeComm(TorchComm("gloo", rank, size, address, timeout_s, store=store, secret=secret), reason)
+    apart = _why_no_sums(places)
+    memory = None if apart else CudaMemory(device)
+    comm = TorchComm("nccl", rank, size, address, timeout_s, store=store, secret=secret, memory=memory)
+    why_not = apart or comm.why_no_sums
+    return MadeComm(comm, f"sums by NCCL alone, without symmetric memory: {why_not}" if why_not else None)
 
 
 def _where_am_i(device: torch.device) -> dict[str, str | None]:
@@ -103,6 +110,12 @@ def _why_no_shm(places: list[dict[str, str | None]]) -> str | None:
             return place["no_shm"]
     if len({place["host"] for place in places}) > 1:
         return "the ranks are not on one host (or not in one container): gloo instead of shm"
+    return None
+
+
+def _why_no_sums(places: list[dict[str, str | None]]) -> str | None:
+    if len({place["host"] for place in places}) > 1 or any(place["no_shm"] for place in places):
+        return "the ranks are not on one host (or not in one container)"
     return None
 
 

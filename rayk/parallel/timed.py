@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rayk.parallel.comm import Comm
+from rayk.parallel.comm import Comm, queues_on_device
 
 
 class TimedComm:
@@ -74,4 +74,4 @@ class TimedComm:
 def timed(comm: Comm) -> Comm:
     """Return the comm, watched where that tells anything: a GPU's collectives end on its stream, not on the
     host."""
-    return TimedComm(comm) if comm.size > 1 and comm.name != "nccl" else comm
+    return TimedComm(comm) if comm.size > 1 and not queues_on_device(comm) else comm

@@ -20,6 +20,7 @@ from rayk.parallel.comm import Comm
 from rayk.parallel.local import LocalComm
 from rayk.parallel.parts import Parts, index_in
 from rayk.parallel.proof import Proofs
+from rayk.parallel.symmetric import MappedMemory, SymmetricSums, open_sums
 from rayk.types.errors import CommError, DeviceError
 
 # Its type stubs leave out most of what is used here.
@@ -30,6 +31,8 @@ _SMALL_BYTES = 4096
 """Messages that fit this, with their length, travel in one broadcast."""
 _MAX_BYTES = 1 << 30
 """Limit of a message, since its length is read before it is authenticated."""
+WITH_SUMS = "+symmetric"
+"""What follows the backend in the name of a comm whose small sums go through mapped memory."""
 
 
 @contextmanager
@@ -78,7 +81,8 @@ class TorchComm:
     """Comm over gloo or NCCL.
 
     Bytes always travel through gloo on the CPU. With NCCL, a collective is queued on the current CUDA stream
-    and returns at once; NCCL's own watchdog ends a hang after the timeout.
+    and returns at once; NCCL's own watchdog ends a hang after the timeout. With memory that ranks can map,
+    small sums go through that (symmetric.py).
     """
 
     def __init__(
@@ -91,15 +95,17 @@ class TorchComm:
         *,
         store: Any = None,
         secret: bytes = b"",
+        memory: MappedMemory | None = None,
     ) -> None:
         """Meet the other ranks at `init_address` (host:port of rank 0, or `store` made from it). Bytes from
-        anybody who does not know `secret` raise CommError."""
+        anybody who does not know `secret` raise CommError. `why_no_sums` says why `memory` is not used."""
         assert backend in ("gloo", "nccl"), backend
         if backend == "nccl" and not dist.is_nccl_available():
             raise DeviceError("this torch is built without NCCL", mend="use comm: gloo")
         self.rank = rank
         self.size = size
         self.name = backend
+        self._backend = backend
         self._timeout = timedelta(seconds=timeout_s)
         self._address = init_address
         self._secret = secret
@@ -109,6 +115,11 @@ class TorchComm:
         self._store = store or open_store(init_address, rank, size, timeout_s)
         self._cpu: Any = self._make_gloo(_local_address(init_address))
         self._tensors: Any = self._make_nccl() if backend == "nccl" else self._cpu
+        self._memory = memory
+        self.sums: SymmetricSums | None = None
+        self.why_no_sums: str | None = None
+        if memory is not None:
+            self._open_sums(memory)
 
     @property
     def timeout_s(self) -> float:
@@ -137,10 +148,21 @@ class TorchComm:
             store = dist.PrefixStore("rayk-nccl", self._store)
             return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
+    def _open_sums(self, memory: MappedMemory) -> None:
+        with _as_comm_error("connect"):
+            store = dist.PrefixStore("rayk-sums", self._store)
+            backends = {"cpu": self._cpu} | ({"cuda": self._tensors} if self._backend == "nccl" else {})
+            found = open_sums(memory, self.rank, self.size, store, backends, self.timeout_s)
+        self.sums, self.why_no_sums = found
+        if self.sums is not None:
+            self.name = f"{self._backend}{WITH_SUMS}"
+
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The ring adds each element once and passes the sum round, so all ranks get the same bits."""
         group = self._open("all_reduce")
         with _as_comm_error("all_reduce"):
+            if self.sums is not None and self.sums.add(tensor):
+                return tensor
             if self._goes_by_host(tensor):
                 host = tensor.cpu()
                 group.allreduce([host]).wait()
@@ -213,7 +235,7 @@ class TorchComm:
             return self._parts.add(LocalComm())
         return self._parts.add(
             TorchComm(
-                self.name,
+                self._backend,
                 index,
                 len(ranks),
                 self._address,
@@ -221,12 +243,16 @@ class TorchComm:
                 # Parts of one division are apart by a rank, divisions by their number.
                 store=dist.PrefixStore(f"part-{self._num_divisions}-{min(ranks)}", self._store),
                 secret=self._secret,
+                memory=self._memory,
             )
         )
 
     def close(self) -> None:
         """Drop the groups and their sockets. Peers that wait for this rank get CommError."""
         self._parts.close()
+        if self.sums is not None:
+            self.sums.close()
+            self.sums = None
         # NCCL's teardown waits for peers unless it is aborted.
         if self._tensors is not self._cpu and self._tensors is not None:
             self._tensors.abort()
