@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))  # works without an install
 
 import torch
 
-from jobs.gpu import attention, engine, kernels, sanitizer, suite, tiles, transfers
+from jobs.gpu import attention, engine, kernels, sanitizer, suite, sums, tiles, transfers
 from jobs.gpu.rows import Row, Rows, nvidia_clocks
 from jobs.gpu.stages import Stage
 from rayk.reports.environment import collect_environment
@@ -42,6 +42,7 @@ STAGES: tuple[Stage, ...] = (
     kernels.STAGE,
     engine.STAGE,
     transfers.STAGE,
+    sums.STAGE,
 )
 LIMIT_S = 8 * 60.0
 """For one stage in one call."""
