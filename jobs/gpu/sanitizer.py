@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jobs.gpu.rows import Row
@@ -30,6 +30,8 @@ CASES = {
 """Name -> the test of it, as pytest names it: that of one launch or few, for the tool takes long."""
 LIMIT_S = 220
 """For one case: two of them in the time of a stage."""
+KILLED = (137, -9)
+"""The status of `timeout` whose command was ended: its own, or that of its own signal."""
 
 
 def find_tool() -> str | None:
@@ -54,17 +56,21 @@ def _measure(item: str, bench: Bench) -> Iterator[Row]:
         "gpu",
         CASES[case],
     ]
-    ended = subprocess.run(
-        [tool, f"--tool={check}", "--print-limit=5", *pytest_command],
-        cwd=ROOT,
-        # An allocation for each tensor: only then is what lies beyond it nobody's.
-        env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
+    # An allocation for each tensor: only then is what lies beyond it nobody's.
+    environ = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    yield judged(
+        case,
+        check,
+        *run_within(LIMIT_S, [tool, f"--tool={check}", "--print-limit=5", *pytest_command], environ),
     )
-    yield judged(case, check, ended.stdout + ended.stderr, ended.returncode)
+
+
+def run_within(limit_s: float, command: Sequence[str], environ: Mapping[str, str]) -> tuple[str, int]:
+    """Output and status of a command; after so long it ends with what it started, which holds the GPU."""
+    bounded = ["timeout", "--signal=KILL", f"{limit_s:g}", *command]
+    ended = subprocess.run(bounded, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    late = f"\nnot done within {limit_s:g} s" if ended.returncode in KILLED else ""
+    return ended.stdout + ended.stderr + late, ended.returncode
 
 
 def judged(case: str, check: str, output: str, status: int) -> Row:

@@ -28,7 +28,7 @@ from tests.markers import thorough
 from tests.test_bare_machine import bare_environment
 
 ROOT = Path(__file__).resolve().parents[2]
-STAGES = ["tests", "sanitizer", "attention", "tiles", "kernels", "engine", "nixl"]
+STAGES = ["tests", "sanitizer", "attention", "tiles", "kernels", "engine", "nixl", "all-reduce"]
 
 
 @thorough
@@ -47,6 +47,8 @@ def test_a_bare_machine_measures_every_stage_and_goes_on_where_it_was_left(tmp_p
     assert list(dict.fromkeys(row["stage"] for row in rows)) == STAGES
     assert {row["status"] for row in rows} == {"measured", "passed", "skipped"}
     assert {row["note"] for row in rows if row["stage"] == "nixl"} == {"skipped: no nixl"}
+    sums = [(row["variant"], row["status"]) for row in rows if row["stage"] == "all-reduce"]
+    assert sums == [("symmetric memory", "skipped"), ("gloo", "measured"), ("gloo", "measured")]
     assert {row["status"] for row in rows if row["stage"] in ("tiles", "kernels", "engine")} == {"measured"}
     assert sum(row["stage"] == "tests" and row["status"] == "passed" for row in rows) > 1
     with (out / "gpu-day.csv").open(newline="") as file:
@@ -193,6 +195,18 @@ CLEAN = "========= ERROR SUMMARY: 0 errors"
 def test_the_sanitizers_words_are_judged(output: str, status: int, expected: tuple[str, Any]) -> None:
     row = sanitizer.judged("a", "memcheck", output, status)
     assert (row.status, row.value) == expected
+
+
+def test_a_sanitizer_that_takes_too_long_ends_with_what_it_started(tmp_path: Path) -> None:
+    """Else a test that holds the GPU, and the tool's output, outlive their row's time."""
+    pid = tmp_path / "pid"
+    script = f"echo begun; sleep 600 & ln -s $! {pid}; wait"
+    output, status = sanitizer.run_within(2, ["bash", "-c", script], os.environ)
+    assert sanitizer.judged("a", "racecheck", output, status).note == "not done within 2 s"
+    assert "begun" in output
+    with suppress(ProcessLookupError):  # it is over already
+        ended, _, _ = select.select([os.pidfd_open(int(str(pid.readlink())))], [], [], 60)
+        assert ended, "it goes on"
 
 
 @thorough
