@@ -10,8 +10,9 @@ take. CPU time per GB of both sides stands in a table of its own, and what rayk 
 stage, in another. The transport is what UCX says it chose for runs of that size, beside what the loopback
 network carried. Every byte is checked after the last round.
 
---check: of every pull in which nothing is staged, 95 % of bare NIXL (no interval may lie below it), and the
-CPU time of reading and of proving under their targets.
+--check: the median of every pull in which nothing is staged is at least 95 % of bare NIXL, and the CPU time
+of reading and of proving is under its targets. A pull whose interval has the 95 % in it is measured again,
+with MORE_ROUNDS times the rounds.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ from rayk.transfer.nixl_agent import nixl_api
 
 MIN_OF_RAW = 0.95
 """Of bare NIXL's rate, under --check."""
+MORE_ROUNDS = 8
+"""For a pull of which the first rounds do not say on which side of MIN_OF_RAW it is."""
 MAX_READ_CPU = 1.1
 """CPU time of a read, of bare NIXL's."""
 MAX_PROVEN_CPU = 1.0
@@ -72,6 +75,7 @@ COLUMNS = (
     Column(title="memcpy, GB/s", key="memcpy_gb_per_s", spec=".2f"),
     Column(title="of bare NIXL", key="of_raw", spec=".1%"),
     Column(title="interval", key="of_raw_interval"),
+    Column(title="rounds", key="rounds"),
     Column(title="by the wall", key="of_raw_wall", spec=".1%"),
     Column(title="post, ms", key="post_ms", spec=".2f"),
     Column(title="wait, ms", key="wait_ms", spec=".2f"),
@@ -153,7 +157,8 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
     cpu = [row.pop("cpu") for row in pulls]
     # Staged pulls move other descriptors than bare NIXL's.
     stages = [found for row in pulls for found in [row.pop("stages")] if not row["staged"]]
-    page.say(f"Medians of {sweep.rounds} rounds. {NOTE}")
+    more = f"{sweep.rounds} rounds, of {MORE_ROUNDS * sweep.rounds} where these leave {MIN_OF_RAW:.0%} open"
+    page.say(f"Medians of {more}. {NOTE}")
     page.section("Rates", COLUMNS, rows, note=NOTE.replace("\n", " "))
     page.say(CPU_NOTE)
     page.section("CPU time", CPU_COLUMNS, cpu, note=CPU_NOTE.replace("\n", " "))
@@ -167,6 +172,9 @@ def measure_cell(cell: SweepCell, hosts: Any, rounds: int) -> dict[str, Any]:
     """Rates of one transfer: a row with the columns of COLUMNS; of a pull also those of the other tables,
     under `cpu` and `stages`."""
     found = hosts.measure(cell, rounds)
+    if cell.mode == "pull" and not found["staged"] and leaves_open(found["of_raw_low"], found["of_raw_high"]):
+        rounds *= MORE_ROUNDS
+        found = hosts.measure(cell, rounds)
     seconds, num_bytes = found["wall_s"], found["num_bytes"]
     row = dict.fromkeys((column.key for column in COLUMNS), None) | {
         "what": "rayk",
@@ -191,7 +199,7 @@ def measure_cell(cell: SweepCell, hosts: Any, rounds: int) -> dict[str, Any]:
     row |= {name: found[name] for name in ("of_raw", "of_raw_wall")}
     row["raw_gb_per_s"] = num_bytes / found["raw_s"] / 1e9
     row["of_raw_interval"] = "" if low is None else f"{100 * low:.1f} to {100 * high:.1f} %"
-    row["of_raw_high"] = high
+    row["rounds"] = rounds
     row["cpu"] = cell.sides | cpu_row(found["cpu"] | {"offer": found["offer_cpu_s"]}, num_bytes)
     stages = found["stages"]
     own = sum(stages[n] for n in ("plan", "choice", "indices", "lists", "rest"))
@@ -199,6 +207,11 @@ def measure_cell(cell: SweepCell, hosts: Any, rounds: int) -> dict[str, Any]:
     share = stages["added"] / (stages["bare_nixl"] + stages["bare_rest"])
     row["stages"] = cell.sides | stages | {"added_share": share}
     return row
+
+
+def leaves_open(low: float | None, high: float | None) -> bool:
+    """Whether a share of bare NIXL may be on either side of MIN_OF_RAW, by its interval. None: none."""
+    return low is None or high is None or low < MIN_OF_RAW <= high
 
 
 def cpu_row(seconds: dict[str, float], num_bytes: int) -> dict[str, float]:
@@ -307,8 +320,8 @@ def rdt_row(kind: str, num_bytes: int, rounds: int) -> dict[str, Any]:
 
 
 def missed(rows: Sequence[dict[str, Any]], cpu: Sequence[dict[str, Any]]) -> list[str]:
-    """Pulls that are surely below MIN_OF_RAW of bare NIXL with the same descriptors, and CPU times over their
-    targets. Staged pulls move other descriptors than bare NIXL's, in a fraction of its time."""
+    """Pulls below MIN_OF_RAW of bare NIXL with the same descriptors, and CPU times over their targets. Staged
+    pulls move other descriptors than bare NIXL's, in a fraction of its time."""
 
     def name(row: dict[str, Any]) -> str:
         return (
@@ -319,9 +332,7 @@ def missed(rows: Sequence[dict[str, Any]], cpu: Sequence[dict[str, Any]]) -> lis
     slow = [
         f"{name(row)}: {100 * row['of_raw']:.1f} % of bare NIXL, the limit is {100 * MIN_OF_RAW:.0f} %"
         for row in rows
-        if row["of_raw"] is not None
-        and not row["staged"]
-        and (row["of_raw_high"] or row["of_raw"]) < MIN_OF_RAW
+        if row["of_raw"] is not None and not row["staged"] and row["of_raw"] < MIN_OF_RAW
     ]
     limits = {"read_of_bare": MAX_READ_CPU, "proven_of_both": MAX_PROVEN_CPU, "offer_of_copy": MAX_OFFER_CPU}
     titles = {column.key: column.title for column in CPU_COLUMNS}
