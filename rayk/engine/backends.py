@@ -3,7 +3,7 @@ group's layers may have several."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from rayk.attention import AttentionBackend, get_backend
@@ -20,8 +20,15 @@ from rayk.types.errors import UserError
 class LayerBackends:
     """Holds the engine's backend, and those of layers that have another."""
 
-    def __init__(self, config: EngineConfig, model: DecoderConfig, dcp: Comm | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: DecoderConfig,
+        dcp: Comm | None = None,
+        drafts: Iterable[int] = (),
+    ) -> None:
         """Choose backends; `dcp`: the ranks that deal the tokens of each sequence, if there are several.
+        `drafts`: a drafter's layers, by their numbers in the engine, which have the engine's backend.
 
         Raises UserError for an unknown backend, one that cannot run on the device, and a
         layer without attention."""
@@ -44,7 +51,7 @@ class LayerBackends:
         # layer -> the one whose keys and values it attends to
         self._sources = {
             i: i if (s := model.layers[i].kv_source) is None else s for i in model.attending_layers
-        }
+        } | {i: i for i in drafts}
 
     def __getitem__(self, layer: int) -> AttentionBackend:
         return self._of_layer.get(layer, self.default)

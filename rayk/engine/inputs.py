@@ -3,7 +3,7 @@ Legend: R requests of the batch, T packed tokens, B kernel blocks, S segments.""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -143,8 +143,9 @@ class InputBuilder:
             for g, table in zip(self._groups, self._tables, strict=True)
         )
 
-    def build(self, batch: ScheduledBatch) -> ModelInputs:
-        """Apply the batch's table updates and return its tensors."""
+    def build(self, batch: ScheduledBatch, only: Collection[int] | None = None) -> ModelInputs:
+        """Apply the batch's table updates and return its tensors. `only`: the KV groups that get metadata;
+        None: all."""
         self.update_tables(batch)
         step = self._step(batch)
         token_ids = np.array([t for r in batch.requests for t in r.token_ids], dtype=np.int64)
@@ -161,7 +162,12 @@ class InputBuilder:
         elif not all(r.needs_logits for r in batch.requests):
             needs = np.array([r.needs_logits for r in batch.requests], dtype=bool)
             logits_index, sampled_rows = logits_index[needs], sampled_rows[needs]
-        sizes = {g.block_size for g in self._groups if _is_state(g)}
+        parts = [
+            (g, tokens, table)
+            for g, tokens, table in zip(self._groups, self.tokens, self._tables, strict=True)
+            if only is None or g.group.index in only
+        ]
+        sizes = {g.block_size for g, _, _ in parts if _is_state(g)}
         cuts = {size: self._cuts(size, step) for size in sizes}
         return ModelInputs(
             token_ids=_tensor(token_ids),
@@ -177,7 +183,7 @@ class InputBuilder:
                 else self._attention(g, table, step)
                 if tokens == WHOLE
                 else self._token_shard(g, tokens, table, step)
-                for g, tokens, table in zip(self._groups, self.tokens, self._tables, strict=True)
+                for g, tokens, table in parts
             ),
         )
 

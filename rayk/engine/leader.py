@@ -30,6 +30,7 @@ from rayk.types.admission import bad_sampling, no_prompt_logprobs, outside_vocab
 from rayk.types.batch import ScheduledBatch, StepTokens
 from rayk.types.bugs import bug, may_be_the_machine
 from rayk.types.clock import Clock, host_clock
+from rayk.types.drafting import DraftPlan
 from rayk.types.errors import EngineDied, InternalError, NotFiniteError, RaykError, UserError
 from rayk.types.request import FinishReason, Request, SamplingParams, TokenLogprobs
 from rayk.types.waiting import get_within
@@ -309,6 +310,15 @@ class Leader:
             else:
                 self._deliver(state, tokens.logprobs.get(state.request_id))
         self._note_news()
+
+    def plan_drafts(self, batch: ScheduledBatch) -> DraftPlan:
+        """Say what the drafter on ranks does after this step, of which all was told."""
+        return self.scheduler.plan_drafts(batch)
+
+    def take_proposals(self, proposals: Sequence[Sequence[int]]) -> None:
+        """Keep what it proposed for the steps to come."""
+        assert self.scheduler.drafting is not None
+        self.scheduler.drafting.take(proposals)
 
     def must_settle(self) -> bool:
         """Tell whether the tokens of the steps so far must be known before the next one is planned."""

@@ -8,13 +8,16 @@ heartbeat its peers wait for.
 Where a rank runs ahead, a turn queues its step and then settles the one of the turn before: fetches its
 tokens, which the step that was just queued takes on the device. With pipeline parallel, a stage computes the
 step that came to it as many turns ago as there are stages before it; see pipeline.
+
+Where a drafter is on the ranks, it computes once the step is settled, in the same turn: before the next one's
+commands hand out what it writes. Rank 0 tells the others what came of the step.
 """
 
 from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +25,7 @@ from rayk.engine.header import decode_batch, encode_batch
 from rayk.engine.pipeline import Due, Pipeline
 from rayk.types.batch import Rollback, ScheduledBatch, StepTokens
 from rayk.types.clock import Clock, host_clock
+from rayk.types.drafting import DraftPlan, decode_plan, encode_plan, fresh_blocks
 from rayk.types.errors import RaykError
 
 if TYPE_CHECKING:
@@ -96,6 +100,12 @@ class TurnSource(Protocol):
 
     def settle(self, batch: ScheduledBatch, tokens: StepTokens) -> None:
         """Take what a step came to, in the order of steps."""
+
+    def plan_drafts(self, batch: ScheduledBatch) -> DraftPlan:
+        """Say what a drafter on ranks does after the step that was just settled."""
+
+    def take_proposals(self, proposals: Sequence[Sequence[int]]) -> None:
+        """Take what it proposed, for the requests of the plan that asked for it, in their order."""
 
     def must_settle(self) -> bool:
         """Tell whether the tokens of the steps so far must be known before the next one is planned."""
@@ -172,6 +182,8 @@ class EngineLoop:
         self._clock = clock
         self._pipeline = Pipeline(rank)
         self._runs_ahead = rank.why_not_ahead is None
+        self._drafts = rank.drafter is not None
+        assert not (self._drafts and self._runs_ahead), "drafts come of known tokens"
         self._in_flight: StepInFlight | None = None
         self._settled_ns = 0  # when the last step was settled
 
@@ -275,6 +287,8 @@ class EngineLoop:
             if tokens.accepted:
                 num_sampled += sum(map(len, tokens.accepted.values()))
             self._leader.settle(step.batch, tokens)
+        if self._drafts:
+            self._draft(step.batch)
         model_ns, now_ns = step.measure(), self._clock()
         turn_ns = now_ns - self.since_ns(step)
         self._settled_ns = now_ns
@@ -285,6 +299,19 @@ class EngineLoop:
         self.times.num_sampled_tokens += num_sampled
         if self._stats is not None:
             self._stats.stepped(step.batch, turn_ns, model_ns, step.num_commands)
+
+    def _draft(self, batch: ScheduledBatch) -> None:
+        """Let the drafter go on from a step that was just settled."""
+        plan = None if self._leader is None else self._leader.plan_drafts(batch)
+        if self._comm.size > 1:
+            payload = self._comm.broadcast_bytes(None if plan is None else encode_plan(plan))
+            plan = decode_plan(payload) if plan is None else plan
+        assert plan is not None
+        if assigned := fresh_blocks(plan):
+            self._extension.blocks_assigned(assigned)
+        proposals = self._rank.propose(batch, plan)
+        if self._leader is not None:
+            self._leader.take_proposals(proposals.tolist())
 
     def _gather(
         self, turn: Turn, results: tuple[object, ...], poll: object

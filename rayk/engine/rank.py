@@ -18,9 +18,10 @@ from rayk.engine.backends import LayerBackends
 from rayk.engine.fence import make_fence
 from rayk.engine.graphs import CudaRecorder, DecodeGraphs, Recorder, StepViews
 from rayk.engine.inputs import InputBuilder, ModelInputs
+from rayk.engine.proposing import Proposing
 from rayk.engine.replays import MAX_ROWS, CallRecorder
 from rayk.engine.rollback import StateRollback
-from rayk.engine.speculation import check_speculative
+from rayk.engine.speculation import check_speculative, find_drafter
 from rayk.engine.staging import Fetching, HostBuffers
 from rayk.engine.warm_up import run_warm_up, warm_up_batches
 from rayk.kernels.quantise import QuantisedKV
@@ -32,6 +33,9 @@ from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, OwnsCache, allocate
 from rayk.kv.groups import CacheKey
 from rayk.models.config import ExpertsConfig
 from rayk.models.decoder import Decoder
+from rayk.models.drafters.drafter import RankDrafter
+from rayk.models.drafters.loader import load_drafter
+from rayk.models.drafters.riders import riders_of
 from rayk.models.engine_plan import plan_engine
 from rayk.models.families import load_config, read_config
 from rayk.models.fingerprint import fingerprint
@@ -44,8 +48,9 @@ from rayk.models.weights import OpenWeights, WeightReader
 from rayk.parallel.comm import Comm, queues_on_device
 from rayk.parallel.groups import divide
 from rayk.parallel.shard import TokenShard, engine_shape
-from rayk.types.batch import Rollback, ScheduledBatch
+from rayk.types.batch import Rollback, ScheduledBatch, ScheduledRequest
 from rayk.types.config import EngineConfig
+from rayk.types.drafting import DraftPlan, DraftShare
 from rayk.types.errors import Unsupported
 
 PROMPT_LOGITS = 1 << 23  # logits of prompt tokens that exist at once
@@ -84,10 +89,19 @@ class EngineRank:
         if (why := why_shape_unsupported(self.model_config, config)) is not None:
             raise Unsupported(why)
         self.comms = divide(comm, engine_shape(config, self.model_config.num_layers))
-        self.backends = LayerBackends(config, self.model_config, self.comms.dcp)
-        groups = engine_groups(config, self.model_config)
-        check_speculative(config)
-        self.plan = plan_engine(config, self.model_config, self.backends.vetoes(groups))
+        check_speculative(config, self.model_config)
+        self.drafter_config = drafts = find_drafter(config, self.model_config)
+        draft_layers = () if drafts is None else (layer for layer, _ in drafts.keys)
+        self.backends = LayerBackends(config, self.model_config, self.comms.dcp, draft_layers)
+        riders = None if drafts is None else riders_of(drafts, config)
+        groups = engine_groups(config, self.model_config, riders)
+        self.plan = plan_engine(
+            config,
+            self.model_config,
+            self.backends.vetoes(groups),
+            riders=riders,
+            draft_tp=1 if drafts is None else drafts.tp,
+        )
         geometry = self.plan.ranks[comm.rank]
         self.stage = geometry.share.stage
         """Place in the pipeline, from 0."""
@@ -100,7 +114,9 @@ class EngineRank:
         # which matrices stay in fp8; None where all are dequantised
         self.keeping = self._keeping()
         self.decoder, self.load_memory = self._load(geometry.share.layers, open_weights)
-        self.caches.bind(self.decoder.cache_owners, self.decoder.cache_readers)
+        self.drafter = self._load_drafter()
+        """Proposes tokens; None where nobody does, or n-grams do, which need no rank."""
+        self.caches.bind(self.cache_owners, self.decoder.cache_readers)
         on_loaded(self.decoder)
         self._inputs = InputBuilder(
             geometry,
@@ -123,6 +139,11 @@ class EngineRank:
         # measures the last step's forward pass, inputs and metadata aside, in ns; waits for it
         self.measure: Callable[[], int] = self.fence.step_ns
         self._staging = HostBuffers(self.device, self.fence.mark)
+        self._proposing = self._make_proposing()
+        # what a drafter takes of the last step, by packed token; recorded steps leave it in one place
+        self._step_hidden: torch.Tensor | None = None
+        self._recorded_hidden = self._room_for_hidden()
+        self._on_draft_layer: Callable[[int], None] | None = None  # `on_layer` of the last step
         self._fetching = Fetching(self.device, self.fence.mark, config.max_seqs * (1 + config.max_drafts))
         # whether steps are begun before the tokens of the one before are known; None where they are
         self.why_not_ahead = self._why_not_ahead()
@@ -161,6 +182,33 @@ class EngineRank:
             keeping=self.keeping,
         )
 
+    def _load_drafter(self) -> RankDrafter | None:
+        if self.drafter_config is None:
+            return None
+        return load_drafter(
+            self.drafter_config,
+            self.decoder,
+            comm=self.comms.tp,
+            dtype=TORCH_DTYPES[self.config.dtype],
+            device=self.device,
+            backend_for=self.backends.__getitem__,
+        )
+
+    def _make_proposing(self) -> Proposing | None:
+        if self.drafter is None:
+            return None
+        staging = HostBuffers(self.device, self.fence.mark)
+        parts = self._inputs, self.plan.groups, self.backends, staging, self.device
+        return Proposing(self.drafter, *parts)
+
+    def _room_for_hidden(self) -> torch.Tensor | None:
+        """Make room for what a drafter takes of a recorded step, [rows, elements]."""
+        if self.drafter_config is None or not self.drafter_config.takes_hidden:
+            return None
+        size = max(1, len(self.drafter_config.taps)) * self.model_config.hidden_size
+        rows = self.config.max_seqs * (1 + self.config.max_drafts)
+        return torch.zeros(rows, size, dtype=TORCH_DTYPES[self.config.dtype], device=self.device)
+
     def _attention_layers(self) -> list[AttentionLayer]:
         groups = {layer: g for g in self.plan.groups if g.spec.has_token_rows for layer in g.layers}
         found = []
@@ -186,7 +234,8 @@ class EngineRank:
     @property
     def cache_owners(self) -> Mapping[CacheKey, OwnsCache]:
         """Return every layer part that keeps a cache here."""
-        return self.decoder.cache_owners
+        drafts = {} if self.drafter is None else self.drafter.cache_owners
+        return {**self.decoder.cache_owners, **drafts}
 
     @property
     def slot_tokens(self) -> tuple[TokenShard, ...]:
@@ -212,7 +261,8 @@ class EngineRank:
         """Compute the batch's tokens and store their KV. Returns float32 logits [batch.num_logits, vocab], of
         requests in their order and of each one's last tokens in theirs, valid until the next step; none
         [0, vocab] on stages that are not the last. On a GPU this returns before the kernels have run."""
-        self._prompt_hidden = None
+        self._prompt_hidden = self._step_hidden = None
+        self._on_draft_layer = self.on_layer
         if self._rollback is not None:
             self._rollback.note(batch)
         if self._graphs is not None and self._graphs.fits(batch):
@@ -229,6 +279,19 @@ class EngineRank:
             logits = self._eager(inputs, seen, fast=fast)
         self.measure = self.fence.end()
         return logits
+
+    @torch.inference_mode()
+    def propose(self, batch: ScheduledBatch, plan: DraftPlan) -> torch.Tensor:
+        """Let the drafter compute its rows of the last step, `batch`, of whose tokens `plan` tells, and
+        propose: see Proposing.run for the result. A collective of all ranks, after each step of an engine
+        whose `drafter` is not None, before the next turn. On a GPU this returns before the kernels have
+        run."""
+        assert self._proposing is not None
+        self.fence.begin()
+        found = self._proposing.run(batch, plan, self._step_hidden, self._on_draft_layer)
+        self._on_draft_layer = None
+        self.fence.end()
+        return found
 
     @torch.inference_mode()
     def roll_back(self, rollbacks: Sequence[Rollback]) -> None:
@@ -297,6 +360,13 @@ class EngineRank:
         self.incoming = tuple(x.zero_() for x in self.empty_incoming(batch))
         self.step(batch)
         self.outgoing = ()
+        if self.drafter is not None:
+            self.propose(batch, tuple(map(self._warm_up_share, batch.requests)))
+
+    def _warm_up_share(self, r: ScheduledRequest) -> DraftShare:
+        """Have as many tokens proposed as there are positions for."""
+        num_left = self.model_config.max_positions - r.num_computed_tokens - len(r.token_ids)
+        return DraftShare(len(r.token_ids), 0, max(0, min(self.config.max_drafts, num_left)))
 
     def prompt_logits(self) -> Iterator[torch.Tensor]:
         """Yield float32 logits [some, vocab] of the last step's `prompt_logits`, in pieces that bound the
@@ -321,13 +391,21 @@ class EngineRank:
             return torch.empty(0, self.model_config.vocab_size, device=self.device)
         hidden = self.decoder.forward(*step)
         self.num_token_layers += self.decoder.num_token_layers
+        if self._recorded_hidden is not None:
+            self._step_hidden = self._for_drafter(hidden)
         if inputs.prompt_index is not None:
             assert not fast, "prompt logits need every token in every layer"
             self._prompt_hidden = hidden[inputs.prompt_index]
         return self.decoder.logits(hidden if fast else hidden[inputs.logits_index])
 
+    def _for_drafter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what a drafter takes of a step whose final norm gave `hidden`."""
+        return hidden if self.decoder.tapped is None else self.decoder.tapped
+
     def _replay(self, graphs: DecodeGraphs, batch: ScheduledBatch) -> torch.Tensor:
         logits = graphs.replay(batch, self._prepare)
+        if self._recorded_hidden is not None:
+            self._step_hidden = self._recorded_hidden[: batch.num_tokens]
         if self.on_layer is not None:
             for layer in self.decoder.stage:
                 self.on_layer(layer)
@@ -408,6 +486,8 @@ class EngineRank:
         """Say why a CPU cannot record its kernels' calls."""
         if (why_not := why_no_replay()) is not None:
             return why_not
+        if self._recorded_hidden is not None:
+            return "a drafter takes hidden states, which calls of kernels do not keep"
         for backend in self.backends.used:
             if backend.implementation != "cpu-native":
                 return f"attention runs as {backend.implementation}, whose calls cannot be noted"
@@ -425,6 +505,8 @@ class EngineRank:
         def decode(token_ids: torch.Tensor, positions: torch.Tensor, seen: StepViews) -> torch.Tensor:
             hidden = self.decoder.forward(token_ids, positions, self._by_cache(seen))
             self._recorded_layers = self.decoder.num_token_layers // len(token_ids)
+            if self._recorded_hidden is not None:
+                self._recorded_hidden[: len(hidden)].copy_(self._for_drafter(hidden))
             return self.decoder.logits(hidden)
 
         on_cpu = recorder is None and self.device.type == "cpu"
@@ -446,4 +528,4 @@ class EngineRank:
         )
 
     def close(self) -> None:
-        self.caches.unbind(self.decoder.cache_owners, self.decoder.cache_readers)
+        self.caches.unbind(self.cache_owners, self.decoder.cache_readers)

@@ -28,6 +28,7 @@ from rayk.sched.request_state import RequestState, max_cached_tokens
 from rayk.sched.swapping import AwayRequests, Swapper
 from rayk.types.allocator import BlockAllocator, BlockUpdates
 from rayk.types.batch import UNKNOWN_TOKEN, ScheduledBatch, ScheduledRequest
+from rayk.types.drafting import DraftPlan
 from rayk.types.request import Request, TokenLogprobs
 
 _NO_TOKENS: frozenset[int] = frozenset()
@@ -340,6 +341,11 @@ class Scheduler:
         self._in_flight[self._step] = states
         return ScheduledBatch(step=self._step, requests=tuple(scheduled))
 
+    def plan_drafts(self, batch: ScheduledBatch) -> DraftPlan:
+        """Say what a drafter on ranks does now that a step was accounted for, and its tokens were told."""
+        assert self.drafting is not None
+        return self.drafting.plan(batch, self._num_spare_blocks(), self.extend)
+
     def _num_spare_blocks(self) -> int:
         """Count the blocks that nobody needs in this step, nor those that run in the next one."""
         if self.is_short_of_blocks:
@@ -383,7 +389,10 @@ class Scheduler:
         got_token: list[RequestState] = []
         if self.on_settled is not None:
             self.on_settled(batch.step)
-        for share, state in zip(batch.requests, self._in_flight.pop(batch.step), strict=True):
+        states = self._in_flight.pop(batch.step)
+        if self.drafting is not None:
+            self.drafting.settled = states
+        for share, state in zip(batch.requests, states, strict=True):
             if state.row is None:
                 continue  # aborted while the step ran, or over with the step before
             if share.num_drafts:

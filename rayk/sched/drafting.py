@@ -14,7 +14,8 @@ from typing import Protocol
 from rayk.sched.ngram import NgramIndex
 from rayk.sched.request_state import RequestState
 from rayk.types.allocator import BlockAllocator, BlockUpdates
-from rayk.types.batch import Rollback, ScheduledRequest
+from rayk.types.batch import Rollback, ScheduledBatch, ScheduledRequest
+from rayk.types.drafting import NOTHING, DraftPlan, DraftShare
 from rayk.types.speculative import DraftCounts
 
 
@@ -26,8 +27,7 @@ class Drafter(Protocol):
         """The most tokens that it proposes at once."""
 
     def propose(self, state: RequestState, num_tokens: int) -> Sequence[int]:
-        """Propose up to so many tokens, one after the other; none where it knows none. UNKNOWN_TOKEN stands
-        for one that the ranks propose when they compute the step."""
+        """Propose up to so many tokens, one after the other; none where it knows none."""
 
 
 class NgramDrafter:
@@ -44,6 +44,17 @@ class NgramDrafter:
         return state.lookup.propose(state.tokens, num_tokens)
 
 
+class RanksDrafter:
+    """Proposes what a drafter on ranks did when the request got its last token: see Drafting.plan."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    def propose(self, state: RequestState, num_tokens: int) -> Sequence[int]:
+        num_known, proposals = state.proposals
+        return proposals[:num_tokens] if num_known == len(state.tokens) else ()
+
+
 class Drafting:
     """Adds drafts to the steps of one scheduler, and accounts for them."""
 
@@ -53,14 +64,20 @@ class Drafting:
         allocator: BlockAllocator,
         *,
         has_states: bool = False,
+        lacks_rows: Callable[[str], bool] = lambda request_id: False,
     ) -> None:
-        """`has_states`: whether some KV groups keep recurrent states."""
+        """`has_states`: whether some KV groups keep recurrent states. `lacks_rows`: whether a drafter on ranks
+        has no KV of a request's first tokens; it then proposes nothing for it."""
         self.counts = DraftCounts()
         """Counts the drafts of all requests."""
         self._drafter = drafter
         self._allocator = allocator
         self._has_states = has_states
         self._rollbacks: dict[int, Rollback] = {}  # by row
+        self._lacks_rows = lacks_rows
+        self.settled: Sequence[RequestState] = ()
+        """The requests of the batch that was accounted for last, in its order."""
+        self._asked: list[tuple[RequestState, int]] = []
 
     @property
     def has_rollbacks(self) -> bool:
@@ -116,6 +133,61 @@ class Drafting:
         if not is_decode or stop <= state.num_prompt or state.waits_for_token:
             return 0
         return state.num_tokens_left - 1
+
+    def plan(
+        self,
+        batch: ScheduledBatch,
+        num_blocks: int,
+        extend: Callable[[RequestState, int], BlockUpdates | None],
+    ) -> DraftPlan:
+        """Say what a drafter on ranks does after a step that was just accounted for, `settled` being its
+        requests: rows for the tokens that count, those of requests included that have left since, whose
+        blocks others may read; and proposals for those that go on, as far as there are so many blocks to
+        spare for them. `extend`: the scheduler's."""
+        self._asked = []
+        found = []
+        for share, state in zip(batch.requests, self.settled, strict=True):
+            num_kept = state.num_computed - share.num_computed_tokens
+            if num_kept <= 0:  # its logits were not finite, or it was aborted
+                found.append(NOTHING)
+                continue
+            num_proposed, updates, num_taken = self._to_propose(state, share, num_blocks, extend)
+            num_blocks -= num_taken
+            if num_proposed:
+                self._asked.append((state, num_proposed))
+            next_token = state.tokens[state.num_computed]
+            found.append(DraftShare(num_kept, next_token, num_proposed, updates))
+        return tuple(found)
+
+    def _to_propose(
+        self,
+        state: RequestState,
+        share: ScheduledRequest,
+        num_blocks: int,
+        extend: Callable[[RequestState, int], BlockUpdates | None],
+    ) -> tuple[int, BlockUpdates, int]:
+        """Return how many tokens are to be proposed, and the blocks for them, and how many these are."""
+        num_known = len(state.tokens)
+        # Those that have no row have left.
+        goes_on = share.needs_logits and state.row is not None and state.num_computed == num_known - 1
+        if not goes_on or self._lacks_rows(state.request_id):
+            return 0, (), 0
+        limit = max(0, min(self._drafter.num_tokens, state.num_tokens_left - 1))
+        end = num_known + limit
+        if not limit or end <= state.num_covered:
+            return limit, (), 0
+        num_missing = self._allocator.num_missing_blocks(state.request_id, end)
+        if num_missing > num_blocks:
+            return max(0, min(limit, state.num_covered - num_known)), (), 0
+        updates = extend(state, end)
+        assert updates is not None, "there are blocks to spare"
+        return limit, updates, num_missing
+
+    def take(self, proposals: Sequence[Sequence[int]]) -> None:
+        """Keep what ranks proposed for the requests of the last plan that asked for it, in their order."""
+        for (state, num_proposed), tokens in zip(self._asked, proposals, strict=True):
+            state.proposals = len(state.tokens), tuple(tokens[:num_proposed])
+        self._asked = []
 
     def settle(self, state: RequestState, share: ScheduledRequest, tokens: Sequence[int]) -> int:
         """Give a request the drafts that were accepted and the token after them, up to its end. Returns how

@@ -71,6 +71,8 @@ class RequestState:
     next_change: int = 0  # computed tokens at which a block of it is to be remembered or trimmed
     lookup: NgramIndex | None = None  # where its tokens were seen before, if the drafter of the engine asks
     drafts: DraftCounts | None = None  # None: nothing was proposed for it here
+    # what ranks proposed, and how many tokens it had then
+    proposals: tuple[int, tuple[int, ...]] = (0, ())
     num_new: int = 1  # tokens that it got at once, when it last got any
 
     @property

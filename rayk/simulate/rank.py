@@ -100,6 +100,7 @@ class SimRank:
         self.comms: Any = SimpleNamespace(before=None, after=None)
         self.stage = 0
         self.why_not_ahead = None if runs_ahead else "it computes before it returns"
+        self.drafter = None
         self.timer = timer
         self.features: deque[StepFeatures] = deque()  # of the steps that nobody has counted yet
         self.measure: Callable[[], int] = lambda: 0

@@ -42,7 +42,7 @@ class TimedRank:
     def __init__(self) -> None:
         self.comm: Any = SimpleNamespace(rank=0, size=1)
         self.comms: Any = SimpleNamespace(before=None, after=None)
-        self.stage, self.why_not_ahead = 0, "it computes before it returns"
+        self.stage, self.drafter, self.why_not_ahead = 0, None, "it computes before it returns"
         self.now_ns = 0
         self.measure: Callable[[], int] = lambda: 0
 

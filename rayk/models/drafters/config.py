@@ -84,14 +84,17 @@ def drafter_of(speculative: SpeculativeConfig, target: DecoderConfig, engine: En
     return replace(found, tp=tp)
 
 
-def drafter_specs(drafter: DrafterConfig, engine: EngineConfig) -> dict[CacheKey, KVCacheSpec]:
+def drafter_specs(
+    drafter: DrafterConfig, engine: EngineConfig, *, as_seen: bool = False
+) -> dict[CacheKey, KVCacheSpec]:
     """Return what each layer keeps, by its number in the engine. Every token is kept, whatever a layer can
-    see, because the block table is that of a group that keeps every token."""
+    see, because the block table is that of a group that keeps every token. `as_seen`: the specs of the rows
+    that layers can see instead."""
     own = kv_cache_specs(
         drafter.decoder,
         block_size=engine.block_size,
         dtype=engine_format(engine.dtype, engine.kv_dtype, engine.kv_scales),
-        hybrid_kv=False,
+        hybrid_kv=as_seen,
     )
     return {(drafter.first_layer + layer, part): spec for (layer, part), spec in own.items()}
 

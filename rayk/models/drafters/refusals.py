@@ -11,7 +11,7 @@ from rayk.types.errors import UserError
 from rayk.types.speculative import ACCEPTS, HEEDED, METHODS, SpeculativeConfig
 
 WHERE = "speculative"
-BUILT = ("ngram",)
+BUILT = METHODS
 """Methods that engines can follow."""
 _DEFAULTS = {field.name: field.default for field in fields(SpeculativeConfig)}
 

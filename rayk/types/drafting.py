@@ -1,0 +1,62 @@
+"""Hold what a drafter on ranks is to do after a step: plain ints, so that it can be broadcast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from rayk.types.allocator import BlockUpdates
+
+
+class DraftShare(NamedTuple):
+    """One request's share. Filled by the scheduler once the tokens of the step are known."""
+
+    num_kept: int
+    """The first so many tokens of its share of the step are its own; 0: nothing is done for it."""
+    next_token: int
+    """Its token after these."""
+    num_proposed: int
+    """Tokens to propose after that one."""
+    new_block_ids: BlockUpdates = ()
+    """Blocks for rows of the proposed tokens, as in ScheduledRequest; empty: there are enough."""
+
+
+DraftPlan = tuple[DraftShare, ...]
+"""In the order of the step's requests."""
+NOTHING = DraftShare(0, 0, 0)
+
+
+def fresh_blocks(plan: DraftPlan) -> tuple[int, ...]:
+    """List the blocks that are handed out with a plan."""
+    return tuple(block for share in plan for _, ids in share.new_block_ids for block in ids if block)
+
+
+def encode_plan(plan: DraftPlan) -> bytes:
+    """Pack a plan; `decode_plan` is the inverse. Layout, int32: per request [num_kept, next_token,
+    num_proposed, num_groups], then per group [start, num_ids, ids...]."""
+    words: list[int] = []
+    for share in plan:
+        words += (share.num_kept, share.next_token, share.num_proposed, len(share.new_block_ids))
+        for start, ids in share.new_block_ids:
+            words += (start, len(ids), *ids)
+    return np.array(words, dtype=np.int32).tobytes()
+
+
+def decode_plan(payload: bytes) -> DraftPlan:
+    """Unpack what `encode_plan` made."""
+    return tuple(_shares(np.frombuffer(payload, dtype=np.int32).tolist()))
+
+
+def _shares(words: Sequence[int]) -> Iterator[DraftShare]:
+    at = 0
+    while at < len(words):
+        num_kept, next_token, num_proposed, num_groups = words[at : at + 4]
+        at += 4
+        updates: list[tuple[int, tuple[int, ...]]] = []
+        for _ in range(num_groups):
+            start, count = words[at : at + 2]
+            updates.append((start, tuple(words[at + 2 : at + 2 + count])))
+            at += 2 + count
+        yield DraftShare(num_kept, next_token, num_proposed, tuple(updates))
