@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rayk.handover.commands import EndPush, PushStep
@@ -101,7 +102,6 @@ class PushSide:
         self._costs = costs
         self._pusher: Pusher | None = None
         self._positions = {layer: i for i, layer in enumerate(kept_layers(me.geometry))}
-        self._chunks: Sequence[Chunk] = ()
         self._has_begun = False
 
     def connect(self, producers: Sequence[CacheDescription], consumers: Sequence[CacheDescription]) -> None:
@@ -120,8 +120,8 @@ class PushSide:
         # A CPU that copies does not compute; on a GPU, as the last step went.
         is_gpu = self._rank.device.type == "cuda"
         layer_ns = self._rank.fence.step_ns() / len(self._rank.decoder.layers) if is_gpu else 0.0
-        self._chunks = [replace(chunk, layer_ns=layer_ns) for chunk in step.chunks]
-        self._rank.on_layer = self._on_layer
+        chunks = [replace(chunk, layer_ns=layer_ns) for chunk in step.chunks]
+        self._rank.on_layer = partial(self._on_layer, chunks)
 
     def blocks_assigned(self, block_ids: Sequence[int]) -> None:
         """These are handed out: nobody may read them for their last owner any more."""
@@ -135,7 +135,7 @@ class PushSide:
 
     def turn(self, stops: Sequence[StopMessage]) -> None:
         """After each step: what it computed is known, and who wants blocks back."""
-        self._chunks, self._rank.on_layer = (), None
+        self._rank.on_layer = None  # a drafter tells of its layers yet
         if self._pusher is not None:
             self._pusher.check()
             for message in stops:
@@ -147,12 +147,12 @@ class PushSide:
         if self._pusher is not None:
             self._pusher.close()
 
-    def _on_layer(self, layer: int) -> None:
+    def _on_layer(self, chunks: Sequence[Chunk], layer: int) -> None:
         assert self._pusher is not None
         if not self._has_begun:
             # Not before: the step's blocks were handed out after the command came.
             self._has_begun = True
-            self._pusher.begin(self._chunks)
+            self._pusher.begin(chunks)
         position = self._positions.get(layer)
         if position is not None:
-            self._pusher.computed(position, self._chunks, self._rank.fence.mark())
+            self._pusher.computed(position, chunks, self._rank.fence.mark())
