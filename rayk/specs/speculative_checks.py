@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from rayk.models.config import DecoderConfig
+from rayk.models.drafters.config import drafter_of
 from rayk.models.drafters.refusals import refuse_speculative
 from rayk.specs.cells import Cell
 from rayk.specs.load import LoadedSpec
 from rayk.specs.speculative import KEYS, NONE, SECTION, SIDES, SpeculativeSpec, axis_value
-from rayk.types.errors import SpecError, UserError
+from rayk.types.errors import SpecError, Unsupported, UserError
 from rayk.types.speculative import HEEDED, METHODS
 
 _NEEDS_MODEL = {"draft": "a smaller model's folder", "eagle3": "an EAGLE-3 head's folder"}
@@ -57,8 +58,8 @@ def _given(loaded: LoadedSpec) -> Iterator[str]:
 
 
 def check_drafts(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
-    """Refuse drafters without the checkpoint that they need, and settings that do not belong together. Raises
-    SpecError."""
+    """Refuse drafters without the checkpoint that they need, or with one that does not fit the model, and
+    settings that do not belong together. Raises SpecError."""
     for side, engine in zip(SIDES, cell.engines, strict=False):
         drafts = engine.speculative
         if drafts is None:
@@ -71,9 +72,14 @@ def check_drafts(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
             )
         try:
             refuse_speculative(drafts, engine, config)
+            if drafts.method != "ngram":
+                drafter_of(drafts, config, engine)
         except UserError as error:
             where = _where(cell, side, "method", loaded)
-            raise SpecError(f"{side}: {error.problem}", where=where, mend=error.mend) from error
+            told = f"{error.where}: {error.problem}" if error.where else error.problem
+            raise SpecError(f"{side}: {told}", where=where, mend=error.mend) from error
+        except Unsupported as error:
+            raise SpecError(f"{side}: {error.reason}", where=_where(cell, side, "tp", loaded)) from error
 
 
 def _where(cell: Cell, side: str, leaf: str, loaded: LoadedSpec) -> str:

@@ -11,10 +11,11 @@ import pytest
 from rayk.kv.groups import max_request_blocks
 from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import Scheduler
-from rayk.sched.drafting import Drafting
+from rayk.sched.drafting import Drafting, RanksDrafter
 from rayk.sched.quiet import num_quiet_steps
 from rayk.sched.request_state import RequestState
 from rayk.types.batch import Rollback, ScheduledBatch
+from rayk.types.drafting import DraftShare
 from rayk.types.request import FinishReason, Request, SamplingParams
 from rayk.types.speculative import DraftCounts
 from tests.kv.brute import full
@@ -310,3 +311,72 @@ def test_steps_with_drafts_are_not_taken_at_once() -> None:
     assert num_quiet_steps(quiet, 16) == 0
     quiet.drafting = None
     assert num_quiet_steps(quiet, 16) > 0
+
+
+def make_on_ranks(num_blocks: int, num_tokens: int, *, lacks: bool = False, **changes: Any) -> Scheduler:
+    """The same of a drafter on ranks."""
+    manager = KVCacheManager(one_layer_each(full(BLOCK)), num_blocks + 1)
+    limits = {"max_batch_tokens": 64, "max_seqs": 4, "max_positions": 100} | changes
+    drafting = Drafting(RanksDrafter(num_tokens), manager, lacks_rows=lambda _: lacks)
+    return Scheduler(manager, drafting=drafting, **limits)
+
+
+def test_ranks_propose_when_a_step_is_known_and_the_next_one_verifies() -> None:
+    scheduler = make_on_ranks(20, 3)
+    assert scheduler.drafting is not None
+    state = scheduler.add(request("a", 6))
+    batch = plan(scheduler)
+    settle(scheduler, batch)
+    ((kept, after, asked, updates),) = scheduler.plan_drafts(batch)
+    assert (kept, after, asked) == (6, TOKEN, 3)
+    ((start, ids),) = updates
+    assert (start, len(ids)) == (2, 1), "two blocks have room for 8 tokens, and 10 there may be"
+    assert scheduler.allocator.block_tables("a")[0][2:] == ids
+    scheduler.drafting.take([[TOKEN, TOKEN, 6]])
+    batch = plan(scheduler)
+    (share,) = batch.requests
+    assert (share.token_ids, share.num_drafts) == ((TOKEN, TOKEN, TOKEN, 6), 3)
+    assert share.new_block_ids == ((3, ()),), "ranks have them"
+    settle(scheduler, batch)
+    assert state.output_token_ids == [TOKEN] * 4
+    ((kept, after, asked, _),) = scheduler.plan_drafts(batch)
+    assert (kept, after, asked) == (3, TOKEN, 3)
+    batch = plan(scheduler)
+    assert sizes(batch) == [("a", 1, 0)], "what was proposed of fewer tokens counts no more"
+
+
+def test_ranks_fill_rows_of_chunks_and_of_requests_that_end() -> None:
+    scheduler = make_on_ranks(20, 3, max_batch_tokens=4)
+    scheduler.add(request("a", 6, max_tokens=1))
+    batch = plan(scheduler)
+    settle(scheduler, batch)
+    assert scheduler.plan_drafts(batch) == (DraftShare(4, 14, 0),), "the prompt goes on"
+    batch = plan(scheduler)
+    settle(scheduler, batch)
+    assert scheduler.plan_drafts(batch) == (DraftShare(2, TOKEN, 0),), "it is over"
+
+
+def test_ranks_propose_nothing_without_rows_of_the_first_tokens() -> None:
+    scheduler = make_on_ranks(20, 3, lacks=True)
+    scheduler.add(request("a", 6))
+    batch = plan(scheduler)
+    settle(scheduler, batch)
+    assert scheduler.plan_drafts(batch) == (DraftShare(6, TOKEN, 0),)
+
+
+def test_ranks_propose_as_far_as_there_are_blocks_and_tokens_left() -> None:
+    short = make_on_ranks(2, 3)
+    short.add(request("a", 6, max_tokens=2))
+    batch = plan(short)
+    settle(short, batch)
+    assert short.plan_drafts(batch) == (DraftShare(6, TOKEN, 0),), "the last token needs none before it"
+    short = make_on_ranks(2, 3)
+    short.add(request("a", 5, max_tokens=4))
+    batch = plan(short)
+    settle(short, batch)
+    assert short.plan_drafts(batch) == (DraftShare(5, TOKEN, 2),), "8 tokens have room"
+    short = make_on_ranks(2, 3)
+    short.add(request("a", 6, max_tokens=4))
+    batch = plan(short)
+    settle(short, batch)
+    assert short.plan_drafts(batch) == (DraftShare(6, TOKEN, 1),), "a third block would be another's"

@@ -1,0 +1,276 @@
+"""Engines with a drafter on their ranks: output is transformers', and what is proposed an oracle's.
+
+A model that drafts for itself foresees all that it says, if and only if its draft layers have every row right:
+then each proposed token is accepted. Heads and MTP layers are random: nearly nothing of theirs is accepted, and
+each proposal is held to a float64 module that reads the whole text at once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rayk.engine.build import ThreadEngine
+from rayk.oracle.drafting import model_hidden, proposals
+from rayk.oracle.eagle3 import Eagle3Head, write_eagle3
+from rayk.oracle.mtp import TransformersMtp, add_mtp
+from rayk.sched.drafting import Drafting
+from rayk.types.config import EngineConfig
+from rayk.types.errors import Unsupported, UserError
+from rayk.types.speculative import SpeculativeConfig
+from tests.answers import NUM_TOKENS, Answers, make_answers
+from tests.engine.test_speculative import ask, num_drafted_and_accepted, replace_prompts
+from tests.engine.test_token_shards import engine_of
+from tests.markers import one_per
+from tests.models.drafting import reloaded
+from tests.models.test_decoder import prompts
+from tests.models.tiny import Checkpoint, wide_scans, write_checkpoint
+from tests.pd import HANG_S, NAN_POISON, make_request
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "gpt_oss": ("gpt_oss", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def answers(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Callable[[str], Answers]:
+    return make_answers(MODELS, checkpoint, reference)
+
+
+def of_itself(model: Answers, **settings: Any) -> SpeculativeConfig:
+    """The model drafts for itself."""
+    return SpeculativeConfig(**{"method": "draft", "model": str(model.path), "num_tokens": 4} | settings)
+
+
+@one_per()
+@pytest.mark.parametrize(
+    ("model", "shape", "own_tp"),
+    [
+        ("llama", {}, None),
+        ("llama", {"tp": 2}, None),
+        ("llama", {"tp": 2}, 2),
+        ("llama", {"tp": 4}, 4),
+        ("llama", {"block_size": 4, "layout": "BHLNC"}, None),
+        ("llama", {"max_batch_tokens": 7}, None),
+        ("deepseek_v3", {"tp": 2}, 2),
+        ("gpt_oss", {}, None),
+        ("gpt_oss", {"tp": 2}, None),
+    ],
+)
+def test_a_model_foresees_what_it_says(
+    answers: Callable[[str], Answers], model: str, shape: dict[str, Any], own_tp: int | None
+) -> None:
+    """All is accepted: after the first token four steps of five tokens, and one of three."""
+    found = answers(model)
+    settings = {"speculative": of_itself(found, tp=own_tp), "num_blocks": 200, "max_batch_tokens": 64}
+    with engine_of(found, **settings | shape) as engine:
+        done = ask(engine, found)
+        drafted, accepted = num_drafted_and_accepted(engine)
+        assert drafted == accepted > 0
+        if "max_batch_tokens" not in shape:
+            assert all(one.info["drafted_at"] == (5, 5, 4, 4) for one in done)
+
+
+def test_accepted_drafts_save_steps_where_steps_are_recorded(answers: Callable[[str], Answers]) -> None:
+    """The model's decode steps are replayed; its drafter's are not."""
+    found = answers("llama")
+    config = EngineConfig(
+        model=str(found.path), speculative=of_itself(found), num_blocks=200, attention_backend="reference"
+    )
+    from tests.engine.test_async_scheduling import Turns
+
+    turns = Turns(found.path, recorded=True, speculative=config.speculative, async_scheduling="auto")
+    turns.submit(make_request("r", found.prompts[1], NUM_TOKENS))
+    turns.finish()
+    assert turns.tokens("r") == found.expected[1]
+    assert [len(tokens) for tokens in turns.shares("r")] == [37, 5, 5, 5, 5, 3]
+    assert isinstance(turns.rank.graph_sizes, tuple)
+    assert turns.rank.graph_sizes
+
+
+@pytest.mark.parametrize("num_blocks", [24, 30])
+def test_preempted_requests_are_foreseen_again(answers: Callable[[str], Answers], num_blocks: int) -> None:
+    """Rows of the drafter are computed again with those of the model."""
+    found = answers("llama")
+    settings = {"num_blocks": num_blocks, "max_batch_tokens": 64}
+    with engine_of(found, speculative=of_itself(found), **settings) as engine:
+        ask(engine, found, 3)
+        assert engine.leader.scheduler.num_preemptions > 0
+        drafted, accepted = num_drafted_and_accepted(engine)
+        assert drafted == accepted > 0
+
+
+def test_cached_prefixes_are_foreseen_from(answers: Callable[[str], Answers]) -> None:
+    """Blocks bring the rows of draft layers, too."""
+    found = answers("llama")
+    longer = replace_prompts(found, 16)
+    settings = {"num_blocks": 120, "block_size": 4, "prefix_caching": True}
+    with engine_of(found, speculative=of_itself(found), **settings) as engine:
+        ask(engine, found)
+        requests = [
+            make_request(f"later{i}", prompt, len(longer.expected[i]))
+            for i, prompt in enumerate(longer.prompts)
+        ]
+        done = engine.generate(requests)
+        assert [d.token_ids for d in done] == longer.expected
+        assert all(d.info["num_cached_tokens"] > len(p) for d, p in zip(done, found.prompts, strict=True))
+        assert engine.leader.manager.num_undrafted_tokens == 0
+        drafted, accepted = num_drafted_and_accepted(engine)
+        assert drafted == accepted > 0
+
+
+def test_a_drafter_with_wrong_rows_shows(
+    answers: Callable[[str], Answers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the tests above would notice: rows of one token before are another drafter's."""
+    from rayk.engine.proposing import Proposing
+
+    rows = Proposing._rows
+
+    def shifted(self: Proposing, batch: Any, plan: Any) -> Any:
+        return rows(self, batch, tuple(share._replace(next_token=5) for share in plan))
+
+    found = answers("llama")
+    monkeypatch.setattr(Proposing, "_rows", shifted)
+    with engine_of(found, speculative=of_itself(found), num_blocks=200) as engine:
+        ask(engine, found)
+        drafted, accepted = num_drafted_and_accepted(engine)
+        assert accepted < drafted / 2
+
+
+@contextmanager
+def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[list[int], list[int]]]]:
+    """All that is proposed meanwhile: the tokens of the request, and those after them."""
+    found: list[tuple[list[int], list[int]]] = []
+    take = Drafting.take
+
+    def taken(self: Drafting, proposed: Sequence[Sequence[int]]) -> None:
+        asked = list(self._asked)
+        take(self, proposed)
+        found.extend((list(state.tokens), list(state.proposals[1])) for state, _ in asked)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Drafting, "take", taken)
+        yield found
+
+
+def generate(path: Path, **settings: Any) -> tuple[list[list[int]], tuple[int, int]]:
+    """What an engine says after the first two prompts, and how much was drafted and accepted."""
+    config = EngineConfig(model=str(path), num_blocks=100, block_size=8, max_batch_tokens=30, **settings)
+    with ThreadEngine(config, poison=NAN_POISON, timeout_s=HANG_S) as engine:
+        done = engine.generate(make_request(f"r{i}", p, 12) for i, p in enumerate(prompts()[:2]))
+        assert [d.error for d in done] == [None, None]
+        drafting = engine.leader.scheduler.drafting
+        counts = (0, 0) if drafting is None else num_drafted_and_accepted(engine)
+        return [d.token_ids for d in done], counts
+
+
+def check_against(
+    saved: Checkpoint,
+    exact: Any,
+    speculative: SpeculativeConfig,
+    taps: Sequence[int],
+    monkeypatch: pytest.MonkeyPatch,
+    **shape: Any,
+) -> None:
+    """Tokens are those without drafts, and every proposal is the oracle's."""
+    plain, _ = generate(saved.path, **shape)
+    with noted(monkeypatch) as found:
+        drafted, (num_drafted, _) = generate(saved.path, speculative=speculative, **shape)
+    assert drafted == plain
+    assert num_drafted > 0
+    assert len(found) >= 10
+    for tokens, proposed in found:
+        with wide_scans(saved.exact):
+            hidden = model_hidden(saved.exact, tokens, taps)
+            hidden = exact.fc(hidden) if taps else hidden
+            wanted, _ = proposals(exact, tokens, hidden, len(proposed))
+        assert proposed == wanted, f"after {len(tokens)} tokens"
+
+
+@one_per()
+@pytest.mark.parametrize(
+    ("family", "layers", "shape", "own_tp"),
+    [
+        ("llama", 6, {}, None),
+        ("llama", 6, {"tp": 2}, None),
+        ("llama", 6, {"tp": 2}, 2),
+        ("gpt_oss", 5, {"tp": 2}, 2),
+        ("falcon_h1", 4, {}, None),
+    ],
+)
+def test_heads_propose_what_a_float64_module_does(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    layers: int,
+    shape: dict[str, Any],
+    own_tp: int | None,
+) -> None:
+    saved = write_checkpoint(tmp_path / "model", family, num_hidden_layers=layers)
+    folder = write_eagle3(tmp_path / "head", saved.path, seed=3)
+    exact = copy.deepcopy(Eagle3Head.read(folder, saved.model.get_input_embeddings().weight)).double()
+    settings = SpeculativeConfig(method="eagle3", model=str(folder), num_tokens=3, tp=own_tp)
+    taps = (2, layers // 2, layers - 3) if layers >= 7 else tuple(range(layers - 3, layers))
+    check_against(saved, exact, settings, taps, monkeypatch, **shape)
+
+
+@one_per()
+@pytest.mark.parametrize(
+    ("family", "overrides", "shape", "own_tp"),
+    [
+        ("deepseek_v3", {}, {}, None),
+        ("deepseek_v3", {}, {"tp": 2}, 2),
+        (
+            "qwen3_next",
+            {
+                "layer_types": ["linear_attention", "full_attention"] * 2,
+                "mlp_only_layers": [],
+            },
+            {"tp": 2},
+            None,
+        ),
+    ],
+)
+def test_mtp_layers_propose_what_transformers_does(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    overrides: dict[str, Any],
+    shape: dict[str, Any],
+    own_tp: int | None,
+) -> None:
+    saved = write_checkpoint(tmp_path / "model", family, num_nextn_predict_layers=1, **overrides)
+    add_mtp(saved.path, saved.model, 1, seed=4, dtype=torch.float32)
+    exact = copy.deepcopy(TransformersMtp(reloaded(saved.path)))
+    exact.model.double()
+    settings = SpeculativeConfig(method="mtp", num_tokens=3, tp=own_tp)
+    check_against(saved, exact, settings, (), monkeypatch, **shape)
+
+
+def test_drafters_that_engines_cannot_follow_are_refused(
+    answers: Callable[[str], Answers], tmp_path: Path
+) -> None:
+    found = answers("llama")
+    for shape, word in (({"pp": 2}, "pp: 2"), ({"tp": 4, "dcp": 2}, "dcp: 2")):
+        with pytest.raises(UserError, match=word), engine_of(found, speculative=of_itself(found), **shape):
+            pass
+    with pytest.raises(UserError, match="no multi-token prediction layers"):
+        engine_of(found, speculative=SpeculativeConfig(method="mtp")).close()
+    with pytest.raises(UserError, match="no such folder"):
+        engine_of(found, speculative=of_itself(found, model=str(tmp_path / "none"))).close()
+    saved = write_checkpoint(tmp_path / "model", "deepseek_v3", num_nextn_predict_layers=2)
+    add_mtp(saved.path, saved.model, 2, seed=4, dtype=torch.float32)
+    two = EngineConfig(
+        model=str(saved.path), num_blocks=20, speculative=SpeculativeConfig(method="mtp", num_tokens=2)
+    )
+    with pytest.raises(Unsupported, match="2 MTP layers"):
+        ThreadEngine(two, timeout_s=HANG_S).close()

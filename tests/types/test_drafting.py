@@ -1,0 +1,22 @@
+"""What a drafter is to do crosses to the peers unchanged."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rayk.types.drafting import DraftPlan, DraftShare, decode_plan, encode_plan, fresh_blocks
+
+INT32 = st.integers(0, 2**31 - 1)
+UPDATES = st.lists(st.tuples(INT32, st.lists(INT32, max_size=3).map(tuple)), max_size=3).map(tuple)
+SHARES = st.builds(DraftShare, INT32, INT32, st.integers(0, 32), UPDATES)
+
+
+@given(st.lists(SHARES, max_size=5).map(tuple))
+def test_plans_cross_unchanged(plan: DraftPlan) -> None:
+    assert decode_plan(encode_plan(plan)) == plan
+
+
+def test_fresh_blocks_are_those_of_all_requests() -> None:
+    plan = (DraftShare(3, 7, 2, ((1, (9, 4)), (0, ()))), DraftShare(0, 0, 0), DraftShare(1, 5, 1, ((2, (8,)),)))
+    assert fresh_blocks(plan) == (9, 4, 8)
