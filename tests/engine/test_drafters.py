@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from rayk.engine.build import ThreadEngine
+from rayk.engine.proposing import Proposing
 from rayk.oracle.drafting import model_hidden, proposals
 from rayk.oracle.eagle3 import Eagle3Head, write_eagle3
 from rayk.oracle.mtp import TransformersMtp, add_mtp
@@ -25,6 +26,7 @@ from rayk.types.config import EngineConfig
 from rayk.types.errors import Unsupported, UserError
 from rayk.types.speculative import SpeculativeConfig
 from tests.answers import NUM_TOKENS, Answers, make_answers
+from tests.engine.test_async_scheduling import Turns
 from tests.engine.test_speculative import ask, num_drafted_and_accepted, replace_prompts
 from tests.engine.test_token_shards import engine_of
 from tests.markers import one_per
@@ -82,17 +84,11 @@ def test_a_model_foresees_what_it_says(
 def test_accepted_drafts_save_steps_where_steps_are_recorded(answers: Callable[[str], Answers]) -> None:
     """The model's decode steps are replayed; its drafter's are not."""
     found = answers("llama")
-    config = EngineConfig(
-        model=str(found.path), speculative=of_itself(found), num_blocks=200, attention_backend="reference"
-    )
-    from tests.engine.test_async_scheduling import Turns
-
-    turns = Turns(found.path, recorded=True, speculative=config.speculative, async_scheduling="auto")
+    turns = Turns(found.path, recorded=True, speculative=of_itself(found), async_scheduling="auto")
     turns.submit(make_request("r", found.prompts[1], NUM_TOKENS))
     turns.finish()
     assert turns.tokens("r") == found.expected[1]
     assert [len(tokens) for tokens in turns.shares("r")] == [37, 5, 5, 5, 5, 3]
-    assert isinstance(turns.rank.graph_sizes, tuple)
     assert turns.rank.graph_sizes
 
 
@@ -130,9 +126,7 @@ def test_cached_prefixes_are_foreseen_from(answers: Callable[[str], Answers]) ->
 def test_a_drafter_with_wrong_rows_shows(
     answers: Callable[[str], Answers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So the tests above would notice: rows of one token before are another drafter's."""
-    from rayk.engine.proposing import Proposing
-
+    """So the tests above would notice."""
     rows = Proposing._rows
 
     def shifted(self: Proposing, batch: Any, plan: Any) -> Any:

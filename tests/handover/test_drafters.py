@@ -1,0 +1,86 @@
+"""Hand-overs between engines with drafters on their ranks: a model that drafts for itself foresees all that it
+says if every row of its draft layers came over, and came right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rayk.types.speculative import SpeculativeConfig
+from tests.handover.cases import NUM_TOKENS, Model, models_by_name
+from tests.markers import one_per
+from tests.pd import Pair, make_request
+
+
+@pytest.fixture(scope="module")
+def models(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Callable[[str], Model]:
+    return models_by_name(checkpoint, reference)
+
+
+def of_itself(model: Model, tp: int | None = None) -> dict[str, object]:
+    """Settings of an engine whose model drafts for itself."""
+    drafts = SpeculativeConfig(method="draft", model=str(model.path), num_tokens=4, tp=tp)
+    return {"speculative": drafts}
+
+
+def complete(pair: Pair, model: Model) -> tuple[int, int]:
+    """Run all prompts at once; returns how many tokens D drafted, and how many it accepted."""
+    done = pair.complete([make_request(f"r{i}", p, NUM_TOKENS) for i, p in enumerate(model.prompts)])
+    assert [d.token_ids for d in done] == model.expected
+    pair.check_all_free()
+    drafting = pair.d.engine.leader.scheduler.drafting
+    assert drafting is not None
+    return drafting.counts.num_draft_tokens, drafting.counts.num_accepted_tokens
+
+
+@one_per()
+@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+@pytest.mark.parametrize(
+    ("name", "tp", "draft_tp", "layouts"),
+    [
+        ("qwen3", (1, 1), (None, None), ("auto", "auto")),
+        ("qwen3", (2, 1), (2, None), ("LBNHC", "BLHNC")),
+        ("qwen3", (1, 2), (None, 2), ("auto", "auto")),
+        ("llama", (2, 2), (None, 2), ("auto", "auto")),
+        ("deepseek_v3", (2, 1), (2, None), ("auto", "auto")),
+        ("gpt_oss", (1, 2), (None, 2), ("auto", "auto")),
+    ],
+)
+def test_all_is_foreseen_after_a_hand_over(
+    models: Callable[[str], Model],
+    name: str,
+    tp: tuple[int, int],
+    draft_tp: tuple[int | None, int | None],
+    layouts: tuple[str, str],
+    push: bool,
+) -> None:
+    """Prompts are prefilled in chunks, of which the last one's rows take the token that P sampled."""
+    model = models(name)
+    changes = tuple(of_itself(model, own) for own in draft_tp)
+    settings = {"num_blocks": 160, "max_batch_tokens": 64, "changes": changes}
+    with Pair.open(model.path, tp=tp, layouts=layouts, push=push, **settings) as pair:
+        drafted, accepted = complete(pair, model)
+        assert drafted == accepted > 0
+        counts = pair.p.engine.leader.scheduler.drafting.counts  # type: ignore[union-attr]
+        assert counts.num_draft_tokens == 0, "P hands requests over with their first token"
+
+
+@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+def test_nothing_is_proposed_where_rows_of_the_prompt_lack(
+    models: Callable[[str], Model], push: bool
+) -> None:
+    model = models("qwen3")
+    changes = ({}, of_itself(model))
+    with Pair.open(model.path, push=push, num_blocks=100, changes=changes) as pair:
+        assert complete(pair, model) == (0, 0)
+
+
+def test_a_drafter_of_p_alone_changes_nothing(models: Callable[[str], Model]) -> None:
+    model = models("qwen3")
+    with Pair.open(model.path, num_blocks=100, changes=(of_itself(model), {})) as pair:
+        done = pair.complete([make_request(f"r{i}", p, NUM_TOKENS) for i, p in enumerate(model.prompts)])
+        assert [d.token_ids for d in done] == model.expected
+        pair.check_all_free()
