@@ -142,7 +142,7 @@ def test_drafters_are_named_and_move_nothing(model: Path) -> None:
     assert note.startswith("decode: up to 3 tokens")
     assert "last 3 to 2 tokens" in note
     for wrong, code, told in (
-        (("--speculative", "method=mtp"), 1, "speculative.method: mtp; of drafters there is ngram"),
+        (("--speculative", "method=mtp"), 2, "no multi-token prediction layers"),
         (("--speculative", "method=n-gram"), 2, "did you mean 'ngram'?"),
         (("--engine", "vllm", "--decode-speculative", "method=ngram"), 2, "no place in the proof"),
     ):
