@@ -21,7 +21,7 @@ from rayk.engine.inputs import InputBuilder, ModelInputs
 from rayk.engine.proposing import Proposing
 from rayk.engine.replays import MAX_ROWS, CallRecorder
 from rayk.engine.rollback import StateRollback
-from rayk.engine.speculation import check_speculative, find_drafter
+from rayk.engine.speculation import check_speculative
 from rayk.engine.staging import Fetching, HostBuffers
 from rayk.engine.warm_up import run_warm_up, warm_up_batches
 from rayk.kernels.quantise import QuantisedKV
@@ -33,6 +33,7 @@ from rayk.kv.caches import TORCH_DTYPES, CanonicalKVCaches, OwnsCache, allocate
 from rayk.kv.groups import CacheKey
 from rayk.models.config import ExpertsConfig
 from rayk.models.decoder import Decoder
+from rayk.models.drafters.config import find_drafter
 from rayk.models.drafters.drafter import RankDrafter
 from rayk.models.drafters.loader import load_drafter
 from rayk.models.drafters.riders import riders_of

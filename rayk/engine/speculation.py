@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from rayk.kv.manager import KVCacheManager
 from rayk.models.config import DecoderConfig
-from rayk.models.drafters.config import DrafterConfig, drafter_of
 from rayk.models.drafters.refusals import refuse_speculative, why_no_drafts
 from rayk.sched.drafting import Drafter, Drafting, NgramDrafter, RanksDrafter
 from rayk.types.config import EngineConfig
@@ -25,21 +24,6 @@ def make_drafting(config: EngineConfig, manager: KVCacheManager) -> Drafting | N
         return manager.first_draft_row(request_id) > 0
 
     return Drafting(drafter, manager, has_states=has_states, lacks_rows=lacks_rows)
-
-
-def find_drafter(config: EngineConfig, model: DecoderConfig) -> DrafterConfig | None:
-    """Find what drafts on the ranks of an engine; None where nothing does, or n-grams do. Raises as
-    drafter_of does, and Unsupported for several layers that draft in turn."""
-    wanted = config.speculative
-    if wanted is None or wanted.method == "ngram":
-        return None
-    drafter = drafter_of(wanted, model, config)
-    if drafter.depths > 1:
-        raise Unsupported(
-            f"speculative.method: mtp with {drafter.depths} MTP layers, each for one token; engines draft with "
-            "one (mend: num_nextn_predict_layers: 1 in config.json, which is then used for each token)"
-        )
-    return drafter
 
 
 def check_speculative(config: EngineConfig, model: DecoderConfig) -> None:

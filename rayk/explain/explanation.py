@@ -28,6 +28,7 @@ from rayk.kv.groups import measure_waste, waste_tokens, wasted_bytes
 from rayk.kv.riders import Riders
 from rayk.kv.specs import page_bytes
 from rayk.models.config import DecoderConfig
+from rayk.models.drafters.riders import engine_riders
 from rayk.models.engine_plan import EnginePlan, plan_engine
 from rayk.models.families import read_config
 from rayk.models.formats import DEQUANTISED
@@ -40,6 +41,7 @@ from rayk.specs.checks import check_cell
 from rayk.transfer.drafts import left_out
 from rayk.types.config import EngineConfig, parallel_text
 from rayk.types.errors import SpecError, TransferError, UserError
+from rayk.types.speculative import SpeculativeConfig
 
 DEFAULT_TOKENS = 1024
 NO_RIDERS: Mapping[str, Riders] = MappingProxyType({})
@@ -150,7 +152,7 @@ def explain_pair(
     riders: Mapping[str, Riders] = NO_RIDERS,
 ) -> Explanation:
     """Explain the engines that `settings` (a spec's mapping) describes. `riders`: what the drafter of a side
-    keeps. What is not possible is an answer; bad input raises UserError."""
+    keeps, if not what its settings name. What is not possible is an answer; bad input raises UserError."""
     name, file = config_file(model)
     config = read_config(file)
     cell, refused = _cell(model, settings, config)
@@ -160,8 +162,8 @@ def explain_pair(
     intended = num_tokens or min(DEFAULT_TOKENS, config.max_positions)
     if refused:
         return Explanation(supported=False, reason=refused, num_tokens=intended, **about)
-    producer = plan_engine(cell.prefill, config, riders=riders.get("prefill"))
-    consumer = plan_engine(cell.decode, config, riders=riders.get("decode"))
+    producer = _planned(cell.prefill, config, riders.get("prefill"))
+    consumer = _planned(cell.decode, config, riders.get("decode"))
     tokens = _num_tokens(num_tokens, config, producer, consumer)
     notes = _weights_note(config, {"prefill": cell.prefill, "decode": cell.decode})
     if num_tokens is None:
@@ -222,6 +224,13 @@ def locate(
             problem=f"byte {byte} is past the buffer's {geometry.buffer_bytes} bytes", where="--byte"
         )
     return name_byte(geometry, byte, _sources(config))
+
+
+def _planned(engine: EngineConfig, config: DecoderConfig, riders: Riders | None) -> EnginePlan:
+    """Plan an engine, with these riders, or else those of its drafter."""
+    drafts = engine.speculative
+    draft_tp = 1 if drafts is None else drafts.tp or 1
+    return plan_engine(engine, config, riders=riders or engine_riders(engine, config), draft_tp=draft_tp)
 
 
 def _sources(config: DecoderConfig) -> dict[int, int]:
@@ -304,12 +313,22 @@ def _drafts_note(engines: Mapping[str, EngineConfig]) -> list[str]:
     alike = len(drafting) == len(engines) and len(set(drafting.values())) == 1
     whose = {"both engines": next(iter(drafting.values()))} if alike else drafting
     return [
-        f"{side}: up to {drafts.num_tokens} tokens are proposed at once, what followed the last "
-        f"{drafts.prompt_lookup_max} to {drafts.prompt_lookup_min} tokens earlier in the request "
-        f"({drafts.method}): that keeps no KV, and hands nothing over"
+        f"{side}: up to {drafts.num_tokens} tokens are proposed at once, {_source_of(drafts)}"
         for side, drafts in whose.items()
-        if drafts.method == "ngram"
     ]
+
+
+def _source_of(drafts: SpeculativeConfig) -> str:
+    if drafts.method == "ngram":
+        return (
+            f"what followed the last {drafts.prompt_lookup_max} to {drafts.prompt_lookup_min} tokens earlier in "
+            "the request (ngram): that keeps no KV, and hands nothing over"
+        )
+    whose = "" if drafts.model is None else f" of {drafts.model}"
+    return (
+        f"by a drafter on the ranks ({drafts.method}{whose}): its layers keep KV beside the model's, handed over "
+        "between engines with the same drafter"
+    )
 
 
 def _border_notes(consumer: EnginePlan, config: DecoderConfig, num_tokens: int) -> list[str]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from rayk.models.config import DecoderConfig
-from rayk.models.drafters.config import drafter_of
+from rayk.models.drafters.config import find_drafter
 from rayk.models.drafters.refusals import refuse_speculative
 from rayk.specs.cells import Cell
 from rayk.specs.load import LoadedSpec
@@ -72,8 +72,7 @@ def check_drafts(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
             )
         try:
             refuse_speculative(drafts, engine, config)
-            if drafts.method != "ngram":
-                drafter_of(drafts, config, engine)
+            find_drafter(engine, config)
         except UserError as error:
             where = _where(cell, side, "method", loaded)
             told = f"{error.where}: {error.problem}" if error.where else error.problem

@@ -84,6 +84,21 @@ def drafter_of(speculative: SpeculativeConfig, target: DecoderConfig, engine: En
     return replace(found, tp=tp)
 
 
+def find_drafter(engine: EngineConfig, target: DecoderConfig) -> DrafterConfig | None:
+    """Find what drafts on the ranks of an engine; None where nothing does, or n-grams do. Raises as
+    drafter_of does, and Unsupported for several layers that draft in turn."""
+    wanted = engine.speculative
+    if wanted is None or wanted.method == "ngram":
+        return None
+    drafter = drafter_of(wanted, target, engine)
+    if drafter.depths > 1:
+        raise Unsupported(
+            f"speculative.method: mtp with {drafter.depths} MTP layers, each for one token; engines draft with "
+            "one (mend: num_nextn_predict_layers: 1 in config.json, which is then used for each token)"
+        )
+    return drafter
+
+
 def drafter_specs(
     drafter: DrafterConfig, engine: EngineConfig, *, as_seen: bool = False
 ) -> dict[CacheKey, KVCacheSpec]:

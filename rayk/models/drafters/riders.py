@@ -6,7 +6,8 @@ import hashlib
 import json
 
 from rayk.kv.riders import Riders
-from rayk.models.drafters.config import DrafterConfig, drafter_specs
+from rayk.models.config import DecoderConfig
+from rayk.models.drafters.config import DrafterConfig, drafter_specs, find_drafter
 from rayk.models.fingerprint import fingerprint
 from rayk.types.config import EngineConfig
 
@@ -16,6 +17,13 @@ def riders_of(drafter: DrafterConfig, engine: EngineConfig) -> Riders:
     read."""
     specs, seen = drafter_specs(drafter, engine), drafter_specs(drafter, engine, as_seen=True)
     return Riders(specs, None if seen == specs else seen, drafter_name(drafter))
+
+
+def engine_riders(engine: EngineConfig, target: DecoderConfig) -> Riders | None:
+    """Return the same of an engine's drafter; None where nothing drafts on its ranks. Raises as find_drafter
+    does."""
+    drafter = find_drafter(engine, target)
+    return None if drafter is None else riders_of(drafter, engine)
 
 
 def drafter_name(drafter: DrafterConfig) -> str:
