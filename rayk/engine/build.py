@@ -46,7 +46,12 @@ def make_leader(
     """Make rank 0's scheduler, block manager and leader. `load_decoder` makes the model's tokenizer,
     `load_vocabulary` reads it in the form of tokenizer.json."""
     config, model = rank.config, rank.model_config
-    manager = KVCacheManager(rank.plan.groups, config.num_blocks, prefix_caching=config.prefix_caching)
+    manager = KVCacheManager(
+        rank.plan.groups,
+        config.num_blocks,
+        prefix_caching=config.prefix_caching,
+        looks_ahead=rank.drafter_config is not None and rank.drafter_config.takes_hidden,
+    )
     scheduler = Scheduler(
         manager,
         max_batch_tokens=config.max_batch_tokens,

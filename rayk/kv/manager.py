@@ -56,14 +56,19 @@ class KVCacheManager:
         *,
         prefix_caching: bool = False,
         secret: bytes | None = None,
+        looks_ahead: bool = False,
     ) -> None:
-        """`secret` is the one of PrefixKeys."""
+        """`secret` is the one of PrefixKeys. `looks_ahead`: rows of the groups that ride depend on the token
+        after their own: so do blocks that are found by tokens."""
         self.all_groups = tuple(groups)
         """Riders too."""
         self.groups = tabled(groups)
         """Those that have block tables."""
         self.block_sizes = tuple(g.spec.block_size for g in self.groups)
-        self.prefixes = CachedPrefixes(self.groups, secret) if prefix_caching else None
+        self._looks_ahead = looks_ahead
+        self.prefixes: CachedPrefixes | None = None
+        if prefix_caching:
+            self.prefixes = CachedPrefixes(self.groups, secret, looks_ahead=looks_ahead)
         self.num_undrafted_tokens = 0
         """Tokens of cached prefixes that were computed once more, since rows of draft layers were lacking."""
         self.pool = BlockPool(num_blocks, self.prefixes.forget if self.prefixes is not None else None)
@@ -145,6 +150,7 @@ class KVCacheManager:
         assert request_id not in self._tables, f"{request_id} has blocks already"
         if self.prefixes is None or max_tokens < self.prefixes.unit_tokens:
             return 0
+        max_tokens = self._num_keyed(token_ids, max_tokens)
         keys = self.prefix_keys(request_id, token_ids, max_tokens, cache_salt)
         unit = self.prefixes.unit_tokens
         num_tokens = self.prefixes.longest(keys, max_tokens, unit, _live_rows)
@@ -190,6 +196,7 @@ class KVCacheManager:
         tables = self._tables.get(request_id)
         if self.prefixes is None or tables is None:
             return
+        num_computed_tokens = self._num_keyed(token_ids, num_computed_tokens)
         for g, t in zip(self.groups, tables, strict=True):
             num_full = num_computed_tokens // g.spec.block_size
             if num_full <= t.num_named:
@@ -238,7 +245,8 @@ class KVCacheManager:
             return range(first, n) if n % g.spec.block_size == 0 else None
 
         keys = self.prefix_keys(request_id, token_ids, num_tokens, cache_salt)
-        num_found = self.prefixes.longest(keys, num_tokens, unit_tokens, needed, unseen, drafts=drafts)
+        most = self._num_keyed(token_ids, num_tokens)
+        num_found = self.prefixes.longest(keys, most, unit_tokens, needed, unseen, drafts=drafts)
         if not num_found:
             return nothing
         blocks = []
@@ -278,6 +286,7 @@ class KVCacheManager:
                 answers[group, key] = None if elsewhere is None else elsewhere(group, key)
             return answers[group, key]
 
+        max_tokens = self._num_keyed(token_ids, max_tokens)
         keys = self.prefix_keys(request_id, token_ids, max_tokens, cache_salt)
         while True:
             found = self._find(keys, max_tokens, num_local_tokens, there, drafts=drafts)
@@ -560,6 +569,10 @@ class KVCacheManager:
         aside = sum(self._reserved.values()) + sum(map(num_real, self._leases.values()))
         assert aside == self.ledger.num_held, f"the ledger holds {self.ledger.num_held} blocks, not {aside}"
         self._usage.check(self._tables.values(), self._leases.values())
+
+    def _num_keyed(self, token_ids: Sequence[int], num_tokens: int) -> int:
+        """Of the first `num_tokens` tokens, count those up to which prefixes have keys."""
+        return min(num_tokens, len(token_ids) - 1) if self._looks_ahead else num_tokens
 
     def prefix_keys(
         self, request_id: str, token_ids: Sequence[int], num_tokens: int, cache_salt: str | None = None

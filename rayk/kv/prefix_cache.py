@@ -8,7 +8,8 @@ the state.
 
 A block from elsewhere may hold only its last rows, and different ones for layers that see different rows (the
 group's lanes). It has the same key, with the position from which each lane's rows are present. Draft layers
-that ride on a group are a lane of it: a block may hold the model's rows and none of theirs.
+that ride on a group are a lane of it: a block may hold the model's rows and none of theirs. Where their rows
+depend on the token after their own, a block's key does, too.
 """
 
 from __future__ import annotations
@@ -43,10 +44,18 @@ class PrefixKeys:
     """Digests of the prefixes of one growing sequence that end where blocks do."""
 
     def __init__(
-        self, block_sizes: Iterable[int], secret: bytes | None = None, cache_salt: str | None = None
+        self,
+        block_sizes: Iterable[int],
+        secret: bytes | None = None,
+        cache_salt: str | None = None,
+        *,
+        looks_ahead: bool = False,
     ) -> None:
-        """`secret`: at most 64 bytes; equal secrets give equal keys everywhere. None: this process's."""
+        """`secret`: at most 64 bytes; equal secrets give equal keys everywhere. None: this process's.
+        `looks_ahead`: a prefix has another key for each token that comes after it, and none before that is
+        known."""
         self._sizes = tuple(block_sizes)
+        self._looks_ahead = looks_ahead
         key = _SECRET if secret is None else secret
         self._hash = hashlib.blake2b(digest_size=DIGEST_BYTES, key=key, **salting(cache_salt))
         self.cache_salt = cache_salt
@@ -57,10 +66,14 @@ class PrefixKeys:
         """Compute the keys of prefixes of up to `num_tokens` tokens; these extend those of earlier calls."""
         while True:
             end = min(self._num_hashed // size * size + size for size in self._sizes)
-            if end > num_tokens:
+            if end > num_tokens or (self._looks_ahead and end >= len(token_ids)):
                 return
             self._hash.update(array("i", token_ids[self._num_hashed : end]).tobytes())
-            self._keys[end] = self._hash.digest()
+            found = self._hash
+            if self._looks_ahead:
+                found = found.copy()
+                found.update(array("i", token_ids[end : end + 1]).tobytes())
+            self._keys[end] = found.digest()
             self._num_hashed = end
 
     def __getitem__(self, num_tokens: int) -> bytes:
@@ -74,8 +87,11 @@ class PrefixKeys:
 class CachedPrefixes:
     """Key -> block, per group. The block pool decides which blocks are held and which are lost next."""
 
-    def __init__(self, groups: Sequence[KVCacheGroup], secret: bytes | None = None) -> None:
+    def __init__(
+        self, groups: Sequence[KVCacheGroup], secret: bytes | None = None, *, looks_ahead: bool = False
+    ) -> None:
         self._groups = tuple(groups)
+        self._looks_ahead = looks_ahead
         self._secret = secret
         self._blocks: list[dict[bytes, int]] = [{} for _ in groups]
         self._names: dict[int, tuple[int, bytes]] = {}
@@ -106,7 +122,8 @@ class CachedPrefixes:
         return self._since[block]
 
     def make_keys(self, cache_salt: str | None = None) -> PrefixKeys:
-        return PrefixKeys({g.spec.block_size for g in self._groups}, self._secret, cache_salt)
+        sizes = {g.spec.block_size for g in self._groups}
+        return PrefixKeys(sizes, self._secret, cache_salt, looks_ahead=self._looks_ahead)
 
     def put(self, group: int, key: bytes, block: int, since: Since) -> bool:
         """Name a block; False if another block has this key."""

@@ -149,3 +149,31 @@ def test_without_a_drafter_nothing_lacks(groups: tuple[KVCacheGroup, ...]):
     made.remember("a", TOKENS, 20)
     made.free("a")
     made.check_integrity()
+
+
+def test_rows_that_look_ahead_are_found_by_the_token_behind_them():
+    made = KVCacheManager(DRAFTED, 60, prefix_caching=True, looks_ahead=True)
+    compute(made, "a", 30)
+    made.free("a")
+    assert made.match("b", TOKENS, 30) == 28
+    made.free("b")
+    other = [*TOKENS[:28], 7, *TOKENS[29:]]
+    assert made.match("c", other, 30) == 24, "the last row of the seventh block is of another token"
+    assert made.extend("c", 30) is not None
+    made.remember("c", other, 30)
+    made.free("c")
+    assert made.match("d", other, 30) == 28
+    made.free("d")
+    assert made.match("e", TOKENS, 30) == 28, "both are kept"
+    made.free("e")
+    assert made.find_local_prefix("f", TOKENS[:28], 28, 4).num_tokens == 24, "what comes next is not known"
+    made.check_integrity()
+
+
+def test_a_block_is_named_once_the_token_behind_it_is_known():
+    made = KVCacheManager(DRAFTED, 60, prefix_caching=True, looks_ahead=True)
+    compute(made, "a", 28, TOKENS[:28])
+    assert made.next_change("a") <= 28
+    made.remember("a", TOKENS[:29], 28)
+    made.free("a")
+    assert made.match("b", TOKENS, 30) == 28
