@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -315,10 +315,12 @@ class Leader:
         """Say what the drafter on ranks does after this step, of which all was told."""
         return self.scheduler.plan_drafts(batch)
 
-    def take_proposals(self, proposals: Sequence[Sequence[int]]) -> None:
-        """Keep what it proposed for the steps to come."""
+    def take_proposals(
+        self, proposals: Sequence[Sequence[int]], drawn_from: Mapping[int, Sequence[torch.Tensor]]
+    ) -> None:
+        """Keep what it proposed for the next steps."""
         assert self.scheduler.drafting is not None
-        self.scheduler.drafting.take(proposals)
+        self.scheduler.drafting.take(proposals, drawn_from)
 
     def must_settle(self) -> bool:
         """Tell whether the tokens of the steps so far must be known before the next one is planned."""

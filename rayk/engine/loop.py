@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -104,8 +104,11 @@ class TurnSource(Protocol):
     def plan_drafts(self, batch: ScheduledBatch) -> DraftPlan:
         """Say what a drafter on ranks does after the step that was just settled."""
 
-    def take_proposals(self, proposals: Sequence[Sequence[int]]) -> None:
-        """Take what it proposed, for the requests of the plan that asked for it, in their order."""
+    def take_proposals(
+        self, proposals: Sequence[Sequence[int]], drawn_from: Mapping[int, Sequence[torch.Tensor]]
+    ) -> None:
+        """Take what it proposed, for the requests of the plan that asked for it, in their order; by place in
+        that order, logits [V] that each token was drawn from, where it was."""
 
     def must_settle(self) -> bool:
         """Tell whether the tokens of the steps so far must be known before the next one is planned."""
@@ -311,7 +314,7 @@ class EngineLoop:
             self._extension.blocks_assigned(assigned)
         proposals = self._rank.propose(batch, plan)
         if self._leader is not None:
-            self._leader.take_proposals(proposals.tolist())
+            self._leader.take_proposals(proposals.tolist(), self._rank.drawn_from)
 
     def _gather(
         self, turn: Turn, results: tuple[object, ...], poll: object

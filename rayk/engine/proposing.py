@@ -19,13 +19,16 @@ import torch
 
 from rayk.attention import AttentionGroups, AttentionLayer, AttentionView, CommonAttentionMetadata
 from rayk.engine.backends import LayerBackends
+from rayk.engine.filters import TEMPERATURES
 from rayk.engine.inputs import InputBuilder, ModelInputs
+from rayk.engine.noise import draw_key, gumbel
+from rayk.engine.rejecting import PROPOSES
 from rayk.engine.staging import HostBuffers
 from rayk.kernels.uploads import sent, uploaded
 from rayk.kv.groups import CacheKey, KVCacheGroup
 from rayk.models.drafters.drafter import RankDrafter
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
-from rayk.types.drafting import DraftPlan
+from rayk.types.drafting import DraftPlan, DraftShare
 
 NOT_PROPOSED = -1
 
@@ -51,6 +54,9 @@ class Proposing:
         self._no_updates = ((0, ()),) * sum(g.rides is None for g in groups)
         self._staging = staging
         self._device = device
+        self.drawn_from: dict[int, list[torch.Tensor]] = {}
+        """By place among the R requests of the last `run`, of those that draw: for each proposed token the
+        float64 logits [V] that it was drawn from, divided by the temperature."""
         self._attention = AttentionGroups()
         self._attention.initialise(self._layers(backends))
 
@@ -90,6 +96,7 @@ class Proposing:
         `hidden`: what the model gives its drafter of the step's packed tokens; None for a smaller model.
         `on_layer`: called with each layer once its rows are queued; what it proposes writes none that count.
         """
+        self.drawn_from = {}
         rows, places = self._rows(batch, plan)
         last: torch.Tensor | None = None
         if rows is not None:
@@ -105,8 +112,8 @@ class Proposing:
                 on_layer(layer)
         if rows is None or last is None or not len(last):
             return torch.empty(0, 0, dtype=torch.int64, device=self._device)
-        wanted = [share.num_proposed for share in plan if share.num_proposed]
-        return self._propose([r for r in rows.requests if r.needs_logits], wanted, last)
+        asking = [share for share in plan if share.num_proposed]
+        return self._propose([r for r in rows.requests if r.needs_logits], asking, last)
 
     def _rows(self, batch: ScheduledBatch, plan: DraftPlan) -> tuple[ScheduledBatch | None, np.ndarray]:
         """Return the drafter's rows as a step, and for each the packed index, int64 [T], of the token in the
@@ -140,15 +147,16 @@ class Proposing:
         return rows, np.concatenate(places).astype(np.int64)
 
     def _propose(
-        self, requests: Sequence[ScheduledRequest], wanted: Sequence[int], last: torch.Tensor
+        self, requests: Sequence[ScheduledRequest], shares: Sequence[DraftShare], last: torch.Tensor
     ) -> torch.Tensor:
-        """Propose `wanted` tokens of each request, one after the other. `last` [R, hidden] came of the last
-        row of each."""
+        """Propose tokens of each request, as many as its share says, one after the other. `last` [R, hidden]
+        came of the last row of each."""
+        wanted = [share.num_proposed for share in shares]
         most = max(wanted)
         found = torch.full((len(wanted), most), NOT_PROPOSED, dtype=torch.int64, device=self._device)
-        tokens = self._best(last)
-        found[:, 0] = tokens
         asking = list(range(len(wanted)))
+        tokens = self._choose(last, shares, asking, 0)
+        found[:, 0] = tokens
         for depth in range(1, most):
             # Nobody gave blocks for more rows than a request asked for.
             left = [i for i, place in enumerate(asking) if wanted[place] > depth]
@@ -160,12 +168,34 @@ class Proposing:
             inputs, metadata = self._built(step)
             state = last if self._drafter.config.takes_hidden else None
             last = self._drafter.forward(tokens, inputs.positions, state, metadata)
-            tokens = self._best(last)
+            tokens = self._choose(last, shares, asking, depth)
             found[:, depth].index_copy_(0, uploaded(asking, torch.int64, self._device), tokens)
         return found
 
-    def _best(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._drafter.logits(hidden).argmax(-1)
+    def _choose(
+        self, hidden: torch.Tensor, shares: Sequence[DraftShare], asking: Sequence[int], depth: int
+    ) -> torch.Tensor:
+        """Choose the next token, int64 [R], of those requests of `shares` that are at the places `asking`."""
+        logits = self._drafter.logits(hidden)
+        tokens = logits.argmax(-1)
+        drawing = [i for i, place in enumerate(asking) if shares[place].temperature]
+        if not drawing:
+            return tokens
+        some = [shares[asking[i]] for i in drawing]
+        low, high = TEMPERATURES
+        divisors = [min(max(share.temperature, low), high) for share in some]
+        keys = [draw_key(share.seed, share.index + depth, PROPOSES) for share in some]
+        rows = uploaded(drawing, torch.int64, self._device)
+        scaled = logits.index_select(0, rows).double()
+        # At low temperatures quotients would leave the range; the best token alone counts then.
+        scaled = (scaled - scaled.amax(-1, keepdim=True)) / uploaded(
+            divisors, torch.float64, self._device
+        ).unsqueeze(1)
+        ids = torch.arange(logits.shape[1], device=self._device)
+        noise = gumbel(uploaded(keys, torch.int64, self._device), ids)
+        for i, one in zip(drawing, scaled, strict=True):
+            self.drawn_from.setdefault(asking[i], []).append(one)
+        return tokens.index_copy(0, rows, (scaled + noise).argmax(-1))
 
     def _one_more(self, requests: Sequence[ScheduledRequest], depth: int) -> ScheduledBatch:
         """Make a step of the row after those of each request, `depth` - 1 of which are of proposed tokens.

@@ -294,6 +294,12 @@ class EngineRank:
         self.fence.end()
         return found
 
+    @property
+    def drawn_from(self) -> Mapping[int, Sequence[torch.Tensor]]:
+        """See Proposing.drawn_from, of the last `propose`."""
+        assert self._proposing is not None
+        return self._proposing.drawn_from
+
     @torch.inference_mode()
     def roll_back(self, rollbacks: Sequence[Rollback]) -> None:
         """Bring recurrent states back to those after the accepted tokens of their rows' last step, before

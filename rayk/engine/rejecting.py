@@ -23,8 +23,8 @@ from rayk.engine.noise import draw_key, gumbel, uniform
 from rayk.kernels.uploads import uploaded
 
 NO_DRAFT = -1
-KEEPS, BEYOND = 1, 2
-"""Streams of numbers: which tokens are kept, and what is drawn in their place."""
+KEEPS, BEYOND, PROPOSES = 1, 2, 3
+"""Streams of numbers: which tokens are kept, what is drawn in their place, and what drafters on ranks draw."""
 
 
 def verify(

@@ -23,7 +23,8 @@ def make_drafting(config: EngineConfig, manager: KVCacheManager) -> Drafting | N
     def lacks_rows(request_id: str) -> bool:
         return manager.first_draft_row(request_id) > 0
 
-    return Drafting(drafter, manager, has_states=has_states, lacks_rows=lacks_rows)
+    draws = wanted.accept == "rejection"
+    return Drafting(drafter, manager, has_states=has_states, lacks_rows=lacks_rows, draws=draws)
 
 
 def check_speculative(config: EngineConfig, model: DecoderConfig) -> None:

@@ -58,7 +58,12 @@ class DraftRows:
             wanted: tuple[int | None, ...] = (None,) * (1 + len(draft))
             if rejects and sampling.temperature:
                 wanted = (*draft, None)
-            found += [Row(sampling, prompt, [*output, *draft[:i]], drafted=w) for i, w in enumerate(wanted)]
+            # Where a drafter drew, the logits that it drew each token from.
+            drawn_from = (*state.drawn_from, *(None,) * (1 + len(draft)))
+            found += [
+                Row(sampling, prompt, [*output, *draft[:i]], w, None if w is None else drawn_from[i])
+                for i, w in enumerate(wanted)
+            ]
         return found
 
     def masks(self) -> list[np.ndarray[Any, Any]]:

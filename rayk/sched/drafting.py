@@ -7,9 +7,10 @@ leave, tokens and blocks: nobody waits, or is preempted, for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 from rayk.sched.ngram import NgramIndex
 from rayk.sched.request_state import RequestState
@@ -17,6 +18,9 @@ from rayk.types.allocator import BlockAllocator, BlockUpdates
 from rayk.types.batch import Rollback, ScheduledBatch, ScheduledRequest
 from rayk.types.drafting import NOTHING, DraftPlan, DraftShare
 from rayk.types.speculative import DraftCounts
+
+
+_SURE: Mapping[int, Sequence[Any]] = MappingProxyType({})
 
 
 class Drafter(Protocol):
@@ -65,9 +69,11 @@ class Drafting:
         *,
         has_states: bool = False,
         lacks_rows: Callable[[str], bool] = lambda request_id: False,
+        draws: bool = False,
     ) -> None:
         """`has_states`: whether some KV groups keep recurrent states. `lacks_rows`: whether a drafter on ranks
-        has no KV of a request's first tokens; it then proposes nothing for it."""
+        has no KV of a request's first tokens; it then proposes nothing for it. `draws`: one on ranks draws
+        where the request does."""
         self.counts = DraftCounts()
         """Counts the drafts of all requests."""
         self._drafter = drafter
@@ -75,6 +81,7 @@ class Drafting:
         self._has_states = has_states
         self._rollbacks: dict[int, Rollback] = {}  # by row
         self._lacks_rows = lacks_rows
+        self._draws = draws
         self.settled: Sequence[RequestState] = ()
         """The requests of the batch that was accounted for last, in its order."""
         self._asked: list[tuple[RequestState, int]] = []
@@ -156,8 +163,16 @@ class Drafting:
             if num_proposed:
                 self._asked.append((state, num_proposed))
             next_token = state.tokens[state.num_computed]
-            found.append(DraftShare(num_kept, next_token, num_proposed, updates))
+            found.append(DraftShare(num_kept, next_token, num_proposed, updates, *self._drawing(state)))
         return tuple(found)
+
+    def _drawing(self, state: RequestState) -> tuple[float, int, int]:
+        """Return temperature, seed and index of a request's DraftShare."""
+        sampling = state.request.sampling
+        if not self._draws or not sampling.temperature:
+            return 0.0, 0, 0
+        assert sampling.seed is not None, "the leader gives every drawn request a seed"
+        return sampling.temperature, sampling.seed, len(state.tokens) - state.num_prompt
 
     def _to_propose(
         self,
@@ -183,10 +198,14 @@ class Drafting:
         assert updates is not None, "there are blocks to spare"
         return limit, updates, num_missing
 
-    def take(self, proposals: Sequence[Sequence[int]]) -> None:
-        """Keep what ranks proposed for the requests of the last plan that asked for it, in their order."""
-        for (state, num_proposed), tokens in zip(self._asked, proposals, strict=True):
+    def take(
+        self, proposals: Sequence[Sequence[int]], drawn_from: Mapping[int, Sequence[Any]] = _SURE
+    ) -> None:
+        """Keep what ranks proposed for the requests of the last plan that asked for it, in their order.
+        `drawn_from`: by place in this order, the logits that each token was drawn from, if it was."""
+        for place, ((state, num_proposed), tokens) in enumerate(zip(self._asked, proposals, strict=True)):
             state.proposals = len(state.tokens), tuple(tokens[:num_proposed])
+            state.drawn_from = drawn_from.get(place, ())
         self._asked = []
 
     def settle(self, state: RequestState, share: ScheduledRequest, tokens: Sequence[int]) -> int:

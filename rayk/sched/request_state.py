@@ -71,8 +71,9 @@ class RequestState:
     next_change: int = 0  # computed tokens at which a block of it is to be remembered or trimmed
     lookup: NgramIndex | None = None  # where its tokens were seen before, if the drafter of the engine asks
     drafts: DraftCounts | None = None  # None: nothing was proposed for it here
-    # what ranks proposed, and how many tokens it had then
+    # what ranks proposed, and how many tokens it had then; and for each the logits that it was drawn from
     proposals: tuple[int, tuple[int, ...]] = (0, ())
+    drawn_from: Sequence[Any] = ()
     num_new: int = 1  # tokens that it got at once, when it last got any
 
     @property

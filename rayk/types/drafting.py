@@ -21,6 +21,12 @@ class DraftShare(NamedTuple):
     """Tokens to propose after that one."""
     new_block_ids: BlockUpdates = ()
     """Blocks for rows of the proposed tokens, as in ScheduledRequest; empty: there are enough."""
+    temperature: float = 0.0
+    """At which the drafter draws what it proposes; 0: it takes the likeliest."""
+    seed: int = 0
+    """The request's, where tokens are drawn."""
+    index: int = 0
+    """Number of its output tokens so far."""
 
 
 DraftPlan = tuple[DraftShare, ...]
@@ -34,29 +40,32 @@ def fresh_blocks(plan: DraftPlan) -> tuple[int, ...]:
 
 
 def encode_plan(plan: DraftPlan) -> bytes:
-    """Pack a plan; `decode_plan` is the inverse. Layout, int32: per request [num_kept, next_token,
-    num_proposed, num_groups], then per group [start, num_ids, ids...]."""
+    """Pack a plan; `decode_plan` is the inverse. Layout, int64: per request [num_kept, next_token,
+    num_proposed, the temperature's bits, seed, index, num_groups], then per group [start, num_ids, ids...]."""
     words: list[int] = []
     for share in plan:
-        words += (share.num_kept, share.next_token, share.num_proposed, len(share.new_block_ids))
+        bits = int(np.float64(share.temperature).view(np.int64))
+        words += (share.num_kept, share.next_token, share.num_proposed, bits, share.seed, share.index)
+        words.append(len(share.new_block_ids))
         for start, ids in share.new_block_ids:
             words += (start, len(ids), *ids)
-    return np.array(words, dtype=np.int32).tobytes()
+    return np.array(words, dtype=np.int64).tobytes()
 
 
 def decode_plan(payload: bytes) -> DraftPlan:
     """Unpack what `encode_plan` made."""
-    return tuple(_shares(np.frombuffer(payload, dtype=np.int32).tolist()))
+    return tuple(_shares(np.frombuffer(payload, dtype=np.int64).tolist()))
 
 
 def _shares(words: Sequence[int]) -> Iterator[DraftShare]:
     at = 0
     while at < len(words):
-        num_kept, next_token, num_proposed, num_groups = words[at : at + 4]
-        at += 4
+        num_kept, next_token, num_proposed, bits, seed, index, num_groups = words[at : at + 7]
+        at += 7
         updates: list[tuple[int, tuple[int, ...]]] = []
         for _ in range(num_groups):
             start, count = words[at : at + 2]
             updates.append((start, tuple(words[at + 2 : at + 2 + count])))
             at += 2 + count
-        yield DraftShare(num_kept, next_token, num_proposed, tuple(updates))
+        temperature = float(np.int64(bits).view(np.float64))
+        yield DraftShare(num_kept, next_token, num_proposed, tuple(updates), temperature, seed, index)
