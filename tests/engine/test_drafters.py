@@ -140,15 +140,37 @@ def test_a_drafter_with_wrong_rows_shows(
         assert accepted < drafted / 2
 
 
+@pytest.mark.parametrize("shape", [{}, {"tp": 2}], ids=str)
+def test_a_drafter_that_draws_as_the_model_does_is_believed(
+    answers: Callable[[str], Answers], shape: dict[str, Any]
+) -> None:
+    """Both have the same distribution: its draws are kept, whichever they are, and are the same again."""
+    found = answers("llama")
+    settings = {"speculative": of_itself(found, accept="rejection"), "num_blocks": 200}
+    said = []
+    for _ in range(2):
+        with engine_of(found, **settings, **shape) as engine:
+            done = engine.generate(
+                make_request(f"r{i}", prompt, NUM_TOKENS, temperature=0.9, seed=i)
+                for i, prompt in enumerate(found.prompts)
+            )
+            assert [d.error for d in done] == [None] * len(done)
+            drafted, accepted = num_drafted_and_accepted(engine)
+            assert drafted == accepted > 0
+            said.append([d.token_ids for d in done])
+    assert said[0] == said[1]
+    assert all(a != b for a, b in zip(said[0], found.expected, strict=True)), "they are drawn"
+
+
 @contextmanager
 def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[list[int], list[int]]]]:
     """All that is proposed meanwhile: the tokens of the request, and those after them."""
     found: list[tuple[list[int], list[int]]] = []
     take = Drafting.take
 
-    def taken(self: Drafting, proposed: Sequence[Sequence[int]]) -> None:
+    def taken(self: Drafting, *proposed: Any) -> None:
         asked = list(self._asked)
-        take(self, proposed)
+        take(self, *proposed)
         found.extend((list(state.tokens), list(state.proposals[1])) for state, _ in asked)
 
     with monkeypatch.context() as patch:
