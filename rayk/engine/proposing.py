@@ -1,10 +1,10 @@
 """A drafter at work on one rank: after each step of the model its own rows, then what it proposes.
 
 It computes when the tokens of the step are known, in the same turn. So each of its rows has its token and, if
-it takes one, the hidden state that the model has just computed; nothing of it waits for a later step, and what
-the next turn hands over is complete. The tokens that it proposes go to rank 0's scheduler, and come back with
-the next step: every rank of the model then verifies the same ones. Rows of proposed tokens are overwritten by
-those of the tokens that come in their place.
+it takes one, the hidden state that the model has just computed; nothing waits for a later step, and what the
+next turn hands over is complete. The tokens that it proposes go to rank 0's scheduler, and come back with the
+next step: every rank of the model then verifies the same ones. Rows of proposed tokens are overwritten by those
+of the tokens that come in their place.
 
 R requests that get proposals, T packed rows.
 """

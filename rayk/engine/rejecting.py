@@ -24,7 +24,7 @@ from rayk.kernels.uploads import uploaded
 
 NO_DRAFT = -1
 KEEPS, BEYOND, PROPOSES = 1, 2, 3
-"""Streams of numbers: which tokens are kept, what is drawn in their place, and what drafters on ranks draw."""
+"""Streams of numbers: which tokens are kept, what is drawn in their place, and what a drafter draws."""
 
 
 def verify(

@@ -321,13 +321,13 @@ def _drafts_note(engines: Mapping[str, EngineConfig]) -> list[str]:
 def _source_of(drafts: SpeculativeConfig) -> str:
     if drafts.method == "ngram":
         return (
-            f"what followed the last {drafts.prompt_lookup_max} to {drafts.prompt_lookup_min} tokens earlier in "
-            "the request (ngram): that keeps no KV, and hands nothing over"
+            f"what followed the last {drafts.prompt_lookup_max} to {drafts.prompt_lookup_min} tokens earlier "
+            "in the request (ngram): that keeps no KV, and hands nothing over"
         )
     whose = "" if drafts.model is None else f" of {drafts.model}"
     return (
-        f"by a drafter on the ranks ({drafts.method}{whose}): its layers keep KV beside the model's, handed over "
-        "between engines with the same drafter"
+        f"by a drafter on the ranks ({drafts.method}{whose}): its layers keep KV beside the model's, handed "
+        "over between engines with the same drafter"
     )
 
 

@@ -41,7 +41,7 @@ def fresh_blocks(plan: DraftPlan) -> tuple[int, ...]:
 
 def encode_plan(plan: DraftPlan) -> bytes:
     """Pack a plan; `decode_plan` is the inverse. Layout, int64: per request [num_kept, next_token,
-    num_proposed, the temperature's bits, seed, index, num_groups], then per group [start, num_ids, ids...]."""
+    num_proposed, bits of the temperature, seed, index, num_groups], per group [start, num_ids, ids...]."""
     words: list[int] = []
     for share in plan:
         bits = int(np.float64(share.temperature).view(np.int64))

@@ -1,8 +1,8 @@
 """Engines with a drafter on their ranks: output is transformers', and what is proposed an oracle's.
 
-A model that drafts for itself foresees all that it says, if and only if its draft layers have every row right:
-then each proposed token is accepted. Heads and MTP layers are random: nearly nothing of theirs is accepted, and
-each proposal is held to a float64 module that reads the whole text at once.
+A model that drafts for itself foresees all that it says if its draft layers have every row right: then each
+proposed token is accepted. Heads and MTP layers are random: nearly nothing of theirs is accepted, and each
+proposal is held to a float64 module that reads the whole text at once.
 """
 
 from __future__ import annotations

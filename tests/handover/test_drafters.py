@@ -1,5 +1,5 @@
-"""Hand-overs between engines with drafters on their ranks: a model that drafts for itself foresees all that it
-says if every row of its draft layers came over, and came right."""
+"""Hand-overs between engines with drafters on their ranks: a model that drafts for itself foresees all that
+it says if every row of its draft layers came over, and came right."""
 
 from __future__ import annotations
 

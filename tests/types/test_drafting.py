@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayk.types.drafting import DraftPlan, DraftShare, decode_plan, encode_plan, fresh_blocks
+from rayk.types.drafting import NOTHING, DraftPlan, DraftShare, decode_plan, encode_plan, fresh_blocks
 
 INT32 = st.integers(0, 2**31 - 1)
 UPDATES = st.lists(st.tuples(INT32, st.lists(INT32, max_size=3).map(tuple)), max_size=3).map(tuple)
@@ -20,5 +20,5 @@ def test_plans_cross_unchanged(plan: DraftPlan) -> None:
 
 
 def test_fresh_blocks_are_those_of_all_requests() -> None:
-    plan = (DraftShare(3, 7, 2, ((1, (9, 4)), (0, ()))), DraftShare(0, 0, 0), DraftShare(1, 5, 1, ((2, (8,)),)))
-    assert fresh_blocks(plan) == (9, 4, 8)
+    first, last = DraftShare(3, 7, 2, ((1, (9, 4)), (0, ()))), DraftShare(1, 5, 1, ((2, (8,)),))
+    assert fresh_blocks((first, NOTHING, last)) == (9, 4, 8)

@@ -93,8 +93,8 @@ def find_drafter(engine: EngineConfig, target: DecoderConfig) -> DrafterConfig |
     drafter = drafter_of(wanted, target, engine)
     if drafter.depths > 1:
         raise Unsupported(
-            f"speculative.method: mtp with {drafter.depths} MTP layers, each for one token; engines draft with "
-            "one (mend: num_nextn_predict_layers: 1 in config.json, which is then used for each token)"
+            f"speculative.method: mtp with {drafter.depths} MTP layers, each for one token; engines draft "
+            "with one (mend: num_nextn_predict_layers: 1 in config.json, which then drafts each token)"
         )
     return drafter
 
