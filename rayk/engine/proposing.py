@@ -3,8 +3,8 @@
 It computes when the tokens of the step are known, in the same turn. So each of its rows has its token and, if
 it takes one, the hidden state that the model has just computed; nothing waits for a later step, and what the
 next turn hands over is complete. The tokens that it proposes go to rank 0's scheduler, and come back with the
-next step: every rank of the model then verifies the same ones. Rows of proposed tokens are overwritten by those
-of the tokens that come in their place.
+next step: every rank of the model then verifies the same ones. Rows of proposed tokens are overwritten by
+those of the tokens that come in their place.
 
 R requests that get proposals, T packed rows.
 """

@@ -36,12 +36,13 @@ from rayk.models.decoder import Decoder
 from rayk.models.drafters.config import find_drafter
 from rayk.models.drafters.drafter import RankDrafter
 from rayk.models.drafters.loader import load_drafter
+from rayk.models.drafters.reading import FiniteReader
 from rayk.models.drafters.riders import riders_of
 from rayk.models.engine_plan import plan_engine
 from rayk.models.families import load_config, read_config
 from rayk.models.fingerprint import fingerprint
 from rayk.models.kv_specs import engine_groups
-from rayk.models.load_memory import LoadMemory, measured
+from rayk.models.load_memory import LoadMemory, held_bytes, measured, one_after_the_other
 from rayk.models.loader import load_decoder
 from rayk.models.pieces import Keeping
 from rayk.models.tensor_parallel import why_shape_unsupported
@@ -186,7 +187,8 @@ class EngineRank:
     def _load_drafter(self) -> RankDrafter | None:
         if self.drafter_config is None:
             return None
-        return load_drafter(
+        load = partial(
+            load_drafter,
             self.drafter_config,
             self.decoder,
             comm=self.comms.tp,
@@ -194,6 +196,10 @@ class EngineRank:
             device=self.device,
             backend_for=self.backends.__getitem__,
         )
+        drafter, memory = measured(lambda opened: load(open_weights=opened), FiniteReader, self.device)
+        both = held_bytes(self.decoder, drafter)
+        self.load_memory = one_after_the_other(self.load_memory, memory, weight_bytes=both)
+        return drafter
 
     def _make_proposing(self) -> Proposing | None:
         if self.drafter is None:

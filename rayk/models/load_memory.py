@@ -9,10 +9,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from rayk.models.decoder import Decoder
 from rayk.models.formats import Quantisation
 from rayk.models.layers.linear import STRETCH_BYTES
 from rayk.models.weights import OpenWeights, WeightReader
@@ -20,6 +20,7 @@ from rayk.models.weights import OpenWeights, WeightReader
 LOOK_S = 0.002
 """Between two looks at the memory: far less than copying a tensor takes that would matter."""
 PAGE_BYTES = 4096
+Loaded = TypeVar("Loaded")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,9 +97,9 @@ def own_bytes() -> int | None:
 
 
 def measured(
-    load: Callable[[OpenWeights], Decoder], open_weights: OpenWeights, device: torch.device
-) -> tuple[Decoder, LoadMemory]:
-    """Load a decoder and tell what that took. `load` opens its weights by what it is given."""
+    load: Callable[[OpenWeights], Loaded], open_weights: OpenWeights, device: torch.device
+) -> tuple[Loaded, LoadMemory]:
+    """Load a decoder, or a drafter, and tell what that took. `load` opens its weights by what it is given."""
     readers: list[WeightReader] = []
 
     def opened(folder: Path, plain: Callable[[str], str], quantisation: Quantisation | None) -> WeightReader:
@@ -106,20 +107,34 @@ def measured(
         return readers[-1]
 
     with MemoryWatch(device) as watch:
-        decoder = load(opened)
-    return decoder, LoadMemory(
-        weight_bytes=held_bytes(decoder),
+        loaded = load(opened)
+    return loaded, LoadMemory(
+        weight_bytes=held_bytes(loaded),
         max_read_bytes=max((reader.max_read_bytes for reader in readers), default=0),
         load_peak_bytes=watch.peak_bytes,
         load_device_peak_bytes=watch.device_peak_bytes,
     )
 
 
-def held_bytes(decoder: Decoder) -> int:
-    """Count whole storages; of a stretch of huge pages, whose other pages nobody touched, the tensors' own
+def one_after_the_other(first: LoadMemory, second: LoadMemory, *, weight_bytes: int) -> LoadMemory:
+    """Say what two loads took of which the first one's weights stay. `weight_bytes`: of both."""
+
+    def peak(before: int | None, after: int | None) -> int | None:
+        return None if before is None or after is None else max(before, first.weight_bytes + after)
+
+    return LoadMemory(
+        weight_bytes=weight_bytes,
+        max_read_bytes=max(first.max_read_bytes, second.max_read_bytes),
+        load_peak_bytes=peak(first.load_peak_bytes, second.load_peak_bytes),
+        load_device_peak_bytes=peak(first.load_device_peak_bytes, second.load_device_peak_bytes),
+    )
+
+
+def held_bytes(*loaded: object) -> int:
+    """Count what decoders and drafters hold, that which they share once. Count whole storages; of a stretch of huge pages, whose other pages nobody touched, the tensors' own
     bytes."""
     found = {}
-    for tensor in tensors_of(decoder):
+    for tensor in tensors_of(*loaded):
         storage = tensor.untyped_storage()
         is_stretch = storage.nbytes() == STRETCH_BYTES
         key = tensor.data_ptr() if is_stretch else storage.data_ptr()
@@ -127,10 +142,10 @@ def held_bytes(decoder: Decoder) -> int:
     return sum(found.values())
 
 
-def tensors_of(decoder: Decoder) -> list[torch.Tensor]:
-    """List every tensor that a decoder holds, once."""
+def tensors_of(*loaded: object) -> list[torch.Tensor]:
+    """List every tensor that decoders and drafters hold, once."""
     found: list[torch.Tensor] = []
-    pending: list[object] = [decoder]
+    pending: list[object] = list(loaded)
     seen: set[int] = set()
     while pending:
         item = pending.pop()
