@@ -16,10 +16,12 @@ from rayk.experiments.verdict import Findings, blamed, recovered, unrecovered, u
 from rayk.kv.groups import KVCacheGroup, measure_groups, measure_waste, waste_tokens
 from rayk.kv.request_memory import measure_request_memory
 from rayk.models.config import DecoderConfig
+from rayk.models.drafters.riders import engine_riders
 from rayk.models.kv_specs import engine_groups
 from rayk.oracle.cache import AnswerStore
 from rayk.specs import Cell
 from rayk.specs.experiment import FaultSpec
+from rayk.types.config import EngineConfig
 from rayk.types.errors import KVMismatch
 from rayk.types.rows import CellRow, RequestRow
 
@@ -386,9 +388,13 @@ def _columns(kind: str, errors: LogprobErrors) -> dict[str, float]:
 
 
 def _kv_groups(cell: Cell, config: DecoderConfig) -> dict[str, tuple[KVCacheGroup, ...]]:
-    """Group each side's layers as its engines do."""
+    """Group each side's layers as its engines do, those of a drafter included."""
     engines = {"prefill": cell.prefill, "decode": cell.decode}
-    return {side: engine_groups(engine, config) for side, engine in engines.items() if engine is not None}
+    return {side: _all_groups(engine, config) for side, engine in engines.items() if engine is not None}
+
+
+def _all_groups(engine: EngineConfig, config: DecoderConfig) -> tuple[KVCacheGroup, ...]:
+    return engine_groups(engine, config, engine_riders(engine, config))
 
 
 def _kv_held(
@@ -408,12 +414,17 @@ def _kv_held(
         side: [
             asdict(memory)
             for memory in measure_request_memory(
-                engine_groups(engine, config), engine.tp, lengths[side], engine.dcp
+                _all_groups(engine, config), engine.tp, lengths[side], engine.dcp, _draft_tp(engine)
             )
         ]
         for side, engine in engines.items()
         if engine is not None and lengths[side]
     }
+
+
+def _draft_tp(engine: EngineConfig) -> int:
+    """Return how many ranks share a drafter."""
+    return 1 if engine.speculative is None else engine.speculative.tp or 1
 
 
 def _token_layers(outcomes: Sequence[CellOutcome], side: str, num_engines: int) -> int | None:

@@ -15,6 +15,7 @@ from rayk.models.config import DecoderConfig
 from rayk.models.families import FAMILIES, WeightNames, load_config
 from rayk.models.families.eagle3 import NUM_STREAMS, WEIGHTS, Eagle3Config, default_taps, read_eagle3
 from rayk.models.headers import stored_tensors
+from rayk.models.hub import model_folder
 from rayk.models.kv_specs import kv_cache_specs
 from rayk.models.tensor_parallel import why_tp_unsupported
 from rayk.types.config import EngineConfig
@@ -70,7 +71,7 @@ def drafter_of(speculative: SpeculativeConfig, target: DecoderConfig, engine: En
     CheckpointError and UnsupportedArchitecture for the drafter's folder, and Unsupported for layers that
     cannot be divided. Not for method ngram, which has nothing on ranks.
     """
-    found = _FINDERS[speculative.method](speculative, target, Path(engine.model))
+    found = _FINDERS[speculative.method](speculative, target, model_folder(engine.model))
     tp = 1 if speculative.tp is None else speculative.tp
     if tp not in (1, engine.tp):
         raise UserError(
@@ -244,12 +245,12 @@ def _folder(speculative: SpeculativeConfig) -> Path:
             where="speculative",
             mend="model: the folder of a draft model (method draft) or of a head (method eagle3)",
         )
-    path = Path(speculative.model)
+    path = model_folder(speculative.model)
     if not path.is_dir():
         raise CheckpointError(
             "no such folder",
             where=f"speculative.model {path}",
-            mend="a local folder with config.json and weights",
+            mend="a local folder with config.json and weights, or ORG/NAME@COMMIT of the hub",
         )
     return path
 
