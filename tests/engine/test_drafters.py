@@ -30,7 +30,7 @@ from tests.engine.test_async_scheduling import Turns
 from tests.engine.test_speculative import ask, num_drafted_and_accepted, replace_prompts
 from tests.engine.test_token_shards import engine_of
 from tests.markers import one_per
-from tests.models.drafting import reloaded
+from tests.models.drafting import find, reloaded
 from tests.models.test_decoder import prompts
 from tests.models.tiny import Checkpoint, wide_scans, write_checkpoint
 from tests.pd import HANG_S, NAN_POISON, make_request
@@ -204,8 +204,15 @@ def check_against(
     assert drafted == plain
     assert num_drafted > 0
     assert len(found) >= 10
+    check_proposals(found, saved, exact, taps)
+
+
+def check_proposals(
+    found: Sequence[tuple[list[int], list[int]]], saved: Checkpoint, exact: Any, taps: Sequence[int]
+) -> None:
+    """What was `noted` is what the oracle proposes after the same tokens."""
     for tokens, proposed in found:
-        with wide_scans(saved.exact):
+        with wide_scans(saved.exact), torch.inference_mode():
             hidden = model_hidden(saved.exact, tokens, taps)
             hidden = exact.fc(hidden) if taps else hidden
             wanted, _ = proposals(exact, tokens, hidden, len(proposed))
@@ -235,7 +242,7 @@ def test_heads_propose_what_a_float64_module_does(
     folder = write_eagle3(tmp_path / "head", saved.path, seed=3)
     exact = copy.deepcopy(Eagle3Head.read(folder, saved.model.get_input_embeddings().weight)).double()
     settings = SpeculativeConfig(method="eagle3", model=str(folder), num_tokens=3, tp=own_tp)
-    taps = (2, layers // 2, layers - 3) if layers >= 7 else tuple(range(layers - 3, layers))
+    taps = find(saved, method="eagle3", model=str(folder)).taps
     check_against(saved, exact, settings, taps, monkeypatch, **shape)
 
 
