@@ -93,7 +93,7 @@ class EngineRank:
         self.comms = divide(comm, engine_shape(config, self.model_config.num_layers))
         check_speculative(config, self.model_config)
         self.drafter_config = drafts = find_drafter(config, self.model_config)
-        draft_layers = () if drafts is None else (layer for layer, _ in drafts.keys)
+        draft_layers = [] if drafts is None else [layer for layer, _ in drafts.keys]
         self.backends = LayerBackends(config, self.model_config, self.comms.dcp, draft_layers)
         riders = None if drafts is None else riders_of(drafts, config)
         groups = engine_groups(config, self.model_config, riders)
