@@ -4,13 +4,19 @@ Layout: [step, num_requests, num_groups], then per request
 [row, num_computed_tokens, num_tokens, num_logits, start and stop of prompt_logits],
 per group [start, num_ids, num_filled, ids...], token ids.
 Request ids stay on rank 0: peers know rows only.
+
+What a drafter does after a step goes as int64: per request [num_kept, next_token, num_proposed, bits of the
+temperature, seed, index, num_groups], per group [start, num_ids, ids...].
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import numpy as np
 
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
+from rayk.types.drafting import DraftPlan, DraftShare
 
 
 def encode_batch(batch: ScheduledBatch) -> bytes:
@@ -59,3 +65,34 @@ def decode_batch(payload: bytes) -> ScheduledBatch:
         )
     assert at == len(words), "header has trailing words"
     return ScheduledBatch(step=step, requests=tuple(requests))
+
+
+def encode_plan(plan: DraftPlan) -> bytes:
+    """Pack a plan; `decode_plan` is the inverse."""
+    words: list[int] = []
+    for share in plan:
+        bits = int(np.float64(share.temperature).view(np.int64))
+        words += (share.num_kept, share.next_token, share.num_proposed, bits, share.seed, share.index)
+        words.append(len(share.new_block_ids))
+        for start, ids in share.new_block_ids:
+            words += (start, len(ids), *ids)
+    return np.array(words, dtype=np.int64).tobytes()
+
+
+def decode_plan(payload: bytes) -> DraftPlan:
+    """Unpack what `encode_plan` made."""
+    return tuple(_shares(np.frombuffer(payload, dtype=np.int64).tolist()))
+
+
+def _shares(words: Sequence[int]) -> Iterator[DraftShare]:
+    at = 0
+    while at < len(words):
+        num_kept, next_token, num_proposed, bits, seed, index, num_groups = words[at : at + 7]
+        at += 7
+        updates: list[tuple[int, tuple[int, ...]]] = []
+        for _ in range(num_groups):
+            start, count = words[at : at + 2]
+            updates.append((start, tuple(words[at + 2 : at + 2 + count])))
+            at += 2 + count
+        temperature = float(np.int64(bits).view(np.float64))
+        yield DraftShare(num_kept, next_token, num_proposed, tuple(updates), temperature, seed, index)

@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from rayk.engine.header import decode_batch, encode_batch
+from rayk.engine.header import decode_batch, decode_plan, encode_batch, encode_plan
 from rayk.engine.pipeline import Due, Pipeline
 from rayk.types.batch import Rollback, ScheduledBatch, StepTokens
 from rayk.types.clock import Clock, host_clock
-from rayk.types.drafting import DraftPlan, decode_plan, encode_plan, fresh_blocks
+from rayk.types.drafting import DraftPlan, fresh_blocks
 from rayk.types.errors import RaykError
 
 if TYPE_CHECKING:

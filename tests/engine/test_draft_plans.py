@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rayk.types.drafting import NOTHING, DraftPlan, DraftShare, decode_plan, encode_plan, fresh_blocks
+from rayk.engine.header import decode_plan, encode_plan
+from rayk.types.drafting import NOTHING, DraftPlan, DraftShare, fresh_blocks
 
 INT32 = st.integers(0, 2**31 - 1)
 UPDATES = st.lists(st.tuples(INT32, st.lists(INT32, max_size=3).map(tuple)), max_size=3).map(tuple)
