@@ -327,7 +327,7 @@ def test_ranks_propose_when_a_step_is_known_and_the_next_one_verifies() -> None:
     state = scheduler.add(request("a", 6))
     batch = plan(scheduler)
     settle(scheduler, batch)
-    ((kept, after, asked, updates),) = scheduler.plan_drafts(batch)
+    ((kept, after, asked, updates, *_),) = scheduler.plan_drafts(batch)
     assert (kept, after, asked) == (6, TOKEN, 3)
     ((start, ids),) = updates
     assert (start, len(ids)) == (2, 1), "two blocks have room for 8 tokens, and 10 there may be"
@@ -339,7 +339,7 @@ def test_ranks_propose_when_a_step_is_known_and_the_next_one_verifies() -> None:
     assert share.new_block_ids == ((3, ()),), "ranks have them"
     settle(scheduler, batch)
     assert state.output_token_ids == [TOKEN] * 4
-    ((kept, after, asked, _),) = scheduler.plan_drafts(batch)
+    ((kept, after, asked, *_),) = scheduler.plan_drafts(batch)
     assert (kept, after, asked) == (3, TOKEN, 3)
     batch = plan(scheduler)
     assert sizes(batch) == [("a", 1, 0)], "what was proposed of fewer tokens counts no more"
