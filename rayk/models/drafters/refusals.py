@@ -11,8 +11,6 @@ from rayk.types.errors import UserError
 from rayk.types.speculative import ACCEPTS, HEEDED, METHODS, SpeculativeConfig
 
 WHERE = "speculative"
-BUILT = METHODS
-"""Methods that engines can follow."""
 _DEFAULTS = {field.name: field.default for field in fields(SpeculativeConfig)}
 
 
@@ -77,8 +75,6 @@ def why_no_drafts(engine: EngineConfig) -> str | None:
     wanted = engine.speculative
     if wanted is None:
         return None
-    if wanted.method not in BUILT:
-        return f"speculative.method: {wanted.method}; of drafters there is {', '.join(BUILT)}"
     if engine.compute == "paced":
         return "speculative with engine.compute: paced, which has no logits to verify drafts by"
     return None
