@@ -131,8 +131,8 @@ def one_after_the_other(first: LoadMemory, second: LoadMemory, *, weight_bytes: 
 
 
 def held_bytes(*loaded: object) -> int:
-    """Count what decoders and drafters hold, that which they share once. Count whole storages; of a stretch of huge pages, whose other pages nobody touched, the tensors' own
-    bytes."""
+    """Count what decoders and drafters hold, what they share once: whole storages; of a stretch of huge
+    pages, whose other pages nobody touched, the tensors' own bytes."""
     found = {}
     for tensor in tensors_of(*loaded):
         storage = tensor.untyped_storage()

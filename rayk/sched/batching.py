@@ -344,7 +344,9 @@ class Scheduler:
     def plan_drafts(self, batch: ScheduledBatch) -> DraftPlan:
         """Say what a drafter on ranks does now that a step was accounted for, and its tokens were told."""
         assert self.drafting is not None
-        return self.drafting.plan(batch, self._num_spare_blocks(), self.extend)
+        # The next step may start one that waits: blocks are its first.
+        num_blocks = 0 if self._has_room else self._num_spare_blocks()
+        return self.drafting.plan(batch, num_blocks, self.extend)
 
     def _num_spare_blocks(self) -> int:
         """Count the blocks that nobody needs in this step, nor those that run in the next one."""

@@ -153,6 +153,8 @@ class Drafting:
         spare for them. `extend`: the scheduler's."""
         self._asked = []
         found = []
+        if any(state.row is None for state in self.settled):
+            num_blocks = 0  # they may be blocks of these, which get their last rows in the same turn
         for share, state in zip(batch.requests, self.settled, strict=True):
             num_kept = state.num_computed - share.num_computed_tokens
             if num_kept <= 0:  # its logits were not finite, or it was aborted

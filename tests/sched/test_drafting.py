@@ -380,3 +380,29 @@ def test_ranks_propose_as_far_as_there_are_blocks_and_tokens_left() -> None:
     batch = plan(short)
     settle(short, batch)
     assert short.plan_drafts(batch) == (DraftShare(6, TOKEN, 1),), "a third block would be another's"
+
+
+def test_ranks_get_no_blocks_for_drafts_while_one_waits_that_may_start() -> None:
+    """Blocks of 4: one more token has room, and a fourth is behind the next block's border."""
+    scheduler = make_on_ranks(20, 3)
+    scheduler.add(request("a", 6))
+    batch = plan(scheduler)
+    scheduler.add(request("b", 6))
+    settle(scheduler, batch)
+    assert scheduler.plan_drafts(batch) == (DraftShare(6, TOKEN, 1),)
+    scheduler.drafting.take([[TOKEN]])  # type: ignore[union-attr]
+    batch = plan(scheduler)
+    assert sizes(batch) == [("a", 2, 1), ("b", 6, 0)]
+    settle(scheduler, batch)
+    a, b = scheduler.plan_drafts(batch)
+    assert (a.num_proposed, b.num_proposed) == (3, 3), "nobody waits"
+    assert [len(ids) for share in (a, b) for _, ids in share.new_block_ids] == [1, 1]
+
+
+def test_blocks_of_who_just_left_go_to_nobody_before_their_last_rows_are_there() -> None:
+    scheduler = make_on_ranks(20, 3)
+    scheduler.add(request("a", 6, max_tokens=1))
+    scheduler.add(request("b", 6))
+    batch = plan(scheduler)
+    settle(scheduler, batch)
+    assert scheduler.plan_drafts(batch) == (DraftShare(6, TOKEN, 0), DraftShare(6, TOKEN, 1))
