@@ -6,7 +6,7 @@ per group [start, num_ids, num_filled, ids...], token ids.
 Request ids stay on rank 0: peers know rows only.
 
 What a drafter does after a step goes as int64: per request [num_kept, next_token, num_proposed, bits of the
-temperature, seed, index, num_groups], per group [start, num_ids, ids...].
+temperature, seed, output_index, num_groups], per group [start, num_ids, ids...].
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def encode_plan(plan: DraftPlan) -> bytes:
     words: list[int] = []
     for share in plan:
         bits = int(np.float64(share.temperature).view(np.int64))
-        words += (share.num_kept, share.next_token, share.num_proposed, bits, share.seed, share.index)
+        words += (share.num_kept, share.next_token, share.num_proposed, bits, share.seed, share.output_index)
         words.append(len(share.new_block_ids))
         for start, ids in share.new_block_ids:
             words += (start, len(ids), *ids)

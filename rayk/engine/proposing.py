@@ -126,10 +126,8 @@ class Proposing:
             if not share.num_kept:
                 continue
             known = (*r.token_ids[: share.num_kept], share.next_token)
-            if takes_hidden:
-                token_ids = known[1:]
-            else:
-                token_ids = known if share.num_proposed else known[:-1]
+            own = known if share.num_proposed else known[:-1]
+            token_ids = known[1:] if takes_hidden else own
             places.append(np.arange(first, first + share.num_kept))
             requests.append(
                 ScheduledRequest(
@@ -184,7 +182,7 @@ class Proposing:
         some = [shares[asking[i]] for i in drawing]
         low, high = TEMPERATURES
         divisors = [min(max(share.temperature, low), high) for share in some]
-        keys = [draw_key(share.seed, share.index + depth, PROPOSES) for share in some]
+        keys = [draw_key(share.seed, share.output_index + depth, PROPOSES) for share in some]
         rows = uploaded(drawing, torch.int64, self._device)
         scaled = logits.index_select(0, rows).double()
         # At low temperatures quotients would leave the range; the best token alone counts then.

@@ -302,7 +302,7 @@ class EngineRank:
 
     @property
     def drawn_from(self) -> Mapping[int, Sequence[torch.Tensor]]:
-        """See Proposing.drawn_from, of the last `propose`."""
+        """Return what Proposing.drawn_from is after the last `propose`."""
         assert self._proposing is not None
         return self._proposing.drawn_from
 

@@ -571,7 +571,7 @@ class KVCacheManager:
         self._usage.check(self._tables.values(), self._leases.values())
 
     def _num_keyed(self, token_ids: Sequence[int], num_tokens: int) -> int:
-        """Of the first `num_tokens` tokens, count those up to which prefixes have keys."""
+        """Count the tokens, of the first `num_tokens`, up to which prefixes have keys."""
         return min(num_tokens, len(token_ids) - 1) if self._looks_ahead else num_tokens
 
     def prefix_keys(

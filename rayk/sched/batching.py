@@ -84,6 +84,8 @@ class Scheduler:
         self._admitted: list[RequestState] = []
         self._in_flight: dict[int, list[RequestState]] = {}
         """Step -> the requests of its batch, in its order, until it is accounted for."""
+        self._settled: list[RequestState] = []
+        """The requests of the step that was accounted for last."""
         self._num_stages = num_stages
         self._late: dict[int, dict[str, Callable[[], None]]] = {}
         """Step -> removed requests, with what ends them when it is accounted for."""
@@ -346,7 +348,7 @@ class Scheduler:
         assert self.drafting is not None
         # The next step may start one that waits: blocks are its first.
         num_blocks = 0 if self._has_room else self._num_spare_blocks()
-        return self.drafting.plan(batch, num_blocks, self.extend)
+        return self.drafting.plan(batch, self._settled, num_blocks, self.extend)
 
     def _num_spare_blocks(self) -> int:
         """Count the blocks that nobody needs in this step, nor those that run in the next one."""
@@ -391,10 +393,8 @@ class Scheduler:
         got_token: list[RequestState] = []
         if self.on_settled is not None:
             self.on_settled(batch.step)
-        states = self._in_flight.pop(batch.step)
-        if self.drafting is not None:
-            self.drafting.settled = states
-        for share, state in zip(batch.requests, states, strict=True):
+        self._settled = self._in_flight.pop(batch.step)
+        for share, state in zip(batch.requests, self._settled, strict=True):
             if state.row is None:
                 continue  # aborted while the step ran, or over with the step before
             if share.num_drafts:

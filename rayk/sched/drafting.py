@@ -19,7 +19,6 @@ from rayk.types.batch import Rollback, ScheduledBatch, ScheduledRequest
 from rayk.types.drafting import NOTHING, DraftPlan, DraftShare
 from rayk.types.speculative import DraftCounts
 
-
 _SURE: Mapping[int, Sequence[Any]] = MappingProxyType({})
 
 
@@ -71,9 +70,9 @@ class Drafting:
         lacks_rows: Callable[[str], bool] = lambda request_id: False,
         draws: bool = False,
     ) -> None:
-        """`has_states`: whether some KV groups keep recurrent states. `lacks_rows`: whether a drafter on ranks
-        has no KV of a request's first tokens; it then proposes nothing for it. `draws`: one on ranks draws
-        where the request does."""
+        """`has_states`: whether some KV groups keep recurrent states. `lacks_rows`: whether a drafter on
+        ranks has no KV of a request's first tokens; it then proposes nothing for it. `draws`: one on ranks
+        draws where the request does."""
         self.counts = DraftCounts()
         """Counts the drafts of all requests."""
         self._drafter = drafter
@@ -82,8 +81,6 @@ class Drafting:
         self._rollbacks: dict[int, Rollback] = {}  # by row
         self._lacks_rows = lacks_rows
         self._draws = draws
-        self.settled: Sequence[RequestState] = ()
-        """The requests of the batch that was accounted for last, in its order."""
         self._asked: list[tuple[RequestState, int]] = []
 
     @property
@@ -144,18 +141,19 @@ class Drafting:
     def plan(
         self,
         batch: ScheduledBatch,
+        states: Sequence[RequestState],
         num_blocks: int,
         extend: Callable[[RequestState, int], BlockUpdates | None],
     ) -> DraftPlan:
-        """Say what a drafter on ranks does after a step that was just accounted for, `settled` being its
-        requests: rows for the tokens that count, those of requests included that have left since, whose
-        blocks others may read; and proposals for those that go on, as far as there are so many blocks to
-        spare for them. `extend`: the scheduler's."""
+        """Say what a drafter on ranks does after a step of `states` that was just accounted for: rows for the
+        tokens that count, those of requests included that have left since, whose blocks others may read; and
+        proposals for those that go on, as far as there are so many blocks to spare for them. `extend`: the
+        scheduler's."""
         self._asked = []
         found = []
-        if any(state.row is None for state in self.settled):
+        if any(state.row is None for state in states):
             num_blocks = 0  # they may be blocks of these, which get their last rows in the same turn
-        for share, state in zip(batch.requests, self.settled, strict=True):
+        for share, state in zip(batch.requests, states, strict=True):
             num_kept = state.num_computed - share.num_computed_tokens
             if num_kept <= 0:  # its logits were not finite, or it was aborted
                 found.append(NOTHING)

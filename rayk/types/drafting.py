@@ -22,7 +22,7 @@ class DraftShare(NamedTuple):
     """At which the drafter draws what it proposes; 0: it takes the likeliest."""
     seed: int = 0
     """The request's, where tokens are drawn."""
-    index: int = 0
+    output_index: int = 0
     """Number of its output tokens so far."""
 
 

@@ -47,9 +47,9 @@ def answers(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> C
     return make_answers(MODELS, checkpoint, reference)
 
 
-def of_itself(model: Answers, **settings: Any) -> SpeculativeConfig:
+def of_itself(found: Answers, **settings: Any) -> SpeculativeConfig:
     """The model drafts for itself."""
-    return SpeculativeConfig(**{"method": "draft", "model": str(model.path), "num_tokens": 4} | settings)
+    return SpeculativeConfig(**{"method": "draft", "model": str(found.path), "num_tokens": 4} | settings)
 
 
 @one_per()
@@ -72,7 +72,7 @@ def test_a_model_foresees_what_it_says(
 ) -> None:
     """All is accepted: after the first token four steps of five tokens, and one of three."""
     found = answers(model)
-    settings = {"speculative": of_itself(found, tp=own_tp), "num_blocks": 200, "max_batch_tokens": 64}
+    settings = {"speculative": of_itself(found, tp=own_tp), "num_blocks": 200, "max_batch_tokens": 400}
     with engine_of(found, **settings | shape) as engine:
         done = ask(engine, found)
         drafted, accepted = num_drafted_and_accepted(engine)
