@@ -11,7 +11,7 @@ SPEC := jobs/hetero_tp.yaml
 SOURCES := rayk tests jobs dashboards
 
 .DEFAULT_GOAL := help
-.PHONY: help venv experiment real real-all train-draft dashboards quantised releases hybrid groups shards chaos paced plan plan-validation fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-structured serve-swap attack sweep ceiling bench-peers test test-all test-slow test-generators test-gpu gpu-day nightly shard-pairs check kernels bench mutants vllm vllm-experiment vllm-nightly clean
+.PHONY: help venv experiment real real-all train-draft dashboards quantised releases hybrid groups shards chaos paced plan plan-validation fast-prefill offload-bench serve-bench serve-stress serve-chaos serve-structured serve-swap attack sweep ceiling bench-peers bench-drafts test test-all test-slow test-generators test-gpu gpu-day nightly shard-pairs check kernels bench mutants vllm vllm-experiment vllm-nightly clean
 
 help:
 	@echo "make experiment  write a tiny checkpoint and run $(SPEC) on a local Ray cluster"
@@ -37,6 +37,7 @@ help:
 	@echo "make plan-validation  predictions against this machine, 96 cells of two cores (75 min; ARGS=--quick: 10)"
 	@echo "make sweep       672 transfers without a model, over NIXL between Ray actors, every byte checked"
 	@echo "make ceiling     transfer rates beside bare NIXL, memcpy and Ray's own transport"
+	@echo "make bench-drafts  tokens per second with drafts and without on one CPU thread; teaches a tiny model first (3 min)"
 	@echo "make bench-peers rayk beside ctranslate2, llama.cpp, vLLM and transformers on one CPU thread; builds llama.cpp (20 min)"
 	@echo "make test        a test of everything in a few minutes (the GPU tests too where there is a GPU)"
 	@echo "make test-all    every test but the long sweeps"
@@ -93,11 +94,15 @@ real real-all:
 	$(BIN)/python jobs/benchmarks/real_model.py --check $(SPECS) $(ARGS)
 	$(BIN)/python -m pytest -m real tests/serve/test_real_model.py
 
-# The real one's head learns from chats, and is measured on the prompts of `make real` as well.
-train-draft: $(STAMP) $(REAL_MODEL)/config.json
+TAUGHT_MODEL := checkpoints/llama-taught
+
+$(TAUGHT_MODEL)/config.json: | $(STAMP)
 	$(BIN)/rayk checkpoint llama checkpoints/llama-tiny
-	$(BIN)/python jobs/draft_taught.py --model checkpoints/llama-tiny --out checkpoints/llama-taught
-	$(BIN)/python jobs/train_draft.py --check --model checkpoints/llama-taught --out checkpoints/llama-taught-eagle3 \
+	$(BIN)/python jobs/draft_taught.py --model checkpoints/llama-tiny --out $(@D)
+
+# The real one's head learns from chats, and is measured on the prompts of `make real` as well.
+train-draft: $(STAMP) $(REAL_MODEL)/config.json $(TAUGHT_MODEL)/config.json
+	$(BIN)/python jobs/train_draft.py --check --model $(TAUGHT_MODEL) --out $(TAUGHT_MODEL)-eagle3 \
 		--texts 480 --minutes 2 --learning-rate 0.003 $(ARGS)
 	$(BIN)/python jobs/train_draft.py --check --model $(REAL_MODEL) --out $(REAL_MODEL)-eagle3 --prompts chat \
 		--also jobs/real_prompts.jsonl $(ARGS)
@@ -116,6 +121,9 @@ sweep: $(STAMP)
 
 ceiling: $(STAMP)
 	$(BIN)/python jobs/benchmarks/transfer_ceiling.py $(ARGS)
+
+bench-drafts: $(STAMP) $(REAL_MODEL)/config.json $(TAUGHT_MODEL)/config.json
+	$(BIN)/python jobs/benchmarks/drafts.py $(ARGS)
 
 # An engine that cannot be installed here is a row that says so.
 bench-peers: $(STAMP)
