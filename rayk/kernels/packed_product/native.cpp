@@ -17,7 +17,9 @@ constexpr int64_t kDepth = 512;     // products that are summed before their sum
 constexpr int64_t kRowsKept = 96;   // rows of x that stay in the cache while all panels pass
 constexpr int64_t kMinParallel = 1 << 16;  // products per output row below which threads cost more than they bring
 constexpr int kSums = kRegisters * 3 / 4;  // registers that hold sums
-constexpr int kMaxRows = kSums / 2;
+// Of half a panel twice as many rows fit, but each pass would read half of what the memory brings together: 4 to 9
+// rows would take half as long again, or more.
+constexpr int kMaxRows = kSums / std::min(kVectors, 4);
 
 // Vectors of a panel that are summed at once for so many rows.
 constexpr int at_once(int num_rows, int vectors = kVectors) {
