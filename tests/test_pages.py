@@ -70,11 +70,11 @@ def problem(command: Command) -> str | None:
         return missing_of_ray(words)
     if program == "python" and words[0].startswith("jobs/"):
         source = (ROOT / words[0]).read_text(encoding="utf-8")
+        known = {flag for flag in flags if flag in source or flag[2:].replace("-", "_") in source}
         if "benchmarks.harness import" in source:  # which has options of its own
-            source += (ROOT / "jobs/benchmarks/harness.py").read_text(encoding="utf-8")
-        return missing(
-            flags, {flag for flag in flags if flag in source or flag[2:].replace("-", "_") in source}
-        )
+            harness = (ROOT / "jobs/benchmarks/harness.py").read_text(encoding="utf-8")
+            known |= {flag for flag in flags if f'"{flag}"' in harness}
+        return missing(flags, known)
     return None
 
 
