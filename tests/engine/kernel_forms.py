@@ -22,6 +22,7 @@ from rayk.kernels.target import TARGETS
 from rayk.parallel.local import LocalComm
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.config import EngineConfig
+from rayk.types.speculative import SpeculativeConfig
 
 STEPS = (
     [(0, 1)],
@@ -38,6 +39,9 @@ STEPS = (
     [(15, 2)] * 3,
 )
 """Of each request of a step: tokens computed before, tokens of this step."""
+WITH_DRAFTS = ([(70, 3)], [(16, 3), (5, 3)], [(100, 2)] * 4, [(0, 64), (40, 3)])
+"""The same, of engines that speculate: of few tokens all but the first are drafts."""
+MOST_DRAFTS = 2
 
 
 def compile_only() -> None:
@@ -55,7 +59,9 @@ def compile_only() -> None:
             module.default_impl = lambda is_cuda: "triton"
 
 
-def batches(rank: EngineRank, steps: Sequence[Sequence[tuple[int, int]]]) -> Iterator[ScheduledBatch]:
+def batches(
+    rank: EngineRank, steps: Sequence[Sequence[tuple[int, int]]], *, has_drafts: bool = False
+) -> Iterator[ScheduledBatch]:
     for number, step in enumerate(steps, start=1):
         requests = []
         for row, (computed, tokens) in enumerate(step):
@@ -70,7 +76,8 @@ def batches(rank: EngineRank, steps: Sequence[Sequence[tuple[int, int]]]) -> Ite
                     num_computed_tokens=computed,
                     token_ids=(5,) * tokens,
                     new_block_ids=ids,
-                    needs_logits=row % 2 == 0,
+                    needs_logits=row % 2 == 0 or has_drafts,
+                    num_drafts=tokens - 1 if has_drafts and tokens <= 1 + MOST_DRAFTS else 0,
                 )
             )
         yield ScheduledBatch(step=number, requests=tuple(requests))
@@ -78,6 +85,8 @@ def batches(rank: EngineRank, steps: Sequence[Sequence[tuple[int, int]]]) -> Ite
 
 def main(path: str, settings: dict[str, Any]) -> None:
     compile_only()
+    if settings.pop("has_drafts", False):
+        settings["speculative"] = SpeculativeConfig(method="ngram", num_tokens=MOST_DRAFTS)
     config = EngineConfig(
         model=path, num_blocks=16, max_seqs=4, max_batch_tokens=128, attention_backend="triton", **settings
     )
@@ -88,6 +97,9 @@ def main(path: str, settings: dict[str, Any]) -> None:
     with compilations() as late, torch.inference_mode():
         for batch in batches(rank, STEPS):
             rank.step(batch)
+        if config.max_drafts:
+            for batch in batches(rank, WITH_DRAFTS, has_drafts=True):
+                rank.step(batch)
     print(json.dumps({"early": early, "late": late}))
 
 

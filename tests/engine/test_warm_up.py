@@ -59,6 +59,14 @@ def test_nor_of_a_quantised_cache(checkpoint: Callable[..., Path], kv_dtype: str
     assert found["late"] == []
 
 
+@thorough
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next", "mamba2", "jamba"])
+def test_nor_of_steps_with_drafts(checkpoint: Callable[..., Path], family: str) -> None:
+    found = kernel_forms(checkpoint(family), dtype="bfloat16", has_drafts=True)
+    assert found["early"]
+    assert found["late"] == []
+
+
 def test_peers_are_waited_for_as_long_as_a_start_may_take() -> None:
     """Else a rank whose compiler is slower than another's would end the engine."""
     comm, _ = ThreadComm.make_group(2, 5.0)

@@ -326,3 +326,21 @@ def _(original, self, rank):
 def _(original, self, batch, commands=()):
     self._held, commands = commands, getattr(self, "_held", ()) if self._rank.stage else commands
     return original(self, batch, commands)
+
+
+@COMPUTE.twin(
+    "a roll-back takes one draft too many back",
+    "rayk.engine.rollback:StateRollback.run",
+    "engine/test_drafts.py::test_rejected_drafts_leave_no_trace",
+)
+def _(original, self, rollbacks):
+    original(self, [one._replace(num_kept=max(1, one.num_kept - 1)) for one in rollbacks])
+
+
+@COMPUTE.twin(
+    "rows share a scratch of states",
+    "rayk.kv.scratch:StateScratch.blocks",
+    "kv/test_scratch.py::test_every_state_has_a_block_of_its_own_behind_the_pool",
+)
+def _(original, self, group, rows, drafts):
+    return original(self, group, 0 * rows, drafts)
