@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rayk.cli.guard import AddressOption, guarded, stderr, stdout
+from rayk.types.bounds import MAX_DRAFTS
 from rayk.types.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,6 +46,12 @@ def costs(
         int | None, typer.Option(min=16, help="Tokens of the largest step [default: 512].")
     ] = None,
     block_size: Annotated[int | None, typer.Option(min=1, help="Tokens of a block [default: 16].")] = None,
+    drafts: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=MAX_DRAFTS, help="Measure steps with n-gram drafts of up to so many tokens, too."
+        ),
+    ] = None,
     wanted: Annotated[
         Path | None,
         typer.Option(
@@ -78,6 +85,7 @@ def costs(
         "max_seqs": max_seqs,
         "max_batch_tokens": max_batch_tokens,
         "block_size": block_size,
+        "drafts": drafts,
     }
     asked = _asked(model, {k: v for k, v in given.items() if v is not None}, wanted, quick=quick)
     if hardware is not None:

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rayk.costs.stored import as_json, read
-from rayk.costs.table import EngineCosts, EngineKey, GapTable, HostTable, TransferTable
+from rayk.costs.table import EngineCosts, EngineKey, GapTable, HostTable, TransferTable, engine_key
+from rayk.models.config import DecoderConfig
+from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
 from rayk.types.files import parse_json, read_text, write_atomically
 
-VERSION = 2
-"""Files of version 1 tell of a host, and not of each engine, what steps lose to neighbours."""
+VERSION = 3
+"""Files of version 2 know of no drafts, which is what those say that lack them. Files of version 1 tell of a
+host, and not of each engine, what steps lose to neighbours."""
+READ = (2, VERSION)
 FILE_BYTES = 4 << 20
 SHARED = ("transfers", "gaps", "host", "provenance", "validated")
 """Files that are of no one engine."""
@@ -68,6 +72,16 @@ class CostBook:
     def is_measured(self) -> bool:
         costs = [*self.engines.values(), *([self.any_engine] if self.any_engine else [])]
         return all(c.is_measured for c in costs)
+
+    def of_engine(self, config: DecoderConfig, engine: EngineConfig) -> EngineCosts:
+        """Find the costs of an engine of this model. Raises UserError, also where it drafts and nobody
+        measured what that takes."""
+        found = self.find(engine_key(config, engine))
+        try:
+            found.turns_of(engine.speculative)
+        except UserError as error:
+            raise UserError(error.problem, where=self.folder or "costs", mend=error.mend) from error
+        return found
 
     def find(self, key: EngineKey) -> EngineCosts:
         """Find an engine's costs. Raises UserError naming the most alike engine and what differs."""
@@ -140,7 +154,7 @@ def _read(kind: type[T], path: Path) -> T:
     version = values.pop("version", None) if isinstance(values, dict) else None
     if version is None:
         raise UserError("not a cost table", where=str(path))
-    if version != VERSION:
+    if version not in READ:
         folder = path.parent
         raise UserError(
             f"a cost table of version {version!r:.20}, and this rayk reads version {VERSION}",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from rayk.models.config import DecoderConfig
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
+
+StepKind = Literal["decode", "verify", "prefill"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,25 +19,35 @@ class StepFeatures:
     num_requests: int
     num_tokens: int  # n
     num_logits: int  # tokens whose logits are computed
-    num_prefills: int  # requests with n > 1 or b = 0
+    num_prefills: int  # requests with n > 1, drafts aside, or b = 0
     num_pairs: int  # n * b + n * (n + 1) / 2: pairs of a token and one that it sees, itself included
     num_seen: int  # b + n: tokens whose KV is read
+    num_drafts: int = 0  # of the tokens, those that were proposed
     windowed: tuple[tuple[int, int], ...] = ()  # per window of the model: (pairs, seen) within it
 
     @property
     def is_decode(self) -> bool:
-        """Whether every request computes one token after others: such steps may be replayed."""
+        """Whether every request computes one token after others, and drafts behind it."""
         return self.num_prefills == 0
+
+    @property
+    def kind(self) -> StepKind:
+        """Which class of steps it is of: `verify` is one of decodes, some of which have drafts. A prompt
+        makes it `prefill` whatever else there is."""
+        if self.num_prefills:
+            return "prefill"
+        return "verify" if self.num_drafts else "decode"
 
 
 def step_features(batch: ScheduledBatch, windows: Sequence[int] = ()) -> StepFeatures:
     """Sum up a step. `windows`: the model's (`windows_of`)."""
-    num_tokens = num_logits = num_prefills = num_pairs = num_seen = 0
+    num_tokens = num_logits = num_prefills = num_pairs = num_seen = num_drafts = 0
     for r in batch.requests:
-        n, before = len(r.token_ids), r.num_computed_tokens
+        n, before, drafts = len(r.token_ids), r.num_computed_tokens, r.num_drafts
         num_tokens += n
+        num_drafts += drafts
         num_logits += r.num_logits + r.prompt_logits[1] - r.prompt_logits[0]
-        num_prefills += n > 1 or not before
+        num_prefills += n - drafts > 1 or not before
         num_pairs += n * before + n * (n + 1) // 2
         num_seen += before + n
     return StepFeatures(
@@ -44,12 +57,16 @@ def step_features(batch: ScheduledBatch, windows: Sequence[int] = ()) -> StepFea
         num_prefills=num_prefills,
         num_pairs=num_pairs,
         num_seen=num_seen,
+        num_drafts=num_drafts,
         windowed=tuple(in_window(batch, window) for window in windows),
     )
 
 
-def step_of(shares: Sequence[tuple[int, int]], windows: Sequence[int] = ()) -> StepFeatures:
-    """Sum up a step whose requests compute (n, after b others) and whose last tokens are all sampled."""
+def step_of(
+    shares: Sequence[tuple[int, int]], windows: Sequence[int] = (), *, num_drafts: int = 0
+) -> StepFeatures:
+    """Sum up a step whose requests compute (n, after b others) and whose last tokens are all sampled; of each
+    one's n the last `num_drafts` are proposed."""
     requests = [
         ScheduledRequest(
             request_id="",
@@ -58,6 +75,7 @@ def step_of(shares: Sequence[tuple[int, int]], windows: Sequence[int] = ()) -> S
             token_ids=(0,) * num,
             new_block_ids=(),
             needs_logits=True,
+            num_drafts=num_drafts,
         )
         for row, (num, before) in enumerate(shares)
     ]
@@ -90,6 +108,7 @@ class DecodeRun:
     num_seen: range
     windowed: tuple[tuple[Sequence[int], Sequence[int]], ...] = ()
     num_prefills: int = 0
+    num_drafts: int = 0
     is_decode: bool = True
 
     @property

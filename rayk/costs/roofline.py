@@ -8,6 +8,8 @@ peaks that `Hardware` says; then launches, and all-reduces between ranks. Per ra
     experts    weights of as many experts as tokens may choose, then linear
     attention  flops per pair / peak + KV per token seen / bandwidth; of decode steps the larger of the two
     states     read and written once per request
+
+A step with drafts is one of short prompts. Looking n-grams up takes no time of its own.
 """
 
 from __future__ import annotations
@@ -77,12 +79,15 @@ def roofline_costs(machine: Hardware, key: EngineKey, sizes: RankSizes) -> Engin
     longest: dict[str, float] = {}
     for _, at, ns in attended:
         longest[f"seen{at}"] = max(longest.get(f"seen{at}", 0.0), ns)
+    turn_ns, request_ns = machine.turn_us * 1e3, machine.request_us * 1e3
     return EngineCosts(
         key=key,
         decode=_table(_summed(terms, longest.items())),
         prefill=_table(prefill),
-        host_ns=machine.turn_us * 1e3,
-        request_host_ns=machine.request_us * 1e3,
+        verify=_table(prefill),
+        drafting={"ngram": StepTable(terms=("one", "requests"), constants=(turn_ns, request_ns))},
+        host_ns=turn_ns,
+        request_host_ns=request_ns,
         kind="unmeasured",
         source=f"data sheets: {machine.name}",
     )

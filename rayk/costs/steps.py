@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from rayk.costs.features import StepFeatures
+from rayk.costs.features import StepFeatures, StepKind
 from rayk.costs.fit import Fitted, Floats, fit
 from rayk.costs.hull import AXES, Hull, place_of, shape_of
 from rayk.costs.table import StepTable, term_value
 
 BENDS = (4, 16, 64, 256, 1024)
 """Numbers of tokens at which the cost of one more may change, down or up."""
+HOST_TERMS = ("one", "requests", "prefills")
+DRAFTING_TERMS = (*HOST_TERMS, "drafts")
 _ATTENDED = ("pairs", "seen")
 
 
@@ -24,51 +27,60 @@ class RecordedStep:
     model_ns: int
 
 
-def step_terms(steps: Sequence[StepFeatures], *, decode: bool) -> tuple[str, ...]:
+def step_terms(steps: Sequence[StepFeatures], kind: StepKind) -> tuple[str, ...]:
     """Choose the terms that a class of steps can have: a bend only where there are steps on both sides."""
     sizes = [f.num_tokens for f in steps]
     bends = [n for n in BENDS if min(sizes) < n < max(sizes)]
     windows = range(len(steps[0].windowed))
     attended = [*_ATTENDED, *(f"{name}@{i}" for i in windows for name in _ATTENDED)]
-    if decode:
-        # A token each: pairs are what is seen.
-        attended = [term for term in attended if not term.startswith("pairs")]
-        return ("one", "requests", *(f"tokens{sign}{n}" for n in bends for sign in "<>"), *attended)
-    return (
-        "one",
-        "requests",
-        "prefills",
-        "logits",
-        "tokens",
-        *(f"tokens{sign}{n}" for n in bends for sign in "<>"),
-        *attended,
-    )
+    bent = [f"tokens{sign}{n}" for n in bends for sign in "<>"]
+    match kind:
+        case "decode":
+            # A token each: pairs are what is seen.
+            attended = [term for term in attended if not term.startswith("pairs")]
+            return ("one", "requests", *bent, *attended)
+        case "verify":
+            # All tokens have logits.
+            return ("one", "requests", "tokens", *bent, *attended)
+        case "prefill":
+            return ("one", "requests", "prefills", "logits", "tokens", *bent, *attended)
 
 
-def fit_steps(steps: Sequence[RecordedStep], *, decode: bool) -> tuple[StepTable, Fitted]:
-    """Fit a table to a class of steps (all decode steps, or none); needs one. Terms that nothing was put down
-    to are left out of the table."""
+def fit_steps(steps: Sequence[RecordedStep], kind: StepKind) -> tuple[StepTable, Fitted]:
+    """Fit a table to a class of steps; needs one. Terms that nothing was put down to are left out of the
+    table."""
     features = [step.features for step in steps]
-    assert all(f.is_decode == decode for f in features)
-    terms = step_terms(features, decode=decode)
+    assert all(f.kind == kind for f in features)
+    terms = step_terms(features, kind)
     found = fit(_matrix(terms, features), _times(s.model_ns for s in steps), _sizes(features))
-    used = [(t, c) for t, c in zip(terms, found.constants, strict=True) if c > 0]
     table = StepTable(
-        terms=tuple(term for term, _ in used),
-        constants=tuple(constant for _, constant in used),
-        hull=hull_around(features),
-        residuals=found.residuals(),
-        ratios=found.ratios,
+        **_used(terms, found), hull=hull_around(features), residuals=found.residuals(), ratios=found.ratios
     )
     return table, found
+
+
+def _used(terms: Sequence[str], found: Fitted) -> dict[str, Any]:
+    """Return `terms` and `constants` of a table, those aside that are 0."""
+    used = [(t, c) for t, c in zip(terms, found.constants, strict=True) if c > 0]
+    return {"terms": tuple(term for term, _ in used), "constants": tuple(constant for _, constant in used)}
 
 
 def fit_host(steps: Sequence[RecordedStep]) -> Fitted:
     """Fit what turns take beside the forward pass: a constant, so much per request, and for each whose prompt
     is computed."""
+    return _fit_rest(steps, HOST_TERMS)
+
+
+def fit_drafting(steps: Sequence[RecordedStep]) -> StepTable:
+    """Fit what turns of an engine that drafts take beside the forward pass, the drafter included."""
+    found = _fit_rest(steps, DRAFTING_TERMS)
+    return StepTable(**_used(DRAFTING_TERMS, found), residuals=found.residuals())
+
+
+def _fit_rest(steps: Sequence[RecordedStep], terms: Sequence[str]) -> Fitted:
     features = [step.features for step in steps]
     rest = _times(max(1, s.turn_ns - s.model_ns) for s in steps)
-    return fit(_matrix(("one", "requests", "prefills"), features), rest, _sizes(features))
+    return fit(_matrix(terms, features), rest, _sizes(features))
 
 
 def hull_around(features: Sequence[StepFeatures]) -> Hull:

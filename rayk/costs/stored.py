@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from rayk.types.errors import UserError
@@ -38,6 +39,9 @@ def _needed(kind: Any, hints: Mapping[str, Any]) -> set[str]:
 
 def _value(hint: Any, value: Any, where: str) -> Any:
     origin, parts = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        (kind,) = (part for part in parts if part is not NoneType)
+        return None if value is None else _value(kind, value, where)
     if origin is tuple:
         if not isinstance(value, list) or (parts[-1] is not Ellipsis and len(value) != len(parts)):
             raise UserError(

@@ -19,13 +19,16 @@ from rayk.costs.hull import Hull
 from rayk.costs.losses import NO_LOSSES, StepLosses
 from rayk.models.config import DecoderConfig
 from rayk.types.config import EngineConfig
+from rayk.types.errors import UserError
+from rayk.types.speculative import SpeculativeConfig
 
 NOT_A_COST = (
     "max_positions", "stated_positions", "bos_token_id", "eos_token_ids", "pad_token_id",
     "mtp_layers",
 )  # fmt: skip
 """Settings of a model that no step's time depends on."""
-_TERM = re.compile(r"(one|requests|tokens|logits|prefills|pairs|seen)(?:([<>@])(\d+))?")
+MEASURE_DRAFTS = "measure them: `rayk costs MODEL --drafts TOKENS`"
+_TERM = re.compile(r"(one|requests|tokens|logits|prefills|pairs|seen|drafts)(?:([<>@])(\d+))?")
 
 
 class EngineKey(NamedTuple):
@@ -70,6 +73,11 @@ def engine_key(config: DecoderConfig, engine: EngineConfig) -> EngineKey:
         backend=engine.attention_backend,
         block_size=engine.block_size,
     )
+
+
+def drafter_name(speculative: SpeculativeConfig) -> str:
+    """Say whose costs a drafter's are."""
+    return speculative.method
 
 
 @lru_cache(maxsize=256)
@@ -138,6 +146,10 @@ class StepTable:
             found += constant * term_value(term, features)
         return found
 
+    def scaled(self, factor: float) -> StepTable:
+        """Return what steps take that are so many times as slow."""
+        return replace(self, constants=tuple(factor * c for c in self.constants))
+
     def each_ns(self, run: DecodeRun) -> list[float]:
         """Tell the same of steps that follow one another, to the last bit: terms are added in this order."""
         same = 0.0  # what the terms so far come to, as long as that is the same of each step
@@ -174,6 +186,11 @@ class EngineCosts:
     key: EngineKey
     decode: StepTable
     prefill: StepTable  # any step in which some request computes more than a token, or its first
+    verify: StepTable | None = None
+    """Steps of decodes, some of which have drafts behind their token; None: nobody measured any."""
+    drafting: Mapping[str, StepTable] = field(default_factory=dict)
+    """What a turn takes beside its step in place of the three that follow, of an engine that drafts: by
+    `drafter_name`. What the drafter takes is a part of it."""
     host_ns: float = 0.0  # of a turn beside its step: planning, polling, settling
     request_host_ns: float = 0.0  # the same per request of the step
     prefill_host_ns: float = 0.0  # and for each whose prompt it computes
@@ -190,14 +207,36 @@ class EngineCosts:
         """Make costs of steps that take `step_ns` and `token_ns` per token, anywhere: for tests."""
         table = StepTable(terms=("one", "tokens"), constants=(step_ns, token_ns))
         key = EngineKey("flat", 1, 1, 1, "float32", "auto", "cpu", "auto", "auto", 16)
-        return cls(key=key, decode=table, prefill=table, source="flat", **others)
+        drafting = {"ngram": StepTable(terms=(), constants=())}
+        own: dict[str, Any] = {"verify": table, "drafting": drafting, "source": "flat"}
+        return cls(key=key, decode=table, prefill=table, **(own | others))
 
     @property
     def is_measured(self) -> bool:
         return self.kind == "measured"
 
     def table_of(self, features: StepFeatures) -> StepTable:
-        return self.decode if features.is_decode else self.prefill
+        """Find the table of a step's class. Raises UserError where nobody measured such steps."""
+        if features.num_prefills:
+            return self.prefill
+        return self.decode if not features.num_drafts else self._verifying()
+
+    def _verifying(self) -> StepTable:
+        if self.verify is None:
+            raise UserError(f"no costs of steps with drafts of {self.key.text}", mend=MEASURE_DRAFTS)
+        return self.verify
+
+    def turns_of(self, speculative: SpeculativeConfig | None) -> StepTable | None:
+        """Find what turns of an engine that drafts so take beside its steps; None: it does not draft. Raises
+        UserError where nobody measured that, or steps with drafts."""
+        if speculative is None:
+            return None
+        self._verifying()
+        name = drafter_name(speculative)
+        if name not in self.drafting:
+            known = f"; of {', '.join(self.drafting)} there are" if self.drafting else ""
+            raise UserError(f"no costs of drafter {name} of {self.key.text}{known}", mend=MEASURE_DRAFTS)
+        return self.drafting[name]
 
     def is_inside(self, features: StepFeatures) -> bool:
         """Tell whether such steps were measured."""
@@ -212,17 +251,18 @@ class EngineCosts:
         return table.ns(features)
 
     def turn_ns(self, features: StepFeatures | DecodeRun) -> float:
-        """Tell what the host takes of a turn beside its step."""
+        """Tell what the host takes of a turn beside its step, of an engine that does not draft."""
         prompts_ns = self.prefill_host_ns * features.num_prefills
         return self.host_ns + self.request_host_ns * features.num_requests + prompts_ns
 
     def scaled(self, factor: float) -> EngineCosts:
         """Return the costs of an engine so many times as slow at steps."""
-        decode, prefill = (
-            replace(table, constants=tuple(factor * c for c in table.constants))
-            for table in (self.decode, self.prefill)
+        return replace(
+            self,
+            decode=self.decode.scaled(factor),
+            prefill=self.prefill.scaled(factor),
+            verify=None if self.verify is None else self.verify.scaled(factor),
         )
-        return replace(self, decode=decode, prefill=prefill)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ MAX_STEPS = 1 << 20
 """Later steps of an engine are not recorded: they would take over 170 MB."""
 _COLUMNS = (
     "step", "begin_ns", "turn_ns", "model_ns", "num_commands", "num_requests", "num_tokens", "num_logits",
-    "num_prefills", "num_pairs", "num_seen", "num_running", "num_waiting", "num_free_blocks",
+    "num_prefills", "num_pairs", "num_seen", "num_drafts", "num_running", "num_waiting", "num_free_blocks",
     "num_cached_blocks",
 )  # fmt: skip
 
@@ -48,8 +48,8 @@ class StepRecorder:
         self._values.extend(
             (
                 batch.step, begin_ns, busy_ns, model_ns, num_commands, f.num_requests, f.num_tokens,
-                f.num_logits, f.num_prefills, f.num_pairs, f.num_seen, scheduler.num_running,
-                scheduler.num_waiting, pool.num_free_blocks, pool.num_cached_blocks,
+                f.num_logits, f.num_prefills, f.num_pairs, f.num_seen, f.num_drafts,
+                scheduler.num_running, scheduler.num_waiting, pool.num_free_blocks, pool.num_cached_blocks,
             )
         )  # fmt: skip
         for pair in f.windowed:

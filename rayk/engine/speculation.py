@@ -10,14 +10,17 @@ from rayk.types.config import EngineConfig
 from rayk.types.errors import Unsupported
 
 
-def make_drafting(config: EngineConfig, manager: KVCacheManager) -> Drafting | None:
-    """Make what adds drafts to the engine's steps; None where it does not speculate."""
+def make_drafting(
+    config: EngineConfig, manager: KVCacheManager, drafter: Drafter | None = None
+) -> Drafting | None:
+    """Make what adds drafts to the engine's steps; None where it does not speculate. `drafter`: in place of
+    the one that the settings name."""
     wanted = config.speculative
     if wanted is None:
         return None
-    drafter: Drafter = RanksDrafter(wanted.num_tokens)
-    if wanted.method == "ngram":
+    if drafter is None and wanted.method == "ngram":
         drafter = NgramDrafter(wanted.num_tokens, wanted.prompt_lookup_min, wanted.prompt_lookup_max)
+    drafter = drafter or RanksDrafter(wanted.num_tokens)
     has_states = any(not g.spec.has_token_rows for g in manager.groups)
 
     def lacks_rows(request_id: str) -> bool:

@@ -26,6 +26,7 @@ _TERMS = {
     "tokens": "token",
     "pairs": "pair of tokens",
     "seen": "token whose KV is read",
+    "drafts": "drafted token",
 }
 _BENDS = {"<": "the first {}", ">": "those beyond {}", "@": "in window {}"}
 
@@ -39,13 +40,17 @@ def told(fitted: FittedBook) -> Iterator[str]:
     for found in fitted.classes:
         costs = fitted.book.engines[found.key]
         yield ""
-        yield from _class(found, costs.decode if found.kind == "decode" else costs.prefill)
+        table: StepTable | None = getattr(costs, found.kind)
+        assert table is not None, "it was fitted"
+        yield from _class(found, table)
     yield ""
     yield "Beside steps"
     for key, costs in fitted.book.engines.items():
         each = f"{_time(costs.request_host_ns)} a request, {_time(costs.prefill_host_ns)} a prompt"
         turn = f"{_time(costs.host_ns)} a turn, {each}"
         yield from _wrapped(f"  host      {turn} ({key.text})")
+        for name, turns in costs.drafting.items():
+            yield from _wrapped(f"  {name:9} {_turns(turns)} where it drafts ({key.text})")
     gaps, host = fitted.book.gaps, fitted.book.host
     yield f"  dispatch  {_gap(gaps.dispatch)}"
     if fitted.book.transfers.reads:
@@ -59,6 +64,15 @@ def told(fitted: FittedBook) -> Iterator[str]:
     yield f"  an engine serves again {host.form_s:.1f} s after it died"
     for note in fitted.notes:
         yield from _wrapped(f"note: {note}")
+
+
+def _turns(table: StepTable) -> str:
+    """Say what turns take beside steps, term by term."""
+    parts = [
+        f"{_time(constant)} {_TERMS[term] if term == 'one' else 'a ' + _TERMS[term]}"
+        for term, constant in zip(table.terms, table.constants, strict=True)
+    ]
+    return ", ".join(parts).replace("a step", "a turn") or "nothing beside steps"
 
 
 def _gap(gap: Gap) -> str:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rayk.costs.book import CostBook, Provenance
+from rayk.costs.features import StepKind
 from rayk.costs.fit import Fitted
-from rayk.costs.steps import fit_host, fit_steps
-from rayk.costs.table import EngineCosts, EngineKey, HostTable, engine_key
+from rayk.costs.steps import RecordedStep, fit_drafting, fit_host, fit_steps
+from rayk.costs.table import EngineCosts, EngineKey, HostTable, StepTable, drafter_name, engine_key
 from rayk.planner.between import fit_gaps, fit_reads, hand_over_costs
 from rayk.planner.neighbours import FittedLosses, fit_losses, form_s
 from rayk.planner.recorded import EngineStep, RecordedCell, RecordedRun, settled
@@ -18,6 +19,7 @@ from rayk.types.errors import UserError
 
 MAX_ERROR = 0.10
 """It is the most by which nine places of a table in ten may be off."""
+KINDS: tuple[StepKind, ...] = ("decode", "verify", "prefill")
 MIN_STEPS = 20
 MIN_MEDIAN = 0.8  # of the mean; below it the mean is that of interruptions
 
@@ -27,7 +29,7 @@ class FittedClass:
     """One table of a book, with how far it is off where it was measured."""
 
     key: EngineKey
-    kind: str  # decode or prefill
+    kind: StepKind
     fitted: Fitted
 
     @property
@@ -56,8 +58,8 @@ class FittedBook:
 
 def fit_runs(runs: Sequence[RecordedRun]) -> FittedBook:
     """Fit tables of every kind of engine that the runs have steps of. Raises UserError where one has too few
-    of decode or of prefill steps, or all engines draft."""
-    runs, notes = _without_drafts(runs)
+    of decode or of prefill steps."""
+    runs, notes = _with_drafts_told(runs)
     cells = [cell for run in runs for cell in run.cells]
     engines, classes = {}, []
     for key, of_key in _by_engine(cells).items():
@@ -90,21 +92,21 @@ def fit_runs(runs: Sequence[RecordedRun]) -> FittedBook:
     return FittedBook(book=book, classes=tuple(classes), notes=tuple(notes))
 
 
-def _without_drafts(runs: Sequence[RecordedRun]) -> tuple[list[RecordedRun], list[str]]:
-    """Leave out cells in which an engine drafts, and say so: its steps of several tokens would count as
-    prefills of the engine without drafts, whose tables it would share."""
+def _with_drafts_told(runs: Sequence[RecordedRun]) -> tuple[list[RecordedRun], list[str]]:
+    """Leave out cells whose engines draft where steps do not say which of their tokens were proposed: these
+    would count as prompts. And say so."""
     found, notes = [], []
     for run in runs:
-        drafting = [cell.cell.cell_id for cell in run.cells if _drafts(cell)]
-        kept = tuple(cell for cell in run.cells if not _drafts(cell))
-        notes += [f"{name}: steps with drafts are not fitted" for name in drafting]
+        kept = tuple(c for c in run.cells if c.tells_drafts or not _drafts(c))
+        names = [c.cell.cell_id for c in run.cells if not c.tells_drafts and _drafts(c)]
+        notes += [f"{name}: an older run does not say which steps had drafts" for name in names]
         if kept:
             found.append(replace(run, cells=kept))
     if not found:
         raise UserError(
-            "engines draft in every cell, and steps with drafts are not fitted",
+            "engines draft in every cell, and an older run does not say which steps had drafts",
             where=", ".join(run.folder for run in runs),
-            mend="a run with cells of speculative.method: none",
+            mend="run it again, or cells of speculative.method: none",
         )
     return found, notes
 
@@ -148,43 +150,73 @@ def _by_engine(cells: Iterable[RecordedCell]) -> dict[EngineKey, list[tuple[Reco
     return found
 
 
-def _fit_engine(
-    key: EngineKey, steps: Sequence[tuple[RecordedCell, EngineStep]], notes: list[str]
-) -> tuple[EngineCosts, list[FittedClass]]:
-    """Fit an engine's two tables, to steps of cells where it was alone if there are any of the kind."""
-    tables, classes = {}, []
-    for kind, decode in (("decode", True), ("prefill", False)):
-        of_kind = [(c, s) for c, s in steps if s.recorded.features.is_decode == decode]
+Steps = Sequence[tuple[RecordedCell, EngineStep]]
+"""Steps of one kind of engine, with the cells that they are of."""
+
+
+def _fit_engine(key: EngineKey, steps: Steps, notes: list[str]) -> tuple[EngineCosts, list[FittedClass]]:
+    """Fit an engine's tables, to steps of cells where it was alone if there are any of the kind."""
+    tables: dict[StepKind, StepTable] = {}
+    classes = []
+    for kind in KINDS:
+        of_kind = [(c, s) for c, s in steps if s.recorded.features.kind == kind]
         alone = [s for c, s in of_kind if c.is_alone]
         if len(alone) < MIN_STEPS <= len(of_kind):
             notes.append(f"{key.text}: its {kind} steps were all measured beside another engine's")
         chosen = alone if len(alone) >= MIN_STEPS else [s for _, s in of_kind]
         if len(chosen) < MIN_STEPS:
+            if kind == "verify":
+                if any(map(_drafter_of, steps)):
+                    notes.append(f"{key.text}: {len(chosen)} steps with drafts, too few to fit")
+                continue
             raise UserError(
                 f"{len(chosen)} {kind} steps of {key.text}, and a fit needs {MIN_STEPS}",
                 where=steps[0][0].run,
                 mend="more requests, or a run of `rayk costs`",
             )
-        tables[kind], fitted = fit_steps([s.recorded for s in chosen], decode=decode)
+        tables[kind], fitted = fit_steps([s.recorded for s in chosen], kind)
         classes.append(FittedClass(key=key, kind=kind, fitted=fitted))
-    # Commands of hand-overs have costs of their own, and so have neighbours.
+    runs = dict.fromkeys(cell.run for cell, _ in steps)
+    costs = EngineCosts(
+        key=key,
+        decode=tables["decode"],
+        prefill=tables["prefill"],
+        verify=tables.get("verify"),
+        source=", ".join(runs),
+    )
+    return _with_turns(costs, steps, notes), classes
+
+
+def _with_turns(costs: EngineCosts, steps: Steps, notes: list[str]) -> EngineCosts:
+    """Fit what turns take beside their steps: of engines that do not draft, and of each drafter's."""
+    by_drafter: dict[str, list[tuple[RecordedCell, EngineStep]]] = {}
+    for pair in steps:
+        by_drafter.setdefault(_drafter_of(pair), []).append(pair)
+    if "" not in by_drafter:
+        notes.append(f"{costs.key.text}: drafts in every cell: what turns take without is taken from there")
+    constant, per_request, per_prompt = fit_host(_turns(by_drafter.pop("", steps))).constants
+    return replace(
+        costs,
+        host_ns=constant,
+        request_host_ns=per_request,
+        prefill_host_ns=per_prompt,
+        drafting={name: fit_drafting(_turns(of)) for name, of in sorted(by_drafter.items())},
+    )
+
+
+def _drafter_of(step: tuple[RecordedCell, EngineStep]) -> str:
+    """Name the drafter of a step's engine; empty: it has none."""
+    cell, of = step
+    speculative = cell.engine_config(of.engine).speculative
+    return "" if speculative is None else drafter_name(speculative)
+
+
+def _turns(steps: Steps) -> list[RecordedStep]:
+    """Choose those whose turns tell what the host takes: commands of hand-overs have costs of their own, and
+    so have neighbours."""
     quiet = [(c, s.recorded) for c, s in steps if not s.num_commands]
     by_itself = [recorded for cell, recorded in quiet if cell.is_alone]
-    turns = by_itself or [recorded for _, recorded in quiet] or [s.recorded for _, s in steps]
-    constant, per_request, per_prompt = fit_host(turns).constants
-    runs = dict.fromkeys(cell.run for cell, _ in steps)
-    return (
-        EngineCosts(
-            key=key,
-            decode=tables["decode"],
-            prefill=tables["prefill"],
-            host_ns=constant,
-            request_host_ns=per_request,
-            prefill_host_ns=per_prompt,
-            source=", ".join(runs),
-        ),
-        classes,
-    )
+    return by_itself or [recorded for _, recorded in quiet] or [s.recorded for _, s in steps]
 
 
 def _with_commands(key: EngineKey, costs: EngineCosts, cells: Sequence[RecordedCell]) -> EngineCosts:

@@ -21,6 +21,7 @@ STEP = 4
 """Sizes of a grid grow by this: hull.REACH has no hole between two of them."""
 SHORTEST = 16  # tokens of a prompt
 OUTPUT_TOKENS = 24  # decode steps of each length
+DRAFTED_OUTPUT = 48  # the same of requests that are drafted for
 MIN_PROMPTS = 8
 MIXED = 4  # prompts per place where lengths are mixed: one comes as another ends, into steps that decode
 PAIR_TOKENS = (32, 256, 1024)
@@ -59,6 +60,8 @@ class GridRequest:
     block_size: int = 16
     has_neighbours: bool = True
     """Whether two engines at once are measured."""
+    drafts: int = 0
+    """Steps are measured in which n-gram drafters propose up to so many tokens for a request."""
     is_quick: bool = False
     """Measure the smallest and the largest batch only, and one size of chunks."""
 
@@ -69,13 +72,16 @@ def grid_spec(asked: GridRequest, config: DecoderConfig) -> dict[str, Any]:
     for tp in {*asked.tp, *(n for pair in asked.pairs for n in pair)}:
         if (why := why_tp_unsupported(config, tp)) is not None:
             raise UserError(f"TP {tp}: {why}", where=asked.model)
-    longest = min(asked.max_tokens, config.max_positions - OUTPUT_TOKENS)
+    output = DRAFTED_OUTPUT if asked.drafts else OUTPUT_TOKENS
+    longest = min(asked.max_tokens, config.max_positions - output)
     if longest < SHORTEST:
         raise UserError(f"no room for prompts of {SHORTEST} tokens and their outputs", where=asked.model)
     batches = sorted({1, asked.max_seqs}) if asked.is_quick else _grown(1, asked.max_seqs)
     matrix = [cell for num in batches for cell in _steps(asked, config, num, longest)]
     if asked.max_seqs > 1:
         matrix.append(_joining(asked, config, longest))
+    if asked.drafts:
+        matrix += [_drafting(asked, config, num, longest) for num in batches]
     matrix += [cell for pair in asked.pairs for cell in _pairs(asked, config, pair, longest)]
     if asked.has_neighbours:
         matrix.append(_neighbours(asked, config, longest))
@@ -201,6 +207,23 @@ def _joining(asked: GridRequest, config: DecoderConfig, longest: int) -> dict[st
     }
 
 
+def _drafting(asked: GridRequest, config: DecoderConfig, num: int, longest: int) -> dict[str, list[Any]]:
+    """Batches of `num` requests whose steps have drafts: one token that was there before is enough for one.
+    Models repeat themselves sooner or later, and the longer the answer, the more."""
+    return {
+        "engine.max_seqs": [num],
+        "engine.num_blocks": [_num_blocks(asked, config, num, longest, DRAFTED_OUTPUT)],
+        "engine.max_batch_tokens": [max(asked.max_batch_tokens, num * (1 + asked.drafts))],
+        "prompts.random.count": [max(MIN_PROMPTS, 2 * num)],
+        "prompts.random.input_tokens": [[n] for n in lengths(longest)],
+        "sampling.max_tokens": [DRAFTED_OUTPUT],
+        "prefill.tp": list(asked.tp),
+        "speculative.method": ["ngram"],
+        "speculative.num_tokens": _grown(1, asked.drafts),
+        "speculative.prompt_lookup_min": [1],
+    }
+
+
 def _neighbours(asked: GridRequest, config: DecoderConfig, longest: int) -> dict[str, list[Any]]:
     """Two engines that compute at the same time."""
     return {
@@ -213,13 +236,15 @@ def _neighbours(asked: GridRequest, config: DecoderConfig, longest: int) -> dict
     }
 
 
-def _num_blocks(asked: GridRequest, config: DecoderConfig, num: int, longest: int) -> int:
+def _num_blocks(
+    asked: GridRequest, config: DecoderConfig, num: int, longest: int, output: int = OUTPUT_TOKENS
+) -> int:
     """Return blocks in which `num` requests of the longest prompts fit."""
     engine = EngineConfig(
         model=asked.model, dtype=asked.dtype, device=asked.device, block_size=asked.block_size
     )
     # A chunk's tokens are kept until it is computed, also where only a window's are needed after it.
-    tokens = longest + OUTPUT_TOKENS + asked.max_batch_tokens
+    tokens = longest + output + asked.max_batch_tokens
     of_request = sum(-(-tokens // g.spec.block_size) + 1 for g in engine_groups(engine, config))
     return num * of_request + 1
 

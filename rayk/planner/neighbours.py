@@ -120,6 +120,8 @@ def _steps_beside(
         met = _met(_EngineTurns.of(steps, config.num_ranks), others, num_cores)
         for step, meets in zip(steps, met, strict=True):
             features = step.recorded.features
+            if features.kind == "verify" and engines[key].verify is None:
+                continue  # too few were measured
             fitted_ns = max(1.0, engines[key].step_ns(features, strict=False))
             yield key, CLASSES[features.is_decode], _StepBeside(fitted_ns, step.recorded.model_ns, meets)
 

@@ -51,6 +51,8 @@ class RecordedCell:
     requests: tuple[Row, ...]
     transfers: tuple[Row, ...]
     steps: tuple[EngineStep, ...]
+    tells_drafts: bool = True
+    """Whether steps say which tokens were proposed: those of older runs do not."""
 
     def engine_config(self, engine: str) -> EngineConfig:
         """Look an engine up by its name in tables."""
@@ -85,7 +87,9 @@ def read_run(folder: str | Path) -> RecordedRun:
     whose engines recorded no steps."""
     result = load(folder)
     steps: dict[str, list[EngineStep]] = {}
+    tells_drafts: dict[str, bool] = {}
     for row in read_steps(folder).to_dict("records"):
+        tells_drafts[row["cell_id"]] = number(row, "num_drafts") is not None
         steps.setdefault(row["cell_id"], []).append(_step(row))
     if not steps:
         raise UserError(
@@ -110,6 +114,7 @@ def read_run(folder: str | Path) -> RecordedRun:
                 requests=tuple(requests.get(name, ())),
                 transfers=tuple(transfers.get(name, ())),
                 steps=tuple(steps[name] if cell.decode else until_next(steps[name])),
+                tells_drafts=tells_drafts[name],
             )
         )
     if not cells:
@@ -142,11 +147,11 @@ def _lasting(step: EngineStep, following: EngineStep | None) -> EngineStep:
 def settled(cell: RecordedCell) -> Iterator[EngineStep]:
     """Yield a cell's steps but the first of each engine, and of each size (UNTOUCHED)."""
     seen: dict[tuple[int, str], int] = {}
-    sizes: set[tuple[str, int]] = set()
+    sizes: set[tuple[str, int, int]] = set()
     for step in cell.steps:
         life, features = (step.repeat, step.engine), step.recorded.features
         seen[life] = seen.get(life, 0) + 1
-        size = step.engine, features.num_requests
+        size = step.engine, features.num_requests, features.num_tokens
         is_first = features.is_decode and size not in sizes
         if is_first:
             sizes.add(size)
@@ -172,7 +177,7 @@ def _on_cpu(result: Result) -> bool:
 def _step(row: Row) -> EngineStep:
     names = [name for name in StepFeatures.__slots__ if name != "windowed"]
     windowed = tuple((int(pairs), int(seen)) for pairs, seen in row["windowed"])
-    features = StepFeatures(windowed=windowed, **{name: int(row[name]) for name in names})
+    features = StepFeatures(windowed=windowed, **{name: int(number(row, name) or 0) for name in names})
     return EngineStep(
         repeat=int(row["repeat"]),
         engine=row["engine"],

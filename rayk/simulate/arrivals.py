@@ -10,6 +10,7 @@ from rayk.specs.cells import Cell
 from rayk.traces import Recorded, hastened, scaled
 from rayk.traces.prompts import TracePrompts
 from rayk.traces.replay import Replay
+from rayk.types.draft_rates import DraftRates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,8 @@ class Arrival:
     max_tokens: int
     num_output_tokens: int | None = None
     """Tokens after which it stops, which neither policies nor engines know before; None: `max_tokens`."""
+    drafts: DraftRates | None = None
+    """How often what is drafted for it is right; None: as of any request."""
     session: str | None = None
     priority: int = 0  # of those that wait for a place of a server; lower ones go first
     deadline_s: float | None = None  # it ends so long after its arrival; None: a server's own limit
@@ -103,9 +106,11 @@ def cell_arrivals(
     repeat: int = 0,
     num_output_tokens: Sequence[int] | None = None,
     due_ns: Sequence[int] | None = None,
+    drafts: Sequence[DraftRates | None] | None = None,
 ) -> Iterator[Arrival]:
-    """Yield a cell's requests as `CellRun` sends them. `num_output_tokens`, `due_ns`: those of a measured
-    run, per prompt, in place of `max_tokens` and of the times that the cell draws."""
+    """Yield a cell's requests as `CellRun` sends them. `num_output_tokens`, `due_ns`, `drafts`: those of a
+    measured run, per prompt, in place of `max_tokens`, of the times that the cell draws, and of the rates of
+    any request."""
     due = cell.due_ns(len(prompts), repeat) if due_ns is None else due_ns
     for index in sorted(range(len(prompts)), key=lambda i: (due[i], i)):
         yield Arrival(
@@ -114,5 +119,6 @@ def cell_arrivals(
             prompt=tuple(prompts[index]),
             max_tokens=cell.sampling.max_tokens,
             num_output_tokens=None if num_output_tokens is None else num_output_tokens[index],
+            drafts=None if drafts is None else drafts[index],
             session=cell.session_of(index),
         )

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Any, cast
 from rayk.costs import StepFeatures
 from rayk.engine.leader import BUSY_POLL_S, RequestEvent, Sink
 from rayk.engine.loop import EngineLoop, NoExtension
+from rayk.engine.speculation import make_drafting
 from rayk.handover.handover import TransferHandover
 from rayk.kv.manager import KVCacheManager
 from rayk.models.config import DecoderConfig
 from rayk.models.kv_specs import engine_groups
 from rayk.parallel.shard import EngineShape
 from rayk.sched.batching import Scheduler
+from rayk.sched.drafting import Drafting
 from rayk.simulate.clock import TURNS, Event, EventQueue, LocalClock
+from rayk.simulate.drafts import SimDrafter
 from rayk.simulate.late_sink import LateSink, TookTokens
 from rayk.simulate.leader import SimLeader
 from rayk.simulate.outcome import SimEngineAccount
@@ -29,6 +32,7 @@ from rayk.simulate.spans import QuietSpan, QuietSpans
 from rayk.simulate.tokens import TokenRule
 from rayk.types.batch import ScheduledBatch
 from rayk.types.config import EngineConfig
+from rayk.types.draft_rates import DraftRates
 from rayk.types.errors import RaykError
 from rayk.types.offload import OffloadSettings
 from rayk.types.request import Request
@@ -67,11 +71,13 @@ class SimEngine:
         on_step: OnStep | None = None,
         fast: bool = True,
         offload: OffloadSettings | None = None,
+        drafts: DraftRates | None = None,
+        seed: int = 0,
     ) -> None:
         """`secret`: of the keys of its prefix cache; equal ones make equal simulations. `join`: makes what
         answers its hand-over's commands. `slow`: what its host makes of its steps. `on_step` gets a row of
         each step, without its cell. `fast`: quiet steps are taken at once (see spans). `offload`: how it
-        uses a host tier."""
+        uses a host tier. `drafts`, `seed`: how often what it drafts is right, and of draws of that."""
         self.name, self.role, self.epoch = name, role, epoch
         self.config, self.costs = config, timer.costs
         self.is_dead = False
@@ -92,6 +98,7 @@ class SimEngine:
             max_positions=model.max_positions,
             eos_token_ids=(rule.end,),
             num_stages=config.pp,
+            drafting=_drafting(config, manager, rule, drafts, seed),
         )
         self.handover = TransferHandover(engine=name, epoch=epoch, shape=EngineShape(), offload=offload)
         self.leader = SimLeader(
@@ -120,7 +127,7 @@ class SimEngine:
         self._next: Event | None = None  # the turn that is planned, or the end of the span
         self._told: list[tuple[LateSink, RequestEvent]] = []
         self._num_acts = 0  # steps, commands and polls with news, before the turn
-        is_fast = fast and slow is None
+        is_fast = fast and slow is None and config.speculative is None
         self._spans = QuietSpans(self.leader, self.rank, self.loop, rule) if is_fast else None
         self._span: QuietSpan | None = None  # what is planned in place of a turn
 
@@ -323,6 +330,7 @@ class SimEngine:
             num_prefills=f.num_prefills,
             num_pairs=f.num_pairs,
             num_seen=f.num_seen,
+            num_drafts=f.num_drafts,
             windowed=f.windowed,
             num_commands=num_commands,
             num_running=scheduler.num_running,
@@ -358,4 +366,15 @@ def runs_ahead(config: EngineConfig) -> bool:
     EngineRank."""
     if config.pp > 1 or config.async_scheduling == "never" or config.compute == "paced":
         return False
+    if config.speculative is not None:
+        return False
     return config.async_scheduling == "always" or config.device == "cuda"
+
+
+def _drafting(
+    config: EngineConfig, manager: KVCacheManager, rule: TokenRule, rates: DraftRates | None, seed: int
+) -> Drafting | None:
+    """Make what adds drafts to an engine's steps, as many of them right as `rates` say; None: it does not."""
+    if config.speculative is None:
+        return None
+    return make_drafting(config, manager, SimDrafter(config.speculative.num_tokens, rule, rates, seed=seed))

@@ -29,6 +29,7 @@ from rayk.simulate.tier import SimTierProcess
 from rayk.simulate.tokens import TokenRule
 from rayk.specs.cells import Cell
 from rayk.specs.serving import EngineEntry, ServerSettings, cell_engines
+from rayk.types.draft_rates import DraftRates
 from rayk.types.errors import EngineDied, RaykError, UserError
 from rayk.types.fault_table import FailurePolicy
 from rayk.types.rows import RequestRow, TransferRow
@@ -76,8 +77,10 @@ class SimFleet:
         server: ServerSettings | None = None,
         deaths: Sequence[EngineDeath] = (),
         sink: OnRow | None = None,
+        drafts: DraftRates | None = None,
     ) -> None:
-        """`server`: the engines and rules are a server's, in place of the cell's own."""
+        """`server`: the engines and rules are a server's, in place of the cell's own. `drafts`: how often
+        what engines draft is right, of requests that do not say so themselves."""
         self.cell, self.repeat = cell, repeat
         self.world = EventQueue()
         self.rule = TokenRule(config)
@@ -123,13 +126,16 @@ class SimFleet:
         self._sink = sink
         self._draw = np.random.default_rng([seed, repeat, 0]) if noise else None
         self._model, self._fast = config, fast
+        self._drafts, self._seed = drafts, seed
         self._members: dict[str, SimMember] = {}
         self._arrivals: ArrivalSource = InOrder(())
         self._next: Event | None = None  # the next arrival
         for entry in entries:
             draw = np.random.default_rng([seed, repeat, 1 + len(self._members)]) if noise else None
-            found = costs.find(engine_key(config, entry.config))
-            timer = StepTimer(found, windows_of(config), draw=draw, strict=strict)
+            found = costs.of_engine(config, entry.config)
+            timer = StepTimer(
+                found, windows_of(config), draw=draw, strict=strict, speculative=entry.config.speculative
+            )
             account = SimEngineAccount(num_blocks=entry.config.num_blocks)
             member = self._members[entry.name] = SimMember(entry, timer, account)
             self._form(member)
@@ -225,6 +231,8 @@ class SimFleet:
             on_step=self._note_step if self._sink is None else None,
             fast=self._fast,
             offload=self._offload,
+            drafts=self._drafts,
+            seed=self._seed,
         )
         if self._tier is not None:
             self._tier.attach(member.life)

@@ -93,6 +93,8 @@ class RequestFlow:
             self.row.request_id,
             prompt=None if cell.sampling.temperature else arrival.prompt,
             num_output_tokens=num_tokens if num_tokens and num_tokens < arrival.max_tokens else None,
+            drafts=arrival.drafts,
+            drawn_by=f"{fleet.repeat}/{arrival.index}",
         )
 
     def limit(self, limit_s: float) -> None:

@@ -14,8 +14,8 @@ from rayk.kv.manager import KVCacheManager
 from rayk.sched.batching import Scheduler
 from rayk.sched.request_state import RequestState
 from rayk.simulate.late_sink import LateSink
-from rayk.simulate.tokens import TokenRule
-from rayk.types.batch import ScheduledBatch, StepTokens
+from rayk.simulate.tokens import SimOutput, TokenRule
+from rayk.types.batch import ScheduledBatch, ScheduledRequest, StepTokens
 from rayk.types.errors import UserError
 from rayk.types.request import TokenLogprobs
 
@@ -72,19 +72,27 @@ class SimLeader(Leader):
         """Choose tokens by the rule: a request's next one, those in flight counted."""
         del logits, prompt_logits
         found, outputs = {}, self._rule.output
+        verified: dict[str, list[int]] = {}
         for share, state in zip(batch.requests, self.scheduler.scheduled(batch), strict=True):
             if share.needs_logits:
                 name = share.request_id
                 number = len(state.tokens) + state.num_sampled_ahead - state.num_prompt
-                found[name] = outputs(name).token(number)
-        return PendingTokens(tokens=NO_TOKENS, finish=lambda _: StepTokens(token_ids=found))
+                if share.num_drafts:
+                    verified[name] = _verified(share, outputs(name), number)
+                else:
+                    found[name] = outputs(name).token(number)
+        tokens = StepTokens(token_ids=found, accepted=verified)
+        return PendingTokens(tokens=NO_TOKENS, finish=lambda _: tokens)
 
     def _deliver(self, state: RequestState, logprobs: Sequence[TokenLogprobs] | None) -> None:
         """Tell of a request's last token; at once only if there is more to say than that."""
         sink = self._sinks.get(state.request.request_id)
         is_plain = state.is_reported and state.finish_reason is None and not state.waits_for_token
         if is_plain and isinstance(sink, LateSink):
-            sink.note(state.tokens[-1], self.clock())
+            if state.num_new == 1:
+                sink.note(state.tokens[-1], self.clock())
+            else:
+                sink.note_all(state.tokens[-state.num_new :], [self.clock()] * state.num_new)
         else:
             super()._deliver(state, logprobs)
 
@@ -98,3 +106,14 @@ class SimLeader(Leader):
         else:
             sink.note_all(tokens[:-1], times_ns[:-1])
             self._deliver(state, None)
+
+
+def _verified(share: ScheduledRequest, output: SimOutput, number: int) -> list[int]:
+    """Return the drafts of a step that are the output's tokens from this number on, and the one after them:
+    what `accept: match` makes of them."""
+    found: list[int] = []
+    for draft in share.token_ids[-share.num_drafts :]:
+        found.append(output.token(number + len(found)))
+        if found[-1] != draft:
+            return found
+    return [*found, output.token(number + len(found))]

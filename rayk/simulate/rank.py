@@ -13,7 +13,8 @@ import torch
 from rayk.costs import DecodeRun, EngineCosts, StepFeatures, step_features
 from rayk.costs.table import quantile
 from rayk.simulate.clock import LocalClock
-from rayk.types.batch import ScheduledBatch
+from rayk.types.batch import Rollback, ScheduledBatch
+from rayk.types.speculative import SpeculativeConfig
 
 NO_LOGITS = torch.empty(0)
 
@@ -41,14 +42,17 @@ class StepTimer:
         *,
         draw: np.random.Generator | None = None,
         strict: bool = True,
+        speculative: SpeculativeConfig | None = None,
     ) -> None:
-        """`draw`: steps vary as those measured did; None: each takes the mean."""
+        """`draw`: steps vary as those measured did; None: each takes the mean. `speculative`: the engine
+        drafts so."""
         self.costs = costs
         self.windows = tuple(windows)
         self.num_outside_hull = 0
         self._draw = draw
         self._drawn: deque[float] = deque()  # for steps to come
         self._strict = strict
+        self._turns = costs.turns_of(speculative)
 
     def features(self, batch: ScheduledBatch) -> StepFeatures:
         return step_features(batch, self.windows)
@@ -82,6 +86,9 @@ class StepTimer:
 
     def host_ns(self, features: StepFeatures | DecodeRun) -> int:
         """Tell what the host takes of the step's turn beside it."""
+        if self._turns is not None:
+            assert isinstance(features, StepFeatures), "engines that draft take single steps"
+            return round(self._turns.ns(features))
         return round(self.costs.turn_ns(features))
 
 
@@ -140,6 +147,9 @@ class SimRank:
             took_ns = self._slow.work(self._clock.end_ns, took_ns)
         self._clock.advance(took_ns)
         return took_ns
+
+    def roll_back(self, rollbacks: Sequence[Rollback]) -> None:
+        """Do nothing: it has no states. Copying them takes no time in any table."""
 
     def prompt_logits(self) -> Iterator[torch.Tensor]:
         return iter(())

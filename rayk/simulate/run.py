@@ -17,6 +17,7 @@ from rayk.simulate.outcome import SimOutcome
 from rayk.specs.cells import Cell
 from rayk.specs.experiment import OffloadSpec
 from rayk.specs.serving import ServerSettings
+from rayk.types.draft_rates import DraftRates
 from rayk.types.errors import UserError
 
 
@@ -34,6 +35,7 @@ def simulate_cell(
     server: ServerSettings | None = None,
     deaths: Sequence[EngineDeath] = (),
     sink: OnRow | None = None,
+    drafts: DraftRates | None = None,
 ) -> SimOutcome:
     """Simulate a repeat of a cell: the engines' own scheduler, leader and hand-over, over ranks that compute
     nothing and take the time that `costs` says.
@@ -44,7 +46,8 @@ def simulate_cell(
     steps that admit and finish nobody are advanced together, which changes no result. `server`: engines,
     limits, policy and what becomes of lost requests are this server's, which `cell` only names the rows of.
     `deaths`: engines that die. `sink` gets each request's row when it is over; rows are then not kept, nor
-    are those of transfers and steps.
+    are those of transfers and steps. `drafts`: how often tokens that engines draft are right, drawn by
+    `seed`; None: arrivals say so, or nobody drafts.
 
     Raises UserError for what is not simulated, and where `costs` lacks an engine.
     """
@@ -63,6 +66,7 @@ def simulate_cell(
         server=server,
         deaths=deaths,
         sink=sink,
+        drafts=drafts,
     )
     with _few_collections():
         outcome = fleet.run(InOrder(arrivals) if isinstance(arrivals, Iterable) else arrivals)
@@ -99,7 +103,9 @@ def why_not_simulated(cell: Cell, server: ServerSettings | None = None) -> str |
         "KV formats that differ (kv_dtype)": hands_over and len(formats) > 1,
         "faults": bool(cell.faults),
         "pipelines (pp over 1)": any(engine.pp > 1 for engine in engines),
-        "drafts (speculative.method)": any(engine.speculative is not None for engine in engines),
+        "drafters on ranks (speculative.method)": any(
+            e.speculative is not None and e.speculative.method != "ngram" for e in engines
+        ),
         "a disk tier (offload.disk_folder)": offload.disk_folder is not None,
         "hand-overs through a host tier (transfer.path: host)": hands_over and transfer.path == "host",
         "outboxes of a host tier (offload.outbox_mib)": has_outboxes(offload, engines[0].device),

@@ -9,6 +9,7 @@ from zlib import crc32
 
 from rayk.models.config import DecoderConfig
 from rayk.types.admission import outside_vocabulary
+from rayk.types.draft_rates import DraftRates
 
 PROMPTS_KEPT = 1024
 """So many prompts are known, the last ones."""
@@ -17,12 +18,21 @@ PROMPTS_KEPT = 1024
 class SimOutput:
     """The tokens of one request's output."""
 
-    __slots__ = ("_cycle", "_end", "_start", "length", "names")
+    __slots__ = ("_cycle", "_end", "_start", "drafts", "drawn_by", "length", "names")
 
-    def __init__(self, cycle: list[int], end: int, start: int, length: int | None) -> None:
+    def __init__(
+        self,
+        cycle: list[int],
+        end: int,
+        start: int,
+        length: int | None,
+        drafts: DraftRates | None = None,
+        drawn_by: str = "",
+    ) -> None:
         """It goes through `cycle` from `start` on, and ends with `end` after `length` tokens if that is
-        known."""
+        known. `drafts`: how often these are right, drawn by `drawn_by`; None: as of any request."""
         self._cycle, self._end, self._start = cycle, end, start
+        self.drafts, self.drawn_by = drafts, drawn_by
         self.length = sys.maxsize if length is None else length
         self.names: list[str] = []
         """The attempts that asked for it."""
@@ -60,12 +70,24 @@ class TokenRule:
         are of the vocabulary."""
 
     def begin(
-        self, request_id: str, *, prompt: Sequence[int] | None = None, num_output_tokens: int | None = None
+        self,
+        request_id: str,
+        *,
+        prompt: Sequence[int] | None = None,
+        num_output_tokens: int | None = None,
+        drafts: DraftRates | None = None,
+        drawn_by: str | None = None,
     ) -> None:
         """A request comes, whose output ends with so many tokens; None: at its limit. `prompt`: requests of
-        one prompt get the same tokens, as of a model that draws none."""
+        one prompt get the same tokens, as of a model that draws none. `drafts`: how often its drafts are
+        right; None: as of any request. `drawn_by`: what that is drawn by; None: its name."""
         start = crc32(request_id.encode()) if prompt is None else self._begin_of(prompt)
-        self._outputs[request_id] = SimOutput(self._cycle, self.end, start, num_output_tokens)
+        by = request_id if drawn_by is None else drawn_by
+        self._outputs[request_id] = SimOutput(self._cycle, self.end, start, num_output_tokens, drafts, by)
+
+    def other_than(self, token: int) -> int:
+        """Return some other token of the vocabulary."""
+        return self._cycle[0] if token == self.end else self.end
 
     def _begin_of(self, prompt: Sequence[int]) -> int:
         known = self._prompts.get(id(prompt))

@@ -24,6 +24,7 @@ class StepRow:
     num_prefills: int
     num_pairs: int
     num_seen: int
+    num_drafts: int = 0
     windowed: tuple[tuple[int, int], ...] = ()
     # the engine, once the step was planned
     num_commands: int = 0

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rayk.costs import StepFeatures, step_features
-from rayk.costs.steps import RecordedStep, fit_host, fit_steps, step_terms
+from rayk.costs.steps import RecordedStep, fit_drafting, fit_host, fit_steps, step_terms
 from tests.costs.test_tables import batch
 
 WINDOWS = (64,)
@@ -45,7 +45,7 @@ def prefills() -> list[RecordedStep]:
 
 
 def test_a_decode_table_tells_steps_between_the_measured_ones():
-    table, found = fit_steps(decodes(), decode=True)
+    table, found = fit_steps(decodes(), "decode")
     assert table.residuals.p90 < 0.02
     assert (
         table.residuals.num_steps
@@ -61,11 +61,45 @@ def test_a_decode_table_tells_steps_between_the_measured_ones():
 
 
 def test_a_prefill_table_bends_where_the_cost_of_a_token_changes():
-    table, _ = fit_steps(prefills(), decode=False)
+    table, _ = fit_steps(prefills(), "prefill")
     assert "tokens<16" in table.terms
     for n, b in ((8, 0), (100, 128), (200, 16)):
         features = step_features(batch((n, b)), WINDOWS)
         assert table.ns(features) == pytest.approx(prefill_ns(features), rel=0.05)
+
+
+def verify_ns(f: StepFeatures) -> float:
+    """Rows of drafts cost as tokens of prompts do, and more where many are computed."""
+    return 1e6 + 40_000 * f.num_tokens + 10_000 * max(0, f.num_tokens - 16) + 25 * f.num_pairs
+
+
+def verifies() -> list[RecordedStep]:
+    """Steps of an engine whose turns take 50 us, 11 us a request and 3 us a drafted token."""
+    rng = np.random.default_rng(2)
+    grid = [(r, c + 3 * i, d) for r in (1, 4, 12) for c in (16, 64, 256) for d in (1, 3) for i in range(12)]
+    found = []
+    for requests, context, drafts in grid:
+        f = step_features(batch(*[(1 + drafts, context)] * requests, (1, 50), drafts=drafts), WINDOWS)
+        model = int(verify_ns(f) * rng.normal(1, 0.02))
+        host = 50_000 + 11_000 * f.num_requests + 3_000 * f.num_drafts
+        found.append(RecordedStep(features=f, turn_ns=model + host, model_ns=model))
+    return found
+
+
+def test_a_table_of_steps_with_drafts():
+    table, found = fit_steps(verifies(), "verify")
+    assert table.residuals.p90 < 0.02
+    assert found.num_samples == 216
+    for requests, context, drafts in ((2, 30, 1), (3, 100, 3), (8, 200, 2)):
+        features = step_features(batch(*[(1 + drafts, context)] * requests, drafts=drafts), WINDOWS)
+        assert table.hull.why_outside(features) is None
+        assert table.ns(features) == pytest.approx(verify_ns(features), rel=0.03)
+    many = step_features(batch((60, 64), drafts=59), WINDOWS)
+    assert table.hull.why_outside(many) == "num_tokens 60 is outside of 0 to 49"
+    turns = fit_drafting(verifies())
+    assert dict(zip(turns.terms, turns.constants, strict=True)) == pytest.approx(
+        {"one": 50_000, "requests": 11_000, "drafts": 3_000}, rel=1e-3
+    )
 
 
 def test_what_the_host_takes_is_fitted_apart():
@@ -75,5 +109,5 @@ def test_what_the_host_takes_is_fitted_apart():
 
 def test_there_is_no_bend_where_there_are_no_steps():
     steps = [s.features for s in decodes()]
-    assert [t for t in step_terms(steps, decode=True) if "tokens" in t] == ["tokens<4", "tokens>4"]
-    assert "pairs@0" in step_terms(steps, decode=False)
+    assert [t for t in step_terms(steps, "decode") if "tokens" in t] == ["tokens<4", "tokens>4"]
+    assert "pairs@0" in step_terms(steps, "prefill")

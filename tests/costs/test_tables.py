@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rayk.costs import CostBook, EngineCosts, StepFeatures, decode_run, step_features
+from rayk.costs import CostBook, EngineCosts, StepFeatures, decode_run, step_features, step_of
 from rayk.costs.hull import Hull, place_of
 from rayk.costs.losses import StepLosses
 from rayk.costs.table import Gap, LinearCost, Residuals, StepTable, term_value
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.errors import OutsideHull, UserError
+from rayk.types.speculative import SpeculativeConfig
 
 
-def batch(*shares: tuple[int, int], step: int = 0) -> ScheduledBatch:
-    """Requests that compute n tokens after b."""
+def batch(*shares: tuple[int, int], step: int = 0, drafts: int = 0) -> ScheduledBatch:
+    """Requests that compute n tokens after b, of which the last `drafts` are proposed where n is over 1."""
     return ScheduledBatch(
         step=step,
         requests=tuple(
@@ -27,6 +29,7 @@ def batch(*shares: tuple[int, int], step: int = 0) -> ScheduledBatch:
                 token_ids=(0,) * n,
                 new_block_ids=((0, ()),),
                 needs_logits=True,
+                num_drafts=drafts if n > 1 else 0,
             )
             for row, (n, b) in enumerate(shares)
         ),
@@ -54,6 +57,18 @@ def test_features_are_sums_over_requests(shares):
     assert found.num_requests == found.num_logits == len(shares)
     assert found.num_tokens == sum(n for n, _ in shares)
     assert found.is_decode == all(n == 1 and b > 0 for n, b in shares)
+
+
+def test_drafts_behind_a_token_are_no_prompt():
+    found = step_features(batch((4, 7), (1, 3), drafts=3))
+    assert (found.num_drafts, found.num_prefills, found.num_logits, found.num_tokens) == (3, 0, 5, 5)
+    assert (found.num_pairs, found.num_seen) == brute([(4, 7), (1, 3)])
+    assert (found.kind, found.is_decode) == ("verify", True)
+    assert step_of([(4, 7), (4, 9)], num_drafts=3).num_drafts == 6
+    beside = step_features(replace(batch((4, 7), (9, 0), drafts=3)))
+    assert (beside.kind, beside.num_prefills) == ("prefill", 1), "a prompt, or its first token"
+    assert step_features(batch((5, 3))).kind == "prefill"
+    assert step_features(batch((1, 3))).kind == "decode"
 
 
 @pytest.mark.parametrize("befores", [[7, 3], [11, 1, 4, 40, 3, 12]])
@@ -113,6 +128,26 @@ COSTS = EngineCosts(
     commands={"MakeTicket": LinearCost(fixed_ns=5, byte_ns=0.5)},
     losses=StepLosses(prefill_beside_decode=0.35, decode_beside_decode=0.6),
 )
+DRAFTING = replace(
+    COSTS,
+    verify=StepTable(terms=("one", "tokens", "drafts"), constants=(3e6, 1e4, 500.0)),
+    drafting={"ngram": StepTable(terms=("one", "drafts"), constants=(7.0, 2.0))},
+)
+NGRAM = SpeculativeConfig(method="ngram", num_tokens=3)
+
+
+def test_steps_with_drafts_have_a_table_of_their_own():
+    drafted = step_features(batch((4, 7), (1, 3), drafts=3))
+    assert DRAFTING.step_ns(drafted) == 3e6 + 5e4 + 1500
+    turns = DRAFTING.turns_of(NGRAM)
+    assert turns is not None
+    assert turns.ns(drafted) == 7 + 6
+    assert DRAFTING.turns_of(None) is None
+    assert DRAFTING.scaled(2).step_ns(drafted) == 2 * DRAFTING.step_ns(drafted)
+    with pytest.raises(UserError, match="no costs of steps with drafts of qwen3-00-tp2"):
+        COSTS.step_ns(drafted)
+    with pytest.raises(UserError, match=r"no costs of drafter ngram of .*; of mtp there are"):
+        replace(DRAFTING, drafting={"mtp": turns}).turns_of(NGRAM)
 
 
 def test_a_step_outside_of_its_table_is_refused():
@@ -135,7 +170,8 @@ def test_a_gap_is_read_off_its_quantiles():
 
 
 def test_a_book_comes_back_from_disk(tmp_path: Path):
-    book = CostBook(engines={COSTS.key: COSTS})
+    drafting = replace(DRAFTING, key=COSTS.key._replace(dcp=2))
+    book = CostBook(engines={COSTS.key: COSTS, drafting.key: drafting})
     book.save(tmp_path)
     assert replace(CostBook.load(tmp_path), folder="") == book
     with pytest.raises(UserError, match="tp 2, not 1"):
@@ -148,11 +184,22 @@ def test_a_book_comes_back_from_disk(tmp_path: Path):
         CostBook.load(tmp_path / "none")
 
 
+def test_a_book_that_knows_of_no_drafts_is_read(tmp_path: Path):
+    """Those of version 2 do not."""
+    book = CostBook(engines={COSTS.key: COSTS})
+    book.save(tmp_path)
+    file = next(tmp_path.glob("qwen3*.json"))
+    found = json.loads(file.read_text())
+    assert (found.pop("verify"), found.pop("drafting"), found["version"]) == (None, {}, 3)
+    file.write_text(json.dumps(found | {"version": 2}))
+    assert replace(CostBook.load(tmp_path), folder="") == book
+
+
 def test_a_book_of_an_older_version_is_refused(tmp_path: Path):
     """Version 1 told of a host what its steps lose to neighbours; so its engines' files lack it."""
     CostBook(engines={COSTS.key: COSTS}).save(tmp_path)
     for name, text, why in (
-        ("host.json", '{"version": 1, "num_cores": 2, "slow": 0.4}', "version 1, .*version 2"),
+        ("host.json", '{"version": 1, "num_cores": 2, "slow": 0.4}', "version 1, .*version 3"),
         ("gaps.json", "{}", "not a cost table"),
     ):
         (tmp_path / name).write_text(text)

@@ -32,13 +32,14 @@ from rayk.planner.coverage import RESIDUALS, told, write_residuals
 from rayk.planner.fitting import FittedBook, fit_runs
 from rayk.planner.measure import GridRequest, grid_spec
 from rayk.planner.neighbours import fit_losses
-from rayk.planner.recorded import read_run
+from rayk.planner.recorded import RecordedCell, read_run
 from rayk.reports import ResultWriter
 from rayk.simulate.arrivals import cell_arrivals
 from rayk.simulate.outcome import cell_row
 from rayk.simulate.run import simulate_cell
 from rayk.specs import Cell, LoadedSpec, dump_spec, expand, load_spec, resolve_prompts
 from rayk.types.config import EngineConfig
+from rayk.types.draft_rates import DraftRates
 from rayk.types.errors import UserError
 from rayk.types.rows import CellRow
 from rayk.types.speculative import SpeculativeConfig
@@ -88,9 +89,14 @@ def planted(config: DecoderConfig, engine: EngineConfig) -> CostBook:
 
 
 def write_run(
-    folder: Path, loaded: LoadedSpec, cells: list[Cell], book: CostBook, config: DecoderConfig
+    folder: Path,
+    loaded: LoadedSpec,
+    cells: list[Cell],
+    book: CostBook,
+    config: DecoderConfig,
+    drafts: DraftRates | None = None,
 ) -> None:
-    """Simulate the cells, and write them as a run that measured them."""
+    """Simulate the cells, and write them as a run that measured them. `drafts`: how often they are right."""
     environment = {
         "devices": {"num_cores": 2, "cpu": "simulated"},
         "git_commit": "abc",
@@ -100,7 +106,7 @@ def write_run(
     for number, cell in enumerate(cells):
         prompts = resolve_prompts(cell.spec, config)
         arrivals = cell_arrivals(cell, prompts)
-        found = simulate_cell(cell, config, arrivals, book, noise=True, seed=number)
+        found = simulate_cell(cell, config, arrivals, book, noise=True, seed=number, drafts=drafts)
         row = replace(cell_row(cell, [found]), verdict="PASS")
         writer.write_cell(row, found.requests, found.transfers, found.steps)
     writer.finish()
@@ -271,22 +277,74 @@ def test_runs_of_other_models_are_not_fitted(measured: Measured, checkpoint: Che
         run.of_model(read_config(other), str(other))
 
 
-def test_steps_of_engines_that_draft_are_left_out(measured: Measured) -> None:
-    """Their tables would be those of the engine without drafts."""
-    run = read_run(measured.folder)
-    drafting = SpeculativeConfig(method="ngram")
-    drafted = tuple(
-        replace(c, cell=replace(c.cell, prefill=replace(c.cell.prefill, speculative=drafting)))
-        for c in run.cells
+VERIFY = StepTable(
+    terms=("one", "tokens", "pairs"), constants=(1.5e6, 60_000.0, 25.0), ratios=(0.95, 1.0, 1.05)
+)
+TURNS = StepTable(
+    terms=("one", "requests", "prefills", "drafts"), constants=(300_000.0, 12_000.0, 90_000.0, 5_000.0)
+)
+
+
+def test_planted_costs_of_drafts_come_out_of_a_run(measured: Measured, tmp_path: Path) -> None:
+    """So do those of the same engine without drafts, which that run has no other tables for."""
+    _, book, config, engine, _, _ = measured
+    asked = GridRequest(
+        model=engine.model, max_tokens=256, max_seqs=8, max_batch_tokens=128, has_neighbours=False, drafts=3
     )
-    fitted = fit_runs([run, replace(run, cells=drafted)])
-    assert fitted.book == measured.fitted.book
-    cells = [cell.cell_id for cell in measured.cells]
+    loaded = load_spec(grid_spec(asked, config))
+    cells = [cell for cell in expand(loaded.spec, config) if cell.decode is None]
+    assert {c.prefill.speculative.num_tokens for c in cells if c.prefill.speculative} == {1, 3}
+    (key,) = book.engines
+    true = replace(book.engines[key], verify=VERIFY, drafting={"ngram": TURNS})
+    rates = DraftRates((0.6, 0.4, 0.3), (0.9, 0.9, 0.8))
+    write_run(tmp_path / "run", loaded, cells, replace(book, engines={key: true}), config, drafts=rates)
+    fitted = fit_runs([read_run(tmp_path / "run")])
+    found = fitted.book.find(key)
+    for shares in ([(2, 30)], [(4, 200)] * 5, [(4, 100)] * 3 + [(1, 60)] * 3):
+        features = step_features(batch(*shares, drafts=shares[0][0] - 1))
+        assert found.is_inside(features)
+        assert found.step_ns(features) == pytest.approx(true.step_ns(features), rel=0.04), shares
+        assert found.drafting["ngram"].ns(features) == pytest.approx(TURNS.ns(features), rel=0.1), shares
+    for shares in ([(1, 30)], [(1, 200)] * 5, [(64, 0)]):
+        features = step_features(batch(*shares))
+        assert found.step_ns(features) == pytest.approx(true.step_ns(features), rel=0.04), shares
+        assert found.turn_ns(features) == pytest.approx(true.turn_ns(features), rel=0.05), shares
+    assert [c.kind for c in fitted.classes] == ["decode", "verify", "prefill"]
+    assert all(c.is_good for c in fitted.classes)
+    text = " ".join(" ".join(told(fitted)).split())
+    assert "verify steps" in text
+    assert re.search(r"ngram .* a drafted token where it drafts \(llama", text), text
+    fitted.book.save(tmp_path)
+    assert replace(CostBook.load(tmp_path), folder="") == fitted.book
+
+
+def test_too_few_steps_with_drafts_are_told_of(measured: Measured) -> None:
+    run = read_run(measured.folder)
+    cells = tuple(drafting(cell) for cell in run.cells)  # their decode engines draft nothing
+    fitted = fit_runs([replace(run, cells=cells)])
+    (costs,) = fitted.book.engines.values()
+    assert costs.verify is None
     assert [note for note in fitted.notes if "drafts" in note] == [
-        f"{name}: steps with drafts are not fitted" for name in cells
+        f"{costs.key.text}: 0 steps with drafts, too few to fit"
+    ]
+
+
+def drafting(cell: RecordedCell) -> RecordedCell:
+    engine = replace(cell.cell.prefill, speculative=SpeculativeConfig(method="ngram"))
+    return replace(cell, cell=replace(cell.cell, prefill=engine))
+
+
+def test_steps_that_do_not_say_what_was_drafted_are_left_out(measured: Measured) -> None:
+    """Those of older runs: they would count as steps of prompts."""
+    run = read_run(measured.folder)
+    older = tuple(replace(drafting(cell), tells_drafts=False) for cell in run.cells)
+    fitted = fit_runs([run, replace(run, cells=older)])
+    assert fitted.book == measured.fitted.book
+    assert [note for note in fitted.notes if "drafts" in note] == [
+        f"{cell.cell_id}: an older run does not say which steps had drafts" for cell in measured.cells
     ]
     with pytest.raises(UserError, match="engines draft in every cell"):
-        fit_runs([replace(run, cells=drafted)])
+        fit_runs([replace(run, cells=older)])
 
 
 def test_a_run_without_steps_is_refused(tmp_path: Path, checkpoint: CheckpointFactory) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from rayk.engine.loop import EngineLoop
 from rayk.engine.rank import EngineRank
+from rayk.engine.speculation import make_drafting
 from rayk.handover.commands import Connect, Describe, StartRead
 from rayk.handover.extension import TransferExtension
 from rayk.handover.handover import TransferHandover
@@ -26,6 +27,7 @@ from rayk.parallel.threads import ThreadComm
 from rayk.sched.batching import Scheduler
 from rayk.simulate import SimOutcome, simulate_cell
 from rayk.simulate import engine as sim_engine
+from rayk.simulate.drafts import SimDrafter
 from rayk.simulate.extension import SimExtension
 from rayk.simulate.leader import SimLeader
 from rayk.simulate.tokens import TokenRule
@@ -36,6 +38,7 @@ from rayk.transfer.token_classes import common_classes
 from rayk.types.batch import ScheduledBatch
 from rayk.types.clock import Clock, host_clock
 from rayk.types.config import EngineConfig
+from rayk.types.draft_rates import DraftRates
 from rayk.types.offload import OffloadSettings
 from rayk.types.rows import TransferRow
 from tests.pd import NAN_POISON, shape_of
@@ -169,8 +172,10 @@ class RealSide:
         *,
         offload: OffloadSettings | None = None,
         clock: Clock = host_clock,
+        drafts: DraftRates | None = None,
+        seed: int = 0,
     ) -> None:
-        """`offload`: how it uses a host tier."""
+        """`offload`: how it uses a host tier. `drafts`, `seed`: those of the simulation."""
         self.name, self.config = name, config
         self.events: dict[str, list[Any]] = {}
         self.transfers: list[TransferRow] = []
@@ -195,7 +200,17 @@ class RealSide:
             rank.plan.groups, config.num_blocks, prefix_caching=config.prefix_caching, secret=bytes(32)
         )
         limit = {"max_batch_tokens": config.max_batch_tokens, "max_seqs": config.max_seqs}
-        scheduler = Scheduler(manager, **limit, max_positions=model.max_positions, eos_token_ids=(rule.end,))
+        drafting = None
+        if config.speculative is not None:
+            drafter = SimDrafter(config.speculative.num_tokens, rule, drafts, seed=seed)
+            drafting = make_drafting(config, manager, drafter)
+        scheduler = Scheduler(
+            manager,
+            **limit,
+            max_positions=model.max_positions,
+            eos_token_ids=(rule.end,),
+            drafting=drafting,
+        )
         self.leader = SimLeader(scheduler, manager, self.handover, rule=rule, clock=clock)
         self.watched = Watched(rank, self.extensions[0], manager)
         leaders = [self.leader, *[None] * (num_ranks - 1)]
@@ -224,13 +239,23 @@ class RealSide:
             thread.shutdown()
 
 
-def replay(recording: Recording, cell: Cell, model: DecoderConfig) -> dict[str, RealSide]:
-    """Have real engines do what was recorded; raises AssertionError at the first turn that differs."""
+def replay(
+    recording: Recording,
+    cell: Cell,
+    model: DecoderConfig,
+    *,
+    drafts: DraftRates | None = None,
+    seed: int = 0,
+) -> dict[str, RealSide]:
+    """Have real engines do what was recorded; raises AssertionError at the first turn that differs.
+    `drafts`, `seed`: those of the simulation."""
     network, rule = LocalNetwork(), TokenRule(model)
     named = [(f"prefill{i}", cell.prefill) for i in range(cell.num_prefill_engines)]
     assert cell.decode is not None
     named += [(f"decode{i}", cell.decode) for i in range(cell.num_decode_engines)]
-    sides = {name: RealSide(name, cell, config, network, rule) for name, config in named}
+    sides = {
+        name: RealSide(name, cell, config, network, rule, drafts=drafts, seed=seed) for name, config in named
+    }
     described = {name: tuple(side.execute(Describe())) for name, side in sides.items()}
     for p in sides:
         for d in (d for d in sides if p.startswith("prefill") and d.startswith("decode")):

@@ -14,11 +14,14 @@ from rayk.costs import EngineCosts
 from rayk.engine.build import make_leader
 from rayk.engine.loop import EngineLoop, NoExtension
 from rayk.engine.rank import EngineRank
+from rayk.engine.speculation import make_drafting
 from rayk.handover.handover import TransferHandover
 from rayk.models.families import load_config
 from rayk.oracle.tiny import HYBRID
 from rayk.parallel.local import LocalComm
 from rayk.parallel.shard import EngineShape
+from rayk.sched.drafting import Drafter
+from rayk.sched.request_state import RequestState
 from rayk.simulate.clock import EventQueue
 from rayk.simulate.engine import SimEngine
 from rayk.simulate.rank import StepTimer
@@ -26,6 +29,7 @@ from rayk.simulate.tokens import SimOutput, TokenRule
 from rayk.types.batch import UNKNOWN_TOKEN, ScheduledBatch
 from rayk.types.config import EngineConfig
 from rayk.types.request import Request, SamplingParams
+from rayk.types.speculative import SpeculativeConfig
 from tests.markers import one_per, thorough
 from tests.pd import NAN_POISON
 
@@ -135,13 +139,47 @@ class RealEngine:
             assert turn < 1000, "requests wait for ever"
 
 
-def simulated(config: EngineConfig, real: RealEngine, asked: Sequence[Asked]) -> list[ScheduledBatch]:
-    """Run the same requests through a simulated engine, each of whose turns takes STEP_NS."""
+class Proposed:
+    """The drafter of a real engine, which knows what was said before: its tokens are right up to some place.
+    Notes what it proposes."""
+
+    def __init__(self, num_tokens: int, said: Mapping[str, Sequence[int]], seed: int) -> None:
+        self.found: dict[tuple[str, int, int], tuple[int, ...]] = {}
+        self.num_tokens = num_tokens
+        self._said, self._draw = said, random.Random(seed)
+
+    def propose(self, state: RequestState, num_tokens: int) -> Sequence[int]:
+        done = len(state.tokens) - state.num_prompt
+        tokens = list(self._said[state.request_id][done : done + self._draw.randint(0, num_tokens)])
+        for wrong in range(self._draw.randint(0, self.num_tokens), len(tokens)):
+            tokens[wrong] = (tokens[wrong] + 1) % 200
+        key = state.request_id, len(state.tokens), num_tokens
+        self.found[key] = tuple(tokens)
+        return self.found[key]
+
+
+class Foretold:
+    """Proposes what that one did."""
+
+    def __init__(self, proposed: Proposed) -> None:
+        self.num_tokens, self._found = proposed.num_tokens, proposed.found
+
+    def propose(self, state: RequestState, num_tokens: int) -> Sequence[int]:
+        return self._found[state.request_id, len(state.tokens), num_tokens]
+
+
+def simulated(
+    config: EngineConfig, real: RealEngine, asked: Sequence[Asked], drafter: Drafter | None = None
+) -> list[ScheduledBatch]:
+    """Run the same requests through a simulated engine, each of whose turns takes STEP_NS. `drafter`: what
+    it proposes, in place of what is drawn."""
     model = real.rank.model_config
     world, batches = EventQueue(), []
     rule = Noted(model, real.outputs)
     timer = StepTimer(EngineCosts.flat(STEP_NS))
     engine = SimEngine(world, "prefill0", "aggregated", config, model, timer, rule, fast=False)
+    if drafter is not None:
+        engine.scheduler.drafting = make_drafting(config, engine.manager, drafter)
     # Tokens end nothing here: the real engine's requests ignore its EOS.
     engine.scheduler._eos_token_ids = frozenset()
     step = engine.rank.step
@@ -211,3 +249,36 @@ def test_decisions_are_equal(model_of: Callable[[str], Path], name: str, caching
         num_cached += real.leader.scheduler.num_found_tokens
     assert num_preempted > 0
     assert (num_cached > 0) == caching
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-hybrid", "mamba2"])
+@one_per()
+def test_decisions_of_engines_that_draft_are_equal(
+    model_of: Callable[[str], Path], name: str, caching: bool
+) -> None:
+    """The simulated engine is told what the real one's drafter proposed, and what its model said: all else
+    it decides itself."""
+    path, case = model_of(name), CASES[name]
+    settings = {"max_batch_tokens": 12, "max_seqs": 4, "block_size": 4, **case.settings}
+    plain = EngineConfig(model=str(path), num_blocks=case.num_blocks, prefix_caching=caching, **settings)
+    config = replace(plain, speculative=SpeculativeConfig(method="ngram", num_tokens=3))
+    num_preempted = num_drafted = num_accepted = 0
+    for seed in range(2):
+        asked = [replace(one, max_tokens=one.max_tokens + 6) for one in requests(seed, case.unit, num=10)]
+        before, real = RealEngine(plain), RealEngine(config)
+        before.run(asked)
+        proposed = Proposed(3, before.outputs, seed)
+        drafting = real.leader.scheduler.drafting = make_drafting(config, real.leader.manager, proposed)
+        real.run(asked)
+        assert real.outputs == before.outputs
+        found = simulated(config, real, asked, Foretold(proposed))
+        for mine, theirs in zip(found, real.batches, strict=False):
+            assert mine == theirs
+        assert len(found) == len(real.batches)
+        assert drafting is not None
+        num_preempted += real.leader.scheduler.num_preemptions
+        num_drafted += drafting.counts.num_draft_tokens
+        num_accepted += drafting.counts.num_accepted_tokens
+    assert num_preempted > 0
+    assert num_drafted > num_accepted > 10, (num_drafted, num_accepted)

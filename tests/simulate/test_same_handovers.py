@@ -14,6 +14,7 @@ from rayk.models.families import load_config
 from rayk.oracle.tiny import HYBRID
 from rayk.simulate import SimOutcome, cell_arrivals
 from rayk.specs import Cell
+from rayk.types.draft_rates import DraftRates
 from rayk.types.rows import TransferRow
 from tests.markers import one_per
 from tests.simulate.cells import pair_book, pair_cell
@@ -25,7 +26,7 @@ BLOCKS = {"qwen3": (90, 58), "qwen3-hybrid": (120, 72), "falcon_h1": (60, 14)}
 CASES = [(name, tp) for name in BLOCKS for tp in ((1, 1), (2, 1), (1, 2)) if name == "qwen3" or tp != (1, 2)]
 
 
-def cell_of(path: Path, name: str, tp: tuple[int, int], num_blocks: int) -> Cell:
+def cell_of(path: Path, name: str, tp: tuple[int, int], num_blocks: int, **changes: Any) -> Cell:
     settings = {"max_batch_tokens": 64, "max_seqs": 4, "prefix_caching": True, "num_blocks": 60}
     return pair_cell(
         load_config(path),
@@ -35,6 +36,7 @@ def cell_of(path: Path, name: str, tp: tuple[int, int], num_blocks: int) -> Cell
         engine=settings | STATES.get(name, {}),
         dtype="float32",
         sampling={"max_tokens": 14},
+        **changes,
     )
 
 
@@ -75,20 +77,43 @@ def test_decisions_are_equal(
     assert max_wait_ns > 2_000_000, "blocks are short"
 
 
+@pytest.mark.parametrize("name", ["qwen3", "falcon_h1"])
+@one_per()
+def test_decisions_are_equal_where_decode_engines_draft(
+    monkeypatch: pytest.MonkeyPatch, model_of: Callable[[str], Path], name: str
+) -> None:
+    """Real engines verify the simulation's drafts, the states of those that are wrong included."""
+    path, rates = model_of(name), DraftRates((0.8, 0.5, 0.3), (0.9, 0.8, 0.8))
+    drafts = {"method": "ngram", "num_tokens": 3}
+    cell = cell_of(path, name, (1, 1), BLOCKS[name][1] + 4, speculative=drafts)
+    outcome, real = same(monkeypatch, cell, load_config(path), 3, rates)
+    assert sorted(map(counted, real)) == sorted(map(counted, outcome.transfers))
+    drafted, accepted = (
+        sum(sum(getattr(row, f"{kind}_by_position")) for row in outcome.requests)
+        for kind in ("drafted", "accepted")
+    )
+    assert drafted > accepted > 20
+
+
 def same(
-    monkeypatch: pytest.MonkeyPatch, cell: Cell, model: DecoderConfig, seed: int
+    monkeypatch: pytest.MonkeyPatch,
+    cell: Cell,
+    model: DecoderConfig,
+    seed: int,
+    drafts: DraftRates | None = None,
 ) -> tuple[SimOutcome, list[TransferRow]]:
     """Simulate requests, have real engines do the same, and compare all turns; what was simulated, and the
-    rows of real reads."""
+    rows of real reads. `drafts`: how often those of engines that draft are right."""
     draw = random.Random(seed)
     found = prompts(seed)
     due = sorted(draw.randrange(30_000_000) for _ in found)
     lengths = [draw.randrange(1, 15) for _ in found]
     arrivals = cell_arrivals(cell, found, due_ns=due, num_output_tokens=lengths)
     book = pair_book(cell, spread=0.9)
-    recording = record(monkeypatch, cell, model, arrivals, book, noise=True, seed=seed, fast=False)
+    settings: dict[str, Any] = {"noise": True, "fast": False, "seed": seed, "drafts": drafts}
+    recording = record(monkeypatch, cell, model, arrivals, book, **settings)
     assert [row.error for row in recording.outcome.requests] == [None] * len(found)
-    sides = replay(recording, cell, model)
+    sides = replay(recording, cell, model, drafts=drafts, seed=seed)
     for side in sides.values():
         side.turn()
         side.leader.check_integrity()
