@@ -12,10 +12,11 @@ import numpy as np
 
 from rayk.costs.book import CostBook
 from rayk.costs.features import windows_of
-from rayk.costs.table import EngineCosts, engine_key
+from rayk.costs.table import EngineCosts
 from rayk.models.config import DecoderConfig
 from rayk.models.memory_plan import plan_size, stage_weights
 from rayk.models.tensor_parallel import why_tp_unsupported
+from rayk.planner.drafts import settings_of
 from rayk.planner.estimate import EngineSide, SideRates, rates_of
 from rayk.planner.machine import PlanMachine
 from rayk.planner.traffic import Profile
@@ -23,7 +24,9 @@ from rayk.specs.cells import MAX_STREAMS
 from rayk.specs.plan import PlanSpec
 from rayk.types.bounds import MAX_BLOCKS
 from rayk.types.config import EngineConfig
+from rayk.types.draft_rates import DraftRates
 from rayk.types.errors import UserError
+from rayk.types.speculative import SpeculativeConfig
 
 MAX_REASONS = 4  # that a message gives
 CHOICES: dict[str, dict[str, list[int]]] = {
@@ -45,11 +48,19 @@ class PlanFamily:
     block_size: int
     prefill_blocks: int
     decode_blocks: int | None = None
+    num_drafts: int = 0
+    """Tokens that are drafted at once; 0: engines do not draft."""
     rates: SideRates
 
     @property
     def is_aggregated(self) -> bool:
         return self.decode_tp is None
+
+    @property
+    def settings(self) -> tuple[object, ...]:
+        """List what engines are told; what memory and costs make of it aside."""
+        sizes = self.max_batch_tokens, self.max_seqs, self.block_size, self.num_drafts
+        return self.mode, self.prefill_tp, self.decode_tp, *sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,16 +109,18 @@ class Candidate:
         else:
             engines = f"p{self.num_prefill}xtp{f.prefill_tp}-d{self.num_decode}xtp{f.decode_tp}"
         blocks = f"-k{f.block_size}" if f.block_size != 16 else ""
-        return f"{engines}-b{f.max_batch_tokens}-s{f.max_seqs}{blocks}-{self.policy}"
+        drafts = f"-draft{f.num_drafts}" if f.num_drafts else ""
+        return f"{engines}-b{f.max_batch_tokens}-s{f.max_seqs}{blocks}{drafts}-{self.policy}"
 
     @property
     def text(self) -> str:
         """Say in words which engines it has."""
         f = self.family
+        drafts = f", drafting {f.num_drafts} token{'s' if f.num_drafts != 1 else ''}" if f.num_drafts else ""
         if f.is_aggregated:
-            return f"{_engines(self.num_prefill, 'aggregated')} at TP {f.prefill_tp}"
+            return f"{_engines(self.num_prefill, 'aggregated')} at TP {f.prefill_tp}{drafts}"
         prefill = f"{_engines(self.num_prefill, 'prefill')} at TP {f.prefill_tp}"
-        return f"{prefill}, {_engines(self.num_decode, 'decode')} at TP {f.decode_tp}"
+        return f"{prefill}, {_engines(self.num_decode, 'decode')} at TP {f.decode_tp}{drafts}"
 
 
 def _engines(num: int, kind: str) -> str:
@@ -124,19 +137,44 @@ class Space:
         machine: PlanMachine,
         costs: CostBook,
         profile: Profile,
+        rates: DraftRates | None = None,
     ) -> None:
-        """`config`: in the dtype that engines have."""
+        """`config`: in the dtype that engines have. `rates`: of drafts that are tried."""
         self.spec, self.config, self.machine = spec, config, machine
         self.costs, self._profile = costs, profile
         self.refused: dict[str, str] = {}
         """Why some engines are not tried, by what they are: each reason once."""
+        self._rates = rates
         self._weights: dict[int, list[int]] = {}
+
+    @cached_property
+    def _every(self) -> list[PlanFamily]:
+        return list(self._families())
+
+    def with_drafts(self, candidate: Candidate, num_drafts: int) -> Candidate | None:
+        """Find the plan that differs from this one in drafts alone; None: its engines cannot be."""
+        wanted = replace(candidate.family, num_drafts=num_drafts).settings
+        found = next((family for family in self._every if family.settings == wanted), None)
+        return None if found is None else replace(candidate, family=found)
+
+    def break_even(self, candidate: Candidate, num_requests: float) -> float:
+        """Tell how many tokens a step must give for drafts to pay, while so many requests decode at once:
+        what a mean step takes with drafts, over what it takes without."""
+        f, profile = candidate.family, self._profile
+        sizes = f.block_size, f.max_batch_tokens, f.max_seqs
+        steps = []
+        for num_drafts in (f.num_drafts, 0):
+            found = self._side(f.decode_tp or f.prefill_tp, *sizes, num_drafts)
+            assert found is not None, "there is a plan of it"
+            context = profile.input_tokens + profile.output_tokens / 2
+            steps.append(found[0].decode_ns(max(1, round(num_requests)), context))
+        return steps[0] / steps[1]
 
     @cached_property
     def families(self) -> list[PlanFamily]:
         """List kinds of plans of which some request can be good. Raises UserError where there is none, with
         the first reasons."""
-        found = [family for family in self._families() if not family.rates.why_not]
+        found = [family for family in self._every if not family.rates.why_not]
         if not found:
             reasons = list(dict.fromkeys(self.refused.values()))
             raise UserError(
@@ -181,15 +219,15 @@ class Space:
     def _families(self) -> Iterator[PlanFamily]:
         search = self.spec.search
         chunks, rows = self.choices("max_batch_tokens"), self.choices("max_seqs")
-        for block_size, chunk, num_rows in product(search.block_size, chunks, rows):
+        for sizes in product(search.block_size, chunks, rows, search.num_drafts):
             sides: dict[tuple[str, int], tuple[EngineSide, int]] = {}
             for role in ("prefill", "decode"):
                 for tp in self.tp_sizes(role):
-                    found = self._side(tp, block_size, chunk, num_rows)
+                    found = self._side(tp, *sizes)
                     if found is not None:
                         sides[role, tp] = found
             for mode in search.mode:
-                yield from self._of_mode(mode, sides, (block_size, chunk, num_rows))
+                yield from self._of_mode(mode, sides, sizes)
 
     def choices(self, name: str) -> list[int]:
         """List what is tried of `max_batch_tokens` or `max_seqs`."""
@@ -212,15 +250,16 @@ class Space:
         self,
         mode: str,
         sides: dict[tuple[str, int], tuple[EngineSide, int]],
-        settings: tuple[int, int, int],
+        settings: tuple[int, int, int, int],
     ) -> Iterator[PlanFamily]:
-        block_size, chunk, num_rows = settings
+        block_size, chunk, num_rows, num_drafts = settings
         limits = self.spec.slo.limits_ms
         common: dict[str, Any] = {
             "mode": mode,
             "max_batch_tokens": chunk,
             "max_seqs": num_rows,
             "block_size": block_size,
+            "num_drafts": num_drafts,
         }
         prefill = {tp: found for (role, tp), found in sides.items() if role == "prefill"}
         decode = {tp: found for (role, tp), found in sides.items() if role == "decode"}
@@ -245,14 +284,15 @@ class Space:
 
     def _noted(self, family: PlanFamily, name: str) -> PlanFamily:
         if family.rates.why_not:
+            name += f" with {family.num_drafts} drafts" if family.num_drafts else ""
             self.refused.setdefault(f"{family.mode} {name}", f"{family.mode} {name}: {family.rates.why_not}")
         return family
 
     def _side(
-        self, tp: int, block_size: int, max_batch_tokens: int, max_seqs: int
+        self, tp: int, block_size: int, max_batch_tokens: int, max_seqs: int, num_drafts: int
     ) -> tuple[EngineSide, int] | None:
         """Make a kind of engine and its number of blocks; None where it cannot be, which is noted."""
-        name = f"TP {tp}"
+        name = f"TP {tp} with {num_drafts} drafts" if num_drafts else f"TP {tp}"
         if tp > self.machine.largest:
             self.refused[name] = f"{name}: the largest node has {self.machine.largest} GPUs"
             return None
@@ -266,6 +306,7 @@ class Space:
             block_size=block_size,
             max_batch_tokens=max_batch_tokens,
             max_seqs=max_seqs,
+            speculative=self._speculative(num_drafts),
         )
         if tp not in self._weights:
             self._weights[tp] = stage_weights(engine, self.config, keeps_fp8=self.machine.keeps_fp8)
@@ -278,7 +319,7 @@ class Space:
             self.refused[name] = f"{name}: {why}"
             return None
         try:
-            costs = self.costs.find(engine_key(self.config, engine))
+            costs = self.costs.of_engine(self.config, engine)
         except UserError as error:
             self.refused[name] = str(error)
             return None
@@ -304,7 +345,13 @@ class Space:
             max_batch_tokens=engine.max_batch_tokens,
             max_places=min(engine.max_seqs, MAX_STREAMS, places),
             runs_ahead=runs_ahead(engine),
+            speculative=engine.speculative,
+            rates=self._rates,
         )
+
+    def _speculative(self, num_drafts: int) -> SpeculativeConfig | None:
+        asked = self.spec.search.speculative
+        return None if asked is None else settings_of(asked, num_drafts)
 
 
 def engine_of(spec: PlanSpec, config: DecoderConfig, **sizes: Any) -> EngineConfig:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rayk.models.config import DecoderConfig
 from rayk.planner.candidates import Candidate
+from rayk.planner.drafts import server_option, settings_of
 from rayk.specs.cells import Cell
 from rayk.specs.plan import PlanSpec
 from rayk.specs.server_plan import ServerOptions, plan_server_of
@@ -48,9 +49,16 @@ def server_options(spec: PlanSpec, candidate: Candidate) -> ServerOptions:
         dtype=spec.dtype,
         device=spec.device,
         policy=candidate.policy,
+        speculative_config=_speculative_config(spec, candidate),
         overrides=tuple(f"{key}={_written(value)}" for key, value in _overrides(spec, candidate).items()),
         **sides,
     )
+
+
+def _speculative_config(spec: PlanSpec, candidate: Candidate) -> str | None:
+    asked = spec.search.speculative
+    wanted = None if asked is None else settings_of(asked, candidate.family.num_drafts)
+    return None if wanted is None else server_option(wanted)
 
 
 def _overrides(spec: PlanSpec, candidate: Candidate) -> dict[str, Any]:
@@ -91,6 +99,7 @@ def command_of(options: ServerOptions) -> str:
         "--dtype": None if options.dtype == "auto" else options.dtype,
         "--device": options.device,
         "--policy": options.policy,
+        "--speculative-config": options.speculative_config,
     }
     words = ["rayk", "serve", options.model]
     for option, value in named.items():
@@ -115,7 +124,13 @@ def check_engines(settings: ServerSettings, candidate: Candidate) -> None:
         sides.append(("decode", candidate.num_decode, f.decode_tp, f.decode_blocks))
     for role, num, tp, blocks in sides:
         engines = [e.config for e in settings.engines if e.role == role]
-        found = {(e.tp, e.num_blocks, e.block_size, e.max_batch_tokens, e.max_seqs) for e in engines}
-        wanted = {(tp, blocks, f.block_size, f.max_batch_tokens, f.max_seqs)}
+        found = {
+            (
+                e.tp, e.num_blocks, e.block_size, e.max_batch_tokens, e.max_seqs,
+                0 if e.speculative is None else e.speculative.num_tokens,
+            )
+            for e in engines
+        }  # fmt: skip
+        wanted = {(tp, blocks, f.block_size, f.max_batch_tokens, f.max_seqs, f.num_drafts)}
         assert (len(engines), found) == (num, wanted), (role, found, wanted)
     assert settings.policy == candidate.policy, settings.policy

@@ -14,11 +14,13 @@ from rayk.models.families import read_config
 from rayk.models.hub import config_file
 from rayk.models.tensor_parallel import why_tp_unsupported
 from rayk.planner.candidates import Space, engine_of
+from rayk.planner.drafts import rates_of
 from rayk.planner.hardware import read_hardware, roofline_book
 from rayk.planner.machine import PlanMachine, machine_of
 from rayk.planner.traffic import Profile, Traffic, check_fits
 from rayk.specs.cells import resolved_dtype
 from rayk.specs.plan import LoadedPlan, PlanSpec, load_plan
+from rayk.types.draft_rates import DraftRates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,7 @@ class PlanInputs:
     traffic: Traffic
     profile: Profile
     space: Space
+    drafts: DraftRates | None  # how often what engines draft is right, where that is searched
     extrapolates: bool
     budget_s: float
 
@@ -65,6 +68,7 @@ def read_inputs(
     traffic = Traffic(asked.traffic, vocab_size=config.vocab_size, has_prefixes=has_prefixes)
     profile = traffic.profile(asked.slo.good)
     check_fits(profile, config.max_positions, loaded)
+    drafts = None if asked.search.speculative is None else rates_of(asked.search.speculative)
     return PlanInputs(
         loaded=loaded,
         config=config,
@@ -72,7 +76,8 @@ def read_inputs(
         costs=book,
         traffic=traffic,
         profile=profile,
-        space=Space(asked, config, machine, book, profile),
+        space=Space(asked, config, machine, book, profile, drafts),
+        drafts=drafts,
         extrapolates=extrapolates,
         budget_s=budget_s,
     )

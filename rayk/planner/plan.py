@@ -59,7 +59,11 @@ class Plan:
         if out is not None:
             check_plan_folder(Path(out), text)
         world = PlanWorld(
-            spec=inputs.spec, config=inputs.config, costs=inputs.costs, extrapolates=inputs.extrapolates
+            spec=inputs.spec,
+            config=inputs.config,
+            costs=inputs.costs,
+            extrapolates=inputs.extrapolates,
+            drafts=inputs.drafts,
         )
         with TrialPool(world, num_jobs=self._num_jobs, budget_s=inputs.budget_s) as pool:
             search = Search(inputs.space, pool, progress or UnwatchedSearch(), rate=inputs.traffic.rate)

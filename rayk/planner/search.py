@@ -24,6 +24,8 @@ PATIENCE, SHORT_PATIENCE = 20, 6
 """It lasts so many times as long as a request may wait for its first token, too: where 1/20 more comes than
 engines take, the last requests wait too long then. Those that only sort plans out are shorter."""
 MAX_SIMULATED = 200_000
+WITHOUT_DRAFTS = "no drafts"
+"""Names what the best plan is compared with, where it drafts."""
 SAME = 1 - 1e-9  # rates that differ by no more are one
 WHOLE_PARTS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.5)
 """Parts of the highest rate of a smaller fleet at which a whole one is tried, until one is kept."""
@@ -380,7 +382,9 @@ class Search:
         """Simulate a plan under more and less traffic, with other costs, and, where traffic is drawn, from
         other seeds."""
         base = self._trial(plan.candidate, plan.result.trial.rate, self._most)
-        changes = {
+        drafts = self._drafts_beside(plan.candidate)
+        changes = {name: replace(base, candidate=other) for name, other in drafts.items()}
+        changes |= {
             "traffic -20 %": replace(base, rate=0.8 * base.rate),
             "traffic +20 %": replace(base, rate=1.2 * base.rate),
             "costs -10 %": replace(base, slowed=0.9),
@@ -394,6 +398,17 @@ class Search:
         if len(results) < len(changes):
             left = ", ".join(list(changes)[len(results) :])
             self.notes.append(f"the budget ended before these were tried: {left}")
+
+    def _drafts_beside(self, candidate: Candidate) -> dict[str, Candidate]:
+        """Name what a plan is compared with, where drafts are tried: without them, or with the fewest."""
+        tried = self.spec.search.num_drafts
+        if len(tried) == 1:
+            return {}
+        num = 0 if candidate.family.num_drafts else min(tried[1:])
+        other = self._space.with_drafts(candidate, num)
+        if other is None:
+            return {}
+        return {f"{num} drafts" if num else WITHOUT_DRAFTS: other}
 
     def _trial(
         self,
@@ -437,10 +452,10 @@ def _diverse(
     candidates: Iterable[Candidate], *, key: Callable[[Candidate], float], num: int
 ) -> list[Candidate]:
     """Choose the best by `key`, of each shape of engines one before any has a second."""
-    turns: dict[tuple[str, int, int | None], list[Candidate]] = {}
+    turns: dict[tuple[str, int, int | None, int], list[Candidate]] = {}
     for c in sorted(candidates, key=lambda c: (key(c), c.plan_id)):
         f = c.family
-        turns.setdefault((f.mode, f.prefill_tp, f.decode_tp), []).append(c)
+        turns.setdefault((f.mode, f.prefill_tp, f.decode_tp, f.num_drafts), []).append(c)
     rounds = max(map(len, turns.values()), default=0)
     dealt = (of[n] for n in range(rounds) for of in turns.values() if n < len(of))
     return list(islice(dealt, num))

@@ -11,7 +11,7 @@ from rayk.planner.command import command_of, planned_server, server_options
 from rayk.planner.front import on_front
 from rayk.planner.search import PlanTrials, Search
 from rayk.planner.trial import TrialResult
-from rayk.planner.why import limit_of, why_not, why_of
+from rayk.planner.why import limit_of, why_drafts, why_not, why_of
 from rayk.reports.environment import git_commit, package_versions
 from rayk.reports.validation import within_text
 from rayk.types.model_names import weights_name
@@ -55,6 +55,7 @@ def _row(search: Search, plan: PlanTrials, best: PlanTrials, space: Space) -> di
         "prefill_num_blocks": f.prefill_blocks,
         "decode_num_blocks": f.decode_blocks,
         "policy": c.policy,
+        **_drafts_of(plan, space),
         "met": search.is_met(r),
         **numbers_of(r, c.num_gpus),
         "max_rate": plan.max_rate,
@@ -76,6 +77,18 @@ def _row(search: Search, plan: PlanTrials, best: PlanTrials, space: Space) -> di
         "is_best": plan is best,
         "why_not": why_not(plan, best, good=spec.slo.good, fewest=search.goal == "fewest_gpus"),
         "command": command_of(server_options(spec, c)),
+    }
+
+
+def _drafts_of(plan: PlanTrials, space: Space) -> dict[str, Any]:
+    """Name what drafts came to; None where none are tried, or nothing was simulated."""
+    num, result = plan.candidate.family.num_drafts, plan.result
+    tried = len(space.spec.search.num_drafts) > 1
+    known = bool(num and result.num_requests)
+    return {
+        "num_drafts": num if tried else None,
+        "tokens_per_step": result.tokens_per_step if known else None,
+        "break_even": space.break_even(plan.candidate, result.decodes_at_once) if known else None,
     }
 
 
@@ -131,7 +144,7 @@ def plan_facts(
         "command": server.command,
         "limit": limit_of(best).name,
         "max_rate_below": None if best.beyond is None else best.beyond.trial.rate,
-        "why": why_of(best, rate=rate, good=spec.slo.good),
+        "why": [*why_of(best, rate=rate, good=spec.slo.good), *why_drafts(best, plan.space)],
         "next_best": _next_best(search, best, plan),
         "range": _range(best),
         "sensitivity": [

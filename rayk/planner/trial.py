@@ -15,6 +15,7 @@ from rayk.planner.candidates import Candidate
 from rayk.planner.command import planned_server
 from rayk.planner.traffic import Traffic
 from rayk.specs.plan import PlanSpec
+from rayk.types.draft_rates import DraftRates
 from rayk.types.errors import OutsideHull
 from rayk.types.rows import RequestRow
 from rayk.types.slo import Slo
@@ -34,6 +35,7 @@ class PlanWorld:
     config: DecoderConfig
     costs: CostBook
     extrapolates: bool = False
+    drafts: DraftRates | None = None
 
     @property
     def traffic(self) -> Traffic:
@@ -87,6 +89,8 @@ class TrialResult:
     preemptions: float = 0.0  # per request
     cached_share: float = 0.0  # of prompt tokens
     num_steps: int = 0
+    tokens_per_step: float = 1.0  # of a request, that decode steps gave
+    decodes_at_once: float = 0.0  # requests that the mean step decodes, where engines draft
     num_outside_hull: int = 0
     reads_as_coded: bool = False  # reads between such engines were not measured
     cpu_s: float = 0.0  # that the simulation took
@@ -119,7 +123,7 @@ def run_trial(world: PlanWorld, trial: Trial) -> TrialResult:
     costs = world.costs if trial.slowed == 1.0 else slowed_book(world.costs, trial.slowed)
     traffic = world.traffic
     num = traffic.count(trial.num_requests)
-    seen = _CountedRequests(num // WARM_UP)
+    seen = _CountedRequests(num // WARM_UP, counts_steps=candidate.family.num_drafts > 0)
     try:
         outcome = simulate_cell(
             server.cell,
@@ -130,6 +134,7 @@ def run_trial(world: PlanWorld, trial: Trial) -> TrialResult:
             strict=not world.extrapolates,
             server=server.settings,
             sink=seen.note,
+            drafts=world.drafts,
         )
     except OutsideHull as error:
         return TrialResult(trial=trial, refusal=error.problem)
@@ -141,6 +146,7 @@ def run_trial(world: PlanWorld, trial: Trial) -> TrialResult:
     }
     sums = seen.summed(Slo(limits_ms=spec.slo.limits_ms))
     prompt_tokens = sum(a.num_prompt_tokens for a in accounts.values())
+    decoding = sides.get("decode") or sides.get("prefill", [])
     return TrialResult(
         trial=trial,
         **sums,
@@ -151,6 +157,8 @@ def run_trial(world: PlanWorld, trial: Trial) -> TrialResult:
         preemptions=sum(a.num_preemptions for a in accounts.values()) / max(1, num),
         cached_share=sum(a.num_cached_tokens for a in accounts.values()) / max(1, prompt_tokens),
         num_steps=sum(a.num_steps for a in accounts.values()),
+        tokens_per_step=seen.tokens_per_step,
+        decodes_at_once=seen.num_decode_steps / max(1, sum(a.num_steps for a in decoding)),
         num_outside_hull=outcome.num_outside_hull,
         reads_as_coded=outcome.reads_as_coded,
         cpu_s=outcome.cpu_s,
@@ -167,15 +175,22 @@ def _share_of_time(accounts: Sequence[SimEngineAccount] | None, name: str, end_n
 class _CountedRequests:
     """Keeps of each request what sums need."""
 
-    def __init__(self, num_first: int) -> None:
-        """`num_first`: requests of the warm-up, which are left out."""
+    def __init__(self, num_first: int, *, counts_steps: bool = False) -> None:
+        """`num_first`: requests of the warm-up, which are left out. `counts_steps`: those that decode each
+        are counted, too."""
         self._num_first = num_first
+        self._counts_steps = counts_steps
+        self.num_decode_steps = self._num_decoded = 0
         self.num_output_tokens = 0
         self._rows: list[dict[str, Any]] = []
         self._stages: dict[str, float] = {}
 
     def note(self, row: RequestRow) -> None:
         self.num_output_tokens += len(row.output_token_ids)
+        if self._counts_steps and row.token_times_ns:
+            # The tokens of one step have one time.
+            self.num_decode_steps += len(set(row.token_times_ns)) - 1
+            self._num_decoded += len(row.token_times_ns) - 1
         if row.prompt_index < self._num_first:
             return
         is_answered = row.error is None
@@ -190,6 +205,11 @@ class _CountedRequests:
         )
         for stage, ns in row.stage_ns.items():
             self._stages[stage] = self._stages.get(stage, 0.0) + ns / 1e6
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Return the tokens that a step gave a request after its first one; 1 where nobody counted."""
+        return self._num_decoded / self.num_decode_steps if self.num_decode_steps else 1.0
 
     def summed(self, slo: Slo) -> dict[str, Any]:
         """Return fields of TrialResult."""
@@ -245,6 +265,7 @@ def slowed_engine(costs: EngineCosts, factor: float) -> EngineCosts:
         host_ns=costs.host_ns * factor,
         request_host_ns=costs.request_host_ns * factor,
         prefill_host_ns=costs.prefill_host_ns * factor,
+        drafting={name: turns.scaled(factor) for name, turns in costs.drafting.items()},
         commands={name: _slowed_linear(cost, factor) for name, cost in costs.commands.items()},
     )
 

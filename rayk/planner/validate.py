@@ -11,6 +11,7 @@ from typing import Any
 
 from rayk.costs.book import CostBook, Validated, note_validation
 from rayk.models.config import DecoderConfig
+from rayk.planner.drafts import request_rates
 from rayk.planner.recorded import Row, planned_cells
 from rayk.reports import Result, ResultWriter, load
 from rayk.reports.folder import read_environment
@@ -215,14 +216,16 @@ def paced_book(book: CostBook, cell: Cell) -> CostBook:
 
 
 def measured_arrivals(cell: Cell, requests: Sequence[Row]) -> Iterator[Arrival]:
-    """Yield the requests of one repeat as they were: due when they were due, each answer as long as it was.
-    One that failed may go on to its limit."""
+    """Yield the requests of one repeat as they were: due when they were due, each answer as long as it was
+    and its drafts as often right. One that failed may go on to its limit."""
     rows = sorted(requests, key=lambda row: int(row["prompt_index"]))
+    drafts = any(engine.speculative is not None for engine in cell.engines)
     return cell_arrivals(
         cell,
         [row["prompt_token_ids"].tolist() for row in rows],
         num_output_tokens=[_length(row, cell.sampling.max_tokens) for row in rows],
         due_ns=[round(row["due_ms"] * 1e6) for row in rows],
+        drafts=[request_rates(row) for row in rows] if drafts else None,
     )
 
 

@@ -13,6 +13,7 @@ from rayk.models.config import DecoderConfig
 from rayk.models.families import read_config
 from rayk.models.hub import config_file
 from rayk.planner.candidates import Space, engine_of
+from rayk.planner.drafts import settings_of
 from rayk.planner.machine import machine_of
 from rayk.planner.traffic import Traffic
 from rayk.specs import Cell, expand, load_spec
@@ -42,6 +43,8 @@ class Wanted:
     max_tokens: int  # of the longest prompt and its output
     max_seqs: int
     max_batch_tokens: int
+    drafts: int = 0
+    """Tokens that n-gram drafters propose at once, at most."""
 
 
 def wanted_by(spec: Path, model: str, tokenizer_loader: TokenizerLoader) -> Wanted:
@@ -74,9 +77,18 @@ def _by_plan(path: Path, model: str, sizes: DecoderConfig) -> Wanted:
     prefill, decode = (space.tp_sizes(role) for role in ("prefill", "decode"))
     pairs = set(product(prefill, decode)) if "disaggregated" in spec.search.mode else set()
     alone = prefill if "aggregated" in spec.search.mode else ()
+    drafts = spec.search.speculative
     settings = product(spec.search.block_size, space.choices("max_batch_tokens"), space.choices("max_seqs"))
     engines = [
-        engine_of(spec, config, tp=tp, block_size=block_size, max_batch_tokens=tokens, max_seqs=seqs)
+        engine_of(
+            spec,
+            config,
+            tp=tp,
+            block_size=block_size,
+            max_batch_tokens=tokens,
+            max_seqs=seqs,
+            speculative=None if drafts is None else settings_of(drafts, max(drafts.num_tokens)),
+        )
         for block_size, tokens, seqs in settings
         for tp in {*alone, *(size for pair in pairs for size in pair)}
     ]
@@ -98,6 +110,11 @@ def _summed(
                 where=where,
                 mend="an experiment of such engines with --set engine.record_steps=true, and --from",
             )
+    drafting = [engine.speculative for engine in engines if engine.speculative is not None]
+    if others := sorted({drafts.method for drafts in drafting if drafts.method != "ngram"}):
+        raise UserError(
+            f"a grid measures n-gram drafts alone, and engines here draft by {', '.join(others)}", where=where
+        )
     for name in ALIKE:
         values = sorted({str(getattr(engine, name)) for engine in engines})
         if len(values) > 1:
@@ -116,6 +133,7 @@ def _summed(
         max_tokens=longest,
         max_seqs=max(engine.max_seqs for engine in engines),
         max_batch_tokens=max(engine.max_batch_tokens for engine in engines),
+        drafts=max((drafts.num_tokens for drafts in drafting), default=0),
     )
 
 

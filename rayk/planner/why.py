@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rayk.planner.candidates import Candidate
+from rayk.planner.candidates import Candidate, Space
 from rayk.planner.search import PlanTrials
 from rayk.planner.trial import TrialResult
 
@@ -91,6 +91,38 @@ def why_of(plan: PlanTrials, *, rate: float | None, good: float) -> list[str]:
         kept = f"It keeps {good:.0%} good answers up to {plan.max_rate:,.3g} requests/s"
         told.append(kept + (f", {plan.max_rate / rate:.2f} times what is asked." if rate else "."))
     return told
+
+
+def why_drafts(plan: PlanTrials, space: Space) -> list[str]:
+    """Say what drafts are worth to a plan, or would be: tokens per step, how many it takes for them to pay,
+    and the time per token against the same engines without."""
+    tried = space.spec.search.num_drafts
+    if len(tried) == 1:
+        return []
+    beside = next((r for _, r in plan.ranged if _drafts(r) != _drafts(plan.result)), None)
+    of = plan.result if _drafts(plan.result) else beside
+    if of is None or not of.num_requests:
+        return []
+    pays = space.break_even(of.trial.candidate, of.decodes_at_once)
+    text = (
+        f"Drafts of {_drafts(of)} give {of.tokens_per_step:.2f} tokens a step, where "
+        f"{of.decodes_at_once:.1f} requests decode at once; from {pays:.2f} on they pay"
+    )
+    if beside is None or not beside.num_requests:
+        return [f"{text}."]
+    without = beside if of is plan.result else plan.result
+    if not of.tpot_ms[0] > 0:
+        return [f"{text}."]
+    ratio = without.tpot_ms[0] / of.tpot_ms[0]
+    return [f"{text}. A token comes {ratio:.2f} times as fast as without: {_pair(without, of)}."]
+
+
+def _pair(without: TrialResult, of: TrialResult) -> str:
+    return f"median TPOT {of.tpot_ms[0]:,.2f} ms, not {without.tpot_ms[0]:,.2f}"
+
+
+def _drafts(result: TrialResult) -> int:
+    return result.trial.candidate.family.num_drafts
 
 
 def why_not(plan: PlanTrials, best: PlanTrials, *, good: float, fewest: bool) -> str:

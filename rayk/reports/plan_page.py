@@ -23,6 +23,9 @@ PLANS = (
     Column("TPOT p50", "tpot_ms_p50", ",.1f"),
     Column("TPOT p90", "tpot_ms_p90", ",.1f"),
     Column("highest rate", "max_rate", ",.2f"),
+    Column("drafts", "num_drafts", ".0f"),
+    Column("tokens/step", "tokens_per_step", ".2f"),
+    Column("pays from", "break_even", ".2f"),
     Column("prefill busy %", "busy_prefill_percent", ".0f"),
     Column("decode busy %", "busy_decode_percent", ".0f"),
     Column("KV peak %", "kv_percent", ".0f"),
@@ -32,7 +35,8 @@ PLANS = (
 PLANS_NOTE = (
     "Best first, all at the rate that is asked for, or each at its highest where none is; green plans keep "
     "the objective. Times in ms. Goodput counts requests that keep it. Highest rate: at which the objective "
-    "is still kept, of the best few. Busy: the share of time in steps."
+    "is still kept, of the best few. Busy: the share of time in steps. Drafts pay "
+    "where a step gives a request more tokens than `pays from` says."
 )
 SENSITIVITY = (
     Column("what if", "change"),

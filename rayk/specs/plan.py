@@ -33,6 +33,7 @@ from rayk.specs.experiment import (
 from rayk.specs.grammar import ModelPath, StrictModel
 from rayk.specs.load import parse_override, read_spec_data, set_key
 from rayk.specs.marks import Marks
+from rayk.specs.plan_drafts import DraftSearch
 from rayk.specs.refusals import first_refusal
 from rayk.specs.traces import TraceSpec
 from rayk.traces.drawn import Lengths, parse_lengths
@@ -188,6 +189,13 @@ class SearchSpec(StrictModel):
     block_size: Choices[PositiveInt] = Field(default_factory=lambda: [16])
     num_blocks: PositiveInt | Literal["auto"] = "auto"
     """Blocks of every engine; auto: what memory holds beside the weights."""
+    speculative: DraftSearch | None = None
+    """Drafts that are tried; engines without are, too."""
+
+    @property
+    def num_drafts(self) -> list[int]:
+        """How many tokens engines draft at once, of those that are tried; 0: they draft none."""
+        return [0] if self.speculative is None else [0, *dict.fromkeys(self.speculative.num_tokens)]
 
 
 class PlanSpec(StrictModel):
