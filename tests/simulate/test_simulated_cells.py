@@ -108,7 +108,7 @@ def test_equal_seeds_give_equal_rows() -> None:
         ({"mode": "disaggregated", "transfer": {"mode": "push"}}, "pushes"),
         ({"mode": "disaggregated", "decode": {"kv_dtype": "fp8_e4m3"}}, "KV formats"),
         ({"engine": {"pp": 2}}, "pipelines"),
-        ({"speculative": {"method": "mtp"}}, "speculative.method: mtp"),
+        ({"speculative": {"method": "mtp"}}, "drafters on ranks"),
         ({"offload": {"host_gib": 1, "disk_folder": "/tmp/pages"}}, "a disk tier"),
         ({"offload": {"host_gib": 1, "outbox_mib": 8}}, "outboxes"),
     ],
