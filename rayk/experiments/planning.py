@@ -96,7 +96,8 @@ def plan_experiment(
                 check_pools(cell.all_engines, configs[cell.spec.model], loaded.where("engine.num_blocks"))
     versions = vllm_versions([cell for cell, _ in cells], loaded) if cluster is None else {}
     cells = [(known_refusal(cell, configs[cell.spec.model], versions), prompts) for cell, prompts in cells]
-    inputs, yaml = input_hashes(folders, spec.prompt_files()), dump_spec(spec)
+    drafters = {name: model_folder(name) for name in spec.drafters()}
+    inputs, yaml = input_hashes(folders | drafters, spec.prompt_files()), dump_spec(spec)
     check_directory(out, yaml, resume=resume, inputs=inputs, renew=renew_spec)
     if cluster is not None:
         check_address(cluster)
@@ -114,8 +115,9 @@ def plan_experiment(
 
 
 def _with_pinned_models(loaded: LoadedSpec, tell: Callable[[str], None]) -> LoadedSpec:
-    """Fetch models of the hub and name each with its commit, in the resolved spec and all that follows."""
-    names = {name: pinned(name) for name in loaded.spec.models()}
+    """Fetch models of the hub, those that draft included, and name each with its commit, in the resolved spec
+    and all that follows."""
+    names = {name: pinned(name) for name in (*loaded.spec.models(), *loaded.spec.drafters())}
     for pin in names.values():
         if hub_name(pin) is not None:
             tell(f"model {pin}: {model_folder(pin)}")

@@ -112,8 +112,8 @@ def run_experiment(
         seeds=_seeds(spec),
         cells=len(plan.cells),
         inputs=dict(plan.inputs),
-        checkpoints=checkpoint_commands(spec.models()),
-        changed_checkpoints=changed_checkpoints(spec.models()),
+        checkpoints=checkpoint_commands((*spec.models(), *spec.drafters())),
+        changed_checkpoints=changed_checkpoints((*spec.models(), *spec.drafters())),
         ceiling=copy_ceiling(),
         **of_vllm,
     )

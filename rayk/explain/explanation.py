@@ -38,6 +38,7 @@ from rayk.models.tensor_parallel import why_shape_unsupported
 from rayk.parallel.shard import TokenShard
 from rayk.specs import Cell, expand, load_spec
 from rayk.specs.checks import check_cell
+from rayk.specs.load import with_pinned_drafters
 from rayk.transfer.drafts import left_out
 from rayk.types.config import EngineConfig, parallel_text
 from rayk.types.errors import SpecError, TransferError, UserError
@@ -247,6 +248,7 @@ def _cell(model: str, settings: Mapping[str, Any], config: DecoderConfig) -> tup
     loaded = load_spec(
         {"model": model, "prompts": {"random": {}}, "checks": ["kv_bytes"], **settings}, source="options"
     )
+    loaded = with_pinned_drafters(loaded)
     (cell,) = expand(loaded.spec, config, device="cpu")
     try:
         check_cell(cell, config, loaded)

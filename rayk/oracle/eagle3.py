@@ -173,14 +173,16 @@ def write_eagle3(
     overrides: Mapping[str, Any] | None = None,
     dtype: str = "float32",
     force: bool = False,
+    tell: Callable[[], None] = lambda: None,
 ) -> Path:
     """Write a random head for the model in the folder `target`, or of this config.json, unless `directory`
     already holds it.
 
     overrides: values of its config.json; `draft_vocab_size` (default: a quarter of the vocabulary) tokens are
-    drawn from the model's. The folder appears whole or not at all. Returns its path. Raises CheckpointError
-    for the model's folder, and UserError for an unknown dtype, values that no head can have, and a folder
-    that holds something else, or a head that was changed, unless `force`.
+    drawn from the model's. `tell` is called before it is written. The folder appears whole or not at all.
+    Returns its path. Raises CheckpointError for the model's folder, and UserError for an unknown dtype,
+    values that no head can have, and a folder that holds something else, or a head that was changed, unless
+    `force`.
     """
     require_form(dtype, None)
     values = _values(Path(target)) | dict(overrides or {})
@@ -208,6 +210,7 @@ def write_eagle3(
     found = marker.get("parameters", {}).get("family", FAMILY)
     if found != FAMILY:
         raise UserError(f"holds a checkpoint of {found}", where=str(folder), mend="choose another folder")
+    tell()
     with replaced_folder(folder, marker=MARKER) as scratch:
         _write(scratch, parameters)
     return folder

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import fields
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 from pydantic import (
     AfterValidator,
@@ -29,7 +29,7 @@ from rayk.sched.arrivals import PROCESSES
 from rayk.sched.policies import POLICIES
 from rayk.sched.policy import PolicySettings
 from rayk.specs.grammar import ModelPath, StrictModel, checked
-from rayk.specs.speculative import SideSpeculative, SpeculativeSpec
+from rayk.specs.speculative import SideSpeculative, SpeculativeSpec, drafter_models
 from rayk.types.bounds import (
     MAX_ENGINES,
     MAX_RATE,
@@ -97,7 +97,9 @@ VLLM_LAYOUTS = {"NHD": "LBNHC", "HND": "LBHNC"}
 EngineKind = Literal["rayk", "vllm"]
 Interpreter = Annotated[str, AfterValidator(_check_interpreter)]
 Connector = Annotated[str, AfterValidator(_check_connector)]
-Family = Annotated[str, _one_of(*FAMILIES)]
+HEAD = "eagle3"
+"""What an EAGLE-3 head is called among families: it drafts for a model, and is none."""
+CheckpointFamily = Annotated[str, _one_of(*FAMILIES, HEAD)]
 Policy = Annotated[str, _one_of(*POLICIES)]
 Process = Annotated[str, _one_of(*PROCESSES)]
 KVDtype = Literal["auto", "fp8_e4m3", "nvfp4"]
@@ -157,7 +159,9 @@ class CheckpointSpec(StrictModel):
     The name of a family alone stands for the family's own settings.
     """
 
-    family: Family
+    family: CheckpointFamily
+    model: ModelPath | None = None
+    """eagle3: the model that the head drafts for. None: the spec's, if it has one alone."""
     seed: Seed = 0
     config: Annotated[dict[str, Any], Field(max_length=MAX_ITEMS)] = Field(default_factory=dict)
     """Values of config.json that differ from the family's own."""
@@ -169,6 +173,14 @@ class CheckpointSpec(StrictModel):
     @classmethod
     def _of_a_family(cls, value: Any) -> Any:
         return {"family": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _fits_family(self) -> Self:
+        if self.family == HEAD and self.quantise is not None:
+            raise ValueError(f"a head ({HEAD}) is stored in {self.dtype}: leave `quantise` out")
+        if self.family != HEAD and self.model is not None:
+            raise ValueError(f"{self.family} drafts for no model: leave `model` out, or family: {HEAD}")
+        return self
 
 
 class RandomPrompts(StrictModel):
@@ -550,6 +562,10 @@ class ExperimentSpec(StrictModel):
         """Return every model that some cell runs, the first of them first."""
         axes = [matrix.get("model", [self.model]) for matrix in self.matrix or [{}]]
         return list(dict.fromkeys(name for axis in axes for name in axis))
+
+    def drafters(self) -> list[str]:
+        """Return every checkpoint of a drafter that some cell's engines may have."""
+        return drafter_models(self)
 
     def prompt_files(self) -> list[str]:
         """Return every prompts file that some cell reads."""

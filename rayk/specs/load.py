@@ -13,10 +13,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from rayk.models.hub import pinned
 from rayk.specs.experiment import AXES, MAX_CELLS, ExperimentSpec, dotted_keys
 from rayk.specs.marks import Marks, parse_scalar, parse_yaml
 from rayk.specs.marks import Path as KeyPath
 from rayk.specs.refusals import first_refusal, refusal, section_keys, shown, unknown_key
+from rayk.specs.speculative import SECTION, SIDES
 from rayk.types.errors import SpecError
 from rayk.types.files import read_text
 
@@ -70,22 +72,38 @@ def load_spec(
 
 
 def with_models(loaded: LoadedSpec, names: Mapping[str, str]) -> LoadedSpec:
-    """Return the spec with its models by other names, wherever it says them."""
+    """Return the spec with its models, and those of drafters, by other names, wherever it says them."""
+
+    def new(given: Any) -> Any:
+        return [names.get(m, m) for m in given] if isinstance(given, list) else names.get(given, given)
 
     def renamed(point: dict[str, Any]) -> dict[str, Any]:
-        if "model" not in point:
-            return point
-        given = point["model"]
-        new = [names.get(m, m) for m in given] if isinstance(given, list) else names.get(given, given)
-        return point | {"model": new}
+        return {key: new(given) if key in _MODELS else given for key, given in point.items()}
+
+    def drafting(section: Any) -> Any:
+        return None if section is None else section.model_copy(update={"model": new(section.model)})
 
     spec = loaded.spec
-    changed = {
-        "model": names.get(spec.model, spec.model),
+    changed: dict[str, Any] = {
+        "model": new(spec.model),
         "matrix": [renamed(matrix) for matrix in spec.matrix],
         "exclude": [renamed(rule) for rule in spec.exclude],
+        SECTION: drafting(spec.speculative),
     }
+    for side in SIDES:
+        own = getattr(spec, side)
+        changed[side] = own.model_copy(update={SECTION: drafting(own.speculative)})
     return replace(loaded, spec=spec.model_copy(update=changed))
+
+
+def with_pinned_drafters(loaded: LoadedSpec) -> LoadedSpec:
+    """Return the spec with the hub's names of drafters as they mean the same everywhere from now on, fetched.
+    Raises CheckpointError."""
+    return with_models(loaded, {name: pinned(name) for name in loaded.spec.drafters()})
+
+
+_MODELS = ("model", *(f"{side}{SECTION}.model" for side in ("", *(f"{name}." for name in SIDES))))
+"""Keys that name models."""
 
 
 def dump_spec(spec: ExperimentSpec) -> str:

@@ -26,7 +26,7 @@ from rayk.specs.devices import check_device
 from rayk.specs.engines import check_fits_device
 from rayk.specs.experiment import dotted_keys
 from rayk.specs.host_tier import check_machine, check_pools
-from rayk.specs.load import load_spec
+from rayk.specs.load import load_spec, with_pinned_drafters
 from rayk.specs.serving import ServerSettings, model_card, settings_of
 from rayk.specs.vllm_drafts import draft_settings
 from rayk.specs.vllm_engines import VLLM_ONLY
@@ -308,6 +308,7 @@ def _plan_cell(
 ) -> Cell:
     """Plan the experiment's cell whose engines have these TP sizes, checked."""
     loaded = load_spec(_as_spec(options, *tp_sizes), list(options.overrides), source="options")
+    loaded = with_pinned_drafters(loaded)
     if loaded.spec.matrix:
         key = next(iter(loaded.spec.matrix[0]))
         raise SpecError(problem=f"{key} has a list of values", where=f"--set {key}", mend="give one")

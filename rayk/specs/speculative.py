@@ -117,6 +117,17 @@ def _value(drafts: SpeculativeConfig | None, leaf: str) -> Any:
     return getattr(drafts, leaf) if leaf == "method" or leaf in HEEDED[drafts.method] else None
 
 
+def drafter_models(spec: Any) -> list[str]:
+    """List what a spec's sections, or axes in their place, name as `model`."""
+    found = []
+    for side in ("", *SIDES):
+        section = getattr(spec, side).speculative if side else spec.speculative
+        own = None if section is None else section.model
+        key = f"{side}.{SECTION}.model".lstrip(".")
+        found += [name for matrix in spec.matrix or [{}] for name in matrix.get(key, [own])]
+    return list(dict.fromkeys(name for name in found if name is not None))
+
+
 def axes_given(spec: DraftingSpec) -> Iterator[str]:
     """Yield the keys by which cells are told apart that a spec gives outside its matrix: who drafts, and how
     much."""

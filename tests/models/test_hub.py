@@ -77,6 +77,33 @@ def test_a_run_keeps_name_and_commit(hub: LocalHub, checkpoint: CheckpointFactor
     assert plan.cells[0][1] == plan.cells[1][1]  # the tokenizer's special tokens were found
 
 
+def test_a_drafter_of_the_hub_is_pinned_too(hub: LocalHub, tmp_path: Path) -> None:
+    """Wherever a spec, a server or `rayk explain` names it."""
+    folder = str(model_folder(pinned(NAME)))
+    drafts = {"method": "draft", "model": NAME}
+    spec = {
+        "matrix": {"mode": ["aggregated"], "speculative.model": [NAME, folder]},
+        "model": folder,
+        "speculative": {"method": "draft", "model": NAME},
+        "prompts": {"random": {"count": 2, "input_tokens": [5]}},
+    }
+    told: list[str] = []
+    plan = plan_experiment(load_spec(spec), tmp_path / "out", tell=told.append)
+    found = [cell.prefill.speculative for cell, _ in plan.cells]
+    assert [one and one.model for one in found] == [PINNED, folder]
+    assert told == [f"model {PINNED}: {model_folder(PINNED)}"]
+    resolved = yaml.safe_load(plan.yaml)
+    assert resolved["matrix"][0]["speculative.model"] == [PINNED, folder]
+    assert resolved["speculative"]["model"] == PINNED
+    assert set(plan.inputs) == {PINNED, folder}
+    sides = {"prefill": {"speculative": drafts}, "decode": {"speculative": drafts | {"model": folder}}}
+    explained = explain_pair(folder, sides, num_tokens=16)
+    assert not explained.left_out, "the same weights, by two names"
+    config = json.dumps({"method": "draft_model", "model": NAME, "num_speculative_tokens": 2})
+    settings = plan_server(ServerOptions(model=folder, device="cpu", speculative_config=config)).settings
+    assert [e.config.speculative and e.config.speculative.model for e in settings.engines] == [PINNED]
+
+
 def test_the_tokenizer_of_a_name(hub: LocalHub) -> None:
     text = "a text of some tokens"
     assert load_encoder(PINNED)(text) == load_encoder(str(hub.folders[NAME]))(text)
