@@ -16,8 +16,9 @@ from rayk.attention import get_backend
 from rayk.engine.build import ThreadEngine
 from rayk.models.families import load_config
 from rayk.models.load_memory import held_bytes
-from rayk.models.loader import load_decoder, unused_tensors
+from rayk.models.loader import load_decoder
 from rayk.models.stored_sizes import rank_pieces
+from rayk.models.unused import unused_tensors
 from rayk.models.weights import WeightReader
 from rayk.oracle.dequantised import plain_checkpoint
 from rayk.parallel.local import LocalComm

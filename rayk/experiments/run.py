@@ -19,6 +19,7 @@ from rayk.experiments.progress import MeteredProgress
 from rayk.experiments.startup import StartClock
 from rayk.experiments.unused import note_unused
 from rayk.experiments.vllm_python import untested
+from rayk.models.drafters.config import drafts_by_mtp
 from rayk.models.hub import model_folder
 from rayk.oracle.cache import AnswerStore, reference_folder
 from rayk.oracle.remake import changed_checkpoints, checkpoint_commands
@@ -232,7 +233,8 @@ def _warn_of_unused(plan: ExperimentPlan, progress: Progress, notes: AnswerStore
     """Warn of tensors in checkpoints that engines leave out. Raises CheckpointError for one that they miss,
     before Ray starts."""
     for name in plan.weights:
-        note = note_unused(name, plan.configs[name], notes)
+        engines = (e for cell, _ in plan.cells if cell.spec.model == name for e in cell.engines)
+        note = note_unused(name, plan.configs[name], notes, mtp=any(map(drafts_by_mtp, engines)))
         if note:
             progress.warn(note)
 

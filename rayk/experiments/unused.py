@@ -16,8 +16,8 @@ _ANSWERING = ("types", "parallel", "kv", "kernels", "attention", "models")
 """Packages of rayk that the answer depends on: models, and what it may import."""
 
 
-def note_unused(model: str, config: DecoderConfig, notes: AnswerStore) -> str:
-    """Return `models.loader.note_unused`, without torch where `notes` keeps what it said of such tensors.
+def note_unused(model: str, config: DecoderConfig, notes: AnswerStore, *, mtp: bool = False) -> str:
+    """Return `models.unused.note_unused`, without torch where `notes` keeps what it said of such tensors.
     Raises CheckpointError like it: that is kept nowhere."""
     folder = model_folder(model)
     tensors = {name: (t.dtype, t.shape) for name, t in stored_tensors(folder).items()}
@@ -26,15 +26,16 @@ def note_unused(model: str, config: DecoderConfig, notes: AnswerStore) -> str:
         "rayk": code_digest(*(_PACKAGE / name for name in _ANSWERING)),
         "torch": importlib.metadata.version("torch"),
         "folder": str(folder),
+        "mtp": mtp,
         "config": _digest(config),
         "tensors": _digest(sorted(tensors.items())),
     }
     kept = notes.get(question)
     if kept is not None:
         return str(kept.answer["note"])
-    from rayk.models import loader  # imports torch
+    from rayk.models import unused  # imports torch
 
-    note = loader.note_unused(folder, config)
+    note = unused.note_unused(folder, config, mtp=mtp)
     notes.put(question, {"note": note})
     return note
 

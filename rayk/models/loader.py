@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from rayk.attention import get_backend
 from rayk.attention.backend import AttentionBackend
 from rayk.models.build import Build
 from rayk.models.config import DecoderConfig
@@ -17,13 +14,9 @@ from rayk.models.decoder import Decoder, build_decoder
 from rayk.models.families import FAMILIES
 from rayk.models.pieces import Keeping, Pieces
 from rayk.models.tensor_parallel import why_tp_unsupported
-from rayk.models.weights import HeaderReader, OpenWeights, WeightReader
+from rayk.models.weights import OpenWeights, WeightReader
 from rayk.parallel.comm import Comm
-from rayk.parallel.local import LocalComm
 from rayk.types.errors import Unsupported
-
-NAMED_PARTS = 6
-"""Most name patterns that a note of unused tensors lists."""
 
 
 def load_decoder(
@@ -61,43 +54,3 @@ def load_decoder(
                 stage=stage,
             )
         )
-
-
-def unused_tensors(path: str | Path, config: DecoderConfig) -> dict[str, int]:
-    """List tensors of a checkpoint that a decoder of `config` does not use: name pattern (the shortest
-    start that no used tensor has, then `*`) -> number of tensors.
-
-    The decoder is built from the files' headers alone, on torch's meta device, so that it requests what it
-    needs. Raises CheckpointError for a tensor that is missing or of another shape.
-    """
-    names = FAMILIES[config.family].weights
-    backend = get_backend("reference", "cpu")
-    with HeaderReader(path, names.plain, config.quantisation) as reader:
-        pieces = Pieces(reader, names, torch.float32, torch.device("meta"))
-        build_decoder(Build(pieces=pieces, config=config, comm=LocalComm(), backend_for=lambda _: backend))
-    starts = {start for name in reader.names - reader.unread for start in _starts(name)}
-    return dict(Counter(_part(name, starts) for name in sorted(reader.unread)))
-
-
-def note_unused(path: str | Path, config: DecoderConfig) -> str:
-    """Return one line about the `unused_tensors`, which may raise; empty if all are used."""
-    parts = unused_tensors(path, config)
-    if not parts:
-        return ""
-    count, names = sum(parts.values()), list(parts)
-    more = f" and {len(names) - NAMED_PARTS} more" if len(names) > NAMED_PARTS else ""
-    return f"{path}: {count} tensor{'s'[: count != 1]} not used: {', '.join(names[:NAMED_PARTS])}{more}"
-
-
-def _starts(name: str) -> Iterator[str]:
-    """Yield the dotted prefixes of a name, shortest first, the name itself last."""
-    return itertools.accumulate(name.split("."), lambda start, word: f"{start}.{word}")
-
-
-def _part(name: str, used: set[str]) -> str:
-    """Return the shortest prefix of `name` that no used name has, with numbers before its last word as
-    `*`."""
-    start = next((s for s in _starts(name) if s not in used), name)
-    *before, last = start.split(".")
-    shown = ".".join([*("*" if word.isdecimal() else word for word in before), last])
-    return shown if start == name else f"{shown}.*"

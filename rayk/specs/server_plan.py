@@ -15,6 +15,7 @@ from rayk.kv.geometry import plan_rank
 from rayk.kv.groups import max_request_blocks
 from rayk.kv.layout import LAYOUTS
 from rayk.models.config import DecoderConfig
+from rayk.models.drafters.config import drafts_by_mtp
 from rayk.models.families import load_config, read_config
 from rayk.models.headers import check_weights
 from rayk.models.hub import model_folder, pinned
@@ -216,9 +217,10 @@ def note_unused_tensors(plan: ServerPlan) -> str:
     where its weights are not those of its config.json. Needs torch, but not Ray, where they are read."""
     if not plan.settings.engines[0].config.has_weights:
         return ""
-    from rayk.models.loader import note_unused
+    from rayk.models.unused import note_unused
 
-    return note_unused(model_folder(plan.options.model), plan.config)
+    mtp = any(drafts_by_mtp(entry.config) for entry in plan.settings.engines)
+    return note_unused(model_folder(plan.options.model), plan.config, mtp=mtp)
 
 
 _KEY_OF = {

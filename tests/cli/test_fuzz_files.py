@@ -28,7 +28,7 @@ from rayk.experiments.planning import plan_experiment
 from rayk.explain.explanation import explain_pair
 from rayk.models.families import FAMILIES as PARSERS
 from rayk.models.families import load_config
-from rayk.models.loader import unused_tensors
+from rayk.models.unused import unused_tensors
 from rayk.oracle.tiny import FAMILIES, family_values
 from rayk.reports.files import MAX_SPEC_ITEMS, _BoundedLoader, parse_spec
 from rayk.specs import load_spec

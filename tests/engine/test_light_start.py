@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from rayk.engine.rank import EngineRank
 from rayk.models.families import load_config
-from rayk.models.loader import note_unused
+from rayk.models.unused import note_unused
 from rayk.parallel.local import LocalComm
 from rayk.types.config import EngineConfig
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rayk.experiments.unused import note_unused
-from rayk.models import loader
+from rayk.models import unused
 from rayk.models.families import load_config
 from rayk.oracle.cache import AnswerStore
 from rayk.types.errors import CheckpointError
@@ -36,7 +36,7 @@ def test_a_second_run_knows_without_torch_what_the_first_one_found(tmp_path: Pat
     save_file(load_file(file) | {"extra": torch.zeros(1)}, file)
     config = load_config(model)
     first = note_unused(str(model), config, AnswerStore(notes))
-    assert first == loader.note_unused(model, config) == f"{model}: 1 tensor not used: extra"
+    assert first == unused.note_unused(model, config) == f"{model}: 1 tensor not used: extra"
     command = [sys.executable, "-c", SECOND, str(model), str(notes)]
     second = subprocess.run(command, capture_output=True, text=True, check=False)
     assert second.stdout == f"{first} False\n", second.stderr

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rayk.models.layers import linear
-from rayk.models.loader import unused_tensors
+from rayk.models.unused import unused_tensors
 from rayk.parallel.local import LocalComm
 from tests.helpers import assert_matches
 from tests.markers import one_per

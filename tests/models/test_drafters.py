@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
-from rayk.models.loader import unused_tensors
+from rayk.models.unused import unused_tensors
 from rayk.oracle.drafting import model_hidden, proposals
 from rayk.oracle.eagle3 import Eagle3Head, write_eagle3
 from rayk.oracle.mtp import TransformersMtp, add_mtp

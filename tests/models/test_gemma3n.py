@@ -17,7 +17,7 @@ from transformers.models.gemma3n import modeling_gemma3n
 from rayk.models.families import load_config
 from rayk.models.layers.mlp import GateCut
 from rayk.models.load_memory import tensors_of
-from rayk.models.loader import unused_tensors
+from rayk.models.unused import unused_tensors
 from rayk.parallel.comm import Comm
 from rayk.parallel.local import LocalComm
 from rayk.types.errors import CheckpointError

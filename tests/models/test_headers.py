@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from rayk.models.families import load_config
 from rayk.models.fingerprint import fingerprint
 from rayk.models.headers import INDEX_FILE, stored_tensors
-from rayk.models.loader import note_unused, unused_tensors
+from rayk.models.unused import note_unused, unused_tensors
 from rayk.parallel.local import LocalComm
 from rayk.types.errors import CheckpointError, UserError
 from tests.models.tiny import CLASSES, Checkpoint, load, write_checkpoint

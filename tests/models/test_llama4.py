@@ -23,7 +23,7 @@ from rayk.models.layers.linear import Linear
 from rayk.models.layers.places import query_factors
 from rayk.models.layers.rope import Rotary, rotate
 from rayk.models.layers.router import ExpertRouter
-from rayk.models.loader import unused_tensors
+from rayk.models.unused import unused_tensors
 from rayk.parallel.local import LocalComm
 from tests.helpers import assert_matches
 from tests.markers import one_per

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from rayk.models.families import parse_config
 from rayk.models.families.raw import RawConfig
 from rayk.models.families.sharing import shared_sources
-from rayk.models.loader import unused_tensors
+from rayk.models.unused import unused_tensors
 from rayk.parallel.local import LocalComm
 from rayk.types.errors import CheckpointError, UnsupportedArchitecture
 from tests.markers import one_per

@@ -71,7 +71,7 @@ def drafter_of(speculative: SpeculativeConfig, target: DecoderConfig, engine: En
     CheckpointError and UnsupportedArchitecture for the drafter's folder, and Unsupported for layers that
     cannot be divided. Not for method ngram, which has nothing on ranks.
     """
-    found = _FINDERS[speculative.method](speculative, target, model_folder(engine.model))
+    found = _FINDERS[speculative.method](speculative, target, engine)
     tp = 1 if speculative.tp is None else speculative.tp
     if tp not in (1, engine.tp):
         raise UserError(
@@ -100,6 +100,11 @@ def find_drafter(engine: EngineConfig, target: DecoderConfig) -> DrafterConfig |
     return drafter
 
 
+def drafts_by_mtp(engine: EngineConfig) -> bool:
+    """Tell whether multi-token prediction layers of the model's own checkpoint are read."""
+    return engine.speculative is not None and engine.speculative.method == "mtp"
+
+
 def drafter_specs(
     drafter: DrafterConfig, engine: EngineConfig, *, as_seen: bool = False
 ) -> dict[CacheKey, KVCacheSpec]:
@@ -115,7 +120,7 @@ def drafter_specs(
     return {(drafter.first_layer + layer, part): spec for (layer, part), spec in own.items()}
 
 
-def _draft_model(speculative: SpeculativeConfig, target: DecoderConfig, _: Path) -> DrafterConfig:
+def _draft_model(speculative: SpeculativeConfig, target: DecoderConfig, _: EngineConfig) -> DrafterConfig:
     path = _folder(speculative)
     config = load_config(path)
     where = f"speculative.model {path}"
@@ -147,7 +152,7 @@ def _draft_model(speculative: SpeculativeConfig, target: DecoderConfig, _: Path)
     )
 
 
-def _eagle3(speculative: SpeculativeConfig, target: DecoderConfig, _: Path) -> DrafterConfig:
+def _eagle3(speculative: SpeculativeConfig, target: DecoderConfig, _: EngineConfig) -> DrafterConfig:
     path = _folder(speculative)
     head = read_eagle3(path)
     where = f"speculative.model {path}"
@@ -192,7 +197,8 @@ def _eagle3(speculative: SpeculativeConfig, target: DecoderConfig, _: Path) -> D
     )
 
 
-def _mtp(speculative: SpeculativeConfig, target: DecoderConfig, path: Path) -> DrafterConfig:
+def _mtp(speculative: SpeculativeConfig, target: DecoderConfig, engine: EngineConfig) -> DrafterConfig:
+    path = model_folder(engine.model)
     names, layers = FAMILIES[target.family].mtp, target.mtp_layers
     mend = "another method, or a checkpoint whose config.json and weights have MTP layers"
     if names is None or not layers:
@@ -234,7 +240,7 @@ def _mtp(speculative: SpeculativeConfig, target: DecoderConfig, path: Path) -> D
     )
 
 
-def _no_drafter(speculative: SpeculativeConfig, target: DecoderConfig, path: Path) -> DrafterConfig:
+def _no_drafter(speculative: SpeculativeConfig, target: DecoderConfig, engine: EngineConfig) -> DrafterConfig:
     raise AssertionError("n-grams are found where steps are planned, not on ranks")
 
 
