@@ -16,6 +16,7 @@ from rayk.actors.tokenizer import load_encoder
 from rayk.engine.build import make_leader, make_rank
 from rayk.engine.leader import RequestEvent
 from rayk.engine.loop import EngineLoop, NoExtension
+from rayk.engine.rank import EngineRank
 from rayk.parallel.local import LocalComm
 from rayk.sched.drafting import Drafting
 from rayk.sched.ngram import NgramIndex
@@ -47,6 +48,8 @@ class Drafts:
 
     method: str
     num_tokens: int
+    model: Path | None = None
+    """Checkpoint of a drafter on ranks."""
 
     @property
     def name(self) -> str:
@@ -54,13 +57,17 @@ class Drafts:
 
     @property
     def config(self) -> SpeculativeConfig:
-        return SpeculativeConfig(method=self.method, num_tokens=self.num_tokens)
+        model = None if self.model is None else str(self.model)
+        return SpeculativeConfig(method=self.method, num_tokens=self.num_tokens, model=model)
 
 
 @dataclass(frozen=True)
 class Step:
     num_drafts: int
     took_ms: float
+    """Of its whole turn."""
+    drafter_ms: float = 0.0
+    """Of a drafter on ranks in it."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +122,28 @@ class Contestant:
         self._last = LastBatch()
         self._loop = EngineLoop(rank, NoExtension(), self.leader, stats=self._last)
         self._num_runs = 0
+        self._drafter_ns = 0
+        if rank.drafter is not None:
+            self._time(rank)
+
+    def _time(self, rank: EngineRank) -> None:
+        """Time a drafter on ranks."""
+        propose = rank.propose
+
+        def timed(*arguments: Any) -> Any:
+            began_ns = time.thread_time_ns()
+            proposed = propose(*arguments)
+            self._drafter_ns += time.thread_time_ns() - began_ns
+            return proposed
+
+        rank.propose = timed  # type: ignore[method-assign]
 
     @property
     def name(self) -> str:
         return "none" if self.drafts is None else self.drafts.name
 
-    def run(self, prompt: Sequence[int], **sampling: Any) -> list[tuple[float, int, list[RequestEvent]]]:
-        """Run one request; returns each step's milliseconds, drafts and news. Raises what it ends with."""
+    def run(self, prompt: Sequence[int], **sampling: Any) -> list[tuple[Step, list[RequestEvent]]]:
+        """Run one request; returns its steps, with what each told. Raises what it ends with."""
         events: list[RequestEvent] = []
         self._num_runs += 1
         self.leader.submit(
@@ -135,13 +157,13 @@ class Contestant:
         found = []
         num_seen = 0
         while not (events and events[-1].is_last):
-            self._last.batch = None
+            self._last.batch, self._drafter_ns = None, 0
             began_ns = time.thread_time_ns()
             self._loop.turn()
             took_ms = (time.thread_time_ns() - began_ns) / 1e6
             if self._last.batch is not None:
                 (share,) = self._last.batch.requests
-                found.append((took_ms, share.num_drafts, events[num_seen:]))
+                found.append((Step(share.num_drafts, took_ms, self._drafter_ns / 1e6), events[num_seen:]))
                 num_seen = len(events)
         if events[-1].error is not None:
             raise events[-1].error
@@ -152,9 +174,9 @@ class Contestant:
         tokens: list[int] = []
         steps: list[Step] = []
         told: dict[str, Any] = {}
-        for took_ms, num_drafts, events in self.run(prompt, max_tokens=num_tokens, ignore_eos=not ends):
+        for step, events in self.run(prompt, max_tokens=num_tokens, ignore_eos=not ends):
             if tokens:
-                steps.append(Step(num_drafts, took_ms))
+                steps.append(step)
             for event in events:
                 tokens += event.token_ids
                 told |= {} if event.info is None else event.info.told()
@@ -165,7 +187,7 @@ class Contestant:
         """Return how far tokens of an answer from the `first` on lie below the best, in logits, when they are
         computed as a prompt."""
         given = (*prompt, *found)
-        for _, _, events in self.run(given, max_tokens=1, prompt_logprobs=1, ignore_eos=True):
+        for _, events in self.run(given, max_tokens=1, prompt_logprobs=1, ignore_eos=True):
             for event in events:
                 if event.prompt_logprobs is not None:
                     told = event.prompt_logprobs[len(prompt) + first :]
@@ -188,21 +210,34 @@ class DraftsInTurn:
         return [0] * min(self._turn % (self.num_tokens + 1), num_tokens)
 
 
-def step_costs_ms(contestant: Contestant, prompt: Sequence[int], steps_of_a_size: int) -> dict[int, float]:
-    """Time steps of 0 to as many drafts as the contestant makes; medians in milliseconds, by drafts."""
-    assert contestant.drafts is not None
-    most = contestant.drafts.num_tokens
+@dataclass(frozen=True)
+class Costs:
+    """What steps take by themselves."""
+
+    steps_ms: dict[int, float]
+    """Of so many drafts, without what a drafter on ranks takes."""
+    drafter_ms: float
+    """Of a drafter on ranks in a step; 0 of others."""
+
+
+def step_costs(contestant: Contestant, prompt: Sequence[int], steps_of_a_size: int) -> Costs:
+    """Time steps of 0 to as many drafts as the contestant makes; medians."""
+    most = 0 if contestant.drafts is None else contestant.drafts.num_tokens
     scheduler = contestant.leader.scheduler
     own = scheduler.drafting
-    scheduler.drafting = Drafting(DraftsInTurn(most), scheduler.allocator)
+    if own is not None:
+        scheduler.drafting = Drafting(DraftsInTurn(most), scheduler.allocator)
     # The first steps of each size record it.
     for num_rounds in (2, steps_of_a_size):
-        answer = contestant.answer(prompt, num_rounds * (most + 1), ends=False)
+        answer = contestant.answer(prompt, 1 + num_rounds * (most + 1), ends=False)
     scheduler.drafting = own
     took: dict[int, list[float]] = {}
     for step in answer.steps:
-        took.setdefault(step.num_drafts, []).append(step.took_ms)
-    return {num_drafts: statistics.median(took[num_drafts]) for num_drafts in sorted(took)}
+        took.setdefault(step.num_drafts, []).append(step.took_ms - step.drafter_ms)
+    return Costs(
+        {num_drafts: statistics.median(took[num_drafts]) for num_drafts in sorted(took)},
+        statistics.median(step.drafter_ms for step in answer.steps),
+    )
 
 
 def look_up_ms(answers: Mapping[Prompt, Answer], config: SpeculativeConfig) -> float:

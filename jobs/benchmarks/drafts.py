@@ -2,7 +2,7 @@
 
     make bench-drafts [ARGS='--record']
     python jobs/benchmarks/drafts.py [--models DIR ...] [--continued DIR ...] [--dtypes float32 ...]
-                                     [--ngram 2 4 8] [--rounds 2] [--tokens 64]
+                                     [--ngram 2 4 8] [--heads 2 4] [--rounds 2] [--tokens 64]
                                      [--out DIR] [--check] [--record]
 
 One request at a time, greedy. --models answer the prompts of jobs/draft_prompts.jsonl: `edits` and
@@ -16,14 +16,16 @@ other work, of any clock. `measured` is the speed with drafts by that without: o
 rounds, of a kind the median over prompts, with its 95% interval. Tokens must be those without drafts, or
 nearly tied with them.
 
-Steps are also timed by themselves: in one engine that is given 0, 1, 2... drafts in turn which nobody looked
-for. So what drafts are worth can be told from what is accepted of them, with a step that computes one token
-as the unit:
+A model with a head in a folder of its own name and -eagle3 (see `make train-draft`) drafts with that, too.
+
+Steps are also timed by themselves, in engines that are given 0, 1, 2... drafts in turn which nobody looked
+for. So what drafts are worth can be told from what is accepted of them, with a step of the engine without
+drafts as the unit:
 
     expected = tokens a step / (cost of its steps + cost of its drafter)
 
-where the steps cost what those of as many drafts took by themselves, and the drafter what its look-ups took
-by themselves. Drafts pay where that is over 1.
+where the steps cost what those of as many drafts took by themselves, and so does the drafter: n-grams their
+look-ups, a head what it computes of a step. Drafts pay where that is over 1.
 
 Target: n-gram drafts of some length are 1.3 times as fast in edits and in extraction.
 """
@@ -48,12 +50,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an
 from jobs.benchmarks.draft_engines import (
     Answer,
     Contestant,
+    Costs,
     Drafts,
     Prompt,
     asked_prompts,
     continued_prompts,
     look_up_ms,
-    step_costs_ms,
+    step_costs,
 )
 from jobs.benchmarks.harness import ROOT, Page, above_zero, run
 from rayk.experiments.compare import NEAR_TIE_LOGITS
@@ -166,7 +169,7 @@ def _first_other(right: Sequence[int], found: Sequence[int]) -> int | None:
 
 # --- the page ---------------------------------------------------------------------------------------
 
-STEP_TITLES = ("model", "dtype", "tokens of a step", "ms", "in steps of one token")
+STEP_TITLES = ("model", "dtype", "drafts", "tokens of a step", "ms", "in steps without drafts")
 TITLES = (
     "model",
     "dtype",
@@ -191,23 +194,36 @@ class Measured:
 
     name: str
     dtype: str
-    took_ms: dict[int, float]
-    """Of a step of so many drafts, by itself."""
+    all_drafts: Sequence[Drafts]
+    costs: dict[str, Costs]
+    """By contestant."""
     found: Answers
 
     @property
-    def costs(self) -> dict[int, float]:
-        """Of such a step, in those without drafts."""
-        return {drafts: ms / self.took_ms[0] for drafts, ms in self.took_ms.items()}
+    def unit_ms(self) -> float:
+        """Return what a step without drafts takes."""
+        return self.costs["none"].steps_ms[0]
+
+    @property
+    def longest(self) -> list[Drafts]:
+        """List the longest drafts of each method."""
+        return list({drafts.method: drafts for drafts in self.all_drafts}.values())
+
+    def in_units(self, name: str) -> dict[int, float]:
+        """Return what a contestant's steps of so many drafts cost."""
+        return {drafts: ms / self.unit_ms for drafts, ms in self.costs[name].steps_ms.items()}
 
     @property
     def kinds(self) -> list[str]:
         return list(dict.fromkeys(prompt.kind for prompt in self.found["none"]))
 
-    def steps(self) -> list[tuple[object, ...]]:
+    def steps(self, drafts: Drafts) -> list[tuple[object, ...]]:
         """Rows of STEP_TITLES."""
-        pairs = self.took_ms.items()
-        return [(self.name, self.dtype, 1 + d, f"{ms:.2f}", f"{self.costs[d]:.2f}") for d, ms in pairs]
+        costs = self.in_units(drafts.name)
+        pairs = self.costs[drafts.name].steps_ms.items()
+        return [
+            (self.name, self.dtype, drafts.name, 1 + d, f"{ms:.2f}", f"{costs[d]:.2f}") for d, ms in pairs
+        ]
 
     def row(self, kind: str, drafts: Drafts) -> tuple[object, ...]:
         """A row of TITLES."""
@@ -215,7 +231,11 @@ class Measured:
         tally = Tally()
         for answer in first.values():
             tally.add(answer)
-        drafter = look_up_ms(first, drafts.config) / self.took_ms[0]
+        costs = self.in_units(drafts.name)
+        drafter_ms = self.costs[drafts.name].drafter_ms
+        if drafts.method == "ngram":
+            drafter_ms = look_up_ms(first, drafts.config)
+        drafter = drafter_ms / self.unit_ms
         ratios = ratios_of(self.found, drafts.name, kind)
         interval = median_interval(ratios, CONFIDENCE)
         return (
@@ -225,18 +245,19 @@ class Measured:
             drafts.name,
             tally.by_position,
             f"{tally.tokens_a_step:.2f}",
-            f"{self.costs[drafts.num_tokens]:.2f}",
-            f"{tally.steps_cost(self.costs):.2f}",
+            f"{costs[drafts.num_tokens]:.2f}",
+            f"{tally.steps_cost(costs):.2f}",
             f"{drafter:.3f}",
-            f"{tally.expected(self.costs, drafter):.2f}",
+            f"{tally.expected(costs, drafter):.2f}",
             f"{statistics.median(ratios):.2f}",
             "{:.2f} to {:.2f}".format(*interval) if interval else "",
             f"{_speed(self.found, 'none', kind):.1f}",
             f"{_speed(self.found, drafts.name, kind):.1f}",
         )
 
-    def missed(self, all_drafts: Sequence[Drafts]) -> list[str]:
-        """Say which targets are missed."""
+    def missed(self) -> list[str]:
+        """Say which targets n-grams miss."""
+        all_drafts = [drafts for drafts in self.all_drafts if drafts.method == "ngram"]
         lines = []
         for kind in self.kinds:
             if kind in REPEATING:
@@ -251,17 +272,26 @@ def measure(
     model: Path, prompts: Sequence[Prompt], dtype: str, options: argparse.Namespace, page: Page
 ) -> Measured:
     """Measure one model, and tell the page of tokens that are not those without drafts."""
-    most = max(options.ngram)
-    # Of the steps that are timed by themselves, all drafts may be right.
-    most_behind = max(options.tokens, max(2, options.steps) * (1 + most)) + most
-    wanted = [None, *(Drafts("ngram", k) for k in sorted(options.ngram))]
-    plain, *drafting = [Contestant(model, dtype, drafts, prompts, most_behind) for drafts in wanted]
-    took_ms = step_costs_ms(drafting[-1], prompts[0].token_ids, options.steps)
-    found = take_turns([plain, *drafting], prompts, options.tokens, options.rounds)
+    wanted = drafts_of(model, options)
+    most = max(drafts.num_tokens for drafts in wanted)
+    most_behind = 1 + max(options.tokens, max(2, options.steps) * (1 + most)) + most
+    plain, *drafting = [Contestant(model, dtype, drafts, prompts, most_behind) for drafts in (None, *wanted)]
+    everybody = [plain, *drafting]
+    costs = {each.name: step_costs(each, prompts[0].token_ids, options.steps) for each in everybody}
+    found = take_turns(everybody, prompts, options.tokens, options.rounds)
     if num_near := check_tokens(page, plain, found):
         where = f"{model.name}, {dtype}"
         page.say(f"{where}: {num_near} answers differ from those without drafts by a near tie.", "")
-    return Measured(model.name, dtype, took_ms, found)
+    return Measured(model.name, dtype, wanted, costs, found)
+
+
+def drafts_of(model: Path, options: argparse.Namespace) -> list[Drafts]:
+    """List what is measured of a model: n-grams, and its head's drafts if it has a head."""
+    head = model.with_name(f"{model.name}-eagle3")
+    found = [Drafts("ngram", k) for k in sorted(options.ngram)]
+    if (head / "config.json").exists():
+        found += [Drafts("eagle3", k, head) for k in sorted(options.heads)]
+    return found
 
 
 def _speed(found: Answers, name: str, kind: str) -> float:
@@ -284,16 +314,15 @@ def fill(options: argparse.Namespace, page: Page) -> list[str]:
         for model, prompts in wanted.items()
         for dtype in options.dtypes
     ]
-    all_drafts = [Drafts("ngram", k) for k in sorted(options.ngram)]
     page.say(
-        f"Answers of up to {options.tokens} tokens, {options.rounds} rounds. Costs are in steps that compute "
-        "one token: `full step` is that of a step of all drafts, `its steps` that of those that there were.",
+        f"Answers of up to {options.tokens} tokens, {options.rounds} rounds. Costs are in steps without "
+        "drafts: `full step` is that of a step of all drafts, `its steps` that of those that there were.",
         "",
     )
-    page.table(TITLES, [each.row(kind, d) for each in found for kind in each.kinds for d in all_drafts])
-    page.say("", "What a step costs:", "")
-    page.table(STEP_TITLES, [row for each in found for row in each.steps()])
-    return [line for each in found for line in each.missed(all_drafts)]
+    page.table(TITLES, [each.row(kind, d) for each in found for kind in each.kinds for d in each.all_drafts])
+    page.say("", "What a step costs by itself, without its drafter:", "")
+    page.table(STEP_TITLES, [row for each in found for d in each.longest for row in each.steps(d)])
+    return [line for each in found for line in each.missed()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -306,6 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         continued={"type": Path, "nargs": "*", "default": CONTINUED, "help": "that go on behind any text"},
         dtypes={"nargs": "+", "default": ["float32"], "help": "of weights and activations"},
         ngram={"type": above_zero, "nargs": "+", "default": [2, 4, 8], "help": "tokens of n-gram drafts"},
+        heads={"type": above_zero, "nargs": "+", "default": [2, 4], "help": "tokens of heads' drafts"},
         rounds=2,
         tokens=64,
         steps=STEPS_OF_A_SIZE,

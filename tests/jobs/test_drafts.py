@@ -18,8 +18,9 @@ from jobs.benchmarks.draft_engines import (
     Prompt,
     Step,
     asked_prompts,
-    step_costs_ms,
+    step_costs,
 )
+from rayk.oracle.eagle3 import write_eagle3
 from rayk.types.errors import UserError
 from rayk.types.speculative import DraftCounts
 from tests.conftest import CheckpointFactory
@@ -83,10 +84,10 @@ def test_a_ratio_is_of_one_prompt_and_round(job: Any) -> None:
     }
     assert job.ratios_of(found, "ngram 2", "edits") == [2.0]
     assert job.ratios_of(found, "ngram 2", "chat") == [4.0]
-    measured = job.Measured("m", "float32", {0: 1.0, 2: 1.5}, found)
-    assert measured.missed([Drafts("ngram", 2)]) == []
+    measured = job.Measured("m", "float32", [Drafts("ngram", 2)], {}, found)
+    assert measured.missed() == []
     found["ngram 2"][first] = [answer([1, 2, 3], ms) for ms in (3.2, 32.0, 3.2)]
-    (line,) = measured.missed([Drafts("ngram", 2)])
+    (line,) = measured.missed()
     assert "edits: 1.25 times" in line
 
 
@@ -113,9 +114,11 @@ def test_answers_are_those_without_drafts(engines: Any) -> None:
 def test_steps_of_every_size_are_timed(engines: Any) -> None:
     """After that the engine drafts as it did."""
     drafting = engines[1].leader.scheduler.drafting
-    took_ms = step_costs_ms(engines[1], PROMPT, 3)
-    assert list(took_ms) == [0, 1, 2, 3]
-    assert all(ms > 0 for ms in took_ms.values())
+    plain, costs = (step_costs(engine, PROMPT, 3) for engine in engines)
+    assert list(plain.steps_ms) == [0]
+    assert list(costs.steps_ms) == [0, 1, 2, 3]
+    assert all(ms > 0 for ms in costs.steps_ms.values())
+    assert plain.drafter_ms == costs.drafter_ms == 0
     assert engines[1].leader.scheduler.drafting is drafting
 
 
@@ -144,21 +147,32 @@ def test_other_tokens_are_told_of_unless_they_are_nearly_tied(
     assert len(page.wrong) == 2
 
 
-def test_a_page(job: Any, checkpoint: CheckpointFactory, capsys: pytest.CaptureFixture[str]) -> None:
-    """A row for each kind and length, and a step of each size."""
-    folder = str(checkpoint("llama"))
-    words = ["--models", "--continued", folder, "--ngram", "2", "3", "--rounds", "1"]
+def test_a_page(
+    job: Any, checkpoint: CheckpointFactory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row for each kind and length, of the head beside the model, too; a step of each size."""
+    folder = tmp_path / "tiny"
+    folder.symlink_to(checkpoint("llama"))
+    write_eagle3(tmp_path / "tiny-eagle3", folder, seed=3)
+    words = ["--models", "--continued", str(folder), "--ngram", "2", "3", "--heads", "2", "--rounds", "1"]
     assert job.main([*words, "--tokens", "12", "--steps", "2"]) == 0
     printed = capsys.readouterr().out.splitlines()
     lines = [line.strip("| ").split(" | ") for line in printed if line.startswith("|")]
-    tables = {tuple(line): line for line in lines}
+    tables = {tuple(line) for line in lines}
     assert job.TITLES in tables
     assert job.STEP_TITLES in tables
-    name = checkpoint("llama").name
-    kinds = [line[2:4] for line in lines if len(line) == len(job.TITLES) and line[0] == name]
-    assert kinds == [[kind, f"ngram {k}"] for kind in ("pages", "random") for k in (2, 3)]
-    sizes = [line[2] for line in lines if len(line) == len(job.STEP_TITLES) and line[0] == name]
-    assert sizes == list("1234")
+    rows = [dict(zip(job.TITLES, line, strict=True)) for line in lines if len(line) == len(job.TITLES)]
+    rows = [row for row in rows if row["model"] == "tiny"]
+    names = ["ngram 2", "ngram 3", "eagle3 2"]
+    assert [(row["answers"], row["drafts"]) for row in rows] == [
+        (kind, name) for kind in ("pages", "random") for name in names
+    ]
+    assert all(float(row["drafter"]) > 0 for row in rows if row["drafts"] == "eagle3 2")
+    for row in rows:
+        costs = float(row["its steps"]) + float(row["drafter"])
+        assert float(row["expected"]) == pytest.approx(float(row["tokens a step"]) / costs, abs=0.05)
+    steps = [line[2:4] for line in lines if len(line) == len(job.STEP_TITLES) and line[0] == "tiny"]
+    assert steps == [["ngram 3", n] for n in "1234"] + [["eagle3 2", n] for n in "123"]
 
 
 def test_prompts_are_chats_that_a_model_ends(checkpoint: CheckpointFactory) -> None:
