@@ -2,7 +2,7 @@
 
     make bench-drafts [ARGS='--record']
     python jobs/benchmarks/drafts.py [--models DIR ...] [--continued DIR ...] [--dtypes float32 ...]
-                                     [--ngram 2 4 8] [--heads 2 4] [--rounds 2] [--tokens 64]
+                                     [--ngram 2 4 8] [--heads 1 3] [--rounds 2] [--tokens 48]
                                      [--out DIR] [--check] [--record]
 
 One request at a time, greedy. --models answer the prompts of jobs/draft_prompts.jsonl: `edits` and
@@ -335,9 +335,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         continued={"type": Path, "nargs": "*", "default": CONTINUED, "help": "that go on behind any text"},
         dtypes={"nargs": "+", "default": ["float32"], "help": "of weights and activations"},
         ngram={"type": above_zero, "nargs": "+", "default": [2, 4, 8], "help": "tokens of n-gram drafts"},
-        heads={"type": above_zero, "nargs": "+", "default": [2, 4], "help": "tokens of heads' drafts"},
+        heads={"type": above_zero, "nargs": "+", "default": [1, 3], "help": "tokens of heads' drafts"},
         rounds=2,
-        tokens=64,
+        tokens=48,
         steps=STEPS_OF_A_SIZE,
     )
 
