@@ -71,10 +71,12 @@ def fit_host(steps: Sequence[RecordedStep]) -> Fitted:
     return _fit_rest(steps, HOST_TERMS)
 
 
-def fit_drafting(steps: Sequence[RecordedStep]) -> StepTable:
-    """Fit what turns of an engine that drafts take beside the forward pass, the drafter included."""
-    found = _fit_rest(steps, DRAFTING_TERMS)
-    return StepTable(**_used(DRAFTING_TERMS, found), residuals=found.residuals())
+def fit_drafting(steps: Sequence[RecordedStep], *, on_ranks: bool) -> StepTable:
+    """Fit what turns of an engine that drafts take beside the forward pass, the drafter included: one on
+    ranks computes a row for each token."""
+    terms = (*DRAFTING_TERMS, "tokens") if on_ranks else DRAFTING_TERMS
+    found = _fit_rest(steps, terms)
+    return StepTable(**_used(terms, found), residuals=found.residuals())
 
 
 def _fit_rest(steps: Sequence[RecordedStep], terms: Sequence[str]) -> Fitted:

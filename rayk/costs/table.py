@@ -20,6 +20,7 @@ from rayk.costs.losses import NO_LOSSES, StepLosses
 from rayk.models.config import DecoderConfig
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
+from rayk.types.model_names import short_name
 from rayk.types.speculative import SpeculativeConfig
 
 NOT_A_COST = (
@@ -76,8 +77,11 @@ def engine_key(config: DecoderConfig, engine: EngineConfig) -> EngineKey:
 
 
 def drafter_name(speculative: SpeculativeConfig) -> str:
-    """Say whose costs a drafter's are."""
-    return speculative.method
+    """Say whose costs a drafter's are. One on ranks computes as many times as it proposes tokens."""
+    if speculative.method == "ngram":
+        return speculative.method
+    model = f" {short_name(speculative.model)}" if speculative.model else ""
+    return f"{speculative.method}{model} x{speculative.num_tokens}"
 
 
 @lru_cache(maxsize=256)

@@ -200,7 +200,10 @@ def _with_turns(costs: EngineCosts, steps: Steps, notes: list[str]) -> EngineCos
         host_ns=constant,
         request_host_ns=per_request,
         prefill_host_ns=per_prompt,
-        drafting={name: fit_drafting(_turns(of)) for name, of in sorted(by_drafter.items())},
+        drafting={
+            name: fit_drafting(_turns(of), on_ranks=name != "ngram")
+            for name, of in sorted(by_drafter.items())
+        },
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -96,9 +98,22 @@ def test_a_table_of_steps_with_drafts():
         assert table.ns(features) == pytest.approx(verify_ns(features), rel=0.03)
     many = step_features(batch((60, 64), drafts=59), WINDOWS)
     assert table.hull.why_outside(many) == "num_tokens 60 is outside of 0 to 49"
-    turns = fit_drafting(verifies())
+    turns = fit_drafting(verifies(), on_ranks=False)
     assert dict(zip(turns.terms, turns.constants, strict=True)) == pytest.approx(
         {"one": 50_000, "requests": 11_000, "drafts": 3_000}, rel=1e-3
+    )
+
+
+def test_a_drafter_on_ranks_takes_time_for_each_token():
+    """A turn takes 5 ms, 0.2 a request, and 30 us a token of the step; steps of prompts are among them."""
+    found = []
+    for step in (*verifies(), *prefills(), *decodes()):
+        f = step.features
+        rest = 5_000_000 + 200_000 * f.num_requests + 30_000 * f.num_tokens
+        found.append(replace(step, turn_ns=step.model_ns + rest))
+    turns = fit_drafting(found, on_ranks=True)
+    assert dict(zip(turns.terms, turns.constants, strict=True)) == pytest.approx(
+        {"one": 5_000_000, "requests": 200_000, "tokens": 30_000}, rel=1e-3
     )
 
 

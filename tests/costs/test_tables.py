@@ -11,7 +11,7 @@ import pytest
 from rayk.costs import CostBook, EngineCosts, StepFeatures, decode_run, step_features, step_of
 from rayk.costs.hull import Hull, place_of
 from rayk.costs.losses import StepLosses
-from rayk.costs.table import Gap, LinearCost, Residuals, StepTable, term_value
+from rayk.costs.table import Gap, LinearCost, Residuals, StepTable, drafter_name, term_value
 from rayk.types.batch import ScheduledBatch, ScheduledRequest
 from rayk.types.errors import OutsideHull, UserError
 from rayk.types.speculative import SpeculativeConfig
@@ -144,6 +144,12 @@ def test_steps_with_drafts_have_a_table_of_their_own():
     assert turns.ns(drafted) == 7 + 6
     assert DRAFTING.turns_of(None) is None
     assert DRAFTING.scaled(2).step_ns(drafted) == 2 * DRAFTING.step_ns(drafted)
+    head = SpeculativeConfig(method="eagle3", model="heads/tiny", num_tokens=4)
+    assert [drafter_name(s) for s in (NGRAM, head, replace(head, method="mtp", model=None))] == [
+        "ngram",
+        "eagle3 tiny x4",
+        "mtp x4",
+    ]
     with pytest.raises(UserError, match="no costs of steps with drafts of qwen3-00-tp2"):
         COSTS.step_ns(drafted)
     with pytest.raises(UserError, match=r"no costs of drafter ngram of .*; of mtp there are"):
