@@ -8,8 +8,7 @@ proposal is held to a float64 module that reads the whole text at once.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from rayk.engine.proposing import Proposing
 from rayk.oracle.drafting import model_hidden, proposals
 from rayk.oracle.eagle3 import Eagle3Head, write_eagle3
 from rayk.oracle.mtp import TransformersMtp, add_mtp
-from rayk.sched.drafting import Drafting
 from rayk.types.config import EngineConfig
 from rayk.types.errors import Unsupported, UserError
 from rayk.types.speculative import SpeculativeConfig
 from tests.answers import NUM_TOKENS, Answers, make_answers
+from tests.drafters import noted
 from tests.engine.test_async_scheduling import Turns
 from tests.engine.test_speculative import ask, num_drafted_and_accepted, replace_prompts
 from tests.engine.test_token_shards import engine_of
@@ -160,22 +159,6 @@ def test_a_drafter_that_draws_as_the_model_does_is_believed(
             said.append([d.token_ids for d in done])
     assert said[0] == said[1]
     assert all(a != b for a, b in zip(said[0], found.expected, strict=True)), "they are drawn"
-
-
-@contextmanager
-def noted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """All that is proposed meanwhile: the tokens of the request, and those after them."""
-    found: list[tuple[list[int], list[int]]] = []
-    take = Drafting.take
-
-    def taken(self: Drafting, *proposed: Any) -> None:
-        asked = list(self._asked)
-        take(self, *proposed)
-        found.extend((list(state.tokens), list(state.proposals[1])) for state, _ in asked)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Drafting, "take", taken)
-        yield found
 
 
 def generate(path: Path, **settings: Any) -> tuple[list[list[int]], tuple[int, int]]:

@@ -12,12 +12,14 @@ import pytest
 
 from rayk.oracle.eagle3 import Eagle3Head, write_eagle3
 from rayk.types.speculative import SpeculativeConfig
-from tests.engine.test_drafters import check_proposals, noted
+from tests.drafters import noted
+from tests.engine.test_drafters import check_proposals
 from tests.handover.cases import NUM_TOKENS, Model, models_by_name
-from tests.markers import one_per
+from tests.markers import one_per, thorough
 from tests.models.drafting import find
 from tests.models.test_decoder import prompts
 from tests.models.tiny import write_checkpoint
+from tests.offload.node import Node
 from tests.pd import Pair, make_request
 
 
@@ -118,3 +120,19 @@ def test_a_head_goes_on_after_a_hand_over_as_if_there_had_been_none(
     assert len(found) >= 10
     assert min(len(tokens) for tokens, _ in found) == min(map(len, texts)) + 2, "D's first step comes before"
     check_proposals(found, saved, exact, taps)
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt_oss", marks=thorough)])
+def test_swapped_requests_go_on_where_they_were(models: Callable[[str], Model], name: str) -> None:
+    """What was swapped out with rows of draft layers is foreseen after it, too."""
+    model, order = models(name), [1, 2, 1, 0, 1]
+    settings = {"num_blocks": 24 if name == "llama" else 48, "max_batch_tokens": 64, **of_itself(model)}
+    requests = [make_request(f"r{i}", model.prompts[n], NUM_TOKENS) for i, n in enumerate(order)]
+    with Node.open(model.path, [settings], load="never") as node:
+        done = node.engines[0].complete(requests)
+        assert node.engines[0].offloading.counts["swaps"] > 0
+        node.settle()
+        drafting = node.engines[0].engine.leader.scheduler.drafting
+        assert drafting is not None
+        assert drafting.counts.num_accepted_tokens == drafting.counts.num_draft_tokens > 0
+    assert [one.token_ids for one in done] == [model.expected[n] for n in order]
