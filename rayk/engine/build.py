@@ -20,6 +20,7 @@ from rayk.engine.stopping import Decode, LazyDecoder
 from rayk.engine.warm_up import WARM_UP_S
 from rayk.grammars import Grammars
 from rayk.kv.manager import KVCacheManager
+from rayk.models.drafters.draft_kv import draft_kv_of
 from rayk.models.weights import OpenWeights, WeightReader
 from rayk.parallel.comm import Comm
 from rayk.parallel.threads import ThreadComm
@@ -46,6 +47,9 @@ def make_leader(
     """Make rank 0's scheduler, block manager and leader. `load_decoder` makes the model's tokenizer,
     `load_vocabulary` reads it in the form of tokenizer.json."""
     config, model = rank.config, rank.model_config
+    draft_kv = "none"
+    if config.speculative is not None:
+        draft_kv = draft_kv_of(config.speculative, rank.drafter_config, model, config.dtype)
     manager = KVCacheManager(
         rank.plan.groups,
         config.num_blocks,
@@ -59,7 +63,7 @@ def make_leader(
         max_positions=model.max_positions,
         eos_token_ids=model.eos_token_ids,
         num_stages=config.pp,
-        drafting=make_drafting(config, manager),
+        drafting=make_drafting(config, manager, draft_kv=draft_kv),
     )
     make: Callable[..., Leader] = Leader
     if isinstance(rank, PacedRank):

@@ -43,6 +43,11 @@ class EventInfo:
     drafted_at: Sequence[int] | None = None
     """How many tokens were proposed for it on this engine, by position in drafts; see DraftCounts."""
     accepted_at: Sequence[int] | None = None
+    draft_kv: str | None = None
+    """Where a drafter on the engine's ranks had its KV of the prompt from; see RequestRow."""
+    num_draft_rows_recomputed: int | None = None
+    proposals: Sequence[tuple[int, Sequence[int]]] | None = None
+    """What such a drafter proposed; see RequestRow."""
     num_host_tokens: int | None = None
     num_disk_tokens: int | None = None
     load_ns: int | None = None

@@ -73,7 +73,7 @@ def encode_plan(plan: DraftPlan) -> bytes:
     for share in plan:
         bits = int(np.float64(share.temperature).view(np.int64))
         words += (share.num_kept, share.next_token, share.num_proposed, bits, share.seed, share.output_index)
-        words.append(len(share.new_block_ids))
+        words += (share.first_row, len(share.token_ids), *share.token_ids, len(share.new_block_ids))
         for start, ids in share.new_block_ids:
             words += (start, len(ids), *ids)
     return np.array(words, dtype=np.int64).tobytes()
@@ -87,12 +87,15 @@ def decode_plan(payload: bytes) -> DraftPlan:
 def _shares(words: Sequence[int]) -> Iterator[DraftShare]:
     at = 0
     while at < len(words):
-        num_kept, next_token, num_proposed, bits, seed, index, num_groups = words[at : at + 7]
-        at += 7
+        num_kept, next_token, num_proposed, bits, seed, index, first_row, num_tokens = words[at : at + 8]
+        at += 8 + num_tokens
+        token_ids, num_groups = tuple(words[at - num_tokens : at]), words[at]
+        at += 1
         updates: list[tuple[int, tuple[int, ...]]] = []
         for _ in range(num_groups):
             start, count = words[at : at + 2]
             updates.append((start, tuple(words[at + 2 : at + 2 + count])))
             at += 2 + count
         temperature = float(np.int64(bits).view(np.float64))
-        yield DraftShare(num_kept, next_token, num_proposed, tuple(updates), temperature, seed, index)
+        drawing = temperature, seed, index
+        yield DraftShare(num_kept, next_token, num_proposed, tuple(updates), *drawing, first_row, token_ids)

@@ -439,6 +439,8 @@ class Leader:
             if state.drafts is not None:
                 info["drafted_at"] = tuple(state.drafts.drafted_at)
                 info["accepted_at"] = tuple(state.drafts.accepted_at)
+            if self.scheduler.drafting is not None:
+                info |= self.scheduler.drafting.told(state)
         prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, None
         self.emit(
             RequestEvent(

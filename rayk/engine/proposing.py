@@ -125,7 +125,8 @@ class Proposing:
             first, at = at, at + len(r.token_ids)
             if not share.num_kept:
                 continue
-            known = (*r.token_ids[: share.num_kept], share.next_token)
+            assert not (takes_hidden and share.token_ids), "no hidden state is left of tokens before the step"
+            known = (*(share.token_ids or r.token_ids[: share.num_kept]), share.next_token)
             own = known if share.num_proposed else known[:-1]
             token_ids = known[1:] if takes_hidden else own
             places.append(np.arange(first, first + share.num_kept))
@@ -133,7 +134,7 @@ class Proposing:
                 ScheduledRequest(
                     request_id=r.request_id,
                     row=r.row,
-                    num_computed_tokens=r.num_computed_tokens,
+                    num_computed_tokens=share.first_row if share.token_ids else r.num_computed_tokens,
                     token_ids=token_ids,
                     new_block_ids=share.new_block_ids or self._no_updates,
                     needs_logits=share.num_proposed > 0,

@@ -11,10 +11,14 @@ from rayk.types.errors import Unsupported
 
 
 def make_drafting(
-    config: EngineConfig, manager: KVCacheManager, drafter: Drafter | None = None
+    config: EngineConfig,
+    manager: KVCacheManager,
+    drafter: Drafter | None = None,
+    *,
+    draft_kv: str = "none",
 ) -> Drafting | None:
     """Make what adds drafts to the engine's steps; None where it does not speculate. `drafter`: in place of
-    the one that the settings name."""
+    the one that the settings name. `draft_kv`: what draft_kv_of says of one on ranks."""
     wanted = config.speculative
     if wanted is None:
         return None
@@ -26,8 +30,15 @@ def make_drafting(
     def lacks_rows(request_id: str) -> bool:
         return manager.first_draft_row(request_id) > 0
 
-    draws = wanted.accept == "rejection"
-    return Drafting(drafter, manager, has_states=has_states, lacks_rows=lacks_rows, draws=draws)
+    return Drafting(
+        drafter,
+        manager,
+        has_states=has_states,
+        lacks_rows=lacks_rows,
+        have_rows=manager.have_drafts if draft_kv == "recompute" else None,
+        most_rows=config.max_batch_tokens,
+        draws=wanted.accept == "rejection",
+    )
 
 
 def check_speculative(config: EngineConfig, model: DecoderConfig) -> None:

@@ -28,6 +28,8 @@ from rayk.kv.groups import measure_waste, waste_tokens, wasted_bytes
 from rayk.kv.riders import Riders
 from rayk.kv.specs import page_bytes
 from rayk.models.config import DecoderConfig
+from rayk.models.drafters.config import find_drafter
+from rayk.models.drafters.draft_kv import draft_kv_costs, draft_kv_of
 from rayk.models.drafters.riders import engine_riders
 from rayk.models.engine_plan import EnginePlan, plan_engine
 from rayk.models.families import read_config
@@ -39,6 +41,7 @@ from rayk.parallel.shard import TokenShard
 from rayk.specs import Cell, expand, load_spec
 from rayk.specs.checks import check_cell
 from rayk.specs.load import with_pinned_drafters
+from rayk.transfer.costs import transfer_costs
 from rayk.transfer.drafts import left_out
 from rayk.types.config import EngineConfig, parallel_text
 from rayk.types.errors import SpecError, TransferError, UserError
@@ -171,6 +174,8 @@ def explain_pair(
         notes += _length_note(tokens, config, producer)
     notes += _dtype_note(cell.prefill, config)
     notes += _drafts_note({"prefill": cell.prefill, "decode": cell.decode})
+    out = left_out(producer.ranks[0], consumer.ranks[0])
+    notes += _draft_kv_note(cell.decode, config, tokens) if out else []
     try:
         reads = explain_reads(producer, consumer, tokens, cell.spec.transfer)
     except TransferError as error:
@@ -184,7 +189,7 @@ def explain_pair(
         reads=tuple(reads),
         transfer=explain_transfer(producer, consumer, cell.spec.transfer),
         conversion=explain_conversion(producer, consumer, reads, tokens),
-        left_out=tuple(left_out(producer.ranks[0], consumer.ranks[0]).values()),
+        left_out=tuple(out.values()),
         sharing=tuple(Sharing(layer=n, uses=source) for n, source in _sources(config).items()),
         fast_prefill=_fast_prefill(cell, config, tokens),
         notes=(*notes, *_border_notes(consumer, config, tokens)),
@@ -317,6 +322,33 @@ def _drafts_note(engines: Mapping[str, EngineConfig]) -> list[str]:
     return [
         f"{side}: up to {drafts.num_tokens} tokens are proposed at once, {_source_of(drafts)}"
         for side, drafts in whose.items()
+    ]
+
+
+def _draft_kv_note(engine: EngineConfig, config: DecoderConfig, num_tokens: int) -> list[str]:
+    """Say how a decode engine's drafter gets its KV of a prompt that comes without, and at what cost."""
+    drafter = find_drafter(engine, config)
+    if drafter is None:
+        return []
+    assert engine.speculative is not None
+    costs = draft_kv_costs(drafter, config, engine.dtype, num_tokens)
+    how = draft_kv_of(engine.speculative, drafter, config, engine.dtype)
+    does = {
+        "recompute": "it computes them from the tokens (draft_kv: recompute), and proposes from then on",
+        "none": "requests that were handed over are not drafted for (draft_kv: none)",
+    }
+    if costs.hidden_bytes:
+        moved_ns = transfer_costs("nixl/UCX", engine.device).move_ns(1, 1, costs.hidden_bytes)
+        hidden = (
+            f"{costs.hidden_bytes:,} bytes of hidden states (about {moved_ns / 1e6:,.2f} ms by the costs of "
+            "transfers as coded), which do not travel yet"
+        )
+    else:
+        hidden = "no hidden states, of which a smaller model takes none"
+    return [
+        f"decode: the drafter's rows of {num_tokens:,} tokens do not come over: {does[how]}. To compute them "
+        f"takes {costs.recompute_flops / 1e9:,.3g} GFLOP, where the model's own prefill took "
+        f"{costs.model_flops / 1e9:,.3g}; to have them otherwise, {hidden}"
     ]
 
 

@@ -186,6 +186,9 @@ class RequestRecord:
         self._take_offload(info)
         row.drafted_by_position = _summed(row.drafted_by_position, info.drafted_at or ())
         row.accepted_by_position = _summed(row.accepted_by_position, info.accepted_at or ())
+        row.draft_kv = info.draft_kv or row.draft_kv
+        row.num_draft_rows_recomputed += info.num_draft_rows_recomputed or 0
+        row.proposals += [(at, list(tokens)) for at, tokens in info.proposals or ()]
         if info.captured is not None:
             self._log.captured(row, list(info.captured))
         if info.num_cached_tokens is not None:

@@ -23,6 +23,23 @@ class BlockTable:
     filled: Mapping[int, Since] = field(default_factory=dict)
     """Entries filled from another place -> first row present per lane (empty: all); overrides `since`."""
 
+    @property
+    def lacks_last(self) -> bool:
+        """Whether rows of the last lane are missing."""
+        return bool(self.since and self.since[-1])
+
+    def lack_last(self, num_lanes: int, num_tokens: int) -> None:
+        """Rows of the last lane are missing, at least those of so many tokens."""
+        since = self.since or (0,) * num_lanes
+        self.since = (*since[:-1], max(since[-1], num_tokens))
+
+    def have_last(self) -> None:
+        """Rows of the last lane are all there: blocks are to be named once more."""
+        if self.since:
+            self.since = (*self.since[:-1], 0)
+        self.filled = {index: (*since[:-1], 0) if since else since for index, since in self.filled.items()}
+        self.num_named = 0
+
 
 def live_part(group: KVCacheGroup, table: BlockTable, num_tokens: int) -> BlockTable | None:
     """Return the part of a table that is live after `num_tokens` tokens; None if some of these rows are

@@ -198,6 +198,8 @@ class KVCacheManager:
             return
         num_computed_tokens = self._num_keyed(token_ids, num_computed_tokens)
         for g, t in zip(self.groups, tables, strict=True):
+            if g.carries is not None and t.lacks_last:
+                t.lack_last(len(g.lanes), num_computed_tokens)
             num_full = num_computed_tokens // g.spec.block_size
             if num_full <= t.num_named:
                 continue
@@ -406,14 +408,17 @@ class KVCacheManager:
         return tuple((0, table) for table in self.group_tables(request_id))
 
     def lack_drafts(self, request_id: str, num_tokens: int) -> None:
-        """Rows of draft layers did not arrive with the first `num_tokens` tokens: nobody will find them, and
-        the drafter goes on without them."""
-        if not num_tokens:
-            return
+        """Rows of draft layers did not arrive with the first `num_tokens` tokens. Until `have_drafts` those
+        of later tokens lack, too: nobody will find them."""
+        for g, t in zip(self.groups, self._tables[request_id] if num_tokens else (), strict=False):
+            if g.carries is not None:
+                t.lack_last(len(g.lanes), num_tokens)
+
+    def have_drafts(self, request_id: str) -> None:
+        """Rows of draft layers that a request lacked are there: `remember` tells of its blocks again."""
         for g, t in zip(self.groups, self._tables[request_id], strict=True):
             if g.carries is not None:
-                since = t.since or (0,) * len(g.lanes)
-                t.since = (*since[:-1], max(since[-1], num_tokens))
+                t.have_last()
 
     def first_draft_row(self, name: str) -> int:
         """Return the first row of a request, or lease, that is present in draft layers; 0: all are."""

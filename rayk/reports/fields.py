@@ -116,6 +116,10 @@ MEASURED_FIELDS = (
         for name, kind, unit, meaning in _LOGPROBS
     ),
     Field("max_kv_value_error_of_bound", FLOAT, "ratio", "largest error of a KV row over its layer's bound"),
+    Field(
+        "num_proposals_compared", INT, "tokens", "proposed and compared with what an aggregated run proposed"
+    ),
+    Field("num_proposals_differing", INT, "tokens", "of these, others, and no near tie"),
     Field("late_p99_share", FLOAT, "share", "how late paced steps came over their length: p99, all engines"),
     Field("machine_busy_share", FLOAT, "share", "of paced engines' busiest machine, all cores, while it ran"),
 )
@@ -294,6 +298,13 @@ REQUESTS = (
     Field("swap_ms", FLOAT, "ms", "how long it was away for that and came back; null where it never was"),
     Field("offload_failure", TEXT, "", "why what the host tier offered was not loaded, but computed"),
     *DRAFT_FIELDS,
+    Field(
+        "draft_kv",
+        TEXT,
+        "",
+        "own, moved, recomputed or none: where a drafter on ranks had its KV of the prompt from",
+    ),
+    Field("num_draft_rows_recomputed", INT, "tokens", "whose KV of a drafter had not come, and was computed"),
     Field("num_recomputed_tokens", INT, "tokens", "prompt tokens computed a second time"),
     Field("prefill_engine", TEXT, "", "engine that computed the prompt"),
     Field("decode_engine", TEXT, "", "engine that generated the answer"),

@@ -594,5 +594,5 @@ class Scheduler:
             self._rows.append(state.row)
             state.row = None
         state.tables_sent = False
-        state.num_covered = state.next_change = 0
+        state.num_covered = state.next_change = state.num_draft_rows = 0
         state.num_ahead = state.num_sampled_ahead = 0

@@ -19,7 +19,10 @@ from rayk.types.batch import Rollback, ScheduledBatch, ScheduledRequest
 from rayk.types.drafting import NOTHING, DraftPlan, DraftShare
 from rayk.types.speculative import DraftCounts
 
+MOST_NOTED = 64
+"""Proposals of a request that are kept for who compares them."""
 _SURE: Mapping[int, Sequence[Any]] = MappingProxyType({})
+_NONE: tuple[int, ...] = ()
 
 
 class Drafter(Protocol):
@@ -68,18 +71,24 @@ class Drafting:
         *,
         has_states: bool = False,
         lacks_rows: Callable[[str], bool] = lambda request_id: False,
+        have_rows: Callable[[str], None] | None = None,
+        most_rows: int = 0,
         draws: bool = False,
     ) -> None:
         """`has_states`: whether some KV groups keep recurrent states. `lacks_rows`: whether a drafter on
-        ranks has no KV of a request's first tokens; it then proposes nothing for it. `draws`: one on ranks
-        draws where the request does."""
+        ranks has no KV of a request's first tokens; it then proposes nothing for it. `have_rows`: called with
+        a request when such a drafter is about to have computed what it lacked; None: it cannot, or is not to.
+        It computes up to `most_rows` rows after a step. `draws`: one on ranks draws where the request
+        does."""
         self.counts = DraftCounts()
         """Counts the drafts of all requests."""
         self._drafter = drafter
+        self._on_ranks = isinstance(drafter, RanksDrafter)
         self._allocator = allocator
         self._has_states = has_states
         self._rollbacks: dict[int, Rollback] = {}  # by row
-        self._lacks_rows = lacks_rows
+        self._lacks_rows, self._have_rows = lacks_rows, have_rows
+        self._most_rows = most_rows
         self._draws = draws
         self._asked: list[tuple[RequestState, int]] = []
 
@@ -103,6 +112,9 @@ class Drafting:
     ) -> None:
         """Add drafts to a step's requests, first come, first served, as far as the step has room for so many
         tokens and there are so many blocks to spare. `extend`: the scheduler's."""
+        if self._on_ranks:
+            for state in states:
+                state.lacks_draft_rows = self._lacks_rows(state.request_id)
         for index, state in enumerate(states):
             if num_tokens <= 0:
                 return
@@ -147,14 +159,22 @@ class Drafting:
     ) -> DraftPlan:
         """Say what a drafter on ranks does after a step of `states` that was just accounted for: rows for the
         tokens that count, those of requests included that have left since, whose blocks others may read; and
-        proposals for those that go on, as far as there are so many blocks to spare for them. `extend`: the
-        scheduler's."""
+        proposals for those that go on, as far as there are so many blocks to spare for them. Of a request
+        whose first rows lack, rows from the first one on where the drafter computes them from tokens, as many
+        as the others' leave room for in a step; else none: they would take rows that lack for right.
+        `extend`: the scheduler's."""
         self._asked = []
         found = []
+        num_rows = max(0, self._most_rows - batch.num_tokens)
         if any(state.row is None for state in states):
             num_blocks = 0  # they may be blocks of these, which get their last rows in the same turn
         for share, state in zip(batch.requests, states, strict=True):
             num_kept = state.num_computed - share.num_computed_tokens
+            first_row, token_ids = 0, _NONE
+            if num_kept > 0 and state.lacks_draft_rows:
+                first_row, token_ids = self._lacking(state, num_rows + len(share.token_ids))
+                num_kept = len(token_ids)
+                num_rows -= max(0, num_kept - len(share.token_ids))
             if num_kept <= 0:  # its logits were not finite, or it was aborted
                 found.append(NOTHING)
                 continue
@@ -162,9 +182,30 @@ class Drafting:
             num_blocks -= num_taken
             if num_proposed:
                 self._asked.append((state, num_proposed))
-            next_token = state.tokens[state.num_computed]
-            found.append(DraftShare(num_kept, next_token, num_proposed, updates, *self._drawing(state)))
+            next_token = state.tokens[first_row + num_kept if token_ids else state.num_computed]
+            drawing = self._drawing(state)
+            found.append(
+                DraftShare(num_kept, next_token, num_proposed, updates, *drawing, first_row, token_ids)
+            )
         return tuple(found)
+
+    def _lacking(self, state: RequestState, num_rows: int) -> tuple[int, tuple[int, ...]]:
+        """Return which tokens' rows are computed next of a request that lacks rows, at most so many: the
+        position of the first, and the tokens. With the last one it lacks none."""
+        if self._have_rows is None or state.row is None:  # or it has left
+            return 0, _NONE
+        first = state.num_draft_rows
+        stop = min(state.num_computed, first + num_rows)
+        state.num_draft_rows = stop
+        state.num_rows_refilled += stop - first
+        if stop == state.num_computed:
+            state.lacks_draft_rows = False
+            self._have_rows(state.request_id)
+            # Blocks that were found without these rows now have them.
+            salt = state.request.cache_salt
+            self._allocator.remember(state.request_id, state.tokens, state.num_computed, salt)
+            state.next_change = self._allocator.next_change(state.request_id)
+        return first, tuple(state.tokens[first:stop])
 
     def _drawing(self, state: RequestState) -> tuple[float, int, int]:
         """Return temperature, seed and index of a request's DraftShare."""
@@ -185,7 +226,7 @@ class Drafting:
         num_known = len(state.tokens)
         # Those that have no row have left.
         goes_on = share.needs_logits and state.row is not None and state.num_computed == num_known - 1
-        if not goes_on or self._lacks_rows(state.request_id):
+        if not goes_on or state.lacks_draft_rows:
             return 0, (), 0
         limit = max(0, min(self._drafter.num_tokens, state.num_tokens_left - 1))
         end = num_known + limit
@@ -206,7 +247,26 @@ class Drafting:
         for place, ((state, num_proposed), tokens) in enumerate(zip(self._asked, proposals, strict=True)):
             state.proposals = len(state.tokens), tuple(tokens[:num_proposed])
             state.drawn_from = drawn_from.get(place, ())
+            if len(state.noted) < MOST_NOTED:
+                state.noted.append((len(state.tokens) - state.num_prompt, state.proposals[1]))
         self._asked = []
+
+    def told(self, state: RequestState) -> dict[str, Any]:
+        """Return what there is to say of the drafts of a request that leaves, by names of EventInfo; nothing
+        where no drafter is on ranks."""
+        if not self._on_ranks:
+            return {}
+        if state.lacks_draft_rows:
+            draft_kv = "none"
+        elif state.num_rows_refilled:
+            draft_kv = "recomputed"
+        else:
+            draft_kv = "own" if state.num_cached_tokens is not None else "moved"
+        return {
+            "draft_kv": draft_kv,
+            "num_draft_rows_recomputed": state.num_rows_refilled,
+            "proposals": tuple(state.noted),
+        }
 
     def settle(self, state: RequestState, share: ScheduledRequest, tokens: Sequence[int]) -> int:
         """Give a request the drafts that were accepted and the token after them, up to its end. Returns how

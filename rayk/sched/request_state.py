@@ -74,6 +74,13 @@ class RequestState:
     # what ranks proposed, and how many tokens it had then; and for each the logits that it was drawn from
     proposals: tuple[int, tuple[int, ...]] = (0, ())
     drawn_from: Sequence[Any] = ()
+    # the first proposals of ranks: output tokens before, and what was proposed
+    noted: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    # whether a drafter on ranks lacks rows of its first tokens
+    lacks_draft_rows: bool = False
+    # first rows that it computed since the request has a row, of those that lacked; how many in all
+    num_draft_rows: int = 0
+    num_rows_refilled: int = 0
     num_new: int = 1  # tokens that it got at once, when it last got any
 
     @property

@@ -1,4 +1,4 @@
-"""Hold what a drafter on ranks is to do after a step: plain ints, so that it can be broadcast."""
+"""Hold what a drafter on ranks is to do after a step: plain numbers, so that it can be broadcast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class DraftShare(NamedTuple):
     """One request's share. Filled by the scheduler once the tokens of the step are known."""
 
     num_kept: int
-    """The first so many tokens of its share of the step are its own; 0: nothing is done for it."""
+    """Rows to compute: those of the first so many tokens of its share of the step; 0: nothing is done."""
     next_token: int
     """Its token after these."""
     num_proposed: int
@@ -24,6 +24,10 @@ class DraftShare(NamedTuple):
     """The request's, where tokens are drawn."""
     output_index: int = 0
     """Number of its output tokens so far."""
+    first_row: int = 0
+    """Position of `token_ids`."""
+    token_ids: tuple[int, ...] = ()
+    """Tokens, `num_kept` of them, whose rows are computed in place of those of the step: rows that lacked."""
 
 
 DraftPlan = tuple[DraftShare, ...]

@@ -54,6 +54,15 @@ class RequestRow:
     """How many tokens were proposed at each position of drafts, on all engines; empty where none were."""
     accepted_by_position: list[int] = field(default_factory=list)
     """How many of these the model agreed to, those included that the end of the request cut."""
+    draft_kv: str | None = None
+    """Where the drafter on the ranks of the last engine had its KV of the prompt from: own (it computed it
+    with the prompt), moved (it came with the prompt), recomputed, or none: it was not there, and nothing was
+    proposed. None: no such drafter."""
+    num_draft_rows_recomputed: int = 0
+    """Tokens whose rows of a drafter were computed behind the hand-over, since they had not come."""
+    proposals: list[tuple[int, list[int]]] = field(default_factory=list)
+    """What a drafter on ranks proposed: number of output tokens that it went on from, and the tokens; the
+    first so many alone, see sched.drafting.MOST_NOTED."""
     offload_failure: str | None = None  # why what the host tier had offered was computed instead
     num_attempts: int = 1  # times the prompt was placed
     failure: str | None = None  # why the first failed attempt failed, also where the request was saved

@@ -9,12 +9,13 @@ from rayk.types.bounds import MAX_DRAFTS, Between, OneOf
 
 METHODS = ("ngram", "draft", "eagle3", "mtp")
 ACCEPTS = ("match", "rejection")
+DRAFT_KVS = ("auto", "recompute", "hidden", "none")
 HEEDED_BY_ALL = ("num_tokens", "accept")
 HEEDED = {
     "ngram": (*HEEDED_BY_ALL, "prompt_lookup_max", "prompt_lookup_min"),
-    "draft": (*HEEDED_BY_ALL, "model", "tp"),
-    "eagle3": (*HEEDED_BY_ALL, "model", "tp"),
-    "mtp": (*HEEDED_BY_ALL, "tp"),
+    "draft": (*HEEDED_BY_ALL, "model", "tp", "draft_kv"),
+    "eagle3": (*HEEDED_BY_ALL, "model", "tp", "draft_kv"),
+    "mtp": (*HEEDED_BY_ALL, "tp", "draft_kv"),
 }
 """Method -> the settings that its drafters heed."""
 assert tuple(HEEDED) == METHODS, "every method heeds something"
@@ -37,6 +38,10 @@ class SpeculativeConfig:
     the drafter draws, and its draws are kept as often as the model's distribution allows."""
     tp: Annotated[int, Between(1, 64)] | None = None
     """Ranks that share the drafter: 1 or as many as share the model; None: 1, each rank has all of it."""
+    draft_kv: Annotated[str, OneOf(DRAFT_KVS)] = "auto"
+    """How a drafter on ranks gets its KV of a prompt that came without: recompute: from the tokens; hidden:
+    from hidden states that come with the prompt; none: not at all, and such requests are not drafted for;
+    auto: what the costs say."""
     prompt_lookup_max: Annotated[int, Between(1, 64)] = 4
     """ngram: the longest run of last tokens that is looked for."""
     prompt_lookup_min: Annotated[int, Between(1, 64)] = 2

@@ -12,7 +12,10 @@ INT32 = st.integers(0, 2**31 - 1)
 UPDATES = st.lists(st.tuples(INT32, st.lists(INT32, max_size=3).map(tuple)), max_size=3).map(tuple)
 TEMPERATURES = st.floats(0, 1e30)
 SEEDS = st.integers(-(2**63), 2**63 - 1)
-SHARES = st.builds(DraftShare, INT32, INT32, st.integers(0, 32), UPDATES, TEMPERATURES, SEEDS, INT32)
+TOKENS = st.lists(INT32, max_size=3).map(tuple)
+SHARES = st.builds(
+    DraftShare, INT32, INT32, st.integers(0, 32), UPDATES, TEMPERATURES, SEEDS, INT32, INT32, TOKENS
+)
 
 
 @given(st.lists(SHARES, max_size=5).map(tuple))

@@ -28,9 +28,9 @@ def models(checkpoint: Callable[..., Path], reference: Callable[..., Any]) -> Ca
     return models_by_name(checkpoint, reference)
 
 
-def of_itself(model: Model, tp: int | None = None) -> dict[str, object]:
+def of_itself(model: Model, tp: int | None = None, draft_kv: str = "auto") -> dict[str, object]:
     """Settings of an engine whose model drafts for itself."""
-    drafts = SpeculativeConfig(method="draft", model=str(model.path), num_tokens=4, tp=tp)
+    drafts = SpeculativeConfig(method="draft", model=str(model.path), num_tokens=4, tp=tp, draft_kv=draft_kv)
     return {"speculative": drafts}
 
 
@@ -81,9 +81,83 @@ def test_nothing_is_proposed_where_rows_of_the_prompt_lack(
     models: Callable[[str], Model], push: bool
 ) -> None:
     model = models("qwen3")
-    changes = ({}, of_itself(model))
+    changes = ({}, of_itself(model, draft_kv="none"))
     with Pair.open(model.path, push=push, num_blocks=100, changes=changes) as pair:
         assert complete(pair, model) == (0, 0)
+
+
+@one_per()
+@pytest.mark.parametrize("push", [False, True], ids=["pull", "push"])
+@pytest.mark.parametrize(
+    ("name", "tp", "draft_tp", "max_batch_tokens"),
+    [
+        ("qwen3", (1, 1), None, 512),
+        ("qwen3", (1, 1), None, 30),
+        ("qwen3", (2, 2), 2, 64),
+        ("deepseek_v3", (1, 2), None, 512),
+        ("gpt_oss", (2, 1), None, 64),
+    ],
+)
+def test_a_drafter_of_d_alone_computes_its_rows_of_the_prompt(
+    models: Callable[[str], Model],
+    name: str,
+    tp: tuple[int, int],
+    draft_tp: int | None,
+    max_batch_tokens: int,
+    push: bool,
+) -> None:
+    """What it proposes from then on is all foreseen. With few tokens a step, that begins some steps late."""
+    model = models(name)
+    changes = ({}, of_itself(model, draft_tp))
+    settings = {"num_blocks": 160, "max_batch_tokens": max_batch_tokens, "changes": changes}
+    with Pair.open(model.path, tp=tp, push=push, **settings) as pair:
+        done = pair.complete([make_request(f"r{i}", p, NUM_TOKENS) for i, p in enumerate(model.prompts)])
+        assert [d.token_ids for d in done] == model.expected
+        assert {d.info["draft_kv"] for d in done} == {"recomputed"}
+        counted = [d.info["num_draft_rows_recomputed"] for d in done]
+        assert all(n >= len(p) for n, p in zip(counted, model.prompts, strict=True))
+        drafting = pair.d.engine.leader.scheduler.drafting
+        assert drafting is not None
+        assert drafting.counts.num_draft_tokens == drafting.counts.num_accepted_tokens > 0
+        pair.check_all_free()
+
+
+def test_rows_that_d_computed_later_are_found_with_its_prefixes(models: Callable[[str], Model]) -> None:
+    model = models("qwen3")
+    settings = {"num_blocks": 120, "prefix_caching": True, "changes": ({}, of_itself(model))}
+    with Pair.open(model.path, **settings) as pair:
+        manager = pair.d.engine.leader.manager
+        (done,) = pair.complete([make_request("r", model.prompts[2], NUM_TOKENS)])
+        assert (done.token_ids, done.info["draft_kv"]) == (model.expected[2], "recomputed")
+        assert manager.match("look", model.prompts[2], 299) == 288
+        assert manager.num_undrafted_tokens == 0
+        manager.free("look")
+        (done,) = pair.complete([make_request("again", model.prompts[2], NUM_TOKENS)])
+        assert done.token_ids == model.expected[2]
+        drafting = pair.d.engine.leader.scheduler.drafting
+        assert drafting is not None
+        assert drafting.counts.num_draft_tokens == drafting.counts.num_accepted_tokens > 0
+        pair.check_all_free()
+
+
+@pytest.mark.parametrize("num_blocks", [14, 20])
+def test_what_lacked_is_right_after_a_preemption(models: Callable[[str], Model], num_blocks: int) -> None:
+    """D preempts requests whose rows it has computed, or not all of them yet, and computes all again."""
+    model = models("qwen3")
+    settings = {"num_blocks": 100, "max_batch_tokens": 64}
+    changes = ({}, of_itself(model) | {"num_blocks": num_blocks, "max_batch_tokens": 40})
+    prompts = [[*model.prompts[1], 5, i] for i in range(6)]
+    with Pair.open(model.path, **settings, changes=({}, {"num_blocks": 100})) as pair:
+        plain = pair.complete([make_request(f"p{i}", p, NUM_TOKENS) for i, p in enumerate(prompts)])
+    with Pair.open(model.path, **settings, changes=changes) as pair:
+        done = pair.complete([make_request(f"r{i}", p, NUM_TOKENS) for i, p in enumerate(prompts)])
+        assert [d.token_ids for d in done] == [p.token_ids for p in plain]
+        scheduler = pair.d.engine.leader.scheduler
+        assert scheduler.num_preemptions > 0
+        assert scheduler.drafting is not None
+        counts = scheduler.drafting.counts
+        assert counts.num_draft_tokens == counts.num_accepted_tokens > 0
+        pair.check_all_free()
 
 
 def test_a_drafter_of_p_alone_changes_nothing(models: Callable[[str], Model]) -> None:

@@ -67,7 +67,7 @@ def test_what_arrived_without_drafts_is_found_by_nobody_who_drafts():
     made.lack_drafts("a", 30)
     assert made.first_draft_row("a") == 30
     made.remember("a", TOKENS, 30)
-    compute(made, "a", 40)  # what it computes itself has drafts
+    compute(made, "a", 40)
     made.free("a")
     assert made.match("b", TOKENS, 40) == 0
     assert made.num_undrafted_tokens == 40
@@ -83,35 +83,35 @@ def test_what_arrived_without_drafts_is_found_by_nobody_who_drafts():
     # Who computes it leaves blocks that have both, in place of those.
     compute(made, "e", 36)
     made.free("e")
-    assert made.match("f", TOKENS, 40) == 40
+    assert made.match("f", TOKENS, 40) == 36
     assert made.first_draft_row("f") == 0
     made.free("f")
     made.check_integrity()
 
 
-def test_drafts_of_the_last_rows_alone_do_not_count_as_whole():
-    """20 of 32 rows came without drafts; the rest was computed here."""
+def test_rows_behind_those_that_lack_do_not_count():
+    """20 of 32 rows came without drafts; the others of the model were computed here."""
     made = manager()
     made.reserve_live("a", 20)
     made.lack_drafts("a", 20)
     made.remember("a", TOKENS, 20)
     compute(made, "a", 32)
-    assert made.first_draft_row("a") == 20
+    assert made.first_draft_row("a") == 32, "nobody computes rows behind those that lack"
     tables = made.share_lease("a", "lease", 32)
     assert tables is not None
     carrier = DRAFTED[-1].rides
     assert tables[carrier] == tables[-1] == made.group_tables("a")[carrier]
     assert len(tables) == len(DRAFTED)
-    assert made.first_draft_row("lease") == 20
+    assert made.first_draft_row("lease") == 32
     made.free("a")
-    assert made.first_draft_row("lease") == 20
+    assert made.first_draft_row("lease") == 32
     made.release("lease")
     made.check_integrity()
     found = made.find_prefix("b", TOKENS, 32, drafts=False)
     taken = made.adopt("b", found)
     assert taken is not None
     assert len(taken) == len(DRAFTED)
-    assert made.first_draft_row("b") == 20
+    assert made.first_draft_row("b") == 32
     made.free("b")
 
 
@@ -177,3 +177,43 @@ def test_a_block_is_named_once_the_token_behind_it_is_known():
     made.remember("a", TOKENS[:29], 28)
     made.free("a")
     assert made.match("b", TOKENS, 30) == 28
+
+
+def test_drafts_that_were_computed_later_make_blocks_whole():
+    """Those that have names without them, those that came from elsewhere, and those that are to get names."""
+    made = manager()
+    made.reserve_live("a", 30)
+    made.lack_drafts("a", 30)
+    made.remember("a", TOKENS, 30)
+    compute(made, "a", 33)
+    assert made.match("b", TOKENS, 40) == 0
+    made.have_drafts("a")
+    assert made.first_draft_row("a") == 0
+    made.remember("a", TOKENS, 33)
+    compute(made, "a", 40)
+    made.check_integrity()
+    made.free("a")
+    assert made.match("b", TOKENS, 40) == 40
+    assert made.first_draft_row("b") == 0
+    made.free("b")
+    made.check_integrity()
+
+
+def test_drafts_of_blocks_from_elsewhere_can_be_computed_later():
+    made = manager()
+    carrier = DRAFTED[-1].rides
+    lacking = (*[0] * (len(made.groups[carrier].lanes) - 1), 40)
+
+    def elsewhere(group: int, key: bytes) -> tuple[int, ...]:
+        del key
+        return lacking if group == carrier else ()
+
+    found = made.find_prefix("a", TOKENS, 40, elsewhere=elsewhere, drafts=False)
+    assert made.adopt("a", found) is not None
+    made.remember("a", TOKENS, 40)
+    made.have_drafts("a")
+    made.remember("a", TOKENS, 40)
+    made.free("a")
+    assert made.match("b", TOKENS, 40) == 40
+    made.free("b")
+    made.check_integrity()

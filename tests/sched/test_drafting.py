@@ -15,7 +15,7 @@ from rayk.sched.drafting import Drafting, RanksDrafter
 from rayk.sched.quiet import num_quiet_steps
 from rayk.sched.request_state import RequestState
 from rayk.types.batch import Rollback, ScheduledBatch
-from rayk.types.drafting import DraftShare
+from rayk.types.drafting import NOTHING, DraftShare
 from rayk.types.request import FinishReason, Request, SamplingParams
 from rayk.types.speculative import DraftCounts
 from tests.kv.brute import full
@@ -361,7 +361,7 @@ def test_ranks_propose_nothing_without_rows_of_the_first_tokens() -> None:
     scheduler.add(request("a", 6))
     batch = plan(scheduler)
     settle(scheduler, batch)
-    assert scheduler.plan_drafts(batch) == (DraftShare(6, TOKEN, 0),)
+    assert scheduler.plan_drafts(batch) == (NOTHING,), "rows behind would take others for right"
 
 
 def test_ranks_propose_as_far_as_there_are_blocks_and_tokens_left() -> None:
@@ -406,3 +406,64 @@ def test_blocks_of_who_just_left_go_to_nobody_before_their_last_rows_are_there()
     batch = plan(scheduler)
     settle(scheduler, batch)
     assert scheduler.plan_drafts(batch) == (DraftShare(6, TOKEN, 0), DraftShare(6, TOKEN, 1))
+
+
+class Rows:
+    """Says which requests lack rows of a drafter, and hears when they have them."""
+
+    def __init__(self, *lacking: str) -> None:
+        self.lacking = set(lacking)
+
+    def lacks(self, request_id: str) -> bool:
+        return request_id in self.lacking
+
+    def have(self, request_id: str) -> None:
+        self.lacking.remove(request_id)
+
+
+def make_lacking(rows: Rows, num_tokens: int = 3, **changes: Any) -> Scheduler:
+    """Ranks draft, and compute from tokens what they lack."""
+    manager = KVCacheManager(one_layer_each(full(BLOCK)), 41)
+    limits = {"max_batch_tokens": 64, "max_seqs": 4, "max_positions": 100} | changes
+    drafting = Drafting(
+        RanksDrafter(num_tokens),
+        manager,
+        lacks_rows=rows.lacks,
+        have_rows=rows.have,
+        most_rows=limits["max_batch_tokens"],
+    )
+    return Scheduler(manager, drafting=drafting, **limits)
+
+
+def test_rows_that_lack_are_computed_from_tokens_as_steps_have_room() -> None:
+    """A step of 4 computes 4 rows, one more than tokens come: the fourth step's are the last."""
+    rows = Rows("a")
+    scheduler = make_lacking(rows, max_batch_tokens=4)
+    state = scheduler.add_prefilled(request("a", 10), [TOKEN])
+    assert scheduler.allocator.extend("a", 10) is not None
+    tokens, shares = [*range(10, 20), TOKEN], []
+    for _ in range(3):
+        batch = plan(scheduler)
+        settle(scheduler, batch)
+        tokens.append(TOKEN)
+        shares += scheduler.plan_drafts(batch)
+    assert [(s.first_row, s.token_ids, s.next_token) for s in shares] == [
+        (0, tuple(tokens[0:4]), tokens[4]),
+        (4, tuple(tokens[4:8]), tokens[8]),
+        (8, tuple(tokens[8:12]), tokens[12]),
+    ]
+    assert [s.num_kept for s in shares] == [4, 4, 4]
+    assert [s.num_proposed for s in shares] == [0, 0, 0], "13 tokens are computed"
+    assert rows.lacking
+    batch = plan(scheduler)
+    settle(scheduler, batch)
+    (share,) = scheduler.plan_drafts(batch)
+    assert (share.first_row, share.token_ids, share.num_proposed) == (12, (TOKEN, TOKEN), 3)
+    assert not rows.lacking
+    assert state.num_rows_refilled == 14
+    batch = plan(scheduler)
+    settle(scheduler, batch)
+    (share,) = scheduler.plan_drafts(batch)
+    assert (share.token_ids, share.num_kept) == ((), 1), "from now on its rows are those of its steps"
+    assert scheduler.drafting is not None
+    assert scheduler.drafting.told(state)["draft_kv"] == "recomputed"

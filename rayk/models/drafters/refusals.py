@@ -8,7 +8,7 @@ from rayk.models.config import DecoderConfig
 from rayk.types.bounds import MAX_DRAFTS
 from rayk.types.config import EngineConfig
 from rayk.types.errors import UserError
-from rayk.types.speculative import ACCEPTS, HEEDED, METHODS, SpeculativeConfig
+from rayk.types.speculative import ACCEPTS, DRAFT_KVS, HEEDED, METHODS, SpeculativeConfig
 
 WHERE = "speculative"
 _DEFAULTS = {field.name: field.default for field in fields(SpeculativeConfig)}
@@ -40,7 +40,7 @@ def refuse_speculative(speculative: SpeculativeConfig, engine: EngineConfig, tar
 
 def refuse_settings(speculative: SpeculativeConfig) -> None:
     """Raise UserError for what is wrong whatever the engine and the model are."""
-    for name, known in (("method", METHODS), ("accept", ACCEPTS)):
+    for name, known in (("method", METHODS), ("accept", ACCEPTS), ("draft_kv", DRAFT_KVS)):
         if (value := getattr(speculative, name)) not in known:
             raise UserError(f"{name}: {value}", where=WHERE, mend=f"one of {', '.join(known)}")
     if not 1 <= speculative.num_tokens <= MAX_DRAFTS:
@@ -75,6 +75,18 @@ def why_no_drafts(engine: EngineConfig) -> str | None:
     wanted = engine.speculative
     if wanted is None:
         return None
+    if wanted.draft_kv == "hidden":
+        return (
+            "speculative.draft_kv: hidden; hidden states do not travel yet: a drafter's rows come with the "
+            "model's KV from a prefill engine that has the same drafter (mend: prefill.speculative as "
+            "decode.speculative; or draft_kv: auto)"
+        )
+    if wanted.draft_kv == "recompute" and wanted.method != "draft":
+        return (
+            f"speculative.draft_kv: recompute with method {wanted.method}: its rows take hidden states of "
+            "the model, so the decode engine would have to compute the whole prompt again (mend: "
+            "prefill.speculative as decode.speculative, with which rows come over; or draft_kv: none)"
+        )
     if engine.compute == "paced":
         return "speculative with engine.compute: paced, which has no logits to verify drafts by"
     return None
