@@ -8,6 +8,16 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rayk.experiments.drafted import (
+    DraftReferences,
+    DraftTwins,
+    compare_proposals,
+    draft_twin_of,
+    in_engine,
+    is_near_tie,
+    own_layers,
+    parting_in_words,
+)
 from rayk.experiments.offloaded import offloaded
 from rayk.experiments.paced import expected_tokens, first_difference, is_paced, judge_pace
 from rayk.experiments.quantised import Tokens, Twins, compare_forced, follow, rounding_of
@@ -57,6 +67,8 @@ class CellJudge:
         self._known: dict[str, References] = {}
         self._bounds: dict[tuple[str, tuple[tuple[int, ...], ...]], KVBounds] = {}
         self.twins = Twins()
+        self.draft_twins = DraftTwins()
+        self._drafters = DraftReferences(answers)
 
     def needs_reference(self, cell: Cell) -> bool:
         return not is_paced(cell) and ("tokens" in cell.checks or self.needs_capture(cell))
@@ -89,6 +101,7 @@ class CellJudge:
             self._check_paced(cell, prompts, outcomes, findings, counts)
         elif "tokens" in cell.checks and finished:
             self._check_tokens(cell, prompts, finished, findings, counts)
+        self._check_drafts(cell, prompts, finished, findings, counts)
         if "logprobs" in cell.checks and finished:
             self._check_logprobs(cell, outcomes, findings, counts)
         checked = sum(o.num_kv_bytes_checked for o in outcomes)
@@ -175,6 +188,8 @@ class CellJudge:
         remarks = []
         if "logprobs" in counts.checks_done and cell.prefill.fast_prefill:
             remarks.append("logprobs did not see prompt tokens: with fast_prefill they have no logits")
+        if draft_twin_of(cell) is not None and "drafts" not in counts.checks_done:
+            remarks.append("drafts saw nothing: nothing was proposed after a hand-over")
         if self.needs_capture(cell) and "kv_values" not in counts.checks_done:
             remarks.append("kv_values did not see every request: some ended with their first token")
         elif self.needs_capture(cell):
@@ -232,6 +247,35 @@ class CellJudge:
             if not compared.near_tie:
                 counts.num_token_mismatches += 1
             findings.add(compared.verdict, compared.reason)
+
+    def _check_drafts(
+        self,
+        cell: Cell,
+        prompts: Prompts,
+        finished: Sequence[RequestRow],
+        findings: Findings,
+        counts: _CheckCounts,
+    ) -> None:
+        """Compare what was proposed after hand-overs, if asked to, with an aggregated engine's proposals."""
+        if draft_twin_of(cell) is None or not finished:
+            return
+        assert cell.decode is not None
+        others = self.draft_twins.rows(cell, prompts)
+        known = self._drafters.of(cell.decode, self._config)
+        num_compared = num_differing = 0
+        for row in finished:
+            if row.prompt_index not in others:
+                continue
+            compared = compare_proposals(row, others[row.prompt_index], from_tokens=known is not None)
+            num_compared += compared.num_compared
+            wrong = [p for p in compared.partings if not is_near_tie(row, p, known and known[1])]
+            num_differing += len(wrong)
+            if wrong:
+                text = parting_in_words(row, wrong[0], len(wrong), compared.num_compared)
+                findings.add("DRAFT_MISMATCH", text)
+        counts.measured |= {"num_proposals_compared": num_compared, "num_proposals_differing": num_differing}
+        if num_compared:
+            counts.checks_done.append("drafts")
 
     def _check_paced(
         self,
@@ -320,6 +364,40 @@ class CellJudge:
                 findings.add("KV_MISMATCH", str(compared.mismatch))
             if compared.not_finite:
                 findings.add("NOT_FINITE", f"kv_values: request {index}: {compared.not_finite}")
+        self._check_draft_values(cell, prompts, outcome, findings, counts)
+
+    def _check_draft_values(
+        self, cell: Cell, prompts: Prompts, outcome: CellOutcome, findings: Findings, counts: _CheckCounts
+    ) -> None:
+        """Compare what a smaller model that drafts keeps at the prefill engine with transformers' cache."""
+        known = None if cell.vllm or cell.is_quantised else self._drafters.of(cell.prefill, self._config)
+        if known is None:
+            return
+        from rayk.experiments.compare import compare_values, measure_values
+
+        drafter, references = known
+        groups = _all_groups(cell.prefill, self._config)
+        bounds = measure_values(references, prompts, drafter.decoder)
+        for index in sorted(outcome.captured):
+            rows, own = own_layers(outcome.captured[index], groups)
+            name, prompt = f"{cell.cell_id}/{index}", prompts[index]
+            others = {i: references.kv(p) for i, p in enumerate(prompts) if i != index}
+            compared = compare_values(
+                name,
+                rows,
+                references.kv(prompt),
+                own,
+                len(prompt),
+                bounds=bounds,
+                model=drafter.decoder,
+                others=others,
+            )
+            counts.num_values = (counts.num_values or 0) + compared.num_values
+            counts.max_value_error = max(counts.max_value_error or 0.0, compared.max_error)
+            if compared.mismatch is not None:
+                findings.add("KV_MISMATCH", str(in_engine(compared.mismatch, drafter.first_layer)))
+            if compared.not_finite:
+                findings.add("NOT_FINITE", f"kv_values: request {index}, drafter: {compared.not_finite}")
 
 
 def _key(cell: Cell) -> str:

@@ -258,13 +258,15 @@ def _run_cell(
     """Run and judge a cell. Returns what its first repeat, or its twin's, left behind."""
     progress.begin(cell.cell_id)
     writer.begin_cell(cell.cell_id)
-    twin = judge.twins.missing(cell, prompts)
-    of_twin = []
-    if twin is not None:
-        of_twin.append(runner.run(twin, prompts, 0, False))
-        judge.twins.keep(twin, prompts, of_twin[0])
+    of_twins = []
+    for twins in (judge.twins, judge.draft_twins):
+        twin = twins.missing(cell, prompts)
+        if twin is not None:
+            of_twins.append(runner.run(twin, prompts, 0, False))
+            twins.keep(twin, prompts, of_twins[-1])
     outcomes = [runner.run(cell, prompts, repeat, judge.needs_capture(cell)) for repeat in range(cell.repeat)]
-    judge.twins.keep(cell, prompts, outcomes[0])
+    for twins in (judge.twins, judge.draft_twins):
+        twins.keep(cell, prompts, outcomes[0])
     try:
         row = judge.judge(cell, prompts, outcomes)
     except Exception as error:  # noqa: BLE001 - one broken cell must not end the run
@@ -274,7 +276,7 @@ def _run_cell(
     transfers = [t for o in outcomes for t in o.transfers]
     writer.write_cell(row, requests, transfers, [s for o in outcomes for s in o.steps])
     progress.end(cell.cell_id, row.verdict, row.reason)
-    return [*of_twin, *outcomes][0]
+    return [*of_twins, *outcomes][0]
 
 
 def _prepare_references(

@@ -93,8 +93,9 @@ def _check_amounts(num_tokens: int, num_requests: int, loaded: LoadedSpec) -> No
 
 def check_cell(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
     """Refuse what cannot be meant and what is not built yet. Raises SpecError."""
-    if "tokens" in cell.checks:
-        _check_greedy(cell, loaded)
+    for check in ("tokens", "drafts"):
+        if check in cell.checks:
+            _check_greedy(check, cell, loaded)
     _check_form(cell, loaded)
     if not cell.is_rayks:
         check_vllm_cell(cell, loaded)
@@ -114,8 +115,8 @@ def check_cell(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
         check_fault(fault, cell, loaded)
 
 
-def _check_greedy(cell: Cell, loaded: LoadedSpec) -> None:
-    """Refuse to compare with the reference's greedy tokens what is chosen or ended in another way."""
+def _check_greedy(check: str, cell: Cell, loaded: LoadedSpec) -> None:
+    """Refuse to compare with greedy tokens what is chosen or ended in another way."""
     sampling = cell.sampling
     for name, plain in (
         ("temperature", 0),
@@ -129,9 +130,9 @@ def _check_greedy(cell: Cell, loaded: LoadedSpec) -> None:
             required = f"{plain}" if name != "stop" else "[]"
             found = f"{value:g}" if name != "stop" else f"{list(value)}"
             raise SpecError(
-                problem=f"check `tokens` compares greedy tokens: {name} must be {required}, got {found}",
+                problem=f"check `{check}` compares greedy tokens: {name} must be {required}, got {found}",
                 where=loaded.where(f"sampling.{name}"),
-                mend=f"{name}: {required}, or leave `tokens` out of checks",
+                mend=f"{name}: {required}, or leave `{check}` out of checks",
             )
 
 

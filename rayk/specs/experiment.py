@@ -106,7 +106,7 @@ KVDtype = Literal["auto", "fp8_e4m3", "nvfp4"]
 KVScales = Literal["tensor", "token_head"]
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 WeightsDtype = Literal["float32", "bfloat16", "float16"]
-Check = Literal["tokens", "kv_bytes", "kv_values", "logprobs"]
+Check = Literal["tokens", "kv_bytes", "kv_values", "logprobs", "drafts"]
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 Count = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 Requests = Annotated[int, Field(ge=1, le=MAX_REQUESTS)]
@@ -457,7 +457,7 @@ class FaultSpec(StrictModel):
     @property
     def engine_role(self) -> str:
         """The side that commits the fault: the one named, else where its point happens."""
-        at_decode = self.point == "decode" or self.kind == "flip_bit"
+        at_decode = self.point == "decode" or self.kind in ("flip_bit", "wrong_drafts")
         return self.role or ("decode" if at_decode else "prefill")
 
 

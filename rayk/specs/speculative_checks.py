@@ -60,6 +60,13 @@ def _given(loaded: LoadedSpec) -> Iterator[str]:
 def check_drafts(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
     """Refuse drafters without the checkpoint that they need, or with one that does not fit the model, and
     settings that do not belong together. Raises SpecError."""
+    if "drafts" in cell.checks and cell.prefill.dtype != "float32":
+        raise SpecError(
+            problem="check `drafts` compares what two runs propose, of which rounding decides too much in "
+            f"{cell.prefill.dtype}",
+            where=loaded.where("checks"),
+            mend="dtype: float32, or leave `drafts` out of checks",
+        )
     for side, engine in zip(SIDES, cell.engines, strict=False):
         drafts = engine.speculative
         if drafts is None:
