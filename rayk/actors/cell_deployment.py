@@ -260,16 +260,14 @@ def faults_of(cell: Cell, role: str, index: int, rank: int, num_ranks: int) -> t
     """Return the faults that a rank of engine `index` of this role commits, or sets off at a rank of the
     other side.
 
-    A fault that names no rank belongs to the last one.
+    A fault that names no rank belongs to the last one; wrong drafts to all, each of which may propose.
     """
     planted: list[PlantedFault] = []
     for fault in cell.faults:
         is_own = role == committing_role(fault, cell.spec.transfer.mode)
-        is_here = (
-            is_own
-            and fault.engine in (None, index)
-            and rank == (fault.rank if fault.rank is not None else num_ranks - 1)
-        )
+        ranks = range(num_ranks) if fault.kind == "wrong_drafts" else (num_ranks - 1,)
+        is_rank = rank in (ranks if fault.rank is None else (fault.rank,))
+        is_here = is_own and fault.engine in (None, index) and is_rank
         if fault.point not in POINTS:
             planted += [_planted(fault)] if is_here else []
             continue

@@ -41,6 +41,7 @@ from rayk.handover.commands import (
 )
 from rayk.handover.digesting import Digesting
 from rayk.handover.planted import FaultBox, PlantedFault
+from rayk.handover.planted_drafts import SpoiledDrafts
 from rayk.handover.pushing import PushSide
 from rayk.handover.transfer_metrics import report_news, report_totals
 from rayk.metrics import Meter
@@ -146,6 +147,7 @@ class TransferExtension:
         self._views = sorted_views(layer_views(rank), rank.plan.groups, token_classes)
         self._inspect = Inspection(rank, self._views)
         self._faults = FaultBox(faults)
+        self._spoiling = SpoiledDrafts(self._views, faults)
         self._agent = FaultyAgent(agent) if any(f.kind == "flip_bit" for f in faults) else agent
         self._caches = rank.caches
         self._fence = rank.fence
@@ -176,7 +178,9 @@ class TransferExtension:
             run_warm_up(launches, rank.comm)
         if meter is not None:
             fault_counts = [
-                s.num_faults_hit for s in (self._faults, self._agent) if isinstance(s, FaultBox | FaultyAgent)
+                s.num_faults_hit
+                for s in (self._faults, self._spoiling, self._agent)
+                if isinstance(s, FaultBox | SpoiledDrafts | FaultyAgent)
             ]
             meter.on_flush(lambda: report_totals(meter, sum(self.transfer.num_unsent.values()), fault_counts))
 
@@ -270,6 +274,9 @@ class TransferExtension:
         outcomes = (*self._refused, *self.transfer.poll(now))
         self._refused = []
         self._mismatched |= {o.request_id for o in outcomes if isinstance(o.error, KVMismatch)}
+        if self._spoiling:
+            self._fence.wait()
+            self._spoiling.arrived(outcomes)
         news = RankNews(
             outcomes,
             tuple(self.transfer.drained()),
@@ -358,6 +365,7 @@ class TransferExtension:
 
     def _start_read(self, command: StartRead) -> None:
         self._num_handovers += 1
+        self._spoiling.note(command)
         if command.ticket.reservation_id is None:  # else they were handed out when they were reserved
             cached = command.cached_blocks
             self.blocks_assigned(

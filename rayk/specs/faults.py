@@ -7,13 +7,22 @@ from collections.abc import Sequence
 from rayk.kv.fields import twin_taps
 from rayk.kv.kernel_blocks import kernel_block_sizes
 from rayk.models.config import DecoderConfig
+from rayk.models.drafters.config import find_drafter
 from rayk.models.kv_specs import engine_groups, group_chunks, kv_cache_specs
 from rayk.parallel.shard import engine_shape
 from rayk.specs.cells import Cell
 from rayk.specs.experiment import FaultSpec
 from rayk.specs.load import LoadedSpec
 from rayk.types.errors import SpecError
-from rayk.types.fault_table import MESSAGE_KINDS, POINTS, RANK_KINDS, REQUEST_POINTS, STATE_POINTS
+from rayk.types.fault_table import (
+    DRAFT_POINTS,
+    MESSAGE_KINDS,
+    POINTS,
+    RANK_KINDS,
+    REQUEST_POINTS,
+    STATE_POINTS,
+)
+from rayk.types.speculative import METHODS
 
 TRANSFER_POINTS = tuple(POINTS)
 RANK_POINTS = (*REQUEST_POINTS, *TRANSFER_POINTS)
@@ -25,6 +34,7 @@ FAULT_POINTS: dict[str, tuple[str, ...]] = {
     "flip_bit": ("transfer",),
     "early_reuse": ("transfer",),
     "wrong_kv": ("k_norm", "rope", "store_kv", *STATE_POINTS),
+    "wrong_drafts": DRAFT_POINTS,
 }
 """Fault kinds and where each can strike: at points of a request's life, of its transfer's, or in a layer's
 computation.
@@ -35,7 +45,8 @@ job. drop, delay, reorder, duplicate and corrupt strike one message, read or wri
 wrong_kv: a rank of the prefill engine rolls a layer's k-norm weight by one channel, takes
 tokens to stand one position later, or stores them one slot later in their block; in a recurrent layer it
 exchanges the taps of B and C (of q and k), moves all taps one place on, writes the state as bfloat16 where
-float32 is read, or starts a request from what its page held before.
+float32 is read, or starts a request from what its page held before. wrong_drafts: the ranks of the decode
+engine lose a drafter's rows of a prompt that came right, move them one token on, or exchange those of layers.
 """
 
 FAULT_FIELDS: dict[str, tuple[str, ...]] = {
@@ -46,6 +57,7 @@ FAULT_FIELDS: dict[str, tuple[str, ...]] = {
     "flip_bit": ("request", "seed", "engine"),
     "early_reuse": ("request", "engine"),
     "wrong_kv": ("layer", "engine"),
+    "wrong_drafts": ("request", "engine"),
 }
 """What each kind heeds beside kind, point, role, rank and expect; anything else would be ignored."""
 
@@ -83,6 +95,8 @@ def check_fault(fault: FaultSpec, cell: Cell, loaded: LoadedSpec) -> None:
             where=where,
             mend="mode: disaggregated",
         )
+    if fault.kind == "wrong_drafts":
+        _check_wrong_drafts(fault, cell, where)
     _check_lease(fault, cell, loaded)
     _check_fault_place(fault, cell, where)
 
@@ -175,9 +189,38 @@ def _check_wrong_kv(fault: FaultSpec, cell: Cell, where: str) -> None:
         )
 
 
+def _check_wrong_drafts(fault: FaultSpec, cell: Cell, where: str) -> None:
+    assert cell.decode is not None, "aggregated cells were refused"
+    drafts = cell.decode.speculative
+    if fault.role == "prefill":
+        raise SpecError(
+            problem="fault wrong_drafts at the prefill engine: drafts are made where a request decodes",
+            where=where,
+            mend="role: decode, or leave it out",
+        )
+    if drafts is None or drafts.method == "ngram":
+        raise SpecError(
+            problem="fault wrong_drafts: the decode engine has no drafter that keeps KV",
+            where=where,
+            mend=f"speculative: {{method: {' or '.join(METHODS[1:])}}}",
+        )
+    if "drafts" not in cell.checks and fault.expect is None:
+        raise SpecError(
+            problem="fault wrong_drafts is named by check drafts, which this cell does not have",
+            where=where,
+            mend="checks: [tokens, kv_bytes, drafts], or say what to `expect`",
+        )
+
+
 def check_fits_model(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> None:
     """Refuse a fault or check that the model has no place for. Raises SpecError."""
     for fault in cell.faults:
+        if fault.point == "wrong_layer" and _num_draft_layers(cell, config) == 1:
+            raise SpecError(
+                problem="fault wrong_drafts at wrong_layer: the drafter has one layer",
+                where=loaded.where("faults"),
+                mend="point: not_moved or shifted",
+            )
         if fault.kind == "wrong_kv":
             refused = _no_place(fault, config) or _other_stage(fault, cell, config)
             refused = refused or _one_slot(fault, cell, config)
@@ -195,6 +238,11 @@ def check_fits_model(cell: Cell, config: DecoderConfig, loaded: LoadedSpec) -> N
             where=loaded.where("checks"),
             mend="checks: [logprobs, kv_bytes], or dtype: float32",
         )
+
+
+def _num_draft_layers(cell: Cell, config: DecoderConfig) -> int:
+    drafter = None if cell.decode is None else find_drafter(cell.decode, config)
+    return 0 if drafter is None else drafter.decoder.num_layers
 
 
 def fitting_points(config: DecoderConfig, layer: int) -> tuple[str, ...]:

@@ -38,6 +38,8 @@ POINTS: dict[str, tuple[str, str]] = {
 }
 # points of wrong_kv in a recurrent layer
 STATE_POINTS = ("swap_taps", "shift_taps", "state_dtype", "stale_state")
+# points of wrong_drafts
+DRAFT_POINTS = ("not_moved", "shifted", "wrong_layer")
 
 
 class FaultLike(Protocol):
@@ -149,6 +151,7 @@ OTHERS: dict[str, tuple[str, bool]] = {
     "flip_bit": ("KV_MISMATCH", False),
     "early_reuse": ("TRANSFER_ERROR", False),
     "wrong_kv": ("KV_MISMATCH", True),  # wrong from the start: it arrives as it was sent
+    "wrong_drafts": ("DRAFT_MISMATCH", True),  # tokens are verified by the model: they stay right
 }
 
 # points at which ranks can be killed, beside those of a transfer

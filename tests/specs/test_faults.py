@@ -11,8 +11,10 @@ import pytest
 from rayk.handover.planted_state import SPOILS
 from rayk.models.families import load_config
 from rayk.specs import expand, load_spec, plan_cells
+from rayk.specs.faults import check_fault, check_fits_model
 from rayk.types.errors import SpecError
 from rayk.types.fault_table import STATE_POINTS
+from tests.models.tiny import write_checkpoint
 from tests.specs.models import decoder, spec
 
 
@@ -119,3 +121,40 @@ def test_a_state_that_kv_values_does_not_judge_cannot_be_spoiled(
     assert plan(layer=0)
     # Whoever says what it ends in knows.
     assert plan(expect="PASS")
+
+
+DRAFTED = {"method": "draft", "model": "d"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "changes", "word"),
+    [
+        ({"point": "shifted"}, {}, "no drafter that keeps KV"),
+        ({"point": "shifted"}, {"speculative": {"method": "ngram"}}, "no drafter that keeps KV"),
+        ({"point": "shifted", "role": "prefill"}, {"speculative": DRAFTED}, "at the prefill engine"),
+        ({"point": "moved"}, {"speculative": DRAFTED}, "cannot strike at 'moved'"),
+        ({"point": "shifted", "layer": 1}, {"speculative": DRAFTED}, "does not heed `layer`"),
+        ({"point": "shifted"}, {"speculative": DRAFTED, "checks": ["tokens"]}, "named by check drafts"),
+        ({"point": "shifted"}, {"mode": "aggregated", "speculative": DRAFTED}, "aggregated cells have none"),
+    ],
+)
+def test_wrong_drafts_that_cannot_be_meant_are_refused(
+    fault: dict[str, Any], changes: dict[str, Any], word: str
+) -> None:
+    settings = {"checks": ["tokens", "drafts"], "faults": [{"kind": "wrong_drafts", **fault}]}
+    loaded = load_spec(spec(**settings | changes))
+    (cell,) = expand(loaded.spec, decoder(), device="cpu")
+    assert cell.expected_verdict == "DRAFT_MISMATCH"
+    with pytest.raises(SpecError, match=word):
+        check_fault(cell.faults[0], cell, loaded)
+
+
+def test_drafters_of_one_layer_have_no_other(tmp_path: Path) -> None:
+    small = write_checkpoint(tmp_path / "small", "llama", num_hidden_layers=1)
+    config = load_config(write_checkpoint(tmp_path / "large", "llama").path)
+    faults = [{"kind": "wrong_drafts", "point": "wrong_layer"}]
+    drafts = {"method": "draft", "model": str(small.path)}
+    loaded = load_spec(spec(checks=["drafts"], faults=faults, speculative=drafts))
+    (cell,) = expand(loaded.spec, config, device="cpu")
+    with pytest.raises(SpecError, match="the drafter has one layer"):
+        check_fits_model(cell, config, loaded)
