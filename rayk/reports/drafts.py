@@ -3,13 +3,13 @@ much sooner tokens came than in the cell without drafts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
 
 from rayk.reports.columns import CELL_FIELDS
-from rayk.reports.intervals import median_interval
+from rayk.reports.intervals import MIN_VALUES, median_interval, student_t
 from rayk.reports.page import Column, Plot
 from rayk.reports.paired import KEYS
 from rayk.reports.plots import LEGEND, PALETTE, plain
@@ -26,6 +26,8 @@ COLUMNS = (
     Column("proposed", "num_drafted", ",d"),
     Column("accepted %", "accepted_percent", ".1f"),
     Column("tokens/step", "tokens_per_step", ".2f"),
+    Column("aggregated %", "aggregated_percent", ".1f"),
+    Column("difference", "acceptance_difference", "+.1f", beside="acceptance_interval"),
     Column("by position, %", "positions"),
     Column("TPOT ms", "tpot_ms_p50", ".2f"),
     Column("undrafted TPOT ms", "undrafted_tpot_ms", ".2f"),
@@ -35,9 +37,11 @@ NOTE = (
     "A draft is what is proposed to a request at once; the model computes it in one step with the token "
     "before it, and accepts as many of its first tokens as are those that it would have come to. Accepted: "
     "of all proposed tokens, and by position of those proposed there. Tokens per step: those after a "
-    "request's first over the steps that gave them, drafts or not. Speed-up: time per output token of the "
-    "same prompt in the cell without drafts over that with them, where all other axes are alike; the median "
-    "over requests, in brackets its 95% interval, which takes them for independent."
+    "request's first over the steps that gave them, drafts or not. Aggregated: accepted in the cell with the "
+    "same drafts where no request is handed over; the difference is the mean over prompts, in brackets its "
+    "95% interval: one without 0 says that hand-overs change what is accepted. Speed-up: time per output "
+    "token of the same prompt in the cell without drafts over that with them, where all other axes are "
+    "alike; the median over requests, in brackets its 95% interval, which takes them for independent."
 )
 
 
@@ -56,6 +60,7 @@ def draft_rows(result: Result) -> list[dict[str, Any]]:
             "accepted_percent": _percent(record["acceptance_rate"]),
             "positions": ", ".join(f"{share:.0f}" for share in shares_by_position(record)),
             **_against(record, undrafted.get(_others(record)), result.requests),
+            **_beside_aggregated(record, records, result.requests),
         }
         for record in records
         if (drafter := _drafter(record, methods)) and record["verdict"] != "UNSUPPORTED"
@@ -116,6 +121,56 @@ def _against(
         "speedup": float(ratios.median()),
         "speedup_interval": "{:.2f} to {:.2f}".format(*interval) if interval else "",
     }
+
+
+def _beside_aggregated(
+    record: Mapping[str, Any], records: Sequence[Mapping[str, Any]], requests: pd.DataFrame
+) -> dict[str, Any]:
+    """Compare what is accepted after hand-overs with what is without, prompt by prompt, in percent."""
+    empty = {"aggregated_percent": None, "acceptance_difference": None, "acceptance_interval": ""}
+    other = _aggregated(record, records)
+    if other is None or is_null(other["acceptance_rate"]):
+        return empty
+    found = empty | {"aggregated_percent": _percent(other["acceptance_rate"])}
+    columns = [*KEYS[1:], "acceptance_rate"]
+    sides = [requests[requests["cell_id"] == cell["cell_id"]][columns].dropna() for cell in (other, record)]
+    pairs = sides[0].merge(sides[1], on=KEYS[1:], suffixes=("/base", "/other"))
+    if pairs.empty:
+        return found
+    gaps = 100 * (pairs["acceptance_rate/other"] - pairs["acceptance_rate/base"])
+    found["acceptance_difference"] = mean = float(gaps.mean())
+    if len(gaps) >= MIN_VALUES:
+        half = student_t((1 + CONFIDENCE) / 2, len(gaps) - 1) * float(gaps.std()) / len(gaps) ** 0.5
+        found["acceptance_interval"] = f"{mean - half:+.1f} to {mean + half:+.1f}"
+    return found
+
+
+def _aggregated(record: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Find the cell without hand-overs whose shared axes, those of drafts included, are a cell's own: of
+    several, one of the TP size that decodes here."""
+    if record.get("mode") != "disaggregated":
+        return None
+    alike = [
+        other
+        for other in records
+        if other.get("mode") == "aggregated" and _shared(other) == _shared(record) and is_drafted(other)
+    ]
+    return min(alike, key=lambda other: other.get("prefill.tp") != record.get("decode.tp"), default=None)
+
+
+def _shared(record: Mapping[str, Any]) -> dict[str, str]:
+    """Return the axes of a cell that are of no side, and no faults."""
+    sides = ("prefill.", "decode.", "transfer.")
+    return {
+        name: str(value)
+        for name, value in record.items()
+        if name not in CELL_FIELDS and name not in ("mode", "faults") and not name.startswith(sides)
+    }
+
+
+def is_drafted(record: Mapping[str, Any]) -> bool:
+    """Tell whether anything was proposed in a cell."""
+    return not is_null(record["acceptance_rate"])
 
 
 def draft_plot(rows: list[dict[str, Any]]) -> list[Plot]:

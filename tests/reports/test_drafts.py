@@ -143,3 +143,24 @@ def test_runs_without_drafts_have_no_such_section(tmp_path: Path) -> None:
     result = load(tmp_path / "run")
     assert "Drafts" not in [section.title for section in run_page(result).sections]
     assert not {"accepted", "tokens/step"} & {column.title for column in shown_columns(result.cells)}
+
+
+def test_acceptance_after_hand_overs_stands_beside_that_without(tmp_path: Path) -> None:
+    """8 prompts, each with 10 tokens proposed: 8 accepted in one engine; after hand-overs 8, or 4 and 3."""
+    writer = ResultWriter(tmp_path / "run", spec_yaml=SPEC, environment={})
+    for decode, accepted in ((None, (8, 8)), (2, (8, 8)), (1, (4, 3))):
+        row = cell_row(2 if decode is None else 1, decode, LAYOUTS)
+        row.axes["speculative.method"] = "draft"
+        requests = request_rows(row, random.Random(0), count=8)
+        for number, one in enumerate(requests):
+            one.drafted_by_position, one.accepted_by_position = [10], [accepted[number % 2]]
+        writer.write_cell(row, requests, [])
+    writer.finish()
+    alone, right, wrong = draft_rows(load(tmp_path / "run"))
+    assert alone["aggregated_percent"] is None
+    assert (right["aggregated_percent"], right["acceptance_difference"]) == (80, 0)
+    assert wrong["acceptance_difference"] == pytest.approx(-45)
+    low, high = (float(end) for end in wrong["acceptance_interval"].split(" to "))
+    # The standard deviation of four gaps of -40 and four of -50 is sqrt(200 / 7); t(0.975, 7) is 2.3646.
+    half = 2.3646 * (200 / 7) ** 0.5 / 8**0.5
+    assert (low, high) == (pytest.approx(-45 - half, abs=0.06), pytest.approx(-45 + half, abs=0.06))
