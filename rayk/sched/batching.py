@@ -391,13 +391,14 @@ class Scheduler:
         """Account for a finished step, in the order of steps. `accepted`: what requests with drafts
         got. Returns the requests that got a token; finished ones have left."""
         got_token: list[RequestState] = []
+        drafts = self.drafting is not None
         if self.on_settled is not None:
             self.on_settled(batch.step)
         self._settled = self._in_flight.pop(batch.step)
         for share, state in zip(batch.requests, self._settled, strict=True):
             if state.row is None:
                 continue  # aborted while the step ran, or over with the step before
-            if share.num_drafts:
+            if drafts and share.num_drafts:
                 is_change = self._take_verified(state, share, accepted)
                 got_token.append(state)
             else:
@@ -415,7 +416,8 @@ class Scheduler:
                 self.finish(state)
             elif is_change:
                 self.trim(state)
-        self._end_late(batch.step)
+        if self._late:
+            self._end_late(batch.step)
         return got_token
 
     def _end_late(self, step: int) -> None:
