@@ -416,8 +416,7 @@ class Scheduler:
                 self.finish(state)
             elif is_change:
                 self.trim(state)
-        if self._late:
-            self._end_late(batch.step)
+        self._end_late(batch.step)
         return got_token
 
     def _end_late(self, step: int) -> None:
